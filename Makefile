@@ -1,0 +1,50 @@
+# make demo   train a small model end to end, on this machine, with nothing else installed
+# make test   lints, types, import contracts and every test
+# make check  lints, types and import contracts only
+# make bench  the measurements of docs/benchmarks.md
+# Each target makes .venv on its own, and reuses it while pyproject.toml and constraints.txt are unchanged.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: demo test check bench docs clean
+
+demo: $(VENV)/.core
+	@$(BIN)/argosy demo
+
+test: check
+	$(BIN)/python -m pytest -m "not slow"
+
+check: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.dev
+	$(BIN)/python benchmarks/run.py
+
+docs: $(VENV)/.dev
+	$(BIN)/python -m argosy.errors > docs/errors.md
+	$(BIN)/argosy config reference > docs/run-spec.md
+
+$(VENV)/.python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Argosy needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) -V). Try: make PYTHON=python3.12"; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.core: $(VENV)/.python pyproject.toml constraints.txt
+	@echo "Installing Argosy into $(VENV) (about a minute the first time)"
+	@$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.core
+	@echo "Installing the development tools into $(VENV)"
+	@$(PIP) --editable '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) argosy-demo .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

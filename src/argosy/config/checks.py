@@ -1,0 +1,156 @@
+"""The arithmetic between keys: each check refuses with the numbers and the nearest values that work.
+
+What can be known from the spec alone is checked here, before any file or device is touched. Checks that need the data
+(vocabulary, size of the splits) are made where the data is opened.
+"""
+
+from __future__ import annotations
+
+from argosy.config.schema import RunSpec
+from argosy.errors import ArgosyError
+
+Origins = dict[str, str]
+
+
+def check(spec: RunSpec, origins: Origins) -> None:
+    _check_length(spec, origins)
+    _check_batch(spec, origins)
+    _check_sequence(spec, origins)
+    _check_split(spec, origins)
+    _check_evaluation(spec, origins)
+    _check_weights(spec)
+    _check_schedule(spec, origins)
+
+
+def _check_length(spec: RunSpec, origins: Origins) -> None:
+    given = {key: getattr(spec.train, key) for key in ("steps", "tokens", "samples", "epochs")}
+    given = {key: value for key, value in given.items() if value is not None}
+    if not given:
+        raise ArgosyError(
+            "config.missing-key",
+            "the run has no length",
+            key="train.steps",
+            fix="give one of train.steps, train.tokens (as 20B), train.samples or train.epochs",
+        )
+    if len(given) > 1:
+        raise ArgosyError(
+            "config.conflict",
+            "the length of the run is given more than once: " + ", ".join(f"train.{k} = {v:g}" for k, v in given.items()),
+            key=f"train.{list(given)[1]}",
+            origin=origins.get(f"train.{list(given)[1]}"),
+            fix="keep one; set the others to null to override a file",
+        )
+
+
+def _check_batch(spec: RunSpec, origins: Origins) -> None:
+    batch, micro, ranks = spec.train.global_batch, spec.parallel.micro_batch, spec.parallel.data_parallel
+    share = micro * ranks
+    if batch % share:
+        below, above = batch // share * share, (batch // share + 1) * share
+        near = f"{below} or {above}" if below else str(above)
+        divisors = [n for n in range(1, batch + 1) if batch % (n * ranks) == 0]
+        smaller = max((n for n in divisors if n <= micro), default=None)
+        raise ArgosyError(
+            "config.arithmetic",
+            f"train.global_batch {batch} is not a multiple of micro_batch {micro} x {ranks} data-parallel ranks = {share} "
+            f"({batch} / {share} = {batch / share:.3g})",
+            key="train.global_batch",
+            value=batch,
+            origin=origins.get("train.global_batch"),
+            fix=f"use global_batch {near}" + (f", or parallel.micro_batch {smaller}" if smaller else ""),
+        )
+
+
+def _check_sequence(spec: RunSpec, origins: Origins) -> None:
+    if spec.data.seq_len > spec.model.max_seq_len:
+        raise ArgosyError(
+            "config.arithmetic",
+            f"samples of {spec.data.seq_len} tokens are longer than the model's {spec.model.max_seq_len} positions",
+            key="data.seq_len",
+            value=spec.data.seq_len,
+            origin=origins.get("data.seq_len"),
+            fix=f"data.seq_len={spec.model.max_seq_len}, or model.max_seq_len={spec.data.seq_len}",
+        )
+
+
+def _check_split(spec: RunSpec, origins: Origins) -> None:
+    split = spec.data.split
+    if min(split) < 0 or split[0] <= 0:
+        raise ArgosyError(
+            "config.bad-value",
+            "the shares must not be negative, and training must get some: "
+            f"training {split[0]:g}, validation {split[1]:g}, test {split[2]:g}",
+            key="data.split",
+            value=list(split),
+            origin=origins.get("data.split"),
+            fix="data.split=[98,2,0]",
+        )
+
+
+def _check_evaluation(spec: RunSpec, origins: Origins) -> None:
+    """Seen in the field: zero evaluation iterations with a validation split, or the reverse, dies in a bare assert."""
+    if spec.eval is None:
+        return
+    if spec.eval.batches == 0:
+        raise ArgosyError(
+            "eval.half-off",
+            f"eval.batches is 0, but evaluation is on: every {spec.eval.every} it would measure 0 tokens",
+            key="eval.batches",
+            value=0,
+            origin=origins.get("eval.batches"),
+            fix="`eval: off` turns evaluation off; otherwise eval.batches=10",
+        )
+    if spec.data.split[1] == 0:
+        raise ArgosyError(
+            "eval.half-off",
+            f"data.split gives validation {spec.data.split[1]:g} of {sum(spec.data.split):g} shares, but evaluation is on "
+            f"(every {spec.eval.every}, {spec.eval.batches} batches)",
+            key="data.split",
+            value=list(spec.data.split),
+            origin=origins.get("data.split"),
+            fix="`eval: off` turns evaluation off; otherwise give validation a share: data.split=[98,2,0]",
+        )
+
+
+def _check_weights(spec: RunSpec) -> None:
+    weighted = [source.weight is not None for source in spec.data.train]
+    if any(weighted) and not all(weighted):
+        bare = spec.data.train[weighted.index(False)].path
+        raise ArgosyError(
+            "config.conflict",
+            f"{sum(weighted)} of {len(weighted)} corpora have a weight; {bare} has none",
+            key=f"data.train.{weighted.index(False)}.weight",
+            fix="give every corpus a weight, or none (then they mix by token count)",
+        )
+
+
+def _check_schedule(spec: RunSpec, origins: Origins) -> None:
+    if spec.optim.min_lr > spec.optim.lr:
+        raise ArgosyError(
+            "config.arithmetic",
+            f"the final learning rate {spec.optim.min_lr:g} is above the peak {spec.optim.lr:g}",
+            key="optim.min_lr",
+            value=spec.optim.min_lr,
+            origin=origins.get("optim.min_lr"),
+            fix=f"optim.min_lr={spec.optim.lr / 10:g}",
+        )
+    sizes = {"global_batch": spec.train.global_batch, "seq_len": spec.data.seq_len}
+    warmup, steps = spec.optim.warmup.steps(**sizes), spec.train.length.steps(**sizes)
+    if spec.optim.warmup.unit == "seconds":
+        raise ArgosyError(
+            "config.bad-value",
+            "the learning rate is a function of the step, so warm-up cannot be a time",
+            key="optim.warmup",
+            value=str(spec.optim.warmup),
+            origin=origins.get("optim.warmup"),
+            fix="give it in steps (200ba) or tokens (300M)",
+        )
+    if warmup and steps and warmup >= steps:
+        raise ArgosyError(
+            "config.arithmetic",
+            f"the warm-up of {warmup} steps is not shorter than the run of {steps} steps",
+            key="optim.warmup",
+            value=str(spec.optim.warmup),
+            origin=origins.get("optim.warmup"),
+            fix=f"optim.warmup={max(0, steps // 10)}",
+        )

@@ -1,0 +1,127 @@
+"""Parameters and training FLOPs of a model spec, computed without building it.
+
+FLOPs follow one convention, named wherever they are shown: two per multiply-add, three passes (forward, and backward
+at twice its cost), matrix products and attention only, the output head included, the embedding look-up not, and causal
+attention counted at the half it needs (a token sees half of the sequence on average).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from argosy.config.model import ModelSpec
+
+FLOPS_CONVENTION = "6 x active matmul parameters + attention, causal-halved; no recompute"
+RELATIVE_BUCKETS = 32  # T5's relative position buckets
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """`total` is what is stored; `active` is what one token uses (smaller only with experts); `matmul` is the part of
+    `active` that multiplies each token, with the output head counted even where it is tied."""
+
+    total: int
+    active: int
+    embedding: int
+    matmul: int
+
+
+def count_parameters(spec: ModelSpec) -> ParameterCount:
+    embedding = spec.vocab_size * spec.hidden
+    if spec.positions == "learned":
+        embedding += spec.max_seq_len * spec.hidden
+    if spec.type_vocab_size:
+        embedding += spec.type_vocab_size * spec.hidden
+    head = spec.vocab_size * spec.hidden
+
+    if spec.architecture == "encoder-decoder":
+        matmul, other = _encoder_decoder(spec)
+        idle = 0
+    else:
+        matmul, other, idle = _stack(spec)
+    if spec.architecture == "encoder":
+        matmul += spec.hidden * spec.hidden  # the masked-LM transform
+        other += _norm(spec)  # embedding norm
+        other += spec.hidden + _norm(spec) + spec.vocab_size  # transform bias and norm, output bias
+        other += spec.hidden * spec.hidden + spec.hidden + 2 * spec.hidden + 2  # pooler and next-sentence head
+    elif spec.architecture == "decoder":
+        other += _norm(spec)
+
+    total = embedding + matmul + other + (0 if spec.tied else head)
+    return ParameterCount(total=total, active=total - idle, embedding=embedding, matmul=matmul - idle + head)
+
+
+def training_flops_per_token(spec: ModelSpec, seq_len: int | None = None) -> float:
+    """Training FLOPs for each token of a sample of `seq_len` tokens (default: the model's own length).
+
+    For T5 a sample is `seq_len` encoder tokens and `target_len` decoder tokens, and the figure is for the average one.
+    """
+    seq = seq_len or spec.max_seq_len
+    width = spec.heads * spec.head_dim
+    if spec.architecture == "encoder-decoder":
+        return _encoder_decoder_flops(spec, seq, spec.target_len or seq)
+    keys = float(seq) if spec.architecture == "encoder" else _causal_keys(seq, spec.window)
+    attention = 4 * width * keys * spec.layers  # scores and their product with the values, two FLOPs each
+    return 3 * (2 * count_parameters(spec).matmul + attention)
+
+
+def _causal_keys(seq: int, window: int | None) -> float:
+    """Keys a query sees on average: half the sequence, less where a window cuts it."""
+    reach = min(seq, window or seq)
+    return reach - reach * reach / (2 * seq)
+
+
+def _norm(spec: ModelSpec, width: int | None = None) -> int:
+    return (2 if spec.norm_bias else 1) * (width or spec.hidden)
+
+
+def _attention(spec: ModelSpec) -> tuple[int, int]:
+    """(matmul, other) parameters of one attention block."""
+    query, key_value = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    matmul = spec.hidden * (2 * query + 2 * key_value)
+    other = (query + 2 * key_value + spec.hidden) if spec.attention_bias else 0
+    return matmul, other + (2 * spec.head_dim if spec.qk_norm else 0)
+
+
+def _mlp(spec: ModelSpec, ffn: int) -> tuple[int, int]:
+    inputs = 2 if spec.gated else 1
+    return (inputs + 1) * spec.hidden * ffn, (inputs * ffn + spec.hidden) if spec.mlp_bias else 0
+
+
+def _stack(spec: ModelSpec) -> tuple[int, int, int]:
+    """(matmul, other, idle) of all blocks; idle counts the experts a token does not visit."""
+    attention_matmul, attention_other = _attention(spec)
+    dense_matmul, dense_other = _mlp(spec, spec.ffn)
+    moe_layers = 0 if spec.moe is None else spec.layers - min(spec.moe.dense_layers, spec.layers)
+    dense_layers = spec.layers - moe_layers
+    matmul = spec.layers * attention_matmul + dense_layers * dense_matmul
+    other = spec.layers * (attention_other + 2 * _norm(spec)) + dense_layers * dense_other
+    idle = 0
+    if spec.moe is not None:
+        expert, expert_other = _mlp(spec, spec.moe.ffn)
+        experts = spec.moe.experts + spec.moe.shared_experts
+        matmul += moe_layers * (experts * expert + spec.hidden * spec.moe.experts)
+        other += moe_layers * experts * expert_other
+        idle = moe_layers * (spec.moe.experts - spec.moe.top_k) * expert
+    return matmul, other, idle
+
+
+def _encoder_decoder(spec: ModelSpec) -> tuple[int, int]:
+    attention = _attention(spec)[0]
+    mlp = _mlp(spec, spec.ffn)[0]
+    decoder_layers = spec.decoder_layers or spec.layers
+    matmul = spec.layers * (attention + mlp) + decoder_layers * (2 * attention + mlp)
+    norms = (2 * spec.layers + 3 * decoder_layers + 2) * _norm(spec)
+    return matmul, norms + 2 * RELATIVE_BUCKETS * spec.heads
+
+
+def _encoder_decoder_flops(spec: ModelSpec, source: int, target: int) -> float:
+    attention, mlp = _attention(spec)[0], _mlp(spec, spec.ffn)[0]
+    width = spec.heads * spec.head_dim
+    decoder_layers = spec.decoder_layers or spec.layers
+    query_side = spec.hidden * 2 * width  # cross attention: queries and output from the target, keys and values from the source
+    encoder = source * spec.layers * (2 * (attention + mlp) + 4 * width * source)
+    decoder = target * decoder_layers * (2 * (attention + query_side + mlp) + 4 * width * (target / 2 + source))
+    cross_keys = source * decoder_layers * 2 * (attention - query_side)
+    head = target * 2 * spec.vocab_size * spec.hidden
+    return 3 * (encoder + decoder + cross_keys + head) / (source + target)

@@ -1,0 +1,106 @@
+"""The model spec: one description from which every family is built, counted, planned and exported.
+
+A family (`gpt`, `llama`, `mpt`, `bert`, `t5`) fixes the structural choices; a preset adds the sizes; a run spec may
+override any of them. `argosy.config.presets` holds both tables.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from argosy.config.units import Count, Float, Int
+
+Positive = Annotated[Int, Field(ge=1)]
+
+
+class Section(BaseModel):
+    """Every part of the run spec: unknown keys are errors, values cannot be changed once resolved."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class MoESpec(Section):
+    """Mixture of experts: which layers have it, how tokens are routed, and how large an expert is."""
+
+    experts: Positive = Field(description="routed experts in a layer")
+    top_k: Positive = Field(description="experts each token is sent to")
+    ffn: Positive = Field(description="inner width of one expert")
+    shared_experts: Annotated[Int, Field(ge=0)] = Field(0, description="experts every token passes through")
+    dense_layers: Annotated[Int, Field(ge=0)] = Field(0, description="leading layers that keep a dense MLP")
+    router: Literal["softmax", "sigmoid"] = Field("softmax", description="how scores become weights")
+
+
+class ModelSpec(Section):
+    """The architecture. Sizes not given follow from the others, and are shown as derived."""
+
+    family: Literal["gpt", "llama", "mpt", "bert", "t5"] = Field(description="structural defaults to start from")
+    preset: str | None = Field(None, description="a named model; see `argosy config models`")
+    layers: Positive = Field(description="transformer blocks (in the encoder, for T5)")
+    hidden: Positive = Field(description="width of the residual stream")
+    heads: Positive = Field(description="attention heads")
+    kv_heads: Positive = Field(description="key/value heads; fewer than heads is grouped-query attention")
+    head_dim: Positive = Field(description="width of one head; hidden / heads unless given")
+    ffn: Positive = Field(description="inner width of the MLP; 4 x hidden unless given")
+    vocab_size: Count = Field(description="rows of the token embedding", ge=2)
+    max_seq_len: Positive = Field(description="longest sequence the model is meant for")
+
+    architecture: Literal["decoder", "encoder", "encoder-decoder"] = Field(description="which way attention looks")
+    positions: Literal["learned", "rope", "alibi", "relative"] = Field(description="how order is encoded")
+    norm: Literal["layernorm", "rmsnorm"] = Field(description="normalisation")
+    norm_bias: bool = Field(description="whether norms have a bias")
+    norm_eps: Annotated[Float, Field(gt=0)] = Field(description="added to the variance in norms")
+    activation: Literal["gelu", "gelu_tanh", "relu", "swiglu"] = Field(description="MLP non-linearity")
+    attention_bias: bool = Field(description="biases in the query, key, value and output projections")
+    mlp_bias: bool = Field(description="biases in the MLP")
+    tied: bool = Field(description="whether the output head reuses the token embedding")
+
+    qk_norm: bool = Field(False, description="normalise each query and key head (Qwen3)")
+    window: Positive | None = Field(None, description="sliding attention window, in tokens")
+    rope_theta: Annotated[Float, Field(gt=0)] = Field(10_000.0, description="base of the rotary frequencies")
+    dropout: Annotated[Float, Field(ge=0, lt=1)] = Field(0.0, description="on embeddings, attention and residuals")
+    init_std: Annotated[Float, Field(gt=0)] = Field(0.02, description="standard deviation of fresh weights")
+    moe: MoESpec | None = Field(None, description="mixture of experts")
+    decoder_layers: Positive | None = Field(None, description="T5: blocks in the decoder")
+    target_len: Positive | None = Field(None, description="T5: tokens of the decoder's side of a sample")
+    type_vocab_size: Positive | None = Field(None, description="BERT: segment types")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _derive_sizes(cls, data: Any) -> Any:
+        """Sizes that follow from others. Wrong types are left as they are, for the field checks to name."""
+        if not isinstance(data, dict):
+            return data
+        data = dict(data)
+        hidden, heads = data.get("hidden"), data.get("heads")
+        if data.get("kv_heads") is None and heads is not None:
+            data["kv_heads"] = heads
+        if data.get("head_dim") is None and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
+            if hidden % heads:
+                below = next(n for n in range(heads, 0, -1) if hidden % n == 0)
+                above = next(n for n in range(heads, hidden + 1) if hidden % n == 0) if heads <= hidden else hidden
+                raise ValueError(
+                    f"hidden {hidden} is not divisible by heads {heads} ({hidden} / {heads} = {hidden / heads:.2f}): "
+                    f"use heads {below} or {above}, or give head_dim"
+                )
+            data["head_dim"] = hidden // heads
+        if data.get("ffn") is None and isinstance(hidden, int):
+            data["ffn"] = 4 * hidden
+        if data.get("family") == "t5" and data.get("decoder_layers") is None:
+            data["decoder_layers"] = data.get("layers")
+        return data
+
+    @model_validator(mode="after")
+    def _check_shape(self) -> ModelSpec:
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
+        if self.positions == "rope" and self.head_dim % 2:
+            raise ValueError(f"rotary positions need an even head_dim, not {self.head_dim}")
+        if self.moe is not None and self.moe.top_k > self.moe.experts:
+            raise ValueError(f"moe.top_k {self.moe.top_k} is more than moe.experts {self.moe.experts}")
+        return self
+
+    @property
+    def gated(self) -> bool:
+        return self.activation == "swiglu"

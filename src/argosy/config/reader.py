@@ -1,0 +1,121 @@
+"""Reading YAML safely and predictably, with the line of every value.
+
+PyYAML follows YAML 1.1, where `no` is false, `1e-4` is a string, `010` is eight and `12:30` is 750. Here only `true`
+and `false` are booleans, numbers are what Python and JSON call numbers, and all else is text; the schema then decides
+what a key accepts. Repeated keys are refused. Nothing but plain data can be built.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from argosy.errors import ArgosyError
+
+MAX_BYTES = 1 << 20
+MAX_VALUES = 20_000  # aliases can make a small file describe a huge tree
+
+Lines = dict[str, int]
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
+
+
+def _resolve(tag: str, pattern: str, first: str) -> None:
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(pattern), list(first))
+
+
+_resolve("null", r"^(?:~|null|)$", "~n\0")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"^$"), [""])
+_resolve("bool", r"^(?:true|false)$", "tf")
+_resolve("int", r"^[-+]?(?:0|[1-9][0-9_]*)$", "-+0123456789")
+_resolve("float", r"^[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9]+|[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?$", "-+0123456789.")
+
+
+def read_yaml(path: Path) -> tuple[Any, Lines]:
+    """The document, and the line number of every dotted key in it."""
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise ArgosyError(
+                "config.bad-yaml", f"{path} is larger than {MAX_BYTES:,} bytes", fix="give the run spec, not the data"
+            )
+        text = path.read_bytes().decode("utf-8")
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        raise ArgosyError(
+            "config.not-found", f"there is no file {path}", fix="check the path; `argosy train RUN.yaml` wants a run spec"
+        ) from None
+    except PermissionError:
+        raise ArgosyError("config.not-found", f"{path} cannot be read: permission denied", fix="chmod it") from None
+    except UnicodeDecodeError as error:
+        raise ArgosyError("config.bad-yaml", f"{path} is not UTF-8 text: {error}", fix="save it as UTF-8") from None
+    return parse_yaml(text, str(path))
+
+
+def parse_yaml(text: str, name: str) -> tuple[Any, Lines]:
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ArgosyError("config.bad-yaml", f"{name}: {error}", fix="check indentation, quotes and colons") from None
+    lines: Lines = {}
+    if node is None:
+        return {}, lines
+    return _Builder(loader, name, lines).build(node, ""), lines
+
+
+def parse_value(text: str, name: str) -> Any:
+    """One value as written on a command line: `4`, `1e-4`, `[98, 2, 0]`, `{tp: 2}`, `some text`."""
+    return parse_yaml(text, name)[0] if text.strip() else ""
+
+
+class _Builder:
+    """Nodes to plain values, keeping lines and counting."""
+
+    def __init__(self, loader: _Loader, name: str, lines: Lines) -> None:
+        self.loader, self.name, self.lines, self.count = loader, name, lines, 0
+
+    def build(self, node: yaml.Node, key: str) -> Any:
+        self.count += 1
+        if self.count > MAX_VALUES:
+            raise self._bad(node, f"more than {MAX_VALUES:,} values", "a run spec is small: give the right file")
+        self.lines[key] = node.start_mark.line + 1
+        if isinstance(node, yaml.MappingNode):
+            return self._mapping(node, key)
+        if isinstance(node, yaml.SequenceNode):
+            return [self.build(child, _join(key, str(i))) for i, child in enumerate(node.value)]
+        value = node.value
+        match node.tag.rpartition(":")[2]:
+            case "null":
+                return None
+            case "bool":
+                return value == "true"
+            case "int":
+                return int(value.replace("_", ""))
+            case "float":
+                return float(value.replace("_", ""))
+            case "str":
+                return value
+        raise self._bad(node, f"the tag {node.tag} is not allowed", "use plain values")
+
+    def _mapping(self, node: yaml.MappingNode, key: str) -> dict[str, Any]:
+        out: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise self._bad(key_node, "a key must be plain text", "quote it")
+            name = str(key_node.value)
+            if name in out:
+                raise self._bad(key_node, f"the key {_join(key, name)} is given twice", "keep one of the two")
+            out[name] = self.build(value_node, _join(key, name))
+            self.lines[_join(key, name)] = key_node.start_mark.line + 1
+        return out
+
+    def _bad(self, node: yaml.Node, what: str, fix: str) -> ArgosyError:
+        return ArgosyError("config.bad-yaml", f"{self.name}, line {node.start_mark.line + 1}: {what}", fix=fix)
+
+
+def _join(prefix: str, key: str) -> str:
+    return f"{prefix}.{key}" if prefix else key

@@ -1,0 +1,350 @@
+"""From a run.yaml and command-line overrides to one checked `RunSpec`, with the origin of every value.
+
+Values are layered: the family's structure, the preset's sizes, the file, the command line; what is still missing is
+derived from the rest. Each leaf remembers which layer it came from, so that `argosy config show` can say so and a
+refusal can point at the line.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from argosy.config.checks import check
+from argosy.config.model import ModelSpec
+from argosy.config.presets import ALIASES, FAMILIES, PRESETS
+from argosy.config.reader import parse_value, read_yaml
+from argosy.config.schema import RunSpec
+from argosy.errors import ArgosyError
+
+Tree = dict[str, Any]
+AUTO_MICRO_BATCH_TOKENS = 16_384  # what `parallel: auto` puts through one forward pass on one device
+LENGTH_KEYS = {"train.steps", "train.tokens", "train.samples", "train.epochs"}
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A run spec ready to use. `origins` maps each dotted leaf to where its value came from."""
+
+    spec: RunSpec
+    origins: dict[str, str]
+
+    def rows(self) -> Iterator[tuple[str, Any, str]]:
+        """(dotted key, value, origin) of every leaf."""
+        for key, value in flatten(self.spec.model_dump(mode="json")):
+            yield key, value, self.origins[key]
+
+
+def resolve(path: Path | None, overrides: Sequence[str] = ()) -> Resolved:
+    tree, origins = _read(path)
+    _expand_shorthands(tree)
+    for override in overrides:
+        _apply_override(tree, origins, override)
+    _expand_model(tree, origins)
+    _derive(tree, origins)
+    try:
+        spec = RunSpec.model_validate(tree)
+    except ValidationError as error:
+        raise _refusal(error, origins) from None
+    leaves = dict(flatten(spec.model_dump(mode="json")))
+    for key, value in leaves.items():
+        written_short = _shorthand_origin(key, origins) if value is not None else None
+        origins.setdefault(key, written_short or ("derived" if _has_no_default(key) else "default"))
+    check(spec, origins)
+    return Resolved(spec, {key: origins[key] for key in leaves})
+
+
+def resolve_model(name_or_path: str, overrides: Sequence[str] = ()) -> ModelSpec:
+    """A preset by its name alone, with `key=value` changes, for verbs that need no run."""
+    tree: Tree = {"model": {"preset": name_or_path}}
+    origins: dict[str, str] = {}
+    for override in overrides:
+        _apply_override(tree, origins, f"model.{override}")
+    _expand_model(tree, origins)
+    try:
+        return ModelSpec.model_validate(tree["model"])
+    except ValidationError as error:
+        raise _refusal(error, origins, prefix="model") from None
+
+
+def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted leaves. An empty list or a list of plain values is one leaf."""
+    if isinstance(tree, dict) and tree:
+        for key, value in tree.items():
+            yield from flatten(value, f"{prefix}.{key}" if prefix else key)
+    elif isinstance(tree, list) and any(isinstance(item, dict) for item in tree):
+        for index, item in enumerate(tree):
+            yield from flatten(item, f"{prefix}.{index}")
+    else:
+        yield prefix, tree
+
+
+def _read(path: Path | None) -> tuple[Tree, dict[str, str]]:
+    if path is None:
+        return {}, {}
+    tree, lines = read_yaml(path)
+    if not isinstance(tree, dict):
+        raise ArgosyError(
+            "config.bad-yaml", f"{path} holds {_kind(tree)}, not keys and values", fix="start with `model: gpt2`"
+        )
+    return tree, {key: f"{path.name}:{line}" for key, line in lines.items()}
+
+
+def _expand_shorthands(tree: Tree) -> None:
+    """`model: gpt2`, `data: {train: corpus}`, `parallel: auto`, `eval: off` in their long forms."""
+    if isinstance(tree.get("model"), str):
+        tree["model"] = {"preset": tree["model"]}
+    data = tree.get("data")
+    if isinstance(data, dict):
+        if isinstance(data.get("train"), str | dict):
+            data["train"] = [data["train"]]
+        if isinstance(data.get("train"), list):
+            data["train"] = [{"path": item} if isinstance(item, str) else item for item in data["train"]]
+        if isinstance(data.get("split"), str):  # 98,2,0 as Megatron writes it
+            data["split"] = [parse_value(part, "data.split") for part in data["split"].split(",")]
+    if tree.get("parallel") in ("auto", None):
+        tree["parallel"] = {}
+    if tree.get("eval", "") in ("off", "no", "false", False):
+        tree["eval"] = None
+    elif tree.get("eval") in ("on", "yes", "true", True):
+        tree["eval"] = {}
+
+
+def _apply_override(tree: Tree, origins: dict[str, str], override: str) -> None:
+    key, separator, text = override.partition("=")
+    key = key.strip()
+    if not separator or not key:
+        raise ArgosyError(
+            "config.bad-override",
+            f"{override!r} is not an override",
+            fix="write key.path=value, for example train.steps=100",
+        )
+    value = parse_value(text, f"override {key}")
+    node: Any = tree
+    *parents, last = key.split(".")
+    for depth, part in enumerate(parents):
+        node = _step_into(node, part, key, ".".join(parents[:depth]))
+    if isinstance(node, list):
+        node[_index(node, last, key)] = value
+    else:
+        node[last] = value
+    if key in LENGTH_KEYS and value is not None:  # a new length replaces the file's, whatever unit that was in
+        for other in LENGTH_KEYS - {key}:
+            if origins.get(other) != "command line" and node.get(other.removeprefix("train.")) is not None:
+                node[other.removeprefix("train.")] = None
+                origins[other] = f"replaced by {key}"
+    for known in [k for k in origins if k == key or k.startswith(key + ".")]:
+        del origins[known]
+    for leaf, _ in flatten(value, key):
+        origins[leaf] = "command line"
+    origins[key] = "command line"
+    _expand_shorthands(tree)
+
+
+def _step_into(node: Any, part: str, key: str, walked: str) -> Any:
+    if isinstance(node, list):
+        return node[_index(node, part, key)]
+    if node.get(part) is None:
+        node[part] = {}
+    if not isinstance(node[part], dict | list):
+        inside = f"{walked}.{part}" if walked else part
+        raise ArgosyError(
+            "config.bad-override", f"{inside} is {_kind(node[part])}, it has no keys", key=key, fix=f"set {inside} itself"
+        )
+    return node[part]
+
+
+def _index(node: list[Any], part: str, key: str) -> int:
+    if part.isdigit() and int(part) < len(node):
+        return int(part)
+    raise ArgosyError(
+        "config.bad-override",
+        f"{part!r} is not a position in a list of {len(node)}",
+        key=key,
+        fix=f"count from 0 to {len(node) - 1}, or set the whole list",
+    )
+
+
+def _expand_model(tree: Tree, origins: dict[str, str]) -> None:
+    """Lay the user's keys over the preset's sizes over the family's structure."""
+    user = tree.get("model")
+    if not isinstance(user, dict):
+        return
+    preset, row = user.get("preset"), {}
+    if preset is not None:
+        preset = ALIASES.get(str(preset), str(preset))
+        if preset not in PRESETS:
+            raise ArgosyError(
+                "config.unknown-preset",
+                f"there is no model preset {preset!r}",
+                key="model.preset",
+                value=preset,
+                origin=origins.get("model.preset") or origins.get("model"),
+                fix=did_you_mean(preset, [*PRESETS, *ALIASES]) or "`argosy config models` lists them",
+            )
+        row = PRESETS[preset] | {"preset": preset}
+    family = user.get("family", row.get("family"))
+    base = FAMILIES.get(family, {}) if isinstance(family, str) else {}
+    merged = base | row | user | ({"preset": preset} if preset is not None else {})
+    if isinstance(row.get("moe"), dict) and isinstance(user.get("moe"), dict):
+        merged["moe"] = row["moe"] | user["moe"]
+    tree["model"] = merged
+    for source, label in ((row, f"preset {preset}"), (base, f"family {family}")):
+        for key, _ in flatten(source, "model"):
+            if key != "model.preset":
+                origins.setdefault(key, label)
+
+
+def _derive(tree: Tree, origins: dict[str, str]) -> None:
+    """Fill in what follows from other keys. Wrong types are left for the schema to name."""
+    model, data, train, optim = (tree.get(key) for key in ("model", "data", "train", "optim"))
+    if isinstance(model, dict) and isinstance(data, dict):
+        if data.get("seq_len") is None and isinstance(model.get("max_seq_len"), int):
+            data["seq_len"] = model["max_seq_len"]
+            origins["data.seq_len"] = "derived: model.max_seq_len"
+        elif model.get("max_seq_len") is None and isinstance(data.get("seq_len"), int):
+            model["max_seq_len"] = data["seq_len"]
+            origins["model.max_seq_len"] = "derived: data.seq_len"
+    if isinstance(optim, dict) and optim.get("min_lr") is None and _is_number(optim.get("lr")):
+        optim["min_lr"] = optim["lr"] / 10
+        origins["optim.min_lr"] = "derived: optim.lr / 10"
+    parallel = tree.get("parallel")
+    if isinstance(parallel, dict) and parallel.get("micro_batch") in (None, "auto"):
+        parallel["micro_batch"] = _auto_micro_batch(train, data, parallel)
+        origins["parallel.micro_batch"] = "derived: parallel: auto"
+
+
+def _auto_micro_batch(train: Any, data: Any, parallel: Tree) -> int:
+    """The largest divisor of a rank's share of the batch that stays within AUTO_MICRO_BATCH_TOKENS."""
+    batch = train.get("global_batch") if isinstance(train, dict) else None
+    seq_len = data.get("seq_len") if isinstance(data, dict) else None
+    ranks = [parallel.get("dp_replicate", 1), parallel.get("dp_shard", 1)]
+    if not all(type(n) is int and n > 0 for n in (batch, seq_len, *ranks)):
+        return 1  # another key is wrong, and will be named
+    share = max(1, batch // (ranks[0] * ranks[1]))
+    fits = [n for n in range(1, share + 1) if share % n == 0 and n * seq_len <= AUTO_MICRO_BATCH_TOKENS]
+    return max(fits, default=1)
+
+
+def _shorthand_origin(key: str, origins: dict[str, str]) -> str | None:
+    """Where a value written in its short form came from: `model: gpt2`, `data: {train: corpus}`."""
+    if key == "model.preset":
+        return origins.get("model")
+    if key.startswith("data.train.") and key.endswith(".path"):
+        return origins.get(key.removesuffix(".path")) or origins.get("data.train")
+    return None
+
+
+def _has_no_default(key: str) -> bool:
+    field: Any = None
+    model: Any = RunSpec
+    for part in key.split("."):
+        if part.isdigit():
+            continue
+        field = model.model_fields.get(part)
+        if field is None:
+            return False
+        model = section_of(field.annotation)
+    return field is not None and field.is_required()
+
+
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """The section class inside an annotation such as `EvalSpec | None` or `list[DataSource]`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for argument in getattr(annotation, "__args__", ()):
+        if (found := section_of(argument)) is not None:
+            return found
+    return None
+
+
+def _refusal(error: ValidationError, origins: dict[str, str], prefix: str = "") -> ArgosyError:
+    """pydantic's findings as one refusal: misspelt keys first, since they also make other keys look missing."""
+    order = {"extra_forbidden": 0, "missing": 2}
+    found = sorted(error.errors(), key=lambda item: order.get(item["type"], 1))
+    first = found[0]
+    key = _dotted(first["loc"], prefix)
+    cause, fix, code = _explain(first, key)
+    if others := [f"{_dotted(item['loc'], prefix)}: {_explain(item, '')[0]}" for item in found[1:6]]:
+        cause += "\nalso: " + "\n      ".join(others)
+    value = None if first["type"] in ("missing", "extra_forbidden", "value_error") else first.get("input")
+    if isinstance(value, dict | list) and len(str(value)) > 100:
+        value = None
+    return ArgosyError(code, cause, key=key or None, value=value, origin=_origin_of(key, origins), fix=fix)
+
+
+def _explain(item: Any, key: str) -> tuple[str, str, str]:
+    kind, message = item["type"], item["msg"].removeprefix("Value error, ")
+    name = str(item["loc"][-1]) if item["loc"] else ""
+    if kind == "extra_forbidden":
+        section = key.rpartition(".")[0]
+        known = _keys_of(section)
+        fix = did_you_mean(name, known, section) or _elsewhere(name) or f"known here: {', '.join(sorted(known))}"
+        return f"{name!r} is not a key of {section or 'the run spec'}", fix, "config.unknown-key"
+    if kind == "missing":
+        return f"{name} is required", f"add {key}", "config.missing-key"
+    if kind == "value_error":
+        code = "config.arithmetic" if item["loc"] and item["loc"][-1] == "model" else "config.bad-value"
+        head, _, fix = message.partition(": ")
+        return head, fix or "change it", code
+    if kind == "model_type" or kind == "model_attributes_type":
+        return f"{_kind(item['input'])} was given where keys and values belong", "see docs/run-spec.md", "config.bad-value"
+    wanted = message[0].lower() + message[1:]
+    return f"{wanted}, not {_kind(item['input'])}", "see `argosy config reference`", "config.bad-value"
+
+
+def _keys_of(section: str) -> list[str]:
+    model: Any = RunSpec
+    for part in filter(None, section.split(".")):
+        if not part.isdigit():
+            model = section_of(model.model_fields[part].annotation)
+    return list(model.model_fields)
+
+
+def _elsewhere(name: str) -> str | None:
+    """A key that exists in another section: `lr` at the top level is optim.lr."""
+    places = [f"{top}.{name}" for top in RunSpec.model_fields if _has_section(top) and name in _keys_of(top)]
+    return f"did you mean {' or '.join(places)}?" if places else None
+
+
+def _has_section(top: str) -> bool:
+    return section_of(RunSpec.model_fields[top].annotation) is not None
+
+
+def did_you_mean(word: str, known: Sequence[str], section: str = "") -> str | None:
+    close = difflib.get_close_matches(word.lower(), known, n=2, cutoff=0.6)
+    prefix = f"{section}." if section else ""
+    return f"did you mean {' or '.join(prefix + c for c in close)}?" if close else None
+
+
+def _dotted(location: tuple[int | str, ...], prefix: str) -> str:
+    return ".".join(str(part) for part in ((prefix, *location) if prefix else location))
+
+
+def _origin_of(key: str, origins: dict[str, str]) -> str | None:
+    while key:
+        if key in origins:
+            return origins[key]
+        key = key.rpartition(".")[0]
+    return None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "nothing"
+    if isinstance(value, dict):
+        return "a set of keys"
+    if isinstance(value, list):
+        return "a list"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return f"the text {value!r}" if isinstance(value, str) else f"the number {value}"

@@ -1,0 +1,164 @@
+"""The run spec as types: what may be written in a run.yaml, with its defaults and one-line descriptions.
+
+`argosy config schema` publishes it as JSON Schema, and docs/run-spec.md is made from the same descriptions.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from argosy.config.model import ModelSpec, Positive, Section
+from argosy.config.presets import ALIASES, PRESETS
+from argosy.config.units import Count, Duration, DurationField, DurationOrNone, Float, Int
+
+Fraction = Annotated[Float, Field(ge=0, lt=1)]
+
+
+class DataSource(Section):
+    """One prepared corpus and its share of the blend."""
+
+    path: str = Field(description="a directory made by `argosy data prepare`, or a Megatron prefix (without .bin/.idx)")
+    weight: Annotated[Float, Field(gt=0)] | None = Field(
+        None, description="relative weight; give it for all sources or for none (none: by token count)"
+    )
+
+
+class DataSpec(Section):
+    """The corpus and how it is cut into samples."""
+
+    tokenizer: str | None = Field(
+        None, description="tokenizer.json, or `bytes`; default: the one stored with the prepared data"
+    )
+    train: list[DataSource] = Field(min_length=1, description="the corpora, one or more")
+    split: tuple[Float, Float, Float] = Field(
+        (98.0, 2.0, 0.0), description="relative shares of documents for training, validation and test"
+    )
+    seq_len: Positive = Field(description="tokens in a sample; the model's max_seq_len unless given")
+
+
+class TrainSpec(Section):
+    """How long and how large. Exactly one of steps, tokens, samples and epochs says how long."""
+
+    global_batch: Positive = Field(description="samples in one optimiser step, over all devices")
+    steps: Count | None = Field(None, ge=1, description="optimiser steps")
+    tokens: Count | None = Field(None, ge=1, description="tokens, as 20B; rounded up to whole steps")
+    samples: Count | None = Field(None, ge=1, description="samples; rounded up to whole steps")
+    epochs: Annotated[Float, Field(gt=0)] | None = Field(None, description="passes over the training split")
+    seed: Annotated[Int, Field(ge=0, lt=2**63)] = Field(1234, description="of initialisation, sample order and dropout")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU if there is one")
+    deterministic: bool = Field(True, description="only algorithms that give the same bits each time")
+
+    @property
+    def length(self) -> Duration:
+        for unit in ("steps", "tokens", "samples", "epochs"):
+            amount = getattr(self, unit)
+            if amount is not None:
+                return Duration(float(amount), unit)
+        raise AssertionError("checked when the spec was resolved: one of the four is given")
+
+
+class OptimSpec(Section):
+    """The optimiser and its learning-rate schedule."""
+
+    name: Literal["adamw"] = Field("adamw", description="optimiser")
+    lr: Annotated[Float, Field(gt=0)] = Field(description="peak learning rate")
+    min_lr: Annotated[Float, Field(ge=0)] = Field(description="final learning rate; lr / 10 unless given")
+    warmup: DurationOrNone = Field(Duration(0.0, "steps"), description="linear rise to the peak, as 200ba or 300M tokens")
+    schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="from the peak to min_lr")
+    betas: tuple[Fraction, Fraction] = Field((0.9, 0.95), description="Adam's decay rates")
+    eps: Annotated[Float, Field(gt=0)] = Field(1e-8, description="Adam's epsilon")
+    weight_decay: Annotated[Float, Field(ge=0)] = Field(0.1, description="on matrices and embeddings")
+    no_decay: list[str] = Field(
+        [], description="further parameters without decay, as name patterns; one that matches nothing is an error"
+    )
+    clip: Annotated[Float, Field(gt=0)] | None = Field(1.0, description="largest gradient norm; null: no clipping")
+
+
+class EvalSpec(Section):
+    """Evaluation on the validation split while training. `eval: off` turns it off."""
+
+    every: DurationField = Field(Duration(100.0, "steps"), description="how often")
+    batches: Annotated[Int, Field(ge=0)] = Field(10, description="global batches each time")
+
+
+class CheckpointSpec(Section):
+    """Saving. A last checkpoint is always written at the end and on SIGTERM or Ctrl-C."""
+
+    every: DurationField = Field(Duration(500.0, "steps"), description="how often")
+    keep: Positive = Field(3, description="newest checkpoints to keep")
+
+
+class LogSpec(Section):
+    """What goes to metrics.jsonl and to the console."""
+
+    every: DurationField = Field(Duration(10.0, "steps"), description="how often")
+
+
+class ParallelSpec(Section):
+    """The layout. `parallel: auto` (or leaving a key out) lets Argosy choose."""
+
+    dp_replicate: Positive = Field(1, description="replicas of the model")
+    dp_shard: Positive = Field(1, description="ranks each replica's state is sharded over (FSDP)")
+    tp: Positive = Field(1, description="tensor parallel ranks")
+    pp: Positive = Field(1, description="pipeline stages")
+    cp: Positive = Field(1, description="context parallel ranks")
+    ep: Positive = Field(1, description="expert parallel ranks")
+    micro_batch: Positive = Field(description="samples in one forward pass on one rank")
+
+    @property
+    def world_size(self) -> int:
+        return self.dp_replicate * self.dp_shard * self.tp * self.pp * self.cp
+
+    @property
+    def data_parallel(self) -> int:
+        return self.dp_replicate * self.dp_shard
+
+
+class RunSpec(Section):
+    """A whole run, from data to checkpoint."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")] = Field(
+        "run", description="names the run directory: letters, digits, '.', '_' and '-', 63 at most"
+    )
+    runs_dir: str = Field("runs", description="where run directories are made")
+    model: ModelSpec = Field(description="a preset's name, or its keys, or a preset and keys that change it")
+    data: DataSpec = Field(description="the corpus")
+    train: TrainSpec = Field(description="batch and length")
+    optim: OptimSpec = Field(description="optimiser")
+    parallel: ParallelSpec = Field(description="the layout, or `auto`")
+    eval: EvalSpec | None = Field(EvalSpec(), description="evaluation while training, or `off`")
+    checkpoint: CheckpointSpec = Field(CheckpointSpec(), description="saving")
+    log: LogSpec = Field(LogSpec(), description="logging")
+
+
+# Required once resolved, but filled in from other keys when the user leaves them out.
+DERIVED_KEYS = {"ParallelSpec": ["micro_batch"], "DataSpec": ["seq_len"], "OptimSpec": ["min_lr"]}
+
+
+def published_schema() -> dict[str, Any]:
+    """The JSON Schema of a run.yaml as users write it, shorthands included."""
+    schema = RunSpec.model_json_schema()
+    definitions = schema["$defs"]
+    # What a preset, the family or another key supplies need not be written.
+    for section, derived in DERIVED_KEYS.items():
+        required = definitions[section]["required"]
+        definitions[section]["required"] = [key for key in required if key not in derived]
+    definitions["ModelSpec"]["required"] = []
+    schema["required"] = [key for key in schema["required"] if key != "parallel"]
+    names = sorted([*PRESETS, *ALIASES])
+    shorthands: dict[str, Any] = {
+        "model": {"enum": names, "description": "a preset"},
+        "parallel": {"const": "auto"},
+        "eval": {"enum": ["off", False]},
+    }
+    for key, shorthand in shorthands.items():
+        schema["properties"][key] = {"anyOf": [shorthand, schema["properties"][key]]}
+    definitions["ModelSpec"]["properties"]["preset"]["enum"] = [*names, None]
+    source = {"$ref": "#/$defs/DataSource"}
+    definitions["DataSpec"]["properties"]["train"] = {
+        "description": "the corpora, one or more",
+        "anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": {"anyOf": [{"type": "string"}, source]}}],
+    }
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Argosy run spec"} | schema

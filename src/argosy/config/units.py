@@ -1,0 +1,126 @@
+"""Amounts as people write them: `500ba` (optimiser steps), `20B` (tokens), `2ep`, `10000sp` (samples), `30min`.
+
+A duration is kept as an amount and a unit. It becomes a number of steps only where the batch, the sequence length and
+the size of the data are known.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
+
+_MULTIPLES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400}
+_COUNT = re.compile(r"(\d[\d_,]*(?:\.\d+)?(?:[eE]\+?\d+)?)\s*([KMBT]?)", re.IGNORECASE)
+_DURATION = re.compile(r"(\d[\d_,]*(?:\.\d+)?(?:[eE]\+?\d+)?)\s*([KMBT]?)\s*(ba|tok|ep|sp|s|min|h|d)?", re.IGNORECASE)
+
+DURATION_HELP = "write steps as 500 or 500ba, tokens as 20B or 300Mtok, epochs as 2ep, samples as 10Ksp, time as 30min"
+
+
+@dataclass(frozen=True)
+class Duration:
+    """An amount of training. `unit` is one of: steps, tokens, epochs, samples, seconds."""
+
+    amount: float
+    unit: str
+
+    def __str__(self) -> str:
+        amount = f"{self.amount:.12g}"
+        if self.unit == "seconds":
+            for suffix, seconds in reversed(_SECONDS.items()):
+                if self.amount >= seconds and self.amount % seconds == 0:
+                    return f"{self.amount / seconds:.12g}{suffix}"
+        return amount + {"steps": "ba", "tokens": "tok", "epochs": "ep", "samples": "sp", "seconds": "s"}[self.unit]
+
+    def steps(self, *, global_batch: int, seq_len: int, epoch_samples: int | None = None) -> int | None:
+        """Optimiser steps that cover this duration (rounded up), or None where the unit is time."""
+        if self.unit == "steps":
+            return math.ceil(self.amount)
+        if self.unit == "samples":
+            return math.ceil(self.amount / global_batch)
+        if self.unit == "tokens":
+            return math.ceil(self.amount / (global_batch * seq_len))
+        if self.unit == "epochs" and epoch_samples is not None:
+            return math.ceil(self.amount * epoch_samples / global_batch)
+        return None
+
+
+def parse_count(value: Any) -> Any:
+    """`20B` -> 20_000_000_000. Numbers pass through; what is not a count is left for the schema to refuse."""
+    if isinstance(value, str):
+        match = _COUNT.fullmatch(value.strip())
+        if match is None:
+            raise ValueError("not a count: write 20000000000, 20e9 or 20B (K, M, B, T)")
+        value = _number(match[1]) * _MULTIPLES[match[2].upper()]
+    if isinstance(value, bool):
+        raise ValueError("a count was expected, not true or false")
+    if isinstance(value, float):
+        if not value.is_integer():
+            raise ValueError("a count must be a whole number")
+        value = int(value)
+    return value
+
+
+def parse_duration(value: Any) -> Duration:
+    if isinstance(value, Duration):
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError(f"not a duration: {DURATION_HELP}")
+    if isinstance(value, int | float):
+        value = str(value)
+    match = _DURATION.fullmatch(value.strip())
+    if match is None:
+        raise ValueError(f"not a duration: {DURATION_HELP}")
+    multiple, suffix = match[2].upper(), (match[3] or "").lower()
+    if multiple == "M" and suffix == "" and match[2] == "m":
+        raise ValueError("'m' could be minutes or millions: write 30min or 30M")
+    amount = _number(match[1]) * _MULTIPLES[multiple]
+    if suffix in _SECONDS:
+        return _positive(Duration(amount * _SECONDS[suffix], "seconds"))
+    unit = {"ba": "steps", "tok": "tokens", "ep": "epochs", "sp": "samples"}.get(suffix)
+    if unit is None:
+        unit = "tokens" if multiple else "steps"  # a bare 500 is steps; a bare 20B can only be tokens
+    if unit == "steps" and amount != int(amount):
+        raise ValueError("a number of steps must be whole")
+    return _positive(Duration(amount, unit))
+
+
+def parse_duration_or_none(value: Any) -> Duration:
+    """As `parse_duration`, but 0 is allowed (no warm-up)."""
+    if not isinstance(value, bool) and value in (0, "0", "0ba"):
+        return Duration(0.0, "steps")
+    return parse_duration(value)
+
+
+def _number(text: str) -> float:
+    return float(text.replace("_", "").replace(",", ""))
+
+
+def _positive(duration: Duration) -> Duration:
+    if duration.amount <= 0:
+        raise ValueError("must be more than nothing")
+    return duration
+
+
+def refuse_bool(value: Any) -> Any:
+    """Python counts True as 1; a run spec that says `layers: yes` is a mistake, not one layer."""
+    if isinstance(value, bool):
+        raise ValueError("a number was expected, not true or false")
+    return value
+
+
+Int = Annotated[int, BeforeValidator(refuse_bool)]
+Float = Annotated[float, BeforeValidator(refuse_bool)]
+Count = Annotated[
+    int,
+    BeforeValidator(parse_count),
+    WithJsonSchema({"anyOf": [{"type": "integer"}, {"type": "string", "pattern": r"^\d[\d_,.]*(e\d+)?\s*[KMBTkmbt]?$"}]}),
+]
+_duration_text = PlainSerializer(str, return_type=str)
+_duration_schema = WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string"}]})
+DurationField = Annotated[Duration, BeforeValidator(parse_duration), _duration_text, _duration_schema]
+DurationOrNone = Annotated[Duration, BeforeValidator(parse_duration_or_none), _duration_text, _duration_schema]

@@ -1,0 +1,128 @@
+"""Every refusal Argosy makes: a code, the key and value at fault, the cause with its arithmetic, and the fix.
+
+One exception class serves the whole program. The codes live in one table so that `docs/errors.md` can be made from it
+(`python -m argosy.errors`) and a test can hold the two in step. The command line prints an `ArgosyError` as a short
+block and exits with `EXIT_REFUSED`; anything else that escapes is a bug of ours.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+EXIT_DONE: Final = 0
+EXIT_BUG: Final = 1
+EXIT_REFUSED: Final = 2  # the user must change something
+EXIT_RESUMABLE: Final = 75  # interrupted with a checkpoint saved: run the same command again
+
+CODES: Final[dict[str, str]] = {
+    "config.not-found": "The run spec file does not exist or cannot be read.",
+    "config.bad-yaml": "The run spec is not valid YAML, repeats a key, or is larger than a run spec can be.",
+    "config.bad-override": "A command-line override is not of the form `key.path=value`, or its path leads nowhere.",
+    "config.unknown-key": "A key is not part of the run spec. Nothing is ever silently ignored.",
+    "config.missing-key": "A key without a default was not given.",
+    "config.bad-value": "A value has the wrong type, or lies outside what its key allows.",
+    "config.unknown-preset": "The model preset does not exist; `argosy config models` lists those that do.",
+    "config.conflict": "Two keys contradict each other.",
+    "config.arithmetic": "The numbers cannot work together (batch, heads, hidden size, sequence length, layout).",
+    "eval.half-off": "Evaluation was turned off by one setting while another still asks for it. `eval: off` is the switch.",
+    "data.not-found": "A data file or directory does not exist.",
+    "data.bad-index": "An `.idx` file is missing, truncated, or does not describe its `.bin` file.",
+    "data.bad-manifest": "A prepared corpus has a manifest that cannot be used.",
+    "data.empty-split": "A split holds no document, or too few tokens for one sample.",
+    "data.bad-input": "The input to `argosy data prepare` cannot be used.",
+    "data.bad-records": "More records were quarantined than allowed, or no good document was left.",
+    "data.output-exists": "The output directory already holds a prepared corpus.",
+    "data.truncated": "A `.bin` file ended before the tokens its `.idx` promises.",
+    "tokenizer.not-found": "The tokenizer file does not exist or cannot be read as a tokenizer.",
+    "tokenizer.no-eod": "The tokenizer has no end-of-document token, or more than one could serve.",
+    "tokenizer.mismatch": "The data was prepared with another tokenizer than the run uses.",
+    "tokenizer.vocabulary": "A token id does not fit in the model's vocabulary.",
+    "model.unsupported": "The model is described and counted, but this version cannot build it.",
+    "run.exists": "The run directory already holds a run that this command would overwrite.",
+    "run.not-found": "The run directory does not exist, or holds no checkpoint.",
+    "run.unwritable": "The run directory cannot be written to.",
+    "run.changed": "The run spec differs from the one this run was started with, in a way that would change its numbers.",
+    "run.busy": "Another process is training in this run directory.",
+    "run.complete": "The run has nothing left to do.",
+    "checkpoint.corrupt": "No checkpoint of the run passes its integrity check.",
+    "checkpoint.mismatch": "The checkpoint does not hold the tensors this model needs.",
+    "checkpoint.save-failed": "A checkpoint could not be written.",
+    "device.unavailable": "The device asked for is not present on this machine.",
+    "train.non-finite": "The loss or the gradient norm became NaN or infinite.",
+}
+
+
+class ArgosyError(Exception):
+    """A refusal the user can act on."""
+
+    def __init__(
+        self,
+        code: str,
+        cause: str,
+        *,
+        fix: str,
+        key: str | None = None,
+        value: object = None,
+        origin: str | None = None,
+    ) -> None:
+        if code not in CODES:
+            raise KeyError(f"error code {code!r} is not in argosy.errors.CODES")
+        super().__init__(cause)
+        self.code = code
+        self.cause = cause
+        self.fix = fix
+        self.key = key
+        self.value = value
+        self.origin = origin
+
+    def as_dict(self) -> dict[str, object]:
+        """For `--json` and for the event log."""
+        return {
+            "code": self.code,
+            "key": self.key,
+            "value": None if self.value is None else str(self.value),
+            "origin": self.origin,
+            "cause": self.cause,
+            "fix": self.fix,
+        }
+
+    def __str__(self) -> str:
+        lines = [f"error[{self.code}]"]
+        if self.key is not None:
+            shown = "" if self.value is None else f" = {_shorten(self.value)}"
+            where = "" if self.origin is None else f"   ({self.origin})"
+            lines.append(f"  key    {self.key}{shown}{where}")
+        lines.append(_labelled("cause", self.cause))
+        lines.append(_labelled("fix", self.fix))
+        return "\n".join(lines)
+
+
+def _labelled(label: str, text: str) -> str:
+    return f"  {label:<7}" + text.replace("\n", "\n         ")
+
+
+def _shorten(value: object, limit: int = 120) -> str:
+    text = repr(value) if isinstance(value, str) else str(value)
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def errors_page() -> str:
+    """The text of docs/errors.md."""
+    rows = "\n".join(f"| <a id=\"{code}\"></a>`{code}` | {meaning} |" for code, meaning in CODES.items())
+    return (
+        "# Error index\n\n"
+        "<!-- Made from src/argosy/errors.py by `make docs`; edit the table there. -->\n\n"
+        "Every refusal names its code, the key and value at fault, the cause with its arithmetic, and the fix, and ends\n"
+        "the command with exit code 2. `argosy --debug …` adds the traceback; verbs with `--json` print it as an object.\n\n"
+        "| code | meaning |\n| --- | --- |\n" + rows + "\n\n"
+        "| exit code | meaning |\n| --- | --- |\n"
+        "| 0 | done |\n"
+        "| 1 | a bug of ours |\n"
+        "| 2 | refused: something must be changed first |\n"
+        "| 75 | interrupted, checkpoint saved: run the same command again to go on |\n"
+        "| ≥ 128 | killed by a signal (128 + its number) |\n"
+    )
+
+
+if __name__ == "__main__":
+    print(errors_page(), end="")

@@ -1,0 +1,103 @@
+"""What a person sees while a run trains: a progress bar on a terminal, one line per logged step elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Protocol
+
+from argosy.record.jsonl import Record
+
+
+class Console(Protocol):
+    def step(self, record: Record) -> None: ...
+    def advance(self, step: int) -> None: ...
+    def note(self, text: str) -> None: ...
+    def close(self) -> None: ...
+
+
+def open_console(*, first: int, last: int, quiet: bool = False) -> Console:
+    """The view for steps `first`..`last`: bar or lines, by what standard output is."""
+    if quiet:
+        return Quiet()
+    if sys.stdout.isatty():
+        return Bar(first, last)
+    return Lines()
+
+
+class Quiet:
+    def step(self, record: Record) -> None: ...
+    def advance(self, step: int) -> None: ...
+    def note(self, text: str) -> None: ...
+    def close(self) -> None: ...
+
+
+class Lines:
+    def step(self, record: Record) -> None:
+        print(describe(record), flush=True)
+
+    def advance(self, step: int) -> None: ...
+
+    def note(self, text: str) -> None:
+        print(text, flush=True)
+
+    def close(self) -> None: ...
+
+
+class Bar:
+    def __init__(self, first: int, last: int) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        self._progress = Progress(
+            TextColumn("train"), BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.fields[facts]}")
+        )
+        self._task: Any = self._progress.add_task("train", total=last, completed=first, facts="")
+        self._progress.start()
+
+    def step(self, record: Record) -> None:
+        self._progress.update(self._task, completed=record["step"], facts=describe(record, short=True))
+
+    def advance(self, step: int) -> None:
+        self._progress.update(self._task, completed=step)
+
+    def note(self, text: str) -> None:
+        self._progress.console.print(text, markup=False, highlight=False)
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+def describe(record: Record, *, short: bool = False) -> str:
+    """One step in words. `short` leaves out what the bar already shows and what rarely changes."""
+    parts = [] if short else [f"step {record['step']}/{record['steps']}"]
+    parts.append(f"loss {record['loss']:.4f}")
+    if not short:
+        parts.append(f"grad norm {record['grad_norm']:.3f}")
+        parts.append(f"lr {record['lr']:.2e}")
+    parts.append(f"{amount(record['tokens_per_s'])} tok/s")
+    if not short:
+        parts.append(f"{record['tflops']:.3g} TFLOP/s")
+        parts.append("MFU n/a" if record["mfu"] is None else f"MFU {100 * record['mfu']:.1f}% of {record['peak']}")
+        parts.append(f"data wait {100 * record['data_wait']:.1f}%")
+        parts.append(f"mem {record['memory_gib']:.2f} GiB")
+    parts.append(f"ETA {clock(record['eta_s'])}")
+    return " | ".join(parts)
+
+
+def amount(number: float) -> str:
+    """1234567 -> 1.23M"""
+    for limit, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if abs(number) >= limit:
+            return f"{number / limit:.3g}{suffix}"
+    return f"{number:.3g}"
+
+
+def clock(seconds: float) -> str:
+    """4000 -> 1h06m"""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 48 * 3600:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole / 86400:.1f}d"

@@ -1,0 +1,96 @@
+"""Append-only JSON lines that survive being killed in the middle of one.
+
+Each record is one `write` of one line. A line cut short by a kill is closed off when the file is next opened, so it
+stays a broken line of its own and readers pass over it. Writing never stops training: a full disk is announced once,
+and writing is tried again with the next record.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import orjson
+
+Record = dict[str, Any]
+
+
+class JsonlWriter:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.lost = 0  # records that could not be written
+        self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        self._mid_line = self._ends_mid_line()
+
+    def write(self, record: Record) -> None:
+        line = orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n"
+        if self._mid_line:
+            line = b"\n" + line
+        try:
+            written = os.write(self._fd, line)
+        except OSError as error:
+            self._announce(error)
+            return
+        self._mid_line = written < len(line)
+        if self._mid_line:
+            self._announce(OSError("only part of a line was written; is the disk full?"))
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def __enter__(self) -> JsonlWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _ends_mid_line(self) -> bool:
+        size = os.fstat(self._fd).st_size
+        return size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
+
+    def _announce(self, error: OSError) -> None:
+        self.lost += 1
+        if self.lost == 1:
+            print(f"warning: {self.path} cannot be written ({error}); the run goes on without it", file=sys.stderr)
+
+
+def read_jsonl(path: Path) -> Iterator[Record]:
+    """Whole records in order; a broken or unfinished line is passed over."""
+    if not path.exists():
+        return
+    with path.open("rb") as lines:
+        for line in lines:
+            if not line.endswith(b"\n"):
+                return
+            try:
+                record = orjson.loads(line)
+            except orjson.JSONDecodeError:
+                continue
+            if isinstance(record, dict):
+                yield record
+
+
+def read_metrics(path: Path) -> dict[int, Record]:
+    """One record for each step, in order. A run that was resumed logs some steps again: when the step goes back,
+    what was logged from there on belongs to the attempt that died, and is dropped."""
+    steps: dict[int, Record] = {}
+    newest = -1
+    for record in read_jsonl(path):
+        step = record.get("step")
+        if not isinstance(step, int):
+            continue
+        if step <= newest:
+            steps = {known: kept for known, kept in steps.items() if known < step}
+        steps[step] = record
+        newest = step
+    return steps
+
+
+def now() -> float:
+    """Wall-clock seconds, as records carry them."""
+    return round(time.time(), 3)
