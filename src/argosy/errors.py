@@ -31,6 +31,7 @@ CODES: Final[dict[str, str]] = {
     "data.empty-split": "A split holds no document, or too few tokens for one sample.",
     "data.bad-input": "The input to `argosy data prepare` cannot be used.",
     "data.bad-records": "More records were quarantined than allowed, or no good document was left.",
+    "data.write-failed": "Prepared data could not be written: the disk is full, or the directory read-only.",
     "data.output-exists": "The output directory already holds a prepared corpus.",
     "data.truncated": "A `.bin` file ended before the tokens its `.idx` promises.",
     "tokenizer.not-found": "The tokenizer file does not exist or cannot be read as a tokenizer.",
@@ -48,6 +49,7 @@ CODES: Final[dict[str, str]] = {
     "checkpoint.mismatch": "The checkpoint does not hold the tensors this model needs.",
     "checkpoint.save-failed": "A checkpoint could not be written.",
     "device.unavailable": "The device asked for is not present on this machine.",
+    "device.old-torch": "The installed torch is older than Argosy supports.",
     "train.non-finite": "The loss or the gradient norm became NaN or infinite.",
 }
 
@@ -108,7 +110,7 @@ def _shorten(value: object, limit: int = 120) -> str:
 
 def errors_page() -> str:
     """The text of docs/errors.md."""
-    rows = "\n".join(f"| <a id=\"{code}\"></a>`{code}` | {meaning} |" for code, meaning in CODES.items())
+    rows = "\n".join(f'| <a id="{code}"></a>`{code}` | {meaning} |' for code, meaning in CODES.items())
     return (
         "# Error index\n\n"
         "<!-- Made from src/argosy/errors.py by `make docs`; edit the table there. -->\n\n"

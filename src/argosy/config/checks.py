@@ -35,7 +35,8 @@ def _check_length(spec: RunSpec, origins: Origins) -> None:
     if len(given) > 1:
         raise ArgosyError(
             "config.conflict",
-            "the length of the run is given more than once: " + ", ".join(f"train.{k} = {v:g}" for k, v in given.items()),
+            "the length of the run is given more than once: "
+            + ", ".join(f"train.{k} = {v:g}" for k, v in given.items()),
             key=f"train.{list(given)[1]}",
             origin=origins.get(f"train.{list(given)[1]}"),
             fix="keep one; set the others to null to override a file",

@@ -119,7 +119,9 @@ def _encoder_decoder_flops(spec: ModelSpec, source: int, target: int) -> float:
     attention, mlp = _attention(spec)[0], _mlp(spec, spec.ffn)[0]
     width = spec.heads * spec.head_dim
     decoder_layers = spec.decoder_layers or spec.layers
-    query_side = spec.hidden * 2 * width  # cross attention: queries and output from the target, keys and values from the source
+    query_side = (
+        spec.hidden * 2 * width
+    )  # cross attention: queries and output from the target, keys and values from the source
     encoder = source * spec.layers * (2 * (attention + mlp) + 4 * width * source)
     decoder = target * decoder_layers * (2 * (attention + query_side + mlp) + 4 * width * (target / 2 + source))
     cross_keys = source * decoder_layers * 2 * (attention - query_side)

@@ -37,7 +37,14 @@ FAMILIES: dict[str, Row] = {
 
 
 def _gpt(layers: int, hidden: int, heads: int, *, seq: int = 2048, vocab: int = 50257) -> Row:
-    return {"family": "gpt", "layers": layers, "hidden": hidden, "heads": heads, "vocab_size": vocab, "max_seq_len": seq}
+    return {
+        "family": "gpt",
+        "layers": layers,
+        "hidden": hidden,
+        "heads": heads,
+        "vocab_size": vocab,
+        "max_seq_len": seq,
+    }
 
 
 def _mpt(layers: int, hidden: int, heads: int) -> Row:

@@ -46,7 +46,9 @@ def read_yaml(path: Path) -> tuple[Any, Lines]:
         text = path.read_bytes().decode("utf-8")
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         raise ArgosyError(
-            "config.not-found", f"there is no file {path}", fix="check the path; `argosy train RUN.yaml` wants a run spec"
+            "config.not-found",
+            f"there is no file {path}",
+            fix="check the path; `argosy train RUN.yaml` wants a run spec",
         ) from None
     except PermissionError:
         raise ArgosyError("config.not-found", f"{path} cannot be read: permission denied", fix="chmod it") from None

@@ -45,14 +45,16 @@ def page() -> str:
     )
 
 
+_PLAIN_TYPES = {"str": "text", "int": "integer", "float": "number", "bool": "true|false", "Duration": "duration"}
+
+
 def _type(annotation: Any) -> str:
     if annotation is type(None):
         return "null"
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is None:
-        return {"str": "text", "int": "integer", "float": "number", "bool": "true|false", "Duration": "duration"}.get(
-            annotation.__name__, annotation.__name__
-        )
+        name = str(annotation.__name__)
+        return _PLAIN_TYPES.get(name, name)
     if hasattr(annotation, "__metadata__"):
         return _type(arguments[0])
     if origin is list:

@@ -154,7 +154,10 @@ def _step_into(node: Any, part: str, key: str, walked: str) -> Any:
     if not isinstance(node[part], dict | list):
         inside = f"{walked}.{part}" if walked else part
         raise ArgosyError(
-            "config.bad-override", f"{inside} is {_kind(node[part])}, it has no keys", key=key, fix=f"set {inside} itself"
+            "config.bad-override",
+            f"{inside} is {_kind(node[part])}, it has no keys",
+            key=key,
+            fix=f"set {inside} itself",
         )
     return node[part]
 
@@ -221,8 +224,8 @@ def _derive(tree: Tree, origins: dict[str, str]) -> None:
 
 def _auto_micro_batch(train: Any, data: Any, parallel: Tree) -> int:
     """The largest divisor of a rank's share of the batch that stays within AUTO_MICRO_BATCH_TOKENS."""
-    batch = train.get("global_batch") if isinstance(train, dict) else None
-    seq_len = data.get("seq_len") if isinstance(data, dict) else None
+    batch: Any = train.get("global_batch") if isinstance(train, dict) else None
+    seq_len: Any = data.get("seq_len") if isinstance(data, dict) else None
     ranks = [parallel.get("dp_replicate", 1), parallel.get("dp_shard", 1)]
     if not all(type(n) is int and n > 0 for n in (batch, seq_len, *ranks)):
         return 1  # another key is wrong, and will be named
@@ -293,7 +296,11 @@ def _explain(item: Any, key: str) -> tuple[str, str, str]:
         head, _, fix = message.partition(": ")
         return head, fix or "change it", code
     if kind == "model_type" or kind == "model_attributes_type":
-        return f"{_kind(item['input'])} was given where keys and values belong", "see docs/run-spec.md", "config.bad-value"
+        return (
+            f"{_kind(item['input'])} was given where keys and values belong",
+            "see docs/run-spec.md",
+            "config.bad-value",
+        )
     wanted = message[0].lower() + message[1:]
     return f"{wanted}, not {_kind(item['input'])}", "see `argosy config reference`", "config.bad-value"
 

@@ -65,7 +65,9 @@ class OptimSpec(Section):
     name: Literal["adamw"] = Field("adamw", description="optimiser")
     lr: Annotated[Float, Field(gt=0)] = Field(description="peak learning rate")
     min_lr: Annotated[Float, Field(ge=0)] = Field(description="final learning rate; lr / 10 unless given")
-    warmup: DurationOrNone = Field(Duration(0.0, "steps"), description="linear rise to the peak, as 200ba or 300M tokens")
+    warmup: DurationOrNone = Field(
+        Duration(0.0, "steps"), description="linear rise to the peak, as 200ba or 300M tokens"
+    )
     schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="from the peak to min_lr")
     betas: tuple[Fraction, Fraction] = Field((0.9, 0.95), description="Adam's decay rates")
     eps: Annotated[Float, Field(gt=0)] = Field(1e-8, description="Adam's epsilon")
@@ -159,6 +161,9 @@ def published_schema() -> dict[str, Any]:
     source = {"$ref": "#/$defs/DataSource"}
     definitions["DataSpec"]["properties"]["train"] = {
         "description": "the corpora, one or more",
-        "anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": {"anyOf": [{"type": "string"}, source]}}],
+        "anyOf": [
+            {"type": "string"},
+            {"type": "array", "minItems": 1, "items": {"anyOf": [{"type": "string"}, source]}},
+        ],
     }
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Argosy run spec"} | schema

@@ -118,7 +118,9 @@ Float = Annotated[float, BeforeValidator(refuse_bool)]
 Count = Annotated[
     int,
     BeforeValidator(parse_count),
-    WithJsonSchema({"anyOf": [{"type": "integer"}, {"type": "string", "pattern": r"^\d[\d_,.]*(e\d+)?\s*[KMBTkmbt]?$"}]}),
+    WithJsonSchema(
+        {"anyOf": [{"type": "integer"}, {"type": "string", "pattern": r"^\d[\d_,.]*(e\d+)?\s*[KMBTkmbt]?$"}]}
+    ),
 ]
 _duration_text = PlainSerializer(str, return_type=str)
 _duration_schema = WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string"}]})

@@ -8,7 +8,9 @@ Points = Sequence[tuple[float, float]]
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # [column][row] bits of a braille cell
 
 
-def plot(points: Points, *, marks: Points = (), width: int = 64, height: int = 12, y_label: str = "", x_label: str = "") -> str:
+def plot(
+    points: Points, *, marks: Points = (), width: int = 64, height: int = 12, y_label: str = "", x_label: str = ""
+) -> str:
     """A line through `points`, with `marks` drawn as ● on top. Points must be finite and in x order."""
     everything = [*points, *marks]
     if not everything:

@@ -139,7 +139,9 @@ def find_run(path: Path) -> RunDir:
         raise ArgosyError(
             "run.not-found",
             f"there is no run in {path}",
-            fix=f"runs in {path.parent}: {', '.join(known)}" if known else "give the directory of a run, as runs/<name>",
+            fix=f"runs in {path.parent}: {', '.join(known)}"
+            if known
+            else "give the directory of a run, as runs/<name>",
         )
     return run
 

@@ -1,0 +1,236 @@
+"""Megatron's indexed token files, read and written byte for byte.
+
+`NAME.bin` holds the tokens of all documents back to back, little-endian, without a header. `NAME.idx` describes them:
+
+    offset  size  content
+    0       9     magic MMIDIDX\\0\\0
+    9       8     u64 version = 1
+    17      1     u8 dtype code
+    18      8     u64 N, sequences
+    26      8     u64 D, documents + 1
+    34      4N    int32 tokens in each sequence
+    34+4N   8N    int64 byte offset of each sequence in the .bin
+    34+12N  8D    int64 sequence index where each document begins, and N at the end
+
+A sequence is a document unless documents were cut into sentences. Tokens are read with `pread`, never through a mapped
+file: a random read then costs the bytes asked for instead of a read-ahead window, and memory does not grow.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import struct
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from argosy.errors import ArgosyError
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES: dict[int, np.dtype[Any]] = {
+    1: np.dtype("u1"),
+    2: np.dtype("i1"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<i4"),
+    5: np.dtype("<i8"),
+    6: np.dtype("<f8"),
+    7: np.dtype("<f4"),
+    8: np.dtype("<u2"),
+}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+Tokens = npt.NDArray[Any]
+
+
+def dtype_for(vocab_size: int) -> np.dtype[Any]:
+    """Megatron's choice: two bytes a token below 65,500 entries, else four."""
+    return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
+
+
+def bin_path(prefix: Path) -> Path:
+    return prefix.with_name(prefix.name + ".bin")
+
+
+def idx_path(prefix: Path) -> Path:
+    return prefix.with_name(prefix.name + ".idx")
+
+
+class IndexedReader:
+    """One `.bin/.idx` pair, checked against each other when opened."""
+
+    def __init__(self, prefix: Path) -> None:
+        self.prefix = prefix
+        self.dtype, sequences, bounds, self._map = _open_index(idx_path(prefix))
+        at = HEADER.size
+        self.lengths: npt.NDArray[np.int32] = np.frombuffer(self._map, "<i4", sequences, at)
+        self.pointers: npt.NDArray[np.int64] = np.frombuffer(self._map, "<i8", sequences, at + 4 * sequences)
+        self.document_indices: npt.NDArray[np.int64] = np.frombuffer(self._map, "<i8", bounds, at + 12 * sequences)
+        self._check_bounds()
+        self.tokens = int(self.pointers[-1]) // self.dtype.itemsize + int(self.lengths[-1]) if sequences else 0
+        self._fd = self._open_bin()
+
+    @property
+    def sequences(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def documents(self) -> int:
+        return len(self.document_indices) - 1
+
+    def read(self, start: int, count: int) -> Tokens:
+        """`count` tokens from token `start` on, across document bounds."""
+        size = self.dtype.itemsize
+        raw = os.pread(self._fd, count * size, start * size)
+        while len(raw) < count * size:  # a network file system may answer in parts
+            more = os.pread(self._fd, count * size - len(raw), start * size + len(raw))
+            if not more:
+                raise ArgosyError(
+                    "data.truncated",
+                    f"{bin_path(self.prefix)} ended at byte {start * size + len(raw):,}, where its .idx promises tokens",
+                    fix="the file was cut or replaced while in use: restore it, or prepare the corpus again",
+                )
+            raw += more
+        return np.frombuffer(raw, self.dtype)
+
+    def sequence(self, index: int) -> Tokens:
+        return self.read(int(self.pointers[index]) // self.dtype.itemsize, int(self.lengths[index]))
+
+    def token_at_document(self, document: int) -> int:
+        """The token position where a document begins; `documents` gives the end of the file."""
+        sequence = int(self.document_indices[document])
+        return self.tokens if sequence == self.sequences else int(self.pointers[sequence]) // self.dtype.itemsize
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def _check_bounds(self) -> None:
+        if len(self.document_indices) == 0 or int(self.document_indices[-1]) != self.sequences:
+            last = int(self.document_indices[-1]) if len(self.document_indices) else "nothing"
+            raise _bad_index(
+                idx_path(self.prefix), f"its documents end at sequence {last}, but it lists {self.sequences} sequences"
+            )
+
+    def _open_bin(self) -> int:
+        path = bin_path(self.prefix)
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise ArgosyError(
+                "data.not-found", f"{path} cannot be opened: {error.strerror}", fix="the .bin and .idx belong together"
+            ) from None
+        found, promised = os.fstat(fd).st_size, self.tokens * self.dtype.itemsize
+        if found != promised:
+            os.close(fd)
+            raise _bad_index(
+                idx_path(self.prefix),
+                f"it describes {self.tokens:,} tokens of {self.dtype.itemsize} bytes = {promised:,} bytes, "
+                f"but {path.name} has {found:,} bytes",
+            )
+        return fd
+
+
+def _open_index(path: Path) -> tuple[np.dtype[Any], int, int, mmap.mmap | bytes]:
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size < HEADER.size:
+                raise _bad_index(path, f"it has {size} bytes, fewer than its {HEADER.size}-byte header")
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except FileNotFoundError:
+        raise ArgosyError(
+            "data.bad-index", f"there is no file {path}", fix="give a path made by `argosy data prepare`"
+        ) from None
+    except OSError as error:
+        raise _bad_index(path, f"it cannot be read: {error.strerror}") from None
+    magic, version, code, sequences, bounds = HEADER.unpack_from(mapped)
+    if magic != MAGIC:
+        raise _bad_index(path, "it does not start with Megatron's magic bytes")
+    if version != 1 or code not in DTYPES:
+        raise _bad_index(path, f"version {version} with dtype code {code} is not one this reader knows")
+    promised = HEADER.size + 12 * sequences + 8 * bounds
+    if size != promised:
+        raise _bad_index(
+            path,
+            f"{sequences:,} sequences and {bounds:,} document bounds need {HEADER.size} + 12 x {sequences:,} + 8 x "
+            f"{bounds:,} = {promised:,} bytes, but the file has {size:,}" + (": truncated" if size < promised else ""),
+        )
+    return DTYPES[code], sequences, bounds, mapped
+
+
+def _bad_index(path: Path, what: str) -> ArgosyError:
+    return ArgosyError("data.bad-index", f"{path}: {what}", fix="copy the file again, or prepare the corpus again")
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a finished pair holds, as manifests record it."""
+
+    documents: int
+    sequences: int
+    tokens: int
+    max_token: int
+    bin_sha256: str
+    idx_sha256: str
+
+
+class IndexedWriter:
+    """Writes a pair under temporary names; `finish` makes it appear, the `.idx` last."""
+
+    def __init__(self, prefix: Path, dtype: np.dtype[Any]) -> None:
+        self.prefix, self.dtype = prefix, np.dtype(dtype).newbyteorder("<")
+        self._bin_temporary = bin_path(prefix).with_suffix(".bin.partial")
+        self._file: BinaryIO = self._bin_temporary.open("wb")
+        self._hash = hashlib.sha256()
+        self._lengths = array("i")
+        self._bounds = array("q", [0])
+        self._max_token = 0
+
+    def add_document(self, sequences: Sequence[Tokens]) -> None:
+        """One document of one or more sequences. One without tokens keeps its place in the document bounds."""
+        for tokens in sequences:
+            if len(tokens):
+                self._max_token = max(self._max_token, int(tokens.max()))
+                data = np.ascontiguousarray(tokens, self.dtype).tobytes()
+                self._file.write(data)
+                self._hash.update(data)
+                self._lengths.append(len(tokens))
+        self._bounds.append(len(self._lengths))
+
+    def finish(self) -> Written:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        lengths = np.frombuffer(self._lengths, np.int32) if self._lengths else np.zeros(0, np.int32)
+        ends = np.cumsum(lengths, dtype=np.int64)
+        pointers = (ends - lengths) * self.dtype.itemsize
+        header = HEADER.pack(MAGIC, 1, CODES[self.dtype], len(lengths), len(self._bounds))
+        index = b"".join(
+            (header, lengths.astype("<i4").tobytes(), pointers.astype("<i8").tobytes(), self._bounds.tobytes())
+        )
+        idx_temporary = idx_path(self.prefix).with_suffix(".idx.partial")
+        with idx_temporary.open("wb") as file:
+            file.write(index)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(self._bin_temporary, bin_path(self.prefix))
+        os.replace(idx_temporary, idx_path(self.prefix))
+        return Written(
+            documents=len(self._bounds) - 1,
+            sequences=len(lengths),
+            tokens=int(ends[-1]) if len(ends) else 0,
+            max_token=self._max_token,
+            bin_sha256=self._hash.hexdigest(),
+            idx_sha256=hashlib.sha256(index).hexdigest(),
+        )
+
+    def abandon(self) -> None:
+        self._file.close()
+        self._bin_temporary.unlink(missing_ok=True)

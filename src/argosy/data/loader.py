@@ -1,0 +1,59 @@
+"""Batches read ahead by a thread, so that training waits for data only when the disk is slower than the model.
+
+The whole state is the number of samples consumed. The time spent waiting is measured, since a run that is short of
+data looks, from its throughput alone, like one with a slow model.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from types import TracebackType
+
+from argosy.data.samples import Batch, SampleStream
+
+_AHEAD = 4
+
+
+class Loader:
+    """Global batches from `consumed_samples` on, in order. Use it as a context manager."""
+
+    def __init__(self, stream: SampleStream, *, global_batch: int, consumed_samples: int) -> None:
+        self._stream, self._global_batch = stream, global_batch
+        self._next = consumed_samples
+        self._queue: queue.Queue[Batch | BaseException] = queue.Queue(_AHEAD)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._read, name="argosy-loader", daemon=True)
+        self.waited_s = 0.0  # since it was last reset by the reader of this figure
+
+    def __enter__(self) -> Loader:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._stop.set()
+        while self._thread.is_alive():
+            try:  # make room for a reader that is blocked on a full queue
+                self._queue.get_nowait()
+            except queue.Empty:
+                self._thread.join(0.01)
+
+    def next_batch(self) -> Batch:
+        started = time.perf_counter()
+        item = self._queue.get()
+        self.waited_s += time.perf_counter() - started
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    def _read(self) -> None:
+        while not self._stop.is_set():
+            try:
+                item: Batch | BaseException = self._stream.batch(self._next, self._global_batch)
+            except Exception as error:  # noqa: BLE001 - handed to the training thread, which raises it
+                item = error
+            self._next += self._global_batch
+            self._queue.put(item)
+            if isinstance(item, BaseException):
+                return

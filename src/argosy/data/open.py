@@ -1,0 +1,80 @@
+"""Opening the data of a run spec: corpora, tokenizer and splits, with every check that needs the files.
+
+All refusals happen here, before a model is built or a device is held: missing or truncated files, a tokenizer that is
+not the one the data was made with, ids beyond the model's vocabulary, splits too small for a sample.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from argosy.config.schema import RunSpec
+from argosy.data.corpus import Corpus, open_corpus
+from argosy.data.samples import SampleStream, Windows
+from argosy.data.tokenizer import Tokenizer, load_tokenizer
+from argosy.errors import ArgosyError
+
+
+@dataclass(frozen=True)
+class RunData:
+    """The opened corpora of a run; streams of samples are made from it, one for each split."""
+
+    spec: RunSpec
+    corpora: list[Corpus]
+    tokenizer: Tokenizer | None  # None for a bare Megatron pair with no data.tokenizer: enough to train, not to sample
+
+    def stream(self, split: str) -> SampleStream:
+        data = self.spec.data
+        sets = [Windows(corpus, corpus.split(data.split)[split], data.seq_len) for corpus in self.corpora]
+        weights = [source.weight for source in data.train if source.weight is not None]
+        return SampleStream(sets, weights or None, self.spec.train.seed)
+
+
+def open_data(spec: RunSpec) -> RunData:
+    corpora = [open_corpus(Path(source.path)) for source in spec.data.train]
+    data = RunData(spec, corpora, _tokenizer(spec, corpora))
+    _check_vocabulary(spec, data)
+    return data
+
+
+def _tokenizer(spec: RunSpec, corpora: list[Corpus]) -> Tokenizer | None:
+    """The run's tokenizer, held against the fingerprint that each prepared corpus carries."""
+    chosen = load_tokenizer(spec.data.tokenizer) if spec.data.tokenizer is not None else None
+    for corpus in corpora:
+        if corpus.manifest is None:
+            continue
+        facts = corpus.manifest.tokenizer
+        if chosen is None:
+            chosen = load_tokenizer("bytes" if facts.file is None else str(corpus.path / facts.file))
+        if chosen.fingerprint != facts.fingerprint:
+            raise ArgosyError(
+                "tokenizer.mismatch",
+                f"{corpus.path} was prepared with tokenizer {facts.fingerprint[:12]} ({facts.vocab_size:,} entries), "
+                f"but the run uses {chosen.fingerprint[:12]} ({chosen.vocab_size:,} entries)",
+                key="data.tokenizer",
+                value=spec.data.tokenizer,
+                fix="leave data.tokenizer out to use the one stored with the data, or prepare the data again",
+            )
+    return chosen
+
+
+def _check_vocabulary(spec: RunSpec, data: RunData) -> None:
+    rows = spec.model.vocab_size
+    if data.tokenizer is not None and data.tokenizer.vocab_size > rows:
+        raise ArgosyError(
+            "tokenizer.vocabulary",
+            f"the tokenizer has {data.tokenizer.vocab_size:,} entries, the model's vocabulary {rows:,}",
+            key="model.vocab_size",
+            value=rows,
+            fix=f"model.vocab_size={data.tokenizer.vocab_size}",
+        )
+    for corpus in data.corpora:
+        if (largest := corpus.max_token()) >= rows:
+            raise ArgosyError(
+                "tokenizer.vocabulary",
+                f"{corpus.path} holds token id {largest:,}; the model's vocabulary of {rows:,} ends at {rows - 1:,}",
+                key="model.vocab_size",
+                value=rows,
+                fix=f"model.vocab_size={largest + 1} or more, or prepare the data with the model's tokenizer",
+            )

@@ -1,0 +1,89 @@
+"""The order of samples, as pure functions of a seed and an index: nothing to build, nothing to store.
+
+`permute` is a keyed bijection of 0..n-1 (a Feistel network over the next power of four, walked until the result falls
+inside). `Blend` says which corpus the i-th sample comes from, so that after any number of samples each corpus has had
+its share to within one sample (Webster's apportionment). Both need memory for the corpora only, work for any world
+size, and let a run resume from one integer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from argosy.config.seeds import derive_seed
+
+Indices = npt.NDArray[np.int64]
+_ROUNDS = 6
+_BLOCK = 1024
+
+
+def permute(indices: Indices, n: int, key: int) -> Indices:
+    """Where each index of 0..n-1 goes under the bijection that `key` chooses."""
+    half_bits = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
+    mask = np.uint64((1 << int(half_bits)) - 1)
+    keys = [np.uint64(derive_seed(key, "feistel", r)) for r in range(_ROUNDS)]
+    values = indices.astype(np.uint64)
+    outside = np.ones(len(values), bool)
+    while outside.any():
+        walked = values[outside]
+        left, right = walked >> half_bits, walked & mask
+        for round_key in keys:
+            left, right = right, left ^ (_mix(right ^ round_key) & mask)
+        values[outside] = (left << half_bits) | right
+        outside = values >= np.uint64(n)
+    return values.astype(np.int64)
+
+
+def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """splitmix64's finaliser: every input bit reaches every output bit."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+class Blend:
+    """Sample i -> (corpus, how many samples that corpus has given before)."""
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        self.weights = np.asarray(weights, np.float64) / np.sum(weights)
+        self._block = -1
+        self._corpus: Indices = np.zeros(0, np.int64)
+        self._local: Indices = np.zeros(0, np.int64)
+
+    def locate(self, indices: Indices) -> tuple[Indices, Indices]:
+        if len(self.weights) == 1:
+            return np.zeros(len(indices), np.int64), indices
+        corpus, local = np.empty(len(indices), np.int64), np.empty(len(indices), np.int64)
+        for block in np.unique(indices // _BLOCK):
+            if block != self._block:
+                self._fill(int(block))
+            here = indices // _BLOCK == block
+            corpus[here] = self._corpus[indices[here] % _BLOCK]
+            local[here] = self._local[indices[here] % _BLOCK]
+        return corpus, local
+
+    def _fill(self, block: int) -> None:
+        """One block, in turn: the next sample comes from the corpus furthest behind its share."""
+        given = apportion(self.weights, block * _BLOCK)
+        self._corpus, self._local = np.empty(_BLOCK, np.int64), np.empty(_BLOCK, np.int64)
+        for i in range(_BLOCK):
+            turn = int(np.argmin((given + 0.5) / self.weights))
+            self._corpus[i], self._local[i] = turn, given[turn]
+            given[turn] += 1
+        self._block = block
+
+
+def apportion(weights: npt.NDArray[np.float64], total: int) -> Indices:
+    """How many of the first `total` samples each corpus gives, without counting them one by one.
+
+    Samples are given in the order of (count + 1/2) / weight. All those below a threshold are counted at once; the
+    threshold is chosen low enough to leave a few, which are given in turn.
+    """
+    threshold = max(0.0, total - len(weights) / 2 - 1)
+    given = np.maximum(np.ceil(threshold * weights - 0.5), 0).astype(np.int64)
+    for _ in range(total - int(given.sum())):
+        given[int(np.argmin((given + 0.5) / weights))] += 1
+    return given

@@ -1,0 +1,101 @@
+"""Training samples: windows of the token stream, in an order that is a pure function of (seed, sample index).
+
+A split of T tokens holds (T - 1) // seq_len windows; window w covers tokens [w x seq_len, (w + 1) x seq_len], so that
+consecutive windows share one token and every token but the first is predicted once in an epoch. Epoch e visits the
+windows in the order of a bijection keyed by (seed, corpus, epoch). Nothing depends on how many ranks read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from argosy.config.seeds import derive_seed
+from argosy.data.corpus import Corpus, Split
+from argosy.data.order import Blend, Indices, permute
+from argosy.errors import ArgosyError
+
+IGNORED = -100  # a label that does not count towards the loss
+
+
+@dataclass(frozen=True)
+class Batch:
+    """`count` samples. Labels are the tokens one to the right; IGNORED ones are left out of the loss."""
+
+    tokens: npt.NDArray[np.int64]  # [count, seq_len]
+    labels: npt.NDArray[np.int64]  # [count, seq_len]
+
+    @property
+    def valid_tokens(self) -> int:
+        return int((self.labels != IGNORED).sum())
+
+
+class Windows:
+    """The windows of one split of one corpus."""
+
+    def __init__(self, corpus: Corpus, split: Split, seq_len: int) -> None:
+        self.corpus, self.split, self.seq_len = corpus, split, seq_len
+        self.count = max(0, split.tokens - 1) // seq_len
+
+    def read(self, window: int) -> npt.NDArray[np.int64]:
+        start = self.split.start + window * self.seq_len
+        return self.corpus.read(start, self.seq_len + 1).astype(np.int64)
+
+    def require_one(self) -> None:
+        """Refuse a split too small for a single sample, with its numbers."""
+        if self.count:
+            return
+        need = self.seq_len + 1
+        raise ArgosyError(
+            "data.empty-split",
+            f"the {self.split.name} split of {self.corpus.path} has {self.split.last - self.split.first:,} of "
+            f"{self.corpus.documents:,} documents = {self.split.tokens:,} tokens; one sample of data.seq_len "
+            f"{self.seq_len} needs {need:,} (with the token after it)",
+            key="data.split",
+            fix=f"give {self.split.name} a larger share, add data, or shorten data.seq_len"
+            + ("; `eval: off` needs no validation split" if self.split.name == "validation" else ""),
+        )
+
+
+class SampleStream:
+    """An endless, repeatable stream of samples from one or more corpora."""
+
+    def __init__(self, sets: Sequence[Windows], weights: Sequence[float] | None, seed: int) -> None:
+        for windows in sets:
+            windows.require_one()
+        self.sets, self.seed = list(sets), seed
+        self.weights = list(weights) if weights is not None else [float(s.count) for s in sets]
+        self._blend = Blend(self.weights)
+
+    @property
+    def epoch_samples(self) -> int:
+        """Samples in which every corpus, mixed by size, is seen once."""
+        return sum(s.count for s in self.sets)
+
+    def batch(self, first: int, count: int) -> Batch:
+        """Samples first .. first + count - 1 of the stream."""
+        corpus, window = self.locate(np.arange(first, first + count, dtype=np.int64))
+        rows = np.stack([self.sets[c].read(int(w)) for c, w in zip(corpus, window, strict=True)])
+        return Batch(tokens=rows[:, :-1], labels=rows[:, 1:])
+
+    def locate(self, indices: Indices) -> tuple[Indices, Indices]:
+        """(corpus, window) of each sample index."""
+        corpus, local = self._blend.locate(indices)
+        window = np.empty(len(indices), np.int64)
+        for c, windows in enumerate(self.sets):
+            mine = corpus == c
+            epochs, positions = np.divmod(local[mine], windows.count)
+            found = np.empty(len(epochs), np.int64)
+            for epoch in np.unique(epochs):
+                key = derive_seed(self.seed, "order", c, windows.split.name, epoch)
+                found[epochs == epoch] = permute(positions[epochs == epoch], windows.count, key)
+            window[mine] = found
+        return corpus, window
+
+    def epochs_after(self, samples: int) -> list[float]:
+        """How often each corpus has been seen after that many samples."""
+        total = sum(self.weights)
+        return [samples * w / total / s.count for w, s in zip(self.weights, self.sets, strict=True)]

@@ -1,0 +1,48 @@
+"""The decoder: every causal language model of Argosy, from GPT-2 to Qwen3, is this one class with another spec."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from argosy.config.model import ModelSpec
+from argosy.errors import ArgosyError
+from argosy.model.layers import Block, Embedding, make_norm
+from argosy.model.positions import make_context
+
+
+class Decoder(nn.Module):
+    """Tokens [batch, seq] to logits [batch, seq, vocab]. Layers are keyed by index, so that a pipeline stage can drop
+    some and the names of the others stay."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.embed = Embedding(spec)
+        self.layers = nn.ModuleDict({str(i): Block(spec) for i in range(spec.layers)})
+        self.norm = make_norm(spec, spec.hidden)
+        self.head = None if spec.tied else nn.Linear(spec.hidden, spec.vocab_size, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        context = make_context(self.spec, tokens.shape[1], x.device, x.dtype)
+        for block in self.layers.values():
+            x = block(x, context)
+        weight = self.embed.tokens.weight if self.head is None else self.head.weight
+        return F.linear(self.norm(x), weight)
+
+
+def build_model(spec: ModelSpec, device: torch.device | str = "cpu") -> Decoder:
+    """The model with uninitialised weights; `argosy.model.init` or a checkpoint fills them."""
+    if spec.architecture != "decoder" or spec.moe is not None:
+        what = "mixture-of-experts" if spec.moe is not None else spec.architecture
+        raise ArgosyError(
+            "model.unsupported",
+            f"{what} models are described and counted, but this version trains dense decoders only",
+            key="model",
+            value=spec.preset or spec.family,
+            fix="choose a gpt, llama or mpt model; `argosy config models` marks those that can be trained",
+        )
+    with torch.device(device):
+        return Decoder(spec)
