@@ -104,3 +104,8 @@ class ModelSpec(Section):
     @property
     def gated(self) -> bool:
         return self.activation == "swiglu"
+
+    @property
+    def is_dense_decoder(self) -> bool:
+        """What `argosy.model` can build so far; the others are counted and planned only."""
+        return self.architecture == "decoder" and self.moe is None

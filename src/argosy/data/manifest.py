@@ -26,7 +26,7 @@ class TokenizerFacts(_Part):
     fingerprint: str
     vocab_size: int
     eod_id: int | None
-    file: PlainName | None  # the copy kept beside the shards; None for `bytes`
+    file: PlainName  # the copy kept beside the shards
 
 
 class Shard(_Part):

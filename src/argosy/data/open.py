@@ -46,7 +46,7 @@ def _tokenizer(spec: RunSpec, corpora: list[Corpus]) -> Tokenizer | None:
             continue
         facts = corpus.manifest.tokenizer
         if chosen is None:
-            chosen = load_tokenizer("bytes" if facts.file is None else str(corpus.path / facts.file))
+            chosen = load_tokenizer(str(corpus.path / facts.file))
         if chosen.fingerprint != facts.fingerprint:
             raise ArgosyError(
                 "tokenizer.mismatch",

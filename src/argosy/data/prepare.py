@@ -11,7 +11,7 @@ Documents in always equal documents out plus quarantined; the sum is checked.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -20,7 +20,7 @@ import numpy as np
 from argosy.data.documents import BadRecord, TextUnit, find_inputs, read_documents
 from argosy.data.indexed import IndexedWriter, Written, dtype_for
 from argosy.data.manifest import FILE_NAME, Manifest, Shard, Source, TokenizerFacts, write_manifest
-from argosy.data.tokenizer import Tokenizer
+from argosy.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
 from argosy.errors import ArgosyError
 from argosy.record.jsonl import JsonlWriter
 from argosy.record.progress import Progress
@@ -62,6 +62,63 @@ def prepare(inputs: Sequence[Path], tokenizer: Tokenizer, output: Path, options:
     manifest = run.manifest(written)
     write_manifest(output, manifest)
     return manifest
+
+
+def preview(inputs: Sequence[Path], tokenizer: Tokenizer, output: Path, options: PrepareOptions) -> str:
+    """What `prepare` would do, having checked what can be checked without reading the text."""
+    files = find_inputs(inputs)
+    eod = f"id {tokenizer.eod_id} ends each document" if options.append_eod else "no end-of-document token"
+    lines = [f"{file}  {file.stat().st_size:,} bytes" for file in files]
+    total = sum(file.stat().st_size for file in files)
+    lines.append(f"{len(files)} files, {total:,} bytes -> {output} ({dtype_for(tokenizer.vocab_size).name} tokens)")
+    lines.append(f"tokenizer {tokenizer.fingerprint[:12]}, {tokenizer.vocab_size:,} entries, {eod}")
+    return "\n".join(lines)
+
+
+def describe(manifest: Manifest, output: Path) -> str:
+    """The books of a finished corpus in a few lines."""
+    bad = sum(manifest.quarantined.values())
+    seen = manifest.documents + bad
+    lines = [f"{output}: {manifest.documents:,} documents, {manifest.tokens:,} tokens ({manifest.dtype})"]
+    lines.append(f"documents: {seen:,} in = {manifest.documents:,} out + {bad:,} quarantined")
+    if bad:
+        kinds = ", ".join(f"{kind} {count:,}" for kind, count in manifest.quarantined.items())
+        lines.append(f"quarantined: {kinds}; see {output / QUARANTINE_FILE}")
+    return "\n".join(lines)
+
+
+def parse_share(text: str) -> float:
+    """`0.1%` or `0.001`."""
+    try:
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise ArgosyError(
+            "config.bad-value", "not a share between 0 and 1", key="--max-bad", value=text, fix="write 0.1% or 0.001"
+        )
+    return share
+
+
+def train_tokenizer_on(inputs: Sequence[Path], vocab_size: int, output: Path, key: str) -> str:
+    """Train a BPE on the good documents of the inputs; a line that says what came out."""
+    bad = 0
+
+    def texts() -> Iterator[str]:
+        nonlocal bad
+        for file in find_inputs(inputs):
+            for record in read_documents(file, key=key, text_unit="file"):
+                if isinstance(record, BadRecord):
+                    bad += 1
+                else:
+                    yield record.text
+
+    trained = train_bpe(texts(), vocab_size)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(trained, encoding="utf-8")
+    tokenizer = load_tokenizer(str(output))
+    skipped = f"; {bad:,} bad records skipped" if bad else ""
+    return f"{output}: {tokenizer.vocab_size:,} entries, fingerprint {tokenizer.fingerprint[:12]}{skipped}"
 
 
 class _Run:
@@ -119,14 +176,12 @@ class _Run:
             self.writer.abandon()
 
     def manifest(self, written: Written) -> Manifest:
-        text = self.tokenizer.to_json()
-        if text is not None:
-            (self.output / TOKENIZER_FILE).write_text(text, encoding="utf-8")
+        (self.output / TOKENIZER_FILE).write_text(self.tokenizer.to_json(), encoding="utf-8")
         facts = TokenizerFacts(
             fingerprint=self.tokenizer.fingerprint,
             vocab_size=self.tokenizer.vocab_size,
             eod_id=self.eod,
-            file=None if text is None else TOKENIZER_FILE,
+            file=TOKENIZER_FILE,
         )
         return Manifest(
             tokenizer=facts,

@@ -32,8 +32,8 @@ class Tokenizer(Protocol):
     def fingerprint(self) -> str: ...
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]: ...
     def decode(self, ids: Iterable[int]) -> str: ...
-    def to_json(self) -> str | None:
-        """The tokenizer.json to store beside the data, or None where the name alone says it all."""
+    def to_json(self) -> str:
+        """The tokenizer.json to store beside data and checkpoints; `load_tokenizer` reads it back."""
 
 
 class ByteTokenizer:
@@ -49,8 +49,8 @@ class ByteTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
-    def to_json(self) -> str | None:
-        return None
+    def to_json(self) -> str:
+        return json.dumps({"type": self.fingerprint}) + "\n"
 
 
 class JsonTokenizer:
@@ -100,7 +100,7 @@ class JsonTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         return str(self._engine.decode([int(i) for i in ids], skip_special_tokens=False))
 
-    def to_json(self) -> str | None:
+    def to_json(self) -> str:
         return self._text
 
 
@@ -122,6 +122,8 @@ def load_tokenizer(name: str, eod: str | None = None) -> Tokenizer:
             value=name,
             fix="give a tokenizer.json, a directory that holds one, or `bytes`",
         ) from None
+    if text == ByteTokenizer().to_json():
+        return ByteTokenizer()
     return JsonTokenizer(text, str(path), eod)
 
 

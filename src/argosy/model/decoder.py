@@ -35,7 +35,7 @@ class Decoder(nn.Module):
 
 def build_model(spec: ModelSpec, device: torch.device | str = "cpu") -> Decoder:
     """The model with uninitialised weights; `argosy.model.init` or a checkpoint fills them."""
-    if spec.architecture != "decoder" or spec.moe is not None:
+    if not spec.is_dense_decoder:
         what = "mixture-of-experts" if spec.moe is not None else spec.architecture
         raise ArgosyError(
             "model.unsupported",

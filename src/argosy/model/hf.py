@@ -46,7 +46,7 @@ def to_hf(spec: ModelSpec, weights: Mapping[str, Tensor]) -> Weights:
         whole = _ungroup(spec, weights[entry.ours]) if entry.fused else weights[entry.ours]
         if len(entry.theirs) == 3:
             sizes = [spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.kv_heads * spec.head_dim]
-            parts = list(whole.split(sizes))
+            parts = list(torch.split(whole, sizes))
         else:
             parts = [whole]
         for name, part in zip(entry.theirs, parts, strict=True):
@@ -56,14 +56,17 @@ def to_hf(spec: ModelSpec, weights: Mapping[str, Tensor]) -> Weights:
 
 def _group(spec: ModelSpec, rows: Tensor) -> Tensor:
     """[all queries, all keys, all values] -> for each key/value head: its queries, its key, its value."""
-    q, k, v = rows.split([spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.kv_heads * spec.head_dim])
-    parts = [part.unflatten(0, (spec.kv_heads, -1)) for part in (q, k, v)]
+    q, k, v = torch.split(
+        rows, [spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.kv_heads * spec.head_dim]
+    )
+    parts = [torch.unflatten(part, 0, (spec.kv_heads, -1)) for part in (q, k, v)]
     return torch.cat(parts, dim=1).flatten(0, 1)
 
 
 def _ungroup(spec: ModelSpec, rows: Tensor) -> Tensor:
     group = spec.heads // spec.kv_heads * spec.head_dim
-    parts = rows.unflatten(0, (spec.kv_heads, -1)).split([group, spec.head_dim, spec.head_dim], dim=1)
+    heads = torch.unflatten(rows, 0, (spec.kv_heads, -1))
+    parts = torch.split(heads, [group, spec.head_dim, spec.head_dim], dim=1)
     return torch.cat([part.flatten(0, 1) for part in parts])
 
 

@@ -32,7 +32,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         batch, seq, _ = x.shape
-        groups = self.qkv(x).view(batch, seq, -1, self.group + 2, self.head_dim)  # [batch, seq, kv_heads, group + 2, head_dim]
+        groups = self.qkv(x).view(
+            batch, seq, -1, self.group + 2, self.head_dim
+        )  # [batch, seq, kv_heads, group + 2, head_dim]
         q, k, v = groups.split((self.group, 1, 1), dim=3)
         q, k, v = (t.flatten(2, 3).transpose(1, 2) for t in (q, k, v))  # [batch, heads, seq, head_dim]
         if self.q_norm is not None and self.k_norm is not None:

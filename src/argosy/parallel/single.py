@@ -29,7 +29,9 @@ class Result(NamedTuple):
 
 
 class SingleDevice:
-    def __init__(self, model: nn.Module, loss_sum: LossSum, *, micro_batch: int, seed: int, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, loss_sum: LossSum, *, micro_batch: int, seed: int, device: torch.device
+    ) -> None:
         self.model, self.loss_sum, self.device = model, loss_sum, device
         self.micro_batch, self.seed = micro_batch, seed
 

@@ -45,6 +45,10 @@ class RunDir:
         return self.root / "events.jsonl"
 
     @property
+    def tokenizer_file(self) -> Path:
+        return self.root / "tokenizer.json"
+
+    @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
 
@@ -91,11 +95,11 @@ class RunDir:
 
     def store_spec(self, resolved: Resolved, source: Path | None) -> list[str]:
         """Keep what was asked and what it became; for a run that goes on, return the allowed changes in words."""
-        changes = self._compare(resolved) if self.resolved_file.exists() else []
+        changes = self.compare(resolved) if self.resolved_file.exists() else []
         if source is not None:
-            _replace(self.spec_file, source.read_bytes())
+            replace_file(self.spec_file, source.read_bytes())
         document = {"spec": resolved.spec.model_dump(mode="json"), "origins": resolved.origins}
-        _replace(self.resolved_file, orjson.dumps(document, option=orjson.OPT_INDENT_2))
+        replace_file(self.resolved_file, orjson.dumps(document, option=orjson.OPT_INDENT_2))
         return changes
 
     def load_spec(self) -> RunSpec:
@@ -111,7 +115,8 @@ class RunDir:
                 fix="give the directory of a run, as runs/<name>",
             ) from None
 
-    def _compare(self, resolved: Resolved) -> list[str]:
+    def compare(self, resolved: Resolved) -> list[str]:
+        """The allowed changes since the run was started, in words; a refusal where one is not allowed."""
         before = dict(flatten(self._stored()))
         after = dict(flatten(resolved.spec.model_dump(mode="json")))
         changed = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
@@ -146,7 +151,7 @@ def find_run(path: Path) -> RunDir:
     return run
 
 
-def _replace(path: Path, content: bytes) -> None:
+def replace_file(path: Path, content: bytes) -> None:
     """Write a small file so that readers see the old or the new one, never a part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_bytes(content)

@@ -1,0 +1,65 @@
+"""The `argosy` command: its verbs, and how it ends. A refusal is a short block on standard error and exit code 2; with
+`--json` it is also an object on standard output; `--debug` adds the traceback."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import typer
+
+from argosy import __version__
+from argosy.cli import config, data, demo, evaluate, sample, train
+from argosy.errors import EXIT_REFUSED, ArgosyError
+
+app = typer.Typer(
+    name="argosy",
+    help="From raw text to a trained language model: prepare the data, train, evaluate, sample.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def options(
+    debug: bool = typer.Option(False, "--debug", help="Show the traceback of a refusal."),
+    version: bool = typer.Option(False, "--version", help="Show the version and leave.", is_eager=True),
+) -> None:
+    if version:
+        print(f"argosy {__version__}")
+        raise typer.Exit
+
+
+app.command("demo")(demo.demo)
+app.add_typer(data.app, name="data")
+app.command("train")(train.train)
+app.command("sample")(sample.sample)
+app.command("eval")(evaluate.evaluate)
+app.add_typer(config.app, name="config")
+
+
+def main() -> None:
+    try:
+        app()
+    except ArgosyError as error:
+        _refuse(error)
+    except BrokenPipeError:  # the reader of our output left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+
+
+def _refuse(error: ArgosyError) -> None:
+    if "--json" in sys.argv:
+        import json
+
+        print(json.dumps({"error": error.as_dict()}))
+    if "--debug" in sys.argv:
+        import traceback
+
+        traceback.print_exception(error)
+    else:
+        print(error, file=sys.stderr)
+    sys.exit(EXIT_REFUSED)

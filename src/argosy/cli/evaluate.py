@@ -1,0 +1,39 @@
+"""argosy eval"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+class SplitName(StrEnum):
+    train = "train"
+    validation = "validation"
+    test = "test"
+
+
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="A run directory, as runs/<name>.")],
+    split: Annotated[SplitName, typer.Option(help="Which split of the run's data.")] = SplitName.validation,
+    batches: Annotated[int | None, typer.Option(min=1, help="Global batches; default: the whole split.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: as the run was trained.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """The loss of the newest checkpoint of a run on one of its splits."""
+    import json
+
+    from argosy.train.evaluate import evaluate_run
+
+    result, step = evaluate_run(run, split=split.value, batches=batches, device=device)
+    facts = {"run": str(run), "step": step, "split": result.split, "loss": result.loss, "perplexity": result.perplexity}
+    facts |= {"tokens": result.tokens, "samples": result.samples}
+    if as_json:
+        print(json.dumps(facts))
+    else:
+        print(
+            f"{run} step {step}: {result.split} loss {result.loss:.4f} (perplexity {result.perplexity:.2f}) "
+            f"over {result.tokens:,} tokens"
+        )

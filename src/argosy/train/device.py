@@ -1,0 +1,42 @@
+"""The device a run trains on, and the switches that make its arithmetic repeatable."""
+
+from __future__ import annotations
+
+import os
+import resource
+
+import torch
+
+from argosy.config.schema import TrainSpec
+from argosy.errors import ArgosyError
+from argosy.plan.hardware import Peak, dense_peak
+
+
+def prepare_device(spec: TrainSpec) -> torch.device:
+    name = spec.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ArgosyError(
+            "device.unavailable",
+            "train.device is cuda, but torch finds no usable GPU on this machine",
+            key="train.device",
+            value=spec.device,
+            fix="train.device=cpu, or check the driver with nvidia-smi",
+        )
+    if spec.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts, which is later
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(spec.deterministic)
+    return torch.device(name)
+
+
+def peak_of(device: torch.device) -> Peak | None:
+    return dense_peak(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Most memory used so far: allocated on the GPU, or resident in this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

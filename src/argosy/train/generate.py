@@ -1,0 +1,70 @@
+"""Text from a trained run: one token after another, drawn from the model's own distribution."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from argosy.data.tokenizer import Tokenizer, load_tokenizer
+from argosy.errors import ArgosyError
+from argosy.record.rundir import RunDir
+from argosy.train.session import load_run
+
+
+@dataclass(frozen=True)
+class Sampling:
+    tokens: int = 200
+    temperature: float = 0.8
+    top_k: int = 50
+    seed: int = 0
+
+
+def sample(path: Path, prompt: str, options: Sampling, device: str | None = None) -> str:
+    """The prompt and what the newest checkpoint writes after it."""
+    loaded = load_run(path, device=device)
+    tokenizer = run_tokenizer(loaded.run)
+    prompt_ids = [int(i) for i in tokenizer.encode_batch([prompt])[0]]
+    ids = prompt_ids or [tokenizer.eod_id]  # with no prompt, start as a document starts
+    written = list(generate(loaded.model, ids, options, limit=loaded.spec.model.max_seq_len, stop=tokenizer.eod_id))
+    return tokenizer.decode(prompt_ids + written)
+
+
+@torch.no_grad()
+def generate(model: torch.nn.Module, ids: list[int], options: Sampling, *, limit: int, stop: int) -> Iterator[int]:
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(options.seed)
+    history = list(ids)
+    for _ in range(options.tokens):
+        logits: Tensor = model(torch.tensor([history[-limit:]], device=device))[0, -1].float().cpu()
+        token = choose(logits, options, generator)
+        if token == stop:
+            return
+        history.append(token)
+        yield token
+
+
+def choose(logits: Tensor, options: Sampling, generator: torch.Generator) -> int:
+    if options.temperature == 0:
+        return int(logits.argmax())
+    if options.top_k:
+        values, tokens = logits.topk(min(options.top_k, len(logits)))
+    else:
+        values, tokens = logits, torch.arange(len(logits))
+    probabilities = (values / options.temperature).softmax(-1)
+    return int(tokens[torch.multinomial(probabilities, 1, generator=generator)])
+
+
+def run_tokenizer(run: RunDir) -> Tokenizer:
+    """The tokenizer a run keeps beside its checkpoints."""
+    if not run.tokenizer_file.exists():
+        raise ArgosyError(
+            "tokenizer.not-found",
+            f"{run.root} was trained on a bare .bin/.idx pair and keeps no tokenizer",
+            key="data.tokenizer",
+            fix="name the tokenizer in the run spec as data.tokenizer and run `argosy train` on it again",
+        )
+    return load_tokenizer(str(run.tokenizer_file))

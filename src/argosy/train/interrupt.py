@@ -1,0 +1,33 @@
+"""Ctrl-C and SIGTERM: the first asks for an orderly stop after this step, the second ends the process at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+
+class Interrupt:
+    """`with Interrupt() as interrupt:` … `if interrupt.asked: save and leave`."""
+
+    def __init__(self) -> None:
+        self.asked: str | None = None
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> Interrupt:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.asked is not None:
+            os._exit(128 + number)
+        self.asked = signal.Signals(number).name
+        os.write(2, f"\n{self.asked}: finishing this step and saving; once more to stop at once\n".encode())

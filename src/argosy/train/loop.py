@@ -1,0 +1,283 @@
+"""The training loop: one step after another, logging, evaluating and saving when due, resuming where it stopped.
+
+A run directory with a checkpoint is always continued. Nothing a step does depends on the process it runs in: sample
+order, dropout and learning rate are functions of the step, so a killed and resumed run gives the same bits as one that
+was never disturbed.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from argosy.checkpoint.store import Checkpoint, Progress, latest, listed, prune, require_names, save
+from argosy.config.counts import count_parameters, training_flops_per_token
+from argosy.config.resolve import Resolved
+from argosy.config.schema import RunSpec
+from argosy.config.units import Duration
+from argosy.data.loader import Loader
+from argosy.data.open import RunData
+from argosy.errors import EXIT_DONE, EXIT_RESUMABLE, ArgosyError
+from argosy.model.decoder import build_model
+from argosy.model.init import initialise
+from argosy.parallel.single import require_single
+from argosy.record.console import Console, open_console
+from argosy.record.jsonl import JsonlWriter, now
+from argosy.record.rundir import RunDir, replace_file
+from argosy.train.device import peak_memory_gib, peak_of, prepare_device
+from argosy.train.evaluate import evaluate
+from argosy.train.interrupt import Interrupt
+from argosy.train.meter import Meter
+from argosy.train.optimizer import Optimizer
+from argosy.train.schedule import make_schedule
+from argosy.train.session import load_weights, make_engine, open_checked_data
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    fresh: bool = False  # start anew; refuse if the run directory holds a run
+    archive: bool = False  # with fresh: move the earlier run aside
+    quiet: bool = False
+
+
+def train(resolved: Resolved, source: Path | None, options: TrainOptions) -> int:
+    """Train, or go on training, until the run's length is reached. Returns the exit code."""
+    spec = resolved.spec
+    device = prepare_device(spec.train)
+    data = open_checked_data(spec)
+    run = RunDir(Path(spec.runs_dir) / spec.name)
+    if options.fresh and run.holds_a_run:
+        _make_room(run, options.archive)
+    run.open_for_training()
+    try:
+        changes = run.store_spec(resolved, source)
+        if data.tokenizer is not None:
+            replace_file(run.tokenizer_file, data.tokenizer.to_json().encode())
+        with JsonlWriter(run.metrics) as metrics, JsonlWriter(run.events) as events:
+            trainer = Trainer(spec, run, data, device, metrics, events)
+            return trainer.fit(changes, options.quiet)
+    finally:
+        run.close()
+
+
+def dry_run(resolved: Resolved, options: TrainOptions) -> list[str]:
+    """Every check that `train` makes before its first step, and what it would do; nothing is written."""
+    spec = resolved.spec
+    prepare_device(spec.train)
+    data = open_checked_data(spec)
+    run = RunDir(Path(spec.runs_dir) / spec.name)
+    if options.fresh and run.holds_a_run and not options.archive:
+        _make_room(run, archive=False)
+    if run.resolved_file.exists() and not options.fresh:
+        run.compare(resolved)
+    require_single(spec.parallel)
+    build_model(spec.model, "meta")
+    done = next((int(path.name.removeprefix("step-")) for path in listed(run.checkpoints)), 0)
+    stream = data.stream("train")
+    steps = spec.train.length.steps(
+        global_batch=spec.train.global_batch, seq_len=spec.data.seq_len, epoch_samples=stream.epoch_samples
+    )
+    tokens = sum(windows.split.tokens for windows in stream.sets)
+    return [
+        f"model   {spec.model.preset or spec.model.family}: {count_parameters(spec.model).total:,} parameters",
+        f"data    {tokens:,} training tokens, {stream.epoch_samples:,} samples of {spec.data.seq_len}",
+        f"train   steps {done + 1} to {steps}, {spec.train.global_batch * spec.data.seq_len:,} tokens each",
+        f"run     {run.root}" + (f" goes on from step {done}" if done else " starts at step 0"),
+    ]
+
+
+def _make_room(run: RunDir, archive: bool) -> None:
+    if archive:
+        print(f"the earlier run is now {run.archive()}")
+        return
+    raise ArgosyError(
+        "run.exists",
+        f"{run.root} already holds a run, and --fresh would start over it",
+        key="name",
+        value=run.root.name,
+        fix="give another name=…, or --fresh --archive to move the earlier run aside; without --fresh it goes on",
+    )
+
+
+class Trainer:
+    def __init__(
+        self, spec: RunSpec, run: RunDir, data: RunData, device: torch.device, metrics: JsonlWriter, events: JsonlWriter
+    ) -> None:
+        self.spec, self.run, self.device = spec, run, device
+        self.metrics, self.events = metrics, events
+        self.stream = data.stream("train")
+        self.validation = data.stream("validation") if spec.eval is not None else None
+        self.steps = self._in_steps(spec.train.length) or 0
+        self.schedule = make_schedule(spec.optim, self.steps, self._in_steps(spec.optim.warmup) or 0)
+        self.model = build_model(spec.model, device)
+        self.engine = make_engine(spec, self.model, device)
+        self.optimizer = Optimizer(self.model, spec.optim)
+        self.saves = Timer(spec.checkpoint.every, self._in_steps(spec.checkpoint.every))
+        self.logs = Timer(spec.log.every, self._in_steps(spec.log.every))
+        self.evaluations = Timer(spec.eval.every, self._in_steps(spec.eval.every)) if spec.eval is not None else None
+
+    def fit(self, changes: list[str], quiet: bool) -> int:
+        notes: list[str] = []
+        first = self._restore(notes)
+        if first >= self.steps:
+            print(f"{self.run.root}: all {self.steps} steps are done; train.steps={self.steps * 2} would go on")
+            return EXIT_DONE
+        console = open_console(first=first, last=self.steps, quiet=quiet)
+        self._event("resume" if first else "start", first, changes=changes, notes=notes)
+        for note in [*notes, *self._opening(first), *(f"changed since the last start: {c}" for c in changes)]:
+            console.note(note)
+        try:
+            with Interrupt() as interrupt:
+                last = self._run_steps(first, console, interrupt)
+        finally:
+            console.close()
+        if last < self.steps:
+            self._event("interrupted", last, signal=interrupt.asked)
+            console.note(f"stopped at step {last} of {self.steps}, saved; run the same command again to go on")
+            return EXIT_RESUMABLE
+        self._event("done", last)
+        return EXIT_DONE
+
+    def _run_steps(self, first: int, console: Console, interrupt: Interrupt) -> int:
+        batch_size = self.spec.train.global_batch
+        meter = Meter(
+            steps=self.steps,
+            flops_per_token=training_flops_per_token(self.spec.model, self.spec.data.seq_len),
+            peak=peak_of(self.device),
+        )
+        with Loader(self.stream, global_batch=batch_size, consumed_samples=first * batch_size) as loader:
+            for step in range(first + 1, self.steps + 1):
+                batch = loader.next_batch()
+                result = self.engine.forward_backward(batch, step)
+                lr = self.schedule.lr(step - 1)
+                grad_norm = self.optimizer.step(tokens=result.tokens, lr=lr)
+                meter.count(batch.tokens.size)
+                console.advance(step)
+
+                last = step == self.steps or interrupt.asked is not None
+                saving = last or self.saves.due(step)
+                if last or saving or self.logs.due(step):  # the one place that waits for the device
+                    record = meter.record(
+                        step=step,
+                        loss=float(result.loss_sum) / result.tokens,
+                        grad_norm=float(grad_norm),
+                        lr=lr,
+                        waited_s=loader.waited_s,
+                        memory_gib=peak_memory_gib(self.device),
+                        samples=step * batch_size,
+                        tokens=step * batch_size * self.spec.data.seq_len,
+                    )
+                    loader.waited_s = 0.0
+                    self.metrics.write(record)
+                    console.step(record)
+                    self._require_finite(step, record["loss"], record["grad_norm"])
+                started = time.perf_counter()
+                if self.evaluations is not None and (step == self.steps or self.evaluations.due(step)):
+                    self._evaluate(step, console)
+                if saving:
+                    self._save(step, console)
+                meter.pause(time.perf_counter() - started)
+                if last:
+                    return step
+        return self.steps
+
+    def _restore(self, notes: list[str]) -> int:
+        """Weights and optimiser from the newest good checkpoint, or fresh ones. Returns the steps already done."""
+        prune(self.run.checkpoints, keep=10**9)  # nothing but what a killed save left behind
+        checkpoint = latest(self.run.checkpoints, report=notes.append)
+        if checkpoint is None:
+            initialise(self.model, self.spec.model, self.spec.train.seed)
+            return 0
+        load_weights(self.model, checkpoint)
+        self._load_optimizer(checkpoint)
+        notes.append(f"resuming from {checkpoint.path}")
+        return checkpoint.progress.step
+
+    def _load_optimizer(self, checkpoint: Checkpoint) -> None:
+        tensors = checkpoint.optimizer()
+        wanted = (f"{m}/{n}" for m in ("exp_avg", "exp_avg_sq") for n, _ in self.model.named_parameters())
+        require_names(iter(tensors), wanted, checkpoint.path)
+        self.optimizer.load(tensors, checkpoint.progress.step)
+
+    def _save(self, step: int, console: Console) -> None:
+        started = time.perf_counter()
+        samples = step * self.spec.train.global_batch
+        progress = Progress(step=step, consumed_samples=samples, consumed_tokens=samples * self.spec.data.seq_len)
+        weights = {name: p.detach() for name, p in self.model.named_parameters()}
+        path = save(self.run.checkpoints, progress, weights, self.optimizer.tensors(), self.spec.checkpoint.keep)
+        seconds = time.perf_counter() - started
+        self._event("save", step, path=path.name, seconds=round(seconds, 3))
+        console.note(f"saved {path} in {seconds:.1f}s")
+
+    def _evaluate(self, step: int, console: Console) -> None:
+        if self.validation is None or self.spec.eval is None:
+            return
+        batch = self.spec.train.global_batch
+        result = evaluate(
+            self.engine, self.validation, samples=self.spec.eval.batches * batch, batch=batch, split="validation"
+        )
+        self.metrics.write(
+            {"step": step, "time": now(), "validation_loss": result.loss, "validation_tokens": result.tokens}
+        )
+        console.note(f"step {step}: validation loss {result.loss:.4f}, perplexity {result.perplexity:.2f}")
+
+    def _require_finite(self, step: int, loss: float, grad_norm: float) -> None:
+        if math.isfinite(loss) and math.isfinite(grad_norm):
+            return
+        batch = self.spec.train.global_batch
+        self._event("non-finite", step, loss=str(loss), grad_norm=str(grad_norm))
+        raise ArgosyError(
+            "train.non-finite",
+            f"at step {step} (samples {(step - 1) * batch} to {step * batch - 1}) the loss is {loss} and the gradient norm "
+            f"{grad_norm}; nothing was saved since",
+            key="optim.lr",
+            value=self.spec.optim.lr,
+            fix="lower optim.lr or lengthen optim.warmup; the same command goes on from the last checkpoint",
+        )
+
+    def _opening(self, first: int) -> list[str]:
+        parameters = sum(p.numel() for p in self.model.parameters())
+        spec = self.spec
+        epochs = ", ".join(
+            f"{count:.2f} epochs of {windows.corpus.path}"
+            for windows, count in zip(
+                self.stream.sets, self.stream.epochs_after(self.steps * spec.train.global_batch), strict=True
+            )
+        )
+        accumulation = spec.train.global_batch // spec.parallel.micro_batch
+        tokens = spec.train.global_batch * spec.data.seq_len
+        return [
+            f"{self.run.root}: {spec.model.preset or spec.model.family}, {parameters:,} parameters on {self.device}",
+            f"steps {first + 1} to {self.steps}, {tokens:,} tokens each (batch {spec.train.global_batch} = {accumulation} x "
+            f"micro-batch {spec.parallel.micro_batch}, sequences of {spec.data.seq_len}); in all {epochs}",
+        ]
+
+    def _event(self, kind: str, step: int, **facts: object) -> None:
+        self.events.write({"event": kind, "step": step, "time": now(), **{k: v for k, v in facts.items() if v}})
+
+    def _in_steps(self, duration: Duration) -> int | None:
+        return duration.steps(
+            global_batch=self.spec.train.global_batch,
+            seq_len=self.spec.data.seq_len,
+            epoch_samples=self.stream.epoch_samples,
+        )
+
+
+class Timer:
+    """Something due every so many steps, or every so many seconds."""
+
+    def __init__(self, every: Duration, steps: int | None) -> None:
+        self._steps, self._seconds = steps, every.amount
+        self._last = time.monotonic()
+
+    def due(self, step: int) -> bool:
+        if self._steps is not None:
+            return step % self._steps == 0
+        if time.monotonic() - self._last < self._seconds:
+            return False
+        self._last = time.monotonic()
+        return True

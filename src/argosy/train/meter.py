@@ -1,0 +1,78 @@
+"""What a logged step looks like: loss, rates, utilisation, waiting, memory and the time that is left."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from argosy.plan.hardware import Peak
+from argosy.record.jsonl import Record, now
+
+
+@dataclass
+class Meter:
+    """Rates are over the steps since the last log; the ETA is over all steps of this process but the first, which pays
+    for warming up."""
+
+    steps: int
+    flops_per_token: float
+    peak: Peak | None
+    _since: float = field(default_factory=time.perf_counter)
+    _tokens: int = 0
+    _steps_done: int = 0
+    _warm_at: float | None = None
+    _steps_warm: int = 0
+
+    def count(self, tokens: int) -> None:
+        """After each step."""
+        self._tokens += tokens
+        self._steps_done += 1
+        if self._warm_at is None:
+            self._warm_at = time.perf_counter()
+        else:
+            self._steps_warm += 1
+
+    def pause(self, seconds: float) -> None:
+        """Leave the time of an evaluation or a save out of the rates."""
+        self._since += seconds
+        if self._warm_at is not None:
+            self._warm_at += seconds
+
+    def record(
+        self,
+        *,
+        step: int,
+        loss: float,
+        grad_norm: float,
+        lr: float,
+        waited_s: float,
+        memory_gib: float,
+        samples: int,
+        tokens: int,
+    ) -> Record:
+        elapsed = max(time.perf_counter() - self._since, 1e-9)
+        tokens_per_s = self._tokens / elapsed
+        tflops = tokens_per_s * self.flops_per_token / 1e12
+        step_s = elapsed / max(1, self._steps_done)
+        pace = step_s
+        if self._warm_at is not None and self._steps_warm:
+            pace = (time.perf_counter() - self._warm_at) / self._steps_warm
+        self._since, self._tokens, self._steps_done = time.perf_counter(), 0, 0
+        return {
+            "step": step,
+            "steps": self.steps,
+            "time": now(),
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "lr": lr,
+            "samples": samples,
+            "tokens": tokens,
+            "tokens_per_s": tokens_per_s,
+            "tflops": tflops,
+            "mfu": None if self.peak is None else tflops / self.peak.tflops,
+            "peak": None if self.peak is None else str(self.peak),
+            "step_s": step_s,
+            "data_wait": min(1.0, waited_s / elapsed),
+            "memory_gib": memory_gib,
+            "eta_s": pace * (self.steps - step),
+        }

@@ -1,0 +1,100 @@
+"""Everything a run needs once its spec is resolved: device, data, model, in the order that refuses earliest.
+
+Training, evaluation and sampling all start here, so that they build the same model from the same spec.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from argosy.checkpoint.store import Checkpoint, latest, require_names
+from argosy.config.schema import RunSpec
+from argosy.data.open import RunData, open_data
+from argosy.errors import ArgosyError
+from argosy.model.decoder import Decoder, build_model
+from argosy.model.init import initialise
+from argosy.parallel.single import SingleDevice, require_single
+from argosy.record.rundir import RunDir, find_run
+from argosy.train.device import prepare_device
+from argosy.train.loss import cross_entropy_sum
+from argosy.train.optimizer import Optimizer
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A trained run, ready to evaluate or to sample from."""
+
+    run: RunDir
+    spec: RunSpec
+    checkpoint: Checkpoint
+    model: Decoder
+    device: torch.device
+
+
+def open_checked_data(spec: RunSpec) -> RunData:
+    """The data, with every split the run will use checked to hold a sample."""
+    data = open_data(spec)
+    data.stream("train")
+    if spec.eval is not None:
+        data.stream("validation")
+    return data
+
+
+def make_engine(spec: RunSpec, model: Decoder, device: torch.device) -> SingleDevice:
+    require_single(spec.parallel)
+    return SingleDevice(
+        model, cross_entropy_sum, micro_batch=spec.parallel.micro_batch, seed=spec.train.seed, device=device
+    )
+
+
+def load_weights(model: Decoder, checkpoint: Checkpoint) -> None:
+    weights = checkpoint.weights()
+    require_names(iter(weights), (name for name, _ in model.named_parameters()), checkpoint.path)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if weights[name].shape != parameter.shape:
+                raise ArgosyError(
+                    "checkpoint.mismatch",
+                    f"{checkpoint.path}: {name} has shape {list(weights[name].shape)}, the model wants {list(parameter.shape)}",
+                    fix="check model and run name",
+                )
+            parameter.copy_(weights[name])
+
+
+def load_run(path: Path, *, device: str | None = None) -> Loaded:
+    """The newest good checkpoint of a run, in a model on a device."""
+    run = find_run(path)
+    spec = run.load_spec()
+    if device is not None:
+        spec = spec.model_copy(update={"train": spec.train.model_copy(update={"device": device})})
+    where = prepare_device(spec.train)
+    checkpoint = latest(run.checkpoints, report=print)
+    if checkpoint is None:
+        raise ArgosyError(
+            "run.not-found",
+            f"{path} has no checkpoint yet",
+            fix="train it first, or wait for checkpoint.every to come round",
+        )
+    model = build_model(spec.model, where)
+    load_weights(model, checkpoint)
+    return Loaded(run, spec, checkpoint, model.eval(), where)
+
+
+def time_steps(spec: RunSpec, steps: int) -> float:
+    """Seconds one training step of a run takes on this machine, without its run directory: the fastest of a few."""
+    device = prepare_device(spec.train)
+    stream = open_checked_data(spec).stream("train")
+    model = build_model(spec.model, device)
+    initialise(model, spec.model, spec.train.seed)
+    engine, optimizer = make_engine(spec, model, device), Optimizer(model, spec.optim)
+    seconds = []
+    for step in range(1, steps + 1):
+        started = time.perf_counter()
+        result = engine.forward_backward(stream.batch(0, spec.train.global_batch), step)
+        float(optimizer.step(tokens=result.tokens, lr=spec.optim.lr))
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)
