@@ -36,24 +36,25 @@ name: demo
 runs_dir: {runs}
 model:
   family: llama
-  layers: 5
-  hidden: 256
-  heads: 4
-  ffn: 704
+  layers: 2
+  hidden: 384
+  heads: 6
+  ffn: 1024
   vocab_size: {vocabulary}
+  tied: true
 data:
   train: {corpus}
   split: [95, 5, 0]
   seq_len: 128
 train:
-  global_batch: 16
+  global_batch: 8
   steps: {steps}
 optim:
-  lr: 4e-3
+  lr: 1e-3
   warmup: {warmup}
 eval:
   every: {eval_every}
-  batches: 4
+  batches: 8
 checkpoint:
   every: {save_every}
 log:

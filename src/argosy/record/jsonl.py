@@ -84,6 +84,9 @@ def read_metrics(path: Path) -> dict[int, Record]:
         step = record.get("step")
         if not isinstance(step, int):
             continue
+        if step == newest and not (record.keys() & steps[step].keys()) - {"step", "time"}:
+            steps[step] |= record  # the validation loss of a step follows its training loss
+            continue
         if step <= newest:
             steps = {known: kept for known, kept in steps.items() if known < step}
         steps[step] = record

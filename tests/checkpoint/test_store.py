@@ -1,0 +1,169 @@
+"""Checkpoints are whole or absent, believed only after their check, and hold nothing that can run."""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from argosy.checkpoint.store import Checkpoint, Progress, latest, listed, prune, save, verify
+from argosy.checkpoint.tensors import read_tensors, write_tensors
+from argosy.errors import ArgosyError
+
+
+def tensors(value: float) -> dict[str, torch.Tensor]:
+    return {"a.weight": torch.full((3, 4), value), "b": torch.arange(5, dtype=torch.float32) * value}
+
+
+def save_step(root: Path, step: int, keep: int = 10) -> Path:
+    return save(root, Progress(step, step * 8, step * 800), tensors(step), tensors(-step), keep)
+
+
+def newest(root: Path) -> Checkpoint | None:
+    return latest(root, report=lambda text: None)
+
+
+def test_what_is_saved_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    save_step(tmp_path, 7)
+    found = newest(tmp_path)
+    assert found is not None
+    assert found.progress == Progress(7, 56, 5600)
+    for name, tensor in tensors(7).items():
+        assert torch.equal(found.weights()[name], tensor)
+        assert torch.equal(found.optimizer()[name], -tensor)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
+)
+def test_files_are_plain_safetensors(tmp_path: Path, dtype: torch.dtype) -> None:
+    content = {
+        "x": torch.randn(3, 5).to(dtype).t(),
+        "empty": torch.empty(0, 2, dtype=dtype),
+        "one": torch.ones((), dtype=dtype),
+    }
+    write_tensors(tmp_path / "t.safetensors", content)
+    found = load_file(tmp_path / "t.safetensors")
+    assert all(torch.equal(found[name], tensor) and found[name].dtype == dtype for name, tensor in content.items())
+
+
+def test_the_newest_is_found_by_number_and_unfinished_ones_do_not_count(tmp_path: Path) -> None:
+    for step in (9, 10, 100):
+        save_step(tmp_path, step)
+    (tmp_path / ".step-00000200.partial").mkdir()
+    (tmp_path / "step-later").mkdir()
+    found = newest(tmp_path)
+    assert found is not None
+    assert found.progress.step == 100
+    assert [path.name for path in listed(tmp_path)] == ["step-00000100", "step-00000010", "step-00000009"]
+
+
+def test_only_the_newest_are_kept_and_leftovers_are_swept(tmp_path: Path) -> None:
+    (tmp_path / ".step-00000001.partial").mkdir()
+    for step in range(1, 6):
+        save_step(tmp_path, step, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004", "step-00000005"]
+    prune(tmp_path, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000005"]
+
+
+def test_no_checkpoint_at_all_is_no_error(tmp_path: Path) -> None:
+    assert newest(tmp_path / "missing") is None
+
+
+Damage = Callable[[Path], object]
+DAMAGES: dict[str, Damage] = {
+    "flipped byte": lambda c: _flip(c / "weights.safetensors", -3),
+    "flipped header": lambda c: _flip(c / "optimizer.safetensors", 12),
+    "truncated": lambda c: (c / "weights.safetensors").write_bytes((c / "weights.safetensors").read_bytes()[:-1]),
+    "file missing": lambda c: (c / "optimizer.safetensors").unlink(),
+    "state changed": lambda c: (c / "state.json").write_bytes((c / "state.json").read_bytes().replace(b"2", b"3")),
+    "manifest missing": lambda c: (c / "manifest.json").unlink(),
+    "manifest cut": lambda c: (c / "manifest.json").write_bytes((c / "manifest.json").read_bytes()[:-9]),
+    "manifest of another version": lambda c: _edit(c, version=2),
+    "manifest of another step": lambda c: _edit(c, step=9),
+    "manifest without files": lambda c: _edit(c, files={}),
+    "path upwards": lambda c: _edit(c, files={"../../secret.json": {"bytes": 1, "sha256": "0"}}),
+    "absolute path": lambda c: _edit(c, files={"/etc/passwd": {"bytes": 1, "sha256": "0"}}),
+    "symbolic link": lambda c: _link(c / "weights.safetensors"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path, damage: Damage) -> None:
+    save_step(tmp_path, 1)
+    bad = save_step(tmp_path, 2)
+    damage(bad)
+    reports: list[str] = []
+    found = latest(tmp_path, reports.append)
+    assert found is not None
+    assert found.progress.step == 1
+    assert "step-00000002" in reports[0]
+
+
+def test_if_all_are_damaged_the_run_does_not_start_over_silently(tmp_path: Path) -> None:
+    for step in (1, 2):
+        _flip(save_step(tmp_path, step) / "weights.safetensors", -1)
+    with pytest.raises(ArgosyError) as refusal:
+        newest(tmp_path)
+    assert refusal.value.code == "checkpoint.corrupt"
+    assert "step-00000001" in refusal.value.cause
+    assert "step-00000002" in refusal.value.cause
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_no_change_to_any_byte_goes_unnoticed(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    root = tmp_path_factory.mktemp("fuzz")
+    path = save_step(root, 3)
+    file = path / data.draw(st.sampled_from(["weights.safetensors", "optimizer.safetensors", "state.json"]))
+    _flip(file, data.draw(st.integers(0, file.stat().st_size - 1)))
+    with pytest.raises(ArgosyError):
+        verify(path)
+
+
+def test_a_file_that_is_no_safetensors_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.safetensors").write_bytes(b"\x80\x04\x95 pickled")
+    with pytest.raises(ArgosyError) as refusal:
+        read_tensors(tmp_path / "x.safetensors")
+    assert refusal.value.code == "checkpoint.corrupt"
+
+
+def test_a_save_that_does_not_fit_leaves_nothing_and_keeps_the_old(tmp_path: Path) -> None:
+    save_step(tmp_path, 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))
+        with pytest.raises(ArgosyError) as refusal:
+            save_step(tmp_path, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, previous)
+    assert refusal.value.code == "checkpoint.save-failed"
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def _flip(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 0x40
+    path.write_bytes(content)
+
+
+def _edit(checkpoint: Path, **changes: object) -> None:
+    path = checkpoint / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def _link(path: Path) -> None:
+    target = path.with_name("elsewhere")
+    path.rename(target)
+    path.symlink_to(target)

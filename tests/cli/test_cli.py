@@ -1,0 +1,147 @@
+"""The command line: quick, honest in its exit codes, and readable when it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from argosy import __version__
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+Write = Callable[..., Path]
+
+
+def modules_after(code: str, cwd: Path) -> set[str]:
+    """What is imported after running some code in a fresh interpreter."""
+    script = f"import sys\nsys.argv = {code!r}.split()\nfrom argosy.cli.app import main\ntry: main()\nexcept SystemExit: pass\nprint('MODULES', *sys.modules)"
+    out = subprocess.run([sys.executable, "-c", script], cwd=cwd, capture_output=True, text=True, check=True).stdout
+    return set(out.rpartition("MODULES ")[2].split())
+
+
+def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
+    assert not {"torch", "numpy", "pydantic", "tokenizers", "yaml", "transformers"} & modules_after(
+        "argosy --help", tmp_path
+    )
+
+
+@pytest.mark.parametrize("verb", ["config show", "config show run.yaml", "config models", "config schema"])
+def test_config_never_imports_torch(verb: str, write_spec: Write, tmp_path: Path) -> None:
+    write_spec()
+    assert not {"torch", "numpy", "transformers"} & modules_after(f"argosy {verb}", tmp_path)
+
+
+def test_preparing_data_never_imports_torch(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n')
+    verb = "argosy data prepare a.jsonl --tokenizer bytes --output out"
+    assert "torch" not in modules_after(verb, tmp_path)
+    assert (tmp_path / "out" / "manifest.json").exists()
+
+
+def test_every_verb_explains_itself(argosy: Run) -> None:
+    for verb in (
+        "",
+        "demo",
+        "train",
+        "sample",
+        "eval",
+        "data",
+        "data prepare",
+        "data train-tokenizer",
+        "config",
+        "config show",
+    ):
+        result = argosy(*verb.split(), "--help")
+        assert result.returncode == 0, result.stderr
+        assert "Usage: " in result.stdout
+    assert argosy("--version").stdout.strip() == f"argosy {__version__}"
+
+
+def test_a_refusal_is_a_short_block_and_exit_code_2(argosy: Run, write_spec: Write) -> None:
+    result = argosy("train", write_spec(), "optim.lrr=3")
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
+    assert "error[config.unknown-key]" in result.stderr
+    assert "did you mean optim.lr?" in result.stderr
+    assert len(result.stderr.splitlines()) < 8
+    assert "Traceback" in argosy("--debug", "train", write_spec(), "optim.lrr=3").stderr
+
+
+def test_a_refusal_with_json_is_an_object(argosy: Run, write_spec: Write) -> None:
+    result = argosy("config", "show", write_spec(), "optim.lrr=3", "--json")
+    assert result.returncode == 2
+    assert json.loads(result.stdout)["error"]["code"] == "config.unknown-key"
+
+
+def test_wrong_usage_is_exit_code_2(argosy: Run) -> None:
+    assert argosy("trane").returncode == 2
+    assert argosy("train", "--fersh").returncode == 2
+    assert argosy("train").returncode == 2  # no run.yaml here
+    assert argosy("train", "missing.yaml").returncode == 2
+
+
+def test_config_show_gives_values_and_origins(argosy: Run, write_spec: Write) -> None:
+    path = write_spec()
+    text = argosy("config", "show", path, "optim.eps=1e-9").stdout
+    assert any(line.split() == ["optim.eps", "1e-09", "command", "line"] for line in text.splitlines())
+    document = json.loads(argosy("config", "show", path, "--json").stdout)
+    assert document["values"]["optim.lr"] == {"value": 0.001, "origin": f"run.yaml:{_line_of(path, 'lr:')}"}
+    assert document["facts"]["parameters"] > 0
+
+
+def test_config_show_without_a_run_spec_gives_the_defaults(argosy: Run) -> None:
+    result = argosy("config", "show")
+    assert result.returncode == 0
+    assert "optim.weight_decay" in result.stdout
+
+
+def test_the_models_are_listed_with_their_true_sizes(argosy: Run) -> None:
+    text = argosy("config", "models").stdout
+    rows = {line.split()[0]: line for line in text.splitlines() if line}
+    assert "65 M" in rows["gpt3-375m"]
+    assert "356 M" in rows["gpt3-857m"]
+    models = json.loads(argosy("config", "models", "--json").stdout)["models"]
+    assert next(m for m in models if m["name"] == "gpt2")["parameters"] == 124_439_808
+
+
+def test_the_whole_journey(argosy: Run, write_spec: Write, tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    for i in range(30):
+        (tmp_path / "docs" / f"{i}.txt").write_text(f"number {i} of some small files. " * 20)
+    trained = argosy("data", "train-tokenizer", "docs", "--vocab-size", 300, "--output", "tokenizer.json")
+    assert trained.returncode == 0, trained.stderr
+    prepared = argosy("data", "prepare", "docs", "--tokenizer", "tokenizer.json", "--output", "corpus")
+    assert prepared.returncode == 0, prepared.stderr
+    assert "30 in = 30 out + 0 quarantined" in prepared.stdout
+    model = {"family": "gpt", "layers": 1, "hidden": 32, "heads": 2, "vocab_size": 300}
+    spec = write_spec(
+        data={"train": "corpus", "seq_len": 16}, model=model, runs_dir="runs", eval={"every": 3, "batches": 1}
+    )
+    train = argosy("train", spec, "data.split=[90,10,0]")
+    assert train.returncode == 0, train.stderr
+    assert "step 6/6 | loss " in train.stdout
+    evaluation = json.loads(argosy("eval", "runs/tiny", "--json").stdout)
+    assert (evaluation["step"], evaluation["split"]) == (6, "validation")
+    assert argosy("sample", "runs/tiny", "--prompt", "number", "--tokens", 5).stdout.startswith("number")
+
+
+def test_prepare_can_be_tried_without_writing(argosy: Run, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n')
+    result = argosy("data", "prepare", "a.jsonl", "--tokenizer", "bytes", "--output", "out", "--dry-run")
+    assert result.returncode == 0
+    assert "1 files, 14 bytes" in result.stdout
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_reader_that_leaves_early_is_not_an_error(argosy: Run) -> None:
+    script = f"{sys.executable} -m argosy config schema | head -n 1; echo ${{PIPESTATUS[0]}}"
+    result = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert "Traceback" not in result.stderr
+
+
+def _line_of(path: Path, start: str) -> int:
+    return next(i for i, line in enumerate(path.read_text().splitlines(), 1) if line.strip().startswith(start))

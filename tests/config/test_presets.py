@@ -1,0 +1,129 @@
+"""Sizes are computed, and equal those of an independent implementation and of the model we build."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from argosy.config.counts import count_parameters, training_flops_per_token
+from argosy.config.model import ModelSpec
+from argosy.config.presets import ALIASES, PRESETS
+from argosy.config.resolve import resolve_model
+from argosy.model.decoder import build_model
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_counts_equal_transformers(name: str) -> None:
+    spec = resolve_model(name)
+    with torch.device("meta"):
+        theirs = _reference(spec)
+    assert count_parameters(spec).total == sum(p.numel() for p in theirs.parameters())
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if resolve_model(name).is_dense_decoder])
+def test_counts_equal_the_model_we_build(name: str) -> None:
+    spec = resolve_model(name)
+    model = build_model(spec, "meta")
+    assert count_parameters(spec).total == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [
+        ("375m", 65),  # what the label says is not what it is
+        ("857m", 356),
+        ("gpt2", 124),
+        ("gpt2-large", 774),
+        ("gpt3-175b", 174_600),
+        ("310.1b", 310_100),
+        ("llama2-7b", 6_738),
+        ("llama3-405b", 405_853),
+        ("mixtral-8x7b", 46_703),
+        ("bert-base", 110),
+        ("t5-11b", 11_307),
+    ],
+)
+def test_well_known_sizes(name: str, millions: int) -> None:
+    assert count_parameters(resolve_model(name)).total / 1e6 == pytest.approx(millions, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "seq_len", "gigaflops"),
+    [("llama3-8b", 8192, 51.5), ("llama3-70b", 8192, 449), ("llama3-405b", 8192, 2521)],  # as Megatron-Bridge counts
+)
+def test_flops_follow_the_named_convention(name: str, seq_len: int, gigaflops: float) -> None:
+    assert training_flops_per_token(resolve_model(name), seq_len) / 1e9 == pytest.approx(gigaflops, rel=0.005)
+
+
+def test_experts_a_token_does_not_visit_are_not_active() -> None:
+    counts = count_parameters(resolve_model("qwen3-30b-a3b"))
+    assert counts.active / 1e9 == pytest.approx(3.35, abs=0.02)
+
+
+def test_a_window_makes_attention_cheaper_only_when_it_cuts() -> None:
+    full, cut = resolve_model("mistral-7b", ["window=null"]), resolve_model("mistral-7b")
+    assert training_flops_per_token(cut, 4096) == training_flops_per_token(full, 4096)
+    assert training_flops_per_token(cut, 8192) < training_flops_per_token(full, 8192)
+
+
+def test_aliases_lead_to_presets() -> None:
+    assert all(target in PRESETS for target in ALIASES.values())
+    assert resolve_model("7.5b") == resolve_model("gpt3-7.5b")
+
+
+def _reference(spec: ModelSpec) -> torch.nn.Module:
+    """The transformers model of the same shape, not initialised."""
+    sizes: dict[str, Any] = {
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden,
+        "num_hidden_layers": spec.layers,
+        "num_attention_heads": spec.heads,
+        "intermediate_size": spec.ffn,
+        "max_position_embeddings": spec.max_seq_len,
+    }
+    gqa = sizes | {"num_key_value_heads": spec.kv_heads, "head_dim": spec.head_dim, "tie_word_embeddings": spec.tied}
+    t = transformers
+    if spec.family == "gpt":
+        return t.GPT2LMHeadModel(
+            t.GPT2Config(
+                vocab_size=spec.vocab_size,
+                n_positions=spec.max_seq_len,
+                n_embd=spec.hidden,
+                n_layer=spec.layers,
+                n_head=spec.heads,
+            )
+        )
+    if spec.family == "mpt":
+        return t.MptForCausalLM(
+            t.MptConfig(d_model=spec.hidden, n_heads=spec.heads, n_layers=spec.layers, vocab_size=spec.vocab_size)
+        )
+    if spec.family == "bert":
+        return t.BertForPreTraining(t.BertConfig(**sizes))
+    if spec.family == "t5":
+        return t.T5ForConditionalGeneration(
+            t.T5Config(
+                vocab_size=spec.vocab_size, d_model=spec.hidden, d_kv=spec.head_dim, d_ff=spec.ffn,
+                num_layers=spec.layers, num_decoder_layers=spec.decoder_layers, num_heads=spec.heads,
+            )
+        )  # fmt: skip
+    if spec.moe is None:
+        return t.Qwen3ForCausalLM(t.Qwen3Config(**gqa)) if spec.qk_norm else t.LlamaForCausalLM(t.LlamaConfig(**gqa))
+    moe = spec.moe
+    if moe.shared_experts:
+        return t.Glm4MoeForCausalLM(
+            t.Glm4MoeConfig(
+                **gqa, n_routed_experts=moe.experts, n_shared_experts=moe.shared_experts, num_experts_per_tok=moe.top_k,
+                moe_intermediate_size=moe.ffn, first_k_dense_replace=moe.dense_layers, attention_bias=False,
+                use_qk_norm=False,
+            )
+        )  # fmt: skip
+    if spec.qk_norm:
+        return t.Qwen3MoeForCausalLM(
+            t.Qwen3MoeConfig(
+                **gqa, num_experts=moe.experts, num_experts_per_tok=moe.top_k, moe_intermediate_size=moe.ffn
+            )
+        )
+    return t.MixtralForCausalLM(t.MixtralConfig(**gqa, num_local_experts=moe.experts, num_experts_per_tok=moe.top_k))

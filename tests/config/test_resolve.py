@@ -1,0 +1,172 @@
+"""A run spec resolves to typed values with known origins, or is refused with the key, the arithmetic and the fix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from argosy.config.resolve import resolve
+from argosy.errors import ArgosyError
+
+SPEC = """\
+name: test
+model: gpt2
+data:
+  train: corpus/a
+  split: 98,2,0
+train: {global_batch: 8, tokens: 20B}
+optim:
+  lr: 1e-4
+  warmup: 200ba
+"""
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(SPEC)
+    return path
+
+
+def refusal(path: Path, *overrides: str) -> ArgosyError:
+    with pytest.raises(ArgosyError) as caught:
+        resolve(path, overrides)
+    return caught.value
+
+
+def test_each_value_knows_where_it_came_from(spec: Path) -> None:
+    origins = resolve(spec, ["optim.eps=1e-7", "model.dropout=0.1"]).origins
+    assert origins["optim.lr"] == "run.yaml:8"
+    assert origins["model.preset"] == "run.yaml:2"
+    assert origins["data.train.0.path"] == "run.yaml:4"
+    assert origins["optim.eps"] == origins["model.dropout"] == "command line"
+    assert origins["model.layers"] == "preset gpt2"
+    assert origins["model.norm"] == "family gpt"
+    assert origins["optim.betas"] == "default"
+    assert origins["model.head_dim"] == "derived"
+    assert origins["data.seq_len"].startswith("derived")
+
+
+def test_every_leaf_has_an_origin(spec: Path) -> None:
+    assert all(origin for _, _, origin in resolve(spec).rows())
+
+
+def test_values_have_their_types(spec: Path) -> None:
+    found = resolve(spec).spec
+    assert found.optim.lr == 1e-4
+    assert found.data.split == (98.0, 2.0, 0.0)
+    assert found.train.tokens == 20 * 10**9
+    assert (found.data.seq_len, found.model.head_dim, found.model.ffn) == (1024, 64, 3072)
+
+
+def test_a_length_on_the_command_line_replaces_the_files(spec: Path) -> None:
+    found = resolve(spec, ["train.steps=300"])
+    assert (found.spec.train.steps, found.spec.train.tokens) == (300, None)
+    assert "train.steps" in found.origins["train.tokens"]
+
+
+def test_parts_of_a_preset_and_of_lists_can_be_overridden(spec: Path) -> None:
+    found = resolve(
+        spec, ["model.layers=3", "data.train=[a, {path: b}]", "data.train.1.path=c", "parallel.micro_batch=2"]
+    ).spec
+    assert (found.model.layers, found.model.preset) == (3, "gpt2")
+    assert [source.path for source in found.data.train] == ["a", "c"]
+    assert found.parallel.micro_batch == 2
+
+
+def test_the_model_can_be_swapped_whole(spec: Path) -> None:
+    found = resolve(spec, ["model=llama3-1b", "data.seq_len=512"])
+    assert (found.spec.model.family, found.spec.model.kv_heads, found.spec.model.tied) == ("llama", 8, True)
+    assert found.origins["model.preset"] == "command line"
+
+
+def test_a_model_can_be_described_without_a_preset(spec: Path) -> None:
+    found = resolve(
+        spec, ["model={family: llama, layers: 2, hidden: 64, heads: 4, vocab_size: 1K}", "data.seq_len=128"]
+    )
+    assert (found.spec.model.max_seq_len, found.spec.model.vocab_size) == (128, 1000)
+    assert found.origins["model.max_seq_len"] == "derived: data.seq_len"
+
+
+def test_auto_micro_batch_divides_the_batch_and_stays_within_its_tokens(spec: Path) -> None:
+    for batch in (1, 7, 12, 96):
+        micro = resolve(spec, [f"train.global_batch={batch}", "parallel=auto"]).spec.parallel.micro_batch
+        assert batch % micro == 0
+        assert micro * 1024 <= 16_384
+
+
+@pytest.mark.parametrize(
+    ("override", "code", "key", "hint"),
+    [
+        ("optim.lrr=1", "config.unknown-key", "optim.lrr", "optim.lr"),
+        ("optm={lr: 1}", "config.unknown-key", "optm", "optim"),
+        ("lr=1", "config.unknown-key", "lr", "optim.lr"),
+        ("data.train.0.wieght=1", "config.unknown-key", "data.train.0.wieght", "weight"),
+        ("model.moe={experts: 2, topk: 1}", "config.unknown-key", "model.moe.topk", "top_k"),
+        ("model=gpt5", "config.unknown-preset", "model.preset", "gpt"),
+        ("train.global_batch=yes", "config.bad-value", "train.global_batch", ""),
+        ("train.global_batch=true", "config.bad-value", "train.global_batch", ""),
+        ("train.global_batch=2.5", "config.bad-value", "train.global_batch", ""),
+        ("train.seed=-1", "config.bad-value", "train.seed", ""),
+        ("optim.betas=[0.9, 1.5]", "config.bad-value", "optim.betas.1", ""),
+        ("optim.lr=fast", "config.bad-value", "optim.lr", ""),
+        ("checkpoint.every=often", "config.bad-value", "checkpoint.every", "500ba"),
+        ("name=../escape", "config.bad-value", "name", ""),
+        ("model=7", "config.bad-value", "model", ""),
+        ("data.train=[]", "config.bad-value", "data.train", ""),
+        ("model={family: gpt, layers: 2}", "config.missing-key", "model.hidden", "model.hidden"),
+        ("optim={}", "config.missing-key", "optim.lr", "optim.lr"),
+        ("train={global_batch: 4}", "config.missing-key", "train.steps", "train.tokens"),
+        ("train={global_batch: 4, steps: 5, samples: 9}", "config.conflict", "train.samples", "keep one"),
+        ("data.train=[{path: a, weight: 1}, {path: b}]", "config.conflict", "data.train.1.weight", "every corpus"),
+        ("parallel.micro_batch=3", "config.arithmetic", "train.global_batch", "6 or 9"),
+        ("parallel.dp_shard=3", "config.arithmetic", "train.global_batch", "multiple"),
+        ("model.heads=7", "config.arithmetic", "model", "6 or 8"),
+        ("model.kv_heads=5", "config.arithmetic", "model", ""),
+        ("data.seq_len=2048", "config.arithmetic", "data.seq_len", "1024"),
+        ("optim.min_lr=1", "config.arithmetic", "optim.min_lr", "1e-05"),
+        ("data.split=[0, 1, 1]", "config.bad-value", "data.split", "98"),
+        ("data.split=[100, 0, 0]", "eval.half-off", "data.split", "eval: off"),
+        ("data.split='100,0,0'", "eval.half-off", "data.split", "eval: off"),
+        ("eval.batches=0", "eval.half-off", "eval.batches", "eval: off"),
+        ("optim.warmup=1h", "config.bad-value", "optim.warmup", "200ba"),
+        ("nonsense", "config.bad-override", None, "key.path=value"),
+        ("optim.lr.x=3", "config.bad-override", "optim.lr.x", "optim.lr"),
+        ("data.train.4.path=x", "config.bad-override", "data.train.4.path", "0"),
+    ],
+)
+def test_bad_input_is_refused_with_key_cause_and_fix(
+    spec: Path, override: str, code: str, key: str | None, hint: str
+) -> None:
+    error = refusal(spec, override)
+    assert (error.code, error.key) == (code, key)
+    assert hint in error.fix + error.cause
+    assert error.fix
+
+
+def test_a_warm_up_longer_than_the_run_is_refused(spec: Path) -> None:
+    error = refusal(spec, "train.steps=100")
+    assert (error.code, error.key) == ("config.arithmetic", "optim.warmup")
+    assert "200" in error.cause
+    assert "100" in error.cause
+
+
+def test_a_refusal_names_the_line_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(SPEC.replace("lr: 1e-4", "learning_rate: 1e-4"))
+    error = refusal(path)
+    assert (error.code, error.origin) == ("config.unknown-key", "run.yaml:8")
+    assert "lr is required" in error.cause  # the consequence is shown too, after the cause
+
+
+@pytest.mark.parametrize("written", ["off", "no", "false"])
+def test_one_switch_turns_evaluation_off(spec: Path, written: str) -> None:
+    assert resolve(spec, [f"eval={written}", "data.split=[100,0,0]"]).spec.eval is None
+
+
+def test_yaml_switches_mean_what_they_say(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(SPEC.replace("name: test", "name: no") + "eval: no\n")
+    found = resolve(path).spec
+    assert (found.name, found.eval) == ("no", None)

@@ -1,0 +1,68 @@
+"""The published JSON Schema accepts what Argosy accepts, and refuses misspelt keys as it does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from argosy.config.resolve import resolve
+from argosy.config.schema import published_schema
+
+SCHEMA = published_schema()
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
+
+MINIMAL: dict[str, Any] = {
+    "model": "gpt2",
+    "data": {"train": "corpus"},
+    "train": {"global_batch": 8, "steps": 10},
+    "optim": {"lr": 1e-4},
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"model": {"preset": "gpt2", "layers": 3}},
+        {"model": {"family": "gpt", "layers": 1, "hidden": 8, "heads": 2, "vocab_size": "50K", "max_seq_len": 8}},
+        {"data": {"train": ["a", {"path": "b", "weight": 0.5}], "split": [98, 2, 0]}},
+        {"data": {"train": ["a", {"path": "b"}]}},
+        {"train": {"global_batch": 8, "tokens": "20B"}},
+        {"parallel": "auto"},
+        {"eval": "off"},
+        {"eval": {"every": "30min", "batches": 3}},
+        {"checkpoint": {"every": "500ba"}},
+    ],
+)
+def test_what_users_write_is_valid(change: dict[str, Any]) -> None:
+    jsonschema.validate(MINIMAL | change, SCHEMA)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"modle": "gpt2"},
+        {"model": "gpt5"},
+        {"optim": {"lrr": 1}},
+        {"train": {"steps": 5}},
+        {"eval": "never"},
+        {"name": "a/b"},
+    ],
+)
+def test_what_is_refused_is_invalid(change: dict[str, Any]) -> None:
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(MINIMAL | change, SCHEMA)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_the_examples_are_valid_and_resolve(path: Path) -> None:
+    jsonschema.validate(yaml.safe_load(path.read_text()), SCHEMA)
+    resolve(path)
+
+
+def test_there_are_examples() -> None:
+    assert EXAMPLES

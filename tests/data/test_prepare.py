@@ -1,0 +1,187 @@
+"""`prepare`: every record comes out as a document or in quarantine, and the files are what the manifest says."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from argosy.data import documents
+from argosy.data.corpus import open_corpus
+from argosy.data.manifest import read_manifest
+from argosy.data.prepare import PrepareOptions, parse_share, prepare
+from argosy.data.tokenizer import ByteTokenizer, load_tokenizer, train_bpe
+from argosy.errors import ArgosyError
+from argosy.record.jsonl import read_jsonl
+
+GOOD = b'{"text": "hello"}\n'
+
+
+def run(tmp_path: Path, content: bytes, name: str = "in.jsonl", **options: object) -> Path:
+    (tmp_path / name).write_bytes(content)
+    prepare([tmp_path / name], ByteTokenizer(), tmp_path / "out", PrepareOptions(**options))  # type: ignore[arg-type]
+    return tmp_path / "out"
+
+
+def texts(corpus: Path) -> list[str]:
+    reader = open_corpus(corpus).shards[0]
+    return [ByteTokenizer().decode(reader.sequence(i)) for i in range(reader.sequences)]
+
+
+@pytest.mark.parametrize(
+    ("line", "kind"),
+    [
+        (b'{"text": "cut', "broken-json"),
+        (b"not json", "broken-json"),
+        (b'{"text": "lone \\ud800 surrogate"}', "broken-json"),
+        (b'{"text": "bad \xff byte"}', "broken-json"),
+        (b'{"txt": "x"}', "missing-key"),
+        (b'{"text": 5}', "not-text"),
+        (b'{"text": null}', "not-text"),
+        (b'{"text": ["a"]}', "not-text"),
+        (b'["text"]', "not-an-object"),
+        (b"7", "not-an-object"),
+        (b'{"text": ""}', "empty"),
+        (b'{"text": "  \\n"}', "empty"),
+    ],
+)
+def test_a_bad_line_is_counted_and_quarantined_with_its_place(tmp_path: Path, line: bytes, kind: str) -> None:
+    out = run(tmp_path, GOOD + line + b"\n" + GOOD)
+    assert texts(out) == ["hello", "hello"]
+    manifest = read_manifest(out)
+    assert manifest.quarantined == {kind: 1}
+    assert (manifest.documents, manifest.sources[0].quarantined) == (2, 1)
+    [record] = read_jsonl(out / "quarantine.jsonl")
+    assert (record["kind"], record["offset"], record["line"]) == (kind, len(GOOD), 2)
+    assert record["file"].endswith("in.jsonl")
+
+
+def test_a_line_too_long_to_hold_costs_only_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "MAX_RECORD", 64)
+    out = run(tmp_path, GOOD + b'{"text": "' + b"x" * 5000 + b'"}\n' + GOOD)
+    assert texts(out) == ["hello", "hello"]
+    assert read_manifest(out).quarantined == {"too-long": 1}
+
+
+@pytest.mark.parametrize("ending", [b"", b"\n", b"\r\n", b"\n\n \n"])
+def test_line_ends_and_empty_lines_do_not_matter(tmp_path: Path, ending: bytes) -> None:
+    out = run(tmp_path, b'{"text": "a"}' + ending)
+    assert texts(out) == ["a"]
+    assert read_manifest(out).quarantined == {}
+
+
+def test_text_files_are_one_document_each_or_one_a_line(tmp_path: Path) -> None:
+    assert texts(run(tmp_path, b"one\ntwo\n", "a.txt")) == ["one\ntwo\n"]
+    assert texts(run(tmp_path, b"one\n\ntwo", "a.txt", text_unit="line", overwrite=True)) == ["one", "two"]
+    with pytest.raises(ArgosyError, match="no document"):
+        run(tmp_path, b"bad \xff", "a.txt", overwrite=True)
+
+
+def test_control_tokens_written_by_authors_stay_text(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text(train_bpe(["some words <|endoftext|> and more words"] * 20, 300))
+    tokenizer = load_tokenizer(str(path))
+    (tmp_path / "in.jsonl").write_text(json.dumps({"text": "a <|endoftext|> b"}) + "\n")
+    prepare([tmp_path / "in.jsonl"], tokenizer, tmp_path / "out", PrepareOptions())
+    ids = open_corpus(tmp_path / "out").shards[0].sequence(0)
+    assert list(ids).count(tokenizer.eod_id) == 1
+    assert ids[-1] == tokenizer.eod_id
+    assert tokenizer.decode(ids[:-1]) == "a <|endoftext|> b"
+
+
+def test_the_end_of_document_can_be_left_out(tmp_path: Path) -> None:
+    out = run(tmp_path, GOOD, append_eod=False)
+    assert list(open_corpus(out).read(0, 5)) == list(b"hello")
+    assert open_corpus(out).tokens == 5
+
+
+def test_the_manifest_tells_the_truth(tmp_path: Path) -> None:
+    out = run(tmp_path, GOOD * 3 + b"broken\n")
+    manifest = read_manifest(out)
+    [shard] = manifest.shards
+    assert hashlib.sha256((out / "shard-00000.bin").read_bytes()).hexdigest() == shard.bin_sha256
+    assert hashlib.sha256((out / "shard-00000.idx").read_bytes()).hexdigest() == shard.idx_sha256
+    assert (shard.tokens, shard.documents, shard.max_token) == (18, 3, 256)
+    assert load_tokenizer(str(out / "tokenizer.json")).fingerprint == manifest.tokenizer.fingerprint
+
+
+def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
+    first = {p.name: p.read_bytes() for p in run(tmp_path, GOOD * 9).iterdir()}
+    second = {p.name: p.read_bytes() for p in run(tmp_path, GOOD * 9, overwrite=True).iterdir()}
+    assert first == second
+
+
+def test_too_many_bad_records_are_refused_and_leave_no_corpus(tmp_path: Path) -> None:
+    with pytest.raises(ArgosyError) as refusal:
+        run(tmp_path, GOOD * 3 + b"broken\n", max_bad=0.1)
+    assert refusal.value.code == "data.bad-records"
+    assert "25.00%" in refusal.value.cause
+    with pytest.raises(ArgosyError, match="without a manifest"):
+        open_corpus(tmp_path / "out")
+    assert (tmp_path / "out" / "quarantine.jsonl").exists()
+
+
+def test_a_corpus_is_not_overwritten_unasked(tmp_path: Path) -> None:
+    out = run(tmp_path, GOOD)
+    with pytest.raises(ArgosyError) as refusal:
+        run(tmp_path, GOOD * 2)
+    assert refusal.value.code == "data.output-exists"
+    assert open_corpus(out).documents == 1
+
+
+@pytest.mark.parametrize("name", ["missing.jsonl", "data.parquet", "empty-directory"])
+def test_inputs_that_cannot_be_used_are_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "data.parquet").write_bytes(b"")
+    (tmp_path / "empty-directory").mkdir()
+    with pytest.raises(ArgosyError) as refusal:
+        prepare([tmp_path / name], ByteTokenizer(), tmp_path / "out", PrepareOptions())
+    assert refusal.value.code in ("data.not-found", "data.bad-input")
+    assert not (tmp_path / "out").exists()
+
+
+def test_directories_are_read_in_a_fixed_order(tmp_path: Path) -> None:
+    (tmp_path / "in" / "sub").mkdir(parents=True)
+    for name in ("b.txt", "a.txt", "sub/c.txt"):
+        (tmp_path / "in" / name).write_text(name)
+    prepare([tmp_path / "in"], ByteTokenizer(), tmp_path / "out", PrepareOptions())
+    assert texts(tmp_path / "out") == ["a.txt", "b.txt", "sub/c.txt"]
+
+
+def test_a_manifest_that_points_outside_is_refused(tmp_path: Path) -> None:
+    out = run(tmp_path, GOOD)
+    text = (out / "manifest.json").read_text()
+    for name in ("../x", "/etc/passwd", "a/b"):
+        (out / "manifest.json").write_text(text.replace("shard-00000", name))
+        with pytest.raises(ArgosyError) as refusal:
+            open_corpus(out)
+        assert refusal.value.code == "data.bad-manifest"
+
+
+def test_swapped_files_are_noticed(tmp_path: Path) -> None:
+    out = run(tmp_path, GOOD * 5)
+    (tmp_path / "other").mkdir()
+    other = run(tmp_path / "other", GOOD * 6)
+    for suffix in (".bin", ".idx"):
+        (out / f"shard-00000{suffix}").write_bytes((other / f"shard-00000{suffix}").read_bytes())
+    with pytest.raises(ArgosyError, match="promises 5 documents"):
+        open_corpus(out)
+
+
+def test_shares_are_read_as_written() -> None:
+    assert (parse_share("0.1%"), parse_share("0.25")) == (0.001, 0.25)
+    for bad in ("x", "-1%", "150%", ""):
+        with pytest.raises(ArgosyError):
+            parse_share(bad)
+
+
+def test_megatron_reads_a_prepared_corpus(tmp_path: Path) -> None:
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    out = run(tmp_path, b"".join(json.dumps({"text": f"document {i} é漢"}).encode() + b"\n" for i in range(50)))
+    theirs = IndexedDataset(str(out / "shard-00000"))
+    assert len(theirs) == 50
+    for i in range(50):
+        assert np.array_equal(theirs[i], [*f"document {i} é漢".encode(), 256])

@@ -1,0 +1,54 @@
+"""Initial weights depend on the seed and the parameter's name, and on nothing else."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from argosy.config.resolve import resolve_model
+from argosy.errors import ArgosyError
+from argosy.model.decoder import build_model
+from argosy.model.init import initialise
+
+SIZES = ["hidden=64", "heads=4", "vocab_size=500", "max_seq_len=32"]
+
+
+def weights(seed: int = 1, *changes: str) -> dict[str, torch.Tensor]:
+    spec = resolve_model("gpt2", [*SIZES, "layers=3", *changes])
+    model = build_model(spec)
+    initialise(model, spec, seed)
+    return dict(model.named_parameters())
+
+
+def test_the_same_name_gets_the_same_value_in_a_model_of_other_depth() -> None:
+    torch.manual_seed(123)  # whatever was drawn before does not matter
+    shallow = weights(1)
+    torch.rand(1000)
+    deep = weights(1, "layers=5")
+    residual = ("attn.out.weight", "mlp.down.weight")  # scaled by depth, by design
+    for name in shallow:
+        if not name.endswith(residual):
+            assert torch.equal(shallow[name], deep[name])
+
+
+def test_seeds_and_names_give_different_values() -> None:
+    first, second = weights(1), weights(2)
+    assert not torch.equal(first["embed.tokens.weight"], second["embed.tokens.weight"])
+    assert not torch.equal(first["layers.0.attn.qkv.weight"], first["layers.1.attn.qkv.weight"])
+
+
+def test_the_scales_are_those_of_gpt2() -> None:
+    found = weights(3)
+    assert float(found["embed.tokens.weight"].std()) == pytest.approx(0.02, rel=0.05)
+    assert float(found["layers.0.mlp.down.weight"].std()) == pytest.approx(0.02 / math.sqrt(6), rel=0.05)
+    assert bool((found["layers.0.attn_norm.weight"] == 1).all())
+    assert bool((found["layers.0.attn.qkv.bias"] == 0).all())
+
+
+@pytest.mark.parametrize("name", ["mixtral-8x7b", "bert-base", "t5-small"])
+def test_models_not_built_yet_are_refused(name: str) -> None:
+    with pytest.raises(ArgosyError) as refusal:
+        build_model(resolve_model(name), "meta")
+    assert refusal.value.code == "model.unsupported"

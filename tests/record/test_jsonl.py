@@ -1,0 +1,114 @@
+"""Logs are append-only and survive a kill in the middle of a line."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from argosy.record.jsonl import JsonlWriter, read_jsonl, read_metrics
+
+
+@given(
+    st.lists(
+        st.dictionaries(st.text(max_size=5), st.integers(-(2**53), 2**53) | st.text(max_size=9) | st.none(), max_size=4)
+    ),
+    st.data(),
+)
+def test_a_log_cut_anywhere_loses_only_the_line_that_was_cut(
+    records: list[dict[str, object]], data: st.DataObject
+) -> None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as root:
+        path = Path(root) / "log.jsonl"
+        with JsonlWriter(path) as log:
+            for record in records:
+                log.write(record)
+        cut = data.draw(st.integers(0, path.stat().st_size))
+        whole = path.read_bytes()[:cut].count(b"\n")
+        os.truncate(path, cut)
+        with JsonlWriter(path) as log:
+            log.write({"after": 1})
+        found = list(read_jsonl(path))
+    assert found[-1] == {"after": 1}
+    kept = found[:-1]
+    assert kept[:whole] == records[:whole]
+    assert len(kept) <= whole + 1  # a cut that took only the line's end leaves a whole record, closed off
+
+
+def test_nothing_written_is_ever_changed(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(b'{"a": 1}\n{"cut": ')
+    with JsonlWriter(path) as log:
+        log.write({"b": 2})
+    assert path.read_bytes() == b'{"a": 1}\n{"cut": \n{"b":2}\n'
+    assert list(read_jsonl(path)) == [{"a": 1}, {"b": 2}]
+
+
+def test_a_killed_writer_leaves_a_readable_log(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    code = f"from pathlib import Path; from argosy.record.jsonl import JsonlWriter\nlog = JsonlWriter(Path({str(path)!r}))\ni = 0\nwhile True: log.write({{'step': i, 'pad': 'x' * 500}}); i += 1"
+    process = subprocess.Popen([sys.executable, "-c", code])
+    while not path.exists() or path.stat().st_size < 100_000:
+        assert process.poll() is None
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    steps = [record["step"] for record in read_jsonl(path)]
+    assert steps == list(range(len(steps)))
+    assert len(steps) > 100
+
+
+def test_a_full_disk_is_announced_once_and_never_stops_the_run(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "log.jsonl"
+    log = JsonlWriter(path)
+    log.write({"step": 1})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 4, hard))
+        for step in range(2, 6):
+            log.write({"step": step})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, previous)
+    log.write({"step": 6})
+    log.close()
+    assert [record["step"] for record in read_jsonl(path)] == [1, 6]
+    assert capfd.readouterr().err.count("cannot be written") == 1
+    assert log.lost == 4
+
+
+def test_steps_logged_again_after_a_resume_replace_those_of_the_dead_attempt(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with JsonlWriter(path) as log:
+        for step, loss in [(1, 9.0), (2, 8.0), (3, 7.0), (4, 6.0)]:
+            log.write({"step": step, "loss": loss})
+        log.write({"step": 4, "validation_loss": 6.5})
+        for step, loss in [(3, 7.5), (4, 6.5)]:  # resumed from step 2
+            log.write({"step": step, "loss": loss})
+    found = read_metrics(path)
+    assert {step: record["loss"] for step, record in found.items()} == {1: 9.0, 2: 8.0, 3: 7.5, 4: 6.5}
+    assert "validation_loss" not in found[4]
+
+
+def test_training_and_validation_of_a_step_are_one_record(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with JsonlWriter(path) as log:
+        log.write({"step": 1, "loss": 2.0})
+        log.write({"step": 1, "validation_loss": 3.0})
+        log.write({"step": 2, "loss": 1.0})
+    assert read_metrics(path) == {1: {"step": 1, "loss": 2.0, "validation_loss": 3.0}, 2: {"step": 2, "loss": 1.0}}
+
+
+def test_a_log_that_is_not_there_is_empty(tmp_path: Path) -> None:
+    assert list(read_jsonl(tmp_path / "none.jsonl")) == []

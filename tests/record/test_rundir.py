@@ -1,0 +1,89 @@
+"""The run directory holds one run, one trainer at a time, and notices when it is asked to become another run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from argosy.config.resolve import resolve
+from argosy.errors import ArgosyError
+from argosy.record.rundir import RunDir, find_run
+
+Write = Callable[..., Path]
+
+
+def test_one_trainer_at_a_time_and_a_dead_one_does_not_count(tmp_path: Path) -> None:
+    root = tmp_path / "runs" / "x"
+    code = f"from pathlib import Path; from argosy.record.rundir import RunDir\nr = RunDir(Path({str(root)!r})); r.open_for_training(); print('ready', flush=True); input()"
+    holder = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    holder.stdout.readline()
+    with pytest.raises(ArgosyError) as refusal:
+        RunDir(root).open_for_training()
+    assert refusal.value.code == "run.busy"
+    holder.kill()
+    holder.wait()
+    run = RunDir(root)
+    run.open_for_training()
+    run.close()
+
+
+def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ArgosyError) as refusal:
+        RunDir(tmp_path / "file" / "run").open_for_training()
+    assert refusal.value.code == "run.unwritable"
+
+
+@pytest.fixture
+def stored(write_spec: Write, tmp_path: Path) -> tuple[RunDir, Path]:
+    path = write_spec()
+    run = RunDir(tmp_path / "runs" / "tiny")
+    run.open_for_training()
+    run.store_spec(resolve(path), path)
+    return run, path
+
+
+@pytest.mark.parametrize(
+    "change", ["train.steps=50", "checkpoint.every=7", "eval=off", "optim.lr=1e-5", "parallel.micro_batch=2"]
+)
+def test_what_does_not_touch_past_steps_may_change(stored: tuple[RunDir, Path], change: str) -> None:
+    run, path = stored
+    changes = run.store_spec(resolve(path, [change]), path)
+    assert any(change.split("=")[0] in line for line in changes)
+
+
+@pytest.mark.parametrize(
+    "change", ["model.layers=3", "train.seed=2", "data.seq_len=16", "train.global_batch=4", "data.split=[80,20,0]"]
+)
+def test_what_would_make_it_another_run_is_refused(stored: tuple[RunDir, Path], change: str) -> None:
+    run, path = stored
+    with pytest.raises(ArgosyError) as refusal:
+        run.store_spec(resolve(path, [change]), path)
+    assert refusal.value.code == "run.changed"
+    assert change.split("=")[0] in refusal.value.cause
+
+
+def test_a_stored_spec_reads_back_equal(stored: tuple[RunDir, Path]) -> None:
+    run, path = stored
+    assert run.load_spec() == resolve(path).spec
+
+
+def test_a_wrong_path_is_refused_with_the_runs_that_are_there(stored: tuple[RunDir, Path]) -> None:
+    run, _ = stored
+    with pytest.raises(ArgosyError) as refusal:
+        find_run(run.root.with_name("tinny"))
+    assert "tiny" in refusal.value.fix
+
+
+def test_an_earlier_run_is_moved_never_deleted(stored: tuple[RunDir, Path]) -> None:
+    run, _ = stored
+    first = run.archive()
+    run.root.mkdir()
+    second = run.archive()
+    assert first != second
+    assert (first / "resolved.json").exists()

@@ -1,0 +1,56 @@
+"""What is documented is what the program does."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from argosy.config.reference import page
+from argosy.errors import CODES, ArgosyError, errors_page
+
+ROOT = Path(__file__).parents[1]
+SOURCES = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py") if path.name != "errors.py")
+
+
+def test_the_error_index_is_made_from_the_codes() -> None:
+    assert (ROOT / "docs" / "errors.md").read_text() == errors_page(), "run `make docs`"
+
+
+def test_the_key_reference_is_made_from_the_schema() -> None:
+    assert (ROOT / "docs" / "run-spec.md").read_text() == page(), "run `make docs`"
+
+
+def test_every_code_is_used_and_every_used_code_is_known() -> None:
+    used = {code for code in CODES if f'"{code}"' in SOURCES}
+    assert used == set(CODES)
+
+
+def test_an_unknown_code_is_a_bug() -> None:
+    with pytest.raises(KeyError):
+        ArgosyError("no.such-code", "x", fix="y")
+
+
+def test_links_in_the_pages_lead_somewhere() -> None:
+    for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
+        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", path.read_text()):
+            if "://" not in target:
+                assert (path.parent / target).exists(), f"{path.name} links to {target}"
+
+
+def test_no_pickle_and_no_unsafe_loading_in_the_sources() -> None:
+    for pattern in (
+        r"\bimport pickle\b",
+        r"torch\.load\(",
+        r"yaml\.load\(",
+        r"\beval\(",
+        r"\bexec\(",
+        r"shell=True",
+        r"\.cuda\(",
+    ):
+        assert not re.search(pattern, SOURCES), pattern
+
+
+def test_no_bare_assert_on_a_users_path() -> None:
+    assert not re.search(r"^\s*assert ", SOURCES, re.MULTILINE)

@@ -1,0 +1,186 @@
+"""The loop as users meet it: starting, going on, being refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from argosy.checkpoint.store import latest, listed
+from argosy.config.resolve import resolve
+from argosy.errors import EXIT_DONE, ArgosyError
+from argosy.record.jsonl import read_jsonl, read_metrics
+from argosy.train.evaluate import evaluate_run, unigram_entropy
+from argosy.train.generate import Sampling, choose, sample
+from argosy.train.loop import TrainOptions, dry_run, train
+
+Write = Callable[..., Path]
+QUIET = TrainOptions(quiet=True)
+
+
+def go(path: Path, *overrides: str, options: TrainOptions = QUIET) -> int:
+    return train(resolve(path, overrides), path, options)
+
+
+def test_a_run_leaves_a_complete_directory(write_spec: Write, tmp_path: Path) -> None:
+    assert go(write_spec()) == EXIT_DONE
+    run = tmp_path / "runs" / "tiny"
+    names = {path.name for path in run.iterdir()}
+    assert {"run.yaml", "resolved.json", "metrics.jsonl", "events.jsonl", "checkpoints", "tokenizer.json"} <= names
+    metrics = read_metrics(run / "metrics.jsonl")
+    assert list(metrics) == [1, 2, 3, 4, 5, 6]
+    assert {step for step, record in metrics.items() if "validation_loss" in record} == {3, 6}
+    assert metrics[6]["tokens"] == 6 * 8 * 32
+    assert metrics[6]["loss"] < metrics[1]["loss"]
+    assert [path.name for path in listed(run / "checkpoints")] == ["step-00000006", "step-00000004", "step-00000002"]
+    events = [event["event"] for event in read_jsonl(run / "events.jsonl")]
+    assert events[0] == "start"
+    assert events[-1] == "done"
+
+
+def test_a_finished_run_is_not_trained_again_but_can_be_lengthened(
+    write_spec: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_spec()
+    go(path)
+    assert go(path) == EXIT_DONE
+    assert "all 6 steps are done" in capsys.readouterr().out
+    assert go(path, "train.steps=9") == EXIT_DONE
+    assert max(read_metrics(tmp_path / "runs" / "tiny" / "metrics.jsonl")) == 9
+
+
+def test_fresh_never_overwrites_silently(write_spec: Write, tmp_path: Path) -> None:
+    path = write_spec()
+    go(path)
+    with pytest.raises(ArgosyError) as refusal:
+        go(path, options=TrainOptions(fresh=True, quiet=True))
+    assert refusal.value.code == "run.exists"
+    assert go(path, options=TrainOptions(fresh=True, archive=True, quiet=True)) == EXIT_DONE
+    assert (tmp_path / "runs" / "tiny.old-1" / "checkpoints" / "step-00000006").exists()
+    assert next(e["event"] for e in read_jsonl(tmp_path / "runs" / "tiny" / "events.jsonl")) == "start"
+
+
+def test_a_corrupt_newest_checkpoint_costs_one_interval_and_changes_nothing(write_spec: Write, tmp_path: Path) -> None:
+    path = write_spec()
+    go(path)
+    go(path, "name=other")
+    run = tmp_path / "runs" / "tiny"
+    before = latest(run / "checkpoints", print)
+    assert before is not None
+    expected = before.weights()
+    with (run / "checkpoints" / "step-00000006" / "weights.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\x99")
+    go(path)
+    after = latest(run / "checkpoints", print)
+    assert after is not None
+    assert all(torch.equal(after.weights()[name], tensor) for name, tensor in expected.items())
+    resumes = [e for e in read_jsonl(run / "events.jsonl") if e["event"] == "resume"]
+    assert resumes[0]["step"] == 4
+    assert "step-00000006" in resumes[0]["notes"][0]
+
+
+def test_micro_batches_do_not_change_the_run(write_spec: Write, tmp_path: Path) -> None:
+    for name, micro in (("one", 8), ("many", 1)):
+        go(write_spec(), f"name={name}", f"parallel.micro_batch={micro}")
+    one, many = (read_metrics(tmp_path / "runs" / name / "metrics.jsonl") for name in ("one", "many"))
+    for step in one:
+        assert many[step]["loss"] == pytest.approx(one[step]["loss"], rel=1e-5)
+        assert many[step]["grad_norm"] == pytest.approx(one[step]["grad_norm"], rel=1e-4)
+
+
+def test_lengths_in_tokens_samples_and_epochs(write_spec: Write, tmp_path: Path) -> None:
+    path = write_spec(optim={"lr": 1e-3})
+    for name, length, steps in (
+        ("t", "train.tokens=1K", 4),
+        ("s", "train.samples=20", 3),
+        ("e", "train.epochs=0.01", 1),
+    ):
+        go(path, f"name={name}", length)
+        assert max(read_metrics(tmp_path / "runs" / name / "metrics.jsonl")) == steps
+
+
+def test_refusals_come_before_the_run_directory_is_touched(write_spec: Write, tmp_path: Path) -> None:
+    for overrides, code in (
+        (["model.vocab_size=200"], "tokenizer.vocabulary"),
+        (["data.train=nowhere/at/all"], "data.not-found"),
+        (["data.seq_len=4000", "model.max_seq_len=4000"], "data.empty-split"),
+        (["train.device=cuda"], "device.unavailable"),
+    ):
+        if code == "device.unavailable" and torch.cuda.is_available():
+            continue
+        with pytest.raises(ArgosyError) as refusal:
+            go(write_spec(), *overrides)
+        assert refusal.value.code == code
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_loss_that_is_not_a_number_stops_the_run_before_it_is_saved(write_spec: Write, tmp_path: Path) -> None:
+    path = write_spec(optim={"lr": 1e30, "clip": None}, checkpoint={"every": 100})
+    with pytest.raises(ArgosyError) as refusal:
+        go(path, "train.steps=30")
+    assert refusal.value.code == "train.non-finite"
+    assert "samples" in refusal.value.cause
+    assert listed(tmp_path / "runs" / "tiny" / "checkpoints") == []
+
+
+def test_a_dry_run_checks_everything_and_writes_nothing(write_spec: Write, tmp_path: Path) -> None:
+    text = "\n".join(dry_run(resolve(write_spec()), TrainOptions()))
+    assert "steps 1 to 6" in text
+    assert not (tmp_path / "runs").exists()
+    with pytest.raises(ArgosyError):
+        dry_run(resolve(write_spec(), ["model.vocab_size=200"]), TrainOptions())
+
+
+def test_evaluation_of_a_run_covers_the_whole_split_once(write_spec: Write, tmp_path: Path) -> None:
+    path = write_spec()
+    go(path)
+    result, step = evaluate_run(tmp_path / "runs" / "tiny", split="validation", batches=None)
+    again, _ = evaluate_run(tmp_path / "runs" / "tiny", split="validation", batches=None)
+    assert (step, result) == (6, again)
+    assert result.tokens == result.samples * 32
+    training, _ = evaluate_run(tmp_path / "runs" / "tiny", split="train", batches=1)
+    assert training.samples == 8
+    with pytest.raises(ArgosyError) as refusal:
+        evaluate_run(tmp_path / "runs" / "tiny", split="test", batches=None)
+    assert refusal.value.code == "data.empty-split"
+
+
+def test_the_unigram_entropy_is_that_of_the_labels(write_spec: Write) -> None:
+    from argosy.data.open import open_data
+
+    stream = open_data(resolve(write_spec()).spec).stream("validation")
+    labels = stream.batch(0, stream.epoch_samples).labels.ravel().tolist()
+    shares = torch.tensor([labels.count(t) / len(labels) for t in sorted(set(labels))], dtype=torch.float64)
+    assert unigram_entropy(stream, 257) == pytest.approx(float(-(shares * shares.log()).sum()))
+
+
+def test_samples_repeat_with_their_seed(write_spec: Write, tmp_path: Path) -> None:
+    go(write_spec())
+    run = tmp_path / "runs" / "tiny"
+    first = sample(run, "abc", Sampling(tokens=12, seed=1))
+    assert first.startswith("abc")
+    assert first == sample(run, "abc", Sampling(tokens=12, seed=1))
+    assert sample(run, "", Sampling(tokens=5, temperature=0)) == sample(
+        run, "", Sampling(tokens=5, temperature=0, seed=9)
+    )
+    assert sample(run, "a" * 100, Sampling(tokens=3)).startswith("a" * 100)  # longer than the model's positions
+
+
+def test_sampling_respects_its_options() -> None:
+    logits = torch.tensor([0.0, 5.0, 4.9, -3.0])
+    draws = {choose(logits, Sampling(top_k=2, temperature=5.0), torch.Generator().manual_seed(s)) for s in range(60)}
+    assert draws == {1, 2}
+    everything = {
+        choose(logits, Sampling(top_k=0, temperature=9.0), torch.Generator().manual_seed(s)) for s in range(300)
+    }
+    assert everything == {0, 1, 2, 3}
+    assert choose(logits, Sampling(temperature=0), torch.Generator()) == 1
+
+
+def test_a_run_without_a_checkpoint_cannot_be_sampled(write_spec: Write, tmp_path: Path) -> None:
+    with pytest.raises(ArgosyError) as refusal:
+        sample(tmp_path / "runs" / "none", "x", Sampling())
+    assert refusal.value.code == "run.not-found"

@@ -1,0 +1,148 @@
+"""One step: gradients of a sum divided once, decay on matrices only, a schedule that is a function of the step."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from argosy.config.resolve import resolve, resolve_model
+from argosy.config.schema import OptimSpec
+from argosy.data.samples import IGNORED, Batch
+from argosy.errors import ArgosyError
+from argosy.model.decoder import Decoder, build_model
+from argosy.model.init import initialise
+from argosy.parallel.single import SingleDevice, require_single
+from argosy.train.loss import cross_entropy_sum
+from argosy.train.optimizer import Optimizer, undecayed
+from argosy.train.schedule import Schedule
+
+SPEC = resolve_model("gpt2", ["layers=2", "hidden=32", "heads=4", "vocab_size=64", "max_seq_len=16"])
+CPU = torch.device("cpu")
+
+
+def model() -> Decoder:
+    built = build_model(SPEC)
+    initialise(built, SPEC, seed=1)
+    return built
+
+
+def uneven_batch(rows: int = 8) -> Batch:
+    """Rows with very different numbers of labels that count."""
+    rng = np.random.default_rng(0)
+    tokens, labels = rng.integers(0, 64, (2, rows, 16))
+    for row in range(rows):
+        labels[row, : row * 2] = IGNORED
+    return Batch(tokens, labels)
+
+
+def optim(**changes: object) -> OptimSpec:
+    return OptimSpec.model_validate({"lr": 0.01, "min_lr": 0.001} | changes)
+
+
+def engine(built: Decoder, micro_batch: int) -> SingleDevice:
+    return SingleDevice(built, cross_entropy_sum, micro_batch=micro_batch, seed=1, device=CPU)
+
+
+def reference_gradients(batch: Batch) -> dict[str, torch.Tensor]:
+    """Of the mean over valid tokens of the whole batch, in one pass and without our step."""
+    built = model()
+    logits = built(torch.from_numpy(batch.tokens)).flatten(0, 1)
+    torch.nn.functional.cross_entropy(logits, torch.from_numpy(batch.labels).flatten(), ignore_index=IGNORED).backward()
+    return {name: p.grad for name, p in built.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 4, 8])
+def test_accumulation_weighs_every_token_alike(micro_batch: int) -> None:
+    batch = uneven_batch()
+    built = model()
+    result = engine(built, micro_batch).forward_backward(batch, step=1)
+    assert result.tokens == batch.valid_tokens < batch.labels.size
+    for name, expected in reference_gradients(batch).items():
+        found = dict(built.named_parameters())[name].grad
+        torch.testing.assert_close(found / result.tokens, expected, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("clip", [None, 0.05, 1e6])
+def test_the_update_is_torchs_adamw_on_mean_gradients_clipped(clip: float | None) -> None:
+    batch = uneven_batch()
+    built = model()
+    result = engine(built, 4).forward_backward(batch, step=1)
+    norm = Optimizer(built, optim(clip=clip, weight_decay=0.1)).step(tokens=result.tokens, lr=0.003)
+
+    expected = model()
+    gradients = reference_gradients(batch)
+    for name, parameter in expected.named_parameters():
+        parameter.grad = gradients[name]
+    total = torch.nn.utils.clip_grad_norm_(expected.parameters(), clip if clip is not None else math.inf)
+    groups = [
+        {"params": [p for p in expected.parameters() if p.ndim >= 2], "weight_decay": 0.1},
+        {"params": [p for p in expected.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    torch.optim.AdamW(groups, lr=0.003, betas=(0.9, 0.95), eps=1e-8).step()
+    assert float(norm) == pytest.approx(float(total), rel=1e-5)
+    for (name, found), wanted in zip(built.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_gradients_are_cleared_after_a_step() -> None:
+    built = model()
+    result = engine(built, 8).forward_backward(uneven_batch(), step=1)
+    Optimizer(built, optim()).step(tokens=result.tokens, lr=0.01)
+    assert all(p.grad is None for p in built.parameters())
+
+
+def test_biases_and_norms_do_not_decay_and_patterns_add_to_them() -> None:
+    found = undecayed(model(), ["embed.*"])
+    assert {"layers.0.attn_norm.weight", "layers.1.mlp.up.bias", "norm.weight"} <= found
+    assert {"embed.tokens.weight", "embed.positions.weight"} <= found
+    assert "layers.0.attn.qkv.weight" not in found
+
+
+def test_a_pattern_that_matches_nothing_is_refused() -> None:
+    with pytest.raises(ArgosyError) as refusal:
+        undecayed(model(), ["embd.*"])
+    assert refusal.value.key == "optim.no_decay"
+
+
+def test_dropout_depends_on_the_step_not_on_the_process() -> None:
+    spec = resolve_model("gpt2", ["layers=2", "hidden=32", "heads=4", "vocab_size=64", "max_seq_len=16", "dropout=0.3"])
+    built = build_model(spec)
+    initialise(built, spec, seed=1)
+    losses = []
+    for step, noise in ((5, 0), (5, 7), (6, 0)):
+        torch.rand(noise)
+        losses.append(float(engine(built, 4).forward_backward(uneven_batch(), step).loss_sum))
+    assert losses[0] == losses[1] != losses[2]
+
+
+def test_evaluation_uses_no_dropout_and_leaves_training_mode_on() -> None:
+    spec = resolve_model("gpt2", ["layers=2", "hidden=32", "heads=4", "vocab_size=64", "max_seq_len=16", "dropout=0.5"])
+    built = build_model(spec)
+    initialise(built, spec, seed=1)
+    found = [float(engine(built, 4).evaluate(uneven_batch()).loss_sum) for _ in range(2)]
+    assert found[0] == found[1]
+    assert built.training
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear", "constant"])
+def test_the_schedule_rises_peaks_and_lands(kind: str) -> None:
+    schedule = Schedule(kind, peak=1.0, final=0.1, warmup=10, steps=100)
+    rates = [schedule.lr(step) for step in range(100)]
+    assert rates[0] == pytest.approx(0.1)
+    assert rates[9] == rates[10] == 1.0
+    assert all(a <= b for a, b in itertools.pairwise(rates))
+    assert all(a >= b for a, b in itertools.pairwise(rates))
+    assert rates[-1] == pytest.approx(1.0 if kind == "constant" else 0.1)
+    if kind != "constant":
+        assert schedule.lr(10 + 89 // 2) == pytest.approx(0.55, abs=0.01)
+
+
+def test_a_layout_that_needs_more_processes_is_refused(write_spec: Callable[..., Path]) -> None:
+    with pytest.raises(ArgosyError, match="tp 2 x pp 2 needs 4 processes"):
+        require_single(resolve(write_spec(parallel={"tp": 2, "pp": 2, "micro_batch": 4})).spec.parallel)
