@@ -44,7 +44,6 @@ CODES: Final[dict[str, str]] = {
     "run.unwritable": "The run directory cannot be written to.",
     "run.changed": "The run spec differs from the one this run was started with, in a way that would change its numbers.",
     "run.busy": "Another process is training in this run directory.",
-    "run.complete": "The run has nothing left to do.",
     "checkpoint.corrupt": "No checkpoint of the run passes its integrity check.",
     "checkpoint.mismatch": "The checkpoint does not hold the tensors this model needs.",
     "checkpoint.save-failed": "A checkpoint could not be written.",

@@ -7,8 +7,8 @@ from typing import Any
 
 import jsonschema
 import pytest
-import yaml
 
+from argosy.config.reader import read_yaml
 from argosy.config.resolve import resolve
 from argosy.config.schema import published_schema
 
@@ -60,7 +60,7 @@ def test_what_is_refused_is_invalid(change: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_the_examples_are_valid_and_resolve(path: Path) -> None:
-    jsonschema.validate(yaml.safe_load(path.read_text()), SCHEMA)
+    jsonschema.validate(read_yaml(path)[0], SCHEMA)
     resolve(path)
 
 

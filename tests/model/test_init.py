@@ -19,7 +19,7 @@ def weights(seed: int = 1, *changes: str) -> dict[str, torch.Tensor]:
     spec = resolve_model("gpt2", [*SIZES, "layers=3", *changes])
     model = build_model(spec)
     initialise(model, spec, seed)
-    return dict(model.named_parameters())
+    return {name: p.detach() for name, p in model.named_parameters()}
 
 
 def test_the_same_name_gets_the_same_value_in_a_model_of_other_depth() -> None:

@@ -15,7 +15,7 @@ RECORD = {
 
 def test_the_line_has_everything_a_person_looks_for() -> None:
     line = describe(RECORD)
-    for part in ("step 120/500", "loss 4.1234", "grad norm 0.912", "lr 3.00e-04", "45.7K tok/s", "0.137 TFLOP/s"):
+    for part in ("step 120/500", "loss 4.1235", "grad norm 0.912", "lr 3.00e-04", "45.7K tok/s", "0.137 TFLOP/s"):
         assert part in line
     for part in ("MFU n/a", "data wait 1.2%", "mem 0.43 GiB", "ETA 1m32s"):
         assert part in line

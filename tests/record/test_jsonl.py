@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -66,26 +64,29 @@ def test_a_killed_writer_leaves_a_readable_log(tmp_path: Path) -> None:
     assert len(steps) > 100
 
 
-def test_a_full_disk_is_announced_once_and_never_stops_the_run(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+FULL_DISK = """
+import resource, signal, sys
+from pathlib import Path
+from argosy.record.jsonl import JsonlWriter
+path = Path(sys.argv[1])
+log = JsonlWriter(path)
+log.write({"step": 1})
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 4, resource.RLIM_INFINITY))
+for step in range(2, 6):
+    log.write({"step": step})
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+log.write({"step": 6})
+print(log.lost)
+"""
+
+
+def test_a_full_disk_is_announced_once_and_never_stops_the_run(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
-    log = JsonlWriter(path)
-    log.write({"step": 1})
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 4, hard))
-        for step in range(2, 6):
-            log.write({"step": step})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, previous)
-    log.write({"step": 6})
-    log.close()
+    result = subprocess.run([sys.executable, "-c", FULL_DISK, str(path)], capture_output=True, text=True, check=True)
     assert [record["step"] for record in read_jsonl(path)] == [1, 6]
-    assert capfd.readouterr().err.count("cannot be written") == 1
-    assert log.lost == 4
+    assert result.stderr.count("cannot be written") == 1
+    assert result.stdout.strip() == "4"
 
 
 def test_steps_logged_again_after_a_resume_replace_those_of_the_dead_attempt(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -73,7 +72,7 @@ def test_the_update_is_torchs_adamw_on_mean_gradients_clipped(clip: float | None
     batch = uneven_batch()
     built = model()
     result = engine(built, 4).forward_backward(batch, step=1)
-    norm = Optimizer(built, optim(clip=clip, weight_decay=0.1)).step(tokens=result.tokens, lr=0.003)
+    norm = Optimizer(built, optim(clip=clip, weight_decay=0.1, eps=1e-2)).step(tokens=result.tokens, lr=0.003)
 
     expected = model()
     gradients = reference_gradients(batch)
@@ -84,7 +83,7 @@ def test_the_update_is_torchs_adamw_on_mean_gradients_clipped(clip: float | None
         {"params": [p for p in expected.parameters() if p.ndim >= 2], "weight_decay": 0.1},
         {"params": [p for p in expected.parameters() if p.ndim < 2], "weight_decay": 0.0},
     ]
-    torch.optim.AdamW(groups, lr=0.003, betas=(0.9, 0.95), eps=1e-8).step()
+    torch.optim.AdamW(groups, lr=0.003, betas=(0.9, 0.95), eps=1e-2).step()
     assert float(norm) == pytest.approx(float(total), rel=1e-5)
     for (name, found), wanted in zip(built.named_parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
@@ -136,8 +135,8 @@ def test_the_schedule_rises_peaks_and_lands(kind: str) -> None:
     rates = [schedule.lr(step) for step in range(100)]
     assert rates[0] == pytest.approx(0.1)
     assert rates[9] == rates[10] == 1.0
-    assert all(a <= b for a, b in itertools.pairwise(rates))
-    assert all(a >= b for a, b in itertools.pairwise(rates))
+    assert rates[:10] == sorted(rates[:10])
+    assert rates[10:] == sorted(rates[10:], reverse=True)
     assert rates[-1] == pytest.approx(1.0 if kind == "constant" else 0.1)
     if kind != "constant":
         assert schedule.lr(10 + 89 // 2) == pytest.approx(0.55, abs=0.01)

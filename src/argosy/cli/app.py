@@ -23,14 +23,19 @@ app = typer.Typer(
 )
 
 
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(f"argosy {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
 def options(
     debug: bool = typer.Option(False, "--debug", help="Show the traceback of a refusal."),
-    version: bool = typer.Option(False, "--version", help="Show the version and leave.", is_eager=True),
-) -> None:
-    if version:
-        print(f"argosy {__version__}")
-        raise typer.Exit
+    version: bool = typer.Option(
+        False, "--version", help="Show the version and leave.", is_eager=True, callback=_show_version
+    ),
+) -> None: ...
 
 
 app.command("demo")(demo.demo)

@@ -33,7 +33,9 @@ _resolve("null", r"^(?:~|null|)$", "~n\0")
 _Loader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"^$"), [""])
 _resolve("bool", r"^(?:true|false)$", "tf")
 _resolve("int", r"^[-+]?(?:0|[1-9][0-9_]*)$", "-+0123456789")
-_resolve("float", r"^[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9]+|[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?$", "-+0123456789.")
+_resolve(
+    "float", r"^[-+]?(?:(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+)$", "-+0123456789."
+)
 
 
 def read_yaml(path: Path) -> tuple[Any, Lines]:
@@ -79,16 +81,15 @@ class _Builder:
 
     def __init__(self, loader: _Loader, name: str, lines: Lines) -> None:
         self.loader, self.name, self.lines, self.count = loader, name, lines, 0
+        self.inside: set[int] = set()  # nodes being built: an alias to one of them has no end
 
     def build(self, node: yaml.Node, key: str) -> Any:
         self.count += 1
         if self.count > MAX_VALUES:
             raise self._bad(node, f"more than {MAX_VALUES:,} values", "a run spec is small: give the right file")
         self.lines[key] = node.start_mark.line + 1
-        if isinstance(node, yaml.MappingNode):
-            return self._mapping(node, key)
-        if isinstance(node, yaml.SequenceNode):
-            return [self.build(child, _join(key, str(i))) for i, child in enumerate(node.value)]
+        if isinstance(node, yaml.CollectionNode):
+            return self._collection(node, key)
         value = node.value
         match node.tag.rpartition(":")[2]:
             case "null":
@@ -102,6 +103,19 @@ class _Builder:
             case "str":
                 return value
         raise self._bad(node, f"the tag {node.tag} is not allowed", "use plain values")
+
+    def _collection(self, node: yaml.CollectionNode, key: str) -> Any:
+        if node.tag not in ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"):
+            raise self._bad(node, f"the tag {node.tag} is not allowed", "use plain values")
+        if id(node) in self.inside:
+            raise self._bad(node, f"{key} contains itself", "write the values out")
+        self.inside.add(id(node))
+        if isinstance(node, yaml.MappingNode):
+            value: Any = self._mapping(node, key)
+        else:
+            value = [self.build(child, _join(key, str(i))) for i, child in enumerate(node.value)]
+        self.inside.remove(id(node))
+        return value
 
     def _mapping(self, node: yaml.MappingNode, key: str) -> dict[str, Any]:
         out: dict[str, Any] = {}

@@ -51,7 +51,7 @@ class Optimizer:
         saved = self._adamw.state_dict()
         order = [name for group in self._adamw.param_groups for name in self._names_in(group["params"])]
         saved["state"] = {
-            index: {"step": torch.tensor(float(step))} | {m: tensors[f"{m}/{name}"] for m in _MOMENTS}
+            index: {"step": torch.tensor(float(step))} | {m: tensors[f"{m}/{name}"].clone() for m in _MOMENTS}
             for index, name in enumerate(order)
         }
         self._adamw.load_state_dict(saved)
