@@ -113,7 +113,8 @@ def _make_corpus(directory: Path) -> Path:
 def _standard_library() -> Iterator[str]:
     """Source files in an order that is random but the same each time, so that the validation split is a fair one."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+    skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+    skipped |= {"encodings", "pydoc_data"}  # tables of characters and of help texts rather than programs
     files = [path for path in root.rglob("*.py") if not skipped & set(path.relative_to(root).parts)]
     files.sort(key=lambda path: derive_seed(0, "demo", path.relative_to(root).as_posix()))
     readable = (text for path in files if (text := _read(path)))
