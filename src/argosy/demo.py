@@ -36,12 +36,11 @@ name: demo
 runs_dir: {runs}
 model:
   family: llama
-  layers: 2
-  hidden: 384
-  heads: 6
-  ffn: 1024
+  layers: 3
+  hidden: 256
+  heads: 4
+  ffn: 896
   vocab_size: {vocabulary}
-  tied: true
 data:
   train: {corpus}
   split: [95, 5, 0]
@@ -208,7 +207,7 @@ def _report(run: Path) -> None:
 def _sample(run: Path) -> None:
     from argosy.train.generate import Sampling, sample
 
-    text = sample(run, "def ", Sampling(tokens=120, seed=7))
+    text = sample(run, "def ", Sampling(tokens=120, temperature=0.6, seed=7))
     print("\n".join(f"  | {line}" for line in text.splitlines()))
 
 

@@ -12,7 +12,7 @@ def demo(
     directory: Annotated[Path, typer.Option("--dir", help="Where the demo keeps its corpus and its run.")] = Path(
         "argosy-demo"
     ),
-    seconds: Annotated[int, typer.Option(min=5, help="How long to train, about.")] = 45,
+    seconds: Annotated[int, typer.Option(min=5, help="How long to train, about.")] = 60,
 ) -> None:
     """Train a small model end to end on this machine, with nothing to download.
 
