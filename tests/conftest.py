@@ -51,7 +51,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for _ in range(40):
             text = " ".join(words[i] for i in rng.integers(0, 50, int(rng.integers(80, 160))))
             file.write(json.dumps({"text": text}) + "\n")
-    prepare([root / "text.jsonl"], ByteTokenizer(), root / "prepared", PrepareOptions())
+    prepare([str(root / "text.jsonl")], ByteTokenizer(), root / "prepared", PrepareOptions())
     return root / "prepared"
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from argosy.data import documents
+from argosy.data import blocks
 from argosy.data.corpus import open_corpus
 from argosy.data.manifest import read_manifest
 from argosy.data.prepare import PrepareOptions, parse_share, prepare
@@ -22,7 +22,7 @@ GOOD = b'{"text": "hello"}\n'
 
 def run(tmp_path: Path, content: bytes, name: str = "in.jsonl", **options: object) -> Path:
     (tmp_path / name).write_bytes(content)
-    prepare([tmp_path / name], ByteTokenizer(), tmp_path / "out", PrepareOptions(**options))  # type: ignore[arg-type]
+    prepare([str(tmp_path / name)], ByteTokenizer(), tmp_path / "out", PrepareOptions(**options))  # type: ignore[arg-type]
     return tmp_path / "out"
 
 
@@ -36,12 +36,14 @@ def texts(corpus: Path) -> list[str]:
     [
         (b'{"text": "cut', "broken-json"),
         (b"not json", "broken-json"),
-        (b'{"text": "lone \\ud800 surrogate"}', "broken-json"),
-        (b'{"text": "bad \xff byte"}', "broken-json"),
+        (b'{"text": "lone \\ud800 surrogate"}', "lone-surrogate"),
+        (b'{"text": "bad \xff byte"}', "invalid-utf8"),
+        (b'{"text": "a \\u0000 NUL"}', "nul"),
         (b'{"txt": "x"}', "missing-key"),
         (b'{"text": 5}', "not-text"),
         (b'{"text": null}', "not-text"),
-        (b'{"text": ["a"]}', "not-text"),
+        (b'{"text": ["a", 5]}', "not-text"),
+        (b'{"text": []}', "empty"),
         (b'["text"]', "not-an-object"),
         (b"7", "not-an-object"),
         (b'{"text": ""}', "empty"),
@@ -55,12 +57,13 @@ def test_a_bad_line_is_counted_and_quarantined_with_its_place(tmp_path: Path, li
     assert manifest.quarantined == {kind: 1}
     assert (manifest.documents, manifest.sources[0].quarantined) == (2, 1)
     [record] = read_jsonl(out / "quarantine.jsonl")
-    assert (record["kind"], record["offset"], record["line"]) == (kind, len(GOOD), 2)
+    assert (record["kind"], record["place"]) == (kind, len(GOOD))
     assert record["file"].endswith("in.jsonl")
 
 
 def test_a_line_too_long_to_hold_costs_only_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(documents, "MAX_RECORD", 64)
+    monkeypatch.setattr(blocks, "MAX_RECORD", 64)
+    monkeypatch.setattr(blocks, "PIECE", 32)
     out = run(tmp_path, GOOD + b'{"text": "' + b"x" * 5000 + b'"}\n' + GOOD)
     assert texts(out) == ["hello", "hello"]
     assert read_manifest(out).quarantined == {"too-long": 1}
@@ -75,7 +78,7 @@ def test_line_ends_and_empty_lines_do_not_matter(tmp_path: Path, ending: bytes) 
 
 def test_text_files_are_one_document_each_or_one_a_line(tmp_path: Path) -> None:
     assert texts(run(tmp_path, b"one\ntwo\n", "a.txt")) == ["one\ntwo\n"]
-    assert texts(run(tmp_path, b"one\n\ntwo", "a.txt", text_unit="line", overwrite=True)) == ["one", "two"]
+    assert texts(run(tmp_path, b"one\n\ntwo", "a.txt", text_lines=True, overwrite=True)) == ["one", "two"]
     with pytest.raises(ArgosyError, match="no document"):
         run(tmp_path, b"bad \xff", "a.txt", overwrite=True)
 
@@ -85,7 +88,7 @@ def test_control_tokens_written_by_authors_stay_text(tmp_path: Path) -> None:
     path.write_text(train_bpe(["some words <|endoftext|> and more words"] * 20, 300))
     tokenizer = load_tokenizer(str(path))
     (tmp_path / "in.jsonl").write_text(json.dumps({"text": "a <|endoftext|> b"}) + "\n")
-    prepare([tmp_path / "in.jsonl"], tokenizer, tmp_path / "out", PrepareOptions())
+    prepare([str(tmp_path / "in.jsonl")], tokenizer, tmp_path / "out", PrepareOptions())
     ids = open_corpus(tmp_path / "out").shards[0].sequence(0)
     assert list(ids).count(tokenizer.eod_id) == 1
     assert ids[-1] == tokenizer.eod_id
@@ -132,12 +135,12 @@ def test_a_corpus_is_not_overwritten_unasked(tmp_path: Path) -> None:
     assert open_corpus(out).documents == 1
 
 
-@pytest.mark.parametrize("name", ["missing.jsonl", "data.parquet", "empty-directory"])
+@pytest.mark.parametrize("name", ["missing.jsonl", "data.csv", "empty-directory", "no-*.jsonl"])
 def test_inputs_that_cannot_be_used_are_refused(tmp_path: Path, name: str) -> None:
-    (tmp_path / "data.parquet").write_bytes(b"")
+    (tmp_path / "data.csv").write_bytes(b"")
     (tmp_path / "empty-directory").mkdir()
     with pytest.raises(ArgosyError) as refusal:
-        prepare([tmp_path / name], ByteTokenizer(), tmp_path / "out", PrepareOptions())
+        prepare([str(tmp_path / name)], ByteTokenizer(), tmp_path / "out", PrepareOptions())
     assert refusal.value.code in ("data.not-found", "data.bad-input")
     assert not (tmp_path / "out").exists()
 
@@ -146,7 +149,7 @@ def test_directories_are_read_in_a_fixed_order(tmp_path: Path) -> None:
     (tmp_path / "in" / "sub").mkdir(parents=True)
     for name in ("b.txt", "a.txt", "sub/c.txt"):
         (tmp_path / "in" / name).write_text(name)
-    prepare([tmp_path / "in"], ByteTokenizer(), tmp_path / "out", PrepareOptions())
+    prepare([str(tmp_path / "in")], ByteTokenizer(), tmp_path / "out", PrepareOptions())
     assert texts(tmp_path / "out") == ["a.txt", "b.txt", "sub/c.txt"]
 
 

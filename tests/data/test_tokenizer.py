@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from argosy.data import engines
+from argosy.data.engines import FastTokenizer, choose_engine
 from argosy.data.tokenizer import ByteTokenizer, JsonTokenizer, load_tokenizer, train_bpe
 from argosy.errors import ArgosyError
 
@@ -18,7 +21,8 @@ TRAINED = train_bpe(["def main(): return 'hello world' # a comment\n"] * 30, 320
 @given(st.text(st.characters(exclude_categories=["Cs"])))
 def test_text_comes_back_exactly(text: str) -> None:
     for tokenizer in (ByteTokenizer(), JsonTokenizer(TRAINED, "trained")):
-        [ids] = tokenizer.encode_batch([text])
+        ids, lengths = tokenizer.encode([text])
+        assert lengths.tolist() == [len(ids)]
         assert tokenizer.decode(ids) == text
         assert all(0 <= i < tokenizer.vocab_size for i in ids)
         assert tokenizer.eod_id not in ids
@@ -44,7 +48,7 @@ def test_the_fingerprint_is_of_what_decides_ids() -> None:
 def test_a_stored_length_limit_does_not_cut_documents() -> None:
     limit = {"max_length": 2, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
     tokenizer = JsonTokenizer(json.dumps(json.loads(TRAINED) | {"truncation": limit}), "limited")
-    assert len(tokenizer.encode_batch(["a b c d e f g"])[0]) > 2
+    assert len(tokenizer.encode(["a b c d e f g"])[0]) > 2
 
 
 def test_training_is_repeatable() -> None:
@@ -56,7 +60,7 @@ def test_tokenizers_are_found_by_file_directory_or_name(tmp_path: Path) -> None:
     by_file, by_directory = load_tokenizer(str(tmp_path / "tokenizer.json")), load_tokenizer(str(tmp_path))
     assert by_file.fingerprint == by_directory.fingerprint
     assert load_tokenizer("bytes").vocab_size == 257
-    (tmp_path / "stored.json").write_text(ByteTokenizer().to_json())
+    (tmp_path / "stored.json").write_bytes(ByteTokenizer().stored()[1])
     assert load_tokenizer(str(tmp_path / "stored.json")).fingerprint == "bytes-v1"
 
 
@@ -76,3 +80,66 @@ def test_the_end_of_document_token_is_found_or_asked_for(tmp_path: Path) -> None
         _ = JsonTokenizer(renamed, "t").eod_id
     assert "<|fin|>" in refusal.value.fix
     assert JsonTokenizer(renamed, "t", eod="<|fin|>").eod_id == 0
+
+
+def test_texts_are_encoded_alike_alone_and_together() -> None:
+    texts = ["one", "", "two three", "é"]
+    for tokenizer in (ByteTokenizer(), JsonTokenizer(TRAINED, "trained")):
+        ids, lengths = tokenizer.encode(texts)
+        alone = [tokenizer.encode([text])[0].tolist() for text in texts]
+        assert [part.tolist() for part in np.split(ids, np.cumsum(lengths)[:-1])] == alone
+
+
+def test_gpt2s_two_files_are_the_same_tokenizer_as_its_one(tmp_path: Path) -> None:
+    document = json.loads(TRAINED)
+    (tmp_path / "vocab.json").write_text(json.dumps(document["model"]["vocab"]))
+    merges = [" ".join(pair) for pair in document["model"]["merges"]]
+    (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]) + "\n")
+    texts = ["def main(): # comment", "<|endoftext|> as text", "é漢 \n\n 'll"]
+    found, expected = load_tokenizer(str(tmp_path)), JsonTokenizer(TRAINED, "one file")
+    assert found.encode(texts)[0].tolist() == expected.encode(texts)[0].tolist()
+    assert (found.eod_id, found.vocab_size) == (expected.eod_id, expected.vocab_size)
+
+
+def test_control_tokens_in_text_only_when_asked() -> None:
+    text = "a <|endoftext|> b"
+    assert 0 not in JsonTokenizer(TRAINED, "t").encode([text])[0]
+    assert 0 in JsonTokenizer(TRAINED, "t", special_in_text=True).encode([text])[0]
+
+
+def test_sentencepiece_models_are_read(tmp_path: Path) -> None:
+    sentencepiece = pytest.importorskip("sentencepiece")
+    (tmp_path / "text").write_text("some words to learn from and more of them\n" * 50)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "text"), model_prefix=str(tmp_path / "tokenizer"), vocab_size=20, minloglevel=2
+    )
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer.model"))
+    ids, _ = tokenizer.encode(["some words"])
+    assert tokenizer.decode(ids) == "some words"
+    name, content = tokenizer.stored()
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / name).write_bytes(content)
+    assert load_tokenizer(str(tmp_path / "kept")).fingerprint == tokenizer.fingerprint
+
+
+def test_the_fast_engine_is_used_when_it_gives_the_same_ids() -> None:
+    pytest.importorskip("fastokens")
+    chosen, said = choose_engine(JsonTokenizer(TRAINED, "t"), ["some text"])
+    assert isinstance(chosen, FastTokenizer)
+    assert "fastokens" in said
+
+
+def test_one_different_id_and_the_reference_is_used_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(reference: JsonTokenizer) -> object:
+        def encode(texts: list[str]) -> object:
+            ids, lengths = reference.encode(texts)
+            return np.where(ids == 5, 0, ids), lengths
+
+        return encode
+
+    monkeypatch.setattr(engines, "ENGINES", {"wrong": wrong, "missing": lambda _: (_ for _ in ()).throw(ImportError())})
+    reference = JsonTokenizer(TRAINED, "t")
+    chosen, said = choose_engine(reference, ["some text"])
+    assert chosen is reference
+    assert "wrong differs" in said
+    assert "missing is not installed" in said

@@ -10,8 +10,13 @@ import typer
 
 app = typer.Typer(help="From text to tokens.", no_args_is_help=True)
 
-Inputs = Annotated[list[Path], typer.Argument(help="Files (.jsonl, .txt) or directories that hold them.")]
-Key = Annotated[str, typer.Option(help="The key of each JSON object that holds the text.")]
+Inputs = Annotated[
+    list[str],
+    typer.Argument(
+        help="Files, globs or directories: .jsonl, .txt, each also as .zst or .gz, .parquet; local or s3://, gs://, az://, https://, hf://."
+    ),
+]
+Key = Annotated[str, typer.Option(help="The JSON key or column that holds the text; nested as meta.body.")]
 
 
 class TextUnit(StrEnum):
@@ -22,12 +27,29 @@ class TextUnit(StrEnum):
 @app.command("prepare")
 def prepare(
     inputs: Inputs,
-    tokenizer: Annotated[str, typer.Option(help="A tokenizer.json, a directory that holds one, or `bytes`.")],
+    tokenizer: Annotated[
+        str,
+        typer.Option(
+            help="tokenizer.json, SentencePiece .model, vocab.json beside merges.txt, their directory, or `bytes`."
+        ),
+    ],
     output: Annotated[Path, typer.Option(help="The corpus directory to make.")],
     key: Key = "text",
+    shards: Annotated[int, typer.Option(min=1, help="Pairs of .bin/.idx to make.")] = 1,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes; default: one for each core.")] = None,
     append_eod: Annotated[bool, typer.Option(help="End each document with the end-of-document token.")] = True,
     eod: Annotated[str | None, typer.Option(help="Which token that is; default: found among the usual names.")] = None,
+    special_in_text: Annotated[
+        bool, typer.Option("--special-in-text", help="Let text such as <|endoftext|> become the control token.")
+    ] = False,
     txt_unit: Annotated[TextUnit, typer.Option(help="What one document is in a .txt file.")] = TextUnit.file,
+    shuffle: Annotated[
+        int | None, typer.Option(help="Put the documents of each shard in the random order of this seed.")
+    ] = None,
+    shard_index: Annotated[
+        int, typer.Option(min=0, help="This machine's number, when --shard-count machines share the work.")
+    ] = 0,
+    shard_count: Annotated[int, typer.Option(min=1, help="How many machines share the work.")] = 1,
     max_bad: Annotated[str, typer.Option(help="Refuse when more than this share of records is bad, as 0.1%.")] = "100%",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a corpus that is already there.")] = False,
     dry_run: Annotated[
@@ -37,19 +59,38 @@ def prepare(
 ) -> None:
     """Tokenise text into a corpus that `argosy train` and Megatron-LM read (.bin/.idx).
 
-    Records that cannot be used are counted and written to quarantine.jsonl with their file and byte offset.
+    Memory stays small whatever the size of the corpus. Killed, it goes on where it stopped when run again. Records that
+    cannot be used are counted and written to quarantine.jsonl with their file and byte offset.
     """
+    import os
+
     from argosy.data.prepare import PrepareOptions, describe, parse_share, preview
     from argosy.data.prepare import prepare as run
     from argosy.data.tokenizer import load_tokenizer
 
-    options = PrepareOptions(key, append_eod, txt_unit.value, parse_share(max_bad), overwrite)
-    chosen = load_tokenizer(tokenizer, eod)
+    options = PrepareOptions(
+        key=key,
+        append_eod=append_eod,
+        text_lines=txt_unit is TextUnit.line,
+        max_bad=parse_share(max_bad),
+        overwrite=overwrite,
+        shards=shards,
+        workers=workers or os.cpu_count() or 1,
+        machine=shard_index,
+        machines=shard_count,
+        shuffle_seed=shuffle,
+    )
+    chosen = load_tokenizer(tokenizer, eod, special_in_text=special_in_text)
     if dry_run:
         print(preview(inputs, chosen, output, options))
         return
     manifest = run(inputs, chosen, output, options)
-    print(manifest.model_dump_json(indent=2) if as_json else describe(manifest, output))
+    if manifest is None:
+        print(
+            f"{output}: the shards of machine {shard_index} of {shard_count} are done; the last machine writes the manifest"
+        )
+    else:
+        print(manifest.model_dump_json(indent=2) if as_json else describe(manifest, output))
 
 
 @app.command("train-tokenizer")

@@ -48,6 +48,7 @@ DTYPES: dict[int, np.dtype[Any]] = {
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 Tokens = npt.NDArray[Any]
+_COPY_TOKENS = 1 << 21
 
 
 def dtype_for(vocab_size: int) -> np.dtype[Any]:
@@ -195,14 +196,29 @@ class IndexedWriter:
 
     def add_document(self, sequences: Sequence[Tokens]) -> None:
         """One document of one or more sequences. One without tokens keeps its place in the document bounds."""
-        for tokens in sequences:
-            if len(tokens):
-                self._max_token = max(self._max_token, int(tokens.max()))
-                data = np.ascontiguousarray(tokens, self.dtype).tobytes()
-                self._file.write(data)
-                self._hash.update(data)
-                self._lengths.append(len(tokens))
-        self._bounds.append(len(self._lengths))
+        filled = [tokens for tokens in sequences if len(tokens)]
+        flat = np.concatenate(filled) if filled else np.zeros(0, self.dtype)
+        self.add_many(flat, np.array([len(tokens) for tokens in filled], np.int64), np.array([len(filled)]))
+
+    def add_many(self, tokens: Tokens, lengths: Tokens, per_document: Tokens) -> None:
+        """Documents at once: their tokens back to back, the length of each sequence, the sequences of each document."""
+        if len(tokens):
+            self._max_token = max(self._max_token, int(tokens.max()))
+        self._append(np.ascontiguousarray(tokens, self.dtype).data.cast("B"), lengths, per_document)
+
+    def add_pair(self, reader: IndexedReader) -> None:
+        """All documents of another pair of the same dtype, copied in blocks."""
+        for start in range(0, reader.tokens, _COPY_TOKENS):
+            block = reader.read(start, min(_COPY_TOKENS, reader.tokens - start))
+            self.add_many(block, np.zeros(0, np.int64), np.zeros(0, np.int64))
+        self._append(memoryview(b""), reader.lengths, np.diff(reader.document_indices))
+
+    def _append(self, data: memoryview, lengths: Tokens, per_document: Tokens) -> None:
+        self._file.write(data)
+        self._hash.update(data)
+        first = len(self._lengths)
+        self._lengths.frombytes(np.ascontiguousarray(lengths, np.int32).tobytes())
+        self._bounds.frombytes((first + np.cumsum(per_document, dtype=np.int64)).tobytes())
 
     def finish(self) -> Written:
         self._file.flush()

@@ -6,13 +6,13 @@ directory are refused.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from argosy.errors import ArgosyError
+from argosy.record.files import replace_file
 
 FILE_NAME = "manifest.json"
 PlainName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")]
@@ -66,12 +66,7 @@ class Manifest(_Part):
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    temporary = directory / f".{FILE_NAME}.partial"
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(manifest.model_dump_json(indent=2) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, directory / FILE_NAME)
+    replace_file(directory / FILE_NAME, manifest.model_dump_json(indent=2).encode() + b"\n", sync=True)
 
 
 def read_manifest(directory: Path) -> Manifest:

@@ -1,8 +1,8 @@
-"""Tokenizers: Hugging Face `tokenizer.json` files, and plain bytes.
+"""Tokenizers: Hugging Face `tokenizer.json`, GPT-2's `vocab.json` + `merges.txt`, SentencePiece models, and plain bytes.
 
-Text in a document never becomes a control token: `<|endoftext|>` written by an author is encoded as the characters it
-is. The end-of-document id is appended by us. A fingerprint of everything that decides ids travels with prepared data,
-so that a run with another tokenizer is refused.
+Text in a document never becomes a control token unless asked for: `<|endoftext|>` written by an author is encoded as
+the characters it is, and the end-of-document id is appended by us. A fingerprint of everything that decides ids travels
+with prepared data, so that a run with another tokenizer is refused.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from argosy.data.inputs import require
 from argosy.errors import ArgosyError
 
-Ids = npt.NDArray[np.int32]
+Ids = npt.NDArray[np.uint32]
+Lengths = npt.NDArray[np.int64]
 EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<eod>", "</s>", "<eos>", "[EOS]", "[SEP]")
 _DECIDES_IDS = ("added_tokens", "normalizer", "pre_tokenizer", "model")
 
@@ -30,10 +32,12 @@ class Tokenizer(Protocol):
     def eod_id(self) -> int: ...
     @property
     def fingerprint(self) -> str: ...
-    def encode_batch(self, texts: Sequence[str]) -> list[Ids]: ...
+    def encode(self, texts: Sequence[str]) -> tuple[Ids, Lengths]:
+        """The ids of all texts back to back, and how many each has."""
+
     def decode(self, ids: Iterable[int]) -> str: ...
-    def to_json(self) -> str:
-        """The tokenizer.json to store beside data and checkpoints; `load_tokenizer` reads it back."""
+    def stored(self) -> tuple[str, bytes]:
+        """(file name, content) to keep beside data and checkpoints; `load_tokenizer` reads it back."""
 
 
 class ByteTokenizer:
@@ -43,20 +47,22 @@ class ByteTokenizer:
     eod_id = 256
     fingerprint = "bytes-v1"
 
-    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        return [np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts]
+    def encode(self, texts: Sequence[str]) -> tuple[Ids, Lengths]:
+        encoded = [text.encode() for text in texts]
+        ids = np.frombuffer(b"".join(encoded), np.uint8).astype(np.uint32)
+        return ids, np.array([len(text) for text in encoded], np.int64)
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
-    def to_json(self) -> str:
-        return json.dumps({"type": self.fingerprint}) + "\n"
+    def stored(self) -> tuple[str, bytes]:
+        return "tokenizer.json", json.dumps({"type": self.fingerprint}).encode()
 
 
 class JsonTokenizer:
-    """A Hugging Face tokenizer.json, run by the `tokenizers` library."""
+    """A Hugging Face tokenizer.json, run by the `tokenizers` library: the reference for every faster engine."""
 
-    def __init__(self, text: str, name: str, eod: str | None = None) -> None:
+    def __init__(self, text: str, name: str, eod: str | None = None, *, special_in_text: bool = False) -> None:
         from tokenizers import Tokenizer as Engine
 
         try:
@@ -69,8 +75,8 @@ class JsonTokenizer:
             ) from None
         self._engine.no_truncation()
         self._engine.no_padding()
-        self._engine.encode_special_tokens = True
-        self._text, self._name, self._eod = text, name, eod
+        self._engine.encode_special_tokens = not special_in_text
+        self.text, self.name, self.eod, self.special_in_text = text, name, eod, special_in_text
         self.fingerprint = _fingerprint(json.loads(text))
 
     @property
@@ -79,7 +85,7 @@ class JsonTokenizer:
 
     @property
     def eod_id(self) -> int:
-        names = (self._eod,) if self._eod else EOD_NAMES
+        names = (self.eod,) if self.eod else EOD_NAMES
         for name in names:
             found = self._engine.token_to_id(name)
             if found is not None:
@@ -87,32 +93,75 @@ class JsonTokenizer:
         special = [t.content for t in self._engine.get_added_tokens_decoder().values() if t.special]
         raise ArgosyError(
             "tokenizer.no-eod",
-            f"{self._name} has none of {', '.join(names)}",
+            f"{self.name} has none of {', '.join(names)}",
             key="--eod",
-            value=self._eod,
+            value=self.eod,
             fix=f"name it with --eod; its special tokens are: {', '.join(special) or 'none'}; or --no-append-eod",
         )
 
-    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        encoded = self._engine.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.asarray(item.ids, np.int32) for item in encoded]
+    def encode(self, texts: Sequence[str]) -> tuple[Ids, Lengths]:
+        encoded = [item.ids for item in self._engine.encode_batch_fast(list(texts), add_special_tokens=False)]
+        return _flat(encoded)
 
     def decode(self, ids: Iterable[int]) -> str:
         return str(self._engine.decode([int(i) for i in ids], skip_special_tokens=False))
 
-    def to_json(self) -> str:
-        return self._text
+    def stored(self) -> tuple[str, bytes]:
+        return "tokenizer.json", self.text.encode()
 
 
-def load_tokenizer(name: str, eod: str | None = None) -> Tokenizer:
-    """`bytes`, or the path of a tokenizer.json or of a directory that holds one."""
+class SentencePieceTokenizer:
+    """A SentencePiece `.model`, run by the `sentencepiece` library."""
+
+    def __init__(self, model: bytes, name: str) -> None:
+        sentencepiece = require("sentencepiece", "data", "a SentencePiece tokenizer")
+        try:
+            self._engine = sentencepiece.SentencePieceProcessor(model_proto=model)
+        except RuntimeError as error:
+            raise ArgosyError(
+                "tokenizer.not-found", f"{name} is not a SentencePiece model: {error}", fix="give a .model file"
+            ) from None
+        self._model, self._name = model, name
+        self.fingerprint = hashlib.sha256(model).hexdigest()
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._engine.vocab_size())
+
+    @property
+    def eod_id(self) -> int:
+        if self._engine.eos_id() < 0:
+            raise ArgosyError(
+                "tokenizer.no-eod", f"{self._name} has no end-of-sentence piece", fix="use --no-append-eod"
+            )
+        return int(self._engine.eos_id())
+
+    def encode(self, texts: Sequence[str]) -> tuple[Ids, Lengths]:
+        return _flat(self._engine.encode(list(texts), out_type=int))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return str(self._engine.decode([int(i) for i in ids]))
+
+    def stored(self) -> tuple[str, bytes]:
+        return "tokenizer.model", self._model
+
+
+def load_tokenizer(name: str, eod: str | None = None, *, special_in_text: bool = False) -> Tokenizer:
+    """`bytes`; a tokenizer.json; a SentencePiece `.model`; a GPT-2 vocab.json beside its merges.txt; or a directory that
+    holds one of them."""
     if name == "bytes":
         return ByteTokenizer()
     path = Path(name)
     if path.is_dir():
-        path = path / "tokenizer.json"
+        known = ("tokenizer.json", "tokenizer.model", "vocab.json")
+        path = next((path / file for file in known if (path / file).exists()), path / known[0])
     try:
-        text = path.read_text(encoding="utf-8")
+        content = path.read_bytes()
+        if path.suffix == ".model":
+            return SentencePieceTokenizer(content, str(path))
+        text = content.decode("utf-8")
+        if path.name.endswith("vocab.json"):
+            text = _from_vocabulary(path)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ArgosyError(
@@ -120,21 +169,18 @@ def load_tokenizer(name: str, eod: str | None = None) -> Tokenizer:
             f"{path} cannot be read: {reason}",
             key="tokenizer",
             value=name,
-            fix="give a tokenizer.json, a directory that holds one, or `bytes`",
+            fix="give a tokenizer.json, a SentencePiece .model, a vocab.json beside its merges.txt, or `bytes`",
         ) from None
-    if text == ByteTokenizer().to_json():
+    if content == ByteTokenizer().stored()[1]:
         return ByteTokenizer()
-    return JsonTokenizer(text, str(path), eod)
+    return JsonTokenizer(text, str(path), eod, special_in_text=special_in_text)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> str:
-    """A byte-level BPE trained on `texts`, as the text of a tokenizer.json. Ids 0 is the end of a document."""
-    from tokenizers import Tokenizer as Engine
-    from tokenizers import decoders, models, pre_tokenizers, trainers
+    """A byte-level BPE trained on `texts`, as the text of a tokenizer.json. Id 0 is the end of a document."""
+    from tokenizers import pre_tokenizers, trainers
 
-    engine = Engine(models.BPE())
-    engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    engine.decoder = decoders.ByteLevel()
+    engine = _byte_level_bpe()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[EOD_NAMES[0]],
@@ -143,6 +189,39 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> str:
     )
     engine.train_from_iterator(texts, trainer)
     return str(engine.to_str(pretty=True))
+
+
+def _byte_level_bpe(**model: Any) -> Any:
+    from tokenizers import Tokenizer as Engine
+    from tokenizers import decoders, models, pre_tokenizers
+
+    engine = Engine(models.BPE(**model))
+    engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    engine.decoder = decoders.ByteLevel()
+    return engine
+
+
+def _from_vocabulary(vocab: Path) -> str:
+    """GPT-2's two files as one tokenizer.json."""
+    merges = vocab.with_name(vocab.name.replace("vocab.json", "merges.txt"))
+    entries = json.loads(vocab.read_text(encoding="utf-8"))
+    lines = merges.read_text(encoding="utf-8").splitlines()
+    pairs = [
+        (left, right)
+        for line in lines
+        if not line.startswith("#version")
+        for left, _, right in [line.partition(" ")]
+        if right
+    ]
+    engine = _byte_level_bpe(vocab=entries, merges=pairs)
+    engine.add_special_tokens([name for name in EOD_NAMES if name in entries])
+    return str(engine.to_str())
+
+
+def _flat(encoded: Sequence[Sequence[int]]) -> tuple[Ids, Lengths]:
+    lengths = np.array([len(ids) for ids in encoded], np.int64)
+    ids = np.fromiter((i for text in encoded for i in text), np.uint32, int(lengths.sum()))
+    return ids, lengths
 
 
 def _fingerprint(document: dict[str, Any]) -> str:

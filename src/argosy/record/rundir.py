@@ -16,6 +16,7 @@ import orjson
 from argosy.config.resolve import Resolved, flatten
 from argosy.config.schema import RunSpec
 from argosy.errors import ArgosyError
+from argosy.record.files import replace_file
 
 # Keys that may differ when a run is continued: they change neither the model, nor the data, nor the numbers of a step
 # already taken. Everything else is held to what the run was started with.
@@ -45,8 +46,9 @@ class RunDir:
         return self.root / "events.jsonl"
 
     @property
-    def tokenizer_file(self) -> Path:
-        return self.root / "tokenizer.json"
+    def tokenizer_file(self) -> Path | None:
+        """The tokenizer kept with the run, if there is one."""
+        return next(iter(sorted(self.root.glob("tokenizer.*"))), None)
 
     @property
     def checkpoints(self) -> Path:
@@ -149,10 +151,3 @@ def find_run(path: Path) -> RunDir:
             else "give the directory of a run, as runs/<name>",
         )
     return run
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Write a small file so that readers see the old or the new one, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_bytes(content)
-    os.replace(temporary, path)

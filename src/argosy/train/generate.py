@@ -27,7 +27,7 @@ def sample(path: Path, prompt: str, options: Sampling, device: str | None = None
     """The prompt and what the newest checkpoint writes after it."""
     loaded = load_run(path, device=device)
     tokenizer = run_tokenizer(loaded.run)
-    prompt_ids = [int(i) for i in tokenizer.encode_batch([prompt])[0]]
+    prompt_ids = [int(i) for i in tokenizer.encode([prompt])[0]]
     ids = prompt_ids or [tokenizer.eod_id]  # with no prompt, start as a document starts
     written = list(generate(loaded.model, ids, options, limit=loaded.spec.model.max_seq_len, stop=tokenizer.eod_id))
     return tokenizer.decode(prompt_ids + written)
@@ -60,11 +60,12 @@ def choose(logits: Tensor, options: Sampling, generator: torch.Generator) -> int
 
 def run_tokenizer(run: RunDir) -> Tokenizer:
     """The tokenizer a run keeps beside its checkpoints."""
-    if not run.tokenizer_file.exists():
+    stored = run.tokenizer_file
+    if stored is None:
         raise ArgosyError(
             "tokenizer.not-found",
             f"{run.root} was trained on a bare .bin/.idx pair and keeps no tokenizer",
             key="data.tokenizer",
             fix="name the tokenizer in the run spec as data.tokenizer and run `argosy train` on it again",
         )
-    return load_tokenizer(str(run.tokenizer_file))
+    return load_tokenizer(str(stored))

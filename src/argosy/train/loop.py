@@ -26,8 +26,9 @@ from argosy.model.decoder import build_model
 from argosy.model.init import initialise
 from argosy.parallel.single import require_single
 from argosy.record.console import Console, open_console
+from argosy.record.files import replace_file
 from argosy.record.jsonl import JsonlWriter, now
-from argosy.record.rundir import RunDir, replace_file
+from argosy.record.rundir import RunDir
 from argosy.train.device import peak_memory_gib, peak_of, prepare_device
 from argosy.train.evaluate import evaluate
 from argosy.train.interrupt import Interrupt
@@ -56,7 +57,8 @@ def train(resolved: Resolved, source: Path | None, options: TrainOptions) -> int
     try:
         changes = run.store_spec(resolved, source)
         if data.tokenizer is not None:
-            replace_file(run.tokenizer_file, data.tokenizer.to_json().encode())
+            name, content = data.tokenizer.stored()
+            replace_file(run.root / name, content)
         with JsonlWriter(run.metrics) as metrics, JsonlWriter(run.events) as events:
             trainer = Trainer(spec, run, data, device, metrics, events)
             return trainer.fit(changes, options.quiet)

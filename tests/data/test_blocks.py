@@ -1,0 +1,133 @@
+"""However a file is cut into blocks, every line comes out once, in order, at its place."""
+
+from __future__ import annotations
+
+import gzip
+import tempfile
+from pathlib import Path
+
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from argosy.data import blocks
+from argosy.data.blocks import FileBlocks, LineBlocks, TableBlocks
+from argosy.data.inputs import InputFile, find_inputs
+from argosy.errors import ArgosyError
+
+LINES = st.lists(st.binary(max_size=40).map(lambda b: b.replace(b"\n", b"").replace(b"\r", b"")), max_size=30)
+
+
+def write(path: Path, content: bytes) -> InputFile:
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(content))
+    elif path.suffix == ".zst":  # two frames, as `cat a.zst b.zst` makes them
+        half = len(content) // 2
+        compress = zstandard.ZstdCompressor(write_checksum=True).compress
+        path.write_bytes(compress(content[:half]) + compress(content[half:]))
+    else:
+        path.write_bytes(content)
+    return InputFile(str(path), path.stat().st_size)
+
+
+def read(file: InputFile, block_bytes: int, wanted: set[int] | None = None) -> dict[int, list[tuple[int, bytes]]]:
+    reader, found, index = LineBlocks(file, block_bytes), {}, 0
+    while index < 400:
+        if wanted is None or index in wanted:
+            pieces = reader.block(index)
+            if pieces is None:
+                break
+            found[index] = [pair for piece in pieces for pair in zip(piece.places, piece.records, strict=True)]
+        index += 1
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    LINES,
+    st.booleans(),
+    st.integers(1, 70),
+    st.integers(1, 50),
+    st.sampled_from([".jsonl", ".jsonl.gz", ".jsonl.zst"]),
+    st.data(),
+)
+def test_every_line_is_in_exactly_one_block(
+    lines: list[bytes], final_newline: bool, block_bytes: int, piece: int, suffix: str, data: st.DataObject
+) -> None:
+    content = b"\n".join(lines) + (b"\n" if final_newline and lines else b"")
+    expected, at = [], 0
+    for line in content.split(b"\n"):
+        expected.append((at, line))
+        at += len(line) + 1
+    if expected and not expected[-1][1]:
+        expected.pop()
+    with tempfile.TemporaryDirectory() as root, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "PIECE", piece)
+        file = write(Path(root) / f"x{suffix}", content)
+        by_block = read(file, block_bytes)
+        assert [pair for index in sorted(by_block) for pair in by_block[index]] == expected
+        for index, pairs in by_block.items():
+            assert all(index * block_bytes <= place < (index + 1) * block_bytes for place, _ in pairs)
+        # A worker that is given only some of the blocks reads the same in them.
+        some = {index for index in by_block if data.draw(st.booleans())}
+        assert read(file, block_bytes, some) == {index: by_block[index] for index in some}
+
+
+@pytest.mark.parametrize("suffix", [".jsonl.gz", ".jsonl.zst"])
+@pytest.mark.parametrize("damage", ["cut", "flipped", "not compressed"])
+def test_damaged_compression_is_an_error_and_never_a_quiet_end(tmp_path: Path, suffix: str, damage: str) -> None:
+    import os
+
+    file = write(tmp_path / f"x{suffix}", os.urandom(50_000).hex().encode() + b"\n")
+    content = bytearray(Path(file.path).read_bytes())
+    if damage == "cut":
+        content = content[:-100]
+    elif damage == "flipped":
+        content[len(content) // 2] ^= 0xFF
+    else:
+        content = bytearray(b'{"text": "plain"}\n')
+    Path(file.path).write_bytes(content)
+    with pytest.raises((OSError, EOFError, __import__("zlib").error)):
+        read(file, 1 << 20)
+
+
+def test_small_text_files_are_documents_of_one_block(tmp_path: Path) -> None:
+    files = [write(tmp_path / f"{i}.txt", f"file {i}\nline".encode()) for i in range(3)]
+    reader = FileBlocks(files)
+    assert [piece.records for piece in reader.block(0) or ()] == [[f"file {i}\nline".encode()] for i in range(3)]
+    assert reader.block(1) is None
+
+
+def test_tables_are_cut_by_rows(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    texts = [f"row {i} " + "x" * 50 for i in range(3000)]
+    parquet.write_table(pyarrow.table({"id": range(3000), "text": texts}), tmp_path / "t.parquet")
+    [file] = find_inputs([str(tmp_path / "t.parquet")])
+    reader = TableBlocks(file, 40_000, "text")
+    found, index = [], 0
+    while (pieces := reader.block(index)) is not None:
+        found.extend(pair for piece in pieces for pair in zip(piece.places, piece.records, strict=True))
+        index += 1
+    assert found == list(enumerate(texts))
+    assert index > 2
+    again = TableBlocks(file, 40_000, "text").block(2)  # straight to a later block
+    assert again is not None
+    first = next(iter(again))
+    assert first.records[0] == texts[first.places[0]]
+    with pytest.raises(ArgosyError, match="no column"):
+        TableBlocks(file, 1000, "body")
+
+
+def test_inputs_are_found_by_directory_and_glob_in_order(tmp_path: Path) -> None:
+    for name in ("b.jsonl", "a.jsonl.gz", "sub/c.txt", "ignored.csv"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+    by_directory = [Path(f.path).name for f in find_inputs([str(tmp_path)])]
+    assert by_directory == ["a.jsonl.gz", "b.jsonl", "c.txt"]
+    assert [Path(f.path).name for f in find_inputs([str(tmp_path / "*.jsonl*")])] == ["a.jsonl.gz", "b.jsonl"]
+    assert [Path(f.path).name for f in find_inputs([str(tmp_path / "**" / "*.txt")])] == ["c.txt"]
+    for bad in (str(tmp_path / "ignored.csv"), str(tmp_path / "*.none"), str(tmp_path / "missing.jsonl")):
+        with pytest.raises(ArgosyError):
+            find_inputs([bad])

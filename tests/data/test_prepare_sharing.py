@@ -1,0 +1,214 @@
+"""The bytes of a corpus do not depend on how many processes or machines made it, nor on how often they were killed."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zstandard
+
+from argosy.data import prepare as preparing
+from argosy.data.corpus import open_corpus
+from argosy.data.manifest import read_manifest
+from argosy.data.prepare import PrepareOptions, prepare
+from argosy.data.tokenizer import ByteTokenizer
+from argosy.errors import ArgosyError
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Some MB in every format, with bad records here and there."""
+    root = tmp_path_factory.mktemp("inputs")
+    rng = random.Random(0)
+
+    def lines(count: int) -> bytes:
+        records = []
+        for i in range(count):
+            record = json.dumps({"text": f"{i} " + rng.choice("abcdefgh") * rng.randrange(1, 4000), "n": i})
+            records.append(record if rng.random() > 0.02 else record[:-3])
+        return "\n".join(records).encode()
+
+    (root / "a.jsonl").write_bytes(lines(3000))
+    (root / "b.jsonl.gz").write_bytes(gzip.compress(lines(1500), 1))
+    (root / "c.jsonl.zst").write_bytes(zstandard.ZstdCompressor().compress(lines(1500)))
+    for i in range(20):
+        (root / f"d{i:02d}.txt").write_text(f"text file {i} " * rng.randrange(1, 300))
+    return [str(root)]
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a few MB make many blocks."""
+    monkeypatch.setattr(preparing, "_block_bytes", lambda files: 1 << 19)
+    monkeypatch.setattr(preparing, "_INLINE_BYTES", 1 << 20)
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def make(inputs: list[str], output: Path, **options: object) -> dict[str, bytes]:
+    assert prepare(inputs, ByteTokenizer(), output, PrepareOptions(**options)) is not None  # type: ignore[arg-type]
+    return content(output)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_workers_do_not_change_the_bytes(inputs: list[str], tmp_path: Path, shards: int) -> None:
+    one = make(inputs, tmp_path / "one", workers=1, shards=shards)
+    three = make(inputs, tmp_path / "three", workers=3, shards=shards)
+    assert one == three
+    assert len([name for name in one if name.endswith(".bin")]) == shards
+    manifest = read_manifest(tmp_path / "one")
+    assert manifest.documents + sum(manifest.quarantined.values()) == 6020
+    assert open_corpus(tmp_path / "three").documents == manifest.documents
+
+
+def test_machines_do_not_change_the_bytes_and_the_last_one_writes_the_manifest(
+    inputs: list[str], tmp_path: Path
+) -> None:
+    alone = make(inputs, tmp_path / "alone", workers=1, shards=5)
+    shared = tmp_path / "shared"
+    for machine in (1, 2, 0):
+        options = PrepareOptions(workers=1, shards=5, machine=machine, machines=3)
+        done = prepare(inputs, ByteTokenizer(), shared, options)
+        assert (done is not None) == (machine == 0)
+    assert content(shared) == alone
+
+
+def test_one_shard_keeps_the_order_of_the_inputs(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": f"{i}"}) + "\n" for i in range(400)))
+    make([str(tmp_path / "x.jsonl")], tmp_path / "out", append_eod=False)
+    reader = open_corpus(tmp_path / "out").shards[0]
+    assert [ByteTokenizer().decode(reader.sequence(i)) for i in range(400)] == [str(i) for i in range(400)]
+
+
+def test_shuffling_keeps_every_document_and_repeats_with_its_seed(inputs: list[str], tmp_path: Path) -> None:
+    def documents(directory: Path) -> list[bytes]:
+        reader = open_corpus(directory).shards[0]
+        return [reader.sequence(i).tobytes() for i in range(reader.sequences)]
+
+    make(inputs, tmp_path / "plain", workers=1)
+    first = make(inputs, tmp_path / "first", workers=1, shuffle_seed=1)
+    again = make(inputs, tmp_path / "again", workers=2, shuffle_seed=1)
+    assert first == again
+    plain, shuffled = documents(tmp_path / "plain"), documents(tmp_path / "first")
+    assert plain != shuffled
+    assert sorted(plain) == sorted(shuffled)
+
+
+def test_nested_keys_and_lists_of_sentences(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text(
+        '{"meta": {"body": ["One.", "Two three."]}}\n{"meta": {"body": "Alone"}}\n{"meta": 5}\n'
+    )
+    make([str(tmp_path / "x.jsonl")], tmp_path / "out", key="meta.body")
+    reader = open_corpus(tmp_path / "out").shards[0]
+    texts = [reader.sequence(i).tolist() for i in range(reader.sequences)]
+    assert texts == [list(b"One."), [*b"Two three.", 256], [*b"Alone", 256]]
+    assert reader.document_indices.tolist() == [0, 2, 3]
+    assert read_manifest(tmp_path / "out").quarantined == {"not-an-object": 1}
+
+
+def test_an_unfinished_job_with_other_options_is_not_mixed_with_this_one(inputs: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    prepare(inputs, ByteTokenizer(), out, PrepareOptions(workers=1, shards=2, machine=0, machines=2))
+    with pytest.raises(ArgosyError) as refusal:
+        prepare(inputs, ByteTokenizer(), out, PrepareOptions(workers=1, shards=3))
+    assert refusal.value.code == "data.other-plan"
+    assert make(inputs, out, workers=1, shards=3, overwrite=True) == make(inputs, tmp_path / "new", workers=1, shards=3)
+
+
+COMMAND = """
+import sys
+from pathlib import Path
+from argosy.data import prepare as p
+from argosy.data.tokenizer import ByteTokenizer
+p._block_bytes = lambda files: 1 << 19
+p._INLINE_BYTES = 1 << 20
+if __name__ == "__main__":
+    p.prepare(sys.argv[2:], ByteTokenizer(), Path(sys.argv[1]), p.PrepareOptions(workers=2, shards=2))
+"""
+
+
+def kill_and_finish(inputs: list[str], output: Path, script: Path, kills: int, rng: random.Random) -> dict[str, bytes]:
+    for _ in range(kills):
+        process = subprocess.Popen([sys.executable, str(script), str(output), *inputs], start_new_session=True)
+        time.sleep(rng.uniform(0.05, 1.3))
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    subprocess.run(
+        [sys.executable, str(script), str(output), *inputs, "--"][:-1],
+        check=(not (output / "manifest.json").exists()),
+        capture_output=True,
+    )
+    return content(output)
+
+
+def test_killed_again_and_again_the_bytes_are_the_same(inputs: list[str], tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(COMMAND)
+    expected = make(inputs, tmp_path / "undisturbed", workers=1, shards=2)
+    assert kill_and_finish(inputs, tmp_path / "killed", script, 5, random.Random(0)) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_killed_fifty_times_the_bytes_are_the_same(inputs: list[str], tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(COMMAND)
+    expected = make(inputs, tmp_path / "undisturbed", workers=1, shards=2)
+    for round_number in range(10):
+        assert kill_and_finish(inputs, tmp_path / str(round_number), script, 5, random.Random(round_number)) == expected
+
+
+def test_a_worker_that_is_killed_ends_the_job_with_its_name_and_the_rest_is_kept(
+    inputs: list[str], tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        COMMAND.replace("import sys\n", "import os, signal, sys\nfrom argosy.data.records import Parser\n", 1)
+        + """
+else:
+    parse = Parser.parse
+    def die(self, piece):
+        if b"2500 " in b"".join(r[:20] for r in piece.records if isinstance(r, bytes)):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return parse(self, piece)
+    Parser.parse = die
+"""
+    )
+    process = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "out"), *inputs],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert process.returncode != 0
+    assert "a worker died while making part" in process.stderr
+    assert list((tmp_path / "out" / ".parts").glob("*.json"))
+    assert make(inputs, tmp_path / "out", workers=1, shards=2) == make(inputs, tmp_path / "new", workers=1, shards=2)
+
+
+def test_megatrons_own_tool_would_write_the_same_bytes(tmp_path: Path) -> None:
+    """The pair equals what Megatron's builder makes of the same ids, one document a line, eod appended."""
+    import torch
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    texts = [f"document {i} é" * (i % 5 + 1) for i in range(60)]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    make([str(tmp_path / "x.jsonl")], tmp_path / "out")
+    builder = IndexedDatasetBuilder(str(tmp_path / "m.bin"), dtype=np.uint16)
+    for text in texts:
+        builder.add_document(torch.tensor([*text.encode(), 256]), [len(text.encode()) + 1])
+    builder.finalize(str(tmp_path / "m.idx"))
+    assert (tmp_path / "m.bin").read_bytes() == (tmp_path / "out" / "shard-00000.bin").read_bytes()
+    assert (tmp_path / "m.idx").read_bytes() == (tmp_path / "out" / "shard-00000.idx").read_bytes()
