@@ -24,7 +24,7 @@ def tensors(value: float) -> dict[str, torch.Tensor]:
 
 
 def save_step(root: Path, step: int, keep: int = 10) -> Path:
-    return save(root, Progress(step, step * 8, step * 800), tensors(step), tensors(-step), keep)
+    return save(root, Progress(step, step * 8), tensors(step), tensors(-step), keep)
 
 
 def newest(root: Path) -> Checkpoint | None:
@@ -35,7 +35,7 @@ def test_what_is_saved_comes_back_bit_for_bit(tmp_path: Path) -> None:
     save_step(tmp_path, 7)
     found = newest(tmp_path)
     assert found is not None
-    assert found.progress == Progress(7, 56, 5600)
+    assert found.progress == Progress(7, 56)
     for name, tensor in tensors(7).items():
         assert torch.equal(found.weights()[name], tensor)
         assert torch.equal(found.optimizer()[name], -tensor)
@@ -71,8 +71,26 @@ def test_only_the_newest_are_kept_and_leftovers_are_swept(tmp_path: Path) -> Non
     for step in range(1, 6):
         save_step(tmp_path, step, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004", "step-00000005"]
-    prune(tmp_path, keep=1)
+    prune(tmp_path, keep=1, newest=5)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000005"]
+
+
+def test_retention_never_counts_or_keeps_a_bad_one_in_place_of_a_good_one(tmp_path: Path) -> None:
+    for step in (2, 4, 6):
+        save_step(tmp_path, step)
+    _flip(tmp_path / "step-00000006" / "weights.safetensors", -1)
+    found = latest(tmp_path, report=lambda text: None, set_aside=True)
+    assert found is not None
+    assert found.progress.step == 4
+    save_step(tmp_path, 5, keep=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad-step-00000006.1", "step-00000005"]
+    assert newest(tmp_path) is not None
+
+
+def test_a_newer_checkpoint_does_not_cost_the_one_just_written(tmp_path: Path) -> None:
+    save_step(tmp_path, 9)
+    save_step(tmp_path, 3, keep=1)
+    assert (tmp_path / "step-00000003").exists()
 
 
 def test_no_checkpoint_at_all_is_no_error(tmp_path: Path) -> None:

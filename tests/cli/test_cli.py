@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -137,9 +139,33 @@ def test_prepare_can_be_tried_without_writing(argosy: Run, tmp_path: Path) -> No
     assert not (tmp_path / "out").exists()
 
 
-def test_a_reader_that_leaves_early_is_not_an_error(argosy: Run) -> None:
-    script = f"{sys.executable} -m argosy config schema | head -n 1; echo ${{PIPESTATUS[0]}}"
-    result = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+def test_a_reader_that_leaves_early_is_not_a_bug(tmp_path: Path) -> None:
+    """Told to a process whose reader is gone before it writes: as `| head` does with long output."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    process = subprocess.run(
+        [sys.executable, "-m", "argosy", "config", "schema"], stdout=write_end, stderr=subprocess.PIPE, check=False
+    )
+    os.close(write_end)
+    assert process.returncode == 128 + signal.SIGPIPE
+    assert b"Traceback" not in process.stderr
+
+
+def test_training_goes_on_when_its_reader_leaves(write_spec: Write, tmp_path: Path) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    process = subprocess.run(
+        [sys.executable, "-m", "argosy", "train", str(write_spec())], stdout=write_end, cwd=tmp_path, check=False
+    )
+    os.close(write_end)
+    assert process.returncode == 0
+    assert (tmp_path / "runs" / "tiny" / "checkpoints" / "step-00000006").exists()
+
+
+def test_operating_system_errors_are_refusals(argosy: Run, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text to learn from")
+    result = argosy("data", "train-tokenizer", "a.txt", "--vocab-size", 300, "--output", tmp_path)
+    assert result.returncode == 2
     assert "Traceback" not in result.stderr
 
 

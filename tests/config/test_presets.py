@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from argosy.config.counts import count_parameters, training_flops_per_token
 from argosy.config.model import ModelSpec
@@ -28,6 +30,28 @@ def test_counts_equal_the_model_we_build(name: str) -> None:
     spec = resolve_model(name)
     model = build_model(spec, "meta")
     assert count_parameters(spec).total == sum(p.numel() for p in model.parameters())
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(["gpt2", "llama2-7b", "mpt-125m"]),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "attention_bias": st.booleans(), "mlp_bias": st.booleans(), "tied": st.booleans(), "qk_norm": st.booleans(),
+            "activation": st.sampled_from(["gelu", "relu", "swiglu"]), "positions": st.sampled_from(["learned", "rope", "alibi"]),
+            "norm": st.sampled_from([("layernorm", True), ("layernorm", False), ("rmsnorm", False)]),
+            "kv_heads": st.sampled_from([1, 2, 4]), "head_dim": st.sampled_from([8, 24]), "ffn": st.integers(1, 99),
+        },
+    ),
+)  # fmt: skip
+def test_counts_equal_the_model_we_build_whatever_is_changed(name: str, changes: dict[str, Any]) -> None:
+    norm = changes.pop("norm", None)
+    if norm is not None:
+        changes |= {"norm": norm[0], "norm_bias": norm[1]}
+    sizes = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 4, "vocab_size": 99, "max_seq_len": 16} | changes
+    spec = resolve_model(name, [f"{key}={str(value).lower()}" for key, value in sizes.items()])
+    assert count_parameters(spec).total == sum(p.numel() for p in build_model(spec, "meta").parameters())
 
 
 @pytest.mark.parametrize(

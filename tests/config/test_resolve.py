@@ -122,8 +122,8 @@ def test_auto_micro_batch_divides_the_batch_and_stays_within_its_tokens(spec: Pa
         ("data.train=[{path: a, weight: 1}, {path: b}]", "config.conflict", "data.train.1.weight", "every corpus"),
         ("parallel.micro_batch=3", "config.arithmetic", "train.global_batch", "6 or 9"),
         ("parallel.dp_shard=3", "config.arithmetic", "train.global_batch", "multiple"),
-        ("model.heads=7", "config.arithmetic", "model", "6 or 8"),
-        ("model.kv_heads=5", "config.arithmetic", "model", ""),
+        ("model.heads=7", "config.arithmetic", "model.heads", "6 or 8"),
+        ("model.kv_heads=5", "config.arithmetic", "model.kv_heads", ""),
         ("data.seq_len=2048", "config.arithmetic", "data.seq_len", "1024"),
         ("optim.min_lr=1", "config.arithmetic", "optim.min_lr", "1e-05"),
         ("data.split=[0, 1, 1]", "config.bad-value", "data.split", "98"),
@@ -131,6 +131,18 @@ def test_auto_micro_batch_divides_the_batch_and_stays_within_its_tokens(spec: Pa
         ("data.split='100,0,0'", "eval.half-off", "data.split", "eval: off"),
         ("eval.batches=0", "eval.half-off", "eval.batches", "eval: off"),
         ("optim.warmup=1h", "config.bad-value", "optim.warmup", "200ba"),
+        ("model.positions=relative", "config.arithmetic", "model.positions", "rope"),
+        ("model.norm=rmsnorm", "config.arithmetic", "model.norm", "norm_bias"),
+        ("model.target_len=5", "config.arithmetic", "model.target_len", "leave it out"),
+        ("model.family=lama", "config.bad-value", "model.family", "llama"),
+        ("data.split=[1,2]", "config.bad-value", "data.split.2", "too short"),
+        ("data.split=[nan, 1, 0]", "config.bad-value", "data.split.0", ""),
+        ("optim.lr=1e400", "config.bad-value", "optim.lr", ""),
+        ("train.steps=1e30", "config.bad-value", "train.steps", ""),
+        ("train.global_batch=99999999999999999999", "config.bad-value", "train.global_batch", ""),
+        ("model.heads=99999999999999999999", "config.arithmetic", "model.heads", ""),
+        ("eval.every=0", "config.bad-value", "eval.every", "eval: off"),
+        ("optim.betas.0.x=1", "config.bad-value", "optim.betas", ""),
         ("nonsense", "config.bad-override", None, "key.path=value"),
         ("optim.lr.x=3", "config.bad-override", "optim.lr.x", "optim.lr"),
         ("data.train.4.path=x", "config.bad-override", "data.train.4.path", "0"),
@@ -160,7 +172,7 @@ def test_a_refusal_names_the_line_of_the_file(tmp_path: Path) -> None:
     assert "lr is required" in error.cause  # the consequence is shown too, after the cause
 
 
-@pytest.mark.parametrize("written", ["off", "no", "false"])
+@pytest.mark.parametrize("written", ["off", "Off", "OFF", "no", "No", "false", "False"])
 def test_one_switch_turns_evaluation_off(spec: Path, written: str) -> None:
     assert resolve(spec, [f"eval={written}", "data.split=[100,0,0]"]).spec.eval is None
 
@@ -170,3 +182,24 @@ def test_yaml_switches_mean_what_they_say(tmp_path: Path) -> None:
     path.write_text(SPEC.replace("name: test", "name: no") + "eval: no\n")
     found = resolve(path).spec
     assert (found.name, found.eval) == ("no", None)
+
+
+def test_an_empty_section_is_one_that_was_not_given(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(SPEC + "eval:\ncheckpoint:\nparallel:\n")
+    found = resolve(path).spec
+    assert found.eval is not None
+    assert found.checkpoint.keep == 3
+
+
+def test_numbers_may_be_quoted_or_written_with_an_exponent(spec: Path) -> None:
+    found = resolve(
+        spec, ["train.global_batch='8'", "model.hidden='96'", "model.heads=6e0", "optim.lr='1e-3'", "data.seq_len=1e3"]
+    ).spec
+    assert (found.train.global_batch, found.model.head_dim, found.optim.min_lr) == (8, 16, 1e-4)
+    assert found.parallel.micro_batch == 8
+
+
+def test_an_empty_file_is_called_empty(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("# nothing\n")
+    assert "is empty" in refusal(tmp_path / "run.yaml").cause

@@ -36,6 +36,8 @@ MINIMAL: dict[str, Any] = {
         {"eval": "off"},
         {"eval": {"every": "30min", "batches": 3}},
         {"checkpoint": {"every": "500ba"}},
+        {"data": {"train": {"path": "a"}, "split": "98,2,0", "seq_len": None}},
+        {"eval": True, "parallel": {"micro_batch": "auto"}, "checkpoint": None},
     ],
 )
 def test_what_users_write_is_valid(change: dict[str, Any]) -> None:
@@ -66,3 +68,15 @@ def test_the_examples_are_valid_and_resolve(path: Path) -> None:
 
 def test_there_are_examples() -> None:
     assert EXAMPLES
+
+
+def test_only_words_of_json_schema_are_used() -> None:
+    def words(node: Any) -> set[str]:
+        if isinstance(node, dict):
+            inner = [v for k, v in node.items() if k not in ("properties", "$defs")]
+            named = [child for k in ("properties", "$defs") for child in node.get(k, {}).values()]
+            return set(node) | {w for child in inner + named for w in words(child)}
+        return {w for child in node for w in words(child)} if isinstance(node, list) else set()
+
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    assert not words(SCHEMA) & {"ge", "gt", "le", "lt", "amount", "unit"}

@@ -88,6 +88,13 @@ def test_a_pair_appears_only_when_finished(tmp_path: Path) -> None:
         (lambda i, b: i.write_bytes(i.read_bytes()[:9] + b"\x02" + i.read_bytes()[10:]), "version"),
         (lambda i, b: i.write_bytes(i.read_bytes()[:17] + b"\x63" + i.read_bytes()[18:]), "dtype code 99"),
         (lambda i, b: i.write_bytes(i.read_bytes()[:-8] + (99).to_bytes(8, "little")), "documents end"),
+        (lambda i, b: i.write_bytes(i.read_bytes()[:17] + b"\x06" + i.read_bytes()[18:]), "token ids"),
+        (lambda i, b: _poke(i, 34, (-1).to_bytes(4, "little", signed=True)), "-1 tokens"),
+        (lambda i, b: _poke(i, 34, (2).to_bytes(4, "little")), "offsets|bytes"),
+        (lambda i, b: _poke(i, 34 + 8 + 8, (77).to_bytes(8, "little")), "offsets|bytes"),
+        (lambda i, b: _poke(i, 34 + 24, (5).to_bytes(8, "little")), "rise from 0"),
+        (lambda i, b: _poke(i, 34 + 24 + 8, (2**60).to_bytes(8, "little")), "rise from 0"),
+        (lambda i, b: _poke(i, 18, (2**60).to_bytes(8, "little")), "need"),
         (lambda i, b: b.write_bytes(b.read_bytes()[:-2]), "bytes"),
         (lambda i, b: b.write_bytes(b.read_bytes() + b"xx"), "bytes"),
     ],
@@ -109,3 +116,18 @@ def test_a_file_cut_while_in_use_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ArgosyError) as refusal:
         reader.read(10, 10)
     assert refusal.value.code == "data.truncated"
+
+
+def _poke(path: Path, at: int, value: bytes) -> None:
+    content = bytearray(path.read_bytes())
+    content[at : at + len(value)] = value
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("ids", [[70000], [-1]])
+def test_ids_that_do_not_fit_are_refused_not_wrapped(tmp_path: Path, ids: list[int]) -> None:
+    writer = IndexedWriter(tmp_path / "x", dtype_for(300))
+    with pytest.raises(ArgosyError) as refusal:
+        writer.add_document([np.array(ids)])
+    assert refusal.value.code == "tokenizer.vocabulary"
+    writer.abandon()

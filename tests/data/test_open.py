@@ -55,4 +55,4 @@ def test_a_token_beyond_the_vocabulary_of_a_bare_pair_is_found_by_looking(write_
 
 def test_missing_data_is_refused(write_spec: Write, tmp_path: Path) -> None:
     assert refusal(write_spec(), f"data.train={tmp_path / 'no' / 'where'}").code == "data.not-found"
-    assert refusal(write_spec(), f"data.train={tmp_path / 'nowhere'}").code == "data.bad-index"
+    assert refusal(write_spec(), f"data.train={tmp_path / 'nowhere'}").code == "data.not-found"

@@ -13,7 +13,7 @@ from argosy.data import blocks
 from argosy.data.corpus import open_corpus
 from argosy.data.manifest import read_manifest
 from argosy.data.prepare import PrepareOptions, parse_share, prepare
-from argosy.data.tokenizer import ByteTokenizer, load_tokenizer, train_bpe
+from argosy.data.tokenizer import ByteTokenizer, JsonTokenizer, load_tokenizer, train_bpe
 from argosy.errors import ArgosyError
 from argosy.record.jsonl import read_jsonl
 
@@ -188,3 +188,39 @@ def test_megatron_reads_a_prepared_corpus(tmp_path: Path) -> None:
     assert len(theirs) == 50
     for i in range(50):
         assert np.array_equal(theirs[i], [*f"document {i} é漢".encode(), 256])
+
+
+def test_a_corpus_inside_its_own_input_directory_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.jsonl").write_bytes(GOOD + b"broken\n")
+    for _ in range(2):
+        prepare([str(tmp_path / "in")], ByteTokenizer(), tmp_path / "in" / "out", PrepareOptions(overwrite=True))
+        manifest = read_manifest(tmp_path / "in" / "out")
+        assert [Path(source.path).name for source in manifest.sources] == ["a.jsonl"]
+
+
+def test_a_byte_order_mark_is_not_text(tmp_path: Path) -> None:
+    assert texts(run(tmp_path, b"\xef\xbb\xbf" + GOOD)) == ["hello"]
+    assert texts(run(tmp_path, b"\xef\xbb\xbfhello", "a.txt", overwrite=True)) == ["hello"]
+
+
+def test_what_is_passed_over_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "in").mkdir()
+    for name in ("a.jsonl", "notes.md", ".hidden.jsonl"):
+        (tmp_path / "in" / name).write_bytes(GOOD)
+    prepare([str(tmp_path / "in")], ByteTokenizer(), tmp_path / "out", PrepareOptions())
+    assert "2 files of other kinds are passed over" in capsys.readouterr().err
+    assert texts(tmp_path / "out") == ["hello"]
+
+
+def test_ids_with_gaps_need_an_embedding_up_to_the_largest() -> None:
+    document = json.loads(train_bpe(["ab"] * 5, 258))
+    document["added_tokens"][0]["id"] = 0
+    document["model"]["vocab"]["a"] = 70_000
+    assert JsonTokenizer(json.dumps(document), "gaps").vocab_size == 70_001
+
+
+def test_an_unfinished_preparation_is_called_that(tmp_path: Path) -> None:
+    (tmp_path / "out" / ".parts").mkdir(parents=True)
+    with pytest.raises(ArgosyError, match="unfinished"):
+        open_corpus(tmp_path / "out")

@@ -27,6 +27,7 @@ def test_a_log_cut_anywhere_loses_only_the_line_that_was_cut(
 
     with tempfile.TemporaryDirectory() as root:
         path = Path(root) / "log.jsonl"
+        path.touch()
         with JsonlWriter(path) as log:
             for record in records:
                 log.write(record)

@@ -14,6 +14,7 @@ from argosy.errors import ArgosyError
 from argosy.record.rundir import RunDir, find_run
 
 Write = Callable[..., Path]
+FACTS = {"corpora": [{"documents": 40, "tokens": 999, "sha256": "abc"}], "eod_id": 256}
 
 
 def test_one_trainer_at_a_time_and_a_dead_one_does_not_count(tmp_path: Path) -> None:
@@ -44,7 +45,7 @@ def stored(write_spec: Write, tmp_path: Path) -> tuple[RunDir, Path]:
     path = write_spec()
     run = RunDir(tmp_path / "runs" / "tiny")
     run.open_for_training()
-    run.store_spec(resolve(path), path)
+    run.store(resolve(path), path, FACTS)
     return run, path
 
 
@@ -53,7 +54,7 @@ def stored(write_spec: Write, tmp_path: Path) -> tuple[RunDir, Path]:
 )
 def test_what_does_not_touch_past_steps_may_change(stored: tuple[RunDir, Path], change: str) -> None:
     run, path = stored
-    changes = run.store_spec(resolve(path, [change]), path)
+    changes = run.compare(resolve(path, [change]), FACTS)
     assert any(change.split("=")[0] in line for line in changes)
 
 
@@ -63,9 +64,36 @@ def test_what_does_not_touch_past_steps_may_change(stored: tuple[RunDir, Path], 
 def test_what_would_make_it_another_run_is_refused(stored: tuple[RunDir, Path], change: str) -> None:
     run, path = stored
     with pytest.raises(ArgosyError) as refusal:
-        run.store_spec(resolve(path, [change]), path)
+        run.compare(resolve(path, [change]), FACTS)
     assert refusal.value.code == "run.changed"
     assert change.split("=")[0] in refusal.value.cause
+
+
+def test_data_may_move_but_not_change(stored: tuple[RunDir, Path]) -> None:
+    run, path = stored
+    assert run.compare(resolve(path, ["data.train=elsewhere"]), FACTS)
+    other = {"corpora": [FACTS["corpora"][0] | {"sha256": "def"}], "eod_id": 256}
+    with pytest.raises(ArgosyError) as refusal:
+        run.compare(resolve(path), other)
+    assert "sha256" in refusal.value.cause
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b'{"spec": {}, "data": {}}', b'{"spec": [], "data": {}}', b"\xff"])
+def test_a_damaged_record_of_the_spec_is_refused(stored: tuple[RunDir, Path], content: bytes) -> None:
+    run, _ = stored
+    run.resolved_file.write_bytes(content)
+    with pytest.raises(ArgosyError) as refusal:
+        run.load_spec()
+    assert refusal.value.code == "run.damaged"
+
+
+def test_a_directory_that_was_moved_away_is_not_written_to(stored: tuple[RunDir, Path]) -> None:
+    run, _ = stored
+    run.require_ours()
+    run.root.rename(run.root.with_name("moved"))
+    run.root.mkdir()
+    with pytest.raises(ArgosyError):
+        run.require_ours()
 
 
 def test_a_stored_spec_reads_back_equal(stored: tuple[RunDir, Path]) -> None:
@@ -83,7 +111,7 @@ def test_a_wrong_path_is_refused_with_the_runs_that_are_there(stored: tuple[RunD
 def test_an_earlier_run_is_moved_never_deleted(stored: tuple[RunDir, Path]) -> None:
     run, _ = stored
     first = run.archive()
-    run.root.mkdir()
+    run.open_for_training()
     second = run.archive()
     assert first != second
     assert (first / "resolved.json").exists()

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from argosy.checkpoint.store import latest, listed
 from argosy.config.resolve import resolve
+from argosy.data.open import open_data
 from argosy.errors import EXIT_DONE, ArgosyError
 from argosy.record.jsonl import read_jsonl, read_metrics
 from argosy.train.evaluate import evaluate_run, unigram_entropy
@@ -46,7 +48,7 @@ def test_a_finished_run_is_not_trained_again_but_can_be_lengthened(
     path = write_spec()
     go(path)
     assert go(path) == EXIT_DONE
-    assert "all 6 steps are done" in capsys.readouterr().out
+    assert "step 6 is done" in capsys.readouterr().out
     assert go(path, "train.steps=9") == EXIT_DONE
     assert max(read_metrics(tmp_path / "runs" / "tiny" / "metrics.jsonl")) == 9
 
@@ -108,6 +110,10 @@ def test_refusals_come_before_the_run_directory_is_touched(write_spec: Write, tm
         (["data.train=nowhere/at/all"], "data.not-found"),
         (["data.seq_len=4000", "model.max_seq_len=4000"], "data.empty-split"),
         (["train.device=cuda"], "device.unavailable"),
+        (["model=bert-base", "data.seq_len=32"], "model.unsupported"),
+        (["parallel.tp=2"], "config.arithmetic"),
+        (["optim.no_decay=[zzz]"], "config.bad-value"),
+        (["optim.warmup=1000", "train.epochs=0.5"], "config.arithmetic"),
     ):
         if code == "device.unavailable" and torch.cuda.is_available():
             continue
@@ -126,12 +132,79 @@ def test_a_loss_that_is_not_a_number_stops_the_run_before_it_is_saved(write_spec
     assert listed(tmp_path / "runs" / "tiny" / "checkpoints") == []
 
 
+def test_a_run_whose_first_start_was_refused_can_be_corrected(write_spec: Write, tmp_path: Path) -> None:
+    path = write_spec(optim={"lr": 1e30, "clip": None}, checkpoint={"every": 100})
+    with pytest.raises(ArgosyError):
+        go(path, "train.steps=30")  # dies before its first checkpoint
+    assert go(path, "optim.lr=1e-3", "model.layers=1", "train.steps=3") == EXIT_DONE
+
+
+def test_other_data_under_the_same_path_is_noticed(write_spec: Write, tmp_path: Path, corpus: Path) -> None:
+    import shutil
+
+    shutil.copytree(corpus, tmp_path / "copy")
+    path = write_spec(data={"train": str(tmp_path / "copy"), "seq_len": 32, "split": [90, 10, 0]})
+    go(path)
+    shutil.move(tmp_path / "copy", tmp_path / "moved")
+    assert go(path, f"data.train={tmp_path / 'moved'}", "train.steps=8") == EXIT_DONE  # the same data elsewhere
+    from argosy.data.prepare import PrepareOptions, prepare
+    from argosy.data.tokenizer import ByteTokenizer
+
+    (tmp_path / "x.jsonl").write_text('{"text": "other text altogether, and long enough for a sample or two"}\n' * 60)
+    prepare([str(tmp_path / "x.jsonl")], ByteTokenizer(), tmp_path / "copy", PrepareOptions())
+    with pytest.raises(ArgosyError) as refusal:
+        go(path, "train.steps=10")
+    assert refusal.value.code == "run.changed"
+
+
+def test_a_running_run_is_not_archived_from_under_its_trainer(write_spec: Write, tmp_path: Path) -> None:
+    path = write_spec()
+    go(path)
+    from argosy.record.rundir import RunDir
+
+    holder = RunDir(tmp_path / "runs" / "tiny")
+    holder.open_for_training()
+    with pytest.raises(ArgosyError) as refusal:
+        go(path, options=TrainOptions(fresh=True, archive=True, quiet=True))
+    assert refusal.value.code == "run.busy"
+    holder.close()
+    with pytest.raises(ArgosyError):
+        go(path, options=TrainOptions(archive=True))  # archive means nothing without fresh
+
+
+def test_damaged_tokens_are_refused_when_they_are_read(write_spec: Write, tmp_path: Path, corpus: Path) -> None:
+    import shutil
+
+    shutil.copytree(corpus, tmp_path / "copy")
+    with (tmp_path / "copy" / "shard-00000.bin").open("r+b") as file:
+        file.write(b"\xff\xff" * 4000)
+    path = write_spec(data={"train": str(tmp_path / "copy"), "seq_len": 32, "split": [90, 10, 0]})
+    with pytest.raises(ArgosyError) as refusal:
+        go(path, "train.steps=60")
+    assert refusal.value.code == "tokenizer.vocabulary"
+    assert "65,535" in refusal.value.cause
+
+
+def test_evaluation_counts_every_window_once_whatever_the_weights(write_spec: Write, corpus: Path) -> None:
+    sources = [{"path": str(corpus), "weight": 0.9}, {"path": str(corpus), "weight": 0.1}]
+    whole = open_data(resolve(write_spec(data={"train": sources, "seq_len": 32, "split": [90, 10, 0]})).spec).whole(
+        "validation"
+    )
+    places = list(zip(*whole.locate(np.arange(whole.epoch_samples)), strict=True))
+    assert len(set(places)) == whole.epoch_samples == 2 * whole.sets[0].count
+
+
 def test_a_dry_run_checks_everything_and_writes_nothing(write_spec: Write, tmp_path: Path) -> None:
     text = "\n".join(dry_run(resolve(write_spec()), TrainOptions()))
     assert "steps 1 to 6" in text
     assert not (tmp_path / "runs").exists()
-    with pytest.raises(ArgosyError):
-        dry_run(resolve(write_spec(), ["model.vocab_size=200"]), TrainOptions())
+    (tmp_path / "file").touch()
+    for bad in ("model.vocab_size=200", "optim.no_decay=[zzz]", f"runs_dir={tmp_path / 'file' / 'x'}", "parallel.pp=2"):
+        with pytest.raises(ArgosyError):
+            dry_run(resolve(write_spec(), [bad]), TrainOptions())
+    go(write_spec())
+    assert "nothing: all 6 steps" in "\n".join(dry_run(resolve(write_spec()), TrainOptions()))
+    assert "starts at step 0" in "\n".join(dry_run(resolve(write_spec()), TrainOptions(fresh=True, archive=True)))
 
 
 def test_evaluation_of_a_run_covers_the_whole_split_once(write_spec: Write, tmp_path: Path) -> None:
@@ -140,7 +213,8 @@ def test_evaluation_of_a_run_covers_the_whole_split_once(write_spec: Write, tmp_
     result, step = evaluate_run(tmp_path / "runs" / "tiny", split="validation", batches=None)
     again, _ = evaluate_run(tmp_path / "runs" / "tiny", split="validation", batches=None)
     assert (step, result) == (6, again)
-    assert result.tokens == result.samples * 32
+    whole = open_data(resolve(path).spec).whole("validation")
+    assert (result.samples, result.tokens) == (whole.epoch_samples, whole.epoch_samples * 32)
     training, _ = evaluate_run(tmp_path / "runs" / "tiny", split="train", batches=1)
     assert training.samples == 8
     with pytest.raises(ArgosyError) as refusal:
@@ -149,9 +223,7 @@ def test_evaluation_of_a_run_covers_the_whole_split_once(write_spec: Write, tmp_
 
 
 def test_the_unigram_entropy_is_that_of_the_labels(write_spec: Write) -> None:
-    from argosy.data.open import open_data
-
-    stream = open_data(resolve(write_spec()).spec).stream("validation")
+    stream = open_data(resolve(write_spec()).spec).whole("validation")
     labels = stream.batch(0, stream.epoch_samples).labels.ravel().tolist()
     shares = torch.tensor([labels.count(t) / len(labels) for t in sorted(set(labels))], dtype=torch.float64)
     assert unigram_entropy(stream, 257) == pytest.approx(float(-(shares * shares.log()).sum()))
@@ -178,6 +250,18 @@ def test_sampling_respects_its_options() -> None:
     }
     assert everything == {0, 1, 2, 3}
     assert choose(logits, Sampling(temperature=0), torch.Generator()) == 1
+
+
+def test_a_run_remembers_the_token_that_ends_a_document(write_spec: Write, tmp_path: Path) -> None:
+    go(write_spec())
+    from argosy.record.rundir import RunDir
+
+    assert RunDir(tmp_path / "runs" / "tiny").data_facts()["eod_id"] == 256
+    with pytest.raises(ArgosyError) as refusal:
+        sample(tmp_path / "runs" / "tiny", "x", Sampling(), device="tpu")
+    assert (refusal.value.code, refusal.value.key) == ("device.unavailable", "--device")
+    with pytest.raises(ArgosyError):
+        sample(tmp_path / "runs" / "tiny", "\udcff", Sampling())
 
 
 def test_a_run_without_a_checkpoint_cannot_be_sampled(write_spec: Write, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
     checkpoints/step-00000500/
       weights.safetensors      parameters by name
       optimizer.safetensors    the optimiser's moments by parameter name
-      state.json               step, consumed samples and tokens: the loader, the schedule and all randomness follow
+      state.json               step and consumed samples: the loader, the schedule and all randomness follow
       manifest.json            written last: size and SHA-256 of each of the others
 
 A checkpoint is made under a hidden name, synced, and renamed. `latest` is never recorded anywhere: it is found by
@@ -16,7 +16,7 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -39,7 +39,6 @@ class Progress:
 
     step: int
     consumed_samples: int
-    consumed_tokens: int
 
 
 class _Strict(BaseModel):
@@ -97,20 +96,27 @@ def save(
             f"step {progress.step} could not be saved in {root}: {error.strerror or error}",
             fix="free some space or repair the file system, then run the same command again",
         ) from None
-    prune(root, keep)
+    prune(root, keep, newest=progress.step)
     return final
 
 
-def latest(root: Path, report: Callable[[str], None]) -> Checkpoint | None:
-    """The newest checkpoint that passes its check, or None where there is none at all. Bad ones are reported; if only
-    bad ones are left, that is a refusal."""
+def latest(root: Path, report: Callable[[str], None], *, set_aside: bool = False) -> Checkpoint | None:
+    """The newest checkpoint that passes its check, or None where there is none at all. Bad ones are reported and, once
+    a good one is found, renamed (`set_aside`), so that they never count as checkpoints again. If only bad ones are
+    left, that is a refusal."""
     faults = []
+    bad: list[Path] = []
     for path in listed(root):
         try:
-            return verify(path)
+            found = verify(path)
         except ArgosyError as error:
             faults.append(error.cause)
+            bad.append(path)
             report(f"{path.name} is not used: {error.cause}")
+            continue
+        for damaged in bad if set_aside else ():
+            damaged.rename(_free_name(damaged))
+        return found
     if faults:
         raise ArgosyError(
             "checkpoint.corrupt",
@@ -123,7 +129,7 @@ def latest(root: Path, report: Callable[[str], None]) -> Checkpoint | None:
 def listed(root: Path) -> list[Path]:
     """Checkpoint directories, newest first; what is still being written or removed has another name."""
     found = [path for path in root.glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
+    return sorted(found, key=_step, reverse=True)
 
 
 def verify(path: Path) -> Checkpoint:
@@ -147,17 +153,34 @@ def verify(path: Path) -> Checkpoint:
         raise _corrupt(f"{path}: {error}") from None
     if {"weights.safetensors", "optimizer.safetensors", "state.json"} - manifest.files.keys():
         raise _corrupt(f"{path / MANIFEST} does not list every file")
-    if not int(path.name.removeprefix("step-")) == manifest.step == progress.step:
+    if not _step(path) == manifest.step == progress.step:
         raise _corrupt(f"{path} says step {manifest.step} in its manifest and {progress.step} in its state")
     return Checkpoint(path, progress)
 
 
-def prune(root: Path, keep: int) -> None:
-    """Remove all but the newest `keep`, and what a killed save left behind."""
-    for path in listed(root)[keep:]:
+def prune(root: Path, keep: int, newest: int) -> None:
+    """Remove all but the last `keep` up to the one of step `newest`, which was just written and is known to be good."""
+    older = [path for path in listed(root) if _step(path) <= newest]
+    for path in older[keep:]:
         _remove(path)
+    sweep(root)
+
+
+def sweep(root: Path) -> None:
+    """Remove what a killed save or a killed removal left behind."""
     for leftover in root.glob(".step-*"):
         shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def _free_name(path: Path) -> Path:
+    number = 1
+    while (target := path.with_name(f"bad-{path.name}.{number}")).exists():
+        number += 1
+    return target
 
 
 def _remove(path: Path) -> None:
@@ -194,13 +217,12 @@ def _corrupt(what: str) -> ArgosyError:
     return ArgosyError("checkpoint.corrupt", what, fix="use another checkpoint, or restore this one from a backup")
 
 
-def require_names(found: Iterator[str], wanted: Iterator[str], path: Path) -> None:
+def require_names(have: Set[str], need: Set[str], path: Path) -> None:
     """Refuse a checkpoint that is not of this model, naming what is missing and what is left over."""
-    have, need = set(found), set(wanted)
     if have != need:
         missing, extra = sorted(need - have), sorted(have - need)
         parts = [
-            f"{label} {names[0]} and {len(names) - 1} more"
+            f"{label} {names[0]}" + (f" and {len(names) - 1} more" if names[1:] else "")
             for label, names in (("lacks", missing), ("has also", extra))
             if names
         ]

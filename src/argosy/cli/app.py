@@ -4,15 +4,40 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
 from argosy import __version__
 from argosy.cli import config, data, demo, evaluate, sample, train
 from argosy.errors import EXIT_REFUSED, ArgosyError
 
+
+class Verbs(TyperGroup):
+    """Runs a verb, and ends well where the world does not go along with it."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+            return result
+        except BrokenPipeError:  # the reader of our output left, as `head` does
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(128 + signal.SIGPIPE) from None
+        except OSError as error:
+            where = f"{error.filename}: " if error.filename else ""
+            cause = f"{where}{error.strerror or error}"
+            raise ArgosyError("io.failed", cause, fix="check the path, its permissions and free space") from error
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            raise typer.Exit(128 + signal.SIGINT) from None
+
+
 app = typer.Typer(
+    cls=Verbs,
     name="argosy",
     help="From raw text to a trained language model: prepare the data, train, evaluate, sample.",
     no_args_is_help=True,
@@ -51,9 +76,6 @@ def main() -> None:
         app()
     except ArgosyError as error:
         _refuse(error)
-    except BrokenPipeError:  # the reader of our output left, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
 
 
 def _refuse(error: ArgosyError) -> None:

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from argosy.errors import ArgosyError
+
+RUN_METAVAR = "[RUN.yaml] [KEY=VALUE]..."
 RUN_HELP = "The run spec (default: ./run.yaml), then any number of key.path=value overrides."
 
 
 def run_and_overrides(arguments: list[str] | None) -> tuple[Path | None, list[str]]:
     """`[RUN.yaml] [key=value ...]`: the first is a file unless it is an override."""
     rest = list(arguments or [])
-    if rest and "=" not in rest[0]:
+    if rest and ("=" not in rest[0] or Path(rest[0]).is_file()):
         return Path(rest.pop(0)), rest
     default = Path("run.yaml")
     return (default if default.exists() else None), rest
+
+
+def require_run(path: Path | None) -> Path:
+    if path is None:
+        raise ArgosyError(
+            "config.not-found",
+            "no run spec was named, and there is no run.yaml here",
+            fix="argosy train RUN.yaml [key.path=value …]",
+        )
+    return path

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from argosy.cli.arguments import RUN_HELP, run_and_overrides
+from argosy.cli.arguments import RUN_HELP, RUN_METAVAR, run_and_overrides
 
 app = typer.Typer(
     help="The run spec: resolved values and their origins, model presets, JSON Schema.", no_args_is_help=True
@@ -16,7 +16,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command("show")
-def show(arguments: Annotated[list[str] | None, typer.Argument(help=RUN_HELP)] = None, as_json: Json = False) -> None:
+def show(
+    arguments: Annotated[list[str] | None, typer.Argument(help=RUN_HELP, metavar=RUN_METAVAR)] = None,
+    as_json: Json = False,
+) -> None:
     """Every resolved value of a run spec and where it came from. Without a run spec: the defaults."""
     from argosy.config import show
 

@@ -8,7 +8,13 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="From text to tokens.", no_args_is_help=True)
+from argosy.cli import data_corpus
+
+app = typer.Typer(help="From text to tokens, and what can be done with them.", no_args_is_help=True)
+app.command("inspect")(data_corpus.inspect)
+app.command("verify")(data_corpus.verify)
+app.command("merge")(data_corpus.merge)
+app.command("convert")(data_corpus.convert)
 
 Inputs = Annotated[
     list[str],
@@ -50,7 +56,7 @@ def prepare(
         int, typer.Option(min=0, help="This machine's number, when --shard-count machines share the work.")
     ] = 0,
     shard_count: Annotated[int, typer.Option(min=1, help="How many machines share the work.")] = 1,
-    max_bad: Annotated[str, typer.Option(help="Refuse when more than this share of records is bad, as 0.1%.")] = "100%",
+    max_bad: Annotated[str, typer.Option(help="Refuse when more than this share of records is bad, as 0.1%.")] = "50%",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a corpus that is already there.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="List the inputs and the tokenizer's facts, write nothing.")

@@ -16,7 +16,7 @@ class SplitName(StrEnum):
 
 
 def evaluate(
-    run: Annotated[Path, typer.Argument(help="A run directory, as runs/<name>.")],
+    run: Annotated[Path, typer.Argument(help="A run directory, as runs/<name>.", metavar="RUN")],
     split: Annotated[SplitName, typer.Option(help="Which split of the run's data.")] = SplitName.validation,
     batches: Annotated[int | None, typer.Option(min=1, help="Global batches; default: the whole split.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: as the run was trained.")] = None,

@@ -9,12 +9,12 @@ import typer
 
 
 def sample(
-    run: Annotated[Path, typer.Argument(help="A run directory, as runs/<name>.")],
+    run: Annotated[Path, typer.Argument(help="A run directory, as runs/<name>.", metavar="RUN")],
     prompt: Annotated[str, typer.Option(help="Text to go on from.")] = "",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most.")] = 200,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 0.8,
     top_k: Annotated[int, typer.Option(min=0, help="Choose among this many; 0 among all.")] = 50,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same text.")] = 0,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: as the run was trained.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

@@ -6,11 +6,11 @@ from typing import Annotated
 
 import typer
 
-from argosy.cli.arguments import RUN_HELP, run_and_overrides
+from argosy.cli.arguments import RUN_HELP, RUN_METAVAR, require_run, run_and_overrides
 
 
 def train(
-    arguments: Annotated[list[str] | None, typer.Argument(help=RUN_HELP)] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(help=RUN_HELP, metavar=RUN_METAVAR)] = None,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start anew; refuses if the run directory holds a run.")
     ] = False,
@@ -30,6 +30,7 @@ def train(
     from argosy.config.resolve import resolve
 
     path, overrides = run_and_overrides(arguments)
+    path = require_run(path)
     resolved = resolve(path, overrides)
     from argosy.train import loop
 

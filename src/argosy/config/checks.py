@@ -49,8 +49,7 @@ def _check_batch(spec: RunSpec, origins: Origins) -> None:
     if batch % share:
         below, above = batch // share * share, (batch // share + 1) * share
         near = f"{below} or {above}" if below else str(above)
-        divisors = [n for n in range(1, batch + 1) if batch % (n * ranks) == 0]
-        smaller = max((n for n in divisors if n <= micro), default=None)
+        smaller = next((n for n in range(min(micro, batch), 0, -1) if batch % (n * ranks) == 0), None)
         raise ArgosyError(
             "config.arithmetic",
             f"train.global_batch {batch} is not a multiple of micro_batch {micro} x {ranks} data-parallel ranks = {share} "
@@ -146,12 +145,18 @@ def _check_schedule(spec: RunSpec, origins: Origins) -> None:
             origin=origins.get("optim.warmup"),
             fix="give it in steps (200ba) or tokens (300M)",
         )
-    if warmup and steps and warmup >= steps:
+    if warmup and steps:
+        check_warmup(spec, warmup, steps, origins.get("optim.warmup"))
+
+
+def check_warmup(spec: RunSpec, warmup: int, steps: int, origin: str | None = None) -> None:
+    """Again once the data is open, for lengths in epochs."""
+    if warmup and warmup >= steps:
         raise ArgosyError(
             "config.arithmetic",
             f"the warm-up of {warmup} steps is not shorter than the run of {steps} steps",
             key="optim.warmup",
             value=str(spec.optim.warmup),
-            origin=origins.get("optim.warmup"),
+            origin=origin,
             fix=f"optim.warmup={max(0, steps // 10)}",
         )

@@ -22,7 +22,6 @@ class ParameterCount:
 
     total: int
     active: int
-    embedding: int
     matmul: int
 
 
@@ -48,7 +47,7 @@ def count_parameters(spec: ModelSpec) -> ParameterCount:
         other += _norm(spec)
 
     total = embedding + matmul + other + (0 if spec.tied else head)
-    return ParameterCount(total=total, active=total - idle, embedding=embedding, matmul=matmul - idle + head)
+    return ParameterCount(total=total, active=total - idle, matmul=matmul - idle + head)
 
 
 def training_flops_per_token(spec: ModelSpec, seq_len: int | None = None) -> float:
@@ -80,7 +79,7 @@ def _attention(spec: ModelSpec) -> tuple[int, int]:
     query, key_value = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     matmul = spec.hidden * (2 * query + 2 * key_value)
     other = (query + 2 * key_value + spec.hidden) if spec.attention_bias else 0
-    return matmul, other + (2 * spec.head_dim if spec.qk_norm else 0)
+    return matmul, other + (2 * _norm(spec, spec.head_dim) if spec.qk_norm else 0)
 
 
 def _mlp(spec: ModelSpec, ffn: int) -> tuple[int, int]:

@@ -6,19 +6,24 @@ override any of them. `argosy.config.presets` holds both tables.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from argosy.config.units import Count, Float, Int
-
-Positive = Annotated[Int, Field(ge=1)]
+from argosy.config.units import Count, Fraction, Positive, PositiveNumber, Whole
 
 
 class Section(BaseModel):
     """Every part of the run spec: unknown keys are errors, values cannot be changed once resolved."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
+
+
+def _whole(value: Any) -> Any:
+    """64, 64.0 and "64" alike, as the fields read them; anything else as it is."""
+    if isinstance(value, str) and value.isascii() and value.isdigit():
+        return int(value)
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 class MoESpec(Section):
@@ -27,8 +32,8 @@ class MoESpec(Section):
     experts: Positive = Field(description="routed experts in a layer")
     top_k: Positive = Field(description="experts each token is sent to")
     ffn: Positive = Field(description="inner width of one expert")
-    shared_experts: Annotated[Int, Field(ge=0)] = Field(0, description="experts every token passes through")
-    dense_layers: Annotated[Int, Field(ge=0)] = Field(0, description="leading layers that keep a dense MLP")
+    shared_experts: Whole = Field(0, description="experts every token passes through")
+    dense_layers: Whole = Field(0, description="leading layers that keep a dense MLP")
     router: Literal["softmax", "sigmoid"] = Field("softmax", description="how scores become weights")
 
 
@@ -43,14 +48,14 @@ class ModelSpec(Section):
     kv_heads: Positive = Field(description="key/value heads; fewer than heads is grouped-query attention")
     head_dim: Positive = Field(description="width of one head; hidden / heads unless given")
     ffn: Positive = Field(description="inner width of the MLP; 4 x hidden unless given")
-    vocab_size: Count = Field(description="rows of the token embedding", ge=2)
+    vocab_size: Count = Field(description="rows of the token embedding")
     max_seq_len: Positive = Field(description="longest sequence the model is meant for")
 
     architecture: Literal["decoder", "encoder", "encoder-decoder"] = Field(description="which way attention looks")
     positions: Literal["learned", "rope", "alibi", "relative"] = Field(description="how order is encoded")
     norm: Literal["layernorm", "rmsnorm"] = Field(description="normalisation")
     norm_bias: bool = Field(description="whether norms have a bias")
-    norm_eps: Annotated[Float, Field(gt=0)] = Field(description="added to the variance in norms")
+    norm_eps: PositiveNumber = Field(description="added to the variance in norms")
     activation: Literal["gelu", "gelu_tanh", "relu", "swiglu"] = Field(description="MLP non-linearity")
     attention_bias: bool = Field(description="biases in the query, key, value and output projections")
     mlp_bias: bool = Field(description="biases in the MLP")
@@ -58,9 +63,9 @@ class ModelSpec(Section):
 
     qk_norm: bool = Field(False, description="normalise each query and key head (Qwen3)")
     window: Positive | None = Field(None, description="sliding attention window, in tokens")
-    rope_theta: Annotated[Float, Field(gt=0)] = Field(10_000.0, description="base of the rotary frequencies")
-    dropout: Annotated[Float, Field(ge=0, lt=1)] = Field(0.0, description="on embeddings, attention and residuals")
-    init_std: Annotated[Float, Field(gt=0)] = Field(0.02, description="standard deviation of fresh weights")
+    rope_theta: PositiveNumber = Field(10_000.0, description="base of the rotary frequencies")
+    dropout: Fraction = Field(0.0, description="on embeddings, attention and residuals")
+    init_std: PositiveNumber = Field(0.02, description="standard deviation of fresh weights")
     moe: MoESpec | None = Field(None, description="mixture of experts")
     decoder_layers: Positive | None = Field(None, description="T5: blocks in the decoder")
     target_len: Positive | None = Field(None, description="T5: tokens of the decoder's side of a sample")
@@ -73,16 +78,16 @@ class ModelSpec(Section):
         if not isinstance(data, dict):
             return data
         data = dict(data)
-        hidden, heads = data.get("hidden"), data.get("heads")
+        hidden, heads = _whole(data.get("hidden")), _whole(data.get("heads"))
         if data.get("kv_heads") is None and heads is not None:
             data["kv_heads"] = heads
         if data.get("head_dim") is None and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
             if hidden % heads:
-                below = next(n for n in range(heads, 0, -1) if hidden % n == 0)
-                above = next(n for n in range(heads, hidden + 1) if hidden % n == 0) if heads <= hidden else hidden
+                near = [n for n in range(max(1, heads - 64), heads + 64) if hidden % n == 0]
+                closest = sorted(sorted(near, key=lambda n: abs(n - heads))[:2])
                 raise ValueError(
                     f"hidden {hidden} is not divisible by heads {heads} ({hidden} / {heads} = {hidden / heads:.2f}): "
-                    f"use heads {below} or {above}, or give head_dim"
+                    f"use heads {' or '.join(map(str, closest)) or 1}, or give head_dim"
                 )
             data["head_dim"] = hidden // heads
         if data.get("ffn") is None and isinstance(hidden, int):
@@ -97,9 +102,24 @@ class ModelSpec(Section):
             raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
         if self.positions == "rope" and self.head_dim % 2:
             raise ValueError(f"rotary positions need an even head_dim, not {self.head_dim}")
+        self._check_family()
         if self.moe is not None and self.moe.top_k > self.moe.experts:
             raise ValueError(f"moe.top_k {self.moe.top_k} is more than moe.experts {self.moe.experts}")
         return self
+
+    def _check_family(self) -> None:
+        """Choices that would be ignored, or give a model nobody meant, are refused."""
+        allowed = {"decoder": ("learned", "rope", "alibi"), "encoder": ("learned",), "encoder-decoder": ("relative",)}
+        if self.positions not in allowed[self.architecture]:
+            raise ValueError(
+                f"positions {self.positions!r} do not go with a {self.architecture}: use {' or '.join(allowed[self.architecture])}"
+            )
+        if self.norm == "rmsnorm" and self.norm_bias:
+            raise ValueError("a norm of kind rmsnorm has no norm_bias: set model.norm_bias=false")
+        only = {"type_vocab_size": "encoder", "decoder_layers": "encoder-decoder", "target_len": "encoder-decoder"}
+        for key, architecture in only.items():
+            if getattr(self, key) is not None and self.architecture != architecture:
+                raise ValueError(f"{key} has no meaning in a {self.architecture}: leave it out")
 
     @property
     def gated(self) -> bool:

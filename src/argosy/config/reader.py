@@ -46,6 +46,8 @@ def read_yaml(path: Path) -> tuple[Any, Lines]:
                 "config.bad-yaml", f"{path} is larger than {MAX_BYTES:,} bytes", fix="give the run spec, not the data"
             )
         text = path.read_bytes().decode("utf-8")
+        if "\0" in text:
+            raise ArgosyError("config.bad-yaml", f"{path} holds a NUL character", fix="is it a text file?")
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         raise ArgosyError(
             "config.not-found",
@@ -62,9 +64,10 @@ def read_yaml(path: Path) -> tuple[Any, Lines]:
 def parse_yaml(text: str, name: str) -> tuple[Any, Lines]:
     try:
         loader = _Loader(text)
+        loader.name = name  # what its messages call the document
         node = loader.get_single_node()
     except (yaml.YAMLError, RecursionError) as error:
-        raise ArgosyError("config.bad-yaml", f"{name}: {error}", fix="check indentation, quotes and colons") from None
+        raise ArgosyError("config.bad-yaml", str(error), fix="check indentation, quotes and colons") from None
     lines: Lines = {}
     if node is None:
         return {}, lines
@@ -96,6 +99,8 @@ class _Builder:
                 return None
             case "bool":
                 return value == "true"
+            case "int" if len(value) > 40:
+                raise self._bad(node, "a number of more than 40 digits", "write a smaller one")
             case "int":
                 return int(value.replace("_", ""))
             case "float":

@@ -30,7 +30,7 @@ def keys(model: type[BaseModel] = RunSpec, prefix: str = "") -> Iterator[tuple[s
 
 def page() -> str:
     rows = "\n".join(
-        f"| `{key}` | {kind.replace('|', 'or')} | {default} | {text} |" for key, kind, default, text in keys()
+        f"| `{key}` | {kind.replace('|', ' or ')} | {default} | {text} |" for key, kind, default, text in keys()
     )
     return (
         "# The run spec, key by key\n\n"

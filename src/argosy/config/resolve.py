@@ -8,6 +8,8 @@ refusal can point at the line.
 from __future__ import annotations
 
 import difflib
+import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +26,7 @@ from argosy.errors import ArgosyError
 
 Tree = dict[str, Any]
 AUTO_MICRO_BATCH_TOKENS = 16_384  # what `parallel: auto` puts through one forward pass on one device
+OFF = object()  # a section that was turned off, as opposed to one that was left empty
 LENGTH_KEYS = {"train.steps", "train.tokens", "train.samples", "train.epochs"}
 
 
@@ -48,7 +51,7 @@ def resolve(path: Path | None, overrides: Sequence[str] = ()) -> Resolved:
     _expand_model(tree, origins)
     _derive(tree, origins)
     try:
-        spec = RunSpec.model_validate(tree)
+        spec = RunSpec.model_validate({key: None if value is OFF else value for key, value in tree.items()})
     except ValidationError as error:
         raise _refusal(error, origins) from None
     leaves = dict(flatten(spec.model_dump(mode="json")))
@@ -59,9 +62,9 @@ def resolve(path: Path | None, overrides: Sequence[str] = ()) -> Resolved:
     return Resolved(spec, {key: origins[key] for key in leaves})
 
 
-def resolve_model(name_or_path: str, overrides: Sequence[str] = ()) -> ModelSpec:
+def resolve_model(name: str, overrides: Sequence[str] = ()) -> ModelSpec:
     """A preset by its name alone, with `key=value` changes, for verbs that need no run."""
-    tree: Tree = {"model": {"preset": name_or_path}}
+    tree: Tree = {"model": {"preset": name}}
     origins: dict[str, str] = {}
     for override in overrides:
         _apply_override(tree, origins, f"model.{override}")
@@ -88,6 +91,8 @@ def _read(path: Path | None) -> tuple[Tree, dict[str, str]]:
     if path is None:
         return {}, {}
     tree, lines = read_yaml(path)
+    if not tree:
+        raise ArgosyError("config.bad-yaml", f"{path} is empty", fix="start with `model: gpt2`")
     if not isinstance(tree, dict):
         raise ArgosyError(
             "config.bad-yaml", f"{path} holds {_kind(tree)}, not keys and values", fix="start with `model: gpt2`"
@@ -107,12 +112,21 @@ def _expand_shorthands(tree: Tree) -> None:
             data["train"] = [{"path": item} if isinstance(item, str) else item for item in data["train"]]
         if isinstance(data.get("split"), str):  # 98,2,0 as Megatron writes it
             data["split"] = [parse_value(part, "data.split") for part in data["split"].split(",")]
-    if tree.get("parallel") in ("auto", None):
+    for section in ("eval", "checkpoint", "log", "parallel"):  # an empty section is one that was not given
+        if section in tree and tree[section] is None and section not in _turned_off(tree):
+            del tree[section]
+    if tree.get("parallel", "auto") == "auto":
         tree["parallel"] = {}
-    if tree.get("eval", "") in ("off", "no", "false", False):
-        tree["eval"] = None
-    elif tree.get("eval") in ("on", "yes", "true", True):
-        tree["eval"] = {}
+    switch = tree.get("eval")
+    if isinstance(switch, bool | str):
+        if str(switch).lower() in ("off", "no", "false"):
+            tree["eval"] = OFF
+        elif str(switch).lower() in ("on", "yes", "true"):
+            tree["eval"] = {}
+
+
+def _turned_off(tree: Tree) -> list[str]:
+    return [key for key, value in tree.items() if value is OFF]
 
 
 def _apply_override(tree: Tree, origins: dict[str, str], override: str) -> None:
@@ -147,19 +161,18 @@ def _apply_override(tree: Tree, origins: dict[str, str], override: str) -> None:
 
 
 def _step_into(node: Any, part: str, key: str, walked: str) -> Any:
-    if isinstance(node, list):
-        return node[_index(node, part, key)]
-    if node.get(part) is None:
+    place: Any = _index(node, part, key) if isinstance(node, list) else part
+    if isinstance(node, dict) and node.get(part) in (None, OFF):
         node[part] = {}
-    if not isinstance(node[part], dict | list):
+    if not isinstance(node[place], dict | list):
         inside = f"{walked}.{part}" if walked else part
         raise ArgosyError(
             "config.bad-override",
-            f"{inside} is {_kind(node[part])}, it has no keys",
+            f"{inside} is {_kind(node[place])}, it has no keys",
             key=key,
             fix=f"set {inside} itself",
         )
-    return node[part]
+    return node[place]
 
 
 def _index(node: list[Any], part: str, key: str) -> int:
@@ -207,14 +220,14 @@ def _derive(tree: Tree, origins: dict[str, str]) -> None:
     """Fill in what follows from other keys. Wrong types are left for the schema to name."""
     model, data, train, optim = (tree.get(key) for key in ("model", "data", "train", "optim"))
     if isinstance(model, dict) and isinstance(data, dict):
-        if data.get("seq_len") is None and isinstance(model.get("max_seq_len"), int):
+        if data.get("seq_len") is None and _as_number(model.get("max_seq_len")) is not None:
             data["seq_len"] = model["max_seq_len"]
             origins["data.seq_len"] = "derived: model.max_seq_len"
-        elif model.get("max_seq_len") is None and isinstance(data.get("seq_len"), int):
+        elif model.get("max_seq_len") is None and _as_number(data.get("seq_len")) is not None:
             model["max_seq_len"] = data["seq_len"]
             origins["model.max_seq_len"] = "derived: data.seq_len"
-    if isinstance(optim, dict) and optim.get("min_lr") is None and _is_number(optim.get("lr")):
-        optim["min_lr"] = optim["lr"] / 10
+    if isinstance(optim, dict) and optim.get("min_lr") is None and (lr := _as_number(optim.get("lr"))) is not None:
+        optim["min_lr"] = lr / 10
         origins["optim.min_lr"] = "derived: optim.lr / 10"
     parallel = tree.get("parallel")
     if isinstance(parallel, dict) and parallel.get("micro_batch") in (None, "auto"):
@@ -224,14 +237,18 @@ def _derive(tree: Tree, origins: dict[str, str]) -> None:
 
 def _auto_micro_batch(train: Any, data: Any, parallel: Tree) -> int:
     """The largest divisor of a rank's share of the batch that stays within AUTO_MICRO_BATCH_TOKENS."""
-    batch: Any = train.get("global_batch") if isinstance(train, dict) else None
-    seq_len: Any = data.get("seq_len") if isinstance(data, dict) else None
-    ranks = [parallel.get("dp_replicate", 1), parallel.get("dp_shard", 1)]
-    if not all(type(n) is int and n > 0 for n in (batch, seq_len, *ranks)):
+    numbers = [
+        _as_number(train.get("global_batch") if isinstance(train, dict) else None),
+        _as_number(data.get("seq_len") if isinstance(data, dict) else None),
+        _as_number(parallel.get("dp_replicate", 1)),
+        _as_number(parallel.get("dp_shard", 1)),
+    ]
+    if not all(number is not None and 1 <= number < 2**31 for number in numbers):
         return 1  # another key is wrong, and will be named
+    batch, seq_len, *ranks = (int(number or 1) for number in numbers)
     share = max(1, batch // (ranks[0] * ranks[1]))
-    fits = [n for n in range(1, share + 1) if share % n == 0 and n * seq_len <= AUTO_MICRO_BATCH_TOKENS]
-    return max(fits, default=1)
+    most = max(1, min(share, AUTO_MICRO_BATCH_TOKENS // seq_len))
+    return next(n for n in range(most, 0, -1) if share % n == 0)
 
 
 def _shorthand_origin(key: str, origins: dict[str, str]) -> str | None:
@@ -271,14 +288,25 @@ def _refusal(error: ValidationError, origins: dict[str, str], prefix: str = "") 
     order = {"extra_forbidden": 0, "missing": 2}
     found = sorted(error.errors(), key=lambda item: order.get(item["type"], 1))
     first = found[0]
+    if first["type"] not in order:  # a wrong value makes what would be derived from it look missing too
+        found = [item for item in found if item["type"] != "missing"]
     key = _dotted(first["loc"], prefix)
     cause, fix, code = _explain(first, key)
+    if key == "model" and first["type"] == "value_error":
+        key = _culprit(cause, origins)
     if others := [f"{_dotted(item['loc'], prefix)}: {_explain(item, '')[0]}" for item in found[1:6]]:
         cause += "\nalso: " + "\n      ".join(others)
     value = None if first["type"] in ("missing", "extra_forbidden", "value_error") else first.get("input")
     if isinstance(value, dict | list) and len(str(value)) > 100:
         value = None
     return ArgosyError(code, cause, key=key or None, value=value, origin=_origin_of(key, origins), fix=fix)
+
+
+def _culprit(cause: str, origins: dict[str, str]) -> str:
+    """Of the model's keys that a refusal is about, the one the user wrote."""
+    named = [f"model.{word}" for word in re.findall(r"[a-z_]+", cause) if word in ModelSpec.model_fields]
+    written = [key for key in named if not origins.get(key, "preset").startswith(("preset", "family", "derived"))]
+    return (written or named or ["model"])[0]
 
 
 def _explain(item: Any, key: str) -> tuple[str, str, str]:
@@ -289,12 +317,25 @@ def _explain(item: Any, key: str) -> tuple[str, str, str]:
         known = _keys_of(section)
         fix = did_you_mean(name, known, section) or _elsewhere(name) or f"known here: {', '.join(sorted(known))}"
         return f"{name!r} is not a key of {section or 'the run spec'}", fix, "config.unknown-key"
+    if kind == "missing" and isinstance(item["loc"][-1], int):
+        return "the list is too short", "see `argosy config reference` for how many values it takes", "config.bad-value"
+    if kind == "too_short":
+        return "the list is empty", "give at least one", "config.bad-value"
+    if kind == "literal_error":
+        known = [part.strip(" '") for part in re.split(r",| or ", item["ctx"]["expected"])]
+        close = did_you_mean(str(item["input"]), known)
+        return f"{item['input']!r} is not one of {', '.join(known)}", close or f"use {known[0]}", "config.bad-value"
+    if kind == "string_pattern_mismatch":
+        rule = "only letters, digits, '.', '_' and '-' can be used, 63 at most, a letter or digit first"
+        return rule, "choose another", "config.bad-value"
     if kind == "missing":
         return f"{name} is required", f"add {key}", "config.missing-key"
     if kind == "value_error":
         code = "config.arithmetic" if item["loc"] and item["loc"][-1] == "model" else "config.bad-value"
         head, _, fix = message.partition(": ")
-        return head, fix or "change it", code
+        if key.startswith("eval."):
+            fix = "; ".join(filter(None, (fix, "`eval: off` turns evaluation off")))
+        return head, fix or "see `argosy config reference`", code
     if kind == "model_type" or kind == "model_attributes_type":
         return (
             f"{_kind(item['input'])} was given where keys and values belong",
@@ -334,15 +375,23 @@ def _dotted(location: tuple[int | str, ...], prefix: str) -> str:
 
 
 def _origin_of(key: str, origins: dict[str, str]) -> str | None:
+    whole = key
     while key:
         if key in origins:
             return origins[key]
         key = key.rpartition(".")[0]
-    return None
+    return next((origin for known, origin in origins.items() if known.startswith(f"{whole}.")), None)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _as_number(value: Any) -> float | None:
+    """What the schema would read as a number, else None: a wrong value is left for the schema to name."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _kind(value: Any) -> str:

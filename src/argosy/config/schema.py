@@ -9,18 +9,26 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from argosy.config.model import ModelSpec, Positive, Section
+from argosy.config.model import ModelSpec, Section
 from argosy.config.presets import ALIASES, PRESETS
-from argosy.config.units import Count, Duration, DurationField, DurationOrNone, Float, Int
-
-Fraction = Annotated[Float, Field(ge=0, lt=1)]
+from argosy.config.units import (
+    Count,
+    Duration,
+    DurationField,
+    DurationOrNone,
+    Fraction,
+    NotNegative,
+    Positive,
+    PositiveNumber,
+    Whole,
+)
 
 
 class DataSource(Section):
     """One prepared corpus and its share of the blend."""
 
     path: str = Field(description="a directory made by `argosy data prepare`, or a Megatron prefix (without .bin/.idx)")
-    weight: Annotated[Float, Field(gt=0)] | None = Field(
+    weight: PositiveNumber | None = Field(
         None, description="relative weight; give it for all sources or for none (none: by token count)"
     )
 
@@ -32,7 +40,7 @@ class DataSpec(Section):
         None, description="tokenizer.json, or `bytes`; default: the one stored with the prepared data"
     )
     train: list[DataSource] = Field(min_length=1, description="the corpora, one or more")
-    split: tuple[Float, Float, Float] = Field(
+    split: tuple[NotNegative, NotNegative, NotNegative] = Field(
         (98.0, 2.0, 0.0), description="relative shares of documents for training, validation and test"
     )
     seq_len: Positive = Field(description="tokens in a sample; the model's max_seq_len unless given")
@@ -42,11 +50,11 @@ class TrainSpec(Section):
     """How long and how large. Exactly one of steps, tokens, samples and epochs says how long."""
 
     global_batch: Positive = Field(description="samples in one optimiser step, over all devices")
-    steps: Count | None = Field(None, ge=1, description="optimiser steps")
-    tokens: Count | None = Field(None, ge=1, description="tokens, as 20B; rounded up to whole steps")
-    samples: Count | None = Field(None, ge=1, description="samples; rounded up to whole steps")
-    epochs: Annotated[Float, Field(gt=0)] | None = Field(None, description="passes over the training split")
-    seed: Annotated[Int, Field(ge=0, lt=2**63)] = Field(1234, description="of initialisation, sample order and dropout")
+    steps: Count | None = Field(None, description="optimiser steps")
+    tokens: Count | None = Field(None, description="tokens, as 20B; rounded up to whole steps")
+    samples: Count | None = Field(None, description="samples; rounded up to whole steps")
+    epochs: PositiveNumber | None = Field(None, description="passes over the training split")
+    seed: Whole = Field(1234, description="of initialisation, sample order and dropout")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU if there is one")
     deterministic: bool = Field(True, description="only algorithms that give the same bits each time")
 
@@ -63,26 +71,26 @@ class OptimSpec(Section):
     """The optimiser and its learning-rate schedule."""
 
     name: Literal["adamw"] = Field("adamw", description="optimiser")
-    lr: Annotated[Float, Field(gt=0)] = Field(description="peak learning rate")
-    min_lr: Annotated[Float, Field(ge=0)] = Field(description="final learning rate; lr / 10 unless given")
+    lr: PositiveNumber = Field(description="peak learning rate")
+    min_lr: NotNegative = Field(description="final learning rate; lr / 10 unless given")
     warmup: DurationOrNone = Field(
         Duration(0.0, "steps"), description="linear rise to the peak, as 200ba or 300M tokens"
     )
     schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="from the peak to min_lr")
     betas: tuple[Fraction, Fraction] = Field((0.9, 0.95), description="Adam's decay rates")
-    eps: Annotated[Float, Field(gt=0)] = Field(1e-8, description="Adam's epsilon")
-    weight_decay: Annotated[Float, Field(ge=0)] = Field(0.1, description="on matrices and embeddings")
+    eps: PositiveNumber = Field(1e-8, description="Adam's epsilon")
+    weight_decay: NotNegative = Field(0.1, description="on matrices and embeddings")
     no_decay: list[str] = Field(
         [], description="further parameters without decay, as name patterns; one that matches nothing is an error"
     )
-    clip: Annotated[Float, Field(gt=0)] | None = Field(1.0, description="largest gradient norm; null: no clipping")
+    clip: PositiveNumber | None = Field(1.0, description="largest gradient norm; null: no clipping")
 
 
 class EvalSpec(Section):
     """Evaluation on the validation split while training. `eval: off` turns it off."""
 
     every: DurationField = Field(Duration(100.0, "steps"), description="how often")
-    batches: Annotated[Int, Field(ge=0)] = Field(10, description="global batches each time")
+    batches: Whole = Field(10, description="global batches each time")
 
 
 class CheckpointSpec(Section):
@@ -152,8 +160,10 @@ def published_schema() -> dict[str, Any]:
     names = sorted([*PRESETS, *ALIASES])
     shorthands: dict[str, Any] = {
         "model": {"enum": names, "description": "a preset"},
-        "parallel": {"const": "auto"},
-        "eval": {"enum": ["off", False]},
+        "parallel": {"enum": ["auto", None]},
+        "eval": {"enum": ["off", "no", "on", "yes", False, True, None]},
+        "checkpoint": {"type": "null"},
+        "log": {"type": "null"},
     }
     for key, shorthand in shorthands.items():
         schema["properties"][key] = {"anyOf": [shorthand, schema["properties"][key]]}
@@ -163,7 +173,35 @@ def published_schema() -> dict[str, Any]:
         "description": "the corpora, one or more",
         "anyOf": [
             {"type": "string"},
+            source,
             {"type": "array", "minItems": 1, "items": {"anyOf": [{"type": "string"}, source]}},
         ],
     }
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Argosy run spec"} | schema
+    _also(definitions["DataSpec"], "split", {"type": "string", "pattern": r"^[\d.]+,[\d.]+,[\d.]+$"})
+    _also(definitions["ParallelSpec"], "micro_batch", {"enum": ["auto", None]})
+    may_be_null = {"DataSpec": ["seq_len"], "OptimSpec": ["min_lr"], "ModelSpec": ["kv_heads", "head_dim", "ffn"]}
+    for section, keys in may_be_null.items():
+        for key in keys:
+            _also(definitions[section], key, {"type": "null"})
+    _plain_defaults(schema)
+    schema["title"] = "Argosy run spec"
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | schema
+
+
+def _also(section: dict[str, Any], key: str, shorthand: dict[str, Any]) -> None:
+    section["properties"][key] = {"anyOf": [shorthand, section["properties"][key]]}
+
+
+def _plain_defaults(node: Any) -> None:
+    """Durations as they are written, not as they are kept."""
+    if isinstance(node, dict):
+        default = node.get("default")
+        if isinstance(default, dict) and default.keys() == {"amount", "unit"}:
+            node["default"] = str(Duration(**default))
+        elif isinstance(default, dict):
+            del node["default"]  # of a section: each of its keys has its own
+        for child in node.values():
+            _plain_defaults(child)
+    elif isinstance(node, list):
+        for child in node:
+            _plain_defaults(child)

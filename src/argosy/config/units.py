@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
+from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema
 
 _MULTIPLES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400}
@@ -29,11 +30,11 @@ class Duration:
     unit: str
 
     def __str__(self) -> str:
-        amount = f"{self.amount:.12g}"
+        amount = f"{self.amount:.17g}"
         if self.unit == "seconds":
             for suffix, seconds in reversed(_SECONDS.items()):
                 if self.amount >= seconds and self.amount % seconds == 0:
-                    return f"{self.amount / seconds:.12g}{suffix}"
+                    return f"{self.amount / seconds:.17g}{suffix}"
         return amount + {"steps": "ba", "tokens": "tok", "epochs": "ep", "samples": "sp", "seconds": "s"}[self.unit]
 
     def steps(self, *, global_batch: int, seq_len: int, epoch_samples: int | None = None) -> int | None:
@@ -58,8 +59,8 @@ def parse_count(value: Any) -> Any:
         value = _number(match[1]) * _MULTIPLES[match[2].upper()]
     if isinstance(value, bool):
         raise ValueError("a count was expected, not true or false")
-    if isinstance(value, float):
-        if not value.is_integer():
+    if isinstance(value, float | Decimal):
+        if value % 1:
             raise ValueError("a count must be a whole number")
         value = int(value)
     return value
@@ -78,7 +79,7 @@ def parse_duration(value: Any) -> Duration:
     multiple, suffix = match[2].upper(), (match[3] or "").lower()
     if multiple == "M" and suffix == "" and match[2] == "m":
         raise ValueError("'m' could be minutes or millions: write 30min or 30M")
-    amount = _number(match[1]) * _MULTIPLES[multiple]
+    amount = float(_number(match[1]) * _MULTIPLES[multiple])
     if suffix in _SECONDS:
         return _positive(Duration(amount * _SECONDS[suffix], "seconds"))
     unit = {"ba": "steps", "tok": "tokens", "ep": "epochs", "sp": "samples"}.get(suffix)
@@ -96,8 +97,12 @@ def parse_duration_or_none(value: Any) -> Duration:
     return parse_duration(value)
 
 
-def _number(text: str) -> float:
-    return float(text.replace("_", "").replace(",", ""))
+def _number(text: str) -> Decimal:
+    """Exact, so that 16.1K is 16,100 and not a little less."""
+    number = Decimal(text.replace("_", "").replace(",", ""))
+    if number.adjusted() > 18:
+        raise ValueError("larger than anything that can be trained")
+    return number
 
 
 def _positive(duration: Duration) -> Duration:
@@ -113,13 +118,25 @@ def refuse_bool(value: Any) -> Any:
     return value
 
 
-Int = Annotated[int, BeforeValidator(refuse_bool)]
-Float = Annotated[float, BeforeValidator(refuse_bool)]
+# Bounds stand inside, before the validator, so that the JSON Schema has them too.
+NotBool = BeforeValidator(refuse_bool)
+Whole = Annotated[int, Field(ge=0, lt=2**63), NotBool]
+Positive = Annotated[int, Field(ge=1, le=2**31), NotBool]
+Number = Annotated[float, NotBool]
+PositiveNumber = Annotated[float, Field(gt=0), NotBool]
+NotNegative = Annotated[float, Field(ge=0), NotBool]
+Fraction = Annotated[float, Field(ge=0, lt=1), NotBool]
 Count = Annotated[
     int,
+    Field(ge=1, le=10**18),
     BeforeValidator(parse_count),
     WithJsonSchema(
-        {"anyOf": [{"type": "integer"}, {"type": "string", "pattern": r"^\d[\d_,.]*(e\d+)?\s*[KMBTkmbt]?$"}]}
+        {
+            "anyOf": [
+                {"type": "integer", "minimum": 1},
+                {"type": "string", "pattern": r"^\d[\d_,.]*(e\d+)?\s*[KMBTkmbt]?$"},
+            ]
+        }
     ),
 ]
 _duration_text = PlainSerializer(str, return_type=str)

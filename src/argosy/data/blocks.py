@@ -18,6 +18,7 @@ from argosy.errors import ArgosyError
 
 PIECE = 4 << 20  # bytes read and tokenised at a time
 MAX_RECORD = 64 << 20
+BOM = b"\xef\xbb\xbf"  # some editors start UTF-8 files with it; it is not text
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +108,9 @@ class LineBlocks:
 
 
 def _split(name: str, data: bytes, start: int, too_long: int | None) -> Piece:
+    size = len(data)
+    if start == 0 and data.startswith(BOM):
+        data, start = data[len(BOM) :], len(BOM)
     records, places, at = [], [], start
     for line in data.split(b"\n"):
         records.append(line)
@@ -115,7 +119,7 @@ def _split(name: str, data: bytes, start: int, too_long: int | None) -> Piece:
     if records and not records[-1]:  # after the last line's end
         records.pop()
         places.pop()
-    return Piece(name, records, places, len(data) + (too_long or 0), too_long)
+    return Piece(name, records, places, size + (too_long or 0), too_long)
 
 
 class TableBlocks:
@@ -178,4 +182,4 @@ class FileBlocks:
             if len(data) > MAX_RECORD:
                 yield Piece(file.path, [], [], file.size, too_long=file.size)
             else:
-                yield Piece(file.path, [data], [0], file.size)
+                yield Piece(file.path, [data.removeprefix(BOM)], [0], file.size)

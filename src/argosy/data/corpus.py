@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +15,7 @@ from argosy.errors import ArgosyError
 
 SPLITS = ("train", "validation", "test")
 _SCAN_TOKENS = 1 << 22  # tokens read at a time when looking for the largest id
+_SCAN_BLOCKS = 64  # of those at most, about
 
 
 @dataclass(frozen=True)
@@ -67,13 +70,26 @@ class Corpus:
         return splits
 
     def max_token(self) -> int:
-        """The largest token id: from the manifest, or by looking at every token."""
+        """The largest token id: from the manifest, or by looking; at every token, or at an even sample of a large
+        corpus. Batches are checked again as they are read."""
         if self.manifest is not None:
-            return max((shard.max_token for shard in self.manifest.shards), default=0)
+            return max(shard.max_token for shard in self.manifest.shards)
+        blocks = max(1, -(-self.tokens // _SCAN_TOKENS))
         largest = 0
-        for start in range(0, self.tokens, _SCAN_TOKENS):
-            largest = max(largest, int(self.read(start, min(_SCAN_TOKENS, self.tokens - start)).max()))
+        for block in range(0, blocks, max(1, blocks // _SCAN_BLOCKS)):
+            start = block * _SCAN_TOKENS
+            count = min(_SCAN_TOKENS, self.tokens - start)
+            largest = max(largest, int(self.read(start, count).max()) if count else 0)
         return largest
+
+    def facts(self) -> dict[str, Any]:
+        """What this corpus is, wherever it lies: a run that goes on is held to it."""
+        digest = hashlib.sha256()
+        for shard in self.manifest.shards if self.manifest is not None else ():
+            digest.update(f"{shard.bin_sha256}{shard.idx_sha256}".encode())
+        for reader in self.shards if self.manifest is None else ():
+            digest.update(reader.lengths.tobytes())
+        return {"documents": self.documents, "tokens": self.tokens, "sha256": digest.hexdigest()}
 
     def _token_at(self, document: int) -> int:
         shard = min(int(np.searchsorted(self._document_starts, document, side="right")) - 1, len(self.shards) - 1)
@@ -97,6 +113,14 @@ def open_corpus(path: Path) -> Corpus:
         return Corpus(path, shards, manifest)
     if path.suffix in (".bin", ".idx"):
         path = path.with_suffix("")
+    if (path / ".parts").exists():
+        raise ArgosyError(
+            "data.bad-manifest",
+            f"{path} is an unfinished `argosy data prepare`",
+            key="data.train",
+            value=str(path),
+            fix="run the same `argosy data prepare` again: it goes on where it stopped",
+        )
     if path.is_dir():
         pairs = sorted(p.with_suffix("").name for p in path.glob("*.idx"))
         hint = (
@@ -109,7 +133,7 @@ def open_corpus(path: Path) -> Corpus:
             value=str(path),
             fix=hint,
         )
-    if not path.with_name(path.name + ".idx").exists() and not path.parent.is_dir():
+    if not any(path.with_name(path.name + suffix).exists() for suffix in (".bin", ".idx")):
         raise ArgosyError(
             "data.not-found", f"there is no {path}", key="data.train", value=str(path), fix="check the path"
         )

@@ -18,6 +18,7 @@ file: a random read then costs the bytes asked for instead of a read-ahead windo
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import mmap
 import os
@@ -113,11 +114,18 @@ class IndexedReader:
         os.close(self._fd)
 
     def _check_bounds(self) -> None:
-        if len(self.document_indices) == 0 or int(self.document_indices[-1]) != self.sequences:
-            last = int(self.document_indices[-1]) if len(self.document_indices) else "nothing"
-            raise _bad_index(
-                idx_path(self.prefix), f"its documents end at sequence {last}, but it lists {self.sequences} sequences"
-            )
+        path, bounds = idx_path(self.prefix), self.document_indices
+        if len(bounds) == 0 or int(bounds[-1]) != self.sequences:
+            last = int(bounds[-1]) if len(bounds) else "nothing"
+            raise _bad_index(path, f"its documents end at sequence {last}, but it lists {self.sequences} sequences")
+        if int(bounds[0]) != 0 or (bounds[1:] < bounds[:-1]).any():
+            raise _bad_index(path, "its document bounds do not rise from 0")
+        if self.sequences and int(self.lengths.min()) < 0:
+            raise _bad_index(path, f"a sequence has {int(self.lengths.min())} tokens")
+        ends = np.cumsum(self.lengths, dtype=np.int64)
+        ends *= self.dtype.itemsize
+        if self.sequences and (int(self.pointers[0]) != 0 or not np.array_equal(self.pointers[1:], ends[:-1])):
+            raise _bad_index(path, "its offsets are not the sums of the lengths before them")
 
     def _open_bin(self) -> int:
         path = bin_path(self.prefix)
@@ -154,8 +162,8 @@ def _open_index(path: Path) -> tuple[np.dtype[Any], int, int, mmap.mmap | bytes]
     magic, version, code, sequences, bounds = HEADER.unpack_from(mapped)
     if magic != MAGIC:
         raise _bad_index(path, "it does not start with Megatron's magic bytes")
-    if version != 1 or code not in DTYPES:
-        raise _bad_index(path, f"version {version} with dtype code {code} is not one this reader knows")
+    if version != 1 or code not in DTYPES or DTYPES[code].kind == "f":
+        raise _bad_index(path, f"version {version} with dtype code {code} is not one that holds token ids")
     promised = HEADER.size + 12 * sequences + 8 * bounds
     if size != promised:
         raise _bad_index(
@@ -188,6 +196,7 @@ class IndexedWriter:
     def __init__(self, prefix: Path, dtype: np.dtype[Any]) -> None:
         self.prefix, self.dtype = prefix, np.dtype(dtype).newbyteorder("<")
         self._bin_temporary = bin_path(prefix).with_suffix(".bin.partial")
+        self._idx_temporary = idx_path(prefix).with_suffix(".idx.partial")
         self._file: BinaryIO = self._bin_temporary.open("wb")
         self._hash = hashlib.sha256()
         self._lengths = array("i")
@@ -203,7 +212,14 @@ class IndexedWriter:
     def add_many(self, tokens: Tokens, lengths: Tokens, per_document: Tokens) -> None:
         """Documents at once: their tokens back to back, the length of each sequence, the sequences of each document."""
         if len(tokens):
-            self._max_token = max(self._max_token, int(tokens.max()))
+            largest = int(tokens.max())
+            if largest > np.iinfo(self.dtype).max or int(tokens.min()) < 0:
+                raise ArgosyError(
+                    "tokenizer.vocabulary",
+                    f"token ids from {int(tokens.min())} to {largest} do not fit in {self.dtype.name}",
+                    fix="the tokenizer gives ids beyond its own vocabulary size: use another one",
+                )
+            self._max_token = max(self._max_token, largest)
         self._append(np.ascontiguousarray(tokens, self.dtype).data.cast("B"), lengths, per_document)
 
     def add_pair(self, reader: IndexedReader) -> None:
@@ -231,13 +247,12 @@ class IndexedWriter:
         index = b"".join(
             (header, lengths.astype("<i4").tobytes(), pointers.astype("<i8").tobytes(), self._bounds.tobytes())
         )
-        idx_temporary = idx_path(self.prefix).with_suffix(".idx.partial")
-        with idx_temporary.open("wb") as file:
+        with self._idx_temporary.open("wb") as file:
             file.write(index)
             file.flush()
             os.fsync(file.fileno())
         os.replace(self._bin_temporary, bin_path(self.prefix))
-        os.replace(idx_temporary, idx_path(self.prefix))
+        os.replace(self._idx_temporary, idx_path(self.prefix))
         return Written(
             documents=len(self._bounds) - 1,
             sequences=len(lengths),
@@ -248,5 +263,8 @@ class IndexedWriter:
         )
 
     def abandon(self) -> None:
-        self._file.close()
-        self._bin_temporary.unlink(missing_ok=True)
+        """Leave nothing behind, whatever went wrong before."""
+        with contextlib.suppress(OSError):
+            self._file.close()
+        for temporary in (self._bin_temporary, self._idx_temporary):
+            temporary.unlink(missing_ok=True)

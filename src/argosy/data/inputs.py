@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -19,6 +19,7 @@ LINES = (".jsonl", ".jsonl.zst", ".jsonl.gz", ".json.gz", ".jsonl.zstd")
 TEXT = (".txt", ".txt.zst", ".txt.gz")
 TABLES = (".parquet",)
 SUFFIXES = LINES + TEXT + TABLES
+_MADE_BY_US = ("manifest.json", ".parts")  # a directory with one of these is a corpus, not an input
 
 
 @dataclass(frozen=True)
@@ -45,11 +46,12 @@ class InputFile:
         return self.path.endswith((".zst", ".zstd", ".gz"))
 
 
-def find_inputs(names: Sequence[str]) -> list[InputFile]:
-    """The files meant, in a fixed order; directories and globs stand for the files of known kinds they hold."""
+def find_inputs(names: Sequence[str], report: Callable[[str], None] | None = None) -> list[InputFile]:
+    """The files meant, in a fixed order; directories and globs stand for the files of known kinds they hold, and what
+    else they hold is reported."""
     found: list[InputFile] = []
     for name in names:
-        found.extend(_remote(name) if "://" in name else _local(name))
+        found.extend(_remote(name) if "://" in name else _local(name, report))
     if not found:
         raise ArgosyError("data.bad-input", "no input was named", fix="give files, directories or globs")
     return found
@@ -128,10 +130,15 @@ def _fsspec() -> Any:
     return require("fsspec", "remote", "reading remote files")
 
 
-def _local(name: str) -> list[InputFile]:
+def _local(name: str, report: Callable[[str], None] | None) -> list[InputFile]:
     path = Path(name)
     if path.is_dir():
-        inside = sorted(p for p in path.rglob("*") if p.name.endswith(SUFFIXES) and p.is_file())
+        corpora = {p.parent for name in _MADE_BY_US for p in path.rglob(name)}
+        files = [p for p in path.rglob("*") if p.is_file() and not corpora.intersection(p.parents)]
+        inside = sorted(p for p in files if p.name.endswith(SUFFIXES) and not p.name.startswith("."))
+        if report is not None and len(inside) < len(files):
+            other = sorted(set(files) - set(inside))
+            report(f"{name}: {len(other)} files of other kinds are passed over, such as {other[0].name}")
         return _known([InputFile(str(p), p.stat().st_size) for p in inside], name)
     if path.is_file():
         return _known([InputFile(name, path.stat().st_size)] if name.endswith(SUFFIXES) else [], name)

@@ -52,7 +52,7 @@ class Manifest(_Part):
     tokenizer: TokenizerFacts
     append_eod: bool
     dtype: str
-    shards: list[Shard]
+    shards: Annotated[list[Shard], Field(min_length=1)]
     sources: list[Source]
     quarantined: dict[str, int]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from argosy.config.schema import RunSpec
 from argosy.data.corpus import Corpus, open_corpus
@@ -24,11 +25,32 @@ class RunData:
     corpora: list[Corpus]
     tokenizer: Tokenizer | None  # None for a bare Megatron pair with no data.tokenizer: enough to train, not to sample
 
-    def stream(self, split: str) -> SampleStream:
+    def training(self) -> SampleStream:
+        """The training split, blended by the weights of the run spec."""
+        weights = [source.weight for source in self.spec.data.train if source.weight is not None]
+        return self._stream("train", weights or None)
+
+    def whole(self, split: str) -> SampleStream:
+        """A split without weights: its first `epoch_samples` samples are every window once."""
+        return self._stream(split, None)
+
+    def facts(self) -> dict[str, Any]:
+        """What a run remembers of its data: which corpora they were, and the id that ends a document."""
+        return {"corpora": [corpus.facts() for corpus in self.corpora], "eod_id": self._eod_id()}
+
+    def _stream(self, split: str, weights: list[float] | None) -> SampleStream:
         data = self.spec.data
         sets = [Windows(corpus, corpus.split(data.split)[split], data.seq_len) for corpus in self.corpora]
-        weights = [source.weight for source in data.train if source.weight is not None]
-        return SampleStream(sets, weights or None, self.spec.train.seed)
+        return SampleStream(sets, weights, self.spec.train.seed, self.spec.model.vocab_size)
+
+    def _eod_id(self) -> int | None:
+        for corpus in self.corpora:
+            if corpus.manifest is not None:
+                return corpus.manifest.tokenizer.eod_id
+        try:
+            return None if self.tokenizer is None else self.tokenizer.eod_id
+        except ArgosyError:
+            return None
 
 
 def open_data(spec: RunSpec) -> RunData:

@@ -142,7 +142,7 @@ class PartMaker:
         lengths = lengths[filled]
         per_document = np.bincount(document_of[filled], minlength=len(documents))
         last = np.cumsum(per_document)[per_document > 0] - 1  # the sequence that ends each document
-        tokens, lengths = _append_eod(ids.astype(self.dtype), lengths, last, self.eod)
+        tokens, lengths = _append_eod(ids, lengths, last, self.eod)
         writer.add_many(tokens, lengths, per_document)
 
 

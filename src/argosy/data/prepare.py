@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -48,7 +49,7 @@ class PrepareOptions:
     key: str = "text"
     append_eod: bool = True
     text_lines: bool = False  # a .txt file holds a document a line, rather than being one
-    max_bad: float = 1.0  # share of records that may be quarantined
+    max_bad: float = 0.5  # share of records that may be quarantined
     overwrite: bool = False
     shards: int = 1
     workers: int = field(default_factory=lambda: os.cpu_count() or 1)
@@ -59,7 +60,7 @@ class PrepareOptions:
 
 def prepare(inputs: Sequence[str], tokenizer: Tokenizer, output: Path, options: PrepareOptions) -> Manifest | None:
     """Make this machine's shards, and the manifest if they were the last. None: other machines are still at work."""
-    job = Job(find_inputs(inputs), tokenizer, output, options)
+    job = Job(find_inputs(inputs, report=_warn), tokenizer, output, options)
     try:
         job.claim()
         job.make_parts()
@@ -72,6 +73,10 @@ def prepare(inputs: Sequence[str], tokenizer: Tokenizer, output: Path, options: 
             f"{output}: {error.strerror or error}",
             fix="free some space or choose another --output, then run it again: finished parts are kept",
         ) from None
+
+
+def _warn(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr)
 
 
 class Job:

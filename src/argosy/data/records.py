@@ -55,7 +55,7 @@ class Parser:
                 if not isinstance(value, dict):
                     return (
                         "not-an-object",
-                        f"{'.'.join(self.path[:depth]) or 'the record'} is a JSON {type(value).__name__}",
+                        f"{'.'.join(self.path[:depth]) or 'the record'} is {_json_kind(value)}",
                     )
                 if part not in value:
                     return "missing-key", f"no {part!r} among {', '.join(list(value)[:8])}"
@@ -70,7 +70,7 @@ class Parser:
         sentences = value if isinstance(value, list) else [value]
         for sentence in sentences:
             if not isinstance(sentence, str):
-                return "not-text", f"a {type(sentence).__name__} where text belongs"
+                return "not-text", f"{_json_kind(sentence)} where text belongs"
             if "\x00" in sentence:
                 return "nul", f"a NUL character at position {sentence.index(chr(0))}"
         sentences = [sentence for sentence in sentences if sentence.strip()]
@@ -78,6 +78,14 @@ class Parser:
             return "empty", "no text"
         documents.append(sentences)
         return None
+
+
+def _json_kind(value: object) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true or false"
+    return {"dict": "an object", "list": "a list", "str": "a string"}.get(type(value).__name__, "a number")
 
 
 def _json_fault(record: bytes, error: orjson.JSONDecodeError) -> tuple[str, str]:

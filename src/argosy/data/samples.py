@@ -63,9 +63,12 @@ class Windows:
 class SampleStream:
     """An endless, repeatable stream of samples from one or more corpora."""
 
-    def __init__(self, sets: Sequence[Windows], weights: Sequence[float] | None, seed: int) -> None:
+    def __init__(
+        self, sets: Sequence[Windows], weights: Sequence[float] | None, seed: int, vocab_size: int | None = None
+    ) -> None:
         for windows in sets:
             windows.require_one()
+        self.vocab_size = vocab_size
         self.sets, self.seed = list(sets), seed
         self.weights = list(weights) if weights is not None else [float(s.count) for s in sets]
         self._blend = Blend(self.weights)
@@ -79,6 +82,8 @@ class SampleStream:
         """Samples first .. first + count - 1 of the stream."""
         corpus, window = self.locate(np.arange(first, first + count, dtype=np.int64))
         rows = np.stack([self.sets[c].read(int(w)) for c, w in zip(corpus, window, strict=True)])
+        if self.vocab_size is not None and (rows.max() >= self.vocab_size or rows.min() < 0):
+            self._refuse_ids(rows, corpus, window)
         return Batch(tokens=rows[:, :-1], labels=rows[:, 1:])
 
     def locate(self, indices: Indices) -> tuple[Indices, Indices]:
@@ -94,6 +99,19 @@ class SampleStream:
                 found[epochs == epoch] = permute(positions[epochs == epoch], windows.count, key)
             window[mine] = found
         return corpus, window
+
+    def _refuse_ids(self, rows: npt.NDArray[np.int64], corpus: Indices, window: Indices) -> None:
+        limit = self.vocab_size or 0
+        row = int(np.argmax(((rows >= limit) | (rows < 0)).any(axis=1)))
+        found = int(rows[row].max() if rows[row].max() >= limit else rows[row].min())
+        raise ArgosyError(
+            "tokenizer.vocabulary",
+            f"window {int(window[row])} of {self.sets[corpus[row]].corpus.path} holds token id {found:,}; the model's "
+            f"vocabulary is {self.vocab_size:,}",
+            key="model.vocab_size",
+            value=self.vocab_size,
+            fix="the files were damaged or swapped since they were checked: prepare the corpus again",
+        )
 
     def epochs_after(self, samples: int) -> list[float]:
         """How often each corpus has been seen after that many samples."""

@@ -78,10 +78,8 @@ class JsonTokenizer:
         self._engine.encode_special_tokens = not special_in_text
         self.text, self.name, self.eod, self.special_in_text = text, name, eod, special_in_text
         self.fingerprint = _fingerprint(json.loads(text))
-
-    @property
-    def vocab_size(self) -> int:
-        return int(self._engine.get_vocab_size(with_added_tokens=True))
+        # One more than the largest id: entries may leave gaps, and what counts is the rows an embedding needs.
+        self.vocab_size = max(self._engine.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @property
     def eod_id(self) -> int:
@@ -150,6 +148,14 @@ def load_tokenizer(name: str, eod: str | None = None, *, special_in_text: bool =
     """`bytes`; a tokenizer.json; a SentencePiece `.model`; a GPT-2 vocab.json beside its merges.txt; or a directory that
     holds one of them."""
     if name == "bytes":
+        if eod is not None:
+            raise ArgosyError(
+                "tokenizer.no-eod",
+                "the byte tokenizer has its own end-of-document id, 256",
+                key="--eod",
+                value=eod,
+                fix="leave --eod out",
+            )
         return ByteTokenizer()
     path = Path(name)
     if path.is_dir():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any, Protocol
 
@@ -32,13 +33,23 @@ class Quiet:
 
 
 class Lines:
+    """Plain lines. A reader that leaves, as `head` does, ends the lines and not the run."""
+
+    def __init__(self) -> None:
+        self._open = True
+
     def step(self, record: Record) -> None:
-        print(describe(record), flush=True)
+        self.note(describe(record))
 
     def advance(self, step: int) -> None: ...
 
     def note(self, text: str) -> None:
-        print(text, flush=True)
+        try:
+            if self._open:
+                print(text, flush=True)
+        except OSError:
+            self._open = False
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def close(self) -> None: ...
 

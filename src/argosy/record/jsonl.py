@@ -24,14 +24,17 @@ class JsonlWriter:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.lost = 0  # records that could not be written
-        self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-        self._mid_line = self._ends_mid_line()
+        self._fd: int | None = None
+        self._mid_line = False
 
     def write(self, record: Record) -> None:
         line = orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n"
-        if self._mid_line:
-            line = b"\n" + line
         try:
+            if self._fd is None:
+                self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                self._mid_line = _ends_mid_line(self._fd)
+            if self._mid_line:
+                line = b"\n" + line
             written = os.write(self._fd, line)
         except OSError as error:
             self._announce(error)
@@ -41,7 +44,9 @@ class JsonlWriter:
             self._announce(OSError("only part of a line was written; is the disk full?"))
 
     def close(self) -> None:
-        os.close(self._fd)
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
 
     def __enter__(self) -> JsonlWriter:
         return self
@@ -49,14 +54,15 @@ class JsonlWriter:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    def _ends_mid_line(self) -> bool:
-        size = os.fstat(self._fd).st_size
-        return size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
-
     def _announce(self, error: OSError) -> None:
         self.lost += 1
         if self.lost == 1:
             print(f"warning: {self.path} cannot be written ({error}); the run goes on without it", file=sys.stderr)
+
+
+def _ends_mid_line(fd: int) -> bool:
+    size = os.fstat(fd).st_size
+    return size > 0 and os.pread(fd, 1, size - 1) != b"\n"
 
 
 def read_jsonl(path: Path) -> Iterator[Record]:

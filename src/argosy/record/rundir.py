@@ -12,16 +12,22 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+from pydantic import ValidationError
 
 from argosy.config.resolve import Resolved, flatten
 from argosy.config.schema import RunSpec
 from argosy.errors import ArgosyError
 from argosy.record.files import replace_file
 
-# Keys that may differ when a run is continued: they change neither the model, nor the data, nor the numbers of a step
-# already taken. Everything else is held to what the run was started with.
-FREE_TO_CHANGE = ("runs_dir", "log.", "checkpoint.", "eval", "parallel.", "train.device")
-CHANGES_LATER_STEPS = ("train.steps", "train.tokens", "train.samples", "train.epochs", "optim.")
+# Keys that may differ when a run is continued. Everything else is held to what the run was started with.
+FREE_TO_CHANGE = ("runs_dir", "log.", "checkpoint.", "eval")
+# These change the numbers of the steps to come (the layout through rounding and dropout), and are recorded as changes.
+CHANGES_LATER_STEPS = (
+    "train.steps", "train.tokens", "train.samples", "train.epochs", "train.device", "train.deterministic", "optim.", "parallel.",
+)  # fmt: skip
+
+
+Facts = dict[str, Any]
 
 
 class RunDir:
@@ -63,9 +69,9 @@ class RunDir:
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            os.ftruncate(self._lock, 0)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            self.close()
             raise ArgosyError(
                 "run.busy",
                 f"another process is training in {self.root}",
@@ -74,56 +80,96 @@ class RunDir:
                 fix="wait for it or stop it, or give this run another name",
             ) from None
         except OSError as error:
-            raise ArgosyError(
-                "run.unwritable",
-                f"{self.root} cannot be written: {error.strerror or error}",
-                key="runs_dir",
-                value=str(self.root.parent),
-                fix="make the directory writable, or choose another with runs_dir=PATH",
-            ) from None
+            raise self._unwritable(error.strerror or str(error)) from None
+
+    def _unwritable(self, reason: str) -> ArgosyError:
+        return ArgosyError(
+            "run.unwritable",
+            f"{self.root} cannot be written: {reason}",
+            key="runs_dir",
+            value=str(self.root.parent),
+            fix="make the directory writable, free some space, or choose another with runs_dir=PATH",
+        )
+
+    def require_writable(self) -> None:
+        """For a dry run: whether the directory could be made and written, without doing so."""
+        nearest = next(parent for parent in (self.root, *self.root.absolute().parents) if parent.exists())
+        if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+            raise self._unwritable(f"{nearest} is {'not writable' if nearest.is_dir() else 'not a directory'}")
 
     def close(self) -> None:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
+    def require_ours(self) -> None:
+        """Refuse to write into a directory that has taken the place of the one whose lock we hold."""
+        if self._lock is not None:
+            try:
+                same = os.path.samestat(os.fstat(self._lock), os.stat(self.root / ".lock"))
+            except OSError:
+                same = False
+            if not same:
+                raise ArgosyError(
+                    "run.busy",
+                    f"{self.root} was moved or replaced while this run was training",
+                    fix="move it back, and run it again",
+                )
+
     def archive(self) -> Path:
-        """Move an earlier run of the same name out of the way, never deleting it."""
+        """Move an earlier run of the same name out of the way, never deleting it. Its lock must be held: a run that is
+        being trained cannot be moved."""
         number = 1
         while (target := self.root.with_name(f"{self.root.name}.old-{number}")).exists():
             number += 1
         self.root.rename(target)
+        self.close()
         return target
 
-    def store_spec(self, resolved: Resolved, source: Path | None) -> list[str]:
-        """Keep what was asked and what it became; for a run that goes on, return the allowed changes in words."""
-        changes = self.compare(resolved) if self.resolved_file.exists() else []
+    def store(self, resolved: Resolved, source: Path | None, data: Facts) -> None:
+        """Keep what was asked, what it became, and which data it was."""
         if source is not None:
             replace_file(self.spec_file, source.read_bytes())
-        document = {"spec": resolved.spec.model_dump(mode="json"), "origins": resolved.origins}
-        replace_file(self.resolved_file, orjson.dumps(document, option=orjson.OPT_INDENT_2))
-        return changes
+        document = {"spec": resolved.spec.model_dump(mode="json"), "origins": resolved.origins, "data": data}
+        try:
+            replace_file(self.resolved_file, orjson.dumps(document, option=orjson.OPT_INDENT_2), sync=True)
+        except OSError as error:
+            raise self._unwritable(error.strerror or str(error)) from None
 
     def load_spec(self) -> RunSpec:
-        return RunSpec.model_validate(self._stored())
-
-    def _stored(self) -> dict[str, Any]:
         try:
-            return dict(orjson.loads(self.resolved_file.read_bytes())["spec"])
-        except (OSError, KeyError, TypeError, ValueError) as error:
-            raise ArgosyError(
-                "run.not-found",
-                f"{self.root} is not a run directory: resolved.json cannot be read ({error})",
-                fix="give the directory of a run, as runs/<name>",
-            ) from None
+            return RunSpec.model_validate(self._stored()["spec"])
+        except ValidationError as error:
+            raise self._damaged(error.errors()[0]["msg"]) from None
 
-    def compare(self, resolved: Resolved) -> list[str]:
+    def data_facts(self) -> Facts:
+        """Of the data the run was started with, as `argosy.data.open` describes it."""
+        return dict(self._stored().get("data", {}))
+
+    def _stored(self) -> Facts:
+        try:
+            document = orjson.loads(self.resolved_file.read_bytes())
+            return {"spec": dict(document["spec"]), "data": dict(document["data"])}
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            raise self._damaged(str(error)) from None
+
+    def _damaged(self, reason: str) -> ArgosyError:
+        return ArgosyError(
+            "run.damaged",
+            f"{self.resolved_file} cannot be read: {reason}",
+            fix="restore it; or delete it, and the next `argosy train` writes it anew and goes on from the checkpoints",
+        )
+
+    def compare(self, resolved: Resolved, data: Facts) -> list[str]:
         """The allowed changes since the run was started, in words; a refusal where one is not allowed."""
-        before = dict(flatten(self._stored()))
-        after = dict(flatten(resolved.spec.model_dump(mode="json")))
+        if not self.resolved_file.exists():
+            return []
+        stored = self._stored()
+        before = dict(flatten(stored["spec"])) | dict(flatten(stored["data"], "corpora"))
+        after = dict(flatten(resolved.spec.model_dump(mode="json"))) | dict(flatten(data, "corpora"))
         changed = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
         free = FREE_TO_CHANGE + CHANGES_LATER_STEPS
-        refused = sorted(key for key in changed if not key.startswith(free))
+        refused = sorted(key for key in changed if not key.startswith(free) and not _only_moved(key))
         if refused:
             key = refused[0]
             differences = "\n".join(f"{k}: was {before.get(k)!r}, now {after.get(k)!r}" for k in refused)
@@ -133,9 +179,14 @@ class RunDir:
                 key=key,
                 value=after.get(key),
                 origin=resolved.origins.get(key),
-                fix="restore the values, or start another run with name=…",
+                fix="restore the values, or start another run: name=…, or --fresh --archive to move this one aside",
             )
         return [f"{key}: {before.get(key)} -> {after.get(key)}" for key in sorted(changed)]
+
+
+def _only_moved(key: str) -> bool:
+    """Where the data lies may change; what it is may not, and is compared as `corpora`."""
+    return key == "data.tokenizer" or (key.startswith("data.train.") and key.endswith(".path"))
 
 
 def find_run(path: Path) -> RunDir:

@@ -12,17 +12,19 @@ from argosy.errors import ArgosyError
 from argosy.plan.hardware import Peak, dense_peak
 
 
-def prepare_device(spec: TrainSpec) -> torch.device:
-    name = spec.device
+def prepare_device(spec: TrainSpec, asked: str | None = None) -> torch.device:
+    """The device of the spec, or the one `asked` for instead."""
+    name: str = asked or spec.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
+    if name not in ("cpu", "cuda") or (name == "cuda" and not torch.cuda.is_available()):
+        known = "torch finds no usable GPU on this machine" if name == "cuda" else "the devices are auto, cpu and cuda"
         raise ArgosyError(
             "device.unavailable",
-            "train.device is cuda, but torch finds no usable GPU on this machine",
-            key="train.device",
-            value=spec.device,
-            fix="train.device=cpu, or check the driver with nvidia-smi",
+            f"the device {name!r} cannot be used: {known}",
+            key="--device" if asked else "train.device",
+            value=name,
+            fix="use cpu, or check the driver with nvidia-smi",
         )
     if spec.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts, which is later

@@ -28,7 +28,7 @@ class Evaluation:
 
 
 def evaluate(engine: SingleDevice, stream: SampleStream, *, samples: int, batch: int, split: str) -> Evaluation:
-    """Over the first `samples` samples of the stream's fixed order, at most one pass over the split."""
+    """Over the first `samples` samples of an unweighted stream's fixed order, at most one pass over the split."""
     samples = min(samples, stream.epoch_samples)
     loss_sum, tokens = 0.0, 0
     for first in range(0, samples, batch):
@@ -41,7 +41,7 @@ def evaluate(engine: SingleDevice, stream: SampleStream, *, samples: int, batch:
 def evaluate_run(path: Path, *, split: str, batches: int | None, device: str | None = None) -> tuple[Evaluation, int]:
     """(the newest checkpoint of a run on one of its splits, the step of that checkpoint)"""
     loaded = load_run(path, device=device)
-    stream = open_data(loaded.spec).stream(split)
+    stream = open_data(loaded.spec).whole(split)
     batch = loaded.spec.train.global_batch
     samples = stream.epoch_samples if batches is None else batches * batch
     if samples < 1:

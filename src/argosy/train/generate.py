@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from argosy.config.seeds import derive_seed
 from argosy.data.tokenizer import Tokenizer, load_tokenizer
 from argosy.errors import ArgosyError
 from argosy.record.rundir import RunDir
@@ -27,16 +28,35 @@ def sample(path: Path, prompt: str, options: Sampling, device: str | None = None
     """The prompt and what the newest checkpoint writes after it."""
     loaded = load_run(path, device=device)
     tokenizer = run_tokenizer(loaded.run)
-    prompt_ids = [int(i) for i in tokenizer.encode([prompt])[0]]
-    ids = prompt_ids or [tokenizer.eod_id]  # with no prompt, start as a document starts
-    written = list(generate(loaded.model, ids, options, limit=loaded.spec.model.max_seq_len, stop=tokenizer.eod_id))
+    eod: int | None = loaded.run.data_facts().get("eod_id")
+    prompt_ids = _encode(tokenizer, prompt)
+    if not prompt_ids and eod is None:
+        raise ArgosyError(
+            "tokenizer.no-eod",
+            "without an end-of-document token there is nothing to start from",
+            key="--prompt",
+            fix="give a --prompt",
+        )
+    ids = prompt_ids or [eod or 0]  # with no prompt, start as a document starts
+    written = list(generate(loaded.model, ids, options, limit=loaded.spec.model.max_seq_len, stop=eod))
     return tokenizer.decode(prompt_ids + written)
 
 
+def _encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    try:
+        return [int(i) for i in tokenizer.encode([prompt])[0]]
+    except UnicodeEncodeError:
+        raise ArgosyError(
+            "config.bad-value", "the prompt is not UTF-8 text", key="--prompt", fix="check its encoding"
+        ) from None
+
+
 @torch.no_grad()
-def generate(model: torch.nn.Module, ids: list[int], options: Sampling, *, limit: int, stop: int) -> Iterator[int]:
+def generate(
+    model: torch.nn.Module, ids: list[int], options: Sampling, *, limit: int, stop: int | None
+) -> Iterator[int]:
     device = next(model.parameters()).device
-    generator = torch.Generator().manual_seed(options.seed)
+    generator = torch.Generator().manual_seed(derive_seed(options.seed, "sample"))
     history = list(ids)
     for _ in range(options.tokens):
         logits: Tensor = model(torch.tensor([history[-limit:]], device=device))[0, -1].float().cpu()
@@ -48,7 +68,7 @@ def generate(model: torch.nn.Module, ids: list[int], options: Sampling, *, limit
 
 
 def choose(logits: Tensor, options: Sampling, generator: torch.Generator) -> int:
-    if options.temperature == 0:
+    if options.temperature < 1e-4:  # as good as greedy, and dividing by it would overflow
         return int(logits.argmax())
     if options.top_k:
         values, tokens = logits.topk(min(options.top_k, len(logits)))

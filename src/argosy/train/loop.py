@@ -14,7 +14,8 @@ from pathlib import Path
 
 import torch
 
-from argosy.checkpoint.store import Checkpoint, Progress, latest, listed, prune, require_names, save
+from argosy.checkpoint.store import Checkpoint, Progress, latest, listed, require_names, save, sweep
+from argosy.config.checks import check_warmup
 from argosy.config.counts import count_parameters, training_flops_per_token
 from argosy.config.resolve import Resolved
 from argosy.config.schema import RunSpec
@@ -24,10 +25,9 @@ from argosy.data.open import RunData
 from argosy.errors import EXIT_DONE, EXIT_RESUMABLE, ArgosyError
 from argosy.model.decoder import build_model
 from argosy.model.init import initialise
-from argosy.parallel.single import require_single
 from argosy.record.console import Console, open_console
 from argosy.record.files import replace_file
-from argosy.record.jsonl import JsonlWriter, now
+from argosy.record.jsonl import JsonlWriter, now, read_metrics
 from argosy.record.rundir import RunDir
 from argosy.train.device import peak_memory_gib, peak_of, prepare_device
 from argosy.train.evaluate import evaluate
@@ -47,86 +47,105 @@ class TrainOptions:
 
 def train(resolved: Resolved, source: Path | None, options: TrainOptions) -> int:
     """Train, or go on training, until the run's length is reached. Returns the exit code."""
-    spec = resolved.spec
-    device = prepare_device(spec.train)
-    data = open_checked_data(spec)
-    run = RunDir(Path(spec.runs_dir) / spec.name)
-    if options.fresh and run.holds_a_run:
-        _make_room(run, options.archive)
-    run.open_for_training()
+    trainer = Trainer(resolved.spec)  # refuses whatever can be refused before the run directory is touched
+    run = open_run(resolved, trainer.data, options)
     try:
-        changes = run.store_spec(resolved, source)
-        if data.tokenizer is not None:
-            name, content = data.tokenizer.stored()
+        changes = run.compare(resolved, trainer.data.facts()) if listed(run.checkpoints) else []
+        run.store(resolved, source, trainer.data.facts())
+        if trainer.data.tokenizer is not None:
+            name, content = trainer.data.tokenizer.stored()
             replace_file(run.root / name, content)
         with JsonlWriter(run.metrics) as metrics, JsonlWriter(run.events) as events:
-            trainer = Trainer(spec, run, data, device, metrics, events)
-            return trainer.fit(changes, options.quiet)
+            return trainer.fit(run, metrics, events, changes, options.quiet)
     finally:
         run.close()
+
+
+def open_run(resolved: Resolved, data: RunData, options: TrainOptions) -> RunDir:
+    """The run directory with its lock held, and an earlier run moved aside if that was asked for."""
+    run = RunDir(Path(resolved.spec.runs_dir) / resolved.spec.name)
+    _check_options(run, options)
+    occupied = run.holds_a_run
+    run.open_for_training()
+    if options.fresh and occupied:
+        print(f"the earlier run is now {run.archive()}")
+        run.open_for_training()
+    return run
+
+
+def _check_options(run: RunDir, options: TrainOptions) -> None:
+    if options.archive and not options.fresh:
+        raise ArgosyError(
+            "config.conflict",
+            "--archive moves a run aside to start a fresh one",
+            key="--archive",
+            fix="add --fresh, or leave it out",
+        )
+    if options.fresh and run.holds_a_run and not options.archive:
+        raise ArgosyError(
+            "run.exists",
+            f"{run.root} already holds a run, and --fresh would start over it",
+            key="name",
+            value=run.root.name,
+            fix="give another name=…, or --fresh --archive to move the earlier run aside; without --fresh it goes on",
+        )
 
 
 def dry_run(resolved: Resolved, options: TrainOptions) -> list[str]:
     """Every check that `train` makes before its first step, and what it would do; nothing is written."""
     spec = resolved.spec
-    prepare_device(spec.train)
-    data = open_checked_data(spec)
+    trainer = Trainer(spec, device="meta")
     run = RunDir(Path(spec.runs_dir) / spec.name)
-    if options.fresh and run.holds_a_run and not options.archive:
-        _make_room(run, archive=False)
-    if run.resolved_file.exists() and not options.fresh:
-        run.compare(resolved)
-    require_single(spec.parallel)
-    build_model(spec.model, "meta")
-    done = next((int(path.name.removeprefix("step-")) for path in listed(run.checkpoints)), 0)
-    stream = data.stream("train")
-    steps = spec.train.length.steps(
-        global_batch=spec.train.global_batch, seq_len=spec.data.seq_len, epoch_samples=stream.epoch_samples
+    _check_options(run, options)
+    run.require_writable()
+    notes: list[str] = []
+    checkpoint = None if options.fresh else latest(run.checkpoints, report=notes.append)
+    if checkpoint is not None:
+        run.compare(resolved, trainer.data.facts())
+    done = 0 if checkpoint is None else checkpoint.progress.step
+    tokens = sum(windows.split.tokens for windows in trainer.stream.sets)
+    left = (
+        f"steps {done + 1} to {trainer.steps}"
+        if done < trainer.steps
+        else f"nothing: all {trainer.steps} steps are done"
     )
-    tokens = sum(windows.split.tokens for windows in stream.sets)
     return [
         f"model   {spec.model.preset or spec.model.family}: {count_parameters(spec.model).total:,} parameters",
-        f"data    {tokens:,} training tokens, {stream.epoch_samples:,} samples of {spec.data.seq_len}",
-        f"train   steps {done + 1} to {steps}, {spec.train.global_batch * spec.data.seq_len:,} tokens each",
+        f"data    {tokens:,} training tokens, {trainer.stream.epoch_samples:,} samples of {spec.data.seq_len}",
+        f"train   {left}, {spec.train.global_batch * spec.data.seq_len:,} tokens each",
         f"run     {run.root}" + (f" goes on from step {done}" if done else " starts at step 0"),
+        *notes,
     ]
 
 
-def _make_room(run: RunDir, archive: bool) -> None:
-    if archive:
-        print(f"the earlier run is now {run.archive()}")
-        return
-    raise ArgosyError(
-        "run.exists",
-        f"{run.root} already holds a run, and --fresh would start over it",
-        key="name",
-        value=run.root.name,
-        fix="give another name=…, or --fresh --archive to move the earlier run aside; without --fresh it goes on",
-    )
-
-
 class Trainer:
-    def __init__(
-        self, spec: RunSpec, run: RunDir, data: RunData, device: torch.device, metrics: JsonlWriter, events: JsonlWriter
-    ) -> None:
-        self.spec, self.run, self.device = spec, run, device
-        self.metrics, self.events = metrics, events
-        self.stream = data.stream("train")
-        self.validation = data.stream("validation") if spec.eval is not None else None
+    """Built from the spec and the data alone; a run directory is given to `fit`."""
+
+    def __init__(self, spec: RunSpec, device: str | None = None) -> None:
+        self.spec = spec
+        self.device = torch.device("meta") if device == "meta" else prepare_device(spec.train)
+        self.data = open_checked_data(spec)
+        self.stream = self.data.training()
+        self.validation = self.data.whole("validation") if spec.eval is not None else None
         self.steps = self._in_steps(spec.train.length) or 0
-        self.schedule = make_schedule(spec.optim, self.steps, self._in_steps(spec.optim.warmup) or 0)
-        self.model = build_model(spec.model, device)
-        self.engine = make_engine(spec, self.model, device)
+        warmup = self._in_steps(spec.optim.warmup) or 0
+        check_warmup(spec, warmup, self.steps)
+        self.schedule = make_schedule(spec.optim, self.steps, warmup)
+        self.model = build_model(spec.model, self.device)
+        self.engine = make_engine(spec, self.model, self.device)
         self.optimizer = Optimizer(self.model, spec.optim)
         self.saves = Timer(spec.checkpoint.every, self._in_steps(spec.checkpoint.every))
         self.logs = Timer(spec.log.every, self._in_steps(spec.log.every))
         self.evaluations = Timer(spec.eval.every, self._in_steps(spec.eval.every)) if spec.eval is not None else None
 
-    def fit(self, changes: list[str], quiet: bool) -> int:
+    def fit(self, run: RunDir, metrics: JsonlWriter, events: JsonlWriter, changes: list[str], quiet: bool) -> int:
+        self.run, self.metrics, self.events = run, metrics, events
         notes: list[str] = []
         first = self._restore(notes)
         if first >= self.steps:
-            print(f"{self.run.root}: all {self.steps} steps are done; train.steps={self.steps * 2} would go on")
+            print(
+                f"{run.root}: step {first} is done, and the run was to have {self.steps}; train.steps={first * 2} would go on"
+            )
             return EXIT_DONE
         console = open_console(first=first, last=self.steps, quiet=quiet)
         self._event("resume" if first else "start", first, changes=changes, notes=notes)
@@ -134,6 +153,7 @@ class Trainer:
             console.note(note)
         try:
             with Interrupt() as interrupt:
+                self._evaluate_if_missed(first, console)
                 last = self._run_steps(first, console, interrupt)
         finally:
             console.close()
@@ -151,12 +171,13 @@ class Trainer:
             flops_per_token=training_flops_per_token(self.spec.model, self.spec.data.seq_len),
             peak=peak_of(self.device),
         )
-        with Loader(self.stream, global_batch=batch_size, consumed_samples=first * batch_size) as loader:
+        with Loader(self.stream, global_batch=batch_size, consumed_samples=self.consumed_samples) as loader:
             for step in range(first + 1, self.steps + 1):
                 batch = loader.next_batch()
                 result = self.engine.forward_backward(batch, step)
                 lr = self.schedule.lr(step - 1)
                 grad_norm = self.optimizer.step(tokens=result.tokens, lr=lr)
+                self.consumed_samples += batch_size
                 meter.count(batch.tokens.size)
                 console.advance(step)
 
@@ -170,45 +191,57 @@ class Trainer:
                         lr=lr,
                         waited_s=loader.waited_s,
                         memory_gib=peak_memory_gib(self.device),
-                        samples=step * batch_size,
-                        tokens=step * batch_size * self.spec.data.seq_len,
+                        samples=self.consumed_samples,
+                        tokens=self.consumed_samples * self.spec.data.seq_len,
                     )
                     loader.waited_s = 0.0
                     self.metrics.write(record)
                     console.step(record)
                     self._require_finite(step, record["loss"], record["grad_norm"])
                 started = time.perf_counter()
-                if self.evaluations is not None and (step == self.steps or self.evaluations.due(step)):
+                if interrupt.asked is None and self._evaluation_due(step):
                     self._evaluate(step, console)
-                if saving:
+                if saving or interrupt.asked is not None:  # asked while evaluating: this step is the last
                     self._save(step, console)
                 meter.pause(time.perf_counter() - started)
-                if last:
+                if last or interrupt.asked is not None:
                     return step
         return self.steps
 
+    def _evaluation_due(self, step: int) -> bool:
+        return self.evaluations is not None and (step == self.steps or self.evaluations.due(step))
+
+    def _evaluate_if_missed(self, step: int, console: Console) -> None:
+        """An interrupted run saves before it evaluates; what was left out is made up for when it goes on."""
+        in_steps = self.spec.eval is not None and self.spec.eval.every.unit != "seconds"
+        if step and in_steps and self._evaluation_due(step):
+            record = read_metrics(self.run.metrics).get(step, {})
+            if "validation_loss" not in record:
+                self._evaluate(step, console)
+
     def _restore(self, notes: list[str]) -> int:
         """Weights and optimiser from the newest good checkpoint, or fresh ones. Returns the steps already done."""
-        prune(self.run.checkpoints, keep=10**9)  # nothing but what a killed save left behind
-        checkpoint = latest(self.run.checkpoints, report=notes.append)
+        sweep(self.run.checkpoints)
+        checkpoint = latest(self.run.checkpoints, report=notes.append, set_aside=True)
         if checkpoint is None:
             initialise(self.model, self.spec.model, self.spec.train.seed)
+            self.consumed_samples = 0
             return 0
         load_weights(self.model, checkpoint)
         self._load_optimizer(checkpoint)
+        self.consumed_samples = checkpoint.progress.consumed_samples
         notes.append(f"resuming from {checkpoint.path}")
         return checkpoint.progress.step
 
     def _load_optimizer(self, checkpoint: Checkpoint) -> None:
         tensors = checkpoint.optimizer()
-        wanted = (f"{m}/{n}" for m in ("exp_avg", "exp_avg_sq") for n, _ in self.model.named_parameters())
-        require_names(iter(tensors), wanted, checkpoint.path)
+        require_names(tensors.keys(), self.optimizer.tensor_names(), checkpoint.path)
         self.optimizer.load(tensors, checkpoint.progress.step)
 
     def _save(self, step: int, console: Console) -> None:
+        self.run.require_ours()
         started = time.perf_counter()
-        samples = step * self.spec.train.global_batch
-        progress = Progress(step=step, consumed_samples=samples, consumed_tokens=samples * self.spec.data.seq_len)
+        progress = Progress(step=step, consumed_samples=self.consumed_samples)
         weights = {name: p.detach() for name, p in self.model.named_parameters()}
         path = save(self.run.checkpoints, progress, weights, self.optimizer.tensors(), self.spec.checkpoint.keep)
         seconds = time.perf_counter() - started
@@ -230,22 +263,23 @@ class Trainer:
     def _require_finite(self, step: int, loss: float, grad_norm: float) -> None:
         if math.isfinite(loss) and math.isfinite(grad_norm):
             return
-        batch = self.spec.train.global_batch
+        last = self.consumed_samples
         self._event("non-finite", step, loss=str(loss), grad_norm=str(grad_norm))
         raise ArgosyError(
             "train.non-finite",
-            f"at step {step} (samples {(step - 1) * batch} to {step * batch - 1}) the loss is {loss} and the gradient norm "
+            f"at step {step} (samples {last - self.spec.train.global_batch} to {last - 1}) the loss is {loss} and the gradient norm "
             f"{grad_norm}; nothing was saved since",
             key="optim.lr",
             value=self.spec.optim.lr,
-            fix="lower optim.lr or lengthen optim.warmup; the same command goes on from the last checkpoint",
+            fix="lower optim.lr or lengthen optim.warmup: the same command would go on from the last checkpoint and, unchanged, "
+            "meet the same step",
         )
 
     def _opening(self, first: int) -> list[str]:
         parameters = sum(p.numel() for p in self.model.parameters())
         spec = self.spec
         epochs = ", ".join(
-            f"{count:.2f} epochs of {windows.corpus.path}"
+            f"{count:.3g} epochs of {windows.corpus.path}"
             for windows, count in zip(
                 self.stream.sets, self.stream.epochs_after(self.steps * spec.train.global_batch), strict=True
             )

@@ -47,6 +47,9 @@ class Optimizer:
         state = self._adamw.state
         return {f"{m}/{name}": state[self._parameters[name]][m] for m in _MOMENTS for name in self._names}
 
+    def tensor_names(self) -> set[str]:
+        return {f"{m}/{name}" for m in _MOMENTS for name in self._names}
+
     def load(self, tensors: dict[str, Tensor], step: int) -> None:
         saved = self._adamw.state_dict()
         order = [name for group in self._adamw.param_groups for name in self._names_in(group["params"])]

@@ -6,6 +6,7 @@ Training, evaluation and sampling all start here, so that they build the same mo
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,9 +40,9 @@ class Loaded:
 def open_checked_data(spec: RunSpec) -> RunData:
     """The data, with every split the run will use checked to hold a sample."""
     data = open_data(spec)
-    data.stream("train")
+    data.training()
     if spec.eval is not None:
-        data.stream("validation")
+        data.whole("validation")
     return data
 
 
@@ -54,7 +55,7 @@ def make_engine(spec: RunSpec, model: Decoder, device: torch.device) -> SingleDe
 
 def load_weights(model: Decoder, checkpoint: Checkpoint) -> None:
     weights = checkpoint.weights()
-    require_names(iter(weights), (name for name, _ in model.named_parameters()), checkpoint.path)
+    require_names(weights.keys(), {name for name, _ in model.named_parameters()}, checkpoint.path)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if weights[name].shape != parameter.shape:
@@ -70,10 +71,8 @@ def load_run(path: Path, *, device: str | None = None) -> Loaded:
     """The newest good checkpoint of a run, in a model on a device."""
     run = find_run(path)
     spec = run.load_spec()
-    if device is not None:
-        spec = spec.model_copy(update={"train": spec.train.model_copy(update={"device": device})})
-    where = prepare_device(spec.train)
-    checkpoint = latest(run.checkpoints, report=print)
+    where = prepare_device(spec.train, device)
+    checkpoint = latest(run.checkpoints, report=lambda text: print(text, file=sys.stderr))
     if checkpoint is None:
         raise ArgosyError(
             "run.not-found",
@@ -88,7 +87,7 @@ def load_run(path: Path, *, device: str | None = None) -> Loaded:
 def time_steps(spec: RunSpec, steps: int) -> float:
     """Seconds one training step of a run takes on this machine, without its run directory: the median of a few."""
     device = prepare_device(spec.train)
-    stream = open_checked_data(spec).stream("train")
+    stream = open_checked_data(spec).training()
     model = build_model(spec.model, device)
     initialise(model, spec.model, spec.train.seed)
     engine, optimizer = make_engine(spec, model, device), Optimizer(model, spec.optim)

@@ -1,0 +1,179 @@
+"""The files of an MDS data set: its index, and the bytes of each shard, checked and unpacked.
+
+What is read comes from strangers: names that lead out of the directory are refused, and a compressed shard that grows
+past the size it declares is not read on. Every listed hash that can be computed is checked. zstd, gz and bz2 always
+work; br, snappy and the xxhash family need a package, which the refusal names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import io
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from argosy.errors import ArgosyError
+
+INDEX = "index.json"
+MOST_BYTES = 1 << 32  # of a shard: offsets are u32
+COMPRESSIONS = ("br", "bz2", "gz", "snappy", "zstd")
+
+
+def _inside(name: str) -> str:
+    """A plain relative path; merged data sets name shards in subdirectories."""
+    path = PurePosixPath(name)
+    if not name or path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name or ":" in name:
+        raise ValueError(f"{name!r} leads out of the directory")
+    return name
+
+
+class FileFacts(BaseModel):
+    model_config = ConfigDict(frozen=True)
+    basename: Annotated[str, AfterValidator(_inside)]
+    bytes: Annotated[int, Field(ge=0, lt=MOST_BYTES)]
+    hashes: dict[str, str]
+
+
+class ShardFacts(BaseModel):
+    """One entry of index.json, in its own words."""
+
+    model_config = ConfigDict(frozen=True)
+    version: Literal[2]
+    format: Literal["mds"]
+    column_names: list[str]
+    column_encodings: list[str]
+    column_sizes: list[int | None]
+    compression: str | None
+    hashes: list[str]
+    raw_data: FileFacts
+    zip_data: FileFacts | None
+    samples: Annotated[int, Field(ge=0)]
+    size_limit: int | str | None
+
+
+class _Index(BaseModel):
+    version: Literal[2]
+    shards: list[ShardFacts]
+
+
+def bad_mds(path: Path, what: str, fix: str = "copy the file again, or make the data set again") -> ArgosyError:
+    return ArgosyError("data.bad-mds", f"{path}: {what}", fix=fix)
+
+
+def read_index(directory: Path) -> list[ShardFacts]:
+    path = directory / INDEX
+    try:
+        return _Index.model_validate_json(path.read_bytes()).shards
+    except OSError as error:
+        splits = sorted(str(found.parent) for found in directory.glob(f"*/{INDEX}"))
+        raise ArgosyError(
+            "data.not-found",
+            f"{path} cannot be read: {error.strerror}",
+            fix=f"give one split: {', '.join(splits)}" if splits else "give the directory that holds index.json",
+        ) from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise bad_mds(path, f"{where}: {first['msg']}") from None
+
+
+def read_shard(directory: Path, shard: ShardFacts) -> bytes:
+    """The uncompressed shard, with sizes and listed hashes checked on the way."""
+    raw = directory / shard.raw_data.basename
+    if shard.zip_data is None or raw.exists():
+        return _read_checked(raw, shard.raw_data)
+    packed = directory / shard.zip_data.basename
+    data = _decompress(packed, str(shard.compression), _read_checked(packed, shard.zip_data), shard.raw_data.bytes)
+    if len(data) != shard.raw_data.bytes:
+        raise bad_mds(packed, f"it unpacks to other than the {shard.raw_data.bytes:,} bytes index.json declares")
+    _check_hashes(packed, data, shard.raw_data.hashes)
+    return data
+
+
+def _read_checked(path: Path, facts: FileFacts) -> bytes:
+    try:
+        size = path.stat().st_size
+        data = path.read_bytes() if size == facts.bytes else b""
+    except OSError as error:
+        raise bad_mds(path, f"it cannot be read: {error.strerror}", fix="copy the whole data set again") from None
+    if size != facts.bytes:
+        raise bad_mds(path, f"it has {size:,} bytes, index.json declares {facts.bytes:,}")
+    _check_hashes(path, data, facts.hashes)
+    return data
+
+
+def _check_hashes(path: Path, data: bytes, hashes: dict[str, str]) -> None:
+    """Every listed hash that can be computed here; where none can, the library that could is named."""
+    known = {name for name in hashes if name in hashlib.algorithms_available and not name.startswith("shake_")}
+    for name in sorted(known) or sorted(hashes):
+        if name in known:
+            found = hashlib.new(name, data, usedforsecurity=False).hexdigest()
+        else:
+            found = _xxhash(path, name, data)
+        if found != hashes[name]:
+            raise bad_mds(path, f"its {name} is {found[:16]}…, index.json lists {hashes[name][:16]}…")
+
+
+def _xxhash(path: Path, name: str, data: bytes) -> str:
+    xxhash = _library("xxhash", "xxhash", f"{path}: its hash {name}")
+    if name not in xxhash.algorithms_available:
+        raise bad_mds(path, f"its hash {name} is not one that is known")
+    return str(getattr(xxhash, name)(data).hexdigest())
+
+
+def _decompress(path: Path, compression: str, packed: bytes, size: int) -> bytes:
+    """At most one byte more than the declared size, so that a bomb does not go off."""
+    kind = compression.partition(":")[0]
+    try:
+        if kind == "zstd":
+            import zstandard
+
+            stream = zstandard.ZstdDecompressor().stream_reader(packed, read_across_frames=True)
+            return stream.read(size + 1)
+        if kind == "gz":
+            import gzip
+
+            return gzip.GzipFile(fileobj=io.BytesIO(packed)).read(size + 1)
+        if kind == "bz2":
+            import bz2
+
+            return bz2.BZ2File(io.BytesIO(packed)).read(size + 1)
+        if kind == "br":
+            return _unpack_brotli(_library("brotli", "brotli", f"{path}: its compression br"), packed, size)
+        snappy = _library("snappy", "python-snappy", f"{path}: its compression snappy")
+        return bytes(snappy.decompress(packed)) if _snappy_size(packed) == size else b""
+    except ArgosyError:
+        raise
+    except Exception as error:  # noqa: BLE001 - each library has its own errors, all meaning damaged data
+        raise bad_mds(path, f"it cannot be unpacked: {error}") from None
+
+
+def _unpack_brotli(brotli: Any, packed: bytes, size: int) -> bytes:
+    stream, out = brotli.Decompressor(), io.BytesIO()
+    for at in range(0, len(packed), 4096):
+        out.write(stream.process(packed[at : at + 4096]))
+        if out.tell() > size:
+            break
+    return out.getvalue()
+
+
+def _snappy_size(packed: bytes) -> int:
+    """The unpacked size, which snappy stores ahead of the data as a base-128 number."""
+    size = 0
+    for place, byte in enumerate(packed[:5]):
+        size |= (byte & 127) << (7 * place)
+        if byte < 128:
+            break
+    return size
+
+
+def _library(module: str, package: str, purpose: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise ArgosyError(
+            "data.missing-extra", f"{purpose} needs the package {package}", fix=f"pip install {package}"
+        ) from None

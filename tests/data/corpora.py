@@ -1,0 +1,62 @@
+"""Corpora and pairs built by hand for tests: documents are lists of sequences of token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from argosy.data.indexed import IndexedReader, IndexedWriter, Written
+from argosy.data.manifest import Manifest, Shard, Source, TokenizerFacts, write_manifest
+from argosy.data.tokenizer import ByteTokenizer
+
+Documents = Sequence[Sequence[Sequence[int]]]
+
+
+def write_pair(prefix: Path, documents: Documents, dtype: str = "uint16") -> Written:
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    writer = IndexedWriter(prefix, np.dtype(dtype))
+    for document in documents:
+        writer.add_document([np.array(sequence, dtype) for sequence in document])
+    return writer.finish()
+
+
+def write_corpus(directory: Path, shards: Sequence[Documents], *, append_eod: bool = True) -> Path:
+    """A corpus of the byte tokenizer with these shards, ids and all as given."""
+    written = [write_pair(directory / f"shard-{i:05d}", documents) for i, documents in enumerate(shards)]
+    tokenizer = ByteTokenizer()
+    name, content = tokenizer.stored()
+    (directory / name).write_bytes(content)
+    facts = TokenizerFacts(
+        fingerprint=tokenizer.fingerprint,
+        vocab_size=tokenizer.vocab_size,
+        eod_id=tokenizer.eod_id if append_eod else None,
+        file=name,
+    )
+    documents_in = sum(shard.documents for shard in written)
+    manifest = Manifest(
+        tokenizer=facts,
+        append_eod=append_eod,
+        dtype="uint16",
+        shards=[Shard(name=f"shard-{i:05d}", **asdict(shard)) for i, shard in enumerate(written)],
+        sources=[Source(path="made by hand", bytes=0, documents=documents_in, quarantined=1)],
+        quarantined={"broken-json": 1},
+    )
+    write_manifest(directory, manifest)
+    return directory
+
+
+def text_document(text: str) -> list[list[int]]:
+    return [[*text.encode(), 256]]
+
+
+def read_pair(prefix: Path) -> list[list[list[int]]]:
+    """The documents of a pair, as they were given to `write_pair` (sequences without tokens left out)."""
+    reader = IndexedReader(prefix)
+    bounds = reader.document_indices.tolist()
+    documents = [[reader.sequence(i).tolist() for i in range(first, last)] for first, last in pairwise(bounds)]
+    reader.close()
+    return documents
