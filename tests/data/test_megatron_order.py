@@ -23,7 +23,8 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.utils import Split
 
 from argosy.data.indexed import CODES, HEADER, MAGIC, IndexedReader, IndexedWriter, dtype_for, idx_path
-from argosy.data.megatron_order import MegatronBlend, MegatronSamples, plan_blend, split_ranges
+from argosy.data.megatron_blend import MegatronBlend, plan_blend
+from argosy.data.megatron_order import MegatronSamples, split_ranges
 from argosy.errors import ArgosyError
 
 SEEDS = st.integers(0, 2**32 - 1)

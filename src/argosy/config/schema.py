@@ -43,6 +43,11 @@ class DataSpec(Section):
     split: tuple[NotNegative, NotNegative, NotNegative] = Field(
         (98.0, 2.0, 0.0), description="relative shares of documents for training, validation and test"
     )
+    order: Literal["argosy", "megatron"] = Field(
+        "argosy",
+        description="of training samples: ours needs no index; megatron's is bit-exact to its GPTDataset and blends",
+    )
+    order_cache: str | None = Field(None, description="a directory that keeps megatron's shuffled order between starts")
     seq_len: Positive = Field(description="tokens in a sample; the model's max_seq_len unless given")
 
 

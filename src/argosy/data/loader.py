@@ -11,7 +11,7 @@ import threading
 import time
 from types import TracebackType
 
-from argosy.data.samples import Batch, SampleStream
+from argosy.data.samples import Batch, Stream
 
 _AHEAD = 4
 
@@ -19,7 +19,7 @@ _AHEAD = 4
 class Loader:
     """Global batches from `consumed_samples` on, in order. Use it as a context manager."""
 
-    def __init__(self, stream: SampleStream, *, global_batch: int, consumed_samples: int) -> None:
+    def __init__(self, stream: Stream, *, global_batch: int, consumed_samples: int) -> None:
         self._stream, self._global_batch = stream, global_batch
         self._next = consumed_samples
         self._queue: queue.Queue[Batch | BaseException] = queue.Queue(_AHEAD)

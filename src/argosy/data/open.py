@@ -12,7 +12,8 @@ from typing import Any
 
 from argosy.config.schema import RunSpec
 from argosy.data.corpus import Corpus, open_corpus
-from argosy.data.samples import SampleStream, Windows
+from argosy.data.megatron_stream import MegatronStream
+from argosy.data.samples import SampleStream, Stream, Windows
 from argosy.data.tokenizer import Tokenizer, load_tokenizer
 from argosy.errors import ArgosyError
 
@@ -25,9 +26,11 @@ class RunData:
     corpora: list[Corpus]
     tokenizer: Tokenizer | None  # None for a bare Megatron pair with no data.tokenizer: enough to train, not to sample
 
-    def training(self) -> SampleStream:
-        """The training split, blended by the weights of the run spec."""
+    def training(self) -> Stream:
+        """The training split, blended by the weights of the run spec, in the order it asks for."""
         weights = [source.weight for source in self.spec.data.train if source.weight is not None]
+        if self.spec.data.order == "megatron":
+            return self._megatron(weights or None)
         return self._stream("train", weights or None)
 
     def whole(self, split: str) -> SampleStream:
@@ -42,6 +45,22 @@ class RunData:
         data = self.spec.data
         sets = [Windows(corpus, corpus.split(data.split)[split], data.seq_len) for corpus in self.corpora]
         return SampleStream(sets, weights, self.spec.train.seed, self.spec.model.vocab_size)
+
+    def _megatron(self, weights: list[float] | None) -> MegatronStream:
+        data, train = self.spec.data, self.spec.train
+        steps = train.length.steps(
+            global_batch=train.global_batch, seq_len=data.seq_len, epoch_samples=self.whole("train").epoch_samples
+        )
+        return MegatronStream(
+            self.corpora,
+            data.split,
+            weights,
+            seq_len=data.seq_len,
+            num_samples=(steps or 0) * train.global_batch,
+            seed=train.seed,
+            vocab_size=self.spec.model.vocab_size,
+            cache_dir=None if data.order_cache is None else Path(data.order_cache),
+        )
 
     def _eod_id(self) -> int | None:
         for corpus in self.corpora:

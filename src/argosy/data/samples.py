@@ -7,8 +7,9 @@ windows in the order of a bijection keyed by (seed, corpus, epoch). Nothing depe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +34,47 @@ class Batch:
         return int((self.labels != IGNORED).sum())
 
 
+class Stream(Protocol):
+    """A repeatable stream of samples: what training reads, in whichever order."""
+
+    @property
+    def sets(self) -> Sequence[SampleSet]: ...
+    @property
+    def epoch_samples(self) -> int:
+        """Samples in which every corpus, mixed by size, is seen once."""
+
+    def batch(self, first: int, count: int) -> Batch:
+        """Samples first .. first + count - 1 of the stream."""
+
+    def locate(self, indices: Indices) -> tuple[Indices, Indices]:
+        """(corpus, place in it) of each sample index."""
+
+    def epochs_after(self, samples: int) -> list[float]:
+        """How often each corpus has been seen after that many samples."""
+
+
+class SampleSet(Protocol):
+    """The samples of one corpus in a stream."""
+
+    corpus: Corpus
+    count: int
+
+
+def check_ids(rows: npt.NDArray[np.int64], vocab_size: int, name: Callable[[int], str]) -> None:
+    """Refuse token ids beyond the vocabulary before they reach a model; `name` says where a row came from."""
+    if rows.max() < vocab_size and rows.min() >= 0:
+        return
+    row = int(np.argmax(((rows >= vocab_size) | (rows < 0)).any(axis=1)))
+    found = int(rows[row].max() if rows[row].max() >= vocab_size else rows[row].min())
+    raise ArgosyError(
+        "tokenizer.vocabulary",
+        f"{name(row)} holds token id {found:,}; the model's vocabulary is {vocab_size:,}",
+        key="model.vocab_size",
+        value=vocab_size,
+        fix="the files were damaged or swapped since they were checked: prepare the corpus again",
+    )
+
+
 class Windows:
     """The windows of one split of one corpus."""
 
@@ -40,9 +82,9 @@ class Windows:
         self.corpus, self.split, self.seq_len = corpus, split, seq_len
         self.count = max(0, split.tokens - 1) // seq_len
 
-    def read(self, window: int) -> npt.NDArray[np.int64]:
-        start = self.split.start + window * self.seq_len
-        return self.corpus.read(start, self.seq_len + 1).astype(np.int64)
+    def read_into(self, row: npt.NDArray[np.int64], window: int) -> None:
+        """The tokens of a window and the one after it, into `row` [seq_len + 1]."""
+        row[:] = self.corpus.read(self.split.start + window * self.seq_len, self.seq_len + 1)
 
     def require_one(self) -> None:
         """Refuse a split too small for a single sample, with its numbers."""
@@ -81,9 +123,13 @@ class SampleStream:
     def batch(self, first: int, count: int) -> Batch:
         """Samples first .. first + count - 1 of the stream."""
         corpus, window = self.locate(np.arange(first, first + count, dtype=np.int64))
-        rows = np.stack([self.sets[c].read(int(w)) for c, w in zip(corpus, window, strict=True)])
-        if self.vocab_size is not None and (rows.max() >= self.vocab_size or rows.min() < 0):
-            self._refuse_ids(rows, corpus, window)
+        rows = np.empty((count, self.sets[0].seq_len + 1), np.int64)
+        for row, c, w in zip(rows, corpus, window, strict=True):
+            self.sets[c].read_into(row, int(w))
+        if self.vocab_size is not None:
+            check_ids(
+                rows, self.vocab_size, lambda row: f"window {int(window[row])} of {self.sets[corpus[row]].corpus.path}"
+            )
         return Batch(tokens=rows[:, :-1], labels=rows[:, 1:])
 
     def locate(self, indices: Indices) -> tuple[Indices, Indices]:
@@ -99,19 +145,6 @@ class SampleStream:
                 found[epochs == epoch] = permute(positions[epochs == epoch], windows.count, key)
             window[mine] = found
         return corpus, window
-
-    def _refuse_ids(self, rows: npt.NDArray[np.int64], corpus: Indices, window: Indices) -> None:
-        limit = self.vocab_size or 0
-        row = int(np.argmax(((rows >= limit) | (rows < 0)).any(axis=1)))
-        found = int(rows[row].max() if rows[row].max() >= limit else rows[row].min())
-        raise ArgosyError(
-            "tokenizer.vocabulary",
-            f"window {int(window[row])} of {self.sets[corpus[row]].corpus.path} holds token id {found:,}; the model's "
-            f"vocabulary is {self.vocab_size:,}",
-            key="model.vocab_size",
-            value=self.vocab_size,
-            fix="the files were damaged or swapped since they were checked: prepare the corpus again",
-        )
 
     def epochs_after(self, samples: int) -> list[float]:
         """How often each corpus has been seen after that many samples."""

@@ -14,13 +14,13 @@ from typing import Any
 import orjson
 from pydantic import ValidationError
 
-from argosy.config.resolve import Resolved, flatten
+from argosy.config.resolve import LENGTH_KEYS, Resolved, flatten
 from argosy.config.schema import RunSpec
 from argosy.errors import ArgosyError
 from argosy.record.files import replace_file
 
 # Keys that may differ when a run is continued. Everything else is held to what the run was started with.
-FREE_TO_CHANGE = ("runs_dir", "log.", "checkpoint.", "eval")
+FREE_TO_CHANGE = ("runs_dir", "log.", "checkpoint.", "eval", "data.order_cache")
 # These change the numbers of the steps to come (the layout through rounding and dropout), and are recorded as changes.
 CHANGES_LATER_STEPS = (
     "train.steps", "train.tokens", "train.samples", "train.epochs", "train.device", "train.deterministic", "optim.", "parallel.",
@@ -168,7 +168,9 @@ class RunDir:
         before = dict(flatten(stored["spec"])) | dict(flatten(stored["data"], "corpora"))
         after = dict(flatten(resolved.spec.model_dump(mode="json"))) | dict(flatten(data, "corpora"))
         changed = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
-        free = FREE_TO_CHANGE + CHANGES_LATER_STEPS
+        free: tuple[str, ...] = FREE_TO_CHANGE + CHANGES_LATER_STEPS
+        if after.get("data.order") == "megatron":  # there the length decides the order of all samples
+            free = tuple(key for key in free if key not in LENGTH_KEYS)
         refused = sorted(key for key in changed if not key.startswith(free) and not _only_moved(key))
         if refused:
             key = refused[0]

@@ -103,7 +103,7 @@ def dry_run(resolved: Resolved, options: TrainOptions) -> list[str]:
     if checkpoint is not None:
         run.compare(resolved, trainer.data.facts())
     done = 0 if checkpoint is None else checkpoint.progress.step
-    tokens = sum(windows.split.tokens for windows in trainer.stream.sets)
+    tokens = sum(corpus.split(spec.data.split)["train"].tokens for corpus in trainer.data.corpora)
     left = (
         f"steps {done + 1} to {trainer.steps}"
         if done < trainer.steps
