@@ -70,8 +70,9 @@ def prepare(
     """
     import os
 
-    from argosy.data.prepare import PrepareOptions, describe, parse_share, preview
+    from argosy.data.prepare import PrepareOptions
     from argosy.data.prepare import prepare as run
+    from argosy.data.prepare_report import describe, parse_share, preview
     from argosy.data.tokenizer import load_tokenizer
 
     options = PrepareOptions(
@@ -105,8 +106,9 @@ def train_tokenizer(
     vocab_size: Annotated[int, typer.Option(min=257, help="Entries, the end-of-document token included.")],
     output: Annotated[Path, typer.Option(help="The tokenizer.json to write.")],
     key: Key = "text",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a tokenizer that is already there.")] = False,
 ) -> None:
     """Train a byte-level BPE tokenizer on text."""
-    from argosy.data.prepare import train_tokenizer_on
+    from argosy.data.train_tokenizer import train_tokenizer_on
 
-    print(train_tokenizer_on(inputs, vocab_size, output, key))
+    print(train_tokenizer_on(inputs, vocab_size, output, key, overwrite=overwrite))

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, Protocol
 from argosy.data.inputs import InputFile, open_input, open_stream, require
 from argosy.errors import ArgosyError
 
-PIECE = 4 << 20  # bytes read and tokenised at a time
+PIECE = 2 << 20  # bytes read and tokenised at a time
 MAX_RECORD = 64 << 20
 BOM = b"\xef\xbb\xbf"  # some editors start UTF-8 files with it; it is not text
 
@@ -129,7 +129,8 @@ class TableBlocks:
         parquet = require("pyarrow.parquet", "data", "reading parquet")
         self.file, self.size, self.column = file, block_bytes, column.partition(".")[0]
         try:
-            self._table = parquet.ParquetFile(open_input(file))
+            # A small buffer streams the pages of a column; without one a whole row group is held.
+            self._table = parquet.ParquetFile(open_input(file), buffer_size=1 << 20, pre_buffer=False)
         except (OSError, ValueError) as error:
             raise ArgosyError(
                 "data.bad-input", f"{file.path} is not a parquet file: {error}", fix="check the file"
@@ -143,7 +144,7 @@ class TableBlocks:
                 value=column,
                 fix=f"it has: {', '.join(names)}",
             )
-        self._batches = self._table.iter_batches(batch_size=512, columns=[self.column])
+        self._batches = self._table.iter_batches(batch_size=256, columns=[self.column], use_threads=False)
         self._next, self._row = 0, 0
 
     def block(self, index: int) -> Iterator[Piece] | None:

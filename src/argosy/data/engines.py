@@ -7,7 +7,10 @@ is used instead, and that is said. JSON is never given to an engine: records are
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib
+import importlib.util
 import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -26,12 +29,15 @@ NASTY = (
 )  # fmt: skip
 
 
+Encode = Callable[[Sequence[str]], tuple[Ids, Lengths]]
+
+
 class FastTokenizer:
     """A tokenizer whose `encode` is done by another engine. Everything else is the reference's."""
 
     def __init__(self, reference: JsonTokenizer, engine: str) -> None:
         self.reference, self.engine = reference, engine
-        self._encode = ENGINES[engine](reference)
+        self._encode = ENGINES[engine](reference.text, reference.special_in_text)
         self.fingerprint = reference.fingerprint
 
     @property
@@ -52,26 +58,30 @@ class FastTokenizer:
         return self.reference.stored()
 
 
-def _fastokens(reference: JsonTokenizer) -> Callable[[Sequence[str]], tuple[Ids, Lengths]]:
+def _fastokens(text: str, special_in_text: bool) -> Encode:
     os.environ.setdefault("RAYON_NUM_THREADS", "1")  # processes share the work; threads inside them would compete
     fastokens = importlib.import_module("fastokens")
 
-    engine: Any = fastokens.Tokenizer.from_json_str(reference.text)
+    engine: Any = fastokens.Tokenizer.from_json_str(text)
     engine.no_truncation()
     engine.no_padding()
-    split = not reference.special_in_text
 
     def encode(texts: Sequence[str]) -> tuple[Ids, Lengths]:
-        ids, offsets = engine.encode_batch_flat(list(texts), split_special_tokens=split)
+        ids, offsets = engine.encode_batch_flat(list(texts), split_special_tokens=not special_in_text)
         ends: Lengths = np.frombuffer(offsets, np.uint64).astype(np.int64)
         return np.frombuffer(ids, np.uint32), ends[1:] - ends[:-1]
 
     return encode
 
 
-ENGINES: dict[str, Callable[[JsonTokenizer], Callable[[Sequence[str]], tuple[Ids, Lengths]]]] = {
-    "fastokens": _fastokens
-}
+ENGINES: dict[str, Callable[[str, bool], Encode]] = {"fastokens": _fastokens}  # by name, the fastest first
+
+
+def likely_engine(tokenizer: Tokenizer) -> str | None:
+    """The engine that will be chosen if its proof succeeds, so that workers can start before it has."""
+    if not isinstance(tokenizer, JsonTokenizer):
+        return None
+    return next((name for name in ENGINES if importlib.util.find_spec(name) is not None), None)
 
 
 def choose_engine(tokenizer: Tokenizer, sample: Sequence[str]) -> tuple[Tokenizer, str]:
@@ -93,6 +103,12 @@ def choose_engine(tokenizer: Tokenizer, sample: Sequence[str]) -> tuple[Tokenize
             return fast, f"{name}, ids equal to the reference on {len(NASTY)} hard strings and {len(sample)} documents"
         found.append(f"{name} differs from the reference on {fault[:40]!r}")
     return tokenizer, "tokenizers, the reference: " + "; ".join(found)
+
+
+def release_memory() -> None:
+    """Give freed memory back to the system, where the C library can be asked to."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def first_difference(fast: Tokenizer, reference: Tokenizer, texts: Sequence[str]) -> str | None:

@@ -193,8 +193,8 @@ class Written:
 class IndexedWriter:
     """Writes a pair under temporary names; `finish` makes it appear, the `.idx` last."""
 
-    def __init__(self, prefix: Path, dtype: np.dtype[Any]) -> None:
-        self.prefix, self.dtype = prefix, np.dtype(dtype).newbyteorder("<")
+    def __init__(self, prefix: Path, dtype: np.dtype[Any], *, sync: bool = True) -> None:
+        self.prefix, self.dtype, self._sync = prefix, np.dtype(dtype).newbyteorder("<"), sync
         self._bin_temporary = bin_path(prefix).with_suffix(".bin.partial")
         self._idx_temporary = idx_path(prefix).with_suffix(".idx.partial")
         self._file: BinaryIO = self._bin_temporary.open("wb")
@@ -237,8 +237,7 @@ class IndexedWriter:
         self._bounds.frombytes((first + np.cumsum(per_document, dtype=np.int64)).tobytes())
 
     def finish(self) -> Written:
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        self._flush(self._file)
         self._file.close()
         lengths = np.frombuffer(self._lengths, np.int32) if self._lengths else np.zeros(0, np.int32)
         ends = np.cumsum(lengths, dtype=np.int64)
@@ -249,8 +248,7 @@ class IndexedWriter:
         )
         with self._idx_temporary.open("wb") as file:
             file.write(index)
-            file.flush()
-            os.fsync(file.fileno())
+            self._flush(file)
         os.replace(self._bin_temporary, bin_path(self.prefix))
         os.replace(self._idx_temporary, idx_path(self.prefix))
         return Written(
@@ -261,6 +259,11 @@ class IndexedWriter:
             bin_sha256=self._hash.hexdigest(),
             idx_sha256=hashlib.sha256(index).hexdigest(),
         )
+
+    def _flush(self, file: BinaryIO) -> None:
+        file.flush()
+        if self._sync:
+            os.fsync(file.fileno())
 
     def abandon(self) -> None:
         """Leave nothing behind, whatever went wrong before."""

@@ -10,6 +10,7 @@ bytes whoever makes them, which is what makes the corpus independent of workers,
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -19,10 +20,11 @@ import numpy as np
 import orjson
 
 from argosy.data.blocks import Blocks, open_blocks
-from argosy.data.indexed import IndexedWriter, Tokens, dtype_for
+from argosy.data.engines import Encode
+from argosy.data.indexed import IndexedReader, IndexedWriter, Tokens, bin_path, dtype_for
 from argosy.data.inputs import InputFile
 from argosy.data.records import BadRecord, Parser, Sentences
-from argosy.data.tokenizer import Lengths, Tokenizer
+from argosy.data.tokenizer import Lengths
 from argosy.errors import ArgosyError
 from argosy.record.files import replace_file
 
@@ -45,6 +47,7 @@ class PartFacts:
     max_token: int
     records: int  # in the block, good and bad
     input_bytes: int
+    sha256: str  # of the .bin, so that a part from before a crash can be believed
     quarantined: dict[str, int]
     files: dict[str, tuple[int, int]]  # file -> documents, quarantined
     past_end: bool = False  # there is no such block
@@ -64,11 +67,16 @@ class PartMaker:
     """Makes parts with one tokenizer; keeps the current input open, since blocks are asked for in ascending order."""
 
     def __init__(
-        self, directory: Path, groups: list[list[InputFile]], tokenizer: Tokenizer, options: PartOptions
+        self,
+        directory: Path,
+        groups: list[list[InputFile]],
+        encode: Encode,
+        vocab_size: int,
+        eod: int | None,
+        options: PartOptions,
     ) -> None:
-        self.directory, self.groups, self.tokenizer, self.options = directory, groups, tokenizer, options
-        self.eod = tokenizer.eod_id if options.append_eod else None
-        self.dtype = dtype_for(tokenizer.vocab_size)
+        self.directory, self.groups, self.encode, self.eod, self.options = directory, groups, encode, eod, options
+        self.dtype = dtype_for(vocab_size)
         self._open: tuple[int, int, Blocks] | None = None  # group, next block, reader
 
     def make(self, name: PartName) -> PartFacts:
@@ -78,7 +86,7 @@ class PartMaker:
         try:
             pieces = self._blocks(name).block(name.block)
             if pieces is None:
-                facts = PartFacts(0, 0, 0, 0, 0, {}, {}, past_end=True)
+                facts = PartFacts(0, 0, 0, 0, 0, "", {}, {}, past_end=True)
             else:
                 facts = self._write(name, pieces)
         except (OSError, EOFError) as error:
@@ -104,7 +112,7 @@ class PartMaker:
     def _write(self, name: PartName, pieces: Iterator) -> PartFacts:  # type: ignore[type-arg]
         is_text = self.groups[name.group][0].is_text
         parser = Parser(None if is_text else self.options.key)
-        writer = IndexedWriter(self.directory / str(name), self.dtype)
+        writer = IndexedWriter(self.directory / str(name), self.dtype, sync=False)
         bad: list[BadRecord] = []
         files: Counter[str] = Counter()
         records = input_bytes = 0
@@ -129,6 +137,7 @@ class PartMaker:
             max_token=written.max_token,
             records=records,
             input_bytes=input_bytes,
+            sha256=written.bin_sha256,
             quarantined=dict(Counter(record.kind for record in bad)),
             files={file: (files[file], faults_by_file[file]) for file in sorted(files.keys() | faults_by_file.keys())},
         )
@@ -136,7 +145,7 @@ class PartMaker:
     def _add(self, writer: IndexedWriter, documents: list[Sentences]) -> None:
         if not documents:
             return
-        ids, lengths = self.tokenizer.encode([sentence for document in documents for sentence in document])
+        ids, lengths = self.encode([sentence for document in documents for sentence in document])
         document_of = np.repeat(np.arange(len(documents)), [len(document) for document in documents])
         filled = lengths > 0  # a text of nothing but what the tokenizer drops has no tokens, and no sequence
         lengths = lengths[filled]
@@ -163,8 +172,15 @@ def _append_eod(ids: Tokens, lengths: Lengths, last: Lengths, eod: int | None) -
 
 
 def read_facts(directory: Path, name: PartName) -> PartFacts | None:
-    """The books of a finished part, or None where it still has to be made."""
+    """The books of a part finished by an earlier attempt, or None where it still has to be made. Parts are not synced to
+    the disk, so what a power cut left of one is checked before it is believed."""
     try:
-        return PartFacts(**orjson.loads((directory / f"{name}.json").read_bytes()))
-    except (OSError, ValueError, TypeError):
+        facts = PartFacts(**orjson.loads((directory / f"{name}.json").read_bytes()))
+        if not facts.past_end:
+            with bin_path(directory / str(name)).open("rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != facts.sha256:
+                    return None
+            IndexedReader(directory / str(name)).close()
+        return facts
+    except (OSError, ValueError, TypeError, ArgosyError):
         return None

@@ -25,15 +25,15 @@ import orjson
 
 from argosy.config.seeds import derive_seed
 from argosy.data.blocks import open_blocks
-from argosy.data.engines import choose_engine
-from argosy.data.indexed import IndexedReader, IndexedWriter, bin_path, dtype_for, idx_path
+from argosy.data.engines import FastTokenizer, choose_engine, likely_engine, release_memory
+from argosy.data.indexed import bin_path, dtype_for, idx_path
 from argosy.data.inputs import InputFile, find_inputs
+from argosy.data.join import Joiner, books_of, shard_name
 from argosy.data.manifest import FILE_NAME, Manifest, Shard, Source, TokenizerFacts, write_manifest
-from argosy.data.order import permute
 from argosy.data.parts import PartFacts, PartMaker, PartName, PartOptions
 from argosy.data.records import Parser, texts_of
-from argosy.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
-from argosy.data.workers import Pool
+from argosy.data.tokenizer import Tokenizer
+from argosy.data.workers import Pool, Recipe, recipe_of
 from argosy.errors import ArgosyError
 from argosy.record.files import replace_file
 from argosy.record.progress import Progress
@@ -63,9 +63,7 @@ def prepare(inputs: Sequence[str], tokenizer: Tokenizer, output: Path, options: 
     job = Job(find_inputs(inputs, report=_warn), tokenizer, output, options)
     try:
         job.claim()
-        job.make_parts()
-        for shard in job.my_shards():
-            job.join(shard)
+        job.make_shards()
         return job.finish()
     except OSError as error:
         raise ArgosyError(
@@ -92,7 +90,7 @@ class Job:
         self.eod = (
             tokenizer.eod_id if options.append_eod else None
         )  # a tokenizer without one is refused before work starts
-        self.tokenizer, self.engine = choose_engine(tokenizer, self._sample())
+        self.tokenizer = tokenizer
         self.parts = output / PARTS
         self.facts: dict[PartName, PartFacts] = {}
 
@@ -106,53 +104,48 @@ class Job:
         name, content = self.tokenizer.stored()
         replace_file(self.output / name, content)
 
-    def make_parts(self) -> None:
-        names = self._names()
+    def make_shards(self) -> None:
+        """Make this machine's parts, and join those of each shard as they are finished."""
+        joiners = {shard: self._joiner(shard) for shard in self._my_shards()}
         total = sum(file.size for file in self.files) / self.options.machines
-        with Progress("prepare", total, "B") as progress:
-            for name, facts in self._run(names, total):
-                self.facts[name] = facts
-                progress.advance(facts.input_bytes)
-
-    def my_shards(self) -> Iterator[int]:
-        return iter(range(self.options.machine, self.options.shards, self.options.machines))
-
-    def join(self, shard: int) -> None:
-        """The parts of a shard, in the order of their names, as one pair."""
-        books = self.parts / f"shard-{shard:05d}.json"
-        if books.exists():
-            return
-        names = [name for name in sorted(self.facts) if self.shard_of(name) == shard and not self.facts[name].past_end]
-        readers = [IndexedReader(self.parts / str(name)) for name in names]
-        writer = IndexedWriter(self.output / shard_name(shard), dtype_for(self.tokenizer.vocab_size))
         try:
-            if self.options.shuffle_seed is None:
-                for reader in readers:
-                    writer.add_pair(reader)
-            else:
-                _add_shuffled(writer, readers, derive_seed(self.options.shuffle_seed, "shuffle", shard))
-            written = writer.finish()
-        except BaseException:
-            writer.abandon()
-            raise
-        for reader in readers:
-            reader.close()
-        facts = [self.facts[name] for name in names]
-        if written.documents != sum(f.documents for f in facts) or any(
-            f.records != f.documents + sum(f.quarantined.values()) for f in facts
-        ):
-            raise RuntimeError(f"documents were lost in shard {shard}: {written.documents} written of {facts}")
-        quarantine = b"".join((self.parts / f"{name}.quarantine.jsonl").read_bytes() for name in names)
-        replace_file(self.parts / f"shard-{shard:05d}.quarantine.jsonl", quarantine)
-        document = {"shard": asdict(written) | {"name": shard_name(shard)}, "parts": [asdict(f) for f in facts]}
-        replace_file(books, orjson.dumps(document))
-        for name in names:  # the shard has it all
-            for suffix in (".bin", ".idx", ".quarantine.jsonl"):
-                (self.parts / f"{name}{suffix}").unlink(missing_ok=True)
+            with Progress("prepare", total, "B") as progress:
+                for name, facts in self._run(set(joiners), total):
+                    self.facts[name] = facts
+                    joiners[self.shard_of(name)].add(name, facts)
+                    progress.advance(facts.input_bytes)
+            for joiner in joiners.values():
+                joiner.finish()
+        finally:
+            for joiner in joiners.values():
+                joiner.close()
+
+    def prove_engine(self) -> tuple[str | None, str]:
+        """(the engine to use, None for the reference; what was found, in words)"""
+        chosen, said = choose_engine(self.tokenizer, self._sample())
+        engine = chosen.engine if isinstance(chosen, FastTokenizer) else None
+        del chosen
+        release_memory()  # the workers have engines of their own
+        return engine, said
+
+    def _my_shards(self) -> Iterator[int]:
+        """Those this machine makes, less the ones an earlier attempt has finished."""
+        for shard in range(self.options.machine, self.options.shards, self.options.machines):
+            if not books_of(self.parts, shard).exists():
+                yield shard
+
+    def _joiner(self, shard: int) -> Joiner:
+        seed = self.options.shuffle_seed
+        key = None if seed is None else derive_seed(seed, "shuffle", shard)
+        first = next(block for block in range(self.options.shards) if self.shard_of(PartName(0, block)) == shard)
+        dtype = dtype_for(self.tokenizer.vocab_size)
+        return Joiner(
+            self.parts, self.output, shard, dtype, first_block=first, stride=self.options.shards, shuffle_key=key
+        )
 
     def finish(self) -> Manifest | None:
         """When every shard is there: the manifest. Any machine may be the last; all would write the same."""
-        paths = [self.parts / f"shard-{shard:05d}.json" for shard in range(self.options.shards)]
+        paths = [books_of(self.parts, shard) for shard in range(self.options.shards)]
         if not all(path.exists() for path in paths):
             return None
         documents = [orjson.loads(path.read_bytes()) for path in paths]
@@ -182,15 +175,16 @@ class Job:
         """Blocks are dealt to shards in turn, each file starting with another one."""
         return (name.group + name.block) % self.options.shards
 
-    def _names(self) -> Iterator[PartName]:
-        """This machine's parts. How many blocks a compressed file or a table has shows only when one is past its end."""
+    def _names(self, shards: set[int]) -> Iterator[PartName]:
+        """The parts of some shards. How many blocks a compressed file or a table has shows only when one is past its
+        end."""
         for group in range(len(self.groups)):
             block = 0
             while not any(f.past_end and n.block <= block for n, f in self.facts.items() if n.group == group):
                 name = PartName(group, block)
                 if self._beyond(name):
                     break
-                if self.shard_of(name) % self.options.machines == self.options.machine:
+                if self.shard_of(name) in shards:
                     yield name
                 block += 1
 
@@ -201,14 +195,33 @@ class Job:
         size = first.size if self.options.text_lines or not first.is_text else 1
         return name.block * self.part_options.block_bytes >= max(1, size)
 
-    def _run(self, names: Iterator[PartName], total: float) -> Iterator[tuple[PartName, PartFacts]]:
+    def _run(self, shards: set[int], total: float) -> Iterator[tuple[PartName, PartFacts]]:
+        if not shards:
+            return
         if self.options.workers == 1 or total < _INLINE_BYTES:
-            maker = PartMaker(self.parts, self.groups, self.tokenizer, self.part_options)
-            for name in names:
+            recipe = self._recipe(self.prove_engine()[0])
+            maker = PartMaker(
+                self.parts, self.groups, recipe.encoder(), recipe.vocab_size, recipe.eod_id, self.part_options
+            )
+            for name in self._names(shards):
                 yield name, maker.make(name)
-        else:
-            with Pool(self.options.workers, self.parts, self.groups, self.tokenizer, self.part_options) as pool:
-                yield from pool.run(names)
+            return
+        pool = self._pool(likely_engine(self.tokenizer))  # loads while the proof is made
+        try:
+            engine, said = self.prove_engine()
+            if engine != pool.recipe.engine:
+                _warn(f"tokenizing with {said}")
+                pool.close()
+                pool = self._pool(engine)
+            yield from pool.run(self._names(shards))
+        finally:
+            pool.close()
+
+    def _pool(self, engine: str | None) -> Pool:
+        return Pool(self.options.workers, self.parts, self.groups, self._recipe(engine), self.part_options)
+
+    def _recipe(self, engine: str | None) -> Recipe:
+        return recipe_of(self.tokenizer, engine, append_eod=self.options.append_eod)
 
     def _sample(self) -> list[str]:
         """A little of the corpus, from the start of the first inputs, to prove an engine on."""
@@ -286,10 +299,6 @@ class Job:
         )
 
 
-def shard_name(shard: int) -> str:
-    return f"shard-{shard:05d}"
-
-
 def group_inputs(files: Sequence[InputFile], text_lines: bool) -> list[list[InputFile]]:
     """Each file alone, but for text files that are one document each: those are taken together up to a block's size."""
     groups: list[list[InputFile]] = []
@@ -309,74 +318,3 @@ def _block_bytes(files: Sequence[InputFile]) -> int:
     """A 64th of the whole, as a power of two between 4 and 64 MiB: enough blocks to share, not too many files."""
     share = sum(file.size for file in files) // 64
     return min(64 << 20, max(4 << 20, 1 << (share - 1).bit_length() if share else 0))
-
-
-def _add_shuffled(writer: IndexedWriter, readers: list[IndexedReader], key: int) -> None:
-    import numpy as np
-
-    starts = np.cumsum([0, *(reader.documents for reader in readers)])
-    order = permute(np.arange(starts[-1]), int(starts[-1]), key) if starts[-1] else np.zeros(0, np.int64)
-    for document in order:
-        which = int(np.searchsorted(starts, document, side="right")) - 1
-        reader, within = readers[which], int(document - starts[which])
-        first, last = (int(reader.document_indices[within + i]) for i in (0, 1))
-        start, end = reader.token_at_document(within), reader.token_at_document(within + 1)
-        writer.add_many(reader.read(start, end - start), reader.lengths[first:last], np.array([last - first]))
-
-
-def preview(inputs: Sequence[str], tokenizer: Tokenizer, output: Path, options: PrepareOptions) -> str:
-    """What `prepare` would do, having checked what can be checked without reading the text."""
-    job = Job(find_inputs(inputs), tokenizer, output, options)
-    eod = "no end-of-document token" if job.eod is None else f"id {job.eod} ends each document"
-    lines = [f"{file.path}  {file.size:,} bytes" for file in job.files]
-    total = sum(file.size for file in job.files)
-    dtype = dtype_for(tokenizer.vocab_size).name
-    lines.append(f"{len(job.files)} files, {total:,} bytes -> {output} ({options.shards} shards, {dtype} tokens)")
-    lines.append(f"tokenizer {tokenizer.fingerprint[:12]}, {tokenizer.vocab_size:,} entries, {eod}")
-    lines.append(f"engine    {job.engine}")
-    return "\n".join(lines)
-
-
-def describe(manifest: Manifest, output: Path) -> str:
-    """The books of a finished corpus in a few lines."""
-    bad = sum(manifest.quarantined.values())
-    seen = manifest.documents + bad
-    shards = f", {len(manifest.shards)} shards" if len(manifest.shards) > 1 else ""
-    lines = [f"{output}: {manifest.documents:,} documents, {manifest.tokens:,} tokens ({manifest.dtype}{shards})"]
-    lines.append(f"documents: {seen:,} in = {manifest.documents:,} out + {bad:,} quarantined")
-    if bad:
-        kinds = ", ".join(f"{kind} {count:,}" for kind, count in manifest.quarantined.items())
-        lines.append(f"quarantined: {kinds}; see {output / QUARANTINE_FILE}")
-    return "\n".join(lines)
-
-
-def parse_share(text: str) -> float:
-    """`0.1%` or `0.001`."""
-    try:
-        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share <= 1:
-        raise ArgosyError(
-            "config.bad-value", "not a share between 0 and 1", key="--max-bad", value=text, fix="write 0.1% or 0.001"
-        )
-    return share
-
-
-def train_tokenizer_on(inputs: Sequence[str], vocab_size: int, output: Path, key: str) -> str:
-    """Train a BPE on the good documents of the inputs; a line that says what came out."""
-
-    def texts() -> Iterator[str]:
-        for group in group_inputs(find_inputs(inputs), text_lines=False):
-            blocks = open_blocks(group, block_bytes=1 << 24, lines=False, column=key)
-            parser = Parser(None if group[0].is_text else key)
-            index = 0
-            while (pieces := blocks.block(index)) is not None:
-                yield from texts_of(pieces, parser)
-                index += 1
-
-    trained = train_bpe(texts(), vocab_size)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(output, trained.encode())
-    tokenizer = load_tokenizer(str(output))
-    return f"{output}: {tokenizer.vocab_size:,} entries, fingerprint {tokenizer.fingerprint[:12]}"

@@ -10,53 +10,57 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from argosy.data.engines import FastTokenizer
+from argosy.data.engines import ENGINES, Encode
 from argosy.data.inputs import InputFile
 from argosy.data.parts import PartFacts, PartMaker, PartName, PartOptions
 from argosy.data.tokenizer import ByteTokenizer, JsonTokenizer, SentencePieceTokenizer, Tokenizer
 from argosy.errors import ArgosyError
 
-Recipe = dict[str, Any]
+
+@dataclass(frozen=True)
+class Recipe:
+    """What another process needs to encode as this one would, and no more: loading a tokenizer takes time."""
+
+    file: str
+    content: bytes
+    engine: str | None
+    special_in_text: bool
+    vocab_size: int
+    eod_id: int | None
+
+    def encoder(self) -> Encode:
+        if self.engine is not None:
+            return ENGINES[self.engine](self.content.decode(), self.special_in_text)
+        if self.content == ByteTokenizer().stored()[1]:
+            return ByteTokenizer().encode
+        if self.file.endswith(".model"):
+            return SentencePieceTokenizer(self.content, self.file).encode
+        return JsonTokenizer(self.content.decode(), self.file, special_in_text=self.special_in_text).encode
 
 
-def recipe_of(tokenizer: Tokenizer) -> Recipe:
-    """What another process needs to build the same tokenizer with the same engine."""
-    engine = None
-    if isinstance(tokenizer, FastTokenizer):
-        engine, tokenizer = tokenizer.engine, tokenizer.reference
-    recipe: Recipe = {"file": tokenizer.stored()[0], "content": tokenizer.stored()[1], "engine": engine}
-    if isinstance(tokenizer, JsonTokenizer):
-        recipe |= {"eod": tokenizer.eod, "special_in_text": tokenizer.special_in_text}
-    return recipe
-
-
-def build(recipe: Recipe) -> Tokenizer:
-    if recipe["content"] == ByteTokenizer().stored()[1]:
-        return ByteTokenizer()
-    if recipe["file"].endswith(".model"):
-        return SentencePieceTokenizer(recipe["content"], recipe["file"])
-    reference = JsonTokenizer(
-        recipe["content"].decode(), recipe["file"], recipe["eod"], special_in_text=recipe["special_in_text"]
-    )
-    return reference if recipe["engine"] is None else FastTokenizer(reference, recipe["engine"])
+def recipe_of(tokenizer: Tokenizer, engine: str | None, *, append_eod: bool) -> Recipe:
+    special = isinstance(tokenizer, JsonTokenizer) and tokenizer.special_in_text
+    return Recipe(*tokenizer.stored(), engine, special, tokenizer.vocab_size, tokenizer.eod_id if append_eod else None)
 
 
 class Pool:
-    """`with Pool(...) as pool: for name, facts in pool.run(next_name): ...`"""
+    """`for name, facts in pool.run(names): …`, then `close()`."""
 
     def __init__(
-        self, count: int, directory: Path, groups: list[list[InputFile]], tokenizer: Tokenizer, options: PartOptions
+        self, count: int, directory: Path, groups: list[list[InputFile]], recipe: Recipe, options: PartOptions
     ) -> None:
         # Neither forked (engines have threads) nor a daemon's children: plain new interpreters.
         context = multiprocessing.get_context("spawn")
         self._busy: dict[Connection, PartName] = {}
         self._idle: list[Connection] = []
         self._processes = []
-        arguments = (directory, groups, recipe_of(tokenizer), options)
+        self.recipe = recipe
+        arguments = (directory, groups, recipe, options)
         for number in range(count):
             ours, theirs = context.Pipe()
             process = context.Process(target=_work, args=(theirs, *arguments), name=f"prepare-{number}", daemon=True)
@@ -65,10 +69,7 @@ class Pool:
             self._processes.append(process)
             self._idle.append(ours)
 
-    def __enter__(self) -> Pool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         for process in self._processes:
             process.terminate()
         for process in self._processes:
@@ -117,7 +118,7 @@ def _work(
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends us
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    maker = PartMaker(directory, groups, build(recipe), options)
+    maker = PartMaker(directory, groups, recipe.encoder(), recipe.vocab_size, recipe.eod_id, options)
     while True:
         try:
             group, block = connection.recv()

@@ -1,0 +1,83 @@
+"""argosy data fetch"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def fetch(
+    names: Annotated[
+        list[str],
+        typer.Argument(
+            help="slimpajama, c4, oscar; a Hugging Face data set as owner/name; hf://datasets/owner/name[@revision]/path, "
+            "file or pattern; or an http(s) URL, with #sha256=… to have it checked."
+        ),
+    ],
+    output: Annotated[Path, typer.Option(help="The directory for the files.")],
+    config: Annotated[
+        str | None, typer.Option(help="Part of the data set; c4: en if not given; oscar: a language, as de.")
+    ] = None,
+    split: Annotated[
+        str | None,
+        typer.Option(
+            help="train, validation, test, or several with commas; default: train. c4 also has train_small and val_small, "
+            "the first file of train and of validation (356,000 and 45,600 documents)."
+        ),
+    ] = None,
+    sample: Annotated[int | None, typer.Option(min=1, help="Only the first N files of each split, by name.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the data set; default: main.")] = None,
+    workers: Annotated[int, typer.Option(min=1, max=64, help="Files to fetch at once.")] = 4,
+    prepare: Annotated[
+        bool, typer.Option("--prepare", help="Make a corpus of the files at once; needs --tokenizer and --corpus.")
+    ] = False,
+    tokenizer: Annotated[str | None, typer.Option(help="With --prepare: as for `argosy data prepare`.")] = None,
+    corpus: Annotated[Path | None, typer.Option(help="With --prepare: the corpus directory to make.")] = None,
+    key: Annotated[
+        str | None, typer.Option(help="With --prepare: the key that holds the text; default: the data set's own.")
+    ] = None,
+    shards: Annotated[int, typer.Option(min=1, help="With --prepare: pairs of .bin/.idx to make.")] = 1,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="With --prepare: replace a corpus that is already there.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the files and their size, fetch nothing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Fetch public data sets, or files by URL, for `argosy data prepare`.
+
+    Run again after an interruption, it goes on where it stopped; finished files are kept. Every file is checked against
+    the hash its data set lists. For gated data sets set HF_TOKEN in the environment; HF_ENDPOINT names a mirror.
+    """
+    import json
+
+    from argosy.data.fetch import FetchOptions, corpus_wanted, preview
+    from argosy.data.fetch import fetch as run
+    from argosy.data.sources import Choice, text_key
+
+    options = FetchOptions(Choice(config, split, revision, sample), workers)
+    wanted = corpus_wanted(prepare, tokenizer, corpus)
+    if dry_run:
+        plan = preview(names, output, options)
+        print(json.dumps(plan.as_dict()) if as_json else plan.describe_plan())
+        return
+    if wanted is None:
+        fetched = run(names, output, options)
+        print(json.dumps(fetched.as_dict()) if as_json else fetched.describe())
+        return
+
+    from argosy.data.prepare import PrepareOptions
+    from argosy.data.prepare import prepare as make_corpus
+    from argosy.data.prepare_report import describe
+    from argosy.data.tokenizer import load_tokenizer
+
+    chosen = load_tokenizer(wanted[0])
+    prepare_options = PrepareOptions(key=key or text_key(names), shards=shards, overwrite=overwrite)
+    fetched = run(names, output, options)
+    manifest = make_corpus([file.path for file in fetched.files], chosen, wanted[1], prepare_options)
+    if manifest is None:
+        raise RuntimeError("one machine makes all shards")
+    corpus_facts = json.loads(manifest.model_dump_json())
+    facts = {"fetch": fetched.as_dict(), "corpus": corpus_facts}
+    print(json.dumps(facts) if as_json else f"{fetched.describe()}\n{describe(manifest, wanted[1])}")
