@@ -15,6 +15,7 @@ from argosy.data.corpus import Corpus
 from argosy.data.indexed import IndexedReader, IndexedWriter, dtype_for
 from argosy.data.megatron_stream import MegatronStream
 from argosy.data.open import open_data
+from argosy.data.samples import BatchMaker
 from argosy.errors import ArgosyError
 from argosy.train.loop import TrainOptions, train
 
@@ -48,7 +49,7 @@ def megatron(prefixes: list[Path], weights: list[float] | None, size: int, seed:
 def test_samples_equal_megatrons(tmp_path: Path, weights: list[float] | None, size: int) -> None:
     prefixes = [tmp_path / "a", tmp_path / "b"] if weights else [tmp_path / "a"]
     corpora = [Corpus(p, [write(p, i)], None) for i, p in enumerate(prefixes)]
-    stream = MegatronStream(corpora, (90, 10, 0), weights, seq_len=32, num_samples=size, seed=7, vocab_size=500)
+    stream = MegatronStream(corpora, (90, 10, 0), weights, seq_len=32, num_samples=size, seed=7, maker=BatchMaker(500))
     ours = stream.batch(0, size)
     rows = np.concatenate([ours.tokens, ours.labels[:, -1:]], axis=1)
     assert np.array_equal(rows, np.stack(megatron(prefixes, weights, size, 7)))
@@ -61,7 +62,7 @@ def test_shards_read_as_the_merged_pair_would(tmp_path: Path) -> None:
         writer.add_pair(part)
     writer.finish()
     merged = Corpus(tmp_path, [IndexedReader(tmp_path / "merged")], None)
-    options = {"seq_len": 32, "num_samples": 90, "seed": 3, "vocab_size": 500}
+    options = {"seq_len": 32, "num_samples": 90, "seed": 3, "maker": BatchMaker(500)}
     whole = MegatronStream([merged], (90, 10, 0), None, **options).batch(0, 90)
     sharded = MegatronStream([Corpus(tmp_path, parts, None)], (90, 10, 0), None, **options).batch(0, 90)
     assert np.array_equal(whole.tokens, sharded.tokens)

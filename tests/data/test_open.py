@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,8 +11,10 @@ import pytest
 
 from argosy.config.resolve import resolve
 from argosy.data.indexed import IndexedWriter, dtype_for
+from argosy.data.masks import IGNORED
 from argosy.data.open import open_data
-from argosy.data.tokenizer import train_bpe
+from argosy.data.prepare import PrepareOptions, prepare
+from argosy.data.tokenizer import load_tokenizer, train_bpe
 from argosy.errors import ArgosyError
 
 Write = Callable[..., Path]
@@ -56,3 +59,43 @@ def test_a_token_beyond_the_vocabulary_of_a_bare_pair_is_found_by_looking(write_
 def test_missing_data_is_refused(write_spec: Write, tmp_path: Path) -> None:
     assert refusal(write_spec(), f"data.train={tmp_path / 'no' / 'where'}").code == "data.not-found"
     assert refusal(write_spec(), f"data.train={tmp_path / 'nowhere'}").code == "data.not-found"
+
+
+def test_no_loss_is_taken_across_documents_when_asked(write_spec: Write) -> None:
+    path = write_spec()
+    plain = open_data(resolve(path).spec).training().batch(0, 600)
+    masked = open_data(resolve(path, ["data.mask_eod=true"]).spec).training().batch(0, 600)
+    ends = plain.tokens == 256
+    assert ends.any()
+    assert (masked.labels[ends] == IGNORED).all()
+    assert np.array_equal(masked.labels[~ends], plain.labels[~ends])
+    assert masked.valid_tokens == plain.valid_tokens - ends.sum()
+
+
+def test_fill_in_the_middle_changes_training_samples_only_and_repeats(write_spec: Write, tmp_path: Path) -> None:
+    document = json.loads(train_bpe(["some words of text and more words"] * 20, 300))
+    names = ["<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"]
+    top = max(document["model"]["vocab"].values())
+    document["added_tokens"] += [
+        document["added_tokens"][0] | {"id": top + 1 + i, "content": name} for i, name in enumerate(names)
+    ]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    (tmp_path / "x.jsonl").write_text(json.dumps({"text": "some words of text and more words of text " * 9}) * 1 + "\n")
+    (tmp_path / "x.jsonl").write_text((tmp_path / "x.jsonl").read_text() * 40)
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
+    prepare([str(tmp_path / "x.jsonl")], tokenizer, tmp_path / "c", PrepareOptions())
+    path = write_spec(data={"train": str(tmp_path / "c"), "seq_len": 32, "split": [90, 10, 0]})
+    with_fim = [f"model.vocab_size={tokenizer.vocab_size}", "data.fim={rate: 1.0}"]
+    data = open_data(resolve(path, with_fim).spec)
+    first, again = data.training().batch(3, 8), data.training().batch(3, 8)
+    assert np.array_equal(first.tokens, again.tokens)
+    assert np.isin([tokenizer.id_of(name) for name in names], first.tokens).all()
+    assert not np.isin(tokenizer.id_of(names[0]), data.whole("validation").batch(0, 4).tokens)
+    error = refusal_of_stream(path, "data.fim={prefix: nothing}", f"model.vocab_size={tokenizer.vocab_size}")
+    assert (error.code, error.key) == ("tokenizer.vocabulary", "data.fim.prefix")
+
+
+def refusal_of_stream(path: Path, *overrides: str) -> ArgosyError:
+    with pytest.raises(ArgosyError) as caught:
+        open_data(resolve(path, overrides).spec).training()
+    return caught.value

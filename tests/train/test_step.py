@@ -12,7 +12,8 @@ import torch
 
 from argosy.config.resolve import resolve, resolve_model
 from argosy.config.schema import OptimSpec
-from argosy.data.samples import IGNORED, Batch
+from argosy.data.masks import IGNORED
+from argosy.data.samples import Batch
 from argosy.errors import ArgosyError
 from argosy.model.decoder import Decoder, build_model
 from argosy.model.init import initialise

@@ -17,6 +17,7 @@ from argosy.config.units import (
     DurationField,
     DurationOrNone,
     Fraction,
+    NotBool,
     NotNegative,
     Positive,
     PositiveNumber,
@@ -31,6 +32,18 @@ class DataSource(Section):
     weight: PositiveNumber | None = Field(
         None, description="relative weight; give it for all sources or for none (none: by token count)"
     )
+
+
+class FimSpec(Section):
+    """Fill-in-the-middle: some training documents are cut in three and rearranged (code models)."""
+
+    rate: Annotated[float, Field(ge=0, le=1), NotBool] = Field(
+        0.5, description="share of documents that are rearranged"
+    )
+    spm_rate: Annotated[float, Field(ge=0, le=1), NotBool] = Field(0.5, description="of those, suffix before prefix")
+    prefix: str = Field("<|fim_prefix|>", description="the token before the prefix")
+    middle: str = Field("<|fim_middle|>", description="the token before the middle")
+    suffix: str = Field("<|fim_suffix|>", description="the token before the suffix")
 
 
 class DataSpec(Section):
@@ -48,6 +61,8 @@ class DataSpec(Section):
         description="of training samples: ours needs no index; megatron's is bit-exact to its GPTDataset and blends",
     )
     order_cache: str | None = Field(None, description="a directory that keeps megatron's shuffled order between starts")
+    mask_eod: bool = Field(False, description="take no loss on the first token of a document that follows another")
+    fim: FimSpec | None = Field(None, description="fill-in-the-middle, on training samples")
     seq_len: Positive = Field(description="tokens in a sample; the model's max_seq_len unless given")
 
 

@@ -54,6 +54,9 @@ class FastTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         return self.reference.decode(ids)
 
+    def id_of(self, token: str) -> int | None:
+        return self.reference.id_of(token)
+
     def stored(self) -> tuple[str, bytes]:
         return self.reference.stored()
 

@@ -17,7 +17,7 @@ from argosy.data.corpus import SPLITS, Corpus
 from argosy.data.megatron_blend import MegatronBlend, plan_blend
 from argosy.data.megatron_order import MegatronSamples, split_ranges
 from argosy.data.order import Indices
-from argosy.data.samples import Batch, check_ids
+from argosy.data.samples import Batch, BatchMaker
 
 
 class MegatronSet:
@@ -56,10 +56,10 @@ class MegatronStream:
         seq_len: int,
         num_samples: int,
         seed: int,
-        vocab_size: int,
+        maker: BatchMaker,
         cache_dir: Path | None = None,
     ) -> None:
-        self.seq_len, self.vocab_size = seq_len, vocab_size
+        self.seq_len, self._maker = seq_len, maker
         plan = plan_blend(weights, num_samples) if weights is not None else None
         alone = len(corpora) == 1 and plan is None
         asked: list[int | None] = (
@@ -85,10 +85,9 @@ class MegatronStream:
         rows = np.empty((count, self.seq_len + 1), np.int64)
         for row, c, index in zip(rows, corpus, local, strict=True):
             self.sets[c].read_into(row, int(index))
-        check_ids(
-            rows, self.vocab_size, lambda row: f"sample {int(local[row])} of {self.sets[corpus[row]].corpus.path}"
+        return self._maker.batch(
+            rows, first, lambda row: f"sample {int(local[row])} of {self.sets[corpus[row]].corpus.path}"
         )
-        return Batch(tokens=rows[:, :-1], labels=rows[:, 1:])
 
     def locate(self, indices: Indices) -> tuple[Indices, Indices]:
         """(corpus, Megatron's sample number in it) of each sample index."""

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from argosy.config.schema import RunSpec
+from argosy.config.schema import FimSpec, RunSpec
 from argosy.data.corpus import Corpus, open_corpus
+from argosy.data.fim import FillInTheMiddle
 from argosy.data.megatron_stream import MegatronStream
-from argosy.data.samples import SampleStream, Stream, Windows
+from argosy.data.samples import BatchMaker, SampleStream, Stream, Windows
 from argosy.data.tokenizer import Tokenizer, load_tokenizer
 from argosy.errors import ArgosyError
 
@@ -31,20 +32,20 @@ class RunData:
         weights = [source.weight for source in self.spec.data.train if source.weight is not None]
         if self.spec.data.order == "megatron":
             return self._megatron(weights or None)
-        return self._stream("train", weights or None)
+        return self._stream("train", weights or None, fim=True)
 
     def whole(self, split: str) -> SampleStream:
         """A split without weights: its first `epoch_samples` samples are every window once."""
-        return self._stream(split, None)
+        return self._stream(split, None, fim=False)
 
     def facts(self) -> dict[str, Any]:
         """What a run remembers of its data: which corpora they were, and the id that ends a document."""
         return {"corpora": [corpus.facts() for corpus in self.corpora], "eod_id": self._eod_id()}
 
-    def _stream(self, split: str, weights: list[float] | None) -> SampleStream:
+    def _stream(self, split: str, weights: list[float] | None, *, fim: bool) -> SampleStream:
         data = self.spec.data
         sets = [Windows(corpus, corpus.split(data.split)[split], data.seq_len) for corpus in self.corpora]
-        return SampleStream(sets, weights, self.spec.train.seed, self.spec.model.vocab_size)
+        return SampleStream(sets, weights, self.spec.train.seed, self._maker(fim=fim))
 
     def _megatron(self, weights: list[float] | None) -> MegatronStream:
         data, train = self.spec.data, self.spec.train
@@ -58,9 +59,41 @@ class RunData:
             seq_len=data.seq_len,
             num_samples=(steps or 0) * train.global_batch,
             seed=train.seed,
-            vocab_size=self.spec.model.vocab_size,
+            maker=self._maker(fim=True),
             cache_dir=None if data.order_cache is None else Path(data.order_cache),
         )
+
+    def _maker(self, *, fim: bool) -> BatchMaker:
+        data = self.spec.data
+        eod = self._eod_id()
+        if eod is None and (data.mask_eod or data.fim is not None):
+            raise ArgosyError(
+                "tokenizer.no-eod",
+                "the end of a document cannot be told: the data was prepared without an end-of-document token",
+                key="data.mask_eod" if data.mask_eod else "data.fim",
+                fix="prepare the data with --append-eod, or leave the key out",
+            )
+        return BatchMaker(
+            vocab_size=self.spec.model.vocab_size,
+            seed=self.spec.train.seed,
+            fim=self._fill_in_the_middle(data.fim, eod) if fim and data.fim is not None and eod is not None else None,
+            masked_eod=eod if data.mask_eod else None,
+        )
+
+    def _fill_in_the_middle(self, fim: FimSpec, eod: int) -> FillInTheMiddle:
+        ids = {}
+        for role in ("prefix", "middle", "suffix"):
+            found = None if self.tokenizer is None else self.tokenizer.id_of(getattr(fim, role))
+            if found is None or found >= self.spec.model.vocab_size:
+                raise ArgosyError(
+                    "tokenizer.vocabulary",
+                    f"the tokenizer has no token {getattr(fim, role)!r}, or its id is beyond the model's vocabulary",
+                    key=f"data.fim.{role}",
+                    value=getattr(fim, role),
+                    fix="name three special tokens of the tokenizer",
+                )
+            ids[role] = found
+        return FillInTheMiddle(**ids, eod=eod, rate=fim.rate, spm_rate=fim.spm_rate)
 
     def _eod_id(self) -> int | None:
         for corpus in self.corpora:

@@ -31,13 +31,13 @@ def permute(indices: Indices, n: int, key: int) -> Indices:
         walked = values[outside]
         left, right = walked >> half_bits, walked & mask
         for round_key in keys:
-            left, right = right, left ^ (_mix(right ^ round_key) & mask)
+            left, right = right, left ^ (mix(right ^ round_key) & mask)
         values[outside] = (left << half_bits) | right
         outside = values >= np.uint64(n)
     return values.astype(np.int64)
 
 
-def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """splitmix64's finaliser: every input bit reaches every output bit."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

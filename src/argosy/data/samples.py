@@ -16,10 +16,10 @@ import numpy.typing as npt
 
 from argosy.config.seeds import derive_seed
 from argosy.data.corpus import Corpus, Split
+from argosy.data.fim import FillInTheMiddle
+from argosy.data.masks import IGNORED, mask_eod_labels
 from argosy.data.order import Blend, Indices, permute
 from argosy.errors import ArgosyError
-
-IGNORED = -100  # a label that does not count towards the loss
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,27 @@ class SampleSet(Protocol):
 
     corpus: Corpus
     count: int
+
+
+@dataclass(frozen=True)
+class BatchMaker:
+    """From rows of tokens to a batch: checked against the vocabulary, rearranged and masked as the run asks."""
+
+    vocab_size: int
+    seed: int = 0
+    fim: FillInTheMiddle | None = None
+    masked_eod: int | None = None  # no loss is taken on the token after this one
+
+    def batch(self, rows: npt.NDArray[np.int64], first: int, name: Callable[[int], str]) -> Batch:
+        """`rows` [count, seq_len + 1] are samples `first`, `first` + 1, … of a stream; `name` says where a row came from."""
+        check_ids(rows, self.vocab_size, name)
+        if self.fim is not None:
+            indices = range(first, first + len(rows))  # a sample index is never used twice, whatever the epoch
+            rows = self.fim.rearrange(rows, self.seed, [0] * len(rows), indices)
+        tokens, labels = rows[:, :-1], rows[:, 1:]
+        if self.masked_eod is not None:
+            labels = mask_eod_labels(tokens, labels, self.masked_eod)
+        return Batch(tokens, labels)
 
 
 def check_ids(rows: npt.NDArray[np.int64], vocab_size: int, name: Callable[[int], str]) -> None:
@@ -106,11 +127,11 @@ class SampleStream:
     """An endless, repeatable stream of samples from one or more corpora."""
 
     def __init__(
-        self, sets: Sequence[Windows], weights: Sequence[float] | None, seed: int, vocab_size: int | None = None
+        self, sets: Sequence[Windows], weights: Sequence[float] | None, seed: int, maker: BatchMaker | None = None
     ) -> None:
         for windows in sets:
             windows.require_one()
-        self.vocab_size = vocab_size
+        self._maker = maker or BatchMaker(vocab_size=2**62)
         self.sets, self.seed = list(sets), seed
         self.weights = list(weights) if weights is not None else [float(s.count) for s in sets]
         self._blend = Blend(self.weights)
@@ -126,11 +147,9 @@ class SampleStream:
         rows = np.empty((count, self.sets[0].seq_len + 1), np.int64)
         for row, c, w in zip(rows, corpus, window, strict=True):
             self.sets[c].read_into(row, int(w))
-        if self.vocab_size is not None:
-            check_ids(
-                rows, self.vocab_size, lambda row: f"window {int(window[row])} of {self.sets[corpus[row]].corpus.path}"
-            )
-        return Batch(tokens=rows[:, :-1], labels=rows[:, 1:])
+        return self._maker.batch(
+            rows, first, lambda row: f"window {int(window[row])} of {self.sets[corpus[row]].corpus.path}"
+        )
 
     def locate(self, indices: Indices) -> tuple[Indices, Indices]:
         """(corpus, window) of each sample index."""

@@ -36,6 +36,9 @@ class Tokenizer(Protocol):
         """The ids of all texts back to back, and how many each has."""
 
     def decode(self, ids: Iterable[int]) -> str: ...
+    def id_of(self, token: str) -> int | None:
+        """The id of a token by its name, or None where there is none."""
+
     def stored(self) -> tuple[str, bytes]:
         """(file name, content) to keep beside data and checkpoints; `load_tokenizer` reads it back."""
 
@@ -54,6 +57,9 @@ class ByteTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
+
+    def id_of(self, token: str) -> int | None:
+        return None
 
     def stored(self) -> tuple[str, bytes]:
         return "tokenizer.json", json.dumps({"type": self.fingerprint}).encode()
@@ -104,6 +110,10 @@ class JsonTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         return str(self._engine.decode([int(i) for i in ids], skip_special_tokens=False))
 
+    def id_of(self, token: str) -> int | None:
+        found = self._engine.token_to_id(token)
+        return None if found is None else int(found)
+
     def stored(self) -> tuple[str, bytes]:
         return "tokenizer.json", self.text.encode()
 
@@ -139,6 +149,10 @@ class SentencePieceTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         return str(self._engine.decode([int(i) for i in ids]))
+
+    def id_of(self, token: str) -> int | None:
+        found = int(self._engine.piece_to_id(token))
+        return None if found == self._engine.unk_id() else found
 
     def stored(self) -> tuple[str, bytes]:
         return "tokenizer.model", self._model
