@@ -79,7 +79,7 @@ def run_demo(directory: Path, seconds: int) -> None:
     _title(3, "Training, killed half-way (SIGKILL), and resumed by the same command")
     started = time.monotonic()
     reached = _train_until_killed(spec_path, runs / "demo", steps // 2, seconds * 0.6)
-    steps = _train_the_rest(spec_path, runs / "demo", steps, reached, seconds)
+    steps = _train_the_rest(spec_path, steps, reached, seconds, time.monotonic() - started)
     print(f"training took {clock(time.monotonic() - started)}")
 
     _title(4, "What it learned")
@@ -186,14 +186,15 @@ def _train_until_killed(path: Path, run: Path, at_step: int, most_seconds: float
     return step
 
 
-def _train_the_rest(path: Path, run: Path, steps: int, reached: int, seconds: int) -> int:
-    """The same command again; shortened, and said so, where the machine turned out much slower than it was measured."""
+def _train_the_rest(path: Path, steps: int, reached: int, seconds: int, used: float) -> int:
+    """The same command again. Where the machine turned out much slower or faster than when it was measured, the length
+    is changed, and that is said. Returns the number of steps."""
     overrides = []
-    if reached < steps // 2:
-        last = read_metrics(run / "metrics.jsonl")[reached]
-        steps = reached + max(10, int(0.4 * seconds / last["step_s"]))
+    left, pace = seconds - used, used / max(1, reached)
+    if not 0.6 * left < (steps - reached) * pace < 1.3 * left:
+        steps = reached + max(10, int(0.8 * left / pace))
         overrides = [f"train.steps={steps}"]
-        print(f"this machine is slower now than when it was measured: {steps} steps instead")
+        print(f"this machine is not as fast as when it was measured, or faster: {steps} steps instead")
     code = subprocess.run(_command(path, *overrides), check=False).returncode
     if code:
         sys.exit(code)
