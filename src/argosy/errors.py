@@ -32,6 +32,8 @@ CODES: Final[dict[str, str]] = {
     "data.bad-input": "The input to `argosy data prepare` cannot be used.",
     "data.bad-records": "More records were quarantined than allowed, or no good document was left.",
     "data.write-failed": "Prepared data could not be written: the disk is full, or the directory read-only.",
+    "data.fetch-failed": "Remote data could not be fetched: the server kept failing, asked for too long a wait, or sent other content.",
+    "data.fetch-refused": "A fetch was not started: no such data set, config, split or file, terms not accepted, or too little disk.",
     "data.corrupt": "A corpus does not match its manifest, or an `.idx` its `.bin`; `argosy data verify` lists every fault.",
     "data.bad-mds": "An MDS data set is damaged, names files outside its directory, or has a column that is not safe to read.",
     "data.cannot-merge": "The inputs of a merge differ in a way that one corpus cannot hold.",
