@@ -11,11 +11,13 @@ import pytest
 
 from argosy.config.resolve import resolve
 from argosy.data.indexed import IndexedWriter, dtype_for
+from argosy.data.loader import Loader
 from argosy.data.masks import IGNORED
 from argosy.data.open import open_data
 from argosy.data.prepare import PrepareOptions, prepare
 from argosy.data.tokenizer import load_tokenizer, train_bpe
 from argosy.errors import ArgosyError
+from argosy.train.loop import TrainOptions, train
 
 Write = Callable[..., Path]
 
@@ -54,6 +56,29 @@ def test_a_token_beyond_the_vocabulary_of_a_bare_pair_is_found_by_looking(write_
     assert "257" in error.cause
     data = open_data(resolve(write_spec(), [f"data.train={tmp_path / 'pair'}", "model.vocab_size=258"]).spec)
     assert data.tokenizer is None
+
+
+def test_a_run_reads_a_corpus_through_its_cache_as_it_would_locally(
+    write_spec: Write, corpus: Path, tmp_path: Path
+) -> None:
+    source = {"path": f"file://{corpus}", "cache": str(tmp_path / "cache"), "cache_limit": "64MB"}
+    path = write_spec(data={"train": [source], "seq_len": 32, "split": [90, 10, 0]})
+    streamed, local = open_data(resolve(path).spec), open_data(resolve(write_spec()).spec)
+    assert streamed.facts() == local.facts()
+    with Loader(streamed.training(), global_batch=8, consumed_samples=16) as loader:
+        for step in range(2, 6):
+            assert np.array_equal(loader.next_batch().tokens, local.training().batch(8 * step, 8).tokens)
+    assert train(resolve(path), path, TrainOptions(quiet=True)) == 0
+
+
+@pytest.mark.parametrize(
+    ("source", "code"),
+    [({"path": "s3://bucket/corpus"}, "config.missing-key"), ({"path": "local", "cache": "c"}, "config.conflict")],
+)
+def test_a_cache_goes_with_a_url(write_spec: Write, source: dict[str, str], code: str) -> None:
+    with pytest.raises(ArgosyError) as caught:
+        resolve(write_spec(data={"train": [source], "seq_len": 32}))
+    assert (caught.value.code, caught.value.key) == (code, "data.train.0.cache")
 
 
 def test_missing_data_is_refused(write_spec: Write, tmp_path: Path) -> None:

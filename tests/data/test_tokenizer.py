@@ -137,7 +137,9 @@ def test_one_different_id_and_the_reference_is_used_and_said(monkeypatch: pytest
 
         return encode
 
-    monkeypatch.setattr(engines, "ENGINES", {"wrong": wrong, "missing": lambda *_: (_ for _ in ()).throw(ImportError())})
+    monkeypatch.setattr(
+        engines, "ENGINES", {"wrong": wrong, "missing": lambda *_: (_ for _ in ()).throw(ImportError())}
+    )
     reference = JsonTokenizer(TRAINED, "t")
     chosen, said = choose_engine(reference, ["some text"])
     assert chosen is reference

@@ -19,6 +19,7 @@ def check(spec: RunSpec, origins: Origins) -> None:
     _check_split(spec, origins)
     _check_evaluation(spec, origins)
     _check_weights(spec)
+    _check_caches(spec)
     _check_schedule(spec, origins)
 
 
@@ -122,6 +123,25 @@ def _check_weights(spec: RunSpec) -> None:
             key=f"data.train.{weighted.index(False)}.weight",
             fix="give every corpus a weight, or none (then they mix by token count)",
         )
+
+
+def _check_caches(spec: RunSpec) -> None:
+    for number, source in enumerate(spec.data.train):
+        remote = "://" in source.path
+        if remote and source.cache is None:
+            raise ArgosyError(
+                "config.missing-key",
+                f"{source.path} is read through a local cache, and none is named",
+                key=f"data.train.{number}.cache",
+                fix="name a directory on a local disk: {path: …, cache: /local/cache, cache_limit: 200GB}",
+            )
+        if not remote and (source.cache is not None or source.cache_limit is not None):
+            raise ArgosyError(
+                "config.conflict",
+                f"{source.path} is a local path, and needs no cache",
+                key=f"data.train.{number}.cache",
+                fix="leave cache and cache_limit out, or give a URL",
+            )
 
 
 def _check_schedule(spec: RunSpec, origins: Origins) -> None:

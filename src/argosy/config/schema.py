@@ -12,6 +12,7 @@ from pydantic import Field
 from argosy.config.model import ModelSpec, Section
 from argosy.config.presets import ALIASES, PRESETS
 from argosy.config.units import (
+    Bytes,
     Count,
     Duration,
     DurationField,
@@ -28,10 +29,14 @@ from argosy.config.units import (
 class DataSource(Section):
     """One prepared corpus and its share of the blend."""
 
-    path: str = Field(description="a directory made by `argosy data prepare`, or a Megatron prefix (without .bin/.idx)")
+    path: str = Field(
+        description="a directory made by `argosy data prepare`, a Megatron prefix (without .bin/.idx), or a URL of the former"
+    )
     weight: PositiveNumber | None = Field(
         None, description="relative weight; give it for all sources or for none (none: by token count)"
     )
+    cache: str | None = Field(None, description="for a URL: the local directory its blocks are kept in")
+    cache_limit: Bytes | None = Field(None, description="for a URL: the most that directory may take, as 200GB")
 
 
 class FimSpec(Section):

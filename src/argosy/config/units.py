@@ -111,6 +111,17 @@ def _positive(duration: Duration) -> Duration:
     return duration
 
 
+def parse_bytes(value: Any) -> Any:
+    """`200GB` -> 200_000_000_000, `64MiB` -> 67_108_864."""
+    if not isinstance(value, str):
+        return refuse_bool(value)
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", value.strip(), re.IGNORECASE)
+    if match is None:
+        raise ValueError("not a size: write 200GB or 64MiB")
+    power = "KMGT".find(match[2].upper()) + 1 if match[2] else 0
+    return int(Decimal(match[1]) * (1024 if match[3] else 1000) ** power)
+
+
 def refuse_bool(value: Any) -> Any:
     """Python counts True as 1; a run spec that says `layers: yes` is a mistake, not one layer."""
     if isinstance(value, bool):
@@ -137,6 +148,14 @@ Count = Annotated[
                 {"type": "string", "pattern": r"^\d[\d_,.]*(e\d+)?\s*[KMBTkmbt]?$"},
             ]
         }
+    ),
+]
+Bytes = Annotated[
+    int,
+    Field(ge=1),
+    BeforeValidator(parse_bytes),
+    WithJsonSchema(
+        {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string", "pattern": r"^[\d.]+\s*[KMGTkmgt]?i?B?$"}]}
     ),
 ]
 _duration_text = PlainSerializer(str, return_type=str)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ class Split:
 
 
 class Corpus:
+    is_remote = False  # whether reads have to be fetched, and are worth announcing
+
     def __init__(self, path: Path, shards: list[IndexedReader], manifest: Manifest | None) -> None:
         self.path, self.shards, self.manifest = path, shards, manifest
         self._starts = np.cumsum([0, *(shard.tokens for shard in shards)])
@@ -58,6 +61,9 @@ class Corpus:
                 pieces.append(self.shards[shard].read(offset, here))
             start, count, shard = start + here, count - here, shard + 1
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def prefetch(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """What will be read next, as (start, count), nearest first. Local files need no announcement."""
 
     def split(self, shares: tuple[float, float, float]) -> dict[str, Split]:
         """Contiguous ranges of documents in file order, cut as Megatron cuts them: round(share x documents)."""

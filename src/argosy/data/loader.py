@@ -13,7 +13,8 @@ from types import TracebackType
 
 from argosy.data.samples import Batch, Stream
 
-_AHEAD = 4
+_AHEAD = 4  # batches kept ready
+_ANNOUNCED = 8  # batches whose reads are announced to corpora that have to be fetched
 
 
 class Loader:
@@ -50,6 +51,7 @@ class Loader:
     def _read(self) -> None:
         while not self._stop.is_set():
             try:
+                self._stream.prefetch(self._next, _ANNOUNCED * self._global_batch)
                 item: Batch | BaseException = self._stream.batch(self._next, self._global_batch)
             except Exception as error:  # noqa: BLE001 - handed to the training thread, which raises it
                 item = error

@@ -37,10 +37,14 @@ class MegatronSet:
         )
         self.count = len(self.samples)
 
+    def pieces(self, index: int) -> list[tuple[int, int]]:
+        """(start, count) in the corpus of what makes up a sample."""
+        return [(int(self._starts[sequence]) + offset, count) for sequence, offset, count in self.samples.pieces(index)]
+
     def read_into(self, row: npt.NDArray[np.int64], index: int) -> None:
         at = 0
-        for sequence, offset, count in self.samples.pieces(index):
-            row[at : at + count] = self.corpus.read(int(self._starts[sequence]) + offset, count)
+        for start, count in self.pieces(index):
+            row[at : at + count] = self.corpus.read(start, count)
             at += count
 
 
@@ -94,6 +98,13 @@ class MegatronStream:
         if self._blend is None:
             return np.zeros(len(indices), np.int64), indices
         return self._blend.locate(indices)
+
+    def prefetch(self, first: int, count: int) -> None:
+        if not any(s.corpus.is_remote for s in self.sets):
+            return
+        corpus, local = self.locate(np.arange(first, first + count, dtype=np.int64))
+        for c, s in enumerate(self.sets):
+            s.corpus.prefetch([piece for index in local[corpus == c] for piece in s.pieces(int(index))])
 
     def epochs_after(self, samples: int) -> list[float]:
         given = [samples] if self._blend is None else self._blend.counts(min(samples, len(self._blend))).tolist()

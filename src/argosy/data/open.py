@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from argosy.config.schema import FimSpec, RunSpec
+from argosy.config.schema import DataSource, FimSpec, RunSpec
 from argosy.data.corpus import Corpus, open_corpus
 from argosy.data.fim import FillInTheMiddle
 from argosy.data.megatron_stream import MegatronStream
@@ -106,10 +106,18 @@ class RunData:
 
 
 def open_data(spec: RunSpec) -> RunData:
-    corpora = [open_corpus(Path(source.path)) for source in spec.data.train]
+    corpora = [_open_source(source) for source in spec.data.train]
     data = RunData(spec, corpora, _tokenizer(spec, corpora))
     _check_vocabulary(spec, data)
     return data
+
+
+def _open_source(source: DataSource) -> Corpus:
+    if source.cache is None:
+        return open_corpus(Path(source.path))
+    from argosy.data.stream import open_streamed  # needs fsspec, which local data does not
+
+    return open_streamed(source.path, Path(source.cache), source.cache_limit)
 
 
 def _tokenizer(spec: RunSpec, corpora: list[Corpus]) -> Tokenizer | None:

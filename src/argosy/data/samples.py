@@ -49,6 +49,9 @@ class Stream(Protocol):
     def locate(self, indices: Indices) -> tuple[Indices, Indices]:
         """(corpus, place in it) of each sample index."""
 
+    def prefetch(self, first: int, count: int) -> None:
+        """Announce the samples that will be read next, for corpora that have to be fetched."""
+
     def epochs_after(self, samples: int) -> list[float]:
         """How often each corpus has been seen after that many samples."""
 
@@ -164,6 +167,13 @@ class SampleStream:
                 found[epochs == epoch] = permute(positions[epochs == epoch], windows.count, key)
             window[mine] = found
         return corpus, window
+
+    def prefetch(self, first: int, count: int) -> None:
+        if not any(windows.corpus.is_remote for windows in self.sets):
+            return
+        corpus, window = self.locate(np.arange(first, first + count, dtype=np.int64))
+        for c, s in enumerate(self.sets):
+            s.corpus.prefetch([(s.split.start + int(w) * s.seq_len, s.seq_len + 1) for w in window[corpus == c]])
 
     def epochs_after(self, samples: int) -> list[float]:
         """How often each corpus has been seen after that many samples."""

@@ -1,0 +1,225 @@
+"""Object stores on loopback: a server that misbehaves to order, a real S3 server (moto), a real Azure server (azurite)."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import http.client
+import os
+import random
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+Answer = tuple[int, dict[str, str], bytes]
+FAULTS = ("429", "500", "503", "hang", "truncate", "short", "long", "reset")
+HANG_S = 1.5
+
+
+class FaultyServer:
+    """Answers from `answer`, except where `fault` (asked for each GET) names one of FAULTS."""
+
+    def __init__(self, answer: Callable[[str, str, dict[str, str], bytes], Answer]) -> None:
+        self.answer = answer
+        self.fault: Callable[[str], str | None] = lambda path: None
+        self.gets: Counter[tuple[str, str]] = Counter()  # (path, range) answered well
+        self.faults: Counter[str] = Counter()
+        self.retry_after: str | None = "0"
+        self.times: list[float] = []
+        self._lock = threading.Lock()
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def handle_any(self) -> None:
+                outer._handle(self)
+
+            do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = handle_any
+
+            def log_message(self, *arguments: Any) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+
+    def at_random(self, share: float, seed: int = 0) -> None:
+        rng = random.Random(seed)
+
+        def fault(path: str) -> str | None:
+            with self._lock:
+                return rng.choice(FAULTS) if rng.random() < share else None
+
+        self.fault = fault
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def _handle(self, request: BaseHTTPRequestHandler) -> None:
+        body = request.rfile.read(int(request.headers.get("Content-Length") or 0))
+        headers = dict(request.headers.items())
+        fault = self.fault(request.path) if request.command == "GET" else None
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            self.times.append(time.monotonic())
+            if fault is None:
+                status, answered, content = self.answer(request.command, request.path, headers, body)
+                if request.command == "GET" and status < 300:
+                    with self._lock:
+                        self.gets[request.path.partition("?")[0], headers.get("Range", "")] += 1
+                self._send(request, status, answered, content)
+                return
+            with self._lock:
+                self.faults[fault] += 1
+            self._misbehave(request, fault, headers, body)
+
+    def _misbehave(self, request: BaseHTTPRequestHandler, fault: str, headers: dict[str, str], body: bytes) -> None:
+        if fault in ("429", "500", "503", "403", "401"):
+            extra = {"Retry-After": self.retry_after} if fault == "429" and self.retry_after else {}
+            self._send(request, int(fault), extra, b"")
+            return
+        if fault == "hang":
+            time.sleep(HANG_S)
+        elif fault != "reset":
+            status, answered, content = self.answer(request.command, request.path, headers, body)
+            if fault == "truncate":  # the connection ends before the length it promised
+                request.send_response_only(status)
+                for key, value in {**answered, "Content-Length": str(len(content))}.items():
+                    request.send_header(key, value)
+                request.end_headers()
+                request.wfile.write(content[: len(content) // 2])
+                request.wfile.flush()
+            elif fault == "short":  # a whole answer, with a wrong length
+                self._send(request, status, answered, content[:-1])
+            else:
+                self._send(request, 200, answered, content + b"x")
+        request.close_connection = True
+        with contextlib.suppress(OSError):
+            request.connection.shutdown(socket.SHUT_RDWR)
+
+    def _send(self, request: BaseHTTPRequestHandler, status: int, headers: dict[str, str], content: bytes) -> None:
+        request.send_response_only(status)
+        if not any(key.lower() == "content-length" for key in headers):
+            headers = {**headers, "Content-Length": str(len(content))}
+        for key, value in headers.items():
+            request.send_header(key, value)
+        request.end_headers()
+        if request.command != "HEAD":
+            request.wfile.write(content)
+
+
+def from_directory(root: Path) -> Callable[[str, str, dict[str, str], bytes], Answer]:
+    """Files with ETag, Range and If-Match, as a static web server has them."""
+
+    def answer(method: str, path: str, headers: dict[str, str], body: bytes) -> Answer:
+        file = root / path.lstrip("/")
+        if not file.is_file():
+            return 404, {}, b""
+        content = file.read_bytes()
+        about = file.stat()
+        tag = f'"{hashlib.md5(f"{about.st_mtime_ns} {about.st_size}".encode()).hexdigest()}"'
+        if headers.get("If-Match", tag) != tag:
+            return 412, {}, b""
+        facts = {"ETag": tag, "Accept-Ranges": "bytes"}
+        if asked := headers.get("Range"):
+            first, _, last = asked.removeprefix("bytes=").partition("-")
+            return 206, facts, content[int(first) : int(last) + 1]
+        return 200, {**facts, "Content-Length": str(len(content))}, content
+
+    return answer
+
+
+def from_upstream(port: int) -> Callable[[str, str, dict[str, str], bytes], Answer]:
+    """A proxy: whatever the server on `port` answers."""
+
+    def answer(method: str, path: str, headers: dict[str, str], body: bytes) -> Answer:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        try:
+            connection.request(method, path, body or None, headers)
+            response = connection.getresponse()
+            content = response.read()
+            passed = {
+                key: value
+                for key, value in response.getheaders()
+                if key.lower() not in ("transfer-encoding", "connection")
+                and (method == "HEAD" or key.lower() != "content-length")
+            }
+            return response.status, passed, content
+        except (OSError, http.client.HTTPException):
+            return 502, {}, b""
+        finally:
+            connection.close()
+
+    return answer
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def running(command: list[str], port: int, log: Path) -> Iterator[None]:
+    """A server process that answers on `port`, ended by its own id afterwards."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, cwd=log.parent)
+    try:
+        deadline = time.monotonic() + 40
+        while True:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 0.2):
+                break
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.05)
+        yield
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+@contextlib.contextmanager
+def moto(directory: Path) -> Iterator[int]:
+    port = free_port()
+    server = "from moto.server import main; import sys; main(sys.argv[1:])"
+    with running([sys.executable, "-c", server, "-H", "127.0.0.1", "-p", str(port)], port, directory / "moto.log"):
+        yield port
+
+
+AZURE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="  # azurite's own
+
+
+def azure_connection(port: int) -> str:
+    return (
+        "DefaultEndpointsProtocol=http;AccountName=devstoreaccount1;"
+        f"AccountKey={AZURE_KEY};BlobEndpoint=http://127.0.0.1:{port}/devstoreaccount1;"
+    )
+
+
+@contextlib.contextmanager
+def azurite(directory: Path) -> Iterator[int]:
+    port, program = free_port(), shutil.which("azurite-blob")
+    assert program is not None
+    command = [program, "--blobHost", "127.0.0.1", "--blobPort", str(port), "--location", str(directory), "--silent"]
+    with running([*command, "--skipApiVersionCheck"], port, directory / "azurite.log"):
+        yield port
+
+
+def upload(system: Any, corpus: Path, target: str) -> None:
+    for file in sorted(corpus.iterdir()):
+        system.pipe_file(f"{target}/{file.name}", file.read_bytes())
+
+
+def no_proxy() -> dict[str, str]:
+    """The environment without what would lead loopback requests elsewhere."""
+    return {key: value for key, value in os.environ.items() if not key.lower().endswith("_proxy")}

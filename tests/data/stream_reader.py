@@ -1,0 +1,49 @@
+"""Reads a streamed corpus as training does; as a program, a process that tests start by the dozen and kill."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from argosy.data.corpus import Corpus
+from argosy.data.objects import ObjectStore
+from argosy.data.samples import SampleStream, Windows
+from argosy.data.stream import StreamedCorpus, open_streamed
+
+BLOCK = 4096
+
+
+def patient(url: str, patience_s: float = 60.0, attempt_s: float = 1.0) -> ObjectStore:
+    return ObjectStore(url, patience_s=patience_s, attempt_s=attempt_s)
+
+
+def samples(corpus: Corpus, seq_len: int = 64) -> SampleStream:
+    return SampleStream([Windows(corpus, corpus.split((1.0, 0.0, 0.0))["train"], seq_len)], None, 7)
+
+
+def batches(corpus: Corpus, count: int = 200, seq_len: int = 64, announce: int = 0) -> str:
+    """The digest of training's first `count` samples, announcing as many ahead as told."""
+    order, digest = samples(corpus, seq_len), hashlib.sha256()
+    for first in range(0, count, 20):
+        if announce:
+            assert isinstance(corpus, StreamedCorpus)
+            _, windows = order.locate(np.arange(first, first + announce, dtype=np.int64))
+            corpus.prefetch([(int(window) * seq_len, seq_len + 1) for window in windows])
+        batch = order.batch(first, 20)
+        digest.update(batch.tokens.tobytes() + batch.labels.tobytes())
+    return digest.hexdigest()
+
+
+def main(url: str, cache: str, limit: str, count: str) -> None:
+    store = patient(url, attempt_s=5)
+    corpus = open_streamed(url, Path(cache), json.loads(limit), block_bytes=BLOCK, store=store)
+    print("open", flush=True)
+    print(batches(corpus, int(count), announce=60), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
