@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from argosy.data.corpus import Corpus
-from argosy.data.indexed import HEADER, MAGIC, IndexedReader, bin_path, idx_path
-from argosy.data.samples import SampleStream, Windows
+from argosy.data.corpus.corpus import Corpus
+from argosy.data.corpus.indexed import HEADER, MAGIC, IndexedReader, bin_path, idx_path
+from argosy.data.samples.windows import SampleStream, Windows
 
 DOCUMENTS, TOKENS, SEQ_LEN = 10_000_000, 5_000_000_000, 4096
 

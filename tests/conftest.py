@@ -41,8 +41,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A corpus of 40 documents of pseudo-text as bytes, with a manifest."""
-    from argosy.data.prepare import PrepareOptions, prepare
-    from argosy.data.tokenizer import ByteTokenizer
+    from argosy.data.prepare.job import PrepareOptions, prepare
+    from argosy.data.text.tokenizer import ByteTokenizer
 
     root = tmp_path_factory.mktemp("corpus")
     rng = np.random.default_rng(0)

@@ -20,10 +20,10 @@ from pathlib import Path
 
 from argosy.config.resolve import resolve
 from argosy.config.seeds import derive_seed
-from argosy.data.manifest import FILE_NAME
-from argosy.data.prepare import PrepareOptions, prepare
-from argosy.data.prepare_report import describe
-from argosy.data.tokenizer import load_tokenizer, train_bpe
+from argosy.data.corpus.manifest import FILE_NAME
+from argosy.data.prepare.job import PrepareOptions, prepare
+from argosy.data.prepare.report import describe
+from argosy.data.text.tokenizer import load_tokenizer, train_bpe
 from argosy.record.console import clock
 from argosy.record.jsonl import read_metrics
 from argosy.record.plot import plot

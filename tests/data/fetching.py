@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from loopback_hub import Hub
 
-from argosy.data.fetch import BOOKS, Fetched, FetchOptions, fetch
-from argosy.data.sources import Choice
-from argosy.data.web import Patience
+from argosy.data.remote.fetch import BOOKS, Fetched, FetchOptions, fetch
+from argosy.data.remote.sources import Choice
+from argosy.data.remote.web import Patience
 from argosy.errors import ArgosyError
 
 TOKEN = "hf_canary_0123456789"

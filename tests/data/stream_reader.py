@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from argosy.data.corpus import Corpus
-from argosy.data.objects import ObjectStore
-from argosy.data.samples import SampleStream, Windows
-from argosy.data.stream import StreamedCorpus, open_streamed
+from argosy.data.corpus.corpus import Corpus
+from argosy.data.remote.objects import ObjectStore
+from argosy.data.remote.stream import StreamedCorpus, open_streamed
+from argosy.data.samples.windows import SampleStream, Windows
 
 BLOCK = 4096
 

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from argosy.data.bert import DOES_NOT_FOLLOW, FOLLOWS, BertSamples, MaskedBatch, MaskedLM
-from argosy.data.corpus import Corpus
-from argosy.data.document_windows import DocumentWindows
-from argosy.data.draws import sample_keys
-from argosy.data.indexed import IndexedReader, IndexedWriter, dtype_for
-from argosy.data.masks import IGNORED
+from argosy.data.corpus.corpus import Corpus
+from argosy.data.corpus.indexed import IndexedReader, IndexedWriter, dtype_for
+from argosy.data.samples.bert import DOES_NOT_FOLLOW, FOLLOWS, BertSamples, MaskedBatch, MaskedLM
+from argosy.data.samples.document_windows import DocumentWindows
+from argosy.data.samples.draws import sample_keys
+from argosy.data.samples.masks import IGNORED
 from argosy.errors import ArgosyError
 
 WHOLE = (1.0, 0.0, 0.0)

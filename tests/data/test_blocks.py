@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import zstandard
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from argosy.data import blocks
-from argosy.data.blocks import FileBlocks, LineBlocks, TableBlocks
-from argosy.data.inputs import InputFile, find_inputs
+from argosy.data.text import blocks
+from argosy.data.text.blocks import FileBlocks, LineBlocks, TableBlocks
+from argosy.data.text.inputs import InputFile, find_inputs
 from argosy.errors import ArgosyError
 
 LINES = st.lists(st.binary(max_size=40).map(lambda b: b.replace(b"\n", b"").replace(b"\r", b"")), max_size=30)
@@ -56,6 +56,7 @@ def test_every_line_is_in_exactly_one_block(
     lines: list[bytes], final_newline: bool, block_bytes: int, piece: int, suffix: str, data: st.DataObject
 ) -> None:
     content = b"\n".join(lines) + (b"\n" if final_newline and lines else b"")
+    assume(not content.startswith(blocks.BOM))  # which is not text, and has a test of its own
     expected, at = [], 0
     for line in content.split(b"\n"):
         expected.append((at, line))

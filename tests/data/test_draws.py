@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy.data.draws import fractions, sample_keys, words
+from argosy.data.samples.draws import fractions, sample_keys, words
 
 
 def test_words_are_the_published_stream_of_splitmix64() -> None:

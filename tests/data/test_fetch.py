@@ -22,10 +22,10 @@ from loopback_hub import Hub
 from typer.testing import CliRunner
 
 from argosy.cli import data_fetch
-from argosy.data import fetch as fetch_module
-from argosy.data.fetch import BOOKS, Books, Fetched, FetchOptions, preview
-from argosy.data.sources import Choice, find_files, split_of, text_key
-from argosy.data.web import Web
+from argosy.data.remote import fetch as fetch_module
+from argosy.data.remote.fetch import BOOKS, Books, Fetched, FetchOptions, preview
+from argosy.data.remote.sources import Choice, find_files, split_of, text_key
+from argosy.data.remote.web import Web
 from argosy.errors import ArgosyError
 
 
@@ -170,7 +170,7 @@ def test_killed_at_any_moment_the_next_run_ends_with_the_same_bytes(hub: Hub, tm
     hub.files[C4] |= {name: noise(100_000, i) for i, name in enumerate(wanted(hub, C4, "en/c4-train"))}  # 0.75 s each
     script = (
         "import sys; from pathlib import Path; from argosy import errors\n"
-        "from argosy.data.fetch import fetch, FetchOptions\n"
+        "from argosy.data.remote.fetch import fetch, FetchOptions\n"
         "assert 'torch' not in sys.modules\n"
         "print('up', flush=True); fetch(['c4'], Path(sys.argv[1]), FetchOptions(workers=2))"
     )

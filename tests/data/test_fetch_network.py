@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from loopback_hub import Hub
 
-from argosy.data.fetch import BOOKS
-from argosy.data.web import Patience, is_forbidden
+from argosy.data.remote.fetch import BOOKS
+from argosy.data.remote.web import Patience, is_forbidden
 
 
 @pytest.mark.parametrize(

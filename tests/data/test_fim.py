@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from argosy.data.fim import FillInTheMiddle
+from argosy.data.samples.fim import FillInTheMiddle
 from argosy.errors import ArgosyError
 
 EOD, PREFIX, MIDDLE, SUFFIX = 0, 901, 902, 903

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from argosy.data.indexed import IndexedReader, IndexedWriter, bin_path, dtype_for, idx_path
+from argosy.data.corpus.indexed import IndexedReader, IndexedWriter, bin_path, dtype_for, idx_path
 from argosy.errors import ArgosyError
 
 # documents of sequences of token ids

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from argosy.cli import data_corpus
-from argosy.data import lengths as lengths_module
-from argosy.data.corpus import open_corpus
-from argosy.data.duplicates import estimate_duplicates
-from argosy.data.inspect import inspect, printable
-from argosy.data.lengths import LengthCounts, count_lengths, draw
+from argosy.data.corpus import lengths as lengths_module
+from argosy.data.corpus.corpus import open_corpus
+from argosy.data.corpus.duplicates import estimate_duplicates
+from argosy.data.corpus.inspect import inspect, printable
+from argosy.data.corpus.lengths import LengthCounts, count_lengths, draw
 from argosy.errors import ArgosyError
 
 
@@ -49,7 +49,7 @@ def test_documents_are_shown_with_the_stored_tokenizer_from_every_part(tmp_path:
 
 
 def test_another_tokenizer_than_the_corpus_was_made_with_is_refused(tmp_path: Path) -> None:
-    from argosy.data.tokenizer import train_bpe
+    from argosy.data.text.tokenizer import train_bpe
 
     (tmp_path / "other.json").write_text(train_bpe(["some words"] * 9, 300))
     path = write_corpus(tmp_path / "c", [[text_document("abc")]])

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
 
-from argosy.data.masks import IGNORED, document_bounds, document_ids, mask_eod_labels, restarting_positions
+from argosy.data.samples.masks import IGNORED, document_bounds, document_ids, mask_eod_labels, restarting_positions
 
 EOD = 0
 ROWS = st.tuples(st.integers(1, 4), st.integers(1, 30)).flatmap(

@@ -22,10 +22,10 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from argosy.cli import data_corpus
-from argosy.data.convert import Converted, ConvertOptions, convert
-from argosy.data.manifest import read_manifest
-from argosy.data.mds import MdsReader, MdsWriter
-from argosy.data.verify import verify
+from argosy.data.corpus.convert import Converted, ConvertOptions, convert
+from argosy.data.corpus.manifest import read_manifest
+from argosy.data.corpus.mds import MdsReader, MdsWriter
+from argosy.data.corpus.verify import verify
 from argosy.errors import ArgosyError
 
 FILES = Path(__file__).parent / "golden_mds"

@@ -22,9 +22,9 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.utils import Split
 
-from argosy.data.indexed import CODES, HEADER, MAGIC, IndexedReader, IndexedWriter, dtype_for, idx_path
-from argosy.data.megatron_blend import MegatronBlend, plan_blend
-from argosy.data.megatron_order import MegatronSamples, split_ranges
+from argosy.data.corpus.indexed import CODES, HEADER, MAGIC, IndexedReader, IndexedWriter, dtype_for, idx_path
+from argosy.data.samples.megatron_blend import MegatronBlend, plan_blend
+from argosy.data.samples.megatron_order import MegatronSamples, split_ranges
 from argosy.errors import ArgosyError
 
 SEEDS = st.integers(0, 2**32 - 1)

@@ -11,11 +11,11 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
 from argosy.config.resolve import resolve
-from argosy.data.corpus import Corpus
-from argosy.data.indexed import IndexedReader, IndexedWriter, dtype_for
-from argosy.data.megatron_stream import MegatronStream
+from argosy.data.corpus.corpus import Corpus
+from argosy.data.corpus.indexed import IndexedReader, IndexedWriter, dtype_for
 from argosy.data.open import open_data
-from argosy.data.samples import BatchMaker
+from argosy.data.samples.megatron_stream import MegatronStream
+from argosy.data.samples.windows import BatchMaker
 from argosy.errors import ArgosyError
 from argosy.train.loop import TrainOptions, train
 

@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from argosy.cli import data_corpus
-from argosy.data import merge as merge_module
-from argosy.data.corpus import open_corpus
-from argosy.data.indexed import bin_path, idx_path
-from argosy.data.manifest import read_manifest
-from argosy.data.merge import merge
-from argosy.data.verify import verify
+from argosy.data.corpus import merge as merge_module
+from argosy.data.corpus.corpus import open_corpus
+from argosy.data.corpus.indexed import bin_path, idx_path
+from argosy.data.corpus.manifest import read_manifest
+from argosy.data.corpus.merge import merge
+from argosy.data.corpus.verify import verify
 from argosy.errors import ArgosyError
 
 A, B = [text_document("first"), [[]], [[1, 2], [3]]], [text_document("second")]

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from argosy.config.resolve import resolve
-from argosy.data.indexed import IndexedWriter, dtype_for
+from argosy.data.corpus.indexed import IndexedWriter, dtype_for
 from argosy.data.loader import Loader
-from argosy.data.masks import IGNORED
 from argosy.data.open import open_data
-from argosy.data.prepare import PrepareOptions, prepare
-from argosy.data.tokenizer import load_tokenizer, train_bpe
+from argosy.data.prepare.job import PrepareOptions, prepare
+from argosy.data.samples.masks import IGNORED
+from argosy.data.text.tokenizer import load_tokenizer, train_bpe
 from argosy.errors import ArgosyError
 from argosy.train.loop import TrainOptions, train
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from argosy.data.order import Blend, apportion, permute
+from argosy.data.samples.order import Blend, apportion, permute
 
 WEIGHTS = st.lists(st.floats(1e-4, 1e4), min_size=1, max_size=12)
 

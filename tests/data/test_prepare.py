@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from argosy.data import blocks
-from argosy.data.corpus import open_corpus
-from argosy.data.manifest import read_manifest
-from argosy.data.prepare import PrepareOptions, prepare
-from argosy.data.prepare_report import parse_share
-from argosy.data.tokenizer import ByteTokenizer, JsonTokenizer, load_tokenizer, train_bpe
+from argosy.data.corpus.corpus import open_corpus
+from argosy.data.corpus.manifest import read_manifest
+from argosy.data.prepare.job import PrepareOptions, prepare
+from argosy.data.prepare.report import parse_share
+from argosy.data.text import blocks
+from argosy.data.text.tokenizer import ByteTokenizer, JsonTokenizer, load_tokenizer, train_bpe
 from argosy.errors import ArgosyError
 from argosy.record.jsonl import read_jsonl
 

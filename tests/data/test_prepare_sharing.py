@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 import zstandard
 
-from argosy.data import prepare as preparing
-from argosy.data.corpus import open_corpus
-from argosy.data.manifest import read_manifest
-from argosy.data.prepare import PrepareOptions, prepare
-from argosy.data.tokenizer import ByteTokenizer
+from argosy.data.corpus.corpus import open_corpus
+from argosy.data.corpus.manifest import read_manifest
+from argosy.data.prepare import job as preparing
+from argosy.data.prepare.job import PrepareOptions, prepare
+from argosy.data.text.tokenizer import ByteTokenizer
 from argosy.errors import ArgosyError
 
 
@@ -129,8 +129,8 @@ def test_an_unfinished_job_with_other_options_is_not_mixed_with_this_one(inputs:
 COMMAND = """
 import sys
 from pathlib import Path
-from argosy.data import prepare as p
-from argosy.data.tokenizer import ByteTokenizer
+from argosy.data.prepare import job as p
+from argosy.data.text.tokenizer import ByteTokenizer
 p._block_bytes = lambda files: 1 << 19
 p._INLINE_BYTES = 1 << 20
 if __name__ == "__main__":
@@ -174,7 +174,7 @@ def test_a_worker_that_is_killed_ends_the_job_with_its_name_and_the_rest_is_kept
 ) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        COMMAND.replace("import sys\n", "import os, signal, sys\nfrom argosy.data.records import Parser\n", 1)
+        COMMAND.replace("import sys\n", "import os, signal, sys\nfrom argosy.data.text.records import Parser\n", 1)
         + """
 else:
     parse = Parser.parse

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from argosy.data.corpus import Corpus, open_corpus
-from argosy.data.indexed import IndexedReader, IndexedWriter, dtype_for
+from argosy.data.corpus.corpus import Corpus, open_corpus
+from argosy.data.corpus.indexed import IndexedReader, IndexedWriter, dtype_for
 from argosy.data.loader import Loader
-from argosy.data.samples import SampleStream, Windows
+from argosy.data.samples.windows import SampleStream, Windows
 from argosy.errors import ArgosyError
 
 WHOLE = (1.0, 0.0, 0.0)

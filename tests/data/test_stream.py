@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from argosy.data import stream as stream_module
-from argosy.data.ahead import ReadAhead
-from argosy.data.cache import SEAL, BlockCache
-from argosy.data.corpus import open_corpus
+from argosy.data.corpus.corpus import open_corpus
 from argosy.data.loader import Loader
-from argosy.data.stream import BLOCK_PART, BLOCK_WHOLE, open_streamed
+from argosy.data.remote import stream as stream_module
+from argosy.data.remote.ahead import ReadAhead
+from argosy.data.remote.cache import SEAL, BlockCache
+from argosy.data.remote.stream import BLOCK_PART, BLOCK_WHOLE, open_streamed
 from argosy.errors import ArgosyError
 
 sys.path.insert(0, str(Path(__file__).parent))

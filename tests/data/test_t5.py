@@ -12,8 +12,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from argosy.data.draws import sample_keys
-from argosy.data.t5 import SpanBatch, SpanCorruption, lengths_for
+from argosy.data.samples.draws import sample_keys
+from argosy.data.samples.t5 import SpanBatch, SpanCorruption, lengths_for
 from argosy.errors import ArgosyError
 
 EOS, FIRST, START = 1, 50_000, 0

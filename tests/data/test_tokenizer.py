@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy.data import engines
-from argosy.data.engines import FastTokenizer, choose_engine
-from argosy.data.tokenizer import ByteTokenizer, JsonTokenizer, load_tokenizer, train_bpe
+from argosy.data.text import engines
+from argosy.data.text.engines import FastTokenizer, choose_engine
+from argosy.data.text.tokenizer import ByteTokenizer, JsonTokenizer, load_tokenizer, train_bpe
 from argosy.errors import ArgosyError
 
 TRAINED = train_bpe(["def main(): return 'hello world' # a comment\n"] * 30, 320)

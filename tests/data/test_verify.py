@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from argosy.cli import data_corpus
-from argosy.data import verify as verify_module
-from argosy.data.verify import Report, verify
+from argosy.data.corpus import verify as verify_module
+from argosy.data.corpus.verify import Report, verify
 from argosy.errors import ArgosyError
 
 SHARDS = [[text_document("abc"), [[]], [[1, 2], [3]]], [text_document("defg")], []]

@@ -12,8 +12,8 @@ import torch
 
 from argosy.config.resolve import resolve, resolve_model
 from argosy.config.schema import OptimSpec
-from argosy.data.masks import IGNORED
-from argosy.data.samples import Batch
+from argosy.data.samples.masks import IGNORED
+from argosy.data.samples.windows import Batch
 from argosy.errors import ArgosyError
 from argosy.model.decoder import Decoder, build_model
 from argosy.model.init import initialise

@@ -71,10 +71,10 @@ def prepare(
     """
     import os
 
-    from argosy.data.prepare import PrepareOptions
-    from argosy.data.prepare import prepare as run
-    from argosy.data.prepare_report import describe, parse_share, preview
-    from argosy.data.tokenizer import load_tokenizer
+    from argosy.data.prepare.job import PrepareOptions
+    from argosy.data.prepare.job import prepare as run
+    from argosy.data.prepare.report import describe, parse_share, preview
+    from argosy.data.text.tokenizer import load_tokenizer
 
     options = PrepareOptions(
         key=key,
@@ -110,6 +110,6 @@ def train_tokenizer(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a tokenizer that is already there.")] = False,
 ) -> None:
     """Train a byte-level BPE tokenizer on text."""
-    from argosy.data.train_tokenizer import train_tokenizer_on
+    from argosy.data.text.train_tokenizer import train_tokenizer_on
 
     print(train_tokenizer_on(inputs, vocab_size, output, key, overwrite=overwrite))

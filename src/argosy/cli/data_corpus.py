@@ -41,7 +41,7 @@ def inspect(
     """What a corpus holds: counts, document lengths, vocabulary, duplicates, and a few documents as text."""
     import json
 
-    from argosy.data.inspect import inspect as run
+    from argosy.data.corpus.inspect import inspect as run
 
     facts = run(path, tokenizer=tokenizer, sample=sample, show=show)
     print(json.dumps(facts.as_dict()) if as_json else facts.describe())
@@ -59,7 +59,7 @@ def verify(
     import json
     import os
 
-    from argosy.data.verify import verify as run
+    from argosy.data.corpus.verify import verify as run
     from argosy.errors import EXIT_REFUSED
 
     report = run(path, workers=workers or os.cpu_count() or 1)
@@ -88,7 +88,7 @@ def merge(
     """Merge corpora or Megatron pairs, as Megatron's merge_datasets.py does."""
     import json
 
-    from argosy.data.merge import merge as run
+    from argosy.data.corpus.merge import merge as run
 
     merged = run(inputs, output, as_pair=pair, overwrite=overwrite, dry_run=dry_run)
     print(json.dumps(merged.as_dict()) if as_json else merged.describe())
@@ -121,8 +121,8 @@ def convert(
     """Turn MosaicML's MDS data sets into .bin/.idx, or a corpus into MDS; which one follows from the input."""
     import json
 
-    from argosy.data.convert import ConvertOptions
-    from argosy.data.convert import convert as run
+    from argosy.data.corpus.convert import ConvertOptions
+    from argosy.data.corpus.convert import convert as run
 
     options = ConvertOptions(
         column=column,

@@ -52,9 +52,9 @@ def fetch(
     """
     import json
 
-    from argosy.data.fetch import FetchOptions, corpus_wanted, preview
-    from argosy.data.fetch import fetch as run
-    from argosy.data.sources import Choice, text_key
+    from argosy.data.remote.fetch import FetchOptions, corpus_wanted, preview
+    from argosy.data.remote.fetch import fetch as run
+    from argosy.data.remote.sources import Choice, text_key
 
     options = FetchOptions(Choice(config, split, revision, sample), workers)
     wanted = corpus_wanted(prepare, tokenizer, corpus)
@@ -67,10 +67,10 @@ def fetch(
         print(json.dumps(fetched.as_dict()) if as_json else fetched.describe())
         return
 
-    from argosy.data.prepare import PrepareOptions
-    from argosy.data.prepare import prepare as make_corpus
-    from argosy.data.prepare_report import describe
-    from argosy.data.tokenizer import load_tokenizer
+    from argosy.data.prepare.job import PrepareOptions
+    from argosy.data.prepare.job import prepare as make_corpus
+    from argosy.data.prepare.report import describe
+    from argosy.data.text.tokenizer import load_tokenizer
 
     chosen = load_tokenizer(wanted[0])
     prepare_options = PrepareOptions(key=key or text_key(names), shards=shards, overwrite=overwrite)

@@ -11,7 +11,7 @@ import threading
 import time
 from types import TracebackType
 
-from argosy.data.samples import Batch, Stream
+from argosy.data.samples.windows import Batch, Stream
 
 _AHEAD = 4  # batches kept ready
 _ANNOUNCED = 8  # batches whose reads are announced to corpora that have to be fetched

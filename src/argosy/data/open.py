@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from argosy.config.schema import DataSource, FimSpec, RunSpec
-from argosy.data.corpus import Corpus, open_corpus
-from argosy.data.fim import FillInTheMiddle
-from argosy.data.megatron_stream import MegatronStream
-from argosy.data.samples import BatchMaker, SampleStream, Stream, Windows
-from argosy.data.tokenizer import Tokenizer, load_tokenizer
+from argosy.data.corpus.corpus import Corpus, open_corpus
+from argosy.data.samples.fim import FillInTheMiddle
+from argosy.data.samples.megatron_stream import MegatronStream
+from argosy.data.samples.windows import BatchMaker, SampleStream, Stream, Windows
+from argosy.data.text.tokenizer import Tokenizer, load_tokenizer
 from argosy.errors import ArgosyError
 
 
@@ -115,7 +115,7 @@ def open_data(spec: RunSpec) -> RunData:
 def _open_source(source: DataSource) -> Corpus:
     if source.cache is None:
         return open_corpus(Path(source.path))
-    from argosy.data.stream import open_streamed  # needs fsspec, which local data does not
+    from argosy.data.remote.stream import open_streamed  # needs fsspec, which local data does not
 
     return open_streamed(source.path, Path(source.cache), source.cache_limit)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from argosy.config.schema import ParallelSpec
 from argosy.config.seeds import derive_seed
-from argosy.data.samples import Batch
+from argosy.data.samples.windows import Batch
 from argosy.errors import ArgosyError
 
 LossSum = Callable[[Tensor, Tensor], Tensor]  # (logits, labels) -> summed loss

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from argosy.data.open import open_data
-from argosy.data.samples import SampleStream
+from argosy.data.samples.windows import SampleStream
 from argosy.errors import ArgosyError
 from argosy.parallel.single import SingleDevice
 from argosy.train.session import load_run, make_engine

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from argosy.config.seeds import derive_seed
-from argosy.data.tokenizer import Tokenizer, load_tokenizer
+from argosy.data.text.tokenizer import Tokenizer, load_tokenizer
 from argosy.errors import ArgosyError
 from argosy.record.rundir import RunDir
 from argosy.train.session import load_run

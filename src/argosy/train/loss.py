@@ -6,7 +6,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional as F
 
-from argosy.data.masks import IGNORED
+from argosy.data.samples.masks import IGNORED
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:

@@ -1,0 +1,146 @@
+"""A prepared corpus as one long run of tokens, and the contiguous ranges of it that make up the splits."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from argosy.data.corpus.indexed import IndexedReader, Tokens
+from argosy.data.corpus.manifest import FILE_NAME, Manifest, read_manifest
+from argosy.errors import ArgosyError
+
+SPLITS = ("train", "validation", "test")
+_SCAN_TOKENS = 1 << 22  # tokens read at a time when looking for the largest id
+_SCAN_BLOCKS = 64  # of those at most, about
+
+
+@dataclass(frozen=True)
+class Split:
+    """Documents [first, last) of a corpus, which are tokens [start, end)."""
+
+    name: str
+    first: int
+    last: int
+    start: int
+    end: int
+
+    @property
+    def tokens(self) -> int:
+        return self.end - self.start
+
+
+class Corpus:
+    is_remote = False  # whether reads have to be fetched, and are worth announcing
+
+    def __init__(self, path: Path, shards: list[IndexedReader], manifest: Manifest | None) -> None:
+        self.path, self.shards, self.manifest = path, shards, manifest
+        self._starts = np.cumsum([0, *(shard.tokens for shard in shards)])
+        self._document_starts = np.cumsum([0, *(shard.documents for shard in shards)])
+
+    @property
+    def tokens(self) -> int:
+        return int(self._starts[-1])
+
+    @property
+    def documents(self) -> int:
+        return int(self._document_starts[-1])
+
+    def read(self, start: int, count: int) -> Tokens:
+        """`count` tokens from `start` on, across shards."""
+        pieces = []
+        shard = int(np.searchsorted(self._starts, start, side="right")) - 1
+        while count > 0:
+            offset = start - int(self._starts[shard])
+            here = min(count, self.shards[shard].tokens - offset)
+            if here > 0:
+                pieces.append(self.shards[shard].read(offset, here))
+            start, count, shard = start + here, count - here, shard + 1
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def prefetch(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """What will be read next, as (start, count), nearest first. Local files need no announcement."""
+
+    def split(self, shares: tuple[float, float, float]) -> dict[str, Split]:
+        """Contiguous ranges of documents in file order, cut as Megatron cuts them: round(share x documents)."""
+        total, running, splits = sum(shares), 0.0, {}
+        for name, share in zip(SPLITS, shares, strict=True):
+            first = round(running / total * self.documents)
+            running += share
+            last = round(running / total * self.documents)
+            splits[name] = Split(name, first, last, self._token_at(first), self._token_at(last))
+        return splits
+
+    def max_token(self) -> int:
+        """The largest token id: from the manifest, or by looking; at every token, or at an even sample of a large
+        corpus. Batches are checked again as they are read."""
+        if self.manifest is not None:
+            return max(shard.max_token for shard in self.manifest.shards)
+        blocks = max(1, -(-self.tokens // _SCAN_TOKENS))
+        largest = 0
+        for block in range(0, blocks, max(1, blocks // _SCAN_BLOCKS)):
+            start = block * _SCAN_TOKENS
+            count = min(_SCAN_TOKENS, self.tokens - start)
+            largest = max(largest, int(self.read(start, count).max()) if count else 0)
+        return largest
+
+    def facts(self) -> dict[str, Any]:
+        """What this corpus is, wherever it lies: a run that goes on is held to it."""
+        digest = hashlib.sha256()
+        for shard in self.manifest.shards if self.manifest is not None else ():
+            digest.update(f"{shard.bin_sha256}{shard.idx_sha256}".encode())
+        for reader in self.shards if self.manifest is None else ():
+            digest.update(reader.lengths.tobytes())
+        return {"documents": self.documents, "tokens": self.tokens, "sha256": digest.hexdigest()}
+
+    def _token_at(self, document: int) -> int:
+        shard = min(int(np.searchsorted(self._document_starts, document, side="right")) - 1, len(self.shards) - 1)
+        within = document - int(self._document_starts[shard])
+        return int(self._starts[shard]) + self.shards[shard].token_at_document(within)
+
+
+def open_corpus(path: Path) -> Corpus:
+    """A directory with a manifest, or the prefix of one Megatron pair."""
+    if (path / FILE_NAME).exists():
+        manifest = read_manifest(path)
+        shards = [IndexedReader(path / shard.name) for shard in manifest.shards]
+        for shard, promised in zip(shards, manifest.shards, strict=True):
+            if (shard.tokens, shard.documents) != (promised.tokens, promised.documents):
+                raise ArgosyError(
+                    "data.bad-manifest",
+                    f"{shard.prefix}: the manifest promises {promised.documents:,} documents and {promised.tokens:,} tokens, "
+                    f"the files hold {shard.documents:,} and {shard.tokens:,}",
+                    fix="the files were replaced: prepare the corpus again",
+                )
+        return Corpus(path, shards, manifest)
+    if path.suffix in (".bin", ".idx"):
+        path = path.with_suffix("")
+    if (path / ".parts").exists():
+        raise ArgosyError(
+            "data.bad-manifest",
+            f"{path} is an unfinished `argosy data prepare`",
+            key="data.train",
+            value=str(path),
+            fix="run the same `argosy data prepare` again: it goes on where it stopped",
+        )
+    if path.is_dir():
+        pairs = sorted(p.with_suffix("").name for p in path.glob("*.idx"))
+        hint = (
+            f"give one of its pairs: {path / pairs[0]}" if pairs else "run `argosy data prepare … --output` on it first"
+        )
+        raise ArgosyError(
+            "data.not-found",
+            f"{path} is a directory without a {FILE_NAME}",
+            key="data.train",
+            value=str(path),
+            fix=hint,
+        )
+    if not any(path.with_name(path.name + suffix).exists() for suffix in (".bin", ".idx")):
+        raise ArgosyError(
+            "data.not-found", f"there is no {path}", key="data.train", value=str(path), fix="check the path"
+        )
+    return Corpus(path, [IndexedReader(path)], None)

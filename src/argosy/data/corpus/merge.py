@@ -1,0 +1,331 @@
+"""`argosy data merge`: several corpora or Megatron pairs into one.
+
+As a pair it is what Megatron's `tools/merge_datasets.py` makes, byte for byte: the `.bin` files one after the other,
+lengths and document bounds carried over, pointers counted anew. As a corpus directory, which all inputs must be, the
+shards are kept as they are under new numbers, with the hashes their manifests promise: a damaged input stays
+detectable. The bytes are moved by the kernel (on some file systems only shared, not copied), memory stays small, and
+nothing has its final name before it is whole.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from argosy.data.corpus.corpus import Corpus
+from argosy.data.corpus.indexed import CODES, HEADER, MAGIC, bin_path, idx_path
+from argosy.data.corpus.manifest import FILE_NAME, Manifest, write_manifest
+from argosy.data.corpus.pairs import open_pairs
+from argosy.errors import ArgosyError
+from argosy.record.files import replace_file
+from argosy.record.progress import Progress
+
+_CHUNK = 64 << 20  # bytes handed to the kernel at a time
+_QUARANTINE = "quarantine.jsonl"  # as `argosy data prepare` names it
+_ENTRIES = 1 << 18  # index entries in memory at a time
+_NOT_THIS_WAY = (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF)
+
+
+@dataclass(frozen=True)
+class Merged:
+    output: str
+    kind: str  # pair | corpus
+    inputs: list[str]
+    shards: int
+    documents: int
+    sequences: int
+    tokens: int
+    bytes: int  # of all .bin and .idx files
+    dtype: str
+
+    def as_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+    def describe(self) -> str:
+        what = f"a corpus of {self.shards:,} shards" if self.kind == "corpus" else "one pair"
+        return (
+            f"{self.output}: {what} from {len(self.inputs):,} inputs: {self.documents:,} documents, {self.tokens:,} tokens "
+            f"({self.dtype}), {self.bytes:,} bytes"
+        )
+
+
+def merge(
+    inputs: Sequence[Path], output: Path, *, as_pair: bool | None = None, overwrite: bool = False, dry_run: bool = False
+) -> Merged:
+    """Merge in the order given. `as_pair` unset: a corpus where every input is one, else a pair."""
+    corpora = [open_pairs(path) for path in inputs]
+    try:
+        pair = any(corpus.manifest is None for corpus in corpora) if as_pair is None else as_pair
+        job = _Merge(corpora, output, pair)
+        job.check(overwrite)
+        if not dry_run:
+            job.run()
+        return job.result()
+    except OSError as error:
+        raise ArgosyError(
+            "data.write-failed",
+            f"{output}: {error.strerror or error}",
+            fix="free some space, or choose another --output; nothing half-written is left behind",
+        ) from None
+    finally:
+        for corpus in corpora:
+            for shard in corpus.shards:
+                shard.close()
+
+
+class _Merge:
+    def __init__(self, corpora: list[Corpus], output: Path, pair: bool) -> None:
+        self.corpora, self.pair = corpora, pair
+        self.output = output.with_suffix("") if pair and output.suffix in (".bin", ".idx") else output
+        self.readers = [shard for corpus in corpora for shard in corpus.shards]
+        self.sequences = sum(reader.sequences for reader in self.readers)
+        self.documents = sum(reader.documents for reader in self.readers)
+        self.tokens = sum(reader.tokens for reader in self.readers)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.readers[0].dtype
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files to be written."""
+        pairs = 1 if self.pair else len(self.readers)
+        index = pairs * (HEADER.size + 8) + 12 * self.sequences + 8 * self.documents
+        return index + self.tokens * self.dtype.itemsize
+
+    def result(self) -> Merged:
+        return Merged(
+            output=str(self.output),
+            kind="pair" if self.pair else "corpus",
+            inputs=[str(corpus.path) for corpus in self.corpora],
+            shards=1 if self.pair else len(self.readers),
+            documents=self.documents,
+            sequences=self.sequences,
+            tokens=self.tokens,
+            bytes=self.size,
+            dtype=self.dtype.name,
+        )
+
+    def check(self, overwrite: bool) -> None:
+        """Everything that can be refused before a byte is written."""
+        self._check_dtypes()
+        self._check_manifests()
+        outputs = [bin_path(self.output), idx_path(self.output)] if self.pair else [self.output / FILE_NAME]
+        sources = {
+            file.resolve() for reader in self.readers for file in (bin_path(reader.prefix), idx_path(reader.prefix))
+        }
+        if any(file.resolve() in sources for file in outputs) or (
+            not self.pair and any(source.parent == self.output.resolve() for source in sources)
+        ):
+            raise _cannot(
+                f"{self.output} is also an input: it would be overwritten while it is read", "choose another --output"
+            )
+        if any(file.exists() for file in outputs) and not overwrite:
+            raise ArgosyError(
+                "data.output-exists",
+                f"{self.output} already holds data",
+                key="--output",
+                value=str(self.output),
+                fix="choose another name, or pass --overwrite to replace it",
+            )
+        existing = next(parent for parent in self.output.absolute().parents if parent.is_dir())
+        free = shutil.disk_usage(existing).free
+        if free < self.size:
+            raise ArgosyError(
+                "data.write-failed",
+                f"the merged files need {self.size:,} bytes, {existing} has {free:,} free",
+                fix="free some space, or choose another --output",
+            )
+
+    def _check_dtypes(self) -> None:
+        if not self.readers:
+            raise _cannot("the inputs hold no pair", "give corpora or prefixes that hold data")
+        for reader in self.readers:
+            if reader.dtype != self.dtype:
+                raise _cannot(
+                    f"{self.readers[0].prefix} holds {self.dtype.name} tokens, {reader.prefix} holds {reader.dtype.name}",
+                    "merge only data of one dtype, or prepare one of them again with the other's tokenizer",
+                )
+
+    def _check_manifests(self) -> None:
+        """One tokenizer wherever it is known; for a corpus, all that the manifest says once for all shards."""
+        named = [(corpus.path, corpus.manifest) for corpus in self.corpora if corpus.manifest is not None]
+        for path, manifest in named:
+            first_path, first = named[0]
+            if manifest.tokenizer.fingerprint != first.tokenizer.fingerprint:
+                raise ArgosyError(
+                    "tokenizer.mismatch",
+                    f"{first_path} was prepared with tokenizer {first.tokenizer.fingerprint[:12]}, {path} with "
+                    f"{manifest.tokenizer.fingerprint[:12]}: their ids mean different text",
+                    fix="merge only data of one tokenizer",
+                )
+            if not self.pair and (manifest.append_eod, manifest.tokenizer.eod_id) != (
+                first.append_eod,
+                first.tokenizer.eod_id,
+            ):
+                raise _cannot(
+                    f"documents of {first_path} and {path} do not end alike (end-of-document id "
+                    f"{first.tokenizer.eod_id} and {manifest.tokenizer.eod_id})",
+                    "prepare one of them again, or merge with --pair",
+                )
+        bare = [corpus.path for corpus in self.corpora if corpus.manifest is None]
+        if bare and not self.pair:
+            raise _cannot(f"{bare[0]} has no manifest, so its tokenizer is unknown", "merge with --pair")
+
+    def run(self) -> None:
+        made: list[Path] = []
+        try:
+            with Progress("merge", sum(r.tokens * r.dtype.itemsize for r in self.readers), "B") as progress:
+                if self.pair:
+                    self._write_pair(made, progress.advance)
+                else:
+                    self._write_corpus(made, progress.advance)
+        except BaseException:
+            for file in made:
+                file.unlink(missing_ok=True)
+            raise
+
+    def _write_pair(self, made: list[Path], advance: Callable[[float], None]) -> None:
+        self.output.parent.mkdir(parents=True, exist_ok=True)
+        tokens, index = _partial(bin_path(self.output)), _partial(idx_path(self.output))
+        made += [tokens, index]
+        with tokens.open("wb") as file:
+            for reader in self.readers:
+                _append_file(bin_path(reader.prefix), file, advance)
+            os.fsync(file.fileno())
+        with index.open("wb") as file:
+            file.writelines(self._index())
+            file.flush()
+            os.fsync(file.fileno())
+        idx_path(self.output).unlink(missing_ok=True)  # an old index must never describe the new tokens
+        os.replace(tokens, bin_path(self.output))
+        os.replace(index, idx_path(self.output))
+
+    def _index(self) -> Iterator[bytes]:
+        yield HEADER.pack(MAGIC, 1, CODES[self.dtype], self.sequences, self.documents + 1)
+        for reader in self.readers:
+            yield from (block.tobytes() for block in _slices(reader.lengths))
+        end = 0
+        for reader in self.readers:
+            for block in _slices(reader.lengths):
+                ends = end + np.cumsum(block, dtype=np.int64) * self.dtype.itemsize
+                yield (ends - block.astype(np.int64) * self.dtype.itemsize).astype("<i8").tobytes()
+                end = int(ends[-1])
+        yield np.zeros(1, "<i8").tobytes()
+        sequences = 0
+        for reader in self.readers:
+            yield from ((block + sequences).astype("<i8").tobytes() for block in _slices(reader.document_indices[1:]))
+            sequences += reader.sequences
+
+    def _write_corpus(self, made: list[Path], advance: Callable[[float], None]) -> None:
+        manifests = [corpus.manifest for corpus in self.corpora if corpus.manifest is not None]
+        self.output.mkdir(parents=True, exist_ok=True)
+        (self.output / FILE_NAME).unlink(missing_ok=True)  # from here until the end the directory is not a corpus
+        for number, reader in enumerate(self.readers):
+            for source, target in (
+                (bin_path(reader.prefix), bin_path(self.output / _shard_name(number))),
+                (idx_path(reader.prefix), idx_path(self.output / _shard_name(number))),
+            ):
+                made += [_partial(target), target]
+                with _partial(target).open("wb") as file:
+                    _append_file(source, file, advance if source.suffix == ".bin" else lambda _: None)
+                    os.fsync(file.fileno())
+                os.replace(_partial(target), target)
+        self._join_quarantines(made)
+        stored = manifests[0].tokenizer.file
+        made.append(self.output / stored)
+        replace_file(self.output / stored, (self.corpora[0].path / stored).read_bytes(), sync=True)
+        self._remove_stale()
+        write_manifest(self.output, _merge_manifests(manifests))
+
+    def _join_quarantines(self, made: list[Path]) -> None:
+        target = self.output / _QUARANTINE
+        made.append(target)
+        with target.open("wb") as file:
+            for corpus in self.corpora:
+                if (corpus.path / _QUARANTINE).exists():
+                    _append_file(corpus.path / _QUARANTINE, file, lambda _: None)
+
+    def _remove_stale(self) -> None:
+        """Shards of an overwritten corpus that had more of them would be taken for data by tools that glob."""
+        kept = {_shard_name(number) for number in range(len(self.readers))}
+        for file in self.output.glob("shard-*.*"):
+            if file.suffix in (".bin", ".idx") and file.stem not in kept:
+                file.unlink()
+
+
+def _merge_manifests(manifests: Sequence[Manifest]) -> Manifest:
+    shards = [shard for manifest in manifests for shard in manifest.shards]
+    quarantined: Counter[str] = Counter()
+    for manifest in manifests:
+        quarantined.update(manifest.quarantined)
+    return manifests[0].model_copy(
+        update={
+            "shards": [shard.model_copy(update={"name": _shard_name(i)}) for i, shard in enumerate(shards)],
+            "sources": [source for manifest in manifests for source in manifest.sources],
+            "quarantined": dict(sorted(quarantined.items())),
+        }
+    )
+
+
+def _shard_name(number: int) -> str:
+    return f"shard-{number:05d}"
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(path.name + ".partial")
+
+
+def _slices(entries: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
+    for start in range(0, len(entries), _ENTRIES):
+        yield entries[start : start + _ENTRIES]
+
+
+def _append_file(source: Path, target: BinaryIO, advance: Callable[[float], None]) -> None:
+    """Append a whole file by the cheapest way that works here: kernel copy, sendfile, then read and write."""
+    with source.open("rb", buffering=0) as file:
+        size, done = os.fstat(file.fileno()).st_size, 0
+        ways = [_copy_range, _send, _read_and_write] if hasattr(os, "copy_file_range") else [_read_and_write]
+        while done < size:
+            try:
+                moved = ways[0](file.fileno(), target.fileno(), min(_CHUNK, size - done), done)
+            except OSError as error:
+                if error.errno in _NOT_THIS_WAY and len(ways) > 1:
+                    ways.pop(0)
+                    continue
+                raise
+            if not moved and len(ways) > 1:  # some network file systems answer 0 instead of an error
+                ways.pop(0)
+            elif not moved:
+                raise OSError(errno.EIO, f"{source} became shorter while it was read")
+            done += moved
+            advance(moved)
+
+
+def _copy_range(source: int, target: int, count: int, offset: int) -> int:
+    return os.copy_file_range(source, target, count, offset)
+
+
+def _send(source: int, target: int, count: int, offset: int) -> int:
+    return os.sendfile(target, source, offset, count)
+
+
+def _read_and_write(source: int, target: int, count: int, offset: int) -> int:
+    data = memoryview(os.pread(source, min(count, 1 << 22), offset))
+    written = 0
+    while written < len(data):
+        written += os.write(target, data[written:])
+    return written
+
+
+def _cannot(cause: str, fix: str) -> ArgosyError:
+    return ArgosyError("data.cannot-merge", cause, fix=fix)

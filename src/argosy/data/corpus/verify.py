@@ -1,0 +1,319 @@
+"""`argosy data verify`: every file of a corpus against its manifest, and every `.idx` against its `.bin`.
+
+Files are read from end to end in blocks, so memory does not grow with the corpus, and shards are checked side by
+side because hashing leaves the GIL. A fault never ends the check: the user wants the whole list before copying
+terabytes again. Faults that repeat (a million wrong pointers) are one line with their number and the first place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from argosy.data.corpus.indexed import DTYPES, HEADER, MAGIC, bin_path, idx_path
+from argosy.data.corpus.manifest import Manifest, Shard
+from argosy.data.corpus.pairs import Pairs, find_pairs
+from argosy.data.text.tokenizer import load_tokenizer
+from argosy.errors import ArgosyError
+from argosy.record.progress import Progress
+
+_BLOCK = 8 << 20  # bytes of a file in memory at a time, for each worker
+Advance = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Fault:
+    file: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.what}"
+
+
+@dataclass(frozen=True)
+class Report:
+    path: str
+    has_manifest: bool
+    shards: int
+    files: int
+    bytes: int
+    documents: int
+    tokens: int
+    faults: list[Fault]
+
+    def as_dict(self) -> dict[str, object]:
+        return {**vars(self), "faults": [vars(fault) for fault in self.faults], "good": not self.faults}
+
+    def describe(self) -> str:
+        against = "sizes, index and hashes" if self.has_manifest else "sizes and index (no manifest, so no hashes)"
+        lines = [
+            f"{self.path}: {self.shards:,} shards, {self.files:,} files, {self.bytes:,} bytes, "
+            f"{self.documents:,} documents, {self.tokens:,} tokens",
+            *(f"  fault  {fault}" for fault in self.faults),
+            f"checked {against}: " + (f"{len(self.faults):,} faults" if self.faults else "all good"),
+        ]
+        return "\n".join(lines)
+
+    def refuse_faults(self) -> None:
+        """The refusal that ends a check with faults; they are listed by `describe`."""
+        if self.faults:
+            more = f" and {len(self.faults) - 1:,} more" if len(self.faults) > 1 else ""
+            raise ArgosyError(
+                "data.corrupt",
+                f"{self.path} is damaged: {self.faults[0]}{more}",
+                fix="copy the named files again from where they are whole, or prepare the corpus again",
+            )
+
+
+def verify(path: Path, *, workers: int = 1) -> Report:
+    """Check everything under `path`; faults are returned, only a path that leads nowhere is refused."""
+    pairs = find_pairs(path)
+    promised: list[Shard | None] = list(pairs.manifest.shards) if pairs.manifest else [None] * len(pairs.prefixes)
+    vocab_size = pairs.manifest.tokenizer.vocab_size if pairs.manifest else None
+    files = [file for prefix in pairs.prefixes for file in (bin_path(prefix), idx_path(prefix))]
+    sizes = [file.stat().st_size for file in files if file.is_file()]
+    lock = threading.Lock()
+    with Progress("verify", sum(sizes), "B") as progress, ThreadPoolExecutor(workers) as pool:
+
+        def advance(done: int) -> None:
+            with lock:
+                progress.advance(done)
+
+        checks = [
+            _PairCheck(prefix, shard, vocab_size, pairs.manifest.dtype if pairs.manifest else None, advance)
+            for prefix, shard in zip(pairs.prefixes, promised, strict=True)
+        ]
+        list(pool.map(_PairCheck.run, checks))
+    faults = [fault for check in checks for fault in check.faults]
+    return Report(
+        path=str(pairs.path),
+        has_manifest=pairs.manifest is not None,
+        shards=len(checks),
+        files=len(sizes),
+        bytes=sum(sizes),
+        documents=sum(check.documents for check in checks),
+        tokens=sum(check.tokens for check in checks),
+        faults=faults + _check_whole(pairs),
+    )
+
+
+@dataclass
+class _PairCheck:
+    """One pair. `run` never raises for what is wrong with the files."""
+
+    prefix: Path
+    promised: Shard | None
+    vocab_size: int | None
+    promised_dtype: str | None
+    advance: Advance
+    faults: list[Fault] = field(default_factory=list)
+    documents: int = 0
+    sequences: int = 0
+    tokens: int = 0
+    dtype: np.dtype[Any] | None = None
+
+    def run(self) -> None:
+        for file, check in ((idx_path(self.prefix), self._check_index), (bin_path(self.prefix), self._check_tokens)):
+            try:
+                with file.open("rb", buffering=0) as opened:
+                    check(opened, file)
+            except OSError as error:
+                self._fault(file, f"cannot be read: {error.strerror or error}")
+
+    def _fault(self, file: Path, what: str) -> None:
+        self.faults.append(Fault(str(file), what))
+
+    def _check_index(self, file: BinaryIO, path: Path) -> None:
+        digest = hashlib.sha256()
+        for block in _blocks(file, self.advance):
+            digest.update(block)
+        if self.promised and digest.hexdigest() != self.promised.idx_sha256:
+            self._fault(path, _other_hash(self.promised.idx_sha256, digest.hexdigest()))
+        size = os.fstat(file.fileno()).st_size
+        if size < HEADER.size:
+            return self._fault(path, f"has {size} bytes, fewer than its {HEADER.size}-byte header")
+        magic, version, code, sequences, bounds = HEADER.unpack(os.pread(file.fileno(), HEADER.size, 0))
+        if magic != MAGIC or version != 1 or code not in DTYPES:
+            return self._fault(path, "does not start as a Megatron index of version 1")
+        self.dtype = DTYPES[code]
+        if self.promised_dtype is not None and self.dtype.name != self.promised_dtype:
+            self._fault(path, f"says {self.dtype.name} tokens, the manifest {self.promised_dtype}")
+        needed = HEADER.size + 12 * sequences + 8 * bounds
+        if size != needed:
+            return self._fault(
+                path,
+                f"{sequences:,} sequences and {bounds:,} document bounds need {needed:,} bytes, the file has {size:,}",
+            )
+        self.sequences, self.documents = sequences, bounds - 1
+        self._check_sequences(file, path, self.dtype.itemsize)
+        self._check_documents(file, path, bounds)
+        self._check_counts(path)
+
+    def _check_sequences(self, file: BinaryIO, path: Path, itemsize: int) -> None:
+        """No negative length, and each pointer where the sequences before it end."""
+        negative, wrong = _Repeated(), _Repeated()
+        step = _BLOCK // 16
+        for first in range(0, self.sequences, step):
+            count = min(step, self.sequences - first)
+            lengths = _array(file, "<i4", HEADER.size + 4 * first, count).astype(np.int64)
+            pointers = _array(file, "<i8", HEADER.size + 4 * self.sequences + 8 * first, count)
+            expected = (self.tokens + np.cumsum(lengths) - lengths) * itemsize
+            negative.add(lengths < 0, first, lengths, lengths)
+            wrong.add(pointers != expected, first, expected, pointers)
+            self.tokens += int(lengths.sum())
+        if negative.times:
+            self._fault(path, f"{negative.times:,} sequences have a negative length, first number {negative.first:,}")
+        if wrong.times:
+            self._fault(
+                path,
+                f"{wrong.times:,} of {self.sequences:,} pointers are not where the sequences before end, first number "
+                f"{wrong.first:,}: {wrong.found:,} instead of {wrong.expected:,}",
+            )
+
+    def _check_documents(self, file: BinaryIO, path: Path, bounds: int) -> None:
+        """Document bounds from 0 to the number of sequences, never backwards."""
+        if bounds == 0:
+            return self._fault(path, "has no document bounds, not even the 0 they start with")
+        backwards = _Repeated()
+        previous = 0
+        for first in range(0, bounds, _BLOCK // 8):
+            block = _array(file, "<i8", HEADER.size + 12 * self.sequences + 8 * first, min(_BLOCK // 8, bounds - first))
+            if first == 0 and block[0] != 0:
+                self._fault(path, f"its first document starts at sequence {block[0]:,} instead of 0")
+                previous = int(block[0])
+            before = np.concatenate(([previous], block[:-1]))
+            backwards.add(block < before, first, before, block)
+            previous = int(block[-1])
+        if backwards.times:
+            self._fault(
+                path,
+                f"{backwards.times:,} document bounds go backwards, first number {backwards.first:,}: "
+                f"{backwards.found:,} after {backwards.expected:,}",
+            )
+        if previous != self.sequences:
+            self._fault(path, f"its documents end at sequence {previous:,}, but it lists {self.sequences:,} sequences")
+
+    def _check_counts(self, path: Path) -> None:
+        for name in ("documents", "sequences", "tokens") if self.promised else ():
+            found, promised = getattr(self, name), getattr(self.promised, name)
+            if found != promised:
+                self._fault(path, f"describes {found:,} {name}, the manifest promises {promised:,}")
+
+    def _check_tokens(self, file: BinaryIO, path: Path) -> None:
+        size = os.fstat(file.fileno()).st_size
+        if self.dtype is not None and size != self.tokens * self.dtype.itemsize:
+            self._fault(
+                path,
+                f"has {size:,} bytes, but its .idx describes {self.tokens:,} tokens of {self.dtype.itemsize} bytes = "
+                f"{self.tokens * self.dtype.itemsize:,}",
+            )
+        digest = hashlib.sha256()
+        smallest, largest = 0, 0
+        for block in _blocks(file, self.advance):
+            digest.update(block)
+            if self.dtype is not None and self.dtype.kind in "iu":
+                tokens = np.frombuffer(block, self.dtype, len(block) // self.dtype.itemsize)
+                if len(tokens):
+                    smallest, largest = min(smallest, int(tokens.min())), max(largest, int(tokens.max()))
+        if self.promised and digest.hexdigest() != self.promised.bin_sha256:
+            self._fault(path, _other_hash(self.promised.bin_sha256, digest.hexdigest()))
+        if smallest < 0:
+            self._fault(path, f"holds the negative token id {smallest:,}")
+        if self.promised and self.dtype is not None and largest != self.promised.max_token:
+            self._fault(path, f"its largest token id is {largest:,}, the manifest promises {self.promised.max_token:,}")
+        if self.vocab_size is not None and largest >= self.vocab_size:
+            self._fault(path, f"holds token id {largest:,}, the tokenizer's vocabulary ends at {self.vocab_size - 1:,}")
+
+
+@dataclass
+class _Repeated:
+    """A kind of fault that may occur at many places: how often, and the first."""
+
+    times: int = 0
+    first: int = 0
+    expected: int = 0
+    found: int = 0
+
+    def add(self, at: npt.NDArray[np.bool_], offset: int, expected: npt.NDArray[Any], found: npt.NDArray[Any]) -> None:
+        here = int(np.count_nonzero(at))
+        if here and not self.times:
+            place = int(np.argmax(at))
+            self.first, self.expected, self.found = offset + place, int(expected[place]), int(found[place])
+        self.times += here
+
+
+def _check_whole(pairs: Pairs) -> list[Fault]:
+    """What concerns the corpus and no single pair: the stored tokenizer, and the books of the manifest."""
+    manifest = pairs.manifest
+    if manifest is None:
+        return []
+    return _check_tokenizer(pairs.path / manifest.tokenizer.file, manifest) + _check_books(pairs.path, manifest)
+
+
+def _check_tokenizer(path: Path, manifest: Manifest) -> list[Fault]:
+    try:
+        tokenizer = load_tokenizer(str(path))
+    except ArgosyError as error:
+        if error.code == "data.missing-extra":
+            raise  # the tokenizer may be fine: that it cannot be checked here must not read as damage
+        return [Fault(str(path), error.cause)]
+    promised = manifest.tokenizer
+    faults = []
+    if tokenizer.fingerprint != promised.fingerprint:
+        faults.append(f"is tokenizer {tokenizer.fingerprint[:12]}, the manifest promises {promised.fingerprint[:12]}")
+    if tokenizer.vocab_size != promised.vocab_size:
+        faults.append(f"has {tokenizer.vocab_size:,} entries, the manifest promises {promised.vocab_size:,}")
+    return [Fault(str(path), what) for what in faults]
+
+
+def _check_books(path: Path, manifest: Manifest) -> list[Fault]:
+    faults = []
+    from_sources = sum(source.documents for source in manifest.sources)
+    if from_sources != manifest.documents:
+        faults.append(f"its sources gave {from_sources:,} documents, its shards hold {manifest.documents:,}")
+    from_sources, bad = sum(source.quarantined for source in manifest.sources), sum(manifest.quarantined.values())
+    if from_sources != bad:
+        faults.append(f"its sources gave {from_sources:,} quarantined records, its books list {bad:,}")
+    names = [shard.name for shard in manifest.shards]
+    faults.extend(f"lists {name} twice" for name in sorted({name for name in names if names.count(name) > 1}))
+    return [Fault(str(path / "manifest.json"), what) for what in faults]
+
+
+def _blocks(file: BinaryIO, advance: Advance) -> Iterator[memoryview]:
+    """The whole file through one buffer."""
+    buffer = bytearray(_BLOCK)
+    view = memoryview(buffer)
+    filled = 0
+    while True:
+        read = os.readv(file.fileno(), [view[filled:]])
+        filled += read
+        if filled == _BLOCK or not read:  # only whole blocks, so that a token is never cut in two
+            yield view[:filled]
+            advance(filled)
+            filled = 0
+        if not read:
+            return
+
+
+def _array(file: BinaryIO, dtype: str, offset: int, count: int) -> npt.NDArray[Any]:
+    wanted = count * np.dtype(dtype).itemsize
+    raw = b""
+    while len(raw) < wanted:  # a network file system may answer in parts
+        part = os.pread(file.fileno(), wanted - len(raw), offset + len(raw))
+        if not part:
+            raise OSError("it became shorter while it was read")
+        raw += part
+    return np.frombuffer(raw, dtype)
+
+
+def _other_hash(promised: str, found: str) -> str:
+    return f"its sha256 is {found[:16]}…, the manifest promises {promised[:16]}…"

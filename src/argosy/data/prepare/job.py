@@ -1,0 +1,320 @@
+"""`argosy data prepare`: from text to a corpus directory, in one streaming pass shared by processes and machines.
+
+    DIR/shard-00000.bin, .idx …  the tokens, as Megatron reads them
+    DIR/tokenizer.json           the tokenizer they were made with
+    DIR/quarantine.jsonl         records that could not be used, with file and offset
+    DIR/manifest.json            written last: counts, hashes, fingerprint
+
+Inputs are cut into blocks, each block becomes a part (`argosy.data.prepare.parts`), and the parts of a shard are joined. Which
+shard a block belongs to depends on the inputs alone, so the bytes do not depend on how many processes or machines
+worked, nor on how often they were killed. Documents in equal documents out plus quarantined; the sum is checked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import orjson
+
+from argosy.config.seeds import derive_seed
+from argosy.data.corpus.indexed import bin_path, dtype_for, idx_path
+from argosy.data.corpus.manifest import FILE_NAME, Manifest, Shard, Source, TokenizerFacts, write_manifest
+from argosy.data.prepare.join import Joiner, books_of, shard_name
+from argosy.data.prepare.parts import PartFacts, PartMaker, PartName, PartOptions
+from argosy.data.prepare.workers import Pool, Recipe, recipe_of
+from argosy.data.text.blocks import open_blocks
+from argosy.data.text.engines import FastTokenizer, choose_engine, likely_engine, release_memory
+from argosy.data.text.inputs import InputFile, find_inputs
+from argosy.data.text.records import Parser, texts_of
+from argosy.data.text.tokenizer import Tokenizer
+from argosy.errors import ArgosyError
+from argosy.record.files import replace_file
+from argosy.record.progress import Progress
+
+QUARANTINE_FILE = "quarantine.jsonl"
+PARTS = ".parts"
+_INLINE_BYTES = 4 << 20  # less than this is not worth starting processes for
+_PROOF_BYTES = 200_000  # of the corpus, to prove an engine on
+
+
+@dataclass(frozen=True)
+class PrepareOptions:
+    key: str = "text"
+    append_eod: bool = True
+    text_lines: bool = False  # a .txt file holds a document a line, rather than being one
+    max_bad: float = 0.5  # share of records that may be quarantined
+    overwrite: bool = False
+    shards: int = 1
+    workers: int = field(default_factory=lambda: os.cpu_count() or 1)
+    machine: int = 0  # this machine is number `machine` of `machines` that share the work
+    machines: int = 1
+    shuffle_seed: int | None = None  # put the documents of each shard in a random order
+
+
+def prepare(inputs: Sequence[str], tokenizer: Tokenizer, output: Path, options: PrepareOptions) -> Manifest | None:
+    """Make this machine's shards, and the manifest if they were the last. None: other machines are still at work."""
+    job = Job(find_inputs(inputs, report=_warn), tokenizer, output, options)
+    try:
+        job.claim()
+        job.make_shards()
+        return job.finish()
+    except OSError as error:
+        raise ArgosyError(
+            "data.write-failed",
+            f"{output}: {error.strerror or error}",
+            fix="free some space or choose another --output, then run it again: finished parts are kept",
+        ) from None
+
+
+def _warn(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr)
+
+
+class Job:
+    def __init__(self, files: list[InputFile], tokenizer: Tokenizer, output: Path, options: PrepareOptions) -> None:
+        self.files, self.output, self.options = files, output, options
+        self.groups = group_inputs(files, options.text_lines)
+        self.part_options = PartOptions(
+            key=options.key,
+            append_eod=options.append_eod,
+            text_lines=options.text_lines,
+            block_bytes=_block_bytes(files),
+        )
+        self.eod = (
+            tokenizer.eod_id if options.append_eod else None
+        )  # a tokenizer without one is refused before work starts
+        self.tokenizer = tokenizer
+        self.parts = output / PARTS
+        self.facts: dict[PartName, PartFacts] = {}
+
+    def claim(self) -> None:
+        """Take the output directory: a new one, or one where the same job was left unfinished."""
+        plan = self.parts / "plan"
+        if (self.output / FILE_NAME).exists() or plan.exists():
+            self._settle(plan)
+        self.parts.mkdir(parents=True, exist_ok=True)
+        replace_file(plan, self._fingerprint())
+        name, content = self.tokenizer.stored()
+        replace_file(self.output / name, content)
+
+    def make_shards(self) -> None:
+        """Make this machine's parts, and join those of each shard as they are finished."""
+        joiners = {shard: self._joiner(shard) for shard in self._my_shards()}
+        total = sum(file.size for file in self.files) / self.options.machines
+        try:
+            with Progress("prepare", total, "B") as progress:
+                for name, facts in self._run(set(joiners), total):
+                    self.facts[name] = facts
+                    joiners[self.shard_of(name)].add(name, facts)
+                    progress.advance(facts.input_bytes)
+            for joiner in joiners.values():
+                joiner.finish()
+        finally:
+            for joiner in joiners.values():
+                joiner.close()
+
+    def prove_engine(self) -> tuple[str | None, str]:
+        """(the engine to use, None for the reference; what was found, in words)"""
+        chosen, said = choose_engine(self.tokenizer, self._sample())
+        engine = chosen.engine if isinstance(chosen, FastTokenizer) else None
+        del chosen
+        release_memory()  # the workers have engines of their own
+        return engine, said
+
+    def _my_shards(self) -> Iterator[int]:
+        """Those this machine makes, less the ones an earlier attempt has finished."""
+        for shard in range(self.options.machine, self.options.shards, self.options.machines):
+            if not books_of(self.parts, shard).exists():
+                yield shard
+
+    def _joiner(self, shard: int) -> Joiner:
+        seed = self.options.shuffle_seed
+        key = None if seed is None else derive_seed(seed, "shuffle", shard)
+        first = next(block for block in range(self.options.shards) if self.shard_of(PartName(0, block)) == shard)
+        dtype = dtype_for(self.tokenizer.vocab_size)
+        return Joiner(
+            self.parts, self.output, shard, dtype, first_block=first, stride=self.options.shards, shuffle_key=key
+        )
+
+    def finish(self) -> Manifest | None:
+        """When every shard is there: the manifest. Any machine may be the last; all would write the same."""
+        paths = [books_of(self.parts, shard) for shard in range(self.options.shards)]
+        if not all(path.exists() for path in paths):
+            return None
+        documents = [orjson.loads(path.read_bytes()) for path in paths]
+        facts = [PartFacts(**part) for document in documents for part in document["parts"]]
+        quarantined: Counter[str] = sum((Counter(f.quarantined) for f in facts), Counter())
+        quarantine = b"".join(path.with_suffix(".quarantine.jsonl").read_bytes() for path in paths)
+        replace_file(self.output / QUARANTINE_FILE, quarantine)
+        self._check_bad(sum(f.documents for f in facts), quarantined)
+        manifest = Manifest(
+            tokenizer=TokenizerFacts(
+                fingerprint=self.tokenizer.fingerprint,
+                vocab_size=self.tokenizer.vocab_size,
+                eod_id=self.eod,
+                file=self.tokenizer.stored()[0],
+            ),
+            append_eod=self.eod is not None,
+            dtype=dtype_for(self.tokenizer.vocab_size).name,
+            shards=[Shard(**document["shard"]) for document in documents],
+            sources=self._sources(facts),
+            quarantined=dict(sorted(quarantined.items())),
+        )
+        write_manifest(self.output, manifest)
+        shutil.rmtree(self.parts, ignore_errors=True)
+        return manifest
+
+    def shard_of(self, name: PartName) -> int:
+        """Blocks are dealt to shards in turn, each file starting with another one."""
+        return (name.group + name.block) % self.options.shards
+
+    def _names(self, shards: set[int]) -> Iterator[PartName]:
+        """The parts of some shards. How many blocks a compressed file or a table has shows only when one is past its
+        end."""
+        for group in range(len(self.groups)):
+            block = 0
+            while not any(f.past_end and n.block <= block for n, f in self.facts.items() if n.group == group):
+                name = PartName(group, block)
+                if self._beyond(name):
+                    break
+                if self.shard_of(name) in shards:
+                    yield name
+                block += 1
+
+    def _beyond(self, name: PartName) -> bool:
+        first = self.groups[name.group][0]
+        if first.is_table or first.is_compressed:
+            return False
+        size = first.size if self.options.text_lines or not first.is_text else 1
+        return name.block * self.part_options.block_bytes >= max(1, size)
+
+    def _run(self, shards: set[int], total: float) -> Iterator[tuple[PartName, PartFacts]]:
+        if not shards:
+            return
+        if self.options.workers == 1 or total < _INLINE_BYTES:
+            recipe = self._recipe(self.prove_engine()[0])
+            maker = PartMaker(
+                self.parts, self.groups, recipe.encoder(), recipe.vocab_size, recipe.eod_id, self.part_options
+            )
+            for name in self._names(shards):
+                yield name, maker.make(name)
+            return
+        pool = self._pool(likely_engine(self.tokenizer))  # loads while the proof is made
+        try:
+            engine, said = self.prove_engine()
+            if engine != pool.recipe.engine:
+                _warn(f"tokenizing with {said}")
+                pool.close()
+                pool = self._pool(engine)
+            yield from pool.run(self._names(shards))
+        finally:
+            pool.close()
+
+    def _pool(self, engine: str | None) -> Pool:
+        return Pool(self.options.workers, self.parts, self.groups, self._recipe(engine), self.part_options)
+
+    def _recipe(self, engine: str | None) -> Recipe:
+        return recipe_of(self.tokenizer, engine, append_eod=self.options.append_eod)
+
+    def _sample(self) -> list[str]:
+        """A little of the corpus, from the start of the first inputs, to prove an engine on."""
+        texts: list[str] = []
+        for group in self.groups[:3]:
+            if sum(map(len, texts)) > _PROOF_BYTES:
+                break
+            pieces = open_blocks(
+                group, block_bytes=1 << 16, lines=self.options.text_lines, column=self.options.key
+            ).block(0)
+            parser = Parser(None if group[0].is_text else self.options.key)
+            texts.extend(text[:20_000] for text in texts_of(pieces or iter(()), parser))
+        return texts[:200]
+
+    def _fingerprint(self) -> bytes:
+        """Of all that decides the bytes of the corpus."""
+        facts = [
+            [(f.path, f.size) for f in self.files],
+            self.tokenizer.fingerprint,
+            self.eod,
+            asdict(self.part_options),
+        ]
+        facts += [self.options.shards, self.options.shuffle_seed]
+        return hashlib.sha256(repr(facts).encode()).hexdigest().encode()
+
+    def _settle(self, plan: Path) -> None:
+        same = plan.exists() and plan.read_bytes() == self._fingerprint()
+        if same and not (self.output / FILE_NAME).exists():
+            return  # go on where the last attempt stopped
+        if not self.options.overwrite:
+            finished = (self.output / FILE_NAME).exists()
+            raise ArgosyError(
+                "data.output-exists" if finished else "data.other-plan",
+                f"{self.output} already holds a {'prepared corpus' if finished else 'half-made one with other inputs or options'}",
+                key="--output",
+                value=str(self.output),
+                fix="choose another directory, or pass --overwrite to replace it",
+            )
+        (self.output / FILE_NAME).unlink(missing_ok=True)  # from here until the end the directory is not a corpus
+        (self.output / QUARANTINE_FILE).unlink(missing_ok=True)
+        for old in self.output.glob("shard-*.*"):
+            old.unlink()
+        shutil.rmtree(self.parts, ignore_errors=True)
+
+    def _sources(self, facts: list[PartFacts]) -> list[Source]:
+        documents: Counter[str] = Counter()
+        bad: Counter[str] = Counter()
+        for part in facts:
+            for file, (good, faulty) in part.files.items():
+                documents[file] += good
+                bad[file] += faulty
+        return [
+            Source(path=f.path, bytes=f.size, documents=documents[f.path], quarantined=bad[f.path]) for f in self.files
+        ]
+
+    def _check_bad(self, good: int, quarantined: Counter[str]) -> None:
+        bad, records = quarantined.total(), good + quarantined.total()
+        if good and bad <= self.options.max_bad * records:
+            return
+        share = bad / max(1, records)
+        what = (
+            "no document could be used"
+            if good == 0
+            else f"{share:.2%} is more than --max-bad {self.options.max_bad:.2%}"
+        )
+        kinds = ", ".join(f"{kind} {count:,}" for kind, count in quarantined.most_common())
+        shutil.rmtree(self.parts, ignore_errors=True)
+        for shard in range(self.options.shards):
+            for path in (bin_path(self.output / shard_name(shard)), idx_path(self.output / shard_name(shard))):
+                path.unlink(missing_ok=True)
+        raise ArgosyError(
+            "data.bad-records",
+            f"{bad:,} of {records:,} records were quarantined ({kinds or 'none'}): {what}",
+            fix=f"see {self.output / QUARANTINE_FILE}; is --key {self.options.key!r} right?",
+        )
+
+
+def group_inputs(files: Sequence[InputFile], text_lines: bool) -> list[list[InputFile]]:
+    """Each file alone, but for text files that are one document each: those are taken together up to a block's size."""
+    groups: list[list[InputFile]] = []
+    room = 0
+    for file in files:
+        together = file.is_text and not text_lines
+        if together and groups and room >= file.size and groups[-1][0].is_text:
+            groups[-1].append(file)
+            room -= file.size
+        else:
+            groups.append([file])
+            room = (8 << 20) - file.size if together else 0
+    return groups
+
+
+def _block_bytes(files: Sequence[InputFile]) -> int:
+    """A 64th of the whole, as a power of two between 4 and 64 MiB: enough blocks to share, not too many files."""
+    share = sum(file.size for file in files) // 64
+    return min(64 << 20, max(4 << 20, 1 << (share - 1).bit_length() if share else 0))

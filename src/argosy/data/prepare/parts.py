@@ -1,0 +1,186 @@
+"""The unit of work of `prepare`: one block of input to one finished part, by anyone, in any order, at most once.
+
+A part is a Megatron pair with its quarantine and its books beside it:
+
+    .parts/00003-000012.bin, .idx, .quarantine.jsonl, .json
+
+The `.json` is written last, so a part that has it is complete; a part without it is made again. Parts are the same
+bytes whoever makes them, which is what makes the corpus independent of workers, machines and restarts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import orjson
+
+from argosy.data.corpus.indexed import IndexedReader, IndexedWriter, Tokens, bin_path, dtype_for
+from argosy.data.text.blocks import Blocks, open_blocks
+from argosy.data.text.engines import Encode
+from argosy.data.text.inputs import InputFile
+from argosy.data.text.records import BadRecord, Parser, Sentences
+from argosy.data.text.tokenizer import Lengths
+from argosy.errors import ArgosyError
+from argosy.record.files import replace_file
+
+
+@dataclass(frozen=True, order=True)
+class PartName:
+    """Block `block` of input group `group`. Their order is the order of documents in the corpus."""
+
+    group: int
+    block: int
+
+    def __str__(self) -> str:
+        return f"{self.group:05d}-{self.block:06d}"
+
+
+@dataclass(frozen=True)
+class PartFacts:
+    documents: int
+    tokens: int
+    max_token: int
+    records: int  # in the block, good and bad
+    input_bytes: int
+    sha256: str  # of the .bin, so that a part from before a crash can be believed
+    quarantined: dict[str, int]
+    files: dict[str, tuple[int, int]]  # file -> documents, quarantined
+    past_end: bool = False  # there is no such block
+
+
+@dataclass(frozen=True)
+class PartOptions:
+    """What decides the bytes of a part."""
+
+    key: str | None
+    append_eod: bool
+    text_lines: bool
+    block_bytes: int
+
+
+class PartMaker:
+    """Makes parts with one tokenizer; keeps the current input open, since blocks are asked for in ascending order."""
+
+    def __init__(
+        self,
+        directory: Path,
+        groups: list[list[InputFile]],
+        encode: Encode,
+        vocab_size: int,
+        eod: int | None,
+        options: PartOptions,
+    ) -> None:
+        self.directory, self.groups, self.encode, self.eod, self.options = directory, groups, encode, eod, options
+        self.dtype = dtype_for(vocab_size)
+        self._open: tuple[int, int, Blocks] | None = None  # group, next block, reader
+
+    def make(self, name: PartName) -> PartFacts:
+        finished = read_facts(self.directory, name)
+        if finished is not None:
+            return finished
+        try:
+            pieces = self._blocks(name).block(name.block)
+            if pieces is None:
+                facts = PartFacts(0, 0, 0, 0, 0, "", {}, {}, past_end=True)
+            else:
+                facts = self._write(name, pieces)
+        except (OSError, EOFError) as error:
+            file = self.groups[name.group][0].path
+            reason = getattr(error, "strerror", None) or str(error)
+            raise ArgosyError(
+                "data.bad-input",
+                f"{file}, block {name.block}: {reason}",
+                fix="check the file and free disk space, then run it again",
+            ) from None
+        replace_file(self.directory / f"{name}.json", orjson.dumps(asdict(facts)))
+        return facts
+
+    def _blocks(self, name: PartName) -> Blocks:
+        if self._open is None or self._open[0] != name.group or self._open[1] > name.block:
+            group = self.groups[name.group]
+            key = self.options.key or ""
+            reader = open_blocks(group, block_bytes=self.options.block_bytes, lines=self.options.text_lines, column=key)
+            self._open = (name.group, 0, reader)
+        self._open = (name.group, name.block + 1, self._open[2])
+        return self._open[2]
+
+    def _write(self, name: PartName, pieces: Iterator) -> PartFacts:  # type: ignore[type-arg]
+        is_text = self.groups[name.group][0].is_text
+        parser = Parser(None if is_text else self.options.key)
+        writer = IndexedWriter(self.directory / str(name), self.dtype, sync=False)
+        bad: list[BadRecord] = []
+        files: Counter[str] = Counter()
+        records = input_bytes = 0
+        try:
+            for piece in pieces:
+                documents, faults = parser.parse(piece)
+                self._add(writer, documents)
+                bad.extend(faults)
+                files[piece.file] += len(documents)
+                records += len(documents) + len(faults)
+                input_bytes += piece.size
+            written = writer.finish()
+        except BaseException:
+            writer.abandon()
+            raise
+        lines = b"".join(orjson.dumps(asdict(record)) + b"\n" for record in bad)
+        replace_file(self.directory / f"{name}.quarantine.jsonl", lines)
+        faults_by_file = Counter(record.file for record in bad)
+        return PartFacts(
+            documents=written.documents,
+            tokens=written.tokens,
+            max_token=written.max_token,
+            records=records,
+            input_bytes=input_bytes,
+            sha256=written.bin_sha256,
+            quarantined=dict(Counter(record.kind for record in bad)),
+            files={file: (files[file], faults_by_file[file]) for file in sorted(files.keys() | faults_by_file.keys())},
+        )
+
+    def _add(self, writer: IndexedWriter, documents: list[Sentences]) -> None:
+        if not documents:
+            return
+        ids, lengths = self.encode([sentence for document in documents for sentence in document])
+        document_of = np.repeat(np.arange(len(documents)), [len(document) for document in documents])
+        filled = lengths > 0  # a text of nothing but what the tokenizer drops has no tokens, and no sequence
+        lengths = lengths[filled]
+        per_document = np.bincount(document_of[filled], minlength=len(documents))
+        last = np.cumsum(per_document)[per_document > 0] - 1  # the sequence that ends each document
+        tokens, lengths = _append_eod(ids, lengths, last, self.eod)
+        writer.add_many(tokens, lengths, per_document)
+
+
+def _append_eod(ids: Tokens, lengths: Lengths, last: Lengths, eod: int | None) -> tuple[Tokens, Lengths]:
+    """Put the end-of-document id after the last sequence of each document."""
+    if eod is None:
+        return ids, lengths
+    ends = np.cumsum(lengths)[last]
+    lengths = lengths.copy()
+    lengths[last] += 1
+    out = np.empty(len(ids) + len(last), ids.dtype)
+    eods = ends + np.arange(len(last))
+    keep = np.ones(len(out), bool)
+    keep[eods] = False
+    out[keep] = ids
+    out[eods] = eod
+    return out, lengths
+
+
+def read_facts(directory: Path, name: PartName) -> PartFacts | None:
+    """The books of a part finished by an earlier attempt, or None where it still has to be made. Parts are not synced to
+    the disk, so what a power cut left of one is checked before it is believed."""
+    try:
+        facts = PartFacts(**orjson.loads((directory / f"{name}.json").read_bytes()))
+        if not facts.past_end:
+            with bin_path(directory / str(name)).open("rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != facts.sha256:
+                    return None
+            IndexedReader(directory / str(name)).close()
+        return facts
+    except (OSError, ValueError, TypeError, ArgosyError):
+        return None

@@ -1,0 +1,131 @@
+"""A pool of processes that share nothing: each is sent the name of a part and answers with its books.
+
+Nothing but names and small facts crosses between processes. A worker that dies is noticed at once, because its pipe
+closes, and ends the job with the part it was making; it never leaves the others waiting.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from argosy.data.prepare.parts import PartFacts, PartMaker, PartName, PartOptions
+from argosy.data.text.engines import ENGINES, Encode
+from argosy.data.text.inputs import InputFile
+from argosy.data.text.tokenizer import ByteTokenizer, JsonTokenizer, SentencePieceTokenizer, Tokenizer
+from argosy.errors import ArgosyError
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What another process needs to encode as this one would, and no more: loading a tokenizer takes time."""
+
+    file: str
+    content: bytes
+    engine: str | None
+    special_in_text: bool
+    vocab_size: int
+    eod_id: int | None
+
+    def encoder(self) -> Encode:
+        if self.engine is not None:
+            return ENGINES[self.engine](self.content.decode(), self.special_in_text)
+        if self.content == ByteTokenizer().stored()[1]:
+            return ByteTokenizer().encode
+        if self.file.endswith(".model"):
+            return SentencePieceTokenizer(self.content, self.file).encode
+        return JsonTokenizer(self.content.decode(), self.file, special_in_text=self.special_in_text).encode
+
+
+def recipe_of(tokenizer: Tokenizer, engine: str | None, *, append_eod: bool) -> Recipe:
+    special = isinstance(tokenizer, JsonTokenizer) and tokenizer.special_in_text
+    return Recipe(*tokenizer.stored(), engine, special, tokenizer.vocab_size, tokenizer.eod_id if append_eod else None)
+
+
+class Pool:
+    """`for name, facts in pool.run(names): …`, then `close()`."""
+
+    def __init__(
+        self, count: int, directory: Path, groups: list[list[InputFile]], recipe: Recipe, options: PartOptions
+    ) -> None:
+        # Neither forked (engines have threads) nor a daemon's children: plain new interpreters.
+        context = multiprocessing.get_context("spawn")
+        self._busy: dict[Connection, PartName] = {}
+        self._idle: list[Connection] = []
+        self._processes = []
+        self.recipe = recipe
+        arguments = (directory, groups, recipe, options)
+        for number in range(count):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(theirs, *arguments), name=f"prepare-{number}", daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._idle.append(ours)
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.terminate()
+        for process in self._processes:
+            process.join()
+
+    def run(self, names: Iterator[PartName]) -> Iterator[tuple[PartName, PartFacts]]:
+        """Parts as they are finished. `names` is asked for the next one only when a worker is free."""
+        while True:
+            while self._idle and (name := next(names, None)) is not None:
+                connection = self._idle.pop(0)
+                self._busy[connection] = name
+                self._send(connection, name)
+            if not self._busy:
+                return
+            for ready in wait(list(self._busy)):
+                yield self._receive(ready)
+
+    def _send(self, connection: Connection, name: PartName) -> None:
+        try:
+            connection.send((name.group, name.block))
+        except OSError:
+            raise self._died(name) from None
+
+    def _receive(self, connection: Any) -> tuple[PartName, PartFacts]:
+        name = self._busy.pop(connection)
+        try:
+            answer = connection.recv()
+        except (EOFError, OSError):
+            raise self._died(name) from None
+        self._idle.append(connection)
+        if "error" in answer:
+            raise ArgosyError(**answer["error"])
+        return name, PartFacts(**answer)
+
+    def _died(self, name: PartName) -> ArgosyError:
+        codes = sorted({p.exitcode for p in self._processes if p.exitcode})
+        return ArgosyError(
+            "data.worker-died",
+            f"a worker died while making part {name} (exit codes {codes or 'not known yet'}; -9 is a kill, often for lack of memory)",
+            fix="run the same command again, with fewer --workers if memory is short: finished parts are kept",
+        )
+
+
+def _work(
+    connection: Connection, directory: Path, groups: list[list[InputFile]], recipe: Recipe, options: PartOptions
+) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends us
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    maker = PartMaker(directory, groups, recipe.encoder(), recipe.vocab_size, recipe.eod_id, options)
+    while True:
+        try:
+            group, block = connection.recv()
+        except EOFError:  # the parent is gone
+            return
+        try:
+            facts = maker.make(PartName(group, block))
+            connection.send(vars(facts))
+        except ArgosyError as error:
+            connection.send({"error": {"code": error.code, "cause": error.cause, "fix": error.fix, "key": error.key}})

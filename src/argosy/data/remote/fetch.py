@@ -1,0 +1,266 @@
+"""`argosy data fetch`: public data sets and plain URLs to a directory of files that `argosy data prepare` reads.
+
+    DIR/en/c4-train.00000-of-01024.json.gz   the files, under the names their data set gives them
+    DIR/en/c4-train.00001….json.gz.partial   one that is on its way
+    DIR/.fetch.jsonl                         the books: a line for each file begun or finished, with its hash
+
+The books are also the lock: whoever holds it is the one downloader of the directory on this node; others wait, and then
+find the work done. A line is appended before a file gets its name, so a kill at any moment loses nothing: the next run
+keeps what is finished, continues what is not, and ends with the same bytes. (One JSON document would be written anew for
+each of SlimPajama's 59,166 files; lines are not.)
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import orjson
+
+from argosy.data.remote.download import Download, explain, hash_file
+from argosy.data.remote.hub import Hub, RemoteFile
+from argosy.data.remote.sources import Choice, find_files
+from argosy.data.remote.web import BadStatus, Patience, Web, refuse
+from argosy.errors import ArgosyError
+from argosy.record.console import amount
+from argosy.record.jsonl import read_jsonl
+from argosy.record.progress import Progress
+
+BOOKS = ".fetch.jsonl"
+PARTIAL = ".partial"
+
+
+@dataclass(frozen=True)
+class FetchOptions:
+    choice: Choice = field(default_factory=Choice)
+    workers: int = 4  # files on their way at once
+    patience: Patience = field(default_factory=Patience)
+
+
+@dataclass(frozen=True)
+class FetchedFile:
+    path: str
+    bytes: int
+    sha256: str | None  # None: only listed so far
+    source: str
+
+
+@dataclass(frozen=True)
+class Fetched:
+    output: str
+    files: list[FetchedFile]
+    new_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.bytes for file in self.files)
+
+    def as_dict(self) -> dict[str, object]:
+        return asdict(self) | {"bytes": self.bytes}
+
+    def describe(self) -> str:
+        there = self.bytes - self.new_bytes
+        return f"{self.output}: {len(self.files):,} files, {self.bytes:,} bytes ({self.new_bytes:,} fetched, {there:,} were there)"
+
+    def describe_plan(self) -> str:
+        lines = [f"{file.path}  {file.bytes:,} bytes" for file in self.files]
+        total = f"{len(self.files):,} files, {self.bytes:,} bytes ({amount(self.bytes)}B) -> {self.output}"
+        return "\n".join(
+            [*lines, f"{total}; {self.new_bytes:,} bytes still to fetch, {_free(Path(self.output)):,} free"]
+        )
+
+
+def fetch(
+    names: Sequence[str], output: Path, options: FetchOptions, on_file: Callable[[Path], None] | None = None
+) -> Fetched:
+    """Fetch what is missing, and return all files meant, in a fixed order. `on_file` hears of each as it is finished."""
+    output.mkdir(parents=True, exist_ok=True)
+    with Books(output) as books:
+        web = Web(options.patience)
+        files = find_files(names, options.choice, web, _note)
+        return Job(web, files, output, books).run(options.workers, on_file)
+
+
+def preview(names: Sequence[str], output: Path, options: FetchOptions) -> Fetched:
+    """What `fetch` would fetch; nothing is written."""
+    files = find_files(names, options.choice, Web(options.patience), _note)
+    listed = [FetchedFile(str(output / file.path), file.size, file.sha256, file.origin) for file in files]
+    return Fetched(str(output), listed, sum(_missing_bytes(output, file) for file in files))
+
+
+def corpus_wanted(prepare: bool, tokenizer: str | None, corpus: Path | None) -> tuple[str, Path] | None:
+    """The tokenizer and directory of the corpus to make from the files, if one is; said by halves, it is refused."""
+    if prepare and tokenizer and corpus:
+        return tokenizer, corpus
+    if not prepare and tokenizer is None and corpus is None:
+        return None
+    given = {"--prepare": prepare, "--tokenizer": tokenizer, "--corpus": corpus}
+    absent = [name for name, value in given.items() if not value]
+    raise ArgosyError(
+        "config.conflict",
+        f"{' and '.join(name for name in given if name not in absent)} without {' and '.join(absent)}",
+        key=absent[0],
+        fix="to make a corpus at once give all three; to only fetch, none",
+    )
+
+
+class Books:
+    """What was begun and finished in a directory, and the lock on it, which the system lifts when we die."""
+
+    def __init__(self, output: Path) -> None:
+        self.path = output / BOOKS
+        self.lines: dict[str, dict[str, Any]] = {}
+        self._writing = threading.Lock()
+
+    def __enter__(self) -> Books:
+        self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _note(f"another fetch is at work in {self.path.parent}; waiting for it")
+            fcntl.flock(self._fd, fcntl.LOCK_EX)
+        if (size := os.fstat(self._fd).st_size) and os.pread(self._fd, 1, size - 1) != b"\n":
+            os.write(self._fd, b"\n")  # a kill cut the last line short; it is passed over
+        for line in read_jsonl(self.path):
+            if isinstance(line.get("path"), str):
+                self.lines[line["path"]] = line
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        os.close(self._fd)
+
+    def write(self, file: RemoteFile, *, sha256: str | None = None, mtime_ns: int = 0) -> None:
+        line = {"path": file.path, "origin": file.origin, "identity": file.identity, "size": file.size}
+        if sha256 is not None:
+            line |= {"sha256": sha256, "mtime_ns": mtime_ns}
+        content = orjson.dumps(line) + b"\n"
+        with self._writing:
+            self.lines[file.path] = line
+            if os.write(self._fd, content) < len(content):
+                raise OSError(None, "the disk is full", str(self.path))
+
+
+class Job:
+    def __init__(self, web: Web, files: list[RemoteFile], output: Path, books: Books) -> None:
+        self.web, self.files, self.output, self.books = web, files, output, books
+        self._progress = Progress("fetch", sum(file.size for file in files), "B")
+        self._counting = threading.Lock()
+        self._hashes: dict[str, str] = {}
+
+    def run(self, workers: int, on_file: Callable[[Path], None] | None) -> Fetched:
+        missing = []
+        for file in self.files:
+            if (known := self._kept(file)) is None:
+                missing.append(file)
+            else:
+                self._hashes[file.path] = known
+        _check_space(self.output, self.files, missing)
+        with self._progress:
+            for file in self.files:
+                if file.path in self._hashes:
+                    self._advance(file.size)
+                    if on_file is not None:
+                        on_file(self.output / file.path)
+            self._fetch_all(missing, workers, on_file)
+        done = [FetchedFile(str(self.output / f.path), f.size, self._hashes[f.path], f.origin) for f in self.files]
+        return Fetched(str(self.output), done, sum(file.size for file in missing))
+
+    def _fetch_all(self, files: list[RemoteFile], workers: int, on_file: Callable[[Path], None] | None) -> None:
+        with ThreadPoolExecutor(workers, "fetch") as pool:
+            tasks = {pool.submit(self._fetch_one, file): file for file in files}
+            try:
+                for task in as_completed(tasks):
+                    self._hashes[tasks[task].path] = task.result()
+                    if on_file is not None:
+                        on_file(self.output / tasks[task].path)
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                self.web.stop()
+                raise
+
+    def _fetch_one(self, file: RemoteFile) -> str:
+        target = self.output / file.path
+        partial = target.with_name(target.name + PARTIAL)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        begun = self.books.lines.get(file.path, {})
+        if not file.has_hash and begun.get("identity") != file.identity:
+            partial.unlink(missing_ok=True)  # a piece of another file, as far as one can tell
+        if not file.has_hash:
+            self.books.write(file)
+        try:
+            sha256 = Download(self.web, file, partial, self._advance).run()
+        except BadStatus as error:
+            if file.on_hub:
+                raise Hub(self.web).explain(error, file.origin.removeprefix("hf://datasets/")) from None
+            raise explain(error) from None
+        self.books.write(file, sha256=sha256, mtime_ns=partial.stat().st_mtime_ns)
+        os.replace(partial, target)
+        return sha256
+
+    def _kept(self, file: RemoteFile) -> str | None:
+        """The sha256 of a file that need not be fetched. One we did not fetch is taken if its hash is right, and
+        otherwise left alone."""
+        target = self.output / file.path
+        if not target.exists():
+            return None
+        line = self.books.lines.get(file.path)
+        if line is None:
+            if file.has_hash and target.is_file() and target.stat().st_size == file.size:
+                digest = hash_file(target, file)
+                if digest.fault() is None:
+                    self.books.write(file, sha256=digest.sha256, mtime_ns=target.stat().st_mtime_ns)
+                    return digest.sha256
+            refuse(f"{target} is there, was not fetched, and differs", "move it away, or choose another --output")
+        if line["origin"] != file.origin:
+            refuse(f"{target} was fetched from {line['origin']}, not {file.origin}", "choose another --output")
+        facts = target.stat()
+        if line["identity"] != file.identity or facts.st_size != file.size or not isinstance(line.get("sha256"), str):
+            return None
+        if line["mtime_ns"] != facts.st_mtime_ns and hash_file(target, file).sha256 != line["sha256"]:
+            _note(f"{target} has changed since it was fetched; fetching it again")
+            return None
+        return str(line["sha256"])
+
+    def _advance(self, gained: int) -> None:
+        with self._counting:
+            self._progress.advance(gained)
+
+
+def _check_space(output: Path, files: list[RemoteFile], missing: list[RemoteFile]) -> None:
+    listed, wanted = sum(file.size for file in files), sum(_missing_bytes(output, file, anew=True) for file in missing)
+    free = _free(output)
+    if wanted > free:
+        raise ArgosyError(
+            "data.fetch-refused",
+            f"{len(files):,} files of {listed:,} bytes, less {listed - wanted:,} already there, need {wanted:,} more;\n"
+            f"{output} has {free:,} free: {wanted - free:,} too few",
+            key="--output",
+            value=str(output),
+            fix="free some space, choose another directory, or take fewer files with --sample N",
+        )
+
+
+def _missing_bytes(output: Path, file: RemoteFile, *, anew: bool = False) -> int:
+    target = output / file.path
+    if not anew and target.is_file() and target.stat().st_size == file.size:
+        return 0
+    partial = target.with_name(target.name + PARTIAL)
+    return max(0, file.size - (partial.stat().st_size if partial.is_file() else 0))
+
+
+def _free(output: Path) -> int:
+    nearest = next(parent for parent in (output.absolute(), *output.absolute().parents) if parent.exists())
+    return shutil.disk_usage(nearest).free
+
+
+def _note(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,281 @@
+"""Objects of a store (S3, GCS, Azure, HTTP, anything fsspec knows), read by range with patience.
+
+What can pass is tried again, with a wait that doubles and is spread at random so that a thousand readers do not come
+back together: 429 (no sooner than its Retry-After), 5xx, time-outs, broken connections, bodies shorter or longer than
+asked for. After `patience_s` in all the refusal names the object and the last error. What cannot pass is refused at
+once: a missing object, missing or rejected credentials, any other 4xx. Back ends retry on their own as well where they
+allow no choice; S3's are told not to, since they ignore Retry-After.
+
+Each back end raises classes of its own, some wrapped in others (fsspec's HTTP calls a 500 FileNotFoundError), so an
+error is judged by the HTTP status found anywhere in its chain of causes first, and by its kind only where there is none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import email.utils
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from argosy.data.text.inputs import require
+from argosy.errors import ArgosyError
+
+_FIRST_WAIT_S = 0.2
+_LONGEST_WAIT_S = 30.0
+_CHUNK = 8 << 20  # bytes of one request for an object read whole
+_MAY_PASS = (408, 425, 429)
+_NO_CREDENTIALS = (
+    "NoCredentialsError",
+    "PartialCredentialsError",
+    "SSOTokenLoadError",
+    "UnauthorizedSSOTokenError",
+    "ClientAuthenticationError",
+    "DefaultCredentialsError",
+)
+_VERSION_KEYS = ("ETag", "etag", "generation", "Last-Modified", "LastModified", "last_modified", "mtime", "created")
+_OPTIONS: dict[str, dict[str, Any]] = {"s3": {"config_kwargs": {"retries": {"max_attempts": 0}}}}
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class ObjectFacts:
+    """What the store says of an object; `version` changes when its content does, `size` is None where it is not told."""
+
+    size: int | None
+    version: str
+
+
+class ObjectStore:
+    """The objects under one URL. Safe to use from many threads."""
+
+    def __init__(self, url: str, *, patience_s: float = 300.0, attempt_s: float = 60.0) -> None:
+        self.url = url.rstrip("/")
+        self.patience_s, self.attempt_s = patience_s, attempt_s
+        self._closed = threading.Event()
+        self._fsspec = require("fsspec", "remote", "reading from object storage")
+        self._scheme = url.partition("://")[0]
+        if "?" in url:
+            raise ArgosyError(
+                "data.bad-input",
+                f"{url.partition('?')[0]}?… is the address of one object, not of a prepared corpus",
+                fix="give the address of the directory; credentials come from the environment",
+            )
+        self._system, self._root = self._connect()
+
+    def name(self, name: str) -> str:
+        return f"{self.url}/{name}"
+
+    def facts(self, name: str) -> ObjectFacts:
+        def look() -> ObjectFacts:
+            self._system.invalidate_cache()  # some back ends answer from an old listing
+            info = self._call("info", name)
+            if info.get("partial") is False:
+                raise ArgosyError(
+                    "data.fetch-failed",
+                    f"the server of {self.name(name)} does not answer range requests (Accept-Ranges: none)",
+                    fix="serve the corpus from object storage, or copy it to a local disk",
+                )
+            size = info.get("size")
+            version = next((f"{key}={info[key]}" for key in _VERSION_KEYS if info.get(key)), "")
+            return ObjectFacts(None if size is None else int(size), version)
+
+        return self._patiently(name, look)
+
+    def read(self, name: str, start: int, count: int, version: str = "") -> bytes:
+        """Exactly `count` bytes from `start` on. Where the back end can, only of the version of the object given."""
+        options = self._pinned(version)
+
+        def get() -> bytes:
+            body: bytes = self._call("cat_file", name, start=start, end=start + count, **options)
+            if len(body) != count:
+                raise _WrongLength(f"{len(body):,} bytes came where {count:,} were asked for (from byte {start:,})")
+            return body
+
+        return self._patiently(name, get) if count else b""
+
+    def chunks(self, name: str, size: int) -> Iterator[bytes]:
+        """A whole object of known size."""
+        for start in range(0, size, _CHUNK):
+            yield self.read(name, start, min(_CHUNK, size - start))
+
+    def read_small(self, name: str, limit: int = 64 << 20) -> bytes:
+        """A small object whose size only the store knows."""
+        size = self.facts(name).size
+        if size is None:
+            body: bytes = self._patiently(name, lambda: self._call("cat_file", name))
+            return body
+        if size > limit:
+            raise ArgosyError(
+                "data.bad-input",
+                f"{self.name(name)} has {size:,} bytes; it should be a small file of at most {limit:,}",
+                fix="check that the address is that of a corpus made by `argosy data prepare`",
+            )
+        return b"".join(self.chunks(name, size))
+
+    def close(self) -> None:
+        """End all waiting, so that threads asleep between two attempts go at once."""
+        self._closed.set()
+
+    def _connect(self) -> tuple[Any, str]:
+        options = _OPTIONS.get(self._scheme, {})
+        try:
+            system, root = self._fsspec.core.url_to_fs(self.url, **options, skip_instance_cache=bool(options))
+        except ImportError as error:
+            raise ArgosyError(
+                "data.missing-extra", f"{self.url}: {error}", fix="pip install 'argosy[remote]'"
+            ) from None
+        except (ValueError, OSError) as error:
+            raise ArgosyError(
+                "data.fetch-failed",
+                f"{self.url} cannot be opened: {error}",
+                fix="check the address and the credentials",
+            ) from None
+        if self._scheme == "s3":
+            system.retries = 1
+        return system, str(root).rstrip("/")
+
+    def _call(self, method: str, name: str, **options: Any) -> Any:
+        """One attempt; back ends that run on an event loop are cut off after `attempt_s`."""
+        path = f"{self._root}/{name}"
+        if not self._system.async_impl:
+            return getattr(self._system, method)(path, **options)
+        coroutine = getattr(self._system, f"_{method}")
+        return self._fsspec.asyn.sync(self._system.loop, coroutine, path, timeout=self.attempt_s, **options)
+
+    def _pinned(self, version: str) -> dict[str, Any]:
+        if self._scheme not in ("http", "https"):
+            return {}
+        headers = {"Accept-Encoding": "identity"}  # a range of compressed bytes would be of no use
+        key, _, value = version.partition("=")
+        if key == "ETag" and not value.startswith("W/"):
+            headers["If-Match"] = value
+        return {"headers": headers}
+
+    def _patiently(self, name: str, attempt: Callable[[], Result]) -> Result:
+        began, wait, tries = time.monotonic(), _FIRST_WAIT_S, 0
+        while True:
+            tries += 1
+            try:
+                return attempt()
+            except ArgosyError:
+                raise
+            except Exception as error:  # noqa: BLE001 - every back end has classes of its own
+                fault = _judge(error)
+            if not fault.may_pass:
+                raise self._refusal(name, fault)
+            pause = max(fault.retry_after_s, random.uniform(wait / 2, wait))
+            spent = time.monotonic() - began
+            if spent + pause > self.patience_s or self._closed.wait(pause):
+                raise ArgosyError(
+                    "data.fetch-failed",
+                    f"{self.name(name)} could not be read in {tries} attempts over {spent:.0f} s; "
+                    f"the last error was: {fault.what}",
+                    fix="check the network and the store, then start again: what is complete in the cache is kept",
+                )
+            wait = min(2 * wait, _LONGEST_WAIT_S)
+
+    def _refusal(self, name: str, fault: _Fault) -> ArgosyError:
+        if fault.kind == "missing":
+            return ArgosyError("data.not-found", f"there is no {self.name(name)}", fix="check the address")
+        if fault.kind == "changed":
+            return ArgosyError(
+                "data.corrupt",
+                f"{self.name(name)} was replaced while it was being read: {fault.what}",
+                fix="start again; prepare a new corpus under a new name rather than over one in use",
+            )
+        fix = "check the address and the request"
+        if fault.kind == "credentials":
+            fix = f"give credentials that may read it, in the environment of {self._scheme}'s own tools"
+        return ArgosyError("data.fetch-failed", f"{self.name(name)} cannot be read: {fault.what}", fix=fix)
+
+
+class _WrongLength(Exception):
+    """A body shorter or longer than the range asked for."""
+
+
+@dataclass(frozen=True)
+class _Fault:
+    kind: str  # passing | missing | credentials | changed | refused
+    what: str
+    retry_after_s: float = 0.0
+
+    @property
+    def may_pass(self) -> bool:
+        return self.kind == "passing"
+
+
+def _judge(error: BaseException) -> _Fault:
+    chain = list(_chain(error))
+    what = f"{type(chain[-1]).__name__}: {chain[-1]}"
+    for link in chain:
+        if any(kind.__name__ in _NO_CREDENTIALS for kind in type(link).__mro__):
+            return _Fault("credentials", what)
+    for link in chain:
+        status, headers = _status(link)
+        if status is not None:
+            return _Fault(_kind_of(status), f"HTTP {status} ({what})", _retry_after(headers))
+    if any(isinstance(link, TimeoutError) for link in chain):
+        return _Fault("passing", f"no answer in time ({type(error).__name__})")
+    if any(isinstance(link, (ConnectionError, _WrongLength)) for link in chain):
+        return _Fault("passing", what)
+    if isinstance(error, PermissionError):
+        return _Fault("credentials", what)
+    if isinstance(error, (FileNotFoundError, NotADirectoryError, IsADirectoryError)):
+        # fsspec's HTTP says so of any failure of its look at an object, with the true cause behind it
+        return _Fault("missing" if len(chain) == 1 else "passing", what)
+    if isinstance(error, (TypeError, ValueError, NotImplementedError, ImportError)):
+        return _Fault("refused", what)
+    return _Fault("passing", what)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__cause__
+
+
+def _kind_of(status: int) -> str:
+    if status >= 500 or status in _MAY_PASS or status < 400:
+        return "passing"
+    return {401: "credentials", 403: "credentials", 404: "missing", 410: "missing", 412: "changed", 416: "changed"}.get(
+        status, "refused"
+    )
+
+
+def _status(error: BaseException) -> tuple[int | None, Any]:
+    """The HTTP status and headers an error carries: aiohttp's, botocore's, azure's or gcsfs's way."""
+    if type(error).__module__ == "aiohttp.http_exceptions":  # a broken answer; its "400" is what a server would send
+        return None, None
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):  # botocore
+        answer = response.get("ResponseMetadata", {})
+        return _whole(answer.get("HTTPStatusCode")), answer.get("HTTPHeaders", {})
+    for attribute in ("status", "status_code", "code"):
+        if (status := _whole(getattr(error, attribute, None))) is not None:
+            return status, getattr(error, "headers", None) or getattr(response, "headers", None)
+    return None, None
+
+
+def _whole(value: object) -> int | None:
+    with contextlib.suppress(TypeError, ValueError):
+        number = int(value)  # type: ignore[call-overload]
+        return number if 100 <= number <= 599 else None
+    return None
+
+
+def _retry_after(headers: Any) -> float:
+    """Seconds, from a number or a date; 0 where the answer has none."""
+    value = next((str(v) for k, v in dict(headers or {}).items() if str(k).lower() == "retry-after"), "")
+    if value.strip().isdigit():
+        return float(value)
+    with contextlib.suppress(TypeError, ValueError):
+        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
+    return 0.0

@@ -1,0 +1,237 @@
+"""BERT's samples: [CLS] A [SEP] B [SEP], some tokens hidden for the model to name, and whether B belongs behind A.
+
+A and B are the two parts of a window of one document, parted at the start of a random sentence, or at a random token
+where there is none. What is asked about the pair:
+
+    nsp   next sentence (BERT): for half of the samples B is taken from another document instead
+    sop   sentence order (ALBERT, and what Megatron calls NSP): for half of the samples A and B trade places
+    none  nothing (RoBERTa): [CLS] A [SEP] with the whole window as A
+
+An epoch visits every window of every document once, in the order of a keyed bijection. A sample is a pure function of
+(seed, epoch, its place in the epoch). With `short_seq_prob` a sample is a random shorter stretch of its window, so that
+a model meets all lengths; the rest of that window waits for another epoch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from argosy.config.seeds import derive_seed
+from argosy.data.corpus.corpus import Corpus, Split
+from argosy.data.samples.document_windows import DocumentWindows
+from argosy.data.samples.draws import Keys, fractions, sample_keys, words
+from argosy.data.samples.masks import IGNORED
+from argosy.data.samples.order import Indices, permute
+from argosy.data.samples.windows import check_ids
+from argosy.errors import ArgosyError
+
+Rows = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+FOLLOWS, DOES_NOT_FOLLOW = 0, 1  # pair labels, as Hugging Face's BERT and ALBERT have them
+_MASKED, _REPLACED = 0.8, 0.1  # of the positions to predict; the rest are shown as they are
+
+
+@dataclass(frozen=True)
+class MaskedBatch:
+    """`count` samples. IGNORED labels are left out of the loss."""
+
+    tokens: Rows  # [count, seq_len]
+    labels: Rows  # the token that was there, IGNORED where nothing is asked  # [count, seq_len]
+    token_types: Rows  # 1 for B and its [SEP], else 0  # [count, seq_len]
+    padding_mask: Mask  # False for padding  # [count, seq_len]
+    pair_labels: Rows  # IGNORED where a window of one token, or `pair: none`, makes no pair  # [count]
+
+    @property
+    def valid_tokens(self) -> int:
+        return int((self.labels != IGNORED).sum())
+
+
+@dataclass(frozen=True)
+class MaskedLM:
+    """How samples are made. The default figures are BERT's."""
+
+    seq_len: int
+    vocab_size: int
+    cls: int
+    sep: int
+    mask: int
+    pad: int
+    pair: Literal["nsp", "sop", "none"] = "nsp"
+    mask_rate: float = 0.15  # of the text's tokens
+    max_ngram: int = 1  # tokens hidden together at most; n of them with a weight of 1 / n
+    short_seq_prob: float = 0.1
+
+    def __post_init__(self) -> None:
+        special = (self.cls, self.sep, self.mask, self.pad)
+        if len(set(special[:3])) < 3 or min(special) < 0 or max(special) >= self.vocab_size:
+            raise ArgosyError(
+                "tokenizer.vocabulary",
+                f"[CLS], [SEP], [MASK] and padding are {special}: the first three must differ, and all lie in the "
+                f"vocabulary of {self.vocab_size:,}",
+                fix="use a tokenizer with BERT's special tokens",
+            )
+        for key, rate, allowed in (
+            ("data.mask_rate", self.mask_rate, 0 < self.mask_rate <= 1),
+            ("data.short_seq_prob", self.short_seq_prob, 0 <= self.short_seq_prob <= 1),
+        ):
+            if not allowed:
+                raise ArgosyError(
+                    "config.bad-value", "it is a share", key=key, value=rate, fix="give a number between 0 and 1"
+                )
+        if self.max_ngram < 1:
+            raise ArgosyError(
+                "config.bad-value",
+                "1 hides single tokens",
+                key="data.max_ngram",
+                value=self.max_ngram,
+                fix="give 1 or more",
+            )
+        if self.room < self.fewest:
+            shape = "[CLS] + A + [SEP]" if self.pair == "none" else "[CLS] + A + [SEP] + B + [SEP]"
+            raise ArgosyError(
+                "config.arithmetic",
+                f"{shape} is {self.seq_len - self.room + self.fewest} tokens at least",
+                key="data.seq_len",
+                value=self.seq_len,
+                fix="give a longer data.seq_len; BERT uses 128 and 512",
+            )
+
+    @property
+    def room(self) -> int:
+        """Tokens of text that fit."""
+        return self.seq_len - (2 if self.pair == "none" else 3)
+
+    @property
+    def fewest(self) -> int:
+        """Tokens of text that a sample needs."""
+        return 1 if self.pair == "none" else 2
+
+    def hide(self, tokens: Rows, text: Mask, keys: Keys) -> tuple[Rows, Rows]:
+        """(what the model sees, labels), for one key a row. Only tokens of the text are hidden.  # [count, seq_len]"""
+        chosen = self.choose(text, keys)
+        draws = fractions(keys, 4 * tokens.shape[1])[:, 2 * tokens.shape[1] :]  # the first half chose the positions
+        fate, replacement = np.split(draws, 2, axis=1)
+        special = sorted({self.cls, self.sep, self.mask, self.pad})
+        random = (replacement * (self.vocab_size - len(special))).astype(np.int64)
+        for id_ in special:  # in rising order: each id at or beyond a special one moves up past it
+            random += random >= id_
+        shown = np.where(fate < _MASKED, self.mask, np.where(fate < _MASKED + _REPLACED, random, tokens))
+        return np.where(chosen, shown, tokens), np.where(chosen, tokens, IGNORED)
+
+    def choose(self, text: Mask, keys: Keys) -> Mask:
+        """The positions to predict: exactly round(mask_rate x tokens of text) a row, but one at least.
+
+        Positions are tried in random order, and each hides a run of up to `max_ngram` tokens to its right that ends
+        where the budget, the segment, or a run already hidden ends it.
+        """
+        length = text.shape[1]
+        chosen = np.zeros(text.shape, bool)
+        draws = words(keys, length) >> np.uint64(1)  # below 2^63, so that text comes first
+        orders = np.argsort(np.where(text, draws, np.uint64(2**63)), axis=1, kind="stable")
+        sizes = text.sum(axis=1)
+        budgets = np.minimum(np.maximum(np.rint(self.mask_rate * sizes).astype(np.int64), 1), sizes)
+        if self.max_ngram == 1:
+            np.put_along_axis(chosen, orders, np.arange(length) < budgets[:, None], axis=1)
+            return chosen
+        weights = np.cumsum(1 / np.arange(1, self.max_ngram + 1))
+        runs = 1 + np.searchsorted(weights / weights[-1], fractions(keys, 2 * length)[:, length:], side="right")
+        for row, order, run, budget in zip(range(len(text)), orders, runs, budgets, strict=True):
+            free, left = text[row].copy(), int(budget)
+            for start in order:
+                stretch = free[start : start + min(left, int(run[start]))]
+                taken = len(stretch) if stretch.all() else int(np.argmin(stretch))
+                chosen[row, start : start + taken] = True
+                free[start : start + taken] = False
+                left -= taken
+                if not left:
+                    break
+        return chosen
+
+
+class BertSamples:
+    """The samples of one split of one corpus, without end: sample i is number i % count of epoch i // count."""
+
+    def __init__(self, corpus: Corpus, split: Split, task: MaskedLM, seed: int, *, ends_in_eod: bool) -> None:
+        self.corpus, self.task, self.seed = corpus, task, seed
+        self.windows = DocumentWindows(corpus, split, task.room, ends_in_eod=ends_in_eod)
+        self.windows.require_documents(1, "a sample")
+        if task.pair == "nsp":
+            self.windows.require_documents(2, "next-sentence prediction, which takes B from another document,")
+        self.count = self.windows.count
+
+    def samples(self, indices: Indices) -> MaskedBatch:
+        epochs, places = np.divmod(indices, self.count)
+        windows = np.empty(len(indices), np.int64)
+        for epoch in np.unique(epochs):
+            mine = epochs == epoch
+            windows[mine] = permute(places[mine], self.count, derive_seed(self.seed, "order", epoch))
+        draws = fractions(sample_keys(self.seed, "bert-pair", epochs, places), 7)
+        pairs = [self._pair(int(window), *row.tolist()) for window, row in zip(windows, draws, strict=True)]
+        tokens, types, text = self._assemble(pairs)
+        check_ids(tokens, self.task.vocab_size, lambda row: f"window {windows[row]} of {self.corpus.path}")
+        shown, labels = self.task.hide(tokens, text, sample_keys(self.seed, "bert-mask", epochs, places))
+        used = [3 + len(a) + len(b) if len(b) else 2 + len(a) for a, b, _ in pairs]
+        return MaskedBatch(
+            tokens=shown,
+            labels=labels,
+            token_types=types,
+            padding_mask=np.arange(self.task.seq_len) < np.array(used, np.int64)[:, None],
+            pair_labels=np.array([label for *_, label in pairs], np.int64),
+        )
+
+    def _pair(
+        self, number: int, short: float, size: float, offset: float, pivot: float, follows: float, other: float,
+        place: float,
+    ) -> tuple[Rows, Rows, int]:  # fmt: skip
+        """(A, B, pair label), from draws in [0, 1)."""
+        task, window = self.task, self.windows.locate(number)
+        start, end = window.start, window.end
+        if short < task.short_seq_prob:
+            target = task.fewest + int(size * (task.room - task.fewest + 1))
+            start += int(offset * max(0, end - start - target + 1))
+            end = min(end, start + target)
+        text = self._read(start, end)
+        if task.pair == "none" or end - start < 2:
+            return text, text[:0], IGNORED
+        inside = window.sentences[(window.sentences > start) & (window.sentences < end)]
+        cut = (int(inside[int(pivot * len(inside))]) - start) if len(inside) else 1 + int(pivot * (end - start - 1))
+        first, second = text[:cut], text[cut:]
+        if follows < 0.5:
+            return first, second, FOLLOWS
+        if task.pair == "sop":
+            return second, first, DOES_NOT_FOLLOW
+        return first, self._elsewhere(window.siblings, len(second), other, place), DOES_NOT_FOLLOW
+
+    def _elsewhere(self, siblings: tuple[int, int], size: int, other: float, place: float) -> Rows:
+        """Up to `size` tokens of another document, from the start of a sentence where it has any, else from any token:
+        as the true B begins, so that the manner of the cut does not give the answer away."""
+        first, last = siblings
+        number = int(other * (self.count - (last - first)))
+        window = self.windows.locate(number if number < first else number + last - first)
+        if len(window.sentences):
+            start = int(window.sentences[int(place * len(window.sentences))])
+        else:
+            start = window.start + int(place * (window.end - window.start))
+        return self._read(start, min(start + size, window.document_end))
+
+    def _read(self, start: int, end: int) -> Rows:
+        return self.corpus.read(start, end - start).astype(np.int64)
+
+    def _assemble(self, pairs: list[tuple[Rows, Rows, int]]) -> tuple[Rows, Rows, Mask]:
+        """(tokens, token types, which of them are text), padded."""
+        shape, task = (len(pairs), self.task.seq_len), self.task
+        tokens, types, text = np.full(shape, task.pad), np.zeros(shape, np.int64), np.zeros(shape, bool)
+        for row, (first, second, _) in enumerate(pairs):
+            middle = 1 + len(first)
+            tokens[row, 0], tokens[row, 1:middle], tokens[row, middle] = task.cls, first, task.sep
+            text[row, 1:middle] = True
+            if len(second):
+                end = middle + 1 + len(second)
+                tokens[row, middle + 1 : end], tokens[row, end] = second, task.sep
+                text[row, middle + 1 : end] = True
+                types[row, middle + 1 : end + 1] = 1
+        return tokens, types, text

@@ -1,0 +1,211 @@
+"""Megatron-core's own blend of several sets, bit for bit.
+
+It takes every sample from the set furthest behind its share. That walk has no closed form, but it soon forgets where it
+began: many stretches of it are walked side by side from guessed beginnings, and those that prove wrong, because the
+stretch before ended elsewhere, are walked again until all fit. Memory: the counts at every 65,536th sample and the
+window in use.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from argosy.data.samples.order import Indices
+from argosy.errors import ArgosyError
+
+_Counts = npt.NDArray[np.float64]  # [lane, set]: whole numbers, in the doubles that Megatron compares
+SURPLUS = 0.005  # Megatron's margin of samples over what a set should give to a blend
+_WINDOW = 1 << 16  # blended samples between two checkpoints
+_LANE = 1 << 10  # samples that one lane walks on the way to a checkpoint
+_WINDOW_LANE = 1 << 8  # and inside a window, where the lanes are few
+_LANES = 1 << 13  # walked side by side, at most
+_MOST_SETS = 32766  # Megatron numbers them in 16 bits
+
+
+@dataclass(frozen=True)
+class BlendPlan:
+    """What Megatron's builder makes of weights and a number of samples."""
+
+    weights: list[float]  # normalised once; MegatronBlend normalises again, as Megatron does
+    num_samples: list[int]  # to ask of each set: its share and a margin
+    size: int  # of the blend: what was asked for, with each share rounded up
+
+
+def plan_blend(weights: Sequence[float], size: int, surplus: float = SURPLUS) -> BlendPlan:
+    """For weights given by the user: MegatronSamples of `num_samples[d]` each, under MegatronBlend(weights, size).
+
+    Without weights Megatron makes one epoch of each set (`num_samples` None) and blends by their sample counts:
+    MegatronBlend(counts, min(size, sum(counts))), or MegatronBlend(counts, None) to give every sample once. A single
+    set without a weight is not blended at all: MegatronSamples of `num_samples` = size, with no margin.
+    """
+    _check_weights(weights)
+    normalised = normalise(weights)
+    targets = [math.ceil(size * weight) for weight in normalised]
+    return BlendPlan(normalised, [math.ceil(target * (1 + surplus)) for target in targets], sum(targets))
+
+
+def normalise(weights: Sequence[float]) -> list[float]:
+    given = np.array(weights, np.float64)
+    normalised: list[float] = (given / np.sum(given)).tolist()
+    return normalised
+
+
+def _check_weights(weights: Sequence[float]) -> None:
+    if not 1 <= len(weights) <= _MOST_SETS or not all(0 < weight < math.inf for weight in weights):
+        raise ArgosyError(
+            "config.bad-value",
+            f"Megatron blends 1 to {_MOST_SETS:,} sets, each of a weight above 0; these are {len(weights):,} sets, "
+            f"{sum(not 0 < weight < math.inf for weight in weights):,} of them with another weight",
+            key="data.train",
+            value=list(weights),
+            fix="leave out the sets that should give nothing",
+        )
+
+
+class MegatronBlend:
+    """Sample i of a BlendedDataset -> (set, sample of that set)."""
+
+    def __init__(self, weights: Sequence[float], size: int | None) -> None:
+        """`size` samples in proportion to the weights, or with None weights[d] samples of each set d, no more."""
+        _check_weights(weights)
+        self._limits: _Counts | None = None
+        self._size = sum(int(weight) for weight in weights) if size is None else size
+        if size is None:
+            self._limits = np.array(weights, np.float64)
+            self.weights = self._limits / float(self._size)
+        else:
+            self.weights = np.array(normalise(weights))
+        self._checkpoints: list[_Counts] = [np.zeros(len(weights))]  # [set], at each multiple of _WINDOW
+        self._window = -1
+        self._set: Indices = np.zeros(0, np.int64)
+        self._local: Indices = np.zeros(0, np.int64)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def locate(self, indices: Indices) -> tuple[Indices, Indices]:
+        """(set, sample of that set) of each index. Cheapest for indices close to each other and to earlier ones."""
+        if len(indices) and (int(indices.min()) < 0 or int(indices.max()) >= self._size):
+            raise IndexError(f"samples {int(indices.min())} to {int(indices.max())} of {self._size}")
+        if len(self.weights) == 1:
+            return np.zeros(len(indices), np.int64), indices
+        sets, local = np.empty(len(indices), np.int64), np.empty(len(indices), np.int64)
+        windows = indices // _WINDOW
+        for window in np.unique(windows).tolist():
+            if window != self._window:
+                self._fill(window)
+            here = windows == window
+            sets[here] = self._set[indices[here] % _WINDOW]
+            local[here] = self._local[indices[here] % _WINDOW]
+        return sets, local
+
+    def counts(self, total: int) -> Indices:
+        """How many of the first `total` samples each set gives."""
+        window, rest = divmod(total, _WINDOW)
+        self._reach(window)
+        found = self._checkpoints[window].astype(np.int64)
+        if rest:
+            sets, _ = self.locate(np.arange(window * _WINDOW, total))
+            found += np.bincount(sets, minlength=len(found))
+        return found
+
+    def refuse_oversampling(self, available: Sequence[int]) -> None:
+        """Refuse a blend that takes more of a set than its samples, as Megatron does after building it."""
+        # A set gives only when it is not ahead, so never more than one above its share: most blends need no counting.
+        if all(have >= share * self._size + 2 for have, share in zip(available, self.weights, strict=True)):
+            return
+        for number, (have, taken) in enumerate(zip(available, self.counts(self._size).tolist(), strict=True)):
+            if taken > have:
+                raise ArgosyError(
+                    "config.arithmetic",
+                    f"the blend of {self._size:,} samples takes {taken:,} of set {number}, which has {have:,}",
+                    key="data.train",
+                    fix="make more samples of each set (a larger surplus), or lower its weight",
+                )
+
+    def _fill(self, window: int) -> None:
+        self._reach(window)
+        before, first = self._checkpoints[window], window * _WINDOW
+        samples = min(_WINDOW, self._size - first)  # beyond the last one an exhausted blend has nothing to give
+        _, picks = self._walk(before, first, -(-samples // _WINDOW_LANE), _WINDOW_LANE, record=True)
+        picks = picks[:samples]
+        by_set = np.argsort(picks, kind="stable")
+        given = np.bincount(picks, minlength=len(before))
+        first_of_set = np.cumsum(given) - given
+        self._local = np.empty(samples, np.int64)
+        self._local[by_set] = np.arange(samples) + np.repeat(before.astype(np.int64) - first_of_set, given)
+        self._set, self._window = picks.astype(np.int64), window
+
+    def _reach(self, window: int) -> None:
+        """Count on until the checkpoint at the beginning of `window` is known."""
+        while len(self._checkpoints) <= window:
+            known, per_window = len(self._checkpoints) - 1, _WINDOW // _LANE
+            lanes = min(_LANES, (window - known) * per_window)
+            starts, _ = self._walk(self._checkpoints[known], known * _WINDOW, lanes, _LANE, record=False)
+            self._checkpoints.extend(starts[per_window::per_window].copy())
+
+    def _walk(
+        self, counts: _Counts, first: int, lanes: int, steps: int, *, record: bool
+    ) -> tuple[_Counts, npt.NDArray[np.int16]]:
+        """`lanes` stretches of `steps` samples from sample `first` on, where the sets have given `counts`.
+
+        Returns the counts at the beginning of each stretch and after the last, and with `record` the set of each
+        sample. Every round proves at least one more lane right; nearly always the second or third proves them all.
+        """
+        begin = first + np.arange(lanes) * steps
+        starts = np.empty((lanes + 1, len(counts)))
+        starts[0], starts[1:-1] = counts, self._likely_counts(begin[1:])
+        ends = np.empty((lanes, len(counts)))
+        picks = np.empty((lanes, steps) if record else (0, 0), np.int16)
+        todo = np.arange(lanes)
+        while len(todo):
+            ends[todo], walked = self._step_lanes(starts[todo], begin[todo], steps, record=record)
+            if record:
+                picks[todo] = walked.T
+            wrong = (starts[1:-1] != ends[:-1]).any(axis=1)
+            starts[1:] = ends
+            todo = np.flatnonzero(wrong) + 1
+        return starts, picks.reshape(-1)
+
+    def _step_lanes(
+        self, counts: _Counts, begin: Indices, steps: int, *, record: bool
+    ) -> tuple[_Counts, npt.NDArray[np.int16]]:
+        """Each lane's counts after `steps` samples, and the sets they came from, [step, lane].
+
+        The error of a set is its share of the samples so far less what it gave; the largest gives next, the first of
+        equals. Product and difference are rounded one after the other, as in Megatron's doubles.
+        """
+        picks = np.empty((steps if record else 0, len(begin)), np.int16)
+        given, rows = counts.reshape(-1), np.arange(len(begin)) * counts.shape[1]
+        weights = np.ascontiguousarray(np.broadcast_to(self.weights, counts.shape))
+        errors = np.empty_like(counts)
+        limits = self._limits
+        if limits is not None and not (counts + steps >= limits).any():
+            limits = None  # no set runs out on this stretch
+        samples = begin.astype(np.float64)[:, None]
+        for step in range(steps):
+            np.multiply(weights, np.maximum(samples, 1.0), out=errors)
+            errors -= counts
+            if limits is not None:
+                errors[counts >= limits] = -np.inf
+            chosen = errors.argmax(axis=1)
+            if record:
+                picks[step] = chosen
+            chosen += rows
+            given[chosen] += 1.0
+            samples += 1.0
+        return counts, picks
+
+    def _likely_counts(self, totals: Indices) -> _Counts:
+        """A guess at what each set has given after each of `totals` samples: its share, the largest rests rounded up."""
+        shares = self.weights * totals[:, None]
+        counts = np.floor(shares)
+        missing = totals - counts.sum(axis=1)
+        rank = np.argsort(np.argsort(counts - shares, axis=1, kind="stable"), axis=1, kind="stable")
+        counts += rank < missing[:, None]
+        return counts if self._limits is None else np.minimum(counts, self._limits)

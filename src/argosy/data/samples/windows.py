@@ -1,0 +1,181 @@
+"""Training samples: windows of the token stream, in an order that is a pure function of (seed, sample index).
+
+A split of T tokens holds (T - 1) // seq_len windows; window w covers tokens [w x seq_len, (w + 1) x seq_len], so that
+consecutive windows share one token and every token but the first is predicted once in an epoch. Epoch e visits the
+windows in the order of a bijection keyed by (seed, corpus, epoch). Nothing depends on how many ranks read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from argosy.config.seeds import derive_seed
+from argosy.data.corpus.corpus import Corpus, Split
+from argosy.data.samples.fim import FillInTheMiddle
+from argosy.data.samples.masks import IGNORED, mask_eod_labels
+from argosy.data.samples.order import Blend, Indices, permute
+from argosy.errors import ArgosyError
+
+
+@dataclass(frozen=True)
+class Batch:
+    """`count` samples. Labels are the tokens one to the right; IGNORED ones are left out of the loss."""
+
+    tokens: npt.NDArray[np.int64]  # [count, seq_len]
+    labels: npt.NDArray[np.int64]  # [count, seq_len]
+
+    @property
+    def valid_tokens(self) -> int:
+        return int((self.labels != IGNORED).sum())
+
+
+class Stream(Protocol):
+    """A repeatable stream of samples: what training reads, in whichever order."""
+
+    @property
+    def sets(self) -> Sequence[SampleSet]: ...
+    @property
+    def epoch_samples(self) -> int:
+        """Samples in which every corpus, mixed by size, is seen once."""
+
+    def batch(self, first: int, count: int) -> Batch:
+        """Samples first .. first + count - 1 of the stream."""
+
+    def locate(self, indices: Indices) -> tuple[Indices, Indices]:
+        """(corpus, place in it) of each sample index."""
+
+    def prefetch(self, first: int, count: int) -> None:
+        """Announce the samples that will be read next, for corpora that have to be fetched."""
+
+    def epochs_after(self, samples: int) -> list[float]:
+        """How often each corpus has been seen after that many samples."""
+
+
+class SampleSet(Protocol):
+    """The samples of one corpus in a stream."""
+
+    corpus: Corpus
+    count: int
+
+
+@dataclass(frozen=True)
+class BatchMaker:
+    """From rows of tokens to a batch: checked against the vocabulary, rearranged and masked as the run asks."""
+
+    vocab_size: int
+    seed: int = 0
+    fim: FillInTheMiddle | None = None
+    masked_eod: int | None = None  # no loss is taken on the token after this one
+
+    def batch(self, rows: npt.NDArray[np.int64], first: int, name: Callable[[int], str]) -> Batch:
+        """`rows` [count, seq_len + 1] are samples `first`, `first` + 1, … of a stream; `name` says where a row came from."""
+        check_ids(rows, self.vocab_size, name)
+        if self.fim is not None:
+            indices = range(first, first + len(rows))  # a sample index is never used twice, whatever the epoch
+            rows = self.fim.rearrange(rows, self.seed, [0] * len(rows), indices)
+        tokens, labels = rows[:, :-1], rows[:, 1:]
+        if self.masked_eod is not None:
+            labels = mask_eod_labels(tokens, labels, self.masked_eod)
+        return Batch(tokens, labels)
+
+
+def check_ids(rows: npt.NDArray[np.int64], vocab_size: int, name: Callable[[int], str]) -> None:
+    """Refuse token ids beyond the vocabulary before they reach a model; `name` says where a row came from."""
+    if rows.max() < vocab_size and rows.min() >= 0:
+        return
+    row = int(np.argmax(((rows >= vocab_size) | (rows < 0)).any(axis=1)))
+    found = int(rows[row].max() if rows[row].max() >= vocab_size else rows[row].min())
+    raise ArgosyError(
+        "tokenizer.vocabulary",
+        f"{name(row)} holds token id {found:,}; the model's vocabulary is {vocab_size:,}",
+        key="model.vocab_size",
+        value=vocab_size,
+        fix="the files were damaged or swapped since they were checked: prepare the corpus again",
+    )
+
+
+class Windows:
+    """The windows of one split of one corpus."""
+
+    def __init__(self, corpus: Corpus, split: Split, seq_len: int) -> None:
+        self.corpus, self.split, self.seq_len = corpus, split, seq_len
+        self.count = max(0, split.tokens - 1) // seq_len
+
+    def read_into(self, row: npt.NDArray[np.int64], window: int) -> None:
+        """The tokens of a window and the one after it, into `row` [seq_len + 1]."""
+        row[:] = self.corpus.read(self.split.start + window * self.seq_len, self.seq_len + 1)
+
+    def require_one(self) -> None:
+        """Refuse a split too small for a single sample, with its numbers."""
+        if self.count:
+            return
+        need = self.seq_len + 1
+        raise ArgosyError(
+            "data.empty-split",
+            f"the {self.split.name} split of {self.corpus.path} has {self.split.last - self.split.first:,} of "
+            f"{self.corpus.documents:,} documents = {self.split.tokens:,} tokens; one sample of data.seq_len "
+            f"{self.seq_len} needs {need:,} (with the token after it)",
+            key="data.split",
+            fix=f"give {self.split.name} a larger share, add data, or shorten data.seq_len"
+            + ("; `eval: off` needs no validation split" if self.split.name == "validation" else ""),
+        )
+
+
+class SampleStream:
+    """An endless, repeatable stream of samples from one or more corpora."""
+
+    def __init__(
+        self, sets: Sequence[Windows], weights: Sequence[float] | None, seed: int, maker: BatchMaker | None = None
+    ) -> None:
+        for windows in sets:
+            windows.require_one()
+        self._maker = maker or BatchMaker(vocab_size=2**62)
+        self.sets, self.seed = list(sets), seed
+        self.weights = list(weights) if weights is not None else [float(s.count) for s in sets]
+        self._blend = Blend(self.weights)
+
+    @property
+    def epoch_samples(self) -> int:
+        """Samples in which every corpus, mixed by size, is seen once."""
+        return sum(s.count for s in self.sets)
+
+    def batch(self, first: int, count: int) -> Batch:
+        """Samples first .. first + count - 1 of the stream."""
+        corpus, window = self.locate(np.arange(first, first + count, dtype=np.int64))
+        rows = np.empty((count, self.sets[0].seq_len + 1), np.int64)
+        for row, c, w in zip(rows, corpus, window, strict=True):
+            self.sets[c].read_into(row, int(w))
+        return self._maker.batch(
+            rows, first, lambda row: f"window {int(window[row])} of {self.sets[corpus[row]].corpus.path}"
+        )
+
+    def locate(self, indices: Indices) -> tuple[Indices, Indices]:
+        """(corpus, window) of each sample index."""
+        corpus, local = self._blend.locate(indices)
+        window = np.empty(len(indices), np.int64)
+        for c, windows in enumerate(self.sets):
+            mine = corpus == c
+            epochs, positions = np.divmod(local[mine], windows.count)
+            found = np.empty(len(epochs), np.int64)
+            for epoch in np.unique(epochs):
+                key = derive_seed(self.seed, "order", c, windows.split.name, epoch)
+                found[epochs == epoch] = permute(positions[epochs == epoch], windows.count, key)
+            window[mine] = found
+        return corpus, window
+
+    def prefetch(self, first: int, count: int) -> None:
+        if not any(windows.corpus.is_remote for windows in self.sets):
+            return
+        corpus, window = self.locate(np.arange(first, first + count, dtype=np.int64))
+        for c, s in enumerate(self.sets):
+            s.corpus.prefetch([(s.split.start + int(w) * s.seq_len, s.seq_len + 1) for w in window[corpus == c]])
+
+    def epochs_after(self, samples: int) -> list[float]:
+        """How often each corpus has been seen after that many samples."""
+        total = sum(self.weights)
+        return [samples * w / total / s.count for w, s in zip(self.weights, self.sets, strict=True)]

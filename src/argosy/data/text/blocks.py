@@ -1,0 +1,186 @@
+"""Inputs cut into blocks that can be read independently, so that any number of processes and machines can share them.
+
+Block k of a file of lines holds the lines whose first byte lies in [k x size, (k + 1) x size). A plain file is read at
+that place directly; a compressed one is decompressed up to it, which costs far less than tokenising what is skipped, so
+that even one compressed file keeps every core busy. A table is cut by rows, a group of small text files by files.
+
+Memory is bounded: a block comes in pieces of a few MiB, and a record longer than MAX_RECORD is reported, not held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, BinaryIO, Protocol
+
+from argosy.data.text.inputs import InputFile, open_input, open_stream, require
+from argosy.errors import ArgosyError
+
+PIECE = 2 << 20  # bytes read and tokenised at a time
+MAX_RECORD = 64 << 20
+BOM = b"\xef\xbb\xbf"  # some editors start UTF-8 files with it; it is not text
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some consecutive records of one file. `places` are byte offsets, or row numbers in a table."""
+
+    file: str
+    records: list[bytes] | list[Any]
+    places: list[int]
+    size: int  # bytes of input
+    too_long: int | None = None  # the size of a last record that was passed over
+
+
+class Blocks(Protocol):
+    """The blocks of one input. Ask for them in ascending order."""
+
+    def block(self, index: int) -> Iterator[Piece] | None:
+        """The pieces of a block, or None past the end."""
+
+
+def open_blocks(group: Sequence[InputFile], *, block_bytes: int, lines: bool, column: str) -> Blocks:
+    """`group` is one file, or several small text files that are one document each."""
+    first = group[0]
+    if first.is_table:
+        return TableBlocks(first, block_bytes, column)
+    if lines or not first.is_text:
+        return LineBlocks(first, block_bytes)
+    return FileBlocks(group)
+
+
+class LineBlocks:
+    def __init__(self, file: InputFile, block_bytes: int) -> None:
+        self.file, self.size = file, block_bytes
+        self._stream: BinaryIO = open_stream(file) if file.is_compressed else open_input(file)
+        self._at = 0  # the offset of the line that is read next
+
+    def block(self, index: int) -> Iterator[Piece] | None:
+        start, end = index * self.size, (index + 1) * self.size
+        if self._at < start:
+            if not self._skip_to(start - 1):
+                return None
+            self._at += self._rest_of_line()[1]  # of a line that began in an earlier block
+        return self._pieces(end)
+
+    def _pieces(self, end: int) -> Iterator[Piece]:
+        while self._at < end:
+            start = self._at
+            data = self._stream.read(min(PIECE, end - start))
+            if not data:
+                return
+            self._at += len(data)
+            too_long = None
+            if not data.endswith(b"\n"):
+                rest, passed = self._rest_of_line()
+                self._at += passed
+                if rest is None:
+                    whole = data.rfind(b"\n") + 1
+                    too_long, data = self._at - start - whole, data[:whole]
+                else:
+                    data += rest
+            yield _split(self.file.path, data, start, too_long)
+
+    def _skip_to(self, place: int) -> bool:
+        """Whether there is anything at `place`; if so, the stream stands there."""
+        if not self.file.is_compressed:
+            self._stream.seek(place)
+            self._at = place
+            return place < self.file.size
+        while self._at < place:
+            passed = len(self._stream.read(min(1 << 20, place - self._at)))
+            if not passed:
+                return False
+            self._at += passed
+        return True
+
+    def _rest_of_line(self) -> tuple[bytes | None, int]:
+        """What is left of this line, or None where it is too long to hold; and how many bytes that was."""
+        held = self._stream.readline(MAX_RECORD)
+        passed = len(held)
+        if passed < MAX_RECORD or held.endswith(b"\n"):
+            return held, passed
+        while part := self._stream.readline(1 << 20):
+            passed += len(part)
+            if part.endswith(b"\n"):
+                break
+        return None, passed
+
+
+def _split(name: str, data: bytes, start: int, too_long: int | None) -> Piece:
+    size = len(data)
+    if start == 0 and data.startswith(BOM):
+        data, start = data[len(BOM) :], len(BOM)
+    records, places, at = [], [], start
+    for line in data.split(b"\n"):
+        records.append(line)
+        places.append(at)
+        at += len(line) + 1
+    if records and not records[-1]:  # after the last line's end
+        records.pop()
+        places.pop()
+    return Piece(name, records, places, size + (too_long or 0), too_long)
+
+
+class TableBlocks:
+    """Rows of one text column of a parquet file."""
+
+    def __init__(self, file: InputFile, block_bytes: int, column: str) -> None:
+        parquet = require("pyarrow.parquet", "data", "reading parquet")
+        self.file, self.size, self.column = file, block_bytes, column.partition(".")[0]
+        try:
+            # A small buffer streams the pages of a column; without one a whole row group is held.
+            self._table = parquet.ParquetFile(open_input(file), buffer_size=1 << 20, pre_buffer=False)
+        except (OSError, ValueError) as error:
+            raise ArgosyError(
+                "data.bad-input", f"{file.path} is not a parquet file: {error}", fix="check the file"
+            ) from None
+        names = self._table.schema_arrow.names
+        if self.column not in names:
+            raise ArgosyError(
+                "data.bad-input",
+                f"{file.path} has no column {self.column!r}",
+                key="--key",
+                value=column,
+                fix=f"it has: {', '.join(names)}",
+            )
+        self._batches = self._table.iter_batches(batch_size=256, columns=[self.column], use_threads=False)
+        self._next, self._row = 0, 0
+
+    def block(self, index: int) -> Iterator[Piece] | None:
+        while self._next <= index:
+            batches, size = [], 0
+            while size < self.size and (batch := next(self._batches, None)) is not None:
+                batches.append(batch)
+                size += batch.nbytes
+            if not batches:
+                return None
+            first_row = self._row
+            self._row += sum(len(batch) for batch in batches)
+            self._next += 1
+        return self._pieces(batches, first_row)
+
+    def _pieces(self, batches: list[Any], row: int) -> Iterator[Piece]:
+        for batch in batches:
+            yield Piece(self.file.path, batch.column(0).to_pylist(), list(range(row, row + len(batch))), batch.nbytes)
+            row += len(batch)
+
+
+class FileBlocks:
+    """Small text files, each a document; all of them one block."""
+
+    def __init__(self, group: Sequence[InputFile]) -> None:
+        self.group = group
+
+    def block(self, index: int) -> Iterator[Piece] | None:
+        return None if index else self._pieces()
+
+    def _pieces(self) -> Iterator[Piece]:
+        for file in self.group:
+            stream = open_stream(file) if file.is_compressed else open_input(file)
+            with stream:
+                data = stream.read(MAX_RECORD + 1)
+            if len(data) > MAX_RECORD:
+                yield Piece(file.path, [], [], file.size, too_long=file.size)
+            else:
+                yield Piece(file.path, [data.removeprefix(BOM)], [0], file.size)

@@ -1,0 +1,250 @@
+"""Tokenizers: Hugging Face `tokenizer.json`, GPT-2's `vocab.json` + `merges.txt`, SentencePiece models, and plain bytes.
+
+Text in a document never becomes a control token unless asked for: `<|endoftext|>` written by an author is encoded as
+the characters it is, and the end-of-document id is appended by us. A fingerprint of everything that decides ids travels
+with prepared data, so that a run with another tokenizer is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from argosy.data.text.inputs import require
+from argosy.errors import ArgosyError
+
+Ids = npt.NDArray[np.uint32]
+Lengths = npt.NDArray[np.int64]
+EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<eod>", "</s>", "<eos>", "[EOS]", "[SEP]")
+_DECIDES_IDS = ("added_tokens", "normalizer", "pre_tokenizer", "model")
+
+
+class Tokenizer(Protocol):
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def eod_id(self) -> int: ...
+    @property
+    def fingerprint(self) -> str: ...
+    def encode(self, texts: Sequence[str]) -> tuple[Ids, Lengths]:
+        """The ids of all texts back to back, and how many each has."""
+
+    def decode(self, ids: Iterable[int]) -> str: ...
+    def id_of(self, token: str) -> int | None:
+        """The id of a token by its name, or None where there is none."""
+
+    def stored(self) -> tuple[str, bytes]:
+        """(file name, content) to keep beside data and checkpoints; `load_tokenizer` reads it back."""
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as ids 0..255, and 256 for the end of a document. Needs no file and no training."""
+
+    vocab_size = 257
+    eod_id = 256
+    fingerprint = "bytes-v1"
+
+    def encode(self, texts: Sequence[str]) -> tuple[Ids, Lengths]:
+        encoded = [text.encode() for text in texts]
+        ids = np.frombuffer(b"".join(encoded), np.uint8).astype(np.uint32)
+        return ids, np.array([len(text) for text in encoded], np.int64)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
+
+    def id_of(self, token: str) -> int | None:
+        return None
+
+    def stored(self) -> tuple[str, bytes]:
+        return "tokenizer.json", json.dumps({"type": self.fingerprint}).encode()
+
+
+class JsonTokenizer:
+    """A Hugging Face tokenizer.json, run by the `tokenizers` library: the reference for every faster engine."""
+
+    def __init__(self, text: str, name: str, eod: str | None = None, *, special_in_text: bool = False) -> None:
+        from tokenizers import Tokenizer as Engine
+
+        try:
+            self._engine = Engine.from_str(text)
+        except Exception as error:  # noqa: BLE001 - the library raises nothing narrower
+            raise ArgosyError(
+                "tokenizer.not-found",
+                f"{name} is not a tokenizer.json: {error}",
+                fix="give a Hugging Face tokenizer.json",
+            ) from None
+        self._engine.no_truncation()
+        self._engine.no_padding()
+        self._engine.encode_special_tokens = not special_in_text
+        self.text, self.name, self.eod, self.special_in_text = text, name, eod, special_in_text
+        self.fingerprint = _fingerprint(json.loads(text))
+        # One more than the largest id: entries may leave gaps, and what counts is the rows an embedding needs.
+        self.vocab_size = max(self._engine.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    @property
+    def eod_id(self) -> int:
+        names = (self.eod,) if self.eod else EOD_NAMES
+        for name in names:
+            found = self._engine.token_to_id(name)
+            if found is not None:
+                return int(found)
+        special = [t.content for t in self._engine.get_added_tokens_decoder().values() if t.special]
+        raise ArgosyError(
+            "tokenizer.no-eod",
+            f"{self.name} has none of {', '.join(names)}",
+            key="--eod",
+            value=self.eod,
+            fix=f"name it with --eod; its special tokens are: {', '.join(special) or 'none'}; or --no-append-eod",
+        )
+
+    def encode(self, texts: Sequence[str]) -> tuple[Ids, Lengths]:
+        encoded = [item.ids for item in self._engine.encode_batch_fast(list(texts), add_special_tokens=False)]
+        return _flat(encoded)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return str(self._engine.decode([int(i) for i in ids], skip_special_tokens=False))
+
+    def id_of(self, token: str) -> int | None:
+        found = self._engine.token_to_id(token)
+        return None if found is None else int(found)
+
+    def stored(self) -> tuple[str, bytes]:
+        return "tokenizer.json", self.text.encode()
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece `.model`, run by the `sentencepiece` library."""
+
+    def __init__(self, model: bytes, name: str) -> None:
+        sentencepiece = require("sentencepiece", "data", "a SentencePiece tokenizer")
+        try:
+            self._engine = sentencepiece.SentencePieceProcessor(model_proto=model)
+        except RuntimeError as error:
+            raise ArgosyError(
+                "tokenizer.not-found", f"{name} is not a SentencePiece model: {error}", fix="give a .model file"
+            ) from None
+        self._model, self._name = model, name
+        self.fingerprint = hashlib.sha256(model).hexdigest()
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._engine.vocab_size())
+
+    @property
+    def eod_id(self) -> int:
+        if self._engine.eos_id() < 0:
+            raise ArgosyError(
+                "tokenizer.no-eod", f"{self._name} has no end-of-sentence piece", fix="use --no-append-eod"
+            )
+        return int(self._engine.eos_id())
+
+    def encode(self, texts: Sequence[str]) -> tuple[Ids, Lengths]:
+        return _flat(self._engine.encode(list(texts), out_type=int))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return str(self._engine.decode([int(i) for i in ids]))
+
+    def id_of(self, token: str) -> int | None:
+        found = int(self._engine.piece_to_id(token))
+        return None if found == self._engine.unk_id() else found
+
+    def stored(self) -> tuple[str, bytes]:
+        return "tokenizer.model", self._model
+
+
+def load_tokenizer(name: str, eod: str | None = None, *, special_in_text: bool = False) -> Tokenizer:
+    """`bytes`; a tokenizer.json; a SentencePiece `.model`; a GPT-2 vocab.json beside its merges.txt; or a directory that
+    holds one of them."""
+    if name == "bytes":
+        if eod is not None:
+            raise ArgosyError(
+                "tokenizer.no-eod",
+                "the byte tokenizer has its own end-of-document id, 256",
+                key="--eod",
+                value=eod,
+                fix="leave --eod out",
+            )
+        return ByteTokenizer()
+    path = Path(name)
+    if path.is_dir():
+        known = ("tokenizer.json", "tokenizer.model", "vocab.json")
+        path = next((path / file for file in known if (path / file).exists()), path / known[0])
+    try:
+        content = path.read_bytes()
+        if path.suffix == ".model":
+            return SentencePieceTokenizer(content, str(path))
+        text = content.decode("utf-8")
+        if path.name.endswith("vocab.json"):
+            text = _from_vocabulary(path)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ArgosyError(
+            "tokenizer.not-found",
+            f"{path} cannot be read: {reason}",
+            key="tokenizer",
+            value=name,
+            fix="give a tokenizer.json, a SentencePiece .model, a vocab.json beside its merges.txt, or `bytes`",
+        ) from None
+    if content == ByteTokenizer().stored()[1]:
+        return ByteTokenizer()
+    return JsonTokenizer(text, str(path), eod, special_in_text=special_in_text)
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> str:
+    """A byte-level BPE trained on `texts`, as the text of a tokenizer.json. Id 0 is the end of a document."""
+    from tokenizers import pre_tokenizers, trainers
+
+    engine = _byte_level_bpe()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[EOD_NAMES[0]],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    engine.train_from_iterator(texts, trainer)
+    return str(engine.to_str(pretty=True))
+
+
+def _byte_level_bpe(**model: Any) -> Any:
+    from tokenizers import Tokenizer as Engine
+    from tokenizers import decoders, models, pre_tokenizers
+
+    engine = Engine(models.BPE(**model))
+    engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    engine.decoder = decoders.ByteLevel()
+    return engine
+
+
+def _from_vocabulary(vocab: Path) -> str:
+    """GPT-2's two files as one tokenizer.json."""
+    merges = vocab.with_name(vocab.name.replace("vocab.json", "merges.txt"))
+    entries = json.loads(vocab.read_text(encoding="utf-8"))
+    lines = merges.read_text(encoding="utf-8").splitlines()
+    pairs = [
+        (left, right)
+        for line in lines
+        if not line.startswith("#version")
+        for left, _, right in [line.partition(" ")]
+        if right
+    ]
+    engine = _byte_level_bpe(vocab=entries, merges=pairs)
+    engine.add_special_tokens([name for name in EOD_NAMES if name in entries])
+    return str(engine.to_str())
+
+
+def _flat(encoded: Sequence[Sequence[int]]) -> tuple[Ids, Lengths]:
+    lengths = np.array([len(ids) for ids in encoded], np.int64)
+    ids = np.fromiter((i for text in encoded for i in text), np.uint32, int(lengths.sum()))
+    return ids, lengths
+
+
+def _fingerprint(document: dict[str, Any]) -> str:
+    """Of what decides ids; not of padding, truncation or how ids are turned back into text."""
+    parts = {key: document.get(key) for key in _DECIDES_IDS}
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, ensure_ascii=True).encode()).hexdigest()
