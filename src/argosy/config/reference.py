@@ -7,7 +7,7 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 
-from argosy.config.resolve import section_of
+from argosy.config.refusals import section_of
 from argosy.config.schema import DERIVED_KEYS, RunSpec
 
 

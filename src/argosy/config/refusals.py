@@ -1,0 +1,136 @@
+"""What is wrong with a run spec, in words: pydantic's findings as one refusal that names the key, its origin and the fix."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from argosy.config.model import ModelSpec
+from argosy.config.schema import RunSpec
+from argosy.errors import ArgosyError
+
+
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """The section class inside an annotation such as `EvalSpec | None` or `list[DataSource]`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for argument in getattr(annotation, "__args__", ()):
+        if (found := section_of(argument)) is not None:
+            return found
+    return None
+
+
+def refusal_of(error: ValidationError, origins: dict[str, str], prefix: str = "") -> ArgosyError:
+    """pydantic's findings as one refusal: misspelt keys first, since they also make other keys look missing."""
+    order = {"extra_forbidden": 0, "missing": 2}
+    found = sorted(error.errors(), key=lambda item: order.get(item["type"], 1))
+    first = found[0]
+    if first["type"] not in order:  # a wrong value makes what would be derived from it look missing too
+        found = [item for item in found if item["type"] != "missing"]
+    key = _dotted(first["loc"], prefix)
+    cause, fix, code = _explain(first, key)
+    if key == "model" and first["type"] == "value_error":
+        key = _culprit(cause, origins)
+    if others := [f"{_dotted(item['loc'], prefix)}: {_explain(item, '')[0]}" for item in found[1:6]]:
+        cause += "\nalso: " + "\n      ".join(others)
+    value = None if first["type"] in ("missing", "extra_forbidden", "value_error") else first.get("input")
+    if isinstance(value, dict | list) and len(str(value)) > 100:
+        value = None
+    return ArgosyError(code, cause, key=key or None, value=value, origin=_origin_of(key, origins), fix=fix)
+
+
+def _culprit(cause: str, origins: dict[str, str]) -> str:
+    """Of the model's keys that a refusal is about, the one the user wrote."""
+    named = [f"model.{word}" for word in re.findall(r"[a-z_]+", cause) if word in ModelSpec.model_fields]
+    written = [key for key in named if not origins.get(key, "preset").startswith(("preset", "family", "derived"))]
+    return (written or named or ["model"])[0]
+
+
+def _explain(item: Any, key: str) -> tuple[str, str, str]:
+    kind, message = item["type"], item["msg"].removeprefix("Value error, ")
+    name = str(item["loc"][-1]) if item["loc"] else ""
+    if kind == "extra_forbidden":
+        section = key.rpartition(".")[0]
+        known = _keys_of(section)
+        fix = did_you_mean(name, known, section) or _elsewhere(name) or f"known here: {', '.join(sorted(known))}"
+        return f"{name!r} is not a key of {section or 'the run spec'}", fix, "config.unknown-key"
+    if kind == "missing" and isinstance(item["loc"][-1], int):
+        return "the list is too short", "see `argosy config reference` for how many values it takes", "config.bad-value"
+    if kind == "too_short":
+        return "the list is empty", "give at least one", "config.bad-value"
+    if kind == "literal_error":
+        known = [part.strip(" '") for part in re.split(r",| or ", item["ctx"]["expected"])]
+        close = did_you_mean(str(item["input"]), known)
+        return f"{item['input']!r} is not one of {', '.join(known)}", close or f"use {known[0]}", "config.bad-value"
+    if kind == "string_pattern_mismatch":
+        rule = "only letters, digits, '.', '_' and '-' can be used, 63 at most, a letter or digit first"
+        return rule, "choose another", "config.bad-value"
+    if kind == "missing":
+        return f"{name} is required", f"add {key}", "config.missing-key"
+    if kind == "value_error":
+        code = "config.arithmetic" if item["loc"] and item["loc"][-1] == "model" else "config.bad-value"
+        head, _, fix = message.partition(": ")
+        if key.startswith("eval."):
+            fix = "; ".join(filter(None, (fix, "`eval: off` turns evaluation off")))
+        return head, fix or "see `argosy config reference`", code
+    if kind == "model_type" or kind == "model_attributes_type":
+        return (
+            f"{kind_of(item['input'])} was given where keys and values belong",
+            "see docs/run-spec.md",
+            "config.bad-value",
+        )
+    wanted = message[0].lower() + message[1:]
+    return f"{wanted}, not {kind_of(item['input'])}", "see `argosy config reference`", "config.bad-value"
+
+
+def _keys_of(section: str) -> list[str]:
+    model: Any = RunSpec
+    for part in filter(None, section.split(".")):
+        if not part.isdigit():
+            model = section_of(model.model_fields[part].annotation)
+    return list(model.model_fields)
+
+
+def _elsewhere(name: str) -> str | None:
+    """A key that exists in another section: `lr` at the top level is optim.lr."""
+    places = [f"{top}.{name}" for top in RunSpec.model_fields if _has_section(top) and name in _keys_of(top)]
+    return f"did you mean {' or '.join(places)}?" if places else None
+
+
+def _has_section(top: str) -> bool:
+    return section_of(RunSpec.model_fields[top].annotation) is not None
+
+
+def did_you_mean(word: str, known: Sequence[str], section: str = "") -> str | None:
+    close = difflib.get_close_matches(word.lower(), known, n=2, cutoff=0.6)
+    prefix = f"{section}." if section else ""
+    return f"did you mean {' or '.join(prefix + c for c in close)}?" if close else None
+
+
+def _dotted(location: tuple[int | str, ...], prefix: str) -> str:
+    return ".".join(str(part) for part in ((prefix, *location) if prefix else location))
+
+
+def _origin_of(key: str, origins: dict[str, str]) -> str | None:
+    whole = key
+    while key:
+        if key in origins:
+            return origins[key]
+        key = key.rpartition(".")[0]
+    return next((origin for known, origin in origins.items() if known.startswith(f"{whole}.")), None)
+
+
+def kind_of(value: Any) -> str:
+    if value is None:
+        return "nothing"
+    if isinstance(value, dict):
+        return "a set of keys"
+    if isinstance(value, list):
+        return "a list"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return f"the text {value!r}" if isinstance(value, str) else f"the number {value}"
