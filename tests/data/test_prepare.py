@@ -58,7 +58,7 @@ def test_a_bad_line_is_counted_and_quarantined_with_its_place(tmp_path: Path, li
     assert manifest.quarantined == {kind: 1}
     assert (manifest.documents, manifest.sources[0].quarantined) == (2, 1)
     [record] = read_jsonl(out / "quarantine.jsonl")
-    assert (record["kind"], record["place"]) == (kind, len(GOOD))
+    assert (record["kind"], record["offset"]) == (kind, len(GOOD))
     assert record["file"].endswith("in.jsonl")
 
 

@@ -18,7 +18,7 @@ class BadRecord:
     """A record that cannot become a document. `kind` is what is counted; `detail` is for whoever repairs it."""
 
     file: str
-    place: int  # byte offset of its first byte (in the decompressed text), or row number in a table
+    offset: int  # of its first byte (in the decompressed text), or its row number in a table
     kind: str
     detail: str
 
