@@ -224,17 +224,18 @@ class Job:
         return recipe_of(self.tokenizer, engine, append_eod=self.options.append_eod)
 
     def _sample(self) -> list[str]:
-        """A little of the corpus, from the start of the first inputs, to prove an engine on."""
+        """A little of the corpus, from the start of the first inputs, to prove an engine on. The reference is slow."""
         texts: list[str] = []
-        for group in self.groups[:3]:
+        for text in self._first_texts():
+            texts.append(text[: _PROOF_BYTES // 10])
             if sum(map(len, texts)) > _PROOF_BYTES:
                 break
-            pieces = open_blocks(
-                group, block_bytes=1 << 16, lines=self.options.text_lines, column=self.options.key
-            ).block(0)
-            parser = Parser(None if group[0].is_text else self.options.key)
-            texts.extend(text[:20_000] for text in texts_of(pieces or iter(()), parser))
-        return texts[:200]
+        return texts
+
+    def _first_texts(self) -> Iterator[str]:
+        for group in self.groups[:3]:
+            blocks = open_blocks(group, block_bytes=1 << 16, lines=self.options.text_lines, column=self.options.key)
+            yield from texts_of(blocks.block(0) or iter(()), Parser(None if group[0].is_text else self.options.key))
 
     def _fingerprint(self) -> bytes:
         """Of all that decides the bytes of the corpus."""

@@ -144,7 +144,7 @@ class TableBlocks:
                 value=column,
                 fix=f"it has: {', '.join(names)}",
             )
-        self._batches = self._table.iter_batches(batch_size=256, columns=[self.column], use_threads=False)
+        self._batches = self._table.iter_batches(batch_size=64, columns=[self.column], use_threads=False)
         self._next, self._row = 0, 0
 
     def block(self, index: int) -> Iterator[Piece] | None:
