@@ -20,7 +20,8 @@ from argosy.data.corpus.corpus import open_corpus
 from argosy.data.corpus.manifest import read_manifest
 from argosy.data.prepare import job as preparing
 from argosy.data.prepare.job import PrepareOptions, prepare
-from argosy.data.text.tokenizer import ByteTokenizer
+from argosy.data.text import engines
+from argosy.data.text.tokenizer import ByteTokenizer, JsonTokenizer, train_bpe
 from argosy.errors import ArgosyError
 
 
@@ -115,6 +116,15 @@ def test_nested_keys_and_lists_of_sentences(tmp_path: Path) -> None:
     assert texts == [list(b"One."), [*b"Two three.", 256], [*b"Alone", 256]]
     assert reader.document_indices.tolist() == [0, 2, 3]
     assert read_manifest(tmp_path / "out").quarantined == {"not-an-object": 1}
+
+
+def test_a_fall_back_to_the_slow_engine_is_said(
+    inputs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(engines, "ENGINES", {})
+    tokenizer = JsonTokenizer(train_bpe(["some text of no matter"] * 9, 300), "t")
+    assert prepare(inputs, tokenizer, tmp_path / "out", PrepareOptions(workers=2)) is not None
+    assert "tokenizing with tokenizers, the reference" in capsys.readouterr().err
 
 
 def test_an_unfinished_job_with_other_options_is_not_mixed_with_this_one(inputs: list[str], tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from argosy.data.text.blocks import open_blocks
 from argosy.data.text.engines import FastTokenizer, choose_engine, likely_engine, release_memory
 from argosy.data.text.inputs import InputFile, find_inputs
 from argosy.data.text.records import Parser, texts_of
-from argosy.data.text.tokenizer import Tokenizer
+from argosy.data.text.tokenizer import JsonTokenizer, Tokenizer
 from argosy.errors import ArgosyError
 from argosy.record.files import replace_file
 from argosy.record.progress import Progress
@@ -209,8 +209,9 @@ class Job:
         pool = self._pool(likely_engine(self.tokenizer))  # loads while the proof is made
         try:
             engine, said = self.prove_engine()
-            if engine != pool.recipe.engine:
+            if engine is None and isinstance(self.tokenizer, JsonTokenizer):  # a fall back is never silent
                 _warn(f"tokenizing with {said}")
+            if engine != pool.recipe.engine:
                 pool.close()
                 pool = self._pool(engine)
             yield from pool.run(self._names(shards))
