@@ -14,6 +14,7 @@ import numpy as np
 
 from argosy.data.corpus.corpus import Corpus
 from argosy.data.corpus.indexed import HEADER, MAGIC, IndexedReader, bin_path, idx_path
+from argosy.data.samples.megatron_order import MegatronSamples
 from argosy.data.samples.windows import SampleStream, Windows
 
 DOCUMENTS, TOKENS, SEQ_LEN = 10_000_000, 5_000_000_000, 4096
@@ -47,6 +48,14 @@ def main() -> None:
         seconds = time.perf_counter() - started
         grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
         print(f"{1e6 * seconds / samples:.1f} us a sample of {SEQ_LEN} tokens, memory grew {grown:.0f} MiB")
+        lengths = corpus.shards[0].lengths
+        started = time.perf_counter()
+        exact = MegatronSamples(lengths, seq_len=SEQ_LEN, num_samples=None, seed=1)
+        print(f"Megatron's order of it, one epoch, ready after {time.perf_counter() - started:.2f} s")
+        started = time.perf_counter()
+        for index in range(5_000):
+            exact.pieces(index)
+        print(f"{1e6 * (time.perf_counter() - started) / 5_000:.1f} us to find a sample's pieces")
 
 
 if __name__ == "__main__":

@@ -73,7 +73,9 @@ def run_demo(directory: Path, seconds: int) -> None:
     spec_path = directory / "run.yaml"
     runs = directory / "runs"
     if (runs / "demo").exists():
-        print(f"the run of the last demo is now {RunDir(runs / 'demo').archive()}")
+        last = RunDir(runs / "demo")
+        last.open_for_training()  # not while another demo is training in it
+        print(f"the run of the last demo is now {last.archive()}")
     steps = _write_spec(spec_path, runs, corpus, seconds)
 
     _title(3, "Training, killed half-way (SIGKILL), and resumed by the same command")

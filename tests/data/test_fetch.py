@@ -229,3 +229,11 @@ def test_the_verb_fetches_and_prepares(hub: Hub, tmp_path: Path) -> None:
     done = run.invoke(app, [*common, *options], catch_exceptions=False)
     assert sum(shard["documents"] for shard in json.loads(done.stdout)["corpus"]["shards"]) == 9
     assert "fetched" in run.invoke(app, [*common], catch_exceptions=False).stdout
+
+
+@pytest.mark.parametrize("option", ["--key", "--shards", "--overwrite"])
+def test_options_of_prepare_without_it_are_refused_not_ignored(option: str) -> None:
+    with pytest.raises(ArgosyError) as caught:
+        fetch_module.corpus_wanted(False, None, None, {option: "given"})
+    assert (caught.value.code, caught.value.key) == ("config.conflict", option)
+    assert fetch_module.corpus_wanted(False, None, None, {option: None}) is None

@@ -91,3 +91,15 @@ def test_a_run_trains_in_this_order_and_cannot_change_its_length(
     with pytest.raises(ArgosyError) as refusal:
         train(resolve(path, ["train.steps=9"]), path, TrainOptions(quiet=True))
     assert (refusal.value.code, refusal.value.key) == ("run.changed", "train.steps")
+
+
+def test_an_order_that_cannot_be_kept_is_said_and_is_right_all_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    corpus = Corpus(tmp_path, [write(tmp_path / "a", 0)], None)
+    options = {"seq_len": 32, "num_samples": 40, "seed": 3, "maker": BatchMaker(500)}
+    kept_nowhere = MegatronStream([corpus], (90, 10, 0), None, **options, cache_dir=tmp_path / "file" / "cache")
+    assert "could not be kept" in capsys.readouterr().err
+    plain = MegatronStream([corpus], (90, 10, 0), None, **options)
+    assert np.array_equal(kept_nowhere.batch(0, 40).tokens, plain.batch(0, 40).tokens)

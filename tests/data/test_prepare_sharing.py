@@ -154,11 +154,8 @@ def kill_and_finish(inputs: list[str], output: Path, script: Path, kills: int, r
         time.sleep(rng.uniform(0.05, 1.3))
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    subprocess.run(
-        [sys.executable, str(script), str(output), *inputs, "--"][:-1],
-        check=(not (output / "manifest.json").exists()),
-        capture_output=True,
-    )
+    if not (output / "manifest.json").exists():  # else it was done before the last kill
+        subprocess.run([sys.executable, str(script), str(output), *inputs], check=True)
     return content(output)
 
 

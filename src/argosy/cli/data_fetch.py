@@ -57,7 +57,8 @@ def fetch(
     from argosy.data.remote.sources import Choice, text_key
 
     options = FetchOptions(Choice(config, split, revision, sample), workers)
-    wanted = corpus_wanted(prepare, tokenizer, corpus)
+    more = {"--key": key, "--shards": shards > 1, "--overwrite": overwrite}
+    wanted = corpus_wanted(prepare, tokenizer, corpus, more)
     if dry_run:
         plan = preview(names, output, options)
         print(json.dumps(plan.as_dict()) if as_json else plan.describe_plan())

@@ -133,7 +133,6 @@ def refuse_bool(value: Any) -> Any:
 NotBool = BeforeValidator(refuse_bool)
 Whole = Annotated[int, Field(ge=0, lt=2**63), NotBool]
 Positive = Annotated[int, Field(ge=1, le=2**31), NotBool]
-Number = Annotated[float, NotBool]
 PositiveNumber = Annotated[float, Field(gt=0), NotBool]
 NotNegative = Annotated[float, Field(ge=0), NotBool]
 Fraction = Annotated[float, Field(ge=0, lt=1), NotBool]

@@ -21,7 +21,6 @@ from argosy.config.resolve import Resolved
 from argosy.config.schema import RunSpec
 from argosy.config.units import Duration
 from argosy.data.loader import Loader
-from argosy.data.open import RunData
 from argosy.errors import EXIT_DONE, EXIT_RESUMABLE, ArgosyError
 from argosy.model.decoder import build_model
 from argosy.model.init import initialise
@@ -48,7 +47,7 @@ class TrainOptions:
 def train(resolved: Resolved, source: Path | None, options: TrainOptions) -> int:
     """Train, or go on training, until the run's length is reached. Returns the exit code."""
     trainer = Trainer(resolved.spec)  # refuses whatever can be refused before the run directory is touched
-    run = open_run(resolved, trainer.data, options)
+    run = open_run(resolved, options)
     try:
         changes = run.compare(resolved, trainer.data.facts()) if listed(run.checkpoints) else []
         run.store(resolved, source, trainer.data.facts())
@@ -61,7 +60,7 @@ def train(resolved: Resolved, source: Path | None, options: TrainOptions) -> int
         run.close()
 
 
-def open_run(resolved: Resolved, data: RunData, options: TrainOptions) -> RunDir:
+def open_run(resolved: Resolved, options: TrainOptions) -> RunDir:
     """The run directory with its lock held, and an earlier run moved aside if that was asked for."""
     run = RunDir(Path(resolved.spec.runs_dir) / resolved.spec.name)
     _check_options(run, options)

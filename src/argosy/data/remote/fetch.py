@@ -17,7 +17,7 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -97,8 +97,19 @@ def preview(names: Sequence[str], output: Path, options: FetchOptions) -> Fetche
     return Fetched(str(output), listed, sum(_missing_bytes(output, file) for file in files))
 
 
-def corpus_wanted(prepare: bool, tokenizer: str | None, corpus: Path | None) -> tuple[str, Path] | None:
-    """The tokenizer and directory of the corpus to make from the files, if one is; said by halves, it is refused."""
+def corpus_wanted(
+    prepare: bool, tokenizer: str | None, corpus: Path | None, more: Mapping[str, object]
+) -> tuple[str, Path] | None:
+    """The tokenizer and directory of the corpus to make from the files, if one is; said by halves, it is refused. `more`
+    are the options that mean something only then, with what was given for each."""
+    idle = [name for name, value in more.items() if value] if not prepare else []
+    if idle:
+        raise ArgosyError(
+            "config.conflict",
+            f"{' and '.join(idle)} without --prepare",
+            key=idle[0],
+            fix="add --prepare, or leave it out",
+        )
     if prepare and tokenizer and corpus:
         return tokenizer, corpus
     if not prepare and tokenizer is None and corpus is None:

@@ -271,10 +271,6 @@ class _Evicted(Exception):
     """A block went before the whole shard could be checked."""
 
 
-def is_url(path: str) -> bool:
-    return "://" in path
-
-
 def open_streamed(
     url: str,
     cache: Path,

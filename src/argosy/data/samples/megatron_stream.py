@@ -7,6 +7,7 @@ cannot change its length. Each process computes the order alone; nothing waits f
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -36,6 +37,8 @@ class MegatronSet:
             lengths[first:last], seq_len=seq_len, num_samples=num_samples, seed=seed, cache_dir=cache_dir, name=split
         )
         self.count = len(self.samples)
+        if self.samples.cache_problem is not None:
+            print(f"note: the order of {corpus.path} could not be kept: {self.samples.cache_problem}", file=sys.stderr)
 
     def pieces(self, index: int) -> list[tuple[int, int]]:
         """(start, count) in the corpus of what makes up a sample."""

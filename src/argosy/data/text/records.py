@@ -96,11 +96,6 @@ def _json_fault(record: bytes, error: orjson.JSONDecodeError) -> tuple[str, str]
     return ("lone-surrogate" if "surrogate" in str(error) else "broken-json"), str(error)
 
 
-def count_records(piece: Piece) -> int:
-    blank = sum(1 for record in piece.records if isinstance(record, bytes) and not record.strip())
-    return len(piece.records) - blank + (piece.too_long is not None)
-
-
 def texts_of(pieces: Iterator[Piece], parser: Parser) -> Iterator[str]:
     """Good texts only, for training a tokenizer or for a sample to try one on."""
     for piece in pieces:
