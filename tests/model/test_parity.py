@@ -14,7 +14,7 @@ from argosy.config.resolve import resolve_model
 from argosy.model.decoder import build_model
 from argosy.model.hf import from_hf, to_hf
 from argosy.model.init import initialise
-from argosy.train.loss import cross_entropy_sum
+from argosy.model.objective import Objective
 
 T = transformers
 SMALL = ["layers=3", "hidden=48", "vocab_size=101", "max_seq_len=40"]
@@ -100,14 +100,14 @@ def test_logits_and_loss_are_equal(pair: tuple[ModelSpec, torch.nn.Module, torch
     expected = theirs(input_ids=tokens).logits
     found = ours(tokens)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
-    loss = cross_entropy_sum(found[:, :-1], tokens[:, 1:]) / tokens[:, 1:].numel()
+    loss = ours(tokens[:, :-1], tokens[:, 1:], Objective()).cross_entropy / tokens[:, 1:].numel()
     assert float(loss) == pytest.approx(float(theirs(input_ids=tokens, labels=tokens).loss), rel=1e-5)
 
 
 def test_gradients_are_equal(pair: tuple[ModelSpec, torch.nn.Module, torch.nn.Module]) -> None:
     spec, ours, theirs = pair
     tokens, labels = torch.randint(0, spec.vocab_size, (2, 2, 33))
-    cross_entropy_sum(ours(tokens), labels).backward()
+    ours(tokens, labels, Objective()).total.backward()
     F.cross_entropy(theirs(input_ids=tokens).logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
     expected = from_hf(spec, {k: p.grad for k, p in theirs.named_parameters()})
     for name, parameter in ours.named_parameters():
@@ -141,5 +141,5 @@ def test_a_fresh_model_starts_near_the_uniform_guess() -> None:
     model = build_model(spec)
     initialise(model, spec, seed=1)
     tokens = torch.randint(0, 101, (4, 40))
-    loss = cross_entropy_sum(model(tokens), tokens.roll(-1, 1)) / tokens.numel()
+    loss = model(tokens, tokens.roll(-1, 1), Objective()).cross_entropy / tokens.numel()
     assert float(loss) == pytest.approx(torch.tensor(101.0).log().item(), abs=0.05)

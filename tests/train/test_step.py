@@ -18,7 +18,6 @@ from argosy.errors import ArgosyError
 from argosy.model.decoder import Decoder, build_model
 from argosy.model.init import initialise
 from argosy.parallel.single import SingleDevice, require_single
-from argosy.train.loss import cross_entropy_sum
 from argosy.train.optimizer import Optimizer, undecayed
 from argosy.train.schedule import Schedule
 
@@ -46,7 +45,7 @@ def optim(**changes: object) -> OptimSpec:
 
 
 def engine(built: Decoder, micro_batch: int) -> SingleDevice:
-    return SingleDevice(built, cross_entropy_sum, micro_batch=micro_batch, seed=1, device=CPU)
+    return SingleDevice(built, micro_batch=micro_batch, seed=1, device=CPU)
 
 
 def reference_gradients(batch: Batch) -> dict[str, torch.Tensor]:

@@ -2,35 +2,68 @@
 
 from __future__ import annotations
 
+from typing import overload
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from argosy.config.model import ModelSpec
 from argosy.errors import ArgosyError
-from argosy.model.layers import Block, Embedding, make_norm
+from argosy.model.layers import Block, Embedding, Norm
+from argosy.model.objective import Loss, Objective
+from argosy.model.ops.cross_entropy import linear_cross_entropy
 from argosy.model.positions import make_context
 
 
 class Decoder(nn.Module):
-    """Tokens [batch, seq] to logits [batch, seq, vocab]. Layers are keyed by index, so that a pipeline stage can drop
-    some and the names of the others stay."""
+    """Tokens [batch, seq] to logits [batch, seq, vocab], or, with labels, to the loss. Layers are keyed by index, so that
+    a pipeline stage can drop some and the names of the others stay."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.spec = spec
         self.embed = Embedding(spec)
         self.layers = nn.ModuleDict({str(i): Block(spec) for i in range(spec.layers)})
-        self.norm = make_norm(spec, spec.hidden)
+        self.norm = Norm(spec, spec.hidden)
         self.head = None if spec.tied else nn.Linear(spec.hidden, spec.vocab_size, bias=False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        context = make_context(self.spec, tokens.shape[1], x.device, x.dtype)
+    @overload
+    def forward(
+        self, tokens: Tensor, *, documents: Tensor | None = None, positions: Tensor | None = None
+    ) -> Tensor: ...
+    @overload
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        objective: Objective,
+        *,
+        documents: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> Loss: ...
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        objective: Objective | None = None,
+        *,
+        documents: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor | Loss:
+        objective = objective or Objective()
+        x = self.embed(tokens, positions)
+        context = make_context(
+            self.spec, x, positions=positions, documents=documents, training=self.training, scale=objective.scale
+        )
         for block in self.layers.values():
             x = block(x, context)
+        x = self.norm(x)
         weight = self.embed.tokens.weight if self.head is None else self.head.weight
-        return F.linear(self.norm(x), weight)
+        if labels is None:
+            return F.linear(x, weight)
+        total, cross_entropy = linear_cross_entropy(x.flatten(0, 1), weight, labels.flatten(), z_loss=objective.z_loss)
+        return Loss(total * objective.scale, cross_entropy, {})
 
 
 def build_model(spec: ModelSpec, device: torch.device | str = "cpu") -> Decoder:

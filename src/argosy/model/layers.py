@@ -1,7 +1,10 @@
-"""The blocks every decoder is made of: norm, attention, MLP.
+"""The blocks every model is made of: linear, norm, attention, MLP.
 
 The query, key and value projections are one matrix, laid out group by group: for each key/value head its query heads,
 then its key, then its value. Cutting the rows into equal parts therefore never cuts a head.
+
+The bias of a matrix product is added by the operation that reads the product, which costs nothing there, and not by the
+product itself: `Linear` has `weight` and `bias`, and its forward is the product alone.
 """
 
 from __future__ import annotations
@@ -11,83 +14,103 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from argosy.config.model import ModelSpec
+from argosy.model.ops.activation import activate, gated
+from argosy.model.ops.norm import add, add_norm, norm
 from argosy.model.positions import Context, apply_rope
 
 
-def make_norm(spec: ModelSpec, width: int) -> nn.Module:
-    if spec.norm == "rmsnorm":
-        return nn.RMSNorm(width, eps=spec.norm_eps)
-    return nn.LayerNorm(width, eps=spec.norm_eps, bias=spec.norm_bias)
+class Linear(nn.Linear):
+    """x weight^T, without the bias: whoever reads the product adds it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+class Norm(nn.Module):
+    def __init__(self, spec: ModelSpec, width: int) -> None:
+        super().__init__()
+        self.rms, self.eps = spec.norm == "rmsnorm", spec.norm_eps
+        self.weight = nn.Parameter(torch.empty(width))
+        self.bias = nn.Parameter(torch.empty(width)) if spec.norm_bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return norm(x, self.weight, self.bias, eps=self.eps, rms=self.rms)
+
+    def add(self, x: Tensor, y: Tensor, y_bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(x + y + y_bias, its norm)."""
+        return add_norm(x, y, y_bias, self.weight, self.bias, eps=self.eps, rms=self.rms)
 
 
 class Attention(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.kv_heads, self.head_dim, self.dropout = spec.kv_heads, spec.head_dim, spec.dropout
+        self.kv_heads, self.head_dim = spec.kv_heads, spec.head_dim
         self.group = spec.heads // spec.kv_heads  # query heads that share a key/value head
-        self.qkv = nn.Linear(spec.hidden, (spec.heads + 2 * spec.kv_heads) * spec.head_dim, bias=spec.attention_bias)
-        self.out = nn.Linear(spec.heads * spec.head_dim, spec.hidden, bias=spec.attention_bias)
-        self.q_norm = make_norm(spec, spec.head_dim) if spec.qk_norm else None
-        self.k_norm = make_norm(spec, spec.head_dim) if spec.qk_norm else None
+        self.qkv = Linear(spec.hidden, (spec.heads + 2 * spec.kv_heads) * spec.head_dim, bias=spec.attention_bias)
+        self.out = Linear(spec.heads * spec.head_dim, spec.hidden, bias=spec.attention_bias)
+        self.q_norm = Norm(spec, spec.head_dim) if spec.qk_norm else None
+        self.k_norm = Norm(spec, spec.head_dim) if spec.qk_norm else None
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        batch, seq, _ = x.shape
-        groups = self.qkv(x).view(
-            batch, seq, -1, self.group + 2, self.head_dim
-        )  # [batch, seq, kv_heads, group + 2, head_dim]
+        """Without the output projection's bias. [batch, seq, hidden]"""
+        qkv = self.qkv(x) if self.qkv.bias is None else self.qkv(x) + self.qkv.bias
+        groups = qkv.unflatten(-1, (-1, self.group + 2, self.head_dim))  # [batch, seq, kv_heads, group + 2, head_dim]
         q, k, v = groups.split((self.group, 1, 1), dim=3)
         q, k, v = (t.flatten(2, 3).transpose(1, 2) for t in (q, k, v))  # [batch, heads, seq, head_dim]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if context.rope is not None:
             q, k = apply_rope(q, context.rope), apply_rope(k, context.rope)
-        y = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=context.bias,
-            is_causal=context.bias is None,
-            dropout_p=self.dropout if self.training else 0.0,
-            enable_gqa=self.group > 1,
-        )
+        y = context.attend(q, k, v)
         out: Tensor = self.out(y.transpose(1, 2).flatten(2))
         return out
 
 
 class MLP(nn.Module):
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, ffn: int | None = None) -> None:
         super().__init__()
+        ffn = ffn or spec.ffn
         self.activation = spec.activation
-        self.gate = nn.Linear(spec.hidden, spec.ffn, bias=spec.mlp_bias) if spec.gated else None
-        self.up = nn.Linear(spec.hidden, spec.ffn, bias=spec.mlp_bias)
-        self.down = nn.Linear(spec.ffn, spec.hidden, bias=spec.mlp_bias)
+        self.gate = Linear(spec.hidden, ffn, bias=spec.mlp_bias) if spec.gated else None
+        self.up = Linear(spec.hidden, ffn, bias=spec.mlp_bias)
+        self.down = Linear(ffn, spec.hidden, bias=spec.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.gate is not None:
-            y = F.silu(self.gate(x)) * self.up(x)
-        elif self.activation == "relu":
-            y = F.relu(self.up(x))
+        """Without the bias of the last product. [batch, seq, hidden]"""
+        if self.gate is None:
+            y = activate(self.activation, self.up(x), self.up.bias)
         else:
-            y = F.gelu(self.up(x), approximate="tanh" if self.activation == "gelu_tanh" else "none")
+            y = gated(self.activation, _with_bias(self.gate, x), _with_bias(self.up, x))
         out: Tensor = self.down(y)
         return out
 
 
+def _with_bias(linear: Linear, x: Tensor) -> Tensor:
+    y: Tensor = linear(x)
+    return y if linear.bias is None else y + linear.bias
+
+
 class Block(nn.Module):
+    """Attention and MLP, each added to the residual stream: x + attn(norm(x)), then x + mlp(norm(x))."""
+
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.dropout = spec.dropout
-        self.attn_norm = make_norm(spec, spec.hidden)
+        self.attn_norm = Norm(spec, spec.hidden)
         self.attn = Attention(spec)
-        self.mlp_norm = make_norm(spec, spec.hidden)
+        self.mlp_norm = Norm(spec, spec.hidden)
         self.mlp = MLP(spec)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        x = x + self._drop(self.attn(self.attn_norm(x), context))
-        return x + self._drop(self.mlp(self.mlp_norm(x)))
+        y, bias = self._drop(self.attn(self.attn_norm(x), context), self.attn.out.bias)
+        x, h = self.mlp_norm.add(x, y, bias)
+        return add(x, *self._drop(self.mlp(h), self.mlp.down.bias))
 
-    def _drop(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.dropout, self.training)
+    def _drop(self, y: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Dropout falls on the product with its bias, which is then no longer to be added."""
+        if not self.dropout or not self.training:
+            return y, bias
+        return F.dropout(y if bias is None else y + bias, self.dropout), None
 
 
 class Embedding(nn.Module):
@@ -99,8 +122,9 @@ class Embedding(nn.Module):
         self.tokens = nn.Embedding(spec.vocab_size, spec.hidden)
         self.positions = nn.Embedding(spec.max_seq_len, spec.hidden) if spec.positions == "learned" else None
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         x: Tensor = self.tokens(tokens)
         if self.positions is not None:
-            x = x + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+            where = torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions
+            x = x + self.positions(where)
         return F.dropout(x, self.dropout, self.training)

@@ -1,7 +1,7 @@
-"""How order is encoded: rotary tables, and additive biases for ALiBi and sliding windows.
+"""How order is encoded, and what every block of one forward pass shares because of it.
 
-All are computed from the positions in each forward pass: nothing is stored in the model, so nothing has to be saved,
-moved or sharded.
+Rotary tables and ALiBi slopes are computed from the positions in each forward pass: nothing is stored in the model, so
+nothing has to be saved, moved or sharded.
 """
 
 from __future__ import annotations
@@ -13,44 +13,58 @@ import torch
 from torch import Tensor
 
 from argosy.config.model import ModelSpec
+from argosy.model.attention import Attend, Mask, prepare_attention
+
+Rope = tuple[Tensor, Tensor]  # cos and sin, [1 or batch, 1, seq, head_dim]
 
 
 @dataclass(frozen=True)
 class Context:
-    """What every block needs to know about the positions of this forward pass."""
+    """What every block needs to know about this forward pass."""
 
-    rope: tuple[Tensor, Tensor] | None  # cos and sin, [seq, head_dim]
-    bias: Tensor | None  # added to attention scores, [1, heads or 1, seq, seq]; None: plain causal
+    rope: Rope | None
+    attend: Attend
+    scale: Tensor | float = 1.0  # of the loss, for what a block adds to it
 
 
-def make_context(spec: ModelSpec, seq: int, device: torch.device, dtype: torch.dtype) -> Context:
+def make_context(
+    spec: ModelSpec,
+    x: Tensor,
+    *,
+    positions: Tensor | None = None,
+    documents: Tensor | None = None,
+    training: bool = False,
+    scale: Tensor | float = 1.0,
+) -> Context:
+    """For the embedded tokens x [batch, seq, hidden]. `positions` [batch, seq] restart where documents do."""
+    seq, device = x.shape[1], x.device
     rope = None
     if spec.positions == "rope":
-        cos, sin = rope_tables(seq, spec.head_dim, spec.rope_theta, device)
-        rope = (cos.to(dtype), sin.to(dtype))
-    alibi = spec.positions == "alibi"
-    windowed = spec.window is not None and spec.window < seq
-    if not alibi and not windowed:
-        return Context(rope, None)
-    distance = torch.arange(seq, device=device)[:, None] - torch.arange(seq, device=device)[None, :]  # query - key
-    bias = torch.zeros(1, 1, seq, seq, device=device)
-    if alibi:
-        bias = -alibi_slopes(spec.heads, device)[None, :, None, None] * distance
-    hidden = distance < 0
-    if spec.window is not None:
-        hidden = hidden | (distance >= spec.window)
-    return Context(rope, bias.masked_fill(hidden, -math.inf).to(dtype))
+        where = torch.arange(seq, device=device)[None] if positions is None else positions
+        cos, sin = rope_tables(where, spec.head_dim, spec.rope_theta)
+        rope = (cos.to(x.dtype), sin.to(x.dtype))
+    mask = Mask(
+        causal=spec.architecture == "decoder",
+        window=spec.window,
+        slopes=alibi_slopes(spec.heads, device) if spec.positions == "alibi" else None,
+        documents=documents,
+    )
+    attend = prepare_attention(mask, seq, device, x.dtype, dropout=spec.dropout if training else 0.0)
+    return Context(rope, attend, scale)
 
 
-def rope_tables(seq: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin of position x frequency, each frequency twice, for the rotate-half convention. [seq, head_dim]"""
-    frequencies = theta ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
-    angles = torch.arange(seq, device=device, dtype=torch.float32)[:, None] * frequencies[None, :]
+def rope_tables(positions: Tensor, head_dim: int, theta: float) -> Rope:
+    """cos and sin of position x frequency, each frequency twice, for the rotate-half convention.
+
+    positions [1 or batch, seq] -> [1 or batch, 1, seq, head_dim]
+    """
+    frequencies = theta ** (-torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim)
+    angles = positions[:, None, :, None].float() * frequencies
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos(), angles.sin()
 
 
-def apply_rope(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+def apply_rope(x: Tensor, rope: Rope) -> Tensor:
     """Rotate each pair (i, i + head_dim / 2) of x [batch, heads, seq, head_dim]."""
     cos, sin = rope
     first, second = x.chunk(2, dim=-1)

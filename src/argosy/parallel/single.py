@@ -6,9 +6,9 @@ number of valid tokens of the whole global batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -16,8 +16,7 @@ from argosy.config.schema import ParallelSpec
 from argosy.config.seeds import derive_seed
 from argosy.data.samples.windows import Batch
 from argosy.errors import ArgosyError
-
-LossSum = Callable[[Tensor, Tensor], Tensor]  # (logits, labels) -> summed loss
+from argosy.model.objective import Loss, Objective
 
 
 class Result(NamedTuple):
@@ -30,10 +29,10 @@ class Result(NamedTuple):
 
 class SingleDevice:
     def __init__(
-        self, model: nn.Module, loss_sum: LossSum, *, micro_batch: int, seed: int, device: torch.device
+        self, model: nn.Module, *, micro_batch: int, seed: int, device: torch.device, z_loss: float = 0.0
     ) -> None:
-        self.model, self.loss_sum, self.device = model, loss_sum, device
-        self.micro_batch, self.seed = micro_batch, seed
+        self.model, self.device = model, device
+        self.micro_batch, self.seed, self.z_loss = micro_batch, seed, z_loss
 
     def forward_backward(self, batch: Batch, step: int) -> Result:
         """Add the gradients of the summed loss of `batch` to the parameters."""
@@ -41,8 +40,8 @@ class SingleDevice:
         for micro, first in enumerate(range(0, len(batch.tokens), self.micro_batch)):
             torch.manual_seed(derive_seed(self.seed, "dropout", step, micro))
             loss = self._loss(batch, first)
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += loss.detach()
+            loss.total.backward()  # type: ignore[no-untyped-call]
+            total += loss.cross_entropy
         return Result(total, batch.valid_tokens, {})
 
     @torch.no_grad()
@@ -50,15 +49,23 @@ class SingleDevice:
         self.model.eval()
         total = torch.zeros((), device=self.device)
         for first in range(0, len(batch.tokens), self.micro_batch):
-            total += self._loss(batch, first)
+            total += self._loss(batch, first).cross_entropy
         self.model.train()
         return Result(total, batch.valid_tokens, {})
 
-    def _loss(self, batch: Batch, first: int) -> Tensor:
+    def _loss(self, batch: Batch, first: int) -> Loss:
         rows = slice(first, first + self.micro_batch)
-        tokens = torch.from_numpy(batch.tokens[rows]).to(self.device, non_blocking=True)
-        labels = torch.from_numpy(batch.labels[rows]).to(self.device, non_blocking=True)
-        return self.loss_sum(self.model(tokens), labels)
+        inputs = {name: self._on_device(array[rows]) for name, array in batch.inputs.items()}
+        loss: Loss = self.model(
+            self._on_device(batch.tokens[rows]),
+            self._on_device(batch.labels[rows]),
+            Objective(z_loss=self.z_loss),
+            **inputs,
+        )
+        return loss
+
+    def _on_device(self, array: npt.NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array).to(self.device, non_blocking=True)
 
 
 def require_single(parallel: ParallelSpec) -> None:

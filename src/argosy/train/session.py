@@ -21,7 +21,6 @@ from argosy.model.init import initialise
 from argosy.parallel.single import SingleDevice, require_single
 from argosy.record.rundir import RunDir, find_run
 from argosy.train.device import prepare_device
-from argosy.train.loss import cross_entropy_sum
 from argosy.train.optimizer import Optimizer
 
 
@@ -47,9 +46,7 @@ def open_checked_data(spec: RunSpec) -> RunData:
 
 def make_engine(spec: RunSpec, model: Decoder, device: torch.device) -> SingleDevice:
     require_single(spec.parallel)
-    return SingleDevice(
-        model, cross_entropy_sum, micro_batch=spec.parallel.micro_batch, seed=spec.train.seed, device=device
-    )
+    return SingleDevice(model, micro_batch=spec.parallel.micro_batch, seed=spec.train.seed, device=device)
 
 
 def load_weights(model: Decoder, checkpoint: Checkpoint) -> None:

@@ -8,8 +8,8 @@ windows in the order of a bijection keyed by (seed, corpus, epoch). Nothing depe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,10 +24,13 @@ from argosy.errors import ArgosyError
 
 @dataclass(frozen=True)
 class Batch:
-    """`count` samples. Labels are the tokens one to the right; IGNORED ones are left out of the loss."""
+    """`count` samples. In a decoder's, labels are the tokens one to the right; IGNORED ones are left out of the loss."""
 
     tokens: npt.NDArray[np.int64]  # [count, seq_len]
     labels: npt.NDArray[np.int64]  # [count, seq_len]
+    inputs: dict[str, npt.NDArray[Any]] = field(
+        default_factory=dict
+    )  # what else the model is given, by name  # [count, ..]
 
     @property
     def valid_tokens(self) -> int:

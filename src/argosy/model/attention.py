@@ -1,0 +1,161 @@
+"""Who may look at whom, and the back ends that compute it.
+
+A `Mask` says what is asked: causal or not, a sliding window, documents that do not see each other, ALiBi slopes, an
+additive bias. `BACKENDS` is the table of ways to compute it, fastest first; each declares what it can serve, and the
+first that can is taken. The last one writes the whole mask out as an additive bias: it serves everything, everywhere,
+and is what the others are tested against.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from argosy.compat import compiled_flex_attention, flex_block_mask, sdpa_priority
+
+
+@dataclass(frozen=True)
+class Mask:
+    """What attention may see. Everything not set is unrestricted."""
+
+    causal: bool
+    window: int | None = None  # a query sees itself and the window - 1 keys before it
+    slopes: Tensor | None = None  # ALiBi: subtracts slope x distance from the score  # [heads]
+    documents: Tensor | None = None  # only equal ids see each other  # [batch, seq]
+    bias: Tensor | None = None  # added to the scores; may be trained  # [1 or batch, heads, queries, keys]
+
+    def within(self, queries: int) -> Mask:
+        """The same, without a window that is too wide to matter."""
+        if self.window is None or self.window < queries:
+            return self
+        return Mask(self.causal, None, self.slopes, self.documents, self.bias)
+
+    @property
+    def is_plain(self) -> bool:
+        return self.window is None and self.slopes is None and self.documents is None and self.bias is None
+
+
+class Case(NamedTuple):
+    """What a back end is asked about."""
+
+    mask: Mask
+    device: torch.device
+    dtype: torch.dtype
+    dropout: float
+
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # query, key, value [batch, heads, seq, head_dim] -> the same
+
+
+class Backend(NamedTuple):
+    name: str
+    refuses: Callable[[Case], str | None]  # why it cannot serve a case, or None
+    prepare: Callable[
+        [Case, int, float | None], Attend
+    ]  # for one forward pass: queries, scale (None: 1 / sqrt(head_dim))
+
+
+def prepare_attention(
+    mask: Mask, seq: int, device: torch.device, dtype: torch.dtype, *, dropout: float = 0.0, scale: float | None = None
+) -> Attend:
+    """The function every layer of this forward pass calls; what the layers share is made here, once."""
+    case = Case(mask.within(seq), device, dtype, dropout)
+    return choose_backend(case).prepare(case, seq, scale)
+
+
+def choose_backend(case: Case) -> Backend:
+    return next(backend for backend in BACKENDS if backend.refuses(case) is None)
+
+
+def _sdpa_refuses(case: Case) -> str | None:
+    return None if case.mask.is_plain else "only plain causal or bidirectional attention"
+
+
+def _sdpa(case: Case, seq: int, scale: float | None) -> Attend:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_priority(case.device):
+            return F.scaled_dot_product_attention(
+                q, k, v, is_causal=case.mask.causal, dropout_p=case.dropout, scale=scale, enable_gqa=_grouped(q, k)
+            )
+
+    return attend
+
+
+def _flex_refuses(case: Case) -> str | None:
+    if case.device.type != "cuda":
+        return "needs a GPU"
+    if case.dropout:
+        return "has no dropout"
+    return "adds no bias tensor" if case.mask.bias is not None else None
+
+
+def _flex(case: Case, seq: int, scale: float | None) -> Attend:
+    mask = case.mask
+    slopes, documents, window = mask.slopes, mask.documents, mask.window
+
+    def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        seen = query >= key if mask.causal else query >= 0
+        if window is not None:
+            seen = seen & (query - key < window)
+        if documents is not None:
+            seen = seen & (documents[batch, query] == documents[batch, key])
+        return seen
+
+    def alibi(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        assert slopes is not None
+        return score - slopes[head] * (query - key)
+
+    unrestricted = not mask.causal and window is None and documents is None
+    blocks = None if unrestricted else flex_block_mask(visible, documents, seq, case.device)
+    score_mod = None if slopes is None else alibi
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return compiled_flex_attention(
+            q, k, v, score_mod=score_mod, block_mask=blocks, scale=scale, enable_gqa=_grouped(q, k)
+        )
+
+    return attend
+
+
+def _explicit(case: Case, seq: int, scale: float | None) -> Attend:
+    bias: Tensor | None = explicit_bias(case.mask, seq, case.device, case.dtype)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=bias, dropout_p=case.dropout, scale=scale, enable_gqa=_grouped(q, k)
+        )
+
+    return attend
+
+
+def explicit_bias(mask: Mask, seq: int, device: torch.device, dtype: torch.dtype) -> Tensor | None:
+    """The mask as numbers to add to the scores, [1 or batch, 1 or heads, seq, seq]; None if there is nothing to add."""
+    if mask.is_plain and not mask.causal:
+        return None
+    distance = torch.arange(seq, device=device)[:, None] - torch.arange(seq, device=device)[None, :]  # query - key
+    bias = torch.zeros(1, 1, seq, seq, device=device) if mask.bias is None else mask.bias.float()
+    if mask.slopes is not None:
+        bias = bias - mask.slopes[None, :, None, None] * distance
+    hidden = (distance < 0 if mask.causal else torch.zeros_like(distance, dtype=torch.bool))[None, None]
+    if mask.window is not None:
+        hidden = hidden | (distance >= mask.window)
+    if mask.documents is not None:
+        hidden = hidden | (mask.documents[:, None, :, None] != mask.documents[:, None, None, :])
+    return bias.masked_fill(hidden, -math.inf).to(dtype)
+
+
+def _grouped(q: Tensor, k: Tensor) -> bool:
+    return q.shape[1] != k.shape[1]
+
+
+BACKENDS = (
+    Backend("sdpa", _sdpa_refuses, _sdpa),
+    Backend("flex", _flex_refuses, _flex),
+    Backend("explicit", lambda case: None, _explicit),
+)

@@ -1,0 +1,24 @@
+"""What a model returns when it is given labels: a loss that is a sum, and sums to report beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Objective:
+    """How the loss is made."""
+
+    z_loss: float = 0.0  # weight of log(sum of exp(logits))^2
+    scale: Tensor | float = 1.0  # everything that is differentiated is multiplied with it (fp16's loss scaling)
+
+
+class Loss(NamedTuple):
+    """Of one micro-batch. `total` is to be differentiated; the others are for the record and have no gradient."""
+
+    total: Tensor  # scaled, with every auxiliary term
+    cross_entropy: Tensor  # summed over the labels that count
+    metrics: dict[str, Tensor]  # further sums; the record divides them by the tokens of the global batch

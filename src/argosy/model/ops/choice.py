@@ -1,0 +1,48 @@
+"""Which of an operation's two forms runs: the Triton kernel where there is a GPU to run it, else plain torch.
+
+`ARGOSY_KERNELS=torch` turns the kernels off; `ARGOSY_KERNELS=triton` asks for them also on the CPU, where they run only
+under Triton's interpreter (`TRITON_INTERPRET=1`): slow, and how the tests check them without a GPU. A compiled model
+uses plain torch, which the compiler fuses by itself.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+import torch
+from torch import Tensor
+
+_forced: list[bool] = []
+
+
+def use_kernel(x: Tensor) -> bool:
+    """Whether the Triton form is to work on `x`."""
+    if _forced:
+        return _forced[-1]
+    if torch.compiler.is_compiling():
+        return False
+    return _available() and (x.is_cuda or _asked() == "triton")
+
+
+@contextmanager
+def kernels(on: bool) -> Iterator[None]:
+    """Inside, every operation takes the one form or the other."""
+    _forced.append(on)
+    try:
+        yield
+    finally:
+        _forced.pop()
+
+
+@cache
+def _available() -> bool:
+    return _asked() != "torch" and importlib.util.find_spec("triton") is not None
+
+
+@cache
+def _asked() -> str:
+    return os.environ.get("ARGOSY_KERNELS", "auto")

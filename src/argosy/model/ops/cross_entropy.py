@@ -1,0 +1,87 @@
+"""The output head and the loss in one: logits exist for a few rows at a time and never all at once.
+
+For 32,768 tokens and a vocabulary of 50,304 the logits alone would be 3.3 GB in bf16 and their gradient as much again.
+Here a chunk of rows is multiplied with the head, turned into its loss and, in place, into the gradient of its logits,
+and multiplied on into the gradients of the hidden states and the head, before the next chunk begins. The backward pass
+then only scales what is there. Losses are sums over the labels that count, in 32-bit floats.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from argosy.data.samples.masks import IGNORED
+
+CHUNK_BYTES = 1 << 30  # of logits at a time
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, z_loss: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """(summed loss, its cross-entropy part without gradient) of logits = hidden weight^T + bias.
+
+    hidden [tokens, width], weight [vocab, width], labels [tokens]. The z-loss adds z_loss x log(sum of exp)^2 a token, which
+    keeps the logits from drifting; the two sums differ by it.
+    """
+    total, cross_entropy = _LinearCrossEntropy.apply(hidden, weight, bias, labels, z_loss)  # type: ignore[no-untyped-call]
+    return total, cross_entropy
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, z_loss: float
+    ) -> tuple[Tensor, Tensor]:
+        wants = [t is not None and t.requires_grad for t in (hidden, weight, bias)]
+        d_hidden = torch.empty_like(hidden) if any(wants) else None
+        d_weight = torch.zeros_like(weight, dtype=torch.float32) if wants[1] else None
+        d_bias = torch.zeros_like(bias, dtype=torch.float32) if wants[2] and bias is not None else None
+        total = torch.zeros((), device=hidden.device)
+        cross_entropy = torch.zeros((), device=hidden.device)
+        rows = max(1, CHUNK_BYTES // (weight.shape[0] * weight.element_size()))
+        for first in range(0, len(hidden), rows):
+            part = slice(first, first + rows)
+            logits = torch.nn.functional.linear(hidden[part], weight, bias)
+            losses, ce, logits = softmax_loss_(logits, labels[part], z_loss, any(wants))
+            total += losses.sum()
+            cross_entropy += ce.sum()
+            if d_hidden is not None:
+                torch.mm(logits, weight, out=d_hidden[part])
+            if d_weight is not None:
+                d_weight += logits.t() @ hidden[part]
+            if d_bias is not None:
+                d_bias += logits.sum(0, dtype=torch.float32)
+        ctx.save_for_backward(
+            d_hidden,
+            None if d_weight is None else d_weight.to(weight.dtype),
+            None if d_bias is None or bias is None else d_bias.to(bias.dtype),
+        )
+        ctx.mark_non_differentiable(cross_entropy)
+        return total, cross_entropy
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        scale = gradients[0]
+        scaled = [None if t is None else t * scale.to(t.dtype) for t in ctx.saved_tensors]
+        return (*scaled, None, None)
+
+
+def softmax_loss_(logits: Tensor, labels: Tensor, z_loss: float, with_gradient: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """(losses, cross-entropies, gradient of the logits) a row; the logits are overwritten."""
+    counts = labels != IGNORED
+    full = logits.float()
+    lse = full.logsumexp(-1)
+    picked = full.gather(-1, labels.clamp(min=0)[:, None])[:, 0]
+    cross_entropy = torch.where(counts, lse - picked, 0.0)
+    losses = cross_entropy + torch.where(counts, z_loss * lse * lse, 0.0) if z_loss else cross_entropy
+    if not with_gradient:
+        return losses, cross_entropy, logits
+    gradient = full.sub_(lse[:, None]).exp_()
+    if z_loss:
+        gradient *= (1 + 2 * z_loss * lse)[:, None]
+    gradient.scatter_add_(-1, labels.clamp(min=0)[:, None], torch.full_like(lse, -1.0)[:, None])
+    gradient *= counts[:, None]
+    return losses, cross_entropy, logits.copy_(gradient)
