@@ -15,8 +15,9 @@ from torch.nn import functional as F
 
 from argosy.config.model import ModelSpec
 from argosy.model.ops.activation import activate, gated
-from argosy.model.ops.norm import add, add_norm, norm
-from argosy.model.positions import Context, apply_rope
+from argosy.model.ops.heads import project_heads, rotate
+from argosy.model.ops.norm import add, add_norm, norm, split_norm
+from argosy.model.positions import Context
 
 
 class Linear(nn.Linear):
@@ -36,6 +37,10 @@ class Norm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return norm(x, self.weight, self.bias, eps=self.eps, rms=self.rms)
 
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(x, its norm)."""
+        return split_norm(x, self.weight, self.bias, eps=self.eps, rms=self.rms)
+
     def add(self, x: Tensor, y: Tensor, y_bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """(x + y + y_bias, its norm)."""
         return add_norm(x, y, y_bias, self.weight, self.bias, eps=self.eps, rms=self.rms)
@@ -53,14 +58,19 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """Without the output projection's bias. [batch, seq, hidden]"""
-        qkv = self.qkv(x) if self.qkv.bias is None else self.qkv(x) + self.qkv.bias
-        groups = qkv.unflatten(-1, (-1, self.group + 2, self.head_dim))  # [batch, seq, kv_heads, group + 2, head_dim]
-        q, k, v = groups.split((self.group, 1, 1), dim=3)
-        q, k, v = (t.flatten(2, 3).transpose(1, 2) for t in (q, k, v))  # [batch, heads, seq, head_dim]
+        normed = self.q_norm is not None
+        q, k, v = project_heads(
+            x,
+            self.qkv.weight,
+            self.qkv.bias,
+            None if normed else context.rope,
+            group=self.group,
+            head_dim=self.head_dim,
+        )
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        if context.rope is not None:
-            q, k = apply_rope(q, context.rope), apply_rope(k, context.rope)
+            if context.rope is not None:
+                q, k = rotate(q, context.rope), rotate(k, context.rope)
         y = context.attend(q, k, v)
         out: Tensor = self.out(y.transpose(1, 2).flatten(2))
         return out
@@ -102,7 +112,8 @@ class Block(nn.Module):
         self.mlp = MLP(spec)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        y, bias = self._drop(self.attn(self.attn_norm(x), context), self.attn.out.bias)
+        x, h = self.attn_norm.split(x)
+        y, bias = self._drop(self.attn(h, context), self.attn.out.bias)
         x, h = self.mlp_norm.add(x, y, bias)
         return add(x, *self._drop(self.mlp(h), self.mlp.down.bias))
 

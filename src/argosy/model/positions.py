@@ -14,8 +14,7 @@ from torch import Tensor
 
 from argosy.config.model import ModelSpec
 from argosy.model.attention import Attend, Mask, prepare_attention
-
-Rope = tuple[Tensor, Tensor]  # cos and sin, [1 or batch, 1, seq, head_dim]
+from argosy.model.ops.heads import Rope
 
 
 @dataclass(frozen=True)
@@ -41,8 +40,7 @@ def make_context(
     rope = None
     if spec.positions == "rope":
         where = torch.arange(seq, device=device)[None] if positions is None else positions
-        cos, sin = rope_tables(where, spec.head_dim, spec.rope_theta)
-        rope = (cos.to(x.dtype), sin.to(x.dtype))
+        rope = rope_tables(where, spec.head_dim, spec.rope_theta)
     mask = Mask(
         causal=spec.architecture == "decoder",
         window=spec.window,
@@ -54,21 +52,10 @@ def make_context(
 
 
 def rope_tables(positions: Tensor, head_dim: int, theta: float) -> Rope:
-    """cos and sin of position x frequency, each frequency twice, for the rotate-half convention.
-
-    positions [1 or batch, seq] -> [1 or batch, 1, seq, head_dim]
-    """
+    """cos and sin of position x frequency, for positions [1 or batch, seq]."""
     frequencies = theta ** (-torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim)
-    angles = positions[:, None, :, None].float() * frequencies
-    angles = torch.cat((angles, angles), dim=-1)
+    angles = positions[:, :, None].float() * frequencies
     return angles.cos(), angles.sin()
-
-
-def apply_rope(x: Tensor, rope: Rope) -> Tensor:
-    """Rotate each pair (i, i + head_dim / 2) of x [batch, heads, seq, head_dim]."""
-    cos, sin = rope
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 def alibi_slopes(heads: int, device: torch.device) -> Tensor:

@@ -40,7 +40,7 @@ class SingleDevice:
         for micro, first in enumerate(range(0, len(batch.tokens), self.micro_batch)):
             torch.manual_seed(derive_seed(self.seed, "dropout", step, micro))
             loss = self._loss(batch, first)
-            loss.total.backward()  # type: ignore[no-untyped-call]
+            loss.total.backward()
             total += loss.cross_entropy
         return Result(total, batch.valid_tokens, {})
 

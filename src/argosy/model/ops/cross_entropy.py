@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from argosy.data.samples.masks import IGNORED
+from argosy.model.ops.choice import use_kernel
 
 CHUNK_BYTES = 1 << 30  # of logits at a time
 
@@ -26,7 +27,7 @@ def linear_cross_entropy(
     hidden [tokens, width], weight [vocab, width], labels [tokens]. The z-loss adds z_loss x log(sum of exp)^2 a token, which
     keeps the logits from drifting; the two sums differ by it.
     """
-    total, cross_entropy = _LinearCrossEntropy.apply(hidden, weight, bias, labels, z_loss)  # type: ignore[no-untyped-call]
+    total, cross_entropy = _LinearCrossEntropy.apply(hidden, weight, bias, labels, z_loss)
     return total, cross_entropy
 
 
@@ -71,6 +72,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def softmax_loss_(logits: Tensor, labels: Tensor, z_loss: float, with_gradient: bool) -> tuple[Tensor, Tensor, Tensor]:
     """(losses, cross-entropies, gradient of the logits) a row; the logits are overwritten."""
+    if use_kernel(logits):
+        from argosy.model.ops.kernels.cross_entropy import softmax_loss_ as fused
+
+        return fused(logits, labels, z_loss, with_gradient)
     counts = labels != IGNORED
     full = logits.float()
     lse = full.logsumexp(-1)

@@ -7,24 +7,55 @@ bias and norm come out of the same backward pass.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from argosy.model.ops.choice import use_kernel
+
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, rms: bool) -> Tensor:
-    if rms:
-        return F.rms_norm(x, x.shape[-1:], weight, eps)
-    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    return split_norm(x, weight, bias, eps=eps, rms=rms)[1]
+
+
+def split_norm(x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, rms: bool) -> tuple[Tensor, Tensor]:
+    """(x, its norm): the two ways a residual stream goes on. Going both ways from here, x gets its gradient in one pass."""
+    if use_kernel(x):
+        return _fused(x, None, None, weight, bias, eps, rms)
+    return x, _norm(x, weight, bias, eps, rms)
 
 
 def add_norm(
     x: Tensor, y: Tensor, y_bias: Tensor | None, weight: Tensor, bias: Tensor | None, *, eps: float, rms: bool
 ) -> tuple[Tensor, Tensor]:
     """(x + y + y_bias, the norm of that)."""
+    if use_kernel(x):
+        return _fused(x, y, y_bias, weight, bias, eps, rms)
     total = add(x, y, y_bias)
-    return total, norm(total, weight, bias, eps=eps, rms=rms)
+    return total, _norm(total, weight, bias, eps, rms)
 
 
 def add(x: Tensor, y: Tensor, y_bias: Tensor | None) -> Tensor:
-    return x + y if y_bias is None else torch.add(x, y + y_bias)
+    """x + y + y_bias."""
+    if y_bias is None:
+        return x + y
+    if use_kernel(x):
+        from argosy.model.ops.kernels.norm import Add
+
+        result: Tensor = Add.apply(x, y, y_bias)
+        return result
+    return x + (y + y_bias)
+
+
+def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, rms: bool) -> Tensor:
+    if rms:
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def _fused(
+    x: Tensor, y: Tensor | None, y_bias: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, rms: bool
+) -> tuple[Tensor, Tensor]:
+    from argosy.model.ops.kernels.norm import AddNorm
+
+    total, out = AddNorm.apply(x, y, y_bias, weight, bias, eps, rms)
+    return total, out

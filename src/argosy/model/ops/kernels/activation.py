@@ -1,0 +1,155 @@
+"""Activations with the bias before them, read once and written once; the bias gradient comes out of the backward pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_ROWS, _COLS = 16, 256  # of a tile
+_TILES_DOWN = 16  # tiles a program walks in the backward pass, summing the bias gradient
+
+
+@triton.jit
+def _gelu_tanh_parts(x):
+    """sigmoid(2u) and du/dx x 2, for gelu(x) = x sigmoid(2u), u = sqrt(2 / pi) (x + 0.044715 x^3)."""
+    square = x * x
+    s = tl.sigmoid(1.5957691216057308 * x * (1.0 + 0.044715 * square))
+    return s, 1.5957691216057308 * (1.0 + 0.134145 * square)
+
+
+@triton.jit
+def _value(x, KIND: tl.constexpr):
+    if KIND == "relu":
+        return tl.maximum(x, 0.0)
+    elif KIND == "gelu":
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif KIND == "silu":
+        return x * tl.sigmoid(x)
+    else:
+        s, _slope = _gelu_tanh_parts(x)
+        return x * s
+
+
+@triton.jit
+def _slope(x, KIND: tl.constexpr):
+    if KIND == "relu":
+        return tl.where(x > 0, 1.0, 0.0)
+    elif KIND == "gelu":
+        below = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+        return below + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+    elif KIND == "silu":
+        s = tl.sigmoid(x)
+        return s * (1.0 + x * (1.0 - s))
+    else:
+        s, u = _gelu_tanh_parts(x)
+        return s + x * s * (1.0 - s) * u
+
+
+@triton.jit
+def _forward(y, bias, out, rows, width, KIND: tl.constexpr, HAS_BIAS: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    row = tl.program_id(1).to(tl.int64) * R + tl.arange(0, R)
+    col = tl.program_id(0) * C + tl.arange(0, C)
+    inside = (row < rows)[:, None] & (col < width)[None, :]
+    at = row[:, None] * width + col[None, :]
+    x = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        x += tl.load(bias + col, mask=col < width, other=0.0).to(tl.float32)[None, :]
+    tl.store(out + at, _value(x, KIND).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _backward(
+    d_out, y, bias, d_y, d_bias, rows, width, KIND: tl.constexpr, HAS_BIAS: tl.constexpr, R: tl.constexpr,
+    C: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    col = tl.program_id(0) * C + tl.arange(0, C)
+    first = tl.program_id(1).to(tl.int64) * R * TILES
+    total = tl.zeros((C,), tl.float32)
+    if HAS_BIAS:
+        b = tl.load(bias + col, mask=col < width, other=0.0).to(tl.float32)[None, :]
+    for tile in range(TILES):
+        row = first + tile * R + tl.arange(0, R)
+        inside = (row < rows)[:, None] & (col < width)[None, :]
+        at = row[:, None] * width + col[None, :]
+        x = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            x += b
+        gradient = tl.load(d_out + at, mask=inside, other=0.0).to(tl.float32) * _slope(x, KIND)
+        if HAS_BIAS:
+            total += tl.sum(gradient, 0)
+        tl.store(d_y + at, gradient.to(d_y.dtype.element_ty), mask=inside)
+    if HAS_BIAS:
+        tl.store(d_bias + tl.program_id(1) * width + col, total, mask=col < width)
+
+
+class Activate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, bias: Tensor | None, kind: str) -> Tensor:
+        y = y.contiguous()
+        width = y.shape[-1]
+        rows = y.numel() // width
+        out = torch.empty_like(y)
+        _forward[(triton.cdiv(width, _COLS), triton.cdiv(rows, _ROWS))](
+            y, bias, out, rows, width, kind, bias is not None, _ROWS, _COLS, num_warps=4
+        )
+        ctx.save_for_backward(y, bias)
+        ctx.kind = kind
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        y, bias = ctx.saved_tensors
+        width = y.shape[-1]
+        rows = y.numel() // width
+        chunks = triton.cdiv(rows, _ROWS * _TILES_DOWN)
+        d_y = torch.empty_like(y)
+        partial = torch.empty((chunks, width), dtype=torch.float32, device=y.device) if bias is not None else None
+        _backward[(triton.cdiv(width, _COLS), chunks)](
+            gradients[0].contiguous(), y, bias, d_y, partial, rows, width, ctx.kind, bias is not None, _ROWS, _COLS,
+            _TILES_DOWN, num_warps=4,
+        )  # fmt: skip
+        return d_y, None if partial is None or bias is None else partial.sum(0).to(bias.dtype), None
+
+
+@triton.jit
+def _gated_forward(gate, up, out, count, KIND: tl.constexpr, B: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
+    inside = at < count
+    g = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, (_value(g, KIND) * u).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gated_backward(d_out, gate, up, d_gate, d_up, count, KIND: tl.constexpr, B: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
+    inside = at < count
+    d = tl.load(d_out + at, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(d_gate + at, (d * u * _slope(g, KIND)).to(d_gate.dtype.element_ty), mask=inside)
+    tl.store(d_up + at, (d * _value(g, KIND)).to(d_up.dtype.element_ty), mask=inside)
+
+
+class Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, kind: str) -> Tensor:
+        gate, up = gate.contiguous(), up.contiguous()
+        out = torch.empty_like(gate)
+        _gated_forward[(triton.cdiv(gate.numel(), 2048),)](gate, up, out, gate.numel(), kind, 2048, num_warps=4)
+        ctx.save_for_backward(gate, up)
+        ctx.kind = kind
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        gate, up = ctx.saved_tensors
+        d_gate, d_up = torch.empty_like(gate), torch.empty_like(up)
+        _gated_backward[(triton.cdiv(gate.numel(), 2048),)](
+            gradients[0].contiguous(), gate, up, d_gate, d_up, gate.numel(), ctx.kind, 2048, num_warps=4
+        )
+        return d_gate, d_up, None

@@ -1,0 +1,60 @@
+"""Rows of logits to their losses and, in place, to the gradient of the logits. A program takes a row and walks it twice:
+once for the sum of exponentials, once, while it is still in the cache, to overwrite it."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from argosy.data.samples.masks import IGNORED
+
+
+@triton.jit
+def _softmax_loss(
+    logits, labels, losses, cross_entropies, width, z_loss, ignored, GRADIENT: tl.constexpr, B: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    start = logits + row * width
+    label = tl.load(labels + row)
+    if label == ignored:
+        tl.store(losses + row, 0.0)
+        tl.store(cross_entropies + row, 0.0)
+        if GRADIENT:
+            for first in range(0, width, B):
+                cols = first + tl.arange(0, B)
+                tl.store(start + cols, tl.zeros((B,), logits.dtype.element_ty), mask=cols < width)
+    else:
+        highest = tl.full((B,), float("-inf"), tl.float32)
+        total = tl.zeros((B,), tl.float32)
+        for first in range(0, width, B):
+            cols = first + tl.arange(0, B)
+            x = tl.load(start + cols, mask=cols < width, other=float("-inf")).to(tl.float32)
+            higher = tl.maximum(highest, x)
+            safe = tl.where(higher == float("-inf"), 0.0, higher)
+            total = total * tl.exp(highest - safe) + tl.exp(x - safe)
+            highest = higher
+        peak = tl.max(highest, 0)
+        lse = peak + tl.log(tl.sum(total * tl.exp(highest - peak), 0))
+        cross_entropy = lse - tl.load(start + label).to(tl.float32)
+        tl.store(cross_entropies + row, cross_entropy)
+        tl.store(losses + row, cross_entropy + z_loss * lse * lse)
+        if GRADIENT:
+            tl.debug_barrier()  # the label's logit is read before it is overwritten
+            factor = 1.0 + 2.0 * z_loss * lse
+            for first in range(0, width, B):
+                cols = first + tl.arange(0, B)
+                x = tl.load(start + cols, mask=cols < width, other=float("-inf")).to(tl.float32)
+                gradient = tl.exp(x - lse) * factor
+                gradient = tl.where(cols == label, gradient - 1.0, gradient)
+                tl.store(start + cols, gradient.to(logits.dtype.element_ty), mask=cols < width)
+
+
+def softmax_loss_(logits: Tensor, labels: Tensor, z_loss: float, with_gradient: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """As `argosy.model.ops.cross_entropy.softmax_loss_`."""
+    losses = torch.empty((2, len(logits)), dtype=torch.float32, device=logits.device)
+    _softmax_loss[(len(logits),)](
+        logits, labels, losses[0], losses[1], logits.shape[1], z_loss, IGNORED, with_gradient, 4096, num_warps=8
+    )
+    return losses[0], losses[1], logits

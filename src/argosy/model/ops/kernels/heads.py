@@ -1,0 +1,140 @@
+"""The fused query-key-value product cut into its three parts, rotated on the way; and the gradients of the three joined
+again, rotated back, with the bias gradient summed in the same pass.
+
+The product's columns are slots of one head each: for every key/value head its queries, its key, its value.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_TOKENS = 32  # of a tile
+_TILES_DOWN = 8  # tiles a program walks when it joins
+
+
+@triton.jit
+def _turn(first, second, cos, sin, BACK: tl.constexpr):
+    if BACK:
+        return first * cos + second * sin, second * cos - first * sin
+    else:
+        return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit
+def _split(qkv, q, k, cos, sin, tokens, table_rows, kv_heads, GROUP: tl.constexpr, HALF: tl.constexpr, R: tl.constexpr):
+    """Write rotated queries [tokens, heads, head_dim] and keys [tokens, kv_heads, head_dim]; values stay where they are."""
+    place = tl.program_id(1)  # of the head among the queries and keys of all groups
+    group = place // (GROUP + 1)
+    slot = place % (GROUP + 1)
+    token = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    dim = tl.arange(0, HALF)
+    inside = (token < tokens)[:, None] & (dim < HALF)[None, :]
+    source = qkv + token[:, None] * (kv_heads * (GROUP + 2) * 2 * HALF) + (group * (GROUP + 2) + slot) * 2 * HALF
+    first = tl.load(source + dim[None, :], mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF + dim[None, :], mask=inside, other=0.0).to(tl.float32)
+    angle = (token % table_rows)[:, None] * HALF + dim[None, :]
+    c = tl.load(cos + angle, mask=inside, other=0.0)
+    s = tl.load(sin + angle, mask=inside, other=0.0)
+    first, second = _turn(first, second, c, s, False)
+    if slot < GROUP:
+        target = q + token[:, None] * (kv_heads * GROUP * 2 * HALF) + (group * GROUP + slot) * 2 * HALF
+    else:
+        target = k + token[:, None] * (kv_heads * 2 * HALF) + group * 2 * HALF
+    tl.store(target + dim[None, :], first.to(q.dtype.element_ty), mask=inside)
+    tl.store(target + HALF + dim[None, :], second.to(q.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _join(
+    d_q, d_k, d_v, cos, sin, d_qkv, d_bias, tokens, seq, table_rows, kv_heads,
+    qb, qh, qt, kb, kh, kt, vb, vh, vt,
+    ROPE: tl.constexpr, HAS_BIAS: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, R: tl.constexpr,
+    TILES: tl.constexpr,
+):  # fmt: skip
+    """d_qkv from the three gradients, whose strides over batch, head and token are given (the last is 1)."""
+    place = tl.program_id(1)
+    group = place // (GROUP + 2)
+    slot = place % (GROUP + 2)
+    dim = tl.arange(0, HALF)
+    row_size = kv_heads * (GROUP + 2) * 2 * HALF
+    sum_first = tl.zeros((HALF,), tl.float32)
+    sum_second = tl.zeros((HALF,), tl.float32)
+    for tile in range(TILES):
+        token = (tl.program_id(0).to(tl.int64) * TILES + tile) * R + tl.arange(0, R)
+        inside = (token < tokens)[:, None] & (dim < HALF)[None, :]
+        row = token // seq
+        t = token % seq
+        if slot < GROUP:
+            source = d_q + (row * qb + (group * GROUP + slot) * qh + t * qt)[:, None]
+        elif slot == GROUP:
+            source = d_k + (row * kb + group * kh + t * kt)[:, None]
+        else:
+            source = d_v + (row * vb + group * vh + t * vt)[:, None]
+        first = tl.load(source + dim[None, :], mask=inside, other=0.0).to(tl.float32)
+        second = tl.load(source + HALF + dim[None, :], mask=inside, other=0.0).to(tl.float32)
+        if ROPE:
+            if slot <= GROUP:
+                angle = (token % table_rows)[:, None] * HALF + dim[None, :]
+                c = tl.load(cos + angle, mask=inside, other=0.0)
+                s = tl.load(sin + angle, mask=inside, other=0.0)
+                first, second = _turn(first, second, c, s, True)
+        if HAS_BIAS:
+            sum_first += tl.sum(first, 0)
+            sum_second += tl.sum(second, 0)
+        target = d_qkv + token[:, None] * row_size + place * 2 * HALF
+        tl.store(target + dim[None, :], first.to(d_qkv.dtype.element_ty), mask=inside)
+        tl.store(target + HALF + dim[None, :], second.to(d_qkv.dtype.element_ty), mask=inside)
+    if HAS_BIAS:
+        at = d_bias + tl.program_id(0) * row_size + place * 2 * HALF + dim
+        tl.store(at, sum_first)
+        tl.store(at + HALF, sum_second)
+
+
+class SplitHeads(torch.autograd.Function):
+    """qkv [batch, seq, slots x head_dim] -> q, k, v [batch, heads, seq, head_dim].
+
+    `bias` is not added here: the product has it already, and only its gradient is made here.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, qkv: Tensor, bias: Tensor | None, rope: tuple[Tensor, Tensor] | None, group: int, head_dim: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        qkv = qkv.contiguous()
+        batch, seq, _ = qkv.shape
+        slots = qkv.unflatten(-1, (-1, group + 2, head_dim))  # [batch, seq, kv_heads, group + 2, head_dim]
+        kv_heads = slots.shape[2]
+        q, k, v = slots.split((group, 1, 1), dim=3)
+        if rope is None:
+            q, k = q.flatten(2, 3), k.flatten(2, 3)
+        else:
+            q = torch.empty((batch, seq, kv_heads * group, head_dim), dtype=qkv.dtype, device=qkv.device)
+            k = torch.empty((batch, seq, kv_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+            _split[(triton.cdiv(batch * seq, _TOKENS), kv_heads * (group + 1))](
+                qkv, q, k, *rope, batch * seq, rope[0].shape[0] * seq, kv_heads, group, head_dim // 2, _TOKENS,
+                num_warps=4,
+            )  # fmt: skip
+        ctx.form = (rope, None if bias is None else bias.dtype, group, head_dim, qkv.shape, qkv.dtype)
+        return q.transpose(1, 2), k.transpose(1, 2), v.flatten(2, 3).transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        d_q, d_k, d_v = (g if g.stride(-1) == 1 else g.contiguous() for g in gradients)
+        rope, bias_dtype, group, head_dim, shape, dtype = ctx.form
+        batch, seq, width = shape
+        kv_heads = width // head_dim // (group + 2)
+        d_qkv = torch.empty(shape, dtype=dtype, device=d_q.device)
+        chunks = triton.cdiv(batch * seq, _TOKENS * _TILES_DOWN)
+        partial = None if bias_dtype is None else torch.empty((chunks, width), dtype=torch.float32, device=d_q.device)
+        tables = (None, None) if rope is None else rope
+        _join[(chunks, kv_heads * (group + 2))](
+            d_q, d_k, d_v, *tables, d_qkv, partial, batch * seq, seq, 1 if rope is None else rope[0].shape[0] * seq,
+            kv_heads, *d_q.stride()[:3], *d_k.stride()[:3], *d_v.stride()[:3],
+            rope is not None, partial is not None, group, head_dim // 2, _TOKENS, _TILES_DOWN, num_warps=4,
+        )  # fmt: skip
+        return d_qkv, None if partial is None else partial.sum(0).to(bias_dtype), None, None, None

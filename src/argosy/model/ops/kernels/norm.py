@@ -1,0 +1,195 @@
+"""Residual sum and norm in one pass over memory, and their gradients in another.
+
+A program takes whole rows. In the backward pass few programs take many rows each, so that the sums over rows (the
+gradients of the norm's weight and bias and of the added bias) stay in registers until the end; what each program found is
+then summed by torch, in a fixed order, so that the result is the same each time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_PROGRAMS = 1056  # eight for each multiprocessor of an H100 or H200
+
+
+@triton.jit
+def _forward(
+    x, y, y_bias, weight, bias, total, out, mean, rstd, width, eps,
+    HAS_Y: tl.constexpr, HAS_Y_BIAS: tl.constexpr, HAS_BIAS: tl.constexpr, RMS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    inside = cols < width
+    value = tl.load(x + row * width + cols, mask=inside, other=0.0).to(tl.float32)
+    if HAS_Y:
+        value += tl.load(y + row * width + cols, mask=inside, other=0.0).to(tl.float32)
+        if HAS_Y_BIAS:
+            value += tl.load(y_bias + cols, mask=inside, other=0.0).to(tl.float32)
+        stored = value.to(total.dtype.element_ty)
+        tl.store(total + row * width + cols, stored, mask=inside)
+        value = stored.to(tl.float32)
+    if RMS:
+        centred = value
+    else:
+        average = tl.sum(value, 0) / width
+        tl.store(mean + row, average)
+        centred = tl.where(inside, value - average, 0.0)
+    scale = tl.rsqrt(tl.sum(centred * centred, 0) / width + eps)
+    tl.store(rstd + row, scale)
+    result = centred * scale * tl.load(weight + cols, mask=inside, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        result += tl.load(bias + cols, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * width + cols, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _backward(
+    d_out, d_total, total, weight, mean, rstd, d_x, d_weight, d_bias, d_y_bias, rows, width, rows_each,
+    HAS_D_TOTAL: tl.constexpr, HAS_Y_BIAS: tl.constexpr, HAS_BIAS: tl.constexpr, RMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    cols = tl.arange(0, BLOCK)
+    inside = cols < width
+    w = tl.load(weight + cols, mask=inside, other=0.0).to(tl.float32)
+    sum_weight = tl.zeros((BLOCK,), tl.float32)
+    sum_bias = tl.zeros((BLOCK,), tl.float32)
+    sum_x = tl.zeros((BLOCK,), tl.float32)
+    first = program.to(tl.int64) * rows_each
+    for row in range(first, tl.minimum(first + rows_each, rows)):
+        at = row * width + cols
+        dy = tl.load(d_out + at, mask=inside, other=0.0).to(tl.float32)
+        value = tl.load(total + at, mask=inside, other=0.0).to(tl.float32)
+        scale = tl.load(rstd + row)
+        if RMS:
+            unit = value * scale
+        else:
+            unit = tl.where(inside, (value - tl.load(mean + row)) * scale, 0.0)
+        sum_weight += dy * unit
+        if HAS_BIAS:
+            sum_bias += dy
+        dy *= w
+        gradient = dy - unit * (tl.sum(dy * unit, 0) / width)
+        if not RMS:
+            gradient -= tl.sum(dy, 0) / width
+        gradient *= scale
+        if HAS_D_TOTAL:
+            gradient += tl.load(d_total + at, mask=inside, other=0.0).to(tl.float32)
+        if HAS_Y_BIAS:
+            sum_x += tl.where(inside, gradient, 0.0)
+        tl.store(d_x + at, gradient.to(d_x.dtype.element_ty), mask=inside)
+    at = program * width + cols
+    tl.store(d_weight + at, sum_weight, mask=inside)
+    if HAS_BIAS:
+        tl.store(d_bias + at, sum_bias, mask=inside)
+    if HAS_Y_BIAS:
+        tl.store(d_y_bias + at, sum_x, mask=inside)
+
+
+class AddNorm(torch.autograd.Function):
+    """(x + y + y_bias, its norm); with no y, (x, its norm), which saves adding the two gradients of x."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, y: Tensor | None, y_bias: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
+        rms: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        x = x.contiguous()
+        y = None if y is None else y.contiguous()
+        width = x.shape[-1]
+        rows = x.numel() // width
+        total = x if y is None else torch.empty_like(x)
+        out = torch.empty_like(x)
+        statistics = torch.empty((2, rows), dtype=torch.float32, device=x.device)
+        mean, rstd = statistics[0], statistics[1]
+        block = triton.next_power_of_2(width)
+        _forward[(rows,)](
+            x, y, y_bias, weight, bias, total, out, mean, rstd, width, eps,
+            y is not None, y_bias is not None, bias is not None, rms, block, num_warps=_warps(block),
+        )  # fmt: skip
+        ctx.save_for_backward(total, weight, statistics)
+        ctx.form = (rms, None if bias is None else bias.dtype, None if y_bias is None else y_bias.dtype, y is not None)
+        ctx.set_materialize_grads(False)
+        return total, out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        d_total, d_out = gradients
+        total, weight, statistics = ctx.saved_tensors
+        rms, bias_dtype, y_bias_dtype, has_y = ctx.form
+        if d_out is None:  # nothing reads the norm
+            return d_total, d_total if has_y else None, None, None, None, None, None
+        width = total.shape[-1]
+        rows = total.numel() // width
+        d_out = d_out.contiguous()
+        d_total = None if d_total is None else d_total.contiguous()
+        d_x = torch.empty_like(total)
+        rows_each = triton.cdiv(rows, _PROGRAMS)
+        programs = triton.cdiv(rows, rows_each)
+        partial = torch.empty((3, programs, width), dtype=torch.float32, device=total.device)
+        block = triton.next_power_of_2(width)
+        _backward[(programs,)](
+            d_out, d_total, total, weight, statistics[0], statistics[1], d_x, partial[0], partial[1], partial[2],
+            rows, width, rows_each, d_total is not None, y_bias_dtype is not None, bias_dtype is not None, rms, block,
+            num_warps=_warps(block),
+        )  # fmt: skip
+        sums = partial.sum(1)
+        d_bias = None if bias_dtype is None else sums[1].to(bias_dtype)
+        d_y_bias = None if y_bias_dtype is None else sums[2].to(y_bias_dtype)
+        return d_x, d_x if has_y else None, d_y_bias, sums[0].to(weight.dtype), d_bias, None, None
+
+
+@triton.jit
+def _add(x, y, y_bias, out, rows, width, R: tl.constexpr, C: tl.constexpr):
+    row = tl.program_id(1).to(tl.int64) * R + tl.arange(0, R)
+    col = tl.program_id(0) * C + tl.arange(0, C)
+    inside = (row < rows)[:, None] & (col < width)[None, :]
+    at = row[:, None] * width + col[None, :]
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    value += tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
+    value += tl.load(y_bias + col, mask=col < width, other=0.0).to(tl.float32)[None, :]
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _column_sums(x, sums, rows, width, R: tl.constexpr, C: tl.constexpr, TILES: tl.constexpr):
+    col = tl.program_id(0) * C + tl.arange(0, C)
+    total = tl.zeros((C,), tl.float32)
+    for tile in range(TILES):
+        row = (tl.program_id(1).to(tl.int64) * TILES + tile) * R + tl.arange(0, R)
+        inside = (row < rows)[:, None] & (col < width)[None, :]
+        total += tl.sum(tl.load(x + row[:, None] * width + col[None, :], mask=inside, other=0.0).to(tl.float32), 0)
+    tl.store(sums + tl.program_id(1) * width + col, total, mask=col < width)
+
+
+class Add(torch.autograd.Function):
+    """x + y + y_bias."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, y_bias: Tensor) -> Tensor:
+        x, y = x.contiguous(), y.contiguous()
+        width = x.shape[-1]
+        rows = x.numel() // width
+        out = torch.empty_like(x)
+        _add[(triton.cdiv(width, 256), triton.cdiv(rows, 16))](x, y, y_bias, out, rows, width, 16, 256, num_warps=4)
+        ctx.bias_dtype = y_bias.dtype
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        d_out = gradients[0].contiguous()
+        width = d_out.shape[-1]
+        rows = d_out.numel() // width
+        chunks = triton.cdiv(rows, 16 * 16)
+        partial = torch.empty((chunks, width), dtype=torch.float32, device=d_out.device)
+        _column_sums[(triton.cdiv(width, 256), chunks)](d_out, partial, rows, width, 16, 256, 16, num_warps=4)
+        return d_out, d_out, partial.sum(0).to(ctx.bias_dtype)
+
+
+def _warps(block: int) -> int:
+    return max(1, min(16, block // 512))

@@ -1,0 +1,154 @@
+"""Each Triton kernel computes what its plain twin computes, forward and backward, on a GPU, or on the CPU under Triton's
+interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="the kernels need triton, which the dev extra brings on Linux")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+from argosy.config.resolve import resolve_model  # noqa: E402
+from argosy.model.decoder import build_model  # noqa: E402
+from argosy.model.init import initialise  # noqa: E402
+from argosy.model.objective import Objective  # noqa: E402
+from argosy.model.ops import activation, cross_entropy, heads, norm  # noqa: E402
+from argosy.model.ops.choice import kernels  # noqa: E402
+from argosy.model.positions import rope_tables  # noqa: E402
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(7)
+
+
+def both(operation: Callable[..., object], inputs: dict[str, Tensor | None], dtype: torch.dtype) -> None:
+    """Run it as a kernel and as plain torch in 64 bits; outputs and all gradients must agree."""
+    results = []
+    for on in (True, False):
+        width = dtype if on else torch.float64
+        given = {
+            k: None if v is None else (v.detach().to(DEVICE, dtype, copy=True).to(width).requires_grad_(True))
+            for k, v in inputs.items()
+        }
+        with kernels(on):
+            out = operation(**given)
+        outs = [t for t in (out if isinstance(out, tuple) else (out,)) if isinstance(t, Tensor) and t.requires_grad]
+        generator = torch.Generator().manual_seed(3)
+        loss = sum((t * torch.randn(t.shape, generator=generator).to(dtype).to(t)).sum() for t in outs)
+        assert isinstance(loss, Tensor)
+        loss.backward()
+        results.append([*outs, *(v.grad for v in given.values() if v is not None)])
+    for found, expected in zip(*results, strict=True):
+        assert found is not None
+        assert expected is not None
+        error = (found.double() - expected.double()).norm() / expected.double().norm()
+        assert float(error) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rms", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("width", [48, 130])
+def test_norms(dtype: torch.dtype, rms: bool, biased: bool, width: int) -> None:
+    x, y = torch.randn(2, 3, 5, width).unbind()
+    weight, bias, y_bias = torch.randn(3, width).unbind()
+    if rms or not biased:
+        bias = None  # type: ignore[assignment]
+    both(
+        lambda x, weight, bias: norm.split_norm(x, weight, bias, eps=1e-5, rms=rms),
+        {"x": x, "weight": weight, "bias": bias},
+        dtype,
+    )
+    both(
+        lambda x, y, y_bias, weight, bias: norm.add_norm(x, y, y_bias, weight, bias, eps=1e-5, rms=rms),
+        {"x": x, "y": y, "y_bias": y_bias if biased else None, "weight": weight, "bias": bias},
+        dtype,
+    )
+    both(norm.add, {"x": x, "y": y, "y_bias": y_bias}, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_activations(dtype: torch.dtype, kind: str, biased: bool) -> None:
+    inputs = {"y": 2 * torch.randn(2, 19, 300), "bias": torch.randn(300) if biased else None}
+    both(lambda y, bias: activation.activate(kind, y, bias), inputs, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["swiglu", "geglu"])
+def test_gated_activations(dtype: torch.dtype, kind: str) -> None:
+    inputs: dict[str, Tensor | None] = {"gate": 2 * torch.randn(7, 333), "up": torch.randn(7, 333)}
+    both(lambda gate, up: activation.gated(kind, gate, up), inputs, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rope", ["none", "shared", "per row"])
+@pytest.mark.parametrize(("kv_heads", "group"), [(3, 1), (2, 4)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_heads(dtype: torch.dtype, rope: str, kv_heads: int, group: int, biased: bool) -> None:
+    batch, seq, head_dim, hidden = 2, 37, 16, 24
+    positions = {"none": None, "shared": torch.arange(seq)[None], "per row": torch.randint(0, 99, (batch, seq))}[rope]
+    tables = None if positions is None else rope_tables(positions.to(DEVICE), head_dim, 10_000.0)
+    width = kv_heads * (group + 2) * head_dim
+    both(
+        lambda x, weight, bias: heads.project_heads(x, weight, bias, tables, group=group, head_dim=head_dim),
+        {
+            "x": torch.randn(batch, seq, hidden),
+            "weight": torch.randn(width, hidden) / hidden**0.5,
+            "bias": torch.randn(width) if biased else None,
+        },
+        dtype,
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
+@pytest.mark.parametrize("biased", [False, True])
+def test_cross_entropy(dtype: torch.dtype, z_loss: float, biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, width, vocab = 23, 16, 5003
+    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 9 * vocab * 4)  # several chunks, the last one smaller
+    labels = torch.randint(0, vocab, (tokens,))
+    labels[::5] = -100
+    inputs = {
+        "hidden": torch.randn(tokens, width),
+        "weight": torch.randn(vocab, width),
+        "bias": torch.randn(vocab) if biased else None,
+    }
+    both(
+        lambda hidden, weight, bias: cross_entropy.linear_cross_entropy(
+            hidden, weight, labels.to(DEVICE), bias=bias, z_loss=z_loss
+        ),
+        inputs,
+        dtype,
+    )
+
+
+@pytest.mark.parametrize("preset", ["gpt2", "llama3-1b", "qwen3-0.6b", "mpt-125m"])
+def test_a_whole_model_is_the_same_with_and_without_kernels(preset: str) -> None:
+    sizes = ["layers=2", "hidden=32", "heads=4", "head_dim=8", "ffn=48", "vocab_size=97", "max_seq_len=24"]
+    spec = resolve_model(preset, sizes + (["kv_heads=2"] if preset in ("llama3-1b", "qwen3-0.6b") else []))
+    model = build_model(spec, DEVICE)
+    initialise(model, spec, seed=1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    tokens, labels = torch.randint(0, 97, (2, 2, 24), device=DEVICE)
+    found = []
+    for on in (True, False):
+        model.zero_grad()
+        with kernels(on):
+            loss = model(tokens, labels, Objective(z_loss=1e-3))
+        loss.total.backward()
+        found.append([loss.total.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+    assert len(found[0]) == 1 + len(list(model.parameters()))
+    for with_kernel, without in zip(*found, strict=True):
+        torch.testing.assert_close(with_kernel, without, rtol=1e-4, atol=1e-5 * float(without.abs().max()))
