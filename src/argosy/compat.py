@@ -58,3 +58,21 @@ def flex_block_mask(
     differ."""
     batch = None if documents is None else documents.shape[0]
     return create_block_mask(visible, batch, None, seq, seq, device=device)
+
+
+def scaled_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    bias: torch.Tensor | None = None,
+    fast: bool = False,
+) -> torch.Tensor:
+    """scale_a a x scale_b b + bias, for 8-bit a [m, k] and b [k, n], which is contiguous along k; on a CPU as an ordinary
+    product of the same numbers."""
+    if a.is_cuda:
+        return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=dtype, use_fast_accum=fast)
+    product = (a.float() @ b.float()) * (scale_a * scale_b)
+    return (product if bias is None else product + bias.float()).to(dtype)

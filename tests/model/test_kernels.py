@@ -134,7 +134,7 @@ def test_cross_entropy(dtype: torch.dtype, z_loss: float, biased: bool, monkeypa
 
 @pytest.mark.parametrize("preset", ["gpt2", "llama3-1b", "qwen3-0.6b", "mpt-125m"])
 def test_a_whole_model_is_the_same_with_and_without_kernels(preset: str) -> None:
-    sizes = ["layers=2", "hidden=32", "heads=4", "head_dim=8", "ffn=48", "vocab_size=97", "max_seq_len=24"]
+    sizes = ["layers=2", "hidden=32", "heads=4", "head_dim=16", "ffn=48", "vocab_size=97", "max_seq_len=24"]
     spec = resolve_model(preset, sizes + (["kv_heads=2"] if preset in ("llama3-1b", "qwen3-0.6b") else []))
     model = build_model(spec, DEVICE)
     initialise(model, spec, seed=1)

@@ -47,6 +47,7 @@ class Case(NamedTuple):
     mask: Mask
     device: torch.device
     dtype: torch.dtype
+    head_dim: int
     dropout: float
 
 
@@ -62,10 +63,11 @@ class Backend(NamedTuple):
 
 
 def prepare_attention(
-    mask: Mask, seq: int, device: torch.device, dtype: torch.dtype, *, dropout: float = 0.0, scale: float | None = None
+    mask: Mask, x: Tensor, head_dim: int, *, dropout: float = 0.0, scale: float | None = None
 ) -> Attend:
-    """The function every layer of this forward pass calls; what the layers share is made here, once."""
-    case = Case(mask.within(seq), device, dtype, dropout)
+    """The function every layer of the forward pass of x [batch, seq, hidden] calls; what they share is made here, once."""
+    seq = x.shape[1]
+    case = Case(mask.within(seq), x.device, x.dtype, head_dim, dropout)
     return choose_backend(case).prepare(case, seq, scale)
 
 
@@ -92,6 +94,8 @@ def _flex_refuses(case: Case) -> str | None:
         return "needs a GPU"
     if case.dropout:
         return "has no dropout"
+    if case.head_dim < 16:
+        return "needs heads of 16 or wider"
     return "adds no bias tensor" if case.mask.bias is not None else None
 
 

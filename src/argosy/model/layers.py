@@ -15,16 +15,21 @@ from torch.nn import functional as F
 
 from argosy.config.model import ModelSpec
 from argosy.model.ops.activation import activate, gated
+from argosy.model.ops.fp8 import fp8_linear
 from argosy.model.ops.heads import project_heads, rotate
 from argosy.model.ops.norm import add, add_norm, norm, split_norm
 from argosy.model.positions import Context
 
 
 class Linear(nn.Linear):
-    """x weight^T, without the bias: whoever reads the product adds it."""
+    """x weight^T, plus the bias it is handed, if any: mostly whoever reads the product adds it."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
+    fp8 = False  # multiply 8-bit floats while training; set by `argosy.parallel`
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        if self.fp8 and self.training:
+            return fp8_linear(x, self.weight, bias)
+        return F.linear(x, self.weight, bias)
 
 
 class Norm(nn.Module):
@@ -59,14 +64,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """Without the output projection's bias. [batch, seq, hidden]"""
         normed = self.q_norm is not None
-        q, k, v = project_heads(
-            x,
-            self.qkv.weight,
-            self.qkv.bias,
-            None if normed else context.rope,
-            group=self.group,
-            head_dim=self.head_dim,
-        )
+        q, k, v = project_heads(self.qkv, x, None if normed else context.rope, group=self.group, head_dim=self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
             if context.rope is not None:
@@ -90,14 +88,9 @@ class MLP(nn.Module):
         if self.gate is None:
             y = activate(self.activation, self.up(x), self.up.bias)
         else:
-            y = gated(self.activation, _with_bias(self.gate, x), _with_bias(self.up, x))
+            y = gated(self.activation, self.gate(x, self.gate.bias), self.up(x, self.up.bias))
         out: Tensor = self.down(y)
         return out
-
-
-def _with_bias(linear: Linear, x: Tensor) -> Tensor:
-    y: Tensor = linear(x)
-    return y if linear.bias is None else y + linear.bias
 
 
 class Block(nn.Module):

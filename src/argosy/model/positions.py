@@ -47,7 +47,7 @@ def make_context(
         slopes=alibi_slopes(spec.heads, device) if spec.positions == "alibi" else None,
         documents=documents,
     )
-    attend = prepare_attention(mask, seq, device, x.dtype, dropout=spec.dropout if training else 0.0)
+    attend = prepare_attention(mask, x, spec.head_dim, dropout=spec.dropout if training else 0.0)
     return Context(rope, attend, scale)
 
 

@@ -5,27 +5,37 @@ The product's columns are slots of one head each: for every key/value head its q
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from argosy.model.ops.choice import use_kernel
 
 Rope = tuple[Tensor, Tensor]  # cos and sin, 32-bit, [1 or batch, seq, head_dim / 2]
 
 
+class Projection(Protocol):
+    """A linear layer that adds a bias only if it is handed one."""
+
+    @property
+    def bias(self) -> Tensor | None: ...
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor: ...
+
+
 def project_heads(
-    x: Tensor, weight: Tensor, bias: Tensor | None, rope: Rope | None, *, group: int, head_dim: int
+    qkv: Projection, x: Tensor, rope: Rope | None, *, group: int, head_dim: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value [batch, heads, seq, head_dim] of x [batch, seq, hidden]; `group` query heads share a key."""
+    bias = qkv.bias
     if use_kernel(x) and _power_of_two(head_dim):
         from argosy.model.ops.kernels.heads import SplitHeads
 
         # The product adds the bias for nothing; its gradient is summed where the parts are joined again.
-        qkv = F.linear(x, weight, None if bias is None else bias.detach())
-        q, k, v = SplitHeads.apply(qkv, bias, rope, group, head_dim)
+        product = qkv(x, None if bias is None else bias.detach())
+        q, k, v = SplitHeads.apply(product, bias, rope, group, head_dim)
         return q, k, v
-    return split_heads(F.linear(x, weight, bias), rope, group=group, head_dim=head_dim)
+    return split_heads(qkv(x, bias), rope, group=group, head_dim=head_dim)
 
 
 def split_heads(qkv: Tensor, rope: Rope | None, *, group: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -68,10 +68,10 @@ def _backward(
 ):  # fmt: skip
     col = tl.program_id(0) * C + tl.arange(0, C)
     first = tl.program_id(1).to(tl.int64) * R * TILES
-    total = tl.zeros((C,), tl.float32)
+    total = tl.zeros((R, C), tl.float32)
     if HAS_BIAS:
         b = tl.load(bias + col, mask=col < width, other=0.0).to(tl.float32)[None, :]
-    for tile in range(TILES):
+    for tile in tl.range(0, TILES, num_stages=3):
         row = first + tile * R + tl.arange(0, R)
         inside = (row < rows)[:, None] & (col < width)[None, :]
         at = row[:, None] * width + col[None, :]
@@ -80,10 +80,10 @@ def _backward(
             x += b
         gradient = tl.load(d_out + at, mask=inside, other=0.0).to(tl.float32) * _slope(x, KIND)
         if HAS_BIAS:
-            total += tl.sum(gradient, 0)
+            total += gradient
         tl.store(d_y + at, gradient.to(d_y.dtype.element_ty), mask=inside)
     if HAS_BIAS:
-        tl.store(d_bias + tl.program_id(1) * width + col, total, mask=col < width)
+        tl.store(d_bias + tl.program_id(1) * width + col, tl.sum(total, 0), mask=col < width)
 
 
 class Activate(torch.autograd.Function):

@@ -31,10 +31,11 @@ def _split(qkv, q, k, cos, sin, tokens, table_rows, kv_heads, GROUP: tl.constexp
     place = tl.program_id(1)  # of the head among the queries and keys of all groups
     group = place // (GROUP + 1)
     slot = place % (GROUP + 1)
-    token = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    token = tl.program_id(0) * R + tl.arange(0, R)
     dim = tl.arange(0, HALF)
     inside = (token < tokens)[:, None] & (dim < HALF)[None, :]
-    source = qkv + token[:, None] * (kv_heads * (GROUP + 2) * 2 * HALF) + (group * (GROUP + 2) + slot) * 2 * HALF
+    at = token.to(tl.int64)[:, None]
+    source = qkv + at * (kv_heads * (GROUP + 2) * 2 * HALF) + (group * (GROUP + 2) + slot) * 2 * HALF
     first = tl.load(source + dim[None, :], mask=inside, other=0.0).to(tl.float32)
     second = tl.load(source + HALF + dim[None, :], mask=inside, other=0.0).to(tl.float32)
     angle = (token % table_rows)[:, None] * HALF + dim[None, :]
@@ -42,9 +43,9 @@ def _split(qkv, q, k, cos, sin, tokens, table_rows, kv_heads, GROUP: tl.constexp
     s = tl.load(sin + angle, mask=inside, other=0.0)
     first, second = _turn(first, second, c, s, False)
     if slot < GROUP:
-        target = q + token[:, None] * (kv_heads * GROUP * 2 * HALF) + (group * GROUP + slot) * 2 * HALF
+        target = q + at * (kv_heads * GROUP * 2 * HALF) + (group * GROUP + slot) * 2 * HALF
     else:
-        target = k + token[:, None] * (kv_heads * 2 * HALF) + group * 2 * HALF
+        target = k + at * (kv_heads * 2 * HALF) + group * 2 * HALF
     tl.store(target + dim[None, :], first.to(q.dtype.element_ty), mask=inside)
     tl.store(target + HALF + dim[None, :], second.to(q.dtype.element_ty), mask=inside)
 
@@ -62,12 +63,12 @@ def _join(
     slot = place % (GROUP + 2)
     dim = tl.arange(0, HALF)
     row_size = kv_heads * (GROUP + 2) * 2 * HALF
-    sum_first = tl.zeros((HALF,), tl.float32)
-    sum_second = tl.zeros((HALF,), tl.float32)
-    for tile in range(TILES):
-        token = (tl.program_id(0).to(tl.int64) * TILES + tile) * R + tl.arange(0, R)
+    sum_first = tl.zeros((R, HALF), tl.float32)
+    sum_second = tl.zeros((R, HALF), tl.float32)
+    for tile in tl.range(0, TILES, num_stages=3):
+        token = (tl.program_id(0) * TILES + tile) * R + tl.arange(0, R)
         inside = (token < tokens)[:, None] & (dim < HALF)[None, :]
-        row = token // seq
+        row = (token // seq).to(tl.int64)
         t = token % seq
         if slot < GROUP:
             source = d_q + (row * qb + (group * GROUP + slot) * qh + t * qt)[:, None]
@@ -84,15 +85,15 @@ def _join(
                 s = tl.load(sin + angle, mask=inside, other=0.0)
                 first, second = _turn(first, second, c, s, True)
         if HAS_BIAS:
-            sum_first += tl.sum(first, 0)
-            sum_second += tl.sum(second, 0)
-        target = d_qkv + token[:, None] * row_size + place * 2 * HALF
+            sum_first += first
+            sum_second += second
+        target = d_qkv + token.to(tl.int64)[:, None] * row_size + place * 2 * HALF
         tl.store(target + dim[None, :], first.to(d_qkv.dtype.element_ty), mask=inside)
         tl.store(target + HALF + dim[None, :], second.to(d_qkv.dtype.element_ty), mask=inside)
     if HAS_BIAS:
         at = d_bias + tl.program_id(0) * row_size + place * 2 * HALF + dim
-        tl.store(at, sum_first)
-        tl.store(at + HALF, sum_second)
+        tl.store(at, tl.sum(sum_first, 0))
+        tl.store(at + HALF, tl.sum(sum_second, 0))
 
 
 class SplitHeads(torch.autograd.Function):

@@ -1,0 +1,57 @@
+"""To 8-bit floats, both ways round: one pass for the largest magnitude, one that rounds and writes rows and columns."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_PARTS = 1024  # programs of the first pass, each leaving one maximum for the second
+_TILE = 8192
+_ROWS, _COLS = 64, 64
+
+
+@triton.jit
+def _largest(x, parts, count, each, B: tl.constexpr):
+    first = tl.program_id(0).to(tl.int64) * each
+    found = tl.zeros((B,), tl.float32)
+    for start in tl.range(0, each, B, num_stages=3):
+        at = first + start + tl.arange(0, B)
+        inside = (start + tl.arange(0, B) < each) & (at < count)
+        found = tl.maximum(found, tl.abs(tl.load(x + at, mask=inside, other=0.0).to(tl.float32)))
+    tl.store(parts + tl.program_id(0), tl.max(found, 0))
+
+
+@triton.jit
+def _round(
+    x, parts, values, transposed, scale, rows, cols, LARGEST: tl.constexpr, PARTS: tl.constexpr, R: tl.constexpr,
+    C: tl.constexpr,
+):  # fmt: skip
+    factor = tl.maximum(tl.max(tl.load(parts + tl.arange(0, PARTS)), 0) / LARGEST, 1e-30)
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        tl.store(scale, factor)
+    row = tl.program_id(1) * R + tl.arange(0, R)
+    col = tl.program_id(0) * C + tl.arange(0, C)
+    inside = (row < rows)[:, None] & (col < cols)[None, :]
+    value = tl.load(x + row.to(tl.int64)[:, None] * cols + col[None, :], mask=inside, other=0.0).to(tl.float32)
+    value = tl.minimum(tl.maximum(value / factor, -LARGEST), LARGEST).to(values.dtype.element_ty)
+    tl.store(values + row.to(tl.int64)[:, None] * cols + col[None, :], value, mask=inside)
+    other = (col < cols)[:, None] & (row < rows)[None, :]
+    tl.store(transposed + col.to(tl.int64)[:, None] * rows + row[None, :], tl.trans(value), mask=other)
+
+
+def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """(values, transposed, scale) of x [rows, cols], as `argosy.model.ops.fp8.quantise`."""
+    x = x.contiguous()
+    rows, cols = x.shape
+    parts = torch.empty(_PARTS, dtype=torch.float32, device=x.device)
+    values = torch.empty((rows, cols), dtype=dtype, device=x.device)
+    transposed = torch.empty((cols, rows), dtype=dtype, device=x.device)
+    scale = torch.empty((), dtype=torch.float32, device=x.device)
+    each = triton.cdiv(triton.cdiv(x.numel(), _PARTS), _TILE) * _TILE
+    _largest[(_PARTS,)](x, parts, x.numel(), each, _TILE, num_warps=8)
+    _round[(triton.cdiv(cols, _COLS), triton.cdiv(rows, _ROWS))](
+        x, parts, values, transposed, scale, rows, cols, torch.finfo(dtype).max, _PARTS, _ROWS, _COLS, num_warps=4
+    )
+    return values, transposed, scale

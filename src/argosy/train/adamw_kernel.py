@@ -1,0 +1,54 @@
+"""AdamW for one parameter in one pass over memory: gradient in any precision, moments and master in 32 bits, and the
+parameter itself written in its own precision on the way."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 1024
+
+
+@triton.jit
+def _update(
+    parameter, master, gradient, exp_avg, exp_avg_sq, scale, count,
+    lr, beta1, beta2, eps, decay, correction1, correction2, SEPARATE: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
+    inside = at < count
+    g = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32) * tl.load(scale)
+    m = tl.load(exp_avg + at, mask=inside, other=0.0)
+    v = tl.load(exp_avg_sq + at, mask=inside, other=0.0)
+    w = tl.load(master + at, mask=inside, other=0.0)
+    m = beta1 * m + (1.0 - beta1) * g
+    v = beta2 * v + (1.0 - beta2) * g * g
+    w = w * decay - lr * (m / correction1) / (tl.sqrt(v / correction2) + eps)
+    tl.store(exp_avg + at, m, mask=inside)
+    tl.store(exp_avg_sq + at, v, mask=inside)
+    tl.store(master + at, w, mask=inside)
+    if SEPARATE:
+        tl.store(parameter + at, w.to(parameter.dtype.element_ty), mask=inside)
+
+
+def adamw_(
+    parameter: Tensor,
+    master: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    scale: Tensor,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    step: int,
+) -> None:
+    """One update, in place. `scale` (0-dimensional, on the device) multiplies the gradient."""
+    beta1, beta2 = betas
+    _update[(triton.cdiv(parameter.numel(), _BLOCK),)](
+        parameter, master, gradient, exp_avg, exp_avg_sq, scale, parameter.numel(),
+        lr, beta1, beta2, eps, 1.0 - lr * weight_decay, 1.0 - beta1**step, 1.0 - beta2**step,
+        parameter is not master, _BLOCK, num_warps=4,
+    )  # fmt: skip
