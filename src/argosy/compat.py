@@ -76,3 +76,11 @@ def scaled_mm(
         return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=dtype, use_fast_accum=fast)
     product = (a.float() @ b.float()) * (scale_a * scale_b)
     return (product if bias is None else product + bias.float()).to(dtype)
+
+
+def add_product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """total += a b, with a 32-bit total whatever a and b are; on a GPU the product itself adds."""
+    if a.is_cuda and a.dtype != total.dtype:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(a, b) if a.dtype == total.dtype else total.add_(a @ b)

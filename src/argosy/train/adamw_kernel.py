@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 1024
+_BLOCK = 4096
 
 
 @triton.jit
@@ -50,5 +50,5 @@ def adamw_(
     _update[(triton.cdiv(parameter.numel(), _BLOCK),)](
         parameter, master, gradient, exp_avg, exp_avg_sq, scale, parameter.numel(),
         lr, beta1, beta2, eps, 1.0 - lr * weight_decay, 1.0 - beta1**step, 1.0 - beta2**step,
-        parameter is not master, _BLOCK, num_warps=4,
+        parameter is not master, _BLOCK, num_warps=8,
     )  # fmt: skip

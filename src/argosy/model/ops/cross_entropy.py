@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from argosy.compat import add_product_
 from argosy.data.samples.masks import IGNORED
 from argosy.model.ops.choice import use_kernel
 
@@ -52,7 +53,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if d_hidden is not None:
                 torch.mm(logits, weight, out=d_hidden[part])
             if d_weight is not None:
-                d_weight += logits.t() @ hidden[part]
+                add_product_(d_weight, logits.t(), hidden[part])
             if d_bias is not None:
                 d_bias += logits.sum(0, dtype=torch.float32)
         ctx.save_for_backward(

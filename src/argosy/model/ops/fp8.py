@@ -59,7 +59,8 @@ class _Fp8Linear(torch.autograd.Function):
         y = scaled_mm(x8.values, w8.values.t(), x8.scale, w8.scale, x.dtype, bias=bias, fast=True)
         ctx.save_for_backward(x8.transposed, x8.scale, w8.transposed, w8.scale)
         ctx.shape, ctx.bias_dtype = x.shape, None if bias is None else bias.dtype
-        return y.unflatten(0, x.shape[:-1])
+        out: Tensor = y.unflatten(0, x.shape[:-1])
+        return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

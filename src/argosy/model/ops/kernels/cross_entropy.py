@@ -10,6 +10,8 @@ from torch import Tensor
 
 from argosy.data.samples.masks import IGNORED
 
+_BLOCK, _WARPS = 8192, 32  # large programs: few rows at a time, so that a row is still in the cache the second time
+
 
 @triton.jit
 def _softmax_loss(
@@ -55,6 +57,6 @@ def softmax_loss_(logits: Tensor, labels: Tensor, z_loss: float, with_gradient: 
     """As `argosy.model.ops.cross_entropy.softmax_loss_`."""
     losses = torch.empty((2, len(logits)), dtype=torch.float32, device=logits.device)
     _softmax_loss[(len(logits),)](
-        logits, labels, losses[0], losses[1], logits.shape[1], z_loss, IGNORED, with_gradient, 4096, num_warps=8
+        logits, labels, losses[0], losses[1], logits.shape[1], z_loss, IGNORED, with_gradient, _BLOCK, num_warps=_WARPS
     )
     return losses[0], losses[1], logits

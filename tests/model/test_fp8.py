@@ -1,0 +1,40 @@
+"""Products of 8-bit floats: how far they may be from exact ones, and that their scales carry any magnitude."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from argosy.model.ops.fp8 import FORWARD, GRADIENT, fp8_linear, quantise
+
+
+def _far(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.mark.parametrize("magnitude", [1e-12, 1.0, 1e12])
+def test_a_product_is_within_the_rounding_of_its_factors_at_any_magnitude(magnitude: float) -> None:
+    torch.manual_seed(1)
+    x = (magnitude * torch.randn(3, 32, 64)).requires_grad_()
+    weight, bias = torch.randn(48, 64, requires_grad=True), (magnitude * torch.randn(48)).requires_grad_()
+    d_y = torch.randn(3, 32, 48) / magnitude
+    y = fp8_linear(x, weight, bias)
+    y.backward(d_y)
+    exact = x.detach() @ weight.detach().t() + bias.detach()
+    assert _far(y.detach(), exact) < 0.05  # two factors of 3 bits each
+    assert x.grad is not None
+    assert weight.grad is not None
+    assert bias.grad is not None
+    assert _far(x.grad, d_y @ weight.detach()) < 0.09  # one factor of 2 bits
+    assert _far(weight.grad, d_y.flatten(0, 1).t() @ x.detach().flatten(0, 1)) < 0.09
+    torch.testing.assert_close(bias.grad, d_y.sum((0, 1)))
+    assert _far(y.detach(), exact) > 1e-4  # it did round
+
+
+@pytest.mark.parametrize("dtype", [FORWARD, GRADIENT])
+def test_the_largest_value_is_kept_and_zeros_stay_zero(dtype: torch.dtype) -> None:
+    x = torch.tensor([[0.0, -3.5, 1.0, 0.25]])
+    found = quantise(x, dtype)
+    torch.testing.assert_close(found.values.float() * found.scale, x, rtol=0.07, atol=0)
+    assert float(found.values.float()[0, 1]) == -torch.finfo(dtype).max
+    assert quantise(torch.zeros(2, 3), dtype).values.float().abs().max() == 0
