@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from argosy.config.model import ModelSpec
 from argosy.config.resolve import resolve_model
 from argosy.model.decoder import build_model
-from argosy.model.hf import from_hf, to_hf
+from argosy.model.hf import entries, from_hf, to_hf
 from argosy.model.init import initialise
 from argosy.model.objective import Objective
 
@@ -90,7 +90,7 @@ def pair(request: pytest.FixtureRequest) -> tuple[ModelSpec, torch.nn.Module, to
             parameter.normal_(0.0, 0.2)
     ours = build_model(spec)
     weights = {k: v.detach().clone() for k, v in theirs.state_dict().items()}
-    ours.load_state_dict(from_hf(spec, weights))
+    ours.load_state_dict(from_hf(entries(spec), weights))
     return spec, ours.eval(), theirs
 
 
@@ -109,7 +109,7 @@ def test_gradients_are_equal(pair: tuple[ModelSpec, torch.nn.Module, torch.nn.Mo
     tokens, labels = torch.randint(0, spec.vocab_size, (2, 2, 33))
     ours(tokens, labels, Objective()).total.backward()
     F.cross_entropy(theirs(input_ids=tokens).logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
-    expected = from_hf(spec, {k: p.grad for k, p in theirs.named_parameters()})
+    expected = from_hf(entries(spec), {k: p.grad for k, p in theirs.named_parameters()})
     for name, parameter in ours.named_parameters():
         scale = float(expected[name].abs().max())
         torch.testing.assert_close(
@@ -120,11 +120,11 @@ def test_gradients_are_equal(pair: tuple[ModelSpec, torch.nn.Module, torch.nn.Mo
 def test_weights_survive_the_way_there_and_back(pair: tuple[ModelSpec, torch.nn.Module, torch.nn.Module]) -> None:
     spec, ours, theirs = pair
     weights = dict(ours.named_parameters())
-    exported = to_hf(spec, weights)
+    exported = to_hf(entries(spec), weights)
     original = theirs.state_dict()
     assert all(torch.equal(exported[name], original[name]) for name in exported)
     assert set(original) - set(exported) <= {"lm_head.weight"} if spec.tied else set(original) == set(exported)
-    back = from_hf(spec, exported)
+    back = from_hf(entries(spec), exported)
     assert all(torch.equal(back[name], weights[name]) for name in weights)
 
 
