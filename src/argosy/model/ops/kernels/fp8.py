@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_PARTS = 1024  # programs of the first pass, each leaving one maximum for the second
+_PARTS = 1024  # programs of the first pass at most, each leaving one maximum for the second
 _TILE = 8192
 _ROWS, _COLS = 64, 64
 
@@ -25,10 +25,11 @@ def _largest(x, parts, count, each, B: tl.constexpr):
 
 @triton.jit
 def _round(
-    x, parts, values, transposed, scale, rows, cols, LARGEST: tl.constexpr, PARTS: tl.constexpr, R: tl.constexpr,
+    x, parts, used, values, transposed, scale, rows, cols, LARGEST: tl.constexpr, PARTS: tl.constexpr, R: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
-    factor = tl.maximum(tl.max(tl.load(parts + tl.arange(0, PARTS)), 0) / LARGEST, 1e-30)
+    part = tl.arange(0, PARTS)
+    factor = tl.maximum(tl.max(tl.load(parts + part, mask=part < used, other=0.0), 0) / LARGEST, 1e-30)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(scale, factor)
     row = tl.program_id(1) * R + tl.arange(0, R)
@@ -50,8 +51,9 @@ def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     transposed = torch.empty((cols, rows), dtype=dtype, device=x.device)
     scale = torch.empty((), dtype=torch.float32, device=x.device)
     each = triton.cdiv(triton.cdiv(x.numel(), _PARTS), _TILE) * _TILE
-    _largest[(_PARTS,)](x, parts, x.numel(), each, _TILE, num_warps=8)
+    used = triton.cdiv(x.numel(), each)
+    _largest[(used,)](x, parts, x.numel(), each, _TILE, num_warps=8)
     _round[(triton.cdiv(cols, _COLS), triton.cdiv(rows, _ROWS))](
-        x, parts, values, transposed, scale, rows, cols, torch.finfo(dtype).max, _PARTS, _ROWS, _COLS, num_warps=4
+        x, parts, used, values, transposed, scale, rows, cols, torch.finfo(dtype).max, _PARTS, _ROWS, _COLS, num_warps=4
     )
     return values, transposed, scale
