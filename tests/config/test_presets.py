@@ -14,7 +14,7 @@ from argosy.config.counts import count_parameters, training_flops_per_token
 from argosy.config.model import ModelSpec
 from argosy.config.presets import ALIASES, PRESETS
 from argosy.config.resolve import resolve_model
-from argosy.model.decoder import build_model
+from argosy.model.build import build_model
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -25,7 +25,7 @@ def test_counts_equal_transformers(name: str) -> None:
     assert count_parameters(spec).total == sum(p.numel() for p in theirs.parameters())
 
 
-@pytest.mark.parametrize("name", [name for name in PRESETS if resolve_model(name).is_dense_decoder])
+@pytest.mark.parametrize("name", [name for name in PRESETS if resolve_model(name).moe is None])
 def test_counts_equal_the_model_we_build(name: str) -> None:
     spec = resolve_model(name)
     model = build_model(spec, "meta")
@@ -45,10 +45,37 @@ def test_counts_equal_the_model_we_build(name: str) -> None:
         },
     ),
 )  # fmt: skip
-def test_counts_equal_the_model_we_build_whatever_is_changed(name: str, changes: dict[str, Any]) -> None:
+def test_counts_equal_the_decoder_we_build_whatever_is_changed(name: str, changes: dict[str, Any]) -> None:
     norm = changes.pop("norm", None)
     if norm is not None:
         changes |= {"norm": norm[0], "norm_bias": norm[1]}
+    sizes = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 4, "vocab_size": 99, "max_seq_len": 16} | changes
+    spec = resolve_model(name, [f"{key}={str(value).lower()}" for key, value in sizes.items()])
+    assert count_parameters(spec).total == sum(p.numel() for p in build_model(spec, "meta").parameters())
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(["bert-base", "t5-small"]),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "attention_bias": st.booleans(), "mlp_bias": st.booleans(), "tied": st.booleans(), "qk_norm": st.booleans(),
+            "activation": st.sampled_from(["gelu", "relu", "swiglu", "geglu"]), "kv_heads": st.sampled_from([1, 2, 4]),
+            "norm": st.sampled_from([("layernorm", True), ("layernorm", False), ("rmsnorm", False)]),
+            "head_dim": st.sampled_from([8, 24]), "ffn": st.integers(1, 99), "own": st.sampled_from([1, 3]),
+            "pair": st.sampled_from(["nsp", "sop", "none"]),
+        },
+    ),
+)  # fmt: skip
+def test_counts_equal_the_encoder_we_build_whatever_is_changed(name: str, changes: dict[str, Any]) -> None:
+    norm, pair = changes.pop("norm", None), changes.pop("pair", None)
+    if norm is not None:
+        changes |= {"norm": norm[0], "norm_bias": norm[1]}
+    if pair is not None and name == "bert-base":
+        changes["pair"] = pair
+    own = changes.pop("own", 2)
+    changes["type_vocab_size" if name == "bert-base" else "decoder_layers"] = own
     sizes = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 4, "vocab_size": 99, "max_seq_len": 16} | changes
     spec = resolve_model(name, [f"{key}={str(value).lower()}" for key, value in sizes.items()])
     assert count_parameters(spec).total == sum(p.numel() for p in build_model(spec, "meta").parameters())
@@ -127,12 +154,16 @@ def _reference(spec: ModelSpec) -> torch.nn.Module:
     if spec.family == "bert":
         return t.BertForPreTraining(t.BertConfig(**sizes))
     if spec.family == "t5":
-        return t.T5ForConditionalGeneration(
+        model = t.T5ForConditionalGeneration(
             t.T5Config(
                 vocab_size=spec.vocab_size, d_model=spec.hidden, d_kv=spec.head_dim, d_ff=spec.ffn,
                 num_layers=spec.layers, num_decoder_layers=spec.decoder_layers, num_heads=spec.heads,
+                feed_forward_proj="gated-gelu" if spec.gated else "relu",
             )
         )  # fmt: skip
+        if not spec.tied:  # transformers ties them whatever the configuration says
+            model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.lm_head.weight))
+        return model
     if spec.moe is None:
         return t.Qwen3ForCausalLM(t.Qwen3Config(**gqa)) if spec.qk_norm else t.LlamaForCausalLM(t.LlamaConfig(**gqa))
     moe = spec.moe

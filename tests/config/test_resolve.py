@@ -133,7 +133,7 @@ def test_auto_micro_batch_divides_the_batch_and_stays_within_its_tokens(spec: Pa
         ("optim.warmup=1h", "config.bad-value", "optim.warmup", "200ba"),
         ("model.positions=relative", "config.arithmetic", "model.positions", "rope"),
         ("model.norm=rmsnorm", "config.arithmetic", "model.norm", "norm_bias"),
-        ("model.target_len=5", "config.arithmetic", "model.target_len", "leave it out"),
+        ("model.decoder_layers=5", "config.arithmetic", "model.decoder_layers", "leave it out"),
         ("model.family=lama", "config.bad-value", "model.family", "llama"),
         ("data.split=[1,2]", "config.bad-value", "data.split.2", "too short"),
         ("data.split=[nan, 1, 0]", "config.bad-value", "data.split.0", ""),

@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="the kernels need triton, which the dev ext
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 from argosy.config.resolve import resolve_model  # noqa: E402
-from argosy.model.decoder import build_model  # noqa: E402
+from argosy.model.build import build_model  # noqa: E402
 from argosy.model.init import initialise  # noqa: E402
 from argosy.model.objective import Objective  # noqa: E402
 from argosy.model.ops import activation, cross_entropy, fp8, heads, norm  # noqa: E402

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from argosy.config.model import ModelSpec
 from argosy.config.resolve import resolve_model
-from argosy.model.decoder import build_model
+from argosy.model.build import build_model
 from argosy.model.hf import entries, from_hf, to_hf
 from argosy.model.init import initialise
 from argosy.model.objective import Objective

@@ -15,7 +15,7 @@ from argosy.config.schema import OptimSpec
 from argosy.data.samples.masks import IGNORED
 from argosy.data.samples.windows import Batch
 from argosy.errors import ArgosyError
-from argosy.model.decoder import Decoder, build_model
+from argosy.model.build import build_model
 from argosy.model.init import initialise
 from argosy.parallel.single import SingleDevice, require_single
 from argosy.train.optimizer import Optimizer, undecayed
@@ -25,7 +25,7 @@ SPEC = resolve_model("gpt2", ["layers=2", "hidden=32", "heads=4", "vocab_size=64
 CPU = torch.device("cpu")
 
 
-def model() -> Decoder:
+def model() -> torch.nn.Module:
     built = build_model(SPEC)
     initialise(built, SPEC, seed=1)
     return built
@@ -44,7 +44,7 @@ def optim(**changes: object) -> OptimSpec:
     return OptimSpec.model_validate({"lr": 0.01, "min_lr": 0.001} | changes)
 
 
-def engine(built: Decoder, micro_batch: int) -> SingleDevice:
+def engine(built: torch.nn.Module, micro_batch: int) -> SingleDevice:
     return SingleDevice(built, micro_batch=micro_batch, seed=1, device=CPU)
 
 

@@ -56,7 +56,9 @@ class ModelSpec(Section):
     norm: Literal["layernorm", "rmsnorm"] = Field(description="normalisation")
     norm_bias: bool = Field(description="whether norms have a bias")
     norm_eps: PositiveNumber = Field(description="added to the variance in norms")
-    activation: Literal["gelu", "gelu_tanh", "relu", "swiglu"] = Field(description="MLP non-linearity")
+    activation: Literal["gelu", "gelu_tanh", "relu", "swiglu", "geglu"] = Field(
+        description="MLP non-linearity; swiglu and geglu are gated"
+    )
     attention_bias: bool = Field(description="biases in the query, key, value and output projections")
     mlp_bias: bool = Field(description="biases in the MLP")
     tied: bool = Field(description="whether the output head reuses the token embedding")
@@ -65,11 +67,17 @@ class ModelSpec(Section):
     window: Positive | None = Field(None, description="sliding attention window, in tokens")
     rope_theta: PositiveNumber = Field(10_000.0, description="base of the rotary frequencies")
     dropout: Fraction = Field(0.0, description="on embeddings, attention and residuals")
-    init_std: PositiveNumber = Field(0.02, description="standard deviation of fresh weights")
+    init_std: PositiveNumber = Field(
+        0.02,
+        description="standard deviation of fresh weights; in T5 a factor on those that follow from each matrix's inputs",
+    )
     moe: MoESpec | None = Field(None, description="mixture of experts")
     decoder_layers: Positive | None = Field(None, description="T5: blocks in the decoder")
-    target_len: Positive | None = Field(None, description="T5: tokens of the decoder's side of a sample")
     type_vocab_size: Positive | None = Field(None, description="BERT: segment types")
+    pair: Literal["nsp", "sop", "none"] | None = Field(
+        None,
+        description="BERT: what is asked of the segments A and B: nsp (does B follow A?), sop (in this order?), or none",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -116,16 +124,15 @@ class ModelSpec(Section):
             )
         if self.norm == "rmsnorm" and self.norm_bias:
             raise ValueError("a norm of kind rmsnorm has no norm_bias: set model.norm_bias=false")
-        only = {"type_vocab_size": "encoder", "decoder_layers": "encoder-decoder", "target_len": "encoder-decoder"}
+        only = {"type_vocab_size": "encoder", "pair": "encoder", "decoder_layers": "encoder-decoder"}
         for key, architecture in only.items():
             if getattr(self, key) is not None and self.architecture != architecture:
                 raise ValueError(f"{key} has no meaning in a {self.architecture}: leave it out")
 
     @property
     def gated(self) -> bool:
-        return self.activation == "swiglu"
+        return self.activation in ("swiglu", "geglu")
 
     @property
-    def is_dense_decoder(self) -> bool:
-        """What `argosy.model` can build so far; the others are counted and planned only."""
-        return self.architecture == "decoder" and self.moe is None
+    def judges_pairs(self) -> bool:
+        return self.pair in ("nsp", "sop")

@@ -26,12 +26,12 @@ FAMILIES: dict[str, Row] = {
     "bert": {
         "architecture": "encoder", "positions": "learned", "norm": "layernorm", "norm_bias": True, "norm_eps": 1e-12,
         "activation": "gelu", "attention_bias": True, "mlp_bias": True, "tied": True, "type_vocab_size": 2,
-        "dropout": 0.1,
+        "pair": "nsp", "dropout": 0.1,
     },
     "t5": {
         "architecture": "encoder-decoder", "positions": "relative", "norm": "rmsnorm", "norm_bias": False,
         "norm_eps": 1e-6, "activation": "relu", "attention_bias": False, "mlp_bias": False, "tied": True,
-        "target_len": 114, "dropout": 0.1,
+        "init_std": 1.0, "dropout": 0.1,
     },
 }  # fmt: skip
 
@@ -77,11 +77,16 @@ def _bert(layers: int, hidden: int, heads: int) -> Row:
     }  # fmt: skip
 
 
-def _t5(layers: int, hidden: int, heads: int, head_dim: int, ffn: int) -> Row:
-    return {
+def _t5(layers: int, hidden: int, heads: int, head_dim: int, ffn: int, **more: Any) -> Row:
+    row = {
         "family": "t5", "layers": layers, "hidden": hidden, "heads": heads, "head_dim": head_dim, "ffn": ffn,
         "vocab_size": 32128, "max_seq_len": 512,
     }  # fmt: skip
+    return row | more
+
+
+def _t5_1_1(layers: int, hidden: int, heads: int, ffn: int) -> Row:
+    return _t5(layers, hidden, heads, 64, ffn, activation="geglu", tied=False)
 
 
 PRESETS: dict[str, Row] = {
@@ -150,6 +155,12 @@ PRESETS: dict[str, Row] = {
     "t5-large": _t5(24, 1024, 16, 64, 4096),
     "t5-3b": _t5(24, 1024, 32, 128, 16384),
     "t5-11b": _t5(24, 1024, 128, 128, 65536),
+    # T5 1.1: a gated MLP, an output head of its own.
+    "t5-v1.1-small": _t5_1_1(8, 512, 6, 1024),
+    "t5-v1.1-base": _t5_1_1(12, 768, 12, 2048),
+    "t5-v1.1-large": _t5_1_1(24, 1024, 16, 2816),
+    "t5-v1.1-xl": _t5_1_1(24, 2048, 32, 5120),
+    "t5-v1.1-xxl": _t5_1_1(24, 4096, 64, 10240),
 }  # fmt: skip
 
 # The bare labels of the two cloud examples, so that their own commands can be followed word for word.

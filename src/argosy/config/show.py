@@ -99,7 +99,7 @@ def _model_row(name: str) -> dict[str, Any]:
         "parameters": counts.total,
         "active_parameters": counts.active,
         "flops_per_token": training_flops_per_token(spec),
-        "trainable": spec.is_dense_decoder,
+        "trainable": spec.moe is None,
     }
 
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import overload
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from argosy.config.model import ModelSpec
-from argosy.errors import ArgosyError
 from argosy.model.layers import Block, Embedding, Norm
 from argosy.model.objective import Loss, Objective
 from argosy.model.ops.cross_entropy import linear_cross_entropy
@@ -64,18 +62,3 @@ class Decoder(nn.Module):
             return F.linear(x, weight)
         total, cross_entropy = linear_cross_entropy(x.flatten(0, 1), weight, labels.flatten(), z_loss=objective.z_loss)
         return Loss(total * objective.scale, cross_entropy, {})
-
-
-def build_model(spec: ModelSpec, device: torch.device | str = "cpu") -> Decoder:
-    """The model with uninitialised weights; `argosy.model.init` or a checkpoint fills them."""
-    if not spec.is_dense_decoder:
-        what = "mixture-of-experts" if spec.moe is not None else spec.architecture
-        raise ArgosyError(
-            "model.unsupported",
-            f"{what} models are described and counted, but this version trains dense decoders only",
-            key="model",
-            value=spec.preset or spec.family,
-            fix="choose a gpt, llama or mpt model; `argosy config models` marks those that can be trained",
-        )
-    with torch.device(device):
-        return Decoder(spec)

@@ -12,6 +12,7 @@ from argosy.config.seeds import derive_seed
 
 # The projections that write into the residual stream start smaller, so that its variance does not grow with depth.
 _INTO_RESIDUAL = ("attn.out.weight", "mlp.down.weight")
+_EMBEDDINGS = ("embed.tokens.weight", "head.weight")
 
 
 def initialise(model: nn.Module, spec: ModelSpec, seed: int) -> None:
@@ -26,8 +27,27 @@ def initial_value(name: str, shape: torch.Size, spec: ModelSpec, seed: int) -> T
         return torch.zeros(shape)
     if name.split(".")[-2].endswith("norm"):
         return torch.ones(shape)
+    generator = torch.Generator().manual_seed(derive_seed(seed, "init", name))
+    value = torch.empty(shape).normal_(0.0, 1.0, generator=generator)
+    if spec.architecture == "encoder-decoder":
+        return value.mul_(_t5_std(name, shape, spec))
     std = spec.init_std
     if name.endswith(_INTO_RESIDUAL):
         std /= math.sqrt(2 * spec.layers)
-    generator = torch.Generator().manual_seed(derive_seed(seed, "init", name))
-    return torch.empty(shape).normal_(0.0, std, generator=generator)
+    return value.mul_(std)
+
+
+def _t5_std(name: str, shape: torch.Size, spec: ModelSpec) -> Tensor | float:
+    """T5's: 1 / sqrt(inputs) for a matrix, 1 for the embeddings; queries are smaller by the root of a head's width, by
+    which T5 does not divide the scores."""
+    if name.endswith(_EMBEDDINGS):
+        return spec.init_std
+    inputs = spec.hidden if name.endswith("relative.weight") else shape[-1]
+    std = spec.init_std / math.sqrt(inputs)
+    if name.endswith("cross.q.weight"):
+        return std / math.sqrt(spec.head_dim)
+    if name.endswith("qkv.weight"):
+        group = torch.ones(spec.heads // spec.kv_heads + 2)
+        group[:-2] /= math.sqrt(spec.head_dim)
+        return std * group.repeat_interleave(spec.head_dim).repeat(spec.kv_heads)[:, None]
+    return std

@@ -1,4 +1,4 @@
-"""The blocks every model is made of: linear, norm, attention, MLP.
+"""The blocks every model is made of: linear, norm, attention (to itself or across), MLP.
 
 The query, key and value projections are one matrix, laid out group by group: for each key/value head its query heads,
 then its key, then its value. Cutting the rows into equal parts therefore never cuts a head.
@@ -18,7 +18,7 @@ from argosy.model.ops.activation import activate, gated
 from argosy.model.ops.fp8 import fp8_linear
 from argosy.model.ops.heads import project_heads, rotate
 from argosy.model.ops.norm import add, add_norm, norm, split_norm
-from argosy.model.positions import Context
+from argosy.model.positions import Across, Context
 
 
 class Linear(nn.Linear):
@@ -74,6 +74,25 @@ class Attention(nn.Module):
         return out
 
 
+class CrossAttention(nn.Module):
+    """The queries of one sequence on the keys and values of another, which `kv` holds head by head: key, value."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.head_dim = spec.head_dim
+        self.q = Linear(spec.hidden, spec.heads * spec.head_dim, bias=spec.attention_bias)
+        self.kv = Linear(spec.hidden, 2 * spec.kv_heads * spec.head_dim, bias=spec.attention_bias)
+        self.out = Linear(spec.heads * spec.head_dim, spec.hidden, bias=spec.attention_bias)
+
+    def forward(self, x: Tensor, across: Across) -> Tensor:
+        """Without the output projection's bias. [batch, seq, hidden]"""
+        q = self.q(x, self.q.bias).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        k, v = self.kv(across.memory, self.kv.bias).unflatten(-1, (-1, 2, self.head_dim)).unbind(3)
+        y = across.attend(q, k.transpose(1, 2), v.transpose(1, 2))
+        out: Tensor = self.out(y.transpose(1, 2).flatten(2))
+        return out
+
+
 class MLP(nn.Module):
     def __init__(self, spec: ModelSpec, ffn: int | None = None) -> None:
         super().__init__()
@@ -94,19 +113,25 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each added to the residual stream: x + attn(norm(x)), then x + mlp(norm(x))."""
+    """Attention and MLP, each added to the residual stream: x + attn(norm(x)), then x + mlp(norm(x)); between them, in
+    the decoder of an encoder-decoder, attention to what the encoder made."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, *, across: bool = False) -> None:
         super().__init__()
         self.dropout = spec.dropout
         self.attn_norm = Norm(spec, spec.hidden)
         self.attn = Attention(spec)
+        self.cross_norm = Norm(spec, spec.hidden) if across else None
+        self.cross = CrossAttention(spec) if across else None
         self.mlp_norm = Norm(spec, spec.hidden)
         self.mlp = MLP(spec)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         x, h = self.attn_norm.split(x)
         y, bias = self._drop(self.attn(h, context), self.attn.out.bias)
+        if self.cross is not None and self.cross_norm is not None and context.across is not None:
+            x, h = self.cross_norm.add(x, y, bias)
+            y, bias = self._drop(self.cross(h, context.across), self.cross.out.bias)
         x, h = self.mlp_norm.add(x, y, bias)
         return add(x, *self._drop(self.mlp(h), self.mlp.down.bias))
 
@@ -117,18 +142,33 @@ class Block(nn.Module):
         return F.dropout(y if bias is None else y + bias, self.dropout), None
 
 
+class PostNormBlock(Block):
+    """The norms behind the sums, as BERT has them: x = norm(x + attn(x)), then x = norm(x + mlp(x))."""
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        _, x = self.attn_norm.add(x, *self._drop(self.attn(x, context), self.attn.out.bias))
+        _, x = self.mlp_norm.add(x, *self._drop(self.mlp(x), self.mlp.down.bias))
+        return x
+
+
 class Embedding(nn.Module):
-    """Token vectors, plus learned position vectors where the model has them."""
+    """Token vectors, plus vectors of learned positions and of segment types (normalised then) where the model has them."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.dropout = spec.dropout
         self.tokens = nn.Embedding(spec.vocab_size, spec.hidden)
         self.positions = nn.Embedding(spec.max_seq_len, spec.hidden) if spec.positions == "learned" else None
+        self.types = nn.Embedding(spec.type_vocab_size, spec.hidden) if spec.type_vocab_size else None
+        self.norm = Norm(spec, spec.hidden) if spec.architecture == "encoder" else None
 
-    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor | None = None, types: Tensor | None = None) -> Tensor:
         x: Tensor = self.tokens(tokens)
         if self.positions is not None:
             where = torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions
             x = x + self.positions(where)
+        if self.types is not None:
+            x = x + self.types(torch.zeros_like(tokens) if types is None else types)
+        if self.norm is not None:
+            x = self.norm(x)
         return F.dropout(x, self.dropout, self.training)

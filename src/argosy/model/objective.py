@@ -14,6 +14,9 @@ class Objective:
 
     z_loss: float = 0.0  # weight of log(sum of exp(logits))^2
     scale: Tensor | float = 1.0  # everything that is differentiated is multiplied with it (fp16's loss scaling)
+    # The tokens that count in the global batch for each of its samples. A loss there is one of for each sample is
+    # multiplied with it: divided by the tokens, as everything is, it is then a mean over samples, however the batch is cut.
+    tokens_per_sample: Tensor | float = 1.0
 
 
 class Loss(NamedTuple):

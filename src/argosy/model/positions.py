@@ -12,9 +12,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from argosy.config.counts import RELATIVE_BUCKETS
 from argosy.config.model import ModelSpec
 from argosy.model.attention import Attend, Mask, prepare_attention
 from argosy.model.ops.heads import Rope
+
+RELATIVE_REACH = 128  # tokens; T5 tells greater distances not apart
+
+
+@dataclass(frozen=True)
+class Across:
+    """What a decoder looks at in its encoder."""
+
+    memory: Tensor  # [batch, keys, hidden]
+    attend: Attend
 
 
 @dataclass(frozen=True)
@@ -24,6 +35,7 @@ class Context:
     rope: Rope | None
     attend: Attend
     scale: Tensor | float = 1.0  # of the loss, for what a block adds to it
+    across: Across | None = None  # in the decoder of an encoder-decoder
 
 
 def make_context(
@@ -64,3 +76,16 @@ def alibi_slopes(heads: int, device: torch.device) -> Tensor:
     power = 2 ** math.ceil(math.log2(heads))
     slopes = 2.0 ** (-8.0 / power * torch.arange(1, power + 1, device=device, dtype=torch.float32))
     return slopes if power == heads else torch.cat((slopes[1::2], slopes[::2]))[:heads]
+
+
+def relative_buckets(queries: int, keys: int, device: torch.device, *, causal: bool) -> Tensor:
+    """Which of RELATIVE_BUCKETS a distance falls into, [queries, keys]: near ones have a bucket each, the others share
+    ever wider ones up to RELATIVE_REACH. Where both directions are seen, each has half of the buckets."""
+    distance = torch.arange(queries, device=device)[:, None] - torch.arange(keys, device=device)[None, :]
+    buckets = RELATIVE_BUCKETS if causal else RELATIVE_BUCKETS // 2
+    ahead = 0 if causal else (distance < 0) * buckets
+    distance = distance.clamp(min=0) if causal else distance.abs()
+    exact = buckets // 2
+    shares = torch.log(distance.clamp(min=1).float() / exact) / math.log(RELATIVE_REACH / exact)
+    far = (exact + (shares * (buckets - exact)).long()).clamp(max=buckets - 1)
+    return torch.where(distance < exact, distance, far) + ahead

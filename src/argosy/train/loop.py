@@ -22,7 +22,7 @@ from argosy.config.schema import RunSpec
 from argosy.config.units import Duration
 from argosy.data.loader import Loader
 from argosy.errors import EXIT_DONE, EXIT_RESUMABLE, ArgosyError
-from argosy.model.decoder import build_model
+from argosy.model.build import build_model
 from argosy.model.init import initialise
 from argosy.record.console import Console, open_console
 from argosy.record.files import replace_file

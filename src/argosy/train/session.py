@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from argosy.checkpoint.store import Checkpoint, latest, require_names
 from argosy.config.schema import RunSpec
 from argosy.data.open import RunData, open_data
 from argosy.errors import ArgosyError
-from argosy.model.decoder import Decoder, build_model
+from argosy.model.build import build_model
 from argosy.model.init import initialise
 from argosy.parallel.single import SingleDevice, require_single
 from argosy.record.rundir import RunDir, find_run
@@ -31,7 +32,7 @@ class Loaded:
     run: RunDir
     spec: RunSpec
     checkpoint: Checkpoint
-    model: Decoder
+    model: nn.Module
     device: torch.device
 
 
@@ -44,12 +45,12 @@ def open_checked_data(spec: RunSpec) -> RunData:
     return data
 
 
-def make_engine(spec: RunSpec, model: Decoder, device: torch.device) -> SingleDevice:
+def make_engine(spec: RunSpec, model: nn.Module, device: torch.device) -> SingleDevice:
     require_single(spec.parallel)
     return SingleDevice(model, micro_batch=spec.parallel.micro_batch, seed=spec.train.seed, device=device)
 
 
-def load_weights(model: Decoder, checkpoint: Checkpoint) -> None:
+def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
     weights = checkpoint.weights()
     require_names(weights.keys(), {name for name, _ in model.named_parameters()}, checkpoint.path)
     with torch.no_grad():

@@ -100,6 +100,19 @@ class QueryKeyValue:
 
 
 @dataclass(frozen=True)
+class KeyValue:
+    """Rows of all keys and rows of all values, apart; ours is one, for each head its key and its value."""
+
+    heads: int
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        return torch.cat([torch.unflatten(part, 0, (self.heads, -1)) for part in parts], dim=1).flatten(0, 1)
+
+    def split(self, whole: Tensor) -> Sequence[Tensor]:
+        return [part.flatten(0, 1) for part in torch.unflatten(whole, 0, (self.heads, -1)).chunk(2, dim=1)]
+
+
+@dataclass(frozen=True)
 class Entry:
     """One of our parameters and where it is in theirs."""
 

@@ -1,0 +1,142 @@
+"""BERT: a post-norm encoder that looks both ways, the head that names hidden tokens, and the one that judges pairs.
+
+Padding is a document of its own, seen by padding alone: no row of the scores is ever empty, and text never sees it.
+"""
+
+from __future__ import annotations
+
+from typing import overload
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from argosy.config.model import ModelSpec
+from argosy.data.samples.masks import IGNORED
+from argosy.model.layers import Embedding, Linear, Norm, PostNormBlock
+from argosy.model.objective import Loss, Objective
+from argosy.model.ops.activation import activate
+from argosy.model.ops.cross_entropy import linear_cross_entropy
+from argosy.model.positions import make_context
+
+
+class Encoder(nn.Module):
+    """Tokens [batch, seq] to hidden states [batch, seq, hidden]."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.embed = Embedding(spec)
+        self.layers = nn.ModuleDict({str(i): PostNormBlock(spec) for i in range(spec.layers)})
+
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        token_types: Tensor | None = None,
+        padding_mask: Tensor | None = None,
+        scale: Tensor | float = 1.0,
+    ) -> Tensor:
+        """`padding_mask` [batch, seq] is False for padding."""
+        x: Tensor = self.embed(tokens, types=token_types)
+        context = make_context(self.spec, x, documents=padding_mask, training=self.training, scale=scale)
+        for block in self.layers.values():
+            x = block(x, context)
+        return x
+
+
+class TokenHead(nn.Module):
+    """From a hidden state to what the output embedding is multiplied with, and the bias of its logits."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.activation = spec.activation
+        self.transform = Linear(spec.hidden, spec.hidden)
+        self.norm = Norm(spec, spec.hidden)
+        self.bias = nn.Parameter(torch.empty(spec.vocab_size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.norm(activate(self.activation, self.transform(x), self.transform.bias))
+        return out
+
+
+class PairHead(nn.Module):
+    """From the hidden states to two logits a sample: B follows A, or does not. It looks at the first token, [CLS]."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.pooler = Linear(spec.hidden, spec.hidden)
+        self.classifier = Linear(spec.hidden, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pooled = torch.tanh(self.pooler(x[:, 0], self.pooler.bias))
+        logits: Tensor = self.classifier(pooled, self.classifier.bias)
+        return logits
+
+    def losses(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """(summed cross-entropy, right answers)"""
+        logits = self(x).float()
+        right = (logits.argmax(-1) == labels).sum()
+        return F.cross_entropy(logits, labels, reduction="sum", ignore_index=IGNORED), right.float()
+
+
+class MaskedLM(nn.Module):
+    """Tokens [batch, seq] to logits [batch, seq, vocab], or, with labels, to the loss.
+
+    The loss is that of the hidden tokens plus, if the model judges pairs, the mean over samples of the pair's.
+    """
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.encoder = Encoder(spec)
+        self.head = TokenHead(spec)
+        self.output = None if spec.tied else nn.Linear(spec.hidden, spec.vocab_size, bias=False)
+        self.pair = PairHead(spec) if spec.judges_pairs else None
+
+    @overload
+    def forward(
+        self, tokens: Tensor, *, token_types: Tensor | None = None, padding_mask: Tensor | None = None
+    ) -> Tensor: ...
+    @overload
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        objective: Objective,
+        *,
+        token_types: Tensor | None = None,
+        padding_mask: Tensor | None = None,
+        predicted: Tensor | None = None,
+        pair_labels: Tensor | None = None,
+    ) -> Loss: ...
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        objective: Objective | None = None,
+        *,
+        token_types: Tensor | None = None,
+        padding_mask: Tensor | None = None,
+        predicted: Tensor | None = None,
+        pair_labels: Tensor | None = None,
+    ) -> Tensor | Loss:
+        """`predicted` [batch, n] are the positions that `labels` [batch, n] are of, instead of all positions."""
+        objective = objective or Objective()
+        x = self.encoder(tokens, token_types=token_types, padding_mask=padding_mask, scale=objective.scale)
+        weight = self.encoder.embed.tokens.weight if self.output is None else self.output.weight
+        if labels is None:
+            return F.linear(self.head(x), weight, self.head.bias)
+        asked = x if predicted is None else x.gather(1, predicted[:, :, None].expand(-1, -1, x.shape[2]))
+        total, cross_entropy = linear_cross_entropy(
+            self.head(asked).flatten(0, 1), weight, labels.flatten(), bias=self.head.bias, z_loss=objective.z_loss
+        )
+        metrics = {}
+        if self.pair is not None and pair_labels is not None:
+            pair, right = self.pair.losses(x, pair_labels)
+            total = total + pair * objective.tokens_per_sample
+            metrics = {
+                f"{self.spec.pair}_loss": pair.detach() * objective.tokens_per_sample,
+                f"{self.spec.pair}_accuracy": right * objective.tokens_per_sample,
+            }
+        return Loss(total * objective.scale, cross_entropy, metrics)
