@@ -111,13 +111,9 @@ def _flex(case: Case, seq: int, scale: float | None) -> Attend:
             seen = seen & (documents[batch, query] == documents[batch, key])
         return seen
 
-    def alibi(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        assert slopes is not None
-        return score - slopes[head] * (query - key)
-
     unrestricted = not mask.causal and window is None and documents is None
     blocks = None if unrestricted else flex_block_mask(visible, documents, seq, case.device)
-    score_mod = None if slopes is None else alibi
+    score_mod = None if slopes is None else _alibi(slopes)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return compiled_flex_attention(
@@ -125,6 +121,13 @@ def _flex(case: Case, seq: int, scale: float | None) -> Attend:
         )
 
     return attend
+
+
+def _alibi(slopes: Tensor) -> Callable[..., Tensor]:
+    def alibi(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return score - slopes[head] * (query - key)
+
+    return alibi
 
 
 def _explicit(case: Case, seq: int, scale: float | None) -> Attend:
