@@ -1,5 +1,12 @@
-"""`python -m argosy` is the `argosy` command."""
+"""`python -m argosy` is the `argosy` command. Worker processes import this module too, to find what they run: they should
+not pay for the command line."""
 
-from argosy.cli.app import main
 
-main()
+def main() -> None:
+    from argosy.cli.app import main as run
+
+    run()
+
+
+if __name__ == "__main__":
+    main()

@@ -37,10 +37,13 @@ def test_config_never_imports_torch(verb: str, write_spec: Write, tmp_path: Path
     assert not {"torch", "numpy", "transformers"} & modules_after(f"argosy {verb}", tmp_path)
 
 
-def test_preparing_data_never_imports_torch(tmp_path: Path) -> None:
+def test_preparing_a_little_text_imports_neither_torch_nor_a_second_engine(tmp_path: Path) -> None:
+    from argosy.data.text.tokenizer import train_bpe
+
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n')
-    verb = "argosy data prepare a.jsonl --tokenizer bytes --output out"
-    assert "torch" not in modules_after(verb, tmp_path)
+    (tmp_path / "t.json").write_text(train_bpe(["x"], 300))
+    verb = "argosy data prepare a.jsonl --tokenizer t.json --output out"
+    assert not {"torch", "fastokens", "pyarrow", "fsspec", "rich"} & modules_after(verb, tmp_path)
     assert (tmp_path / "out" / "manifest.json").exists()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import os
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +20,11 @@ import zstandard
 
 from argosy.data.corpus.corpus import open_corpus
 from argosy.data.corpus.manifest import read_manifest
+from argosy.data.prepare import crew
 from argosy.data.prepare import job as preparing
 from argosy.data.prepare.job import PrepareOptions, prepare
+from argosy.data.prepare.parts import PartOptions
+from argosy.data.prepare.workers import Pool, recipe_of
 from argosy.data.text import engines
 from argosy.data.text.tokenizer import ByteTokenizer, JsonTokenizer, train_bpe
 from argosy.errors import ArgosyError
@@ -50,7 +55,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a few MB make many blocks."""
     monkeypatch.setattr(preparing, "_block_bytes", lambda files: 1 << 19)
-    monkeypatch.setattr(preparing, "_INLINE_BYTES", 1 << 20)
+    monkeypatch.setattr(crew, "_INLINE_BYTES", 1 << 20)
 
 
 def content(directory: Path) -> dict[str, bytes]:
@@ -127,6 +132,22 @@ def test_a_fall_back_to_the_slow_engine_is_said(
     assert "tokenizing with tokenizers, the reference" in capsys.readouterr().err
 
 
+def test_every_worker_proves_its_engine(inputs: list[str], tmp_path: Path) -> None:
+    pytest.importorskip("fastokens")
+    tokenizer = JsonTokenizer(train_bpe(["some text of no matter"] * 9, 300), "t")
+    proof = engines.Proof.by(tokenizer, ["a sample"])
+    options = PartOptions("text", True, False, 1 << 19)
+    recipe = recipe_of(tokenizer, "fastokens", eod=None)
+    for wrong, fault in ((0, None), (1, "differs from the reference on"), (None, "cannot load this tokenizer")):
+        chosen = replace(recipe, content=b"{}") if wrong is None else recipe
+        pool = Pool(2, tmp_path, [], chosen, options)
+        try:
+            with contextlib.nullcontext() if fault is None else pytest.raises(engines.EngineFault, match=fault):
+                pool.prove(replace(proof, ids=proof.ids + np.uint32(wrong or 0)))
+        finally:
+            pool.close()
+
+
 def test_an_unfinished_job_with_other_options_is_not_mixed_with_this_one(inputs: list[str], tmp_path: Path) -> None:
     out = tmp_path / "out"
     prepare(inputs, ByteTokenizer(), out, PrepareOptions(workers=1, shards=2, machine=0, machines=2))
@@ -139,10 +160,10 @@ def test_an_unfinished_job_with_other_options_is_not_mixed_with_this_one(inputs:
 COMMAND = """
 import sys
 from pathlib import Path
-from argosy.data.prepare import job as p
+from argosy.data.prepare import crew, job as p
 from argosy.data.text.tokenizer import ByteTokenizer
 p._block_bytes = lambda files: 1 << 19
-p._INLINE_BYTES = 1 << 20
+crew._INLINE_BYTES = 1 << 20
 if __name__ == "__main__":
     p.prepare(sys.argv[2:], ByteTokenizer(), Path(sys.argv[1]), p.PrepareOptions(workers=2, shards=2))
 """

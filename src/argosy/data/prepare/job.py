@@ -13,6 +13,7 @@ worked, nor on how often they were killed. Documents in equal documents out plus
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import shutil
 import sys
@@ -26,22 +27,17 @@ import orjson
 from argosy.config.seeds import derive_seed
 from argosy.data.corpus.indexed import bin_path, dtype_for, idx_path
 from argosy.data.corpus.manifest import FILE_NAME, Manifest, Shard, Source, TokenizerFacts, write_manifest
+from argosy.data.prepare.crew import Crew
 from argosy.data.prepare.join import Joiner, books_of, shard_name
-from argosy.data.prepare.parts import PartFacts, PartMaker, PartName, PartOptions
-from argosy.data.prepare.workers import Pool, Recipe, recipe_of
-from argosy.data.text.blocks import open_blocks
-from argosy.data.text.engines import FastTokenizer, choose_engine, likely_engine, release_memory
+from argosy.data.prepare.parts import PartFacts, PartName, PartOptions
 from argosy.data.text.inputs import InputFile, find_inputs
-from argosy.data.text.records import Parser, texts_of
-from argosy.data.text.tokenizer import JsonTokenizer, Tokenizer
+from argosy.data.text.tokenizer import Tokenizer
 from argosy.errors import ArgosyError
 from argosy.record.files import replace_file
 from argosy.record.progress import Progress
 
 QUARANTINE_FILE = "quarantine.jsonl"
 PARTS = ".parts"
-_INLINE_BYTES = 4 << 20  # less than this is not worth starting processes for
-_PROOF_BYTES = 200_000  # of the corpus, to prove an engine on
 
 
 @dataclass(frozen=True)
@@ -62,8 +58,9 @@ def prepare(inputs: Sequence[str], tokenizer: Tokenizer, output: Path, options: 
     """Make this machine's shards, and the manifest if they were the last. None: other machines are still at work."""
     job = Job(find_inputs(inputs, report=_warn), tokenizer, output, options)
     try:
-        job.claim()
-        job.make_shards()
+        with job.crew:  # the workers load while the directory is claimed
+            job.claim()
+            job.make_shards()
         return job.finish()
     except OSError as error:
         raise ArgosyError(
@@ -92,7 +89,16 @@ class Job:
         )  # a tokenizer without one is refused before work starts
         self.tokenizer = tokenizer
         self.parts = output / PARTS
-        self.facts: dict[PartName, PartFacts] = {}
+        self.crew = Crew(
+            self.parts,
+            self.groups,
+            tokenizer,
+            self.part_options,
+            eod=self.eod,
+            workers=options.workers,
+            input_bytes=sum(file.size for file in files) / options.machines,
+        )
+        self.ends: dict[int, int] = {}  # group -> a block found to be past its end
 
     def claim(self) -> None:
         """Take the output directory: a new one, or one where the same job was left unfinished."""
@@ -107,11 +113,12 @@ class Job:
     def make_shards(self) -> None:
         """Make this machine's parts, and join those of each shard as they are finished."""
         joiners = {shard: self._joiner(shard) for shard in self._my_shards()}
-        total = sum(file.size for file in self.files) / self.options.machines
+        names = self._names(joiners)
         try:
-            with Progress("prepare", total, "B") as progress:
-                for name, facts in self._run(set(joiners), total):
-                    self.facts[name] = facts
+            with Progress("prepare", self.crew.input_bytes, "B") as progress:
+                for name, facts in self.crew.run(names) if joiners else ():
+                    if facts.past_end:
+                        self.ends[name.group] = min(name.block, self.ends.get(name.group, name.block))
                     joiners[self.shard_of(name)].add(name, facts)
                     progress.advance(facts.input_bytes)
             for joiner in joiners.values():
@@ -119,14 +126,6 @@ class Job:
         finally:
             for joiner in joiners.values():
                 joiner.close()
-
-    def prove_engine(self) -> tuple[str | None, str]:
-        """(the engine to use, None for the reference; what was found, in words)"""
-        chosen, said = choose_engine(self.tokenizer, self._sample())
-        engine = chosen.engine if isinstance(chosen, FastTokenizer) else None
-        del chosen
-        release_memory()  # the workers have engines of their own
-        return engine, said
 
     def _my_shards(self) -> Iterator[int]:
         """Those this machine makes, less the ones an earlier attempt has finished."""
@@ -137,11 +136,8 @@ class Job:
     def _joiner(self, shard: int) -> Joiner:
         seed = self.options.shuffle_seed
         key = None if seed is None else derive_seed(seed, "shuffle", shard)
-        first = next(block for block in range(self.options.shards) if self.shard_of(PartName(0, block)) == shard)
         dtype = dtype_for(self.tokenizer.vocab_size)
-        return Joiner(
-            self.parts, self.output, shard, dtype, first_block=first, stride=self.options.shards, shuffle_key=key
-        )
+        return Joiner(self.parts, self.output, shard, dtype, shuffle_key=key)
 
     def finish(self) -> Manifest | None:
         """When every shard is there: the manifest. Any machine may be the last; all would write the same."""
@@ -175,18 +171,18 @@ class Job:
         """Blocks are dealt to shards in turn, each file starting with another one."""
         return (name.group + name.block) % self.options.shards
 
-    def _names(self, shards: set[int]) -> Iterator[PartName]:
-        """The parts of some shards. How many blocks a compressed file or a table has shows only when one is past its
-        end."""
+    def _names(self, joiners: dict[int, Joiner]) -> Iterator[PartName]:
+        """The parts of some shards, in order. How many blocks a compressed file or a table has shows only when one is
+        past its end."""
         for group in range(len(self.groups)):
-            block = 0
-            while not any(f.past_end and n.block <= block for n, f in self.facts.items() if n.group == group):
+            for block in itertools.count():
                 name = PartName(group, block)
-                if self._beyond(name):
+                if block >= self.ends.get(group, block + 1) or self._beyond(name):
                     break
-                if self.shard_of(name) in shards:
+                joiner = joiners.get(self.shard_of(name))
+                if joiner is not None:
+                    joiner.expect(name)
                     yield name
-                block += 1
 
     def _beyond(self, name: PartName) -> bool:
         first = self.groups[name.group][0]
@@ -194,49 +190,6 @@ class Job:
             return False
         size = first.size if self.options.text_lines or not first.is_text else 1
         return name.block * self.part_options.block_bytes >= max(1, size)
-
-    def _run(self, shards: set[int], total: float) -> Iterator[tuple[PartName, PartFacts]]:
-        if not shards:
-            return
-        if self.options.workers == 1 or total < _INLINE_BYTES:
-            recipe = self._recipe(self.prove_engine()[0])
-            maker = PartMaker(
-                self.parts, self.groups, recipe.encoder(), recipe.vocab_size, recipe.eod_id, self.part_options
-            )
-            for name in self._names(shards):
-                yield name, maker.make(name)
-            return
-        pool = self._pool(likely_engine(self.tokenizer))  # loads while the proof is made
-        try:
-            engine, said = self.prove_engine()
-            if engine is None and isinstance(self.tokenizer, JsonTokenizer):  # a fall back is never silent
-                _warn(f"tokenizing with {said}")
-            if engine != pool.recipe.engine:
-                pool.close()
-                pool = self._pool(engine)
-            yield from pool.run(self._names(shards))
-        finally:
-            pool.close()
-
-    def _pool(self, engine: str | None) -> Pool:
-        return Pool(self.options.workers, self.parts, self.groups, self._recipe(engine), self.part_options)
-
-    def _recipe(self, engine: str | None) -> Recipe:
-        return recipe_of(self.tokenizer, engine, append_eod=self.options.append_eod)
-
-    def _sample(self) -> list[str]:
-        """A little of the corpus, from the start of the first inputs, to prove an engine on. The reference is slow."""
-        texts: list[str] = []
-        for text in self._first_texts():
-            texts.append(text[: _PROOF_BYTES // 10])
-            if sum(map(len, texts)) > _PROOF_BYTES:
-                break
-        return texts
-
-    def _first_texts(self) -> Iterator[str]:
-        for group in self.groups[:3]:
-            blocks = open_blocks(group, block_bytes=1 << 16, lines=self.options.text_lines, column=self.options.key)
-            yield from texts_of(blocks.block(0) or iter(()), Parser(None if group[0].is_text else self.options.key))
 
     def _fingerprint(self) -> bytes:
         """Of all that decides the bytes of the corpus."""

@@ -5,6 +5,7 @@ The parts stay until the shard is finished, so that a job that is killed has los
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,44 +29,29 @@ def books_of(parts: Path, shard: int) -> Path:
 
 
 class Joiner:
-    """One shard. Its parts are every `stride`-th block of each input; `shuffle_key` puts its documents in a random
-    order instead of that of the inputs."""
+    """One shard. Told which parts to expect, in their order, it appends each as soon as all before it are there;
+    `shuffle_key` puts the documents in a random order instead, once all are there."""
 
-    def __init__(
-        self,
-        parts: Path,
-        output: Path,
-        shard: int,
-        dtype: np.dtype[Any],
-        *,
-        first_block: int,
-        stride: int,
-        shuffle_key: int | None,
-    ) -> None:
-        self.parts, self.shard, self.stride, self.shuffle_key = parts, shard, stride, shuffle_key
+    def __init__(self, parts: Path, output: Path, shard: int, dtype: np.dtype[Any], *, shuffle_key: int | None) -> None:
+        self.parts, self.shard, self.shuffle_key = parts, shard, shuffle_key
         self._writer = IndexedWriter(output / shard_name(shard), dtype)
-        self._turn = PartName(
-            0, first_block
-        )  # the part that comes next, as far as can be known while some are being made
+        self._expected: deque[PartName] = deque()
         self._waiting: dict[PartName, PartFacts] = {}
         self._joined: list[tuple[PartName, PartFacts]] = []
         self._finished = False
 
+    def expect(self, name: PartName) -> None:
+        self._expected.append(name)
+
     def add(self, name: PartName, facts: PartFacts) -> None:
-        if facts.past_end:
-            return
         self._waiting[name] = facts
-        while self.shuffle_key is None and self._turn in self._waiting:
-            self._join(self._turn)
+        while self._expected and self._expected[0] in self._waiting:
+            self._join(self._expected.popleft())
 
     def finish(self) -> None:
-        names = sorted(self._waiting)
-        if self.shuffle_key is None:
-            for name in names:
-                self._join(name)
-        else:
-            _add_shuffled(self._writer, [IndexedReader(self.parts / str(name)) for name in names], self.shuffle_key)
-            self._joined = [(name, self._waiting[name]) for name in names]
+        if self.shuffle_key is not None:
+            readers = [IndexedReader(self.parts / str(name)) for name, _ in self._joined]
+            _add_shuffled(self._writer, readers, self.shuffle_key)
         written = self._writer.finish()
         self._finished = True
         self._check(written.documents)
@@ -76,11 +62,14 @@ class Joiner:
             self._writer.abandon()
 
     def _join(self, name: PartName) -> None:
-        reader = IndexedReader(self.parts / str(name))
-        self._writer.add_pair(reader)
-        reader.close()
-        self._joined.append((name, self._waiting.pop(name)))
-        self._turn = PartName(name.group, name.block + self.stride)
+        facts = self._waiting.pop(name)
+        if facts.past_end:
+            return
+        if self.shuffle_key is None:
+            reader = IndexedReader(self.parts / str(name))
+            self._writer.add_pair(reader)
+            reader.close()
+        self._joined.append((name, facts))
 
     def _check(self, written: int) -> None:
         facts = [facts for _, facts in self._joined]

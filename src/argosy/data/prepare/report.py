@@ -22,7 +22,7 @@ def preview(inputs: Sequence[str], tokenizer: Tokenizer, output: Path, options: 
     dtype = dtype_for(tokenizer.vocab_size).name
     lines.append(f"{len(job.files)} files, {total:,} bytes -> {output} ({options.shards} shards, {dtype} tokens)")
     lines.append(f"tokenizer {tokenizer.fingerprint[:12]}, {tokenizer.vocab_size:,} entries, {eod}")
-    lines.append(f"engine    {job.prove_engine()[1]}")
+    lines.append(f"engine    {job.crew.engine_here()[1]}")
     return "\n".join(lines)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from argosy.data.prepare.parts import PartFacts, PartMaker, PartName, PartOptions
-from argosy.data.text.engines import ENGINES, Encode
+from argosy.data.text.engines import Encode, EngineFault, Proof, load_engine
 from argosy.data.text.inputs import InputFile
 from argosy.data.text.tokenizer import ByteTokenizer, JsonTokenizer, SentencePieceTokenizer, Tokenizer
 from argosy.errors import ArgosyError
@@ -35,7 +35,7 @@ class Recipe:
 
     def encoder(self) -> Encode:
         if self.engine is not None:
-            return ENGINES[self.engine](self.content.decode(), self.special_in_text)
+            return load_engine(self.engine, self.content.decode(), self.special_in_text)
         if self.content == ByteTokenizer().stored()[1]:
             return ByteTokenizer().encode
         if self.file.endswith(".model"):
@@ -43,9 +43,9 @@ class Recipe:
         return JsonTokenizer(self.content.decode(), self.file, special_in_text=self.special_in_text).encode
 
 
-def recipe_of(tokenizer: Tokenizer, engine: str | None, *, append_eod: bool) -> Recipe:
+def recipe_of(tokenizer: Tokenizer, engine: str | None, *, eod: int | None) -> Recipe:
     special = isinstance(tokenizer, JsonTokenizer) and tokenizer.special_in_text
-    return Recipe(*tokenizer.stored(), engine, special, tokenizer.vocab_size, tokenizer.eod_id if append_eod else None)
+    return Recipe(*tokenizer.stored(), engine, special, tokenizer.vocab_size, eod)
 
 
 class Pool:
@@ -59,7 +59,7 @@ class Pool:
         self._busy: dict[Connection, PartName] = {}
         self._idle: list[Connection] = []
         self._processes = []
-        self.recipe = recipe
+        self.engine = recipe.engine
         arguments = (directory, groups, recipe, options)
         for number in range(count):
             ours, theirs = context.Pipe()
@@ -74,6 +74,17 @@ class Pool:
             process.terminate()
         for process in self._processes:
             process.join()
+
+    def prove(self, proof: Proof) -> None:
+        """Have every worker prove its engine, before anything else; raises EngineFault where one cannot."""
+        try:
+            for connection in self._idle:
+                connection.send(proof)
+            faults = [fault for connection in self._idle if (fault := connection.recv()) is not None]
+        except (EOFError, OSError):
+            faults = ["ended its process"]
+        if faults:
+            raise EngineFault(faults[0])
 
     def run(self, names: Iterator[PartName]) -> Iterator[tuple[PartName, PartFacts]]:
         """Parts as they are finished. `names` is asked for the next one only when a worker is free."""
@@ -118,7 +129,10 @@ def _work(
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends us
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    maker = PartMaker(directory, groups, recipe.encoder(), recipe.vocab_size, recipe.eod_id, options)
+    encode = recipe.encoder() if recipe.engine is None else _proven(recipe, connection)
+    if encode is None:
+        return
+    maker = PartMaker(directory, groups, encode, recipe.vocab_size, recipe.eod_id, options)
     while True:
         try:
             group, block = connection.recv()
@@ -129,3 +143,18 @@ def _work(
             connection.send(vars(facts))
         except ArgosyError as error:
             connection.send({"error": {"code": error.code, "cause": error.cause, "fix": error.fix, "key": error.key}})
+
+
+def _proven(recipe: Recipe, connection: Connection) -> Encode | None:
+    """The engine, if it passes the proof that the parent made meanwhile; the parent is told."""
+    try:
+        try:
+            encode = recipe.encoder()
+        finally:
+            proof = connection.recv()
+        proof.check(encode)
+    except EngineFault as fault:
+        connection.send(str(fault))
+        return None
+    connection.send(None)
+    return encode

@@ -1,19 +1,19 @@
 """Faster engines for the same tokenizer, used only where they are proven to give the same ids.
 
-The proof runs at every start: a set of strings that have tripped engines before, and a sample of the corpus itself,
-encoded by the fast engine and by the reference (`tokenizers`). One different id, or a missing engine, and the reference
-is used instead, and that is said. JSON is never given to an engine: records are parsed by us.
+The proof runs at every start, in every process that will encode: a set of strings that have tripped engines before, and
+a sample of the corpus itself, encoded by the fast engine and by the reference (`tokenizers`). One different id, or a
+missing engine, and the next one or the reference is used instead, and that is said. JSON is never given to an engine:
+records are parsed by us.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -30,35 +30,6 @@ NASTY = (
 
 
 Encode = Callable[[Sequence[str]], tuple[Ids, Lengths]]
-
-
-class FastTokenizer:
-    """A tokenizer whose `encode` is done by another engine. Everything else is the reference's."""
-
-    def __init__(self, reference: JsonTokenizer, engine: str) -> None:
-        self.reference, self.engine = reference, engine
-        self._encode = ENGINES[engine](reference.text, reference.special_in_text)
-        self.fingerprint = reference.fingerprint
-
-    @property
-    def vocab_size(self) -> int:
-        return self.reference.vocab_size
-
-    @property
-    def eod_id(self) -> int:
-        return self.reference.eod_id
-
-    def encode(self, texts: Sequence[str]) -> tuple[Ids, Lengths]:
-        return self._encode(texts)
-
-    def decode(self, ids: Iterable[int]) -> str:
-        return self.reference.decode(ids)
-
-    def id_of(self, token: str) -> int | None:
-        return self.reference.id_of(token)
-
-    def stored(self) -> tuple[str, bytes]:
-        return self.reference.stored()
 
 
 def _fastokens(text: str, special_in_text: bool) -> Encode:
@@ -80,47 +51,64 @@ def _fastokens(text: str, special_in_text: bool) -> Encode:
 ENGINES: dict[str, Callable[[str, bool], Encode]] = {"fastokens": _fastokens}  # by name, the fastest first
 
 
+class EngineFault(Exception):
+    """Why an engine cannot be used for this tokenizer, in words that follow its name."""
+
+
+def load_engine(name: str, tokenizer_json: str, special_in_text: bool) -> Encode:
+    try:
+        return ENGINES[name](tokenizer_json, special_in_text)
+    except Exception as error:
+        raise EngineFault(f"cannot load this tokenizer ({error})") from error
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Texts, and the ids the reference gives them: what an engine must give too."""
+
+    texts: list[str]
+    ids: Ids
+    lengths: Lengths
+
+    @classmethod
+    def by(cls, reference: Tokenizer, sample: Sequence[str]) -> Proof:
+        texts = [*NASTY, *sample]
+        return cls(texts, *reference.encode(texts))
+
+    def check(self, encode: Encode) -> None:
+        try:
+            ids, lengths = encode(self.texts)
+        except Exception as error:
+            raise EngineFault(f"fails on hard strings ({error})") from error
+        if np.array_equal(lengths, self.lengths) and np.array_equal(ids, self.ids):
+            return
+        theirs, ours = (np.split(i, np.cumsum(n)[:-1]) for i, n in ((ids, lengths), (self.ids, self.lengths)))
+        wrong = (text for text, a, b in zip(self.texts, theirs, ours, strict=False) if not np.array_equal(a, b))
+        raise EngineFault(f"differs from the reference on {next(wrong, 'a batch of texts')[:40]!r}")
+
+
 def likely_engine(tokenizer: Tokenizer) -> str | None:
-    """The engine that will be chosen if its proof succeeds, so that workers can start before it has."""
-    if not isinstance(tokenizer, JsonTokenizer):
-        return None
-    return next((name for name in ENGINES if importlib.util.find_spec(name) is not None), None)
+    """The first that `choose_engine` will try, so that it can be loaded beforehand."""
+    names = (name for name in ENGINES if importlib.util.find_spec(name) is not None)
+    return next(names, None) if isinstance(tokenizer, JsonTokenizer) else None
 
 
-def choose_engine(tokenizer: Tokenizer, sample: Sequence[str]) -> tuple[Tokenizer, str]:
-    """(the fastest engine proven equal on the nasty strings and the sample, what was found in words)"""
+Proven = TypeVar("Proven")
+
+
+def choose_engine(tokenizer: Tokenizer, prove: Callable[[str], Proven]) -> tuple[Proven | None, str]:
+    """(what `prove` makes of the fastest engine without a fault, None for the reference; what was found, in words)"""
     if not isinstance(tokenizer, JsonTokenizer):
-        return tokenizer, type(tokenizer).__name__
+        return None, type(tokenizer).__name__
     found = []
     for name in ENGINES:
-        try:
-            fast = FastTokenizer(tokenizer, name)
-        except ImportError:
+        if importlib.util.find_spec(name) is None:
             found.append(f"{name} is not installed (pip install 'argosy[data]')")
             continue
-        except Exception as error:  # noqa: BLE001 - whatever an engine raises, the reference still works
-            found.append(f"{name} cannot load this tokenizer ({error})")
-            continue
-        fault = first_difference(fast, tokenizer, [*NASTY, *sample])
-        if fault is None:
-            return fast, f"{name}, ids equal to the reference on {len(NASTY)} hard strings and {len(sample)} documents"
-        found.append(f"{name} differs from the reference on {fault[:40]!r}")
-    return tokenizer, "tokenizers, the reference: " + "; ".join(found)
-
-
-def release_memory() -> None:
-    """Give freed memory back to the system, where the C library can be asked to."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-def first_difference(fast: Tokenizer, reference: Tokenizer, texts: Sequence[str]) -> str | None:
-    """The first text that the two encode differently, alone or in a batch."""
-    fast_ids, fast_lengths = fast.encode(texts)
-    ids, lengths = reference.encode(texts)
-    if np.array_equal(fast_lengths, lengths) and np.array_equal(fast_ids, ids):
-        return None
-    for text in texts:
-        if not np.array_equal(fast.encode([text])[0], reference.encode([text])[0]):
-            return text
-    return "a batch of texts that are right one by one"
+        try:
+            proven = prove(name)
+        except EngineFault as fault:
+            found.append(f"{name} {fault}")
+        else:
+            return proven, f"{name}, ids equal to the reference on {len(NASTY)} hard strings and a sample of the corpus"
+    return None, "tokenizers, the reference: " + "; ".join(found)

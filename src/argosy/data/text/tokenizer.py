@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -83,9 +84,12 @@ class JsonTokenizer:
         self._engine.no_padding()
         self._engine.encode_special_tokens = not special_in_text
         self.text, self.name, self.eod, self.special_in_text = text, name, eod, special_in_text
-        self.fingerprint = _fingerprint(json.loads(text))
         # One more than the largest id: entries may leave gaps, and what counts is the rows an embedding needs.
         self.vocab_size = max(self._engine.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return _fingerprint(json.loads(self.text))
 
     @property
     def eod_id(self) -> int:
