@@ -11,12 +11,13 @@ import torch
 
 from argosy.checkpoint.store import latest, listed
 from argosy.config.resolve import resolve
-from argosy.data.open import open_data
+from argosy.data.open import open_data, set_names
 from argosy.errors import EXIT_DONE, ArgosyError
 from argosy.record.jsonl import read_jsonl, read_metrics
 from argosy.train.evaluate import evaluate_run, unigram_entropy
 from argosy.train.generate import Sampling, choose, sample
 from argosy.train.loop import TrainOptions, dry_run, train
+from data.corpora import write_corpus
 
 Write = Callable[..., Path]
 QUIET = TrainOptions(quiet=True)
@@ -220,6 +221,39 @@ def test_evaluation_of_a_run_covers_the_whole_split_once(write_spec: Write, tmp_
     with pytest.raises(ArgosyError) as refusal:
         evaluate_run(tmp_path / "runs" / "tiny", split="test", batches=None)
     assert refusal.value.code == "data.empty-split"
+
+
+def test_each_source_has_a_validation_loss_and_the_total_is_one_division(write_spec: Write, tmp_path: Path) -> None:
+    sources = []
+    for directory, letters in (("a/news", "xyz"), ("b/news", "abcdefgh"), ("c/code", "01")):
+        documents = [[[*(letters * n).encode(), 256]] for n in range(20, 40)]
+        sources.append({"path": str(write_corpus(tmp_path / directory, [documents]))})
+    sources[0]["path"] += "/"
+    path = write_spec(data={"train": sources, "seq_len": 32, "split": [80, 20, 0]})
+    go(path, "eval.batches=100")
+    record = read_metrics(tmp_path / "runs" / "tiny" / "metrics.jsonl")[6]
+    assert {key for key in record if key.startswith("validation_loss/")} == {
+        f"validation_loss/{name}" for name in ("news", "news-2", "code")
+    }
+    result, _ = evaluate_run(tmp_path / "runs" / "tiny", split="validation", batches=None)
+    assert record["validation_loss"] == pytest.approx(result.loss, rel=1e-6)
+    for name, one in result.sets.items():
+        assert record[f"validation_loss/{name}"] == pytest.approx(one.loss, rel=1e-6)
+        alone = write_spec(
+            data={"train": [sources[list(result.sets).index(name)]], "seq_len": 32, "split": [80, 20, 0]}
+        )
+        assert one.tokens == open_data(resolve(alone).spec).whole("validation").epoch_samples * 32
+    assert result.tokens == sum(one.tokens for one in result.sets.values()) == record["validation_tokens"]
+    assert result.loss == pytest.approx(sum(one.loss * one.tokens for one in result.sets.values()) / result.tokens)
+    assert len({round(one.loss, 3) for one in result.sets.values()}) == 3
+    few, _ = evaluate_run(tmp_path / "runs" / "tiny", split="validation", batches=1)
+    assert sorted(few.sets) == ["code", "news", "news-2"]
+    assert all(one.samples >= 1 for one in few.sets.values())
+
+
+def test_names_of_sets_are_short_and_differ() -> None:
+    paths = ["s3://bucket/c4/", "corpora/c4", "c4-2", "x/c4", "pairs/web.bin", "s3://bucket"]
+    assert set_names(paths) == ["c4", "c4-2", "c4-2-2", "c4-3", "web", "bucket"]
 
 
 def test_the_unigram_entropy_is_that_of_the_labels(write_spec: Write) -> None:

@@ -22,7 +22,7 @@ def evaluate(
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: as the run was trained.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """The loss of the newest checkpoint of a run on one of its splits."""
+    """The loss of the newest checkpoint of a run on one of its splits: of all its data, and of each source."""
     import json
 
     from argosy.train.evaluate import evaluate_run
@@ -30,10 +30,8 @@ def evaluate(
     result, step = evaluate_run(run, split=split.value, batches=batches, device=device)
     facts = {"run": str(run), "step": step, "split": result.split, "loss": result.loss, "perplexity": result.perplexity}
     facts |= {"tokens": result.tokens, "samples": result.samples}
+    facts["sets"] = {name: {"loss": one.loss, "tokens": one.tokens} for name, one in result.sets.items()}
     if as_json:
         print(json.dumps(facts))
     else:
-        print(
-            f"{run} step {step}: {result.split} loss {result.loss:.4f} (perplexity {result.perplexity:.2f}) "
-            f"over {result.tokens:,} tokens"
-        )
+        print(f"{run} step {step}: {result.describe()} over {result.tokens:,} tokens")

@@ -6,8 +6,9 @@ not the one the data was made with, ids beyond the model's vocabulary, splits to
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from argosy.config.schema import DataSource, FimSpec, RunSpec
@@ -32,19 +33,27 @@ class RunData:
         weights = [source.weight for source in self.spec.data.train if source.weight is not None]
         if self.spec.data.order == "megatron":
             return self._megatron(weights or None)
-        return self._stream("train", weights or None, fim=True)
+        return self._stream("train", self.corpora, weights or None, fim=True)
 
     def whole(self, split: str) -> SampleStream:
         """A split without weights: its first `epoch_samples` samples are every window once."""
-        return self._stream(split, None, fim=False)
+        return self._stream(split, self.corpora, None, fim=False)
+
+    def each(self, split: str) -> dict[str, SampleStream]:
+        """A split of each source alone, by name: what losses are reported for."""
+        names = set_names([source.path for source in self.spec.data.train])
+        return {
+            name: self._stream(split, [corpus], None, fim=False)
+            for name, corpus in zip(names, self.corpora, strict=True)
+        }
 
     def facts(self) -> dict[str, Any]:
         """What a run remembers of its data: which corpora they were, and the id that ends a document."""
         return {"corpora": [corpus.facts() for corpus in self.corpora], "eod_id": self._eod_id()}
 
-    def _stream(self, split: str, weights: list[float] | None, *, fim: bool) -> SampleStream:
+    def _stream(self, split: str, corpora: list[Corpus], weights: list[float] | None, *, fim: bool) -> SampleStream:
         data = self.spec.data
-        sets = [Windows(corpus, corpus.split(data.split)[split], data.seq_len) for corpus in self.corpora]
+        sets = [Windows(corpus, corpus.split(data.split)[split], data.seq_len) for corpus in corpora]
         return SampleStream(sets, weights, self.spec.train.seed, self._maker(fim=fim))
 
     def _megatron(self, weights: list[float] | None) -> MegatronStream:
@@ -110,6 +119,19 @@ def open_data(spec: RunSpec) -> RunData:
     data = RunData(spec, corpora, _tokenizer(spec, corpora))
     _check_vocabulary(spec, data)
     return data
+
+
+def set_names(paths: Sequence[str]) -> list[str]:
+    """Short names for sources in metrics: the last part of each path, numbered from the second of a name on."""
+    names: list[str] = []
+    for path in paths:
+        last = PurePosixPath(path.partition("://")[2] or path).name or path
+        name = last.removesuffix(".bin").removesuffix(".idx")
+        number = 1
+        while (unique := name if number == 1 else f"{name}-{number}") in names:
+            number += 1
+        names.append(unique)
+    return names
 
 
 def _open_source(source: DataSource) -> Corpus:

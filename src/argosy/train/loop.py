@@ -125,7 +125,7 @@ class Trainer:
         self.device = torch.device("meta") if device == "meta" else prepare_device(spec.train)
         self.data = open_checked_data(spec)
         self.stream = self.data.training()
-        self.validation = self.data.whole("validation") if spec.eval is not None else None
+        self.validation = self.data.each("validation") if spec.eval is not None else None
         self.steps = self._in_steps(spec.train.length) or 0
         warmup = self._in_steps(spec.optim.warmup) or 0
         check_warmup(spec, warmup, self.steps)
@@ -254,10 +254,9 @@ class Trainer:
         result = evaluate(
             self.engine, self.validation, samples=self.spec.eval.batches * batch, batch=batch, split="validation"
         )
-        self.metrics.write(
-            {"step": step, "time": now(), "validation_loss": result.loss, "validation_tokens": result.tokens}
-        )
-        console.note(f"step {step}: validation loss {result.loss:.4f}, perplexity {result.perplexity:.2f}")
+        losses = {"validation_loss": result.loss} | {f"validation_loss/{n}": s.loss for n, s in result.sets.items()}
+        self.metrics.write({"step": step, "time": now(), **losses, "validation_tokens": result.tokens})
+        console.note(f"step {step}: {result.describe()}")
 
     def _require_finite(self, step: int, loss: float, grad_norm: float) -> None:
         if math.isfinite(loss) and math.isfinite(grad_norm):

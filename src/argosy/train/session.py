@@ -41,7 +41,7 @@ def open_checked_data(spec: RunSpec) -> RunData:
     data = open_data(spec)
     data.training()
     if spec.eval is not None:
-        data.whole("validation")
+        data.each("validation")
     return data
 
 
