@@ -56,6 +56,8 @@ CODES: Final[dict[str, str]] = {
     "checkpoint.corrupt": "No checkpoint of the run passes its integrity check.",
     "checkpoint.mismatch": "The checkpoint does not hold the tensors this model needs.",
     "checkpoint.save-failed": "A checkpoint could not be written.",
+    "hf.unsupported": "A Hugging Face model has a setting Argosy cannot represent, or a model of ours one they cannot.",
+    "hf.bad-files": "A Hugging Face model directory lacks a file or tensor, or holds one that is damaged or not safe to read.",
     "io.failed": "The operating system refused a file operation.",
     "device.unavailable": "The device asked for is not present on this machine.",
     "device.old-torch": "The installed torch is older than Argosy supports.",

@@ -110,7 +110,11 @@ class Given:
 def test_heads(dtype: torch.dtype, rope: str, kv_heads: int, group: int, biased: bool) -> None:
     batch, seq, head_dim, hidden = 2, 37, 16, 24
     positions = {"none": None, "shared": torch.arange(seq)[None], "per row": torch.randint(0, 99, (batch, seq))}[rope]
-    tables = None if positions is None else rope_tables(positions.to(DEVICE), head_dim, 10_000.0)
+    tables = (
+        None
+        if positions is None
+        else rope_tables(positions.to(DEVICE), 10_000.0 ** (-torch.arange(0, head_dim, 2, device=DEVICE) / head_dim))
+    )
     width = kv_heads * (group + 2) * head_dim
     both(
         lambda x, weight, bias: heads.project_heads(Given(weight, bias), x, tables, group=group, head_dim=head_dim),

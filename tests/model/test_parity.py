@@ -50,6 +50,47 @@ CASES: dict[str, tuple[str, list[str], Any]] = {
             )
         ),
     ),
+    "llama3-scaled": (
+        "llama3-8b",
+        [
+            "heads=4",
+            "kv_heads=2",
+            "ffn=80",
+            "head_dim=32",
+            "rope_theta=100",
+            "rope_scaling={kind: llama3, factor: 8, low_freq_factor: 1, high_freq_factor: 4, original_seq_len: 16}",
+        ],
+        lambda: T.LlamaForCausalLM(
+            T.LlamaConfig(
+                **_llama_like(num_attention_heads=4, head_dim=32, rms_norm_eps=1e-5),
+                rope_parameters={
+                    "rope_type": "llama3",
+                    "rope_theta": 100.0,
+                    "factor": 8.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 16,
+                },
+            )
+        ),
+    ),
+    "llama-linear": (
+        "llama2-7b",
+        ["heads=6", "kv_heads=6", "ffn=80", "rope_scaling={kind: linear, factor: 4}"],
+        lambda: T.LlamaForCausalLM(
+            T.LlamaConfig(
+                **_llama_like(num_key_value_heads=6, rms_norm_eps=1e-5),
+                rope_parameters={"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0},
+            )
+        ),
+    ),
+    "llama-biases": (
+        "llama2-7b",
+        ["heads=6", "kv_heads=6", "ffn=80", "attention_bias=true", "mlp_bias=true"],
+        lambda: T.LlamaForCausalLM(
+            T.LlamaConfig(**_llama_like(num_key_value_heads=6, rms_norm_eps=1e-5, attention_bias=True, mlp_bias=True))
+        ),
+    ),
     "mistral-window": (
         "mistral-7b",
         ["heads=6", "kv_heads=2", "ffn=80", "window=7"],

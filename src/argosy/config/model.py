@@ -37,6 +37,32 @@ class MoESpec(Section):
     router: Literal["softmax", "sigmoid"] = Field("softmax", description="how scores become weights")
 
 
+class RopeScaling(Section):
+    """Rotary frequencies stretched to sequences longer than those first trained on."""
+
+    kind: Literal["linear", "llama3"] = Field(
+        description="linear: all by the factor; llama3: long waves by the factor, short ones not, a ramp between"
+    )
+    factor: PositiveNumber = Field(description="how much slower a stretched frequency turns")
+    low_freq_factor: PositiveNumber = Field(
+        1.0, description="llama3: waves longer than original_seq_len / this are stretched"
+    )
+    high_freq_factor: PositiveNumber = Field(
+        4.0, description="llama3: waves shorter than original_seq_len / this are kept"
+    )
+    original_seq_len: Positive | None = Field(None, description="llama3: the sequence length first trained on")
+
+    @model_validator(mode="after")
+    def _check(self) -> RopeScaling:
+        if self.kind == "llama3" and self.original_seq_len is None:
+            raise ValueError("llama3 scaling needs original_seq_len: give the length first trained on, as 8192")
+        if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"high_freq_factor {self.high_freq_factor:g} is not above low_freq_factor {self.low_freq_factor:g}"
+            )
+        return self
+
+
 class ModelSpec(Section):
     """The architecture. Sizes not given follow from the others, and are shown as derived."""
 
@@ -66,6 +92,7 @@ class ModelSpec(Section):
     qk_norm: bool = Field(False, description="normalise each query and key head (Qwen3)")
     window: Positive | None = Field(None, description="sliding attention window, in tokens")
     rope_theta: PositiveNumber = Field(10_000.0, description="base of the rotary frequencies")
+    rope_scaling: RopeScaling | None = Field(None, description="rotary frequencies for longer sequences")
     dropout: Fraction = Field(0.0, description="on embeddings, attention and residuals")
     init_std: PositiveNumber = Field(
         0.02,

@@ -52,7 +52,7 @@ def make_context(
     rope = None
     if spec.positions == "rope":
         where = torch.arange(seq, device=device)[None] if positions is None else positions
-        rope = rope_tables(where, spec.head_dim, spec.rope_theta)
+        rope = rope_tables(where, rope_frequencies(spec, device))
     mask = Mask(
         causal=spec.architecture == "decoder",
         window=spec.window,
@@ -63,9 +63,24 @@ def make_context(
     return Context(rope, attend, scale)
 
 
-def rope_tables(positions: Tensor, head_dim: int, theta: float) -> Rope:
+def rope_frequencies(spec: ModelSpec, device: torch.device) -> Tensor:
+    """Radians a token for each pair of a head's dimensions. [head_dim / 2]"""
+    exponents = torch.arange(0, spec.head_dim, 2, device=device, dtype=torch.float32) / spec.head_dim
+    frequencies: Tensor = spec.rope_theta**-exponents
+    scaling = spec.rope_scaling
+    if scaling is None:
+        return frequencies
+    if scaling.kind == "linear" or scaling.original_seq_len is None:
+        return frequencies / scaling.factor
+    # 1 keeps a frequency, 0 stretches it; in between lie waves that fit low_freq_factor to high_freq_factor times
+    waves = scaling.original_seq_len * frequencies / (2 * math.pi)  # in the sequences first trained on
+    kept = (waves - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept = kept.clamp(0.0, 1.0)
+    return frequencies * (kept + (1.0 - kept) / scaling.factor)
+
+
+def rope_tables(positions: Tensor, frequencies: Tensor) -> Rope:
     """cos and sin of position x frequency, for positions [1 or batch, seq]."""
-    frequencies = theta ** (-torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim)
     angles = positions[:, :, None].float() * frequencies
     return angles.cos(), angles.sin()
 

@@ -1,0 +1,9 @@
+"""Hugging Face's config.json and our model spec, both ways, without torch or transformers.
+
+Whatever decides the numbers a model computes is either taken over or refused by its name and value; what does not is on
+an explicit list. What current transformers leaves out of a file has the default its own config class has.
+"""
+
+from argosy.config.hf.families import export_gap, from_config, model_type_of, read_config, to_config
+
+__all__ = ["export_gap", "from_config", "model_type_of", "read_config", "to_config"]

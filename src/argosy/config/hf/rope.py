@@ -1,0 +1,57 @@
+"""Rotary positions in config.json: `rope_theta` and `rope_scaling` as files had them up to transformers 4, or both in
+`rope_parameters` as transformers 5 writes them. We read either and write both, so that old and new readers load it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from argosy.config.hf.keys import Keys
+from argosy.config.model import ModelSpec
+
+
+def read_rope(keys: Keys, *, theta: float = 10_000.0, max_seq_len: int) -> dict[str, Any]:
+    theta = keys.take("rope_theta", theta)
+    keys.only("partial_rotary_factor", 1.0, None)
+    old, new = keys.section("rope_scaling"), keys.section("rope_parameters")
+    rope = old if keys.take("rope_scaling", None) else new
+    (new if rope is old else old).harmless(*_KEYS)  # transformers, too, lets the older form win
+    theta = rope.take("rope_theta", None) or theta
+    rope.only("partial_rotary_factor", 1.0, None)
+    old_name = rope.take("type", "default")
+    kind = rope.take("rope_type", old_name)
+    scaling: dict[str, Any] | None = None
+    if kind == "linear":
+        scaling = {"kind": kind, "factor": rope.take("factor", None)}
+    elif kind == "llama3":
+        scaling = {
+            "kind": kind,
+            "factor": rope.take("factor", None),
+            "low_freq_factor": rope.take("low_freq_factor", None),
+            "high_freq_factor": rope.take("high_freq_factor", None),
+            "original_seq_len": rope.take("original_max_position_embeddings", max_seq_len),
+        }
+    elif kind != "default":
+        raise rope.refuse("rope_type", kind, "only 'default', 'linear' and 'llama3' rotary scaling can be represented")
+    old.finish()
+    new.finish()
+    return {"rope_theta": theta, "rope_scaling": scaling}
+
+
+_KEYS = (
+    "rope_theta", "rope_type", "type", "factor", "low_freq_factor", "high_freq_factor",
+    "original_max_position_embeddings", "partial_rotary_factor",
+)  # fmt: skip
+
+
+def write_rope(spec: ModelSpec) -> dict[str, Any]:
+    scaling: dict[str, Any] | None = None
+    if spec.rope_scaling is not None:
+        scaling = {"rope_type": spec.rope_scaling.kind, "factor": spec.rope_scaling.factor}
+        if spec.rope_scaling.kind == "llama3":
+            scaling |= {
+                "low_freq_factor": spec.rope_scaling.low_freq_factor,
+                "high_freq_factor": spec.rope_scaling.high_freq_factor,
+                "original_max_position_embeddings": spec.rope_scaling.original_seq_len,
+            }
+    parameters = {"rope_theta": spec.rope_theta} | (scaling or {"rope_type": "default"})
+    return {"rope_theta": spec.rope_theta, "rope_scaling": scaling, "rope_parameters": parameters}

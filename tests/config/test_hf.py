@@ -1,0 +1,124 @@
+"""config.json and the model spec: the same model both ways, and whatever cannot be said is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import transformers as T
+
+from argosy.config.hf import from_config, to_config
+from argosy.config.resolve import resolve_model
+from argosy.errors import ArgosyError
+
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+CLASSES: dict[str, Any] = {
+    "gpt2": T.GPT2Config,
+    "llama": T.LlamaConfig,
+    "mistral": T.MistralConfig,
+    "qwen3": T.Qwen3Config,
+    "mpt": T.MptConfig,
+}
+PRESETS = {
+    "gpt2": "gpt2",
+    "gpt3-1.3b": "gpt2",
+    "llama2-7b": "llama",
+    "llama3-1b": "llama",
+    "mistral-7b": "mistral",
+    "qwen3-0.6b": "qwen3",
+    "mpt-7b": "mpt",
+}
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_what_a_file_leaves_out_is_what_transformers_takes_for_it(kind: str) -> None:
+    assert from_config({"model_type": kind}) == from_config(CLASSES[kind]().to_dict())
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_is_written_and_read_back_the_same(preset: str) -> None:
+    spec = resolve_model(preset)
+    document = to_config(spec)
+    assert document["model_type"] == PRESETS[preset]
+    assert from_config(document) == spec.model_copy(update={"preset": None})
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_transformers_reads_what_we_write_as_the_same_model(preset: str) -> None:
+    document = to_config(resolve_model(preset))
+    theirs = CLASSES[document["model_type"]].from_dict(document)
+    assert from_config(theirs.to_dict()) == from_config(document)
+
+
+def test_rotary_scaling_is_read_in_the_old_and_the_new_form() -> None:
+    base = {"model_type": "llama", "max_position_embeddings": 131072}
+    old = from_config(base | {"rope_theta": 5e5, "rope_scaling": LLAMA3})
+    new = from_config(base | {"rope_parameters": LLAMA3 | {"rope_theta": 5e5}})
+    assert old == new
+    assert old.rope_theta == 5e5
+    assert old.rope_scaling is not None
+    assert old.rope_scaling.original_seq_len == 8192
+    very_old = from_config(base | {"rope_scaling": {"type": "linear", "factor": 2.0}})
+    assert very_old.rope_scaling is not None
+    assert very_old.rope_scaling.kind == "linear"
+    assert from_config(to_config(old)) == old
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "key"),
+    [
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+        ("gpt2", {"attn_pdrop": 0.0}, "attn_pdrop"),
+        ("gpt2", {"activation_function": "silu"}, "activation_function"),
+        ("llama", {"attention_dropout": 0.1}, "attention_dropout"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ("llama", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type"),
+        ("llama", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
+        ("qwen3", {"use_sliding_window": True, "max_window_layers": 5}, "layer_types"),
+        ("mpt", {"attn_config": {"clip_qkv": 8}}, "clip_qkv"),
+        ("mpt", {"attn_config": {"alibi": False}}, "alibi"),
+        ("mpt", {"expansion_ratio": 3}, "expansion_ratio"),
+        ("gemma2", {}, "model_type"),
+    ],
+)
+def test_what_changes_the_numbers_and_cannot_be_said_is_refused_by_name(kind: str, changes: Any, key: str) -> None:
+    with pytest.raises(ArgosyError) as refused:
+        from_config({"model_type": kind} | changes)
+    assert refused.value.code == "hf.unsupported"
+    assert refused.value.key == key
+
+
+@pytest.mark.parametrize(
+    ("preset", "change", "key"),
+    [
+        ("gpt2", "attention_bias=false", "model.attention_bias"),
+        ("gpt2", "qk_norm=true", "model.qk_norm"),
+        ("mpt-7b", "ffn=100", "model.ffn"),
+        ("mistral-7b", "attention_bias=true", "model.attention_bias"),
+        ("llama2-7b", "positions=alibi", "model.positions"),
+    ],
+)
+def test_a_model_none_of_their_classes_computes_is_not_exported(preset: str, change: str, key: str) -> None:
+    with pytest.raises(ArgosyError) as refused:
+        to_config(resolve_model(preset, [change]))
+    assert refused.value.code == "hf.unsupported"
+    assert refused.value.key == key
+
+
+def test_qwen_windows_cover_all_layers_or_none() -> None:
+    base = {"model_type": "qwen3", "num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 64}
+    assert from_config(base | {"max_window_layers": 4}).window is None
+    assert from_config(base | {"max_window_layers": 0}).window == 64
+    windowed = from_config(base | {"max_window_layers": 0})
+    assert from_config(to_config(windowed)) == windowed
+
+
+def test_a_config_that_describes_no_model_says_why() -> None:
+    with pytest.raises(ArgosyError, match="not divisible"):
+        from_config({"model_type": "gpt2", "n_embd": 100, "n_head": 7})
