@@ -18,7 +18,7 @@ from argosy.config.resolve import resolve_model  # noqa: E402
 from argosy.model.build import build_model  # noqa: E402
 from argosy.model.init import initialise  # noqa: E402
 from argosy.model.objective import Objective  # noqa: E402
-from argosy.model.ops import activation, cross_entropy, fp8, heads, norm  # noqa: E402
+from argosy.model.ops import activation, cross_entropy, fp8, heads, norm, products  # noqa: E402
 from argosy.model.ops.choice import kernels  # noqa: E402
 from argosy.model.positions import rope_tables  # noqa: E402
 
@@ -169,6 +169,16 @@ def test_a_whole_model_is_the_same_with_and_without_kernels(preset: str) -> None
     assert len(found[0]) == 1 + len(list(model.parameters()))
     for with_kernel, without in zip(*found, strict=True):
         torch.testing.assert_close(with_kernel, without, rtol=1e-4, atol=1e-5 * float(without.abs().max()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_of_one_input(dtype: torch.dtype) -> None:
+    x, first, second = torch.randn(2, 6, 8), torch.randn(5, 8), torch.randn(7, 8)
+    both(
+        lambda x, first, second, bias: products.products(x, [first, second], [None, bias]),
+        {"x": x, "first": first, "second": second, "bias": torch.randn(7)},
+        dtype,
+    )
 
 
 @pytest.mark.parametrize("dtype", [fp8.FORWARD, fp8.GRADIENT])

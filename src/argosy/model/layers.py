@@ -9,15 +9,18 @@ product itself: `Linear` has `weight` and `bias`, and its forward is the product
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from argosy.config.model import ModelSpec
 from argosy.model.ops.activation import activate, gated
-from argosy.model.ops.fp8 import fp8_linear
+from argosy.model.ops.fp8 import fp8_products
 from argosy.model.ops.heads import project_heads, rotate
 from argosy.model.ops.norm import add, add_norm, norm, split_norm
+from argosy.model.ops.products import products
 from argosy.model.positions import Across, Context
 
 
@@ -27,9 +30,13 @@ class Linear(nn.Linear):
     fp8 = False  # multiply 8-bit floats while training; set by `argosy.parallel`
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        if self.fp8 and self.training:
-            return fp8_linear(x, self.weight, bias)
-        return F.linear(x, self.weight, bias)
+        return multiply(x, [self], [bias])[0]
+
+
+def multiply(x: Tensor, layers: Sequence[Linear], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """The products of one input with several layers, which share what can be shared."""
+    rounded = layers[0].fp8 and layers[0].training
+    return (fp8_products if rounded else products)(x, [layer.weight for layer in layers], biases)
 
 
 class Norm(nn.Module):
@@ -107,7 +114,8 @@ class MLP(nn.Module):
         if self.gate is None:
             y = activate(self.activation, self.up(x), self.up.bias)
         else:
-            y = gated(self.activation, self.gate(x, self.gate.bias), self.up(x, self.up.bias))
+            gate, up = multiply(x, (self.gate, self.up), (self.gate.bias, self.up.bias))
+            y = gated(self.activation, gate, up)
         out: Tensor = self.down(y)
         return out
 

@@ -15,6 +15,7 @@ On a CPU the same rounding is followed by an ordinary product: what the tests ru
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,10 +34,10 @@ class Quantised(NamedTuple):
     scale: Tensor  # 0-dimensional, 32-bit: x = scale x values
 
 
-def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x weight^T + bias, for x [.., in] and weight [out, in]."""
-    y: Tensor = _Fp8Linear.apply(x, weight, bias)
-    return y
+def fp8_products(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """x weight^T + bias for every weight [out, in] of x [.., in], which is rounded once for all."""
+    found: tuple[Tensor, ...] = _Fp8Products.apply(x, len(weights), *weights, *biases)
+    return found
 
 
 def quantise(x: Tensor, dtype: torch.dtype) -> Quantised:
@@ -51,27 +52,34 @@ def quantise(x: Tensor, dtype: torch.dtype) -> Quantised:
     return Quantised(values, values.t().contiguous(), scale)
 
 
-class _Fp8Linear(torch.autograd.Function):
+class _Fp8Products(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, count: int, *factors: Tensor | None) -> tuple[Tensor, ...]:
+        weights, biases = factors[:count], factors[count:]
         x8 = quantise(x.flatten(0, -2), FORWARD)
-        w8 = quantise(weight, FORWARD)
-        y = scaled_mm(x8.values, w8.values.t(), x8.scale, w8.scale, x.dtype, bias=bias, fast=True)
-        ctx.save_for_backward(x8.transposed, x8.scale, w8.transposed, w8.scale)
-        ctx.shape, ctx.bias_dtype = x.shape, None if bias is None else bias.dtype
-        out: Tensor = y.unflatten(0, x.shape[:-1])
-        return out
+        saved, found = [x8.transposed, x8.scale], []
+        for weight, bias in zip(weights, biases, strict=True):
+            assert weight is not None
+            w8 = quantise(weight, FORWARD)
+            y = scaled_mm(x8.values, w8.values.t(), x8.scale, w8.scale, x.dtype, bias=bias, fast=True)
+            found.append(y.unflatten(0, x.shape[:-1]))
+            saved += [w8.transposed, w8.scale]
+        ctx.save_for_backward(*saved)
+        ctx.form = (x.shape, [None if bias is None else bias.dtype for bias in biases])
+        return tuple(found)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        x8t, x_scale, w8t, w_scale = ctx.saved_tensors
-        d_y = gradients[0].flatten(0, -2)
-        d8 = quantise(d_y, GRADIENT)
-        d_x = d_weight = d_bias = None
-        if ctx.needs_input_grad[0]:
-            d_x = scaled_mm(d8.values, w8t.t(), d8.scale, w_scale, d_y.dtype).unflatten(0, ctx.shape[:-1])
-        if ctx.needs_input_grad[1]:
-            d_weight = scaled_mm(d8.transposed, x8t.t(), d8.scale, x_scale, d_y.dtype)
-        if ctx.needs_input_grad[2]:
-            d_bias = d_y.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        return d_x, d_weight, d_bias
+        x8t, x_scale, *rest = ctx.saved_tensors
+        shape, bias_dtypes = ctx.form
+        d_x = None
+        d_weights: list[Tensor | None] = []
+        d_biases: list[Tensor | None] = []
+        for gradient, w8t, w_scale, bias_dtype in zip(gradients, rest[::2], rest[1::2], bias_dtypes, strict=True):
+            d_y = gradient.flatten(0, -2)
+            d8 = quantise(d_y, GRADIENT)
+            part = scaled_mm(d8.values, w8t.t(), d8.scale, w_scale, d_y.dtype)
+            d_x = part if d_x is None else d_x.add_(part)
+            d_weights.append(scaled_mm(d8.transposed, x8t.t(), d8.scale, x_scale, d_y.dtype))
+            d_biases.append(None if bias_dtype is None else d_y.sum(0, dtype=torch.float32).to(bias_dtype))
+        return None if d_x is None else d_x.view(shape), None, *d_weights, *d_biases
