@@ -23,9 +23,44 @@ if tuple(int(part) for part in torch.__version__.split(".")[:2]) < OLDEST_TORCH:
     )
 
 
-def multiply_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply every tensor in place by a 0-dimensional one, in one pass and without a host sync."""
-    torch._foreach_mul_(list(tensors), factor)
+def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The 2-norm of all tensors together, with 32-bit sums whatever they are, and without a host sync."""
+    norms = torch._foreach_norm(list(tensors), 2, dtype=torch.float32)
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return total
+
+
+def copy_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Write every source into its target, in the target's precision, in few passes."""
+    torch._foreach_copy_(list(targets), list(sources))
+
+
+def accumulate_in(parameter: torch.nn.Parameter, dtype: torch.dtype) -> None:
+    """Let gradients add up in `dtype`, which may be wider than the parameter's."""
+    parameter.grad_dtype = dtype
+
+
+def fused_adamw_(
+    parameters: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+    exp_avgs: Sequence[torch.Tensor],
+    exp_avg_sqs: Sequence[torch.Tensor],
+    *,
+    step: torch.Tensor,
+    divisor: torch.Tensor,
+    skip: torch.Tensor,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """torch's one-pass AdamW on 32-bit tensors. The gradients, which it overwrites, are divided by `divisor`; where `skip`
+    is 1, nothing changes."""
+    torch._fused_adamw_(
+        list(parameters), list(gradients), list(exp_avgs), list(exp_avg_sqs), [], [step] * len(parameters),
+        lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
+        grad_scale=divisor, found_inf=skip,
+    )  # fmt: skip
 
 
 def sdpa_priority(device: torch.device) -> AbstractContextManager[None]:

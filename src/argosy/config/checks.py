@@ -6,16 +6,20 @@ What can be known from the spec alone is checked here, before any file or device
 
 from __future__ import annotations
 
+import math
+
 from argosy.config.schema import RunSpec
 from argosy.errors import ArgosyError
 
 Origins = dict[str, str]
+FP8_ALIGNMENT = 16  # the hardware's: every dimension of a product of 8-bit floats is a multiple of it
 
 
 def check(spec: RunSpec, origins: Origins) -> None:
     _check_length(spec, origins)
     _check_batch(spec, origins)
     _check_sequence(spec, origins)
+    _check_fp8(spec, origins)
     _check_split(spec, origins)
     _check_evaluation(spec, origins)
     _check_weights(spec)
@@ -71,6 +75,21 @@ def _check_sequence(spec: RunSpec, origins: Origins) -> None:
             value=spec.data.seq_len,
             origin=origins.get("data.seq_len"),
             fix=f"data.seq_len={spec.model.max_seq_len}, or model.max_seq_len={spec.data.seq_len}",
+        )
+
+
+def _check_fp8(spec: RunSpec, origins: Origins) -> None:
+    tokens = spec.parallel.micro_batch * spec.data.seq_len
+    if spec.train.precision == "fp8" and tokens % FP8_ALIGNMENT:
+        needed = FP8_ALIGNMENT // math.gcd(spec.data.seq_len, FP8_ALIGNMENT)
+        raise ArgosyError(
+            "config.arithmetic",
+            f"8-bit products need a multiple of {FP8_ALIGNMENT} tokens in a forward pass; micro_batch {spec.parallel.micro_batch} x "
+            f"seq_len {spec.data.seq_len} = {tokens}",
+            key="train.precision",
+            value="fp8",
+            origin=origins.get("train.precision"),
+            fix=f"parallel.micro_batch={needed} or a multiple of it, or a data.seq_len that is a multiple of {FP8_ALIGNMENT}",
         )
 
 

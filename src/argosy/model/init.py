@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +17,16 @@ _EMBEDDINGS = ("embed.tokens.weight", "head.weight")
 
 
 def initialise(model: nn.Module, spec: ModelSpec, seed: int) -> None:
+    """In the precision the model has; an optimiser that keeps masters takes `initial_weights` itself."""
+    parameters = dict(model.named_parameters())
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(initial_value(name, parameter.shape, spec, seed))
+        for name, value in initial_weights(model, spec, seed):
+            parameters[name].copy_(value)
+
+
+def initial_weights(model: nn.Module, spec: ModelSpec, seed: int) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in model.named_parameters():
+        yield name, initial_value(name, parameter.shape, spec, seed)
 
 
 def initial_value(name: str, shape: torch.Size, spec: ModelSpec, seed: int) -> Tensor:

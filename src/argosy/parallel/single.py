@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from argosy.compat import accumulate_in
 from argosy.config.schema import ParallelSpec
 from argosy.config.seeds import derive_seed
 from argosy.data.samples.windows import Batch
@@ -36,6 +37,7 @@ class SingleDevice:
 
     def forward_backward(self, batch: Batch, step: int) -> Result:
         """Add the gradients of the summed loss of `batch` to the parameters."""
+        self._prepare_gradients(several=len(batch.tokens) > self.micro_batch)
         total = torch.zeros((), device=self.device)
         for micro, first in enumerate(range(0, len(batch.tokens), self.micro_batch)):
             torch.manual_seed(derive_seed(self.seed, "dropout", step, micro))
@@ -63,6 +65,12 @@ class SingleDevice:
             **inputs,
         )
         return loss
+
+    def _prepare_gradients(self, *, several: bool) -> None:
+        """One micro-batch leaves its gradients as they were computed; several add up in 32 bits, whatever they are."""
+        for parameter in self.model.parameters():
+            if parameter.dtype != torch.float32:
+                accumulate_in(parameter, torch.float32 if several else parameter.dtype)
 
     def _on_device(self, array: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)

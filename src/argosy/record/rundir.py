@@ -23,7 +23,8 @@ from argosy.record.files import replace_file
 FREE_TO_CHANGE = ("runs_dir", "log.", "checkpoint.", "eval", "data.order_cache")
 # These change the numbers of the steps to come (the layout through rounding and dropout), and are recorded as changes.
 CHANGES_LATER_STEPS = (
-    "train.steps", "train.tokens", "train.samples", "train.epochs", "train.device", "train.deterministic", "optim.", "parallel.",
+    "train.steps", "train.tokens", "train.samples", "train.epochs", "train.precision", "train.device",
+    "train.deterministic", "optim.", "parallel.",
 )  # fmt: skip
 
 

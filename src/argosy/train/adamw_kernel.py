@@ -12,18 +12,18 @@ _BLOCK = 4096
 
 @triton.jit
 def _update(
-    parameter, master, gradient, exp_avg, exp_avg_sq, scale, count,
-    lr, beta1, beta2, eps, decay, correction1, correction2, SEPARATE: tl.constexpr, B: tl.constexpr,
+    parameter, master, gradient, exp_avg, exp_avg_sq, scale, corrections, skip, count,
+    lr, beta1, beta2, eps, decay, SEPARATE: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
-    inside = at < count
+    inside = at < tl.where(tl.load(skip) == 0.0, count, 0)
     g = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32) * tl.load(scale)
     m = tl.load(exp_avg + at, mask=inside, other=0.0)
     v = tl.load(exp_avg_sq + at, mask=inside, other=0.0)
     w = tl.load(master + at, mask=inside, other=0.0)
     m = beta1 * m + (1.0 - beta1) * g
     v = beta2 * v + (1.0 - beta2) * g * g
-    w = w * decay - lr * (m / correction1) / (tl.sqrt(v / correction2) + eps)
+    w = w * decay - lr * (m / tl.load(corrections)) / (tl.sqrt(v / tl.load(corrections + 1)) + eps)
     tl.store(exp_avg + at, m, mask=inside)
     tl.store(exp_avg_sq + at, v, mask=inside)
     tl.store(master + at, w, mask=inside)
@@ -39,16 +39,16 @@ def adamw_(
     exp_avg_sq: Tensor,
     *,
     scale: Tensor,
+    corrections: Tensor,
+    skip: Tensor,
     lr: float,
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
-    step: int,
 ) -> None:
-    """One update, in place. `scale` (0-dimensional, on the device) multiplies the gradient."""
-    beta1, beta2 = betas
+    """One update, in place. All on the device and 32-bit: `scale` multiplies the gradient, `corrections` are the two
+    bias corrections 1 - beta^step, and where `skip` is not 0 nothing changes."""
     _update[(triton.cdiv(parameter.numel(), _BLOCK),)](
-        parameter, master, gradient, exp_avg, exp_avg_sq, scale, parameter.numel(),
-        lr, beta1, beta2, eps, 1.0 - lr * weight_decay, 1.0 - beta1**step, 1.0 - beta2**step,
-        parameter is not master, _BLOCK, num_warps=8,
+        parameter, master, gradient, exp_avg, exp_avg_sq, scale, corrections, skip, parameter.numel(),
+        lr, betas[0], betas[1], eps, 1.0 - lr * weight_decay, parameter.dtype != master.dtype, _BLOCK, num_warps=8,
     )  # fmt: skip

@@ -22,8 +22,7 @@ from argosy.config.schema import RunSpec
 from argosy.config.units import Duration
 from argosy.data.loader import Loader
 from argosy.errors import EXIT_DONE, EXIT_RESUMABLE, ArgosyError
-from argosy.model.build import build_model
-from argosy.model.init import initialise
+from argosy.model.init import initial_weights
 from argosy.record.console import Console, open_console
 from argosy.record.files import replace_file
 from argosy.record.jsonl import JsonlWriter, now, read_metrics
@@ -34,7 +33,7 @@ from argosy.train.interrupt import Interrupt
 from argosy.train.meter import Meter
 from argosy.train.optimizer import Optimizer
 from argosy.train.schedule import make_schedule
-from argosy.train.session import load_weights, make_engine, open_checked_data
+from argosy.train.session import make_engine, make_model, open_checked_data, stored_weights
 
 
 @dataclass(frozen=True)
@@ -130,7 +129,7 @@ class Trainer:
         warmup = self._in_steps(spec.optim.warmup) or 0
         check_warmup(spec, warmup, self.steps)
         self.schedule = make_schedule(spec.optim, self.steps, warmup)
-        self.model = build_model(spec.model, self.device)
+        self.model = make_model(spec, self.device)
         self.engine = make_engine(spec, self.model, self.device)
         self.optimizer = Optimizer(self.model, spec.optim)
         self.saves = Timer(spec.checkpoint.every, self._in_steps(spec.checkpoint.every))
@@ -223,10 +222,10 @@ class Trainer:
         sweep(self.run.checkpoints)
         checkpoint = latest(self.run.checkpoints, report=notes.append, set_aside=True)
         if checkpoint is None:
-            initialise(self.model, self.spec.model, self.spec.train.seed)
+            self.optimizer.set_weights(initial_weights(self.model, self.spec.model, self.spec.train.seed))
             self.consumed_samples = 0
             return 0
-        load_weights(self.model, checkpoint)
+        self.optimizer.set_weights(stored_weights(self.model, checkpoint).items())
         self._load_optimizer(checkpoint)
         self.consumed_samples = checkpoint.progress.consumed_samples
         notes.append(f"resuming from {checkpoint.path}")
@@ -234,14 +233,14 @@ class Trainer:
 
     def _load_optimizer(self, checkpoint: Checkpoint) -> None:
         tensors = checkpoint.optimizer()
-        require_names(tensors.keys(), self.optimizer.tensor_names(), checkpoint.path)
+        require_names(tensors.keys(), self.optimizer.tensors().keys(), checkpoint.path)
         self.optimizer.load(tensors, checkpoint.progress.step)
 
     def _save(self, step: int, console: Console) -> None:
         self.run.require_ours()
         started = time.perf_counter()
         progress = Progress(step=step, consumed_samples=self.consumed_samples)
-        weights = {name: p.detach() for name, p in self.model.named_parameters()}
+        weights = self.optimizer.weights()
         path = save(self.run.checkpoints, progress, weights, self.optimizer.tensors(), self.spec.checkpoint.keep)
         seconds = time.perf_counter() - started
         self._event("save", step, path=path.name, seconds=round(seconds, 3))

@@ -1,70 +1,77 @@
-"""AdamW with decay on matrices only, gradient clipping without a host sync, and its state by parameter name."""
+"""The optimiser: 32-bit master weights, an update rule, decay on matrices only, clipping without a host sync.
+
+The model computes with parameters in the training precision; the optimiser keeps the weights themselves, in 32 bits, and
+writes the parameters from them after each update. Weights and state go to and come from a checkpoint by parameter name.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
 
-from argosy.compat import multiply_
+from argosy.compat import total_norm
 from argosy.config.schema import OptimSpec
 from argosy.errors import ArgosyError
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+from argosy.train.adamw import adamw
+from argosy.train.slots import Group, Rule, Slot, Update
 
 
 class Optimizer:
-    """Thin around torch's fused AdamW: names in, names out, one learning rate for all groups."""
-
     def __init__(self, model: nn.Module, spec: OptimSpec) -> None:
-        self._names = [name for name, p in model.named_parameters() if p.requires_grad]
-        self._parameters = dict(model.named_parameters())
         without = undecayed(model, spec.no_decay)
-        groups = [
-            {"params": self._select(set(self._names) - without), "weight_decay": spec.weight_decay},
-            {"params": self._select(without), "weight_decay": 0.0},
+        rule = adamw(spec)
+        self._slots = {name: _slot(name, p, rule) for name, p in model.named_parameters() if p.requires_grad}
+        self._groups = [
+            Group(rule, decay, [slot for slot in self._slots.values() if (slot.name in without) == bare])
+            for decay, bare in ((spec.weight_decay, False), (0.0, True))
         ]
-        self._adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]], lr=spec.lr, betas=spec.betas, eps=spec.eps, fused=True
-        )
         self._clip = spec.clip
+        device = next(iter(self._slots.values())).master.device
+        self._updates = torch.zeros((), device=device)
+        self._go = torch.zeros((), device=device)
 
     def step(self, *, tokens: int, lr: float) -> Tensor:
         """Divide the summed gradients by `tokens`, clip, update, clear. Returns the norm before clipping."""
-        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
-        norm = nn.utils.get_total_norm(gradients) / tokens
-        scale = torch.ones_like(norm) if self._clip is None else (self._clip / (norm + 1e-6)).clamp(max=1.0)
-        multiply_(gradients, scale / tokens)
-        for group in self._adamw.param_groups:
-            group["lr"] = lr
-        self._adamw.step()
-        self._adamw.zero_grad(set_to_none=True)
+        parameters = [slot.parameter for slot in self._slots.values()]
+        norm = total_norm([p.grad for p in parameters if p.grad is not None]) / tokens
+        clip = torch.ones_like(norm) if self._clip is None else (self._clip / (norm + 1e-6)).clamp(max=1.0)
+        self._updates += 1
+        update = Update(lr, clip / tokens, self._go, self._updates)
+        for group in self._groups:
+            group.apply(update)
+        for parameter in parameters:
+            parameter.grad = None
         return norm
 
-    def tensors(self) -> dict[str, Tensor]:
-        """The moments, as `exp_avg/<parameter>` and `exp_avg_sq/<parameter>`."""
-        state = self._adamw.state
-        return {f"{m}/{name}": state[self._parameters[name]][m] for m in _MOMENTS for name in self._names}
+    def weights(self) -> dict[str, Tensor]:
+        """The 32-bit weights by parameter name."""
+        return {name: slot.master for name, slot in self._slots.items()}
 
-    def tensor_names(self) -> set[str]:
-        return {f"{m}/{name}" for m in _MOMENTS for name in self._names}
+    @torch.no_grad()
+    def set_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Masters and, from them, parameters."""
+        for name, value in weights:
+            slot = self._slots[name]
+            slot.master.copy_(value)
+            if slot.separate:
+                slot.parameter.copy_(slot.master)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The state, as `exp_avg/<parameter>` and so on."""
+        return {f"{key}/{slot.name}": value for slot in self._slots.values() for key, value in slot.state.items()}
 
     def load(self, tensors: dict[str, Tensor], step: int) -> None:
-        saved = self._adamw.state_dict()
-        order = [name for group in self._adamw.param_groups for name in self._names_in(group["params"])]
-        saved["state"] = {
-            index: {"step": torch.tensor(float(step))} | {m: tensors[f"{m}/{name}"].clone() for m in _MOMENTS}
-            for index, name in enumerate(order)
-        }
-        self._adamw.load_state_dict(saved)
+        for name, value in self.tensors().items():
+            value.copy_(tensors[name])
+        self._updates.fill_(step)
 
-    def _select(self, names: set[str]) -> list[nn.Parameter]:
-        return [self._parameters[name] for name in self._names if name in names]
 
-    def _names_in(self, parameters: list[nn.Parameter]) -> list[str]:
-        names = {id(p): name for name, p in self._parameters.items()}
-        return [names[id(p)] for p in parameters]
+def _slot(name: str, parameter: nn.Parameter, rule: Rule) -> Slot:
+    master = parameter.detach() if parameter.dtype == torch.float32 else parameter.detach().float()
+    return Slot(name, parameter, master, {key: torch.zeros_like(master) for key in rule.state})
 
 
 def undecayed(model: nn.Module, patterns: list[str]) -> set[str]:

@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from argosy.checkpoint.store import Checkpoint, latest, require_names
 from argosy.config.schema import RunSpec
 from argosy.data.open import RunData, open_data
 from argosy.errors import ArgosyError
 from argosy.model.build import build_model
-from argosy.model.init import initialise
+from argosy.model.init import initial_weights
+from argosy.parallel.precision import apply_precision, choose_precision
 from argosy.parallel.single import SingleDevice, require_single
 from argosy.record.rundir import RunDir, find_run
 from argosy.train.device import prepare_device
@@ -45,23 +46,30 @@ def open_checked_data(spec: RunSpec) -> RunData:
     return data
 
 
+def make_model(spec: RunSpec, device: torch.device) -> nn.Module:
+    """With uninitialised weights, in the precision of the spec."""
+    model = build_model(spec.model, device)
+    apply_precision(model, choose_precision(spec.train.precision, device))
+    return model
+
+
 def make_engine(spec: RunSpec, model: nn.Module, device: torch.device) -> SingleDevice:
     require_single(spec.parallel)
     return SingleDevice(model, micro_batch=spec.parallel.micro_batch, seed=spec.train.seed, device=device)
 
 
-def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
+def stored_weights(model: nn.Module, checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """The weights of a checkpoint, found to be those of this model."""
     weights = checkpoint.weights()
     require_names(weights.keys(), {name for name, _ in model.named_parameters()}, checkpoint.path)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if weights[name].shape != parameter.shape:
-                raise ArgosyError(
-                    "checkpoint.mismatch",
-                    f"{checkpoint.path}: {name} has shape {list(weights[name].shape)}, the model wants {list(parameter.shape)}",
-                    fix="check model and run name",
-                )
-            parameter.copy_(weights[name])
+    for name, parameter in model.named_parameters():
+        if weights[name].shape != parameter.shape:
+            raise ArgosyError(
+                "checkpoint.mismatch",
+                f"{checkpoint.path}: {name} has shape {list(weights[name].shape)}, the model wants {list(parameter.shape)}",
+                fix="check model and run name",
+            )
+    return weights
 
 
 def load_run(path: Path, *, device: str | None = None) -> Loaded:
@@ -76,8 +84,11 @@ def load_run(path: Path, *, device: str | None = None) -> Loaded:
             f"{path} has no checkpoint yet",
             fix="train it first, or wait for checkpoint.every to come round",
         )
-    model = build_model(spec.model, where)
-    load_weights(model, checkpoint)
+    model = make_model(spec, where)
+    weights = stored_weights(model, checkpoint)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[name])
     return Loaded(run, spec, checkpoint, model.eval(), where)
 
 
@@ -85,9 +96,9 @@ def time_steps(spec: RunSpec, steps: int) -> float:
     """Seconds one training step of a run takes on this machine, without its run directory: the fastest of a few."""
     device = prepare_device(spec.train)
     stream = open_checked_data(spec).training()
-    model = build_model(spec.model, device)
-    initialise(model, spec.model, spec.train.seed)
+    model = make_model(spec, device)
     engine, optimizer = make_engine(spec, model, device), Optimizer(model, spec.optim)
+    optimizer.set_weights(initial_weights(model, spec.model, spec.train.seed))
     seconds = []
     for step in range(1, steps + 1):
         started = time.perf_counter()

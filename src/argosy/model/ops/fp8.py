@@ -25,7 +25,6 @@ from argosy.compat import scaled_mm
 from argosy.model.ops.choice import use_kernel
 
 FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
-ALIGNMENT = 16  # every dimension of a product is a multiple of this
 
 
 class Quantised(NamedTuple):

@@ -1,0 +1,218 @@
+"""Precisions: parameters in the training precision, 32-bit masters that alone are saved, gradients that add up in 32 bits."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from argosy.checkpoint.store import latest
+from argosy.config.resolve import resolve, resolve_model
+from argosy.config.schema import OptimSpec
+from argosy.data.samples.windows import Batch
+from argosy.errors import ArgosyError
+from argosy.model.build import build_model
+from argosy.model.init import initial_value, initial_weights, initialise
+from argosy.model.ops.choice import kernels
+from argosy.parallel.precision import DTYPES, apply_precision, choose_precision
+from argosy.parallel.single import SingleDevice
+from argosy.record.jsonl import read_metrics
+from argosy.train.evaluate import evaluate_run
+from argosy.train.generate import Sampling, sample
+from argosy.train.loop import TrainOptions, train
+from argosy.train.optimizer import Optimizer
+
+Write = Callable[..., Path]
+SPEC = resolve_model("gpt2", ["layers=2", "hidden=32", "heads=2", "vocab_size=64", "max_seq_len=16"])
+OPTIM = OptimSpec.model_validate({"lr": 0.01, "min_lr": 0.001})
+CPU = torch.device("cpu")
+LOW = [precision for precision in DTYPES if precision not in ("fp32", "fp16")]
+
+
+def model(precision: str) -> tuple[nn.Module, Optimizer]:
+    built = build_model(SPEC)
+    apply_precision(built, precision)
+    optimizer = Optimizer(built, OPTIM)
+    optimizer.set_weights(initial_weights(built, SPEC, 1))
+    return built, optimizer
+
+
+def batch(rows: int = 8) -> Batch:
+    tokens, labels = np.random.default_rng(0).integers(0, 64, (2, rows, 16))
+    return Batch(tokens, labels)
+
+
+def engine(built: nn.Module, micro_batch: int = 4) -> SingleDevice:
+    return SingleDevice(built, micro_batch=micro_batch, seed=1, device=CPU)
+
+
+def go(path: Path, *overrides: str) -> Path:
+    resolved = resolve(path, overrides)
+    assert train(resolved, path, TrainOptions(quiet=True)) == 0
+    return Path(resolved.spec.runs_dir) / resolved.spec.name
+
+
+def outcome(run: Path) -> tuple[dict[int, tuple[float, float]], str]:
+    """(loss and gradient norm of each step; hash of the newest weights and optimiser)"""
+    found = latest(run / "checkpoints", print)
+    assert found is not None
+    files = [found.path / name for name in ("weights.safetensors", "optimizer.safetensors")]
+    metrics = {step: (r["loss"], r["grad_norm"]) for step, r in read_metrics(run / "metrics.jsonl").items()}
+    return metrics, hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def test_auto_is_32_bit_on_a_cpu_and_16_bit_on_a_gpu() -> None:
+    assert choose_precision("auto", CPU) == "fp32"
+    assert choose_precision("auto", torch.device("cuda")) == "bf16"
+    assert choose_precision("fp8", CPU) == "fp8"
+
+
+@pytest.mark.parametrize("precision", LOW)
+def test_masters_hold_every_bit_of_the_initial_weights_and_parameters_their_rounding(precision: str) -> None:
+    built, optimizer = model(precision)
+    for name, parameter in built.named_parameters():
+        exact = initial_value(name, parameter.shape, SPEC, 1)
+        assert torch.equal(optimizer.weights()[name], exact)
+        assert parameter.dtype == DTYPES[precision]
+        assert torch.equal(parameter, exact.to(DTYPES[precision]))
+
+
+def test_a_32_bit_parameter_is_its_own_master() -> None:
+    built, optimizer = model("fp32")
+    for name, parameter in built.named_parameters():
+        assert optimizer.weights()[name].data_ptr() == parameter.data_ptr()
+
+
+@pytest.mark.parametrize("precision", LOW)
+def test_updates_too_small_for_the_parameter_add_up_in_its_master(precision: str) -> None:
+    built, optimizer = model(precision)
+    name, parameter = "norm.weight", built.norm.weight
+    for _ in range(20):  # each far below half a step of a 16-bit 1.0
+        engine(built).forward_backward(batch(), step=1)
+        optimizer.step(tokens=8 * 16, lr=1e-5)
+    moved = (optimizer.weights()[name] - 1).abs()
+    assert moved.median() > 1e-4
+    assert torch.equal(parameter, optimizer.weights()[name].to(parameter.dtype))
+
+
+@pytest.mark.parametrize("precision", LOW)
+def test_loss_and_gradients_are_those_of_32_bits_but_for_rounding(precision: str) -> None:
+    wide, low = (model(p)[0] for p in ("fp32", precision))
+    losses = [engine(m).forward_backward(batch(), step=1).loss_sum for m in (wide, low)]
+    assert losses[1].dtype == torch.float32
+    assert float(losses[1]) == pytest.approx(float(losses[0]), rel=2e-3)
+    for (name, a), b in zip(wide.named_parameters(), low.parameters(), strict=True):
+        assert a.grad is not None
+        assert b.grad is not None
+        difference = (b.grad.float() - a.grad).norm() / a.grad.norm()
+        assert difference < (0.15 if precision == "fp8" else 0.03), name
+
+
+def test_one_micro_batch_leaves_gradients_in_the_parameters_precision_and_several_add_up_in_32_bits() -> None:
+    built, optimizer = model("bf16")
+    for micro_batch, dtype in ((8, torch.bfloat16), (2, torch.float32), (8, torch.bfloat16)):
+        engine(built, micro_batch).forward_backward(batch(), step=1)
+        assert {p.grad.dtype for p in built.parameters() if p.grad is not None} == {dtype}
+        optimizer.step(tokens=8 * 16, lr=0.0)
+
+
+def test_accumulated_gradients_are_the_32_bit_sum_of_the_micro_batches() -> None:
+    whole = batch(8)
+    together, _ = model("bf16")
+    engine(together, 1).forward_backward(whole, step=1)
+    expected = [torch.zeros(p.shape) for p in together.parameters()]
+    for row in range(8):
+        alone, _ = model("bf16")
+        engine(alone, 1).forward_backward(Batch(whole.tokens[row : row + 1], whole.labels[row : row + 1]), step=1)
+        for total, parameter in zip(expected, alone.parameters(), strict=True):
+            assert parameter.grad is not None
+            total += parameter.grad
+    for total, (name, parameter) in zip(expected, together.named_parameters(), strict=True):
+        assert parameter.grad is not None
+        if (
+            name == "embed.tokens.weight"
+        ):  # the head's part is added to it in 32 bits, or in 16 where there is one micro-batch
+            torch.testing.assert_close(parameter.grad, total, rtol=0.01, atol=0.01)
+        else:
+            assert torch.equal(parameter.grad, total), name
+
+
+def test_fp8_is_for_the_layers_alone_and_where_the_sizes_allow_it() -> None:
+    built, _ = model("fp8")
+    eight_bit = {name for name, module in built.named_modules() if getattr(module, "fp8", False)}
+    assert eight_bit == {
+        f"layers.{i}.{part}" for i in (0, 1) for part in ("attn.qkv", "attn.out", "mlp.up", "mlp.down")
+    }
+    odd = build_model(resolve_model("gpt2", ["layers=1", "hidden=32", "heads=2", "ffn=40", "vocab_size=64"]))
+    apply_precision(odd, "fp8")
+    assert not odd.layers["0"].mlp.up.fp8
+    assert odd.layers["0"].attn.qkv.fp8
+
+
+def test_fp8_refuses_a_number_of_tokens_the_hardware_cannot_multiply(write_spec: Write) -> None:
+    data = {"train": "x", "seq_len": 28}
+    with pytest.raises(ArgosyError, match="micro_batch 1 x seq_len 28 = 28"):
+        resolve(
+            write_spec(data=data, train={"global_batch": 8, "steps": 9, "precision": "fp8"}), ["parallel.micro_batch=1"]
+        )
+    resolve(
+        write_spec(data=data, train={"global_batch": 8, "steps": 9, "precision": "fp8"}), ["parallel.micro_batch=4"]
+    )
+
+
+@pytest.mark.parametrize("precision", ["fp32", *LOW])
+def test_a_resumed_run_is_bit_equal(write_spec: Write, precision: str) -> None:
+    path = write_spec(optim={"lr": 1e-3, "schedule": "constant"}, eval=False)
+    common = (f"train.precision={precision}", "model.hidden=64")
+    expected = outcome(go(path, "name=whole", *common))
+    go(path, "name=cut", "train.steps=3", *common)
+    assert outcome(go(path, "name=cut", *common)) == expected
+
+
+def test_evaluation_and_sampling_use_the_runs_precision_and_weights_are_saved_in_32_bits(write_spec: Write) -> None:
+    run = go(write_spec(), "train.precision=bf16")
+    found = latest(run / "checkpoints", print)
+    assert found is not None
+    assert {tensor.dtype for tensor in found.weights().values()} == {torch.float32}
+    logged = read_metrics(run / "metrics.jsonl")[6]["validation_loss"]
+    assert evaluate_run(run, split="validation", batches=2)[0].loss == logged
+    assert sample(run, "ab", Sampling(tokens=4)).startswith("ab")
+
+
+def test_precision_may_change_when_a_run_goes_on(write_spec: Write) -> None:
+    go(write_spec(), "train.steps=3", "train.precision=bf16")
+    run = go(write_spec(), "train.precision=fp32")
+    assert max(read_metrics(run / "metrics.jsonl")) == 6
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_kernel_updates_as_torchs_fused_adamw_does(precision: str) -> None:
+    results = []
+    for form in (False, True):
+        built, optimizer = model(precision)
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(3):
+            for parameter in built.parameters():
+                parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+            with kernels(form):
+                optimizer.step(tokens=8 * 16, lr=0.003)
+        results.append((built, optimizer))
+    (_, plain), (built, fused) = results
+    for name, value in fused.tensors().items():
+        torch.testing.assert_close(value, plain.tensors()[name], rtol=1e-5, atol=1e-9)
+    for name, parameter in built.named_parameters():
+        torch.testing.assert_close(fused.weights()[name], plain.weights()[name], rtol=1e-5, atol=1e-7)
+        # the interpreter cuts bits off where the hardware rounds
+        torch.testing.assert_close(parameter, fused.weights()[name].to(parameter.dtype), rtol=2**-7, atol=0)
+
+
+def test_plain_initialisation_fills_a_model_in_its_own_precision() -> None:
+    built = build_model(SPEC)
+    apply_precision(built, "bf16")
+    initialise(built, SPEC, 1)
+    assert torch.equal(built.embed.tokens.weight, model("bf16")[0].embed.tokens.weight)
