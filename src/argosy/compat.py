@@ -63,6 +63,11 @@ def fused_adamw_(
     )  # fmt: skip
 
 
+def add_each_(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> None:
+    """Add to every tensor in place another of its shape, in one pass."""
+    torch._foreach_add_(list(tensors), list(others))
+
+
 def sdpa_priority(device: torch.device) -> AbstractContextManager[None]:
     """Which of torch's attention kernels to try, in order. On Hopper cuDNN's is 1.6 times as fast as flash; which one
     torch would take by itself changes between versions."""
@@ -119,3 +124,16 @@ def add_product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total.addmm_(a, b) if a.dtype == total.dtype else total.add_(a @ b)
+
+
+def grouped_mm(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """A product for each group, of bf16 on a GPU: rows of a [rows, k] with b [groups, k, n], or, if b [rows, n] has no
+    groups, columns of a [m, rows] with rows of b. Group g ends at offsets[g], a 32-bit integer on the device."""
+    return torch._grouped_mm(a, b, offs=offsets)
+
+
+def mm_float32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a b in 32-bit floats; on a GPU without 32-bit copies of 16-bit factors, whose products are exact in 32 bits."""
+    if a.is_cuda and a.dtype == b.dtype != torch.float32:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()

@@ -46,7 +46,6 @@ CODES: Final[dict[str, str]] = {
     "tokenizer.no-eod": "The tokenizer has no end-of-document token that is known or was named.",
     "tokenizer.mismatch": "The data was prepared with another tokenizer than the run uses.",
     "tokenizer.vocabulary": "A token id does not fit in the model's vocabulary.",
-    "model.unsupported": "The model is described and counted, but this version cannot build it.",
     "run.exists": "The run directory already holds a run that this command would overwrite.",
     "run.not-found": "The run directory does not exist, or holds no checkpoint.",
     "run.unwritable": "The run directory cannot be written to.",

@@ -25,7 +25,7 @@ def test_counts_equal_transformers(name: str) -> None:
     assert count_parameters(spec).total == sum(p.numel() for p in theirs.parameters())
 
 
-@pytest.mark.parametrize("name", [name for name in PRESETS if resolve_model(name).moe is None])
+@pytest.mark.parametrize("name", PRESETS)
 def test_counts_equal_the_model_we_build(name: str) -> None:
     spec = resolve_model(name)
     model = build_model(spec, "meta")
@@ -81,9 +81,34 @@ def test_counts_equal_the_encoder_we_build_whatever_is_changed(name: str, change
     assert count_parameters(spec).total == sum(p.numel() for p in build_model(spec, "meta").parameters())
 
 
+@settings(max_examples=30, deadline=None)
+@given(
+    st.fixed_dictionaries(
+        {"experts": st.integers(2, 5), "top_k": st.integers(1, 2), "ffn": st.integers(1, 40)},
+        optional={
+            "shared_experts": st.integers(1, 3), "shared_gate": st.booleans(), "dense_layers": st.integers(0, 2),
+            "bias_rate": st.sampled_from([0.0, 0.001]), "router": st.sampled_from(["softmax", "sigmoid"]),
+        },
+    ),
+    st.sampled_from(["gelu", "swiglu"]),
+)  # fmt: skip
+def test_counts_equal_the_mixture_we_build(moe: dict[str, Any], activation: str) -> None:
+    if "shared_experts" not in moe:
+        moe["shared_gate"] = False
+    row = ", ".join(f"{key}: {str(value).lower()}" for key, value in moe.items())
+    sizes = ["layers=3", "hidden=32", "heads=4", "vocab_size=99", "max_seq_len=16", f"activation={activation}"]
+    spec = resolve_model("llama2-7b", [*sizes, "kv_heads=4", f"moe={{{row}}}"])
+    model = build_model(spec, "meta")
+    counts = count_parameters(spec)
+    assert counts.total == sum(p.numel() for p in model.parameters())
+    idle = sum(p.numel() // moe["experts"] for name, p in model.named_parameters() if ".experts." in name)
+    assert counts.total - counts.active == idle * (moe["experts"] - moe["top_k"])
+
+
 @pytest.mark.parametrize(
     ("name", "millions"),
     [
+        ("moe-3.5b-a1.1b", 3_550),
         ("375m", 65),  # what the label says is not what it is
         ("857m", 356),
         ("gpt2", 124),
@@ -112,6 +137,7 @@ def test_flops_follow_the_named_convention(name: str, seq_len: int, gigaflops: f
 def test_experts_a_token_does_not_visit_are_not_active() -> None:
     counts = count_parameters(resolve_model("qwen3-30b-a3b"))
     assert counts.active / 1e9 == pytest.approx(3.35, abs=0.02)
+    assert count_parameters(resolve_model("moe-3.5b-a1.1b")).active / 1e9 == pytest.approx(1.14, abs=0.005)
 
 
 def test_a_window_makes_attention_cheaper_only_when_it_cuts() -> None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from argosy.config.resolve import resolve_model
-from argosy.errors import ArgosyError
 from argosy.model.build import build_model
 from argosy.model.init import initialise
 
@@ -45,10 +44,3 @@ def test_the_scales_are_those_of_gpt2() -> None:
     assert float(found["layers.0.mlp.down.weight"].std()) == pytest.approx(0.02 / math.sqrt(6), rel=0.05)
     assert bool((found["layers.0.attn_norm.weight"] == 1).all())
     assert bool((found["layers.0.attn.qkv.bias"] == 0).all())
-
-
-@pytest.mark.parametrize("name", ["mixtral-8x7b"])
-def test_models_not_built_yet_are_refused(name: str) -> None:
-    with pytest.raises(ArgosyError) as refusal:
-        build_model(resolve_model(name), "meta")
-    assert refusal.value.code == "model.unsupported"

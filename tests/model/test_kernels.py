@@ -18,7 +18,7 @@ from argosy.config.resolve import resolve_model  # noqa: E402
 from argosy.model.build import build_model  # noqa: E402
 from argosy.model.init import initialise  # noqa: E402
 from argosy.model.objective import Objective  # noqa: E402
-from argosy.model.ops import activation, cross_entropy, fp8, heads, norm, products  # noqa: E402
+from argosy.model.ops import activation, cross_entropy, fp8, heads, norm, permute, products  # noqa: E402
 from argosy.model.ops.choice import kernels  # noqa: E402
 from argosy.model.positions import rope_tables  # noqa: E402
 
@@ -149,10 +149,15 @@ def test_cross_entropy(dtype: torch.dtype, z_loss: float, biased: bool, monkeypa
     )
 
 
-@pytest.mark.parametrize("preset", ["gpt2", "llama3-1b", "qwen3-0.6b", "mpt-125m"])
+@pytest.mark.parametrize("preset", ["gpt2", "llama3-1b", "qwen3-0.6b", "mpt-125m", "mixtral-8x7b"])
 def test_a_whole_model_is_the_same_with_and_without_kernels(preset: str) -> None:
     sizes = ["layers=2", "hidden=32", "heads=4", "head_dim=16", "ffn=48", "vocab_size=97", "max_seq_len=24"]
-    spec = resolve_model(preset, sizes + (["kv_heads=2"] if preset in ("llama3-1b", "qwen3-0.6b") else []))
+    few = {
+        "llama3-1b": ["kv_heads=2"],
+        "qwen3-0.6b": ["kv_heads=2"],
+        "mixtral-8x7b": ["kv_heads=2", "moe.experts=4", "moe.ffn=40"],
+    }
+    spec = resolve_model(preset, sizes + few.get(preset, []))
     model = build_model(spec, DEVICE)
     initialise(model, spec, seed=1)
     with torch.no_grad():
@@ -197,3 +202,23 @@ def test_quantising(dtype: torch.dtype, shape: tuple[int, int]) -> None:
         exact = x.float() / expected.scale
         error = (found.values.float() - exact).abs() / exact.abs().clamp(min=torch.finfo(dtype).tiny)
         assert float(error.median()) < torch.finfo(dtype).eps / 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["swiglu", "geglu"])
+def test_gated_activations_of_weighted_rows(dtype: torch.dtype, kind: str) -> None:
+    inputs: dict[str, Tensor | None] = {
+        "gate": 2 * torch.randn(7, 1333), "up": torch.randn(7, 1333), "weight": torch.rand(7)
+    }  # fmt: skip
+    both(lambda gate, up, weight: activation.gated(kind, gate, up, weight), inputs, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("width", "k"), [(48, 2), (5000, 3), (33, 1)])
+def test_tokens_go_to_their_experts_and_back(dtype: torch.dtype, width: int, k: int) -> None:
+    permutation = permute.sort_by_expert(torch.rand(9, 5, device=DEVICE).topk(k).indices, 5)
+
+    def there_and_back(x: Tensor, factors: Tensor) -> Tensor:
+        return permute.combine(permute.dispatch(x, permutation) * factors, permutation)
+
+    both(there_and_back, {"x": torch.randn(9, width), "factors": torch.randn(9 * k, width)}, dtype)

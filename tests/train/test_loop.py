@@ -111,7 +111,6 @@ def test_refusals_come_before_the_run_directory_is_touched(write_spec: Write, tm
         (["data.train=nowhere/at/all"], "data.not-found"),
         (["data.seq_len=4000", "model.max_seq_len=4000"], "data.empty-split"),
         (["train.device=cuda"], "device.unavailable"),
-        (["model=mixtral-8x7b", "data.seq_len=32"], "model.unsupported"),
         (["parallel.tp=2"], "config.arithmetic"),
         (["optim.no_decay=[zzz]"], "config.bad-value"),
         (["optim.warmup=1000", "train.epochs=0.5"], "config.arithmetic"),

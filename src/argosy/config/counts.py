@@ -93,17 +93,18 @@ def _stack(spec: ModelSpec) -> tuple[int, int, int]:
     """(matmul, other, idle) of all blocks; idle counts the experts a token does not visit."""
     attention_matmul, attention_other = _attention(spec)
     dense_matmul, dense_other = _mlp(spec, spec.ffn)
-    moe_layers = 0 if spec.moe is None else spec.layers - min(spec.moe.dense_layers, spec.layers)
+    moe_layers = 0 if spec.moe is None else spec.layers - spec.moe.dense_layers
     dense_layers = spec.layers - moe_layers
     matmul = spec.layers * attention_matmul + dense_layers * dense_matmul
     other = spec.layers * (attention_other + 2 * _norm(spec)) + dense_layers * dense_other
     idle = 0
     if spec.moe is not None:
-        expert, expert_other = _mlp(spec, spec.moe.ffn)
-        experts = spec.moe.experts + spec.moe.shared_experts
-        matmul += moe_layers * (experts * expert + spec.hidden * spec.moe.experts)
-        other += moe_layers * experts * expert_other
-        idle = moe_layers * (spec.moe.experts - spec.moe.top_k) * expert
+        moe = spec.moe
+        expert = _mlp(spec, moe.ffn)[0]
+        router = spec.hidden * (moe.experts + moe.shared_gate)
+        matmul += moe_layers * ((moe.experts + moe.shared_experts) * expert + router)
+        other += moe_layers * (0 if moe.bias_rate is None else moe.experts)
+        idle = moe_layers * (moe.experts - moe.top_k) * expert
     return matmul, other, idle
 
 

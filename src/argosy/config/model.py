@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from argosy.config.units import Count, Fraction, Positive, PositiveNumber, Whole
+from argosy.config.units import Count, Fraction, NotNegative, Positive, PositiveNumber, Whole
 
 
 class Section(BaseModel):
@@ -34,7 +34,43 @@ class MoESpec(Section):
     ffn: Positive = Field(description="inner width of one expert")
     shared_experts: Whole = Field(0, description="experts every token passes through")
     dense_layers: Whole = Field(0, description="leading layers that keep a dense MLP")
-    router: Literal["softmax", "sigmoid"] = Field("softmax", description="how scores become weights")
+    shared_gate: bool = Field(False, description="weigh the shared experts by a sigmoid of the token (Qwen2-MoE)")
+    router: Literal["softmax", "sigmoid"] = Field("softmax", description="what makes a token's scores of its products")
+    norm_topk: bool = Field(True, description="divide the chosen experts' scores by their sum")
+    routed_scale: PositiveNumber = Field(1.0, description="factor of the routed experts' sum")
+    groups: Positive = Field(1, description="groups of experts, of which a token may use `top_groups` (DeepSeek-V3)")
+    top_groups: Positive = Field(1, description="groups each token may use")
+    balance_loss: NotNegative = Field(0.01, description="weight of each layer's load-balance loss, 1 when level")
+    z_loss: NotNegative = Field(0.0, description="weight of each layer's router z-loss")
+    bias_rate: NotNegative | None = Field(
+        None, description="step of the bias that levels loads without a loss (DeepSeek-V3: 0.001); null: no bias"
+    )
+
+    @model_validator(mode="after")
+    def _check_routing(self) -> MoESpec:
+        if self.top_k > self.experts:
+            raise ValueError(f"top_k {self.top_k} is more than experts {self.experts}")
+        if self.shared_gate and not self.shared_experts:
+            raise ValueError("shared_gate weighs shared experts, and shared_experts is 0: give one or the other")
+        self._check_groups()
+        return self
+
+    def _check_groups(self) -> None:
+        if self.top_groups > self.groups:
+            raise ValueError(f"top_groups {self.top_groups} is more than groups {self.groups}")
+        if self.groups == 1:
+            return
+        if self.experts % self.groups or self.experts < 2 * self.groups:
+            raise ValueError(
+                f"experts {self.experts} do not make {self.groups} equal groups of two or more: "
+                f"use groups that divide {self.experts}, at most {self.experts // 2}"
+            )
+        within = self.top_groups * (self.experts // self.groups)
+        if self.top_k > within:
+            raise ValueError(
+                f"top_k {self.top_k} is more than the {within} experts in top_groups {self.top_groups} of "
+                f"{self.experts // self.groups}: raise top_groups"
+            )
 
 
 class RopeScaling(Section):
@@ -138,8 +174,7 @@ class ModelSpec(Section):
         if self.positions == "rope" and self.head_dim % 2:
             raise ValueError(f"rotary positions need an even head_dim, not {self.head_dim}")
         self._check_family()
-        if self.moe is not None and self.moe.top_k > self.moe.experts:
-            raise ValueError(f"moe.top_k {self.moe.top_k} is more than moe.experts {self.moe.experts}")
+        self._check_experts()
         return self
 
     def _check_family(self) -> None:
@@ -155,6 +190,19 @@ class ModelSpec(Section):
         for key, architecture in only.items():
             if getattr(self, key) is not None and self.architecture != architecture:
                 raise ValueError(f"{key} has no meaning in a {self.architecture}: leave it out")
+
+    def _check_experts(self) -> None:
+        if self.moe is None:
+            return
+        if self.architecture != "decoder":
+            raise ValueError(f"moe is for decoders, not for a {self.architecture}: leave it out")
+        if self.mlp_bias:
+            raise ValueError("experts have no biases: set model.mlp_bias=false")
+        if self.moe.dense_layers >= self.layers:
+            raise ValueError(
+                f"moe.dense_layers {self.moe.dense_layers} leaves none of {self.layers} layers for experts: "
+                f"use at most {self.layers - 1}, or leave moe out"
+            )
 
     @property
     def gated(self) -> bool:

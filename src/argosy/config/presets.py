@@ -142,12 +142,17 @@ PRESETS: dict[str, Row] = {
     ),
     "qwen3-0.6b": _qwen3(28, 1024, 16, 8, 3072, tied=True),
     "qwen3-8b": _qwen3(36, 4096, 32, 8, 12288),
-    "qwen3-30b-a3b": _qwen3(48, 2048, 32, 4, 6144, moe={"experts": 128, "top_k": 8, "ffn": 768}),
+    "qwen3-30b-a3b": _qwen3(48, 2048, 32, 4, 6144, moe={"experts": 128, "top_k": 8, "ffn": 768, "balance_loss": 0.001}),
     # DeepSeek-MoE's shape: fine-grained experts, two shared, a dense first layer; plain multi-head attention.
     "deepseek-moe-16b": _llama(
         28, 2048, 16, 16, 10944, vocab_size=102400, norm_eps=1e-6,
-        moe={"experts": 64, "top_k": 6, "ffn": 1408, "shared_experts": 2, "dense_layers": 1, "router": "sigmoid"},
+        moe={
+            "experts": 64, "top_k": 6, "ffn": 1408, "shared_experts": 2, "dense_layers": 1, "norm_topk": False,
+            "balance_loss": 0.001,
+        },
     ),
+    # A small mixture of eight for benchmarks, named by its counts: 3.55 B parameters, 1.14 B of them active.
+    "moe-3.5b-a1.1b": _llama(16, 2048, 16, 8, 4096, moe={"experts": 8, "top_k": 2, "ffn": 4096}),
     "bert-base": _bert(12, 768, 12),
     "bert-large": _bert(24, 1024, 16),
     "t5-small": _t5(6, 512, 8, 64, 2048),

@@ -58,9 +58,7 @@ def models(as_json: bool) -> str:
     rows = [_model_row(name) for name in PRESETS]
     if as_json:
         return json.dumps({"flops_convention": FLOPS_CONVENTION, "models": rows, "aliases": ALIASES}, indent=2)
-    table = [
-        ("model", "layers", "hidden", "heads", "kv", "vocab", "seq", "parameters", "active", "FLOPs/token", "trainable")
-    ]
+    table = [("model", "layers", "hidden", "heads", "kv", "vocab", "seq", "parameters", "active", "FLOPs/token")]
     for row in rows:
         table.append(
             (
@@ -74,7 +72,6 @@ def models(as_json: bool) -> str:
                 _size(row["parameters"]),
                 _size(row["active_parameters"]),
                 f"{row['flops_per_token']:.3g}",
-                "yes" if row["trainable"] else "no",
             )
         )
     lines = _columns(table)
@@ -99,7 +96,6 @@ def _model_row(name: str) -> dict[str, Any]:
         "parameters": counts.total,
         "active_parameters": counts.active,
         "flops_per_token": training_flops_per_token(spec),
-        "trainable": spec.moe is None,
     }
 
 

@@ -8,7 +8,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from argosy.config.model import ModelSpec
-from argosy.model.layers import Block, Embedding, Norm
+from argosy.data.samples.masks import IGNORED
+from argosy.model.layers import AttentionBlock, Block, Embedding, Norm
+from argosy.model.moe import Report, SparseBlock, sum_reports
 from argosy.model.objective import Loss, Objective
 from argosy.model.ops.cross_entropy import linear_cross_entropy
 from argosy.model.positions import make_context
@@ -22,7 +24,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.spec = spec
         self.embed = Embedding(spec)
-        self.layers = nn.ModuleDict({str(i): Block(spec) for i in range(spec.layers)})
+        self.layers = nn.ModuleDict({str(i): _block(spec, i) for i in range(spec.layers)})
         self.norm = Norm(spec, spec.hidden)
         self.head = None if spec.tied else nn.Linear(spec.hidden, spec.vocab_size, bias=False)
 
@@ -50,15 +52,28 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
     ) -> Tensor | Loss:
         objective = objective or Objective()
+        counted = None if labels is None else (labels != IGNORED).sum()
+        scale = None if counted is None else counted * objective.scale
         x = self.embed(tokens, positions)
         context = make_context(
-            self.spec, x, positions=positions, documents=documents, training=self.training, scale=objective.scale
+            self.spec, x, positions=positions, documents=documents, training=self.training, scale=scale
         )
+        reports: list[Report] = []
         for block in self.layers.values():
             x = block(x, context)
+            if isinstance(x, tuple):
+                x, report = x
+                reports.append(report)
         x = self.norm(x)
         weight = self.embed.tokens.weight if self.head is None else self.head.weight
         if labels is None:
             return F.linear(x, weight)
         total, cross_entropy = linear_cross_entropy(x.flatten(0, 1), weight, labels.flatten(), z_loss=objective.z_loss)
-        return Loss(total * objective.scale, cross_entropy, {})
+        if not reports or counted is None:
+            return Loss(total * objective.scale, cross_entropy, {})
+        return Loss(total * objective.scale, cross_entropy, *sum_reports(reports, counted))
+
+
+def _block(spec: ModelSpec, index: int) -> AttentionBlock:
+    moe = spec.moe
+    return Block(spec) if moe is None or index < moe.dense_layers else SparseBlock(spec, moe)

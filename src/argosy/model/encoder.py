@@ -35,11 +35,10 @@ class Encoder(nn.Module):
         *,
         token_types: Tensor | None = None,
         padding_mask: Tensor | None = None,
-        scale: Tensor | float = 1.0,
     ) -> Tensor:
         """`padding_mask` [batch, seq] is False for padding."""
         x: Tensor = self.embed(tokens, types=token_types)
-        context = make_context(self.spec, x, documents=padding_mask, training=self.training, scale=scale)
+        context = make_context(self.spec, x, documents=padding_mask, training=self.training)
         for block in self.layers.values():
             x = block(x, context)
         return x
@@ -123,7 +122,7 @@ class MaskedLM(nn.Module):
     ) -> Tensor | Loss:
         """`predicted` [batch, n] are the positions that `labels` [batch, n] are of, instead of all positions."""
         objective = objective or Objective()
-        x = self.encoder(tokens, token_types=token_types, padding_mask=padding_mask, scale=objective.scale)
+        x = self.encoder(tokens, token_types=token_types, padding_mask=padding_mask)
         weight = self.encoder.embed.tokens.weight if self.output is None else self.output.weight
         if labels is None:
             return F.linear(self.head(x), weight, self.head.bias)

@@ -31,12 +31,12 @@ class Stack(nn.Module):
         self.layers = nn.ModuleDict({str(i): Block(spec, across=decoder) for i in range(layers)})
         self.norm = Norm(spec, spec.hidden)
 
-    def forward(self, x: Tensor, memory: Tensor | None = None, *, scale: Tensor | float = 1.0) -> Tensor:
+    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
         """x [batch, seq, hidden]; the decoder's also of the encoder's `memory` [batch, keys, hidden]."""
         buckets = relative_buckets(x.shape[1], x.shape[1], x.device, causal=self.decoder)
         bias = self.relative(buckets).permute(2, 0, 1)[None]  # [1, heads, queries, keys]
         across = None if memory is None else Across(memory, self._attend(Mask(causal=False), x))
-        context = Context(None, self._attend(Mask(causal=self.decoder, bias=bias), x), scale, across)
+        context = Context(None, self._attend(Mask(causal=self.decoder, bias=bias), x), across=across)
         for block in self.layers.values():
             x = block(x, context)
         return F.dropout(self.norm(x), self.spec.dropout, self.training)
@@ -71,8 +71,8 @@ class EncoderDecoder(nn.Module):
         decoder_tokens: Tensor,
     ) -> Tensor | Loss:
         objective = objective or Objective()
-        memory = self.encoder(self.embed(tokens), scale=objective.scale)
-        x = self.decoder(self.embed(decoder_tokens), memory, scale=objective.scale)
+        memory = self.encoder(self.embed(tokens))
+        x = self.decoder(self.embed(decoder_tokens), memory)
         if self.head is None:
             x = x * self.spec.hidden**-0.5
         weight = self.embed.tokens.weight if self.head is None else self.head.weight

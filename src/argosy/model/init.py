@@ -12,7 +12,7 @@ from argosy.config.model import ModelSpec
 from argosy.config.seeds import derive_seed
 
 # The projections that write into the residual stream start smaller, so that its variance does not grow with depth.
-_INTO_RESIDUAL = ("attn.out.weight", "mlp.down.weight")
+_INTO_RESIDUAL = ("attn.out.weight", "mlp.down.weight", "experts.down", "shared.down.weight")
 _EMBEDDINGS = ("embed.tokens.weight", "head.weight")
 
 

@@ -120,9 +120,9 @@ class MLP(nn.Module):
         return out
 
 
-class Block(nn.Module):
-    """Attention and MLP, each added to the residual stream: x + attn(norm(x)), then x + mlp(norm(x)); between them, in
-    the decoder of an encoder-decoder, attention to what the encoder made."""
+class AttentionBlock(nn.Module):
+    """The first half of a block, x + attn(norm(x)), and the norm that what comes next reads; in the decoder of an
+    encoder-decoder also attention to what the encoder made."""
 
     def __init__(self, spec: ModelSpec, *, across: bool = False) -> None:
         super().__init__()
@@ -132,30 +132,41 @@ class Block(nn.Module):
         self.cross_norm = Norm(spec, spec.hidden) if across else None
         self.cross = CrossAttention(spec) if across else None
         self.mlp_norm = Norm(spec, spec.hidden)
-        self.mlp = MLP(spec)
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
+    def attend(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+        """(the residual stream after attention, its norm)"""
         x, h = self.attn_norm.split(x)
-        y, bias = self._drop(self.attn(h, context), self.attn.out.bias)
+        y, bias = self.drop(self.attn(h, context), self.attn.out.bias)
         if self.cross is not None and self.cross_norm is not None and context.across is not None:
             x, h = self.cross_norm.add(x, y, bias)
-            y, bias = self._drop(self.cross(h, context.across), self.cross.out.bias)
-        x, h = self.mlp_norm.add(x, y, bias)
-        return add(x, *self._drop(self.mlp(h), self.mlp.down.bias))
+            y, bias = self.drop(self.cross(h, context.across), self.cross.out.bias)
+        return self.mlp_norm.add(x, y, bias)
 
-    def _drop(self, y: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def drop(self, y: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Dropout falls on the product with its bias, which is then no longer to be added."""
         if not self.dropout or not self.training:
             return y, bias
         return F.dropout(y if bias is None else y + bias, self.dropout), None
 
 
+class Block(AttentionBlock):
+    """Attention and MLP, each added to the residual stream: x + attn(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, spec: ModelSpec, *, across: bool = False) -> None:
+        super().__init__(spec, across=across)
+        self.mlp = MLP(spec)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        x, h = self.attend(x, context)
+        return add(x, *self.drop(self.mlp(h), self.mlp.down.bias))
+
+
 class PostNormBlock(Block):
     """The norms behind the sums, as BERT has them: x = norm(x + attn(x)), then x = norm(x + mlp(x))."""
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        _, x = self.attn_norm.add(x, *self._drop(self.attn(x, context), self.attn.out.bias))
-        _, x = self.mlp_norm.add(x, *self._drop(self.mlp(x), self.mlp.down.bias))
+        _, x = self.attn_norm.add(x, *self.drop(self.attn(x, context), self.attn.out.bias))
+        _, x = self.mlp_norm.add(x, *self.drop(self.mlp(x), self.mlp.down.bias))
         return x
 
 

@@ -25,3 +25,4 @@ class Loss(NamedTuple):
     total: Tensor  # scaled, with every auxiliary term
     cross_entropy: Tensor  # summed over the labels that count
     metrics: dict[str, Tensor]  # further sums; the record divides them by the tokens of the global batch
+    expert_load: Tensor | None = None  # rows each expert got, whole numbers  # [layers with experts, experts]

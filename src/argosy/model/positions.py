@@ -34,7 +34,7 @@ class Context:
 
     rope: Rope | None
     attend: Attend
-    scale: Tensor | float = 1.0  # of the loss, for what a block adds to it
+    scale: Tensor | None = None  # what a mean over its tokens weighs in the loss, for a block that adds one
     across: Across | None = None  # in the decoder of an encoder-decoder
 
 
@@ -45,7 +45,7 @@ def make_context(
     positions: Tensor | None = None,
     documents: Tensor | None = None,
     training: bool = False,
-    scale: Tensor | float = 1.0,
+    scale: Tensor | None = None,
 ) -> Context:
     """For the embedded tokens x [batch, seq, hidden]. `positions` [batch, seq] restart where documents do."""
     seq, device = x.shape[1], x.device

@@ -1,10 +1,12 @@
-"""Llama, Mistral and Qwen3: query, key and value apart, a gated MLP; Qwen3 also norms queries and keys."""
+"""Llama, Mistral, Qwen3 and their mixtures of experts: query, key and value apart, a gated MLP or experts; Qwen3 also
+norms queries and keys."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from argosy.config.model import ModelSpec
+from argosy.model.hf.moe import experts
 from argosy.model.hf.table import Entry, QueryKeyValue
 
 
@@ -13,7 +15,10 @@ def llama(spec: ModelSpec) -> Iterator[Entry]:
     for i in range(spec.layers):
         ours, theirs = f"layers.{i}", f"model.layers.{i}"
         yield from attention(spec, f"{ours}.attn", f"{theirs}.self_attn")
-        yield from gated_mlp(spec, f"{ours}.mlp", f"{theirs}.mlp")
+        if spec.moe is None or i < spec.moe.dense_layers:
+            yield from gated_mlp(spec, f"{ours}.mlp", f"{theirs}.mlp")
+        else:
+            yield from experts(spec, spec.moe, f"{ours}.mlp", theirs)
         yield Entry(f"{ours}.attn_norm.weight", (f"{theirs}.input_layernorm.weight",))
         yield Entry(f"{ours}.mlp_norm.weight", (f"{theirs}.post_attention_layernorm.weight",))
     yield Entry("norm.weight", ("model.norm.weight",))

@@ -22,11 +22,15 @@ def activate(kind: str, y: Tensor, bias: Tensor | None) -> Tensor:
     return F.gelu(y, approximate="tanh" if kind == "gelu_tanh" else "none")
 
 
-def gated(kind: str, gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) x up (`swiglu`), or gelu_tanh(gate) x up (`geglu`)."""
+def gated(kind: str, gate: Tensor, up: Tensor, weight: Tensor | None = None) -> Tensor:
+    """silu(gate) x up (`swiglu`), or gelu_tanh(gate) x up (`geglu`); times `weight` [rows], where the rows have weights."""
+    inner = "silu" if kind == "swiglu" else "gelu_tanh"
     if use_kernel(gate):
-        from argosy.model.ops.kernels.activation import Gated
+        from argosy.model.ops.kernels.activation import Gated, WeightedGated
 
-        result: Tensor = Gated.apply(gate, up, "silu" if kind == "swiglu" else "gelu_tanh")
+        result: Tensor = (
+            Gated.apply(gate, up, inner) if weight is None else WeightedGated.apply(gate, up, weight, inner)
+        )
         return result
-    return (F.silu(gate) if kind == "swiglu" else F.gelu(gate, approximate="tanh")) * up
+    y = (F.silu(gate) if inner == "silu" else F.gelu(gate, approximate="tanh")) * up
+    return y if weight is None else (y * weight[:, None]).to(y.dtype)

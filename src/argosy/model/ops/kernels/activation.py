@@ -153,3 +153,58 @@ class Gated(torch.autograd.Function):
             gradients[0].contiguous(), gate, up, d_gate, d_up, gate.numel(), ctx.kind, 2048, num_warps=4
         )
         return d_gate, d_up, None
+
+
+@triton.jit
+def _weighted_forward(gate, up, weight, out, width, KIND: tl.constexpr, C: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * C + tl.arange(0, C)
+    inside = col < width
+    g = tl.load(gate + row * width + col, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + row * width + col, mask=inside, other=0.0).to(tl.float32)
+    y = _value(g, KIND) * u * tl.load(weight + row).to(tl.float32)
+    tl.store(out + row * width + col, y.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _weighted_backward(d_out, gate, up, weight, d_gate, d_up, d_weight, width, KIND: tl.constexpr, C: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    w = tl.load(weight + row).to(tl.float32)
+    total = tl.zeros((C,), tl.float32)
+    for first in range(0, width, C):
+        col = first + tl.arange(0, C)
+        inside = col < width
+        at = row * width + col
+        d = tl.load(d_out + at, mask=inside, other=0.0).to(tl.float32)
+        g = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
+        u = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
+        value = _value(g, KIND)
+        total += d * value * u
+        tl.store(d_gate + at, (d * w * u * _slope(g, KIND)).to(d_gate.dtype.element_ty), mask=inside)
+        tl.store(d_up + at, (d * w * value).to(d_up.dtype.element_ty), mask=inside)
+    tl.store(d_weight + row, tl.sum(total, 0).to(d_weight.dtype.element_ty))
+
+
+class WeightedGated(torch.autograd.Function):
+    """The gated activation of rows that each have a weight. The unweighted activation is computed again for the weight's
+    gradient, rather than kept."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, kind: str) -> Tensor:
+        gate, up, weight = gate.contiguous(), up.contiguous(), weight.contiguous()
+        rows, width = gate.shape
+        out = torch.empty_like(gate)
+        _weighted_forward[(rows, triton.cdiv(width, 1024))](gate, up, weight, out, width, kind, 1024, num_warps=4)
+        ctx.save_for_backward(gate, up, weight)
+        ctx.kind = kind
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        gate, up, weight = ctx.saved_tensors
+        rows, width = gate.shape
+        d_gate, d_up, d_weight = torch.empty_like(gate), torch.empty_like(up), torch.empty_like(weight)
+        _weighted_backward[(rows,)](
+            gradients[0].contiguous(), gate, up, weight, d_gate, d_up, d_weight, width, ctx.kind, 1024, num_warps=4
+        )
+        return d_gate, d_up, d_weight, None

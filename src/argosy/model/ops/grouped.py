@@ -1,0 +1,90 @@
+"""One matrix product per expert, over rows that lie sorted by expert.
+
+`offsets[e]` is where the rows of expert e end, so it starts where the one before it ends, and an expert may have none. They
+stay on the device: on a GPU the kernel reads them there, and nothing waits. With y = x w^T, for each expert,
+
+    y  = x w^T      x [rows, in]       w [experts, out, in]
+    dx = dy w       dy [rows, out]
+    dw = dy^T x     [experts, out, in]
+
+The loop over experts is the twin that runs everywhere; it has to know the offsets, which on a GPU means to wait for them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from argosy.compat import grouped_mm
+
+_ALIGNMENT = 8  # the kernel reads rows of 16 bytes
+
+
+def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """x weight[e]^T for the rows of each expert e."""
+    y: Tensor = _GroupedLinear.apply(x, weight, offsets)
+    return y
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, offsets)
+        return _product(x, weight.transpose(1, 2), offsets)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        x, weight, offsets = ctx.saved_tensors
+        d_y = gradients[0].contiguous()
+        d_x = _product(d_y, weight, offsets) if ctx.needs_input_grad[0] else None
+        d_weight = _outer(d_y, x, offsets) if ctx.needs_input_grad[1] else None
+        return d_x, d_weight, None
+
+
+def _product(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    """a[rows of e] b[e]: [rows, k] and [experts, k, n] -> [rows, n]."""
+    return grouped_mm(a, b, offsets) if _has_kernel(a, b) else product_loop(a, b, offsets)
+
+
+def _outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    """a[rows of e]^T b[rows of e]: [rows, m] and [rows, n] -> [experts, m, n]."""
+    return grouped_mm(a.t(), b, offsets) if _has_kernel(a, b) else outer_loop(a, b, offsets)
+
+
+def _has_kernel(a: Tensor, b: Tensor) -> bool:
+    aligned = all(size % _ALIGNMENT == 0 for size in (a.shape[-1], *b.shape[-2 if b.ndim == 3 else -1 :]))
+    return a.is_cuda and a.dtype == b.dtype == torch.bfloat16 and aligned
+
+
+# Custom operators, so that a compiler takes them whole instead of asking how long each group is.
+@torch.library.custom_op("argosy::grouped_product", mutates_args=())
+def product_loop(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    out = a.new_empty(a.shape[0], b.shape[-1])
+    for expert, (first, end) in enumerate(_groups(offsets)):
+        torch.mm(a[first:end], b[expert], out=out[first:end])
+    return out
+
+
+@torch.library.custom_op("argosy::grouped_outer", mutates_args=())
+def outer_loop(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    out = a.new_empty(offsets.shape[0], a.shape[1], b.shape[1])
+    for expert, (first, end) in enumerate(_groups(offsets)):
+        torch.mm(a[first:end].t(), b[first:end], out=out[expert])
+    return out
+
+
+@product_loop.register_fake
+def _(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[-1])
+
+
+@outer_loop.register_fake
+def _(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    return a.new_empty(offsets.shape[0], a.shape[1], b.shape[1])
+
+
+def _groups(offsets: Tensor) -> list[tuple[int, int]]:
+    ends: list[int] = offsets.tolist()
+    return list(zip([0, *ends[:-1]], ends, strict=True))
