@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping, Set
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -39,6 +39,7 @@ class Progress:
 
     step: int
     consumed_samples: int
+    optimizer: dict[str, float] = field(default_factory=dict)  # the numbers of its state that belong to no parameter
 
 
 class _Strict(BaseModel):

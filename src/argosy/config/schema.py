@@ -79,7 +79,7 @@ class TrainSpec(Section):
     tokens: Count | None = Field(None, description="tokens, as 20B; rounded up to whole steps")
     samples: Count | None = Field(None, description="samples; rounded up to whole steps")
     epochs: PositiveNumber | None = Field(None, description="passes over the training split")
-    precision: Literal["auto", "fp32", "bf16", "fp8"] = Field(
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = Field(
         "auto", description="of products and parameters; masters stay 32-bit. auto: bf16 on a GPU, fp32 on a CPU"
     )
     seed: Whole = Field(1234, description="of initialisation, sample order and dropout")

@@ -35,13 +35,13 @@ class SingleDevice:
         self.model, self.device = model, device
         self.micro_batch, self.seed, self.z_loss = micro_batch, seed, z_loss
 
-    def forward_backward(self, batch: Batch, step: int) -> Result:
-        """Add the gradients of the summed loss of `batch` to the parameters."""
+    def forward_backward(self, batch: Batch, step: int, loss_scale: Tensor | float = 1.0) -> Result:
+        """Add the gradients of the summed loss of `batch`, times `loss_scale`, to the parameters."""
         self._prepare_gradients(several=len(batch.tokens) > self.micro_batch)
         total = torch.zeros((), device=self.device)
         for micro, first in enumerate(range(0, len(batch.tokens), self.micro_batch)):
             torch.manual_seed(derive_seed(self.seed, "dropout", step, micro))
-            loss = self._loss(batch, first)
+            loss = self._loss(batch, first, Objective(self.z_loss, loss_scale))
             loss.total.backward()
             total += loss.cross_entropy
         return Result(total, batch.valid_tokens, {})
@@ -51,17 +51,17 @@ class SingleDevice:
         self.model.eval()
         total = torch.zeros((), device=self.device)
         for first in range(0, len(batch.tokens), self.micro_batch):
-            total += self._loss(batch, first).cross_entropy
+            total += self._loss(batch, first, Objective(self.z_loss)).cross_entropy
         self.model.train()
         return Result(total, batch.valid_tokens, {})
 
-    def _loss(self, batch: Batch, first: int) -> Loss:
+    def _loss(self, batch: Batch, first: int, objective: Objective) -> Loss:
         rows = slice(first, first + self.micro_batch)
         inputs = {name: self._on_device(array[rows]) for name, array in batch.inputs.items()}
         loss: Loss = self.model(
             self._on_device(batch.tokens[rows]),
             self._on_device(batch.labels[rows]),
-            Objective(z_loss=self.z_loss),
+            objective,
             **inputs,
         )
         return loss

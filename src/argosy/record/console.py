@@ -84,6 +84,8 @@ def describe(record: Record, *, short: bool = False) -> str:
     if not short:
         parts.append(f"grad norm {record['grad_norm']:.3f}")
         parts.append(f"lr {record['lr']:.2e}")
+    if "loss_scale" in record:
+        parts.append(f"loss scale {record['loss_scale']:g}, {record['skipped']} skipped")
     parts.append(f"{amount(record['tokens_per_s'])} tok/s")
     if not short:
         parts.append(f"{record['tflops']:.3g} TFLOP/s")

@@ -25,13 +25,14 @@ from argosy.errors import EXIT_DONE, EXIT_RESUMABLE, ArgosyError
 from argosy.model.init import initial_weights
 from argosy.record.console import Console, open_console
 from argosy.record.files import replace_file
-from argosy.record.jsonl import JsonlWriter, now, read_metrics
+from argosy.record.jsonl import JsonlWriter, Record, now, read_metrics
 from argosy.record.rundir import RunDir
 from argosy.train.device import peak_memory_gib, peak_of, prepare_device
 from argosy.train.evaluate import evaluate
 from argosy.train.interrupt import Interrupt
 from argosy.train.meter import Meter
 from argosy.train.optimizer import Optimizer
+from argosy.train.scaler import MINIMUM
 from argosy.train.schedule import make_schedule
 from argosy.train.session import make_engine, make_model, open_checked_data, stored_weights
 
@@ -172,9 +173,10 @@ class Trainer:
         with Loader(self.stream, global_batch=batch_size, consumed_samples=self.consumed_samples) as loader:
             for step in range(first + 1, self.steps + 1):
                 batch = loader.next_batch()
-                result = self.engine.forward_backward(batch, step)
+                loss_scale = self.optimizer.loss_scale(batch.labels.size)
+                result = self.engine.forward_backward(batch, step, loss_scale)
                 lr = self.schedule.lr(step - 1)
-                grad_norm = self.optimizer.step(tokens=result.tokens, lr=lr)
+                grad_norm = self.optimizer.step(tokens=result.tokens, lr=lr, loss_scale=loss_scale)
                 self.consumed_samples += batch_size
                 meter.count(batch.tokens.size)
                 console.advance(step)
@@ -192,10 +194,11 @@ class Trainer:
                         samples=self.consumed_samples,
                         tokens=self.consumed_samples * self.spec.data.seq_len,
                     )
+                    record |= self.optimizer.report()
                     loader.waited_s = 0.0
                     self.metrics.write(record)
                     console.step(record)
-                    self._require_finite(step, record["loss"], record["grad_norm"])
+                    self._require_finite(record)
                 started = time.perf_counter()
                 if interrupt.asked is None and self._evaluation_due(step):
                     self._evaluate(step, console)
@@ -234,12 +237,12 @@ class Trainer:
     def _load_optimizer(self, checkpoint: Checkpoint) -> None:
         tensors = checkpoint.optimizer()
         require_names(tensors.keys(), self.optimizer.tensors().keys(), checkpoint.path)
-        self.optimizer.load(tensors, checkpoint.progress.step)
+        self.optimizer.load(tensors, checkpoint.progress.optimizer, checkpoint.progress.step)
 
     def _save(self, step: int, console: Console) -> None:
         self.run.require_ours()
         started = time.perf_counter()
-        progress = Progress(step=step, consumed_samples=self.consumed_samples)
+        progress = Progress(step, self.consumed_samples, self.optimizer.numbers())
         weights = self.optimizer.weights()
         path = save(self.run.checkpoints, progress, weights, self.optimizer.tensors(), self.spec.checkpoint.keep)
         seconds = time.perf_counter() - started
@@ -257,19 +260,23 @@ class Trainer:
         self.metrics.write({"step": step, "time": now(), **losses, "validation_tokens": result.tokens})
         console.note(f"step {step}: {result.describe()}")
 
-    def _require_finite(self, step: int, loss: float, grad_norm: float) -> None:
+    def _require_finite(self, record: Record) -> None:
+        step, loss, grad_norm = record["step"], record["loss"], record["grad_norm"]
         if math.isfinite(loss) and math.isfinite(grad_norm):
             return
-        last = self.consumed_samples
+        if not math.isfinite(grad_norm) and record.get("loss_scale", 0.0) >= MINIMUM:
+            return  # the step was skipped, and a lower scale may yet do
+        last, scale = self.consumed_samples, record.get("loss_scale")
         self._event("non-finite", step, loss=str(loss), grad_norm=str(grad_norm))
         raise ArgosyError(
             "train.non-finite",
             f"at step {step} (samples {last - self.spec.train.global_batch} to {last - 1}) the loss is {loss} and the gradient norm "
-            f"{grad_norm}; nothing was saved since",
+            f"{grad_norm}; nothing was saved since"
+            + ("" if scale is None else f". {record['skipped']} steps were skipped, down to a loss scale of {scale:g}"),
             key="optim.lr",
             value=self.spec.optim.lr,
             fix="lower optim.lr or lengthen optim.warmup: the same command would go on from the last checkpoint and, unchanged, "
-            "meet the same step",
+            "meet the same step" + ("" if scale is None else "; or train.precision=bf16, whose range is wider"),
         )
 
     def _opening(self, first: int) -> list[str]:

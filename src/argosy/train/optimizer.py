@@ -6,7 +6,7 @@ writes the parameters from them after each update. Weights and state go to and c
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
 import torch
@@ -16,6 +16,7 @@ from argosy.compat import total_norm
 from argosy.config.schema import OptimSpec
 from argosy.errors import ArgosyError
 from argosy.train.adamw import adamw
+from argosy.train.scaler import LossScaler
 from argosy.train.slots import Group, Rule, Slot, Update
 
 
@@ -29,19 +30,30 @@ class Optimizer:
             for decay, bare in ((spec.weight_decay, False), (0.0, True))
         ]
         self._clip = spec.clip
-        device = next(iter(self._slots.values())).master.device
-        self._updates = torch.zeros((), device=device)
-        self._go = torch.zeros((), device=device)
+        first = next(iter(self._slots.values())).parameter
+        self._updates = torch.zeros((), device=first.device)  # made: steps without those that were skipped
+        self._steps = 0
+        self._scaler = LossScaler(first.device) if first.dtype == torch.float16 else None
 
-    def step(self, *, tokens: int, lr: float) -> Tensor:
-        """Divide the summed gradients by `tokens`, clip, update, clear. Returns the norm before clipping."""
+    def loss_scale(self, tokens: int) -> Tensor | float:
+        """What a summed loss over about `tokens` tokens is to be multiplied with; the same is to be given to `step`."""
+        return 1.0 if self._scaler is None else self._scaler.scale / tokens
+
+    def step(self, *, tokens: int, lr: float, loss_scale: Tensor | float = 1.0) -> Tensor:
+        """Divide the summed gradients by `tokens` and by their scale, clip, update, clear. Returns the norm before
+        clipping."""
         parameters = [slot.parameter for slot in self._slots.values()]
-        norm = total_norm([p.grad for p in parameters if p.grad is not None]) / tokens
+        divisor = loss_scale * tokens
+        norm = total_norm([p.grad for p in parameters if p.grad is not None]) / divisor
         clip = torch.ones_like(norm) if self._clip is None else (self._clip / (norm + 1e-6)).clamp(max=1.0)
-        self._updates += 1
-        update = Update(lr, clip / tokens, self._go, self._updates)
+        skip = torch.zeros_like(norm)
+        if self._scaler is not None:
+            skip = (~norm.isfinite()).float()
+            self._scaler.update(skip)
+        self._steps += 1
+        self._updates += 1 - skip
         for group in self._groups:
-            group.apply(update)
+            group.apply(Update(lr, clip / divisor, skip, self._updates))
         for parameter in parameters:
             parameter.grad = None
         return norm
@@ -63,10 +75,24 @@ class Optimizer:
         """The state, as `exp_avg/<parameter>` and so on."""
         return {f"{key}/{slot.name}": value for slot in self._slots.values() for key, value in slot.state.items()}
 
-    def load(self, tensors: dict[str, Tensor], step: int) -> None:
+    def numbers(self) -> dict[str, float]:
+        """The rest of the state, read from the device."""
+        return {"updates": float(self._updates)} | ({} if self._scaler is None else self._scaler.numbers())
+
+    def load(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, float], step: int) -> None:
+        """What `tensors` and `numbers` gave after `step` steps."""
         for name, value in self.tensors().items():
             value.copy_(tensors[name])
-        self._updates.fill_(step)
+        self._steps = step
+        self._updates.fill_(numbers.get("updates", step))
+        if self._scaler is not None:
+            self._scaler.load(numbers)
+
+    def report(self) -> dict[str, float]:
+        """What a logged step says about loss scaling; waits for the device."""
+        if self._scaler is None:
+            return {}
+        return {"loss_scale": float(self._scaler.scale), "skipped": self._steps - int(self._updates)}
 
 
 def _slot(name: str, parameter: nn.Parameter, rule: Rule) -> Slot:
