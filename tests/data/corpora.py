@@ -16,17 +16,19 @@ from argosy.data.text.tokenizer import ByteTokenizer
 Documents = Sequence[Sequence[Sequence[int]]]
 
 
-def write_pair(prefix: Path, documents: Documents, dtype: str = "uint16") -> Written:
+def write_pair(prefix: Path, documents: Documents, dtype: str = "uint16", *, blocks: bool = False) -> Written:
     prefix.parent.mkdir(parents=True, exist_ok=True)
-    writer = IndexedWriter(prefix, np.dtype(dtype))
+    writer = IndexedWriter(prefix, np.dtype(dtype), blocks=blocks)
     for document in documents:
         writer.add_document([np.array(sequence, dtype) for sequence in document])
     return writer.finish()
 
 
-def write_corpus(directory: Path, shards: Sequence[Documents], *, append_eod: bool = True) -> Path:
-    """A corpus of the byte tokenizer with these shards, ids and all as given."""
-    written = [write_pair(directory / f"shard-{i:05d}", documents) for i, documents in enumerate(shards)]
+def write_corpus(
+    directory: Path, shards: Sequence[Documents], *, append_eod: bool = True, blocks: bool = False
+) -> Path:
+    """A corpus of the byte tokenizer with these shards, ids and all as given; `blocks`: with the hashes of blocks."""
+    written = [write_pair(directory / f"shard-{i:05d}", docs, blocks=blocks) for i, docs in enumerate(shards)]
     tokenizer = ByteTokenizer()
     name, content = tokenizer.stored()
     (directory / name).write_bytes(content)

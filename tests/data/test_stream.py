@@ -23,7 +23,7 @@ import pytest
 
 from argosy.data.corpus.corpus import open_corpus
 from argosy.data.loader import Loader
-from argosy.data.remote import stream as stream_module
+from argosy.data.remote import reader as reader_module
 from argosy.data.remote.ahead import ReadAhead
 from argosy.data.remote.cache import SEAL, BlockCache
 from argosy.data.remote.stream import BLOCK_PART, BLOCK_WHOLE, open_streamed
@@ -171,7 +171,7 @@ def test_s3_with_faults_gives_the_local_batches(local: Path, tmp_path: Path, mon
         assert missing.code == "data.not-found"
         assert "s3://bucket/nothing/manifest.json" in missing.cause
         changed = open_streamed("s3://bucket/corpus", tmp_path / "other", block_bytes=BLOCK)
-        monkeypatch.setattr(stream_module, "RECHECK_S", 0.0)
+        monkeypatch.setattr(reader_module, "RECHECK_S", 0.0)
         direct.pipe_file("bucket/corpus/shard-00001.bin", (local / "shard-00001.bin").read_bytes()[::-1])
         assert "was replaced while in use" in refusal_of(lambda: batches(changed)).cause
         changed.close()
@@ -393,7 +393,7 @@ def test_what_went_wrong_ahead_is_raised_where_the_block_is_read() -> None:
 def test_a_limit_of_less_than_a_few_blocks_is_refused_with_its_arithmetic(local: Path, tmp_path: Path) -> None:
     refusal = refusal_of(lambda: open_streamed(f"file://{local}", tmp_path / "cache", 100_000))
     assert refusal.code == "config.arithmetic"
-    assert f"{INDEX_BYTES:,} bytes for its .idx files + 8 blocks x {BLOCK_PART + SEAL:,}" in refusal.cause
+    assert f"{INDEX_BYTES:,} bytes for its .idx and .blocks files + 8 blocks x {BLOCK_PART + SEAL:,}" in refusal.cause
 
 
 def test_blocks_are_larger_where_the_whole_corpus_fits(local: Path, tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ class _FromMds:
 
     def _write(self) -> tuple[Written, bool]:
         """(what was written, whether every document ends with the end-of-document id)."""
-        writer = IndexedWriter(self.prefix, self.dtype)
+        writer = IndexedWriter(self.prefix, self.dtype, blocks=self.tokenizer is not None)
         all_end = True
         done = 0
         try:

@@ -32,7 +32,9 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from argosy.data.corpus.block_hashes import BlockHasher, blocks_path
 from argosy.errors import ArgosyError
+from argosy.record.files import replace_file
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -188,13 +190,16 @@ class Written:
     max_token: int
     bin_sha256: str
     idx_sha256: str
+    blocks_sha256: str | None = None  # of the hashes of its blocks, where they are kept
 
 
 class IndexedWriter:
-    """Writes a pair under temporary names; `finish` makes it appear, the `.idx` last."""
+    """Writes a pair under temporary names; `finish` makes it appear, the `.idx` last. `blocks`: with the hashes of its
+    blocks beside it."""
 
-    def __init__(self, prefix: Path, dtype: np.dtype[Any], *, sync: bool = True) -> None:
+    def __init__(self, prefix: Path, dtype: np.dtype[Any], *, sync: bool = True, blocks: bool = False) -> None:
         self.prefix, self.dtype, self._sync = prefix, np.dtype(dtype).newbyteorder("<"), sync
+        self._blocks = BlockHasher() if blocks else None
         self._bin_temporary = bin_path(prefix).with_suffix(".bin.partial")
         self._idx_temporary = idx_path(prefix).with_suffix(".idx.partial")
         self._file: BinaryIO = self._bin_temporary.open("wb")
@@ -232,6 +237,8 @@ class IndexedWriter:
     def _append(self, data: memoryview, lengths: Tokens, per_document: Tokens) -> None:
         self._file.write(data)
         self._hash.update(data)
+        if self._blocks is not None:
+            self._blocks.update(data)
         first = len(self._lengths)
         self._lengths.frombytes(np.ascontiguousarray(lengths, np.int32).tobytes())
         self._bounds.frombytes((first + np.cumsum(per_document, dtype=np.int64)).tobytes())
@@ -249,6 +256,7 @@ class IndexedWriter:
         with self._idx_temporary.open("wb") as file:
             file.write(index)
             self._flush(file)
+        blocks_sha256 = None if self._blocks is None else self._write_blocks(self._blocks.finish(), index)
         os.replace(self._bin_temporary, bin_path(self.prefix))
         os.replace(self._idx_temporary, idx_path(self.prefix))
         return Written(
@@ -258,7 +266,15 @@ class IndexedWriter:
             max_token=self._max_token,
             bin_sha256=self._hash.hexdigest(),
             idx_sha256=hashlib.sha256(index).hexdigest(),
+            blocks_sha256=blocks_sha256,
         )
+
+    def _write_blocks(self, of_tokens: bytes, index: bytes) -> str:
+        hasher = BlockHasher()
+        hasher.update(memoryview(index))
+        content = of_tokens + hasher.finish()
+        replace_file(blocks_path(self.prefix), content, sync=self._sync)
+        return hashlib.sha256(content).hexdigest()
 
     def _flush(self, file: BinaryIO) -> None:
         file.flush()

@@ -37,6 +37,7 @@ class Shard(_Part):
     max_token: int
     bin_sha256: str
     idx_sha256: str
+    blocks_sha256: str | None = None  # of NAME.blocks, the hashes of its blocks; corpora of earlier versions have none
 
 
 class Source(_Part):

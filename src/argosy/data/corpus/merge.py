@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from argosy.data.corpus.block_hashes import blocks_path
 from argosy.data.corpus.corpus import Corpus
 from argosy.data.corpus.indexed import CODES, HEADER, MAGIC, bin_path, idx_path
 from argosy.data.corpus.manifest import FILE_NAME, Manifest, write_manifest
@@ -231,10 +232,11 @@ class _Merge:
         self.output.mkdir(parents=True, exist_ok=True)
         (self.output / FILE_NAME).unlink(missing_ok=True)  # from here until the end the directory is not a corpus
         for number, reader in enumerate(self.readers):
-            for source, target in (
-                (bin_path(reader.prefix), bin_path(self.output / _shard_name(number))),
-                (idx_path(reader.prefix), idx_path(self.output / _shard_name(number))),
-            ):
+            for path in (bin_path, blocks_path, idx_path):
+                source, target = path(reader.prefix), path(self.output / _shard_name(number))
+                if path is blocks_path and not source.exists():
+                    target.unlink(missing_ok=True)
+                    continue
                 made += [_partial(target), target]
                 with _partial(target).open("wb") as file:
                     _append_file(source, file, advance if source.suffix == ".bin" else lambda _: None)
@@ -259,7 +261,7 @@ class _Merge:
         """Shards of an overwritten corpus that had more of them would be taken for data by tools that glob."""
         kept = {_shard_name(number) for number in range(len(self.readers))}
         for file in self.output.glob("shard-*.*"):
-            if file.suffix in (".bin", ".idx") and file.stem not in kept:
+            if file.suffix in (".bin", ".idx", ".blocks") and file.stem not in kept:
                 file.unlink()
 
 

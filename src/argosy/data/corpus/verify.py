@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from argosy.data.corpus.block_hashes import BLOCK, DIGEST, blocks_of, blocks_path, wrong_blocks
 from argosy.data.corpus.indexed import DTYPES, HEADER, MAGIC, bin_path, idx_path
 from argosy.data.corpus.manifest import Manifest, Shard
 from argosy.data.corpus.pairs import Pairs, find_pairs
@@ -120,8 +121,12 @@ class _PairCheck:
     sequences: int = 0
     tokens: int = 0
     dtype: np.dtype[Any] | None = None
+    bin_digests: bytes = b""  # of its blocks, where they are kept
+    idx_digests: bytes = b""
 
     def run(self) -> None:
+        if self.promised is not None and self.promised.blocks_sha256 is not None:
+            self._read_digests(blocks_path(self.prefix), self.promised.blocks_sha256)
         for file, check in ((idx_path(self.prefix), self._check_index), (bin_path(self.prefix), self._check_tokens)):
             try:
                 with file.open("rb", buffering=0) as opened:
@@ -129,15 +134,27 @@ class _PairCheck:
             except OSError as error:
                 self._fault(file, f"cannot be read: {error.strerror or error}")
 
+    def _read_digests(self, path: Path, promised: str) -> None:
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            return self._fault(path, f"cannot be read: {error.strerror or error}")
+        if (found := hashlib.sha256(content).hexdigest()) != promised:
+            return self._fault(path, _other_hash(promised, found))
+        widths = {dtype.name: dtype.itemsize for dtype in DTYPES.values()}
+        tokens = self.promised.tokens if self.promised is not None else 0
+        end = DIGEST * blocks_of(tokens * widths.get(self.promised_dtype or "", 1))
+        self.bin_digests, self.idx_digests = content[:end], content[end:]
+
     def _fault(self, file: Path, what: str) -> None:
         self.faults.append(Fault(str(file), what))
 
     def _check_index(self, file: BinaryIO, path: Path) -> None:
-        digest = hashlib.sha256()
+        digest = _Digest(self.idx_digests)
         for block in _blocks(file, self.advance):
             digest.update(block)
         if self.promised and digest.hexdigest() != self.promised.idx_sha256:
-            self._fault(path, _other_hash(self.promised.idx_sha256, digest.hexdigest()))
+            self._fault(path, digest.describe(self.promised.idx_sha256))
         size = os.fstat(file.fileno()).st_size
         if size < HEADER.size:
             return self._fault(path, f"has {size} bytes, fewer than its {HEADER.size}-byte header")
@@ -216,7 +233,7 @@ class _PairCheck:
                 f"has {size:,} bytes, but its .idx describes {self.tokens:,} tokens of {self.dtype.itemsize} bytes = "
                 f"{self.tokens * self.dtype.itemsize:,}",
             )
-        digest = hashlib.sha256()
+        digest = _Digest(self.bin_digests)
         smallest, largest = 0, 0
         for block in _blocks(file, self.advance):
             digest.update(block)
@@ -225,13 +242,42 @@ class _PairCheck:
                 if len(tokens):
                     smallest, largest = min(smallest, int(tokens.min())), max(largest, int(tokens.max()))
         if self.promised and digest.hexdigest() != self.promised.bin_sha256:
-            self._fault(path, _other_hash(self.promised.bin_sha256, digest.hexdigest()))
+            self._fault(path, digest.describe(self.promised.bin_sha256))
         if smallest < 0:
             self._fault(path, f"holds the negative token id {smallest:,}")
         if self.promised and self.dtype is not None and largest != self.promised.max_token:
             self._fault(path, f"its largest token id is {largest:,}, the manifest promises {self.promised.max_token:,}")
         if self.vocab_size is not None and largest >= self.vocab_size:
             self._fault(path, f"holds token id {largest:,}, the tokenizer's vocabulary ends at {self.vocab_size - 1:,}")
+
+
+class _Digest:
+    """The sha256 of a file, and which of its blocks are not what they were, where the hashes of blocks are known."""
+
+    def __init__(self, digests: bytes) -> None:
+        self._digests, self._whole = digests, hashlib.sha256()
+        self._size = 0
+        self._wrong: list[int] = []
+
+    def update(self, data: memoryview) -> None:
+        self._whole.update(data)
+        if self._digests:
+            self._wrong.extend(wrong_blocks(self._digests, self._size // BLOCK, data))
+        self._size += len(data)
+
+    def hexdigest(self) -> str:
+        return self._whole.hexdigest()
+
+    def describe(self, promised: str) -> str:
+        text = _other_hash(promised, self.hexdigest())
+        if not self._wrong:
+            return text
+        first = self._wrong[0] * BLOCK
+        more = f" and {len(self._wrong) - 1:,} more" if len(self._wrong) > 1 else ""
+        end = min(first + BLOCK, self._size) - 1
+        return (
+            f"{text}; block {self._wrong[0]:,} (bytes {first:,} to {end:,}){more} of {blocks_of(self._size):,} differs"
+        )
 
 
 @dataclass

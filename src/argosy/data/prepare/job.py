@@ -1,6 +1,7 @@
 """`argosy data prepare`: from text to a corpus directory, in one streaming pass shared by processes and machines.
 
     DIR/shard-00000.bin, .idx …  the tokens, as Megatron reads them
+    DIR/shard-00000.blocks …     hashes of their blocks
     DIR/tokenizer.json           the tokenizer they were made with
     DIR/quarantine.jsonl         records that could not be used, with file and offset
     DIR/manifest.json            written last: counts, hashes, fingerprint
@@ -25,7 +26,7 @@ from pathlib import Path
 import orjson
 
 from argosy.config.seeds import derive_seed
-from argosy.data.corpus.indexed import bin_path, dtype_for, idx_path
+from argosy.data.corpus.indexed import dtype_for
 from argosy.data.corpus.manifest import FILE_NAME, Manifest, Shard, Source, TokenizerFacts, write_manifest
 from argosy.data.prepare.crew import Crew
 from argosy.data.prepare.join import Joiner, books_of, shard_name
@@ -245,8 +246,8 @@ class Job:
         kinds = ", ".join(f"{kind} {count:,}" for kind, count in quarantined.most_common())
         shutil.rmtree(self.parts, ignore_errors=True)
         for shard in range(self.options.shards):
-            for path in (bin_path(self.output / shard_name(shard)), idx_path(self.output / shard_name(shard))):
-                path.unlink(missing_ok=True)
+            for path in self.output.glob(f"{shard_name(shard)}.*"):
+                path.unlink()
         raise ArgosyError(
             "data.bad-records",
             f"{bad:,} of {records:,} records were quarantined ({kinds or 'none'}): {what}",

@@ -34,7 +34,7 @@ class Joiner:
 
     def __init__(self, parts: Path, output: Path, shard: int, dtype: np.dtype[Any], *, shuffle_key: int | None) -> None:
         self.parts, self.shard, self.shuffle_key = parts, shard, shuffle_key
-        self._writer = IndexedWriter(output / shard_name(shard), dtype)
+        self._writer = IndexedWriter(output / shard_name(shard), dtype, blocks=True)
         self._expected: deque[PartName] = deque()
         self._waiting: dict[PartName, PartFacts] = {}
         self._joined: list[tuple[PartName, PartFacts]] = []

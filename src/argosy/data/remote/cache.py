@@ -1,7 +1,7 @@
 """A directory of fetched blocks that any number of processes on one machine share, without a server or shared memory.
 
     CACHE/argosy-usage                              bytes written so far and when they were last counted, under flock
-    CACHE/argosy-KEY/                               one corpus at one address: manifest, tokenizer, .idx files
+    CACHE/argosy-KEY/                               one corpus at one address: manifest, tokenizer, .idx and .blocks files
     CACHE/argosy-KEY/in-use                         locked (shared) by every process that has the corpus open
     CACHE/argosy-KEY/blocks/SHARD-VERSION-SIZE/N    block N of a .bin: its bytes, then their sha256
     …/N.partial                                     the same being fetched, locked by the process that fetches it
@@ -38,7 +38,7 @@ SEAL = 32  # bytes of sha256 after the content of a block
 _CORPUS = re.compile(r"argosy-[0-9a-f]{32}")
 _BLOCKS = re.compile(r".+-[0-9a-f]{16}-\d+")
 _BLOCK = re.compile(r"(\d{8}|whole)(\.partial)?")
-_INDEX = re.compile(r".+\.idx")
+_INDEX = re.compile(r".+\.(idx|blocks)")
 _PARTIAL = ".partial"
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
 _LONGEST_POLL_S = 0.05
