@@ -137,3 +137,18 @@ def mm_float32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if a.is_cuda and a.dtype == b.dtype != torch.float32:
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()
+
+
+def _operations(*names: str) -> frozenset[Any]:
+    """Those of aten's operations that this torch has, in every form."""
+    found = [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]
+    return frozenset(getattr(packet, form) for packet in found for form in packet.overloads())
+
+
+# Matrix products and attention: what is kept for the backward pass where all else is made again.
+COSTLY_OPERATIONS = _operations(
+    "mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_mm", "_scaled_mm_v2", "_grouped_mm", "_scaled_grouped_mm",
+    "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_fused_attention_overrideable",
+) | {torch.ops.higher_order.flex_attention}  # fmt: skip

@@ -72,6 +72,9 @@ app.add_typer(config.app, name="config")
 
 
 def main() -> None:
+    # Read when torch starts, so it is set before any verb imports it: memory that was cut up can be joined again.
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     try:
         app()
     except ArgosyError as error:

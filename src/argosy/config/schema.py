@@ -144,6 +144,14 @@ class ParallelSpec(Section):
     cp: Positive = Field(1, description="context parallel ranks")
     ep: Positive = Field(1, description="expert parallel ranks")
     micro_batch: Positive = Field(description="samples in one forward pass on one rank")
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none",
+        description="what the backward pass makes again instead of keeping it: nothing, the cheap operations, whole blocks",
+    )
+    compile: Literal["off", "block", "model"] = Field(
+        "off",
+        description="torch.compile, block by block or the whole model; off: Argosy's own kernels on a GPU, plain torch on a CPU",
+    )
 
     @property
     def world_size(self) -> int:

@@ -19,6 +19,7 @@ from argosy.data.open import RunData, open_data
 from argosy.errors import ArgosyError
 from argosy.model.build import build_model
 from argosy.model.init import initial_weights
+from argosy.parallel.apply import apply_layout
 from argosy.parallel.precision import apply_precision, choose_precision
 from argosy.parallel.single import SingleDevice, require_single
 from argosy.record.rundir import RunDir, find_run
@@ -55,6 +56,7 @@ def make_model(spec: RunSpec, device: torch.device) -> nn.Module:
 
 def make_engine(spec: RunSpec, model: nn.Module, device: torch.device) -> SingleDevice:
     require_single(spec.parallel)
+    apply_layout(model, spec.parallel)
     return SingleDevice(model, micro_batch=spec.parallel.micro_batch, seed=spec.train.seed, device=device)
 
 

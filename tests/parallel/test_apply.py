@@ -1,0 +1,100 @@
+"""What a layout does to a model on one device changes how it computes, never what."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from argosy.config.resolve import resolve_model
+from argosy.config.schema import ParallelSpec
+from argosy.model.build import build_model
+from argosy.model.init import initialise
+from argosy.model.objective import Objective
+from argosy.parallel.apply import apply_layout
+
+SIZES = ["layers=2", "hidden=32", "heads=4", "ffn=64", "vocab_size=64", "max_seq_len=64"]
+
+
+def _train(layout: dict[str, Any], *, dropout: float) -> tuple[list[torch.Tensor], list[str]]:
+    """Losses and last gradients of three steps."""
+    spec = resolve_model("gpt2", [*SIZES, f"dropout={dropout}"])
+    model = build_model(spec)
+    initialise(model, spec, 5)
+    apply_layout(model, ParallelSpec(micro_batch=2, **layout))
+    results = []
+    for step in range(3):
+        torch.manual_seed(step)
+        tokens, labels = torch.randint(0, 64, (2, 2, 64))
+        model.zero_grad()
+        loss = model(tokens, labels, Objective())
+        loss.total.backward()
+        results.append(loss.total.detach())
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return [*results, *gradients], [name for name, _ in model.named_parameters()]
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recomputing_gives_the_same_bits_and_names_with_dropout(recompute: str) -> None:
+    expected, names = _train({}, dropout=0.2)
+    found, found_names = _train({"recompute": recompute}, dropout=0.2)
+    assert found_names == names
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+class _Storages(TorchDispatchMode):
+    """Remembers the memory of every result, without keeping it alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[StorageWeakRef, int] = {}
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operation(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self.made[StorageWeakRef(storage)] = storage.nbytes()
+        return result
+
+    def alive(self) -> int:
+        return sum(size for storage, size in self.made.items() if not storage.expired())
+
+
+def test_each_way_of_recomputing_keeps_less() -> None:
+    def kept(recompute: str) -> int:
+        spec = resolve_model("gpt2", SIZES)
+        model = build_model(spec)
+        initialise(model, spec, 5)
+        apply_layout(model, ParallelSpec(micro_batch=2, recompute=recompute))
+        tokens, labels = torch.randint(0, 64, (2, 2, 64))
+        with _Storages() as storages:
+            loss = model(tokens, labels, Objective())
+        kept = storages.alive()
+        loss.total.backward()
+        return kept
+
+    everything, costly, inputs = kept("none"), kept("selective"), kept("full")
+    assert everything > 1.3 * costly > 1.3 * 1.3 * inputs
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("scope", ["block", "model"])
+def test_compiling_gives_the_same_numbers_from_one_graph(
+    scope: str, recompute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda module: compiled(module, backend="aot_eager", fullgraph=True))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    expected, names = _train({}, dropout=0.0)
+    found, found_names = _train({"compile": scope, "recompute": recompute}, dropout=0.0)
+    assert found_names == names
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
