@@ -22,7 +22,7 @@ def apply_recompute(block: nn.Module, how: str) -> None:
     """From now on the block's forward pass keeps less. Its name and those of its parameters stay."""
     if how != "none":
         context = {} if how == "full" else {"context_fn": _keep_costly}
-        block.forward = partial(_recomputed, block, block.forward, context)  # type: ignore[method-assign]
+        block.forward = partial(_recomputed, block, block.forward, context)
 
 
 def _recomputed(block: nn.Module, forward: Callable[..., Any], context: dict[str, Any], *inputs: Any) -> Any:
