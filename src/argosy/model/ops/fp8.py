@@ -53,12 +53,11 @@ def quantise(x: Tensor, dtype: torch.dtype) -> Quantised:
 
 class _Fp8Products(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, count: int, *factors: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, count: int, *factors: Any) -> tuple[Tensor, ...]:
         weights, biases = factors[:count], factors[count:]
         x8 = quantise(x.flatten(0, -2), FORWARD)
         saved, found = [x8.transposed, x8.scale], []
         for weight, bias in zip(weights, biases, strict=True):
-            assert weight is not None
             w8 = quantise(weight, FORWARD)
             y = scaled_mm(x8.values, w8.values.t(), x8.scale, w8.scale, x.dtype, bias=bias, fast=True)
             found.append(y.unflatten(0, x.shape[:-1]))
