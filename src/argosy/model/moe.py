@@ -161,6 +161,18 @@ def sum_reports(reports: Sequence[Report], tokens: Tensor) -> tuple[dict[str, Te
     return means, torch.stack([report.load for report in reports])
 
 
+def describe_load(load: Tensor) -> dict[str, float]:
+    """For the record, of loads [layers, experts]; waits for the device."""
+    load = load.cpu()
+    shares = load.double() / load.sum(-1, keepdim=True)
+    entropy = -torch.xlogy(shares, shares).sum(-1)
+    return {
+        "max_load": float(shares.max()) * load.shape[-1],  # of the busiest expert of any layer; 1 is the mean
+        "effective_experts": float(entropy.exp().mean()),  # all of them when level; a mean over layers
+        "idle_experts": int((load == 0).sum()),  # that got nothing, in all layers
+    }
+
+
 @torch.no_grad()
 def balance_experts(model: nn.Module, load: Tensor) -> None:
     """Move each expert's bias by one step towards a level load, given the load of a whole global batch [layers, experts]."""

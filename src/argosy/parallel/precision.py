@@ -37,10 +37,11 @@ def choose_precision(asked: str, device: torch.device) -> str:
 
 
 def apply_precision(model: nn.Module, precision: str) -> None:
-    """Put the parameters into the training precision. Buffers stay what they are: a model that keeps state keeps it in the
-    precision it chose."""
+    """Put the parameters into the training precision. What is not trained by gradients stays as it is: a model that keeps
+    state, as the biases of experts, keeps it in the precision it chose."""
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(DTYPES[precision])
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(DTYPES[precision])
     if precision == "fp8":
         apply_fp8(model)
 

@@ -21,11 +21,13 @@ from argosy.model.objective import Loss, Objective
 
 
 class Result(NamedTuple):
-    """Of one global batch. `loss_sum` stays on the device, so that nothing waits for it until it is logged."""
+    """Of one global batch. `loss_sum` and `metrics` stay on the device, so that nothing waits for them until they are
+    logged, divided by `tokens`."""
 
     loss_sum: Tensor
     tokens: int
     metrics: dict[str, Tensor]
+    expert_load: Tensor | None = None  # rows each expert got  # [layers with experts, experts]
 
 
 class SingleDevice:
@@ -38,13 +40,16 @@ class SingleDevice:
     def forward_backward(self, batch: Batch, step: int, loss_scale: Tensor | float = 1.0) -> Result:
         """Add the gradients of the summed loss of `batch`, times `loss_scale`, to the parameters."""
         self._prepare_gradients(several=len(batch.tokens) > self.micro_batch)
-        total = torch.zeros((), device=self.device)
+        total, metrics = torch.zeros((), device=self.device), _Sums()
+        load: Tensor | None = None
         for micro, first in enumerate(range(0, len(batch.tokens), self.micro_batch)):
             torch.manual_seed(derive_seed(self.seed, "dropout", step, micro))
             loss = self._loss(batch, first, Objective(self.z_loss, loss_scale))
             loss.total.backward()
             total += loss.cross_entropy
-        return Result(total, batch.valid_tokens, {})
+            metrics.add(loss.metrics)
+            load = loss.expert_load if load is None or loss.expert_load is None else load + loss.expert_load
+        return Result(total, batch.valid_tokens, metrics, load)
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Result:
@@ -74,6 +79,12 @@ class SingleDevice:
 
     def _on_device(self, array: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+
+class _Sums(dict[str, Tensor]):
+    def add(self, metrics: dict[str, Tensor]) -> None:
+        for name, value in metrics.items():
+            self[name] = self[name] + value if name in self else value
 
 
 def require_single(parallel: ParallelSpec) -> None:

@@ -23,6 +23,7 @@ from argosy.config.units import Duration
 from argosy.data.loader import Loader
 from argosy.errors import EXIT_DONE, EXIT_RESUMABLE, ArgosyError
 from argosy.model.init import initial_weights
+from argosy.model.moe import balance_experts, describe_load
 from argosy.record.console import Console, open_console
 from argosy.record.files import replace_file
 from argosy.record.jsonl import JsonlWriter, Record, now, read_metrics
@@ -177,6 +178,8 @@ class Trainer:
                 result = self.engine.forward_backward(batch, step, loss_scale)
                 lr = self.schedule.lr(step - 1)
                 grad_norm = self.optimizer.step(tokens=result.tokens, lr=lr, loss_scale=loss_scale)
+                if result.expert_load is not None:
+                    balance_experts(self.model, result.expert_load)
                 self.consumed_samples += batch_size
                 meter.count(batch.tokens.size)
                 console.advance(step)
@@ -195,6 +198,9 @@ class Trainer:
                         tokens=self.consumed_samples * self.spec.data.seq_len,
                     )
                     record |= self.optimizer.report()
+                    record |= {name: float(sum_) / result.tokens for name, sum_ in result.metrics.items()}
+                    if result.expert_load is not None:
+                        record |= describe_load(result.expert_load)
                     loader.waited_s = 0.0
                     self.metrics.write(record)
                     console.step(record)

@@ -24,9 +24,10 @@ class Optimizer:
     def __init__(self, model: nn.Module, spec: OptimSpec) -> None:
         without = undecayed(model, spec.no_decay)
         rule = adamw(spec)
-        self._slots = {name: _slot(name, p, rule) for name, p in model.named_parameters() if p.requires_grad}
+        self._slots = {name: _slot(name, p, rule) for name, p in model.named_parameters()}
+        trained = [slot for slot in self._slots.values() if slot.parameter.requires_grad]
         self._groups = [
-            Group(rule, decay, [slot for slot in self._slots.values() if (slot.name in without) == bare])
+            Group(rule, decay, [slot for slot in trained if (slot.name in without) == bare])
             for decay, bare in ((spec.weight_decay, False), (0.0, True))
         ]
         self._clip = spec.clip
@@ -97,7 +98,8 @@ class Optimizer:
 
 def _slot(name: str, parameter: nn.Parameter, rule: Rule) -> Slot:
     master = parameter.detach() if parameter.dtype == torch.float32 else parameter.detach().float()
-    return Slot(name, parameter, master, {key: torch.zeros_like(master) for key in rule.state})
+    state = {key: torch.zeros_like(master) for key in rule.state} if parameter.requires_grad else {}
+    return Slot(name, parameter, master, state)
 
 
 def undecayed(model: nn.Module, patterns: list[str]) -> set[str]:
