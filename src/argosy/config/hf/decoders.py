@@ -56,7 +56,7 @@ def write_gpt2(spec: ModelSpec) -> Tree:
 
 
 def read_llama(keys: Keys) -> Tree:
-    return _read_gated(keys, kv_heads=None, head_dim=None, max_seq_len=2048) | {
+    return read_gated(keys, kv_heads=None, head_dim=None, max_seq_len=2048) | {
         "attention_bias": keys.take("attention_bias", False),
         "mlp_bias": keys.take("mlp_bias", False),
     }
@@ -65,23 +65,23 @@ def read_llama(keys: Keys) -> Tree:
 def write_llama(spec: ModelSpec) -> Tree:
     return {
         "architectures": ["LlamaForCausalLM"],
-        **_write_gated(spec),
+        **write_gated(spec),
         "attention_bias": spec.attention_bias,
         "mlp_bias": spec.mlp_bias,
     }
 
 
 def read_mistral(keys: Keys) -> Tree:
-    common = _read_gated(keys, kv_heads=8, head_dim=None, max_seq_len=131072, ffn=14336)
+    common = read_gated(keys, kv_heads=8, head_dim=None, max_seq_len=131072, ffn=14336)
     return common | {"window": keys.take("sliding_window", 4096)}
 
 
 def write_mistral(spec: ModelSpec) -> Tree:
-    return {"architectures": ["MistralForCausalLM"], **_write_gated(spec), "sliding_window": spec.window}
+    return {"architectures": ["MistralForCausalLM"], **write_gated(spec), "sliding_window": spec.window}
 
 
 def read_qwen3(keys: Keys) -> Tree:
-    common = _read_gated(keys, kv_heads=32, head_dim=128, max_seq_len=32768, vocab=151936, ffn=22016)
+    common = read_gated(keys, kv_heads=32, head_dim=128, max_seq_len=32768, vocab=151936, ffn=22016)
     return common | {
         "qk_norm": True,
         "attention_bias": keys.take("attention_bias", False),
@@ -92,7 +92,7 @@ def read_qwen3(keys: Keys) -> Tree:
 def write_qwen3(spec: ModelSpec) -> Tree:
     return {
         "architectures": ["Qwen3ForCausalLM"],
-        **_write_gated(spec),
+        **write_gated(spec),
         "attention_bias": spec.attention_bias,
         "use_sliding_window": spec.window is not None,
         "sliding_window": spec.window,
@@ -117,7 +117,7 @@ def _qwen_window(keys: Keys, layers: int) -> int | None:
     return window if kinds[0] == _LAYER_TYPES[True] else None
 
 
-def _read_gated(
+def read_gated(
     keys: Keys,
     *,
     kv_heads: int | None,
@@ -126,6 +126,8 @@ def _read_gated(
     vocab: int = 32000,
     ffn: int = 11008,
     eps: float = 1e-6,
+    layers: int = 32,
+    hidden: int = 4096,
     theta: float = 10_000.0,
 ) -> Tree:
     """What llama and its relatives share; the arguments are the defaults of their config classes."""
@@ -134,8 +136,8 @@ def _read_gated(
     longest = keys.take("max_position_embeddings", max_seq_len)
     return {
         "family": "llama",
-        "layers": keys.take("num_hidden_layers", 32),
-        "hidden": keys.take("hidden_size", 4096),
+        "layers": keys.take("num_hidden_layers", layers),
+        "hidden": keys.take("hidden_size", hidden),
         "heads": keys.take("num_attention_heads", 32),
         "kv_heads": keys.take("num_key_value_heads", kv_heads),
         "head_dim": keys.take("head_dim", head_dim),
@@ -149,7 +151,7 @@ def _read_gated(
     }
 
 
-def _write_gated(spec: ModelSpec) -> Tree:
+def write_gated(spec: ModelSpec) -> Tree:
     return {
         "num_hidden_layers": spec.layers,
         "hidden_size": spec.hidden,

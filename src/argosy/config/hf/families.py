@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 from pydantic import ValidationError
 
-from argosy.config.hf import decoders
+from argosy.config.hf import decoders, experts
 from argosy.config.hf.keys import Keys
 from argosy.config.model import ModelSpec
 from argosy.config.presets import FAMILIES
@@ -20,7 +20,7 @@ from argosy.errors import ArgosyError
 Tree = dict[str, Any]
 CONFIG = "config.json"
 # Of no effect on what a trained model computes: an export may lose them, and says so.
-TRAINING_ONLY = frozenset({"preset", "dropout", "init_std", "target_len"})
+TRAINING_ONLY = frozenset({"preset", "dropout", "init_std", "target_len", "moe.balance_loss", "moe.z_loss"})
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,8 @@ _FAMILIES = {
     "llama": _Family(decoders.read_llama, decoders.write_llama),
     "mistral": _Family(decoders.read_mistral, decoders.write_mistral),
     "qwen3": _Family(decoders.read_qwen3, decoders.write_qwen3),
+    "mixtral": _Family(experts.read_mixtral, experts.write_mixtral),
+    "qwen3_moe": _Family(experts.read_qwen3_moe, experts.write_qwen3_moe),
     "mpt": _Family(decoders.read_mpt, decoders.write_mpt),
 }
 
@@ -42,6 +44,8 @@ def model_type_of(spec: ModelSpec) -> str:
     """Their name for the kind of model a spec describes."""
     if spec.family != "llama":
         return "gpt2" if spec.family == "gpt" else spec.family
+    if spec.moe is not None:
+        return "qwen3_moe" if spec.qk_norm else "mixtral"
     if spec.qk_norm:
         return "qwen3"
     return "mistral" if spec.window is not None else "llama"
@@ -108,5 +112,15 @@ def to_config(spec: ModelSpec) -> Tree:
 
 def export_gap(spec: ModelSpec, document: Tree) -> dict[str, tuple[Any, Any]]:
     """Keys of the spec that a config does not say: (ours, what it would be read back as)."""
-    back = from_config(document).model_dump()
-    return {key: (value, back[key]) for key, value in spec.model_dump().items() if value != back[key]}
+    ours, back = _leaves(spec), _leaves(from_config(document))
+    return {key: (value, back.get(key)) for key, value in ours.items() if value != back.get(key)}
+
+
+def _leaves(spec: ModelSpec) -> Tree:
+    """The keys of a spec that have a say, those of the experts among them."""
+    tree = spec.model_dump()
+    if spec.moe is not None:
+        tree |= {f"moe.{key}": value for key, value in tree.pop("moe").items()}
+        if not spec.moe.dense_layers:
+            del tree["ffn"]  # no layer has it
+    return tree
