@@ -20,6 +20,7 @@ def check(spec: RunSpec, origins: Origins) -> None:
     _check_batch(spec, origins)
     _check_sequence(spec, origins)
     _check_fp8(spec, origins)
+    _check_samples(spec, origins)
     _check_split(spec, origins)
     _check_evaluation(spec, origins)
     _check_weights(spec)
@@ -91,6 +92,53 @@ def _check_fp8(spec: RunSpec, origins: Origins) -> None:
             origin=origins.get("train.precision"),
             fix=f"parallel.micro_batch={needed} or a multiple of it, or a data.seq_len that is a multiple of {FP8_ALIGNMENT}",
         )
+
+
+def _check_samples(spec: RunSpec, origins: Origins) -> None:
+    """Keys for samples of another kind than the model's would be ignored."""
+    data, model = spec.data, spec.model
+    for section in ("bert", "t5", "ict"):
+        if getattr(data, section) is not None and section != model.samples:
+            raise ArgosyError(
+                "config.conflict",
+                f"data.{section} describes samples this model is not trained on: it reads {_samples_of(spec)}",
+                key=f"data.{section}",
+                fix=f"leave data.{section} out, or choose another model",
+            )
+    if model.samples == "windows":
+        return
+    for key, default in (
+        ("order", "argosy"), ("order_cache", None), ("fim", None), ("mask_eod", False), ("document_mask", False),
+        ("reset_positions", False),
+    ):  # fmt: skip
+        if getattr(data, key) != default:
+            raise ArgosyError(
+                "config.conflict",
+                f"data.{key} is for decoders, which read windows of the token stream; this model reads {_samples_of(spec)}",
+                key=f"data.{key}",
+                value=str(getattr(data, key)),
+                origin=origins.get(f"data.{key}"),
+                fix="leave it out",
+            )
+    if model.samples == "ict" and spec.parallel.micro_batch < 2:
+        raise ArgosyError(
+            "config.arithmetic",
+            "a query's wrong answers are the other blocks of its micro-batch: with a micro_batch of 1 there are none",
+            key="parallel.micro_batch",
+            value=spec.parallel.micro_batch,
+            origin=origins.get("parallel.micro_batch"),
+            fix="as large a micro_batch as fits, and a global_batch that is a multiple of it",
+        )
+
+
+def _samples_of(spec: RunSpec) -> str:
+    kinds = {
+        "windows": "windows of the token stream",
+        "bert": "masked segments (data.bert)",
+        "t5": "corrupted spans (data.t5)",
+        "ict": "queries and blocks (data.ict)",
+    }
+    return kinds[spec.model.samples]
 
 
 def _check_split(spec: RunSpec, origins: Origins) -> None:

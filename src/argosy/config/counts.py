@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from argosy.config.model import ModelSpec
+from argosy.config.model import ModelSpec, RetrievalSpec
 
 FLOPS_CONVENTION = "6 x active matmul parameters + attention, causal-halved; no recompute"
 RELATIVE_BUCKETS = 32  # T5's relative position buckets
@@ -39,6 +39,8 @@ def count_parameters(spec: ModelSpec) -> ParameterCount:
         idle = 0
     else:
         matmul, other, idle = _stack(spec)
+    if spec.retrieval is not None:
+        return _towers(spec, spec.retrieval, embedding, matmul, other)
     if spec.architecture == "encoder":
         matmul += spec.hidden * spec.hidden  # the masked-LM transform
         other += _norm(spec)  # embedding norm
@@ -50,6 +52,15 @@ def count_parameters(spec: ModelSpec) -> ParameterCount:
 
     total = embedding + matmul + other + (0 if spec.tied else head)
     return ParameterCount(total=total, active=total - idle, matmul=matmul - idle + head)
+
+
+def _towers(spec: ModelSpec, retrieval: RetrievalSpec, embedding: int, matmul: int, other: int) -> ParameterCount:
+    """A token passes through one of them; only the first of a sequence through the projection."""
+    other += _norm(spec)  # embedding norm
+    if retrieval.projection is not None:
+        other += spec.hidden * retrieval.projection + retrieval.projection
+    tower = embedding + matmul + other
+    return ParameterCount(total=tower * (1 if retrieval.shared else 2), active=tower, matmul=matmul)
 
 
 def training_flops_per_token(spec: ModelSpec, seq_len: int | None = None, target_len: int | None = None) -> float:

@@ -99,6 +99,13 @@ class RopeScaling(Section):
         return self
 
 
+class RetrievalSpec(Section):
+    """Two towers on an encoder, one for queries and one for blocks, whose vectors are compared."""
+
+    shared: bool = Field(False, description="one encoder for queries and blocks")
+    projection: Positive | None = Field(None, description="width of the vectors compared; without it, the hidden width")
+
+
 class ModelSpec(Section):
     """The architecture. Sizes not given follow from the others, and are shown as derived."""
 
@@ -141,6 +148,7 @@ class ModelSpec(Section):
         None,
         description="BERT: what is asked of the segments A and B: nsp (does B follow A?), sop (in this order?), or none",
     )
+    retrieval: RetrievalSpec | None = Field(None, description="BERT: two towers, trained by the inverse cloze task")
 
     @model_validator(mode="before")
     @classmethod
@@ -186,10 +194,13 @@ class ModelSpec(Section):
             )
         if self.norm == "rmsnorm" and self.norm_bias:
             raise ValueError("a norm of kind rmsnorm has no norm_bias: set model.norm_bias=false")
-        only = {"type_vocab_size": "encoder", "pair": "encoder", "decoder_layers": "encoder-decoder"}
+        only = {"type_vocab_size": "encoder", "pair": "encoder", "retrieval": "encoder"}
+        only["decoder_layers"] = "encoder-decoder"
         for key, architecture in only.items():
             if getattr(self, key) is not None and self.architecture != architecture:
                 raise ValueError(f"{key} has no meaning in a {self.architecture}: leave it out")
+        if self.retrieval is not None and self.judges_pairs:
+            raise ValueError(f"a model with retrieval has no head for the pair {self.pair!r}: set model.pair=none")
 
     def _check_experts(self) -> None:
         if self.moe is None:
@@ -207,6 +218,15 @@ class ModelSpec(Section):
     @property
     def gated(self) -> bool:
         return self.activation in ("swiglu", "geglu")
+
+    @property
+    def samples(self) -> Literal["windows", "bert", "t5", "ict"]:
+        """What the model is trained on: windows of the token stream, or what the section of `data` of that name says."""
+        if self.architecture == "decoder":
+            return "windows"
+        if self.architecture == "encoder-decoder":
+            return "t5"
+        return "bert" if self.retrieval is None else "ict"
 
     @property
     def judges_pairs(self) -> bool:

@@ -155,6 +155,9 @@ PRESETS: dict[str, Row] = {
     "moe-3.5b-a1.1b": _llama(16, 2048, 16, 8, 4096, moe={"experts": 8, "top_k": 2, "ffn": 4096}),
     "bert-base": _bert(12, 768, 12),
     "bert-large": _bert(24, 1024, 16),
+    # Retrieval by the inverse cloze task, as ORQA has it: BERT twice, vectors of 128.
+    "ict-base": _bert(12, 768, 12) | {"pair": "none", "retrieval": {"projection": 128}},
+    "ict-large": _bert(24, 1024, 16) | {"pair": "none", "retrieval": {"projection": 128}},
     "t5-small": _t5(6, 512, 8, 64, 2048),
     "t5-base": _t5(12, 768, 12, 64, 3072),
     "t5-large": _t5(24, 1024, 16, 64, 4096),

@@ -206,8 +206,9 @@ def _expand_model(tree: Tree, origins: dict[str, str]) -> None:
     family = user.get("family", row.get("family"))
     base = FAMILIES.get(family, {}) if isinstance(family, str) else {}
     merged = base | row | user | ({"preset": preset} if preset is not None else {})
-    if isinstance(row.get("moe"), dict) and isinstance(user.get("moe"), dict):
-        merged["moe"] = row["moe"] | user["moe"]
+    for section in ("moe", "retrieval"):
+        if isinstance(row.get(section), dict) and isinstance(user.get(section), dict):
+            merged[section] = row[section] | user[section]
     tree["model"] = merged
     for source, label in ((row, f"preset {preset}"), (base, f"family {family}")):
         for key, _ in flatten(source, "model"):
@@ -225,6 +226,8 @@ def _derive(tree: Tree, origins: dict[str, str]) -> None:
         elif model.get("max_seq_len") is None and _as_number(data.get("seq_len")) is not None:
             model["max_seq_len"] = data["seq_len"]
             origins["model.max_seq_len"] = "derived: data.seq_len"
+        if (section := _samples_section(model)) is not None and data.get(section) is None:
+            data[section] = {}  # all of its defaults
     if isinstance(optim, dict) and optim.get("min_lr") is None and (lr := _as_number(optim.get("lr"))) is not None:
         optim["min_lr"] = lr / 10
         origins["optim.min_lr"] = "derived: optim.lr / 10"
@@ -232,6 +235,13 @@ def _derive(tree: Tree, origins: dict[str, str]) -> None:
     if isinstance(parallel, dict) and parallel.get("micro_batch") in (None, "auto"):
         parallel["micro_batch"] = _auto_micro_batch(train, data, parallel)
         origins["parallel.micro_batch"] = "derived: parallel: auto"
+
+
+def _samples_section(model: Tree) -> str | None:
+    """The section of `data` that says how this model's samples are made."""
+    if model.get("architecture") == "encoder":
+        return "bert" if model.get("retrieval") is None else "ict"
+    return "t5" if model.get("architecture") == "encoder-decoder" else None
 
 
 def _auto_micro_batch(train: Any, data: Any, parallel: Tree) -> int:

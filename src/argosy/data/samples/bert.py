@@ -15,18 +15,17 @@ a model meets all lengths; the rest of that window waits for another epoch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from argosy.config.seeds import derive_seed
 from argosy.data.corpus.corpus import Corpus, Split
-from argosy.data.samples.document_windows import DocumentWindows
+from argosy.data.samples.document_stream import DocumentSamples, Range, assemble
 from argosy.data.samples.draws import Keys, fractions, sample_keys, words
 from argosy.data.samples.masks import IGNORED
-from argosy.data.samples.order import Indices, permute
-from argosy.data.samples.windows import check_ids
+from argosy.data.samples.order import Indices
+from argosy.data.samples.windows import Batch, check_ids
 from argosy.errors import ArgosyError
 
 Rows = npt.NDArray[np.int64]
@@ -48,6 +47,18 @@ class MaskedBatch:
     @property
     def valid_tokens(self) -> int:
         return int((self.labels != IGNORED).sum())
+
+    def batch(self, predictions: int) -> Batch:
+        """For the model, which is asked at `predictions` positions a row, the most there can be: the head is large, and
+        most positions hide nothing."""
+        predicted = np.argsort(self.labels == IGNORED, axis=1, kind="stable")[:, :predictions]
+        inputs: dict[str, npt.NDArray[Any]] = {
+            "token_types": self.token_types,
+            "padding_mask": self.padding_mask,
+            "predicted": predicted,
+            "pair_labels": self.pair_labels,
+        }
+        return Batch(self.tokens, np.take_along_axis(self.labels, predicted, axis=1), inputs)
 
 
 @dataclass(frozen=True)
@@ -75,8 +86,8 @@ class MaskedLM:
                 fix="use a tokenizer with BERT's special tokens",
             )
         for key, rate, allowed in (
-            ("data.mask_rate", self.mask_rate, 0 < self.mask_rate <= 1),
-            ("data.short_seq_prob", self.short_seq_prob, 0 <= self.short_seq_prob <= 1),
+            ("data.bert.mask_rate", self.mask_rate, 0 < self.mask_rate <= 1),
+            ("data.bert.short_seq_prob", self.short_seq_prob, 0 <= self.short_seq_prob <= 1),
         ):
             if not allowed:
                 raise ArgosyError(
@@ -86,7 +97,7 @@ class MaskedLM:
             raise ArgosyError(
                 "config.bad-value",
                 "1 hides single tokens",
-                key="data.max_ngram",
+                key="data.bert.max_ngram",
                 value=self.max_ngram,
                 fix="give 1 or more",
             )
@@ -109,6 +120,11 @@ class MaskedLM:
     def fewest(self) -> int:
         """Tokens of text that a sample needs."""
         return 1 if self.pair == "none" else 2
+
+    @property
+    def predictions(self) -> int:
+        """Positions to predict in a sample at most."""
+        return max(1, int(np.rint(self.mask_rate * self.room)))
 
     def hide(self, tokens: Rows, text: Mask, keys: Keys) -> tuple[Rows, Rows]:
         """(what the model sees, labels), for one key a row. Only tokens of the text are hidden.  # [count, seq_len]"""
@@ -152,61 +168,66 @@ class MaskedLM:
         return chosen
 
 
-class BertSamples:
+class BertSamples(DocumentSamples):
     """The samples of one split of one corpus, without end: sample i is number i % count of epoch i // count."""
 
     def __init__(self, corpus: Corpus, split: Split, task: MaskedLM, seed: int, *, ends_in_eod: bool) -> None:
-        self.corpus, self.task, self.seed = corpus, task, seed
-        self.windows = DocumentWindows(corpus, split, task.room, ends_in_eod=ends_in_eod)
-        self.windows.require_documents(1, "a sample")
+        super().__init__(corpus, split, task.room, seed, ends_in_eod=ends_in_eod)
+        self.task = task
         if task.pair == "nsp":
             self.windows.require_documents(2, "next-sentence prediction, which takes B from another document,")
-        self.count = self.windows.count
+
+    def batch(self, indices: Indices) -> Batch:
+        return self.samples(indices).batch(self.task.predictions)
+
+    def ranges(self, indices: Indices) -> list[Range]:
+        return [part for first, second, _ in self._plans(indices) for part in (first, second) if part]
 
     def samples(self, indices: Indices) -> MaskedBatch:
         epochs, places = np.divmod(indices, self.count)
-        windows = np.empty(len(indices), np.int64)
-        for epoch in np.unique(epochs):
-            mine = epochs == epoch
-            windows[mine] = permute(places[mine], self.count, derive_seed(self.seed, "order", epoch))
-        draws = fractions(sample_keys(self.seed, "bert-pair", epochs, places), 7)
-        pairs = [self._pair(int(window), *row.tolist()) for window, row in zip(windows, draws, strict=True)]
+        plans = self._plans(indices)
+        pairs = [(self.read(first), self.read(second)) for first, second, _ in plans]
         tokens, types, text = self._assemble(pairs)
-        check_ids(tokens, self.task.vocab_size, lambda row: f"window {windows[row]} of {self.corpus.path}")
+        check_ids(tokens, self.task.vocab_size, self.name_of(indices))
         shown, labels = self.task.hide(tokens, text, sample_keys(self.seed, "bert-mask", epochs, places))
-        used = [3 + len(a) + len(b) if len(b) else 2 + len(a) for a, b, _ in pairs]
+        used = [3 + len(a) + len(b) if len(b) else 2 + len(a) for a, b in pairs]
         return MaskedBatch(
             tokens=shown,
             labels=labels,
             token_types=types,
             padding_mask=np.arange(self.task.seq_len) < np.array(used, np.int64)[:, None],
-            pair_labels=np.array([label for *_, label in pairs], np.int64),
+            pair_labels=np.array([label for *_, label in plans], np.int64),
         )
 
-    def _pair(
+    def _plans(self, indices: Indices) -> list[tuple[Range, Range, int]]:
+        """(where A is, where B is, pair label) of each sample."""
+        epochs, places = np.divmod(indices, self.count)
+        draws = fractions(sample_keys(self.seed, "bert-pair", epochs, places), 7)
+        return [self._plan(int(w), *row.tolist()) for w, row in zip(self.order(indices), draws, strict=True)]
+
+    def _plan(
         self, number: int, short: float, size: float, offset: float, pivot: float, follows: float, other: float,
         place: float,
-    ) -> tuple[Rows, Rows, int]:  # fmt: skip
-        """(A, B, pair label), from draws in [0, 1)."""
+    ) -> tuple[Range, Range, int]:  # fmt: skip
+        """From draws in [0, 1)."""
         task, window = self.task, self.windows.locate(number)
         start, end = window.start, window.end
         if short < task.short_seq_prob:
             target = task.fewest + int(size * (task.room - task.fewest + 1))
             start += int(offset * max(0, end - start - target + 1))
             end = min(end, start + target)
-        text = self._read(start, end)
         if task.pair == "none" or end - start < 2:
-            return text, text[:0], IGNORED
+            return range(start, end), range(0), IGNORED
         inside = window.sentences[(window.sentences > start) & (window.sentences < end)]
-        cut = (int(inside[int(pivot * len(inside))]) - start) if len(inside) else 1 + int(pivot * (end - start - 1))
-        first, second = text[:cut], text[cut:]
+        cut = int(inside[int(pivot * len(inside))]) if len(inside) else start + 1 + int(pivot * (end - start - 1))
+        first, second = range(start, cut), range(cut, end)
         if follows < 0.5:
             return first, second, FOLLOWS
         if task.pair == "sop":
             return second, first, DOES_NOT_FOLLOW
         return first, self._elsewhere(window.siblings, len(second), other, place), DOES_NOT_FOLLOW
 
-    def _elsewhere(self, siblings: tuple[int, int], size: int, other: float, place: float) -> Rows:
+    def _elsewhere(self, siblings: tuple[int, int], size: int, other: float, place: float) -> Range:
         """Up to `size` tokens of another document, from the start of a sentence where it has any, else from any token:
         as the true B begins, so that the manner of the cut does not give the answer away."""
         first, last = siblings
@@ -216,22 +237,15 @@ class BertSamples:
             start = int(window.sentences[int(place * len(window.sentences))])
         else:
             start = window.start + int(place * (window.end - window.start))
-        return self._read(start, min(start + size, window.document_end))
+        return range(start, min(start + size, window.document_end))
 
-    def _read(self, start: int, end: int) -> Rows:
-        return self.corpus.read(start, end - start).astype(np.int64)
-
-    def _assemble(self, pairs: list[tuple[Rows, Rows, int]]) -> tuple[Rows, Rows, Mask]:
+    def _assemble(self, pairs: list[tuple[Rows, Rows]]) -> tuple[Rows, Rows, Mask]:
         """(tokens, token types, which of them are text), padded."""
-        shape, task = (len(pairs), self.task.seq_len), self.task
-        tokens, types, text = np.full(shape, task.pad), np.zeros(shape, np.int64), np.zeros(shape, bool)
-        for row, (first, second, _) in enumerate(pairs):
-            middle = 1 + len(first)
-            tokens[row, 0], tokens[row, 1:middle], tokens[row, middle] = task.cls, first, task.sep
-            text[row, 1:middle] = True
+        task = self.task
+        parts = [[first, second] if len(second) else [first] for first, second in pairs]
+        tokens, text = assemble(parts, task.seq_len, cls=task.cls, sep=task.sep, pad=task.pad)
+        types = np.zeros_like(tokens)
+        for row, (first, second) in enumerate(pairs):
             if len(second):
-                end = middle + 1 + len(second)
-                tokens[row, middle + 1 : end], tokens[row, end] = second, task.sep
-                text[row, middle + 1 : end] = True
-                types[row, middle + 1 : end + 1] = 1
+                types[row, 2 + len(first) : 3 + len(first) + len(second)] = 1
         return tokens, types, text

@@ -15,13 +15,14 @@ corrupted one, as T5's do.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from argosy.data.samples.draws import Keys, sample_keys, words
+from argosy.data.samples.windows import Batch, check_ids
 from argosy.errors import ArgosyError
 
 Rows = npt.NDArray[np.int64]
@@ -88,9 +89,9 @@ class SpanCorruption:
 
     def __post_init__(self) -> None:
         if not 0 < self.noise_density < 1:
-            raise _refused("data.noise_density", self.noise_density, "it is a share", "give one between 0 and 1")
+            raise _refused("data.t5.noise_density", self.noise_density, "it is a share", "give one between 0 and 1")
         if not self.mean_span >= 1:
-            raise _refused("data.mean_span", self.mean_span, "a span has a token at least", "give 1 or more")
+            raise _refused("data.t5.mean_span", self.mean_span, "a span has a token at least", "give 1 or more")
         if self.seq_len < 3:
             raise _refused(
                 "data.seq_len",
@@ -118,7 +119,7 @@ class SpanCorruption:
                 f"{self.seq_len} tokens hold {lengths.spans} spans ({lengths.noise} of {lengths.text} tokens in spans "
                 f"of {self.mean_span:g}); the sentinels {self.first_sentinel}, {self.first_sentinel - 1} … {last} name "
                 f"only {self.first_sentinel - last + 1}",
-                "shorten data.seq_len, lengthen data.mean_span, or use a tokenizer with more sentinels",
+                "shorten data.seq_len, lengthen data.t5.mean_span, or use a tokenizer with more sentinels",
             )
 
     @property
@@ -158,6 +159,21 @@ class SpanCorruption:
         sentinels = self.first_sentinel - (np.cumsum(starts, axis=1) - 1)
         folded = np.where(starts, sentinels, texts)[starts | ~hidden].reshape(len(texts), length - 1)
         return np.pad(folded, ((0, 0), (0, 1)), constant_values=self.eos)
+
+
+@dataclass(frozen=True)
+class SpanMaker:
+    """Span corruption of windows of the token stream, `text_len` tokens and the one after them, which is left out."""
+
+    vocab_size: int
+    seed: int
+    task: SpanCorruption
+
+    def batch(self, rows: Rows, first: int, name: Callable[[int], str]) -> Batch:
+        check_ids(rows, self.vocab_size, name)
+        indices = range(first, first + len(rows))  # a sample index is never used twice, whatever the epoch
+        made = self.task.corrupt(rows[:, :-1], self.seed, [0] * len(rows), indices)
+        return Batch(made.tokens, made.labels, {"decoder_tokens": made.decoder_tokens})
 
 
 def _segments(draws: npt.NDArray[np.uint64], count: int) -> npt.NDArray[np.int64]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from argosy.config.seeds import derive_seed
 from argosy.data.corpus.corpus import Corpus, Split
 from argosy.data.samples.fim import FillInTheMiddle
-from argosy.data.samples.masks import IGNORED, mask_eod_labels
+from argosy.data.samples.masks import IGNORED, document_ids, mask_eod_labels, restarting_positions
 from argosy.data.samples.order import Blend, Indices, permute
 from argosy.errors import ArgosyError
 
@@ -34,7 +34,13 @@ class Batch:
 
     @property
     def valid_tokens(self) -> int:
+        """Labels that count: what the summed loss of the batch is divided by."""
         return int((self.labels != IGNORED).sum())
+
+    @property
+    def read_tokens(self) -> int:
+        """Tokens that pass through the model, those of a second sequence (inputs named `…_tokens`) included."""
+        return self.tokens.size + sum(array.size for name, array in self.inputs.items() if name.endswith("_tokens"))
 
 
 class Stream(Protocol):
@@ -66,17 +72,47 @@ class SampleSet(Protocol):
     count: int
 
 
+S = TypeVar("S", bound=SampleSet)
+
+
+class Blended(Generic[S]):
+    """Sets of samples mixed by weights (by size, where none are given), without end."""
+
+    def __init__(self, sets: Sequence[S], weights: Sequence[float] | None) -> None:
+        self.sets = list(sets)
+        self.weights = list(weights) if weights is not None else [float(s.count) for s in sets]
+        self._blend = Blend(self.weights)
+
+    @property
+    def epoch_samples(self) -> int:
+        """Samples in which every corpus, mixed by size, is seen once."""
+        return sum(s.count for s in self.sets)
+
+    def epochs_after(self, samples: int) -> list[float]:
+        """How often each corpus has been seen after that many samples."""
+        total = sum(self.weights)
+        return [samples * w / total / s.count for w, s in zip(self.weights, self.sets, strict=True)]
+
+
+class Maker(Protocol):
+    """What turns rows of the token stream into a batch."""
+
+    def batch(self, rows: npt.NDArray[np.int64], first: int, name: Callable[[int], str]) -> Batch:
+        """`rows` [count, seq_len + 1] are samples `first`, `first` + 1, … of a stream; `name` says where a row came from."""
+
+
 @dataclass(frozen=True)
 class BatchMaker:
-    """From rows of tokens to a batch: checked against the vocabulary, rearranged and masked as the run asks."""
+    """A decoder's: checked against the vocabulary, rearranged and masked as the run asks."""
 
     vocab_size: int
     seed: int = 0
     fim: FillInTheMiddle | None = None
     masked_eod: int | None = None  # no loss is taken on the token after this one
+    parting_eod: int | None = None  # attention does not cross this one
+    restarting_eod: int | None = None  # positions restart after this one
 
     def batch(self, rows: npt.NDArray[np.int64], first: int, name: Callable[[int], str]) -> Batch:
-        """`rows` [count, seq_len + 1] are samples `first`, `first` + 1, … of a stream; `name` says where a row came from."""
         check_ids(rows, self.vocab_size, name)
         if self.fim is not None:
             indices = range(first, first + len(rows))  # a sample index is never used twice, whatever the epoch
@@ -84,7 +120,12 @@ class BatchMaker:
         tokens, labels = rows[:, :-1], rows[:, 1:]
         if self.masked_eod is not None:
             labels = mask_eod_labels(tokens, labels, self.masked_eod)
-        return Batch(tokens, labels)
+        inputs: dict[str, npt.NDArray[Any]] = {}
+        if self.parting_eod is not None:
+            inputs["documents"] = document_ids(tokens, self.parting_eod)
+        if self.restarting_eod is not None:
+            inputs["positions"] = restarting_positions(tokens, self.restarting_eod)
+        return Batch(tokens, labels, inputs)
 
 
 def check_ids(rows: npt.NDArray[np.int64], vocab_size: int, name: Callable[[int], str]) -> None:
@@ -129,23 +170,16 @@ class Windows:
         )
 
 
-class SampleStream:
+class SampleStream(Blended[Windows]):
     """An endless, repeatable stream of samples from one or more corpora."""
 
     def __init__(
-        self, sets: Sequence[Windows], weights: Sequence[float] | None, seed: int, maker: BatchMaker | None = None
+        self, sets: Sequence[Windows], weights: Sequence[float] | None, seed: int, maker: Maker | None = None
     ) -> None:
         for windows in sets:
             windows.require_one()
-        self._maker = maker or BatchMaker(vocab_size=2**62)
-        self.sets, self.seed = list(sets), seed
-        self.weights = list(weights) if weights is not None else [float(s.count) for s in sets]
-        self._blend = Blend(self.weights)
-
-    @property
-    def epoch_samples(self) -> int:
-        """Samples in which every corpus, mixed by size, is seen once."""
-        return sum(s.count for s in self.sets)
+        super().__init__(sets, weights)
+        self._maker, self.seed = maker or BatchMaker(vocab_size=2**62), seed
 
     def batch(self, first: int, count: int) -> Batch:
         """Samples first .. first + count - 1 of the stream."""
@@ -177,8 +211,3 @@ class SampleStream:
         corpus, window = self.locate(np.arange(first, first + count, dtype=np.int64))
         for c, s in enumerate(self.sets):
             s.corpus.prefetch([(s.split.start + int(w) * s.seq_len, s.seq_len + 1) for w in window[corpus == c]])
-
-    def epochs_after(self, samples: int) -> list[float]:
-        """How often each corpus has been seen after that many samples."""
-        total = sum(self.weights)
-        return [samples * w / total / s.count for w, s in zip(self.weights, self.sets, strict=True)]
