@@ -65,15 +65,18 @@ def test_counts_equal_the_decoder_we_build_whatever_is_changed(name: str, change
             "norm": st.sampled_from([("layernorm", True), ("layernorm", False), ("rmsnorm", False)]),
             "head_dim": st.sampled_from([8, 24]), "ffn": st.integers(1, 99), "own": st.sampled_from([1, 3]),
             "pair": st.sampled_from(["nsp", "sop", "none"]),
+            "retrieval": st.sampled_from(["{}", "{shared: true}", "{shared: true, projection: 5}", "{projection: 7}"]),
         },
     ),
 )  # fmt: skip
 def test_counts_equal_the_encoder_we_build_whatever_is_changed(name: str, changes: dict[str, Any]) -> None:
-    norm, pair = changes.pop("norm", None), changes.pop("pair", None)
+    norm, pair, retrieval = (changes.pop(key, None) for key in ("norm", "pair", "retrieval"))
     if norm is not None:
         changes |= {"norm": norm[0], "norm_bias": norm[1]}
     if pair is not None and name == "bert-base":
         changes["pair"] = pair
+        if pair == "none" and retrieval is not None:
+            changes["retrieval"] = retrieval
     own = changes.pop("own", 2)
     changes["type_vocab_size" if name == "bert-base" else "decoder_layers"] = own
     sizes = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 4, "vocab_size": 99, "max_seq_len": 16} | changes
@@ -177,6 +180,10 @@ def _reference(spec: ModelSpec) -> torch.nn.Module:
         return t.MptForCausalLM(
             t.MptConfig(d_model=spec.hidden, n_heads=spec.heads, n_layers=spec.layers, vocab_size=spec.vocab_size)
         )
+    if spec.retrieval is not None:
+        width = spec.retrieval.projection
+        towers = [t.BertModel(t.BertConfig(**sizes), add_pooling_layer=False) for _ in range(2)]
+        return torch.nn.ModuleList([*towers, *(torch.nn.Linear(spec.hidden, width) for _ in range(2))])
     if spec.family == "bert":
         return t.BertForPreTraining(t.BertConfig(**sizes))
     if spec.family == "t5":

@@ -30,6 +30,7 @@ def evaluate(
     result, step = evaluate_run(run, split=split.value, batches=batches, device=device)
     facts = {"run": str(run), "step": step, "split": result.split, "loss": result.loss, "perplexity": result.perplexity}
     facts |= {"tokens": result.tokens, "samples": result.samples}
+    facts["metrics"] = result.metrics
     facts["sets"] = {name: {"loss": one.loss, "tokens": one.tokens} for name, one in result.sets.items()}
     if as_json:
         print(json.dumps(facts))

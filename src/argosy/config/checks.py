@@ -80,17 +80,25 @@ def _check_sequence(spec: RunSpec, origins: Origins) -> None:
 
 
 def _check_fp8(spec: RunSpec, origins: Origins) -> None:
-    tokens = spec.parallel.micro_batch * spec.data.seq_len
-    if spec.train.precision == "fp8" and tokens % FP8_ALIGNMENT:
-        needed = FP8_ALIGNMENT // math.gcd(spec.data.seq_len, FP8_ALIGNMENT)
+    lengths = {"seq_len": spec.data.seq_len}
+    if spec.data.ict is not None:
+        lengths["query_len"] = spec.data.ict.query_len
+    if spec.data.t5 is not None:
+        lengths["targets"] = 1  # how many there are is not known here: any number of rows of 16 will do
+    for name, length in lengths.items():
+        tokens = spec.parallel.micro_batch * length
+        if spec.train.precision != "fp8" or tokens % FP8_ALIGNMENT == 0:
+            continue
+        needed = FP8_ALIGNMENT // math.gcd(length, FP8_ALIGNMENT)
         raise ArgosyError(
             "config.arithmetic",
             f"8-bit products need a multiple of {FP8_ALIGNMENT} tokens in a forward pass; micro_batch {spec.parallel.micro_batch} x "
-            f"seq_len {spec.data.seq_len} = {tokens}",
+            f"{name} {length} = {tokens}",
             key="train.precision",
             value="fp8",
             origin=origins.get("train.precision"),
-            fix=f"parallel.micro_batch={needed} or a multiple of it, or a data.seq_len that is a multiple of {FP8_ALIGNMENT}",
+            fix=f"parallel.micro_batch={needed} or a multiple of it"
+            + (f", or a data.seq_len that is a multiple of {FP8_ALIGNMENT}" if name == "seq_len" else ""),
         )
 
 
@@ -120,6 +128,15 @@ def _check_samples(spec: RunSpec, origins: Origins) -> None:
                 origin=origins.get(f"data.{key}"),
                 fix="leave it out",
             )
+    if data.ict is not None and data.ict.query_len > model.max_seq_len:
+        raise ArgosyError(
+            "config.arithmetic",
+            f"queries of {data.ict.query_len} tokens are longer than the model's {model.max_seq_len} positions",
+            key="data.ict.query_len",
+            value=data.ict.query_len,
+            origin=origins.get("data.ict.query_len"),
+            fix=f"data.ict.query_len={model.max_seq_len}, or less",
+        )
     if model.samples == "ict" and spec.parallel.micro_batch < 2:
         raise ArgosyError(
             "config.arithmetic",

@@ -13,6 +13,7 @@ from argosy.config.model import ModelSpec, RetrievalSpec
 
 FLOPS_CONVENTION = "6 x active matmul parameters + attention, causal-halved; no recompute"
 RELATIVE_BUCKETS = 32  # T5's relative position buckets
+PREDICTED_SHARE = 0.15  # of the tokens, as BERT hides them: only there is the head asked
 TARGETS_PER_SOURCE = 114 / 512  # tokens, as T5 corrupts: 15% in spans of 3
 
 
@@ -74,7 +75,10 @@ def training_flops_per_token(spec: ModelSpec, seq_len: int | None = None, target
         return _encoder_decoder_flops(spec, seq, target_len or max(1, round(seq * TARGETS_PER_SOURCE)))
     keys = float(seq) if spec.architecture == "encoder" else _causal_keys(seq, spec.window)
     attention = 4 * width * keys * spec.layers  # scores and their product with the values, two FLOPs each
-    return 3 * (2 * count_parameters(spec).matmul + attention)
+    matmul: float = count_parameters(spec).matmul
+    if spec.architecture == "encoder" and spec.retrieval is None:
+        matmul -= (1 - PREDICTED_SHARE) * (spec.hidden + spec.vocab_size) * spec.hidden  # head and its transform
+    return 3 * (2 * matmul + attention)
 
 
 def _causal_keys(seq: int, window: int | None) -> float:

@@ -57,7 +57,9 @@ SpecialToken = str | Whole  # by its name in the tokenizer, or by its id, which 
 class BertSpec(Section):
     """Masked language modelling: the samples of an encoder. The defaults are BERT's."""
 
-    mask_rate: Annotated[Share, Field(gt=0)] = Field(0.15, description="share of the text's tokens to predict")
+    mask_rate: Annotated[float, Field(gt=0, le=1), NotBool] = Field(
+        0.15, description="share of the text's tokens to predict"
+    )
     max_ngram: Positive = Field(1, description="tokens hidden together at most")
     short_seq_prob: Share = Field(0.1, description="share of samples that are a random shorter stretch")
     cls: SpecialToken = Field("[CLS]", description="the token a sample begins with, or its id")
@@ -69,10 +71,10 @@ class BertSpec(Section):
 class T5Spec(Section):
     """Span corruption: the samples of an encoder-decoder. The defaults are T5's."""
 
-    noise_density: Annotated[Share, Field(gt=0, lt=1)] = Field(
+    noise_density: Annotated[float, Field(gt=0, lt=1), NotBool] = Field(
         0.15, description="share of the text's tokens to predict"
     )
-    mean_span: Annotated[PositiveNumber, Field(ge=1)] = Field(3.0, description="tokens in a corrupted span, on average")
+    mean_span: Annotated[float, Field(ge=1), NotBool] = Field(3.0, description="tokens in a corrupted span, on average")
     sentinel: SpecialToken = Field(
         "<extra_id_0>", description="the token for the first span, or its id; the next ones have the ids below it"
     )

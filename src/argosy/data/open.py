@@ -16,6 +16,7 @@ from argosy.data.corpus.corpus import Corpus, open_corpus
 from argosy.data.samples.fim import FillInTheMiddle
 from argosy.data.samples.megatron_stream import MegatronStream
 from argosy.data.samples.windows import BatchMaker, SampleStream, Stream, Windows
+from argosy.data.tasks import Tasks
 from argosy.data.text.tokenizer import Tokenizer, load_tokenizer
 from argosy.errors import ArgosyError
 
@@ -35,11 +36,11 @@ class RunData:
             return self._megatron(weights or None)
         return self._stream("train", self.corpora, weights or None, fim=True)
 
-    def whole(self, split: str) -> SampleStream:
+    def whole(self, split: str) -> Stream:
         """A split without weights: its first `epoch_samples` samples are every window once."""
         return self._stream(split, self.corpora, None, fim=False)
 
-    def each(self, split: str) -> dict[str, SampleStream]:
+    def each(self, split: str) -> dict[str, Stream]:
         """A split of each source alone, by name: what losses are reported for."""
         names = set_names([source.path for source in self.spec.data.train])
         return {
@@ -47,12 +48,23 @@ class RunData:
             for name, corpus in zip(names, self.corpora, strict=True)
         }
 
+    @property
+    def target_len(self) -> int | None:
+        """Tokens of the decoder's side of a sample, where there are two sides."""
+        t5 = self.spec.data.t5
+        return None if t5 is None else Tasks(self.spec, self.tokenizer, self._eod_id()).span_corruption(t5).target_len
+
     def facts(self) -> dict[str, Any]:
         """What a run remembers of its data: which corpora they were, and the id that ends a document."""
         return {"corpora": [corpus.facts() for corpus in self.corpora], "eod_id": self._eod_id()}
 
-    def _stream(self, split: str, corpora: list[Corpus], weights: list[float] | None, *, fim: bool) -> SampleStream:
-        data = self.spec.data
+    def _stream(self, split: str, corpora: list[Corpus], weights: list[float] | None, *, fim: bool) -> Stream:
+        """Of the samples the model is trained on."""
+        data, tasks = self.spec.data, Tasks(self.spec, self.tokenizer, self._eod_id())
+        if self.spec.model.samples == "t5":
+            return tasks.spans(split, corpora, weights)
+        if self.spec.model.samples in ("bert", "ict"):
+            return tasks.documents(split, corpora, weights)
         sets = [Windows(corpus, corpus.split(data.split)[split], data.seq_len) for corpus in corpora]
         return SampleStream(sets, weights, self.spec.train.seed, self._maker(fim=fim))
 
@@ -75,11 +87,12 @@ class RunData:
     def _maker(self, *, fim: bool) -> BatchMaker:
         data = self.spec.data
         eod = self._eod_id()
-        if eod is None and (data.mask_eod or data.fim is not None):
+        needs = [key for key in ("mask_eod", "document_mask", "reset_positions", "fim") if getattr(data, key)]
+        if eod is None and needs:
             raise ArgosyError(
                 "tokenizer.no-eod",
                 "the end of a document cannot be told: the data was prepared without an end-of-document token",
-                key="data.mask_eod" if data.mask_eod else "data.fim",
+                key=f"data.{needs[0]}",
                 fix="prepare the data with --append-eod, or leave the key out",
             )
         return BatchMaker(
@@ -87,6 +100,8 @@ class RunData:
             seed=self.spec.train.seed,
             fim=self._fill_in_the_middle(data.fim, eod) if fim and data.fim is not None and eod is not None else None,
             masked_eod=eod if data.mask_eod else None,
+            parting_eod=eod if data.document_mask else None,
+            restarting_eod=eod if data.reset_positions else None,
         )
 
     def _fill_in_the_middle(self, fim: FimSpec, eod: int) -> FillInTheMiddle:

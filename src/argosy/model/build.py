@@ -9,6 +9,7 @@ from argosy.config.model import ModelSpec
 from argosy.model.decoder import Decoder
 from argosy.model.encoder import MaskedLM
 from argosy.model.encoder_decoder import EncoderDecoder
+from argosy.model.retriever import Retriever
 
 
 def build_model(spec: ModelSpec, device: torch.device | str = "cpu") -> nn.Module:
@@ -17,5 +18,5 @@ def build_model(spec: ModelSpec, device: torch.device | str = "cpu") -> nn.Modul
         if spec.architecture == "decoder":
             return Decoder(spec)
         if spec.architecture == "encoder":
-            return MaskedLM(spec)
+            return MaskedLM(spec) if spec.retrieval is None else Retriever(spec, spec.retrieval)
         return EncoderDecoder(spec)

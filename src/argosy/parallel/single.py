@@ -40,11 +40,11 @@ class SingleDevice:
     def forward_backward(self, batch: Batch, step: int, loss_scale: Tensor | float = 1.0) -> Result:
         """Add the gradients of the summed loss of `batch`, times `loss_scale`, to the parameters."""
         self._prepare_gradients(several=len(batch.tokens) > self.micro_batch)
-        total, metrics = torch.zeros((), device=self.device), _Sums()
+        total, metrics, objective = torch.zeros((), device=self.device), _Sums(), self._objective(batch, loss_scale)
         load: Tensor | None = None
         for micro, first in enumerate(range(0, len(batch.tokens), self.micro_batch)):
             torch.manual_seed(derive_seed(self.seed, "dropout", step, micro))
-            loss = self._loss(batch, first, Objective(self.z_loss, loss_scale))
+            loss = self._loss(batch, first, objective)
             loss.total.backward()
             total += loss.cross_entropy
             metrics.add(loss.metrics)
@@ -54,11 +54,17 @@ class SingleDevice:
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Result:
         self.model.eval()
-        total = torch.zeros((), device=self.device)
+        total, metrics, objective = torch.zeros((), device=self.device), _Sums(), self._objective(batch)
         for first in range(0, len(batch.tokens), self.micro_batch):
-            total += self._loss(batch, first, Objective(self.z_loss)).cross_entropy
+            loss = self._loss(batch, first, objective)
+            total += loss.cross_entropy
+            metrics.add(loss.metrics)
         self.model.train()
-        return Result(total, batch.valid_tokens, {})
+        return Result(total, batch.valid_tokens, metrics)
+
+    def _objective(self, batch: Batch, loss_scale: Tensor | float = 1.0) -> Objective:
+        tokens_per_sample = torch.full((), batch.valid_tokens / len(batch.tokens), device=self.device)
+        return Objective(self.z_loss, loss_scale, tokens_per_sample)
 
     def _loss(self, batch: Batch, first: int, objective: Objective) -> Loss:
         rows = slice(first, first + self.micro_batch)

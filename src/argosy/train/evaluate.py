@@ -11,7 +11,7 @@ import numpy as np
 
 from argosy.data.open import open_data
 from argosy.data.samples.order import apportion
-from argosy.data.samples.windows import SampleStream
+from argosy.data.samples.windows import Stream
 from argosy.errors import ArgosyError
 from argosy.parallel.single import SingleDevice
 from argosy.train.session import load_run, make_engine
@@ -24,6 +24,7 @@ class Evaluation:
     tokens: int
     samples: int
     sets: dict[str, Evaluation] = field(default_factory=dict)  # each source alone, where there are several
+    metrics: dict[str, float] = field(default_factory=dict)  # what else the model reports, as the accuracy on pairs
 
     @property
     def perplexity(self) -> float:
@@ -31,35 +32,47 @@ class Evaluation:
 
     def describe(self) -> str:
         text = f"{self.split} loss {self.loss:.4f}, perplexity {self.perplexity:.2f}"
+        text += "".join(f", {name.replace('_', ' ')} {value:.4f}" for name, value in self.metrics.items())
         return text + (
             f" ({', '.join(f'{name} {one.loss:.4f}' for name, one in self.sets.items())})" if self.sets else ""
         )
 
 
-def evaluate(
-    engine: SingleDevice, sets: Mapping[str, SampleStream], *, samples: int, batch: int, split: str
-) -> Evaluation:
+def evaluate(engine: SingleDevice, sets: Mapping[str, Stream], *, samples: int, batch: int, split: str) -> Evaluation:
     """Over `samples` samples in all, at most one pass over the split: from each set its share by size, and one at
     least. The losses of sets and whole are each a sum over tokens, divided once."""
     sizes = np.array([stream.epoch_samples for stream in sets.values()])
     shares = np.clip(apportion(sizes / sizes.sum(), samples), 1, sizes)
     found: dict[str, Evaluation] = {}
-    total = 0.0
+    whole = _Sums()
     for (name, stream), share in zip(sets.items(), shares.tolist(), strict=True):
-        loss_sum, tokens = _sum_losses(engine, stream, share, batch)
-        found[name] = Evaluation(split, loss_sum / tokens, tokens, share)
-        total += loss_sum
-    tokens = sum(one.tokens for one in found.values())
-    return Evaluation(split, total / tokens, tokens, int(shares.sum()), found if len(found) > 1 else {})
+        sums = _sum_losses(engine, stream, share, batch)
+        found[name] = sums.evaluation(split, share, {})
+        whole.add(sums.loss, sums.tokens, sums.metrics)
+    return whole.evaluation(split, int(shares.sum()), found if len(found) > 1 else {})
 
 
-def _sum_losses(engine: SingleDevice, stream: SampleStream, samples: int, batch: int) -> tuple[float, int]:
-    loss_sum, tokens = 0.0, 0
+@dataclass
+class _Sums:
+    loss: float = 0.0
+    tokens: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def add(self, loss: float, tokens: int, metrics: Mapping[str, float]) -> None:
+        self.loss, self.tokens = self.loss + loss, self.tokens + tokens
+        self.metrics = {name: self.metrics.get(name, 0.0) + value for name, value in metrics.items()}
+
+    def evaluation(self, split: str, samples: int, sets: dict[str, Evaluation]) -> Evaluation:
+        metrics = {name: value / self.tokens for name, value in self.metrics.items()}
+        return Evaluation(split, self.loss / self.tokens, self.tokens, samples, sets, metrics)
+
+
+def _sum_losses(engine: SingleDevice, stream: Stream, samples: int, batch: int) -> _Sums:
+    sums = _Sums()
     for first in range(0, samples, batch):
         result = engine.evaluate(stream.batch(first, min(batch, samples - first)))
-        loss_sum += float(result.loss_sum)
-        tokens += result.tokens
-    return loss_sum, tokens
+        sums.add(float(result.loss_sum), result.tokens, {name: float(m) for name, m in result.metrics.items()})
+    return sums
 
 
 def evaluate_run(path: Path, *, split: str, batches: int | None, device: str | None = None) -> tuple[Evaluation, int]:
@@ -81,7 +94,7 @@ def evaluate_run(path: Path, *, split: str, batches: int | None, device: str | N
     return result, loaded.checkpoint.progress.step
 
 
-def unigram_entropy(stream: SampleStream, vocab_size: int) -> float:
+def unigram_entropy(stream: Stream, vocab_size: int) -> float:
     """Nats a token of the best model that ignores context: what a trained one has to beat."""
     counts = np.zeros(vocab_size, np.int64)
     for first in range(0, stream.epoch_samples, 64):

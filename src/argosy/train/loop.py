@@ -168,7 +168,7 @@ class Trainer:
         batch_size = self.spec.train.global_batch
         meter = Meter(
             steps=self.steps,
-            flops_per_token=training_flops_per_token(self.spec.model, self.spec.data.seq_len),
+            flops_per_token=training_flops_per_token(self.spec.model, self.spec.data.seq_len, self.data.target_len),
             peak=peak_of(self.device),
         )
         with Loader(self.stream, global_batch=batch_size, consumed_samples=self.consumed_samples) as loader:
@@ -181,7 +181,7 @@ class Trainer:
                 if result.expert_load is not None:
                     balance_experts(self.model, result.expert_load)
                 self.consumed_samples += batch_size
-                meter.count(batch.tokens.size)
+                meter.count(batch.read_tokens)
                 console.advance(step)
 
                 last = step == self.steps or interrupt.asked is not None
@@ -263,6 +263,7 @@ class Trainer:
             self.engine, self.validation, samples=self.spec.eval.batches * batch, batch=batch, split="validation"
         )
         losses = {"validation_loss": result.loss} | {f"validation_loss/{n}": s.loss for n, s in result.sets.items()}
+        losses |= {f"validation_{name}": value for name, value in result.metrics.items()}
         self.metrics.write({"step": step, "time": now(), **losses, "validation_tokens": result.tokens})
         console.note(f"step {step}: {result.describe()}")
 

@@ -1,0 +1,172 @@
+"""BERT, T5 and retrieval train from a run spec: their samples follow the model, runs resume bit-equal, wrong keys are
+refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from argosy.config.resolve import resolve
+from argosy.data.loader import Loader
+from argosy.data.open import open_data
+from argosy.data.samples.masks import IGNORED
+from argosy.errors import ArgosyError
+from argosy.model.build import build_model
+from argosy.model.init import initialise
+from argosy.parallel.single import SingleDevice
+from argosy.record.jsonl import read_metrics
+from argosy.train.evaluate import evaluate_run
+from argosy.train.loop import TrainOptions, train
+
+Write = Callable[..., Path]
+SIZES = {"layers": 2, "hidden": 32, "heads": 4, "vocab_size": 300}
+SPECIAL = {"cls": 257, "sep": 258, "pad": 260}
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "bert": ({"family": "bert", **SIZES}, {"bert": SPECIAL | {"mask": 259}}),
+    "sop": ({"family": "bert", "pair": "sop", **SIZES}, {"bert": SPECIAL | {"mask": 259, "max_ngram": 3}}),
+    "no-pairs": ({"family": "bert", "pair": "none", **SIZES}, {"bert": SPECIAL | {"mask": 259}}),
+    "t5": ({"family": "t5", **SIZES}, {"t5": {"sentinel": 299, "sentinels": 30, "eos": 257, "pad": 258}}),
+    "ict": ({"family": "bert", "pair": "none", "retrieval": {}, **SIZES}, {"ict": SPECIAL | {"query_len": 16}}),
+    "ict-shared": (
+        {"family": "bert", "pair": "none", "retrieval": {"shared": True, "projection": 8}, **SIZES},
+        {"ict": SPECIAL | {"query_len": 16}},
+    ),
+}
+
+
+@pytest.fixture(params=KINDS)
+def spec(request: pytest.FixtureRequest, write_spec: Write, corpus: Path) -> Path:
+    return spec_of(request.param, write_spec, corpus)
+
+
+def spec_of(kind: str, write_spec: Write, corpus: Path, **more: Any) -> Path:
+    model, data = KINDS[kind]
+    data = {"train": str(corpus), "seq_len": 32, "split": [90, 10, 0]} | data
+    return write_spec(model=model, data=data, **more)
+
+
+def losses(path: Path) -> dict[int, dict[str, Any]]:
+    return read_metrics(path.parent / "runs" / "tiny" / "metrics.jsonl")
+
+
+def test_an_interrupted_run_gives_the_bits_of_one_that_was_not(spec: Path) -> None:
+    constant, anew = "optim.schedule=constant", TrainOptions(quiet=True, fresh=True, archive=True)
+    assert train(resolve(spec, ["train.steps=4", constant]), spec, TrainOptions(quiet=True)) == 0
+    assert train(resolve(spec, ["train.steps=6", constant]), spec, TrainOptions(quiet=True)) == 0
+    parted = losses(spec)
+    assert train(resolve(spec, ["train.steps=6", constant]), spec, anew) == 0
+    whole = losses(spec)
+    assert parted.keys() == whole.keys()
+    for step in whole:
+        assert [parted[step][key] for key in ("loss", "grad_norm")] == [
+            whole[step][key] for key in ("loss", "grad_norm")
+        ]
+    assert parted[6]["validation_loss"] == whole[6]["validation_loss"]
+
+
+def test_batches_read_ahead_are_the_streams_own(spec: Path) -> None:
+    stream = open_data(resolve(spec).spec).training()
+    with Loader(stream, global_batch=8, consumed_samples=16) as loader:
+        for step in (2, 3):
+            read, made = loader.next_batch(), stream.batch(8 * step, 8)
+            assert np.array_equal(read.tokens, made.tokens)
+            assert read.inputs.keys() == made.inputs.keys()
+            assert all(np.array_equal(read.inputs[name], made.inputs[name]) for name in made.inputs)
+
+
+@pytest.mark.parametrize("kind", ["bert", "sop", "t5"])
+def test_gradients_do_not_depend_on_the_micro_batch(kind: str, write_spec: Write, corpus: Path) -> None:
+    resolved = resolve(spec_of(kind, write_spec, corpus), ["model.dropout=0"]).spec
+    batch = open_data(resolved).training().batch(0, 8)
+    found = []
+    for micro_batch in (1, 2, 8):
+        model = build_model(resolved.model)
+        initialise(model, resolved.model, seed=1)
+        engine = SingleDevice(model, micro_batch=micro_batch, seed=1, device=torch.device("cpu"))
+        result = engine.forward_backward(batch, step=1)
+        assert result.tokens == int((batch.labels != IGNORED).sum())
+        found.append([p.grad / result.tokens for p in model.parameters()])
+    for other in found[1:]:
+        for one, another in zip(found[0], other, strict=True):
+            torch.testing.assert_close(one, another, rtol=1e-4, atol=1e-6)
+
+
+def test_the_pair_counts_as_its_mean_over_samples(write_spec: Write, corpus: Path) -> None:
+    """Twice as many hidden tokens do not make the pair weigh less."""
+    path = spec_of("bert", write_spec, corpus)
+    for rate in ("0.15", "0.6"):
+        resolved = resolve(path, ["model.dropout=0", f"data.bert.mask_rate={rate}"]).spec
+        batch = open_data(resolved).training().batch(0, 8)
+        model = build_model(resolved.model)
+        initialise(model, resolved.model, seed=1)
+        result = SingleDevice(model, micro_batch=4, seed=1, device=torch.device("cpu")).forward_backward(batch, step=1)
+        assert float(result.metrics["nsp_loss"]) / result.tokens == pytest.approx(np.log(2), abs=0.05)
+        assert 0 <= float(result.metrics["nsp_accuracy"]) / result.tokens <= 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("bert", {"nsp_loss", "nsp_accuracy"}),
+        ("sop", {"sop_loss", "sop_accuracy"}),
+        ("no-pairs", set()),
+        ("t5", set()),
+        ("ict", {"top1_accuracy", "top5_accuracy"}),
+    ],
+)
+def test_what_a_model_reports_is_recorded(kind: str, names: set[str], write_spec: Write, corpus: Path) -> None:
+    path = spec_of(kind, write_spec, corpus)
+    assert train(resolve(path), path, TrainOptions(quiet=True)) == 0
+    record = losses(path)[6]
+    assert names | {f"validation_{name}" for name in names} <= record.keys()
+    evaluation, step = evaluate_run(path.parent / "runs" / "tiny", split="validation", batches=2)
+    assert step == 6
+    assert evaluation.loss == pytest.approx(record["validation_loss"], rel=1e-6)
+    assert evaluation.metrics.keys() == names
+
+
+def test_two_corpora_are_mixed_into_one_batch(write_spec: Write, corpus: Path) -> None:
+    for kind in ("bert", "t5", "ict"):
+        path = spec_of(kind, write_spec, corpus)
+        sources = f"data.train=[{{path: {corpus}, weight: 3}}, {{path: {corpus}, weight: 1}}]"
+        stream = open_data(resolve(path, [sources]).spec).training()
+        whole = stream.batch(0, 16)
+        assert np.bincount(stream.locate(np.arange(16))[0]).tolist() == [12, 4]
+        parts = [stream.batch(first, 1) for first in range(16)]
+        assert np.array_equal(whole.tokens, np.concatenate([part.tokens for part in parts]))
+        for name, array in whole.inputs.items():
+            assert np.array_equal(array, np.concatenate([part.inputs[name] for part in parts]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "code", "key"),
+    [
+        ("bert", ["data.bert.mask='[MASK]'"], "tokenizer.vocabulary", "data.bert.mask"),
+        ("bert", ["data.bert.mask=300"], "tokenizer.vocabulary", "data.bert.mask"),
+        ("bert", ["data.bert.mask=258"], "tokenizer.vocabulary", None),
+        ("bert", ["data.t5={}"], "config.conflict", "data.t5"),
+        ("bert", ["data.mask_eod=true"], "config.conflict", "data.mask_eod"),
+        ("bert", ["data.order=megatron"], "config.conflict", "data.order"),
+        ("bert", ["data.bert.mask_rate=0"], "config.bad-value", "data.bert.mask_rate"),
+        ("t5", ["data.t5.sentinel=<extra_id_0>"], "tokenizer.vocabulary", "data.t5.sentinel"),
+        ("t5", ["data.t5.sentinels=1"], "config.arithmetic", "data.seq_len"),
+        ("t5", ["data.document_mask=true"], "config.conflict", "data.document_mask"),
+        ("ict", ["parallel.micro_batch=1"], "config.arithmetic", "parallel.micro_batch"),
+        ("ict", ["data.ict.query_len=64"], "config.arithmetic", "data.ict.query_len"),
+        ("ict", ["data.ict.query_len=2"], "config.arithmetic", "data.ict.query_len"),
+        ("ict", ["model.pair=nsp"], "config.arithmetic", "model.retrieval"),
+    ],
+)
+def test_what_cannot_work_is_refused(
+    kind: str, changes: list[str], code: str, key: str | None, write_spec: Write, corpus: Path
+) -> None:
+    path = spec_of(kind, write_spec, corpus)
+    with pytest.raises(ArgosyError) as refusal:
+        open_data(resolve(path, changes).spec).training()
+    assert refusal.value.code == code
+    assert refusal.value.key == key or key is None
