@@ -25,6 +25,7 @@ def check(spec: RunSpec, origins: Origins) -> None:
     _check_evaluation(spec, origins)
     _check_weights(spec)
     _check_caches(spec)
+    _check_optimiser(spec, origins)
     _check_schedule(spec, origins)
 
 
@@ -226,6 +227,17 @@ def _check_caches(spec: RunSpec) -> None:
                 key=f"data.train.{number}.cache",
                 fix="leave cache and cache_limit out, or give a URL",
             )
+
+
+def _check_optimiser(spec: RunSpec, origins: Origins) -> None:
+    if spec.optim.muon is not None and spec.optim.name != "muon":
+        raise ArgosyError(
+            "config.conflict",
+            f"optim.muon is given, but the optimiser is {spec.optim.name}",
+            key="optim.muon",
+            origin=origins.get("optim.muon"),
+            fix="optim.name=muon, or leave the section out",
+        )
 
 
 def _check_schedule(spec: RunSpec, origins: Origins) -> None:

@@ -275,7 +275,7 @@ def _has_no_default(key: str) -> bool:
     for part in key.split("."):
         if part.isdigit():
             continue
-        field = model.model_fields.get(part)
+        field = None if model is None else model.model_fields.get(part)  # below a mapping there are no fields
         if field is None:
             return False
         model = section_of(field.annotation)

@@ -143,10 +143,23 @@ class TrainSpec(Section):
         raise AssertionError("checked when the spec was resolved: one of the four is given")
 
 
+class MuonSpec(Section):
+    """Muon, for the matrices inside the layers; everything else is AdamW's, with the keys beside this section."""
+
+    momentum: Fraction = Field(0.95, description="share of the momentum that is kept at each step")
+    nesterov: bool = Field(True, description="look ahead by one step")
+    ns_steps: Annotated[int, Field(ge=1, le=99), NotBool] = Field(5, description="Newton-Schulz iterations")
+    lr_scaling: Literal["match_rms_adamw", "original"] = Field(
+        "match_rms_adamw",
+        description="the learning rate times 0.2 sqrt(max(out, in)), so that AdamW's serves; or times sqrt(max(1, out / in))",
+    )
+
+
 class OptimSpec(Section):
     """The optimiser and its learning-rate schedule."""
 
-    name: Literal["adamw"] = Field("adamw", description="optimiser")
+    name: Literal["adamw", "muon"] = Field("adamw", description="optimiser")
+    muon: MuonSpec | None = Field(None, description="with `name: muon`")
     lr: PositiveNumber = Field(description="peak learning rate")
     min_lr: NotNegative = Field(description="final learning rate; lr / 10 unless given")
     warmup: DurationOrNone = Field(
@@ -158,6 +171,9 @@ class OptimSpec(Section):
     weight_decay: NotNegative = Field(0.1, description="on matrices and embeddings")
     no_decay: list[str] = Field(
         [], description="further parameters without decay, as name patterns; one that matches nothing is an error"
+    )
+    lr_scale: dict[str, PositiveNumber] = Field(
+        {}, description="learning-rate factors by name pattern, as {embed.*: 0.1}; the first that matches counts"
     )
     clip: PositiveNumber | None = Field(1.0, description="largest gradient norm; null: no clipping")
 

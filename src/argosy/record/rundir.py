@@ -26,6 +26,7 @@ CHANGES_LATER_STEPS = (
     "train.steps", "train.tokens", "train.samples", "train.epochs", "train.precision", "train.device",
     "train.deterministic", "optim.", "parallel.",
 )  # fmt: skip
+HELD = ("optim.name",)  # among them: one optimiser cannot go on from another's state
 
 
 Facts = dict[str, Any]
@@ -172,7 +173,7 @@ class RunDir:
         free: tuple[str, ...] = FREE_TO_CHANGE + CHANGES_LATER_STEPS
         if after.get("data.order") == "megatron":  # there the length decides the order of all samples
             free = tuple(key for key in free if key not in LENGTH_KEYS)
-        refused = sorted(key for key in changed if not key.startswith(free) and not _only_moved(key))
+        refused = sorted(key for key in changed if (key in HELD or not key.startswith(free)) and not _only_moved(key))
         if refused:
             key = refused[0]
             differences = "\n".join(f"{k}: was {before.get(k)!r}, now {after.get(k)!r}" for k in refused)

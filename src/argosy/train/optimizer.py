@@ -13,23 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from argosy.compat import total_norm
-from argosy.config.schema import OptimSpec
+from argosy.config.schema import MuonSpec, OptimSpec
 from argosy.errors import ArgosyError
 from argosy.train.adamw import adamw
+from argosy.train.muon import muon, muon_matrices
 from argosy.train.scaler import LossScaler
 from argosy.train.slots import Group, Rule, Slot, Update
 
 
 class Optimizer:
     def __init__(self, model: nn.Module, spec: OptimSpec) -> None:
-        without = undecayed(model, spec.no_decay)
-        rule = adamw(spec)
-        self._slots = {name: _slot(name, p, rule) for name, p in model.named_parameters()}
-        trained = [slot for slot in self._slots.values() if slot.parameter.requires_grad]
-        self._groups = [
-            Group(rule, decay, [slot for slot in trained if (slot.name in without) == bare])
-            for decay, bare in ((spec.weight_decay, False), (0.0, True))
-        ]
+        self._slots, self._groups = _group(model, spec)
+        # A model may keep state that it changes itself. It is saved and loaded with the weights.
+        self._fixed = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
         self._clip = spec.clip
         first = next(iter(self._slots.values())).parameter
         self._updates = torch.zeros((), device=first.device)  # made: steps without those that were skipped
@@ -61,14 +57,15 @@ class Optimizer:
 
     def weights(self) -> dict[str, Tensor]:
         """The 32-bit weights by parameter name."""
-        return {name: slot.master for name, slot in self._slots.items()}
+        return {name: slot.master for name, slot in self._slots.items()} | self._fixed
 
     @torch.no_grad()
     def set_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Masters and, from them, parameters."""
+        masters = self.weights()
         for name, value in weights:
-            slot = self._slots[name]
-            slot.master.copy_(value)
+            masters[name].copy_(value)
+        for slot in self._slots.values():
             if slot.separate:
                 slot.parameter.copy_(slot.master)
 
@@ -96,25 +93,51 @@ class Optimizer:
         return {"loss_scale": float(self._scaler.scale), "skipped": self._steps - int(self._updates)}
 
 
+def _group(model: nn.Module, spec: OptimSpec) -> tuple[dict[str, Slot], list[Group]]:
+    """Every trained parameter with its state, and the parameters that are updated alike."""
+    hidden, heads = muon_matrices(model) if spec.name == "muon" else (set(), {})
+    rules = {False: adamw(spec), True: muon(spec.muon or MuonSpec(), heads)}
+    without, factors = undecayed(model, spec.no_decay), lr_factors(model, spec.lr_scale)
+    slots: dict[str, Slot] = {}
+    groups: dict[tuple[bool, float, float], Group] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            rule, decay = rules[name in hidden], 0.0 if name in without else spec.weight_decay
+            factor = factors.get(name, 1.0)
+            slots[name] = slot = _slot(name, parameter, rule)
+            groups.setdefault((name in hidden, decay, factor), Group(rule, decay, factor, [])).slots.append(slot)
+    return slots, list(groups.values())
+
+
 def _slot(name: str, parameter: nn.Parameter, rule: Rule) -> Slot:
     master = parameter.detach() if parameter.dtype == torch.float32 else parameter.detach().float()
-    state = {key: torch.zeros_like(master) for key in rule.state} if parameter.requires_grad else {}
-    return Slot(name, parameter, master, state)
+    return Slot(name, parameter, master, {key: torch.zeros_like(master) for key in rule.state})
 
 
 def undecayed(model: nn.Module, patterns: list[str]) -> set[str]:
     """Vectors (biases and norms), and what the patterns name."""
+    vectors = {name for name, p in model.named_parameters() if p.ndim < 2}
+    return vectors.union(*(_matching(model, pattern, "optim.no_decay") for pattern in patterns))
+
+
+def lr_factors(model: nn.Module, patterns: Mapping[str, float]) -> dict[str, float]:
+    """Of the parameters that a pattern names; the first that does counts."""
+    factors: dict[str, float] = {}
+    for pattern, factor in patterns.items():
+        for name in _matching(model, pattern, "optim.lr_scale"):
+            factors.setdefault(name, factor)
+    return factors
+
+
+def _matching(model: nn.Module, pattern: str, key: str) -> set[str]:
     names = [name for name, _ in model.named_parameters()]
-    found = {name for name, p in model.named_parameters() if p.ndim < 2}
-    for pattern in patterns:
-        matched = {name for name in names if fnmatchcase(name, pattern)}
-        if not matched:
-            raise ArgosyError(
-                "config.bad-value",
-                f"the pattern {pattern!r} matches none of the {len(names)} parameters, such as {names[0]} and {names[-1]}",
-                key="optim.no_decay",
-                value=patterns,
-                fix="use shell patterns on parameter names, as embed.* or *.bias",
-            )
-        found |= matched
-    return found
+    matched = {name for name in names if fnmatchcase(name, pattern)}
+    if not matched:
+        raise ArgosyError(
+            "config.bad-value",
+            f"the pattern {pattern!r} matches none of the {len(names)} parameters, such as {names[0]} and {names[-1]}",
+            key=key,
+            value=pattern,
+            fix="use shell patterns on parameter names, as embed.* or *.bias",
+        )
+    return matched

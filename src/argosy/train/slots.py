@@ -7,7 +7,7 @@ about the step that could make the host wait for the device is a tensor on the d
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -45,10 +45,11 @@ class Rule(NamedTuple):
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters that are updated by one rule with one weight decay."""
+    """Parameters that are updated by one rule, with one weight decay and one factor on the learning rate."""
 
     rule: Rule
     weight_decay: float
+    lr_scale: float
     slots: list[Slot]
 
     def apply(self, update: Update) -> None:
@@ -56,4 +57,4 @@ class Group:
         gradients = [slot.parameter.grad for slot in active if slot.parameter.grad is not None]
         if active:
             with torch.no_grad():
-                self.rule.apply(active, gradients, update, self.weight_decay)
+                self.rule.apply(active, gradients, replace(update, lr=update.lr * self.lr_scale), self.weight_decay)

@@ -1,0 +1,101 @@
+"""Muon: momentum whose direction is orthogonalised, for the matrices inside the layers.
+
+The momentum matrix U S V^T is replaced by about U V^T: every direction it holds gets the same weight. A few Newton-Schulz
+iterations X <- a X + (b A + c A^2) X with A = X X^T do that with products alone, in bf16, on a matrix that was first
+divided by its norm. Query, key and value share one parameter but are matrices of their own, and so is each expert.
+Embeddings, head, norms and biases are no such matrices and stay with AdamW.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from argosy.compat import copy_
+from argosy.config.schema import MuonSpec
+from argosy.model.layers import Attention, CrossAttention
+from argosy.train.slots import Rule, Slot, Update
+
+_A, _B, _C = 3.4445, -4.7750, 2.0315  # Keller Jordan's: steepest at zero, singular values end between 0.7 and 1.2
+_SMALLEST_NORM = 1e-7
+
+
+class Heads(NamedTuple):
+    """Rows that hold several matrices, head by head: `parts` heads of each in turn."""
+
+    parts: tuple[int, ...]
+    head_dim: int
+
+
+def muon(spec: MuonSpec, heads: Mapping[str, Heads]) -> Rule:
+    """`heads` names the parameters whose rows are more than one matrix."""
+
+    def apply(slots: Sequence[Slot], gradients: Sequence[Tensor], update: Update, weight_decay: float) -> None:
+        go = 1 - update.skip
+        for slot, gradient in zip(slots, gradients, strict=True):
+            g = torch.where(go > 0, gradient.float() * update.scale, 0.0)
+            momentum = slot.state["momentum"]
+            momentum.lerp_(g, (1 - spec.momentum) * go)
+            direction = g.lerp(momentum, spec.momentum) if spec.nesterov else momentum
+            change = _direction(direction, heads.get(slot.name), spec)
+            slot.master.mul_(1 - update.lr * weight_decay * go).sub_(change * (update.lr * go))
+        if slots[0].separate:
+            copy_([slot.parameter for slot in slots], [slot.master for slot in slots])
+
+    return Rule(("momentum",), apply)
+
+
+def muon_matrices(model: nn.Module) -> tuple[set[str], dict[str, Heads]]:
+    """(the parameters for Muon: matrices and stacks of them inside the layers; those made of several matrices by heads)"""
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    names = {
+        name
+        for name, parameter in model.named_parameters()
+        if "layers" in name.split(".") and parameter.ndim >= 2 and id(parameter) not in embeddings
+    }
+    heads: dict[str, Heads] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Attention):
+            heads[f"{name}.qkv.weight"] = Heads((module.group, 1, 1), module.head_dim)
+        elif isinstance(module, CrossAttention):
+            heads[f"{name}.kv.weight"] = Heads((1, 1), module.head_dim)
+    return names, heads
+
+
+def _direction(matrix: Tensor, heads: Heads | None, spec: MuonSpec) -> Tensor:
+    if heads is None:
+        return orthogonalise(matrix, spec.ns_steps).float() * _scale(matrix, spec)
+    slots = matrix.unflatten(0, (-1, sum(heads.parts), heads.head_dim))  # [key/value heads, slots, head_dim, in]
+    directions = [
+        _direction(part.flatten(0, 2), None, spec).unflatten(0, part.shape[:3])
+        for part in slots.split(heads.parts, dim=1)
+    ]
+    return torch.cat(directions, dim=1).flatten(0, 2)
+
+
+def _scale(matrix: Tensor, spec: MuonSpec) -> float:
+    """Of the learning rate, by the matrix's shape."""
+    rows, columns = matrix.shape[-2:]
+    if spec.lr_scaling == "original":
+        return math.sqrt(max(1.0, rows / columns))
+    return 0.2 * math.sqrt(
+        max(rows, columns)
+    )  # entries about as large as AdamW's, so that one learning rate serves both
+
+
+def orthogonalise(matrix: Tensor, steps: int) -> Tensor:
+    """About U V^T of each matrix U S V^T in [.., out, in], in bf16."""
+    x = matrix.bfloat16().reshape(-1, *matrix.shape[-2:])
+    tall = x.shape[1] > x.shape[2]
+    if tall:
+        x = x.mT
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=_SMALLEST_NORM)
+    for _ in range(steps):
+        gram = x @ x.mT
+        gram = torch.baddbmm(gram, gram, gram, beta=_B, alpha=_C)
+        x = torch.baddbmm(x, gram, x, beta=_A)
+    return (x.mT if tall else x).reshape(matrix.shape)
