@@ -1,0 +1,58 @@
+"""argosy bench"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+TOKENS = 16_384  # of a step, unless --batch says otherwise
+
+
+def bench(
+    model: Annotated[str, typer.Argument(help="A preset; `argosy config models` lists them.", metavar="MODEL")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="Keys of a run spec, as train.precision=fp8 or model.layers=4.", metavar="[KEY=VALUE]..."),
+    ] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Samples in a step; default: 16,384 tokens' worth.")] = None,
+    micro_batch: Annotated[int | None, typer.Option(min=1, help="Samples in a forward pass; default: all.")] = None,
+    seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens in a sample; default: the model's.")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps that are timed.")] = 10,
+    warmup: Annotated[int, typer.Option(min=1, help="Steps before them.")] = 3,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write the profiled step for Perfetto or chrome://tracing.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Time training steps of a model on this device, on made-up data.
+
+    Prints step time, tokens/s, TFLOP/s with the formula, MFU against a named dense peak, peak memory by category, and the
+    floor: the time of the same step's matrix products and attention kernels, measured in the same run.
+    """
+    import json
+
+    from argosy.config.resolve import resolve, resolve_model
+
+    length = seq_len or resolve_model(model).max_seq_len
+    samples = batch or max(1, TOKENS // length)
+    spec = resolve(
+        None,
+        [
+            f"model.preset={model}",
+            "data.train=synthetic",
+            f"data.seq_len={length}",
+            f"train.global_batch={samples}",
+            f"train.steps={steps}",
+            "train.deterministic=false",
+            "optim.lr=1e-4",
+            f"parallel.micro_batch={micro_batch or samples}",
+            "eval=off",
+            *(overrides or []),
+        ],
+    ).spec
+    from argosy.train.bench import bench as run
+
+    result = run(spec, steps=steps, warmup=warmup, trace=trace)
+    print(json.dumps(result.as_dict()) if as_json else "\n".join(result.lines()))

@@ -1,0 +1,77 @@
+"""One training step as its device saw it: the time of every kernel, by what it is for, and whether the host waited.
+
+A kernel is told by its name. Products and attention are the floor: work that the model asks for and that no fusion
+removes. On a CPU the operations themselves are timed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, record_function
+
+# In this order: attention kernels are made of products too.
+_KINDS = {
+    "attention": re.compile(r"sdpa|fmha|flash|flex_attention|scaled_dot_product", re.IGNORECASE),
+    "gemm": re.compile(
+        r"gemm|nvjet|cutlass|xmma|cublas|splitk|aten::(addmm|mm|bmm|baddbmm|_scaled_mm|_grouped_mm)$", re.IGNORECASE
+    ),
+}
+FLOOR = tuple(_KINDS)
+_WAITS = {"cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy"}
+_STEP = "argosy step"
+
+
+@dataclass(frozen=True)
+class StepProfile:
+    """Times in milliseconds."""
+
+    kinds: dict[str, float]  # "gemm", "attention", "other"
+    kernels: list[tuple[str, float, int]]  # name, time, calls; longest first
+    host_waits: int  # times the host waited for the device inside the step
+
+    @property
+    def floor(self) -> float:
+        return sum(self.kinds[kind] for kind in FLOOR)
+
+    @property
+    def total(self) -> float:
+        return sum(self.kinds.values())
+
+
+def profile_step(step: Callable[[], object], device: torch.device, trace: Path | None = None) -> StepProfile:
+    """Run one step under the profiler; `trace` is written for chrome://tracing or Perfetto."""
+    on_gpu = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with profile(activities=activities) as found:
+        with record_function(_STEP):
+            step()
+        if on_gpu:
+            torch.cuda.synchronize(device)
+    if trace is not None:
+        found.export_chrome_trace(str(trace))
+    events = found.events() or []
+    where = DeviceType.CUDA if on_gpu else DeviceType.CPU
+    times: dict[str, tuple[float, int]] = {}
+    for event in events:
+        if event.device_type != where or event.name == _STEP or event.is_user_annotation:
+            continue
+        spent = event.self_device_time_total if on_gpu else event.self_cpu_time_total  # microseconds
+        time, calls = times.get(event.name, (0.0, 0))
+        times[event.name] = (time + spent / 1000, calls + 1)
+    kinds = dict.fromkeys((*FLOOR, "other"), 0.0)
+    for name, (time, _) in times.items():
+        kinds[kind_of(name)] += time
+    kernels = sorted(((name, time, calls) for name, (time, calls) in times.items()), key=lambda k: -k[1])
+    span = next(e.time_range for e in events if e.name == _STEP and e.device_type == DeviceType.CPU)
+    waits = [e for e in events if e.name in _WAITS and span.start <= e.time_range.start <= span.end]
+    return StepProfile(kinds, kernels, len(waits))
+
+
+def kind_of(kernel: str) -> str:
+    return next((kind for kind, pattern in _KINDS.items() if pattern.search(kernel)), "other")

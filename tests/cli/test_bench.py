@@ -1,0 +1,55 @@
+"""`argosy bench`: every family, figures that agree with each other, and a floor below the step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+
+from argosy.train.profile import kind_of
+
+Argosy = Callable[..., "CompletedProcess[str]"]
+TINY = ["model.layers=2", "model.hidden=32", "model.heads=2", "model.kv_heads=2", "model.head_dim=16", "model.ffn=64"]
+TINY += ["model.vocab_size=128", "--seq-len", "32", "--batch", "4", "--steps", "2", "--warmup", "1"]
+
+
+@pytest.mark.parametrize("model", ["llama3-1b", "bert-base", "t5-small", "moe-3.5b-a1.1b"])
+def test_a_benchmark_of_each_family(argosy: Argosy, model: str) -> None:
+    more = ["model.moe.ffn=32"] if model.startswith("moe") else []
+    done = argosy("bench", model, *TINY, *more, "--micro-batch", 2, "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["tokens_per_s"] == pytest.approx(4 * 32 / found["step_ms"] * 1000)
+    assert len(found["steps_ms"]) == 2
+    assert found["floor_ms"] == pytest.approx(found["kinds_ms"]["gemm"] + found["kinds_ms"]["attention"])
+    assert 0 < found["floor_ms"] < found["floor_ms"] + found["kinds_ms"]["other"]
+    assert found["mfu"] is None  # no dense peak is known for a CPU
+    memory = found["memory_gib"]
+    assert memory["peak"] >= memory["parameters"] + memory["gradients"] + memory["optimiser"]
+
+
+def test_the_table_and_the_trace(argosy: Argosy, tmp_path: Path) -> None:
+    done = argosy("bench", "gpt2", *TINY, "train.precision=bf16", "--trace", tmp_path / "trace.json")
+    assert done.returncode == 0, done.stderr
+    for word in ("bf16", "tokens/s", "n/a", "floor", "the host waited 0 times"):
+        assert word in done.stdout
+    assert "argosy step" in (tmp_path / "trace.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_TNT", "gemm"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "gemm"),
+        ("void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<...>>", "gemm"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_33", "attention"),
+        ("triton_tem_fused_flex_attention_backward_0", "attention"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>", "other"),
+        ("_backward", "other"),
+    ],
+)
+def test_kernels_are_told_by_their_names(kernel: str, kind: str) -> None:
+    assert kind_of(kernel) == kind
