@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 # In this order: attention kernels are made of products too.
@@ -56,10 +55,10 @@ def profile_step(step: Callable[[], object], device: torch.device, trace: Path |
     if trace is not None:
         found.export_chrome_trace(str(trace))
     events = found.events() or []
-    where = DeviceType.CUDA if on_gpu else DeviceType.CPU
+    where = "CUDA" if on_gpu else "CPU"
     times: dict[str, tuple[float, int]] = {}
     for event in events:
-        if event.device_type != where or event.name == _STEP or event.is_user_annotation:
+        if event.device_type.name != where or event.name == _STEP or event.is_user_annotation:
             continue
         spent = event.self_device_time_total if on_gpu else event.self_cpu_time_total  # microseconds
         time, calls = times.get(event.name, (0.0, 0))
@@ -68,7 +67,7 @@ def profile_step(step: Callable[[], object], device: torch.device, trace: Path |
     for name, (time, _) in times.items():
         kinds[kind_of(name)] += time
     kernels = sorted(((name, time, calls) for name, (time, calls) in times.items()), key=lambda k: -k[1])
-    span = next(e.time_range for e in events if e.name == _STEP and e.device_type == DeviceType.CPU)
+    span = next(e.time_range for e in events if e.name == _STEP and e.device_type.name == "CPU")
     waits = [e for e in events if e.name in _WAITS and span.start <= e.time_range.start <= span.end]
     return StepProfile(kinds, kernels, len(waits))
 
