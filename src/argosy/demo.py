@@ -107,9 +107,9 @@ def _make_corpus(directory: Path) -> Path:
     started = time.monotonic()
     tokenizer.write_text(train_bpe(_up_to(TOKENIZER_BYTES, texts), VOCABULARY), encoding="utf-8")
     print(f"{tokenizer}: byte-level BPE of {VOCABULARY:,}, trained in {clock(time.monotonic() - started)}")
-    manifest = prepare([str(source)], load_tokenizer(str(tokenizer)), corpus, PrepareOptions())
-    if manifest is not None:
-        print(describe(manifest, corpus))
+    made = prepare([str(source)], load_tokenizer(str(tokenizer)), corpus, PrepareOptions())
+    for directory, manifest in (made or {}).items():
+        print(describe(manifest, directory))
     return corpus
 
 

@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from argosy.data.text import blocks
-from argosy.data.text.blocks import FileBlocks, LineBlocks, TableBlocks
+from argosy.data.text.blocks import FileBlocks, LineBlocks
 from argosy.data.text.inputs import InputFile, find_inputs
 from argosy.errors import ArgosyError
 
@@ -98,27 +98,6 @@ def test_small_text_files_are_documents_of_one_block(tmp_path: Path) -> None:
     reader = FileBlocks(files)
     assert [piece.records for piece in reader.block(0) or ()] == [[f"file {i}\nline".encode()] for i in range(3)]
     assert reader.block(1) is None
-
-
-def test_tables_are_cut_by_rows(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    texts = [f"row {i} " + "x" * 50 for i in range(3000)]
-    parquet.write_table(pyarrow.table({"id": range(3000), "text": texts}), tmp_path / "t.parquet")
-    [file] = find_inputs([str(tmp_path / "t.parquet")])
-    reader = TableBlocks(file, 40_000, "text")
-    found, index = [], 0
-    while (pieces := reader.block(index)) is not None:
-        found.extend(pair for piece in pieces for pair in zip(piece.places, piece.records, strict=True))
-        index += 1
-    assert found == list(enumerate(texts))
-    assert index > 2
-    again = TableBlocks(file, 40_000, "text").block(2)  # straight to a later block
-    assert again is not None
-    first = next(iter(again))
-    assert first.records[0] == texts[first.places[0]]
-    with pytest.raises(ArgosyError, match="no column"):
-        TableBlocks(file, 1000, "body")
 
 
 def test_inputs_are_found_by_directory_and_glob_in_order(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from argosy.data.prepare.job import PrepareOptions, prepare
 from argosy.data.prepare.parts import PartOptions
 from argosy.data.prepare.workers import Pool, recipe_of
 from argosy.data.text import engines
+from argosy.data.text.inputs import find_inputs
 from argosy.data.text.tokenizer import ByteTokenizer, JsonTokenizer, train_bpe
 from argosy.errors import ArgosyError
 
@@ -115,7 +116,7 @@ def test_nested_keys_and_lists_of_sentences(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text(
         '{"meta": {"body": ["One.", "Two three."]}}\n{"meta": {"body": "Alone"}}\n{"meta": 5}\n'
     )
-    make([str(tmp_path / "x.jsonl")], tmp_path / "out", key="meta.body")
+    make([str(tmp_path / "x.jsonl")], tmp_path / "out", keys=("meta.body",))
     reader = open_corpus(tmp_path / "out").shards[0]
     texts = [reader.sequence(i).tolist() for i in range(reader.sequences)]
     assert texts == [list(b"One."), [*b"Two three.", 256], [*b"Alone", 256]]
@@ -135,15 +136,19 @@ def test_a_fall_back_to_the_slow_engine_is_said(
 def test_every_worker_proves_its_engine(inputs: list[str], tmp_path: Path) -> None:
     pytest.importorskip("fastokens")
     tokenizer = JsonTokenizer(train_bpe(["some text of no matter"] * 9, 300), "t")
-    proof = engines.Proof.by(tokenizer, ["a sample"])
-    options = PartOptions("text", True, False, 1 << 19)
+    other = JsonTokenizer(train_bpe(["another text, so other ids"] * 9, 300), "t")
+    options = PartOptions(("text",), True, False, 1 << 19)
+    groups = preparing.group_inputs(find_inputs(inputs), text_lines=False)
     recipe = recipe_of(tokenizer, "fastokens", eod=None)
-    for wrong, fault in ((0, None), (1, "differs from the reference on"), (None, "cannot load this tokenizer")):
-        chosen = replace(recipe, content=b"{}") if wrong is None else recipe
-        pool = Pool(2, tmp_path, [], chosen, options)
+    for reference, content, fault in (
+        (tokenizer, recipe.content, None),
+        (other, recipe.content, "differs from the reference on"),
+        (tokenizer, b"{}", "cannot load this tokenizer"),
+    ):
+        pool = Pool(2, tmp_path, groups, replace(recipe, content=content), options)
         try:
             with contextlib.nullcontext() if fault is None else pytest.raises(engines.EngineFault, match=fault):
-                pool.prove(replace(proof, ids=proof.ids + np.uint32(wrong or 0)))
+                pool.prove(reference)
         finally:
             pool.close()
 

@@ -23,7 +23,7 @@ Inputs = Annotated[
         help="Files, globs or directories: .jsonl, .txt, each also as .zst or .gz, .parquet; local or s3://, gs://, az://, https://, hf://."
     ),
 ]
-Key = Annotated[str, typer.Option(help="The JSON key or column that holds the text; nested as meta.body.")]
+KEY_HELP = "The JSON key or column that holds the text; nested as meta.body."
 
 
 class TextUnit(StrEnum):
@@ -41,7 +41,10 @@ def prepare(
         ),
     ],
     output: Annotated[Path, typer.Option(help="The corpus directory to make.")],
-    key: Key = "text",
+    key: Annotated[
+        list[str],
+        typer.Option(help=f"{KEY_HELP} Given several times, each key becomes a corpus of its own, OUTPUT/KEY."),
+    ] = ["text"],  # noqa: B006 - typer copies it
     shards: Annotated[int, typer.Option(min=1, help="Pairs of .bin/.idx to make.")] = 1,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes; default: one for each core.")] = None,
     append_eod: Annotated[bool, typer.Option(help="End each document with the end-of-document token.")] = True,
@@ -69,6 +72,7 @@ def prepare(
     Memory stays small whatever the size of the corpus. Killed, it goes on where it stopped when run again. Records that
     cannot be used are counted and written to quarantine.jsonl with their file and byte offset.
     """
+    import json
     import os
 
     from argosy.data.prepare.job import PrepareOptions
@@ -77,7 +81,7 @@ def prepare(
     from argosy.data.text.tokenizer import load_tokenizer
 
     options = PrepareOptions(
-        key=key,
+        keys=tuple(key),
         append_eod=append_eod,
         text_lines=txt_unit is TextUnit.line,
         max_bad=parse_share(max_bad),
@@ -92,13 +96,16 @@ def prepare(
     if dry_run:
         print(preview(inputs, chosen, output, options))
         return
-    manifest = run(inputs, chosen, output, options)
-    if manifest is None:
+    made = run(inputs, chosen, output, options)
+    if made is None:
         print(
             f"{output}: the shards of machine {shard_index} of {shard_count} are done; the last machine writes the manifest"
         )
+    elif as_json:
+        facts = {directory.name: manifest.model_dump(mode="json") for directory, manifest in made.items()}
+        print(json.dumps(facts if len(facts) > 1 else facts.popitem()[1], indent=2))
     else:
-        print(manifest.model_dump_json(indent=2) if as_json else describe(manifest, output))
+        print("\n".join(describe(manifest, directory) for directory, manifest in made.items()))
 
 
 @app.command("train-tokenizer")
@@ -106,7 +113,9 @@ def train_tokenizer(
     inputs: Inputs,
     vocab_size: Annotated[int, typer.Option(min=257, help="Entries, the end-of-document token included.")],
     output: Annotated[Path, typer.Option(help="The tokenizer.json to write.")],
-    key: Key = "text",
+    key: Annotated[
+        list[str], typer.Option(help=f"{KEY_HELP} Given several times, the texts of all are learnt from.")
+    ] = ["text"],  # noqa: B006 - typer copies it
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a tokenizer that is already there.")] = False,
 ) -> None:
     """Train a byte-level BPE tokenizer on text."""

@@ -74,11 +74,12 @@ def fetch(
     from argosy.data.text.tokenizer import load_tokenizer
 
     chosen = load_tokenizer(wanted[0])
-    prepare_options = PrepareOptions(key=key or text_key(names), shards=shards, overwrite=overwrite)
+    prepare_options = PrepareOptions(keys=(key or text_key(names),), shards=shards, overwrite=overwrite)
     fetched = run(names, output, options)
-    manifest = make_corpus([file.path for file in fetched.files], chosen, wanted[1], prepare_options)
-    if manifest is None:
+    made = make_corpus([file.path for file in fetched.files], chosen, wanted[1], prepare_options)
+    if made is None:
         raise RuntimeError("one machine makes all shards")
+    [manifest] = made.values()
     corpus_facts = json.loads(manifest.model_dump_json())
     facts = {"fetch": fetched.as_dict(), "corpus": corpus_facts}
     print(json.dumps(facts) if as_json else f"{fetched.describe()}\n{describe(manifest, wanted[1])}")

@@ -128,10 +128,11 @@ def open_corpus(path: Path) -> Corpus:
             fix="run the same `argosy data prepare` again: it goes on where it stopped",
         )
     if path.is_dir():
-        pairs = sorted(p.with_suffix("").name for p in path.glob("*.idx"))
-        hint = (
-            f"give one of its pairs: {path / pairs[0]}" if pairs else "run `argosy data prepare … --output` on it first"
-        )
+        pairs = sorted(str(p.with_suffix("")) for p in path.glob("*.idx"))
+        corpora = sorted(str(p.parent) for p in path.glob(f"*/{FILE_NAME}"))  # as several keys give
+        hint = "run `argosy data prepare … --output` on it first"
+        if pairs or corpora:
+            hint = f"give one of those in it: {', '.join((corpora or pairs)[:8])}"
         raise ArgosyError(
             "data.not-found",
             f"{path} is a directory without a {FILE_NAME}",

@@ -1,7 +1,7 @@
 """Who makes the parts: this process, or a pool of them, with the fastest engine that is proven here and now.
 
 The workers load their engines while this process has the reference encode the proof, so that neither waits for the
-other; a process that only hands out work never loads an engine of its own.
+other. A process that only hands out work neither loads an engine nor opens an input, which keeps it small.
 """
 
 from __future__ import annotations
@@ -11,16 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from argosy.data.prepare.parts import PartFacts, PartMaker, PartName, PartOptions
+from argosy.data.prepare.sample import SAMPLE_BYTES, sample_texts
 from argosy.data.prepare.workers import Pool, Recipe, recipe_of
-from argosy.data.text.blocks import open_blocks
 from argosy.data.text.engines import Encode, Proof, choose_engine, likely_engine
 from argosy.data.text.inputs import InputFile
-from argosy.data.text.records import Parser, texts_of
 from argosy.data.text.tokenizer import JsonTokenizer, Tokenizer
 
 _INLINE_BYTES = 4 << 20  # less than this is not worth starting processes for
-_PROOF_BYTES = 200_000  # of the corpus, to prove an engine on; the reference is slow
-_PROOF_GROUPS = 3  # inputs that sample is taken from
 
 
 class Crew:
@@ -71,20 +68,19 @@ class Crew:
 
     def engine_here(self) -> tuple[Encode | None, str]:
         """(the engine for this process, None for the reference; what was found, in words)"""
-        if self.input_bytes < _PROOF_BYTES:
+        if self.input_bytes < SAMPLE_BYTES and isinstance(self.tokenizer, JsonTokenizer):
             return None, "tokenizers, the reference: there is less text than a faster engine is proven on"
-        proof = self._proof()
 
         def proven(name: str) -> Encode:
             encode = self._recipe(name).encoder()
-            proof.check(encode)
+            Proof.by(self.tokenizer, sample_texts(self.groups, self.options)).check(encode)
             return encode
 
         return choose_engine(self.tokenizer, proven)
 
     def _proven_pool(self, engine: str) -> Pool:
         pool = self._pool(engine)
-        pool.prove(self._proof())  # made while the workers load
+        pool.prove(self.tokenizer)
         return pool
 
     def _pool(self, engine: str | None) -> Pool:
@@ -95,25 +91,8 @@ class Crew:
 
     def _announce(self, is_fast: bool, said: str) -> None:
         """A fall back is never silent; where there is little to do, or one engine only, it is none."""
-        if not is_fast and isinstance(self.tokenizer, JsonTokenizer) and self.input_bytes >= _PROOF_BYTES:
+        if not is_fast and isinstance(self.tokenizer, JsonTokenizer) and self.input_bytes >= SAMPLE_BYTES:
             print(f"note: tokenizing with {said}", file=sys.stderr)
 
     def _recipe(self, engine: str | None) -> Recipe:
         return recipe_of(self.tokenizer, engine, eod=self.eod)
-
-    def _proof(self) -> Proof:
-        """From a little of the corpus: the start of the first inputs."""
-        texts: list[str] = []
-        size = 0
-        for text in self._first_texts():
-            texts.append(text[: _PROOF_BYTES // 10])
-            size += len(texts[-1])
-            if size > _PROOF_BYTES:
-                break
-        return Proof.by(self.tokenizer, texts)
-
-    def _first_texts(self) -> Iterator[str]:
-        key = self.options.key or ""
-        for group in self.groups[:_PROOF_GROUPS]:
-            blocks = open_blocks(group, block_bytes=1 << 16, lines=self.options.text_lines, column=key)
-            yield from texts_of(blocks.block(0) or iter(()), Parser(None if group[0].is_text else key))

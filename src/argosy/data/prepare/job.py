@@ -6,6 +6,7 @@
     DIR/quarantine.jsonl         records that could not be used, with file and offset
     DIR/manifest.json            written last: counts, hashes, fingerprint
 
+With several keys each has such a directory of its own, DIR/KEY, and document n of each is of the same record.
 Inputs are cut into blocks, each block becomes a part (`argosy.data.prepare.parts`), and the parts of a shard are joined. Which
 shard a block belongs to depends on the inputs alone, so the bytes do not depend on how many processes or machines
 worked, nor on how often they were killed. Documents in equal documents out plus quarantined; the sum is checked.
@@ -22,6 +23,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from urllib.parse import quote
 
 import orjson
 
@@ -43,7 +45,7 @@ PARTS = ".parts"
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    key: str = "text"
+    keys: tuple[str, ...] = ("text",)
     append_eod: bool = True
     text_lines: bool = False  # a .txt file holds a document a line, rather than being one
     max_bad: float = 0.5  # share of records that may be quarantined
@@ -55,8 +57,11 @@ class PrepareOptions:
     shuffle_seed: int | None = None  # put the documents of each shard in a random order
 
 
-def prepare(inputs: Sequence[str], tokenizer: Tokenizer, output: Path, options: PrepareOptions) -> Manifest | None:
-    """Make this machine's shards, and the manifest if they were the last. None: other machines are still at work."""
+def prepare(
+    inputs: Sequence[str], tokenizer: Tokenizer, output: Path, options: PrepareOptions
+) -> dict[Path, Manifest] | None:
+    """Make this machine's shards, and the manifests of the corpora if they were the last. None: other machines are
+    still at work."""
     job = Job(find_inputs(inputs, report=_warn), tokenizer, output, options)
     try:
         with job.crew:  # the workers load while the directory is claimed
@@ -77,10 +82,12 @@ def _warn(text: str) -> None:
 
 class Job:
     def __init__(self, files: list[InputFile], tokenizer: Tokenizer, output: Path, options: PrepareOptions) -> None:
+        _check_keys(options.keys, files)
         self.files, self.output, self.options = files, output, options
+        self.corpora = corpora_of(output, options.keys)
         self.groups = group_inputs(files, options.text_lines)
         self.part_options = PartOptions(
-            key=options.key,
+            keys=options.keys,
             append_eod=options.append_eod,
             text_lines=options.text_lines,
             block_bytes=_block_bytes(files),
@@ -104,12 +111,14 @@ class Job:
     def claim(self) -> None:
         """Take the output directory: a new one, or one where the same job was left unfinished."""
         plan = self.parts / "plan"
-        if (self.output / FILE_NAME).exists() or plan.exists():
+        if self._is_corpus() or plan.exists():
             self._settle(plan)
         self.parts.mkdir(parents=True, exist_ok=True)
         replace_file(plan, self._fingerprint())
         name, content = self.tokenizer.stored()
-        replace_file(self.output / name, content)
+        for corpus in self.corpora:
+            corpus.mkdir(exist_ok=True)
+            replace_file(corpus / name, content)
 
     def make_shards(self) -> None:
         """Make this machine's parts, and join those of each shard as they are finished."""
@@ -138,10 +147,10 @@ class Job:
         seed = self.options.shuffle_seed
         key = None if seed is None else derive_seed(seed, "shuffle", shard)
         dtype = dtype_for(self.tokenizer.vocab_size)
-        return Joiner(self.parts, self.output, shard, dtype, shuffle_key=key)
+        return Joiner(self.parts, self.corpora, shard, dtype, shuffle_key=key)
 
-    def finish(self) -> Manifest | None:
-        """When every shard is there: the manifest. Any machine may be the last; all would write the same."""
+    def finish(self) -> dict[Path, Manifest] | None:
+        """When every shard is there: the manifests. Any machine may be the last; all would write the same."""
         paths = [books_of(self.parts, shard) for shard in range(self.options.shards)]
         if not all(path.exists() for path in paths):
             return None
@@ -149,24 +158,27 @@ class Job:
         facts = [PartFacts(**part) for document in documents for part in document["parts"]]
         quarantined: Counter[str] = sum((Counter(f.quarantined) for f in facts), Counter())
         quarantine = b"".join(path.with_suffix(".quarantine.jsonl").read_bytes() for path in paths)
-        replace_file(self.output / QUARANTINE_FILE, quarantine)
+        for corpus in self.corpora:
+            replace_file(corpus / QUARANTINE_FILE, quarantine)
         self._check_bad(sum(f.documents for f in facts), quarantined)
-        manifest = Manifest(
-            tokenizer=TokenizerFacts(
-                fingerprint=self.tokenizer.fingerprint,
-                vocab_size=self.tokenizer.vocab_size,
-                eod_id=self.eod,
-                file=self.tokenizer.stored()[0],
-            ),
-            append_eod=self.eod is not None,
-            dtype=dtype_for(self.tokenizer.vocab_size).name,
-            shards=[Shard(**document["shard"]) for document in documents],
-            sources=self._sources(facts),
-            quarantined=dict(sorted(quarantined.items())),
-        )
-        write_manifest(self.output, manifest)
+        manifests = {}
+        for key, corpus in enumerate(self.corpora):
+            manifests[corpus] = Manifest(
+                tokenizer=TokenizerFacts(
+                    fingerprint=self.tokenizer.fingerprint,
+                    vocab_size=self.tokenizer.vocab_size,
+                    eod_id=self.eod,
+                    file=self.tokenizer.stored()[0],
+                ),
+                append_eod=self.eod is not None,
+                dtype=dtype_for(self.tokenizer.vocab_size).name,
+                shards=[Shard(**document["shards"][key]) for document in documents],
+                sources=self._sources(facts),
+                quarantined=dict(sorted(quarantined.items())),
+            )
+            write_manifest(corpus, manifests[corpus])
         shutil.rmtree(self.parts, ignore_errors=True)
-        return manifest
+        return manifests
 
     def shard_of(self, name: PartName) -> int:
         """Blocks are dealt to shards in turn, each file starting with another one."""
@@ -203,12 +215,15 @@ class Job:
         facts += [self.options.shards, self.options.shuffle_seed]
         return hashlib.sha256(repr(facts).encode()).hexdigest().encode()
 
+    def _is_corpus(self) -> bool:
+        """Whether there is a finished corpus: the manifest of the last key is written last."""
+        return any((directory / FILE_NAME).exists() for directory in (self.output, self.corpora[-1]))
+
     def _settle(self, plan: Path) -> None:
-        same = plan.exists() and plan.read_bytes() == self._fingerprint()
-        if same and not (self.output / FILE_NAME).exists():
+        finished = self._is_corpus()
+        if not finished and plan.read_bytes() == self._fingerprint():
             return  # go on where the last attempt stopped
         if not self.options.overwrite:
-            finished = (self.output / FILE_NAME).exists()
             raise ArgosyError(
                 "data.output-exists" if finished else "data.other-plan",
                 f"{self.output} already holds a {'prepared corpus' if finished else 'half-made one with other inputs or options'}",
@@ -216,10 +231,11 @@ class Job:
                 value=str(self.output),
                 fix="choose another directory, or pass --overwrite to replace it",
             )
-        (self.output / FILE_NAME).unlink(missing_ok=True)  # from here until the end the directory is not a corpus
-        (self.output / QUARANTINE_FILE).unlink(missing_ok=True)
-        for old in self.output.glob("shard-*.*"):
-            old.unlink()
+        for directory in {self.output, *self.corpora}:
+            (directory / FILE_NAME).unlink(missing_ok=True)  # from here until the end the directory is not a corpus
+            (directory / QUARANTINE_FILE).unlink(missing_ok=True)
+            for old in directory.glob("shard-*.*"):
+                old.unlink()
         shutil.rmtree(self.parts, ignore_errors=True)
 
     def _sources(self, facts: list[PartFacts]) -> list[Source]:
@@ -245,13 +261,35 @@ class Job:
         )
         kinds = ", ".join(f"{kind} {count:,}" for kind, count in quarantined.most_common())
         shutil.rmtree(self.parts, ignore_errors=True)
-        for shard in range(self.options.shards):
-            for path in self.output.glob(f"{shard_name(shard)}.*"):
-                path.unlink()
+        for corpus in self.corpora:
+            for shard in range(self.options.shards):
+                for path in corpus.glob(f"{shard_name(shard)}.*"):
+                    path.unlink()
         raise ArgosyError(
             "data.bad-records",
             f"{bad:,} of {records:,} records were quarantined ({kinds or 'none'}): {what}",
-            fix=f"see {self.output / QUARANTINE_FILE}; is --key {self.options.key!r} right?",
+            fix=f"see {self.corpora[0] / QUARANTINE_FILE}; is --key {', '.join(self.options.keys)} right?",
+        )
+
+
+def corpora_of(output: Path, keys: Sequence[str]) -> list[Path]:
+    """Where the corpus of each key goes: the directory itself for one key, else one named after the key inside it."""
+    if len(keys) == 1:
+        return [output]
+    names = (quote(key, safe="") for key in keys)  # a key may hold a slash
+    return [output / (f"%2E{name[1:]}" if name.startswith(".") else name) for name in names]
+
+
+def _check_keys(keys: Sequence[str], files: Sequence[InputFile]) -> None:
+    plain = next((file.path for file in files if file.is_text), None)
+    if len(keys) > 1 and (plain is not None or len(set(keys)) < len(keys)):
+        cause = f"{plain} is plain text, which has no keys" if plain is not None else "a key is named twice"
+        raise ArgosyError(
+            "config.bad-value",
+            cause,
+            key="--key",
+            value=", ".join(keys),
+            fix="name each key once, for records that have it",
         )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from argosy.data.corpus.indexed import IndexedReader, IndexedWriter, Written
+from argosy.data.corpus.indexed import IndexedReader, IndexedWriter, Written, bin_path, idx_path
 from argosy.data.prepare.parts import PartFacts, PartName
 from argosy.data.samples.order import permute
 from argosy.record.files import replace_file
@@ -29,12 +29,14 @@ def books_of(parts: Path, shard: int) -> Path:
 
 
 class Joiner:
-    """One shard. Told which parts to expect, in their order, it appends each as soon as all before it are there;
-    `shuffle_key` puts the documents in a random order instead, once all are there."""
+    """One shard of the corpus of each key. Told which parts to expect, in their order, it appends each as soon as all
+    before it are there; `shuffle_key` puts the documents in a random order instead, once all are there."""
 
-    def __init__(self, parts: Path, output: Path, shard: int, dtype: np.dtype[Any], *, shuffle_key: int | None) -> None:
+    def __init__(
+        self, parts: Path, corpora: list[Path], shard: int, dtype: np.dtype[Any], *, shuffle_key: int | None
+    ) -> None:
         self.parts, self.shard, self.shuffle_key = parts, shard, shuffle_key
-        self._writer = IndexedWriter(output / shard_name(shard), dtype, blocks=True)
+        self._writers = [IndexedWriter(corpus / shard_name(shard), dtype, blocks=True) for corpus in corpora]
         self._expected: deque[PartName] = deque()
         self._waiting: dict[PartName, PartFacts] = {}
         self._joined: list[tuple[PartName, PartFacts]] = []
@@ -49,47 +51,52 @@ class Joiner:
             self._join(self._expected.popleft())
 
     def finish(self) -> None:
-        if self.shuffle_key is not None:
-            readers = [IndexedReader(self.parts / str(name)) for name, _ in self._joined]
-            _add_shuffled(self._writer, readers, self.shuffle_key)
-        written = self._writer.finish()
+        written = []
+        for key, writer in enumerate(self._writers):
+            if self.shuffle_key is not None:  # by document number, so that the corpora of all keys stay in step
+                readers = [IndexedReader(self.parts / name.pair(key)) for name, _ in self._joined]
+                _add_shuffled(writer, readers, self.shuffle_key)
+            written.append(writer.finish())
         self._finished = True
-        self._check(written.documents)
+        self._check(written)
         self._keep_books(written)
 
     def close(self) -> None:
         if not self._finished:
-            self._writer.abandon()
+            for writer in self._writers:
+                writer.abandon()
 
     def _join(self, name: PartName) -> None:
         facts = self._waiting.pop(name)
         if facts.past_end:
             return
-        if self.shuffle_key is None:
-            reader = IndexedReader(self.parts / str(name))
-            self._writer.add_pair(reader)
+        for key, writer in enumerate(self._writers if self.shuffle_key is None else ()):
+            reader = IndexedReader(self.parts / name.pair(key))
+            writer.add_pair(reader)
             reader.close()
         self._joined.append((name, facts))
 
-    def _check(self, written: int) -> None:
+    def _check(self, written: list[Written]) -> None:
         facts = [facts for _, facts in self._joined]
-        lost = written != sum(f.documents for f in facts)
+        lost = {pair.documents for pair in written} != {sum(f.documents for f in facts)}
         if lost or any(f.records != f.documents + sum(f.quarantined.values()) for f in facts):
             raise RuntimeError(f"documents were lost in shard {self.shard}: {written} written of {facts}")
 
-    def _keep_books(self, written: Written) -> None:
+    def _keep_books(self, written: list[Written]) -> None:
         names = [name for name, _ in self._joined]
         quarantine = b"".join((self.parts / f"{name}.quarantine.jsonl").read_bytes() for name in names)
         books = books_of(self.parts, self.shard)
         replace_file(books.with_suffix(".quarantine.jsonl"), quarantine)
         facts = {
-            "shard": asdict(written) | {"name": shard_name(self.shard)},
+            "shards": [asdict(pair) | {"name": shard_name(self.shard)} for pair in written],
             "parts": [asdict(f) for _, f in self._joined],
         }
         replace_file(books, orjson.dumps(facts))
         for name in names:  # the shard has it all
-            for suffix in (".bin", ".idx", ".quarantine.jsonl"):
-                (self.parts / f"{name}{suffix}").unlink(missing_ok=True)
+            (self.parts / f"{name}.quarantine.jsonl").unlink(missing_ok=True)
+            for key in range(len(written)):
+                for path in (bin_path, idx_path):
+                    path(self.parts / name.pair(key)).unlink(missing_ok=True)
 
 
 def _add_shuffled(writer: IndexedWriter, readers: list[IndexedReader], key: int) -> None:

@@ -1,8 +1,8 @@
 """The unit of work of `prepare`: one block of input to one finished part, by anyone, in any order, at most once.
 
-A part is a Megatron pair with its quarantine and its books beside it:
+A part is a Megatron pair for each key, with its quarantine and its books beside them:
 
-    .parts/00003-000012.bin, .idx, .quarantine.jsonl, .json
+    .parts/00003-000012.0.bin, .0.idx, .quarantine.jsonl, .json
 
 The `.json` is written last, so a part that has it is complete; a part without it is made again. Parts are the same
 bytes whoever makes them, which is what makes the corpus independent of workers, machines and restarts.
@@ -20,9 +20,10 @@ import numpy as np
 import orjson
 
 from argosy.data.corpus.indexed import IndexedReader, IndexedWriter, Tokens, bin_path, dtype_for
-from argosy.data.text.blocks import Blocks, open_blocks
+from argosy.data.text.blocks import Blocks, Piece
 from argosy.data.text.engines import Encode
 from argosy.data.text.inputs import InputFile
+from argosy.data.text.readers import open_blocks
 from argosy.data.text.records import BadRecord, Parser, Sentences
 from argosy.data.text.tokenizer import Lengths
 from argosy.errors import ArgosyError
@@ -39,15 +40,17 @@ class PartName:
     def __str__(self) -> str:
         return f"{self.group:05d}-{self.block:06d}"
 
+    def pair(self, key: int) -> str:
+        """Its pair for the `key`-th of the keys."""
+        return f"{self}.{key}"
+
 
 @dataclass(frozen=True)
 class PartFacts:
-    documents: int
-    tokens: int
-    max_token: int
+    documents: int  # of each key
     records: int  # in the block, good and bad
     input_bytes: int
-    sha256: str  # of the .bin, so that a part from before a crash can be believed
+    sha256: list[str]  # of each key's .bin, so that a part from before a crash can be believed
     quarantined: dict[str, int]
     files: dict[str, tuple[int, int]]  # file -> documents, quarantined
     past_end: bool = False  # there is no such block
@@ -57,7 +60,7 @@ class PartFacts:
 class PartOptions:
     """What decides the bytes of a part."""
 
-    key: str | None
+    keys: tuple[str, ...]
     append_eod: bool
     text_lines: bool
     block_bytes: int
@@ -77,18 +80,19 @@ class PartMaker:
     ) -> None:
         self.directory, self.groups, self.encode, self.eod, self.options = directory, groups, encode, eod, options
         self.dtype = dtype_for(vocab_size)
-        self._open: tuple[int, int, Blocks] | None = None  # group, next block, reader
+        self._open: tuple[int, int, Blocks, Parser] | None = None  # group, next block, its reader and parser
 
     def make(self, name: PartName) -> PartFacts:
         finished = read_facts(self.directory, name)
         if finished is not None:
             return finished
         try:
-            pieces = self._blocks(name).block(name.block)
+            blocks, parser = self._reader(name)
+            pieces = blocks.block(name.block)
             if pieces is None:
-                facts = PartFacts(0, 0, 0, 0, 0, "", {}, {}, past_end=True)
+                facts = PartFacts(0, 0, 0, [], {}, {}, past_end=True)
             else:
-                facts = self._write(name, pieces)
+                facts = self._write(name, pieces, parser)
         except (OSError, EOFError) as error:
             file = self.groups[name.group][0].path
             reason = getattr(error, "strerror", None) or str(error)
@@ -100,44 +104,47 @@ class PartMaker:
         replace_file(self.directory / f"{name}.json", orjson.dumps(asdict(facts)))
         return facts
 
-    def _blocks(self, name: PartName) -> Blocks:
+    def _reader(self, name: PartName) -> tuple[Blocks, Parser]:
         if self._open is None or self._open[0] != name.group or self._open[1] > name.block:
-            group = self.groups[name.group]
-            key = self.options.key or ""
-            reader = open_blocks(group, block_bytes=self.options.block_bytes, lines=self.options.text_lines, column=key)
-            self._open = (name.group, 0, reader)
-        self._open = (name.group, name.block + 1, self._open[2])
-        return self._open[2]
+            options = self.options
+            opened = open_blocks(
+                self.groups[name.group],
+                keys=options.keys,
+                block_bytes=options.block_bytes,
+                text_lines=options.text_lines,
+            )
+        else:
+            opened = self._open[2:]
+        self._open = (name.group, name.block + 1, *opened)
+        return opened
 
-    def _write(self, name: PartName, pieces: Iterator) -> PartFacts:  # type: ignore[type-arg]
-        is_text = self.groups[name.group][0].is_text
-        parser = Parser(None if is_text else self.options.key)
-        writer = IndexedWriter(self.directory / str(name), self.dtype, sync=False)
+    def _write(self, name: PartName, pieces: Iterator[Piece], parser: Parser) -> PartFacts:
+        prefixes = [self.directory / name.pair(key) for key in range(len(self.options.keys))]
+        writers = [IndexedWriter(prefix, self.dtype, sync=False) for prefix in prefixes]
         bad: list[BadRecord] = []
         files: Counter[str] = Counter()
-        records = input_bytes = 0
+        input_bytes = 0
         try:
             for piece in pieces:
                 documents, faults = parser.parse(piece)
-                self._add(writer, documents)
+                for writer, of_key in zip(writers, documents, strict=True):
+                    self._add(writer, of_key)
                 bad.extend(faults)
-                files[piece.file] += len(documents)
-                records += len(documents) + len(faults)
+                files[piece.file] += len(documents[0])
                 input_bytes += piece.size
-            written = writer.finish()
+            written = [writer.finish() for writer in writers]
         except BaseException:
-            writer.abandon()
+            for writer in writers:
+                writer.abandon()
             raise
         lines = b"".join(orjson.dumps(asdict(record)) + b"\n" for record in bad)
         replace_file(self.directory / f"{name}.quarantine.jsonl", lines)
         faults_by_file = Counter(record.file for record in bad)
         return PartFacts(
-            documents=written.documents,
-            tokens=written.tokens,
-            max_token=written.max_token,
-            records=records,
+            documents=written[0].documents,
+            records=files.total() + len(bad),
             input_bytes=input_bytes,
-            sha256=written.bin_sha256,
+            sha256=[pair.bin_sha256 for pair in written],
             quarantined=dict(Counter(record.kind for record in bad)),
             files={file: (files[file], faults_by_file[file]) for file in sorted(files.keys() | faults_by_file.keys())},
         )
@@ -176,11 +183,12 @@ def read_facts(directory: Path, name: PartName) -> PartFacts | None:
     the disk, so what a power cut left of one is checked before it is believed."""
     try:
         facts = PartFacts(**orjson.loads((directory / f"{name}.json").read_bytes()))
-        if not facts.past_end:
-            with bin_path(directory / str(name)).open("rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != facts.sha256:
+        for key, sha256 in enumerate(facts.sha256):
+            prefix = directory / name.pair(key)
+            with bin_path(prefix).open("rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
                     return None
-            IndexedReader(directory / str(name)).close()
+            IndexedReader(prefix).close()
         return facts
     except (OSError, ValueError, TypeError, ArgosyError):
         return None

@@ -20,7 +20,8 @@ def preview(inputs: Sequence[str], tokenizer: Tokenizer, output: Path, options: 
     lines = [f"{file.path}  {file.size:,} bytes" for file in job.files]
     total = sum(file.size for file in job.files)
     dtype = dtype_for(tokenizer.vocab_size).name
-    lines.append(f"{len(job.files)} files, {total:,} bytes -> {output} ({options.shards} shards, {dtype} tokens)")
+    where = ", ".join(str(corpus) for corpus in job.corpora)
+    lines.append(f"{len(job.files)} files, {total:,} bytes -> {where} ({options.shards} shards, {dtype} tokens)")
     lines.append(f"tokenizer {tokenizer.fingerprint[:12]}, {tokenizer.vocab_size:,} entries, {eod}")
     lines.append(f"engine    {job.crew.engine_here()[1]}")
     return "\n".join(lines)

@@ -6,20 +6,25 @@ closes, and ends the job with the part it was making; it never leaves the others
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 from argosy.data.prepare.parts import PartFacts, PartMaker, PartName, PartOptions
+from argosy.data.prepare.sample import sample_texts
 from argosy.data.text.engines import Encode, EngineFault, Proof, load_engine
 from argosy.data.text.inputs import InputFile
 from argosy.data.text.tokenizer import ByteTokenizer, JsonTokenizer, SentencePieceTokenizer, Tokenizer
 from argosy.errors import ArgosyError
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 
 @dataclass(frozen=True)
@@ -60,10 +65,14 @@ class Pool:
         self._idle: list[Connection] = []
         self._processes = []
         self.engine = recipe.engine
-        arguments = (directory, groups, recipe, options)
         for number in range(count):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs, *arguments), name=f"prepare-{number}", daemon=True)
+            process = context.Process(
+                target=_work,
+                args=(number, theirs, directory, groups, recipe, options),
+                name=f"prepare-{number}",
+                daemon=True,
+            )
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -75,9 +84,10 @@ class Pool:
         for process in self._processes:
             process.join()
 
-    def prove(self, proof: Proof) -> None:
+    def prove(self, reference: Tokenizer) -> None:
         """Have every worker prove its engine, before anything else; raises EngineFault where one cannot."""
         try:
+            proof = Proof.by(reference, _answer(self._idle[0]))  # while they load
             for connection in self._idle:
                 connection.send(proof)
             faults = [fault for connection in self._idle if (fault := connection.recv()) is not None]
@@ -107,13 +117,11 @@ class Pool:
     def _receive(self, connection: Any) -> tuple[PartName, PartFacts]:
         name = self._busy.pop(connection)
         try:
-            answer = connection.recv()
+            answer = _answer(connection)
         except (EOFError, OSError):
             raise self._died(name) from None
         self._idle.append(connection)
-        if "error" in answer:
-            raise ArgosyError(**answer["error"])
-        return name, PartFacts(**answer)
+        return name, answer
 
     def _died(self, name: PartName) -> ArgosyError:
         codes = sorted({p.exitcode for p in self._processes if p.exitcode})
@@ -124,11 +132,34 @@ class Pool:
         )
 
 
+def _answer(connection: Any) -> Any:
+    """What a worker sends, or the refusal it ran into."""
+    answer = connection.recv()
+    if isinstance(answer, dict) and "error" in answer:
+        raise ArgosyError(**answer["error"])
+    return answer
+
+
+def _send_result(connection: Connection, make: Callable[..., Any], *arguments: Any) -> None:
+    try:
+        connection.send(make(*arguments))
+    except ArgosyError as error:
+        connection.send({"error": {"code": error.code, "cause": error.cause, "fix": error.fix, "key": error.key}})
+
+
 def _work(
-    connection: Connection, directory: Path, groups: list[list[InputFile]], recipe: Recipe, options: PartOptions
+    number: int,
+    connection: Connection,
+    directory: Path,
+    groups: list[list[InputFile]],
+    recipe: Recipe,
+    options: PartOptions,
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends us
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _keep_little_memory()
+    if recipe.engine is not None and number == 0:
+        _send_result(connection, sample_texts, groups, options)
     encode = recipe.encoder() if recipe.engine is None else _proven(recipe, connection)
     if encode is None:
         return
@@ -138,11 +169,17 @@ def _work(
             group, block = connection.recv()
         except EOFError:  # the parent is gone
             return
-        try:
-            facts = maker.make(PartName(group, block))
-            connection.send(vars(facts))
-        except ArgosyError as error:
-            connection.send({"error": {"code": error.code, "cause": error.cause, "fix": error.fix, "key": error.key}})
+        _send_result(connection, maker.make, PartName(group, block))
+
+
+def _keep_little_memory() -> None:
+    """Have large blocks that are freed go back to the system: left alone, the C library raises the size from which they
+    do to the largest it has seen, and pyarrow has an allocator of its own that keeps more."""
+    os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
+    with contextlib.suppress(OSError, AttributeError):  # not every C library has it
+        mallopt = ctypes.CDLL(None).mallopt
+        for parameter in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
+            mallopt(parameter, 16 << 20)
 
 
 def _proven(recipe: Recipe, connection: Connection) -> Encode | None:

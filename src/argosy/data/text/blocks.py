@@ -2,7 +2,8 @@
 
 Block k of a file of lines holds the lines whose first byte lies in [k x size, (k + 1) x size). A plain file is read at
 that place directly; a compressed one is decompressed up to it, which costs far less than tokenising what is skipped, so
-that even one compressed file keeps every core busy. A table is cut by rows, a group of small text files by files.
+that even one compressed file keeps every core busy. A table is cut by what its footer says of its row groups, and read
+from there; a group of small text files is cut by files.
 
 Memory is bounded: a block comes in pieces of a few MiB, and a record longer than MAX_RECORD is reported, not held.
 """
@@ -11,10 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
-from argosy.data.text.inputs import InputFile, open_input, open_stream, require
-from argosy.errors import ArgosyError
+from argosy.data.text.inputs import InputFile, decompressed, open_input
 
 PIECE = 2 << 20  # bytes read and tokenised at a time
 MAX_RECORD = 64 << 20
@@ -23,12 +23,12 @@ BOM = b"\xef\xbb\xbf"  # some editors start UTF-8 files with it; it is not text
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some consecutive records of one file. `places` are byte offsets, or row numbers in a table."""
+    """Some consecutive records of one file: lines, or rows of a table. `places` are byte offsets, or row numbers."""
 
     file: str
-    records: list[bytes] | list[Any]
+    records: list[bytes] | list[dict[str, Any]]
     places: list[int]
-    size: int  # bytes of input
+    size: int  # bytes of the file as it is stored, about
     too_long: int | None = None  # the size of a last record that was passed over
 
 
@@ -39,20 +39,11 @@ class Blocks(Protocol):
         """The pieces of a block, or None past the end."""
 
 
-def open_blocks(group: Sequence[InputFile], *, block_bytes: int, lines: bool, column: str) -> Blocks:
-    """`group` is one file, or several small text files that are one document each."""
-    first = group[0]
-    if first.is_table:
-        return TableBlocks(first, block_bytes, column)
-    if lines or not first.is_text:
-        return LineBlocks(first, block_bytes)
-    return FileBlocks(group)
-
-
 class LineBlocks:
     def __init__(self, file: InputFile, block_bytes: int) -> None:
         self.file, self.size = file, block_bytes
-        self._stream: BinaryIO = open_stream(file) if file.is_compressed else open_input(file)
+        self._raw = open_input(file)
+        self._stream = decompressed(self._raw, file)
         self._at = 0  # the offset of the line that is read next
 
     def block(self, index: int) -> Iterator[Piece] | None:
@@ -65,7 +56,7 @@ class LineBlocks:
 
     def _pieces(self, end: int) -> Iterator[Piece]:
         while self._at < end:
-            start = self._at
+            start, stored_from = self._at, self._raw.tell()
             data = self._stream.read(min(PIECE, end - start))
             if not data:
                 return
@@ -79,7 +70,7 @@ class LineBlocks:
                     too_long, data = self._at - start - whole, data[:whole]
                 else:
                     data += rest
-            yield _split(self.file.path, data, start, too_long)
+            yield _split(self.file.path, data, start, self._raw.tell() - stored_from, too_long)
 
     def _skip_to(self, place: int) -> bool:
         """Whether there is anything at `place`; if so, the stream stands there."""
@@ -107,8 +98,7 @@ class LineBlocks:
         return None, passed
 
 
-def _split(name: str, data: bytes, start: int, too_long: int | None) -> Piece:
-    size = len(data)
+def _split(name: str, data: bytes, start: int, size: int, too_long: int | None) -> Piece:
     if start == 0 and data.startswith(BOM):
         data, start = data[len(BOM) :], len(BOM)
     records, places, at = [], [], start
@@ -119,51 +109,7 @@ def _split(name: str, data: bytes, start: int, too_long: int | None) -> Piece:
     if records and not records[-1]:  # after the last line's end
         records.pop()
         places.pop()
-    return Piece(name, records, places, size + (too_long or 0), too_long)
-
-
-class TableBlocks:
-    """Rows of one text column of a parquet file."""
-
-    def __init__(self, file: InputFile, block_bytes: int, column: str) -> None:
-        parquet = require("pyarrow.parquet", "data", "reading parquet")
-        self.file, self.size, self.column = file, block_bytes, column.partition(".")[0]
-        try:
-            # A small buffer streams the pages of a column; without one a whole row group is held.
-            self._table = parquet.ParquetFile(open_input(file), buffer_size=1 << 20, pre_buffer=False)
-        except (OSError, ValueError) as error:
-            raise ArgosyError(
-                "data.bad-input", f"{file.path} is not a parquet file: {error}", fix="check the file"
-            ) from None
-        names = self._table.schema_arrow.names
-        if self.column not in names:
-            raise ArgosyError(
-                "data.bad-input",
-                f"{file.path} has no column {self.column!r}",
-                key="--key",
-                value=column,
-                fix=f"it has: {', '.join(names)}",
-            )
-        self._batches = self._table.iter_batches(batch_size=64, columns=[self.column], use_threads=False)
-        self._next, self._row = 0, 0
-
-    def block(self, index: int) -> Iterator[Piece] | None:
-        while self._next <= index:
-            batches, size = [], 0
-            while size < self.size and (batch := next(self._batches, None)) is not None:
-                batches.append(batch)
-                size += batch.nbytes
-            if not batches:
-                return None
-            first_row = self._row
-            self._row += sum(len(batch) for batch in batches)
-            self._next += 1
-        return self._pieces(batches, first_row)
-
-    def _pieces(self, batches: list[Any], row: int) -> Iterator[Piece]:
-        for batch in batches:
-            yield Piece(self.file.path, batch.column(0).to_pylist(), list(range(row, row + len(batch))), batch.nbytes)
-            row += len(batch)
+    return Piece(name, records, places, size, too_long)
 
 
 class FileBlocks:
@@ -177,8 +123,7 @@ class FileBlocks:
 
     def _pieces(self) -> Iterator[Piece]:
         for file in self.group:
-            stream = open_stream(file) if file.is_compressed else open_input(file)
-            with stream:
+            with open_input(file) as raw, decompressed(raw, file) as stream:
                 data = stream.read(MAX_RECORD + 1)
             if len(data) > MAX_RECORD:
                 yield Piece(file.path, [], [], file.size, too_long=file.size)

@@ -33,7 +33,8 @@ Encode = Callable[[Sequence[str]], tuple[Ids, Lengths]]
 
 
 def _fastokens(text: str, special_in_text: bool) -> Encode:
-    os.environ.setdefault("RAYON_NUM_THREADS", "1")  # processes share the work; threads inside them would compete
+    for threads in ("RAYON_NUM_THREADS", "FASTOKENS_BPE_THREADS"):  # processes share the work: threads would compete
+        os.environ.setdefault(threads, "1")
     fastokens = importlib.import_module("fastokens")
 
     engine: Any = fastokens.Tokenizer.from_json_str(text)

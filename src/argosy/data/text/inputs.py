@@ -64,9 +64,10 @@ def open_input(file: InputFile) -> BinaryIO:
     return cast(BinaryIO, _fsspec().open(file.path, "rb", block_size=8 << 20).open())
 
 
-def open_stream(file: InputFile) -> BinaryIO:
-    """The bytes decompressed. Reads forward only."""
-    raw = open_input(file)
+def decompressed(raw: BinaryIO, file: InputFile) -> BinaryIO:
+    """The bytes of a file as its name says they are compressed, or as they are. Reads forward only."""
+    if not file.is_compressed:
+        return raw
     if file.path.endswith(".gz"):
         import gzip
 

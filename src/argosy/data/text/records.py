@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,61 +23,84 @@ class BadRecord:
     detail: str
 
 
+class _Fault(Exception):
+    """What is wrong with a record: a kind, and a detail."""
+
+
 class Parser:
-    """Reads the text of each record: of a JSON key (nested as `meta.body`), or the record itself."""
+    """Reads the text of each record under one or more keys (nested as `meta.body`), or the record itself.
 
-    def __init__(self, key: str | None) -> None:
-        self.path = None if key is None else key.split(".")
+    A record is good only if it is under every key, so that document n of each key is of the same record.
+    """
 
-    def parse(self, piece: Piece) -> tuple[list[Sentences], list[BadRecord]]:
-        """The documents of a piece, each a list of one or more sentences, and what could not be used."""
-        documents: list[Sentences] = []
+    def __init__(self, keys: Sequence[str] | None) -> None:
+        self.paths = None if keys is None else [key.split(".") for key in keys]
+
+    def parse(self, piece: Piece) -> tuple[list[list[Sentences]], list[BadRecord]]:
+        """For each key the documents of a piece, each a list of one or more sentences; and what could not be used."""
+        documents: list[list[Sentences]] = [[] for _ in self.paths or (None,)]
         bad: list[BadRecord] = []
         for record, place in zip(piece.records, piece.places, strict=True):
             if isinstance(record, bytes) and not record.strip():
                 continue  # an empty line between records is not a record
-            fault = self._document(record, documents)
-            if fault is not None:
-                bad.append(BadRecord(piece.file, place, *fault))
+            try:
+                texts = self._texts(record)
+            except _Fault as fault:
+                bad.append(BadRecord(piece.file, place, *fault.args))
+                continue
+            for column, sentences in zip(documents, texts, strict=True):
+                column.append(sentences)
         if piece.too_long is not None:
             end = piece.places[-1] + len(piece.records[-1]) + 1 if piece.places else 0
             bad.append(BadRecord(piece.file, end, "too-long", f"{piece.too_long:,} bytes, more than {MAX_RECORD:,}"))
         return documents, bad
 
-    def _document(self, record: Any, documents: list[Sentences]) -> tuple[str, str] | None:
-        """Add the document, or say what is wrong with it: (kind, detail)."""
-        if self.path is not None and isinstance(record, bytes):
+    def _texts(self, record: Any) -> list[Sentences]:
+        if self.paths is None:
+            return [_sentences(record)]
+        if isinstance(record, bytes):
             try:
-                value = orjson.loads(record)
+                record = orjson.loads(record)
             except orjson.JSONDecodeError as error:
-                return _json_fault(record, error)
-            for depth, part in enumerate(self.path):
-                if not isinstance(value, dict):
-                    return (
-                        "not-an-object",
-                        f"{'.'.join(self.path[:depth]) or 'the record'} is {_json_kind(value)}",
-                    )
-                if part not in value:
-                    return "missing-key", f"no {part!r} among {', '.join(list(value)[:8])}"
-                value = value[part]
-        elif isinstance(record, bytes):
+                raise _Fault(*_json_fault(record, error)) from None
+        if len(self.paths) == 1:
+            return [_sentences(_under(record, self.paths[0]))]
+        texts = []
+        for path in self.paths:
             try:
-                value = record.decode("utf-8")
-            except UnicodeDecodeError as error:
-                return "invalid-utf8", str(error)
-        else:
-            value = record
-        sentences = value if isinstance(value, list) else [value]
-        for sentence in sentences:
-            if not isinstance(sentence, str):
-                return "not-text", f"{_json_kind(sentence)} where text belongs"
-            if "\x00" in sentence:
-                return "nul", f"a NUL character at position {sentence.index(chr(0))}"
-        sentences = [sentence for sentence in sentences if sentence.strip()]
-        if not sentences:
-            return "empty", "no text"
-        documents.append(sentences)
-        return None
+                texts.append(_sentences(_under(record, path)))
+            except _Fault as fault:
+                kind, detail = fault.args
+                raise _Fault(kind, f"{'.'.join(path)}: {detail}") from None
+        return texts
+
+
+def _under(value: Any, path: Sequence[str]) -> Any:
+    for depth, part in enumerate(path):
+        if not isinstance(value, dict):
+            raise _Fault("not-an-object", f"{'.'.join(path[:depth]) or 'the record'} is {_json_kind(value)}")
+        if part not in value:
+            raise _Fault("missing-key", f"no {part!r} among {', '.join(list(value)[:8])}")
+        value = value[part]
+    return value
+
+
+def _sentences(value: Any) -> Sentences:
+    if isinstance(value, bytes):
+        try:
+            value = value.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise _Fault("invalid-utf8", str(error)) from None
+    sentences = value if isinstance(value, list) else [value]
+    for sentence in sentences:
+        if not isinstance(sentence, str):
+            raise _Fault("not-text", f"{_json_kind(sentence)} where text belongs")
+        if "\x00" in sentence:
+            raise _Fault("nul", f"a NUL character at position {sentence.index(chr(0))}")
+    sentences = [sentence for sentence in sentences if sentence.strip()]
+    if not sentences:
+        raise _Fault("empty", "no text")
+    return sentences
 
 
 def _json_kind(value: object) -> str:
@@ -99,5 +122,6 @@ def _json_fault(record: bytes, error: orjson.JSONDecodeError) -> tuple[str, str]
 def texts_of(pieces: Iterator[Piece], parser: Parser) -> Iterator[str]:
     """Good texts only, for training a tokenizer or for a sample to try one on."""
     for piece in pieces:
-        for sentences in parser.parse(piece)[0]:
-            yield from sentences
+        for documents in parser.parse(piece)[0]:
+            for sentences in documents:
+                yield from sentences

@@ -7,15 +7,17 @@ from itertools import chain
 from pathlib import Path
 
 from argosy.data.prepare.job import group_inputs
-from argosy.data.text.blocks import open_blocks
 from argosy.data.text.inputs import find_inputs
-from argosy.data.text.records import Parser, texts_of
+from argosy.data.text.readers import open_blocks
+from argosy.data.text.records import texts_of
 from argosy.data.text.tokenizer import load_tokenizer, train_bpe
 from argosy.errors import ArgosyError
 from argosy.record.files import replace_file
 
 
-def train_tokenizer_on(inputs: Sequence[str], vocab_size: int, output: Path, key: str, *, overwrite: bool) -> str:
+def train_tokenizer_on(
+    inputs: Sequence[str], vocab_size: int, output: Path, keys: Sequence[str], *, overwrite: bool
+) -> str:
     """Train a BPE on the good documents of the inputs; a line that says what came out."""
     if output.exists() and not overwrite:
         raise ArgosyError(
@@ -28,8 +30,7 @@ def train_tokenizer_on(inputs: Sequence[str], vocab_size: int, output: Path, key
 
     def texts() -> Iterator[str]:
         for group in group_inputs(find_inputs(inputs), text_lines=False):
-            blocks = open_blocks(group, block_bytes=1 << 24, lines=False, column=key)
-            parser = Parser(None if group[0].is_text else key)
+            blocks, parser = open_blocks(group, keys=keys, block_bytes=1 << 24, text_lines=False)
             index = 0
             while (pieces := blocks.block(index)) is not None:
                 yield from texts_of(pieces, parser)
@@ -38,7 +39,7 @@ def train_tokenizer_on(inputs: Sequence[str], vocab_size: int, output: Path, key
     documents = texts()
     first = next(documents, None)
     if first is None:
-        raise ArgosyError("data.bad-records", "no document could be used", fix=f"is --key {key!r} right?")
+        raise ArgosyError("data.bad-records", "no document could be used", fix=f"is --key {', '.join(keys)} right?")
     trained = train_bpe(chain([first], documents), vocab_size)
     output.parent.mkdir(parents=True, exist_ok=True)
     replace_file(output, trained.encode())

@@ -1,0 +1,30 @@
+"""A little of the corpus, from the start of its first inputs, to prove an engine on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from argosy.data.prepare.parts import PartOptions
+from argosy.data.text.inputs import InputFile
+from argosy.data.text.readers import open_blocks
+from argosy.data.text.records import texts_of
+
+SAMPLE_BYTES = 200_000  # the reference is slow
+_GROUPS = 3
+
+
+def sample_texts(groups: list[list[InputFile]], options: PartOptions) -> list[str]:
+    texts: list[str] = []
+    size = 0
+    for text in _first_texts(groups, options):
+        texts.append(text[: SAMPLE_BYTES // 10])
+        size += len(texts[-1])
+        if size > SAMPLE_BYTES:
+            break
+    return texts
+
+
+def _first_texts(groups: list[list[InputFile]], options: PartOptions) -> Iterator[str]:
+    for group in groups[:_GROUPS]:
+        blocks, parser = open_blocks(group, keys=options.keys, block_bytes=1 << 16, text_lines=options.text_lines)
+        yield from texts_of(blocks.block(0) or iter(()), parser)

@@ -1,0 +1,124 @@
+"""Parquet tables as blocks of rows. The footer alone decides the blocks: each is some whole row groups, or some rows of a
+large one. A process starts at the row group of its block and decodes nothing before it.
+
+Memory is bounded by the file's pages, not by its row groups: pages are read through a small buffer, only of the columns
+asked for, and turned into rows a few MiB at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from argosy.data.text.blocks import PIECE, Piece
+from argosy.data.text.inputs import InputFile, open_input, require
+from argosy.errors import ArgosyError
+
+_MAX_ROWS = 4096  # read at a time
+
+
+@dataclass(frozen=True)
+class Span:
+    """Rows [skip, skip + rows) of some consecutive row groups, decoded `step` at a time; `first_row` of the table."""
+
+    groups: tuple[int, ...]
+    skip: int
+    rows: int
+    step: int
+    first_row: int
+
+
+class TableBlocks:
+    """Rows of the columns that hold some keys, each a dictionary."""
+
+    def __init__(self, file: InputFile, block_bytes: int, keys: Sequence[str]) -> None:
+        parquet = require("pyarrow.parquet", "data", "reading parquet")
+        self.file, self.keys = file, list(keys)
+        try:
+            # A small buffer streams the pages of a column; without one a whole column of a row group is held.
+            self._table = parquet.ParquetFile(open_input(file), buffer_size=1 << 20, pre_buffer=False)
+        except (OSError, ValueError) as error:
+            raise ArgosyError(
+                "data.bad-input", f"{file.path} is not a parquet file: {error}", fix="check the file"
+            ) from None
+        for key in keys:
+            self._check_column(key)
+        self._spans = list(_spans(self._table.metadata, self.keys, block_bytes))
+        self._groups: tuple[int, ...] | None = None  # those being decoded
+        self._row = 0  # how many of their rows have been
+
+    def block(self, index: int) -> Iterator[Piece] | None:
+        return self._pieces(self._spans[index]) if index < len(self._spans) else None
+
+    def _pieces(self, span: Span) -> Iterator[Piece]:
+        if self._groups != span.groups or self._row > span.skip:
+            self._groups, self._row = span.groups, 0
+            self._batches = self._table.iter_batches(
+                batch_size=span.step, row_groups=list(span.groups), columns=self.keys, use_threads=False
+            )
+        while self._row < span.skip:
+            self._row += len(next(self._batches))
+        stored = self.file.size / max(1, self._table.metadata.num_rows)
+        while self._row < span.skip + span.rows:
+            for batch in _halved(next(self._batches)):
+                first = span.first_row + self._row - span.skip
+                self._row += len(batch)
+                places = list(range(first, first + len(batch)))
+                yield Piece(self.file.path, batch.to_pylist(), places, round(len(batch) * stored))
+
+    def _check_column(self, key: str) -> None:
+        fields = {field.name: field for field in self._table.schema_arrow}
+        for part in key.split("."):
+            if part not in fields:
+                raise ArgosyError(
+                    "data.bad-input",
+                    f"{self.file.path} has no column {key!r}",
+                    key="--key",
+                    value=key,
+                    fix=f"it has: {', '.join(self._table.schema_arrow.names)}",
+                )
+            kind = fields[part].type
+            fields = {kind.field(i).name: kind.field(i) for i in range(kind.num_fields)}
+
+
+def _halved(batch: Any) -> Iterator[Any]:
+    """In parts that are small enough, where rows are longer than their mean."""
+    if batch.nbytes <= PIECE or len(batch) < 2:
+        yield batch
+        return
+    half = len(batch) // 2
+    yield from _halved(batch.slice(0, half))
+    yield from _halved(batch.slice(half))
+
+
+def _spans(metadata: Any, keys: Sequence[str], block_bytes: int) -> Iterator[Span]:
+    first_row, small, small_rows, small_bytes = 0, [], 0, 0
+
+    def span(groups: Sequence[int], skip: int, rows: int, size: int, of_rows: int) -> Span:
+        step = max(1, min(_MAX_ROWS, min(PIECE, block_bytes) * of_rows // max(1, size)))
+        return Span(tuple(groups), skip, rows, step, first_row)
+
+    for group in range(metadata.num_row_groups):
+        rows = metadata.row_group(group).num_rows
+        size = _bytes_of(metadata.row_group(group), keys)
+        small.append(group)
+        small_rows, small_bytes = small_rows + rows, small_bytes + size
+        if small_bytes < block_bytes and group < metadata.num_row_groups - 1:
+            continue
+        cuts = max(1, small_bytes // block_bytes) if len(small) == 1 else 1
+        whole = span(small, 0, small_rows, small_bytes, small_rows)
+        each = -(-small_rows // cuts // whole.step) * whole.step  # whole steps, so that a block ends with a batch
+        for skip in range(0, small_rows, max(1, each)):
+            yield span(small, skip, min(each, small_rows - skip), small_bytes, small_rows)
+            first_row += min(each, small_rows - skip)
+        small, small_rows, small_bytes = [], 0, 0
+
+
+def _bytes_of(group: Any, keys: Sequence[str]) -> int:
+    """Of the columns that hold the keys, decompressed."""
+    columns = (group.column(i) for i in range(group.num_columns))
+    wanted = (
+        c for c in columns if any(c.path_in_schema == key or c.path_in_schema.startswith(f"{key}.") for key in keys)
+    )
+    return sum(column.total_uncompressed_size for column in wanted)
