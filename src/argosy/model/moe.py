@@ -117,7 +117,8 @@ class MoE(nn.Module):
         flat = x.flatten(0, -2)
         routing = self.router(flat)
         permutation = sort_by_expert(routing.chosen, self.spec.experts)
-        balance, z = balance_loss(routing, permutation.load), z_loss(routing.logits)
+        load = permutation.load
+        balance, z = balance_loss(routing, load), z_loss(routing.logits)
         weights = routing.weights
         if scale is not None and (self.spec.balance_loss or self.spec.z_loss):
             weights = _AddLoss.apply(weights, self.spec.balance_loss * balance + self.spec.z_loss * z, scale)
@@ -126,7 +127,7 @@ class MoE(nn.Module):
         if self.shared is not None:
             shared = self.shared(x)
             y = y + (shared if self.shared_gate is None else self.shared_gate(x).sigmoid() * shared)
-        return y, Report(permutation.load, balance.detach(), z.detach())
+        return y, Report(load, balance.detach(), z.detach())
 
 
 class SparseBlock(AttentionBlock):
