@@ -64,6 +64,13 @@ def _towers(spec: ModelSpec, retrieval: RetrievalSpec, embedding: int, matmul: i
     return ParameterCount(total=tower * (1 if retrieval.shared else 2), active=tower, matmul=matmul)
 
 
+def describe_size(spec: ModelSpec) -> str:
+    """The model's name and its parameters, with the active ones where they are fewer."""
+    count = count_parameters(spec)
+    active = f", {count.active:,} active" if count.active < count.total else ""
+    return f"{spec.preset or spec.family}, {count.total:,} parameters{active}"
+
+
 def training_flops_per_token(spec: ModelSpec, seq_len: int | None = None, target_len: int | None = None) -> float:
     """Training FLOPs for each token of a sample of `seq_len` tokens (default: the model's own length).
 

@@ -49,7 +49,7 @@ class MoESpec(Section):
     @model_validator(mode="after")
     def _check_routing(self) -> MoESpec:
         if self.top_k > self.experts:
-            raise ValueError(f"top_k {self.top_k} is more than experts {self.experts}")
+            raise ValueError(f"top_k {self.top_k} is more than experts {self.experts}: use at most {self.experts}")
         if self.shared_gate and not self.shared_experts:
             raise ValueError("shared_gate weighs shared experts, and shared_experts is 0: give one or the other")
         self._check_groups()
@@ -57,7 +57,9 @@ class MoESpec(Section):
 
     def _check_groups(self) -> None:
         if self.top_groups > self.groups:
-            raise ValueError(f"top_groups {self.top_groups} is more than groups {self.groups}")
+            raise ValueError(
+                f"top_groups {self.top_groups} is more than groups {self.groups}: use at most {self.groups}"
+            )
         if self.groups == 1:
             return
         if self.experts % self.groups or self.experts < 2 * self.groups:

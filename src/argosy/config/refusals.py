@@ -72,7 +72,7 @@ def _explain(item: Any, key: str) -> tuple[str, str, str]:
     if kind == "missing":
         return f"{name} is required", f"add {key}", "config.missing-key"
     if kind == "value_error":
-        code = "config.arithmetic" if item["loc"] and item["loc"][-1] == "model" else "config.bad-value"
+        code = "config.arithmetic" if item["loc"] and item["loc"][-1] in ("model", "moe") else "config.bad-value"
         head, _, fix = message.partition(": ")
         if key.startswith("eval."):
             fix = "; ".join(filter(None, (fix, "`eval: off` turns evaluation off")))

@@ -255,7 +255,8 @@ def published_schema() -> dict[str, Any]:
     for section, derived in DERIVED_KEYS.items():
         required = definitions[section]["required"]
         definitions[section]["required"] = [key for key in required if key not in derived]
-    definitions["ModelSpec"]["required"] = []
+    for section in ("ModelSpec", "MoESpec"):
+        definitions[section]["required"] = []
     schema["required"] = [key for key in schema["required"] if key != "parallel"]
     names = sorted([*PRESETS, *ALIASES])
     shorthands: dict[str, Any] = {

@@ -16,7 +16,7 @@ import torch
 
 from argosy.checkpoint.store import Checkpoint, Progress, latest, listed, require_names, save, sweep
 from argosy.config.checks import check_warmup
-from argosy.config.counts import count_parameters, training_flops_per_token
+from argosy.config.counts import describe_size, training_flops_per_token
 from argosy.config.resolve import Resolved
 from argosy.config.schema import RunSpec
 from argosy.config.units import Duration
@@ -110,7 +110,7 @@ def dry_run(resolved: Resolved, options: TrainOptions) -> list[str]:
         else f"nothing: all {trainer.steps} steps are done"
     )
     return [
-        f"model   {spec.model.preset or spec.model.family}: {count_parameters(spec.model).total:,} parameters",
+        f"model   {describe_size(spec.model)}",
         f"data    {tokens:,} training tokens, {trainer.stream.epoch_samples:,} samples of {spec.data.seq_len}",
         f"train   {left}, {spec.train.global_batch * spec.data.seq_len:,} tokens each",
         f"run     {run.root}" + (f" goes on from step {done}" if done else " starts at step 0"),
@@ -287,7 +287,6 @@ class Trainer:
         )
 
     def _opening(self, first: int) -> list[str]:
-        parameters = sum(p.numel() for p in self.model.parameters())
         spec = self.spec
         epochs = ", ".join(
             f"{count:.3g} epochs of {windows.corpus.path}"
@@ -298,7 +297,7 @@ class Trainer:
         accumulation = spec.train.global_batch // spec.parallel.micro_batch
         tokens = spec.train.global_batch * spec.data.seq_len
         return [
-            f"{self.run.root}: {spec.model.preset or spec.model.family}, {parameters:,} parameters on {self.device}",
+            f"{self.run.root}: {describe_size(spec.model)} on {self.device}",
             f"steps {first + 1} to {self.steps}, {tokens:,} tokens each (batch {spec.train.global_batch} = {accumulation} x "
             f"micro-batch {spec.parallel.micro_batch}, sequences of {spec.data.seq_len}); in all {epochs}",
         ]
