@@ -214,7 +214,7 @@ def _report(run: Path) -> None:
     print(plot(losses, marks=validation, width=width, y_label="loss (nats a token); ● validation", x_label="steps"))
     spec = RunDir(run).load_spec()
     entropy = unigram_entropy(open_data(spec).whole("validation"), spec.model.vocab_size)
-    result, step = evaluate_run(run, split="validation", batches=None)
+    result, step = evaluate_run(str(run), split="validation", batches=None)
     print(f"\nvalidation loss after step {step}: {result.loss:.3f} nats a token over {result.tokens:,} tokens")
     print(f"unigram entropy of the same text:  {entropy:.3f} (the best a model without context can do)")
     if result.loss > entropy - 0.5:
@@ -224,7 +224,7 @@ def _report(run: Path) -> None:
 def _sample(run: Path) -> None:
     from argosy.train.generate import Sampling, sample
 
-    text = sample(run, "def ", Sampling(tokens=120, temperature=0.6, seed=7))
+    text = sample(str(run), "def ", Sampling(tokens=120, temperature=0.6, seed=7))
     print("\n".join(f"  | {line}" for line in text.splitlines()))
 
 

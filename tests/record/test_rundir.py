@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from argosy.config.resolve import resolve
+from argosy.config.start import model_root
 from argosy.errors import ArgosyError
-from argosy.record.rundir import RunDir, find_run
+from argosy.record.rundir import RunDir
 
 Write = Callable[..., Path]
 FACTS = {"corpora": [{"documents": 40, "tokens": 999, "sha256": "abc"}], "eod_id": 256}
@@ -104,7 +105,7 @@ def test_a_stored_spec_reads_back_equal(stored: tuple[RunDir, Path]) -> None:
 def test_a_wrong_path_is_refused_with_the_runs_that_are_there(stored: tuple[RunDir, Path]) -> None:
     run, _ = stored
     with pytest.raises(ArgosyError) as refusal:
-        find_run(run.root.with_name("tinny"))
+        model_root(run.root.with_name("tinny"))
     assert "tiny" in refusal.value.fix
 
 

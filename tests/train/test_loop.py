@@ -210,15 +210,15 @@ def test_a_dry_run_checks_everything_and_writes_nothing(write_spec: Write, tmp_p
 def test_evaluation_of_a_run_covers_the_whole_split_once(write_spec: Write, tmp_path: Path) -> None:
     path = write_spec()
     go(path)
-    result, step = evaluate_run(tmp_path / "runs" / "tiny", split="validation", batches=None)
-    again, _ = evaluate_run(tmp_path / "runs" / "tiny", split="validation", batches=None)
+    result, step = evaluate_run(str(tmp_path / "runs" / "tiny"), split="validation", batches=None)
+    again, _ = evaluate_run(str(tmp_path / "runs" / "tiny"), split="validation", batches=None)
     assert (step, result) == (6, again)
     whole = open_data(resolve(path).spec).whole("validation")
     assert (result.samples, result.tokens) == (whole.epoch_samples, whole.epoch_samples * 32)
-    training, _ = evaluate_run(tmp_path / "runs" / "tiny", split="train", batches=1)
+    training, _ = evaluate_run(str(tmp_path / "runs" / "tiny"), split="train", batches=1)
     assert training.samples == 8
     with pytest.raises(ArgosyError) as refusal:
-        evaluate_run(tmp_path / "runs" / "tiny", split="test", batches=None)
+        evaluate_run(str(tmp_path / "runs" / "tiny"), split="test", batches=None)
     assert refusal.value.code == "data.empty-split"
 
 
@@ -234,7 +234,7 @@ def test_each_source_has_a_validation_loss_and_the_total_is_one_division(write_s
     assert {key for key in record if key.startswith("validation_loss/")} == {
         f"validation_loss/{name}" for name in ("news", "news-2", "code")
     }
-    result, _ = evaluate_run(tmp_path / "runs" / "tiny", split="validation", batches=None)
+    result, _ = evaluate_run(str(tmp_path / "runs" / "tiny"), split="validation", batches=None)
     assert record["validation_loss"] == pytest.approx(result.loss, rel=1e-6)
     for name, one in result.sets.items():
         assert record[f"validation_loss/{name}"] == pytest.approx(one.loss, rel=1e-6)
@@ -245,7 +245,7 @@ def test_each_source_has_a_validation_loss_and_the_total_is_one_division(write_s
     assert result.tokens == sum(one.tokens for one in result.sets.values()) == record["validation_tokens"]
     assert result.loss == pytest.approx(sum(one.loss * one.tokens for one in result.sets.values()) / result.tokens)
     assert len({round(one.loss, 3) for one in result.sets.values()}) == 3
-    few, _ = evaluate_run(tmp_path / "runs" / "tiny", split="validation", batches=1)
+    few, _ = evaluate_run(str(tmp_path / "runs" / "tiny"), split="validation", batches=1)
     assert sorted(few.sets) == ["code", "news", "news-2"]
     assert all(one.samples >= 1 for one in few.sets.values())
 
@@ -265,13 +265,13 @@ def test_the_unigram_entropy_is_that_of_the_labels(write_spec: Write) -> None:
 def test_samples_repeat_with_their_seed(write_spec: Write, tmp_path: Path) -> None:
     go(write_spec())
     run = tmp_path / "runs" / "tiny"
-    first = sample(run, "abc", Sampling(tokens=12, seed=1))
+    first = sample(str(run), "abc", Sampling(tokens=12, seed=1))
     assert first.startswith("abc")
-    assert first == sample(run, "abc", Sampling(tokens=12, seed=1))
-    assert sample(run, "", Sampling(tokens=5, temperature=0)) == sample(
-        run, "", Sampling(tokens=5, temperature=0, seed=9)
+    assert first == sample(str(run), "abc", Sampling(tokens=12, seed=1))
+    assert sample(str(run), "", Sampling(tokens=5, temperature=0)) == sample(
+        str(run), "", Sampling(tokens=5, temperature=0, seed=9)
     )
-    assert sample(run, "a" * 100, Sampling(tokens=3)).startswith("a" * 100)  # longer than the model's positions
+    assert sample(str(run), "a" * 100, Sampling(tokens=3)).startswith("a" * 100)  # longer than the model's positions
 
 
 def test_sampling_respects_its_options() -> None:
@@ -291,13 +291,13 @@ def test_a_run_remembers_the_token_that_ends_a_document(write_spec: Write, tmp_p
 
     assert RunDir(tmp_path / "runs" / "tiny").data_facts()["eod_id"] == 256
     with pytest.raises(ArgosyError) as refusal:
-        sample(tmp_path / "runs" / "tiny", "x", Sampling(), device="tpu")
+        sample(str(tmp_path / "runs" / "tiny"), "x", Sampling(), device="tpu")
     assert (refusal.value.code, refusal.value.key) == ("device.unavailable", "--device")
     with pytest.raises(ArgosyError):
-        sample(tmp_path / "runs" / "tiny", "\udcff", Sampling())
+        sample(str(tmp_path / "runs" / "tiny"), "\udcff", Sampling())
 
 
 def test_a_run_without_a_checkpoint_cannot_be_sampled(write_spec: Write, tmp_path: Path) -> None:
     with pytest.raises(ArgosyError) as refusal:
-        sample(tmp_path / "runs" / "none", "x", Sampling())
+        sample(str(tmp_path / "runs" / "none"), "x", Sampling())
     assert refusal.value.code == "run.not-found"

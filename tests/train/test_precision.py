@@ -180,8 +180,8 @@ def test_evaluation_and_sampling_use_the_runs_precision_and_weights_are_saved_in
     assert found is not None
     assert {tensor.dtype for tensor in found.weights().values()} == {torch.float32}
     logged = read_metrics(run / "metrics.jsonl")[6]["validation_loss"]
-    assert evaluate_run(run, split="validation", batches=2)[0].loss == logged
-    assert sample(run, "ab", Sampling(tokens=4)).startswith("ab")
+    assert evaluate_run(str(run), split="validation", batches=2)[0].loss == logged
+    assert sample(str(run), "ab", Sampling(tokens=4)).startswith("ab")
 
 
 def test_precision_may_change_when_a_run_goes_on(write_spec: Write) -> None:

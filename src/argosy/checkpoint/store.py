@@ -29,6 +29,7 @@ from argosy.checkpoint.tensors import read_tensors, write_tensors
 from argosy.errors import ArgosyError
 
 MANIFEST = "manifest.json"
+WEIGHTS, OPTIMIZER = "weights.safetensors", "optimizer.safetensors"
 _NAME = re.compile(r"step-(\d{8,})")
 _FileName = Annotated[str, Field(pattern=r"^[a-z]+\.(safetensors|json)$")]  # plain names: nothing can lead outside
 
@@ -64,10 +65,10 @@ class Checkpoint:
     progress: Progress
 
     def weights(self) -> dict[str, Tensor]:
-        return read_tensors(self.path / "weights.safetensors")
+        return read_tensors(self.path / WEIGHTS)
 
     def optimizer(self) -> dict[str, Tensor]:
-        return read_tensors(self.path / "optimizer.safetensors")
+        return read_tensors(self.path / OPTIMIZER)
 
 
 def save(
@@ -79,17 +80,13 @@ def save(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         hashes = {
-            "weights.safetensors": write_tensors(partial / "weights.safetensors", weights),
-            "optimizer.safetensors": write_tensors(partial / "optimizer.safetensors", optimizer),
-            "state.json": _write(partial / "state.json", orjson.dumps(asdict(progress), option=orjson.OPT_INDENT_2)),
+            WEIGHTS: write_tensors(partial / WEIGHTS, weights),
+            OPTIMIZER: write_tensors(partial / OPTIMIZER, optimizer),
         }
-        files = {name: _File(bytes=(partial / name).stat().st_size, sha256=h) for name, h in hashes.items()}
-        manifest = _Manifest(format="argosy-checkpoint", version=1, step=progress.step, files=files)
-        _write(partial / MANIFEST, manifest.model_dump_json(indent=2).encode())
-        _sync_directory(partial)
+        finish(partial, progress, hashes)
         _remove(final)  # only ever a copy of the same step that failed its check
         partial.rename(final)
-        _sync_directory(root)
+        sync_directory(root)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise ArgosyError(
@@ -99,6 +96,18 @@ def save(
         ) from None
     prune(root, keep, newest=progress.step)
     return final
+
+
+def finish(directory: Path, progress: Progress, hashes: dict[str, str]) -> None:
+    """Make a checkpoint of tensor files already written, given by name and SHA-256: state, then manifest, then sync."""
+    state = _write(directory / "state.json", orjson.dumps(asdict(progress), option=orjson.OPT_INDENT_2))
+    files = {
+        name: _File(bytes=(directory / name).stat().st_size, sha256=sha256)
+        for name, sha256 in (hashes | {"state.json": state}).items()
+    }
+    manifest = _Manifest(format="argosy-checkpoint", version=1, step=progress.step, files=files)
+    _write(directory / MANIFEST, manifest.model_dump_json(indent=2).encode())
+    sync_directory(directory)
 
 
 def latest(root: Path, report: Callable[[str], None], *, set_aside: bool = False) -> Checkpoint | None:
@@ -152,7 +161,8 @@ def verify(path: Path) -> Checkpoint:
         raise _corrupt(f"{path / MANIFEST}: {error.errors()[0]['msg']}") from None
     except (OSError, ValueError, TypeError) as error:
         raise _corrupt(f"{path}: {error}") from None
-    if {"weights.safetensors", "optimizer.safetensors", "state.json"} - manifest.files.keys():
+    # Imported weights begin at step 0, and have no optimiser yet.
+    if {WEIGHTS, "state.json", *([OPTIMIZER] if manifest.step else [])} - manifest.files.keys():
         raise _corrupt(f"{path / MANIFEST} does not list every file")
     if not _step(path) == manifest.step == progress.step:
         raise _corrupt(f"{path} says step {manifest.step} in its manifest and {progress.step} in its state")
@@ -206,7 +216,7 @@ def _hash(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _sync_directory(path: Path) -> None:
+def sync_directory(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from argosy import __version__
-from argosy.cli import bench, config, data, demo, evaluate, sample, train
+from argosy.cli import bench, checkpoint, config, data, demo, evaluate, sample, train
 from argosy.errors import EXIT_REFUSED, ArgosyError
 
 
@@ -69,6 +69,7 @@ app.command("train")(train.train)
 app.command("sample")(sample.sample)
 app.command("eval")(evaluate.evaluate)
 app.command("bench")(bench.bench)
+app.add_typer(checkpoint.app, name="ckpt")
 app.add_typer(config.app, name="config")
 
 

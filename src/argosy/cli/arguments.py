@@ -6,6 +6,7 @@ from pathlib import Path
 
 from argosy.errors import ArgosyError
 
+MODEL_HELP = "A run (runs/<name>), one of its checkpoints, an imported model, or hf:DIR."
 RUN_METAVAR = "[RUN.yaml] [KEY=VALUE]..."
 RUN_HELP = "The run spec (default: ./run.yaml), then any number of key.path=value overrides."
 

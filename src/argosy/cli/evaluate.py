@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from argosy.cli.arguments import MODEL_HELP
 
 
 class SplitName(StrEnum):
@@ -16,8 +17,11 @@ class SplitName(StrEnum):
 
 
 def evaluate(
-    run: Annotated[Path, typer.Argument(help="A run directory, as runs/<name>.", metavar="RUN")],
+    run: Annotated[str, typer.Argument(help=MODEL_HELP, metavar="RUN")],
     split: Annotated[SplitName, typer.Option(help="Which split of the run's data.")] = SplitName.validation,
+    data: Annotated[
+        str | None, typer.Option(help="Another corpus than the run's, all of it; for a model not trained here.")
+    ] = None,
     batches: Annotated[int | None, typer.Option(min=1, help="Global batches; default: the whole split.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: as the run was trained.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -27,8 +31,8 @@ def evaluate(
 
     from argosy.train.evaluate import evaluate_run
 
-    result, step = evaluate_run(run, split=split.value, batches=batches, device=device)
-    facts = {"run": str(run), "step": step, "split": result.split, "loss": result.loss, "perplexity": result.perplexity}
+    result, step = evaluate_run(run, split=split.value, batches=batches, device=device, data=data)
+    facts = {"run": run, "step": step, "split": result.split, "loss": result.loss, "perplexity": result.perplexity}
     facts |= {"tokens": result.tokens, "samples": result.samples}
     facts["metrics"] = result.metrics
     facts["sets"] = {name: {"loss": one.loss, "tokens": one.tokens} for name, one in result.sets.items()}

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from argosy.cli.arguments import MODEL_HELP
+
 
 def sample(
-    run: Annotated[Path, typer.Argument(help="A run directory, as runs/<name>.", metavar="RUN")],
+    run: Annotated[str, typer.Argument(help=MODEL_HELP, metavar="RUN")],
     prompt: Annotated[str, typer.Option(help="Text to go on from.")] = "",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most.")] = 200,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 0.8,
@@ -18,7 +19,7 @@ def sample(
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: as the run was trained.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Text from the newest checkpoint of a run."""
+    """Text from the newest checkpoint of a run, or from another model."""
     import json
 
     from argosy.train.generate import Sampling

@@ -21,6 +21,7 @@ from argosy.config.presets import ALIASES, FAMILIES, PRESETS
 from argosy.config.reader import parse_value, read_yaml
 from argosy.config.refusals import did_you_mean, kind_of, refusal_of, section_of
 from argosy.config.schema import RunSpec
+from argosy.config.start import check_start, starting_model
 from argosy.errors import ArgosyError
 
 Tree = dict[str, Any]
@@ -47,7 +48,8 @@ def resolve(path: Path | None, overrides: Sequence[str] = ()) -> Resolved:
     _expand_shorthands(tree)
     for override in overrides:
         _apply_override(tree, origins, override)
-    _expand_model(tree, origins)
+    start = starting_model(tree["init_from"]) if isinstance(tree.get("init_from"), str) else None
+    _expand_model(tree, origins, start)
     _derive(tree, origins)
     try:
         spec = RunSpec.model_validate({key: None if value is OFF else value for key, value in tree.items()})
@@ -58,6 +60,8 @@ def resolve(path: Path | None, overrides: Sequence[str] = ()) -> Resolved:
         written_short = _shorthand_origin(key, origins) if value is not None else None
         origins.setdefault(key, written_short or ("derived" if _has_no_default(key) else "default"))
     check(spec, origins)
+    if start is not None:
+        check_start(spec.model, start, origins)
     return Resolved(spec, {key: origins[key] for key in leaves})
 
 
@@ -185,9 +189,12 @@ def _index(node: list[Any], part: str, key: str) -> int:
     )
 
 
-def _expand_model(tree: Tree, origins: dict[str, str]) -> None:
-    """Lay the user's keys over the preset's sizes over the family's structure."""
+def _expand_model(tree: Tree, origins: dict[str, str], start: ModelSpec | None = None) -> None:
+    """Lay the user's keys over the preset's sizes over the family's structure; or over the model a run starts from."""
     user = tree.get("model")
+    if start is not None and (user is None or (isinstance(user, dict) and not user.keys() & {"preset", "family"})):
+        _expand_start(tree, origins, start)
+        return
     if not isinstance(user, dict):
         return
     preset, row = user.get("preset"), {}
@@ -214,6 +221,13 @@ def _expand_model(tree: Tree, origins: dict[str, str]) -> None:
         for key, _ in flatten(source, "model"):
             if key != "model.preset":
                 origins.setdefault(key, label)
+
+
+def _expand_start(tree: Tree, origins: dict[str, str], start: ModelSpec) -> None:
+    base = start.model_dump(mode="json", exclude_none=True)
+    tree["model"] = base | (tree.get("model") or {})
+    for key, _ in flatten(base, "model"):
+        origins.setdefault(key, "init_from")
 
 
 def _derive(tree: Tree, origins: dict[str, str]) -> None:

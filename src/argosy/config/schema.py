@@ -234,6 +234,10 @@ class RunSpec(Section):
     )
     runs_dir: str = Field("runs", description="where run directories are made")
     model: ModelSpec = Field(description="a preset's name, or its keys, or a preset and keys that change it")
+    init_from: str | None = Field(
+        None,
+        description="weights to start from: hf:DIR, a run, a checkpoint of one, or an imported model; `model:` may be left out",
+    )
     data: DataSpec = Field(description="the corpus")
     train: TrainSpec = Field(description="batch and length")
     optim: OptimSpec = Field(description="optimiser")
@@ -257,7 +261,8 @@ def published_schema() -> dict[str, Any]:
         definitions[section]["required"] = [key for key in required if key not in derived]
     for section in ("ModelSpec", "MoESpec"):
         definitions[section]["required"] = []
-    schema["required"] = [key for key in schema["required"] if key != "parallel"]
+    schema["required"] = [key for key in schema["required"] if key not in ("parallel", "model")]
+    schema["anyOf"] = [{"required": ["model"]}, {"required": ["init_from"]}]
     names = sorted([*PRESETS, *ALIASES])
     shorthands: dict[str, Any] = {
         "model": {"enum": names, "description": "a preset"},

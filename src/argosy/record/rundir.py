@@ -128,11 +128,18 @@ class RunDir:
         self.close()
         return target
 
-    def store(self, resolved: Resolved, source: Path | None, data: Facts) -> None:
-        """Keep what was asked, what it became, and which data it was."""
+    def store(self, resolved: Resolved, source: Path | None, data: Facts, start: Facts | None = None) -> None:
+        """Keep what was asked, what it became, which data it was, and what it started from (once: it never changes)."""
         if source is not None:
             replace_file(self.spec_file, source.read_bytes())
-        document = {"spec": resolved.spec.model_dump(mode="json"), "origins": resolved.origins, "data": data}
+        if start is None and self.resolved_file.exists():
+            start = self._stored()["start"]
+        document = {
+            "spec": resolved.spec.model_dump(mode="json"),
+            "origins": resolved.origins,
+            "data": data,
+            "start": start,
+        }
         try:
             replace_file(self.resolved_file, orjson.dumps(document, option=orjson.OPT_INDENT_2), sync=True)
         except OSError as error:
@@ -151,7 +158,7 @@ class RunDir:
     def _stored(self) -> Facts:
         try:
             document = orjson.loads(self.resolved_file.read_bytes())
-            return {"spec": dict(document["spec"]), "data": dict(document["data"])}
+            return {"spec": dict(document["spec"]), "data": dict(document["data"]), "start": document.get("start")}
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise self._damaged(str(error)) from None
 
@@ -191,18 +198,3 @@ class RunDir:
 def _only_moved(key: str) -> bool:
     """Where the data lies may change; what it is may not, and is compared as `corpora`."""
     return key == "data.tokenizer" or (key.startswith("data.train.") and key.endswith(".path"))
-
-
-def find_run(path: Path) -> RunDir:
-    """A run directory given by the user, or a refusal that says what is there instead."""
-    run = RunDir(path)
-    if not run.resolved_file.exists():
-        known = sorted(p.parent.name for p in path.parent.glob("*/resolved.json")) if path.parent.is_dir() else []
-        raise ArgosyError(
-            "run.not-found",
-            f"there is no run in {path}",
-            fix=f"runs in {path.parent}: {', '.join(known)}"
-            if known
-            else "give the directory of a run, as runs/<name>",
-        )
-    return run

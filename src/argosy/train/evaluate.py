@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 
+from argosy.config.resolve import resolve
+from argosy.config.schema import RunSpec
 from argosy.data.open import open_data
 from argosy.data.samples.order import apportion
 from argosy.data.samples.windows import Stream
 from argosy.errors import ArgosyError
 from argosy.parallel.single import SingleDevice
-from argosy.train.session import load_run, make_engine
+from argosy.train.session import load_model, make_engine
 
 
 @dataclass(frozen=True)
@@ -75,11 +76,22 @@ def _sum_losses(engine: SingleDevice, stream: Stream, samples: int, batch: int) 
     return sums
 
 
-def evaluate_run(path: Path, *, split: str, batches: int | None, device: str | None = None) -> tuple[Evaluation, int]:
-    """(the newest checkpoint of a run on one of its splits, the step of that checkpoint)"""
-    loaded = load_run(path, device=device)
-    sets = open_data(loaded.spec).each(split)
-    batch = loaded.spec.train.global_batch
+def evaluate_run(
+    where: str, *, split: str, batches: int | None, device: str | None = None, data: str | None = None
+) -> tuple[Evaluation, int]:
+    """(a model on one of its run's splits, or on the whole of another corpus; the step it was trained to)"""
+    loaded = load_model(where, device=device)
+    spec = loaded.spec if data is None else _spec_on(where, data)
+    if spec is None:
+        raise ArgosyError(
+            "config.missing-key",
+            f"{where} was not trained here, and has no data of its own",
+            key="--data",
+            fix="name a corpus prepared with its tokenizer: --data CORPUS",
+        )
+    split = split if data is None else "train"
+    sets = open_data(spec).each(split)
+    batch = spec.train.global_batch
     samples = sum(stream.epoch_samples for stream in sets.values()) if batches is None else batches * batch
     if samples < 1:
         raise ArgosyError(
@@ -89,9 +101,15 @@ def evaluate_run(path: Path, *, split: str, batches: int | None, device: str | N
             value=batches,
             fix="--batches 1 or more, or leave it out",
         )
-    engine = make_engine(loaded.spec, loaded.model, loaded.device)
-    result = evaluate(engine, sets, samples=samples, batch=batch, split=split)
-    return result, loaded.checkpoint.progress.step
+    engine = make_engine(spec, loaded.model, loaded.device)
+    result = evaluate(engine, sets, samples=samples, batch=batch, split=split if data is None else data)
+    return result, loaded.source.step
+
+
+def _spec_on(where: str, data: str) -> RunSpec:
+    """The spec of a run that would start there, with all of a corpus as its training split."""
+    need = ["train.global_batch=8", "train.steps=1", "optim.lr=1", "data.split=[1,0,0]", "eval=off"]
+    return resolve(None, [f"init_from={where}", f"data.train={data}", *need]).spec
 
 
 def unigram_entropy(stream: Stream, vocab_size: int) -> float:

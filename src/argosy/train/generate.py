@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from argosy.checkpoint.source import Source
 from argosy.config.seeds import derive_seed
-from argosy.data.text.tokenizer import Tokenizer, load_tokenizer
+from argosy.data.text.tokenizer import Tokenizer
 from argosy.errors import ArgosyError
-from argosy.record.rundir import RunDir
-from argosy.train.session import load_run
+from argosy.train.session import load_model
 
 
 @dataclass(frozen=True)
@@ -24,11 +23,11 @@ class Sampling:
     seed: int = 0
 
 
-def sample(path: Path, prompt: str, options: Sampling, device: str | None = None) -> str:
+def sample(where: str, prompt: str, options: Sampling, device: str | None = None) -> str:
     """The prompt and what the newest checkpoint writes after it."""
-    loaded = load_run(path, device=device)
-    tokenizer = run_tokenizer(loaded.run)
-    eod: int | None = loaded.run.data_facts().get("eod_id")
+    loaded = load_model(where, device=device)
+    tokenizer = source_tokenizer(loaded.source)
+    eod = loaded.source.eod_id
     prompt_ids = _encode(tokenizer, prompt)
     if not prompt_ids and eod is None:
         raise ArgosyError(
@@ -38,7 +37,7 @@ def sample(path: Path, prompt: str, options: Sampling, device: str | None = None
             fix="give a --prompt",
         )
     ids = prompt_ids or [eod or 0]  # with no prompt, start as a document starts
-    written = list(generate(loaded.model, ids, options, limit=loaded.spec.model.max_seq_len, stop=eod))
+    written = list(generate(loaded.model, ids, options, limit=loaded.source.model.max_seq_len, stop=eod))
     return tokenizer.decode(prompt_ids + written)
 
 
@@ -78,14 +77,15 @@ def choose(logits: Tensor, options: Sampling, generator: torch.Generator) -> int
     return int(tokens[torch.multinomial(probabilities, 1, generator=generator)])
 
 
-def run_tokenizer(run: RunDir) -> Tokenizer:
-    """The tokenizer a run keeps beside its checkpoints."""
-    stored = run.tokenizer_file
-    if stored is None:
+def source_tokenizer(source: Source) -> Tokenizer:
+    """The tokenizer kept beside the weights."""
+    found = source.tokenizer()
+    if found is None:
         raise ArgosyError(
             "tokenizer.not-found",
-            f"{run.root} was trained on a bare .bin/.idx pair and keeps no tokenizer",
+            f"{source.root} keeps no tokenizer: a run on a bare .bin/.idx pair, or a model imported without one",
             key="data.tokenizer",
-            fix="name the tokenizer in the run spec as data.tokenizer and run `argosy train` on it again",
+            fix="name the tokenizer in the run spec as data.tokenizer and run `argosy train` on it again; or put "
+            f"tokenizer.json into {source.root}",
         )
-    return load_tokenizer(str(stored))
+    return found

@@ -9,16 +9,21 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
+from argosy.checkpoint.assets import copy_assets
+from argosy.checkpoint.source import Source, open_source, require_fit, starting_weights
 from argosy.checkpoint.store import Checkpoint, Progress, latest, listed, require_names, save, sweep
 from argosy.config.checks import check_warmup
 from argosy.config.counts import describe_size, training_flops_per_token
 from argosy.config.resolve import Resolved
 from argosy.config.schema import RunSpec
+from argosy.config.start import MODEL_FILE
 from argosy.config.units import Duration
 from argosy.data.loader import Loader
 from argosy.errors import EXIT_DONE, EXIT_RESUMABLE, ArgosyError
@@ -51,10 +56,13 @@ def train(resolved: Resolved, source: Path | None, options: TrainOptions) -> int
     run = open_run(resolved, options)
     try:
         changes = run.compare(resolved, trainer.data.facts()) if listed(run.checkpoints) else []
-        run.store(resolved, source, trainer.data.facts())
+        start = trainer.start_from(run)
+        run.store(resolved, source, trainer.data.facts(), None if start is None else start.facts())
         if trainer.data.tokenizer is not None:
             name, content = trainer.data.tokenizer.stored()
             replace_file(run.root / name, content)
+        if start is not None and trainer.keeps_tokenizer(start):
+            copy_assets(start.root, run.root)
         with JsonlWriter(run.metrics) as metrics, JsonlWriter(run.events) as events:
             return trainer.fit(run, metrics, events, changes, options.quiet)
     finally:
@@ -74,6 +82,14 @@ def open_run(resolved: Resolved, options: TrainOptions) -> RunDir:
 
 
 def _check_options(run: RunDir, options: TrainOptions) -> None:
+    if (run.root / MODEL_FILE).exists():
+        raise ArgosyError(
+            "run.exists",
+            f"{run.root} is an imported model, not a run",
+            key="name",
+            value=run.root.name,
+            fix=f"give the run another name=…, and init_from={run.root} to start from it",
+        )
     if options.archive and not options.fresh:
         raise ArgosyError(
             "config.conflict",
@@ -102,6 +118,8 @@ def dry_run(resolved: Resolved, options: TrainOptions) -> list[str]:
     checkpoint = None if options.fresh else latest(run.checkpoints, report=notes.append)
     if checkpoint is not None:
         run.compare(resolved, trainer.data.facts())
+    elif (start := trainer.start_from(run)) is not None:
+        notes.append(f"weights {start.where}, trained to step {start.step}")
     done = 0 if checkpoint is None else checkpoint.progress.step
     tokens = sum(corpus.split(spec.data.split)["train"].tokens for corpus in trainer.data.corpora)
     left = (
@@ -138,6 +156,19 @@ class Trainer:
         self.logs = Timer(spec.log.every, self._in_steps(spec.log.every))
         self.evaluations = Timer(spec.eval.every, self._in_steps(spec.eval.every)) if spec.eval is not None else None
 
+    def start_from(self, run: RunDir) -> Source | None:
+        """What `init_from` names, where the run has no checkpoint of its own yet."""
+        self.start = None
+        if self.spec.init_from is not None and not listed(run.checkpoints):
+            self.start = open_source(self.spec.init_from)
+            require_fit(self.start, self.model, self.spec.model)
+        return self.start
+
+    def keeps_tokenizer(self, start: Source) -> bool:
+        """Whether the data was made with the tokenizer of the model the run starts from."""
+        ours, theirs = self.data.tokenizer, start.tokenizer()
+        return ours is None or theirs is None or ours.fingerprint == theirs.fingerprint
+
     def fit(self, run: RunDir, metrics: JsonlWriter, events: JsonlWriter, changes: list[str], quiet: bool) -> int:
         self.run, self.metrics, self.events = run, metrics, events
         notes: list[str] = []
@@ -148,7 +179,8 @@ class Trainer:
             )
             return EXIT_DONE
         console = open_console(first=first, last=self.steps, quiet=quiet)
-        self._event("resume" if first else "start", first, changes=changes, notes=notes)
+        start = None if self.start is None else self.start.facts()
+        self._event("resume" if first else "start", first, changes=changes, notes=notes, init_from=start)
         for note in [*notes, *self._opening(first), *(f"changed since the last start: {c}" for c in changes)]:
             console.note(note)
         try:
@@ -231,7 +263,7 @@ class Trainer:
         sweep(self.run.checkpoints)
         checkpoint = latest(self.run.checkpoints, report=notes.append, set_aside=True)
         if checkpoint is None:
-            self.optimizer.set_weights(initial_weights(self.model, self.spec.model, self.spec.train.seed))
+            self.optimizer.set_weights(self._fresh_weights(notes))
             self.consumed_samples = 0
             return 0
         self.optimizer.set_weights(stored_weights(self.model, checkpoint).items())
@@ -239,6 +271,19 @@ class Trainer:
         self.consumed_samples = checkpoint.progress.consumed_samples
         notes.append(f"resuming from {checkpoint.path}")
         return checkpoint.progress.step
+
+    def _fresh_weights(self, notes: list[str]) -> Iterator[tuple[str, Tensor]]:
+        spec = self.spec
+        if self.start is None:
+            return initial_weights(self.model, spec.model, spec.train.seed)
+        notes.append(f"starting from the weights of {self.start.where}, trained to step {self.start.step}")
+        if (more := spec.model.vocab_size - self.start.model.vocab_size) > 0:
+            notes.append(f"{more} rows of the vocabulary are new")
+        if not self.keeps_tokenizer(self.start):
+            notes.append(
+                f"the data was not made with the tokenizer of {self.start.where}: its ids mean other text there"
+            )
+        return starting_weights(self.start, self.model, spec.model, spec.train.seed)
 
     def _load_optimizer(self, checkpoint: Checkpoint) -> None:
         tensors = checkpoint.optimizer()

@@ -8,13 +8,13 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from argosy.checkpoint.store import Checkpoint, latest, require_names
-from argosy.config.schema import RunSpec
+from argosy.checkpoint.source import Source, open_source, require_fit, starting_weights
+from argosy.checkpoint.store import Checkpoint, require_names
+from argosy.config.schema import RunSpec, TrainSpec
 from argosy.data.open import RunData, open_data
 from argosy.errors import ArgosyError
 from argosy.model.build import build_model
@@ -22,18 +22,17 @@ from argosy.model.init import initial_weights
 from argosy.parallel.apply import apply_layout
 from argosy.parallel.precision import apply_precision, choose_precision
 from argosy.parallel.single import SingleDevice, require_single
-from argosy.record.rundir import RunDir, find_run
+from argosy.record.rundir import RunDir
 from argosy.train.device import prepare_device
 from argosy.train.optimizer import Optimizer
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A trained run, ready to evaluate or to sample from."""
+    """A trained model, ready to evaluate or to sample from."""
 
-    run: RunDir
-    spec: RunSpec
-    checkpoint: Checkpoint
+    source: Source
+    spec: RunSpec | None  # of the run it was trained by; None for one that was imported
     model: nn.Module
     device: torch.device
 
@@ -74,24 +73,21 @@ def stored_weights(model: nn.Module, checkpoint: Checkpoint) -> dict[str, Tensor
     return weights
 
 
-def load_run(path: Path, *, device: str | None = None) -> Loaded:
-    """The newest good checkpoint of a run, in a model on a device."""
-    run = find_run(path)
-    spec = run.load_spec()
-    where = prepare_device(spec.train, device)
-    checkpoint = latest(run.checkpoints, report=lambda text: print(text, file=sys.stderr))
-    if checkpoint is None:
-        raise ArgosyError(
-            "run.not-found",
-            f"{path} has no checkpoint yet",
-            fix="train it first, or wait for checkpoint.every to come round",
-        )
-    model = make_model(spec, where)
-    weights = stored_weights(model, checkpoint)
+def load_model(where: str, *, device: str | None = None) -> Loaded:
+    """The newest good checkpoint of a run, one checkpoint of it, or an imported model, in a model on a device."""
+    source = open_source(where, report=lambda text: print(text, file=sys.stderr))
+    run = RunDir(source.root)
+    spec = run.load_spec() if run.resolved_file.exists() else None
+    train = spec.train if spec is not None else TrainSpec(global_batch=1)
+    on = prepare_device(train, device)
+    model = build_model(source.model, on)
+    apply_precision(model, choose_precision(train.precision, on))
+    require_fit(source, model, source.model)
+    parameters = dict(model.named_parameters())
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(weights[name])
-    return Loaded(run, spec, checkpoint, model.eval(), where)
+        for name, value in starting_weights(source, model, source.model, seed=0):
+            parameters[name].copy_(value)
+    return Loaded(source, spec, model.eval(), on)
 
 
 def time_steps(spec: RunSpec, steps: int) -> float:

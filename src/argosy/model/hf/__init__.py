@@ -4,7 +4,7 @@
 in memory. Each family has a file with its table; `families.py` says which table a model has.
 """
 
-from argosy.model.hf.families import entries
+from argosy.model.hf.families import Family, entries, family_of
 from argosy.model.hf.table import Entry, from_hf, to_hf
 
-__all__ = ["Entry", "entries", "from_hf", "to_hf"]
+__all__ = ["Entry", "Family", "entries", "family_of", "from_hf", "to_hf"]

@@ -1,0 +1,175 @@
+"""The weights of a Hugging Face directory, read tensor by tensor from one safetensors file or from shards with an index.
+
+Everything is held against the model's table before a number is read: a tensor that is missing, left over or of another
+shape is named. Pickled weights are never opened.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import orjson
+import torch
+from torch import Tensor
+
+from argosy.checkpoint.tensors import TensorFile, TensorInfo
+from argosy.config.hf import from_config, read_config
+from argosy.config.model import ModelSpec
+from argosy.errors import ArgosyError
+from argosy.model.build import build_model
+from argosy.model.hf import Entry, entries, family_of
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_FETCH = "fetch the model again"
+
+
+@dataclass(frozen=True)
+class HfModel:
+    """A model directory whose weights are known to be all there. `unused` are tensors the model does without."""
+
+    directory: Path
+    spec: ModelSpec
+    table: dict[str, Entry]  # by our name
+    files: list[TensorFile]
+    where: dict[str, tuple[TensorFile, str]]  # their name in the table -> the file, and the name in it
+    unused: list[str]
+
+    @property
+    def infos(self) -> dict[str, TensorInfo]:
+        """What our parameters will be."""
+        return {name: TensorInfo.of(self._shape(entry)) for name, entry in self.table.items()}
+
+    def read(self, name: str) -> Tensor:
+        """One of our parameters."""
+        entry = self.table[name]
+        return entry.to_ours({theirs: self.read_theirs(theirs) for theirs in entry.theirs})
+
+    def read_theirs(self, name: str) -> Tensor:
+        file, stored = self.where[name]
+        return file.read(stored)
+
+    def _shape(self, entry: Entry) -> Tensor:
+        parts = {}
+        for theirs in entry.theirs:
+            file, stored = self.where[theirs]
+            info = file.infos[stored]
+            parts[theirs] = torch.empty(info.shape, dtype=info.dtype, device="meta")
+        return entry.to_ours(parts)
+
+
+def open_hf(directory: Path) -> HfModel:
+    spec = from_config(read_config(directory), str(directory / "config.json"))
+    files = [TensorFile(path, code="hf.bad-files", fix=_FETCH) for path in _paths(directory)]
+    table = {entry.ours: entry for entry in entries(spec)}
+    needed = {theirs: entry for entry in table.values() for theirs in entry.theirs}
+    family = family_of(spec)
+    where: dict[str, tuple[TensorFile, str]] = {}
+    for file in files:
+        for stored in file.infos:
+            name = family.name_of(stored, needed.keys() | family.copies.keys())
+            if name in where:
+                raise _bad(f"{name} is in {where[name][0].path.name} and in {file.path.name}", _FETCH)
+            where[name] = (file, stored)
+    if missing := [name for name in needed if name not in where]:
+        raise _bad(f"{directory} lacks {_some(missing)}, which its config.json asks for", _FETCH)
+    others = [name for name in where if name not in needed]
+    unknown = [name for name in others if name not in family.copies and not family.may_lack(name)]
+    if unknown:
+        raise _bad(
+            f"{directory} holds {_some(unknown)}, which a {spec.family} model of its config.json does not have",
+            "check config.json (layers, biases, tying); for adapters, merge them into the model first",
+        )
+    model = HfModel(directory, spec, table, files, where, [name for name in others if name not in family.copies])
+    _check_shapes(model)
+    _check_copies(model, [name for name in others if name in family.copies])
+    return model
+
+
+def check_hashes(model: HfModel) -> int:
+    """Compare each file with the hash it was downloaded under, where its directory keeps one. Returns how many were."""
+    checked = 0
+    for path, promised in ((file.path, _promised_hash(file.path)) for file in model.files):
+        if promised is None:
+            continue
+        with path.open("rb") as content:
+            found = hashlib.file_digest(content, "sha256").hexdigest()
+        if found != promised:
+            raise _bad(f"{path} has SHA-256 {found[:16]}…, it was published with {promised[:16]}…", _FETCH)
+        checked += 1
+    return checked
+
+
+def _promised_hash(path: Path) -> str | None:
+    """The Hub's cache names a large file by its SHA-256; a download into a directory notes it as the `etag`."""
+    names = [path.resolve().name]
+    note = path.parent / ".cache" / "huggingface" / "download" / f"{path.name}.metadata"
+    if note.is_file():
+        names += note.read_text(encoding="utf-8", errors="replace").split()
+    return next((name for name in names if re.fullmatch(r"[0-9a-f]{64}", name)), None)
+
+
+def _paths(directory: Path) -> Iterator[Path]:
+    if (directory / INDEX).exists():
+        try:
+            names = set(orjson.loads((directory / INDEX).read_bytes())["weight_map"].values())
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+            raise _bad(f"{directory / INDEX} is not an index of shards: {error}", _FETCH) from None
+        for name in sorted(names, key=str):
+            if not isinstance(name, str) or Path(name).name != name:
+                raise _bad(f"{directory / INDEX} names {name!r}, which is no file beside it", _FETCH)
+            if not (directory / name).is_file():
+                raise _bad(f"{directory} lacks the shard {name}", _FETCH)
+            yield directory / name
+    elif (directory / SINGLE).exists():
+        yield directory / SINGLE
+    elif pickled := sorted([*directory.glob("pytorch_model*.bin"), *directory.glob("*.pt"), *directory.glob("*.pth")]):
+        raise _bad(
+            f"{directory} keeps its weights in {pickled[0].name}, a pickle, which can run code when it is opened",
+            "fetch the model's safetensors; or, if you trust its author, write them with transformers: "
+            f"AutoModelForCausalLM.from_pretrained({str(directory)!r}).save_pretrained(NEW_DIR)",
+        )
+    else:
+        raise _bad(f"{directory} has neither {SINGLE} nor {INDEX}", _FETCH)
+
+
+def _check_shapes(model: HfModel) -> None:
+    wanted = {name: tuple(p.shape) for name, p in build_model(model.spec, "meta").state_dict().items()}
+    for name, entry in model.table.items():
+        try:
+            shape: object = list(model._shape(entry).shape)
+        except RuntimeError:  # parts that do not fit together
+            shape = " and ".join(str(list(model.where[t][0].infos[model.where[t][1]].shape)) for t in entry.theirs[:3])
+        if shape != list(wanted[name]):
+            back = entry.to_theirs(torch.empty(wanted[name], device="meta"))
+            raise _bad(
+                f"{entry.theirs[0]} makes {name} {shape}, config.json asks for {list(wanted[name])} "
+                f"({', '.join(f'{n} {list(t.shape)}' for n, t in list(back.items())[:3])})",
+                "check config.json against the weights, or fetch the model again",
+            )
+        for theirs in entry.theirs:
+            info = model.where[theirs][0].infos[model.where[theirs][1]]
+            if not info.dtype.is_floating_point:
+                raise _bad(f"{theirs} holds {info.dtype}, not floating-point numbers", "import the unquantised model")
+
+
+def _check_copies(model: HfModel, names: list[str]) -> None:
+    """Tied weights that were stored twice are the same numbers, or the model is not tied."""
+    for name in names:
+        original = family_of(model.spec).copies[name]
+        if not torch.equal(model.read_theirs(name), model.read_theirs(original)):
+            raise _bad(
+                f"{name} differs from {original}, and config.json says that they are one (tie_word_embeddings)",
+                "set tie_word_embeddings to false in a copy of config.json, if the model has a head of its own",
+            )
+
+
+def _some(names: list[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if names[1:] else "")
+
+
+def _bad(cause: str, fix: str) -> ArgosyError:
+    return ArgosyError("hf.bad-files", cause, fix=fix)

@@ -1,0 +1,121 @@
+"""`argosy ckpt import`: a Hugging Face directory as a directory of ours.
+
+    DIR/
+      model.json                     the model spec, where it came from, its token ids
+      tokenizer.json …               the tokenizer's files and generation settings, as they were
+      checkpoints/step-00000000/     the weights, without optimiser; hashed as every checkpoint is
+
+One parameter is in memory at a time. The directory is made under a hidden name and renamed: it is whole or absent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from argosy.checkpoint.assets import copy_assets, listed_assets
+from argosy.checkpoint.hf_files import check_hashes, open_hf
+from argosy.checkpoint.source import hf_source
+from argosy.checkpoint.staging import require_space, staged
+from argosy.checkpoint.store import WEIGHTS, Progress, finish
+from argosy.checkpoint.tensors import write_stream
+from argosy.config.counts import count_parameters
+from argosy.config.hf import model_type_of
+from argosy.config.start import HF, MODEL_FILE
+from argosy.errors import ArgosyError
+from argosy.record.console import amount
+from argosy.record.progress import Progress as Bar
+
+
+@dataclass(frozen=True)
+class Imported:
+    source: str
+    to: str
+    model_type: str
+    parameters: int
+    bytes: int
+    files_hashed: int
+    files: int
+    unused: list[str]
+    assets: list[str]
+
+    def describe(self, *, done: bool) -> str:
+        lines = [
+            f"{'imported' if done else 'would import'} {self.source} to {self.to}",
+            f"  {self.model_type}: {self.parameters:,} parameters, {amount(self.bytes)}B of weights",
+            f"  tokenizer and settings: {', '.join(self.assets) or 'none'}",
+        ]
+        if self.unused:
+            lines.append(
+                f"  left out, as the model does not use them: {', '.join(self.unused[:4])}" + _more(self.unused)
+            )
+        if done:
+            checked = f"{self.files_hashed} of {self.files}" if self.files_hashed else "none"
+            lines.append(f"  files with a published SHA-256, all right: {checked}")
+            lines.append(f"start a run from it with init_from: {self.to}")
+        return "\n".join(lines)
+
+
+def import_hf(source: str, to: Path, *, dry_run: bool = False) -> Imported:
+    if not source.startswith(HF):
+        raise ArgosyError(
+            "config.bad-value",
+            f"{source!r} does not say what it is",
+            key="SOURCE",
+            value=source,
+            fix=f"write {HF}{source} for a Hugging Face directory",
+        )
+    directory = Path(source.removeprefix(HF))
+    model = open_hf(directory)
+    infos = model.infos
+    size = sum(info.nbytes for info in infos.values())
+    facts = Imported(
+        source,
+        str(to),
+        model_type_of(model.spec),
+        count_parameters(model.spec).total,
+        size,
+        0,
+        len(model.files),
+        model.unused,
+        [path.name for path in listed_assets(directory)],
+    )
+    require_space(to, size)
+    if dry_run:
+        return facts
+    opened = hf_source(source, model)
+    with staged(to) as stage:
+        hashed = check_hashes(model)
+        place = stage / "checkpoints" / "step-00000000"
+        place.mkdir(parents=True)
+        with Bar("import", size, "B") as bar:
+            digest = write_stream(place / WEIGHTS, infos, _counted(model.read, bar))
+        finish(place, Progress(0, 0), {WEIGHTS: digest})
+        copy_assets(directory, stage)
+        description = {
+            "format": "argosy-model",
+            "version": 1,
+            "source": source,
+            "model": model.spec.model_dump(mode="json"),
+            "eod_id": opened.eod_id,
+            "token_ids": opened.token_ids,
+        }
+        (stage / MODEL_FILE).write_bytes(orjson.dumps(description, option=orjson.OPT_INDENT_2))
+    return Imported(**{**facts.__dict__, "files_hashed": hashed})
+
+
+def _counted(read: Callable[[str], Any], bar: Bar) -> Callable[[str], Any]:
+    def one(name: str) -> Any:
+        tensor = read(name)
+        bar.advance(tensor.nbytes)
+        return tensor
+
+    return one
+
+
+def _more(names: list[str]) -> str:
+    return f" and {len(names) - 4} more" if names[4:] else ""

@@ -1,0 +1,125 @@
+"""Weights to start from, to sample or to export, wherever they lie: a run (its newest good checkpoint), one checkpoint, a
+model imported before, or a Hugging Face directory. Read one parameter at a time, by our names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from argosy.checkpoint.hf_files import HfModel, open_hf
+from argosy.checkpoint.store import WEIGHTS, Checkpoint, latest, require_names, verify
+from argosy.checkpoint.tensors import TensorFile, TensorInfo
+from argosy.config.hf import read_config
+from argosy.config.model import ModelSpec
+from argosy.config.start import HF, MODEL_FILE, model_root, starting_model, stored_description
+from argosy.data.text.tokenizer import Tokenizer, load_tokenizer
+from argosy.errors import ArgosyError
+from argosy.model.init import initial_value
+
+TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+
+
+@dataclass(frozen=True)
+class Source:
+    where: str  # as the user wrote it
+    model: ModelSpec
+    infos: dict[str, TensorInfo]
+    read: Callable[[str], Tensor]
+    root: Path  # holds the tokenizer and what else belongs to the model
+    checkpoint: Checkpoint | None  # None: a Hugging Face directory
+    vocab_size: int  # rows that are no padding, as far as the model's own files say
+    eod_id: int | None
+    token_ids: dict[str, Any]  # in Hugging Face's names
+
+    @property
+    def step(self) -> int:
+        return self.checkpoint.progress.step if self.checkpoint is not None else 0
+
+    def facts(self) -> dict[str, Any]:
+        """What a run that starts here remembers of it."""
+        return {"from": self.where, "step": self.step, "vocab_size": self.vocab_size, "token_ids": self.token_ids}
+
+    def tokenizer(self) -> Tokenizer | None:
+        """The one kept beside the weights."""
+        for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model"):
+            if (self.root / name).exists() and (name != "vocab.json" or (self.root / "merges.txt").exists()):
+                return load_tokenizer(str(self.root / name))
+        return None
+
+
+def open_source(where: str, report: Callable[[str], None] = lambda text: None) -> Source:
+    if where.startswith(HF):
+        return hf_source(where, open_hf(Path(where.removeprefix(HF))))
+    path = Path(where)
+    root = model_root(path)
+    checkpoint = latest(root / "checkpoints", report) if root == path else verify(path)
+    if checkpoint is None:
+        raise ArgosyError(
+            "run.not-found",
+            f"{path} has no checkpoint yet",
+            fix="train it first, or wait for checkpoint.every to come round",
+        )
+    file = TensorFile(checkpoint.path / WEIGHTS)
+    document = stored_description(root)
+    model = starting_model(where)
+    imported = (root / MODEL_FILE).exists()
+    started = document.get("start") or {}
+    return Source(
+        where,
+        model,
+        file.infos,
+        file.read,
+        root,
+        checkpoint,
+        vocab_size=model.vocab_size if imported else int(started.get("vocab_size", 0)),
+        eod_id=document.get("eod_id") if imported else (document.get("data") or {}).get("eod_id"),
+        token_ids=dict(document.get("token_ids") or started.get("token_ids") or {}),
+    )
+
+
+def hf_source(where: str, found: HfModel) -> Source:
+    config = read_config(found.directory)
+    ids = {key: config[key] for key in TOKEN_KEYS if config.get(key) is not None}
+    eos = ids.get("eos_token_id")
+    return Source(
+        where,
+        found.spec,
+        found.infos,
+        found.read,
+        found.directory,
+        None,
+        vocab_size=found.spec.vocab_size,
+        eod_id=(eos[0] if eos else None) if isinstance(eos, list) else eos,
+        token_ids=ids,
+    )
+
+
+def require_fit(source: Source, model: nn.Module, spec: ModelSpec) -> None:
+    """Refuse weights that are not of this model; its vocabulary may be larger than theirs."""
+    wanted = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    require_names(source.infos.keys(), wanted.keys(), Path(source.where))
+    for name, shape in wanted.items():
+        found = source.infos[name].shape
+        grown = (spec.vocab_size, *found[1:]) if found[:1] == (source.model.vocab_size,) else found
+        if shape not in (found, grown):
+            raise ArgosyError(
+                "checkpoint.mismatch",
+                f"{source.where}: {name} has shape {list(found)}, the model wants {list(shape)}",
+                fix="leave `model:` out to take it from there",
+            )
+
+
+def starting_weights(source: Source, model: nn.Module, spec: ModelSpec, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter of a model by name, from a source that fits. Rows by which the model's vocabulary is larger are
+    drawn as those of a new model are: plain rows that never are inputs or labels."""
+    for name, parameter in model.named_parameters():
+        value = source.read(name)
+        if value.shape != parameter.shape:
+            rows = initial_value(name, parameter.shape, spec, seed)
+            rows[: len(value)] = value
+            value = rows
+        yield name, value

@@ -1,0 +1,61 @@
+"""A directory that is whole or absent: made under a hidden name, synced, renamed; what was begun is removed on a fault."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from argosy.checkpoint.store import sync_directory
+from argosy.errors import ArgosyError
+
+
+@contextmanager
+def staged(to: Path) -> Iterator[Path]:
+    require_absent(to)
+    stage = to.with_name(f".{to.name}.partial")
+    try:
+        shutil.rmtree(stage, ignore_errors=True)
+        stage.mkdir(parents=True)
+        yield stage
+        sync_directory(stage)
+        if to.exists():
+            to.rmdir()  # an empty directory, or somebody wrote there in the meantime
+        stage.rename(to)
+        sync_directory(to.parent)
+    except OSError as error:
+        raise ArgosyError(
+            "hf.write-failed",
+            f"{to} could not be written: {error.strerror or error}; nothing was left behind",
+            fix="free some space, or choose another directory",
+        ) from None
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
+
+
+def require_absent(to: Path) -> None:
+    if to.is_symlink() or to.is_file() or (to.is_dir() and any(to.iterdir())):
+        raise ArgosyError(
+            "hf.exists", f"{to} already holds something", key="--to", value=str(to), fix="choose another directory"
+        )
+
+
+def require_space(to: Path, size: int) -> None:
+    """Refuse before the work is begun where the disk cannot hold the result."""
+    require_absent(to)
+    nearest = next(parent for parent in (to, *to.absolute().parents) if parent.exists())
+    free = shutil.disk_usage(nearest).free
+    if free < size:
+        raise ArgosyError(
+            "hf.write-failed",
+            f"{to} needs {size / 1e9:.2f} GB, and {nearest} has {free / 1e9:.2f} GB free",
+            key="--to",
+            value=str(to),
+            fix="free some space, or choose another directory",
+        )
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ArgosyError(
+            "hf.write-failed", f"{nearest} is not writable", key="--to", value=str(to), fix="choose another directory"
+        )

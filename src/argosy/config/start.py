@@ -1,0 +1,103 @@
+"""Where a run starts from (`init_from`): the model that lies there, and whether the run's own model is the same.
+
+It is a Hugging Face directory (`hf:DIR`), a run, one checkpoint of a run, or a directory made by `argosy ckpt import`.
+Only descriptions are read here; `argosy.checkpoint.source` reads the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+from pydantic import ValidationError
+
+from argosy.config.hf import from_config, read_config
+from argosy.config.model import ModelSpec
+from argosy.errors import ArgosyError
+
+HF = "hf:"
+MODEL_FILE = "model.json"  # describes an imported model, as resolved.json describes a run
+RUN_FILE = "resolved.json"
+
+# Change how a model is trained, not what its weights mean.
+_FREE = ("preset", "dropout", "init_std", "target_len", "moe.balance_loss", "moe.z_loss", "moe.bias_rate")
+# Change what the weights compute, on purpose where the user wrote them: longer sequences are trained this way.
+_STRETCH = ("rope_theta", "rope_scaling", "window")
+
+
+def model_root(path: Path) -> Path:
+    """The directory that describes a model's checkpoint: its own, or that of the run it belongs to."""
+    for root in (path, *([path.parent.parent] if path.parent.name == "checkpoints" else [])):
+        if (root / MODEL_FILE).exists() or (root / RUN_FILE).exists():
+            return root
+    known = sorted({p.parent.name for name in (RUN_FILE, MODEL_FILE) for p in path.parent.glob(f"*/{name}")})
+    raise ArgosyError(
+        "run.not-found",
+        f"{path} is neither a run, nor a checkpoint of one, nor an imported model",
+        fix=f"runs in {path.parent}: {', '.join(known)}"
+        if known
+        else f"give runs/<name>, runs/<name>/checkpoints/step-…, or {HF}DIR for a Hugging Face directory",
+    )
+
+
+def stored_description(root: Path) -> dict[str, Any]:
+    """The JSON object that describes the run or the imported model in `root`."""
+    path = root / (MODEL_FILE if (root / MODEL_FILE).exists() else RUN_FILE)
+    try:
+        return dict(orjson.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError) as error:
+        raise ArgosyError("run.damaged", f"{path} cannot be read: {error}", fix="restore it from a backup") from None
+
+
+def starting_model(init_from: str) -> ModelSpec:
+    """The model that lies there."""
+    if init_from.startswith(HF):
+        directory = Path(init_from.removeprefix(HF))
+        return from_config(read_config(directory), str(directory / "config.json"))
+    root = model_root(Path(init_from))
+    document = stored_description(root)
+    try:
+        return ModelSpec.model_validate(document["model"] if "model" in document else document["spec"]["model"])
+    except (KeyError, TypeError, ValidationError) as error:
+        raise ArgosyError(
+            "run.damaged", f"{root} describes no model: {error}", fix="restore it from a backup"
+        ) from None
+
+
+def check_start(model: ModelSpec, start: ModelSpec, origins: dict[str, str]) -> None:
+    """Refuse a model whose numbers the weights of the start would not give."""
+    for key, ours, theirs in differences(model, start):
+        top = key.partition(".")[0]
+        written = not origins.get(f"model.{key}", "default").startswith(
+            ("preset", "family", "derived", "default", "init_from")
+        )
+        if top in _STRETCH and written:
+            continue
+        raise ArgosyError(
+            "config.conflict",
+            f"init_from holds a model with {key} = {theirs!r}, this run asks for {ours!r}",
+            key=f"model.{key}",
+            value=ours,
+            origin=origins.get(f"model.{key}"),
+            fix="leave `model:` out to take it from there" + (", or write the key itself" if top in _STRETCH else ""),
+        )
+
+
+def differences(model: ModelSpec, start: ModelSpec) -> Iterator[tuple[str, Any, Any]]:
+    """(key, here, there) of what matters to the weights."""
+    here, there = _leaves(model.model_dump()), _leaves(start.model_dump())
+    for key in sorted(here.keys() | there.keys()):
+        mine, theirs = here.get(key), there.get(key)
+        more_rows = key == "vocab_size" and model.vocab_size > start.vocab_size
+        longer = key == "max_seq_len" and model.positions != "learned"
+        if mine != theirs and key not in _FREE and not more_rows and not longer:
+            yield key, mine, theirs
+
+
+def _leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found

@@ -1,0 +1,204 @@
+"""Imported models compute what they computed, are whole or absent, and are refused in words when their files are not
+what their config says."""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from argosy.checkpoint.hf_import import import_hf
+from argosy.checkpoint.store import latest
+from argosy.errors import ArgosyError
+from argosy.train.session import load_model
+from hf_models import DECODERS, save
+
+TOKENS = torch.randint(0, 257, (2, 40), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    save("llama", tmp_path / "llama")
+    return tmp_path / "llama"
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+def test_an_imported_model_gives_the_same_logits(kind: str, tmp_path: Path) -> None:
+    theirs = save(kind, tmp_path / "hf", max_shard_size="60KB")
+    import_hf(f"hf:{tmp_path / 'hf'}", tmp_path / "ours")
+    for where in (str(tmp_path / "ours"), f"hf:{tmp_path / 'hf'}"):
+        model = load_model(where, device="cpu").model
+        with torch.no_grad():
+            expected, found = theirs(input_ids=TOKENS).logits, model(TOKENS)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_weights_keep_their_precision_and_carry_hashes(tmp_path: Path) -> None:
+    save("llama", tmp_path / "hf")
+    weights = {name: t.bfloat16() for name, t in load_file(tmp_path / "hf" / "model.safetensors").items()}
+    save_file(weights, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
+    import_hf(f"hf:{tmp_path / 'hf'}", tmp_path / "ours")
+    checkpoint = latest(tmp_path / "ours" / "checkpoints", report=lambda text: None)
+    assert checkpoint is not None
+    assert {t.dtype for t in checkpoint.weights().values()} == {torch.bfloat16}
+
+
+def test_older_files_are_read_names_without_prefix_masks_and_a_stored_tied_head(tmp_path: Path) -> None:
+    theirs = save("gpt2", tmp_path / "hf")
+    path = tmp_path / "hf" / "model.safetensors"
+    old = {name.removeprefix("transformer."): t for name, t in load_file(path).items()}
+    old |= {f"h.{i}.attn.bias": torch.ones(1, 1, 64, 64) for i in range(2)} | {
+        "lm_head.weight": old["wte.weight"].clone()
+    }
+    save_file(old, path)
+    found = import_hf(f"hf:{tmp_path / 'hf'}", tmp_path / "ours")
+    assert found.unused == ["h.0.attn.bias", "h.1.attn.bias"]
+    model = load_model(str(tmp_path / "ours"), device="cpu").model
+    with torch.no_grad():
+        torch.testing.assert_close(model(TOKENS), theirs(input_ids=TOKENS).logits, rtol=1e-4, atol=1e-4)
+
+
+def _edit(directory: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    weights = load_file(directory / "model.safetensors")
+    change(weights)
+    save_file(weights, directory / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda w: w.pop("model.layers.1.mlp.up_proj.weight"), "lacks model.layers.1.mlp.up_proj.weight"),
+        (lambda w: w.update({"model.layers.0.extra": torch.ones(2)}), "holds model.layers.0.extra"),
+        (lambda w: w.update({"model.norm.weight": torch.ones(47)}), r"\[47\].*asks for \[48\]"),
+        (lambda w: w.update({"model.layers.0.self_attn.k_proj.weight": torch.ones(7, 48)}), r"k_proj.*|attn.qkv"),
+        (lambda w: w.update({"model.norm.weight": torch.ones(48, dtype=torch.uint8)}), "not floating-point"),
+    ],
+)
+def test_wrong_tensors_are_named(llama: Path, tmp_path: Path, change: Any, says: str) -> None:
+    _edit(llama, change)
+    with pytest.raises(ArgosyError, match=says) as refused:
+        import_hf(f"hf:{llama}", tmp_path / "ours")
+    assert refused.value.code == "hf.bad-files"
+    assert not (tmp_path / "ours").exists()
+
+
+def test_a_tied_head_that_differs_is_not_dropped(tmp_path: Path) -> None:
+    save("llama3", tmp_path / "hf")
+    _edit(tmp_path / "hf", lambda w: w.update({"lm_head.weight": torch.ones(257, 48)}))
+    with pytest.raises(ArgosyError, match="tie_word_embeddings"):
+        import_hf(f"hf:{tmp_path / 'hf'}", tmp_path / "ours")
+
+
+def test_a_truncated_file_is_refused_before_anything_is_written(llama: Path, tmp_path: Path) -> None:
+    path = llama / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ArgosyError, match="its header promises"):
+        import_hf(f"hf:{llama}", tmp_path / "ours")
+
+
+def test_a_missing_shard_and_an_index_that_leads_outside_are_refused(tmp_path: Path) -> None:
+    save("llama", tmp_path / "hf", max_shard_size="60KB")
+    shard = sorted((tmp_path / "hf").glob("model-*"))[1]
+    shard.rename(tmp_path / "elsewhere.safetensors")
+    with pytest.raises(ArgosyError, match=f"lacks the shard {shard.name}"):
+        import_hf(f"hf:{tmp_path / 'hf'}", tmp_path / "ours")
+    index = tmp_path / "hf" / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace(shard.name, "../elsewhere.safetensors"))
+    with pytest.raises(ArgosyError, match="no file beside it"):
+        import_hf(f"hf:{tmp_path / 'hf'}", tmp_path / "ours")
+
+
+def test_pickles_are_never_opened(llama: Path, tmp_path: Path) -> None:
+    (llama / "model.safetensors").unlink()
+    (llama / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
+    with pytest.raises(ArgosyError, match="a pickle") as refused:
+        import_hf(f"hf:{llama}", tmp_path / "ours")
+    assert "save_pretrained" in refused.value.fix
+
+
+def test_a_file_that_is_not_the_one_published_is_refused(llama: Path, tmp_path: Path) -> None:
+    note = llama / ".cache" / "huggingface" / "download" / "model.safetensors.metadata"
+    note.parent.mkdir(parents=True)
+    note.write_text("0" * 40 + "\n" + "1" * 64 + "\n1700000000.0\n")
+    with pytest.raises(ArgosyError, match="it was published with"):
+        import_hf(f"hf:{llama}", tmp_path / "ours")
+    assert list(tmp_path.glob(".ours*")) == []
+
+
+def test_nothing_is_overwritten_and_a_dry_run_writes_nothing(llama: Path, tmp_path: Path) -> None:
+    import_hf(f"hf:{llama}", tmp_path / "ours", dry_run=True)
+    assert not (tmp_path / "ours").exists()
+    import_hf(f"hf:{llama}", tmp_path / "ours")
+    with pytest.raises(ArgosyError) as refused:
+        import_hf(f"hf:{llama}", tmp_path / "ours")
+    assert refused.value.code == "hf.exists"
+
+
+def test_a_full_disk_leaves_nothing_behind(llama: Path, tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        with pytest.raises(ArgosyError) as refused:
+            import_hf(f"hf:{llama}", tmp_path / "ours")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert refused.value.code == "hf.write-failed"
+    assert [path.name for path in tmp_path.iterdir()] == ["llama"]
+
+
+LARGE = {
+    "model_type": "llama", "num_hidden_layers": 6, "hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 4096,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 64,
+}  # fmt: skip
+MEASURE = """
+import resource, sys
+from pathlib import Path
+from argosy.checkpoint.hf_import import import_hf
+import argosy.checkpoint.hf_files, torch
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+before = peak()
+import_hf("hf:" + sys.argv[1], Path(sys.argv[2]))
+print(peak() - before)
+"""
+
+
+def test_importing_takes_less_memory_than_two_shards(tmp_path: Path) -> None:
+    from argosy.checkpoint.tensors import TensorInfo, write_stream
+    from argosy.config.hf import from_config
+    from argosy.model.build import build_model
+    from argosy.model.hf import entries
+
+    spec = from_config(LARGE)
+    sizes = dict(build_model(spec, "meta").named_parameters())
+    theirs: dict[str, TensorInfo] = {}
+    for entry in entries(spec):
+        parts = entry.to_theirs(sizes[entry.ours].to(torch.bfloat16))
+        theirs |= {name: TensorInfo.of(part) for name, part in parts.items()}
+    shards: list[dict[str, TensorInfo]] = [{}]
+    for name, info in theirs.items():
+        if sum(i.nbytes for i in shards[-1].values()) + info.nbytes > 50_000_000:
+            shards.append({})
+        shards[-1][name] = info
+    (tmp_path / "hf").mkdir()
+    weight_map = {}
+    for number, shard in enumerate(shards):
+        name = f"model-{number}.safetensors"
+        write_stream(tmp_path / "hf" / name, shard, lambda n, s=shard: torch.zeros(s[n].shape, dtype=s[n].dtype))
+        weight_map |= dict.fromkeys(shard, name)
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(LARGE))
+    (tmp_path / "hf" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    command = [sys.executable, "-c", MEASURE, str(tmp_path / "hf"), str(tmp_path / "ours")]
+    grown = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert len(shards) >= 4
+    assert grown < 2 * 50_000_000, f"importing took {grown / 1e6:.0f} MB more"

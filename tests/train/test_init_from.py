@@ -1,0 +1,149 @@
+"""A run can start from weights: Hugging Face's, another run's, or an imported model's; and says so."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from argosy.checkpoint.hf_import import import_hf
+from argosy.checkpoint.source import open_source
+from argosy.checkpoint.store import latest
+from argosy.config.resolve import resolve
+from argosy.errors import ArgosyError
+from argosy.record.rundir import RunDir
+from argosy.train.evaluate import evaluate_run
+from argosy.train.loop import TrainOptions, dry_run, train
+from hf_models import save
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> str:
+    save("llama", tmp_path / "hf")
+    return f"hf:{tmp_path / 'hf'}"
+
+
+@pytest.fixture
+def spec(write_spec: Write) -> Callable[..., Path]:
+    """A run spec without a model."""
+
+    def write(init_from: str, **sections: Any) -> Path:
+        path = write_spec(
+            init_from=init_from, train={"global_batch": 8, "steps": 1}, **{"optim": {"lr": 1e-9}} | sections
+        )
+        if "model" not in sections:
+            text = path.read_text()
+            start = text.index("model:")
+            end = text.index("name:")
+            path.write_text(text[:start] + text[end:])
+        return path
+
+    return write
+
+
+def _run(path: Path, *overrides: str) -> RunDir:
+    resolved = resolve(path, overrides)
+    train(resolved, path, TrainOptions(quiet=True))
+    return RunDir(Path(resolved.spec.runs_dir) / resolved.spec.name)
+
+
+def _weights(run: RunDir) -> dict[str, torch.Tensor]:
+    checkpoint = latest(run.checkpoints, report=lambda text: None)
+    assert checkpoint is not None
+    return checkpoint.weights()
+
+
+def test_a_run_starts_from_hugging_face_weights_at_step_0(llama: str, spec: Write, tmp_path: Path) -> None:
+    run = _run(spec(llama))
+    source = open_source(llama)
+    for name, value in _weights(run).items():
+        torch.testing.assert_close(value, source.read(name), rtol=0, atol=1e-6)  # one step of a learning rate of 1e-9
+    stored = json.loads(run.resolved_file.read_text())
+    assert stored["spec"]["init_from"] == llama
+    assert stored["spec"]["model"]["hidden"] == 48
+    assert stored["origins"]["model.hidden"] == "init_from"
+    assert stored["start"] == {
+        "from": llama, "step": 0, "vocab_size": 257, "token_ids": {"bos_token_id": 256, "eos_token_id": 256}
+    }  # fmt: skip
+    start = json.loads(run.events.read_text().splitlines()[0])
+    assert (start["event"], start["step"], start["init_from"]["from"]) == ("start", 0, llama)
+
+
+def test_from_an_import_or_a_checkpoint_it_is_the_same_run(llama: str, spec: Write, tmp_path: Path) -> None:
+    import_hf(llama, tmp_path / "imported")
+    first = _run(spec(llama))
+    second = _run(spec(str(tmp_path / "imported")), "name=second")
+    assert all(torch.equal(_weights(second)[name], value) for name, value in _weights(first).items())
+    third = _run(spec(str(first.checkpoints / "step-00000001")), "name=third")
+    assert json.loads(third.resolved_file.read_text())["start"]["step"] == 1
+
+
+def test_going_on_does_not_start_again(llama: str, spec: Write) -> None:
+    run = _run(spec(llama, optim={"lr": 1e-2}))
+    before = json.loads(run.resolved_file.read_text())["start"]
+    run = _run(spec(llama, optim={"lr": 1e-2}), "train.steps=2")
+    events = [json.loads(line) for line in run.events.read_text().splitlines()]
+    assert [e["event"] for e in events if e["event"] in ("start", "resume")] == ["start", "resume"]
+    assert json.loads(run.resolved_file.read_text())["start"] == before
+
+
+def test_a_larger_vocabulary_keeps_the_rows_and_draws_the_others(llama: str, spec: Write) -> None:
+    run = _run(spec(llama, model={"vocab_size": 320}))
+    source = open_source(llama)
+    for name in ("embed.tokens.weight", "head.weight"):
+        rows = _weights(run)[name]
+        assert rows.shape == (320, 48)
+        torch.testing.assert_close(rows[:257], source.read(name), rtol=0, atol=1e-6)
+        assert 0.01 < float(rows[257:].std()) < 0.03
+
+
+@pytest.mark.parametrize(
+    ("model", "key"),
+    [
+        ({"layers": 3}, "model.layers"),
+        ({"vocab_size": 200}, "model.vocab_size"),
+        ({"norm_eps": 1e-3}, "model.norm_eps"),
+        ({"preset": "llama2-7b", "layers": 2}, "model.ffn"),
+    ],
+)
+def test_a_model_that_does_not_agree_is_refused_with_the_key(llama: str, spec: Write, model: Any, key: str) -> None:
+    with pytest.raises(ArgosyError) as refused:
+        resolve(spec(llama, model=model))
+    assert (refused.value.code, refused.value.key) == ("config.conflict", key)
+
+
+def test_dropout_length_and_rotary_base_may_be_changed_on_purpose(llama: str, spec: Write) -> None:
+    changes = {"dropout": 0.1, "max_seq_len": 128, "rope_theta": 1e6}
+    model = resolve(spec(llama, model=changes)).spec.model
+    assert (model.dropout, model.max_seq_len, model.rope_theta) == (0.1, 128, 1e6)
+
+
+def test_a_dry_run_says_what_it_starts_from(llama: str, spec: Write) -> None:
+    assert any(llama in line for line in dry_run(resolve(spec(llama)), TrainOptions()))
+
+
+def test_nothing_to_start_from_is_refused_before_the_run_directory_is_made(spec: Write, tmp_path: Path) -> None:
+    for where in ("hf:nowhere", str(tmp_path / "runs" / "nowhere")):
+        with pytest.raises(ArgosyError, match="nowhere"):
+            resolve(spec(where))
+
+
+def test_an_imported_model_is_not_trained_in_place(llama: str, spec: Write, tmp_path: Path) -> None:
+    import_hf(llama, tmp_path / "runs" / "tiny")
+    with pytest.raises(ArgosyError, match="imported model") as refused:
+        _run(spec(llama))
+    assert refused.value.code == "run.exists"
+
+
+def test_an_imported_model_is_evaluated_on_a_corpus_it_is_given(llama: str, corpus: Path, tmp_path: Path) -> None:
+    import_hf(llama, tmp_path / "imported")
+    result, step = evaluate_run(str(tmp_path / "imported"), split="validation", batches=1, data=str(corpus))
+    assert (step, result.split) == (0, str(corpus))
+    with pytest.raises(ArgosyError, match="no data of its own"):
+        evaluate_run(str(tmp_path / "imported"), split="validation", batches=1)
