@@ -133,11 +133,18 @@ def choose(reference: JsonTokenizer, sample: list[str]) -> tuple[object, str]:
 
 
 @pytest.mark.parametrize("special_in_text", [False, True])
-def test_the_fast_engine_is_used_when_it_gives_the_same_ids(special_in_text: bool) -> None:
-    pytest.importorskip("fastokens")
-    name, said = choose(JsonTokenizer(TRAINED, "t", special_in_text=special_in_text), ["some text"])
-    assert name == "fastokens"
-    assert "fastokens, ids equal" in said
+@pytest.mark.parametrize("engine", list(engines.ENGINES))
+def test_a_fast_engine_is_used_when_it_gives_the_same_ids(
+    engine: str, special_in_text: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "ENGINES", {engine: engines.ENGINES[engine]})
+    reference = JsonTokenizer(TRAINED, "t", special_in_text=special_in_text)
+    name, said = choose(reference, ["some text", "with <|endoftext|> in it"])
+    assert (name, said.partition(",")[0]) == (engine, engine), said
+    for texts in ([], [""], ["", "one", ""]):
+        encode = load_engine(engine, reference.text, special_in_text)
+        for ours, theirs in zip(encode(texts), reference.encode(texts), strict=True):
+            assert ours.tolist() == theirs.tolist()
 
 
 def test_one_different_id_and_the_reference_is_used_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
