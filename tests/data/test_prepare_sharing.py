@@ -14,7 +14,6 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import zstandard
 
@@ -229,19 +228,3 @@ else:
     assert "a worker died while making part" in process.stderr
     assert list((tmp_path / "out" / ".parts").glob("*.json"))
     assert make(inputs, tmp_path / "out", workers=1, shards=2) == make(inputs, tmp_path / "new", workers=1, shards=2)
-
-
-def test_megatrons_own_tool_would_write_the_same_bytes(tmp_path: Path) -> None:
-    """The pair equals what Megatron's builder makes of the same ids, one document a line, eod appended."""
-    import torch
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
-    texts = [f"document {i} é" * (i % 5 + 1) for i in range(60)]
-    (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
-    make([str(tmp_path / "x.jsonl")], tmp_path / "out")
-    builder = IndexedDatasetBuilder(str(tmp_path / "m.bin"), dtype=np.uint16)
-    for text in texts:
-        builder.add_document(torch.tensor([*text.encode(), 256]), [len(text.encode()) + 1])
-    builder.finalize(str(tmp_path / "m.idx"))
-    assert (tmp_path / "m.bin").read_bytes() == (tmp_path / "out" / "shard-00000.bin").read_bytes()
-    assert (tmp_path / "m.idx").read_bytes() == (tmp_path / "out" / "shard-00000.idx").read_bytes()

@@ -97,8 +97,7 @@ def _sentences(value: Any) -> Sentences:
             raise _Fault("not-text", f"{_json_kind(sentence)} where text belongs")
         if "\x00" in sentence:
             raise _Fault("nul", f"a NUL character at position {sentence.index(chr(0))}")
-    sentences = [sentence for sentence in sentences if sentence.strip()]
-    if not sentences:
+    if not any(sentence.strip() for sentence in sentences):
         raise _Fault("empty", "no text")
     return sentences
 
