@@ -37,13 +37,41 @@ DECODERS: dict[str, Callable[[], Any]] = {
     "mpt": lambda: T.MptForCausalLM(
         T.MptConfig(d_model=48, n_heads=4, n_layers=2, vocab_size=257, max_seq_len=64, eos_token_id=256)
     ),
+    "mixtral": lambda: T.MixtralForCausalLM(
+        T.MixtralConfig(**_gated(num_local_experts=4, num_experts_per_tok=2, intermediate_size=24))
+    ),
+    "qwen3_moe": lambda: T.Qwen3MoeForCausalLM(
+        T.Qwen3MoeConfig(
+            **_gated(head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, mlp_only_layers=[0])
+        )
+    ),
+}
+_BERT = {
+    "num_hidden_layers": 2, "hidden_size": 48, "vocab_size": 257, "max_position_embeddings": 64,
+    "num_attention_heads": 6, "intermediate_size": 80,
+}  # fmt: skip
+_T5 = {
+    "num_layers": 2,
+    "num_decoder_layers": 3,
+    "d_model": 48,
+    "d_kv": 8,
+    "d_ff": 80,
+    "num_heads": 6,
+    "vocab_size": 257,
+}
+MODELS: dict[str, Callable[[], Any]] = DECODERS | {
+    "bert": lambda: T.BertForPreTraining(T.BertConfig(**_BERT)),
+    "bert-masked": lambda: T.BertForMaskedLM(T.BertConfig(**_BERT)),
+    "t5": lambda: T.T5ForConditionalGeneration(T.T5Config(**_T5)),
 }
 
 
-def save(kind: str, directory: Path, **options: Any) -> Any:
+def save(kind: str, directory: Path, vocab_size: int = 257, **options: Any) -> Any:
     """The model, with weights larger than a fresh one's so that differences show, saved in a directory."""
     torch.manual_seed(0)
-    model = DECODERS[kind]().eval()
+    model = MODELS[kind]().eval()
+    if vocab_size != model.config.vocab_size:
+        model.resize_token_embeddings(vocab_size)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0.0, 0.2)

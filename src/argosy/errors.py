@@ -57,6 +57,7 @@ CODES: Final[dict[str, str]] = {
     "checkpoint.save-failed": "A checkpoint could not be written.",
     "hf.unsupported": "A Hugging Face model has a setting Argosy cannot represent, or a model of ours one they cannot.",
     "hf.bad-files": "A Hugging Face model directory lacks a file or tensor, or holds one that is damaged or not safe to read.",
+    "hf.differs": "An exported model does not hold or compute what ours does; nothing was kept.",
     "hf.exists": "The directory to import or export to already holds something.",
     "hf.write-failed": "An imported or exported model could not be written.",
     "io.failed": "The operating system refused a file operation.",

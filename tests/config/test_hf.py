@@ -23,6 +23,8 @@ CLASSES: dict[str, Any] = {
     "mixtral": T.MixtralConfig,
     "qwen3_moe": T.Qwen3MoeConfig,
     "mpt": T.MptConfig,
+    "bert": T.BertConfig,
+    "t5": T.T5Config,
 }
 PRESETS = {
     "gpt2": "gpt2",
@@ -35,6 +37,9 @@ PRESETS = {
     "qwen3-30b-a3b": "qwen3_moe",
     "moe-3.5b-a1.1b": "mixtral",
     "mpt-7b": "mpt",
+    "bert-base": "bert",
+    "t5-small": "t5",
+    "t5-v1.1-small": "t5",
 }
 
 
@@ -93,6 +98,10 @@ def test_rotary_scaling_is_read_in_the_old_and_the_new_form() -> None:
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step"),
         ("qwen3_moe", {"mlp_only_layers": [0, 5]}, "mlp_only_layers"),
+        ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type"),
+        ("bert", {"hidden_dropout_prob": 0.0}, "attention_probs_dropout_prob"),
+        ("t5", {"feed_forward_proj": "gated-silu"}, "feed_forward_proj"),
+        ("t5", {"relative_attention_num_buckets": 16}, "relative_attention_num_buckets"),
         ("gemma2", {}, "model_type"),
     ],
 )

@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 from pydantic import ValidationError
 
-from argosy.config.hf import from_config, read_config
+from argosy.config.hf import from_config, leaves, read_config
 from argosy.config.model import ModelSpec
 from argosy.errors import ArgosyError
 
@@ -22,7 +22,7 @@ MODEL_FILE = "model.json"  # describes an imported model, as resolved.json descr
 RUN_FILE = "resolved.json"
 
 # Change how a model is trained, not what its weights mean.
-_FREE = ("preset", "dropout", "init_std", "target_len", "moe.balance_loss", "moe.z_loss", "moe.bias_rate")
+_FREE = ("preset", "dropout", "init_std", "moe.balance_loss", "moe.z_loss", "moe.bias_rate")
 # Change what the weights compute, on purpose where the user wrote them: longer sequences are trained this way.
 _STRETCH = ("rope_theta", "rope_scaling", "window")
 
@@ -87,17 +87,10 @@ def check_start(model: ModelSpec, start: ModelSpec, origins: dict[str, str]) -> 
 
 def differences(model: ModelSpec, start: ModelSpec) -> Iterator[tuple[str, Any, Any]]:
     """(key, here, there) of what matters to the weights."""
-    here, there = _leaves(model.model_dump()), _leaves(start.model_dump())
+    here, there = leaves(model.model_dump()), leaves(start.model_dump())
     for key in sorted(here.keys() | there.keys()):
         mine, theirs = here.get(key), there.get(key)
         more_rows = key == "vocab_size" and model.vocab_size > start.vocab_size
         longer = key == "max_seq_len" and model.positions != "learned"
         if mine != theirs and key not in _FREE and not more_rows and not longer:
             yield key, mine, theirs
-
-
-def _leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        found |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return found

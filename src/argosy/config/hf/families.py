@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 from pydantic import ValidationError
 
-from argosy.config.hf import decoders, experts
+from argosy.config.hf import decoders, encoders, experts
 from argosy.config.hf.keys import Keys
 from argosy.config.model import ModelSpec
 from argosy.config.presets import FAMILIES
@@ -20,7 +20,7 @@ from argosy.errors import ArgosyError
 Tree = dict[str, Any]
 CONFIG = "config.json"
 # Of no effect on what a trained model computes: an export may lose them, and says so.
-TRAINING_ONLY = frozenset({"preset", "dropout", "init_std", "target_len", "moe.balance_loss", "moe.z_loss"})
+TRAINING_ONLY = frozenset({"preset", "dropout", "init_std", "pair", "moe.balance_loss", "moe.z_loss"})
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,8 @@ _FAMILIES = {
     "mixtral": _Family(experts.read_mixtral, experts.write_mixtral),
     "qwen3_moe": _Family(experts.read_qwen3_moe, experts.write_qwen3_moe),
     "mpt": _Family(decoders.read_mpt, decoders.write_mpt),
+    "bert": _Family(encoders.read_bert, encoders.write_bert),
+    "t5": _Family(encoders.read_t5, encoders.write_t5),
 }
 
 
@@ -112,15 +114,16 @@ def to_config(spec: ModelSpec) -> Tree:
 
 def export_gap(spec: ModelSpec, document: Tree) -> dict[str, tuple[Any, Any]]:
     """Keys of the spec that a config does not say: (ours, what it would be read back as)."""
-    ours, back = _leaves(spec), _leaves(from_config(document))
-    return {key: (value, back.get(key)) for key, value in ours.items() if value != back.get(key)}
+    ours, back = leaves(spec.model_dump()), leaves(from_config(document).model_dump())
+    gap = {key: (value, back.get(key)) for key, value in ours.items() if value != back.get(key)}
+    if spec.moe is not None and not spec.moe.dense_layers:
+        gap.pop("ffn", None)  # no layer has it
+    return gap
 
 
-def _leaves(spec: ModelSpec) -> Tree:
-    """The keys of a spec that have a say, those of the experts among them."""
-    tree = spec.model_dump()
-    if spec.moe is not None:
-        tree |= {f"moe.{key}": value for key, value in tree.pop("moe").items()}
-        if not spec.moe.dense_layers:
-            del tree["ffn"]  # no layer has it
-    return tree
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> Tree:
+    """The keys of a spec and, dotted, those of its parts."""
+    found: Tree = {}
+    for key, value in tree.items():
+        found |= leaves(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return found

@@ -1,0 +1,207 @@
+"""`argosy ckpt export`: weights of ours as a directory that `from_pretrained` loads.
+
+One parameter is in memory at a time, no GPU is needed, and the rows that only padded the vocabulary are left out. Before
+the directory takes its name, every tensor is read back and compared bit for bit, and the logits are compared with those
+of transformers' own model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+import torch
+from torch import Tensor
+
+from argosy.checkpoint.assets import copy_assets
+from argosy.checkpoint.hf_files import INDEX, SINGLE
+from argosy.checkpoint.hf_tokenizer import write_tokenizer
+from argosy.checkpoint.hf_verify import compare_logits, compare_weights
+from argosy.checkpoint.source import Source, open_source
+from argosy.checkpoint.staging import require_space, staged
+from argosy.checkpoint.tensors import TensorInfo, write_stream
+from argosy.config.counts import count_parameters
+from argosy.config.hf import export_gap, to_config
+from argosy.config.model import ModelSpec
+from argosy.config.units import parse_bytes
+from argosy.errors import ArgosyError
+from argosy.model.build import build_model
+from argosy.model.hf import Entry, entries
+from argosy.record.console import amount
+from argosy.record.progress import Progress
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES.values()}
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    dtype: str | None = None  # None: as the weights are stored
+    shard_size: int = 5_000_000_000  # bytes
+    verify: bool = True
+    keep_padding: bool = False
+
+
+def shard_bytes(text: str) -> int:
+    """`5GB` in bytes."""
+    try:
+        size = int(parse_bytes(text))
+        if size < 1:
+            raise ValueError("a shard has at least one byte")
+    except ValueError as error:
+        raise ArgosyError(
+            "config.bad-value", str(error), key="--shard-size", value=text, fix="write --shard-size 5GB"
+        ) from None
+    return size
+
+
+@dataclass(frozen=True)
+class Exported:
+    source: str
+    step: int
+    to: str
+    model_type: str
+    parameters: int
+    bytes: int
+    dtype: str
+    files: list[str]
+    padding_removed: int
+    notes: list[str] = field(default_factory=list)
+
+    def describe(self, *, done: bool) -> str:
+        lines = [
+            f"{'exported' if done else 'would export'} {self.source} (step {self.step}) to {self.to}",
+            f"  {self.model_type}: {self.parameters:,} parameters in {self.dtype}, {amount(self.bytes)}B in "
+            f"{len(self.files)} file{'s' if self.files[1:] else ''}",
+        ]
+        if self.padding_removed:
+            lines.append(f"  {self.padding_removed} rows of padding left out of the vocabulary")
+        return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
+
+
+def export_hf(where: str, to: Path, options: ExportOptions, *, dry_run: bool = False) -> Exported:
+    notes: list[str] = []
+    source = open_source(where, report=notes.append)
+    spec = source.model.model_copy(update={"vocab_size": _rows(source, options, notes)})
+    config = to_config(spec)
+    notes += [
+        f"{key} {ours!r} has no place in their config (it matters to training only)"
+        for key, (ours, _) in export_gap(spec, config).items()
+        if key != "preset"
+    ]
+    reader = Converter(source, spec, None if options.dtype is None else DTYPES[options.dtype])
+    shards = _shards(reader.infos, options.shard_size)
+    size = sum(info.nbytes for info in reader.infos.values())
+    dtype = _NAMES[max((info.dtype for info in reader.infos.values()), key=lambda one: one.itemsize)]
+    facts = Exported(
+        where,
+        source.step,
+        str(to),
+        str(config["model_type"]),
+        count_parameters(spec).total,
+        size,
+        dtype,
+        list(shards),
+        source.model.vocab_size - spec.vocab_size,
+        notes,
+    )
+    require_space(to, size)
+    if dry_run:
+        return facts
+    with staged(to) as stage:
+        with Progress("export", size, "B") as bar:
+            _write_weights(stage, shards, reader, bar)
+        ids = {"bos_token_id": source.eod_id, "eos_token_id": source.eod_id} | source.token_ids
+        ids = {key: value for key, value in ids.items() if value is not None}
+        _write_json(stage / "config.json", config | ids | {"dtype": dtype, "torch_dtype": dtype})
+        copy_assets(source.root, stage)
+        notes += write_tokenizer(source, spec, stage)
+        if spec.architecture != "encoder" and not (stage / "generation_config.json").exists():
+            _write_json(stage / "generation_config.json", {"_from_model_config": True, **ids})
+        if options.verify:
+            compare_weights(stage, reader.ours)
+            notes.append("every tensor was read back and is the same bit for bit")
+            notes.append(compare_logits(stage, spec, reader.ours))
+        else:
+            notes.append("not verified (--no-verify)")
+    return facts
+
+
+class Converter:
+    """Our parameters, without padding and in the precision asked for, and the tensors of theirs made of them."""
+
+    def __init__(self, source: Source, spec: ModelSpec, dtype: torch.dtype | None) -> None:
+        self._source, self._dtype = source, dtype
+        self._shapes = {name: tuple(t.shape) for name, t in build_model(spec, "meta").state_dict().items()}
+        self._entries: dict[str, Entry] = {}
+        self.infos: dict[str, TensorInfo] = {}
+        for entry in entries(spec):
+            stored = source.infos[entry.ours].dtype
+            ours = torch.empty(self._shapes[entry.ours], dtype=dtype or stored, device="meta")
+            for name, part in entry.to_theirs(ours).items():
+                self._entries[name], self.infos[name] = entry, TensorInfo.of(part)
+        self._made: dict[str, Tensor] = {}
+
+    def ours(self, name: str) -> Tensor:
+        value = self._source.read(name)
+        shape = self._shapes[name]
+        value = value[: shape[0]] if shape else value
+        return value if self._dtype is None else value.to(self._dtype)
+
+    def theirs(self, name: str) -> Tensor:
+        """Those made of one parameter are asked for one after the other, so that it is read and converted once."""
+        if name not in self._made:
+            entry = self._entries[name]
+            self._made = entry.to_theirs(self.ours(entry.ours))
+        return self._made.pop(name)
+
+
+def _rows(source: Source, options: ExportOptions, notes: list[str]) -> int:
+    """Rows of the vocabulary that are no padding: those of the tokenizer, or of the model the run started from."""
+    tokenizer = source.tokenizer()
+    if tokenizer is None:
+        notes.append("the model keeps no tokenizer: none is written, and the vocabulary stays as it is")
+    known = max(source.vocab_size, 0 if tokenizer is None else tokenizer.vocab_size)
+    if options.keep_padding or tokenizer is None or not 0 < known < source.model.vocab_size:
+        return source.model.vocab_size
+    return known
+
+
+def _shards(infos: dict[str, TensorInfo], most: int) -> dict[str, dict[str, TensorInfo]]:
+    """Tensors by file, in order; a tensor larger than a shard has one to itself."""
+    parts: list[dict[str, TensorInfo]] = [{}]
+    filled = 0
+    for name, info in infos.items():
+        if parts[-1] and filled + info.nbytes > most:
+            parts.append({})
+            filled = 0
+        parts[-1][name] = info
+        filled += info.nbytes
+    if len(parts) == 1:
+        return {SINGLE: parts[0]}
+    return {f"model-{i:05d}-of-{len(parts):05d}.safetensors": part for i, part in enumerate(parts, 1)}
+
+
+def _write_weights(stage: Path, shards: dict[str, dict[str, TensorInfo]], reader: Converter, bar: Progress) -> None:
+    for file, infos in shards.items():
+        write_stream(stage / file, infos, _counted(reader.theirs, bar), {"format": "pt"})
+    if len(shards) > 1:
+        total = sum(info.nbytes for infos in shards.values() for info in infos.values())
+        weight_map = {name: file for file, infos in shards.items() for name in infos}
+        _write_json(stage / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _counted(make: Callable[[str], Tensor], bar: Progress) -> Callable[[str], Tensor]:
+    def one(name: str) -> Tensor:
+        tensor = make(name)
+        bar.advance(tensor.nbytes)
+        return tensor
+
+    return one
+
+
+def _write_json(path: Path, document: dict[str, Any]) -> None:
+    path.write_bytes(orjson.dumps(document, option=orjson.OPT_INDENT_2))

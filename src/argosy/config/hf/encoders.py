@@ -1,0 +1,102 @@
+"""bert and t5."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from argosy.config.hf.decoders import ACTIVATION_NAMES, ACTIVATIONS
+from argosy.config.hf.keys import Keys
+from argosy.config.model import ModelSpec
+
+Tree = dict[str, Any]
+_WITH_PAIRS, _WITHOUT = "BertForPreTraining", "BertForMaskedLM"
+
+
+def read_bert(keys: Keys) -> Tree:
+    keys.only("position_embedding_type", "absolute")
+    keys.only("is_decoder", False)
+    keys.only("add_cross_attention", False)
+    return {
+        "family": "bert",
+        "layers": keys.take("num_hidden_layers", 12),
+        "hidden": keys.take("hidden_size", 768),
+        "heads": keys.take("num_attention_heads", 12),
+        "ffn": keys.take("intermediate_size", 3072),
+        "vocab_size": keys.take("vocab_size", 30522),
+        "max_seq_len": keys.take("max_position_embeddings", 512),
+        "type_vocab_size": keys.take("type_vocab_size", 2),
+        "pair": "nsp" if _WITH_PAIRS in (keys.take("architectures", None) or []) else "none",
+        "activation": keys.choice("hidden_act", ACTIVATIONS, "gelu"),
+        "norm_eps": keys.take("layer_norm_eps", 1e-12),
+        "tied": keys.take("tie_word_embeddings", True),
+        "dropout": keys.same("hidden_dropout_prob", "attention_probs_dropout_prob", default=0.1),
+        "init_std": keys.take("initializer_range", 0.02),
+    }
+
+
+def write_bert(spec: ModelSpec) -> Tree:
+    return {
+        "architectures": [_WITH_PAIRS if spec.judges_pairs else _WITHOUT],
+        "num_hidden_layers": spec.layers,
+        "hidden_size": spec.hidden,
+        "num_attention_heads": spec.heads,
+        "intermediate_size": spec.ffn,
+        "vocab_size": spec.vocab_size,
+        "max_position_embeddings": spec.max_seq_len,
+        "type_vocab_size": spec.type_vocab_size,
+        "hidden_act": ACTIVATION_NAMES.get(spec.activation),
+        "layer_norm_eps": spec.norm_eps,
+        "tie_word_embeddings": spec.tied,
+        "hidden_dropout_prob": spec.dropout,
+        "attention_probs_dropout_prob": spec.dropout,
+        "initializer_range": spec.init_std,
+    }
+
+
+_T5_ACTIVATIONS = {"relu": "relu", "gated-gelu": "geglu", "gated-gelu_new": "geglu", "gelu_new": "gelu_tanh"}
+_T5_NAMES = {"relu": "relu", "geglu": "gated-gelu", "gelu_tanh": "gelu_new"}
+
+
+def read_t5(keys: Keys) -> Tree:
+    keys.only("relative_attention_num_buckets", 32)
+    keys.only("relative_attention_max_distance", 128)
+    keys.harmless("dense_act_fn", "is_gated_act", "is_decoder")  # follow from feed_forward_proj
+    # A head of its own goes with logits that are not scaled; newer files only keep the latter.
+    tied = keys.take("tie_word_embeddings", True) is not False and keys.take("scale_decoder_outputs", True)
+    return {
+        "family": "t5",
+        "layers": keys.take("num_layers", 6),
+        "decoder_layers": keys.take("num_decoder_layers", None),
+        "hidden": keys.take("d_model", 512),
+        "heads": keys.take("num_heads", 8),
+        "head_dim": keys.take("d_kv", 64),
+        "ffn": keys.take("d_ff", 2048),
+        "vocab_size": keys.take("vocab_size", 32128),
+        "max_seq_len": keys.take("n_positions", 512),
+        "activation": keys.choice("feed_forward_proj", _T5_ACTIVATIONS, "relu"),
+        "norm_eps": keys.take("layer_norm_epsilon", 1e-6),
+        "tied": bool(tied),
+        "dropout": keys.take("dropout_rate", 0.1),
+        "init_std": keys.take("initializer_factor", 1.0),
+    }
+
+
+def write_t5(spec: ModelSpec) -> Tree:
+    return {
+        "architectures": ["T5ForConditionalGeneration"],
+        "is_encoder_decoder": True,
+        "num_layers": spec.layers,
+        "num_decoder_layers": spec.decoder_layers,
+        "d_model": spec.hidden,
+        "num_heads": spec.heads,
+        "d_kv": spec.head_dim,
+        "d_ff": spec.ffn,
+        "vocab_size": spec.vocab_size,
+        "n_positions": spec.max_seq_len,
+        "feed_forward_proj": _T5_NAMES.get(spec.activation),
+        "layer_norm_epsilon": spec.norm_eps,
+        "tie_word_embeddings": spec.tied,
+        "dropout_rate": spec.dropout,
+        "initializer_factor": spec.init_std,
+        "decoder_start_token_id": 0,
+    }

@@ -1,0 +1,158 @@
+"""Exported models load in transformers with the same logits, without padding, and are whole or absent."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as T
+from safetensors import safe_open
+
+from argosy.checkpoint import hf_verify
+from argosy.checkpoint.hf_export import ExportOptions, export_hf
+from argosy.checkpoint.hf_import import import_hf
+from argosy.checkpoint.source import open_source
+from argosy.config.resolve import resolve
+from argosy.data.text.tokenizer import ByteTokenizer
+from argosy.errors import ArgosyError
+from argosy.train.loop import TrainOptions, train
+from argosy.train.session import load_model
+from hf_models import MODELS, save
+
+TOKENS = torch.randint(0, 257, (2, 40), generator=torch.Generator().manual_seed(1))
+
+
+def _theirs(directory: Path, kind: str) -> torch.Tensor:
+    config = json.loads((directory / "config.json").read_text())
+    model = getattr(T, config["architectures"][0]).from_pretrained(directory, dtype=torch.float32).eval()
+    more = {"decoder_input_ids": TOKENS.flip(1)} if kind.startswith("t5") else {}
+    with torch.no_grad():
+        output = model(input_ids=TOKENS, **more)
+    return output.prediction_logits if "prediction_logits" in output else output.logits
+
+
+@pytest.fixture
+def trained(write_spec: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
+    """A run of one step with the byte tokenizer; keyword arguments replace sections of its spec."""
+
+    def make(**sections: Any) -> Path:
+        path = write_spec(train={"global_batch": 8, "steps": 1}, optim={"lr": 1e-2}, **sections)
+        if sections.get("model", 0) is None:
+            path.write_text(path.read_text().replace("model: null\n", ""))
+        train(resolve(path), path, TrainOptions(quiet=True))
+        return tmp_path / "runs" / "tiny"
+
+    return make
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_there_and_back_without_training_is_the_same_model(kind: str, tmp_path: Path) -> None:
+    save(kind, tmp_path / "hf", max_shard_size="60KB")
+    import_hf(f"hf:{tmp_path / 'hf'}", tmp_path / "ours")
+    found = export_hf(str(tmp_path / "ours"), tmp_path / "back", ExportOptions(shard_size=50_000))
+    assert len(found.files) > 1
+    assert any("equal those of transformers" in note for note in found.notes)
+    torch.testing.assert_close(_theirs(tmp_path / "back", kind), _theirs(tmp_path / "hf", kind), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama3", "mistral", "qwen3", "mpt", "mixtral", "qwen3_moe"])
+def test_a_trained_step_is_exported_as_we_compute_it(kind: str, tmp_path: Path, trained: Any) -> None:
+    save(kind, tmp_path / "hf")
+    before = _theirs(tmp_path / "hf", kind)
+    run = trained(init_from=f"hf:{tmp_path / 'hf'}", model=None)
+    export_hf(str(run), tmp_path / "back", ExportOptions())
+    after = _theirs(tmp_path / "back", kind)
+    with torch.no_grad():
+        ours = load_model(str(run), device="cpu").model(TOKENS)
+    torch.testing.assert_close(after, ours, rtol=1e-4, atol=1e-4 * float(ours.abs().max()))
+    assert float((after - before).abs().max()) > 1e-2
+    model = T.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    assert model.config.eos_token_id == 256
+
+
+def test_padding_is_removed_and_the_tokenizer_gives_the_same_ids(tmp_path: Path, trained: Any) -> None:
+    run = trained(model={"family": "gpt", "layers": 2, "hidden": 32, "heads": 4, "vocab_size": 320})
+    found = export_hf(str(run), tmp_path / "back", ExportOptions())
+    assert found.padding_removed == 63
+    model = T.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    assert model.get_input_embeddings().weight.shape[0] == model.config.vocab_size == 257
+    tokenizer = T.AutoTokenizer.from_pretrained(tmp_path / "back")
+    text = "Grüße, 世界!\n\tx = 1  # \x00 \U0001f600 <|endoftext|x"
+    ids = [int(i) for i in ByteTokenizer().encode([text])[0]]
+    assert tokenizer(text)["input_ids"] == ids
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.eos_token_id == 256
+    kept = export_hf(str(run), tmp_path / "kept", ExportOptions(keep_padding=True))
+    assert kept.padding_removed == 0
+
+
+def test_rows_the_original_model_had_are_no_padding(tmp_path: Path, trained: Any) -> None:
+    save("llama", tmp_path / "hf", vocab_size=300)
+    run = trained(init_from=f"hf:{tmp_path / 'hf'}", model={"vocab_size": 384})
+    assert export_hf(str(run), tmp_path / "back", ExportOptions()).padding_removed == 84
+
+
+def test_precision_shards_and_index_are_as_asked(tmp_path: Path, trained: Any) -> None:
+    run = trained()
+    found = export_hf(str(run), tmp_path / "back", ExportOptions(dtype="bf16", shard_size=20_000))
+    assert found.dtype == "bfloat16"
+    index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == found.bytes
+    for name in found.files:
+        with safe_open(tmp_path / "back" / name, "pt") as file:
+            assert file.metadata() == {"format": "pt"}
+            assert {file.get_tensor(key).dtype for key in file.keys()} == {torch.bfloat16}  # noqa: SIM118
+            sizes = [file.get_tensor(key).nbytes for key in file.keys()]  # noqa: SIM118
+            assert sum(sizes) <= 20_000 or len(sizes) == 1
+    assert T.AutoModelForCausalLM.from_pretrained(tmp_path / "back").dtype == torch.bfloat16
+
+
+def test_nothing_is_overwritten_and_a_dry_run_writes_nothing(tmp_path: Path, trained: Any) -> None:
+    run = trained()
+    export_hf(str(run), tmp_path / "back", ExportOptions(), dry_run=True)
+    assert not (tmp_path / "back").exists()
+    (tmp_path / "back").mkdir()
+    (tmp_path / "back" / "note").touch()
+    with pytest.raises(ArgosyError) as refused:
+        export_hf(str(run), tmp_path / "back", ExportOptions())
+    assert refused.value.code == "hf.exists"
+
+
+def test_a_model_that_would_compute_something_else_is_not_kept(
+    tmp_path: Path, trained: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = trained()
+    real = hf_verify._their_logits
+    monkeypatch.setattr(hf_verify, "_their_logits", lambda *arguments: real(*arguments) + 1)
+    with pytest.raises(ArgosyError) as refused:
+        export_hf(str(run), tmp_path / "back", ExportOptions())
+    assert refused.value.code == "hf.differs"
+    assert not (tmp_path / "back").exists()
+    assert list(tmp_path.glob(".back*")) == []
+
+
+def test_a_model_too_large_for_memory_is_compared_as_far_as_it_fits(
+    tmp_path: Path, trained: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = trained()
+    spec = open_source(str(run)).model
+    one, two = (hf_verify._need(hf_verify._cut(spec, layers)) for layers in (1, 2))
+    assert hf_verify.layers_that_fit(spec, two) == 2
+    monkeypatch.setattr(hf_verify, "_available_memory", lambda: one)
+    found = export_hf(str(run), tmp_path / "cut", ExportOptions())
+    assert any("first 1 of 2 layers" in note for note in found.notes)
+    monkeypatch.setattr(hf_verify, "_available_memory", lambda: one - 1)
+    found = export_hf(str(run), tmp_path / "none", ExportOptions())
+    assert any("were not compared" in note for note in found.notes)
+
+
+def test_a_model_none_of_their_classes_computes_is_refused_before_any_work(tmp_path: Path, trained: Any) -> None:
+    model = {"family": "gpt", "layers": 1, "hidden": 32, "heads": 4, "vocab_size": 257, "positions": "rope"}
+    run = trained(model=model)
+    with pytest.raises(ArgosyError) as refused:
+        export_hf(str(run), tmp_path / "back", ExportOptions())
+    assert (refused.value.code, refused.value.key) == ("hf.unsupported", "model.positions")
