@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from argosy.config.batches import Batches
 from argosy.config.units import Duration, parse_count, parse_duration, parse_duration_or_none
 
 
@@ -53,12 +54,12 @@ def test_a_duration_reads_back_as_written(amount: int, unit: str) -> None:
 
 
 def test_durations_become_steps_rounded_up() -> None:
-    sizes = {"global_batch": 8, "seq_len": 100}
-    assert Duration(1000, "tokens").steps(**sizes) == 2  # 800 tokens a step
-    assert Duration(9, "samples").steps(**sizes) == 2
-    assert Duration(2, "epochs").steps(**sizes, epoch_samples=20) == 5
-    assert Duration(2, "epochs").steps(**sizes) is None
-    assert Duration(60, "seconds").steps(**sizes) is None
+    batches = Batches(8)
+    assert Duration(1000, "tokens").steps(batches, seq_len=100) == 2  # 800 tokens a step
+    assert Duration(9, "samples").steps(batches, seq_len=100) == 2
+    assert Duration(2, "epochs").steps(batches, seq_len=100, epoch_samples=20) == 5
+    assert Duration(2, "epochs").steps(batches, seq_len=100) is None
+    assert Duration(60, "seconds").steps(batches, seq_len=100) is None
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from argosy.config.batches import Batches
 from argosy.config.resolve import resolve
 from argosy.data.corpus.indexed import IndexedWriter, dtype_for
 from argosy.data.loader import Loader
@@ -65,7 +66,7 @@ def test_a_run_reads_a_corpus_through_its_cache_as_it_would_locally(
     path = write_spec(data={"train": [source], "seq_len": 32, "split": [90, 10, 0]})
     streamed, local = open_data(resolve(path).spec), open_data(resolve(write_spec()).spec)
     assert streamed.facts() == local.facts()
-    with Loader(streamed.training(), global_batch=8, consumed_samples=16) as loader:
+    with Loader(streamed.training(), batches=Batches(8), consumed_samples=16) as loader:
         for step in range(2, 6):
             assert np.array_equal(loader.next_batch().tokens, local.training().batch(8 * step, 8).tokens)
     assert train(resolve(path), path, TrainOptions(quiet=True)) == 0

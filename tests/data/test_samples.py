@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from argosy.config.batches import Batches
 from argosy.data.corpus.corpus import Corpus, open_corpus
 from argosy.data.corpus.indexed import IndexedReader, IndexedWriter, dtype_for
 from argosy.data.loader import Loader
@@ -92,7 +93,7 @@ def test_a_split_too_small_for_a_sample_is_refused_with_its_numbers(tmp_path: Pa
 
 def test_the_loader_reads_ahead_in_order_from_any_sample(tmp_path: Path) -> None:
     stream = stream_of(Corpus(tmp_path, [make(tmp_path / "a", [500])], None))
-    with Loader(stream, global_batch=4, consumed_samples=12) as loader:
+    with Loader(stream, batches=Batches(4), consumed_samples=12) as loader:
         for step in range(3, 9):
             assert np.array_equal(loader.next_batch().tokens, stream.batch(4 * step, 4).tokens)
 
@@ -102,7 +103,7 @@ def test_the_loader_hands_on_what_went_wrong(tmp_path: Path) -> None:
     stream = stream_of(Corpus(tmp_path, [make(prefix, [500])], None))
     prefix.with_name("a.bin").write_bytes(b"")
     with (
-        Loader(stream, global_batch=4, consumed_samples=0) as loader,
+        Loader(stream, batches=Batches(4), consumed_samples=0) as loader,
         pytest.raises(ArgosyError, match="ended at byte"),
     ):
         loader.next_batch()

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from argosy.config.batches import Batches
 from argosy.data.corpus.corpus import open_corpus
 from argosy.data.loader import Loader
 from argosy.data.remote import reader as reader_module
@@ -137,7 +138,7 @@ def test_a_corpus_in_memory_storage_is_read(local: Path, tmp_path: Path) -> None
 
 def test_the_loader_reads_a_streamed_corpus(local: Path, server: FaultyServer, tmp_path: Path) -> None:
     corpus = open_streamed(f"{server.url}/corpus", tmp_path / "cache", SMALL, block_bytes=BLOCK)
-    with Loader(samples(corpus), global_batch=8, consumed_samples=16) as loader:
+    with Loader(samples(corpus), batches=Batches(8), consumed_samples=16) as loader:
         for step in range(2, 12):
             assert np.array_equal(loader.next_batch().tokens, samples(open_corpus(local)).batch(8 * step, 8).tokens)
     corpus.close()

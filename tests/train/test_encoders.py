@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from argosy.config.batches import Batches
 from argosy.config.resolve import resolve
 from argosy.data.loader import Loader
 from argosy.data.open import open_data
@@ -71,7 +72,7 @@ def test_an_interrupted_run_gives_the_bits_of_one_that_was_not(spec: Path) -> No
 
 def test_batches_read_ahead_are_the_streams_own(spec: Path) -> None:
     stream = open_data(resolve(spec).spec).training()
-    with Loader(stream, global_batch=8, consumed_samples=16) as loader:
+    with Loader(stream, batches=Batches(8), consumed_samples=16) as loader:
         for step in (2, 3):
             read, made = loader.next_batch(), stream.batch(8 * step, 8)
             assert np.array_equal(read.tokens, made.tokens)

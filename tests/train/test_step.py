@@ -1,4 +1,4 @@
-"""One step: gradients of a sum divided once, decay on matrices only, a schedule that is a function of the step."""
+"""One step: gradients of a sum divided once, decay on matrices only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from argosy.model.build import build_model
 from argosy.model.init import initialise
 from argosy.parallel.single import SingleDevice, require_single
 from argosy.train.optimizer import Optimizer, undecayed
-from argosy.train.schedule import Schedule
 
 SPEC = resolve_model("gpt2", ["layers=2", "hidden=32", "heads=4", "vocab_size=64", "max_seq_len=16"])
 CPU = torch.device("cpu")
@@ -127,19 +126,6 @@ def test_evaluation_uses_no_dropout_and_leaves_training_mode_on() -> None:
     found = [float(engine(built, 4).evaluate(uneven_batch()).loss_sum) for _ in range(2)]
     assert found[0] == found[1]
     assert built.training
-
-
-@pytest.mark.parametrize("kind", ["cosine", "linear", "constant"])
-def test_the_schedule_rises_peaks_and_lands(kind: str) -> None:
-    schedule = Schedule(kind, peak=1.0, final=0.1, warmup=10, steps=100)
-    rates = [schedule.lr(step) for step in range(100)]
-    assert rates[0] == pytest.approx(0.1)
-    assert rates[9] == rates[10] == 1.0
-    assert rates[:10] == sorted(rates[:10])
-    assert rates[10:] == sorted(rates[10:], reverse=True)
-    assert rates[-1] == pytest.approx(1.0 if kind == "constant" else 0.1)
-    if kind != "constant":
-        assert schedule.lr(10 + 89 // 2) == pytest.approx(0.55, abs=0.01)
 
 
 def test_a_layout_that_needs_more_processes_is_refused(write_spec: Callable[..., Path]) -> None:

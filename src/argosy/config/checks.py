@@ -18,6 +18,7 @@ FP8_ALIGNMENT = 16  # the hardware's: every dimension of a product of 8-bit floa
 def check(spec: RunSpec, origins: Origins) -> None:
     _check_length(spec, origins)
     _check_batch(spec, origins)
+    _check_rampup(spec, origins)
     _check_sequence(spec, origins)
     _check_fp8(spec, origins)
     _check_samples(spec, origins)
@@ -48,6 +49,45 @@ def _check_length(spec: RunSpec, origins: Origins) -> None:
             origin=origins.get(f"train.{list(given)[1]}"),
             fix="keep one; set the others to null to override a file",
         )
+
+
+def _check_rampup(spec: RunSpec, origins: Origins) -> None:
+    ramp, batch = spec.train.batch_rampup, spec.train.global_batch
+    if ramp is None:
+        return
+    share = spec.parallel.micro_batch * spec.parallel.data_parallel
+    grows, left = batch - ramp.start, (batch - ramp.start) % ramp.increment
+    if grows <= 0:
+        key, why = "start", f"it starts with {ramp.start} samples, and train.global_batch is {batch}: nothing to grow"
+        fix = f"a start below {batch}, or no batch_rampup"
+    elif left:
+        key, why = (
+            "increment",
+            f"from {ramp.start} to {batch} are {grows}, no multiple of {ramp.increment}: {left} are left over",
+        )
+        fix = f"an increment that divides {grows}: {', '.join(map(str, _divisors_near(grows, ramp.increment)))}"
+    elif ramp.start % share or ramp.increment % share:
+        key = "start" if ramp.start % share else "increment"
+        why = (
+            f"steps of {ramp.start}, {ramp.start + ramp.increment}, … samples are not all multiples of micro_batch "
+            f"{spec.parallel.micro_batch} x {spec.parallel.data_parallel} data-parallel ranks = {share}"
+        )
+        fix = f"a start and an increment that are multiples of {share}, or a smaller parallel.micro_batch"
+    else:
+        return
+    raise ArgosyError(
+        "config.arithmetic",
+        f"the batch cannot grow as asked: {why}",
+        key=f"train.batch_rampup.{key}",
+        value=getattr(ramp, key),
+        origin=origins.get(f"train.batch_rampup.{key}"),
+        fix=fix,
+    )
+
+
+def _divisors_near(number: int, wanted: int) -> list[int]:
+    divisors = {d for n in range(1, math.isqrt(number) + 1) if number % n == 0 for d in (n, number // n)}
+    return sorted(sorted(divisors, key=lambda d: abs(d - wanted))[:2])
 
 
 def _check_batch(spec: RunSpec, origins: Origins) -> None:
@@ -250,29 +290,63 @@ def _check_schedule(spec: RunSpec, origins: Origins) -> None:
             origin=origins.get("optim.min_lr"),
             fix=f"optim.min_lr={spec.optim.lr / 10:g}",
         )
-    sizes = {"global_batch": spec.train.global_batch, "seq_len": spec.data.seq_len}
-    warmup, steps = spec.optim.warmup.steps(**sizes), spec.train.length.steps(**sizes)
-    if spec.optim.warmup.unit == "seconds":
+    given = {"optim.warmup": spec.optim.warmup, "optim.decay": spec.optim.decay}
+    for key, duration in given.items():
+        if duration is not None and duration.unit == "seconds":
+            raise ArgosyError(
+                "config.bad-value",
+                f"the learning rate is a function of the step, so {key.removeprefix('optim.')} cannot be a time",
+                key=key,
+                value=str(duration),
+                origin=origins.get(key),
+                fix="give it in steps (200ba) or tokens (300M)",
+            )
+    _check_decay(spec, origins)
+    steps = spec.train.length.steps(spec.train.batches, seq_len=spec.data.seq_len)
+    if steps is not None:
+        lengths = [d.steps(spec.train.batches, seq_len=spec.data.seq_len) if d else 0 for d in given.values()]
+        check_phases(spec, warmup=lengths[0] or 0, decay=lengths[1] or 0, steps=steps, origins=origins)
+
+
+def _check_decay(spec: RunSpec, origins: Origins) -> None:
+    optim = spec.optim
+    if optim.schedule == "wsd" and optim.decay is None:
         raise ArgosyError(
-            "config.bad-value",
-            "the learning rate is a function of the step, so warm-up cannot be a time",
-            key="optim.warmup",
-            value=str(spec.optim.warmup),
-            origin=origins.get("optim.warmup"),
-            fix="give it in steps (200ba) or tokens (300M)",
+            "config.missing-key",
+            "a wsd schedule stays at the peak until its decay begins, and no decay is given",
+            key="optim.decay",
+            fix="a tenth to a fifth of the run is common: optim.decay=2000 (steps) or 10B (tokens)",
         )
-    if warmup and steps:
-        check_warmup(spec, warmup, steps, origins.get("optim.warmup"))
+    for key, value in (("optim.decay", optim.decay), ("optim.decay_shape", optim.decay_shape)):
+        if optim.schedule != "wsd" and value is not None:
+            raise ArgosyError(
+                "config.conflict",
+                f"{key} belongs to the wsd schedule, and this one is {optim.schedule}",
+                key=key,
+                value=str(value),
+                origin=origins.get(key),
+                fix="optim.schedule=wsd, or leave the key out",
+            )
 
 
-def check_warmup(spec: RunSpec, warmup: int, steps: int, origin: str | None = None) -> None:
-    """Again once the data is open, for lengths in epochs."""
+def check_phases(spec: RunSpec, *, warmup: int, decay: int, steps: int, origins: Origins | None = None) -> None:
+    """The parts of the schedule against the whole. Again once the data is open, for lengths in epochs."""
+    origins = origins or {}
     if warmup and warmup >= steps:
         raise ArgosyError(
             "config.arithmetic",
             f"the warm-up of {warmup} steps is not shorter than the run of {steps} steps",
             key="optim.warmup",
             value=str(spec.optim.warmup),
-            origin=origin,
+            origin=origins.get("optim.warmup"),
             fix=f"optim.warmup={max(0, steps // 10)}",
+        )
+    if warmup + decay > steps:
+        raise ArgosyError(
+            "config.arithmetic",
+            f"warm-up and decay do not fit in the run: {warmup} + {decay} = {warmup + decay} steps, and it has {steps}",
+            key="optim.decay",
+            value=str(spec.optim.decay),
+            origin=origins.get("optim.decay"),
+            fix=f"optim.decay={steps - warmup} or less",
         )

@@ -269,6 +269,10 @@ def _auto_micro_batch(train: Any, data: Any, parallel: Tree) -> int:
     if not all(number is not None and 1 <= number < 2**31 for number in numbers):
         return 1  # another key is wrong, and will be named
     batch, seq_len, *ranks = (int(number or 1) for number in numbers)
+    ramp = train.get("batch_rampup") if isinstance(train, dict) else None
+    if isinstance(ramp, dict):  # a micro-batch has to divide every size the batch grows through
+        steps = [_as_number(ramp.get(key)) for key in ("start", "increment")]
+        batch = math.gcd(batch, *(int(step) for step in steps if step))
     share = max(1, batch // (ranks[0] * ranks[1]))
     most = max(1, min(share, AUTO_MICRO_BATCH_TOKENS // seq_len))
     return next(n for n in range(most, 0, -1) if share % n == 0)

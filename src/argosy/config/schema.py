@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from argosy.config.batches import Batches
 from argosy.config.model import ModelSpec, Section
 from argosy.config.presets import ALIASES, PRESETS
 from argosy.config.units import (
@@ -17,6 +18,7 @@ from argosy.config.units import (
     Duration,
     DurationField,
     DurationOrNone,
+    DurationOrNull,
     Fraction,
     NotBool,
     NotNegative,
@@ -119,10 +121,19 @@ class DataSpec(Section):
     seq_len: Positive = Field(description="tokens in a sample; the model's max_seq_len unless given")
 
 
+class RampupSpec(Section):
+    """A batch that grows: steps start small, and get larger by one increment after each equal share of the samples."""
+
+    start: Positive = Field(description="samples in the first step")
+    increment: Positive = Field(description="samples by which steps grow")
+    samples: Count = Field(description="consumed when the batch has its full size")
+
+
 class TrainSpec(Section):
     """How long and how large. Exactly one of steps, tokens, samples and epochs says how long."""
 
     global_batch: Positive = Field(description="samples in one optimiser step, over all devices")
+    batch_rampup: RampupSpec | None = Field(None, description="smaller steps at first, growing to global_batch")
     steps: Count | None = Field(None, description="optimiser steps")
     tokens: Count | None = Field(None, description="tokens, as 20B; rounded up to whole steps")
     samples: Count | None = Field(None, description="samples; rounded up to whole steps")
@@ -130,9 +141,17 @@ class TrainSpec(Section):
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = Field(
         "auto", description="of products and parameters; masters stay 32-bit. auto: bf16 on a GPU, fp32 on a CPU"
     )
+    z_loss: NotNegative = Field(
+        0.0, description="weight of the square of log(sum of exp(logits)), which keeps logits from drifting, as 1e-4"
+    )
     seed: Whole = Field(1234, description="of initialisation, sample order and dropout")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU if there is one")
     deterministic: bool = Field(True, description="only algorithms that give the same bits each time")
+
+    @property
+    def batches(self) -> Batches:
+        ramp = self.batch_rampup
+        return Batches(self.global_batch, None if ramp is None else (ramp.start, ramp.increment, ramp.samples))
 
     @property
     def length(self) -> Duration:
@@ -165,7 +184,13 @@ class OptimSpec(Section):
     warmup: DurationOrNone = Field(
         Duration(0.0, "steps"), description="linear rise to the peak, as 200ba or 300M tokens"
     )
-    schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="from the peak to min_lr")
+    schedule: Literal["cosine", "linear", "constant", "inverse_sqrt", "wsd"] = Field(
+        "cosine", description="from the peak to min_lr; wsd: stay at the peak, then fall over the last `decay`"
+    )
+    decay: DurationOrNull = Field(None, description="wsd: how long the fall is, as 2000ba or 10B tokens")
+    decay_shape: Literal["linear", "cosine", "sqrt"] | None = Field(
+        None, description="wsd: how it falls; linear unless given. sqrt: fast at first"
+    )
     betas: tuple[Fraction, Fraction] = Field((0.9, 0.95), description="Adam's decay rates")
     eps: PositiveNumber = Field(1e-8, description="Adam's epsilon")
     weight_decay: NotNegative = Field(0.1, description="on matrices and embeddings")

@@ -18,13 +18,13 @@ def resolved(path: Path | None, overrides: Sequence[str], as_json: bool) -> str:
     spec = found.spec
     counts = count_parameters(spec.model)
     flops = training_flops_per_token(spec.model, spec.data.seq_len)
-    steps = spec.train.length.steps(global_batch=spec.train.global_batch, seq_len=spec.data.seq_len)
+    steps = spec.train.length.steps(spec.train.batches, seq_len=spec.data.seq_len)
     facts: dict[str, Any] = {
         "parameters": counts.total,
         "active_parameters": counts.active,
         "flops_per_token": flops,
         "flops_convention": FLOPS_CONVENTION,
-        "tokens_per_step": spec.train.global_batch * spec.data.seq_len,
+        "tokens_per_step": spec.train.global_batch * spec.data.seq_len,  # once the batch has grown, where it does
         "steps": steps,
     }
     if as_json:

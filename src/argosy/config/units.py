@@ -14,6 +14,8 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema
 
+from argosy.config.batches import Batches
+
 _MULTIPLES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400}
 _COUNT = re.compile(r"(\d[\d_,]*(?:\.\d+)?(?:[eE]\+?\d+)?)\s*([KMBT]?)", re.IGNORECASE)
@@ -37,17 +39,22 @@ class Duration:
                     return f"{self.amount / seconds:.17g}{suffix}"
         return amount + {"steps": "ba", "tokens": "tok", "epochs": "ep", "samples": "sp", "seconds": "s"}[self.unit]
 
-    def steps(self, *, global_batch: int, seq_len: int, epoch_samples: int | None = None) -> int | None:
+    def samples(self, *, seq_len: int, epoch_samples: int | None = None) -> int | None:
+        """Samples that cover this duration (rounded up), or None where the unit is steps or time."""
+        if self.unit == "samples":
+            return math.ceil(self.amount)
+        if self.unit == "tokens":
+            return math.ceil(self.amount / seq_len)
+        if self.unit == "epochs" and epoch_samples is not None:
+            return math.ceil(self.amount * epoch_samples)
+        return None
+
+    def steps(self, batches: Batches, *, seq_len: int, epoch_samples: int | None = None) -> int | None:
         """Optimiser steps that cover this duration (rounded up), or None where the unit is time."""
         if self.unit == "steps":
             return math.ceil(self.amount)
-        if self.unit == "samples":
-            return math.ceil(self.amount / global_batch)
-        if self.unit == "tokens":
-            return math.ceil(self.amount / (global_batch * seq_len))
-        if self.unit == "epochs" and epoch_samples is not None:
-            return math.ceil(self.amount * epoch_samples / global_batch)
-        return None
+        samples = self.samples(seq_len=seq_len, epoch_samples=epoch_samples)
+        return None if samples is None else batches.steps(samples)
 
 
 def parse_count(value: Any) -> Any:
@@ -161,3 +168,9 @@ _duration_text = PlainSerializer(str, return_type=str)
 _duration_schema = WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string"}]})
 DurationField = Annotated[Duration, BeforeValidator(parse_duration), _duration_text, _duration_schema]
 DurationOrNone = Annotated[Duration, BeforeValidator(parse_duration_or_none), _duration_text, _duration_schema]
+DurationOrNull = Annotated[
+    Duration | None,
+    BeforeValidator(lambda value: None if value is None else parse_duration(value)),
+    PlainSerializer(lambda value: None if value is None else str(value), return_type=str | None),
+    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string"}, {"type": "null"}]}),
+]

@@ -11,6 +11,7 @@ import threading
 import time
 from types import TracebackType
 
+from argosy.config.batches import Batches
 from argosy.data.samples.windows import Batch, Stream
 
 _AHEAD = 4  # batches kept ready
@@ -20,8 +21,8 @@ _ANNOUNCED = 8  # batches whose reads are announced to corpora that have to be f
 class Loader:
     """Global batches from `consumed_samples` on, in order. Use it as a context manager."""
 
-    def __init__(self, stream: Stream, *, global_batch: int, consumed_samples: int) -> None:
-        self._stream, self._global_batch = stream, global_batch
+    def __init__(self, stream: Stream, *, batches: Batches, consumed_samples: int) -> None:
+        self._stream, self._batches = stream, batches
         self._next = consumed_samples
         self._queue: queue.Queue[Batch | BaseException] = queue.Queue(_AHEAD)
         self._stop = threading.Event()
@@ -50,12 +51,13 @@ class Loader:
 
     def _read(self) -> None:
         while not self._stop.is_set():
+            size = self._batches.size(self._next)
             try:
-                self._stream.prefetch(self._next, _ANNOUNCED * self._global_batch)
-                item: Batch | BaseException = self._stream.batch(self._next, self._global_batch)
+                self._stream.prefetch(self._next, _ANNOUNCED * size)
+                item: Batch | BaseException = self._stream.batch(self._next, size)
             except Exception as error:  # noqa: BLE001 - handed to the training thread, which raises it
                 item = error
-            self._next += self._global_batch
+            self._next += size
             self._queue.put(item)
             if isinstance(item, BaseException):
                 return

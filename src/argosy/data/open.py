@@ -70,15 +70,13 @@ class RunData:
 
     def _megatron(self, weights: list[float] | None) -> MegatronStream:
         data, train = self.spec.data, self.spec.train
-        steps = train.length.steps(
-            global_batch=train.global_batch, seq_len=data.seq_len, epoch_samples=self.whole("train").epoch_samples
-        )
+        steps = train.length.steps(train.batches, seq_len=data.seq_len, epoch_samples=self.whole("train").epoch_samples)
         return MegatronStream(
             self.corpora,
             data.split,
             weights,
             seq_len=data.seq_len,
-            num_samples=(steps or 0) * train.global_batch,
+            num_samples=train.batches.samples(steps or 0),
             seed=train.seed,
             maker=self._maker(fim=True),
             cache_dir=None if data.order_cache is None else Path(data.order_cache),

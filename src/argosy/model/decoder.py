@@ -69,9 +69,11 @@ class Decoder(nn.Module):
         if labels is None:
             return F.linear(x, weight)
         total, cross_entropy = linear_cross_entropy(x.flatten(0, 1), weight, labels.flatten(), z_loss=objective.z_loss)
+        metrics = objective.z_metrics(total, cross_entropy)
         if not reports or counted is None:
-            return Loss(total * objective.scale, cross_entropy, {})
-        return Loss(total * objective.scale, cross_entropy, *sum_reports(reports, counted))
+            return Loss(total * objective.scale, cross_entropy, metrics)
+        router_metrics, load = sum_reports(reports, counted)
+        return Loss(total * objective.scale, cross_entropy, metrics | router_metrics, load)
 
 
 def _block(spec: ModelSpec, index: int) -> AttentionBlock:

@@ -130,11 +130,11 @@ class MaskedLM(nn.Module):
         total, cross_entropy = linear_cross_entropy(
             self.head(asked).flatten(0, 1), weight, labels.flatten(), bias=self.head.bias, z_loss=objective.z_loss
         )
-        metrics = {}
+        metrics = objective.z_metrics(total, cross_entropy)
         if self.pair is not None and pair_labels is not None:
             pair, right = self.pair.losses(x, pair_labels)
             total = total + pair * objective.tokens_per_sample
-            metrics = {
+            metrics |= {
                 f"{self.spec.pair}_loss": pair.detach() * objective.tokens_per_sample,
                 f"{self.spec.pair}_accuracy": right * objective.tokens_per_sample,
             }

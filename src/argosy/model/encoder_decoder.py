@@ -79,4 +79,4 @@ class EncoderDecoder(nn.Module):
         if labels is None:
             return F.linear(x, weight)
         total, cross_entropy = linear_cross_entropy(x.flatten(0, 1), weight, labels.flatten(), z_loss=objective.z_loss)
-        return Loss(total * objective.scale, cross_entropy, {})
+        return Loss(total * objective.scale, cross_entropy, objective.z_metrics(total, cross_entropy))

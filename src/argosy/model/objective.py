@@ -18,6 +18,10 @@ class Objective:
     # multiplied with it: divided by the tokens, as everything is, it is then a mean over samples, however the batch is cut.
     tokens_per_sample: Tensor | float = 1.0
 
+    def z_metrics(self, total: Tensor, cross_entropy: Tensor) -> dict[str, Tensor]:
+        """The part of a token loss that is its z-loss, where there is one."""
+        return {"z_loss": total.detach() - cross_entropy} if self.z_loss else {}
+
 
 class Loss(NamedTuple):
     """Of one micro-batch. `total` is to be differentiated; the others are for the record and have no gradient."""

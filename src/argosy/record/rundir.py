@@ -23,7 +23,7 @@ from argosy.record.files import replace_file
 FREE_TO_CHANGE = ("runs_dir", "log.", "checkpoint.", "eval", "data.order_cache")
 # These change the numbers of the steps to come (the layout through rounding and dropout), and are recorded as changes.
 CHANGES_LATER_STEPS = (
-    "train.steps", "train.tokens", "train.samples", "train.epochs", "train.precision", "train.device",
+    "train.steps", "train.tokens", "train.samples", "train.epochs", "train.precision", "train.z_loss", "train.device",
     "train.deterministic", "optim.", "parallel.",
 )  # fmt: skip
 HELD = ("optim.name",)  # among them: one optimiser cannot go on from another's state

@@ -19,7 +19,8 @@ from torch import Tensor
 from argosy.checkpoint.assets import copy_assets
 from argosy.checkpoint.source import Source, open_source, require_fit, starting_weights
 from argosy.checkpoint.store import Checkpoint, Progress, latest, listed, require_names, save, sweep
-from argosy.config.checks import check_warmup
+from argosy.config.batches import Batches
+from argosy.config.checks import check_phases
 from argosy.config.counts import describe_size, training_flops_per_token
 from argosy.config.resolve import Resolved
 from argosy.config.schema import RunSpec
@@ -29,10 +30,12 @@ from argosy.data.loader import Loader
 from argosy.errors import EXIT_DONE, EXIT_RESUMABLE, ArgosyError
 from argosy.model.init import initial_weights
 from argosy.model.moe import balance_experts, describe_load
+from argosy.parallel.precision import choose_precision
 from argosy.record.console import Console, open_console
 from argosy.record.files import replace_file
 from argosy.record.jsonl import JsonlWriter, Record, now, read_metrics
 from argosy.record.rundir import RunDir
+from argosy.train.collection import StepwiseCollection
 from argosy.train.device import peak_memory_gib, peak_of, prepare_device
 from argosy.train.evaluate import evaluate
 from argosy.train.interrupt import Interrupt
@@ -130,10 +133,20 @@ def dry_run(resolved: Resolved, options: TrainOptions) -> list[str]:
     return [
         f"model   {describe_size(spec.model)}",
         f"data    {tokens:,} training tokens, {trainer.stream.epoch_samples:,} samples of {spec.data.seq_len}",
-        f"train   {left}, {spec.train.global_batch * spec.data.seq_len:,} tokens each",
+        f"train   {left}, {describe_batches(spec)}",
         f"run     {run.root}" + (f" goes on from step {done}" if done else " starts at step 0"),
         *notes,
     ]
+
+
+def describe_batches(spec: RunSpec) -> str:
+    """Tokens in a step, and how many at first where the batch grows."""
+    sizes = spec.train.batches.sizes
+    tokens = f"{sizes[-1] * spec.data.seq_len:,} tokens each"
+    if len(sizes) == 1:
+        return tokens
+    full_from = spec.train.batches.steps(spec.train.batch_rampup.samples) + 1 if spec.train.batch_rampup else 1
+    return f"{sizes[0] * spec.data.seq_len:,} tokens at first, growing, and from step {full_from} on {tokens}"
 
 
 class Trainer:
@@ -145,16 +158,17 @@ class Trainer:
         self.data = open_checked_data(spec)
         self.stream = self.data.training()
         self.validation = self.data.each("validation") if spec.eval is not None else None
+        self.batches = spec.train.batches
         self.steps = self._in_steps(spec.train.length) or 0
         warmup = self._in_steps(spec.optim.warmup) or 0
-        check_warmup(spec, warmup, self.steps)
-        self.schedule = make_schedule(spec.optim, self.steps, warmup)
+        decay = 0 if spec.optim.decay is None else self._in_steps(spec.optim.decay) or 0
+        check_phases(spec, warmup=warmup, decay=decay, steps=self.steps)
+        self.schedule = make_schedule(spec.optim, self.batches, steps=self.steps, warmup=warmup, decay=decay)
         self.model = make_model(spec, self.device)
         self.engine = make_engine(spec, self.model, self.device)
         self.optimizer = Optimizer(self.model, spec.optim)
-        self.saves = Timer(spec.checkpoint.every, self._in_steps(spec.checkpoint.every))
-        self.logs = Timer(spec.log.every, self._in_steps(spec.log.every))
-        self.evaluations = Timer(spec.eval.every, self._in_steps(spec.eval.every)) if spec.eval is not None else None
+        self.saves, self.logs = self._timer(spec.checkpoint.every), self._timer(spec.log.every)
+        self.evaluations = self._timer(spec.eval.every) if spec.eval is not None else None
 
     def start_from(self, run: RunDir) -> Source | None:
         """What `init_from` names, where the run has no checkpoint of its own yet."""
@@ -197,13 +211,16 @@ class Trainer:
         return EXIT_DONE
 
     def _run_steps(self, first: int, console: Console, interrupt: Interrupt) -> int:
-        batch_size = self.spec.train.global_batch
         meter = Meter(
             steps=self.steps,
+            samples=self.batches.samples(self.steps),
             flops_per_token=training_flops_per_token(self.spec.model, self.spec.data.seq_len, self.data.target_len),
             peak=peak_of(self.device),
         )
-        with Loader(self.stream, global_batch=batch_size, consumed_samples=self.consumed_samples) as loader:
+        with (
+            Loader(self.stream, batches=self.batches, consumed_samples=self.consumed_samples) as loader,
+            StepwiseCollection() as collection,
+        ):
             for step in range(first + 1, self.steps + 1):
                 batch = loader.next_batch()
                 loss_scale = self.optimizer.loss_scale(batch.labels.size)
@@ -212,9 +229,10 @@ class Trainer:
                 grad_norm = self.optimizer.step(tokens=result.tokens, lr=lr, loss_scale=loss_scale)
                 if result.expert_load is not None:
                     balance_experts(self.model, result.expert_load)
-                self.consumed_samples += batch_size
-                meter.count(batch.read_tokens)
+                self.consumed_samples += len(batch.tokens)
+                meter.count(samples=len(batch.tokens), tokens=batch.read_tokens)
                 console.advance(step)
+                collection.after(step)
 
                 last = step == self.steps or interrupt.asked is not None
                 saving = last or self.saves.due(step)
@@ -322,7 +340,7 @@ class Trainer:
         self._event("non-finite", step, loss=str(loss), grad_norm=str(grad_norm))
         raise ArgosyError(
             "train.non-finite",
-            f"at step {step} (samples {last - self.spec.train.global_batch} to {last - 1}) the loss is {loss} and the gradient norm "
+            f"at step {step} (samples {self.batches.samples(step - 1)} to {last - 1}) the loss is {loss} and the gradient norm "
             f"{grad_norm}; nothing was saved since"
             + ("" if scale is None else f". {record['skipped']} steps were skipped, down to a loss scale of {scale:g}"),
             key="optim.lr",
@@ -336,14 +354,14 @@ class Trainer:
         epochs = ", ".join(
             f"{count:.3g} epochs of {windows.corpus.path}"
             for windows, count in zip(
-                self.stream.sets, self.stream.epochs_after(self.steps * spec.train.global_batch), strict=True
+                self.stream.sets, self.stream.epochs_after(self.batches.samples(self.steps)), strict=True
             )
         )
         accumulation = spec.train.global_batch // spec.parallel.micro_batch
-        tokens = spec.train.global_batch * spec.data.seq_len
+        precision = choose_precision(spec.train.precision, self.device)
         return [
-            f"{self.run.root}: {describe_size(spec.model)} on {self.device}",
-            f"steps {first + 1} to {self.steps}, {tokens:,} tokens each (batch {spec.train.global_batch} = {accumulation} x "
+            f"{self.run.root}: {describe_size(spec.model)} on {self.device} in {precision}",
+            f"steps {first + 1} to {self.steps}, {describe_batches(spec)} (batch {spec.train.global_batch} = {accumulation} x "
             f"micro-batch {spec.parallel.micro_batch}, sequences of {spec.data.seq_len}); in all {epochs}",
         ]
 
@@ -351,24 +369,27 @@ class Trainer:
         self.events.write({"event": kind, "step": step, "time": now(), **{k: v for k, v in facts.items() if v}})
 
     def _in_steps(self, duration: Duration) -> int | None:
-        return duration.steps(
-            global_batch=self.spec.train.global_batch,
-            seq_len=self.spec.data.seq_len,
-            epoch_samples=self.stream.epoch_samples,
-        )
+        return duration.steps(self.batches, seq_len=self.spec.data.seq_len, epoch_samples=self.stream.epoch_samples)
+
+    def _timer(self, every: Duration) -> Timer:
+        samples = every.samples(seq_len=self.spec.data.seq_len, epoch_samples=self.stream.epoch_samples)
+        return Timer(every, samples, self.batches)
 
 
 class Timer:
-    """Something due every so many steps, or every so many seconds."""
+    """Something due every so many steps, samples or seconds. Of samples, at the step that takes the last of them."""
 
-    def __init__(self, every: Duration, steps: int | None) -> None:
-        self._steps, self._seconds = steps, every.amount
+    def __init__(self, every: Duration, samples: int | None, batches: Batches) -> None:
+        self._every, self._samples, self._batches = every, samples, batches
         self._last = time.monotonic()
 
     def due(self, step: int) -> bool:
-        if self._steps is not None:
-            return step % self._steps == 0
-        if time.monotonic() - self._last < self._seconds:
+        if self._every.unit == "steps":
+            return step % int(self._every.amount) == 0
+        if self._samples is not None:
+            before, after = self._batches.samples(step - 1), self._batches.samples(step)
+            return after // self._samples > before // self._samples
+        if time.monotonic() - self._last < self._every.amount:
             return False
         self._last = time.monotonic()
         return True

@@ -11,26 +11,27 @@ from argosy.record.jsonl import Record, now
 
 @dataclass
 class Meter:
-    """Rates are over the steps since the last log; the ETA is over all steps of this process but the first, which pays
-    for warming up."""
+    """Rates are over the steps since the last log; the ETA is over all samples of this process but those of the first
+    step, which pays for warming up."""
 
     steps: int
+    samples: int  # of the whole run
     flops_per_token: float
     peak: Peak | None
     _since: float = field(default_factory=time.perf_counter)
     _tokens: int = 0
     _steps_done: int = 0
     _warm_at: float | None = None
-    _steps_warm: int = 0
+    _samples_warm: int = 0
 
-    def count(self, tokens: int) -> None:
+    def count(self, *, samples: int, tokens: int) -> None:
         """After each step."""
         self._tokens += tokens
         self._steps_done += 1
         if self._warm_at is None:
             self._warm_at = time.perf_counter()
         else:
-            self._steps_warm += 1
+            self._samples_warm += samples
 
     def pause(self, seconds: float) -> None:
         """Leave the time of an evaluation or a save out of the rates."""
@@ -54,9 +55,10 @@ class Meter:
         tokens_per_s = self._tokens / elapsed
         tflops = tokens_per_s * self.flops_per_token / 1e12
         step_s = elapsed / max(1, self._steps_done)
-        pace = step_s
-        if self._warm_at is not None and self._steps_warm:
-            pace = (time.perf_counter() - self._warm_at) / self._steps_warm
+        if self._warm_at is not None and self._samples_warm:
+            left_s = (time.perf_counter() - self._warm_at) / self._samples_warm * (self.samples - samples)
+        else:
+            left_s = step_s * (self.steps - step)
         self._since, self._tokens, self._steps_done = time.perf_counter(), 0, 0
         return {
             "step": step,
@@ -74,5 +76,5 @@ class Meter:
             "step_s": step_s,
             "data_wait": min(1.0, waited_s / elapsed),
             "memory_gib": memory_gib,
-            "eta_s": pace * (self.steps - step),
+            "eta_s": left_s,
         }

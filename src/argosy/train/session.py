@@ -56,7 +56,13 @@ def make_model(spec: RunSpec, device: torch.device) -> nn.Module:
 def make_engine(spec: RunSpec, model: nn.Module, device: torch.device) -> SingleDevice:
     require_single(spec.parallel)
     apply_layout(model, spec.parallel)
-    return SingleDevice(model, micro_batch=spec.parallel.micro_batch, seed=spec.train.seed, device=device)
+    return SingleDevice(
+        model,
+        micro_batch=spec.parallel.micro_batch,
+        seed=spec.train.seed,
+        device=device,
+        z_loss=spec.train.z_loss,
+    )
 
 
 def stored_weights(model: nn.Module, checkpoint: Checkpoint) -> dict[str, Tensor]:
