@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -20,8 +21,10 @@ from argosy.model.decoder import Decoder
 from argosy.model.init import initialise
 from argosy.model.moe import MoE, balance_experts
 from argosy.model.objective import Loss, Objective
+from argosy.model.ops import grouped
 from argosy.model.ops.grouped import grouped_linear
 from argosy.model.ops.permute import combine, dispatch, sort_by_expert, sort_weights
+from argosy.parallel.precision import apply_precision
 
 SIZES = ["layers=2", "hidden=16", "heads=2", "kv_heads=2", "vocab_size=64", "max_seq_len=16", "ffn=24"]
 
@@ -357,3 +360,26 @@ def test_a_model_traced_whole_computes_the_same() -> None:
     assert torch.equal(again.expert_load, loss.expert_load)  # type: ignore[arg-type]
     for name, gradient in plain.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("changes", [["moe.groups=2", "moe.top_groups=1"], ["moe.shared_experts=1", "activation=gelu"]])
+def test_no_shape_depends_on_the_data_and_the_host_never_reads_it(
+    changes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With tensors that have shapes but no data, reading a value is an error; so is a stride the grouped kernel refuses."""
+    monkeypatch.setattr(grouped, "_has_kernel", lambda a, b: True)
+    sparse = ["moe.experts=4", "moe.ffn=24", "moe.bias_rate=0.1", "moe.z_loss=0.1"]
+    with FakeTensorMode():
+        model = build_model(resolve_model("mixtral-8x7b", [*SIZES, *sparse, *changes]))
+        apply_precision(model, "bf16")
+        tokens = torch.zeros(2, 9, dtype=torch.long)
+        loss = model(tokens, tokens, Objective())
+        loss.total.backward()
+        balance_experts(model, loss.expert_load)
+        for name, parameter in model.named_parameters():
+            assert not parameter.requires_grad or parameter.grad is not None, name
+
+
+def test_the_loop_over_experts_does_read_them() -> None:
+    with FakeTensorMode(), pytest.raises(DataDependentOutputException):
+        grouped._groups(torch.zeros(4, dtype=torch.int32))
