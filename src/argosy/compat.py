@@ -145,10 +145,11 @@ def _operations(*names: str) -> frozenset[Any]:
     return frozenset(getattr(packet, form) for packet in found for form in packet.overloads())
 
 
-# Matrix products and attention: what is kept for the backward pass where all else is made again.
+# Matrix products and attention: what is kept for the backward pass where all else is made again; and the choice of
+# experts, which is small, and must not come out differently.
 COSTLY_OPERATIONS = _operations(
     "mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_mm", "_scaled_mm_v2", "_grouped_mm", "_scaled_grouped_mm",
     "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_efficient_attention", "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_fused_attention_overrideable",
+    "_scaled_dot_product_fused_attention_overrideable", "topk", "sort",
 ) | {torch.ops.higher_order.flex_attention}  # fmt: skip

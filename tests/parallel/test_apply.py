@@ -21,9 +21,14 @@ from argosy.parallel.apply import apply_layout
 SIZES = ["layers=2", "hidden=32", "heads=4", "ffn=64", "vocab_size=64", "max_seq_len=64"]
 
 
-def _train(layout: dict[str, Any], *, dropout: float) -> tuple[list[torch.Tensor], list[str]]:
+EXPERTS = ["mlp_bias=false", "moe={experts: 4, top_k: 2, ffn: 24, router: sigmoid, bias_rate: 0.1, z_loss: 0.1}"]
+
+
+def _train(
+    layout: dict[str, Any], *, dropout: float, more: list[str] | None = None
+) -> tuple[list[torch.Tensor], list[str]]:
     """Losses and last gradients of three steps."""
-    spec = resolve_model("gpt2", [*SIZES, f"dropout={dropout}"])
+    spec = resolve_model("gpt2", [*SIZES, f"dropout={dropout}", *(more or [])])
     model = build_model(spec)
     initialise(model, spec, 5)
     apply_layout(model, ParallelSpec(micro_batch=2, **layout))
@@ -40,9 +45,10 @@ def _train(layout: dict[str, Any], *, dropout: float) -> tuple[list[torch.Tensor
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_recomputing_gives_the_same_bits_and_names_with_dropout(recompute: str) -> None:
-    expected, names = _train({}, dropout=0.2)
-    found, found_names = _train({"recompute": recompute}, dropout=0.2)
+@pytest.mark.parametrize("more", [[], EXPERTS], ids=["dense", "experts"])
+def test_recomputing_gives_the_same_bits_and_names_with_dropout(recompute: str, more: list[str]) -> None:
+    expected, names = _train({}, dropout=0.2, more=more)
+    found, found_names = _train({"recompute": recompute}, dropout=0.2, more=more)
     assert found_names == names
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
@@ -83,17 +89,22 @@ def test_each_way_of_recomputing_keeps_less() -> None:
     assert everything > 1.2 * costly > 1.2 * 1.2 * inputs
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("scope", ["block", "model"])
+@pytest.mark.parametrize(
+    ("scope", "recompute", "more"),
+    [
+        *((scope, recompute, []) for scope in ("block", "model") for recompute in ("none", "selective", "full")),
+        ("block", "selective", EXPERTS),
+    ],
+)
 def test_compiling_gives_the_same_numbers_from_one_graph(
-    scope: str, recompute: str, monkeypatch: pytest.MonkeyPatch
+    scope: str, recompute: str, more: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled = nn.Module.compile
     monkeypatch.setattr(nn.Module, "compile", lambda module: compiled(module, backend="aot_eager", fullgraph=True))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    expected, names = _train({}, dropout=0.0)
-    found, found_names = _train({"compile": scope, "recompute": recompute}, dropout=0.0)
+    expected, names = _train({}, dropout=0.0, more=more)
+    found, found_names = _train({"compile": scope, "recompute": recompute}, dropout=0.0, more=more)
     assert found_names == names
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b)
