@@ -145,3 +145,54 @@ def test_qwen_windows_cover_all_layers_or_none() -> None:
 def test_a_config_that_describes_no_model_says_why() -> None:
     with pytest.raises(ArgosyError, match="not divisible"):
         from_config({"model_type": "gpt2", "n_embd": 100, "n_head": 7})
+
+
+# As their authors published them, shortened to what differs from the defaults, with the keys that only clutter.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "gpt2": {
+        "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_ctx": 1024, "n_positions": 1024, "vocab_size": 50257,
+        "attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1, "summary_type": "cls_index", "summary_activation": None,
+        "summary_use_proj": True, "summary_first_dropout": 0.1, "summary_proj_to_labels": True,
+        "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+    },
+    "llama2-7b": {
+        "model_type": "llama", "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 11008, "vocab_size": 32000,
+        "max_position_embeddings": 4096, "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
+        "pretraining_tp": 1, "rms_norm_eps": 1e-5, "rope_scaling": None, "tie_word_embeddings": False,
+        "torch_dtype": "float16", "transformers_version": "4.31.0.dev0", "use_cache": True,
+    },
+    "qwen3-0.6b": {
+        "model_type": "qwen3", "attention_bias": False, "attention_dropout": 0.0, "head_dim": 128, "hidden_size": 1024,
+        "intermediate_size": 3072, "max_position_embeddings": 32768, "max_window_layers": 28, "num_attention_heads": 16,
+        "num_hidden_layers": 28, "num_key_value_heads": 8, "rms_norm_eps": 1e-6, "rope_scaling": None,
+        "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": True, "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "mpt-7b": {
+        "model_type": "mpt", "architectures": ["MPTForCausalLM"], "d_model": 4096, "n_heads": 32, "n_layers": 32,
+        "attn_config": {
+            "alibi": True, "alibi_bias_max": 8, "attn_impl": "torch", "attn_pdrop": 0, "attn_type": "multihead_attention",
+            "attn_uses_sequence_id": False, "clip_qkv": None, "prefix_lm": False, "qk_ln": False, "softmax_scale": None,
+        },
+        "auto_map": {"AutoConfig": "configuration_mpt.MPTConfig"}, "emb_pdrop": 0, "embedding_fraction": 1.0,
+        "expansion_ratio": 4, "init_config": {"name": "kaiming_normal_"}, "init_device": "cpu", "learned_pos_emb": True,
+        "logit_scale": None, "max_seq_len": 2048, "no_bias": True, "norm_type": "low_precision_layernorm",
+        "resid_pdrop": 0, "tokenizer_name": "EleutherAI/gpt-neox-20b", "verbose": 0, "vocab_size": 50368,
+    },
+    "bert-base": {
+        "model_type": "bert", "architectures": ["BertForMaskedLM"], "gradient_checkpointing": False, "hidden_act": "gelu",
+        "position_embedding_type": "absolute", "pad_token_id": 0, "type_vocab_size": 2, "vocab_size": 30522,
+    },
+    "t5-small": {
+        "model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "d_ff": 2048, "d_kv": 64, "d_model": 512,
+        "decoder_start_token_id": 0, "is_encoder_decoder": True, "n_positions": 512, "num_heads": 8, "num_layers": 6,
+        "output_past": True, "relative_attention_num_buckets": 32, "vocab_size": 32128,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("preset", PUBLISHED)
+def test_published_models_are_our_presets(preset: str) -> None:
+    free = {"preset": None, "dropout": 0.0, "pair": None}
+    found, ours = from_config(PUBLISHED[preset]), resolve_model(preset)
+    assert found.model_copy(update=free) == ours.model_copy(update=free)

@@ -54,8 +54,8 @@ class Imported:
                 f"  left out, as the model does not use them: {', '.join(self.unused[:4])}" + _more(self.unused)
             )
         if done:
-            checked = f"{self.files_hashed} of {self.files}" if self.files_hashed else "none"
-            lines.append(f"  files with a published SHA-256, all right: {checked}")
+            hashed = f"{self.files_hashed} of {self.files} files match the SHA-256 they were published with"
+            lines.append(f"  {hashed if self.files_hashed else 'no published SHA-256 to compare the files with'}")
             lines.append(f"start a run from it with init_from: {self.to}")
         return "\n".join(lines)
 

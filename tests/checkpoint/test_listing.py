@@ -1,0 +1,43 @@
+"""`argosy ckpt ls` says which checkpoints there are, whether they can be trusted, and which one a restart would take."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from argosy.checkpoint.listing import list_run
+from argosy.checkpoint.store import Progress, save
+
+
+def _run(root: Path) -> Path:
+    for step in (1, 2, 3):
+        save(root / "checkpoints", Progress(step, 8 * step), {"w": torch.ones(4)}, {"m": torch.ones(4)}, keep=3)
+    (root / "resolved.json").write_text("{}")
+    return root
+
+
+def test_the_newest_good_one_is_what_a_restart_takes(tmp_path: Path) -> None:
+    run = _run(tmp_path / "run")
+    (run / "checkpoints" / "step-00000003" / "weights.safetensors").write_bytes(b"damaged")
+    found = list_run(run)
+    assert [(one.step, one.good, one.resumes) for one in found] == [
+        (3, False, False),
+        (2, True, True),
+        (1, True, False),
+    ]
+    assert "weights.safetensors" in str(found[0].fault)
+    assert found[1].consumed_samples == 16
+    assert {one.good for one in list_run(run, check=False)} == {None}
+
+
+def test_the_verb_prints_a_table_or_json(tmp_path: Path, argosy: Callable[..., Any]) -> None:
+    run = _run(tmp_path / "run")
+    shown = argosy("ckpt", "ls", run)
+    assert shown.returncode == 0
+    assert "train" in shown.stdout.splitlines()[1]
+    assert [one["step"] for one in json.loads(argosy("ckpt", "ls", run, "--json").stdout)] == [3, 2, 1]
+    assert argosy("ckpt", "ls", tmp_path / "none").returncode == 2
