@@ -222,7 +222,8 @@ def _report(run: Path) -> None:
 
 
 def _sample(run: Path) -> None:
-    from argosy.train.generate import Sampling, sample
+    from argosy.train.decoding import Sampling
+    from argosy.train.generate import sample
 
     text = sample(str(run), "def ", Sampling(tokens=120, temperature=0.6, seed=7))
     print("\n".join(f"  | {line}" for line in text.splitlines()))

@@ -3,6 +3,7 @@ refused."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ from argosy.model.build import build_model
 from argosy.model.init import initialise
 from argosy.parallel.single import SingleDevice
 from argosy.record.jsonl import read_metrics
+from argosy.train.decoding import Sampling
 from argosy.train.evaluate import evaluate_run
+from argosy.train.generate import sample
 from argosy.train.loop import TrainOptions, train
 
 Write = Callable[..., Path]
@@ -125,10 +128,40 @@ def test_what_a_model_reports_is_recorded(kind: str, names: set[str], write_spec
     assert train(resolve(path), path, TrainOptions(quiet=True)) == 0
     record = losses(path)[6]
     assert names | {f"validation_{name}" for name in names} <= record.keys()
-    evaluation, step = evaluate_run(path.parent / "runs" / "tiny", split="validation", batches=2)
+    evaluation, step = evaluate_run(str(path.parent / "runs" / "tiny"), split="validation", batches=2)
     assert step == 6
     assert evaluation.loss == pytest.approx(record["validation_loss"], rel=1e-6)
     assert evaluation.metrics.keys() == names
+
+
+def sampled(kind: str, prompt: str, write_spec: Write, corpus: Path, seed: int = 0) -> str:
+    path = spec_of(kind, write_spec, corpus)
+    run = path.parent / "runs" / "tiny"
+    if not run.exists():
+        train(resolve(path), path, TrainOptions(quiet=True))
+    return sample(str(run), prompt, Sampling(tokens=12, temperature=1.0, seed=seed))
+
+
+def test_bert_fills_in_its_masks_and_nothing_else(write_spec: Write, corpus: Path) -> None:
+    text = sampled("bert", "ab[MASK]cd[MASK]", write_spec, corpus)
+    assert re.fullmatch(r"ab.?cd.?", text, re.DOTALL)
+    assert text == sampled("bert", "ab[MASK]cd[MASK]", write_spec, corpus)
+    for prompt, code in (("no mask", "config.bad-value"), ("[MASK]" * 40, "config.arithmetic")):
+        with pytest.raises(ArgosyError) as refusal:
+            sampled("bert", prompt, write_spec, corpus)
+        assert (refusal.value.code, refusal.value.key) == (code, "--prompt")
+
+
+def test_t5_writes_for_a_prompt_with_sentinels_and_names_those_it_writes(write_spec: Write, corpus: Path) -> None:
+    texts = {sampled("t5", "some<extra_id_0>words", write_spec, corpus, seed) for seed in range(8)}
+    assert len(texts) == 8
+    assert any(re.search(r"<extra_id_\d+>", text) for text in texts)
+
+
+def test_a_retriever_writes_no_text(write_spec: Write, corpus: Path) -> None:
+    with pytest.raises(ArgosyError) as refusal:
+        sampled("ict", "words", write_spec, corpus)
+    assert refusal.value.code == "model.no-text"
 
 
 def test_two_corpora_are_mixed_into_one_batch(write_spec: Write, corpus: Path) -> None:

@@ -14,8 +14,9 @@ from argosy.config.resolve import resolve
 from argosy.data.open import open_data, set_names
 from argosy.errors import EXIT_DONE, ArgosyError
 from argosy.record.jsonl import read_jsonl, read_metrics
+from argosy.train.decoding import Sampling, choose
 from argosy.train.evaluate import evaluate_run, unigram_entropy
-from argosy.train.generate import Sampling, choose, sample
+from argosy.train.generate import sample
 from argosy.train.loop import TrainOptions, dry_run, train
 from data.corpora import write_corpus
 

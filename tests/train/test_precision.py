@@ -22,8 +22,9 @@ from argosy.model.ops.choice import kernels
 from argosy.parallel.precision import DTYPES, apply_precision, choose_precision
 from argosy.parallel.single import SingleDevice
 from argosy.record.jsonl import read_metrics
+from argosy.train.decoding import Sampling
 from argosy.train.evaluate import evaluate_run
-from argosy.train.generate import Sampling, sample
+from argosy.train.generate import sample
 from argosy.train.loop import TrainOptions, train
 from argosy.train.optimizer import Optimizer
 

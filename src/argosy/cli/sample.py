@@ -11,7 +11,10 @@ from argosy.cli.arguments import MODEL_HELP
 
 def sample(
     run: Annotated[str, typer.Argument(help=MODEL_HELP, metavar="RUN")],
-    prompt: Annotated[str, typer.Option(help="Text to go on from.")] = "",
+    prompt: Annotated[
+        str,
+        typer.Option(help="Text to go on from; for BERT with [MASK]s to fill in, for T5 with <extra_id_0> …"),
+    ] = "",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most.")] = 200,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 0.8,
     top_k: Annotated[int, typer.Option(min=0, help="Choose among this many; 0 among all.")] = 50,
@@ -22,7 +25,7 @@ def sample(
     """Text from the newest checkpoint of a run, or from another model."""
     import json
 
-    from argosy.train.generate import Sampling
+    from argosy.train.decoding import Sampling
     from argosy.train.generate import sample as write
 
     text = write(run, prompt, Sampling(tokens, temperature, top_k, seed), device)

@@ -1,14 +1,11 @@
-"""How the samples of a run are made, from its spec and its tokenizer: BERT's, T5's and those of inverse cloze.
-
-Special tokens are named, or given as ids where the tokenizer has no such token: a free id beyond its entries will do.
-"""
+"""How the samples of a run are made, from its spec and its tokenizer: BERT's, T5's and those of inverse cloze."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from argosy.config.schema import BertSpec, IctSpec, RunSpec, SpecialToken, T5Spec
+from argosy.config.schema import BertSpec, IctSpec, RunSpec, T5Spec
 from argosy.config.seeds import derive_seed
 from argosy.data.corpus.corpus import Corpus
 from argosy.data.samples.bert import BertSamples, MaskedLM
@@ -16,6 +13,7 @@ from argosy.data.samples.document_stream import DocumentSet, DocumentStream
 from argosy.data.samples.ict import ClozeSamples, InverseCloze
 from argosy.data.samples.t5 import SpanCorruption, SpanMaker
 from argosy.data.samples.windows import SampleStream, Windows
+from argosy.data.special import SpecialTokens
 from argosy.data.text.tokenizer import Tokenizer
 from argosy.errors import ArgosyError
 
@@ -51,9 +49,9 @@ class Tasks:
     def span_corruption(self, t5: T5Spec) -> SpanCorruption:
         task = SpanCorruption(
             self.spec.data.seq_len,
-            self._id("t5.sentinel", t5.sentinel),
-            self._id("t5.eos", t5.eos),
-            decoder_start=self._id("t5.pad", t5.pad),
+            self._special.id_of("data.t5.sentinel", t5.sentinel),
+            self._special.id_of("data.t5.eos", t5.eos),
+            decoder_start=self._special.id_of("data.t5.pad", t5.pad),
             noise_density=t5.noise_density,
             mean_span=t5.mean_span,
             sentinels=t5.sentinels,
@@ -65,7 +63,10 @@ class Tasks:
         return MaskedLM(
             self.spec.data.seq_len,
             self.spec.model.vocab_size,
-            **{role: self._id(f"bert.{role}", getattr(bert, role)) for role in ("cls", "sep", "mask", "pad")},
+            **{
+                role: self._special.id_of(f"data.bert.{role}", getattr(bert, role))
+                for role in ("cls", "sep", "mask", "pad")
+            },
             pair=self.spec.model.pair or "none",
             mask_rate=bert.mask_rate,
             max_ngram=bert.max_ngram,
@@ -77,30 +78,13 @@ class Tasks:
             self.spec.data.seq_len,
             ict.query_len,
             self.spec.model.vocab_size,
-            **{role: self._id(f"ict.{role}", getattr(ict, role)) for role in ("cls", "sep", "pad")},
+            **{role: self._special.id_of(f"data.ict.{role}", getattr(ict, role)) for role in ("cls", "sep", "pad")},
             query_in_block=ict.query_in_block,
         )
 
-    def _id(self, key: str, token: SpecialToken) -> int:
-        rows = self.spec.model.vocab_size
-        found = token if isinstance(token, int) else None if self.tokenizer is None else self.tokenizer.id_of(token)
-        if found is not None and found < rows:
-            return found
-        entries = 0 if self.tokenizer is None else self.tokenizer.vocab_size
-        if found is None:
-            cause = f"there is no token {token!r} in " + (
-                "the data: a bare pair has no tokenizer" if self.tokenizer is None else "the tokenizer"
-            )
-        else:
-            cause = f"its id {found:,} is beyond the model's vocabulary of {rows:,}"
-        raise ArgosyError(
-            "tokenizer.vocabulary",
-            cause,
-            key=f"data.{key}",
-            value=token,
-            fix=f"name a token of the tokenizer, or give an id that is free (its own end at {entries - 1:,}) and below "
-            f"model.vocab_size {rows:,}, enlarging that if need be",
-        )
+    @property
+    def _special(self) -> SpecialTokens:
+        return SpecialTokens(self.tokenizer, self.spec.model.vocab_size)
 
     def _require_sentinels(self, t5: T5Spec, task: SpanCorruption) -> None:
         """The tokens below the first sentinel are sentinels too, and not words of the tokenizer."""

@@ -1,32 +1,36 @@
-"""Text from a trained run: one token after another, drawn from the model's own distribution."""
+"""Text from a trained run: what its newest checkpoint makes of a prompt."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-
-import torch
-from torch import Tensor
-
 from argosy.checkpoint.source import Source
-from argosy.config.seeds import derive_seed
 from argosy.data.text.tokenizer import Tokenizer
 from argosy.errors import ArgosyError
-from argosy.train.session import load_model
-
-
-@dataclass(frozen=True)
-class Sampling:
-    tokens: int = 200
-    temperature: float = 0.8
-    top_k: int = 50
-    seed: int = 0
+from argosy.train.decoding import Sampling, generate
+from argosy.train.infill import fill_masks, write_spans
+from argosy.train.session import Loaded, load_model
 
 
 def sample(where: str, prompt: str, options: Sampling, device: str | None = None) -> str:
-    """The prompt and what the newest checkpoint writes after it."""
+    """What the newest checkpoint makes of the prompt: a decoder goes on from it, BERT fills in its masks, T5 writes what
+    belongs in its spans."""
     loaded = load_model(where, device=device)
     tokenizer = source_tokenizer(loaded.source)
+    kind = loaded.source.model.samples
+    if kind == "ict":
+        raise ArgosyError(
+            "model.no-text",
+            f"{where} is a retriever: it compares queries with blocks, and writes no text",
+            key="model.retrieval",
+            fix="`argosy eval` has its accuracy; sample from a decoder, a BERT or a T5",
+        )
+    if kind != "windows":
+        fill = fill_masks if kind == "bert" else write_spans
+        return fill(loaded, tokenizer, lambda text: _encode(tokenizer, text), prompt, options)
+    return _go_on(loaded, tokenizer, prompt, options)
+
+
+def _go_on(loaded: Loaded, tokenizer: Tokenizer, prompt: str, options: Sampling) -> str:
+    """The prompt and what comes after it."""
     eod = loaded.source.eod_id
     prompt_ids = _encode(tokenizer, prompt)
     if not prompt_ids and eod is None:
@@ -37,7 +41,8 @@ def sample(where: str, prompt: str, options: Sampling, device: str | None = None
             fix="give a --prompt",
         )
     ids = prompt_ids or [eod or 0]  # with no prompt, start as a document starts
-    written = list(generate(loaded.model, ids, options, limit=loaded.source.model.max_seq_len, stop=eod))
+    limit = loaded.source.model.max_seq_len
+    written = list(generate(loaded.model, ids, options, limit=limit, stop=eod, device=loaded.device))
     return tokenizer.decode(prompt_ids + written)
 
 
@@ -48,33 +53,6 @@ def _encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
         raise ArgosyError(
             "config.bad-value", "the prompt is not UTF-8 text", key="--prompt", fix="check its encoding"
         ) from None
-
-
-@torch.no_grad()
-def generate(
-    model: torch.nn.Module, ids: list[int], options: Sampling, *, limit: int, stop: int | None
-) -> Iterator[int]:
-    device = next(model.parameters()).device
-    generator = torch.Generator().manual_seed(derive_seed(options.seed, "sample"))
-    history = list(ids)
-    for _ in range(options.tokens):
-        logits: Tensor = model(torch.tensor([history[-limit:]], device=device))[0, -1].float().cpu()
-        token = choose(logits, options, generator)
-        if token == stop:
-            return
-        history.append(token)
-        yield token
-
-
-def choose(logits: Tensor, options: Sampling, generator: torch.Generator) -> int:
-    if options.temperature < 1e-4:  # as good as greedy, and dividing by it would overflow
-        return int(logits.argmax())
-    if options.top_k:
-        values, tokens = logits.topk(min(options.top_k, len(logits)))
-    else:
-        values, tokens = logits, torch.arange(len(logits))
-    probabilities = (values / options.temperature).softmax(-1)
-    return int(tokens[torch.multinomial(probabilities, 1, generator=generator)])
 
 
 def source_tokenizer(source: Source) -> Tokenizer:

@@ -1,0 +1,52 @@
+"""One token after another, drawn from the distribution a model gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from argosy.config.seeds import derive_seed
+
+
+@dataclass(frozen=True)
+class Sampling:
+    tokens: int = 200
+    temperature: float = 0.8
+    top_k: int = 50
+    seed: int = 0
+
+
+@torch.no_grad()
+def generate(
+    model: Callable[[Tensor], Tensor],
+    ids: list[int],
+    options: Sampling,
+    *,
+    limit: int,
+    stop: int | None,
+    device: torch.device,
+) -> Iterator[int]:
+    """Tokens after `ids`, of which the model is shown the last `limit`."""
+    generator = torch.Generator().manual_seed(derive_seed(options.seed, "sample"))
+    history = list(ids)
+    for _ in range(options.tokens):
+        logits: Tensor = model(torch.tensor([history[-limit:]], device=device))[0, -1].float().cpu()
+        token = choose(logits, options, generator)
+        if token == stop:
+            return
+        history.append(token)
+        yield token
+
+
+def choose(logits: Tensor, options: Sampling, generator: torch.Generator) -> int:
+    if options.temperature < 1e-4:  # as good as greedy, and dividing by it would overflow
+        return int(logits.argmax())
+    if options.top_k:
+        values, tokens = logits.topk(min(options.top_k, len(logits)))
+    else:
+        values, tokens = logits, torch.arange(len(logits))
+    probabilities = (values / options.temperature).softmax(-1)
+    return int(tokens[torch.multinomial(probabilities, 1, generator=generator)])
