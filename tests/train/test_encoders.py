@@ -26,6 +26,7 @@ from argosy.train.decoding import Sampling
 from argosy.train.evaluate import evaluate_run
 from argosy.train.generate import sample
 from argosy.train.loop import TrainOptions, train
+from argosy.train.session import make_engine
 
 Write = Callable[..., Path]
 SIZES = {"layers": 2, "hidden": 32, "heads": 4, "vocab_size": 300}
@@ -98,6 +99,20 @@ def test_gradients_do_not_depend_on_the_micro_batch(kind: str, write_spec: Write
     for other in found[1:]:
         for one, another in zip(found[0], other, strict=True):
             torch.testing.assert_close(one, another, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recomputing_changes_no_gradient(recompute: str, spec: Path) -> None:
+    found = []
+    for how in ("none", recompute):
+        resolved = resolve(spec, [f"parallel.recompute={how}"]).spec
+        model = build_model(resolved.model)
+        initialise(model, resolved.model, seed=1)
+        engine = make_engine(resolved, model, torch.device("cpu"))
+        engine.forward_backward(open_data(resolved).training().batch(0, 8), step=1)
+        found.append([p.grad for p in model.parameters()])
+    for one, another in zip(*found, strict=True):
+        torch.testing.assert_close(one, another, rtol=1e-5, atol=1e-7)
 
 
 def test_the_pair_counts_as_its_mean_over_samples(write_spec: Write, corpus: Path) -> None:
