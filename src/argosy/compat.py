@@ -119,8 +119,9 @@ def scaled_mm(
 
 
 def add_product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """total += a b, with a 32-bit total whatever a and b are; on a GPU the product itself adds."""
-    if a.is_cuda and a.dtype != total.dtype:
+    """total += a b, with a 32-bit total whatever a and b are; on a GPU the product itself adds, which torch 2.11 cannot
+    trace."""
+    if a.is_cuda and a.dtype != total.dtype and not torch.compiler.is_compiling():
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total.addmm_(a, b) if a.dtype == total.dtype else total.add_(a @ b)

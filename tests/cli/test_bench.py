@@ -46,6 +46,7 @@ def test_the_table_and_the_trace(argosy: Argosy, tmp_path: Path) -> None:
         ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "gemm"),
         ("void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<...>>", "gemm"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_33", "attention"),
+        ("void cudnn::fusion::compute_dot_do_o_specialized<true, 64>(void const*)", "attention"),
         ("triton_tem_fused_flex_attention_backward_0", "attention"),
         ("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>", "other"),
         ("_backward", "other"),

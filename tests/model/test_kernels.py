@@ -222,3 +222,12 @@ def test_tokens_go_to_their_experts_and_back(dtype: torch.dtype, width: int, k: 
         return permute.combine(permute.dispatch(x, permutation) * factors, permutation)
 
     both(there_and_back, {"x": torch.randn(9, width), "factors": torch.randn(9 * k, width)}, dtype)
+
+
+@pytest.mark.parametrize(("rows", "vocab"), [(32768, 50304), (32768, 128256), (4095, 257), (10, 10**9)])
+def test_chunks_of_the_loss_are_even_and_within_the_limit(rows: int, vocab: int) -> None:
+    each = cross_entropy.chunk_rows(rows, 2 * vocab)
+    chunks = -(-rows // each)
+    assert each * vocab * 2 <= cross_entropy.CHUNK_BYTES + 256 * vocab * 2
+    assert chunks == -(-rows * vocab * 2 // cross_entropy.CHUNK_BYTES) or each == 1
+    assert chunks * each - rows < 256 * chunks

@@ -16,7 +16,7 @@ def _update(
     lr, beta1, beta2, eps, decay, SEPARATE: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
-    inside = at < tl.where(tl.load(skip) == 0.0, count, 0)
+    inside = (at < count) & (tl.load(skip) == 0.0)
     g = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32) * tl.load(scale)
     m = tl.load(exp_avg + at, mask=inside, other=0.0)
     v = tl.load(exp_avg_sq + at, mask=inside, other=0.0)

@@ -17,7 +17,8 @@ from argosy.compat import add_product_
 from argosy.data.samples.masks import IGNORED
 from argosy.model.ops.choice import use_kernel
 
-CHUNK_BYTES = 1 << 30  # of logits at a time
+CHUNK_BYTES = 1 << 30  # of logits at a time, about
+_TILE = 256  # rows a matrix product works on together
 
 
 def linear_cross_entropy(
@@ -43,7 +44,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         d_bias = torch.zeros_like(bias, dtype=torch.float32) if wants[2] and bias is not None else None
         total = torch.zeros((), device=hidden.device)
         cross_entropy = torch.zeros((), device=hidden.device)
-        rows = max(1, CHUNK_BYTES // (weight.shape[0] * weight.element_size()))
+        rows = chunk_rows(len(hidden), weight.shape[0] * weight.element_size())
         for first in range(0, len(hidden), rows):
             part = slice(first, first + rows)
             logits = torch.nn.functional.linear(hidden[part], weight, bias)
@@ -69,6 +70,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         scale = gradients[0]
         scaled = [None if t is None else t * scale.to(t.dtype) for t in ctx.saved_tensors]
         return (*scaled, None, None)
+
+
+def chunk_rows(rows: int, row_bytes: int) -> int:
+    """Rows of a chunk: as few chunks as keep within CHUNK_BYTES, equal, and, where they are long, made of whole tiles."""
+    chunks = max(1, -(-rows * row_bytes // CHUNK_BYTES))
+    each = -(-rows // chunks)
+    return each if each < _TILE else min(rows, -(-each // _TILE) * _TILE)
 
 
 def softmax_loss_(logits: Tensor, labels: Tensor, z_loss: float, with_gradient: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,14 +10,16 @@ from torch import Tensor
 
 from argosy.data.samples.masks import IGNORED
 
-_BLOCK, _WARPS = 8192, 32  # large programs: few rows at a time, so that a row is still in the cache the second time
+_LANES, _EACH, _WARPS = 1024, 8, 32  # large programs: few rows at a time, so that a row is still cached the second time
 
 
 @triton.jit
 def _softmax_loss(
-    logits, labels, losses, cross_entropies, width, z_loss, ignored, GRADIENT: tl.constexpr, B: tl.constexpr
-):
+    logits, labels, losses, cross_entropies, width, z_loss, ignored, GRADIENT: tl.constexpr, LANES: tl.constexpr,
+    EACH: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    B: tl.constexpr = LANES * EACH
     start = logits + row * width
     label = tl.load(labels + row)
     if label == ignored:
@@ -28,14 +30,15 @@ def _softmax_loss(
                 cols = first + tl.arange(0, B)
                 tl.store(start + cols, tl.zeros((B,), logits.dtype.element_ty), mask=cols < width)
     else:
-        highest = tl.full((B,), float("-inf"), tl.float32)
-        total = tl.zeros((B,), tl.float32)
+        # Every lane keeps a maximum and a sum of its own, and rescales the sum once for EACH logits.
+        highest = tl.full((LANES,), float("-inf"), tl.float32)
+        total = tl.zeros((LANES,), tl.float32)
         for first in range(0, width, B):
-            cols = first + tl.arange(0, B)
+            cols = first + tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
             x = tl.load(start + cols, mask=cols < width, other=float("-inf")).to(tl.float32)
-            higher = tl.maximum(highest, x)
+            higher = tl.maximum(highest, tl.max(x, 1))
             safe = tl.where(higher == float("-inf"), 0.0, higher)
-            total = total * tl.exp(highest - safe) + tl.exp(x - safe)
+            total = total * tl.exp(highest - safe) + tl.sum(tl.exp(x - safe[:, None]), 1)
             highest = higher
         peak = tl.max(highest, 0)
         lse = peak + tl.log(tl.sum(total * tl.exp(highest - peak), 0))
@@ -57,6 +60,7 @@ def softmax_loss_(logits: Tensor, labels: Tensor, z_loss: float, with_gradient: 
     """As `argosy.model.ops.cross_entropy.softmax_loss_`."""
     losses = torch.empty((2, len(logits)), dtype=torch.float32, device=logits.device)
     _softmax_loss[(len(logits),)](
-        logits, labels, losses[0], losses[1], logits.shape[1], z_loss, IGNORED, with_gradient, _BLOCK, num_warps=_WARPS
-    )
+        logits, labels, losses[0], losses[1], logits.shape[1], z_loss, IGNORED, with_gradient, _LANES, _EACH,
+        num_warps=_WARPS,
+    )  # fmt: skip
     return losses[0], losses[1], logits
