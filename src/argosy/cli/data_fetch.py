@@ -31,7 +31,7 @@ def fetch(
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the data set; default: main.")] = None,
     workers: Annotated[int, typer.Option(min=1, max=64, help="Files to fetch at once.")] = 4,
     prepare: Annotated[
-        bool, typer.Option("--prepare", help="Make a corpus of the files at once; needs --tokenizer and --corpus.")
+        bool, typer.Option("--prepare", help="Make a corpus of the files as they arrive; needs --tokenizer and --corpus.")
     ] = False,
     tokenizer: Annotated[str | None, typer.Option(help="With --prepare: as for `argosy data prepare`.")] = None,
     corpus: Annotated[Path | None, typer.Option(help="With --prepare: the corpus directory to make.")] = None,
@@ -39,6 +39,12 @@ def fetch(
         str | None, typer.Option(help="With --prepare: the key that holds the text; default: the data set's own.")
     ] = None,
     shards: Annotated[int, typer.Option(min=1, help="With --prepare: pairs of .bin/.idx to make.")] = 1,
+    keep: Annotated[
+        bool,
+        typer.Option(
+            "--keep/--discard", help="With --prepare: whether files stay in --output once they are in the corpus."
+        ),
+    ] = True,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="With --prepare: replace a corpus that is already there.")
     ] = False,
@@ -57,7 +63,7 @@ def fetch(
     from argosy.data.remote.sources import Choice, text_key
 
     options = FetchOptions(Choice(config, split, revision, sample), workers)
-    more = {"--key": key, "--shards": shards > 1, "--overwrite": overwrite}
+    more = {"--key": key, "--shards": shards > 1, "--discard": not keep, "--overwrite": overwrite}
     wanted = corpus_wanted(prepare, tokenizer, corpus, more)
     if dry_run:
         plan = preview(names, output, options)
@@ -68,18 +74,14 @@ def fetch(
         print(json.dumps(fetched.as_dict()) if as_json else fetched.describe())
         return
 
+    from argosy.data.fetch_prepare import fetch_and_prepare
     from argosy.data.prepare.job import PrepareOptions
-    from argosy.data.prepare.job import prepare as make_corpus
     from argosy.data.prepare.report import describe
     from argosy.data.text.tokenizer import load_tokenizer
 
-    chosen = load_tokenizer(wanted[0])
+    tokenizer_path, directory = wanted
     prepare_options = PrepareOptions(keys=(key or text_key(names),), shards=shards, overwrite=overwrite)
-    fetched = run(names, output, options)
-    made = make_corpus([file.path for file in fetched.files], chosen, wanted[1], prepare_options)
-    if made is None:
-        raise RuntimeError("one machine makes all shards")
-    [manifest] = made.values()
-    corpus_facts = json.loads(manifest.model_dump_json())
-    facts = {"fetch": fetched.as_dict(), "corpus": corpus_facts}
-    print(json.dumps(facts) if as_json else f"{fetched.describe()}\n{describe(manifest, wanted[1])}")
+    chosen = load_tokenizer(tokenizer_path)
+    fetched, manifest = fetch_and_prepare(names, output, options, chosen, directory, prepare_options, keep=keep)
+    facts = {"fetch": fetched.as_dict(), "corpus": json.loads(manifest.model_dump_json())}
+    print(json.dumps(facts) if as_json else f"{fetched.describe()}\n{describe(manifest, directory)}")

@@ -37,6 +37,7 @@ class Crew:
         """`input_bytes`: how much of the inputs this machine is to read, about."""
         self.parts, self.groups, self.tokenizer, self.options = parts, groups, tokenizer, options
         self.eod, self.workers, self.input_bytes = eod, workers, input_bytes
+        self.sampled = groups  # to prove an engine on
         self._open: Pool | None = None
 
     def __enter__(self) -> Crew:
@@ -73,7 +74,7 @@ class Crew:
 
         def proven(name: str) -> Encode:
             encode = self._recipe(name).encoder()
-            Proof.by(self.tokenizer, sample_texts(self.groups, self.options)).check(encode)
+            Proof.by(self.tokenizer, sample_texts(self.sampled, self.options)).check(encode)
             return encode
 
         return choose_engine(self.tokenizer, proven)
@@ -86,7 +87,9 @@ class Crew:
     def _pool(self, engine: str | None) -> Pool:
         if self._open is None or self._open.engine != engine:
             self.__exit__()
-            self._open = Pool(self.workers, self.parts, self.groups, self._recipe(engine), self.options)
+            self._open = Pool(
+                self.workers, self.parts, self.groups, self._recipe(engine), self.options, sampled=self.sampled
+            )
         return self._open
 
     def _announce(self, is_fast: bool, said: str) -> None:

@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Protocol
 from urllib.parse import quote
 
 import orjson
@@ -32,7 +33,7 @@ from argosy.data.corpus.indexed import dtype_for
 from argosy.data.corpus.manifest import FILE_NAME, Manifest, Shard, Source, TokenizerFacts, write_manifest
 from argosy.data.prepare.crew import Crew
 from argosy.data.prepare.join import Joiner, books_of, shard_name
-from argosy.data.prepare.parts import PartFacts, PartName, PartOptions
+from argosy.data.prepare.parts import PartFacts, PartName, PartOptions, read_facts
 from argosy.data.text.inputs import InputFile, find_inputs
 from argosy.data.text.tokenizer import Tokenizer
 from argosy.errors import ArgosyError
@@ -62,10 +63,25 @@ def prepare(
 ) -> dict[Path, Manifest] | None:
     """Make this machine's shards, and the manifests of the corpora if they were the last. None: other machines are
     still at work."""
-    job = Job(find_inputs(inputs, report=_warn), tokenizer, output, options)
+    return prepare_files(find_inputs(inputs, report=_warn), tokenizer, output, options)
+
+
+def prepare_files(
+    files: list[InputFile],
+    tokenizer: Tokenizer,
+    output: Path,
+    options: PrepareOptions,
+    arrivals: Arrivals | None = None,
+) -> dict[Path, Manifest] | None:
+    """The same, of files already found, or that are still to arrive: the corpus is the same."""
+    job = Job(files, tokenizer, output, options, arrivals)
     try:
-        with job.crew:  # the workers load while the directory is claimed
+        if arrivals is not None:
             job.claim()
+            job.start_arrivals(arrivals)
+        with job.crew:  # the workers load while the directory is claimed
+            if arrivals is None:
+                job.claim()
             job.make_shards()
         return job.finish()
     except OSError as error:
@@ -80,10 +96,30 @@ def _warn(text: str) -> None:
     print(f"note: {text}", file=sys.stderr)
 
 
+class Arrivals(Protocol):
+    """Inputs that arrive while they are prepared. Groups are waited for in their order, and released in any."""
+
+    def start(self, files: list[InputFile]) -> None:
+        """These have to come: of the others an earlier attempt has made all parts."""
+
+    def wait(self, group: list[InputFile]) -> None:
+        """Until all these files are there."""
+
+    def release(self, group: list[InputFile]) -> None:
+        """All parts of these files are made."""
+
+
 class Job:
-    def __init__(self, files: list[InputFile], tokenizer: Tokenizer, output: Path, options: PrepareOptions) -> None:
+    def __init__(
+        self,
+        files: list[InputFile],
+        tokenizer: Tokenizer,
+        output: Path,
+        options: PrepareOptions,
+        arrivals: Arrivals | None = None,
+    ) -> None:
         _check_keys(options.keys, files)
-        self.files, self.output, self.options = files, output, options
+        self.files, self.output, self.options, self.arrivals = files, output, options, arrivals
         self.corpora = corpora_of(output, options.keys)
         self.groups = group_inputs(files, options.text_lines)
         self.part_options = PartOptions(
@@ -107,6 +143,8 @@ class Job:
             input_bytes=sum(file.size for file in files) / options.machines,
         )
         self.ends: dict[int, int] = {}  # group -> a block found to be past its end
+        self.made: set[int] = set()  # groups whose parts an earlier attempt has made, where inputs have to arrive
+        self.under_way: Counter[int] = Counter()  # group -> parts handed out and not finished
 
     def claim(self) -> None:
         """Take the output directory: a new one, or one where the same job was left unfinished."""
@@ -120,6 +158,15 @@ class Job:
             corpus.mkdir(exist_ok=True)
             replace_file(corpus / name, content)
 
+    def start_arrivals(self, arrivals: Arrivals) -> None:
+        """Have the inputs come that are still needed, and wait for the first, to prove an engine on."""
+        self.made = {group for group in range(len(self.groups)) if self._is_made(group)}
+        missing = [group for number, group in enumerate(self.groups) if number not in self.made]
+        arrivals.start([file for group in missing for file in group])
+        self.crew.sampled = missing[:1]
+        for group in missing[:1]:
+            arrivals.wait(group)
+
     def make_shards(self) -> None:
         """Make this machine's parts, and join those of each shard as they are finished."""
         joiners = {shard: self._joiner(shard) for shard in self._my_shards()}
@@ -130,6 +177,7 @@ class Job:
                     if facts.past_end:
                         self.ends[name.group] = min(name.block, self.ends.get(name.group, name.block))
                     joiners[self.shard_of(name)].add(name, facts)
+                    self._finished_part(name.group)
                     progress.advance(facts.input_bytes)
             for joiner in joiners.values():
                 joiner.finish()
@@ -188,6 +236,9 @@ class Job:
         """The parts of some shards, in order. How many blocks a compressed file or a table has shows only when one is
         past its end."""
         for group in range(len(self.groups)):
+            self.under_way[group] = 1  # for this loop, which may hand out more
+            if self.arrivals is not None and group not in self.made:
+                self.arrivals.wait(self.groups[group])
             for block in itertools.count():
                 name = PartName(group, block)
                 if block >= self.ends.get(group, block + 1) or self._beyond(name):
@@ -195,7 +246,27 @@ class Job:
                 joiner = joiners.get(self.shard_of(name))
                 if joiner is not None:
                     joiner.expect(name)
+                    self.under_way[group] += 1
                     yield name
+            self._finished_part(group)
+
+    def _finished_part(self, group: int) -> None:
+        self.under_way[group] -= 1
+        if self.arrivals is not None and not self.under_way[group]:
+            self.arrivals.release(self.groups[group])
+
+    def _is_made(self, group: int) -> bool:
+        """Whether an earlier attempt has made all parts of a group."""
+        name = PartName(group, 0)
+        while not self._beyond(name):
+            facts = read_facts(self.parts, name)
+            if facts is not None and facts.past_end:
+                break
+            joined = (self.parts / f"{name}.json").exists() and books_of(self.parts, self.shard_of(name)).exists()
+            if facts is None and not joined:
+                return False
+            name = PartName(group, name.block + 1)
+        return True
 
     def _beyond(self, name: PartName) -> bool:
         first = self.groups[name.group][0]

@@ -57,8 +57,16 @@ class Pool:
     """`for name, facts in pool.run(names): …`, then `close()`."""
 
     def __init__(
-        self, count: int, directory: Path, groups: list[list[InputFile]], recipe: Recipe, options: PartOptions
+        self,
+        count: int,
+        directory: Path,
+        groups: list[list[InputFile]],
+        recipe: Recipe,
+        options: PartOptions,
+        *,
+        sampled: list[list[InputFile]],
     ) -> None:
+        """`sampled`: the groups to prove an engine on."""
         # Neither forked (engines have threads) nor a daemon's children: plain new interpreters.
         context = multiprocessing.get_context("spawn")
         self._busy: dict[Connection, PartName] = {}
@@ -69,7 +77,7 @@ class Pool:
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_work,
-                args=(number, theirs, directory, groups, recipe, options),
+                args=(theirs, directory, groups, recipe, options, None if number else sampled),
                 name=f"prepare-{number}",
                 daemon=True,
             )
@@ -148,18 +156,18 @@ def _send_result(connection: Connection, make: Callable[..., Any], *arguments: A
 
 
 def _work(
-    number: int,
     connection: Connection,
     directory: Path,
     groups: list[list[InputFile]],
     recipe: Recipe,
     options: PartOptions,
+    sampled: list[list[InputFile]] | None,
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends us
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _keep_little_memory()
-    if recipe.engine is not None and number == 0:
-        _send_result(connection, sample_texts, groups, options)
+    if recipe.engine is not None and sampled is not None:
+        _send_result(connection, sample_texts, sampled, options)
     encode = recipe.encoder() if recipe.engine is None else _proven(recipe, connection)
     if encode is None:
         return

@@ -17,12 +17,12 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 
@@ -79,20 +79,17 @@ class Fetched:
         )
 
 
-def fetch(
-    names: Sequence[str], output: Path, options: FetchOptions, on_file: Callable[[Path], None] | None = None
-) -> Fetched:
-    """Fetch what is missing, and return all files meant, in a fixed order. `on_file` hears of each as it is finished."""
-    output.mkdir(parents=True, exist_ok=True)
+def fetch(names: Sequence[str], output: Path, options: FetchOptions) -> Fetched:
+    """Fetch what is missing, and return all files meant, in a fixed order."""
     with Books(output) as books:
         web = Web(options.patience)
-        files = find_files(names, options.choice, web, _note)
-        return Job(web, files, output, books).run(options.workers, on_file)
+        files = find_files(names, options.choice, web, note)
+        return Job(web, files, output, books).run(options.workers)
 
 
 def preview(names: Sequence[str], output: Path, options: FetchOptions) -> Fetched:
     """What `fetch` would fetch; nothing is written."""
-    files = find_files(names, options.choice, Web(options.patience), _note)
+    files = find_files(names, options.choice, Web(options.patience), note)
     listed = [FetchedFile(str(output / file.path), file.size, file.sha256, file.origin) for file in files]
     return Fetched(str(output), listed, sum(_missing_bytes(output, file) for file in files))
 
@@ -133,11 +130,12 @@ class Books:
         self._writing = threading.Lock()
 
     def __enter__(self) -> Books:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            _note(f"another fetch is at work in {self.path.parent}; waiting for it")
+            note(f"another fetch is at work in {self.path.parent}; waiting for it")
             fcntl.flock(self._fd, fcntl.LOCK_EX)
         if (size := os.fstat(self._fd).st_size) and os.pread(self._fd, 1, size - 1) != b"\n":
             os.write(self._fd, b"\n")  # a kill cut the last line short; it is passed over
@@ -160,45 +158,67 @@ class Books:
                 raise OSError(None, "the disk is full", str(self.path))
 
 
+class Gate(Protocol):
+    """Decides when a file may be fetched."""
+
+    def admit(self, file: RemoteFile) -> None:
+        """Wait until it may; asked in the thread that will fetch it, for one file after the other."""
+
+    def shut(self) -> None:
+        """Let nobody wait any longer: the job ends."""
+
+
 class Job:
-    def __init__(self, web: Web, files: list[RemoteFile], output: Path, books: Books) -> None:
-        self.web, self.files, self.output, self.books = web, files, output, books
-        self._progress = Progress("fetch", sum(file.size for file in files), "B")
+    def __init__(
+        self,
+        web: Web,
+        files: list[RemoteFile],
+        output: Path,
+        books: Books,
+        gate: Gate | None = None,
+    ) -> None:
+        self.web, self.files, self.output, self.books, self.gate = web, files, output, books, gate
+        self._progress: Progress | None = None
         self._counting = threading.Lock()
         self._hashes: dict[str, str] = {}
 
-    def run(self, workers: int, on_file: Callable[[Path], None] | None) -> Fetched:
+    def run(self, workers: int) -> Fetched:
+        missing = self.missing()
+        check_space(self.output, self.files, missing)
+        with Progress("fetch", sum(file.size for file in self.files), "B") as self._progress:
+            self._advance(sum(file.size for file in self.files) - sum(file.size for file in missing))
+            for _ in self.fetch_all(missing, workers):
+                continue
+        done = [FetchedFile(str(self.output / f.path), f.size, self._hashes[f.path], f.origin) for f in self.files]
+        return Fetched(str(self.output), done, sum(file.size for file in missing))
+
+    def missing(self) -> list[RemoteFile]:
         missing = []
         for file in self.files:
             if (known := self._kept(file)) is None:
                 missing.append(file)
             else:
                 self._hashes[file.path] = known
-        _check_space(self.output, self.files, missing)
-        with self._progress:
-            for file in self.files:
-                if file.path in self._hashes:
-                    self._advance(file.size)
-                    if on_file is not None:
-                        on_file(self.output / file.path)
-            self._fetch_all(missing, workers, on_file)
-        done = [FetchedFile(str(self.output / f.path), f.size, self._hashes[f.path], f.origin) for f in self.files]
-        return Fetched(str(self.output), done, sum(file.size for file in missing))
+        return missing
 
-    def _fetch_all(self, files: list[RemoteFile], workers: int, on_file: Callable[[Path], None] | None) -> None:
+    def fetch_all(self, files: list[RemoteFile], workers: int) -> Iterator[RemoteFile]:
+        """Fetch files, and yield each as it is finished."""
         with ThreadPoolExecutor(workers, "fetch") as pool:
             tasks = {pool.submit(self._fetch_one, file): file for file in files}
             try:
                 for task in as_completed(tasks):
                     self._hashes[tasks[task].path] = task.result()
-                    if on_file is not None:
-                        on_file(self.output / tasks[task].path)
+                    yield tasks[task]
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
+                if self.gate is not None:
+                    self.gate.shut()
                 self.web.stop()
                 raise
 
     def _fetch_one(self, file: RemoteFile) -> str:
+        if self.gate is not None:
+            self.gate.admit(file)
         target = self.output / file.path
         partial = target.with_name(target.name + PARTIAL)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -237,16 +257,17 @@ class Job:
         if line["identity"] != file.identity or facts.st_size != file.size or not isinstance(line.get("sha256"), str):
             return None
         if line["mtime_ns"] != facts.st_mtime_ns and hash_file(target, file).sha256 != line["sha256"]:
-            _note(f"{target} has changed since it was fetched; fetching it again")
+            note(f"{target} has changed since it was fetched; fetching it again")
             return None
         return str(line["sha256"])
 
     def _advance(self, gained: int) -> None:
         with self._counting:
-            self._progress.advance(gained)
+            if self._progress is not None:
+                self._progress.advance(gained)
 
 
-def _check_space(output: Path, files: list[RemoteFile], missing: list[RemoteFile]) -> None:
+def check_space(output: Path, files: list[RemoteFile], missing: list[RemoteFile]) -> None:
     listed, wanted = sum(file.size for file in files), sum(_missing_bytes(output, file, anew=True) for file in missing)
     free = _free(output)
     if wanted > free:
@@ -273,5 +294,5 @@ def _free(output: Path) -> int:
     return shutil.disk_usage(nearest).free
 
 
-def _note(text: str) -> None:
+def note(text: str) -> None:
     print(f"note: {text}", file=sys.stderr, flush=True)

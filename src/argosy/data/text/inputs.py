@@ -34,6 +34,10 @@ class InputFile:
         return "://" in self.path
 
     @property
+    def is_known(self) -> bool:
+        return self.path.endswith(SUFFIXES)
+
+    @property
     def is_table(self) -> bool:
         return self.path.endswith(TABLES)
 
@@ -140,14 +144,14 @@ def _local(name: str, report: Callable[[str], None] | None) -> list[InputFile]:
         if report is not None and len(inside) < len(files):
             other = sorted(set(files) - set(inside))
             report(f"{name}: {len(other)} files of other kinds are passed over, such as {other[0].name}")
-        return _known([InputFile(str(p), p.stat().st_size) for p in inside], name)
+        return require_known([InputFile(str(p), p.stat().st_size) for p in inside], name)
     if path.is_file():
-        return _known([InputFile(name, path.stat().st_size)] if name.endswith(SUFFIXES) else [], name)
+        return require_known([InputFile(name, path.stat().st_size)] if name.endswith(SUFFIXES) else [], name)
     if any(character in name for character in "*?["):
         root = Path(path.anchor) if path.is_absolute() else Path()
         pattern = str(path.relative_to(path.anchor)) if path.is_absolute() else name
         matches = sorted(p for p in root.glob(pattern) if p.is_file() and p.name.endswith(SUFFIXES))
-        return _known([InputFile(str(p), p.stat().st_size) for p in matches], name)
+        return require_known([InputFile(str(p), p.stat().st_size) for p in matches], name)
     raise ArgosyError("data.not-found", f"there is no {name}", fix="check the path")
 
 
@@ -173,10 +177,11 @@ def _remote(name: str) -> list[InputFile]:
         for path, info in sorted(entries.items())
         if info.get("type", "file") == "file" and path.endswith(SUFFIXES)
     ]
-    return _known(files, name)
+    return require_known(files, name)
 
 
-def _known(files: list[InputFile], name: str) -> list[InputFile]:
+def require_known(files: list[InputFile], name: str) -> list[InputFile]:
+    """`files`, those of known kinds that `name` stands for, if there is one."""
     if not files:
         raise ArgosyError(
             "data.bad-input", f"{name} is or holds no file of a known kind", fix=f"known: {', '.join(SUFFIXES)}"
