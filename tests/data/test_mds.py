@@ -121,6 +121,34 @@ def test_a_corpus_survives_the_way_to_mds_and_back(
             assert one.read_bytes() == two.read_bytes()
 
 
+@pytest.mark.parametrize("dtype", ["uint16", "int32", "uint32", "int64", None])
+def test_ids_as_plain_bytes_are_of_the_type_asked_for_both_ways(tmp_path: Path, dtype: str | None) -> None:
+    documents = [[1, 2, 65000], [7]]
+    write_pair(tmp_path / "x", [[document] for document in documents])
+    convert(tmp_path / "x", tmp_path / "mds", ConvertOptions(encoding="bytes", bytes_dtype=dtype))
+    data = (tmp_path / "mds" / "shard.00000.mds").read_bytes()
+    first, end = np.frombuffer(data, "<u4", 2, 4)
+    assert np.frombuffer(data[first + 4 : end], dtype or "int64").tolist() == documents[0]  # as llm-foundry reads it
+    convert(tmp_path / "mds", tmp_path / "back", ConvertOptions(bytes_dtype=dtype))
+    assert [sequence for [sequence] in read_pair(tmp_path / "back")] == documents
+
+
+def test_a_type_of_bytes_that_does_nothing_or_is_too_narrow_is_refused(tmp_path: Path) -> None:
+    write_pair(tmp_path / "x", [[[70_000, 3]]], "int32")
+    mds = write_mds(tmp_path / "mds", [[1]])
+    for source, options, code in (
+        (tmp_path / "x", ConvertOptions(bytes_dtype="int32"), "config.conflict"),
+        (mds, ConvertOptions(bytes_dtype="int32"), "config.conflict"),
+        (tmp_path / "x", ConvertOptions(encoding="bytes", bytes_dtype="uint16"), "config.bad-value"),
+    ):
+        with pytest.raises(ArgosyError) as refusal:
+            convert(source, tmp_path / "out", options)
+        assert (refusal.value.code, refusal.value.key) == (code, "--bytes-dtype")
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ArgosyError, match="does not fit"):
+        write_mds(tmp_path / "narrow", [[70_000]], "bytes", bytes_dtype="uint16")
+
+
 def test_mds_becomes_a_bare_pair_or_with_a_tokenizer_a_corpus(tmp_path: Path) -> None:
     mds = write_mds(tmp_path / "mds", [[104, 105, 256], [33, 256]])
     pair = convert(mds, tmp_path / "pair", ConvertOptions())

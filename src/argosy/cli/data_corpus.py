@@ -101,8 +101,11 @@ def convert(
     ],
     column: Annotated[str, typer.Option(help="The MDS column that holds the tokens.")] = "tokens",
     bytes_dtype: Annotated[
-        TokenType, typer.Option(help="From MDS: the type of ids in a column of plain bytes.")
-    ] = TokenType.int64,
+        TokenType | None,
+        typer.Option(
+            help="The type of ids in a column of plain bytes, read or written; default: int64, as llm-foundry's."
+        ),
+    ] = None,
     tokenizer: Annotated[
         str | None, typer.Option(help="From MDS: what the ids were made with; gives a corpus instead of a bare pair.")
     ] = None,
@@ -126,7 +129,7 @@ def convert(
 
     options = ConvertOptions(
         column=column,
-        bytes_dtype=bytes_dtype.value,
+        bytes_dtype=bytes_dtype.value if bytes_dtype else None,
         tokenizer=tokenizer,
         eod=eod,
         encoding=encoding.value if encoding else None,

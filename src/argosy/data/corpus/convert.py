@@ -28,6 +28,7 @@ from argosy.errors import ArgosyError
 from argosy.record.files import replace_file
 from argosy.record.progress import Progress
 
+_FOUNDRY = "int64"  # how llm-foundry writes ids as bytes, and reads them unless told otherwise
 ENCODINGS = ("ndarray:uint16", "ndarray:int32", "bytes")  # of a token column, as written
 _SHARD = "shard-00000"
 _BATCH_TOKENS = 1 << 20
@@ -37,7 +38,7 @@ _MDS_SHARD = re.compile(r"shard\.\d{5}\.mds(\.\w+)?")
 @dataclass(frozen=True)
 class ConvertOptions:
     column: str = "tokens"
-    bytes_dtype: str = "int64"  # of tokens in a `bytes` column; llm-foundry's is int64
+    bytes_dtype: str | None = None  # of tokens in a `bytes` column; unset: int64, as llm-foundry's
     tokenizer: str | None = None
     eod: str | None = None
     encoding: str | None = None  # of the MDS column; unset: the array of the corpus's own type
@@ -101,7 +102,12 @@ def _check_direction(options: ConvertOptions, from_mds: bool) -> None:
 class _FromMds:
     def __init__(self, source: Path, output: Path, options: ConvertOptions) -> None:
         self.source, self.output, self.options = source, output, options
-        self.reader = MdsReader(source, column=options.column, bytes_dtype=options.bytes_dtype)
+        self.bytes_dtype = options.bytes_dtype or _FOUNDRY
+        self.reader = MdsReader(source, column=options.column, bytes_dtype=self.bytes_dtype)
+        if options.bytes_dtype is not None and self.reader.encoding != "bytes":
+            raise _idle_bytes_dtype(
+                options.bytes_dtype, f"column {options.column!r} is stored as {self.reader.encoding}"
+            )
         self.tokenizer = load_tokenizer(options.tokenizer, options.eod) if options.tokenizer else None
         if self.tokenizer is None and output.suffix in (".bin", ".idx"):
             self.output = output.with_suffix("")
@@ -169,7 +175,7 @@ class _FromMds:
 
     def _own_dtype(self) -> np.dtype[Any]:
         """The column's own type where `.bin` knows it and ids can be no wider than 32 bits, else int32."""
-        found, _ = array_dtype(self.source, self.options.column, self.reader.encoding, self.options.bytes_dtype)
+        found, _ = array_dtype(self.source, self.options.column, self.reader.encoding, self.bytes_dtype)
         return found if found is not None and found in CODES and found.itemsize <= 4 else np.dtype("<i4")
 
     def _check(self, flat: Tokens, lengths: Integers, first: int) -> None:
@@ -178,11 +184,7 @@ class _FromMds:
         if len(flat) and (int(flat.min()) < 0 or int(flat.max()) >= limit):
             at = int(np.argmax((flat < 0) | (flat >= limit)))
             number = int(np.searchsorted(np.cumsum(lengths), at, side="right"))
-            hint = (
-                f"; is it really {self.options.bytes_dtype}? see --bytes-dtype"
-                if self.reader.encoding == "bytes"
-                else ""
-            )
+            hint = f"; is it really {self.bytes_dtype}? see --bytes-dtype" if self.reader.encoding == "bytes" else ""
             raise ArgosyError(
                 "tokenizer.vocabulary",
                 f"{self.source}: sample {first + number:,} holds the id {int(flat[at]):,}, outside 0 to {limit - 1:,}",
@@ -230,6 +232,7 @@ class _ToMds:
                 self.output,
                 encoding=encoding,
                 column=self.options.column,
+                bytes_dtype=self.options.bytes_dtype or _FOUNDRY,
                 zstd_level=self.level,
                 size_limit=self.options.size_limit,
             )
@@ -264,7 +267,23 @@ class _ToMds:
             raise ArgosyError(
                 "data.bad-index", f"{corpus.path} does not hold token ids of at most 32 bits", fix="prepare it again"
             )
+        self._check_bytes_dtype(corpus, encoding)
         return encoding
+
+    def _check_bytes_dtype(self, corpus: Corpus, encoding: str) -> None:
+        dtype = self.options.bytes_dtype
+        if dtype is None:
+            return
+        if encoding != "bytes":
+            raise _idle_bytes_dtype(dtype, f"the column is to be {encoding}")
+        if (largest := corpus.max_token()) > np.iinfo(dtype).max:
+            raise ArgosyError(
+                "config.bad-value",
+                f"{corpus.path} holds the id {largest:,}, {dtype} ends at {np.iinfo(dtype).max:,}",
+                key="--bytes-dtype",
+                value=dtype,
+                fix="int32 or int64",
+            )
 
     def _count(self, corpus: Corpus) -> tuple[int, int, list[str]]:
         """(samples, tokens, notes) of the result, from the index alone."""
@@ -310,6 +329,16 @@ def parse_compression(text: str | None) -> int | None:
         key="--compression",
         value=text,
         fix="write zstd or zstd:7",
+    )
+
+
+def _idle_bytes_dtype(dtype: str, why: str) -> ArgosyError:
+    return ArgosyError(
+        "config.conflict",
+        f"it is the type of ids in a column of plain bytes, and {why}",
+        key="--bytes-dtype",
+        value=dtype,
+        fix="leave it out, or write such a column with --encoding bytes",
     )
 
 

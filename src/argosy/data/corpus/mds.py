@@ -172,11 +172,12 @@ class MdsWriter:
         *,
         encoding: str,
         column: str = "tokens",
+        bytes_dtype: str = "int64",
         zstd_level: int | None = None,
         hashes: Sequence[str] = ("sha256",),
         size_limit: int = SIZE_LIMIT,
     ) -> None:
-        dtype, _ = array_dtype(directory, column, encoding, "int64")
+        dtype, _ = array_dtype(directory, column, encoding, bytes_dtype)
         if encoding == "ndarray" or encoding.count(":") > 1 or dtype is None:
             raise ValueError(f"{encoding} is read, not written")
         self.directory, self.dtype, self.is_array = directory, dtype, encoding != "bytes"
@@ -200,6 +201,10 @@ class MdsWriter:
         """One sample. MosaicML's readers have no array without values, so neither has this."""
         if self.is_array and not len(tokens):
             raise ValueError("an MDS array cannot be empty")
+        if len(tokens) and int(tokens.max()) > np.iinfo(self.dtype).max:
+            raise bad_mds(
+                self.directory, f"the id {int(tokens.max()):,} does not fit in {self.dtype.name}", fix="a wider type"
+            )
         data = np.ascontiguousarray(tokens, self.dtype).tobytes()
         if self.is_array:
             width = 0 if len(tokens) < 1 << 8 else 1 if len(tokens) < 1 << 16 else 2
