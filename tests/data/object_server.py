@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import http.client
+import json
 import os
 import random
+import re
 import shutil
 import socket
 import subprocess
@@ -18,6 +20,7 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
 
 Answer = tuple[int, dict[str, str], bytes]
 FAULTS = ("429", "500", "503", "hang", "truncate", "short", "long", "reset")
@@ -137,6 +140,40 @@ def from_directory(root: Path) -> Callable[[str, str, dict[str, str], bytes], An
         return 200, {**facts, "Content-Length": str(len(content))}, content
 
     return answer
+
+
+def from_buckets(root: Path) -> Callable[[str, str, dict[str, str], bytes], Answer]:
+    """The directories of `root` as buckets, in the words of Google's JSON API: facts, contents by range, listings."""
+
+    def answer(method: str, path: str, headers: dict[str, str], body: bytes) -> Answer:
+        parts = urlsplit(path)
+        found = re.fullmatch(r"/(download/)?storage/v1/b/([^/]+)/o(?:/(.+))?", parts.path)
+        if found is None:
+            return 400, {}, b""
+        bucket, name = root / found[2], unquote(found[3] or "")
+        if not name:
+            prefix = parse_qs(parts.query).get("prefix", [""])[0]
+            files = sorted(str(file.relative_to(bucket)) for file in bucket.rglob("*") if file.is_file())
+            items = [_google_facts(bucket, file) for file in files if file.startswith(prefix)]
+            return 200, {"Content-Type": "application/json"}, json.dumps({"items": items}).encode()
+        if not (bucket / name).is_file():
+            return 404, {}, b""
+        if found[1] is None:
+            return 200, {"Content-Type": "application/json"}, json.dumps(_google_facts(bucket, name)).encode()
+        content = (bucket / name).read_bytes()
+        if asked := headers.get("Range"):
+            first, _, last = asked.removeprefix("bytes=").partition("-")
+            end = int(last) + 1 if last else None
+            return 206, {}, content[int(first) : end]
+        return 200, {}, content
+
+    return answer
+
+
+def _google_facts(bucket: Path, name: str) -> dict[str, str]:
+    about = (bucket / name).stat()
+    version = {"generation": str(about.st_mtime_ns), "etag": f"{about.st_mtime_ns:x}"}
+    return {"name": name, "bucket": bucket.name, "size": str(about.st_size), **version}
 
 
 def from_upstream(port: int) -> Callable[[str, str, dict[str, str], bytes], Answer]:

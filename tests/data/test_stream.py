@@ -397,6 +397,15 @@ def test_a_limit_of_less_than_a_few_blocks_is_refused_with_its_arithmetic(local:
     assert f"{INDEX_BYTES:,} bytes for its .idx and .blocks files + 8 blocks x {BLOCK_PART + SEAL:,}" in refusal.cause
 
 
+def test_a_limit_that_holds_the_whole_corpus_is_enough_however_small(local: Path, tmp_path: Path) -> None:
+    whole = INDEX_BYTES + open_corpus(local).tokens * 2 + SHARDS * SEAL
+    refusal = refusal_of(lambda: open_streamed(f"file://{local}", tmp_path / "cache", whole - 1))
+    assert refusal.fix.startswith(f"cache_limit of {whole:,} or more")
+    corpus = open_streamed(f"file://{local}", tmp_path / "cache", whole)
+    assert batches(corpus) == batches(open_corpus(local))
+    corpus.close()
+
+
 def test_blocks_are_larger_where_the_whole_corpus_fits(local: Path, tmp_path: Path) -> None:
     for limit, block in ((None, BLOCK_WHOLE), (10**7, BLOCK_WHOLE)):
         corpus = open_streamed(f"file://{local}", tmp_path / "cache", limit)

@@ -213,8 +213,8 @@ def _keep_small(directory: Path, store: ObjectStore, cache: BlockCache, content:
 class _Sizes:
     """What a corpus needs of a cache."""
 
-    def __init__(self, index_bytes: int, bin_bytes: int, width: int) -> None:
-        self.index_bytes, self.bin_bytes, self.width = index_bytes, bin_bytes, width
+    def __init__(self, index_bytes: int, bin_bytes: int, width: int, shards: int) -> None:
+        self.index_bytes, self.bin_bytes, self.width, self.shards = index_bytes, bin_bytes, width, shards
 
     @classmethod
     def of(cls, manifest: Manifest) -> _Sizes:
@@ -227,23 +227,25 @@ class _Sizes:
                 fix="prepare the corpus again",
             ) from None
         index_bytes = sum(_index_bytes(shard) + _digest_bytes(shard, width) for shard in manifest.shards)
-        return cls(index_bytes, manifest.tokens * width, width)
+        return cls(index_bytes, manifest.tokens * width, width, len(manifest.shards))
+
+    def whole(self, block_bytes: int) -> int:
+        """All of it in a cache."""
+        return self.index_bytes + self.bin_bytes + SEAL * (self.bin_bytes // block_bytes + self.shards)
 
     def block_for(self, limit: int | None) -> int:
-        whole = self.index_bytes + self.bin_bytes + SEAL * (self.bin_bytes // BLOCK_WHOLE + 1)
-        return BLOCK_WHOLE if limit is None or limit >= whole else BLOCK_PART
+        return BLOCK_WHOLE if limit is None or limit >= self.whole(BLOCK_WHOLE) else BLOCK_PART
 
     def require_room(self, url: str, limit: int | None, block_bytes: int) -> None:
-        least = self.index_bytes + LEAST_BLOCKS * (block_bytes + SEAL)
-        if limit is not None and limit < least:
+        few, whole = self.index_bytes + LEAST_BLOCKS * (block_bytes + SEAL), self.whole(block_bytes)
+        if limit is not None and limit < min(few, whole):
             raise ArgosyError(
                 "config.arithmetic",
                 f"{url} needs {self.index_bytes:,} bytes for its .idx and .blocks files + {LEAST_BLOCKS} blocks x "
-                f"{block_bytes + SEAL:,} bytes = {least:,} bytes of cache at least; the whole of it is "
-                f"{self.index_bytes + self.bin_bytes:,}",
+                f"{block_bytes + SEAL:,} bytes = {few:,} bytes of cache at least, or {whole:,} for the whole of it",
                 key="data.train.cache_limit",
                 value=limit,
-                fix=f"cache_limit of {least:,} or more; the nearer to the whole, the less is fetched twice",
+                fix=f"cache_limit of {min(few, whole):,} or more; the nearer to the whole, the less is fetched twice",
             )
 
 
