@@ -15,8 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from loopback_hub import Hub
 
+from argosy.data.remote import web as web_module
 from argosy.data.remote.fetch import BOOKS
-from argosy.data.remote.web import Patience, is_forbidden
+from argosy.data.remote.web import Patience, Stopped, Web, is_forbidden
 
 
 @pytest.mark.parametrize(
@@ -251,3 +252,18 @@ def test_a_failure_ends_the_other_downloads_at_once_and_keeps_the_rest(hub: Hub,
     hub.faults.clear()
     go(tmp_path, "c4")
     assert stored(tmp_path) == wanted(hub, C4, "en/c4-train")
+
+
+def test_a_connection_made_while_all_are_being_stopped_is_not_waited_for(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.plain["slow.jsonl"] = b"{}"
+    hub.faults["slow.jsonl"] = [lambda handler, body, start: time.sleep(5)]
+    web = Web()
+    monkeypatch.setattr(
+        web_module, "_check_host", lambda parts: web.stop()
+    )  # after the look at the stop, before connecting
+    began = time.monotonic()
+    with pytest.raises(Stopped):
+        web.open(f"{hub.url}/plain/slow.jsonl")
+    assert time.monotonic() - began < 2

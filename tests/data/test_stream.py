@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -24,9 +25,11 @@ import pytest
 from argosy.config.batches import Batches
 from argosy.data.corpus.corpus import open_corpus
 from argosy.data.loader import Loader
+from argosy.data.remote import cache as cache_module
 from argosy.data.remote import reader as reader_module
 from argosy.data.remote.ahead import ReadAhead
 from argosy.data.remote.cache import SEAL, BlockCache
+from argosy.data.remote.shared_files import unlink
 from argosy.data.remote.stream import BLOCK_PART, BLOCK_WHOLE, open_streamed
 from argosy.errors import ArgosyError
 
@@ -531,6 +534,49 @@ def test_a_stopped_process_that_holds_a_lock_holds_nobody_up(tmp_path: Path) -> 
         assert not os.path.exists(path)
     assert cache.fill(path, 4, lambda: b"abcd") == b"abcd"
     assert os.path.exists(path)
+
+
+def test_a_process_that_hangs_with_the_books_in_hand_costs_one_wait_not_one_a_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_module, "_USAGE_WAIT_S", 0.5)
+    cache = BlockCache(tmp_path, None)
+    blocks = f"{cache.open_corpus('0' * 32)}/blocks/a-{'0' * 16}-4"
+    with open(tmp_path / "argosy-usage", "wb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        cache.fill(f"{blocks}/00000000", 4, lambda: b"abcd")
+        began = time.monotonic()
+        for number in range(1, 20):
+            assert cache.fill(f"{blocks}/{number:08d}", 4, lambda: b"abcd") == b"abcd"
+        assert time.monotonic() - began < 0.4
+    cache.fill(f"{blocks}/00000000", 4, lambda: b"abcd")
+    assert os.listdir(blocks) == ["00000000"]
+
+
+def test_a_disk_that_others_have_filled_costs_the_cache_not_the_run(
+    local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus = open_streamed(f"file://{local}", tmp_path / "cache", block_bytes=BLOCK)
+
+    def full(*arguments: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        assert batches(corpus) == batches(open_corpus(local))
+        assert not block_files(tmp_path / "cache")
+    assert batches(corpus) == batches(open_corpus(local))
+    assert block_files(tmp_path / "cache")
+    corpus.close()
+
+
+def test_what_an_open_corpus_keeps_is_not_evicted_from_under_it(tmp_path: Path) -> None:
+    cache = BlockCache(tmp_path, None)
+    index = cache.open_corpus("0" * 32) / "a.idx"
+    index.write_bytes(b"x")
+    assert not unlink(str(index), str(index.parent / "in-use"))  # found idle a moment ago, say
+    cache.close()
+    assert unlink(str(index), str(index.parent / "in-use"))
 
 
 def test_threads_of_one_process_fetch_each_block_once(server: FaultyServer, local: Path, tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ is no room is handed on from memory, so that no reader ever waits for room.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import os
@@ -31,6 +30,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from argosy.data.remote.shared_files import FLAGS, entries, file_sha256, fits, is_idle, is_same, pread, unlink
 from argosy.errors import ArgosyError
 from argosy.record.files import replace_file
 
@@ -40,7 +40,6 @@ _BLOCKS = re.compile(r".+-[0-9a-f]{16}-\d+")
 _BLOCK = re.compile(r"(\d{8}|whole)(\.partial)?")
 _INDEX = re.compile(r".+\.(idx|blocks)")
 _PARTIAL = ".partial"
-_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
 _LONGEST_POLL_S = 0.05
 _USAGE_WAIT_S = 30.0
 _BELIEVED_S = 600.0
@@ -63,6 +62,7 @@ class BlockCache:
         self.keep: Callable[[], set[str]] = set  # paths that eviction leaves to the last
         self._proven: dict[int, int] = {}  # inode -> mtime of blocks whose hash was checked
         self._in_use: list[int] = []
+        self._held_until = 0.0  # monotonic: a process that hangs has the usage file, and is not waited for until then
         with self._refusing():
             directory.mkdir(parents=True, exist_ok=True)
 
@@ -71,7 +71,7 @@ class BlockCache:
         corpus = self.directory / f"argosy-{key}"
         with self._refusing():
             (corpus / "blocks").mkdir(parents=True, exist_ok=True)
-            fd = os.open(corpus / "in-use", os.O_RDWR | os.O_CREAT | _FLAGS, 0o666)
+            fd = os.open(corpus / "in-use", os.O_RDWR | os.O_CREAT | FLAGS, 0o666)
             fcntl.flock(fd, fcntl.LOCK_SH)
         self._in_use.append(fd)
         return corpus
@@ -90,7 +90,7 @@ class BlockCache:
     def load(self, path: str, size: int, start: int, count: int) -> bytes | None:
         """Bytes of a block of `size`, or None where it is not there or not whole."""
         try:
-            fd = os.open(path, os.O_RDONLY | _FLAGS)
+            fd = os.open(path, os.O_RDONLY | FLAGS)
         except OSError:
             return None
         try:
@@ -103,7 +103,7 @@ class BlockCache:
             if now - about.st_atime_ns > _TOUCH_NS:
                 with contextlib.suppress(OSError):  # another user's file: its time of use stays as it is
                     os.utime(fd, ns=(now, about.st_mtime_ns))
-            return _pread(fd, start, count)
+            return pread(fd, start, count)
         except OSError:
             return None
         finally:
@@ -121,8 +121,8 @@ class BlockCache:
 
     def fill_file(self, path: Path, sha256: str, chunks: Callable[[], Iterator[bytes]]) -> None:
         """A plain file with a known hash. It is needed whole, on disk, so it is written even past the limit."""
-        with self._claim(str(path), lambda: _file_sha256(path) == sha256) as partial:
-            if _file_sha256(path) == sha256:
+        with self._claim(str(path), lambda: file_sha256(path) == sha256) as partial:
+            if file_sha256(path) == sha256:
                 return
             target = partial.path if partial is not None else f"{path}.{os.getpid()}{_PARTIAL}"
             for attempt in (1, 2):
@@ -161,15 +161,15 @@ class BlockCache:
     def scan(self) -> tuple[int, list[_Old]]:
         """Bytes this cache holds, and what of it may be evicted."""
         used, old = 0, []
-        for corpus in _entries(self.directory, _CORPUS, directory_wanted=True):
-            idle = _is_idle(os.path.join(corpus.path, "in-use"))
-            for file in _entries(corpus.path, _INDEX, directory_wanted=False):
+        for corpus in entries(self.directory, _CORPUS, directory_wanted=True):
+            idle = is_idle(os.path.join(corpus.path, "in-use"))
+            for file in entries(corpus.path, _INDEX, directory_wanted=False):
                 about = file.stat(follow_symlinks=False)
                 used += about.st_size
                 if idle:
                     old.append(_Old(about.st_atime_ns, about.st_size, file.path))
-            for blocks in _entries(os.path.join(corpus.path, "blocks"), _BLOCKS, directory_wanted=True):
-                for file in _entries(blocks.path, _BLOCK, directory_wanted=False):
+            for blocks in entries(os.path.join(corpus.path, "blocks"), _BLOCKS, directory_wanted=True):
+                for file in entries(blocks.path, _BLOCK, directory_wanted=False):
                     with contextlib.suppress(FileNotFoundError):
                         about = file.stat(follow_symlinks=False)
                         used += about.st_size
@@ -177,7 +177,7 @@ class BlockCache:
         return used, old
 
     def _prove(self, fd: int, size: int, about: os.stat_result) -> bool:
-        whole = _pread(fd, 0, size + SEAL)
+        whole = pread(fd, 0, size + SEAL)
         if hashlib.sha256(whole[:size]).digest() != whole[size:]:
             return False
         if len(self._proven) >= _PROVEN:
@@ -201,7 +201,7 @@ class BlockCache:
         try:
             yield _Partial(fd, partial)
         finally:
-            if _is_same(fd, partial):  # not renamed: nothing was fetched
+            if is_same(fd, partial):  # not renamed: nothing was fetched
                 with contextlib.suppress(OSError):
                     os.unlink(partial)
             os.close(fd)
@@ -209,16 +209,16 @@ class BlockCache:
     def _lock_partial(self, partial: str) -> int | None:
         with self._refusing():
             try:
-                fd = os.open(partial, os.O_RDWR | os.O_CREAT | _FLAGS, 0o666)
+                fd = os.open(partial, os.O_RDWR | os.O_CREAT | FLAGS, 0o666)
             except FileNotFoundError:  # the first block of its shard, or someone emptied the cache
                 os.makedirs(os.path.dirname(partial), exist_ok=True)
-                fd = os.open(partial, os.O_RDWR | os.O_CREAT | _FLAGS, 0o666)
+                fd = os.open(partial, os.O_RDWR | os.O_CREAT | FLAGS, 0o666)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 os.close(fd)
                 return None
-        if _is_same(fd, partial):
+        if is_same(fd, partial):
             return fd
         os.close(fd)  # its holder renamed or removed it between our open and our lock
         return None
@@ -232,13 +232,10 @@ class BlockCache:
             count = self._make_room(usage, len(sealed))
             if self.limit is not None and count.used + len(sealed) > self.limit:
                 return
-            try:
-                _overwrite(partial.fd, sealed)
-            except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                    raise
+            if not fits(partial.fd, sealed):
                 count = self._evict(*self.scan(), 2 * len(sealed))  # the disk is full before the limit is
-                _overwrite(partial.fd, sealed)
+                if not fits(partial.fd, sealed):  # with what others wrote: the block is not kept, the run goes on
+                    return
             with contextlib.suppress(FileNotFoundError):  # someone emptied the cache under us
                 os.replace(partial.path, path)
             count.plus(len(sealed)).write(usage)
@@ -262,7 +259,7 @@ class BlockCache:
         for file in sorted(old, key=lambda file: (file.path in keep, file.used_ns)):
             if used <= goal:
                 break
-            if _remove(file.path):
+            if unlink(file.path, _lock_on(file.path)):
                 used -= file.size
         return _Count(used, int(time.time()))
 
@@ -270,18 +267,28 @@ class BlockCache:
     def _usage(self) -> Iterator[int | None]:
         """The usage file, locked; None where another process has held it for too long (stopped, perhaps)."""
         with self._refusing():
-            fd = os.open(self.directory / "argosy-usage", os.O_RDWR | os.O_CREAT | _FLAGS, 0o666)
+            fd = os.open(self.directory / "argosy-usage", os.O_RDWR | os.O_CREAT | FLAGS, 0o666)
             try:
-                deadline, locked = time.monotonic() + _USAGE_WAIT_S, False
-                while not locked and time.monotonic() < deadline:
-                    try:
-                        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                        locked = True
-                    except BlockingIOError:
-                        time.sleep(0.002)
+                locked = self._lock_usage(fd)
                 yield fd if locked else None
             finally:
                 os.close(fd)
+
+    def _lock_usage(self, fd: int) -> bool:
+        """Whether it could be locked. After one long wait in vain nobody waits for a while, or each block would."""
+        began = time.monotonic()
+        patience = 0.0 if began < self._held_until else _USAGE_WAIT_S
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            except BlockingIOError:
+                if time.monotonic() - began < patience:
+                    time.sleep(0.002)
+                    continue
+                if patience:
+                    self._held_until = time.monotonic() + _USAGE_WAIT_S
+                return False
 
     @contextlib.contextmanager
     def _refusing(self) -> Iterator[None]:
@@ -306,7 +313,7 @@ class _Count:
 
     @classmethod
     def read(cls, fd: int) -> _Count | None:
-        found = re.fullmatch(rb"(\d{1,20}) (\d{1,12})\n", _pread(fd, 0, 40))
+        found = re.fullmatch(rb"(\d{1,20}) (\d{1,12})\n", pread(fd, 0, 40))
         if found is None or abs(time.time() - int(found[2])) > _BELIEVED_S:
             return None
         return cls(int(found[1]), int(found[2]))
@@ -315,7 +322,7 @@ class _Count:
         return _Count(self.used + size, self.counted_at)
 
     def write(self, fd: int) -> None:
-        _overwrite(fd, b"%d %d\n" % (self.used, self.counted_at))
+        fits(fd, b"%d %d\n" % (self.used, self.counted_at))  # left empty by a full disk, it is counted anew
 
 
 @dataclass(frozen=True)
@@ -324,76 +331,9 @@ class _Partial:
     path: str
 
 
-def _entries(directory: Path | str, name: re.Pattern[str], *, directory_wanted: bool) -> Iterator[os.DirEntry[str]]:
-    with contextlib.suppress(OSError), os.scandir(str(directory)) as found:
-        for entry in found:
-            kind = entry.is_dir if directory_wanted else entry.is_file
-            if name.fullmatch(entry.name) and kind(follow_symlinks=False):
-                yield entry
-
-
-def _is_idle(path: str) -> bool:
-    """Whether no living process holds a lock on the file."""
-    try:
-        fd = os.open(path, os.O_RDWR | _FLAGS)
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(fd)
-
-
-def _remove(path: str) -> bool:
-    """Remove a block; a partial one only under its lock, so never from under the process that fetches it."""
-    try:
-        if not path.endswith(_PARTIAL):
-            os.unlink(path)
-            return True
-        fd = os.open(path, os.O_RDWR | _FLAGS)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if _is_same(fd, path):
-            os.unlink(path)
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(fd)
-
-
-def _is_same(fd: int, path: str) -> bool:
-    try:
-        named, opened = os.stat(path, follow_symlinks=False), os.fstat(fd)
-    except OSError:
-        return False
-    return (named.st_ino, named.st_dev) == (opened.st_ino, opened.st_dev)
-
-
-def _pread(fd: int, start: int, count: int) -> bytes:
-    raw = os.pread(fd, count, start)
-    while len(raw) < count and (more := os.pread(fd, count - len(raw), start + len(raw))):
-        raw += more
-    return raw
-
-
-def _overwrite(fd: int, content: bytes) -> None:
-    os.ftruncate(fd, 0)
-    at = 0
-    while at < len(content):
-        at += os.pwrite(fd, memoryview(content)[at:], at)
-
-
-def _file_sha256(path: Path) -> str | None:
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError:
-        return None
+def _lock_on(path: str) -> str | None:
+    """What has to be free for a file to be evicted: a partial one from whoever fetches it, one that a corpus keeps from
+    all who have that open. A block needs nothing: its readers hold it open."""
+    if path.endswith(_PARTIAL):
+        return path
+    return os.path.join(os.path.dirname(path), "in-use") if _INDEX.fullmatch(os.path.basename(path)) else None

@@ -89,7 +89,7 @@ class Web:
         self._sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
         self._not_before = 0.0  # monotonic; a server asked for quiet until then
         self._lock = threading.Lock()
-        self._opener = _opener(self._sockets)
+        self._opener = _opener(self._connected)
 
     @property
     def has_token(self) -> bool:
@@ -148,11 +148,20 @@ class Web:
     def stop(self) -> None:
         """End what other threads are doing, even where they wait for a server."""
         self._stopped.set()
-        for connection in list(self._sockets):
+        with self._lock:
+            connections = list(self._sockets)
+        for connection in connections:
             try:
                 connection.shutdown(socket.SHUT_RDWR)
             except OSError:
                 continue  # it has ended by itself
+
+    def _connected(self, connection: socket.socket) -> None:
+        """Known to `stop` from now on; one made while that was at work is of no use any more."""
+        with self._lock:
+            self._sockets.add(connection)
+        if self._stopped.is_set():
+            raise Stopped
 
     def _send(self, url: str, headers: Headers) -> http.client.HTTPResponse:
         if self._stopped.is_set():
@@ -277,20 +286,20 @@ def _refuse_hopeless(error: Exception, url: str) -> None:
         ) from None
 
 
-def _opener(sockets: weakref.WeakSet[socket.socket]) -> OpenerDirector:
+def _opener(connected: Callable[[socket.socket], None]) -> OpenerDirector:
     """No file, ftp or data URLs, no redirects, no exceptions for a status: only http and https through checked sockets."""
 
     class Plain(http.client.HTTPConnection):
         def connect(self) -> None:
             super().connect()
             _refuse_forbidden(self.host, str(self.sock.getpeername()[0]))
-            sockets.add(self.sock)
+            connected(self.sock)
 
     class Tls(http.client.HTTPSConnection):
         def connect(self) -> None:
             super().connect()
             _refuse_forbidden(self.host, str(self.sock.getpeername()[0]))
-            sockets.add(self.sock)
+            connected(self.sock)
 
     class PlainHandler(HTTPHandler):
         def http_open(self, request: Request) -> http.client.HTTPResponse:
