@@ -31,7 +31,8 @@ def fetch(
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the data set; default: main.")] = None,
     workers: Annotated[int, typer.Option(min=1, max=64, help="Files to fetch at once.")] = 4,
     prepare: Annotated[
-        bool, typer.Option("--prepare", help="Make a corpus of the files as they arrive; needs --tokenizer and --corpus.")
+        bool,
+        typer.Option("--prepare", help="Make a corpus of the files as they arrive; needs --tokenizer and --corpus."),
     ] = False,
     tokenizer: Annotated[str | None, typer.Option(help="With --prepare: as for `argosy data prepare`.")] = None,
     corpus: Annotated[Path | None, typer.Option(help="With --prepare: the corpus directory to make.")] = None,
