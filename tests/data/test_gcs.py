@@ -56,9 +56,9 @@ def test_prepare_reads_the_files_of_a_bucket(google: FaultyServer, tmp_path: Pat
         file.parent.mkdir(exist_ok=True)
         file.write_text("".join(json.dumps({"text": f"document {number} {i}"}) + "\n" for i in range(10)))
     assert [f.path for f in find_inputs(["gs://ours/raw/*.jsonl"])] == [f"gs://ours/raw/{i}.jsonl" for i in range(3)]
-    manifest = prepare(["gs://ours/raw"], ByteTokenizer(), tmp_path / "corpus", PrepareOptions(workers=1))
-    assert manifest is not None
-    assert manifest.documents == 30
+    made = prepare(["gs://ours/raw"], ByteTokenizer(), tmp_path / "corpus", PrepareOptions(workers=1))
+    assert made is not None
+    assert [manifest.documents for manifest in made.values()] == [30]
 
 
 def test_what_is_not_there_is_refused(google: FaultyServer, tmp_path: Path) -> None:
