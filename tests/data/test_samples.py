@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from argosy.config.batches import Batches
+from argosy.data import loader as loader_module
 from argosy.data.corpus.corpus import Corpus, open_corpus
 from argosy.data.corpus.indexed import IndexedReader, IndexedWriter, dtype_for
 from argosy.data.loader import Loader
-from argosy.data.samples.windows import SampleStream, Windows
+from argosy.data.samples.windows import Batch, SampleStream, Windows
 from argosy.errors import ArgosyError
 
 WHOLE = (1.0, 0.0, 0.0)
@@ -96,6 +100,36 @@ def test_the_loader_reads_ahead_in_order_from_any_sample(tmp_path: Path) -> None
     with Loader(stream, batches=Batches(4), consumed_samples=12) as loader:
         for step in range(3, 9):
             assert np.array_equal(loader.next_batch().tokens, stream.batch(4 * step, 4).tokens)
+
+
+def test_the_loader_places_each_batch_in_its_own_thread(tmp_path: Path) -> None:
+    stream = stream_of(Corpus(tmp_path, [make(tmp_path / "a", [500])], None))
+    threads = set()
+
+    def place(batch: Batch) -> Batch:
+        threads.add(threading.current_thread().name)
+        return replace(batch, inputs={"placed": batch.tokens})
+
+    with Loader(stream, batches=Batches(4), consumed_samples=8, place=place) as loader:
+        for step in range(2, 7):
+            assert np.array_equal(loader.next_batch().inputs["placed"], stream.batch(4 * step, 4).tokens)
+    assert threads == {"argosy-loader"}
+
+
+def test_a_read_that_hangs_does_not_hold_up_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader_module, "_FAREWELL_S", 0.2)
+    stream = stream_of(Corpus(tmp_path, [make(tmp_path / "a", [500])], None))
+    hang = threading.Event()
+
+    def place(batch: Batch) -> Batch:
+        hang.wait(20)
+        return batch
+
+    began = time.monotonic()
+    with Loader(stream, batches=Batches(4), consumed_samples=0, place=place):
+        pass
+    assert time.monotonic() - began < 5
+    hang.set()
 
 
 def test_the_loader_hands_on_what_went_wrong(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from argosy.data.samples.windows import Batch
 from argosy.errors import ArgosyError
 from argosy.model.build import build_model
 from argosy.model.init import initialise
+from argosy.parallel.pinned import copied
 from argosy.parallel.single import SingleDevice, require_single
 from argosy.train.optimizer import Optimizer, undecayed
 
@@ -53,6 +54,23 @@ def reference_gradients(batch: Batch) -> dict[str, torch.Tensor]:
     logits = built(torch.from_numpy(batch.tokens)).flatten(0, 1)
     torch.nn.functional.cross_entropy(logits, torch.from_numpy(batch.labels).flatten(), ignore_index=IGNORED).backward()
     return {name: p.grad for name, p in built.named_parameters() if p.grad is not None}
+
+
+def test_a_batch_copied_for_the_device_trains_alike_and_leaves_the_loader_free_to_go_on() -> None:
+    rows = np.random.default_rng(1).integers(0, 64, (8, 17))
+    batch = Batch(rows[:, :-1], rows[:, 1:])  # views, as samples come
+    plain, moved = model(), model()
+    expected = engine(plain, 4).forward_backward(batch, 1)
+    copy = copied(batch, pinned=False)
+    rows[:] = 0
+    assert all(tensor.is_contiguous() for tensor in copy.tensors.values())
+    found = engine(moved, 4).forward_backward(copy, 1)
+    assert (float(found.loss_sum), found.tokens) == (float(expected.loss_sum), expected.tokens)
+    for one, other in zip(plain.parameters(), moved.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert torch.equal(one.grad, other.grad)
+    assert engine(plain, 4).place(batch) is batch  # a processor reads any memory
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 4, 8])

@@ -9,20 +9,30 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
 
 from argosy.config.batches import Batches
 from argosy.data.samples.windows import Batch, Stream
 
 _AHEAD = 4  # batches kept ready
+_FAREWELL_S = 5.0  # that the end of a run waits for a read under way; a store that hangs must not hold it up
 _ANNOUNCED = 8  # batches whose reads are announced to corpora that have to be fetched
 
 
 class Loader:
-    """Global batches from `consumed_samples` on, in order. Use it as a context manager."""
+    """Global batches from `consumed_samples` on, in order. Use it as a context manager. `place` is called in the reading
+    thread and may move a batch to where the device reads it best."""
 
-    def __init__(self, stream: Stream, *, batches: Batches, consumed_samples: int) -> None:
-        self._stream, self._batches = stream, batches
+    def __init__(
+        self,
+        stream: Stream,
+        *,
+        batches: Batches,
+        consumed_samples: int,
+        place: Callable[[Batch], Batch] = lambda batch: batch,
+    ) -> None:
+        self._stream, self._batches, self._place = stream, batches, place
         self._next = consumed_samples
         self._queue: queue.Queue[Batch | BaseException] = queue.Queue(_AHEAD)
         self._stop = threading.Event()
@@ -35,7 +45,8 @@ class Loader:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._stop.set()
-        while self._thread.is_alive():
+        deadline = time.monotonic() + _FAREWELL_S
+        while self._thread.is_alive() and time.monotonic() < deadline:
             try:  # make room for a reader that is blocked on a full queue
                 self._queue.get_nowait()
             except queue.Empty:
@@ -54,7 +65,7 @@ class Loader:
             size = self._batches.size(self._next)
             try:
                 self._stream.prefetch(self._next, _ANNOUNCED * size)
-                item: Batch | BaseException = self._stream.batch(self._next, size)
+                item: Batch | BaseException = self._place(self._stream.batch(self._next, size))
             except Exception as error:  # noqa: BLE001 - handed to the training thread, which raises it
                 item = error
             self._next += size

@@ -6,9 +6,8 @@ number of valid tokens of the whole global batch.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -18,6 +17,7 @@ from argosy.config.seeds import derive_seed
 from argosy.data.samples.windows import Batch
 from argosy.errors import ArgosyError
 from argosy.model.objective import Loss, Objective
+from argosy.parallel.pinned import copied, tensors_of
 
 
 class Result(NamedTuple):
@@ -36,6 +36,13 @@ class SingleDevice:
     ) -> None:
         self.model, self.device = model, device
         self.micro_batch, self.seed, self.z_loss = micro_batch, seed, z_loss
+
+    def place(self, batch: Batch) -> Batch:
+        """The batch where the device reads it best; for the loader's thread, ahead of the step that needs it."""
+        if self.device.type != "cuda":
+            return batch
+        with torch.cuda.device(self.device):  # a new thread would lock pages for the first GPU
+            return copied(batch, pinned=True)
 
     def forward_backward(self, batch: Batch, step: int, loss_scale: Tensor | float = 1.0) -> Result:
         """Add the gradients of the summed loss of `batch`, times `loss_scale`, to the parameters."""
@@ -68,13 +75,8 @@ class SingleDevice:
 
     def _loss(self, batch: Batch, first: int, objective: Objective) -> Loss:
         rows = slice(first, first + self.micro_batch)
-        inputs = {name: self._on_device(array[rows]) for name, array in batch.inputs.items()}
-        loss: Loss = self.model(
-            self._on_device(batch.tokens[rows]),
-            self._on_device(batch.labels[rows]),
-            objective,
-            **inputs,
-        )
+        inputs = {name: tensor[rows].to(self.device, non_blocking=True) for name, tensor in tensors_of(batch).items()}
+        loss: Loss = self.model(inputs.pop("tokens"), inputs.pop("labels"), objective, **inputs)
         return loss
 
     def _prepare_gradients(self, *, several: bool) -> None:
@@ -82,9 +84,6 @@ class SingleDevice:
         for parameter in self.model.parameters():
             if parameter.dtype != torch.float32:
                 accumulate_in(parameter, torch.float32 if several else parameter.dtype)
-
-    def _on_device(self, array: npt.NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
 
 
 class _Sums(dict[str, Tensor]):

@@ -218,7 +218,12 @@ class Trainer:
             peak=peak_of(self.device),
         )
         with (
-            Loader(self.stream, batches=self.batches, consumed_samples=self.consumed_samples) as loader,
+            Loader(
+                self.stream,
+                batches=self.batches,
+                consumed_samples=self.consumed_samples,
+                place=self.engine.place,
+            ) as loader,
             StepwiseCollection() as collection,
         ):
             for step in range(first + 1, self.steps + 1):
