@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import signal
 import sys
 from pathlib import Path
 
@@ -39,6 +40,7 @@ def batches(corpus: Corpus, count: int = 200, seq_len: int = 64, announce: int =
 
 
 def main(url: str, cache: str, limit: str, count: str) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # below a background job it would be ignored
     store = patient(url, attempt_s=5)
     corpus = open_streamed(url, Path(cache), json.loads(limit), block_bytes=BLOCK, store=store)
     print("open", flush=True)

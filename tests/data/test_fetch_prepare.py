@@ -157,7 +157,8 @@ def test_a_file_of_unknown_kind_is_refused_before_anything_is_fetched(hub: Hub, 
 
 
 SCRIPT = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # below a background job it would be ignored
 from pathlib import Path
 from argosy.data.fetch_prepare import fetch_and_prepare
 from argosy.data.prepare.job import PrepareOptions
