@@ -127,14 +127,16 @@ def test_without_keeping_files_no_more_are_fetched_ahead_than_said(hub: Hub, tmp
     assert 0 < most <= 2 * 2 + 3  # ahead, the one being prepared, and the books
 
 
-def test_a_file_that_cannot_come_ends_the_job_and_the_next_run_goes_on(hub: Hub, tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_file_that_cannot_come_ends_the_job_and_the_next_run_goes_on(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    monkeypatch.setattr(crew, "_INLINE_BYTES", 0)
     expected = in_two_steps(tmp_path / "raw", tmp_path / "expected")
     (tmp_path / "raw").rename(tmp_path / "fetched-first")
-    content = hub.files[REPO].pop("train/006.jsonl")
-    hub.files[REPO]["train/006.jsonl"] = content
     hub.faults["006.jsonl"] = [lambda handler, body, start: handler.answer(503)] * HASTE.attempts
     with pytest.raises(ArgosyError) as refusal:
-        stream(tmp_path / "raw", tmp_path / "corpus", keep=False)
+        stream(tmp_path / "raw", tmp_path / "corpus", keep=False, workers=workers)
     assert refusal.value.code == "data.fetch-failed"
     assert not (tmp_path / "corpus" / "manifest.json").exists()
     before = len(hub.asked("/content/"))

@@ -256,11 +256,12 @@ class Job:
             self.arrivals.release(self.groups[group])
 
     def _is_made(self, group: int) -> bool:
-        """Whether an earlier attempt has made all parts of a group."""
+        """Whether an earlier attempt has made all parts of a group; then it is known where the group ends."""
         name = PartName(group, 0)
         while not self._beyond(name):
             facts = read_facts(self.parts, name)
             if facts is not None and facts.past_end:
+                self.ends[group] = name.block
                 break
             joined = (self.parts / f"{name}.json").exists() and books_of(self.parts, self.shard_of(name)).exists()
             if facts is None and not joined:
