@@ -93,6 +93,16 @@ def test_going_on_does_not_start_again(llama: str, spec: Write) -> None:
     assert json.loads(run.resolved_file.read_text())["start"] == before
 
 
+def test_a_run_goes_on_when_what_it_started_from_is_gone(llama: str, spec: Write, tmp_path: Path) -> None:
+    run = _run(spec(llama))
+    (tmp_path / "hf").rename(tmp_path / "gone")
+    _run(spec(llama), "train.steps=2")
+    assert (run.checkpoints / "step-00000002").exists()
+    with pytest.raises(ArgosyError, match=r"no config\.json") as refused:
+        resolve(spec(llama), ["name=another"])
+    assert refused.value.key == "init_from"
+
+
 def test_a_larger_vocabulary_keeps_the_rows_and_draws_the_others(llama: str, spec: Write) -> None:
     run = _run(spec(llama, model={"vocab_size": 320}))
     source = open_source(llama)

@@ -21,7 +21,7 @@ from argosy.config.presets import ALIASES, FAMILIES, PRESETS
 from argosy.config.reader import parse_value, read_yaml
 from argosy.config.refusals import did_you_mean, kind_of, refusal_of, section_of
 from argosy.config.schema import RunSpec
-from argosy.config.start import check_start, starting_model
+from argosy.config.start import check_start, remembered_model, starting_model
 from argosy.errors import ArgosyError
 
 Tree = dict[str, Any]
@@ -48,7 +48,7 @@ def resolve(path: Path | None, overrides: Sequence[str] = ()) -> Resolved:
     _expand_shorthands(tree)
     for override in overrides:
         _apply_override(tree, origins, override)
-    start = starting_model(tree["init_from"]) if isinstance(tree.get("init_from"), str) else None
+    start = _start(tree, origins)
     _expand_model(tree, origins, start)
     _derive(tree, origins)
     try:
@@ -221,6 +221,21 @@ def _expand_model(tree: Tree, origins: dict[str, str], start: ModelSpec | None =
         for key, _ in flatten(source, "model"):
             if key != "model.preset":
                 origins.setdefault(key, label)
+
+
+def _start(tree: Tree, origins: dict[str, str]) -> ModelSpec | None:
+    """The model a run starts from; where that is gone, as the run itself remembers it, which is all a resume needs."""
+    where = tree.get("init_from")
+    if not isinstance(where, str):
+        return None
+    try:
+        return starting_model(where)
+    except ArgosyError as error:
+        remembered = remembered_model(Path(str(tree.get("runs_dir", "runs"))) / str(tree.get("name", "run")), where)
+        if remembered is not None:
+            return remembered
+        error.key, error.value, error.origin = error.key or "init_from", error.value or where, origins.get("init_from")
+        raise
 
 
 def _expand_start(tree: Tree, origins: dict[str, str], start: ModelSpec) -> None:

@@ -66,6 +66,14 @@ def starting_model(init_from: str) -> ModelSpec:
         ) from None
 
 
+def remembered_model(run: Path, init_from: str) -> ModelSpec | None:
+    """The model of a run that was started from there, if it has saved anything since."""
+    if not (run / RUN_FILE).exists() or not any((run / "checkpoints").glob("step-*")):
+        return None
+    spec = stored_description(run).get("spec") or {}
+    return ModelSpec.model_validate(spec["model"]) if spec.get("init_from") == init_from else None
+
+
 def check_start(model: ModelSpec, start: ModelSpec, origins: dict[str, str]) -> None:
     """Refuse a model whose numbers the weights of the start would not give."""
     for key, ours, theirs in differences(model, start):
