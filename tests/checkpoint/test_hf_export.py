@@ -96,6 +96,29 @@ def test_rows_the_original_model_had_are_no_padding(tmp_path: Path, trained: Any
     assert export_hf(str(run), tmp_path / "back", ExportOptions()).padding_removed == 84
 
 
+@pytest.mark.parametrize(
+    ("model", "section", "rows", "ids"),
+    [
+        ({"family": "bert"}, {"bert": {"cls": 257, "sep": 258, "mask": 259, "pad": 260}}, 261, {"pad_token_id": 260}),
+        (
+            {"family": "t5"},
+            {"t5": {"sentinel": 299, "sentinels": 30, "eos": 257, "pad": 258}},
+            300,
+            {"eos_token_id": 257, "pad_token_id": 258, "decoder_start_token_id": 258},
+        ),
+    ],
+)
+def test_special_tokens_beyond_the_tokenizer_are_no_padding(
+    tmp_path: Path, trained: Any, corpus: Path, model: Any, section: Any, rows: int, ids: Any
+) -> None:
+    model |= {"layers": 2, "hidden": 32, "heads": 4, "vocab_size": 320}
+    run = trained(model=model, data={"train": str(corpus), "seq_len": 32, "split": [90, 10, 0]} | section)
+    export_hf(str(run), tmp_path / "back", ExportOptions())
+    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert config["vocab_size"] == rows
+    assert {key: config[key] for key in ids} == ids
+
+
 def test_precision_shards_and_index_are_as_asked(tmp_path: Path, trained: Any) -> None:
     run = trained()
     found = export_hf(str(run), tmp_path / "back", ExportOptions(dtype="bf16", shard_size=20_000))

@@ -3,7 +3,7 @@ model imported before, or a Hugging Face directory. Read one parameter at a time
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,10 +45,7 @@ class Source:
 
     def tokenizer(self) -> Tokenizer | None:
         """The one kept beside the weights."""
-        for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model"):
-            if (self.root / name).exists() and (name != "vocab.json" or (self.root / "merges.txt").exists()):
-                return load_tokenizer(str(self.root / name))
-        return None
+        return _tokenizer_in(self.root)
 
 
 def open_source(where: str, report: Callable[[str], None] = lambda text: None) -> Source:
@@ -68,6 +65,7 @@ def open_source(where: str, report: Callable[[str], None] = lambda text: None) -
     model = starting_model(where)
     imported = (root / MODEL_FILE).exists()
     started = document.get("start") or {}
+    special = {} if imported else _special_ids(document["spec"]["data"], _tokenizer_in(root))
     return Source(
         where,
         model,
@@ -75,10 +73,40 @@ def open_source(where: str, report: Callable[[str], None] = lambda text: None) -
         file.read,
         root,
         checkpoint,
-        vocab_size=model.vocab_size if imported else int(started.get("vocab_size", 0)),
+        vocab_size=model.vocab_size
+        if imported
+        else max(started.get("vocab_size", 0), *(i + 1 for i in special.values()), 0),
         eod_id=document.get("eod_id") if imported else (document.get("data") or {}).get("eod_id"),
-        token_ids=dict(document.get("token_ids") or started.get("token_ids") or {}),
+        token_ids=dict(document.get("token_ids") or started.get("token_ids") or {}) | _their_roles(model, special),
     )
+
+
+def _tokenizer_in(root: Path) -> Tokenizer | None:
+    for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model"):
+        if (root / name).exists() and (name != "vocab.json" or (root / "merges.txt").exists()):
+            return load_tokenizer(str(root / name))
+    return None
+
+
+def _special_ids(data: Mapping[str, Any], tokenizer: Tokenizer | None) -> dict[str, int]:
+    """The tokens that samples of encoders are made with, by role. They may be ids that the tokenizer does not have."""
+    found: dict[str, int] = {}
+    for section in ("bert", "t5", "ict"):
+        for role in ("cls", "sep", "mask", "pad", "sentinel", "eos"):
+            token = (data.get(section) or {}).get(role)
+            if isinstance(token, str):
+                token = None if tokenizer is None else tokenizer.id_of(token)
+            if token is not None:
+                found[role] = int(token)
+    return found
+
+
+def _their_roles(model: ModelSpec, special: Mapping[str, int]) -> dict[str, int]:
+    roles = {"pad": "pad_token_id", "eos": "eos_token_id", "cls": "cls_token_id", "sep": "sep_token_id"}
+    found = {name: special[role] for role, name in roles.items() if role in special}
+    if model.architecture == "encoder-decoder" and "pad" in special:
+        found["decoder_start_token_id"] = special["pad"]
+    return found
 
 
 def hf_source(where: str, found: HfModel) -> Source:
