@@ -1,11 +1,15 @@
-"""`argosy data prepare` against a plain Hugging Face `encode_batch` pipeline, on real text from this machine, side by side.
+"""`argosy data prepare` on real text from this machine, beside what others do with the same text.
 
     python benchmarks/prepare.py TOKENIZER.json [MEGABYTES]
 
-Makes a corpus of at least 150 MB (Python sources, documentation, headers: whatever text the machine has) as .jsonl,
-.jsonl.zst and .parquet, prepares each with two workers, and prints MB of JSONL a second: over the whole command, and
-over the work alone (without the start, taken from a tiny input). Peak memory is the sum over all processes, sampled.
-The last row repeats the corpus ten times, to show that memory does not follow its size.
+Makes a corpus of at least 150 MB (Python sources, documentation, headers: whatever text the machine has, in a random but
+fixed order) as .jsonl, .jsonl.zst and .parquet, and ten times over, prepares each with two workers, and prints MB of JSONL
+a second: over the whole command, and over the work alone (without the start, taken from an input just large enough for
+workers). The best of three runs is shown, and the highest peak of memory: the sum of the resident sizes of all processes,
+sampled. CPU seconds tell more than seconds where the machine has other work.
+
+Beside it: a plain Hugging Face `encode_batch` pipeline, and the shape of Megatron's tool (a pool of two processes that
+send lists of ids to megatron-core's builder), on an eighth of the text.
 """
 
 from __future__ import annotations
@@ -14,6 +18,8 @@ import gzip
 import hashlib
 import json
 import os
+import random
+import resource
 import shutil
 import subprocess
 import sys
@@ -37,27 +43,33 @@ SUFFIXES = (".py", ".txt", ".md", ".rst", ".h", ".pm", ".html", ".js", ".rs", ".
 
 
 def texts() -> Iterator[str]:
+    paths = sorted(
+        {
+            Path(directory, name)
+            for root in (sys.prefix, *ROOTS)
+            for directory, _, names in os.walk(root)
+            for name in names
+            if name.endswith(SUFFIXES)
+        }
+    )
+    random.Random(0).shuffle(paths)
     seen = set()
-    for root in (sys.prefix, *ROOTS):
-        for directory, _, names in os.walk(root):
-            for name in names:
-                path = Path(directory, name)
-                if not name.endswith(SUFFIXES) or path.is_symlink():
-                    continue
-                try:
-                    if path.stat().st_size > 400_000:
-                        continue
-                    raw = gzip.decompress(path.read_bytes()) if name.endswith(".gz") else path.read_bytes()
-                    text = raw.decode()
-                except (OSError, UnicodeDecodeError, EOFError):
-                    continue
-                digest = hashlib.md5(raw).digest()
-                if len(text) > 200 and "\x00" not in text and digest not in seen:
-                    seen.add(digest)
-                    yield text
+    for path in paths:
+        try:
+            if path.is_symlink() or path.stat().st_size > 400_000:
+                continue
+            raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+            text = raw.decode()
+        except (OSError, UnicodeDecodeError, EOFError):
+            continue
+        digest = hashlib.md5(raw).digest()
+        if len(text) > 200 and "\x00" not in text and digest not in seen:
+            seen.add(digest)
+            yield text
 
 
 def make_corpus(directory: Path, megabytes: int) -> tuple[int, list[Path]]:
+    """(bytes of JSONL, the corpus in each format)"""
     import pyarrow
     import pyarrow.parquet
     import zstandard
@@ -77,6 +89,23 @@ def make_corpus(directory: Path, megabytes: int) -> tuple[int, list[Path]]:
     return size, [lines, compressed, table]
 
 
+def repeat(path: Path, times: int) -> Path:
+    """The same text several times over, in one file: frames after frames, row groups after row groups."""
+    import pyarrow.parquet
+
+    target = path.with_name(path.name.replace("corpus", "repeated"))
+    if path.suffix == ".parquet":
+        table = pyarrow.parquet.read_table(path)
+        with pyarrow.parquet.ParquetWriter(target, table.schema, compression="zstd") as writer:
+            for _ in range(times):
+                writer.write_table(table)
+    else:
+        with target.open("wb") as file:
+            for _ in range(times):
+                file.write(path.read_bytes())
+    return target
+
+
 def resident(pid: int) -> int:
     """Bytes of a process and all its descendants."""
     total = 0
@@ -89,16 +118,21 @@ def resident(pid: int) -> int:
     return total
 
 
-def run(*arguments: str) -> tuple[float, float]:
-    """(seconds, peak MB over all processes)"""
-    started, peak = time.perf_counter(), 0
+def cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def run(*arguments: str) -> tuple[float, float, float]:
+    """(seconds, CPU seconds, peak MB), of all its processes"""
+    started, cpu_before, peak = time.perf_counter(), cpu_seconds(), 0
     process = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while process.poll() is None:
         peak = max(peak, resident(process.pid))
         time.sleep(0.02)
     if process.returncode:
         raise SystemExit(f"{arguments} failed with {process.returncode}")
-    return time.perf_counter() - started, peak / 1e6
+    return time.perf_counter() - started, cpu_seconds() - cpu_before, peak / 1e6
 
 
 PLAIN = """
@@ -112,51 +146,63 @@ with open(sys.argv[2], "rb") as f:
 """
 
 
+MEGATRON = """
+import sys, json, multiprocessing, numpy as np, torch
+from tokenizers import Tokenizer
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+def start():
+    global tokenizer
+    tokenizer = Tokenizer.from_file(sys.argv[1])
+def encode(line):
+    return tokenizer.encode(json.loads(line)["text"]).ids + [50256]
+if __name__ == "__main__":
+    builder = IndexedDatasetBuilder(sys.argv[3] + ".bin", dtype=np.uint16)
+    with multiprocessing.Pool(2, initializer=start) as pool, open(sys.argv[2]) as lines:
+        for ids in pool.imap(encode, lines, 32):
+            builder.add_document(torch.tensor(ids), [len(ids)])
+    builder.finalize(sys.argv[3] + ".idx")
+"""
+
+
 def main(tokenizer: str, megabytes: int) -> None:
     with tempfile.TemporaryDirectory() as root:
         directory = Path(root)
         size, inputs = make_corpus(directory, megabytes)
-        tiny = directory / "tiny.jsonl"
-        tiny.write_bytes((b'{"text": "' + b"x " * 5000 + b'"}\n') * 450)  # just enough for processes to be started
-        output = directory / "out"
+        lines = inputs[0].read_bytes().splitlines(keepends=True)
 
-        def prepare(path: Path, *more: str) -> tuple[float, float]:
+        def some(name: str, count: int) -> Path:
+            (directory / name).write_bytes(b"".join(lines[:count]))
+            return directory / name
+
+        def prepare(path: Path) -> tuple[float, float, float]:
+            output = directory / "out"
             shutil.rmtree(output, ignore_errors=True)
-            return run(
-                "-m",
-                "argosy",
-                "data",
-                "prepare",
-                str(path),
-                "--tokenizer",
-                tokenizer,
-                "--output",
-                str(output),
-                "--workers",
-                "2",
-                *more,
-            )
+            verb = ["-m", "argosy", "data", "prepare", str(path)]
+            return run(*verb, "--tokenizer", tokenizer, "--output", str(output), "--workers", "2")
 
-        start, _ = prepare(tiny)
-        print(f"corpus {size / 1e6:.0f} MB of JSONL; start-up and a tiny input {start:.2f} s\n")
-        print(f"{'pipeline':<28}{'seconds':>9}{'MB/s':>8}{'MB/s work':>11}{'peak MB':>9}")
-        rows: list[tuple[str, Path]] = [(f"argosy {''.join(path.suffixes)}", path) for path in inputs]
-        ten = directory / "ten.jsonl"
-        with ten.open("wb") as file:
-            for _ in range(10):
-                file.write(inputs[0].read_bytes())
-        rows.append(("argosy .jsonl, ten times", ten))
-        for name, path in rows:
-            seconds, peak = min(prepare(path) for _ in range(1 if path == ten else 3))
-            mega = size / 1e6 * (10 if path == ten else 1)
-            print(
-                f"{name:<28}{seconds:>9.2f}{mega / seconds:>8.1f}{mega / max(0.01, seconds - start):>11.1f}{peak:>9.0f}",
-                flush=True,
-            )
-        seconds, peak = run("-c", PLAIN, tokenizer, str(inputs[0]), str(directory / "plain.bin"))
-        print(
-            f"{'Hugging Face encode_batch':<28}{seconds:>9.2f}{size / 1e6 / seconds:>8.1f}{size / 1e6 / seconds:>11.1f}{peak:>9.0f}"
-        )
+        def best(path: Path, times: int = 3) -> tuple[float, float, float]:
+            seconds, cpu, peak = zip(*(prepare(path) for _ in range(times)), strict=True)
+            return min(seconds), min(cpu), max(peak)
+
+        def show(name: str, of: float, seconds: float, cpu: float, peak: float, start: float = 0.0) -> None:
+            rates = f"{of / seconds:>8.1f}{of / max(0.01, seconds - start):>11.1f}"
+            print(f"{name:<36}{of:>7.0f}{seconds:>9.2f}{cpu:>8.2f}{rates}{peak:>9.0f}", flush=True)
+
+        ten = best(some("ten.jsonl", 10), 5)[0]
+        start = best(some("small.jsonl", next(n for n in range(len(lines)) if sum(map(len, lines[:n])) > 4.3e6)), 5)[0]
+        print(f"{len(lines):,} documents; ten of them {ten:.2f} s, start-up with workers {start:.2f} s\n")
+        print(f"{'pipeline':<36}{'MB':>7}{'seconds':>9}{'CPU s':>8}{'MB/s':>8}{'MB/s work':>11}{'peak MB':>9}")
+        for times in (1, 10):
+            for path in inputs:
+                chosen = path if times == 1 else repeat(path, times)
+                show(f"argosy {''.join(path.suffixes)}", size * times / 1e6, *best(chosen), start=start)
+                if chosen != path:
+                    chosen.unlink()
+        eighth = some("eighth.jsonl", len(lines) // 8)
+        for name, script in (("tokenizers encode_batch", PLAIN), ("as Megatron's tool, its builder", MEGATRON)):
+            (directory / "other.py").write_text(script)
+            taken = run(str(directory / "other.py"), tokenizer, str(eighth), str(directory / "other"))
+            show(name, eighth.stat().st_size / 1e6, *taken)
 
 
 if __name__ == "__main__":

@@ -92,12 +92,14 @@ def _sentences(value: Any) -> Sentences:
         except UnicodeDecodeError as error:
             raise _Fault("invalid-utf8", str(error)) from None
     sentences = value if isinstance(value, list) else [value]
+    blank = True
     for sentence in sentences:
         if not isinstance(sentence, str):
             raise _Fault("not-text", f"{_json_kind(sentence)} where text belongs")
         if "\x00" in sentence:
             raise _Fault("nul", f"a NUL character at position {sentence.index(chr(0))}")
-    if not any(sentence.strip() for sentence in sentences):
+        blank = blank and (not sentence or sentence.isspace())
+    if blank:
         raise _Fault("empty", "no text")
     return sentences
 
