@@ -130,9 +130,11 @@ def test_too_many_bad_records_are_refused_and_leave_no_corpus(tmp_path: Path) ->
 
 def test_a_corpus_is_not_overwritten_unasked(tmp_path: Path) -> None:
     out = run(tmp_path, GOOD)
+    (out / ".parts").mkdir()  # as a kill just before the end leaves it
     with pytest.raises(ArgosyError) as refusal:
         run(tmp_path, GOOD * 2)
     assert refusal.value.code == "data.output-exists"
+    assert not (out / ".parts").exists()
     assert open_corpus(out).documents == 1
 
 

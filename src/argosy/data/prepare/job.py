@@ -293,6 +293,8 @@ class Job:
 
     def _settle(self, plan: Path) -> None:
         finished = self._is_corpus()
+        if finished:  # a kill between the manifest and the end of the job leaves them
+            shutil.rmtree(self.parts, ignore_errors=True)
         if not finished and plan.read_bytes() == self._fingerprint():
             return  # go on where the last attempt stopped
         if not self.options.overwrite:
