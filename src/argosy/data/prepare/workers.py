@@ -98,6 +98,7 @@ class Pool:
             proof = Proof.by(reference, _answer(self._idle[0]))  # while they load
             for connection in self._idle:
                 connection.send(proof)
+            release_memory()  # of loading and encoding; from here on little is needed
             faults = [fault for connection in self._idle if (fault := connection.recv()) is not None]
         except (EOFError, OSError):
             faults = ["ended its process"]
@@ -178,6 +179,13 @@ def _work(
         except EOFError:  # the parent is gone
             return
         _send_result(connection, maker.make, PartName(group, block))
+        release_memory()
+
+
+def release_memory() -> None:
+    """Give back what is free between blocks still in use, where the C library can be asked to."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _keep_little_memory() -> None:
