@@ -195,7 +195,7 @@ def _keep_little_memory() -> None:
     with contextlib.suppress(OSError, AttributeError):  # not every C library has it
         mallopt = ctypes.CDLL(None).mallopt
         for parameter in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
-            mallopt(parameter, 16 << 20)
+            mallopt(parameter, 8 << 20)
 
 
 def _proven(recipe: Recipe, connection: Connection) -> Encode | None:

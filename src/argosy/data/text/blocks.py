@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from argosy.data.text.inputs import InputFile, decompressed, open_input
 
-PIECE = 2 << 20  # bytes read and tokenised at a time
+PIECE = 1 << 20  # bytes read and tokenised at a time
 MAX_RECORD = 64 << 20
 BOM = b"\xef\xbb\xbf"  # some editors start UTF-8 files with it; it is not text
 
