@@ -17,6 +17,7 @@ from argosy.config.resolve import resolve
 from argosy.data.loader import Loader
 from argosy.data.open import open_data
 from argosy.data.samples.masks import IGNORED
+from argosy.data.synthetic import synthetic_batch
 from argosy.errors import ArgosyError
 from argosy.model.build import build_model
 from argosy.model.init import initialise
@@ -82,6 +83,17 @@ def test_batches_read_ahead_are_the_streams_own(spec: Path) -> None:
             assert np.array_equal(read.tokens, made.tokens)
             assert read.inputs.keys() == made.inputs.keys()
             assert all(np.array_equal(read.inputs[name], made.inputs[name]) for name in made.inputs)
+
+
+def test_made_up_batches_have_the_shape_of_real_ones(spec: Path) -> None:
+    resolved = resolve(spec).spec
+    real, made_up = open_data(resolved).training().batch(0, 8), synthetic_batch(resolved)
+    assert made_up.tokens.shape == real.tokens.shape
+    assert made_up.labels.shape == real.labels.shape
+    assert made_up.read_tokens == real.read_tokens
+    assert {name: (a.shape, a.dtype) for name, a in made_up.inputs.items()} == {
+        name: (a.shape, a.dtype) for name, a in real.inputs.items()
+    }
 
 
 @pytest.mark.parametrize("kind", ["bert", "sop", "t5"])

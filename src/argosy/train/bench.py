@@ -14,12 +14,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from argosy.config.counts import FLOPS_CONVENTION, TARGETS_PER_SOURCE, count_parameters, training_flops_per_token
+from argosy.config.counts import FLOPS_CONVENTION, count_parameters, training_flops_per_token
 from argosy.config.schema import RunSpec
-from argosy.data.samples.windows import Batch
+from argosy.data.synthetic import synthetic_batch, target_length
 from argosy.model.init import initial_weights
 from argosy.parallel.precision import DTYPES, choose_precision
 from argosy.plan.hardware import Peak
@@ -157,26 +156,13 @@ def bench(spec: RunSpec, *, steps: int, warmup: int, trace: Path | None = None) 
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         precision=precision,
         steps_ms=clock.intervals_ms(),
-        tokens=batch.tokens.size,
-        flops_per_token=training_flops_per_token(spec.model, spec.data.seq_len),
+        tokens=batch.read_tokens,
+        flops_per_token=training_flops_per_token(spec.model, spec.data.seq_len, target_length(spec)),
         peak=peak_of(device),
         memory=memory,
         profile=profile_step(step, device, trace),
         loss=float(loss),
     )
-
-
-def synthetic_batch(spec: RunSpec) -> Batch:
-    """Random tokens in the shape of the model's samples."""
-    rng = np.random.default_rng(spec.train.seed)
-
-    def draw(length: int) -> Any:
-        return rng.integers(0, spec.model.vocab_size, (spec.train.global_batch, length))
-
-    if spec.model.architecture == "encoder-decoder":
-        target = max(1, round(spec.data.seq_len * TARGETS_PER_SOURCE))
-        return Batch(draw(spec.data.seq_len), draw(target), {"decoder_tokens": draw(target)})
-    return Batch(draw(spec.data.seq_len), draw(spec.data.seq_len))
 
 
 def short(kernel: str) -> str:
