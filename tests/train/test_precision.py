@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -217,3 +218,39 @@ def test_plain_initialisation_fills_a_model_in_its_own_precision() -> None:
     apply_precision(built, "bf16")
     initialise(built, SPEC, 1)
     assert torch.equal(built.embed.tokens.weight, model("bf16")[0].embed.tokens.weight)
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt": {"family": "gpt"},
+    "qwen3": {"family": "llama", "kv_heads": 2, "qk_norm": True},
+    "mistral": {"family": "llama", "window": 8},
+    "mpt": {"family": "mpt"},
+    "moe": {"family": "llama", "moe": {"experts": 4, "top_k": 2, "ffn": 32}},
+    "bert": {"family": "bert"},
+    "t5": {"family": "t5"},
+}
+TASKS = {
+    "bert": {"bert": {"cls": 257, "sep": 258, "mask": 259, "pad": 260}},
+    "t5": {"t5": {"sentinel": 299, "sentinels": 30, "eos": 257, "pad": 258}},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_trains_in_every_precision_and_gets_about_the_same_losses(
+    write_spec: Write, corpus: Path, family: str
+) -> None:
+    sizes = {"layers": 2, "hidden": 64, "heads": 4, "vocab_size": 300}
+    data = {"train": str(corpus), "seq_len": 32, "split": [90, 10, 0]} | TASKS.get(family, {})
+    train_keys = {"global_batch": 16, "steps": 4}
+    path = write_spec(model=FAMILIES[family] | sizes, data=data, train=train_keys, eval={"every": 4, "batches": 1})
+    found = {}
+    for precision in DTYPES:
+        micro = "parallel.micro_batch=16"
+        run = go(path, f"name={precision}", f"train.precision={precision}", micro)
+        found[precision] = read_metrics(run / "metrics.jsonl")
+    for precision, metrics in found.items():
+        for step, record in metrics.items():
+            expected = found["fp32"][step]
+            assert record["loss"] == pytest.approx(expected["loss"], rel=0.01), (precision, step)
+            assert record["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.2), (precision, step)
+        assert metrics[4]["validation_loss"] == pytest.approx(found["fp32"][4]["validation_loss"], rel=0.01)

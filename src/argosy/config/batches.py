@@ -46,6 +46,14 @@ class Batches:
         stage = self._stages[max(0, later - 1)]
         return stage.first_step + -((stage.first_sample - samples) // stage.size)
 
+    def describe(self, seq_len: int) -> str:
+        """Tokens in a step, and how many at first where the batch grows."""
+        full = f"{self.global_batch * seq_len:,} tokens each"
+        if len(self._stages) == 1:
+            return full
+        first = f"{self._stages[0].size * seq_len:,} tokens at first"
+        return f"{first}, growing, and from step {self._stages[-1].first_step + 1} on {full}"
+
     @property
     def sizes(self) -> list[int]:
         """Of all steps, each once, smallest first."""

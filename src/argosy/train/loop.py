@@ -19,7 +19,6 @@ from torch import Tensor
 from argosy.checkpoint.assets import copy_assets
 from argosy.checkpoint.source import Source, open_source, require_fit, starting_weights
 from argosy.checkpoint.store import Checkpoint, Progress, latest, listed, require_names, save, sweep
-from argosy.config.batches import Batches
 from argosy.config.checks import check_phases
 from argosy.config.counts import describe_size, training_flops_per_token
 from argosy.config.resolve import Resolved
@@ -44,6 +43,7 @@ from argosy.train.optimizer import Optimizer
 from argosy.train.scaler import MINIMUM
 from argosy.train.schedule import make_schedule
 from argosy.train.session import make_engine, make_model, open_checked_data, stored_weights
+from argosy.train.timer import Timer
 
 
 @dataclass(frozen=True)
@@ -133,20 +133,10 @@ def dry_run(resolved: Resolved, options: TrainOptions) -> list[str]:
     return [
         f"model   {describe_size(spec.model)}",
         f"data    {tokens:,} training tokens, {trainer.stream.epoch_samples:,} samples of {spec.data.seq_len}",
-        f"train   {left}, {describe_batches(spec)}",
+        f"train   {left}, {trainer.batches.describe(spec.data.seq_len)}",
         f"run     {run.root}" + (f" goes on from step {done}" if done else " starts at step 0"),
         *notes,
     ]
-
-
-def describe_batches(spec: RunSpec) -> str:
-    """Tokens in a step, and how many at first where the batch grows."""
-    sizes = spec.train.batches.sizes
-    tokens = f"{sizes[-1] * spec.data.seq_len:,} tokens each"
-    if len(sizes) == 1:
-        return tokens
-    full_from = spec.train.batches.steps(spec.train.batch_rampup.samples) + 1 if spec.train.batch_rampup else 1
-    return f"{sizes[0] * spec.data.seq_len:,} tokens at first, growing, and from step {full_from} on {tokens}"
 
 
 class Trainer:
@@ -366,7 +356,7 @@ class Trainer:
         precision = choose_precision(spec.train.precision, self.device)
         return [
             f"{self.run.root}: {describe_size(spec.model)} on {self.device} in {precision}",
-            f"steps {first + 1} to {self.steps}, {describe_batches(spec)} (batch {spec.train.global_batch} = {accumulation} x "
+            f"steps {first + 1} to {self.steps}, {self.batches.describe(spec.data.seq_len)} (batch {spec.train.global_batch} = {accumulation} x "
             f"micro-batch {spec.parallel.micro_batch}, sequences of {spec.data.seq_len}); in all {epochs}",
         ]
 
@@ -379,22 +369,3 @@ class Trainer:
     def _timer(self, every: Duration) -> Timer:
         samples = every.samples(seq_len=self.spec.data.seq_len, epoch_samples=self.stream.epoch_samples)
         return Timer(every, samples, self.batches)
-
-
-class Timer:
-    """Something due every so many steps, samples or seconds. Of samples, at the step that takes the last of them."""
-
-    def __init__(self, every: Duration, samples: int | None, batches: Batches) -> None:
-        self._every, self._samples, self._batches = every, samples, batches
-        self._last = time.monotonic()
-
-    def due(self, step: int) -> bool:
-        if self._every.unit == "steps":
-            return step % int(self._every.amount) == 0
-        if self._samples is not None:
-            before, after = self._batches.samples(step - 1), self._batches.samples(step)
-            return after // self._samples > before // self._samples
-        if time.monotonic() - self._last < self._every.amount:
-            return False
-        self._last = time.monotonic()
-        return True
