@@ -192,6 +192,7 @@ def kill_and_finish(inputs: list[str], root: Path, kills: int) -> None:
         process = subprocess.Popen([*command, str(output), *inputs], start_new_session=True)
         time.sleep(rng.uniform(0.1, usual))
         kills -= process.poll() is None
+        assert not process.returncode, "it fails by itself"
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
