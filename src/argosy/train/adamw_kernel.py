@@ -15,22 +15,21 @@ def _update(
     parameter, master, gradient, exp_avg, exp_avg_sq, scale, corrections, skip, count,
     lr, beta1, beta2, eps, decay, SEPARATE: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    at = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
-    inside = at < count  # and nothing else: a mask that is not known to be aligned makes narrow loads
-    go = tl.load(skip) == 0.0
-    g = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32) * tl.load(scale)
-    m_old = tl.load(exp_avg + at, mask=inside, other=0.0)
-    v_old = tl.load(exp_avg_sq + at, mask=inside, other=0.0)
-    w_old = tl.load(master + at, mask=inside, other=0.0)
-    m = tl.where(go, beta1 * m_old + (1.0 - beta1) * g, m_old)
-    v = tl.where(go, beta2 * v_old + (1.0 - beta2) * g * g, v_old)
-    step = lr * (m / tl.load(corrections)) / (tl.sqrt(v / tl.load(corrections + 1)) + eps)
-    w = tl.where(go, w_old * decay - step, w_old)
-    tl.store(exp_avg + at, m, mask=inside)
-    tl.store(exp_avg_sq + at, v, mask=inside)
-    tl.store(master + at, w, mask=inside)
-    if SEPARATE:
-        tl.store(parameter + at, w.to(parameter.dtype.element_ty), mask=inside)
+    if tl.load(skip) == 0.0:
+        at = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
+        inside = at < count
+        g = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32) * tl.load(scale)
+        m = tl.load(exp_avg + at, mask=inside, other=0.0)
+        v = tl.load(exp_avg_sq + at, mask=inside, other=0.0)
+        w = tl.load(master + at, mask=inside, other=0.0)
+        m = beta1 * m + (1.0 - beta1) * g
+        v = beta2 * v + (1.0 - beta2) * g * g
+        w = w * decay - lr * (m / tl.load(corrections)) / (tl.sqrt(v / tl.load(corrections + 1)) + eps)
+        tl.store(exp_avg + at, m, mask=inside)
+        tl.store(exp_avg_sq + at, v, mask=inside)
+        tl.store(master + at, w, mask=inside)
+        if SEPARATE:
+            tl.store(parameter + at, w.to(parameter.dtype.element_ty), mask=inside)
 
 
 def adamw_(
