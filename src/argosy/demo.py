@@ -160,9 +160,9 @@ def _write_spec(path: Path, runs: Path, corpus: Path, seconds: int) -> int:
 
 
 def _seconds_per_step(path: Path) -> float:
-    from argosy.train.session import time_steps
+    from argosy.train.bench import seconds_per_step
 
-    return time_steps(resolve(path).spec, steps=4)
+    return seconds_per_step(resolve(path).spec, steps=4)
 
 
 def _command(path: Path, *overrides: str) -> list[str]:

@@ -20,13 +20,15 @@ from argosy.config.counts import FLOPS_CONVENTION, count_parameters, training_fl
 from argosy.config.schema import RunSpec
 from argosy.data.synthetic import synthetic_batch, target_length
 from argosy.model.init import initial_weights
-from argosy.parallel.precision import DTYPES, choose_precision
+from argosy.parallel.precision import choose_precision
+from argosy.parallel.single import SingleDevice
 from argosy.plan.hardware import Peak
 from argosy.train.device import peak_of, prepare_device
 from argosy.train.memory import Memory, measure_memory
 from argosy.train.optimizer import Optimizer
-from argosy.train.profile import StepProfile, profile_step
-from argosy.train.session import make_engine, make_model
+from argosy.train.profile import StepProfile, kind_of, profile_step
+from argosy.train.session import make_engine, make_model, open_checked_data
+from argosy.train.step import take_step
 
 
 @dataclass(frozen=True)
@@ -122,25 +124,20 @@ class Bench:
         ]
 
     def _others(self, count: int) -> list[tuple[str, float]]:
-        from argosy.train.profile import kind_of
-
         return [(n, ms) for n, ms, _ in self.profile.kernels if kind_of(n) == "other"][:count]
 
 
 def bench(spec: RunSpec, *, steps: int, warmup: int, trace: Path | None = None) -> Bench:
     device = prepare_device(spec.train)
     precision = choose_precision(spec.train.precision, device)
-    model = make_model(spec, device)
-    engine, optimizer = make_engine(spec, model, device), Optimizer(model, spec.optim)
-    optimizer.set_weights(initial_weights(model, spec.model, spec.train.seed))
+    engine, optimizer = _start(spec, device)
     batch = synthetic_batch(spec)
     done = 0
 
     def step() -> torch.Tensor:
         nonlocal done
         done += 1
-        result = engine.forward_backward(batch, done)
-        optimizer.step(tokens=result.tokens, lr=spec.optim.lr)
+        result = take_step(engine, optimizer, batch, step=done, lr=spec.optim.lr).result
         return result.loss_sum / result.tokens
 
     for _ in range(warmup):
@@ -149,8 +146,7 @@ def bench(spec: RunSpec, *, steps: int, warmup: int, trace: Path | None = None) 
     for _ in range(steps):
         loss = step()
         clock.tick()
-    several = spec.train.global_batch > spec.parallel.micro_batch
-    memory = measure_memory(model, optimizer, device, torch.float32 if several else DTYPES[precision])
+    accumulated = spec.train.global_batch > spec.parallel.micro_batch
     return Bench(
         spec=spec,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
@@ -159,10 +155,31 @@ def bench(spec: RunSpec, *, steps: int, warmup: int, trace: Path | None = None) 
         tokens=batch.read_tokens,
         flops_per_token=training_flops_per_token(spec.model, spec.data.seq_len, target_length(spec)),
         peak=peak_of(device),
-        memory=memory,
+        memory=measure_memory(engine.model, optimizer, device, accumulated=accumulated),
         profile=profile_step(step, device, trace),
         loss=float(loss),
     )
+
+
+def seconds_per_step(spec: RunSpec, steps: int) -> float:
+    """What a step of a run, with its own data, takes on this machine: the fastest of a few."""
+    device = prepare_device(spec.train)
+    stream = open_checked_data(spec).training()
+    engine, optimizer = _start(spec, device)
+    seconds = []
+    for step in range(1, steps + 1):
+        started = time.perf_counter()
+        batch = stream.batch(0, spec.train.global_batch)
+        float(take_step(engine, optimizer, batch, step=step, lr=spec.optim.lr).grad_norm)
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)
+
+
+def _start(spec: RunSpec, device: torch.device) -> tuple[SingleDevice, Optimizer]:
+    model = make_model(spec, device)
+    engine, optimizer = make_engine(spec, model, device), Optimizer(model, spec.optim)
+    optimizer.set_weights(initial_weights(model, spec.model, spec.train.seed))
+    return engine, optimizer
 
 
 def short(kernel: str) -> str:

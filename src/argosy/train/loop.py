@@ -28,7 +28,7 @@ from argosy.config.units import Duration
 from argosy.data.loader import Loader
 from argosy.errors import EXIT_DONE, EXIT_RESUMABLE, ArgosyError
 from argosy.model.init import initial_weights
-from argosy.model.moe import balance_experts, describe_load
+from argosy.model.moe import describe_load
 from argosy.parallel.precision import choose_precision
 from argosy.record.console import Console, open_console
 from argosy.record.files import replace_file
@@ -38,11 +38,13 @@ from argosy.train.collection import StepwiseCollection
 from argosy.train.device import peak_memory_gib, peak_of, prepare_device
 from argosy.train.evaluate import evaluate
 from argosy.train.interrupt import Interrupt
+from argosy.train.memory import measure_memory
 from argosy.train.meter import Meter
 from argosy.train.optimizer import Optimizer
 from argosy.train.scaler import MINIMUM
 from argosy.train.schedule import make_schedule
 from argosy.train.session import make_engine, make_model, open_checked_data, stored_weights
+from argosy.train.step import take_step
 from argosy.train.timer import Timer
 
 
@@ -216,14 +218,11 @@ class Trainer:
             ) as loader,
             StepwiseCollection() as collection,
         ):
+            memory_told = False
             for step in range(first + 1, self.steps + 1):
                 batch = loader.next_batch()
-                loss_scale = self.optimizer.loss_scale(batch.labels.size)
-                result = self.engine.forward_backward(batch, step, loss_scale)
                 lr = self.schedule.lr(step - 1)
-                grad_norm = self.optimizer.step(tokens=result.tokens, lr=lr, loss_scale=loss_scale)
-                if result.expert_load is not None:
-                    balance_experts(self.model, result.expert_load)
+                result, grad_norm = take_step(self.engine, self.optimizer, batch, step=step, lr=lr)
                 self.consumed_samples += len(batch.tokens)
                 meter.count(samples=len(batch.tokens), tokens=batch.read_tokens)
                 console.advance(step)
@@ -250,6 +249,9 @@ class Trainer:
                     self.metrics.write(record)
                     console.step(record)
                     self._require_finite(record)
+                    if not memory_told:
+                        memory_told = True
+                        self._tell_memory(step, console)
                 started = time.perf_counter()
                 if interrupt.asked is None and self._evaluation_due(step):
                     self._evaluate(step, console)
@@ -259,6 +261,12 @@ class Trainer:
                 if last or interrupt.asked is not None:
                     return step
         return self.steps
+
+    def _tell_memory(self, step: int, console: Console) -> None:
+        accumulated = self.batches.sizes[-1] > self.spec.parallel.micro_batch
+        memory = measure_memory(self.model, self.optimizer, self.device, accumulated=accumulated)
+        self._event("memory", step, gib=memory.as_dict())
+        console.note(f"memory {memory}")
 
     def _evaluation_due(self, step: int) -> bool:
         return self.evaluations is not None and (step == self.steps or self.evaluations.due(step))

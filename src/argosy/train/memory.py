@@ -36,17 +36,17 @@ class Memory:
         return {key: round(value, 3) for key, value in ({"peak": self.peak} | parts | {"rest": self.rest}).items()}
 
 
-def measure_memory(model: nn.Module, optimizer: Optimizer, device: torch.device, gradient: torch.dtype) -> Memory:
-    """Once a step has been made; `gradient` is the precision gradients were added up in."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    parameters = {id(p) for p in model.parameters()}
+def measure_memory(model: nn.Module, optimizer: Optimizer, device: torch.device, *, accumulated: bool) -> Memory:
+    """Once a step has been made. Gradients that are accumulated over micro-batches are 32-bit."""
+    parameters = list(model.parameters())
+    trained = [p for p in parameters if p.requires_grad]
+    shared = {p.untyped_storage().data_ptr() for p in parameters}  # a 32-bit parameter is its own master
     kept = [*optimizer.weights().values(), *optimizer.tensors().values()]
-    own = {t.untyped_storage().data_ptr() for t in model.parameters()}
     return Memory(
         peak=peak_memory_gib(device),
-        parameters=_gib(model.parameters()),
-        gradients=sum(p.numel() for p in trained) * gradient.itemsize / 2**30,
-        optimiser=_gib(t for t in kept if id(t) not in parameters and t.untyped_storage().data_ptr() not in own),
+        parameters=_gib(parameters),
+        gradients=sum(p.numel() * (4 if accumulated else p.element_size()) for p in trained) / 2**30,
+        optimiser=_gib(t for t in kept if t.untyped_storage().data_ptr() not in shared),
     )
 
 

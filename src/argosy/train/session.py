@@ -6,7 +6,6 @@ Training, evaluation and sampling all start here, so that they build the same mo
 from __future__ import annotations
 
 import sys
-import time
 from dataclasses import dataclass
 
 import torch
@@ -18,13 +17,11 @@ from argosy.config.schema import RunSpec, TrainSpec
 from argosy.data.open import RunData, open_data
 from argosy.errors import ArgosyError
 from argosy.model.build import build_model
-from argosy.model.init import initial_weights
 from argosy.parallel.apply import apply_layout
 from argosy.parallel.precision import apply_precision, choose_precision
 from argosy.parallel.single import SingleDevice, require_single
 from argosy.record.rundir import RunDir
 from argosy.train.device import prepare_device
-from argosy.train.optimizer import Optimizer
 
 
 @dataclass(frozen=True)
@@ -94,19 +91,3 @@ def load_model(where: str, *, device: str | None = None) -> Loaded:
         for name, value in starting_weights(source, model, source.model, seed=0):
             parameters[name].copy_(value)
     return Loaded(source, spec, model.eval(), on)
-
-
-def time_steps(spec: RunSpec, steps: int) -> float:
-    """Seconds one training step of a run takes on this machine, without its run directory: the fastest of a few."""
-    device = prepare_device(spec.train)
-    stream = open_checked_data(spec).training()
-    model = make_model(spec, device)
-    engine, optimizer = make_engine(spec, model, device), Optimizer(model, spec.optim)
-    optimizer.set_weights(initial_weights(model, spec.model, spec.train.seed))
-    seconds = []
-    for step in range(1, steps + 1):
-        started = time.perf_counter()
-        result = engine.forward_backward(stream.batch(0, spec.train.global_batch), step)
-        float(optimizer.step(tokens=result.tokens, lr=spec.optim.lr))
-        seconds.append(time.perf_counter() - started)
-    return min(seconds)

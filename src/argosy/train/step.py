@@ -1,0 +1,27 @@
+"""One optimiser step, the same for training, timing and benchmarks, whatever the layout. Nothing in it waits for the device."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from argosy.data.samples.windows import Batch
+from argosy.model.moe import balance_experts
+from argosy.parallel.single import Result, SingleDevice
+from argosy.train.optimizer import Optimizer
+
+
+class Step(NamedTuple):
+    result: Result
+    grad_norm: Tensor  # before clipping
+
+
+def take_step(engine: SingleDevice, optimizer: Optimizer, batch: Batch, *, step: int, lr: float) -> Step:
+    """Gradients of a global batch, and the update they ask for; `step` counts from 1."""
+    loss_scale = optimizer.loss_scale(batch.labels.size)
+    result = engine.forward_backward(batch, step, loss_scale)
+    grad_norm = optimizer.step(tokens=result.tokens, lr=lr, loss_scale=loss_scale)
+    if result.expert_load is not None:
+        balance_experts(engine.model, result.expert_load)
+    return Step(result, grad_norm)
