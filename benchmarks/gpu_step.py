@@ -25,6 +25,7 @@ CASES = {
     "gpt2-large": GPT2,
     "gpt2-large compiled": [*GPT2, *COMPILED],
     "gpt2-large fp8": [*GPT2, "train.precision=fp8"],
+    "gpt2-large deterministic": [*GPT2, "train.deterministic=true"],
     "gpt2-large selective": [*GPT2, "parallel.recompute=selective"],
     "gpt2-large full": [*GPT2, "parallel.recompute=full"],
     "llama3-1b": LLAMA,
