@@ -64,6 +64,9 @@ CODES: Final[dict[str, str]] = {
     "io.failed": "The operating system refused a file operation.",
     "device.unavailable": "The device asked for is not present on this machine.",
     "device.old-torch": "The installed torch is older than Argosy supports.",
+    "plan.bad-cluster": "A cluster is not a number and a node type, as 2xp4d.24xlarge.",
+    "plan.bad-facts": "A file of hardware facts cannot be used.",
+    "plan.unknown-hardware": "No GPU or instance type of that name is known; a file of your own can add it.",
     "train.non-finite": "The loss or the gradient norm became NaN or infinite.",
 }
 

@@ -1,8 +1,30 @@
-"""GPU facts. A peak is named and dense (no sparsity), or unknown: MFU against a guessed peak is worse than none."""
+"""Hardware facts: GPUs, instance types, and the clusters made of them, read from `facts/hardware.yaml`.
+
+One owner for every peak, memory size, link and price; a user's own file is laid over the package's. A peak is named and
+dense (no sparsity), or unknown: MFU against a guessed peak is worse than none.
+"""
 
 from __future__ import annotations
 
+import os
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import Field, ValidationError
+
+from argosy.config.model import Section
+from argosy.config.reader import read_yaml
+from argosy.config.refusals import did_you_mean
+from argosy.config.units import NotNegative, Positive, PositiveNumber, Whole
+from argosy.errors import ArgosyError
+
+FACTS = Path(__file__).parent / "facts" / "hardware.yaml"
+USER_FILE_VARIABLE = "ARGOSY_HARDWARE"
+GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -16,25 +38,176 @@ class Peak:
         return f"{self.name} {self.tflops:g}"
 
 
-# Vendors' dense 16-bit figures. Matched in order against the device name, so the more particular name stands first.
-_PEAKS = (
-    ("GB200", 2450.0),
-    ("B200", 2250.0),
-    ("H200", 989.0),
-    ("H100 PCIe", 756.0),
-    ("H100 NVL", 835.0),
-    ("H100", 989.0),
-    ("H800", 989.0),
-    ("A100", 312.0),
-    ("A800", 312.0),
-    ("A10G", 70.0),
-    ("L40S", 362.0),
-    ("V100", 125.0),
-)
+class Gpu(Section):
+    """One kind of GPU. Bandwidths are in GB/s and one direction; memory in GiB."""
+
+    name: str = ""
+    device: list[str] = Field(min_length=1, description="words that all stand in the driver's name of the device")
+    sms: Positive = Field(description="streaming multiprocessors")
+    dense: dict[str, PositiveNumber] = Field(description="TFLOP/s by the precision of the products' inputs")
+    memory: PositiveNumber = Field(description="GiB a program can have")
+    bandwidth: PositiveNumber = Field(description="of the memory")
+    nvlink: NotNegative = Field(0.0, description="of NVLink; 0: none")
+    pcie: PositiveNumber = Field(32.0, description="of PCIe, used where there is no NVLink")
+
+    def peak(self, precision: str = "bf16") -> float:
+        """TFLOP/s for products in `precision`, or in the widest 16-bit format where the card lacks it."""
+        sixteen = self.dense.get("bf16") or self.dense.get("fp16") or max(self.dense.values())
+        return self.dense.get(precision, sixteen / 16 if precision == "fp32" else sixteen)
+
+    @property
+    def link(self) -> float:
+        return self.nvlink or self.pcie
+
+
+class Instance(Section):
+    """One kind of node."""
+
+    name: str = ""
+    gpu: str = Field(description="its GPU")
+    gpus: Positive = Field(description="how many of them")
+    nics: Whole = Field(0, description="network cards for collectives")
+    network: NotNegative = Field(0.0, description="Gbit/s of them all, one direction")
+    fabric: str = Field("ethernet", description="efa, infiniband, roce or ethernet")
+    nvlink_nodes: Positive = Field(1, description="nodes in one NVLink domain")
+    price: NotNegative | None = Field(None, description="US dollars an hour")
+
+
+class Facts(Section):
+    gpus: dict[str, Gpu]
+    instances: dict[str, Instance]
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What a run is placed on: equal nodes. `network` is GB/s of one GPU's share of the node's cards, one direction."""
+
+    name: str
+    gpu: Gpu
+    gpus: int
+    gpus_per_node: int
+    network: float
+    domain: int  # GPUs that reach each other over NVLink (or PCIe)
+    price: float | None = None  # US dollars an hour, for all nodes
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.gpus // self.gpus_per_node)
 
 
 def dense_peak(device_name: str) -> Peak | None:
-    for name, tflops in _PEAKS:
-        if name in device_name:
-            return Peak(name, tflops)
+    """The 16-bit peak of a device, by the name its driver gives it."""
+    gpu = gpu_of_device(device_name)
+    return None if gpu is None else Peak(gpu.name, gpu.peak())
+
+
+def gpu_of_device(device_name: str) -> Gpu | None:
+    spoken = device_name.lower()
+    for gpu in facts().gpus.values():
+        if all(re.search(rf"{re.escape(word.lower())}(?![0-9])", spoken) for word in gpu.device):
+            return gpu
     return None
+
+
+def find_gpu(name: str, user_file: str | None = None) -> Gpu:
+    return _named(facts(user_file).gpus, name, "GPU", "gpus")
+
+
+def find_instance(name: str, user_file: str | None = None) -> Instance:
+    return _named(facts(user_file).instances, name.removeprefix("ml."), "instance type", "instances")
+
+
+def parse_cluster(text: str, *, price: float | None = None, user_file: str | None = None) -> Cluster:
+    """`2xp4d.24xlarge` (nodes), or `16xH100` (GPUs, in DGX-like nodes of eight with one 400 Gbit/s card each)."""
+    match = re.fullmatch(r"\s*(?:(\d+)\s*[x*])?\s*([A-Za-z][\w.-]*)\s*", text)
+    if match is None or match[1] == "0":
+        raise ArgosyError(
+            "plan.bad-cluster",
+            f"a cluster is a number of nodes and their type, and {text!r} is not",
+            key="--cluster",
+            value=text,
+            fix="write it as 2xp4d.24xlarge, or 16xH100 for GPUs without a named node",
+        )
+    count, name = int(match[1] or 1), match[2]
+    known = facts(user_file)
+    gpus = {gpu.lower(): gpu for gpu in known.gpus}
+    if name.lower() in gpus:
+        gpu = known.gpus[gpus[name.lower()]]
+        per_node = min(8, count)
+        hourly = None if price is None else price * -(-count // per_node)
+        return Cluster(text.strip(), gpu, count, per_node, 50.0, per_node, hourly)
+    instance = _named(known.instances, name.removeprefix("ml."), "instance type", "instances", also=known.gpus)
+    each = instance.price if price is None else price
+    return Cluster(
+        name=text.strip(),
+        gpu=_named(known.gpus, instance.gpu, "GPU", "gpus"),
+        gpus=count * instance.gpus,
+        gpus_per_node=instance.gpus,
+        network=instance.network / 8 / instance.gpus,
+        domain=instance.gpus * min(instance.nvlink_nodes, count),
+        price=None if each is None else each * count,
+    )
+
+
+@lru_cache
+def facts(user_file: str | None = None) -> Facts:
+    """The package's facts with the user's file over them (`user_file`, or what ARGOSY_HARDWARE names)."""
+    tree = _read(FACTS)
+    over = user_file or os.environ.get(USER_FILE_VARIABLE)
+    if over:
+        mine = _read(Path(over))
+        unknown = sorted(set(mine) - {"gpus", "instances"})
+        if unknown:
+            raise ArgosyError(
+                "plan.bad-facts",
+                f"{over} has a section {unknown[0]!r}; hardware facts have gpus and instances",
+                key=unknown[0],
+                fix="put GPUs under gpus: and nodes under instances:",
+            )
+        for section in ("gpus", "instances"):
+            for name, row in (mine.get(section) or {}).items():
+                tree[section][name] = {**tree[section].get(name, {}), **(row or {})}
+    for section in ("gpus", "instances"):
+        tree[section] = {name: {**row, "name": name} for name, row in tree[section].items()}
+    try:
+        return Facts.model_validate(tree)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ArgosyError(
+            "plan.bad-facts",
+            first["msg"],
+            key=".".join(map(str, first["loc"])),
+            origin=over,
+            fix="see argosy/plan/facts/hardware.yaml for the keys of a GPU and of an instance",
+        ) from None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    tree = read_yaml(path)[0]
+    if not isinstance(tree, dict) or not all(isinstance(part, dict) for part in tree.values()):
+        raise ArgosyError(
+            "plan.bad-facts",
+            f"{path} is not a mapping of names to facts",
+            fix="give it the sections gpus and instances",
+        )
+    return tree
+
+
+Named = TypeVar("Named", Gpu, Instance)
+
+
+def _named(
+    table: Mapping[str, Named], name: str, kind: str, section: str, also: Mapping[str, object] | None = None
+) -> Named:
+    by_lower = {known.lower(): known for known in table}
+    if name.lower() in by_lower:
+        return table[by_lower[name.lower()]]
+    names = [*table, *(also or {})]
+    hint = did_you_mean(name, [known.lower() for known in names])
+    raise ArgosyError(
+        "plan.unknown-hardware",
+        f"no {kind} named {name!r} is known" + (f": {hint}" if hint else ""),
+        value=name,
+        key=section,
+        fix=f"use one of {', '.join(sorted(names))}, or describe it in a file (--hardware FILE)",
+    )
