@@ -131,7 +131,7 @@ def bench(spec: RunSpec, *, steps: int, warmup: int, trace: Path | None = None) 
     device = prepare_device(spec.train)
     precision = choose_precision(spec.train.precision, device)
     engine, optimizer = _start(spec, device)
-    batch = synthetic_batch(spec)
+    batch = engine.place(synthetic_batch(spec))
     done = 0
 
     def step() -> torch.Tensor:
