@@ -134,6 +134,9 @@ def test_auto_micro_batch_divides_the_batch_and_stays_within_its_tokens(spec: Pa
         ("model.positions=relative", "config.arithmetic", "model.positions", "rope"),
         ("model.norm=rmsnorm", "config.arithmetic", "model.norm", "norm_bias"),
         ("model.decoder_layers=5", "config.arithmetic", "model.decoder_layers", "leave it out"),
+        ("model={preset: bert-base, window: 8}", "config.arithmetic", "model.window", "leave it out"),
+        ("model={preset: t5-small, window: 8}", "config.arithmetic", "model.window", "leave it out"),
+        ("model.rope_scaling={kind: linear, factor: 2}", "config.arithmetic", "model.rope_scaling", "null"),
         ("model.family=lama", "config.bad-value", "model.family", "llama"),
         ("data.split=[1,2]", "config.bad-value", "data.split.2", "too short"),
         ("data.split=[nan, 1, 0]", "config.bad-value", "data.split.0", ""),
@@ -155,6 +158,13 @@ def test_bad_input_is_refused_with_key_cause_and_fix(
     assert (error.code, error.key) == (code, key)
     assert hint in error.fix + error.cause
     assert error.fix
+
+
+def test_positions_that_alibi_does_not_have_are_not_reset(spec: Path) -> None:
+    error = refusal(spec, "model=mpt-125m", "data.reset_positions=true")
+    assert (error.code, error.key) == ("config.conflict", "data.reset_positions")
+    resolve(spec, ["model=mpt-125m", "data.reset_positions=true", "data.document_mask=true"])
+    resolve(spec, ["data.reset_positions=true"])
 
 
 def test_a_warm_up_longer_than_the_run_is_refused(spec: Path) -> None:

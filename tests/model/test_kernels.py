@@ -149,6 +149,20 @@ def test_cross_entropy(dtype: torch.dtype, z_loss: float, biased: bool, monkeypa
     )
 
 
+def test_without_gradients_the_loss_alone_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Tensor) -> None:
+        raise AssertionError("the gradient of the head was computed")
+
+    monkeypatch.setattr(cross_entropy, "add_product_", refuse)
+    hidden, weight = torch.randn(5, 8), torch.randn(11, 8, requires_grad=True)
+    labels = torch.randint(0, 11, (5,))
+    with torch.no_grad():
+        found, _ = cross_entropy.linear_cross_entropy(hidden, weight, labels)
+        torch.testing.assert_close(found, F.cross_entropy(hidden @ weight.t(), labels, reduction="sum"))
+    with pytest.raises(AssertionError):
+        cross_entropy.linear_cross_entropy(hidden, weight, labels)
+
+
 @pytest.mark.parametrize("preset", ["gpt2", "llama3-1b", "qwen3-0.6b", "mpt-125m", "mixtral-8x7b"])
 def test_a_whole_model_is_the_same_with_and_without_kernels(preset: str) -> None:
     sizes = ["layers=2", "hidden=32", "heads=4", "head_dim=16", "ffn=48", "vocab_size=97", "max_seq_len=24"]
@@ -202,6 +216,16 @@ def test_quantising(dtype: torch.dtype, shape: tuple[int, int]) -> None:
         exact = x.float() / expected.scale
         error = (found.values.float() - exact).abs() / exact.abs().clamp(min=torch.finfo(dtype).tiny)
         assert float(error.median()) < torch.finfo(dtype).eps / 2
+
+
+@pytest.mark.parametrize("on", [True, False])
+@pytest.mark.parametrize("what", [float("nan"), float("inf")])
+def test_what_is_no_number_is_not_rounded_to_one(what: float, on: bool) -> None:
+    x, weight = torch.randn(16, 32, device=DEVICE).bfloat16(), torch.randn(16, 32, device=DEVICE).bfloat16()
+    x[3, 5] = what
+    with kernels(on):
+        assert not fp8.fp8_products(x, [weight], [None])[0].isfinite().any()
+        torch.testing.assert_close(activation.activate("relu", x, None), F.relu(x), equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

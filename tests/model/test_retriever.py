@@ -43,6 +43,16 @@ def test_the_loss_is_the_softmax_over_the_blocks_and_a_block_is_no_wrong_answer_
     torch.testing.assert_close(model(tokens, labels, Objective(), query_tokens=queries).total, expected)
 
 
+def test_scores_are_products_in_32_bits_whatever_the_towers_compute_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = retriever("retrieval={shared: true, projection: null}").bfloat16()
+    queries, blocks = torch.randn(2, 6, 32).bfloat16() + 3  # large products that differ by little
+    given = iter((queries, blocks))
+    monkeypatch.setattr(model.towers["shared"], "forward", lambda *_: next(given))
+    tokens = torch.zeros(6, 4, dtype=torch.long)
+    exact = queries.double() @ blocks.double().t() / 32**0.5
+    torch.testing.assert_close(model(tokens, query_tokens=tokens).double(), exact, rtol=1e-6, atol=1e-5)
+
+
 @pytest.mark.parametrize("changes", [[], ["retrieval={shared: true, projection: null}"]])
 def test_queries_learn_to_find_their_blocks(changes: list[str]) -> None:
     model = retriever(*changes)

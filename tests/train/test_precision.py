@@ -20,7 +20,7 @@ from argosy.errors import ArgosyError
 from argosy.model.build import build_model
 from argosy.model.init import initial_value, initial_weights, initialise
 from argosy.model.ops.choice import kernels
-from argosy.parallel.precision import DTYPES, apply_precision, choose_precision
+from argosy.parallel.precision import DTYPES, apply_precision, choose_precision, describe_precision
 from argosy.parallel.single import SingleDevice
 from argosy.record.jsonl import read_metrics
 from argosy.train.decoding import Sampling
@@ -154,6 +154,16 @@ def test_fp8_is_for_the_layers_alone_and_where_the_sizes_allow_it() -> None:
     apply_precision(odd, "fp8")
     assert not odd.layers["0"].mlp.up.fp8
     assert odd.layers["0"].attn.qkv.fp8
+
+
+def test_fp8_is_refused_where_no_layer_can_have_it_and_the_run_says_how_many_have() -> None:
+    narrow = build_model(resolve_model("gpt2", ["layers=1", "hidden=40", "heads=2", "ffn=24", "vocab_size=64"]))
+    with pytest.raises(ArgosyError, match="multiples of 16, and none of the 4 here has that: their sizes are 24, 40, 120"):
+        apply_precision(narrow, "fp8")
+    half = build_model(resolve_model("gpt2", ["layers=1", "hidden=32", "heads=2", "ffn=40", "vocab_size=64"]))
+    apply_precision(half, "fp8")
+    assert describe_precision(half, "fp8") == "fp8 (2 of the 4 linear layers in the blocks)"
+    assert describe_precision(half, "bf16") == "bf16"
 
 
 def test_fp8_refuses_a_number_of_tokens_the_hardware_cannot_multiply(write_spec: Write) -> None:

@@ -155,6 +155,15 @@ def _check_samples(spec: RunSpec, origins: Origins) -> None:
                 fix=f"leave data.{section} out, or choose another model",
             )
     if model.samples == "windows":
+        if data.reset_positions and model.positions == "alibi" and not data.document_mask:
+            raise ArgosyError(
+                "config.conflict",
+                "ALiBi knows the distance of two tokens and no positions, so that there is nothing to reset",
+                key="data.reset_positions",
+                value=True,
+                origin=origins.get("data.reset_positions"),
+                fix="data.document_mask=true, which keeps documents apart, or leave data.reset_positions out",
+            )
         return
     for key, default in (
         ("order", "argosy"), ("order_cache", None), ("fim", None), ("mask_eod", False), ("document_mask", False),

@@ -194,6 +194,12 @@ class ModelSpec(Section):
             raise ValueError(
                 f"positions {self.positions!r} do not go with a {self.architecture}: use {' or '.join(allowed[self.architecture])}"
             )
+        if self.window is not None and self.architecture != "decoder":
+            raise ValueError(f"a window of keys behind the query has no meaning in a {self.architecture}: leave it out")
+        if self.rope_scaling is not None and self.positions != "rope":
+            raise ValueError(
+                f"rope_scaling stretches rotary positions, and these are {self.positions!r}: set model.rope_scaling=null"
+            )
         if self.norm == "rmsnorm" and self.norm_bias:
             raise ValueError("a norm of kind rmsnorm has no norm_bias: set model.norm_bias=false")
         only = {"type_vocab_size": "encoder", "pair": "encoder", "retrieval": "encoder"}

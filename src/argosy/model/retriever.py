@@ -80,7 +80,7 @@ class Retriever(nn.Module):
         objective = objective or Objective()
         queries = self.towers["shared" if self.shared else "query"](query_tokens, query_padding_mask)
         blocks = self.towers["shared" if self.shared else "block"](tokens, padding_mask)
-        scores: Tensor = (queries @ blocks.t()).float() / queries.shape[1] ** 0.5
+        scores: Tensor = queries.float() @ blocks.float().t() / queries.shape[1] ** 0.5
         if labels is None:
             return scores
         rows = torch.arange(len(labels), device=labels.device)

@@ -46,16 +46,31 @@ def apply_precision(model: nn.Module, precision: str) -> None:
         apply_fp8(model)
 
 
-def apply_fp8(model: nn.Module) -> int:
-    """Let the linear layers of the blocks multiply 8-bit floats, where both sizes allow it. Returns how many."""
-    found = [
-        module
-        for name, module in model.named_modules()
-        if isinstance(module, Linear)
-        and "layers" in name.split(".")
-        and module.in_features % FP8_ALIGNMENT == 0
-        and module.out_features % FP8_ALIGNMENT == 0
-    ]
-    for module in found:
-        module.fp8 = True
-    return len(found)
+def apply_fp8(model: nn.Module) -> None:
+    """Let the linear layers of the blocks multiply 8-bit floats, where both sizes allow it, as they must in some."""
+    linear = _linear_layers(model)
+    for module in linear:
+        module.fp8 = module.in_features % FP8_ALIGNMENT == 0 and module.out_features % FP8_ALIGNMENT == 0
+    if not any(module.fp8 for module in linear):
+        sizes = sorted({size for module in linear for size in (module.in_features, module.out_features)})
+        raise ArgosyError(
+            "config.arithmetic",
+            f"8-bit products need both sizes of a linear layer to be multiples of {FP8_ALIGNMENT}, and none of the "
+            f"{len(linear)} here has that: their sizes are {', '.join(map(str, sizes))}",
+            key="train.precision",
+            value="fp8",
+            fix=f"model.hidden and model.ffn that are multiples of {FP8_ALIGNMENT}, or train.precision=bf16",
+        )
+
+
+def describe_precision(model: nn.Module, precision: str) -> str:
+    """For the reader of a run's first lines: with fp8, also how much of the model has it."""
+    if precision != "fp8":
+        return precision
+    linear = _linear_layers(model)
+    return f"fp8 ({sum(module.fp8 for module in linear)} of the {len(linear)} linear layers in the blocks)"
+
+
+def _linear_layers(model: nn.Module) -> list[Linear]:
+    """Of the blocks."""
+    return [m for name, m in model.named_modules() if isinstance(m, Linear) and "layers" in name.split(".")]

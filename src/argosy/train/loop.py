@@ -29,7 +29,7 @@ from argosy.data.loader import Loader
 from argosy.errors import EXIT_DONE, EXIT_RESUMABLE, ArgosyError
 from argosy.model.init import initial_weights
 from argosy.model.moe import describe_load
-from argosy.parallel.precision import choose_precision
+from argosy.parallel.precision import choose_precision, describe_precision
 from argosy.record.console import Console, open_console
 from argosy.record.files import replace_file
 from argosy.record.jsonl import JsonlWriter, Record, now, read_metrics
@@ -361,7 +361,7 @@ class Trainer:
             )
         )
         accumulation = spec.train.global_batch // spec.parallel.micro_batch
-        precision = choose_precision(spec.train.precision, self.device)
+        precision = describe_precision(self.model, choose_precision(spec.train.precision, self.device))
         return [
             f"{self.run.root}: {describe_size(spec.model)} on {self.device} in {precision}",
             f"steps {first + 1} to {self.steps}, {self.batches.describe(spec.data.seq_len)} (batch {spec.train.global_batch} = {accumulation} x "

@@ -29,16 +29,17 @@ def linear_cross_entropy(
     hidden [tokens, width], weight [vocab, width], labels [tokens]. The z-loss adds z_loss x log(sum of exp)^2 a token, which
     keeps the logits from drifting; the two sums differ by it.
     """
-    total, cross_entropy = _LinearCrossEntropy.apply(hidden, weight, bias, labels, z_loss)
+    with_gradient = torch.is_grad_enabled()  # inside the function it never is, and the inputs do not tell
+    total, cross_entropy = _LinearCrossEntropy.apply(hidden, weight, bias, labels, z_loss, with_gradient)
     return total, cross_entropy
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, z_loss: float
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, z_loss: float, with_gradient: bool
     ) -> tuple[Tensor, Tensor]:
-        wants = [t is not None and t.requires_grad for t in (hidden, weight, bias)]
+        wants = [with_gradient and t is not None and t.requires_grad for t in (hidden, weight, bias)]
         d_hidden = torch.empty_like(hidden) if any(wants) else None
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if wants[1] else None
         d_bias = torch.zeros_like(bias, dtype=torch.float32) if wants[2] and bias is not None else None
@@ -69,7 +70,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         scale = gradients[0]
         scaled = [None if t is None else t * scale.to(t.dtype) for t in ctx.saved_tensors]
-        return (*scaled, None, None)
+        return (*scaled, None, None, None)
 
 
 def chunk_rows(rows: int, row_bytes: int) -> int:

@@ -24,7 +24,7 @@ def _gelu_tanh_parts(x):
 @triton.jit
 def _value(x, KIND: tl.constexpr):
     if KIND == "relu":
-        return tl.maximum(x, 0.0)
+        return tl.where(x < 0, 0.0, x)  # a NaN stays one
     elif KIND == "gelu":
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif KIND == "silu":
@@ -51,8 +51,9 @@ def _slope(x, KIND: tl.constexpr):
 
 @triton.jit
 def _forward(y, bias, out, rows, width, KIND: tl.constexpr, HAS_BIAS: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    row = tl.program_id(1).to(tl.int64) * R + tl.arange(0, R)
-    col = tl.program_id(0) * C + tl.arange(0, C)
+    across = tl.cdiv(width, C)
+    row = (tl.program_id(0) // across).to(tl.int64) * R + tl.arange(0, R)
+    col = tl.program_id(0) % across * C + tl.arange(0, C)
     inside = (row < rows)[:, None] & (col < width)[None, :]
     at = row[:, None] * width + col[None, :]
     x = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
@@ -93,7 +94,7 @@ class Activate(torch.autograd.Function):
         width = y.shape[-1]
         rows = y.numel() // width
         out = torch.empty_like(y)
-        _forward[(triton.cdiv(width, _COLS), triton.cdiv(rows, _ROWS))](
+        _forward[(triton.cdiv(width, _COLS) * triton.cdiv(rows, _ROWS),)](
             y, bias, out, rows, width, kind, bias is not None, _ROWS, _COLS, num_warps=4
         )
         ctx.save_for_backward(y, bias)

@@ -19,7 +19,8 @@ def _largest(x, parts, count, each, B: tl.constexpr):
     for start in tl.range(0, each, B, num_stages=3):
         at = first + start + tl.arange(0, B)
         inside = (start + tl.arange(0, B) < each) & (at < count)
-        found = tl.maximum(found, tl.abs(tl.load(x + at, mask=inside, other=0.0).to(tl.float32)))
+        size = tl.abs(tl.load(x + at, mask=inside, other=0.0).to(tl.float32))
+        found = tl.maximum(found, tl.where(size == size, size, float("inf")))  # a maximum would pass over a NaN
     tl.store(parts + tl.program_id(0), tl.max(found, 0))
 
 

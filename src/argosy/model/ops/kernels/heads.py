@@ -69,7 +69,7 @@ def _join(
         token = (tl.program_id(0) * TILES + tile) * R + tl.arange(0, R)
         inside = (token < tokens)[:, None] & (dim < HALF)[None, :]
         row = (token // seq).to(tl.int64)
-        t = token % seq
+        t = (token % seq).to(tl.int64)
         if slot < GROUP:
             source = d_q + (row * qb + (group * GROUP + slot) * qh + t * qt)[:, None]
         elif slot == GROUP:

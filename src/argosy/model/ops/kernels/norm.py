@@ -147,8 +147,9 @@ class AddNorm(torch.autograd.Function):
 
 @triton.jit
 def _add(x, y, y_bias, out, rows, width, R: tl.constexpr, C: tl.constexpr):
-    row = tl.program_id(1).to(tl.int64) * R + tl.arange(0, R)
-    col = tl.program_id(0) * C + tl.arange(0, C)
+    across = tl.cdiv(width, C)
+    row = (tl.program_id(0) // across).to(tl.int64) * R + tl.arange(0, R)
+    col = tl.program_id(0) % across * C + tl.arange(0, C)
     inside = (row < rows)[:, None] & (col < width)[None, :]
     at = row[:, None] * width + col[None, :]
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
@@ -177,7 +178,7 @@ class Add(torch.autograd.Function):
         width = x.shape[-1]
         rows = x.numel() // width
         out = torch.empty_like(x)
-        _add[(triton.cdiv(width, 256), triton.cdiv(rows, 16))](x, y, y_bias, out, rows, width, 16, 256, num_warps=4)
+        _add[(triton.cdiv(width, 256) * triton.cdiv(rows, 16),)](x, y, y_bias, out, rows, width, 16, 256, num_warps=4)
         ctx.bias_dtype = y_bias.dtype
         return out
 
