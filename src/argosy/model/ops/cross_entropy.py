@@ -37,7 +37,13 @@ def linear_cross_entropy(
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, z_loss: float, with_gradient: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        z_loss: float,
+        with_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
         wants = [with_gradient and t is not None and t.requires_grad for t in (hidden, weight, bias)]
         d_hidden = torch.empty_like(hidden) if any(wants) else None
