@@ -44,12 +44,12 @@ def count_parameters(spec: ModelSpec) -> ParameterCount:
         return _towers(spec, spec.retrieval, embedding, matmul, other)
     if spec.architecture == "encoder":
         matmul += spec.hidden * spec.hidden  # the masked-LM transform
-        other += _norm(spec)  # embedding norm
-        other += spec.hidden + _norm(spec) + spec.vocab_size  # transform bias and norm, output bias
+        other += norm_parameters(spec)  # embedding norm
+        other += spec.hidden + norm_parameters(spec) + spec.vocab_size  # transform bias and norm, output bias
         if spec.judges_pairs:
             other += spec.hidden * spec.hidden + spec.hidden + 2 * spec.hidden + 2  # pooler and classifier
     elif spec.architecture == "decoder":
-        other += _norm(spec)
+        other += norm_parameters(spec)
 
     total = embedding + matmul + other + (0 if spec.tied else head)
     return ParameterCount(total=total, active=total - idle, matmul=matmul - idle + head)
@@ -57,7 +57,7 @@ def count_parameters(spec: ModelSpec) -> ParameterCount:
 
 def _towers(spec: ModelSpec, retrieval: RetrievalSpec, embedding: int, matmul: int, other: int) -> ParameterCount:
     """A token passes through one of them; only the first of a sequence through the projection."""
-    other += _norm(spec)  # embedding norm
+    other += norm_parameters(spec)  # embedding norm
     if retrieval.projection is not None:
         other += spec.hidden * retrieval.projection + retrieval.projection
     tower = embedding + matmul + other
@@ -94,35 +94,36 @@ def _causal_keys(seq: int, window: int | None) -> float:
     return reach - reach * reach / (2 * seq)
 
 
-def _norm(spec: ModelSpec, width: int | None = None) -> int:
+def norm_parameters(spec: ModelSpec, width: int | None = None) -> int:
     return (2 if spec.norm_bias else 1) * (width or spec.hidden)
 
 
-def _attention(spec: ModelSpec) -> tuple[int, int]:
+def attention_parameters(spec: ModelSpec) -> tuple[int, int]:
     """(matmul, other) parameters of one attention block."""
     query, key_value = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     matmul = spec.hidden * (2 * query + 2 * key_value)
     other = (query + 2 * key_value + spec.hidden) if spec.attention_bias else 0
-    return matmul, other + (2 * _norm(spec, spec.head_dim) if spec.qk_norm else 0)
+    return matmul, other + (2 * norm_parameters(spec, spec.head_dim) if spec.qk_norm else 0)
 
 
-def _mlp(spec: ModelSpec, ffn: int) -> tuple[int, int]:
+def mlp_parameters(spec: ModelSpec, ffn: int) -> tuple[int, int]:
+    """(matmul, other) parameters of one MLP of that inner width."""
     inputs = 2 if spec.gated else 1
     return (inputs + 1) * spec.hidden * ffn, (inputs * ffn + spec.hidden) if spec.mlp_bias else 0
 
 
 def _stack(spec: ModelSpec) -> tuple[int, int, int]:
     """(matmul, other, idle) of all blocks; idle counts the experts a token does not visit."""
-    attention_matmul, attention_other = _attention(spec)
-    dense_matmul, dense_other = _mlp(spec, spec.ffn)
+    attention_matmul, attention_other = attention_parameters(spec)
+    dense_matmul, dense_other = mlp_parameters(spec, spec.ffn)
     moe_layers = 0 if spec.moe is None else spec.layers - spec.moe.dense_layers
     dense_layers = spec.layers - moe_layers
     matmul = spec.layers * attention_matmul + dense_layers * dense_matmul
-    other = spec.layers * (attention_other + 2 * _norm(spec)) + dense_layers * dense_other
+    other = spec.layers * (attention_other + 2 * norm_parameters(spec)) + dense_layers * dense_other
     idle = 0
     if spec.moe is not None:
         moe = spec.moe
-        expert = _mlp(spec, moe.ffn)[0]
+        expert = mlp_parameters(spec, moe.ffn)[0]
         router = spec.hidden * (moe.experts + moe.shared_gate)
         matmul += moe_layers * ((moe.experts + moe.shared_experts) * expert + router)
         other += moe_layers * (0 if moe.bias_rate is None else moe.experts)
@@ -131,18 +132,18 @@ def _stack(spec: ModelSpec) -> tuple[int, int, int]:
 
 
 def _encoder_decoder(spec: ModelSpec) -> tuple[int, int]:
-    attention, attention_other = _attention(spec)
-    mlp, mlp_other = _mlp(spec, spec.ffn)
-    across_other = attention_other - (2 * _norm(spec, spec.head_dim) if spec.qk_norm else 0)
+    attention, attention_other = attention_parameters(spec)
+    mlp, mlp_other = mlp_parameters(spec, spec.ffn)
+    across_other = attention_other - (2 * norm_parameters(spec, spec.head_dim) if spec.qk_norm else 0)
     decoder_layers = spec.decoder_layers or spec.layers
     matmul = spec.layers * (attention + mlp) + decoder_layers * (2 * attention + mlp)
     other = spec.layers * (attention_other + mlp_other) + decoder_layers * (attention_other + across_other + mlp_other)
-    norms = (2 * spec.layers + 3 * decoder_layers + 2) * _norm(spec)
+    norms = (2 * spec.layers + 3 * decoder_layers + 2) * norm_parameters(spec)
     return matmul, other + norms + 2 * RELATIVE_BUCKETS * spec.heads
 
 
 def _encoder_decoder_flops(spec: ModelSpec, source: int, target: int) -> float:
-    attention, mlp = _attention(spec)[0], _mlp(spec, spec.ffn)[0]
+    attention, mlp = attention_parameters(spec)[0], mlp_parameters(spec, spec.ffn)[0]
     width = spec.heads * spec.head_dim
     decoder_layers = spec.decoder_layers or spec.layers
     query_side = (

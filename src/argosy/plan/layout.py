@@ -1,0 +1,146 @@
+"""What is planned: the work of a step, the layout it is spread by, and the software that runs it.
+
+A layout's rules of divisibility live here, so that search, verbs and benchmarks ask the same questions of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from argosy.config.counts import attention_parameters, mlp_parameters, norm_parameters
+from argosy.config.model import ModelSpec
+
+Recompute = Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How ranks share a step. `dp` counts all data-parallel ranks; `zero` says what they shard: 0 nothing, 1 the
+    optimiser, 2 gradients too, 3 weights too (FSDP). `ep` takes its ranks from data and context parallelism."""
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1  # chunks of layers a stage holds: above 1 the schedule is interleaved
+    cp: int = 1
+    ep: int = 1
+    dp: int = 1
+    zero: int = 0
+    sp: bool = False  # what tensor parallelism does not split is split along the sequence
+    micro_batch: int = 1
+    recompute: Recompute = "none"
+
+    @property
+    def gpus(self) -> int:
+        return self.tp * self.pp * self.cp * self.dp
+
+    def __str__(self) -> str:
+        axes = [
+            f"{axis}{getattr(self, axis)}" for axis in ("tp", "pp", "vpp", "cp", "ep", "dp") if getattr(self, axis) > 1
+        ]
+        parts = [*axes, f"mb{self.micro_batch}", *([f"zero{self.zero}"] if self.zero else [])]
+        parts += ["sp"] if self.sp else []
+        return " ".join([*parts, *([] if self.recompute == "none" else [f"recompute={self.recompute}"])])
+
+
+@dataclass(frozen=True)
+class Work:
+    """One optimiser step of a model."""
+
+    model: ModelSpec
+    seq_len: int
+    global_batch: int
+    precision: str = "bf16"
+
+    @property
+    def tokens(self) -> int:
+        return self.seq_len * self.global_batch
+
+    def micro_batches(self, layout: Layout) -> int:
+        """In a step, of one pipeline."""
+        return max(1, round(self.global_batch / (layout.dp * layout.micro_batch)))
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        return sizes_of(self.model)
+
+    def __hash__(self) -> int:
+        return hash((id(self.model), self.seq_len, self.global_batch, self.precision))
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Parameters of an average layer and of the ends, and the widths that activations have."""
+
+    layers: int
+    hidden: int
+    query: int  # width of all query heads
+    key_value: int  # width of all key heads, and of all value heads
+    attention: int  # matmul parameters of attention
+    mlp: float  # matmul parameters of what every token passes through: dense MLPs and shared experts, a layer
+    expert: int  # matmul parameters of one routed expert
+    expert_layers: float  # share of the layers that have experts
+    other: float  # norms and biases of a layer
+    embedding: int
+    head: int
+    mlp_width: float  # inner width every token passes through, a layer, one input
+    expert_width: float  # and that of the experts it is routed to, all of them together
+
+
+def sizes_of(model: ModelSpec) -> Sizes:
+    attention, attention_other = attention_parameters(model)
+    dense, dense_other = mlp_parameters(model, model.ffn)
+    moe, share = model.moe, 0.0
+    expert = shared = 0
+    if moe is not None:
+        share = 1 - moe.dense_layers / model.layers
+        expert = mlp_parameters(model, moe.ffn)[0]
+        shared = moe.shared_experts * expert + model.hidden * moe.experts
+    embedding = model.vocab_size * model.hidden
+    return Sizes(
+        layers=model.layers,
+        hidden=model.hidden,
+        query=model.heads * model.head_dim,
+        key_value=model.kv_heads * model.head_dim,
+        attention=attention,
+        mlp=(1 - share) * dense + share * shared,
+        expert=expert,
+        expert_layers=share,
+        other=attention_other + (1 - share) * dense_other + 2 * norm_parameters(model),
+        embedding=embedding + (model.max_seq_len * model.hidden if model.positions == "learned" else 0),
+        head=embedding,
+        mlp_width=(1 - share) * model.ffn + share * (0 if moe is None else moe.shared_experts * moe.ffn),
+        expert_width=0.0 if moe is None else share * moe.top_k * moe.ffn,
+    )
+
+
+def stage_layers(layers: int, layout: Layout) -> list[int]:
+    """Layers of each stage: equal, and the first ones one more where they do not divide."""
+    each, over = divmod(layers, layout.pp)
+    return [each + (stage < over) for stage in range(layout.pp)]
+
+
+def violations(work: Work, layout: Layout, gpus: int) -> Iterator[str]:
+    """Why this layout cannot run, with the numbers; nothing where it can."""
+    model = work.model
+    if layout.gpus != gpus:
+        yield f"tp {layout.tp} x pp {layout.pp} x cp {layout.cp} x dp {layout.dp} = {layout.gpus}, not {gpus} GPUs"
+    for what, size in (("heads", model.heads), ("kv_heads", model.kv_heads), ("ffn", model.ffn)):
+        if size % layout.tp and not (what == "kv_heads" and layout.tp % size == 0):
+            yield f"{what} {size} is not divisible by tp {layout.tp}"
+    if layout.pp * layout.vpp > model.layers:
+        yield f"pp {layout.pp} x vpp {layout.vpp} is more than {model.layers} layers"
+    if layout.vpp > 1 and (layout.pp == 1 or model.layers % (layout.pp * layout.vpp)):
+        yield f"{model.layers} layers do not make pp {layout.pp} x vpp {layout.vpp} equal chunks"
+    if work.seq_len % (layout.cp * (2 if layout.cp > 1 else 1) * (layout.tp if layout.sp else 1)):
+        yield f"seq_len {work.seq_len} is not divisible by cp {layout.cp}" + (f" x tp {layout.tp}" if layout.sp else "")
+    if work.global_batch % (layout.dp * layout.micro_batch):
+        yield f"global_batch {work.global_batch} is not divisible by dp {layout.dp} x micro_batch {layout.micro_batch}"
+    elif layout.vpp > 1 and work.micro_batches(layout) % layout.pp:
+        yield f"{work.micro_batches(layout)} micro-batches are not a multiple of pp {layout.pp}, as interleaving needs"
+    if layout.ep > 1 and (model.moe is None or model.moe.experts % layout.ep):
+        yield f"ep {layout.ep} does not divide {0 if model.moe is None else model.moe.experts} experts"
+    if (layout.dp * layout.cp) % layout.ep:
+        yield f"ep {layout.ep} does not divide dp {layout.dp} x cp {layout.cp}"

@@ -1,0 +1,150 @@
+"""Memory of every pipeline stage, by category, before anything is allocated.
+
+Predicted is the peak that `torch.cuda.max_memory_allocated` would report on a rank of the stage. The allocator reserves
+more (`reserved`: a stated share for fragmentation), and the device shows more still (`device`: CUDA's context and NCCL's
+buffers), which is what has to fit on the card.
+
+Activations are counted tensor by tensor for what a layer keeps for its backward pass, in bytes of a token: the inputs
+and outputs of both norms (8 h; with dropout 2 h of masks), which only sequence parallelism splits; queries, keys and
+values, attention's result, and the MLP's inner tensors, which tensor parallelism splits. For a GPT that is the 34 h of
+Korthikanti et al. (2205.05198), and 10 h + 24 h / tp without sequence parallelism.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from argosy.plan.calibration import Calibration, Stack
+from argosy.plan.hardware import GIB
+from argosy.plan.layout import Layout, Work, stage_layers
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """GiB on one rank of a stage."""
+
+    weights: float
+    gradients: float
+    optimiser: float
+    activations: float
+    logits: float
+    buffers: float
+    communication: float
+    overhead: float  # of the allocator and the device: not in `allocated`
+
+    @property
+    def allocated(self) -> float:
+        state = self.weights + self.gradients + self.optimiser
+        return state + self.activations + self.logits + self.buffers + self.communication
+
+    @property
+    def device(self) -> float:
+        """What has to fit on the card."""
+        return self.allocated + self.overhead
+
+    def as_dict(self) -> dict[str, float]:
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {k: round(v, 3) for k, v in {**parts, "allocated": self.allocated, "device": self.device}.items()}
+
+
+def memory_of(work: Work, layout: Layout, stack: Stack, calibration: Calibration) -> list[StageMemory]:
+    """Of each pipeline stage in turn."""
+    return [stage_memory(work, layout, stack, calibration, stage) for stage in range(layout.pp)]
+
+
+def stage_memory(work: Work, layout: Layout, stack: Stack, calibration: Calibration, stage: int) -> StageMemory:
+    layers = stage_layers(work.sizes.layers, layout)[stage]
+    first, last = stage == 0, stage == layout.pp - 1
+    dense, experts = stage_parameters(work, layout, layers, first=first, last=last)
+    weights, gradients, optimiser = _state(work, layout, stack, dense, experts)
+    tokens = work.seq_len * layout.micro_batch / layout.cp
+    kept, again = _activations(work, layout, stack, stage, layers, tokens)
+    logits = tokens * work.model.vocab_size / layout.tp * stack.logit if last else 0.0
+    if stack.chunked_loss:  # what it needs is let go before the first layer is made again
+        logits = max(0.0, logits - again)
+    buffers, communication = _transient(work, layout, tokens, dense + experts, layers)
+    parts = [weights, gradients, optimiser, kept + again, logits, buffers, communication]
+    allocated = sum(parts) / GIB
+    overhead = calibration.fragmentation * allocated + calibration.context
+    return StageMemory(*(part / GIB for part in [*parts, overhead * GIB]))
+
+
+def stage_parameters(work: Work, layout: Layout, layers: int, *, first: bool, last: bool) -> tuple[float, float]:
+    """(shared by all ranks of a data-parallel group, in routed experts) on one rank, before sharding over data."""
+    sizes, moe = work.sizes, work.model.moe
+    dense = layers * ((sizes.attention + sizes.mlp) / layout.tp + sizes.other)
+    if first:
+        dense += sizes.embedding / layout.tp
+    if last and (not work.model.tied or layout.pp > 1):
+        dense += sizes.head / layout.tp
+    routed = 0.0 if moe is None else layers * sizes.expert_layers * moe.experts * sizes.expert / (layout.ep * layout.tp)
+    return dense, routed
+
+
+def _state(work: Work, layout: Layout, stack: Stack, dense: float, experts: float) -> tuple[float, float, float]:
+    """Bytes of weights, gradients and optimiser, each sharded as the ZeRO stage says."""
+    once = work.micro_batches(layout) == 1 and layout.pp == 1
+    each = (stack.weight, stack.gradient_once if once else stack.gradient, stack.optimiser)
+    ranks = layout.dp * layout.cp
+    shards = [ranks if layout.zero >= stage else 1 for stage in (3, 2, 1)]
+    return tuple(  # type: ignore[return-value]
+        size * (dense / shard + experts / max(1, shard // layout.ep)) for size, shard in zip(each, shards, strict=True)
+    )
+
+
+def in_flight(layout: Layout, micro_batches: int, stage: int) -> float:
+    """Micro-batches whose activations a stage holds at once, of all its layers. 1F1B: those ahead of it in the pipeline
+    and its own. Interleaved: its warm-up, in chunks."""
+    if layout.vpp == 1:
+        return min(micro_batches, layout.pp - stage)
+    warm_up = 2 * (layout.pp - stage - 1) + (layout.vpp - 1) * layout.pp + 1
+    return min(micro_batches * layout.vpp, warm_up) / layout.vpp
+
+
+def layer_activations(work: Work, layout: Layout, stack: Stack) -> tuple[float, float]:
+    """Bytes of a token that a layer keeps (with what the layout recomputes left out), and that one has while it runs."""
+    sizes, model = work.sizes, work.model
+    outer = layout.tp if layout.sp else 1
+    stream = 8 * sizes.hidden + (2 * sizes.hidden if model.dropout else 0)
+    projections = 2 * (2 * sizes.query + 2 * sizes.key_value)
+    inner = 2 * (3 if model.gated else 2)
+    routed = inner * sizes.expert_width + 2 * sizes.hidden * sizes.expert_layers * (model.moe.top_k if model.moe else 0)
+    scores = 5 * model.heads * work.seq_len / layout.cp if stack.attention == "unfused" else 0.0
+    split = projections + inner * sizes.mlp_width + routed
+    whole = stream / outer + (split + scores) / layout.tp
+    # Sequence parallelism gathers the whole sequence before a product, and has it whole after one, for the layer at work.
+    running = whole + (6 * sizes.hidden if layout.sp else 0)
+    if layout.recompute == "none":
+        return whole, running
+    if layout.recompute == "full":
+        return 2 * sizes.hidden / outer, running
+    if stack.selective == "scores":
+        return whole - scores / layout.tp, running
+    products = projections + (inner - 2) * (sizes.mlp_width + sizes.expert_width)
+    share = 0.5 if stack.selective == "half" else 1.0
+    return 2 * sizes.hidden / outer + share * (products / layout.tp + 4 * sizes.hidden / outer), running
+
+
+def _activations(
+    work: Work, layout: Layout, stack: Stack, stage: int, layers: int, tokens: float
+) -> tuple[float, float]:
+    """Bytes kept of the micro-batches in flight, and those of a layer that is made again or at work."""
+    kept, running = layer_activations(work, layout, stack)
+    flying = in_flight(layout, work.micro_batches(layout), stage)
+    ends = 2 * work.sizes.hidden * (stage in (0, layout.pp - 1)) / (layout.tp if layout.sp else 1)
+    return tokens * flying * (layers * kept + ends), tokens * (running - kept)
+
+
+def _transient(work: Work, layout: Layout, tokens: float, parameters: float, layers: int) -> tuple[float, float]:
+    """Workspaces, and what communication holds. ZeRO-3: two gathered layers (the one in use and the next), one layer's
+    whole gradients, and the ends; in a pipeline, where gathering for each micro-batch would cost too much, the whole
+    stage's weights and gradients. Else: what pipeline stages pass on."""
+    sizes = work.sizes
+    buffers = 4.0 * tokens * sizes.hidden / (layout.tp if layout.sp else 1)  # gradients of the residual stream
+    if layout.zero < 3:
+        return buffers, 4.0 * tokens * sizes.hidden / layout.tp * (layout.pp > 1)
+    if layout.pp > 1:
+        return buffers, (2 + 4) * parameters
+    ends = sizes.embedding / layout.tp * (1 if work.model.tied else 2)
+    layer = (parameters - ends) / layers
+    return buffers, 2 * (2 * layer) + 4 * layer + 2 * ends
