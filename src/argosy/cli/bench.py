@@ -29,7 +29,8 @@ def bench(
     """Time training steps of a model on this device, on made-up data.
 
     Prints step time, tokens/s, TFLOP/s with the formula, MFU against a named dense peak, peak memory by category, and the
-    floor: the time of the same step's matrix products and attention kernels, measured in the same run.
+    floor: the time of the same step's matrix products and attention kernels, measured in the same run. Unlike a run, it does
+    not insist on arithmetic that repeats bit for bit; train.deterministic=true does.
     """
     import json
 

@@ -96,7 +96,7 @@ class Bench:
 
     def lines(self) -> list[str]:
         spec, kinds = self.spec, self.profile.kinds
-        layout = [self.precision]
+        layout = [self.precision, *(["repeatable arithmetic"] if spec.train.deterministic else [])]
         layout += [f"recompute {spec.parallel.recompute}"] if spec.parallel.recompute != "none" else []
         layout += [f"compile {spec.parallel.compile}"] if spec.parallel.compile != "off" else []
         parameters = count_parameters(spec.model)
