@@ -15,10 +15,11 @@ pytest.importorskip("triton", reason="the kernels need triton, which the dev ext
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 from argosy.config.resolve import resolve_model  # noqa: E402
+from argosy.errors import ArgosyError  # noqa: E402
 from argosy.model.build import build_model  # noqa: E402
 from argosy.model.init import initialise  # noqa: E402
 from argosy.model.objective import Objective  # noqa: E402
-from argosy.model.ops import activation, cross_entropy, fp8, heads, norm, permute, products  # noqa: E402
+from argosy.model.ops import activation, choice, cross_entropy, fp8, heads, norm, permute, products  # noqa: E402
 from argosy.model.ops.choice import kernels  # noqa: E402
 from argosy.model.positions import rope_tables  # noqa: E402
 
@@ -147,6 +148,12 @@ def test_cross_entropy(dtype: torch.dtype, z_loss: float, biased: bool, monkeypa
         inputs,
         dtype,
     )
+
+
+def test_a_choice_of_kernels_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ARGOSY_KERNELS", "trition")
+    with pytest.raises(ArgosyError, match="auto, torch, triton"):
+        choice._asked.__wrapped__()
 
 
 def test_without_gradients_the_loss_alone_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from argosy.errors import ArgosyError
 from argosy.model.build import build_model
 from argosy.model.init import initial_value, initial_weights, initialise
 from argosy.model.ops.choice import kernels
+from argosy.parallel import precision as precision_module
 from argosy.parallel.precision import DTYPES, apply_precision, choose_precision, describe_precision
 from argosy.parallel.single import SingleDevice
 from argosy.record.jsonl import read_metrics
@@ -196,6 +197,19 @@ def test_evaluation_and_sampling_use_the_runs_precision_and_weights_are_saved_in
     logged = read_metrics(run / "metrics.jsonl")[6]["validation_loss"]
     assert evaluate_run(str(run), split="validation", batches=2)[0].loss == logged
     assert sample(str(run), "ab", Sampling(tokens=4)).startswith("ab")
+
+
+def test_a_run_in_8_bit_products_is_evaluated_on_devices_that_have_none(
+    write_spec: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = go(write_spec(), "train.precision=fp8", "model.hidden=64")
+    logged = read_metrics(run / "metrics.jsonl")[6]["validation_loss"]
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("8-bit products are asked for")
+
+    monkeypatch.setattr(precision_module, "apply_fp8", refuse)
+    assert evaluate_run(str(run), split="validation", batches=2)[0].loss == logged
 
 
 def test_precision_may_change_when_a_run_goes_on(write_spec: Write) -> None:

@@ -36,6 +36,11 @@ def choose_precision(asked: str, device: torch.device) -> str:
     return asked
 
 
+def evaluation_precision(asked: str, device: torch.device) -> str:
+    """What a model that was trained with `asked` is evaluated in: 8-bit products are for training, on any device."""
+    return choose_precision("bf16" if asked == "fp8" else asked, device)
+
+
 def apply_precision(model: nn.Module, precision: str) -> None:
     """Put the parameters into the training precision. What is not trained by gradients stays as it is: a model that keeps
     state, as the biases of experts, keeps it in the precision it chose."""

@@ -18,7 +18,7 @@ from argosy.data.open import RunData, open_data
 from argosy.errors import ArgosyError
 from argosy.model.build import build_model
 from argosy.parallel.apply import apply_layout
-from argosy.parallel.precision import apply_precision, choose_precision
+from argosy.parallel.precision import apply_precision, choose_precision, evaluation_precision
 from argosy.parallel.single import SingleDevice, require_single
 from argosy.record.rundir import RunDir
 from argosy.train.device import prepare_device
@@ -84,7 +84,7 @@ def load_model(where: str, *, device: str | None = None) -> Loaded:
     train = spec.train if spec is not None else TrainSpec(global_batch=1)
     on = prepare_device(train, device)
     model = build_model(source.model, on)
-    apply_precision(model, choose_precision(train.precision, on))
+    apply_precision(model, evaluation_precision(train.precision, on))
     require_fit(source, model, source.model)
     parameters = dict(model.named_parameters())
     with torch.no_grad():

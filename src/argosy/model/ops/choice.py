@@ -16,6 +16,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from argosy.errors import ArgosyError
+
+_CHOICES = ("auto", "torch", "triton")
 _forced: list[bool] = []
 
 
@@ -45,4 +48,14 @@ def _available() -> bool:
 
 @cache
 def _asked() -> str:
-    return os.environ.get("ARGOSY_KERNELS", "auto")
+    asked = os.environ.get("ARGOSY_KERNELS", "auto")
+    if asked not in _CHOICES:
+        raise ArgosyError(
+            "config.bad-value",
+            f"the kernels to use are one of {', '.join(_CHOICES)}",
+            key="ARGOSY_KERNELS",
+            value=asked,
+            origin="environment",
+            fix="ARGOSY_KERNELS=torch turns Argosy's own kernels off; unset it for the default",
+        )
+    return asked
