@@ -53,6 +53,25 @@ def test_recomputing_gives_the_same_bits_and_names_with_dropout(recompute: str, 
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+class _Calls(TorchDispatchMode):
+    """Counts the calls of one operation."""
+
+    def __init__(self, operation: Any) -> None:
+        super().__init__()
+        self.operation, self.count = operation, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is self.operation
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("recompute", "products"), [("none", 4), ("selective", 4), ("full", 6)])
+def test_selective_recomputing_multiplies_the_experts_no_second_time(recompute: str, products: int) -> None:
+    with _Calls(torch.ops.argosy.grouped_product.default) as calls:
+        _train({"recompute": recompute}, dropout=0.0, more=EXPERTS)
+    assert calls.count == products * 2 * 3  # up and down, forward and for the gradient; in two layers; in three steps
+
+
 class _Storages(TorchDispatchMode):
     """Remembers the memory of every result, without keeping it alive."""
 

@@ -16,6 +16,9 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from argosy.compat import COSTLY_OPERATIONS
+from argosy.model.ops.grouped import OPERATIONS as GROUPED_OPERATIONS
+
+_KEPT = COSTLY_OPERATIONS | GROUPED_OPERATIONS
 
 
 def apply_recompute(block: nn.Module, how: str) -> None:
@@ -36,4 +39,4 @@ def _keep_costly() -> Any:
 
 
 def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in COSTLY_OPERATIONS else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if operation in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE

@@ -85,6 +85,9 @@ def _(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     return a.new_empty(offsets.shape[0], a.shape[1], b.shape[1])
 
 
+OPERATIONS = frozenset({torch.ops.argosy.grouped_product.default, torch.ops.argosy.grouped_outer.default})
+
+
 def _groups(offsets: Tensor) -> list[tuple[int, int]]:
     ends: list[int] = offsets.tolist()
     return list(zip([0, *ends[:-1]], ends, strict=True))
