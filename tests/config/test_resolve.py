@@ -213,3 +213,10 @@ def test_numbers_may_be_quoted_or_written_with_an_exponent(spec: Path) -> None:
 def test_an_empty_file_is_called_empty(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("# nothing\n")
     assert "is empty" in refusal(tmp_path / "run.yaml").cause
+
+
+def test_a_value_of_the_wrong_type_is_answered_with_what_the_key_is_for(spec: Path) -> None:
+    refused = refusal(spec, "optim.lr=fast")
+    assert refused.key == "optim.lr"
+    assert "it should be a valid number, not the text 'fast'" in str(refused)
+    assert "peak learning rate" in str(refused)

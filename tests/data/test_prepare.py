@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 from pathlib import Path
@@ -12,8 +13,10 @@ import pytest
 from argosy.data.corpus.corpus import open_corpus
 from argosy.data.corpus.manifest import read_manifest
 from argosy.data.prepare.job import PrepareOptions, prepare
+from argosy.data.prepare.parts import PartMaker
 from argosy.data.prepare.report import parse_share
 from argosy.data.text import blocks
+from argosy.data.text.inputs import find_inputs
 from argosy.data.text.tokenizer import ByteTokenizer, JsonTokenizer, load_tokenizer, train_bpe
 from argosy.errors import ArgosyError
 from argosy.record.jsonl import read_jsonl
@@ -227,3 +230,26 @@ def test_an_unfinished_preparation_is_called_that(tmp_path: Path) -> None:
     (tmp_path / "out" / ".parts").mkdir(parents=True)
     with pytest.raises(ArgosyError, match="unfinished"):
         open_corpus(tmp_path / "out")
+
+
+def test_a_full_disk_is_not_blamed_on_the_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(PartMaker, "_write", full)
+    (tmp_path / "a.jsonl").write_text('{"text": "some"}\n')
+    with pytest.raises(ArgosyError, match="No space left") as refused:
+        prepare([str(tmp_path / "a.jsonl")], ByteTokenizer(), tmp_path / "corpus", PrepareOptions(workers=1))
+    assert (refused.value.code, refused.value.key) == ("data.write-failed", "--output")
+
+
+def test_a_store_that_cannot_be_listed_is_refused_whatever_its_library_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NoCredentialsError(Exception):
+        pass
+
+    def connect(url: str) -> None:
+        raise NoCredentialsError("Unable to locate credentials")
+
+    monkeypatch.setattr("fsspec.core.url_to_fs", connect)
+    with pytest.raises(ArgosyError, match="cannot be listed: Unable to locate credentials"):
+        find_inputs(["s3://bucket/a.jsonl"])

@@ -241,3 +241,9 @@ else:
     assert "a worker died while making part" in process.stderr
     assert list((tmp_path / "out" / ".parts").glob("*.json"))
     assert make(inputs, tmp_path / "out", workers=1, shards=2) == make(inputs, tmp_path / "new", workers=1, shards=2)
+
+
+def test_a_machine_beyond_the_count_is_refused() -> None:
+    with pytest.raises(ArgosyError, match="numbered from 0 to 1") as refused:
+        PrepareOptions(machine=2, machines=2)
+    assert refused.value.key == "--shard-index"

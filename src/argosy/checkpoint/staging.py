@@ -50,7 +50,7 @@ def require_space(to: Path, size: int) -> None:
     if free < size:
         raise ArgosyError(
             "hf.write-failed",
-            f"{to} needs {size / 1e9:.2f} GB, and {nearest} has {free / 1e9:.2f} GB free",
+            f"{to} needs {size:,} bytes, and {nearest} has {free:,} free",
             key="--to",
             value=str(to),
             fix="free some space, or choose another directory",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from argosy.config.model import ModelSpec, RetrievalSpec
 
-FLOPS_CONVENTION = "6 x active matmul parameters + attention, causal-halved; no recompute"
+FLOPS_CONVENTION = "6 x active matmul parameters + attention, halved where causal; no recompute"
 RELATIVE_BUCKETS = 32  # T5's relative position buckets
 PREDICTED_SHARE = 0.15  # of the tokens, as BERT hides them: only there is the head asked
 TARGETS_PER_SOURCE = 114 / 512  # tokens, as T5 corrupts: 15% in spans of 3

@@ -80,11 +80,22 @@ def _explain(item: Any, key: str) -> tuple[str, str, str]:
     if kind == "model_type" or kind == "model_attributes_type":
         return (
             f"{kind_of(item['input'])} was given where keys and values belong",
-            "see docs/run-spec.md",
+            "see `argosy config reference`",
             "config.bad-value",
         )
-    wanted = message[0].lower() + message[1:]
-    return f"{wanted}, not {kind_of(item['input'])}", "see `argosy config reference`", "config.bad-value"
+    wanted = message.removeprefix("Input ").partition(",")[0]  # what follows is how pydantic tried
+    return f"it {wanted}, not {kind_of(item['input'])}", _meaning(key), "config.bad-value"
+
+
+def _meaning(key: str) -> str:
+    """What the key is for, from the schema; where it is not found there, where to look."""
+    model: Any = RunSpec
+    described = ""
+    for part in key.split("."):
+        field = getattr(model, "model_fields", {}).get(part)
+        if field is not None:
+            described, model = field.description or described, section_of(field.annotation)
+    return f"change the value; {key}: {described}" if described else "see `argosy config reference`"
 
 
 def _keys_of(section: str) -> list[str]:

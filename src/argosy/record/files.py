@@ -8,9 +8,14 @@ from pathlib import Path
 
 def replace_file(path: Path, content: bytes, *, sync: bool = False) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("wb") as file:
-        file.write(content)
-        if sync:
-            file.flush()
-            os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        error.filename = str(path)  # a full disk does not say where it is
+        temporary.unlink(missing_ok=True)
+        raise

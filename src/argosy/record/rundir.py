@@ -130,8 +130,6 @@ class RunDir:
 
     def store(self, resolved: Resolved, source: Path | None, data: Facts, start: Facts | None = None) -> None:
         """Keep what was asked, what it became, which data it was, and what it started from (once: it never changes)."""
-        if source is not None:
-            replace_file(self.spec_file, source.read_bytes())
         if start is None and self.resolved_file.exists():
             start = self._stored()["start"]
         document = {
@@ -141,6 +139,8 @@ class RunDir:
             "start": start,
         }
         try:
+            if source is not None:
+                replace_file(self.spec_file, source.read_bytes())
             replace_file(self.resolved_file, orjson.dumps(document, option=orjson.OPT_INDENT_2), sync=True)
         except OSError as error:
             raise self._unwritable(error.strerror or str(error)) from None

@@ -142,6 +142,10 @@ def open_corpus(path: Path) -> Corpus:
         )
     if not any(path.with_name(path.name + suffix).exists() for suffix in (".bin", ".idx")):
         raise ArgosyError(
-            "data.not-found", f"there is no {path}", key="data.train", value=str(path), fix="check the path"
+            "data.not-found",
+            f"there is no {path}",
+            key="data.train",
+            value=str(path),
+            fix=f"make it with `argosy data prepare … --output {path}`, or check the path",
         )
     return Corpus(path, [IndexedReader(path)], None)

@@ -33,7 +33,7 @@ from argosy.data.corpus.indexed import dtype_for
 from argosy.data.corpus.manifest import FILE_NAME, Manifest, Shard, Source, TokenizerFacts, write_manifest
 from argosy.data.prepare.crew import Crew
 from argosy.data.prepare.join import Joiner, books_of, shard_name
-from argosy.data.prepare.parts import PartFacts, PartName, PartOptions, read_facts
+from argosy.data.prepare.parts import PartFacts, PartName, PartOptions, cannot_write, read_facts
 from argosy.data.text.inputs import InputFile, find_inputs
 from argosy.data.text.tokenizer import Tokenizer
 from argosy.errors import ArgosyError
@@ -56,6 +56,16 @@ class PrepareOptions:
     machine: int = 0  # this machine is number `machine` of `machines` that share the work
     machines: int = 1
     shuffle_seed: int | None = None  # put the documents of each shard in a random order
+
+    def __post_init__(self) -> None:
+        if self.machine >= self.machines:
+            raise ArgosyError(
+                "config.bad-value",
+                f"{self.machines} machines are numbered from 0 to {self.machines - 1}",
+                key="--shard-index",
+                value=self.machine,
+                fix=f"--shard-index {self.machines - 1} or less, or a larger --shard-count",
+            )
 
 
 def prepare(
@@ -85,11 +95,7 @@ def prepare_files(
             job.make_shards()
         return job.finish()
     except OSError as error:
-        raise ArgosyError(
-            "data.write-failed",
-            f"{output}: {error.strerror or error}",
-            fix="free some space or choose another --output, then run it again: finished parts are kept",
-        ) from None
+        raise cannot_write(output, error.strerror or str(error)) from None
 
 
 def _warn(text: str) -> None:

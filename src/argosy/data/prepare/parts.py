@@ -10,6 +10,7 @@ bytes whoever makes them, which is what makes the corpus independent of workers,
 
 from __future__ import annotations
 
+import errno
 import hashlib
 from collections import Counter
 from collections.abc import Iterator
@@ -28,6 +29,8 @@ from argosy.data.text.records import BadRecord, Parser, Sentences
 from argosy.data.text.tokenizer import Lengths
 from argosy.errors import ArgosyError
 from argosy.record.files import replace_file
+
+_CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # never the input's fault
 
 
 @dataclass(frozen=True, order=True)
@@ -66,6 +69,16 @@ class PartOptions:
     block_bytes: int
 
 
+def cannot_write(output: Path, reason: str) -> ArgosyError:
+    return ArgosyError(
+        "data.write-failed",
+        f"{output}: {reason}",
+        key="--output",
+        value=str(output),
+        fix="free some space or choose another --output, then run it again: finished parts are kept",
+    )
+
+
 class PartMaker:
     """Makes parts with one tokenizer; keeps the current input open, since blocks are asked for in ascending order."""
 
@@ -93,15 +106,15 @@ class PartMaker:
                 facts = PartFacts(0, 0, 0, [], {}, {}, past_end=True)
             else:
                 facts = self._write(name, pieces, parser)
+            replace_file(self.directory / f"{name}.json", orjson.dumps(asdict(facts)))
         except (OSError, EOFError) as error:
-            file = self.groups[name.group][0].path
             reason = getattr(error, "strerror", None) or str(error)
+            if getattr(error, "errno", None) in _CANNOT_WRITE:
+                raise cannot_write(self.directory.parent, reason) from None
+            file = self.groups[name.group][0].path
             raise ArgosyError(
-                "data.bad-input",
-                f"{file}, block {name.block}: {reason}",
-                fix="check the file and free disk space, then run it again",
+                "data.bad-input", f"{file}, block {name.block}: {reason}", fix="check the file, then run it again"
             ) from None
-        replace_file(self.directory / f"{name}.json", orjson.dumps(asdict(facts)))
         return facts
 
     def _reader(self, name: PartName) -> tuple[Blocks, Parser]:

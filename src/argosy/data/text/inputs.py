@@ -152,7 +152,7 @@ def _local(name: str, report: Callable[[str], None] | None) -> list[InputFile]:
         pattern = str(path.relative_to(path.anchor)) if path.is_absolute() else name
         matches = sorted(p for p in root.glob(pattern) if p.is_file() and p.name.endswith(SUFFIXES))
         return require_known([InputFile(str(p), p.stat().st_size) for p in matches], name)
-    raise ArgosyError("data.not-found", f"there is no {name}", fix="check the path")
+    raise ArgosyError("data.not-found", f"there is no {name}", fix=f"check the path; {Path.cwd()} is where it begins")
 
 
 def _remote(name: str) -> list[InputFile]:
@@ -168,10 +168,12 @@ def _remote(name: str) -> list[InputFile]:
             entries = {path: system.info(path)}
     except ImportError as error:
         raise ArgosyError("data.missing-extra", f"{name}: {error}", fix="pip install 'argosy[remote]'") from None
-    except (OSError, ValueError) as error:
+    except Exception as error:
         raise ArgosyError(
-            "data.not-found", f"{name} cannot be listed: {error}", fix="check name and credentials"
-        ) from None
+            "data.not-found",
+            f"{name} cannot be listed: {error or type(error).__name__}",
+            fix="check the name, and the store's credentials in the environment",
+        ) from error
     files = [
         InputFile(path if "://" in path else f"{scheme}://{path}", int(info.get("size") or 0))
         for path, info in sorted(entries.items())
