@@ -192,10 +192,12 @@ class ModelSpec(Section):
         allowed = {"decoder": ("learned", "rope", "alibi"), "encoder": ("learned",), "encoder-decoder": ("relative",)}
         if self.positions not in allowed[self.architecture]:
             raise ValueError(
-                f"positions {self.positions!r} do not go with a {self.architecture}: use {' or '.join(allowed[self.architecture])}"
+                f"positions {self.positions!r} do not go with the architecture {self.architecture}: use {' or '.join(allowed[self.architecture])}"
             )
         if self.window is not None and self.architecture != "decoder":
-            raise ValueError(f"a window of keys behind the query has no meaning in a {self.architecture}: leave it out")
+            raise ValueError(
+                f"a window of keys behind the query has no meaning in the architecture {self.architecture}: leave it out"
+            )
         if self.rope_scaling is not None and self.positions != "rope":
             raise ValueError(
                 f"rope_scaling stretches rotary positions, and these are {self.positions!r}: set model.rope_scaling=null"
@@ -206,7 +208,7 @@ class ModelSpec(Section):
         only["decoder_layers"] = "encoder-decoder"
         for key, architecture in only.items():
             if getattr(self, key) is not None and self.architecture != architecture:
-                raise ValueError(f"{key} has no meaning in a {self.architecture}: leave it out")
+                raise ValueError(f"{key} has no meaning in the architecture {self.architecture}: leave it out")
         if self.retrieval is not None and self.judges_pairs:
             raise ValueError(f"a model with retrieval has no head for the pair {self.pair!r}: set model.pair=none")
 
@@ -214,7 +216,7 @@ class ModelSpec(Section):
         if self.moe is None:
             return
         if self.architecture != "decoder":
-            raise ValueError(f"moe is for decoders, not for a {self.architecture}: leave it out")
+            raise ValueError(f"moe is for decoders, not for the architecture {self.architecture}: leave it out")
         if self.mlp_bias:
             raise ValueError("experts have no biases: set model.mlp_bias=false")
         if self.moe.dense_layers >= self.layers:
