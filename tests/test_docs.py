@@ -41,6 +41,22 @@ def test_links_in_the_pages_lead_somewhere() -> None:
                 assert (path.parent / target).exists(), f"{path.name} links to {target}"
 
 
+def test_the_architecture_page_lists_every_folder() -> None:
+    tree = (ROOT / "docs" / "architecture.md").read_text().split("```")[1]
+    for package in (ROOT / "src" / "argosy").rglob("__init__.py"):
+        assert f"{package.parent.name}/" in tree, f"{package.parent} is not in docs/architecture.md"
+
+
+def test_the_readme_lists_every_verb() -> None:
+    from typer.main import get_command
+
+    from argosy.cli.app import app
+
+    listed = (ROOT / "README.md").read_text()
+    for name in get_command(app).commands:  # type: ignore[attr-defined]
+        assert f"`argosy {name}" in listed, f"README.md does not list `argosy {name}`"
+
+
 def test_no_pickle_and_no_unsafe_loading_in_the_sources() -> None:
     for pattern in (
         r"\bimport pickle\b",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -17,5 +18,6 @@ def replace_file(path: Path, content: bytes, *, sync: bool = False) -> None:
         os.replace(temporary, path)
     except OSError as error:
         error.filename = str(path)  # a full disk does not say where it is
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a read-only file system does not even allow this
+            temporary.unlink(missing_ok=True)
         raise
