@@ -138,7 +138,7 @@ def test_auto_micro_batch_divides_the_batch_and_stays_within_its_tokens(spec: Pa
         ("model={preset: t5-small, window: 8}", "config.arithmetic", "model.window", "leave it out"),
         ("model.rope_scaling={kind: linear, factor: 2}", "config.arithmetic", "model.rope_scaling", "null"),
         ("model.family=lama", "config.bad-value", "model.family", "llama"),
-        ("data.split=[1,2]", "config.bad-value", "data.split.2", "too short"),
+        ("data.split=[1,2]", "config.bad-value", "data.split.2", "training, validation and test"),
         ("data.split=[nan, 1, 0]", "config.bad-value", "data.split.0", ""),
         ("optim.lr=1e400", "config.bad-value", "optim.lr", ""),
         ("train.steps=1e30", "config.bad-value", "train.steps", ""),

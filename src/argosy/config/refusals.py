@@ -59,7 +59,7 @@ def _explain(item: Any, key: str) -> tuple[str, str, str]:
         fix = did_you_mean(name, known, section) or _elsewhere(name) or f"known here: {', '.join(sorted(known))}"
         return f"{name!r} is not a key of {section or 'the run spec'}", fix, "config.unknown-key"
     if kind == "missing" and isinstance(item["loc"][-1], int):
-        return "the list is too short", "see `argosy config reference` for how many values it takes", "config.bad-value"
+        return "the list is too short", _meaning(key.rpartition(".")[0]), "config.bad-value"
     if kind == "too_short":
         return "the list is empty", "give at least one", "config.bad-value"
     if kind == "literal_error":

@@ -52,6 +52,7 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 Tokens = npt.NDArray[Any]
 _COPY_TOKENS = 1 << 21
+_RESTORE = "copy it from where it is whole, or prepare the corpus again; `argosy data verify` names every fault"
 
 
 def dtype_for(vocab_size: int) -> np.dtype[Any]:
@@ -134,9 +135,7 @@ class IndexedReader:
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise ArgosyError(
-                "data.not-found", f"{path} cannot be opened: {error.strerror}", fix="the .bin and .idx belong together"
-            ) from None
+            raise ArgosyError("data.not-found", f"{path} cannot be opened: {error.strerror}", fix=_RESTORE) from None
         found, promised = os.fstat(fd).st_size, self.tokens * self.dtype.itemsize
         if found != promised:
             os.close(fd)
@@ -156,9 +155,7 @@ def _open_index(path: Path) -> tuple[np.dtype[Any], int, int, mmap.mmap | bytes]
                 raise _bad_index(path, f"it has {size} bytes, fewer than its {HEADER.size}-byte header")
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except FileNotFoundError:
-        raise ArgosyError(
-            "data.bad-index", f"there is no file {path}", fix="give a path made by `argosy data prepare`"
-        ) from None
+        raise ArgosyError("data.bad-index", f"there is no file {path}", fix=_RESTORE) from None
     except OSError as error:
         raise _bad_index(path, f"it cannot be read: {error.strerror}") from None
     magic, version, code, sequences, bounds = HEADER.unpack_from(mapped)
