@@ -20,7 +20,7 @@ from argosy.config.resolve import resolve
 from argosy.data.prepare.job import PrepareOptions, prepare
 from argosy.data.text.tokenizer import ByteTokenizer
 from argosy.record.jsonl import read_metrics
-from argosy.train.loop import TrainOptions, train
+from argosy.train.run import TrainOptions, train
 
 BAR = 0.01
 LAST = 20  # steps at the end whose losses are averaged

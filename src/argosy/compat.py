@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -28,6 +29,11 @@ def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     norms = torch._foreach_norm(list(tensors), 2, dtype=torch.float32)
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return total
+
+
+def flattened(mesh: DeviceMesh) -> DeviceMesh:
+    """All axes of a mesh as one."""
+    return mesh if mesh.ndim == 1 else mesh._flatten()
 
 
 def copy_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

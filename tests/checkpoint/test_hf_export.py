@@ -19,7 +19,7 @@ from argosy.checkpoint.source import open_source
 from argosy.config.resolve import resolve
 from argosy.data.text.tokenizer import ByteTokenizer
 from argosy.errors import ArgosyError
-from argosy.train.loop import TrainOptions, train
+from argosy.train.run import TrainOptions, train
 from argosy.train.session import load_model
 from hf_models import MODELS, save
 

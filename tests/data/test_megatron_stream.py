@@ -17,7 +17,7 @@ from argosy.data.open import open_data
 from argosy.data.samples.megatron_stream import MegatronStream
 from argosy.data.samples.windows import BatchMaker
 from argosy.errors import ArgosyError
-from argosy.train.loop import TrainOptions, train
+from argosy.train.run import TrainOptions, train
 
 
 class Tokenizer:

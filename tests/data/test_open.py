@@ -18,7 +18,7 @@ from argosy.data.prepare.job import PrepareOptions, prepare
 from argosy.data.samples.masks import IGNORED
 from argosy.data.text.tokenizer import load_tokenizer, train_bpe
 from argosy.errors import ArgosyError
-from argosy.train.loop import TrainOptions, train
+from argosy.train.run import TrainOptions, train
 
 Write = Callable[..., Path]
 

@@ -17,6 +17,7 @@ from argosy.model.build import build_model
 from argosy.model.init import initialise
 from argosy.model.objective import Objective
 from argosy.parallel.apply import apply_layout
+from argosy.parallel.mesh import Mesh
 
 SIZES = ["layers=2", "hidden=32", "heads=4", "ffn=64", "vocab_size=64", "max_seq_len=64"]
 
@@ -31,7 +32,7 @@ def _train(
     spec = resolve_model("gpt2", [*SIZES, f"dropout={dropout}", *(more or [])])
     model = build_model(spec)
     initialise(model, spec, 5)
-    apply_layout(model, ParallelSpec(micro_batch=2, **layout))
+    apply_layout(model, ParallelSpec(micro_batch=2, **layout), Mesh(torch.device("cpu")), "fp32")
     results = []
     for step in range(3):
         torch.manual_seed(step)
@@ -96,7 +97,7 @@ def test_each_way_of_recomputing_keeps_less() -> None:
         spec = resolve_model("gpt2", SIZES)
         model = build_model(spec)
         initialise(model, spec, 5)
-        apply_layout(model, ParallelSpec(micro_batch=2, recompute=recompute))
+        apply_layout(model, ParallelSpec(micro_batch=2, recompute=recompute), Mesh(torch.device("cpu")), "fp32")
         tokens, labels = torch.randint(0, 64, (2, 2, 64))
         with _Storages() as storages:
             loss = model(tokens, labels, Objective())

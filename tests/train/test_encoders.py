@@ -21,12 +21,13 @@ from argosy.data.synthetic import synthetic_batch
 from argosy.errors import ArgosyError
 from argosy.model.build import build_model
 from argosy.model.init import initialise
+from argosy.parallel.mesh import Mesh
 from argosy.parallel.single import SingleDevice
 from argosy.record.jsonl import read_metrics
 from argosy.train.decoding import Sampling
 from argosy.train.evaluate import evaluate_run
 from argosy.train.generate import sample
-from argosy.train.loop import TrainOptions, train
+from argosy.train.run import TrainOptions, train
 from argosy.train.session import make_engine
 
 Write = Callable[..., Path]
@@ -120,7 +121,7 @@ def test_recomputing_changes_no_gradient(recompute: str, spec: Path) -> None:
         resolved = resolve(spec, [f"parallel.recompute={how}"]).spec
         model = build_model(resolved.model)
         initialise(model, resolved.model, seed=1)
-        engine = make_engine(resolved, model, torch.device("cpu"))
+        engine = make_engine(resolved, model, Mesh(torch.device("cpu")))
         engine.forward_backward(open_data(resolved).training().batch(0, 8), step=1)
         found.append([p.grad for p in model.parameters()])
     for one, another in zip(*found, strict=True):

@@ -22,8 +22,8 @@ from argosy.model.moe import describe_load
 from argosy.parallel.precision import apply_precision
 from argosy.parallel.single import SingleDevice
 from argosy.record.jsonl import read_metrics
-from argosy.train.loop import TrainOptions, train
 from argosy.train.optimizer import Optimizer
+from argosy.train.run import TrainOptions, train
 
 Write = Callable[..., Path]
 RATE = 2.0**-10

@@ -17,7 +17,7 @@ from argosy.config.resolve import resolve
 from argosy.errors import ArgosyError
 from argosy.record.rundir import RunDir
 from argosy.train.evaluate import evaluate_run
-from argosy.train.loop import TrainOptions, dry_run, train
+from argosy.train.run import TrainOptions, dry_run, train
 from hf_models import save
 
 Write = Callable[..., Path]

@@ -17,7 +17,7 @@ from argosy.record.jsonl import read_jsonl, read_metrics
 from argosy.train.decoding import Sampling, choose
 from argosy.train.evaluate import evaluate_run, unigram_entropy
 from argosy.train.generate import sample
-from argosy.train.loop import TrainOptions, dry_run, train
+from argosy.train.run import TrainOptions, dry_run, train
 from data.corpora import write_corpus
 
 Write = Callable[..., Path]
@@ -112,7 +112,8 @@ def test_refusals_come_before_the_run_directory_is_touched(write_spec: Write, tm
         (["data.train=nowhere/at/all"], "data.not-found"),
         (["data.seq_len=4000", "model.max_seq_len=4000"], "data.empty-split"),
         (["train.device=cuda"], "device.unavailable"),
-        (["parallel.tp=2"], "config.arithmetic"),
+        (["parallel.tp=2"], "launch.unsupported"),
+        (["parallel.dp_shard=2"], "launch.world-size"),
         (["optim.no_decay=[zzz]"], "config.bad-value"),
         (["optim.warmup=1000", "train.epochs=0.5"], "config.arithmetic"),
     ):

@@ -17,9 +17,9 @@ from argosy.model.build import build_model
 from argosy.model.init import initial_weights
 from argosy.parallel.precision import apply_precision
 from argosy.record.jsonl import read_metrics
-from argosy.train.loop import TrainOptions, train
 from argosy.train.muon import Heads, muon, muon_matrices, orthogonalise
 from argosy.train.optimizer import Optimizer, lr_factors
+from argosy.train.run import TrainOptions, train
 from argosy.train.slots import Slot, Update
 
 Write = Callable[..., Path]

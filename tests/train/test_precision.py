@@ -27,8 +27,8 @@ from argosy.record.jsonl import read_metrics
 from argosy.train.decoding import Sampling
 from argosy.train.evaluate import evaluate_run
 from argosy.train.generate import sample
-from argosy.train.loop import TrainOptions, train
 from argosy.train.optimizer import Optimizer
+from argosy.train.run import TrainOptions, train
 
 Write = Callable[..., Path]
 SPEC = resolve_model("gpt2", ["layers=2", "hidden=32", "heads=2", "vocab_size=64", "max_seq_len=16"])

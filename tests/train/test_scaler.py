@@ -17,13 +17,15 @@ from argosy.errors import ArgosyError
 from argosy.model.build import build_model
 from argosy.model.init import initial_weights
 from argosy.model.ops.choice import kernels
+from argosy.parallel.mesh import Mesh
 from argosy.parallel.precision import apply_precision
 from argosy.parallel.single import SingleDevice
 from argosy.record.console import describe
 from argosy.record.jsonl import read_metrics
 from argosy.train import scaler as module
-from argosy.train.loop import Trainer, TrainOptions, train
+from argosy.train.loop import Trainer
 from argosy.train.optimizer import Optimizer
+from argosy.train.run import TrainOptions, train
 from argosy.train.scaler import HYSTERESIS, INITIAL, INTERVAL, MINIMUM, LossScaler
 
 Write = Callable[..., Path]
@@ -135,7 +137,9 @@ def test_an_overflow_in_training_is_skipped_counted_and_shown(write_spec: Write,
 
 
 def test_overflow_that_no_scale_cures_is_refused_with_the_weights_unharmed(write_spec: Write) -> None:
-    trainer = Trainer(resolve(write_spec(train={"global_batch": 8, "steps": 8, "precision": "fp16"})).spec)
+    trainer = Trainer(
+        resolve(write_spec(train={"global_batch": 8, "steps": 8, "precision": "fp16"})).spec, Mesh(torch.device("cpu"))
+    )
     trainer.consumed_samples = 8
     trainer.events = type("Events", (), {"write": staticmethod(lambda record: None)})()  # type: ignore[assignment]
     record = {"step": 3, "loss": float("nan"), "grad_norm": float("nan"), "skipped": 17, "loss_scale": MINIMUM}

@@ -8,13 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from argosy.config.batches import Batches
 from argosy.config.resolve import resolve
 from argosy.errors import ArgosyError
+from argosy.parallel.mesh import Mesh
 from argosy.record.jsonl import read_metrics
 from argosy.train.collection import EVERY, StepwiseCollection
-from argosy.train.loop import Trainer, TrainOptions, dry_run, train
+from argosy.train.loop import Trainer
+from argosy.train.run import TrainOptions, dry_run, train
 from argosy.train.schedule import Schedule
 
 Write = Callable[..., Path]
@@ -108,7 +111,7 @@ def test_a_growing_batch_is_counted_in_samples_and_tokens(write_spec: Write, tmp
 )
 def test_lengths_in_samples_and_tokens_end_where_they_say(write_spec: Write, length: str, steps: int) -> None:
     spec = resolve(write_spec(train=RAMP), [length]).spec
-    assert Trainer(spec, device="meta").steps == steps
+    assert Trainer(spec, Mesh(torch.device("meta"))).steps == steps
 
 
 def test_a_run_stopped_while_its_batch_grows_goes_on_bit_for_bit(write_spec: Write, tmp_path: Path) -> None:
@@ -133,7 +136,9 @@ def test_a_dry_run_says_how_the_batch_grows(write_spec: Write) -> None:
 
 
 def test_what_is_due_by_samples_is_due_at_the_step_that_takes_the_last_of_them(write_spec: Write) -> None:
-    trainer = Trainer(resolve(write_spec(train=RAMP), ["checkpoint.every=20sp", "log.every=2"]).spec, device="meta")
+    trainer = Trainer(
+        resolve(write_spec(train=RAMP), ["checkpoint.every=20sp", "log.every=2"]).spec, Mesh(torch.device("meta"))
+    )
     assert [step for step in range(1, 13) if trainer.saves.due(step)] == [
         5,
         8,

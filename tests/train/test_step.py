@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from argosy.config.resolve import resolve, resolve_model
+from argosy.config.resolve import resolve_model
 from argosy.config.schema import OptimSpec
 from argosy.data.samples.masks import IGNORED
 from argosy.data.samples.windows import Batch
@@ -18,7 +16,7 @@ from argosy.errors import ArgosyError
 from argosy.model.build import build_model
 from argosy.model.init import initialise
 from argosy.parallel.pinned import copied
-from argosy.parallel.single import SingleDevice, require_single
+from argosy.parallel.single import SingleDevice
 from argosy.train.optimizer import Optimizer, undecayed
 
 SPEC = resolve_model("gpt2", ["layers=2", "hidden=32", "heads=4", "vocab_size=64", "max_seq_len=16"])
@@ -144,8 +142,3 @@ def test_evaluation_uses_no_dropout_and_leaves_training_mode_on() -> None:
     found = [float(engine(built, 4).evaluate(uneven_batch()).loss_sum) for _ in range(2)]
     assert found[0] == found[1]
     assert built.training
-
-
-def test_a_layout_that_needs_more_processes_is_refused(write_spec: Callable[..., Path]) -> None:
-    with pytest.raises(ArgosyError, match="tp 2 x pp 2 needs 4 processes"):
-        require_single(resolve(write_spec(parallel={"tp": 2, "pp": 2, "micro_batch": 4})).spec.parallel)

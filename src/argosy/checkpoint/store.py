@@ -25,7 +25,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
-from argosy.checkpoint.tensors import read_tensors, write_tensors
+from argosy.checkpoint.tensors import gather_tensors, read_tensors, write_tensors
 from argosy.errors import ArgosyError
 
 MANIFEST = "manifest.json"
@@ -98,6 +98,12 @@ def save(
     return final
 
 
+def help_save(weights: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> None:
+    """What the ranks do that do not write, while the first saves."""
+    gather_tensors(weights)
+    gather_tensors(optimizer)
+
+
 def finish(directory: Path, progress: Progress, hashes: dict[str, str]) -> None:
     """Make a checkpoint of tensor files already written, given by name and SHA-256: state, then manifest, then sync."""
     state = _write(directory / "state.json", orjson.dumps(asdict(progress), option=orjson.OPT_INDENT_2))
@@ -134,6 +140,12 @@ def latest(root: Path, report: Callable[[str], None], *, set_aside: bool = False
             fix=f"restore one from a backup, or move {root} away to start again from step 0",
         )
     return None
+
+
+def opened(root: Path, step: int) -> Checkpoint:
+    """The checkpoint of a step, which another rank has found to be good."""
+    path = root / f"step-{step:08d}"
+    return Checkpoint(path, Progress(**orjson.loads((path / "state.json").read_bytes())))
 
 
 def listed(root: Path) -> list[Path]:

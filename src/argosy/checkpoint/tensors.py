@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from argosy.errors import ArgosyError
+from argosy.parallel.shards import whole
 
 _NAMES = {
     torch.float32: "F32",
@@ -49,8 +50,16 @@ class TensorInfo:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Write and sync the file; return its SHA-256."""
-    return write_stream(path, {name: TensorInfo.of(tensor) for name, tensor in tensors.items()}, tensors.__getitem__)
+    """Write and sync the file; return its SHA-256. What is spread over ranks is gathered when its turn comes, for which the
+    other ranks call `gather_tensors`."""
+    infos = {name: TensorInfo.of(tensor) for name, tensor in tensors.items()}
+    return write_stream(path, infos, lambda name: whole(tensors[name]))
+
+
+def gather_tensors(tensors: Mapping[str, Tensor]) -> None:
+    """The part that ranks which write nothing have in a `write_tensors` of the same."""
+    for tensor in tensors.values():
+        whole(tensor)
 
 
 def write_stream(

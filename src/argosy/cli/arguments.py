@@ -28,3 +28,16 @@ def require_run(path: Path | None) -> Path:
             fix="argosy train RUN.yaml [key.path=value …]",
         )
     return path
+
+
+def without_option(arguments: list[str], name: str) -> list[str]:
+    """A command line without one of its options and that option's value."""
+    kept, skip = [], False
+    for argument in arguments:
+        if skip or argument.startswith(f"{name}="):
+            skip = False
+        elif argument == name:
+            skip = True
+        else:
+            kept.append(argument)
+    return kept

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Annotated
 
 import typer
 
-from argosy.cli.arguments import RUN_HELP, RUN_METAVAR, require_run, run_and_overrides
+from argosy.cli.arguments import RUN_HELP, RUN_METAVAR, require_run, run_and_overrides, without_option
 
 
 def train(
@@ -18,6 +20,10 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check the spec and the data, say what would run, stop.")
     ] = False,
+    nproc: Annotated[
+        int | None,
+        typer.Option(min=1, help="Start this many ranks on this machine; the layout is `parallel` in the spec."),
+    ] = None,
     quiet: Annotated[
         bool, typer.Option("--quiet", help="Only metrics.jsonl and events.jsonl; nothing on the console.")
     ] = False,
@@ -26,16 +32,31 @@ def train(
 
     A run directory with a checkpoint is continued from the newest good one, bit for bit. Ctrl-C or SIGTERM finishes
     the step, saves, and leaves with exit code 75: run the same command again to go on.
+
+    Under torchrun, srun, JobSet, PyTorchJob or TrainJob the command finds its rank in the environment; `--nproc` starts the
+    ranks itself.
     """
+    from argosy.config.layout import check_world
     from argosy.config.resolve import resolve
 
     path, overrides = run_and_overrides(arguments)
     path = require_run(path)
     resolved = resolve(path, overrides)
-    from argosy.train import loop
+    from argosy.parallel.ranks import find_nodes, find_world
 
-    options = loop.TrainOptions(fresh=fresh, archive=archive, quiet=quiet)
+    if nproc is not None and not dry_run:
+        nodes = find_nodes(os.environ)
+        check_world(resolved.spec.parallel, nproc * nodes.count, f"--nproc {nproc} x {nodes.count} nodes")
+        if nproc * nodes.count > 1:
+            from argosy.parallel.agent import start_ranks
+
+            raise typer.Exit(start_ranks(nproc, nodes, without_option(sys.argv[1:], "--nproc")))
+    from argosy.parallel.agent import run_as_rank
+    from argosy.train import run
+
+    options = run.TrainOptions(fresh=fresh, archive=archive, quiet=quiet)
     if dry_run:
-        print("\n".join(loop.dry_run(resolved, options)))
+        print("\n".join(run.dry_run(resolved, options)))
         return
-    raise typer.Exit(loop.train(resolved, path, options))
+    rank = find_world(os.environ).rank
+    raise typer.Exit(run_as_rank(lambda: run.train(resolved, path, options), rank))

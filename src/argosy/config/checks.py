@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+from argosy.config.layout import check_layout
 from argosy.config.schema import RunSpec
 from argosy.errors import ArgosyError
 
@@ -17,6 +18,7 @@ FP8_ALIGNMENT = 16  # the hardware's: every dimension of a product of 8-bit floa
 
 def check(spec: RunSpec, origins: Origins) -> None:
     _check_length(spec, origins)
+    check_layout(spec, origins)
     _check_batch(spec, origins)
     _check_rampup(spec, origins)
     _check_sequence(spec, origins)

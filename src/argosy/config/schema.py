@@ -232,6 +232,12 @@ class ParallelSpec(Section):
     pp: Positive = Field(1, description="pipeline stages")
     cp: Positive = Field(1, description="context parallel ranks")
     ep: Positive = Field(1, description="expert parallel ranks")
+    reshard: bool = Field(
+        True, description="with dp_shard: let go of a block's gathered parameters after its forward pass, or keep them"
+    )
+    reduce: Literal["fp32", "bf16"] = Field(
+        "fp32", description="of gradients while they are summed over data-parallel ranks"
+    )
     micro_batch: Positive = Field(description="samples in one forward pass on one rank")
     recompute: Literal["none", "selective", "full"] = Field(
         "none",

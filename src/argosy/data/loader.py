@@ -21,8 +21,9 @@ _ANNOUNCED = 8  # batches whose reads are announced to corpora that have to be f
 
 
 class Loader:
-    """Global batches from `consumed_samples` on, in order. Use it as a context manager. `place` is called in the reading
-    thread and may move a batch to where the device reads it best."""
+    """Global batches from `consumed_samples` on, in order; where `ranks` share them, the equal part of each that falls to
+    `rank`, so that together they read what one would. Use it as a context manager. `place` is called in the reading thread
+    and may move a batch to where the device reads it best."""
 
     def __init__(
         self,
@@ -30,9 +31,12 @@ class Loader:
         *,
         batches: Batches,
         consumed_samples: int,
+        rank: int = 0,
+        ranks: int = 1,
         place: Callable[[Batch], Batch] = lambda batch: batch,
     ) -> None:
         self._stream, self._batches, self._place = stream, batches, place
+        self._rank, self._ranks = rank, ranks
         self._next = consumed_samples
         self._queue: queue.Queue[Batch | BaseException] = queue.Queue(_AHEAD)
         self._stop = threading.Event()
@@ -65,7 +69,8 @@ class Loader:
             size = self._batches.size(self._next)
             try:
                 self._stream.prefetch(self._next, _ANNOUNCED * size)
-                item: Batch | BaseException = self._place(self._stream.batch(self._next, size))
+                share = size // self._ranks
+                item: Batch | BaseException = self._place(self._stream.batch(self._next + self._rank * share, share))
             except Exception as error:  # noqa: BLE001 - handed to the training thread, which raises it
                 item = error
             self._next += size

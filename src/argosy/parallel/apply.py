@@ -10,17 +10,24 @@ from collections.abc import Iterator
 from torch import nn
 
 from argosy.config.schema import ParallelSpec
+from argosy.parallel.mesh import Mesh
+from argosy.parallel.precision import choose_precision
 from argosy.parallel.recompute import apply_recompute
 
 
-def apply_layout(model: nn.Module, parallel: ParallelSpec) -> None:
-    """Recompute, then compile."""
+def apply_layout(model: nn.Module, parallel: ParallelSpec, mesh: Mesh, precision: str) -> None:
+    """Recompute, then compile, then FSDP, which leaves the parameters without memory until they are given some."""
     for block in blocks_of(model):
         apply_recompute(block, parallel.recompute)
         if parallel.compile == "block":
             block.compile()
     if parallel.compile == "model":
         model.compile()
+    if mesh.is_sharded:
+        from argosy.parallel.fsdp import apply_fsdp  # takes most of a second to import, which one process saves
+
+        apply_fsdp(model, blocks_of(model), mesh, parallel, choose_precision(precision, mesh.device))
+        model.to_empty(device=mesh.device)
 
 
 def blocks_of(model: nn.Module) -> Iterator[nn.Module]:

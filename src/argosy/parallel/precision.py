@@ -41,11 +41,12 @@ def evaluation_precision(asked: str, device: torch.device) -> str:
     return choose_precision("bf16" if asked == "fp8" else asked, device)
 
 
-def apply_precision(model: nn.Module, precision: str) -> None:
-    """Put the parameters into the training precision. What is not trained by gradients stays as it is: a model that keeps
+def apply_precision(model: nn.Module, precision: str, *, masters: bool = False) -> None:
+    """Put the parameters into the training precision, unless they are to be `masters`: then whoever gathers them for a
+    forward pass rounds them. What is not trained by gradients stays as it is: a model that keeps
     state, as the biases of experts, keeps it in the precision it chose."""
     for parameter in model.parameters():
-        if parameter.requires_grad:
+        if parameter.requires_grad and not masters:
             parameter.data = parameter.data.to(DTYPES[precision])
     if precision == "fp8":
         apply_fp8(model)

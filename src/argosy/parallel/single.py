@@ -1,4 +1,4 @@
-"""One process, one device: the layout every other is compared with.
+"""One process, one device: the layout every other is compared with, and the engine others extend.
 
 The global batch is cut into micro-batches whose gradients add up. Losses are sums; the trainer divides once, by the
 number of valid tokens of the whole global batch.
@@ -12,10 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from argosy.compat import accumulate_in
-from argosy.config.schema import ParallelSpec
 from argosy.config.seeds import derive_seed
 from argosy.data.samples.windows import Batch
-from argosy.errors import ArgosyError
 from argosy.model.objective import Loss, Objective
 from argosy.parallel.pinned import copied, tensors_of
 
@@ -25,12 +23,14 @@ class Result(NamedTuple):
     logged, divided by `tokens`."""
 
     loss_sum: Tensor
-    tokens: int
+    tokens: int | Tensor  # a tensor where it is a sum over ranks
     metrics: dict[str, Tensor]
     expert_load: Tensor | None = None  # rows each expert got  # [layers with experts, experts]
 
 
 class SingleDevice:
+    data_ranks = 1  # that share a global batch
+
     def __init__(
         self, model: nn.Module, *, micro_batch: int, seed: int, device: torch.device, z_loss: float = 0.0
     ) -> None:
@@ -49,7 +49,9 @@ class SingleDevice:
         self._prepare_gradients(several=len(batch.tokens) > self.micro_batch)
         total, metrics, objective = torch.zeros((), device=self.device), _Sums(), self._objective(batch, loss_scale)
         load: Tensor | None = None
-        for micro, first in enumerate(range(0, len(batch.tokens), self.micro_batch)):
+        firsts = range(0, len(batch.tokens), self.micro_batch)
+        for micro, first in enumerate(firsts, start=self._first_micro(len(firsts))):
+            self._before_micro(last=first == firsts[-1])
             torch.manual_seed(derive_seed(self.seed, "dropout", step, micro))
             loss = self._loss(batch, first, objective)
             loss.total.backward()
@@ -68,6 +70,13 @@ class SingleDevice:
             metrics.add(loss.metrics)
         self.model.train()
         return Result(total, batch.valid_tokens, metrics)
+
+    def _first_micro(self, count: int) -> int:
+        """Which of the global batch's micro-batches the first of our `count` is."""
+        return 0
+
+    def _before_micro(self, *, last: bool) -> None:
+        """For layouts that have to know which backward pass is a step's last."""
 
     def _objective(self, batch: Batch, loss_scale: Tensor | float = 1.0) -> Objective:
         tokens_per_sample = torch.full((), batch.valid_tokens / len(batch.tokens), device=self.device)
@@ -90,17 +99,3 @@ class _Sums(dict[str, Tensor]):
     def add(self, metrics: dict[str, Tensor]) -> None:
         for name, value in metrics.items():
             self[name] = self[name] + value if name in self else value
-
-
-def require_single(parallel: ParallelSpec) -> None:
-    """Refuse a layout this process cannot be, with the arithmetic."""
-    if parallel.world_size == 1 and parallel.ep == 1:
-        return
-    axes = {axis: getattr(parallel, axis) for axis in ("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep")}
-    product = " x ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1)
-    raise ArgosyError(
-        "config.arithmetic",
-        f"the layout {product} needs {max(parallel.world_size, parallel.ep)} processes; this version trains in 1",
-        key="parallel",
-        fix="parallel=auto",
-    )

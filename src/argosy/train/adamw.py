@@ -16,7 +16,11 @@ from argosy.train.slots import Rule, Slot, Update
 def adamw(spec: OptimSpec) -> Rule:
     def apply(slots: Sequence[Slot], gradients: Sequence[Tensor], update: Update, weight_decay: float) -> None:
         run = _one_pass if use_kernel(slots[0].master) else _fused
-        run(slots, gradients, update, spec, weight_decay)
+        held = [
+            number for number, slot in enumerate(slots) if slot.master.numel()
+        ]  # a rank may have no part of a parameter
+        if held:
+            run([slots[n] for n in held], [gradients[n] for n in held], update, spec, weight_decay)
 
     return Rule(("exp_avg", "exp_avg_sq"), apply)
 
@@ -30,7 +34,7 @@ def _one_pass(
     corrections = (1 - betas**update.count).float()
     for slot, gradient in zip(slots, gradients, strict=True):
         adamw_(
-            slot.parameter,
+            slot.part,
             slot.master,
             gradient,
             slot.state["exp_avg"],
@@ -62,4 +66,4 @@ def _fused(
         weight_decay=weight_decay,
     )
     if slots[0].separate:
-        copy_([slot.parameter for slot in slots], [slot.master for slot in slots])
+        copy_([slot.part for slot in slots], [slot.master for slot in slots])

@@ -17,9 +17,11 @@ from typing import Any
 import torch
 
 from argosy.config.counts import FLOPS_CONVENTION, count_parameters, training_flops_per_token
+from argosy.config.layout import check_world
 from argosy.config.schema import RunSpec
 from argosy.data.synthetic import synthetic_batch, target_length
 from argosy.model.init import initial_weights
+from argosy.parallel.mesh import Mesh
 from argosy.parallel.precision import choose_precision
 from argosy.parallel.single import SingleDevice
 from argosy.plan.hardware import Peak
@@ -176,8 +178,10 @@ def seconds_per_step(spec: RunSpec, steps: int) -> float:
 
 
 def _start(spec: RunSpec, device: torch.device) -> tuple[SingleDevice, Optimizer]:
-    model = make_model(spec, device)
-    engine, optimizer = make_engine(spec, model, device), Optimizer(model, spec.optim)
+    check_world(spec.parallel, 1, "a benchmark runs in one process")
+    mesh = Mesh(device)
+    model = make_model(spec, mesh)
+    engine, optimizer = make_engine(spec, model, mesh), Optimizer(model, spec.optim)
     optimizer.set_weights(initial_weights(model, spec.model, spec.train.seed))
     return engine, optimizer
 

@@ -12,8 +12,8 @@ from argosy.errors import ArgosyError
 from argosy.plan.hardware import Peak, dense_peak
 
 
-def prepare_device(spec: TrainSpec, asked: str | None = None) -> torch.device:
-    """The device of the spec, or the one `asked` for instead."""
+def prepare_device(spec: TrainSpec, asked: str | None = None, *, local_rank: int | None = None) -> torch.device:
+    """The device of the spec, or the one `asked` for instead; of several ranks on a machine each gets a GPU of its own."""
     name: str = asked or spec.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -30,7 +30,22 @@ def prepare_device(spec: TrainSpec, asked: str | None = None) -> torch.device:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts, which is later
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(spec.deterministic)
+    if name == "cuda" and local_rank is not None:
+        return _own_gpu(local_rank)
     return torch.device(name)
+
+
+def _own_gpu(local_rank: int) -> torch.device:
+    if local_rank >= torch.cuda.device_count():
+        raise ArgosyError(
+            "device.unavailable",
+            f"rank {local_rank} of this machine has no GPU: there are {torch.cuda.device_count()}",
+            key="--nproc",
+            fix=f"start {torch.cuda.device_count()} ranks on this machine, or train.device=cpu",
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
 
 
 def peak_of(device: torch.device) -> Peak | None:

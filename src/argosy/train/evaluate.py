@@ -14,6 +14,7 @@ from argosy.data.open import open_data
 from argosy.data.samples.order import apportion
 from argosy.data.samples.windows import Stream
 from argosy.errors import ArgosyError
+from argosy.parallel.mesh import Mesh
 from argosy.parallel.single import SingleDevice
 from argosy.train.session import load_model, make_engine
 
@@ -72,7 +73,7 @@ def _sum_losses(engine: SingleDevice, stream: Stream, samples: int, batch: int) 
     sums = _Sums()
     for first in range(0, samples, batch):
         result = engine.evaluate(stream.batch(first, min(batch, samples - first)))
-        sums.add(float(result.loss_sum), result.tokens, {name: float(m) for name, m in result.metrics.items()})
+        sums.add(float(result.loss_sum), int(result.tokens), {name: float(m) for name, m in result.metrics.items()})
     return sums
 
 
@@ -101,7 +102,7 @@ def evaluate_run(
             value=batches,
             fix="--batches 1 or more, or leave it out",
         )
-    engine = make_engine(spec, loaded.model, loaded.device)
+    engine = make_engine(spec, loaded.model, Mesh(loaded.device))
     result = evaluate(engine, sets, samples=samples, batch=batch, split=split if data is None else data)
     return result, loaded.source.step
 

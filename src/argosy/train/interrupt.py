@@ -10,9 +10,10 @@ from typing import Any
 
 
 class Interrupt:
-    """`with Interrupt() as interrupt:` … `if interrupt.asked: save and leave`."""
+    """`with Interrupt() as interrupt:` … `if interrupt.asked: save and leave`. A `quiet` one says nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, quiet: bool = False) -> None:
+        self._quiet = quiet
         self.asked: str | None = None
         self._previous: dict[int, Any] = {}
 
@@ -30,4 +31,5 @@ class Interrupt:
         if self.asked is not None:
             os._exit(128 + number)
         self.asked = signal.Signals(number).name
-        os.write(2, f"\n{self.asked}: finishing this step and saving; once more to stop at once\n".encode())
+        if not self._quiet:
+            os.write(2, f"\n{self.asked}: finishing this step and saving; once more to stop at once\n".encode())

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from argosy.parallel.shards import local
 from argosy.train.device import peak_memory_gib
 from argosy.train.optimizer import Optimizer
 
@@ -38,10 +39,10 @@ class Memory:
 
 def measure_memory(model: nn.Module, optimizer: Optimizer, device: torch.device, *, accumulated: bool) -> Memory:
     """Once a step has been made. Gradients that are accumulated over micro-batches are 32-bit."""
-    parameters = list(model.parameters())
-    trained = [p for p in parameters if p.requires_grad]
+    parameters = [local(p) for p in model.parameters()]
+    trained = [local(p) for p in model.parameters() if p.requires_grad]
     shared = {p.untyped_storage().data_ptr() for p in parameters}  # a 32-bit parameter is its own master
-    kept = [*optimizer.weights().values(), *optimizer.tensors().values()]
+    kept = [local(t) for t in (*optimizer.weights().values(), *optimizer.tensors().values())]
     return Memory(
         peak=peak_memory_gib(device),
         parameters=_gib(parameters),

@@ -18,6 +18,7 @@ class Meter:
     samples: int  # of the whole run
     flops_per_token: float
     peak: Peak | None
+    devices: int = 1  # the peak is of each
     _since: float = field(default_factory=time.perf_counter)
     _tokens: int = 0
     _steps_done: int = 0
@@ -71,7 +72,7 @@ class Meter:
             "tokens": tokens,
             "tokens_per_s": tokens_per_s,
             "tflops": tflops,
-            "mfu": None if self.peak is None else tflops / self.peak.tflops,
+            "mfu": None if self.peak is None else tflops / (self.peak.tflops * self.devices),
             "peak": None if self.peak is None else str(self.peak),
             "step_s": step_s,
             "data_wait": min(1.0, waited_s / elapsed),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from argosy.compat import copy_
 from argosy.config.schema import MuonSpec
 from argosy.model.layers import Attention, CrossAttention
+from argosy.parallel.shards import with_whole
 from argosy.train.slots import Rule, Slot, Update
 
 _A, _B, _C = 3.4445, -4.7750, 2.0315  # Keller Jordan's: steepest at zero, singular values end between 0.7 and 1.2
@@ -41,10 +43,10 @@ def muon(spec: MuonSpec, heads: Mapping[str, Heads]) -> Rule:
             momentum = slot.state["momentum"]
             momentum.lerp_(g, (1 - spec.momentum) * go)
             direction = g.lerp(momentum, spec.momentum) if spec.nesterov else momentum
-            change = _direction(direction, heads.get(slot.name), spec)
+            change = with_whole(direction, slot.parameter, partial(_direction, heads=heads.get(slot.name), spec=spec))
             slot.master.mul_(1 - update.lr * weight_decay * go).sub_(change * (update.lr * go))
         if slots[0].separate:
-            copy_([slot.parameter for slot in slots], [slot.master for slot in slots])
+            copy_([slot.part for slot in slots], [slot.master for slot in slots])
 
     return Rule(("momentum",), apply)
 

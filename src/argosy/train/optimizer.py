@@ -12,9 +12,9 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from argosy.compat import total_norm
 from argosy.config.schema import MuonSpec, OptimSpec
 from argosy.errors import ArgosyError
+from argosy.parallel.shards import local, norm_of, part_of, spread_like
 from argosy.train.adamw import adamw
 from argosy.train.muon import muon, muon_matrices
 from argosy.train.scaler import LossScaler
@@ -22,7 +22,8 @@ from argosy.train.slots import Group, Rule, Slot, Update
 
 
 class Optimizer:
-    def __init__(self, model: nn.Module, spec: OptimSpec) -> None:
+    def __init__(self, model: nn.Module, spec: OptimSpec, *, scaled: bool | None = None) -> None:
+        """`scaled`: whether the loss is to be scaled; unless given, where the parameters are fp16."""
         self._slots, self._groups = _group(model, spec)
         # A model may keep state that it changes itself. It is saved and loaded with the weights.
         self._fixed = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
@@ -30,18 +31,19 @@ class Optimizer:
         first = next(iter(self._slots.values())).parameter
         self._updates = torch.zeros((), device=first.device)  # made: steps without those that were skipped
         self._steps = 0
-        self._scaler = LossScaler(first.device) if first.dtype == torch.float16 else None
+        scaled = first.dtype == torch.float16 if scaled is None else scaled
+        self._scaler = LossScaler(first.device) if scaled else None
 
     def loss_scale(self, tokens: int) -> Tensor | float:
         """What a summed loss over about `tokens` tokens is to be multiplied with; the same is to be given to `step`."""
         return 1.0 if self._scaler is None else self._scaler.scale / tokens
 
-    def step(self, *, tokens: int, lr: float, loss_scale: Tensor | float = 1.0) -> Tensor:
+    def step(self, *, tokens: int | Tensor, lr: float, loss_scale: Tensor | float = 1.0) -> Tensor:
         """Divide the summed gradients by `tokens` and by their scale, clip, update, clear. Returns the norm before
         clipping."""
         parameters = [slot.parameter for slot in self._slots.values()]
         divisor = loss_scale * tokens
-        norm = total_norm([p.grad for p in parameters if p.grad is not None]) / divisor
+        norm = norm_of([p.grad for p in parameters if p.grad is not None]) / divisor
         clip = torch.ones_like(norm) if self._clip is None else (self._clip / (norm + 1e-6)).clamp(max=1.0)
         skip = torch.zeros_like(norm)
         if self._scaler is not None:
@@ -56,22 +58,26 @@ class Optimizer:
         return norm
 
     def weights(self) -> dict[str, Tensor]:
-        """The 32-bit weights by parameter name."""
-        return {name: slot.master for name, slot in self._slots.items()} | self._fixed
+        """The 32-bit weights by parameter name, spread over ranks as the parameters are."""
+        return {name: spread_like(slot.master, slot.parameter) for name, slot in self._slots.items()} | self._fixed
 
     @torch.no_grad()
     def set_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Masters and, from them, parameters."""
+        """Masters and, from them, parameters; of each weight, given whole, this rank's part."""
         masters = self.weights()
         for name, value in weights:
-            masters[name].copy_(value)
+            local(masters[name]).copy_(part_of(value, masters[name]))
         for slot in self._slots.values():
             if slot.separate:
-                slot.parameter.copy_(slot.master)
+                slot.part.copy_(slot.master)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The state, as `exp_avg/<parameter>` and so on."""
-        return {f"{key}/{slot.name}": value for slot in self._slots.values() for key, value in slot.state.items()}
+        """The state, as `exp_avg/<parameter>` and so on, spread as the parameters are."""
+        return {
+            f"{key}/{slot.name}": spread_like(value, slot.parameter)
+            for slot in self._slots.values()
+            for key, value in slot.state.items()
+        }
 
     def numbers(self) -> dict[str, float]:
         """The rest of the state, read from the device."""
@@ -80,7 +86,7 @@ class Optimizer:
     def load(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, float], step: int) -> None:
         """What `tensors` and `numbers` gave after `step` steps."""
         for name, value in self.tensors().items():
-            value.copy_(tensors[name])
+            local(value).copy_(part_of(tensors[name], value))
         self._steps = step
         self._updates.fill_(numbers.get("updates", step))
         if self._scaler is not None:
@@ -110,7 +116,8 @@ def _group(model: nn.Module, spec: OptimSpec) -> tuple[dict[str, Slot], list[Gro
 
 
 def _slot(name: str, parameter: nn.Parameter, rule: Rule) -> Slot:
-    master = parameter.detach() if parameter.dtype == torch.float32 else parameter.detach().float()
+    part = local(parameter).detach()
+    master = part if part.dtype == torch.float32 else part.float()
     return Slot(name, parameter, master, {key: torch.zeros_like(master) for key in rule.state})
 
 

@@ -18,8 +18,9 @@ from argosy.data.open import RunData, open_data
 from argosy.errors import ArgosyError
 from argosy.model.build import build_model
 from argosy.parallel.apply import apply_layout
+from argosy.parallel.mesh import Mesh
 from argosy.parallel.precision import apply_precision, choose_precision, evaluation_precision
-from argosy.parallel.single import SingleDevice, require_single
+from argosy.parallel.single import SingleDevice
 from argosy.record.rundir import RunDir
 from argosy.train.device import prepare_device
 
@@ -43,23 +44,23 @@ def open_checked_data(spec: RunSpec) -> RunData:
     return data
 
 
-def make_model(spec: RunSpec, device: torch.device) -> nn.Module:
-    """With uninitialised weights, in the precision of the spec."""
-    model = build_model(spec.model, device)
-    apply_precision(model, choose_precision(spec.train.precision, device))
+def make_model(spec: RunSpec, mesh: Mesh) -> nn.Module:
+    """With uninitialised weights, in the precision of the spec. One that will be sharded has no memory yet: a device need
+    not hold all of it."""
+    model = build_model(spec.model, "meta" if mesh.is_sharded else mesh.device)
+    apply_precision(model, choose_precision(spec.train.precision, mesh.device), masters=mesh.is_sharded)
     return model
 
 
-def make_engine(spec: RunSpec, model: nn.Module, device: torch.device) -> SingleDevice:
-    require_single(spec.parallel)
-    apply_layout(model, spec.parallel)
-    return SingleDevice(
-        model,
-        micro_batch=spec.parallel.micro_batch,
-        seed=spec.train.seed,
-        device=device,
-        z_loss=spec.train.z_loss,
-    )
+def make_engine(spec: RunSpec, model: nn.Module, mesh: Mesh) -> SingleDevice:
+    apply_layout(model, spec.parallel, mesh, spec.train.precision)
+    micro_batch, seed, z_loss = spec.parallel.micro_batch, spec.train.seed, spec.train.z_loss
+    if mesh.devices is None:
+        return SingleDevice(model, micro_batch=micro_batch, seed=seed, device=mesh.device, z_loss=z_loss)
+    from argosy.parallel.data import DataParallel  # takes most of a second to import, which one process saves
+
+    reduce = torch.float32 if spec.parallel.reduce == "fp32" else torch.bfloat16
+    return DataParallel(model, mesh, micro_batch=micro_batch, seed=seed, z_loss=z_loss, reduce=reduce)
 
 
 def stored_weights(model: nn.Module, checkpoint: Checkpoint) -> dict[str, Tensor]:

@@ -13,15 +13,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from argosy.parallel.shards import local
+
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter. A 32-bit parameter is its own master."""
+    """One parameter. A 32-bit parameter is its own master. Where the parameter is spread over ranks, master and state are
+    those of this rank's part."""
 
     name: str
     parameter: nn.Parameter
     master: Tensor
     state: dict[str, Tensor]
+
+    @property
+    def part(self) -> Tensor:
+        """What this rank holds of the parameter, sharing its memory."""
+        return local(self.parameter)
 
     @property
     def separate(self) -> bool:
@@ -54,7 +62,7 @@ class Group:
 
     def apply(self, update: Update) -> None:
         active = [slot for slot in self.slots if slot.parameter.grad is not None]
-        gradients = [slot.parameter.grad for slot in active if slot.parameter.grad is not None]
+        gradients = [local(slot.parameter.grad) for slot in active if slot.parameter.grad is not None]
         if active:
             with torch.no_grad():
                 self.rule.apply(active, gradients, replace(update, lr=update.lr * self.lr_scale), self.weight_decay)

@@ -18,8 +18,8 @@ class Step(NamedTuple):
 
 
 def take_step(engine: SingleDevice, optimizer: Optimizer, batch: Batch, *, step: int, lr: float) -> Step:
-    """Gradients of a global batch, and the update they ask for; `step` counts from 1."""
-    loss_scale = optimizer.loss_scale(batch.labels.size)
+    """Gradients of a global batch, of which `batch` is this rank's share, and the update they ask for; `step` counts from 1."""
+    loss_scale = optimizer.loss_scale(batch.labels.size * engine.data_ranks)
     result = engine.forward_backward(batch, step, loss_scale)
     grad_norm = optimizer.step(tokens=result.tokens, lr=lr, loss_scale=loss_scale)
     if result.expert_load is not None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from argosy.config.batches import Batches
 from argosy.config.units import Duration
 
 
 class Timer:
-    """Something due every so many steps, samples or seconds. Of samples, at the step that takes the last of them."""
+    """Something due every so many steps, samples or seconds of a clock. Of samples, at the step that takes the last of
+    them."""
 
-    def __init__(self, every: Duration, samples: int | None, batches: Batches) -> None:
+    def __init__(
+        self, every: Duration, samples: int | None, batches: Batches, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._every, self._samples, self._batches = every, samples, batches
-        self._last = time.monotonic()
+        self._clock, self._last = clock, clock()
 
     def due(self, step: int) -> bool:
         if self._every.unit == "steps":
@@ -21,7 +25,7 @@ class Timer:
         if self._samples is not None:
             before, after = self._batches.samples(step - 1), self._batches.samples(step)
             return after // self._samples > before // self._samples
-        if time.monotonic() - self._last < self._every.amount:
+        if self._clock() - self._last < self._every.amount:
             return False
-        self._last = time.monotonic()
+        self._last = self._clock()
         return True

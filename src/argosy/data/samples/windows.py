@@ -37,6 +37,11 @@ class Batch:
         """Labels that count: what the summed loss of the batch is divided by."""
         return int((self.labels != IGNORED).sum())
 
+    def rows(self, first: int, last: int) -> Batch:
+        """Samples first .. last - 1 of it, without a copy."""
+        inputs = {name: array[first:last] for name, array in self.inputs.items()}
+        return Batch(self.tokens[first:last], self.labels[first:last], inputs)
+
     @property
     def read_tokens(self) -> int:
         """Tokens that pass through the model, those of a second sequence (inputs named `…_tokens`) included."""

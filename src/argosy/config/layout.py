@@ -1,0 +1,87 @@
+"""Whether a layout fits the model, the samples and the processes there are: each refusal has the arithmetic and the nearest
+sizes that work. Needs no torch, so that a wrong layout is refused before a device is held."""
+
+from __future__ import annotations
+
+from argosy.config.schema import ParallelSpec, RunSpec
+from argosy.errors import ArgosyError
+
+Origins = dict[str, str]
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # from the slowest links to the fastest
+
+
+def describe_layout(parallel: ParallelSpec) -> str:
+    """Its axes that are larger than one."""
+    sizes = [f"{axis} {getattr(parallel, axis)}" for axis in (*AXES, "ep") if getattr(parallel, axis) > 1]
+    return " x ".join(sizes) or "one process"
+
+
+def check_layout(spec: RunSpec, origins: Origins) -> None:
+    """Each axis against what it cuts."""
+    model, parallel = spec.model, spec.parallel
+    _divides(parallel.tp, model.heads, "tp", "the model's heads", origins)
+    _divides(parallel.tp, model.kv_heads, "tp", "the model's key/value heads", origins)
+    if model.moe is None or model.moe.dense_layers:
+        _divides(parallel.tp, model.ffn, "tp", "the model's ffn", origins)
+    if parallel.cp > 1:  # each rank gets one piece from the front and one from the back, which levels causal attention
+        _divides(2 * parallel.cp, spec.data.seq_len, "cp", "data.seq_len", origins, times=2)
+    layers = model.layers + (model.decoder_layers or 0)
+    if parallel.pp > layers:
+        raise _refusal("pp", parallel.pp, f"{layers} layers cannot fill {parallel.pp} pipeline stages", layers, origins)
+    if parallel.ep == 1:
+        return
+    if model.moe is None:
+        raise _refusal("ep", parallel.ep, "the model has no experts to spread", 1, origins)
+    _divides(parallel.ep, model.moe.experts, "ep", "the model's experts", origins)
+    _divides(parallel.ep, parallel.dp_shard * parallel.cp, "ep", "the dp_shard x cp ranks it is laid over", origins)
+
+
+def _divides(parts: int, whole: int, axis: str, what: str, origins: Origins, times: int = 1) -> None:
+    if whole % parts:
+        size = parts // times
+        cut = f"{times} x {axis} {size} = {parts}" if times > 1 else f"{axis} {size}"
+        near = _nearest(whole, size, times)
+        raise _refusal(axis, size, f"{what}, {whole}, cannot be cut into {cut} equal parts", near, origins)
+
+
+def _nearest(whole: int, size: int, times: int) -> str:
+    """The closest sizes below and above that do divide."""
+    works = [n for n in range(1, whole // times + 1) if whole % (n * times) == 0] or [1]
+    below, above = [n for n in works if n < size], [n for n in works if n > size]
+    return " or ".join(str(n) for n in (*below[-1:], *above[:1]))
+
+
+def _refusal(axis: str, size: int, cause: str, near: object, origins: Origins) -> ArgosyError:
+    key = f"parallel.{axis}"
+    return ArgosyError(
+        "config.arithmetic", cause, key=key, value=size, origin=origins.get(key), fix=f"use {key} {near}"
+    )
+
+
+def check_world(parallel: ParallelSpec, ranks: int, source: str) -> None:
+    """The processes there are against those the layout needs."""
+    if ranks == parallel.world_size:
+        return
+    numbers = " x ".join(str(getattr(parallel, axis)) for axis in AXES)
+    raise ArgosyError(
+        "launch.world-size",
+        f"the layout {describe_layout(parallel)} needs {' x '.join(AXES)} = {numbers} = {parallel.world_size} "
+        f"process{'es' if parallel.world_size > 1 else ''}, and there {'is' if ranks == 1 else 'are'} {ranks} ({source})",
+        key="parallel",
+        value=describe_layout(parallel),
+        fix=_other_layouts(parallel, ranks),
+    )
+
+
+def _other_layouts(parallel: ParallelSpec, ranks: int) -> str:
+    start = f"start {parallel.world_size} processes: argosy train RUN.yaml --nproc {parallel.world_size}"
+    inner = parallel.pp * parallel.cp * parallel.tp
+    if ranks % inner:
+        fewer, more = ranks // inner * inner, (ranks // inner + 1) * inner
+        near = f"{fewer} or {more}" if fewer else str(more)
+        return f"{start}; pp x cp x tp = {inner} fits {near} processes with another number of data-parallel ranks"
+    data = ranks // inner
+    if data % parallel.dp_replicate == 0 and parallel.dp_replicate > 1:
+        return f"{start}; or for {ranks}: parallel.dp_shard={data // parallel.dp_replicate}"
+    replicas = " parallel.dp_replicate=1" if parallel.dp_replicate > 1 else ""
+    return f"{start}; or for {ranks}: parallel.dp_shard={data}{replicas}"

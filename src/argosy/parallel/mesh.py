@@ -1,0 +1,163 @@
+"""The ranks of a run as a grid with named axes, and what is asked of them together.
+
+The axes are `pp`, `dp_replicate`, `dp_shard`, `cp` and `tp`, in this order: neighbours in the last exchange most, and sit
+closest. Only axes larger than one exist as process groups. One process has no group at all, and everything asked of the mesh
+is then answered on the spot: the layout of size one runs no hook and makes no call.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from argosy.compat import flattened
+from argosy.config.layout import AXES, check_world, describe_layout
+from argosy.config.schema import ParallelSpec
+from argosy.errors import EXIT_REFUSED, ArgosyError
+from argosy.parallel.ranks import World
+
+DATA_AXES = ("dp_replicate", "dp_shard")  # whose ranks have other samples
+SUM_AXES = (*DATA_AXES, "cp")  # whose ranks have other tokens: losses and gradients are summed over them
+SUPPORTED = DATA_AXES
+TIMEOUT = timedelta(
+    minutes=30
+)  # for the slowest thing ranks wait for each other in: a checkpoint being read or written
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    device: torch.device
+    rank: int = 0
+    devices: DeviceMesh | None = None  # of the axes larger than one; None: this process is alone
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank writes the run directory and speaks to the user."""
+        return self.rank == 0
+
+    @property
+    def world_size(self) -> int:
+        return 1 if self.devices is None else self.devices.size()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return () if self.devices is None else self.devices.mesh_dim_names or ()
+
+    def size(self, *axes: str) -> int:
+        """Ranks along axes."""
+        product = 1
+        for axis in axes:
+            if self.devices is not None and axis in self.names:
+                product *= self.devices[axis].size()
+        return product
+
+    @property
+    def data_ranks(self) -> int:
+        return self.size(*DATA_AXES)
+
+    @property
+    def data_rank(self) -> int:
+        """Which of the equal shares of a global batch this rank reads."""
+        found = 0
+        for axis in DATA_AXES:
+            if self.devices is not None and axis in self.names:
+                found = found * self.devices[axis].size() + self.devices.get_local_rank(axis)
+        return found
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each rank holds only a part of the model's state."""
+        return self.size("dp_shard") > 1
+
+    def along(self, *axes: str) -> DeviceMesh | None:
+        """The ranks along those of the axes that exist, as one axis."""
+        names = tuple(axis for axis in axes if axis in self.names)
+        return flattened(self.devices[names]) if self.devices is not None and names else None
+
+    def sum_(self, tensor: Tensor, *axes: str) -> None:
+        """Replace a tensor by its sum over the ranks along the axes, by default all that have other tokens."""
+        along = self.along(*(axes or SUM_AXES))
+        if along is not None:
+            dist.all_reduce(tensor, group=along.get_group())
+
+    def on_first(self, function: Callable[[], T]) -> T | None:
+        """Run it on the first rank, while the others wait. Where it is refused there, the others leave too, silently."""
+        if self.devices is None:
+            return function()
+        done = torch.zeros((), dtype=torch.int64)
+        result, refusal = None, None
+        if self.is_first:
+            try:
+                result = function()
+                done.fill_(1)
+            except ArgosyError as error:
+                refusal = error
+        dist.broadcast(done, 0)
+        if refusal is not None:
+            raise refusal
+        if not done:
+            raise SystemExit(EXIT_REFUSED)
+        return result
+
+    def from_first(self, function: Callable[[], int]) -> int:
+        """A whole number (or a truth) that the first rank finds, for all of them."""
+        found = self.on_first(function)
+        if self.devices is None:
+            return int(found or 0)
+        number = torch.tensor(found or 0, dtype=torch.int64)
+        dist.broadcast(number, 0)
+        return int(number)
+
+    def wait_for_all(self) -> None:
+        if self.devices is not None:
+            dist.all_reduce(torch.zeros(()))  # on the host, whatever the device
+
+
+@contextmanager
+def joined(parallel: ParallelSpec, world: World, device: torch.device) -> Iterator[Mesh]:
+    """The mesh of a layout, with this process in its place in it; the groups are gone at the end."""
+    require_supported(parallel)
+    check_world(parallel, world.size, world.source)
+    if world.size == 1:
+        yield Mesh(device)
+        return
+    os.environ.setdefault("MASTER_ADDR", world.address)
+    os.environ.setdefault("MASTER_PORT", str(world.port))
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, rank=world.rank, world_size=world.size, timeout=TIMEOUT)
+    try:
+        yield make_mesh(parallel, device)
+    finally:
+        dist.destroy_process_group()
+
+
+def make_mesh(parallel: ParallelSpec, device: torch.device) -> Mesh:
+    """Once the process group exists."""
+    sizes = {axis: getattr(parallel, axis) for axis in AXES if getattr(parallel, axis) > 1}
+    devices = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return Mesh(device, dist.get_rank(), devices)
+
+
+def require_supported(parallel: ParallelSpec) -> None:
+    """Refuse axes that this version cannot train on yet."""
+    axes = [axis for axis in (*AXES, "ep") if axis not in SUPPORTED and getattr(parallel, axis) > 1]
+    if axes:
+        raise ArgosyError(
+            "launch.unsupported",
+            f"the layout is {describe_layout(parallel)}; this version trains with {' and '.join(SUPPORTED)} only, "
+            f"not with {' and '.join(axes)}",
+            key=f"parallel.{axes[0]}",
+            value=getattr(parallel, axes[0]),
+            fix=f"parallel.{axes[0]}=1, and more dp_shard in its place",
+        )

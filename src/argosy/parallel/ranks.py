@@ -1,0 +1,132 @@
+"""Which rank this process is, and how many there are: read from the environment, whoever started it.
+
+In this order, and the first that says anything decides:
+
+1. torchrun, PyTorchJob, TrainJob, `argosy train --nproc`: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT.
+2. JobSet and indexed Jobs, one process in a pod: JOB_COMPLETION_INDEX as the rank, with WORLD_SIZE and MASTER_ADDR.
+3. Slurm's srun, one task for each process: SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID; the first host of
+   SLURM_JOB_NODELIST, and a port made from SLURM_JOB_ID. One task alone is an ordinary process.
+4. Nothing of these: one process.
+
+`argosy train --nproc` starts several processes on each node; which node this is comes from PET_NODE_RANK and PET_NNODES
+(Kubeflow), JOB_COMPLETION_INDEX and NNODES, or SLURM_NODEID and SLURM_NNODES, in the same way.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from argosy.errors import ArgosyError
+
+DEFAULT_PORT = 29500
+
+
+@dataclass(frozen=True)
+class World:
+    rank: int = 0
+    local_rank: int = 0
+    size: int = 1
+    address: str = "localhost"
+    port: int = DEFAULT_PORT
+    source: str = "one process"  # what said so
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The machines a job runs on, for whoever starts several ranks on each."""
+
+    index: int = 0
+    count: int = 1
+    address: str = "localhost"
+    port: int = DEFAULT_PORT
+
+
+def find_world(environ: Mapping[str, str]) -> World:
+    """This process among all ranks."""
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        local = "LOCAL_RANK" if "LOCAL_RANK" in environ else None
+        return _world(environ, "RANK", "WORLD_SIZE", local, "RANK and WORLD_SIZE")
+    if "JOB_COMPLETION_INDEX" in environ and "WORLD_SIZE" in environ:
+        return _world(environ, "JOB_COMPLETION_INDEX", "WORLD_SIZE", None, "JOB_COMPLETION_INDEX and WORLD_SIZE")
+    if "SLURM_PROCID" in environ and _number(environ, "SLURM_NTASKS", default=1) > 1:
+        return _world(environ, "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_PROCID and SLURM_NTASKS")
+    return World()
+
+
+def find_nodes(environ: Mapping[str, str]) -> Nodes:
+    """This machine among those of the job."""
+    pairs = (("PET_NODE_RANK", "PET_NNODES"), ("JOB_COMPLETION_INDEX", "NNODES"), ("SLURM_NODEID", "SLURM_NNODES"))
+    for index, count in pairs:
+        if index in environ and count in environ:
+            found = Nodes(_number(environ, index), _number(environ, count), *_master(environ))
+            _require_inside(found.index, found.count, index, count)
+            return found
+    return Nodes()
+
+
+def _world(environ: Mapping[str, str], rank: str, size: str, local: str | None, source: str) -> World:
+    address, port = _master(environ)
+    found = World(
+        _number(environ, rank),
+        0 if local is None else _number(environ, local, default=0),
+        _number(environ, size),
+        address,
+        port,
+        source,
+    )
+    _require_inside(found.rank, found.size, rank, size)
+    if found.size > 1 and address == "localhost" and "MASTER_ADDR" not in environ:
+        raise ArgosyError(
+            "launch.environment",
+            f"{size} says that there are {found.size} ranks, and nothing says where the first of them listens",
+            key="MASTER_ADDR",
+            fix="set MASTER_ADDR to the host of rank 0; torchrun, PyTorchJob and TrainJob do so, and under srun the first host "
+            "of SLURM_JOB_NODELIST is taken",
+        )
+    return found
+
+
+def _require_inside(index: int, count: int, index_name: str, count_name: str) -> None:
+    if not 0 <= index < count:
+        raise ArgosyError(
+            "launch.environment",
+            f"{index_name} is {index}, and {count_name} is {count}: the first goes from 0 to one less than the second",
+            key=index_name,
+            value=index,
+            fix="start every process by the same launcher, and leave these variables to it",
+        )
+
+
+def _master(environ: Mapping[str, str]) -> tuple[str, int]:
+    """Where rank 0 listens."""
+    for prefix in ("MASTER", "PET_MASTER"):
+        if f"{prefix}_ADDR" in environ:
+            return environ[f"{prefix}_ADDR"], _number(environ, f"{prefix}_PORT", default=DEFAULT_PORT)
+    if "SLURM_JOB_NODELIST" in environ:
+        port = 20_000 + _number(environ, "SLURM_JOB_ID", default=0) % 20_000  # jobs that share a host must not meet
+        return first_host(environ["SLURM_JOB_NODELIST"]), port
+    return "localhost", DEFAULT_PORT
+
+
+def first_host(nodes: str) -> str:
+    """Of a list as Slurm writes it: `gpu[07-09,12],login1` begins with gpu07."""
+    name = re.match(r"[^,\[]+(\[[^\]]*\][^,\[]*)*", nodes)
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", nodes if name is None else name[0])
+
+
+def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environ.get(name)
+    if text is None and default is not None:
+        return default
+    try:
+        return int(text or "")
+    except ValueError:
+        raise ArgosyError(
+            "launch.environment",
+            f"{name} is {text!r}, and has to be a whole number",
+            key=name,
+            value=text,
+            fix="start every process by the same launcher, and leave these variables to it",
+        ) from None

@@ -1,0 +1,133 @@
+"""A run from its spec to its exit code: the ranks join, the trainer is built, the run directory is opened by the first rank.
+
+Whatever can be refused is refused before the run directory is touched.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from argosy.checkpoint.assets import copy_assets
+from argosy.checkpoint.store import latest, listed
+from argosy.config.counts import describe_size
+from argosy.config.layout import check_world
+from argosy.config.resolve import Resolved
+from argosy.config.start import MODEL_FILE
+from argosy.errors import ArgosyError
+from argosy.parallel.mesh import Mesh, joined, require_supported
+from argosy.parallel.ranks import find_world
+from argosy.record.files import replace_file
+from argosy.record.jsonl import JsonlWriter
+from argosy.record.rundir import RunDir
+from argosy.train.device import prepare_device
+from argosy.train.loop import Trainer
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    fresh: bool = False  # start anew; refuse if the run directory holds a run
+    archive: bool = False  # with fresh: move the earlier run aside
+    quiet: bool = False
+
+
+def train(resolved: Resolved, source: Path | None, options: TrainOptions) -> int:
+    """Train, or go on training, until the run's length is reached, as one of the ranks there are. Returns the exit code."""
+    spec, world = resolved.spec, find_world(os.environ)
+    require_supported(spec.parallel)
+    check_world(spec.parallel, world.size, world.source)
+    device = prepare_device(spec.train, local_rank=None if world.size == 1 else world.local_rank)
+    with joined(spec.parallel, world, device) as mesh:
+        trainer = Trainer(spec, mesh)  # refuses whatever can be refused before the run directory is touched
+        run = RunDir(Path(spec.runs_dir) / spec.name)
+        changes = mesh.on_first(lambda: _open(run, trainer, resolved, source, options))
+        try:
+            if not mesh.is_first:
+                trainer.start_from(run)
+            with JsonlWriter(run.metrics) as metrics, JsonlWriter(run.events) as events:
+                return trainer.fit(run, metrics, events, changes or [], options.quiet)
+        finally:
+            run.close()
+
+
+def _open(run: RunDir, trainer: Trainer, resolved: Resolved, source: Path | None, options: TrainOptions) -> list[str]:
+    """The run directory with its lock held, an earlier run moved aside if that was asked for, and all of this one's facts in
+    it. Returns what changed since it was started."""
+    _check_options(run, options)
+    occupied = run.holds_a_run
+    run.open_for_training()
+    try:
+        if options.fresh and occupied:
+            print(f"the earlier run is now {run.archive()}")
+            run.open_for_training()
+        changes = run.compare(resolved, trainer.data.facts()) if listed(run.checkpoints) else []
+        start = trainer.start_from(run)
+        run.store(resolved, source, trainer.data.facts(), None if start is None else start.facts())
+        if trainer.data.tokenizer is not None:
+            name, content = trainer.data.tokenizer.stored()
+            replace_file(run.root / name, content)
+        if start is not None and trainer.keeps_tokenizer(start):
+            copy_assets(start.root, run.root)
+    except BaseException:
+        run.close()
+        raise
+    return changes
+
+
+def _check_options(run: RunDir, options: TrainOptions) -> None:
+    if (run.root / MODEL_FILE).exists():
+        raise ArgosyError(
+            "run.exists",
+            f"{run.root} is an imported model, not a run",
+            key="name",
+            value=run.root.name,
+            fix=f"give the run another name=…, and init_from={run.root} to start from it",
+        )
+    if options.archive and not options.fresh:
+        raise ArgosyError(
+            "config.conflict",
+            "--archive moves a run aside to start a fresh one",
+            key="--archive",
+            fix="add --fresh, or leave it out",
+        )
+    if options.fresh and run.holds_a_run and not options.archive:
+        raise ArgosyError(
+            "run.exists",
+            f"{run.root} already holds a run, and --fresh would start over it",
+            key="name",
+            value=run.root.name,
+            fix="give another name=…, or --fresh --archive to move the earlier run aside; without --fresh it goes on",
+        )
+
+
+def dry_run(resolved: Resolved, options: TrainOptions) -> list[str]:
+    """Every check that `train` makes before its first step, and what it would do; nothing is written."""
+    spec = resolved.spec
+    require_supported(spec.parallel)
+    trainer = Trainer(spec, Mesh(torch.device("meta")))
+    run = RunDir(Path(spec.runs_dir) / spec.name)
+    _check_options(run, options)
+    run.require_writable()
+    notes: list[str] = []
+    checkpoint = None if options.fresh else latest(run.checkpoints, report=notes.append)
+    if checkpoint is not None:
+        run.compare(resolved, trainer.data.facts())
+    elif (start := trainer.start_from(run)) is not None:
+        notes.append(f"weights {start.where}, trained to step {start.step}")
+    done = 0 if checkpoint is None else checkpoint.progress.step
+    tokens = sum(corpus.split(spec.data.split)["train"].tokens for corpus in trainer.data.corpora)
+    left = (
+        f"steps {done + 1} to {trainer.steps}"
+        if done < trainer.steps
+        else f"nothing: all {trainer.steps} steps are done"
+    )
+    return [
+        f"model   {describe_size(spec.model)}",
+        f"data    {tokens:,} training tokens, {trainer.stream.epoch_samples:,} samples of {spec.data.seq_len}",
+        f"train   {left}, {trainer.batches.describe(spec.data.seq_len)}",
+        f"run     {run.root}" + (f" goes on from step {done}" if done else " starts at step 0"),
+        *notes,
+    ]

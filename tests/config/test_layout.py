@@ -1,0 +1,67 @@
+"""A layout that cannot work is refused from the spec alone, with the arithmetic and the nearest that does."""
+
+from __future__ import annotations
+
+import pytest
+
+from argosy.config.layout import check_world
+from argosy.config.resolve import resolve
+from argosy.config.schema import ParallelSpec, RunSpec
+from argosy.errors import ArgosyError
+
+LLAMA = ["layers=4", "hidden=48", "heads=12", "kv_heads=6", "ffn=96", "vocab_size=64", "max_seq_len=24"]
+
+
+def spec_of(*parallel: str, batch: int = 24) -> RunSpec:
+    return resolve(
+        None,
+        [
+            "model.preset=mixtral-8x7b", *(f"model.{key}" for key in LLAMA), "model.moe={experts: 6, top_k: 2, ffn: 24}",
+            "data.train=x", f"train.global_batch={batch}", "train.steps=1", "optim.lr=1", "parallel.micro_batch=1",
+            *(f"parallel.{key}" for key in parallel),
+        ],
+    ).spec  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("keys", "cause", "fix"),
+    [
+        (["tp=4"], "key/value heads, 6, cannot be cut into tp 4", "parallel.tp 3 or 6"),
+        (["tp=5"], "heads, 12, cannot be cut into tp 5", "parallel.tp 4 or 6"),
+        (["pp=5"], "4 layers cannot fill 5 pipeline stages", "parallel.pp 4"),
+        (["cp=5"], "data.seq_len, 24, cannot be cut into 2 x cp 5 = 10", "parallel.cp 4 or 6"),
+        (["ep=4", "dp_shard=4"], "experts, 6, cannot be cut into ep 4", "parallel.ep 3 or 6"),
+        (["ep=3", "dp_shard=2"], "dp_shard x cp ranks it is laid over, 2, cannot", "parallel.ep 2"),
+        (["dp_shard=5"], "global_batch 24 is not a multiple of micro_batch 1 x 5", "global_batch 20 or 25"),
+    ],
+)
+def test_an_axis_that_does_not_divide_is_refused(keys: list[str], cause: str, fix: str) -> None:
+    with pytest.raises(ArgosyError) as refusal:
+        spec_of(*keys)
+    assert refusal.value.code == "config.arithmetic"
+    assert cause in refusal.value.cause
+    assert fix in refusal.value.fix
+
+
+def test_layouts_that_divide_are_taken() -> None:
+    assert spec_of("tp=6", "pp=4", "cp=3", "dp_shard=2", "dp_replicate=3", "ep=6").parallel.world_size == 6 * 4 * 3 * 6
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks", "fix"),
+    [
+        ({"dp_shard": 4}, 8, "parallel.dp_shard=8"),
+        ({"dp_shard": 4}, 1, "--nproc 4"),
+        ({"dp_replicate": 2, "dp_shard": 2}, 8, "parallel.dp_shard=4"),
+        ({"dp_replicate": 2}, 3, "parallel.dp_shard=3 parallel.dp_replicate=1"),
+        ({"tp": 4, "dp_shard": 2}, 6, "fits 4 or 8 processes"),
+    ],
+)
+def test_a_wrong_number_of_processes_is_refused_with_both_numbers(layout: dict[str, int], ranks: int, fix: str) -> None:
+    parallel = ParallelSpec.model_validate({"micro_batch": 1, **layout})
+    with pytest.raises(ArgosyError) as refusal:
+        check_world(parallel, ranks, "test")
+    assert f"= {parallel.world_size} process" in refusal.value.cause
+    assert f" {ranks} (test)" in refusal.value.cause
+    assert fix in refusal.value.fix
+    check_world(parallel, parallel.world_size, "test")
