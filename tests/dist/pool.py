@@ -1,0 +1,101 @@
+"""Real ranks that stay alive between cases: starting a process that has imported torch costs more than most cases do.
+
+A case is the name of a function and its arguments; it runs on the first n ranks of the pool, which join a new process group
+for it and leave it afterwards. The function returns what should be sent back. A case that hangs or kills a rank costs the
+pool, and the next case gets a new one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+RANKS = 4
+CASE_S = 120.0
+
+
+class RankFailed(AssertionError):
+    """With the traceback of the first rank that failed."""
+
+
+class Pool:
+    def __init__(self, ranks: int = RANKS) -> None:
+        self.ranks = ranks
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+
+    def run(self, n: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """What `function(*arguments)`, a function of an importable module, returns on each of n ranks."""
+        if not self._processes:
+            self._start()
+        with tempfile.TemporaryDirectory() as directory:
+            name = f"{function.__module__}:{function.__qualname__}"
+            for rank, pipe in enumerate(self._pipes[:n]):
+                pipe.send((name, arguments, rank, n, str(Path(directory) / "store")))
+            answers = [self._answer(rank) for rank in range(n)]
+        failures = [(rank, text) for rank, (fine, text) in enumerate(answers) if not fine]
+        if failures:
+            self.close()  # the others may be waiting for the one that failed
+            first = min(failures, key=lambda failure: "Connection closed by peer" in failure[1])
+            raise RankFailed(f"rank {first[0]} of {n}:\n{first[1]}")
+        return [value for _, value in answers]
+
+    def _answer(self, rank: int) -> tuple[bool, Any]:
+        pipe = self._pipes[rank]
+        try:
+            return pipe.recv() if pipe.poll(CASE_S) else (False, f"no answer within {CASE_S:.0f} s")
+        except EOFError:
+            return False, "the process ended"
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        for _ in range(self.ranks):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.terminate()
+            process.join(5)
+        self._processes, self._pipes = [], []
+
+
+def _serve(pipe: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    while True:
+        try:
+            name, arguments, rank, n, store = pipe.recv()
+        except (EOFError, OSError):
+            return
+        module, _, function = name.partition(":")
+        try:
+            if n > 1:
+                found = dist.FileStore(store, n)
+                dist.init_process_group("gloo", store=found, rank=rank, world_size=n, timeout=timedelta(seconds=60))
+            value = getattr(importlib.import_module(module), function)(*arguments)
+            if n > 1:
+                dist.barrier()
+            pipe.send((True, value))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()

@@ -1,0 +1,55 @@
+"""What ranks of a pool do with whole runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from argosy.config.resolve import resolve
+from argosy.config.schema import ParallelSpec
+from argosy.data.loader import Loader
+from argosy.data.open import open_data
+from argosy.parallel.mesh import Mesh, make_mesh
+from argosy.parallel.ranks import World
+from argosy.train import run as runs
+from argosy.train.evaluate import evaluate
+from argosy.train.loop import Trainer
+
+
+def read_batches(path: str, overrides: Sequence[str], count: int) -> list[list[list[int]]]:
+    """The samples of this rank's first batches."""
+    spec = resolve(Path(path), overrides).spec
+    mesh = make_mesh(spec.parallel, torch.device("cpu"))
+    stream = open_data(spec).training()
+    options = {"batches": spec.train.batches, "consumed_samples": 0, "rank": mesh.data_rank, "ranks": mesh.data_ranks}
+    with Loader(stream, **options) as loader:
+        return [loader.next_batch().tokens.tolist() for _ in range(count)]
+
+
+@contextmanager
+def _joined(parallel: ParallelSpec, world: World, device: torch.device) -> Iterator[Mesh]:
+    yield make_mesh(parallel, device)  # the pool has made the process group
+
+
+def train(path: str, overrides: Sequence[str]) -> int:
+    world = World(dist.get_rank(), dist.get_rank(), dist.get_world_size(), source="the pool")
+    with patch.object(runs, "joined", _joined), patch.object(runs, "find_world", lambda environ: world):
+        return runs.train(resolve(Path(path), overrides), Path(path), runs.TrainOptions(quiet=True))
+
+
+def validation_loss(path: str, overrides: Sequence[str], samples: int, batch: int) -> float:
+    """Of fresh weights, on as many samples as asked for."""
+    spec = resolve(Path(path), overrides).spec
+    cpu = torch.device("cpu")
+    trainer = Trainer(spec, make_mesh(spec.parallel, cpu) if dist.is_initialized() else Mesh(cpu))
+    trainer.start = None
+    trainer.optimizer.set_weights(trainer._fresh_weights([]))
+    assert trainer.validation is not None
+    return evaluate(trainer.engine, trainer.validation, samples=samples, batch=batch, split="validation").loss
+
+

@@ -1,0 +1,89 @@
+"""Every layout computes the numbers of one process: loss and gradient norm at every step, and every weight after five."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+
+from dist.pool import Pool
+from dist.training import MODELS, Trace, spec_of, train_broken, train_steps
+
+STEPS = 5
+LAYOUTS = [  # one line each: keys of `parallel`; the batch is 16
+    "dp_replicate=2 micro_batch=8",
+    "dp_replicate=2",
+    "dp_replicate=4",
+    "dp_shard=2 micro_batch=8",
+    "dp_shard=2",
+    "dp_shard=4",
+    "dp_shard=4 reshard=false recompute=full",
+    "dp_replicate=2 dp_shard=2 micro_batch=4",
+    "dp_replicate=2 dp_shard=2",
+]
+ONE_MODEL = {  # what is no matter of the model is tried on one
+    "dp_replicate=2 model.dropout=0.1": "gpt",
+    "dp_shard=4 model.dropout=0.1": "gpt",
+}
+CASES = [(model, layout) for layout in LAYOUTS for model in MODELS] + [(m, layout) for layout, m in ONE_MODEL.items()]
+
+
+@cache
+def reference(model: str, keys: str) -> Trace:
+    return train_steps(model, keys, STEPS)
+
+
+def run(pool: Pool, model: str, layout: str) -> list[Trace]:
+    traces: list[Trace] = pool.run(spec_of(model, layout).parallel.world_size, train_steps, model, layout, STEPS)
+    return traces
+
+
+def require_equal(model: str, layout: str, traces: list[Trace]) -> None:
+    """Every rank's numbers are those of one process with the same micro-batches."""
+    kept = [key for key in layout.split() if "." in key or key.startswith("micro_batch")]
+    expected = reference(model, " ".join(kept))
+    for trace in traces:
+        np.testing.assert_allclose(trace.losses, expected.losses, rtol=1e-5)
+        np.testing.assert_allclose(trace.norms, expected.norms, rtol=1e-4)
+        assert trace.weights.keys() == expected.weights.keys()
+        for name, weight in expected.weights.items():
+            np.testing.assert_allclose(trace.weights[name], weight, rtol=1e-4, atol=1e-4, err_msg=name)
+
+
+@pytest.mark.parametrize(("model", "layout"), CASES)
+def test_a_layout_computes_what_one_process_does(pool: Pool, model: str, layout: str) -> None:
+    require_equal(model, layout, run(pool, model, layout))
+
+
+@pytest.mark.parametrize("layout", ["dp_shard=2", "dp_replicate=2 dp_shard=2"])
+def test_muon_orthogonalises_whole_matrices(pool: Pool, layout: str) -> None:
+    """In bf16, so that the last bits of its gradients matter: the bounds are wider, and far below what shards would give."""
+    expected = reference("gpt", "optim.name=muon")
+    for trace in run(pool, "gpt", f"{layout} optim.name=muon"):
+        np.testing.assert_allclose(trace.losses, expected.losses, rtol=1e-4)
+        for name, weight in expected.weights.items():
+            np.testing.assert_allclose(trace.weights[name], weight, atol=1e-3, err_msg=name)
+
+
+@pytest.mark.parametrize("layout", ["dp_replicate=4", "dp_shard=4", "dp_replicate=2 dp_shard=2"])
+def test_the_same_layout_gives_the_same_bits_again(pool: Pool, layout: str) -> None:
+    first, again = run(pool, "moe", layout), run(pool, "moe", layout)
+    for one, other in zip(first, again, strict=True):
+        assert (one.losses, one.norms) == (other.losses, other.norms)
+        assert all(np.array_equal(one.weights[name], other.weights[name]) for name in one.weights)
+
+
+BUGS = [
+    ("dp_replicate=2", "argosy.parallel.data:sum_gradients"),
+    ("dp_replicate=2 dp_shard=2", "argosy.parallel.mesh:Mesh.sum_"),
+    ("dp_shard=2", "argosy.parallel.fsdp:FSDPModule.set_gradient_divide_factor"),
+    ("dp_shard=2", "argosy.parallel.shards:dist.all_reduce"),
+]
+
+
+@pytest.mark.parametrize(("layout", "where"), BUGS)
+def test_a_missing_reduction_is_noticed(pool: Pool, layout: str, where: str) -> None:
+    traces: list[Trace] = pool.run(spec_of("gpt", layout).parallel.world_size, train_broken, "gpt", layout, STEPS, where)
+    with pytest.raises(AssertionError):
+        require_equal("gpt", layout, traces)

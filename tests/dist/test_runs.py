@@ -1,0 +1,112 @@
+"""Whole runs on several ranks: what they read, what they leave, and how they end."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from argosy.checkpoint.store import latest
+from argosy.config.resolve import resolve
+from argosy.data.open import open_data
+from argosy.errors import EXIT_DONE, EXIT_REFUSED, EXIT_RESUMABLE
+from argosy.record.jsonl import read_jsonl, read_metrics
+from argosy.train.run import TrainOptions
+from argosy.train.run import train as train_alone
+from dist import runs
+from dist.pool import Pool
+
+Write = Callable[..., Path]
+LAYOUTS = [["dp_replicate=2"], ["dp_shard=4"], ["dp_replicate=2", "dp_shard=2"]]
+
+
+def keys(layout: list[str], *more: str) -> list[str]:
+    return [*(f"parallel.{key}" for key in layout), "parallel.micro_batch=1", *more]
+
+
+def ranks_of(layout: list[str]) -> int:
+    product = 1
+    for key in layout:
+        product *= int(key.split("=")[1])
+    return product
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_all_ranks_together_read_the_samples_of_one_in_its_order(pool: Pool, write_spec: Write, layout: list[str]) -> None:
+    path = write_spec()
+    stream = open_data(resolve(path).spec).training()
+    found = pool.run(ranks_of(layout), runs.read_batches, str(path), keys(layout), 3)
+    for step in range(3):
+        together = [sample for rank in found for sample in rank[step]]
+        assert together == stream.batch(step * 8, 8).tokens.tolist()
+
+
+def test_a_run_goes_on_in_another_layout_as_if_nothing_had_happened(
+    pool: Pool, write_spec: Write, tmp_path: Path
+) -> None:
+    path = write_spec(optim={"lr": 1e-3, "schedule": "constant"})
+    train_alone(resolve(path, ["name=one"]), path, TrainOptions(quiet=True))
+    expected = read_metrics(tmp_path / "runs" / "one" / "metrics.jsonl")
+    for steps, layout in ((2, LAYOUTS[1]), (4, LAYOUTS[0]), (6, LAYOUTS[2])):
+        codes = pool.run(ranks_of(layout), runs.train, str(path), keys(layout, f"train.steps={steps}"))
+        assert set(codes) == {EXIT_DONE}
+    found = read_metrics(tmp_path / "runs" / "tiny" / "metrics.jsonl")
+    assert list(found) == list(expected)
+    for step, record in expected.items():
+        assert found[step]["loss"] == pytest.approx(record["loss"], rel=1e-5)
+        assert found[step]["grad_norm"] == pytest.approx(record["grad_norm"], rel=1e-4)
+    assert found[6]["validation_loss"] == pytest.approx(expected[6]["validation_loss"], rel=1e-5)
+    events = [event["event"] for event in read_jsonl(tmp_path / "runs" / "tiny" / "events.jsonl")]
+    assert [kind for kind in events if kind in ("start", "resume", "done")] == ["start", "done", "resume", "done", "resume", "done"]
+    checkpoint = latest(tmp_path / "runs" / "tiny" / "checkpoints", print)
+    assert checkpoint is not None
+    whole = latest(tmp_path / "runs" / "one" / "checkpoints", print)
+    assert whole is not None
+    assert {n: w.shape for n, w in checkpoint.weights().items()} == {n: w.shape for n, w in whole.weights().items()}
+
+
+@pytest.mark.parametrize("layout", [["dp_shard=4"], ["dp_replicate=2"]])
+@pytest.mark.parametrize("samples", [1, 3, 7])
+def test_evaluation_counts_every_sample_once_whatever_is_left_over(
+    pool: Pool, write_spec: Write, layout: list[str], samples: int
+) -> None:
+    path = write_spec()
+    expected = runs.validation_loss(str(path), [], samples, 5)
+    for loss in pool.run(ranks_of(layout), runs.validation_loss, str(path), keys(layout), samples, 5):
+        assert loss == pytest.approx(expected, rel=1e-5)
+
+
+def command(path: Path, *more: str) -> list[str]:
+    return [sys.executable, "-m", "argosy", "train", str(path), *more, "--nproc", "2", "parallel.micro_batch=1"]
+
+
+def test_ranks_started_here_stop_together_save_and_ask_to_be_run_again(write_spec: Write, tmp_path: Path) -> None:
+    path = write_spec(train={"global_batch": 8, "steps": 5000}, eval="off", checkpoint={"every": 100_000})
+    process = subprocess.Popen(command(path, "parallel.dp_shard=2", "--quiet"), stderr=subprocess.PIPE, text=True)
+    metrics = tmp_path / "runs" / "tiny" / "metrics.jsonl"
+    while not list(read_jsonl(metrics)):
+        time.sleep(0.05)
+        assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == EXIT_RESUMABLE
+    assert said.count("SIGTERM") == 1
+    checkpoint = latest(tmp_path / "runs" / "tiny" / "checkpoints", print)
+    assert checkpoint is not None
+    assert checkpoint.progress.step == max(read_metrics(metrics))
+
+
+def test_the_first_rank_that_fails_is_told_once(write_spec: Write) -> None:
+    path = write_spec(optim={"lr": 1e30, "clip": None}, checkpoint={"every": 100}, eval="off")
+    done = subprocess.run(
+        command(path, "parallel.dp_replicate=2", "train.steps=30"), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == EXIT_REFUSED
+    assert done.stderr.count("error[train.non-finite]") == 1
+    assert "rank " in done.stderr
+    assert "Traceback" not in done.stderr

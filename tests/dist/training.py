@@ -1,0 +1,103 @@
+"""A few steps of training, as one rank of a layout: what the matrix compares."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from argosy.config.resolve import resolve
+from argosy.config.schema import RunSpec
+from argosy.data.samples.masks import IGNORED
+from argosy.data.samples.windows import Batch
+from argosy.model.init import initial_weights
+from argosy.parallel.mesh import Mesh, make_mesh
+from argosy.parallel.shards import whole
+from argosy.train.optimizer import Optimizer
+from argosy.train.session import make_engine, make_model
+from argosy.train.step import take_step
+
+SEQ, VOCAB, BATCH = 16, 67, 16  # a vocabulary no number of ranks divides
+_SIZES = ["layers=4", "hidden=32", "heads=4", f"vocab_size={VOCAB}", f"max_seq_len={SEQ}", "ffn=64", "init_std=0.2"]
+MODELS = {
+    "gpt": ["model.preset=gpt2", *_SIZES, "tied=true"],
+    "llama": ["model.preset=llama3-8b", *_SIZES, "kv_heads=4"],
+    "mpt": ["model.preset=mpt-7b", *_SIZES, "tied=true"],
+    "moe": [
+        "model.preset=mixtral-8x7b", *_SIZES, "kv_heads=4",
+        "moe={experts: 4, top_k: 2, ffn: 24, router: sigmoid, bias_rate: 0.01, z_loss: 0.1, balance_loss: 0.1}",
+    ],
+}  # fmt: skip
+
+
+class Trace(NamedTuple):
+    """What one rank saw."""
+
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, np.ndarray]
+
+
+def spec_of(model: str, layout: str) -> RunSpec:
+    """`layout` is keys of `parallel` and others of the run, separated by spaces."""
+    preset, *keys = MODELS[model]
+    given = [key if "." in key.split("=")[0] else f"parallel.{key}" for key in layout.split()]
+    if not any(key.startswith("parallel.micro_batch") for key in given):
+        given.append("parallel.micro_batch=2")
+    return resolve(
+        None,
+        [
+            preset, *(f"model.{key}" for key in keys), "data.train=synthetic", f"data.seq_len={SEQ}",
+            f"train.global_batch={BATCH}", "train.steps=100", "train.precision=fp32", "optim.lr=3e-3", "eval=off",
+            "optim.eps=1e-6",  # a key's bias has no gradient: its rounding noise must not become an update
+            *given,
+        ],
+    ).spec  # fmt: skip
+
+
+def batch_of(step: int) -> Batch:
+    """A global batch whose samples have very different numbers of labels that count."""
+    rng = np.random.default_rng(step)
+    tokens, labels = rng.integers(0, VOCAB, (2, BATCH, SEQ))
+    for row, valid in enumerate(rng.permutation(BATCH)):
+        labels[row, valid:] = IGNORED
+    return Batch(tokens, labels)
+
+
+def share_of(batch: Batch, mesh: Mesh) -> Batch:
+    share = len(batch.tokens) // mesh.data_ranks
+    return batch.rows(mesh.data_rank * share, (mesh.data_rank + 1) * share)
+
+
+def train_steps(model: str, layout: str, steps: int) -> Trace:
+    spec = spec_of(model, layout)
+    cpu = torch.device("cpu")
+    mesh = make_mesh(spec.parallel, cpu) if dist.is_initialized() else Mesh(cpu)
+    built = make_model(spec, mesh)
+    engine, optimizer = make_engine(spec, built, mesh), Optimizer(built, spec.optim)
+    optimizer.set_weights(initial_weights(built, spec.model, spec.train.seed))
+    losses, norms = [], []
+    for step in range(1, steps + 1):
+        batch = batch_of(step)
+        taken = take_step(engine, optimizer, share_of(batch, mesh), step=step, lr=spec.optim.lr)
+        losses.append(float(taken.result.loss_sum) / int(taken.result.tokens))
+        norms.append(float(taken.grad_norm))
+    return Trace(losses, norms, {name: whole(w).numpy().copy() for name, w in optimizer.weights().items()})
+
+
+def train_broken(model: str, layout: str, steps: int, where: str) -> Trace:
+    """The same with one function, `module:name` or `module:class.name`, doing nothing: a planted bug."""
+    module, _, path = where.partition(":")
+    *outer, name = path.split(".")
+    home: Any = importlib.import_module(module)
+    for part in outer:
+        home = getattr(home, part)
+    right = getattr(home, name)
+    setattr(home, name, lambda *arguments, **options: None)
+    try:
+        return train_steps(model, layout, steps)
+    finally:
+        setattr(home, name, right)
