@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import csv
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from argosy.config.model import ModelSpec
 from argosy.config.presets import FAMILIES
+from argosy.plan.calibration import calibration
 from argosy.plan.hardware import Cluster, Gpu, find_gpu
 from argosy.plan.layout import Layout, Work
+from argosy.plan.memory import memory_of
 
 HEAD_DIMS = {"qwen3": 128, "gpt-oss": 64, "gptoss": 64, "nemotron-340b": 192, "deepseek": 128, "dsv3": 128, "kimi": 128}
 UNKNOWN_GPUS = 256  # where a source does not say how many there were
@@ -79,14 +81,18 @@ def _row(cells: dict[str, str]) -> Row:
     layout = Layout(
         tp=tp, pp=pp, vpp=int(cells.get("vpp") or 1), cp=cp, ep=ep, dp=dp, zero=number("zero_stage", 1),
         sp=(cells.get("sequence_parallel") or "0") == "1" and tp > 1, micro_batch=micro_batch,
-        recompute=cells.get("recompute") or _usual_recompute(source),  # type: ignore[arg-type]
+        recompute=cells.get("recompute") or "none",  # type: ignore[arg-type]
     )  # fmt: skip
+    stack = _stack(source, notes, cells)
+    if not cells.get("recompute"):
+        filled.append("recompute")
+        layout = _least_recompute(work, layout, gpu, stack)
     step = cells.get("measured_step_s") or ""
     rate = cells.get("measured_tok_s_gpu") or ""
     step_s = float(step) if step else work.tokens / (float(rate) * gpus) if rate else None
     kind = "reserved" if "max_reserved" in notes else "device" if "nvidia-smi" in notes else "allocated"
     return Row(
-        cells["id"], source, work, layout, _cluster(cells, gpu, gpus, per_node), _stack(source, notes, cells), step_s,
+        cells["id"], source, work, layout, _cluster(cells, gpu, gpus, per_node), stack, step_s,
         float(cells["measured_mem_gb"]) if cells.get("measured_mem_gb") else None, kind,
         "OOM" in (cells.get("flops_convention") or ""), tuple(filled),
     )  # fmt: skip
@@ -107,7 +113,7 @@ def _work(cells: dict[str, str], number: Any) -> Work:
         shape["head_dim"] = head_dim
     if "untie" in (cells.get("notes") or ""):
         shape["tied"] = False
-    if not gated and not experts and family == "gpt":
+    if not gated and not experts and family == "gpt" and not cells["id"].startswith("argosy"):
         shape["dropout"] = 0.1
     if experts:
         shape |= {"moe": {"experts": experts, "top_k": number("moe_topk", 1), "ffn": ffn}, "mlp_bias": False}
@@ -142,8 +148,10 @@ def _cluster(cells: dict[str, str], gpu: Gpu, gpus: int, per_node: int) -> Clust
 
 
 def _stack(source: str, notes: str, cells: dict[str, str]) -> str:
-    if source == "foundry":
-        return "fsdp"
+    if source in ("foundry", "argosy"):
+        return source
+    if "deterministic-mode" in notes:
+        return "megatron-ci"
     if source == "titan":
         if "H200" in cells["gpu"]:
             return "fsdp-2025"
@@ -155,8 +163,14 @@ def _stack(source: str, notes: str, cells: dict[str, str]) -> str:
     return "megatron"
 
 
-def _usual_recompute(source: str) -> str:
-    return "full" if source in ("mlm-jan21", "sc21") else "none"
+def _least_recompute(work: Work, layout: Layout, gpu: Gpu, stack: str) -> Layout:
+    """A run that was published did fit: the least recompute with which it does, where the source does not say."""
+    known = calibration()
+    for how in ("none", "selective", "full"):
+        layout = replace(layout, recompute=how)
+        if max(stage.device for stage in memory_of(work, layout, known.stacks[stack], known)) <= gpu.memory:
+            return layout
+    return layout
 
 
 def _usual_micro_batch(work: Work, dp: int, pp: int, source: str) -> int:

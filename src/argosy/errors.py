@@ -69,6 +69,11 @@ CODES: Final[dict[str, str]] = {
     "device.old-torch": "The installed torch is older than Argosy supports.",
     "plan.bad-cluster": "A cluster is not a number and a node type, as 2xp4d.24xlarge.",
     "plan.bad-facts": "A file of hardware facts cannot be used.",
+    "plan.bad-question": "An option of `argosy plan` cannot be read.",
+    "plan.does-not-fit": "No layout of the cluster has enough memory for the model.",
+    "plan.missing-extra": "A plot needs an optional Python package.",
+    "plan.no-layout": "No layout of the cluster divides the batch and the model.",
+    "plan.unsupported": "The planner has no model of this architecture.",
     "plan.unknown-hardware": "No GPU or instance type of that name is known; a file of your own can add it.",
     "train.non-finite": "The loss or the gradient norm became NaN or infinite.",
 }

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from argosy import __version__
-from argosy.cli import bench, checkpoint, config, data, demo, evaluate, sample, train
+from argosy.cli import bench, checkpoint, config, data, demo, evaluate, plan, sample, train
 from argosy.errors import EXIT_REFUSED, ArgosyError
 
 
@@ -39,7 +39,7 @@ class Verbs(TyperGroup):
 app = typer.Typer(
     cls=Verbs,
     name="argosy",
-    help="From raw text to a trained language model: prepare the data, train, evaluate, sample.",
+    help="From raw text to a trained language model: prepare the data, plan, train, evaluate, sample.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -65,6 +65,7 @@ def options(
 
 app.command("demo")(demo.demo)
 app.add_typer(data.app, name="data")
+app.command("plan")(plan.plan)
 app.command("train")(train.train)
 app.command("sample")(sample.sample)
 app.command("eval")(evaluate.evaluate)

@@ -1,1 +1,1 @@
-"""What a run needs of the hardware before it starts. For now: the facts about GPUs that MFU is measured against."""
+"""What a run needs before it starts: hardware facts, memory and time of a layout, and the search for the best one."""

@@ -1,7 +1,7 @@
 """Calibration: what the models of memory and time take from measurements, read from `facts/calibration.yaml`.
 
-Facts of a software stack (what it keeps, what it overlaps) stand apart from the fitted constants, each of which has a
-physical meaning and a source. They are fewer than forty in all, and belong to a GPU or a stack, never to a model or a row.
+What a software stack keeps and overlaps is set by hand, apart from the fitted constants, each of which has a physical
+meaning. Both belong to a GPU or a stack, never to a model or a row.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from typing import Literal
 
 from argosy.config.model import Section
 from argosy.config.reader import read_yaml
+from argosy.plan.hardware import Cluster, Gpu
+from argosy.plan.kernels import Rates
+from argosy.plan.links import Links
 
 FILE = Path(__file__).parent / "facts" / "calibration.yaml"
 
@@ -19,23 +22,70 @@ FILE = Path(__file__).parent / "facts" / "calibration.yaml"
 class Stack(Section):
     """What a software stack does, in bytes and choices."""
 
+    name: str
     weight: float
     gradient: float
     gradient_once: float
     optimiser: float
     logit: float
     chunked_loss: bool = False
+    narrow_inputs: bool = False
     attention: Literal["flash", "unfused"]
     selective: Literal["products", "half", "scores"]
+    early_stop: bool = False
+    reduced: float
+    overlap_tensor: float
+    overlap_send: float
+    overlap_gradients: float
+    overlap_experts: float = 0.0
+    host: str
 
 
 class Calibration(Section):
+    """`constants` are the fitted ones, by name; a GPU's stand under the name of its generation."""
+
     stacks: dict[str, Stack]
-    fragmentation: float
-    context: float
+    generations: dict[str, str]
+    constants: dict[str, float]
+
+    @property
+    def fragmentation(self) -> float:
+        return self.constants["fragmentation"]
+
+    @property
+    def context(self) -> float:
+        return self.constants["context"]
+
+    def rates(self, gpu: Gpu, stack: Stack, precision: str) -> Rates:
+        values = self.constants
+        generation = self.generations.get(gpu.name, "H100")
+        peak = gpu.peak() * 1e12
+        product = peak * values[f"product.{generation}"]
+        narrow = product
+        if precision in ("fp8", "fp4") and precision in gpu.dense:
+            narrow = gpu.peak(precision) * 1e12 * values[f"narrow.{generation}"]
+        return Rates(
+            sms=gpu.sms,
+            product=product,
+            narrow=narrow,
+            attention=peak * values[f"attention.{generation}"],
+            memory=gpu.bandwidth * 1e9 * values["memory"] / values[f"passes.{stack.host}"],
+            launch=values[f"launch.{stack.host}"],
+        )
+
+    def links(self, cluster: Cluster) -> Links:
+        values = self.constants
+        return Links(
+            near=cluster.gpu.link * 1e9 * values["nvlink"],
+            far=cluster.network * 1e9 * values["network"],
+            near_latency=values["latency.near"],
+            far_latency=values["latency.far"],
+            domain=cluster.domain,
+        )
 
 
 @lru_cache
 def calibration() -> Calibration:
     tree = read_yaml(FILE)[0]
-    return Calibration.model_validate({"stacks": tree["stacks"], **tree["memory"]})
+    tree["stacks"] = {name: {**row, "name": name} for name, row in tree["stacks"].items()}
+    return Calibration.model_validate(tree)

@@ -111,6 +111,8 @@ def layer_activations(work: Work, layout: Layout, stack: Stack) -> tuple[float, 
     routed = inner * sizes.expert_width + 2 * sizes.hidden * sizes.expert_layers * (model.moe.top_k if model.moe else 0)
     scores = 5 * model.heads * work.seq_len / layout.cp if stack.attention == "unfused" else 0.0
     split = projections + inner * sizes.mlp_width + routed
+    if stack.narrow_inputs and work.precision in ("fp8", "fp4"):
+        split -= sizes.mlp_width + sizes.expert_width  # the second product's input is kept in 8 bits
     whole = stream / outer + (split + scores) / layout.tp
     # Sequence parallelism gathers the whole sequence before a product, and has it whole after one, for the layer at work.
     running = whole + (6 * sizes.hidden if layout.sp else 0)

@@ -1,0 +1,208 @@
+"""How well the planner predicts published measurements: `python benchmarks/planner_accuracy.py [CSV...] [--fit] [--folds]`.
+
+By source: rows predicted, mean and median absolute error of step time and of memory, and how layouts are ranked: in every
+group of rows that differ only in layout, Kendall's tau and the regret of the layout we would pick. Feasibility: rows
+that ran and are said not to fit, and rows that ran out of memory and are said to fit. Rows that cannot be predicted are
+listed with the reason. `--fit` fits the constants of time and prints them; `--folds` fits five times, each time without a
+fifth of the sources, and shows the error on those.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import combinations
+from math import exp, log
+from pathlib import Path
+from statistics import mean, median
+
+from planner_rows import Row, read_rows
+
+from argosy.plan.calibration import Calibration, calibration
+from argosy.plan.memory import memory_of
+from argosy.plan.time import step_time
+
+HERE = Path(__file__).parent
+# Constants that are not fitted here: those of memory, and what kernels were measured at (docs/benchmarks.md).
+NOT_TIME = ("fragmentation", "context", "product.H100", "attention.H100")
+STARTS = {
+    "product": 0.75, "narrow": 0.5, "attention": 0.4, "passes": 1.2, "launch": 4e-4, "memory": 0.85, "score_bytes": 14.0,
+    "nvlink": 0.75, "network": 0.75, "latency": 2e-5, "interference": 0.15, "straggle": 0.005, "step": 5e-3,
+}  # fmt: skip
+# What is physically possible: nothing passes these, whatever the rows would like.
+BOUNDS = {
+    "product": (0.5, 0.9), "narrow": (0.3, 0.8), "attention": (0.15, 0.7), "memory": (0.5, 0.95), "nvlink": (0.4, 0.95),
+    "network": (0.4, 0.98), "passes": (0.7, 4.0), "interference": (0.0, 0.6), "latency": (2e-6, 2e-4),
+}  # fmt: skip
+
+
+def seconds(row: Row, known: Calibration) -> float:
+    return step_time(row.work, row.layout, row.cluster, known.stacks[row.stack], known).total
+
+
+def gibibytes(row: Row, known: Calibration) -> float:
+    """Of the memory the source measured: allocated is the last rank's, others the fullest rank's."""
+    stages = memory_of(row.work, row.layout, known.stacks[row.stack], known)
+    if row.memory_kind == "allocated":
+        return stages[-1].allocated
+    fullest = max(stages, key=lambda stage: stage.allocated)
+    return fullest.device - (known.context if row.memory_kind == "reserved" else 0.0)
+
+
+def timed(rows: Iterable[Row]) -> list[Row]:
+    """Rows with a step time and a known number of GPUs."""
+    return [row for row in rows if row.step_s and "gpus" not in row.filled]
+
+
+def errors(rows: Iterable[Row], known: Calibration) -> list[float]:
+    return [abs(seconds(row, known) / (row.step_s or 1.0) - 1) for row in rows]
+
+
+def fit(rows: Sequence[Row], known: Calibration, *, fresh: bool = False, rounds: int = 12) -> Calibration:
+    """Coordinate descent on the mean absolute logarithm of predicted over measured. `fresh` starts from neutral values."""
+    values = dict(known.constants)
+    free = [name for name in values if name not in NOT_TIME]
+    if fresh:
+        values |= {name: STARTS[name.partition(".")[0]] for name in free}
+    values |= {name: _bounded(name, values[name]) for name in free}
+
+    def loss(trial: dict[str, float], among: Sequence[Row]) -> float:
+        changed = known.model_copy(update={"constants": trial})
+        return sum(min(1.0, abs(log(seconds(row, changed) / (row.step_s or 1.0)))) for row in among)
+
+    touched = {name: [row for row in rows if _touches(name, row, known)] for name in free}
+    step = 1.25
+    for _ in range(rounds):
+        moved = False
+        for name in free:
+            best = loss(values, touched[name])
+            for factor in (step, 1 / step):
+                trial = values | {name: _bounded(name, values[name] * factor)}
+                now = loss(trial, touched[name])
+                if now < best - 1e-6:
+                    values, best, moved = trial, now, True
+        if not moved:
+            step = exp(log(step) / 2)
+            if step < 1.01:
+                break
+    return known.model_copy(update={"constants": values})
+
+
+def _bounded(name: str, value: float) -> float:
+    low, high = BOUNDS.get(name.partition(".")[0], (0.0, float("inf")))
+    return max(low, min(high, value))
+
+
+def _touches(name: str, row: Row, known: Calibration) -> bool:
+    """Whether a constant can change a row's prediction: those of another GPU or stack cannot."""
+    kind, _, owner = name.partition(".")
+    if kind in ("product", "narrow", "attention"):
+        return known.generations.get(row.cluster.gpu.name, "H100") == owner
+    return kind not in ("passes", "launch") or known.stacks[row.stack].host == owner
+
+
+def groups_of(rows: Iterable[Row]) -> list[list[Row]]:
+    """Rows of one source that differ in nothing but their layout, three or more."""
+    groups: dict[object, list[Row]] = defaultdict(list)
+    for row in rows:
+        model = row.work.model
+        shape = (model.layers, model.hidden, model.heads, model.ffn, model.vocab_size)
+        work = (row.work.seq_len, row.work.global_batch, row.work.precision)
+        groups[row.source, row.stack, row.cluster.gpu.name, row.cluster.gpus, shape, work].append(row)
+    return [group for group in groups.values() if len({str(row.layout) for row in group}) >= 3]
+
+
+def ranking(group: Sequence[Row], known: Calibration) -> tuple[float, float]:
+    """Kendall's tau of predicted and measured times, and how much slower our pick ran than the best."""
+    pairs = [(seconds(row, known), row.step_s or 1.0) for row in group]
+    signs = [(a[0] - b[0]) * (a[1] - b[1]) for a, b in combinations(pairs, 2)]
+    tau = sum((sign > 0) - (sign < 0) for sign in signs) / max(1, len(signs))
+    return tau, min(pairs)[1] / min(measured for _, measured in pairs) - 1
+
+
+def report(rows: Sequence[Row], refused: Sequence[tuple[str, str]], known: Calibration) -> None:
+    print(
+        "| source | rows | timed | time MAPE | median | memory rows | MAPE | median | groups | tau | worst regret | infeasible said | OOM said to fit |"
+    )
+    print("| --- " * 13 + "|")
+    everything = {"all": list(rows), "dense 16-bit": [r for r in rows if r.dense and r.sixteen_bit]}
+    everything["dense 16-bit, without CI's tiny models"] = [
+        r for r in everything["dense 16-bit"] if r.source != "golden-tiny"
+    ]
+    everything["MoE, fp8 and narrower"] = [r for r in rows if not (r.dense and r.sixteen_bit)]
+    by_source: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        by_source[row.source].append(row)
+    everything |= {"golden 7B": [r for r in by_source["golden"] if "gpus" not in r.filled and r.dense]}
+    for name, chosen in {**by_source, **everything}.items():
+        if chosen:
+            print(_line(name, chosen, known))
+    unknown = [row.id for row in rows if row.step_s and "gpus" in row.filled]
+    print(f"\ntime not scored, number of GPUs not published: {', '.join(unknown) or 'none'}")
+    print(f"no step time published: {', '.join(row.id for row in rows if not row.step_s) or 'none'}")
+    print(f"rows that cannot be read: {', '.join(f'{name} ({why})' for name, why in refused) or 'none'}")
+
+
+def _line(name: str, rows: Sequence[Row], known: Calibration) -> str:
+    with_time = timed(rows)
+    time = errors(with_time, known)
+    weighed = [row for row in rows if row.memory]
+    memory = [abs(gibibytes(row, known) / (row.memory or 1.0) - 1) for row in weighed]
+    ranked = [ranking(group, known) for group in groups_of(with_time)]
+    fits = {
+        row.id: max(s.device for s in memory_of(row.work, row.layout, known.stacks[row.stack], known))
+        <= row.cluster.gpu.memory
+        for row in rows
+    }
+    wrong = sum(not fits[row.id] and not row.out_of_memory for row in rows)
+    missed = sum(fits[row.id] and row.out_of_memory for row in rows)
+    tau = f"{mean(t for t, _ in ranked):.2f}" if ranked else ""
+    regret = f"{max(r for _, r in ranked):.1%}" if ranked else ""
+    cells = [name, len(rows), len(time), _share(time, mean), _share(time, median), len(memory), _share(memory, mean)]
+    cells += [_share(memory, median), len(ranked), tau, regret, wrong, missed]
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def _share(values: Sequence[float], of: object) -> str:
+    return f"{of(values):.1%}" if values else ""  # type: ignore[operator]
+
+
+def folds(rows: Sequence[Row], known: Calibration) -> None:
+    """Held-out error by source, in five folds of sources with about as many rows each."""
+    counts: dict[str, int] = defaultdict(int)
+    for row in rows:
+        counts[row.source] += 1
+    parts: list[list[str]] = [[] for _ in range(5)]
+    for source in sorted(counts, key=lambda name: -counts[name]):
+        min(parts, key=lambda part: sum(counts[name] for name in part)).append(source)
+    print("\n| held out | rows | fitted on all | held out |\n| --- | --- | --- | --- |")
+    for part in parts:
+        left = [row for row in rows if row.source in part]
+        other = fit([row for row in rows if row.source not in part], known, fresh=True)
+        print(
+            f"| {', '.join(part)} | {len(left)} | {mean(errors(left, known)):.1%} | {mean(errors(left, other)):.1%} |"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("csv", nargs="*", type=Path, default=[HERE / "planner_published.csv", HERE / "planner_own.csv"])
+    parser.add_argument("--fit", action="store_true", help="fit the constants of time to the rows, and print them")
+    parser.add_argument("--folds", action="store_true", help="show the error on sources the fit has not seen")
+    asked = parser.parse_args()
+    rows, refused = [], []
+    for path in asked.csv:
+        more, bad = read_rows(path)
+        rows, refused = rows + more, refused + bad
+    known = calibration()
+    if asked.fit:
+        known = fit(timed(rows), known)
+        print("\n".join(f"  {name}: {value:.4g}" for name, value in known.constants.items()))
+    report(rows, refused, known)
+    if asked.folds:
+        folds(timed(rows), known)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""argosy plan"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def plan(
+    target: Annotated[
+        str, typer.Argument(help="A preset (`argosy config models`), or a run spec.", metavar="MODEL|RUN.yaml")
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Changes, as layers=4 to a model or train.global_batch=64 to a run.", metavar="[KEY=VALUE]..."
+        ),
+    ] = None,
+    cluster: Annotated[
+        str, typer.Option(help="Nodes and their type, as 2xp4d.24xlarge, or GPUs, as 16xH100.")
+    ] = "1xH100",
+    global_batch: Annotated[int | None, typer.Option(min=1, help="Samples in a step.")] = None,
+    seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens in a sample; default: the model's.")] = None,
+    tokens: Annotated[str | None, typer.Option(help="Of the whole run, as 20B: adds days and dollars.")] = None,
+    precision: Annotated[str | None, typer.Option(help="bf16, fp16 or fp8.")] = None,
+    what_if: Annotated[str | None, typer.Option(help="Only layouts with these values, as tp=4,pp=2.")] = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Every term of the best layout, with its formula.")
+    ] = False,
+    top: Annotated[int, typer.Option(min=1, help="Layouts to show.")] = 8,
+    price: Annotated[float | None, typer.Option(min=0, help="US dollars an hour of one node.")] = None,
+    storage: Annotated[float, typer.Option(min=0.001, help="GB/s at which checkpoints are written.")] = 2.0,
+    hardware: Annotated[
+        str | None, typer.Option(help="A file of GPUs and instances, laid over the known ones.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write memory and time of the best layouts as a PNG.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Memory, time and cost of a run before anyone pays for a GPU, and the layout to use.
+
+    Searches tensor, pipeline, context, expert and data parallelism, sharding, micro-batch and recompute; shows the
+    fastest layouts that fit, why the others lost, and what to beware of. Nothing is run, and no GPU is needed.
+    """
+    import json
+
+    from argosy.plan.advise import Question, answer, write_plot
+
+    question = Question.read(
+        target, overrides or [], cluster=cluster, global_batch=global_batch, seq_len=seq_len, tokens=tokens,
+        precision=precision, what_if=what_if, price=price, hardware=hardware,
+    )  # fmt: skip
+    advice = answer(question, top=top, storage=storage)
+    if plot is not None:
+        write_plot(advice, plot)
+    print(json.dumps(advice.as_dict()) if as_json else "\n".join(advice.lines(explained=explain)))

@@ -1,0 +1,244 @@
+"""The question `argosy plan` is asked, and its answer: what is planned, on what, and which layouts are best."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from argosy.config.refusals import did_you_mean
+from argosy.config.resolve import resolve, resolve_model
+from argosy.config.schema import ParallelSpec, RunSpec
+from argosy.config.units import parse_count
+from argosy.errors import ArgosyError
+from argosy.plan.calibration import calibration
+from argosy.plan.hardware import Cluster, parse_cluster
+from argosy.plan.layout import Layout, Work, violations
+from argosy.plan.report import as_dict, distinct, explain, header, table, why_lost
+from argosy.plan.search import Candidate, Found, evaluate, search, warnings
+
+STACK = "argosy"
+DEFAULT_TOKENS = 2**20  # of a step, where no batch is given
+
+
+@dataclass(frozen=True)
+class Question:
+    work: Work
+    cluster: Cluster
+    tokens: int | None
+    fixed: dict[str, object]
+    asked: Layout | None  # the layout a run spec names, where it is for as many GPUs
+
+    @classmethod
+    def read(
+        cls, target: str, overrides: Sequence[str], *, cluster: str, global_batch: int | None, seq_len: int | None,
+        tokens: str | None, precision: str | None, what_if: str | None, price: float | None, hardware: str | None,
+    ) -> Question:  # fmt: skip
+        nodes = parse_cluster(cluster, price=price, user_file=hardware)
+        total = None if tokens is None else _count(tokens)
+        asked = None
+        if target.endswith((".yaml", ".yml")) or Path(target).is_file():
+            spec = resolve(Path(target), overrides).spec
+            work = _work_of(spec, global_batch, seq_len, precision)
+            total = total or _tokens_of(spec)
+            asked = _asked(spec.parallel, nodes)
+        else:
+            model = resolve_model(target, overrides)
+            length = seq_len or model.max_seq_len
+            work = Work(model, length, global_batch or max(1, DEFAULT_TOKENS // length), _precision(precision))
+        if work.model.architecture == "encoder-decoder":
+            raise ArgosyError(
+                "plan.unsupported",
+                "the planner has no model of encoder-decoders yet",
+                key="model.architecture",
+                value=work.model.architecture,
+                fix="measure one with `argosy bench`",
+            )
+        return cls(work, nodes, total, _fixed(what_if), asked)
+
+
+@dataclass(frozen=True)
+class Advice:
+    question: Question
+    found: Found
+    shown: tuple[Candidate, ...]
+    asked: Candidate | None
+    storage: float
+
+    def lines(self, *, explained: bool = False) -> list[str]:
+        best, tokens = self.shown[0], self.question.tokens
+        lines = [*header(best, self.found, tokens, self.storage), "", *table(self.shown, tokens)]
+        if len(self.shown) > 1:
+            lines += ["", "why the others lost, against the first:"]
+            lines += [f"  {why_lost(best, other)}" for other in self.shown[1:4]]
+        if self.asked is not None:
+            fits = "" if self.asked.fits else f", and does not fit in {best.cluster.gpu.memory:g} GiB"
+            lines += ["", "the run spec's own layout" + fits + ":", f"  {why_lost(best, self.asked)}"]
+            lines += [f"  warning: {warning}" for warning in warnings(self.asked)]
+        lines += [f"warning: {warning}" for warning in warnings(best)]
+        if explained:
+            lines += ["", *explain(best)]
+        layout = best.layout
+        keys = {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp, "ep": layout.ep}
+        spread = {"dp_shard" if layout.zero else "dp_replicate": layout.dp}
+        sizes = {k: v for k, v in {**keys, **spread}.items() if v > 1} | {"micro_batch": layout.micro_batch}
+        recompute = {} if layout.recompute == "none" else {"recompute": layout.recompute}
+        written: dict[str, object] = {**sizes, **recompute}
+        return [*lines, "", "parallel: {" + ", ".join(f"{k}: {v}" for k, v in written.items()) + "}"]
+
+    def as_dict(self) -> dict[str, Any]:
+        question = self.question
+        return {
+            "model": question.work.model.preset or question.work.model.family,
+            "cluster": question.cluster.name,
+            "gpus": question.cluster.gpus,
+            "global_batch": question.work.global_batch,
+            "seq_len": question.work.seq_len,
+            "tokens": question.tokens,
+            "considered": self.found.considered,
+            "left_out": dict(self.found.left_out),
+            "plans": [as_dict(candidate, question.tokens) for candidate in self.shown],
+            "asked": None if self.asked is None else as_dict(self.asked, question.tokens),
+        }
+
+
+def answer(question: Question, *, top: int = 8, storage: float = 2.0) -> Advice:
+    known = calibration()
+    stack = known.stacks[STACK]
+    work, cluster = question.work, question.cluster
+    found = search(work, cluster, stack, known, question.fixed)
+    if not found.best:
+        raise _nothing(question, found)
+    asked = None if question.asked is None else evaluate(work, question.asked, cluster, stack, known)
+    return Advice(question, found, tuple(distinct(found, top)), asked, storage)
+
+
+def _nothing(question: Question, found: Found) -> ArgosyError:
+    work, cluster = question.work, question.cluster
+    if found.nearest is not None:
+        need = found.nearest.fullest.device
+        return ArgosyError(
+            "plan.does-not-fit",
+            f"none of {found.considered:,} layouts fits: the least memory is {need:.1f} GiB a GPU ({found.nearest.layout}), "
+            f"and a {cluster.gpu.name} has {cluster.gpu.memory:g}",
+            key="--cluster",
+            value=cluster.name,
+            fix="use more GPUs, GPUs with more memory, or shorter sequences",
+        )
+    why = "they do not divide"
+    if question.fixed:
+        tried = Layout(**question.fixed)  # type: ignore[arg-type]
+        why = next(violations(work, tried, tried.gpus), f"no layout of {cluster.gpus} GPUs has these values")
+    return ArgosyError(
+        "plan.no-layout",
+        f"no layout of {cluster.gpus} GPUs can run {work.model.preset or work.model.family} with global_batch "
+        f"{work.global_batch}: {why}",
+        key="--global-batch" if not question.fixed else "--what-if",
+        value=work.global_batch if not question.fixed else question.fixed,
+        fix="choose a batch that divides by the number of GPUs, or other values",
+    )
+
+
+def _work_of(spec: RunSpec, global_batch: int | None, seq_len: int | None, precision: str | None) -> Work:
+    chosen = precision or ("bf16" if spec.train.precision == "auto" else spec.train.precision)
+    return Work(spec.model, seq_len or spec.data.seq_len, global_batch or spec.train.global_batch, _precision(chosen))
+
+
+def _tokens_of(spec: RunSpec) -> int | None:
+    steps = spec.train.length.steps(spec.train.batches, seq_len=spec.data.seq_len)
+    return None if steps is None else steps * spec.train.global_batch * spec.data.seq_len
+
+
+def _asked(parallel: ParallelSpec, cluster: Cluster) -> Layout | None:
+    if parallel.world_size != cluster.gpus:
+        return None
+    zero = 3 if parallel.dp_shard > 1 else 0
+    return Layout(
+        tp=parallel.tp, pp=parallel.pp, cp=parallel.cp, ep=parallel.ep, dp=parallel.data_parallel, zero=zero,
+        sp=parallel.tp > 1, micro_batch=parallel.micro_batch, recompute=parallel.recompute,
+    )  # fmt: skip
+
+
+def _precision(asked: str | None) -> str:
+    known = {None: "bf16", "bf16": "bf16", "fp16": "bf16", "fp8": "fp8", "fp32": "fp32"}
+    if asked not in known:
+        raise ArgosyError(
+            "plan.bad-question",
+            f"{asked!r} is no precision a run can have",
+            key="--precision",
+            value=asked,
+            fix="use bf16, fp16 or fp8",
+        )
+    return known[asked]
+
+
+def _count(text: str) -> int:
+    try:
+        return int(parse_count(text))
+    except (ValueError, TypeError) as error:
+        raise ArgosyError("plan.bad-question", str(error), key="--tokens", value=text, fix="write it as 20B") from None
+
+
+def _fixed(text: str | None) -> dict[str, object]:
+    """`tp=4,recompute=full` as values of a layout's fields."""
+    axes = {field.name: field.type for field in fields(Layout)}
+    fixed: dict[str, object] = {}
+    for part in [part for part in (text or "").replace(" ", ",").split(",") if part]:
+        name, _, value = part.partition("=")
+        if name not in axes or not value:
+            hint = did_you_mean(name, list(axes)) or f"axes are {', '.join(axes)}"
+            raise ArgosyError(
+                "plan.bad-question",
+                f"{part!r} is no axis and value: {hint}",
+                key="--what-if",
+                value=text,
+                fix="write tp=4",
+            )
+        if name == "sp":
+            fixed[name] = value.lower() in ("1", "true", "yes")
+        elif name == "recompute":
+            fixed[name] = value
+        elif value.isdigit():
+            fixed[name] = int(value)
+        else:
+            raise ArgosyError(
+                "plan.bad-question",
+                f"{name} is a whole number, not {value!r}",
+                key="--what-if",
+                value=text,
+                fix="write tp=4",
+            )
+    return fixed
+
+
+def write_plot(advice: Advice, path: Path) -> None:
+    """Memory by category and time by term of the layouts shown, side by side."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ArgosyError(
+            "plan.missing-extra",
+            "a plot needs matplotlib, which is not installed",
+            key="--plot",
+            value=path,
+            fix="pip install 'argosy[plot]'",
+        ) from None
+    figure = Figure(figsize=(12, 5), layout="constrained")
+    memory, time = figure.subplots(1, 2)
+    names = [str(candidate.layout) for candidate in advice.shown]
+    stages = [candidate.fullest.as_dict() for candidate in advice.shown]
+    parts = [name for name in stages[0] if name not in ("allocated", "device")]
+    for axes, title, keys, values in (
+        (memory, "GiB on the fullest rank", parts, stages),
+        (time, "seconds of a step", list(advice.shown[0].time.terms), [c.time.terms for c in advice.shown]),
+    ):
+        start = [0.0] * len(names)
+        for key in keys:
+            widths = [value[key] for value in values]
+            axes.barh(names, widths, left=start, label=key)
+            start = [a + b for a, b in zip(start, widths, strict=True)]
+        axes.set_title(title)
+        axes.invert_yaxis()
+        axes.legend(fontsize=7)
+    figure.savefig(path)

@@ -1,0 +1,57 @@
+"""Time of the kernels of one rank: matrix products by shape, attention, and element-wise work by bytes.
+
+A product is cut into tiles, the tiles into waves over the multiprocessors; what the last wave and the tiles' edges leave
+idle is lost. Of the shapes of tile a library has, the best is taken. A short inner dimension costs its start-up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil
+
+TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 64, 0.6))  # rows, columns, quality
+START_UP = 128  # of the inner dimension, in elements: filling and draining a tile's pipeline
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a GPU reaches with a stack: FLOP/s of large products and of attention, bytes/s, and the host's seconds to launch
+    a layer's forward kernels."""
+
+    sms: int
+    product: float
+    narrow: float  # of products whose inputs are 8-bit or narrower; `product` where there are none
+    attention: float
+    memory: float
+    launch: float
+
+
+@lru_cache(maxsize=100_000)
+def efficiency(rows: int, columns: int, inner: int, sms: int, groups: int = 1) -> float:
+    """Share of the multiprocessors' time that goes into wanted products."""
+    best = 0.0
+    for tile_rows, tile_columns, quality in TILES:
+        tiles = groups * ceil(rows / tile_rows) * ceil(columns / tile_columns)
+        waves = ceil(tiles / sms)
+        best = max(best, quality * groups * rows * columns / (waves * sms * tile_rows * tile_columns))
+    return best * inner / (inner + START_UP)
+
+
+def product(rates: Rates, rows: float, columns: float, inner: float, *, narrow: bool = False, groups: int = 1) -> float:
+    """Seconds of [rows, inner] x [inner, columns], `groups` times in one kernel."""
+    r, c, k = max(1, round(rows)), max(1, round(columns)), max(1, round(inner))
+    rate = rates.narrow if narrow else rates.product
+    flops = 2.0 * groups * r * c * k / (rate * efficiency(r, c, k, rates.sms, groups))
+    moved = 2.0 * groups * (r * k + k * c + r * c) / rates.memory
+    return max(flops, moved)
+
+
+def linear(
+    rates: Rates, tokens: float, inputs: float, outputs: float, *, narrow: bool = False, groups: int = 1
+) -> tuple[float, float]:
+    """Forward and backward seconds of a linear layer: the backward pass has two products, for inputs and for weights."""
+    forward = product(rates, tokens, outputs, inputs, narrow=narrow, groups=groups)
+    by_input = product(rates, tokens, inputs, outputs, narrow=narrow, groups=groups)
+    by_weight = product(rates, outputs, inputs, tokens, narrow=narrow, groups=groups)
+    return forward, by_input + by_weight

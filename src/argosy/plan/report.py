@@ -1,0 +1,154 @@
+"""A plan as people and programs read it: the ranked table, why the others lost, every term of one layout, warnings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from argosy.config.counts import FLOPS_CONVENTION, describe_size
+from argosy.plan.search import Candidate, Found, checkpoint_bytes, warnings
+
+FORMULAS = {
+    "products": "m x layers x (forward + backward products), FLOPs / (peak x share reached x tiles and waves filled)",
+    "attention": "FLOPs of the causal half (backward 2.5 x forward) / (peak x share reached)",
+    "element-wise": "bytes of norms, residual sums, rotation and activation / memory bandwidth reached",
+    "launches": "what the host takes to launch a layer's kernels beyond their time on the GPU",
+    "recompute": "what the backward pass makes again: the forward pass, or its cheap operations",
+    "head": "m x (output head's products + bytes of the loss), where the last stage is the slowest",
+    "tensor": "m x layers x 4 all-reduces (6 with full recompute) of 2 x tokens x hidden bytes",
+    "context": "keys and values around the ring, less what attention hides",
+    "experts": "4 all-to-alls of top_k x tokens x hidden, each domain reached once",
+    "gather": "ZeRO-3: two gathers and a scatter of each layer's weights, less what computation hides",
+    "pipeline": "m x vpp x 2 sends of 2 x tokens x hidden / tp bytes",
+    "gradients": "reduction over data-parallel ranks, less what the last backward pass hides",
+    "bubble": "(sum of the stages' times - the slowest's) / vpp",
+    "optimiser": "34 bytes of each parameter held / memory bandwidth reached, and the step's own overhead",
+    "waiting": "for the slowest node: a share for each doubling of nodes",
+}
+
+
+def distinct(found: Found, count: int) -> list[Candidate]:
+    """The fastest of every mesh: variants of one that differ in recompute or micro-batch are not alternatives."""
+    seen: dict[tuple[int, ...], Candidate] = {}
+    for candidate in found.best:
+        mesh = candidate.layout
+        seen.setdefault((mesh.tp, mesh.pp, mesh.cp, mesh.ep, mesh.zero == 3), candidate)
+    return list(seen.values())[:count]
+
+
+def run_length(candidate: Candidate, tokens: int | None) -> tuple[float, float | None] | None:
+    """Days and dollars of the whole run."""
+    if tokens is None:
+        return None
+    hours = tokens / candidate.work.tokens * candidate.time.total / 3600
+    price = candidate.cluster.price
+    return hours / 24, None if price is None else hours * price
+
+
+def as_dict(candidate: Candidate, tokens: int | None) -> dict[str, Any]:
+    length = run_length(candidate, tokens)
+    return {
+        "layout": asdict(candidate.layout),
+        "micro_batches": candidate.work.micro_batches(candidate.layout),
+        "step_s": round(candidate.time.total, 5),
+        "tokens_per_s_gpu": round(candidate.time.tokens_per_gpu, 1),
+        "mfu": round(candidate.mfu, 4),
+        "mfu_against": f"{candidate.cluster.gpu.name} {candidate.cluster.gpu.peak():g} TFLOP/s; {FLOPS_CONVENTION}",
+        "fits": candidate.fits,
+        "bubble": round(candidate.time.bubble, 4),
+        "exposed_communication": round(candidate.time.exposed, 4),
+        "terms_s": {name: round(value, 6) for name, value in candidate.time.terms.items()},
+        "memory_gib": [stage.as_dict() for stage in candidate.stages],
+        "card_gib": candidate.cluster.gpu.memory,
+        "days": None if length is None else round(length[0], 3),
+        "dollars": None if length is None or length[1] is None else round(length[1], 2),
+        "warnings": list(warnings(candidate)),
+    }
+
+
+def header(candidate: Candidate, found: Found | None, tokens: int | None, storage: float) -> list[str]:
+    work, cluster = candidate.work, candidate.cluster
+    price = "" if cluster.price is None else f", ${cluster.price:,.2f} an hour"
+    size = checkpoint_bytes(work) / 1e9
+    lines = [
+        f"model       {describe_size(work.model)}",
+        f"cluster     {cluster.name}: {cluster.gpus} x {cluster.gpu.name}, {cluster.nodes} nodes{price}",
+        f"step        {work.global_batch:,} x {work.seq_len:,} = {work.tokens:,} tokens, {work.precision}",
+        f"checkpoint  {size:,.1f} GB (weights, masters, moments): {size / storage:,.0f} s at {storage:g} GB/s",
+    ]
+    if tokens is not None:
+        lines.append(f"run         {tokens:,} tokens, {-(-tokens // work.tokens):,} steps")
+    if found is not None:
+        left = ", ".join(f"{count:,} {why}" for why, count in found.left_out.items())
+        lines.append(f"searched    {found.considered:,} layouts" + (f": {left}" if left else ""))
+    return lines
+
+
+def table(candidates: Sequence[Candidate], tokens: int | None) -> list[str]:
+    rows = [["", "layout", "step", "tok/s/GPU", "MFU", "memory", "", "bubble", "exposed", "days", "$"]]
+    for rank, candidate in enumerate(candidates, 1):
+        length = run_length(candidate, tokens)
+        days = "" if length is None else f"{length[0]:,.1f}"
+        dollars = "" if length is None or length[1] is None else f"{length[1]:,.0f}"
+        used = candidate.fullest.device / candidate.cluster.gpu.memory
+        rows.append([
+            str(rank), str(candidate.layout), duration(candidate.time.total), f"{candidate.time.tokens_per_gpu:,.0f}",
+            f"{candidate.mfu:.1%}", f"{candidate.fullest.device:.1f}G", _bar(used), f"{candidate.time.bubble:.0%}",
+            f"{candidate.time.exposed:.0%}", days, dollars,
+        ])  # fmt: skip
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    left = (1, 6)
+    return [
+        "  ".join(
+            c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def why_lost(best: Candidate, other: Candidate) -> str:
+    """The terms in which an alternative is slower, and those in which it is faster."""
+    terms = {name: value - best.time.terms[name] for name, value in other.time.terms.items()}
+    worse = sorted(((v, n) for n, v in terms.items() if v > 0.005 * best.time.total), reverse=True)[:3]
+    better = sorted((v, n) for n, v in terms.items() if v < -0.005 * best.time.total)[:2]
+    slower = other.time.total / best.time.total - 1
+    lost = ", ".join(f"{name} +{duration(value)}" for value, name in worse) or "nothing large"
+    gain = "".join(f", {name} -{duration(-value)}" for value, name in better)
+    return f"{other.layout}: {slower:+.1%}: {lost}{gain}"
+
+
+def explain(candidate: Candidate) -> list[str]:
+    """Every term of time with its formula, and every category of memory of every kind of stage."""
+    work, layout = candidate.work, candidate.layout
+    lines = [f"{layout}: {duration(candidate.time.total)} a step, m = {work.micro_batches(layout)} micro-batches"]
+    for name, seconds in candidate.time.terms.items():
+        if seconds > 0:
+            share = seconds / candidate.time.total
+            lines.append(f"  {name:<13}{duration(seconds):>9} {share:>4.0%}  {FORMULAS[name]}")
+    lines.append(
+        f"memory in GiB, of a card of {candidate.cluster.gpu.memory:g}; `allocated` is the peak torch reports,"
+    )
+    lines.append("`device` adds the allocator's reserve and the context, and has to fit")
+    shown = sorted({0, layout.pp // 2, layout.pp - 1})
+    for stage in shown:
+        parts = candidate.stages[stage].as_dict()
+        lines.append(f"  stage {stage}: " + "  ".join(f"{name} {value:.2f}" for name, value in parts.items() if value))
+    return lines
+
+
+def duration(seconds: float) -> str:
+    if seconds >= 100:
+        return f"{seconds:,.0f} s"
+    return (
+        f"{seconds:.2f} s"
+        if seconds >= 1
+        else f"{1000 * seconds:.0f} ms"
+        if seconds >= 0.01
+        else f"{1000 * seconds:.1f} ms"
+    )
+
+
+def _bar(share: float, width: int = 10) -> str:
+    filled = min(width, round(share * width))
+    return f"[{'#' * filled}{'.' * (width - filled)}] {share:.0%}"

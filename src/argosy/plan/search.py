@@ -1,0 +1,146 @@
+"""Search over layouts: all that divide, each with its memory and time, best first.
+
+Memory decides first, and only layouts that fit are timed, so that thousands take about a second. What does not fit or does
+not divide is counted by its reason, for the plan to say why.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from argosy.config.counts import count_parameters
+from argosy.plan.calibration import Calibration, Stack
+from argosy.plan.hardware import Cluster
+from argosy.plan.layout import Layout, Recompute, Work, violations
+from argosy.plan.memory import StageMemory, memory_of
+from argosy.plan.time import StepTime, step_time
+
+RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+MARGIN = 0.97  # of the card: what is planned tighter than that does not survive the first surprise
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One layout with what it would take."""
+
+    work: Work
+    layout: Layout
+    cluster: Cluster
+    stages: tuple[StageMemory, ...]
+    time: StepTime
+
+    @cached_property
+    def fullest(self) -> StageMemory:
+        return max(self.stages, key=lambda stage: stage.device)
+
+    @property
+    def fits(self) -> bool:
+        return self.fullest.device <= self.cluster.gpu.memory
+
+    @property
+    def mfu(self) -> float:
+        return self.time.mfu(self.cluster)
+
+
+@dataclass(frozen=True)
+class Found:
+    """Layouts that fit, fastest first, and how many were left out for which reason."""
+
+    best: tuple[Candidate, ...]
+    considered: int
+    left_out: Counter[str]
+    nearest: Candidate | None  # the one that needs least memory, where none fits
+
+
+def evaluate(work: Work, layout: Layout, cluster: Cluster, stack: Stack, known: Calibration) -> Candidate:
+    stages = tuple(memory_of(work, layout, stack, known))
+    return Candidate(work, layout, cluster, stages, step_time(work, layout, cluster, stack, known))
+
+
+def search(
+    work: Work, cluster: Cluster, stack: Stack, known: Calibration, fixed: dict[str, object] | None = None
+) -> Found:
+    """`fixed` holds axes to the values given, as {"tp": 4}."""
+    fitting: list[Candidate] = []
+    left_out: Counter[str] = Counter()
+    nearest: tuple[float, Layout] | None = None
+    considered = 0
+    for layout in layouts(work, cluster, interleaved="vpp" in (fixed or {})):
+        if any(getattr(layout, axis) != value for axis, value in (fixed or {}).items()):
+            continue
+        considered += 1
+        reason = next(violations(work, layout, cluster.gpus), None)
+        if reason is not None:
+            left_out["does not divide"] += 1
+            continue
+        need = max(stage.device for stage in memory_of(work, layout, stack, known))
+        if need > MARGIN * cluster.gpu.memory:
+            left_out["does not fit"] += 1
+            if nearest is None or need < nearest[0]:
+                nearest = need, layout
+            continue
+        fitting.append(evaluate(work, layout, cluster, stack, known))
+    fitting.sort(key=lambda candidate: candidate.time.total)
+    closest = None if fitting or nearest is None else evaluate(work, nearest[1], cluster, stack, known)
+    return Found(tuple(fitting), considered, left_out, closest)
+
+
+def layouts(work: Work, cluster: Cluster, *, interleaved: bool = False) -> Iterator[Layout]:
+    """Every layout of the cluster's GPUs that could make sense: tensor parallelism within a domain, the micro-batches a
+    rank's share of the batch allows; interleaved pipelines only where asked for, as a run spec cannot name them."""
+    model, gpus = work.model, cluster.gpus
+    experts = [1] if model.moe is None else [n for n in _divisors(model.moe.experts) if n <= gpus]
+    for tp in [n for n in _divisors(gpus) if n <= cluster.domain and model.heads % n == 0]:
+        for pp in [n for n in _divisors(gpus // tp) if n <= model.layers]:
+            for cp in [n for n in _divisors(gpus // (tp * pp)) if n == 1 or (work.seq_len >= 8192 and n <= 16)]:
+                dp = gpus // (tp * pp * cp)
+                if work.global_batch % dp:
+                    continue
+                base = Layout(tp=tp, pp=pp, cp=cp, dp=dp, sp=tp > 1)
+                yield from _variants(
+                    work, base, [n for n in experts if (dp * cp) % n == 0], (1, 2, 3, 4, 6, 8) if interleaved else (1,)
+                )
+
+
+def _variants(work: Work, base: Layout, experts: list[int], interleaving: tuple[int, ...]) -> Iterator[Layout]:
+    share = work.global_batch // base.dp
+    chunks = [v for v in interleaving if v == 1 or (base.pp > 1 and work.model.layers % (base.pp * v) == 0)]
+    zeros = [0] if base.dp * base.cp == 1 else [0, 3]  # replicas, or shards (FSDP): what a run spec can say
+    for ep in experts:
+        for micro_batch in [n for n in (1, 2, 4, 8, 16, 32) if share % n == 0]:
+            if micro_batch * work.seq_len > 131_072 * base.cp:
+                break
+            for vpp in chunks:
+                for zero in zeros:
+                    for recompute in RECOMPUTE:
+                        yield replace(base, ep=ep, micro_batch=micro_batch, vpp=vpp, zero=zero, recompute=recompute)
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def checkpoint_bytes(work: Work) -> int:
+    """Weights, masters and both moments."""
+    return 14 * count_parameters(work.model).total
+
+
+def warnings(candidate: Candidate) -> Iterator[str]:
+    """What a reader should know before paying for this layout."""
+    layout, cluster, work = candidate.layout, candidate.cluster, candidate.work
+    m = work.micro_batches(layout)
+    if layout.pp > 1 and m < layout.pp:
+        yield f"{m} micro-batches for {layout.pp} stages: the pipeline idles {candidate.time.bubble:.0%} of the step"
+    if layout.tp > cluster.domain:
+        yield f"tp {layout.tp} crosses nodes of {cluster.domain} GPUs: every layer waits for the network"
+    if layout.pp > 1:
+        low, high = (pick(stage.device for stage in candidate.stages) for pick in (min, max))
+        if high > 1.25 * low:
+            yield f"memory is uneven over the stages: {low:.1f} to {high:.1f} GiB"
+    if candidate.fullest.device > 0.92 * cluster.gpu.memory:
+        yield f"{candidate.fullest.device:.1f} of {cluster.gpu.memory:.1f} GiB: little is left for surprises"
+    if candidate.mfu < 0.2:
+        yield f"MFU {candidate.mfu:.1%}: most of what is paid for idles"

@@ -1,0 +1,244 @@
+"""Time of a step, from kernels and links: every term by name, so that a plan can say where the time goes.
+
+A layer's forward and backward pass are its products, attention and element-wise bytes, or the host's launches where those
+take longer; with recompute the forward pass is made again. Tensor, context and expert parallelism add their collectives to
+each layer; sharded weights are gathered beside the computation, and what it cannot hide is exposed. A pipeline of stages
+with times T takes m max(T) + (sum(T) - max(T)) / v for m micro-batches and v chunks: the second part is its bubble.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import log2
+
+from argosy.config.counts import training_flops_per_token
+from argosy.plan.calibration import Calibration, Stack
+from argosy.plan.hardware import Cluster
+from argosy.plan.kernels import Rates, linear, product
+from argosy.plan.layout import Layout, Work, stage_layers
+from argosy.plan.links import Links, exchange, gather, group, reduce, send
+from argosy.plan.memory import stage_parameters
+
+BACKWARD_ATTENTION = 2.5  # five products for the two of the forward pass
+OPTIMISER_BYTES = (
+    34  # of a parameter: gradient read twice (norm and update), master and moments read and written, weight
+)
+ACTIVE = ("products", "attention", "element-wise", "launches", "recompute", "head")
+COMMUNICATION = ("tensor", "context", "experts", "gather", "pipeline", "gradients")
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step by term; `terms` sum to `total`."""
+
+    total: float
+    terms: dict[str, float]
+    bubble: float  # share of the step
+    flops: float = field(repr=False, default=0.0)
+    tokens: int = 0
+    gpus: int = 1
+
+    @property
+    def exposed(self) -> float:
+        """Share of the step spent waiting for communication."""
+        return sum(self.terms[name] for name in COMMUNICATION) / self.total
+
+    @property
+    def tokens_per_gpu(self) -> float:
+        return self.tokens / self.total / self.gpus
+
+    def mfu(self, cluster: Cluster) -> float:
+        """Against the dense 16-bit peak, attention counted at its causal half."""
+        return self.flops / self.total / (cluster.gpus * cluster.gpu.peak() * 1e12)
+
+
+@dataclass
+class Pass:
+    """Seconds of one layer, forward or backward."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    elements: float = 0.0
+    last: float = 0.0  # of the products, the last one
+
+    @property
+    def total(self) -> float:
+        return self.products + self.attention + self.elements
+
+
+def step_time(work: Work, layout: Layout, cluster: Cluster, stack: Stack, known: Calibration) -> StepTime:
+    rates = known.rates(cluster.gpu, stack, work.precision)
+    links = known.links(cluster)
+    tokens = work.seq_len * layout.micro_batch / layout.cp
+    terms = dict.fromkeys((*ACTIVE, *COMMUNICATION, "bubble", "optimiser", "waiting"), 0.0)
+    forward, backward = layer_passes(work, layout, stack, known, rates, tokens)
+    layer = _layer_terms(work, layout, cluster, stack, known, links, tokens, forward, backward, rates)
+    head = _head(work, layout, stack, rates, tokens)
+    layers = stage_layers(work.sizes.layers, layout)
+    hop = send(links, group(layout, "pp", cluster), 2 * tokens * work.sizes.hidden / layout.tp)
+    hops = 2 * layout.vpp * hop * (1 - stack.overlap_send)
+    each = sum(layer.values())
+    stages = [count * each + hops + (head if i == layout.pp - 1 else 0.0) for i, count in enumerate(layers)]
+    slowest = stages.index(max(stages))
+    m = work.micro_batches(layout)
+    for name, seconds in layer.items():
+        terms[name] += m * layers[slowest] * seconds
+    terms["head"] += m * (head if slowest == layout.pp - 1 else 0.0)
+    terms["pipeline"] += m * hops
+    terms["bubble"] = (sum(stages) - stages[slowest]) / layout.vpp
+    backward_s = layers[slowest] * (each - forward.total)
+    terms["gradients"], terms["optimiser"] = _once(work, layout, cluster, stack, known, links, rates, backward_s)
+    busy = sum(terms.values())
+    terms["waiting"] = busy * known.constants["straggle"] * log2(max(1, cluster.nodes))
+    total = busy + terms["waiting"]
+    flops = training_flops_per_token(work.model, work.seq_len) * work.tokens
+    return StepTime(total, terms, terms["bubble"] / total, flops, work.tokens, cluster.gpus)
+
+
+def layer_passes(
+    work: Work, layout: Layout, stack: Stack, known: Calibration, rates: Rates, tokens: float
+) -> tuple[Pass, Pass]:
+    """An average layer's forward and backward pass on one rank, without communication."""
+    sizes, model, tp = work.sizes, work.model, layout.tp
+    narrow = work.precision in ("fp8", "fp4")
+    forward, backward = Pass(), Pass()
+    inputs = 2 if model.gated else 1
+    linears = [
+        (tokens, sizes.hidden, (sizes.query + 2 * sizes.key_value) / tp, 1, 1.0),
+        (tokens, sizes.query / tp, sizes.hidden, 1, 1.0),
+    ]
+    if sizes.mlp_width:
+        linears += [
+            (tokens, sizes.hidden, inputs * sizes.mlp_width / tp, 1, 1.0),
+            (tokens, sizes.mlp_width / tp, sizes.hidden, 1, 1.0),
+        ]
+    if model.moe is not None:
+        local = max(1, model.moe.experts // layout.ep)
+        routed, width = tokens * model.moe.top_k / local, model.moe.ffn / tp
+        share = sizes.expert_layers
+        linears += [
+            (routed, sizes.hidden, inputs * width, local, share),
+            (routed, width, sizes.hidden, local, share),
+        ]
+    for rows, inner, outer, groups, share in linears:
+        ahead, back = linear(rates, rows, inner, outer, narrow=narrow, groups=groups)
+        forward.products += share * ahead
+        forward.last = share * ahead
+        backward.products += share * back
+    forward.attention, backward.attention = _attention(work, layout, stack, known, rates, tokens)
+    forward.elements = tokens * _element_bytes(work, layout) / rates.memory
+    backward.elements = 1.7 * forward.elements
+    return forward, backward
+
+
+def _attention(
+    work: Work, layout: Layout, stack: Stack, known: Calibration, rates: Rates, tokens: float
+) -> tuple[float, float]:
+    model, seq = work.model, work.seq_len
+    width = work.sizes.query / layout.tp
+    if stack.attention == "flash":
+        reach = min(seq, model.window or seq)
+        keys = float(seq) if model.architecture == "encoder" else reach - reach * reach / (2 * seq)
+        forward = 4 * tokens * keys * width / rates.attention
+        return forward, BACKWARD_ATTENTION * forward
+    heads = max(1, round(model.heads / layout.tp)) * layout.micro_batch
+    forward = product(rates, seq / layout.cp, seq, model.head_dim, groups=heads)
+    forward += product(rates, seq / layout.cp, model.head_dim, seq, groups=heads)
+    scores = tokens * seq * model.heads / layout.tp
+    forward += scores * known.constants["score_bytes"] / rates.memory
+    return forward, 2 * forward
+
+
+def _element_bytes(work: Work, layout: Layout) -> float:
+    """Bytes of a token that a layer's forward pass reads and writes outside products: norms and residual sums on the
+    stream, rotation and activation on what tensor parallelism splits."""
+    sizes, model = work.sizes, work.model
+    stream = 20.0 * sizes.hidden / (layout.tp if layout.sp else 1)
+    inner = 2 * (3 if model.gated else 2) * (sizes.mlp_width + sizes.expert_width)
+    routing = 8.0 * sizes.hidden * sizes.expert_layers * (model.moe.top_k if model.moe else 0)
+    return stream + (inner + routing + 4 * (sizes.query + sizes.key_value)) / layout.tp
+
+
+def _layer_terms(
+    work: Work, layout: Layout, cluster: Cluster, stack: Stack, known: Calibration, links: Links, tokens: float,
+    forward: Pass, backward: Pass, rates: Rates,
+) -> dict[str, float]:  # fmt: skip
+    """Seconds of one layer and micro-batch, forward and backward, by term."""
+    sizes, again = work.sizes, _again(layout, stack, forward)
+    stream = 2 * tokens * sizes.hidden
+    repeats = 1.0 if layout.recompute == "full" else 0.0
+    tensor = reduce(links, group(layout, "tp", cluster), stream) * (4 + 2 * repeats) * (1 - stack.overlap_tensor)
+    ring = group(layout, "cp", cluster)
+    key_values = 4 * tokens * sizes.key_value / layout.tp * layout.cp
+    context = gather(links, ring, key_values) * (3 + repeats)
+    context = max(0.1 * context, context - forward.attention - backward.attention)
+    experts = 0.0
+    if work.model.moe is not None:
+        ranks = group(layout, "ep", cluster)
+        domains = ranks.size / ranks.near
+        copies = (
+            min(work.model.moe.top_k, domains * (1 - (1 - 1 / domains) ** work.model.moe.top_k)) if domains > 1 else 0
+        )
+        sent = stream / layout.tp * sizes.expert_layers
+        once = exchange(links, ranks, sent * work.model.moe.top_k, sent * copies * (domains - 1) / domains)
+        experts = (4 + 2 * repeats) * once * (1 - stack.overlap_experts)
+    launched = rates.launch * (3 + repeats)  # the backward pass has about twice the kernels
+    busy = forward.total + backward.total + again
+    gathered = 0.0
+    if layout.zero == 3 and (layout.pp == 1):
+        shards = group(layout, "shards", cluster)
+        own = (sizes.attention + sizes.mlp) / layout.tp
+        if work.model.moe is not None:
+            own += sizes.expert_layers * work.model.moe.experts * sizes.expert / layout.ep / layout.tp
+        hidden = 3 * gather(links, shards, 2 * own)
+        compute = max(busy, launched) + tensor
+        gathered = max(0.0, hidden - compute) + known.constants["interference"] * min(hidden, compute)
+    return {
+        "products": forward.products + backward.products,
+        "attention": forward.attention + backward.attention,
+        "element-wise": forward.elements + backward.elements,
+        "recompute": again,
+        "launches": max(0.0, launched - busy),
+        "tensor": tensor,
+        "context": context,
+        "experts": experts,
+        "gather": gathered,
+    }
+
+
+def _again(layout: Layout, stack: Stack, forward: Pass) -> float:
+    """What the backward pass makes again."""
+    if layout.recompute == "none":
+        return 0.0
+    if layout.recompute == "full":
+        return forward.total - (forward.last if stack.early_stop else 0.0)
+    if stack.selective == "scores":
+        return forward.attention if stack.attention == "unfused" else 0.0
+    return forward.elements + (forward.products / 2 if stack.selective == "half" else 0.0)
+
+
+def _head(work: Work, layout: Layout, stack: Stack, rates: Rates, tokens: float) -> float:
+    """Output head and loss, of one micro-batch."""
+    vocab = work.model.vocab_size / layout.tp
+    return sum(linear(rates, tokens, work.sizes.hidden, vocab)) + 2 * tokens * vocab * stack.logit / rates.memory
+
+
+def _once(
+    work: Work, layout: Layout, cluster: Cluster, stack: Stack, known: Calibration, links: Links, rates: Rates,
+    backward: float,
+) -> tuple[float, float]:  # fmt: skip
+    """Once a step: gradients over the data-parallel ranks, as far as the last backward pass does not hide them, and the
+    optimiser."""
+    layers = stage_layers(work.sizes.layers, layout)[0]
+    dense, experts = stage_parameters(work, layout, layers, first=True, last=layout.pp == 1)
+    shards = group(layout, "shards", cluster)
+    own = dense + experts
+    ranks = shards.size if layout.zero else 1
+    optimiser = OPTIMISER_BYTES * (dense / ranks + experts / max(1, ranks // layout.ep)) / rates.memory
+    if layout.zero == 3 and layout.pp == 1:
+        return 0.0, optimiser
+    if layout.zero == 0:
+        exchanged = reduce(links, shards, stack.reduced * own)
+    else:
+        exchanged = gather(links, shards, stack.reduced * own) + gather(links, shards, 2 * own)
+    return max(0.0, exchanged - stack.overlap_gradients * backward), optimiser + known.constants["step"]

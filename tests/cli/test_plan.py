@@ -1,0 +1,85 @@
+"""`argosy plan` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def plan(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "argosy", "plan", *arguments], capture_output=True, text=True, check=False
+    )
+
+
+def test_the_ranked_table_with_days_and_dollars() -> None:
+    asked = (
+        "llama2-7b",
+        "--cluster",
+        "2xp4d.24xlarge",
+        "--global-batch",
+        "512",
+        "--seq-len",
+        "4096",
+        "--tokens",
+        "20B",
+    )
+    done = plan(*asked, "--explain")
+    assert done.returncode == 0, done.stderr
+    for part in ("tok/s/GPU", "MFU", "days", "why the others lost", "checkpoint", "parallel: {", "products"):
+        assert part in done.stdout
+    [first, *_] = json.loads(plan(*asked, "--json").stdout)["plans"]
+    assert first["fits"]
+    assert first["days"] > 0
+    assert first["dollars"] == pytest.approx(first["days"] * 24 * 43.92, rel=1e-3)
+
+
+def test_a_run_spec_is_compared_with_the_best(tmp_path: Path) -> None:
+    run = tmp_path / "run.yaml"
+    run.write_text(
+        "model: gpt2-large\ndata: {train: synthetic, seq_len: 1024}\ntrain: {global_batch: 64, steps: 100}\n"
+        "optim: {lr: 1e-4}\n"
+    )
+    done = plan(str(run), "--cluster", "1xH200")
+    assert done.returncode == 0, done.stderr
+    assert "the run spec's own layout" in done.stdout
+    assert "100 steps" in done.stdout
+
+
+def test_what_if() -> None:
+    out = json.loads(
+        plan("llama2-7b", "--cluster", "8xH100", "--global-batch", "64", "--what-if", "tp=4", "--json").stdout
+    )
+    assert {p["layout"]["tp"] for p in out["plans"]} == {4}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["llama2-7b", "--cluster", "2xp4d.24xlrge"], "did you mean p4d.24xlarge"),
+        (["gpt3-175b", "--cluster", "8xA10G"], "least memory"),
+        (["llama2-7b", "--cluster", "8xH100", "--what-if", "micro_batc=4"], "did you mean micro_batch"),
+        (["llama2-7b", "--cluster", "8xH100", "--what-if", "tp=3"], "tp 3"),
+        (["llama2-7b", "--cluster", "8xH100", "--tokens", "many"], "--tokens"),
+        (["t5-small", "--cluster", "8xH100"], "encoder-decoders"),
+        (["llama2-7b", "--precision", "int4"], "no precision"),
+        (["no-such-model"], "no-such-model"),
+    ],
+)
+def test_refusals_say_what_to_change(arguments: list[str], said: str) -> None:
+    done = plan(*arguments)
+    assert done.returncode == 2
+    assert said in done.stderr
+
+
+def test_planning_needs_no_torch() -> None:
+    code = (
+        "import sys; from argosy.plan.advise import Question, answer;"
+        "q = Question.read('llama2-7b', [], cluster='8xH100', global_batch=64, seq_len=None, tokens=None, precision=None,"
+        " what_if=None, price=None, hardware=None); answer(q); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,60 @@
+"""The search: what it returns fits, divides and is ranked; the cases people asked about come out right."""
+
+from __future__ import annotations
+
+import pytest
+
+from argosy.config.resolve import resolve_model
+from argosy.plan.calibration import calibration
+from argosy.plan.hardware import parse_cluster
+from argosy.plan.layout import Layout, Work, violations
+from argosy.plan.search import Found, evaluate, search, warnings
+
+
+def found(model: str, cluster: str, batch: int, seq_len: int, **fixed: object) -> Found:
+    known = calibration()
+    return search(
+        Work(resolve_model(model), seq_len, batch), parse_cluster(cluster), known.stacks["argosy"], known, fixed
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "batch", "seq_len"),
+    [
+        ("llama2-7b", "2xp4d.24xlarge", 512, 4096),  # seven billion on sixteen A100 of 40 GB
+        ("gpt3-175b", "64xp4de.24xlarge", 1536, 2048),
+        ("mixtral-8x7b", "4xp5.48xlarge", 256, 4096),
+        ("llama3-8b", "8xH100", 64, 131072),
+    ],
+)
+def test_the_best_layouts_fit_divide_and_are_ranked(model: str, cluster: str, batch: int, seq_len: int) -> None:
+    best = found(model, cluster, batch, seq_len).best
+    assert best
+    assert all(candidate.fits for candidate in best)
+    for candidate in best[:20]:
+        assert not list(violations(candidate.work, candidate.layout, candidate.cluster.gpus))
+    times = [candidate.time.total for candidate in best]
+    assert times == sorted(times)
+    assert 0.25 < best[0].mfu < 0.75
+
+
+def test_values_can_be_held() -> None:
+    best = found("llama2-7b", "2xp4d.24xlarge", 512, 4096, tp=4, recompute="full").best
+    assert best
+    assert {(c.layout.tp, c.layout.recompute) for c in best} == {(4, "full")}
+
+
+def test_what_does_not_fit_names_the_least_it_needs() -> None:
+    nothing = found("gpt3-175b", "1xH100", 8, 2048)
+    assert not nothing.best
+    assert nothing.nearest is not None
+    assert nothing.nearest.fullest.device > 79
+
+
+def test_a_starved_pipeline_and_uneven_memory_are_called_out() -> None:
+    known = calibration()
+    work = Work(resolve_model("gpt2-large"), 1024, 64)
+    run = evaluate(work, Layout(pp=2, micro_batch=64), parse_cluster("2xH200"), known.stacks["megatron"], known)
+    said = " ".join(warnings(run))
+    assert "1 micro-batches for 2 stages: the pipeline idles 5" in said or "idles 4" in said
+    assert "memory is uneven" in said

@@ -1,0 +1,93 @@
+"""Predicted step times: the laws they must follow, and what our own engine and others measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from argosy.config.resolve import resolve_model
+from argosy.plan.calibration import calibration
+from argosy.plan.hardware import parse_cluster
+from argosy.plan.kernels import efficiency
+from argosy.plan.layout import Layout, Work
+from argosy.plan.links import group
+from argosy.plan.time import StepTime, step_time
+
+
+def time_of(work: Work, layout: Layout, cluster: str, stack: str = "argosy") -> StepTime:
+    known = calibration()
+    return step_time(work, layout, parse_cluster(cluster), known.stacks[stack], known)
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "seq_len", "recompute", "measured"),
+    [
+        ("gpt2-large", 32, 1024, "none", 0.3115),
+        ("gpt2-large", 32, 1024, "selective", 0.321),
+        ("gpt2-large", 32, 1024, "full", 0.375),
+        ("llama3-1b", 4, 8192, "none", 0.560),
+        ("mpt-1b", 16, 2048, "none", 0.505),
+        ("moe-3.5b-a1.1b", 8, 4096, "none", 0.470),
+    ],
+)
+def test_our_own_engine_within_ten_per_cent(
+    model: str, batch: int, seq_len: int, recompute: str, measured: float
+) -> None:
+    work = Work(resolve_model(model), seq_len, batch)
+    predicted = time_of(work, Layout(micro_batch=batch, recompute=recompute), "1xH200")  # type: ignore[arg-type]
+    assert predicted.total == pytest.approx(measured, rel=0.10)
+
+
+def test_terms_sum_to_the_step() -> None:
+    step = time_of(Work(resolve_model("llama2-7b"), 4096, 64), Layout(tp=2, pp=2, dp=4), "16xH100")
+    assert sum(step.terms.values()) == pytest.approx(step.total)
+
+
+def test_one_micro_batch_in_two_stages_idles_half_the_step() -> None:
+    work = Work(resolve_model("gpt2-large"), 1024, 64)
+    assert time_of(work, Layout(pp=2, micro_batch=64), "2xH200").bubble == pytest.approx(0.5, abs=0.05)
+
+
+def test_tensor_parallelism_across_nodes_is_much_slower() -> None:
+    work = Work(resolve_model("gpt3-18.4b"), 2048, 64)
+    within = time_of(work, Layout(tp=8, dp=2, micro_batch=4, recompute="full"), "2xp4de.24xlarge", "megatron-2021")
+    across = time_of(work, Layout(tp=16, dp=1, micro_batch=4, recompute="full"), "2xp4de.24xlarge", "megatron-2021")
+    assert across.total > 1.4 * within.total
+
+
+def test_a_width_that_fills_no_tiles_wastes_the_device() -> None:
+    assert efficiency(4096, 13824, 12288, 108) > 1.1 * efficiency(256, 13825, 12288, 108)
+    assert efficiency(64, 64, 4096, 108) < 0.02
+
+
+@given(rows=st.integers(1, 20_000), columns=st.integers(1, 20_000), inner=st.integers(1, 20_000))
+def test_no_product_is_faster_than_the_device(rows: int, columns: int, inner: int) -> None:
+    assert 0 < efficiency(rows, columns, inner, 132) <= 1
+
+
+def test_groups_use_the_links_they_have() -> None:
+    cluster = parse_cluster("4xDGX-H100")
+    layout = Layout(tp=4, dp=4, pp=2)
+    assert not group(layout, "tp", cluster).crosses
+    assert group(layout, "dp", cluster).near == 2
+    assert group(layout, "pp", cluster).crosses
+
+
+@given(
+    tp=st.sampled_from([1, 2, 4, 8]),
+    micro_batch=st.sampled_from([1, 2, 4]),
+    recompute=st.sampled_from(["none", "selective", "full"]),
+)
+def test_full_recompute_and_deeper_pipelines_cost_time(tp: int, micro_batch: int, recompute: str) -> None:
+    work = Work(resolve_model("llama2-7b"), 4096, 64)
+    layout = Layout(tp=tp, dp=8 // tp, micro_batch=micro_batch, recompute=recompute)  # type: ignore[arg-type]
+    here = time_of(work, layout, "8xH100").total
+    assert here <= time_of(work, replace(layout, recompute="full"), "8xH100").total
+    assert time_of(work, layout, "8xH100").exposed < 1
+
+
+def test_fitted_constants_are_few() -> None:
+    assert len(calibration().constants) < 40
