@@ -15,7 +15,7 @@ from argosy.config.counts import count_parameters
 from argosy.plan.calibration import Calibration, Stack
 from argosy.plan.hardware import Cluster
 from argosy.plan.layout import Layout, Recompute, Work, violations
-from argosy.plan.memory import StageMemory, memory_of
+from argosy.plan.memory import StageMemory, memory_of, stage_memory
 from argosy.plan.time import StepTime, step_time
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -76,7 +76,8 @@ def search(
         if reason is not None:
             left_out["does not divide"] += 1
             continue
-        need = max(stage.device for stage in memory_of(work, layout, stack, known))
+        # The first stage has most micro-batches in flight, the last the logits: no other needs more.
+        need = max(stage_memory(work, layout, stack, known, stage).device for stage in {0, layout.pp - 1})
         if need > MARGIN * cluster.gpu.memory:
             left_out["does not fit"] += 1
             if nearest is None or need < nearest[0]:
