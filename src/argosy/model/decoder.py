@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import overload
-
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -28,20 +26,6 @@ class Decoder(nn.Module):
         self.norm = Norm(spec, spec.hidden)
         self.head = None if spec.tied else nn.Linear(spec.hidden, spec.vocab_size, bias=False)
 
-    @overload
-    def forward(
-        self, tokens: Tensor, *, documents: Tensor | None = None, positions: Tensor | None = None
-    ) -> Tensor: ...
-    @overload
-    def forward(
-        self,
-        tokens: Tensor,
-        labels: Tensor,
-        objective: Objective,
-        *,
-        documents: Tensor | None = None,
-        positions: Tensor | None = None,
-    ) -> Loss: ...
     def forward(
         self,
         tokens: Tensor,

@@ -5,8 +5,6 @@ Padding is a document of its own, seen by padding alone: no row of the scores is
 
 from __future__ import annotations
 
-from typing import overload
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -93,22 +91,6 @@ class MaskedLM(nn.Module):
         self.output = None if spec.tied else nn.Linear(spec.hidden, spec.vocab_size, bias=False)
         self.pair = PairHead(spec) if spec.judges_pairs else None
 
-    @overload
-    def forward(
-        self, tokens: Tensor, *, token_types: Tensor | None = None, padding_mask: Tensor | None = None
-    ) -> Tensor: ...
-    @overload
-    def forward(
-        self,
-        tokens: Tensor,
-        labels: Tensor,
-        objective: Objective,
-        *,
-        token_types: Tensor | None = None,
-        padding_mask: Tensor | None = None,
-        predicted: Tensor | None = None,
-        pair_labels: Tensor | None = None,
-    ) -> Loss: ...
     def forward(
         self,
         tokens: Tensor,

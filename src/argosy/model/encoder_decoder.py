@@ -7,8 +7,6 @@ are smaller instead. Where the output embedding is the input's, hidden states ar
 
 from __future__ import annotations
 
-from typing import overload
-
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -58,10 +56,6 @@ class EncoderDecoder(nn.Module):
         self.decoder = Stack(spec, spec.decoder_layers or spec.layers, decoder=True)
         self.head = None if spec.tied else nn.Linear(spec.hidden, spec.vocab_size, bias=False)
 
-    @overload
-    def forward(self, tokens: Tensor, *, decoder_tokens: Tensor) -> Tensor: ...
-    @overload
-    def forward(self, tokens: Tensor, labels: Tensor, objective: Objective, *, decoder_tokens: Tensor) -> Loss: ...
     def forward(
         self,
         tokens: Tensor,

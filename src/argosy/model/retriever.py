@@ -8,8 +8,6 @@ on the size of the micro-batch, and on nothing else about how a batch is cut.
 
 from __future__ import annotations
 
-from typing import overload
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -46,26 +44,6 @@ class Retriever(nn.Module):
         names = ("shared",) if retrieval.shared else ("query", "block")
         self.towers = nn.ModuleDict({name: Tower(spec, retrieval.projection) for name in names})
 
-    @overload
-    def forward(
-        self,
-        tokens: Tensor,
-        *,
-        query_tokens: Tensor,
-        padding_mask: Tensor | None = None,
-        query_padding_mask: Tensor | None = None,
-    ) -> Tensor: ...
-    @overload
-    def forward(
-        self,
-        tokens: Tensor,
-        labels: Tensor,
-        objective: Objective,
-        *,
-        query_tokens: Tensor,
-        padding_mask: Tensor | None = None,
-        query_padding_mask: Tensor | None = None,
-    ) -> Loss: ...
     def forward(
         self,
         tokens: Tensor,

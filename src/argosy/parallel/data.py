@@ -76,8 +76,8 @@ class DataParallel(SingleDevice):
     def _before_micro(self, *, last: bool) -> None:
         reduce_after(self.model, last=last)
 
-    def _prepare_gradients(self, *, several: bool) -> None:
-        super()._prepare_gradients(several=several or self._reduce == torch.float32)
+    def accumulates(self, samples: int) -> bool:
+        return super().accumulates(samples) or self._reduce == torch.float32
 
     def _summed(self, result: Result) -> Result:
         """Everything reported, in one message."""

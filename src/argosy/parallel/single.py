@@ -46,7 +46,7 @@ class SingleDevice:
 
     def forward_backward(self, batch: Batch, step: int, loss_scale: Tensor | float = 1.0) -> Result:
         """Add the gradients of the summed loss of `batch`, times `loss_scale`, to the parameters."""
-        self._prepare_gradients(several=len(batch.tokens) > self.micro_batch)
+        self._prepare_gradients(torch.float32 if self.accumulates(len(batch.tokens)) else None)
         total, metrics, objective = torch.zeros((), device=self.device), _Sums(), self._objective(batch, loss_scale)
         load: Tensor | None = None
         firsts = range(0, len(batch.tokens), self.micro_batch)
@@ -88,11 +88,15 @@ class SingleDevice:
         loss: Loss = self.model(inputs.pop("tokens"), inputs.pop("labels"), objective, **inputs)
         return loss
 
-    def _prepare_gradients(self, *, several: bool) -> None:
-        """One micro-batch leaves its gradients as they were computed; several add up in 32 bits, whatever they are."""
+    def accumulates(self, samples: int) -> bool:
+        """Whether the gradients of so many samples add up in 32 bits, whatever the parameters are: those of one micro-batch
+        stay as they were computed."""
+        return samples > self.micro_batch
+
+    def _prepare_gradients(self, dtype: torch.dtype | None) -> None:
         for parameter in self.model.parameters():
             if parameter.dtype != torch.float32:
-                accumulate_in(parameter, torch.float32 if several else parameter.dtype)
+                accumulate_in(parameter, dtype or parameter.dtype)
 
 
 class _Sums(dict[str, Tensor]):

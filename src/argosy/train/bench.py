@@ -148,7 +148,7 @@ def bench(spec: RunSpec, *, steps: int, warmup: int, trace: Path | None = None) 
     for _ in range(steps):
         loss = step()
         clock.tick()
-    accumulated = spec.train.global_batch > spec.parallel.micro_batch
+    accumulated = engine.accumulates(len(batch.tokens))
     return Bench(
         spec=spec,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",

@@ -129,7 +129,6 @@ class Trainer:
             ) as loader,
             StepwiseCollection() as collection,
         ):
-            memory_told = False
             for step in range(first + 1, self.steps + 1):
                 batch = loader.next_batch()
                 lr = self.schedule.lr(step - 1)
@@ -139,6 +138,8 @@ class Trainer:
                 meter.count(samples=len(batch.tokens) * ranks, tokens=batch.read_tokens * ranks)
                 console.advance(step)
                 collection.after(step)
+                if step == first + 1:
+                    self._tell_memory(step, console)
 
                 self.agreement.after_step()
                 last = step == self.steps or self.agreement.asked is not None
@@ -162,9 +163,6 @@ class Trainer:
                     self._record(record)
                     console.step(record)
                     self._require_finite(record)
-                    if not memory_told:
-                        memory_told = True
-                        self._tell_memory(step, console)
                 started = time.perf_counter()
                 if self.agreement.asked is None and self._evaluation_due(step):
                     self._evaluate(step, console)
@@ -176,7 +174,7 @@ class Trainer:
         return self.steps
 
     def _tell_memory(self, step: int, console: Console) -> None:
-        accumulated = self.batches.sizes[-1] > self.spec.parallel.micro_batch * self.mesh.data_ranks
+        accumulated = self.engine.accumulates(self.batches.sizes[-1] // self.mesh.data_ranks)
         memory = measure_memory(self.model, self.optimizer, self.device, accumulated=accumulated)
         self._event("memory", step, gib=memory.as_dict())
         console.note(f"memory {memory}")
