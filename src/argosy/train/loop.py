@@ -40,7 +40,7 @@ from argosy.train.optimizer import Optimizer
 from argosy.train.scaler import MINIMUM
 from argosy.train.schedule import make_schedule
 from argosy.train.session import make_engine, make_model, open_checked_data, stored_weights
-from argosy.train.step import take_step
+from argosy.train.step import Step, take_step
 from argosy.train.timer import Timer
 
 
@@ -132,7 +132,7 @@ class Trainer:
             for step in range(first + 1, self.steps + 1):
                 batch = loader.next_batch()
                 lr = self.schedule.lr(step - 1)
-                result, grad_norm = take_step(self.engine, self.optimizer, batch, step=step, lr=lr)
+                done = take_step(self.engine, self.optimizer, batch, step=step, lr=lr)
                 ranks = self.mesh.data_ranks
                 self.consumed_samples += len(batch.tokens) * ranks
                 meter.count(samples=len(batch.tokens) * ranks, tokens=batch.read_tokens * ranks)
@@ -145,24 +145,7 @@ class Trainer:
                 last = step == self.steps or self.agreement.asked is not None
                 saving = last or self.saves.due(step)
                 if last or saving or self.logs.due(step):  # the one place that waits for the device
-                    record = meter.record(
-                        step=step,
-                        loss=float(result.loss_sum) / (tokens := int(result.tokens)),
-                        grad_norm=float(grad_norm),
-                        lr=lr,
-                        waited_s=loader.waited_s,
-                        memory_gib=peak_memory_gib(self.device),
-                        samples=self.consumed_samples,
-                        tokens=self.consumed_samples * self.spec.data.seq_len,
-                    )
-                    record |= self.optimizer.report()
-                    record |= {name: float(sum_) / tokens for name, sum_ in result.metrics.items()}
-                    if result.expert_load is not None:
-                        record |= describe_load(result.expert_load)
-                    loader.waited_s = 0.0
-                    self._record(record)
-                    console.step(record)
-                    self._require_finite(record)
+                    self._log(step, done, lr, meter, loader, console)
                 started = time.perf_counter()
                 if self.agreement.asked is None and self._evaluation_due(step):
                     self._evaluate(step, console)
@@ -172,6 +155,28 @@ class Trainer:
                 if last or self.agreement.asked is not None:
                     return step
         return self.steps
+
+    def _log(self, step: int, done: Step, lr: float, meter: Meter, loader: Loader, console: Console) -> None:
+        """Wait for the device, and put the step on the record."""
+        result, tokens = done.result, int(done.result.tokens)
+        record = meter.record(
+            step=step,
+            loss=float(result.loss_sum) / tokens,
+            grad_norm=float(done.grad_norm),
+            lr=lr,
+            waited_s=loader.waited_s,
+            memory_gib=peak_memory_gib(self.device),
+            samples=self.consumed_samples,
+            tokens=self.consumed_samples * self.spec.data.seq_len,
+        )
+        record |= self.optimizer.report()
+        record |= {name: float(sum_) / tokens for name, sum_ in result.metrics.items()}
+        if result.expert_load is not None:
+            record |= describe_load(result.expert_load)
+        loader.waited_s = 0.0
+        self._record(record)
+        console.step(record)
+        self._require_finite(record)
 
     def _tell_memory(self, step: int, console: Console) -> None:
         accumulated = self.engine.accumulates(self.batches.sizes[-1] // self.mesh.data_ranks)
