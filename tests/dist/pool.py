@@ -18,7 +18,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-RANKS = 4
 CASE_S = 120.0
 
 
@@ -27,15 +26,13 @@ class RankFailed(AssertionError):
 
 
 class Pool:
-    def __init__(self, ranks: int = RANKS) -> None:
-        self.ranks = ranks
+    def __init__(self) -> None:
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
     def run(self, n: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """What `function(*arguments)`, a function of an importable module, returns on each of n ranks."""
-        if not self._processes:
-            self._start()
+        self._grow(n)
         with tempfile.TemporaryDirectory() as directory:
             name = f"{function.__module__}:{function.__qualname__}"
             for rank, pipe in enumerate(self._pipes[:n]):
@@ -55,9 +52,10 @@ class Pool:
         except EOFError:
             return False, "the process ended"
 
-    def _start(self) -> None:
+    def _grow(self, ranks: int) -> None:
+        """A process is started when a case first needs it."""
         context = multiprocessing.get_context("spawn")
-        for _ in range(self.ranks):
+        while len(self._processes) < ranks:
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs,), daemon=True)
             process.start()
