@@ -54,6 +54,15 @@ class RunDir:
         return self.root / "events.jsonl"
 
     @property
+    def heartbeats(self) -> Path:
+        return self.root / "heartbeat"
+
+    @property
+    def debug(self) -> Path:
+        """What was saved of ranks that stalled or died."""
+        return self.root / "debug"
+
+    @property
     def tokenizer_file(self) -> Path | None:
         """The tokenizer kept with the run, if there is one."""
         return next(iter(sorted(self.root.glob("tokenizer.*"))), None)

@@ -28,6 +28,7 @@ from argosy.parallel.agreement import Agreement
 from argosy.parallel.mesh import Mesh
 from argosy.parallel.precision import choose_precision, describe_precision
 from argosy.record.console import Console, open_console
+from argosy.record.heartbeat import Heartbeat
 from argosy.record.jsonl import JsonlWriter, Record, now, read_metrics
 from argosy.record.rundir import RunDir
 from argosy.train.collection import StepwiseCollection
@@ -47,7 +48,7 @@ from argosy.train.timer import Timer
 class Trainer:
     """Built from the spec and the data alone; a run directory is given to `fit`."""
 
-    def __init__(self, spec: RunSpec, mesh: Mesh) -> None:
+    def __init__(self, spec: RunSpec, mesh: Mesh, heartbeat: Heartbeat | None = None) -> None:
         self.spec, self.mesh, self.device = spec, mesh, mesh.device
         self.data = open_checked_data(spec)
         self.stream = self.data.training()
@@ -62,7 +63,7 @@ class Trainer:
         self.engine = make_engine(spec, self.model, mesh)
         scaled = choose_precision(spec.train.precision, self.device) == "fp16"
         self.optimizer = Optimizer(self.model, spec.optim, scaled=scaled)
-        self.agreement = Agreement(mesh)
+        self.agreement, self.heartbeat = Agreement(mesh), heartbeat or Heartbeat(mesh.rank)
         self.saves, self.logs = self._timer(spec.checkpoint.every), self._timer(spec.log.every)
         self.evaluations = self._timer(spec.eval.every) if spec.eval is not None else None
 
@@ -82,7 +83,9 @@ class Trainer:
     def fit(self, run: RunDir, metrics: JsonlWriter, events: JsonlWriter, changes: list[str], quiet: bool) -> int:
         self.run, self.metrics, self.events = run, metrics, events
         notes: list[str] = []
+        self.heartbeat.enter("load")
         first = self._restore(notes)
+        self.heartbeat.begin(first)
         if first >= self.steps:
             if self.mesh.is_first:
                 print(
@@ -130,9 +133,10 @@ class Trainer:
             StepwiseCollection() as collection,
         ):
             for step in range(first + 1, self.steps + 1):
+                self.heartbeat.enter("data", step)
                 batch = loader.next_batch()
                 lr = self.schedule.lr(step - 1)
-                done = take_step(self.engine, self.optimizer, batch, step=step, lr=lr)
+                done = take_step(self.engine, self.optimizer, batch, step=step, lr=lr, enter=self.heartbeat.enter)
                 ranks = self.mesh.data_ranks
                 self.consumed_samples += len(batch.tokens) * ranks
                 meter.count(samples=len(batch.tokens) * ranks, tokens=batch.read_tokens * ranks)
@@ -238,6 +242,7 @@ class Trainer:
         self.optimizer.load(tensors, checkpoint.progress.optimizer, checkpoint.progress.step)
 
     def _save(self, step: int, console: Console) -> None:
+        self.heartbeat.enter("save", step)
         weights, state = self.optimizer.weights(), self.optimizer.tensors()
         progress = Progress(step, self.consumed_samples, self.optimizer.numbers())
         if not self.mesh.is_first:
@@ -253,6 +258,7 @@ class Trainer:
     def _evaluate(self, step: int, console: Console) -> None:
         if self.validation is None or self.spec.eval is None:
             return
+        self.heartbeat.enter("evaluate", step)
         batch = self.spec.train.global_batch
         result = evaluate(
             self.engine, self.validation, samples=self.spec.eval.batches * batch, batch=batch, split="validation"

@@ -21,6 +21,7 @@ from argosy.errors import ArgosyError
 from argosy.parallel.mesh import Mesh, joined, require_supported
 from argosy.parallel.ranks import find_world
 from argosy.record.files import replace_file
+from argosy.record.heartbeat import Heartbeat, clear_heartbeats
 from argosy.record.jsonl import JsonlWriter
 from argosy.record.rundir import RunDir
 from argosy.train.device import prepare_device
@@ -40,11 +41,12 @@ def train(resolved: Resolved, source: Path | None, options: TrainOptions) -> int
     require_supported(spec.parallel)
     check_world(spec.parallel, world.size, world.source)
     device = prepare_device(spec.train, local_rank=None if world.size == 1 else world.local_rank)
-    with joined(spec.parallel, world, device) as mesh:
-        trainer = Trainer(spec, mesh)  # refuses whatever can be refused before the run directory is touched
+    with Heartbeat(world.rank) as heartbeat, joined(spec.parallel, world, device) as mesh:
+        trainer = Trainer(spec, mesh, heartbeat)  # refuses whatever can be refused before the run directory is touched
         run = RunDir(Path(spec.runs_dir) / spec.name)
         changes = mesh.on_first(lambda: _open(run, trainer, resolved, source, options))
         try:
+            heartbeat.publish(run.heartbeats, world.size)
             if not mesh.is_first:
                 trainer.start_from(run)
             with JsonlWriter(run.metrics) as metrics, JsonlWriter(run.events) as events:
@@ -71,6 +73,7 @@ def _open(run: RunDir, trainer: Trainer, resolved: Resolved, source: Path | None
             replace_file(run.root / name, content)
         if start is not None and trainer.keeps_tokenizer(start):
             copy_assets(start.root, run.root)
+        clear_heartbeats(run.heartbeats)
     except BaseException:
         run.close()
         raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch import Tensor
 from argosy.data.samples.windows import Batch
 from argosy.model.moe import balance_experts
 from argosy.parallel.single import Result, SingleDevice
+from argosy.record.heartbeat import Phase
 from argosy.train.optimizer import Optimizer
 
 
@@ -17,10 +19,21 @@ class Step(NamedTuple):
     grad_norm: Tensor  # before clipping
 
 
-def take_step(engine: SingleDevice, optimizer: Optimizer, batch: Batch, *, step: int, lr: float) -> Step:
-    """Gradients of a global batch, of which `batch` is this rank's share, and the update they ask for; `step` counts from 1."""
+def take_step(
+    engine: SingleDevice,
+    optimizer: Optimizer,
+    batch: Batch,
+    *,
+    step: int,
+    lr: float,
+    enter: Callable[[Phase], None] = lambda phase: None,
+) -> Step:
+    """Gradients of a global batch, of which `batch` is this rank's share, and the update they ask for; `step` counts from 1.
+    `enter` is told of each phase."""
+    enter("forward_backward")
     loss_scale = optimizer.loss_scale(batch.labels.size * engine.data_ranks)
     result = engine.forward_backward(batch, step, loss_scale)
+    enter("optimizer")
     grad_norm = optimizer.step(tokens=result.tokens, lr=lr, loss_scale=loss_scale)
     if result.expert_load is not None:
         balance_experts(engine.model, result.expert_load)

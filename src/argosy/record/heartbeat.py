@@ -1,0 +1,122 @@
+"""Where a rank is, for whoever watches it: `heartbeat/<rank>.json`, rewritten every second or so.
+
+    {"rank": 3, "host": "node7", "pid": 4711, "attempt": 0, "step": 812, "phase": "forward_backward", "phase_s": 0.8,
+     "progress": 3251, "state": "R", "memory_bytes": 2.1e9, "collective": null, "time": …, "monotonic": …, "beat": 640, "alive": true}
+
+`beat` and `time` move as long as the host lives: they prove that somebody looks. `progress` counts the phases the rank has
+entered: it proves that the rank moves. `phase_s` is how long it has been in this one, by a clock that no one sets. When the
+rank ends, well or not, the last record says `alive: false`. The writer is `argosy.record.pulse`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import orjson
+
+from argosy.record import pulse
+from argosy.record.pulse import PAGE_BYTES, Page, Progress
+
+Phase = Literal["start", "load", "data", "forward_backward", "optimizer", "evaluate", "save", "done"]
+_FAREWELL_S = 2.0
+
+
+class Heartbeat:
+    """`enter` tells where the rank is, at the cost of a few stores; `publish` starts the process that writes it down. Where
+    `page` names a file, a supervisor reads it too."""
+
+    def __init__(self, rank: int = 0, *, attempt: int = 0, page: Path | None = None) -> None:
+        self._rank, self._attempt = rank, attempt
+        self._fd = _memory(page)
+        self._page = Page(self._fd)
+        self._progress = Progress(0, 0, 0, time.monotonic(), 0.0, "start")
+        self._longest: dict[str, float] = {}
+        self._writer: subprocess.Popen[bytes] | None = None
+        self._page.write(self._progress)
+
+    def publish(self, directory: Path, world_size: int = 1) -> None:
+        """Write `directory/<rank>.json` from now on. A failure to do so is no reason not to train."""
+        interval = min(15.0, max(1.0, world_size / 64))  # a shared file system has to bear all ranks
+        facts = {
+            "rank": self._rank, "host": os.uname().nodename, "pid": os.getpid(), "attempt": self._attempt,
+            "collective": None,
+        }  # fmt: skip
+        arguments = [str(self._fd), str(directory / f"{self._rank}.json"), str(interval), orjson.dumps(facts).decode()]
+        try:
+            directory.mkdir(exist_ok=True)
+            self._writer = subprocess.Popen(
+                [sys.executable, "-I", "-S", pulse.__file__, *arguments], stdin=subprocess.PIPE, pass_fds=(self._fd,)
+            )
+        except OSError as error:
+            print(f"warning: no heartbeat is written: {error}", file=sys.stderr)
+
+    def enter(self, phase: Phase, step: int | None = None) -> None:
+        """The rank begins a phase, of a step unless it is the same one."""
+        now, before = time.monotonic(), self._progress
+        if before.step > before.first + 1:  # the first step pays for warming up
+            self._longest[before.phase] = max(self._longest.get(before.phase, 0.0), now - before.since)
+        step = before.step if step is None else step
+        longest = self._longest.get(phase, 0.0)
+        self._progress = Progress(before.entered + 1, step, before.first, now, longest, phase)
+        self._page.write(self._progress)
+
+    def begin(self, first: int) -> None:
+        """Step `first` is done, and this attempt goes on from there."""
+        self._progress = self._progress._replace(first=first, step=first)
+        self._page.write(self._progress)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                assert self._writer.stdin is not None
+                self._writer.stdin.close()
+                self._writer.wait(_FAREWELL_S)
+            self._writer = None
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> Heartbeat:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if kind is None:
+            self.enter("done")
+        self.close()
+
+
+def _memory(page: Path | None) -> int:
+    """A page of memory as a file, without a name unless it is given one."""
+    if page is not None:
+        fd = os.open(page, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    elif hasattr(os, "memfd_create"):
+        fd = os.memfd_create("argosy-heartbeat")
+    else:
+        with tempfile.TemporaryFile() as file:
+            fd = os.dup(file.fileno())
+    os.ftruncate(fd, PAGE_BYTES)
+    return fd
+
+
+def read_heartbeats(directory: Path) -> dict[int, dict[str, Any]]:
+    """The newest record of each rank; one that is being replaced or broken is left out."""
+    found: dict[int, dict[str, Any]] = {}
+    for file in directory.glob("*.json"):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            record = orjson.loads(file.read_bytes())
+            found[int(record["rank"])] = record
+    return dict(sorted(found.items()))
+
+
+def clear_heartbeats(directory: Path) -> None:
+    """Forget the ranks of an earlier start, of which there may have been more."""
+    for file in (*directory.glob("*.json"), *directory.glob(".*.json.*")):
+        file.unlink(missing_ok=True)

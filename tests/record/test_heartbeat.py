@@ -1,0 +1,109 @@
+"""A heartbeat says where a rank is, and goes on when the rank cannot say anything any more."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from argosy.record.heartbeat import Heartbeat, read_heartbeats
+from argosy.record.pulse import PAGE_BYTES, PHASES, Page, Progress
+
+HOLD_THE_GIL = """
+import ctypes, sys
+from pathlib import Path
+from argosy.record.heartbeat import Heartbeat
+beat = Heartbeat(3, attempt=2)
+beat.begin(10)
+beat.enter("data", 11)
+beat.publish(Path(sys.argv[1]))
+ctypes.PyDLL(None).sleep(600)  # unlike CDLL, PyDLL keeps the GIL
+"""
+
+
+def wait_for(directory: Path, rank: int, **expected: Any) -> dict[str, Any]:
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        record = read_heartbeats(directory).get(rank, {})
+        if record and all(record[key] == value for key, value in expected.items()):
+            return record
+        time.sleep(0.02)
+    raise AssertionError(f"rank {rank} never had {expected}: {read_heartbeats(directory)}")
+
+
+def test_a_record_says_which_rank_is_where_and_that_it_has_ended(tmp_path: Path) -> None:
+    with Heartbeat(1, attempt=4) as heartbeat:
+        heartbeat.begin(20)
+        heartbeat.publish(tmp_path / "heartbeat")
+        heartbeat.enter("forward_backward", 21)
+        record = wait_for(tmp_path / "heartbeat", 1, phase="forward_backward")
+    assert (record["rank"], record["attempt"], record["step"], record["pid"]) == (1, 4, 21, os.getpid())
+    assert record["alive"]
+    assert record["memory_bytes"] > 2**20
+    assert record.keys() >= {"host", "collective", "time", "monotonic", "beat", "progress", "phase_s", "state"}
+    assert wait_for(tmp_path / "heartbeat", 1, alive=False)["phase"] == "done"
+
+
+def test_beats_go_on_while_the_gil_is_held_and_while_the_rank_is_stopped_and_end_with_it(tmp_path: Path) -> None:
+    rank = subprocess.Popen([sys.executable, "-c", HOLD_THE_GIL, str(tmp_path)])
+    try:
+        first = wait_for(tmp_path, 3)
+        later = wait_for(tmp_path, 3, beat=first["beat"] + 2)
+        assert (later["step"], later["phase"], later["progress"]) == (11, "data", first["progress"])
+        assert later["phase_s"] > first["phase_s"]
+        rank.send_signal(signal.SIGSTOP)
+        assert wait_for(tmp_path, 3, state="T")["alive"]
+        rank.kill()
+        assert not wait_for(tmp_path, 3, alive=False)["alive"]
+    finally:
+        rank.kill()
+        rank.wait()
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="memory without a file is Linux's")
+def test_a_reader_never_sees_a_change_half_made(tmp_path: Path) -> None:
+    fd = os.memfd_create("page")
+    os.ftruncate(fd, PAGE_BYTES)
+    writer, reader = Page(fd), Page(fd)
+    assert reader.read() is None
+    child = os.fork()
+    if child == 0:
+        for number in range(100_000):
+            writer.write(Progress(number, number, number, number, number, PHASES[number % 8]))
+        os._exit(0)
+    seen = set()
+    while os.waitpid(child, os.WNOHANG) == (0, 0):
+        if (progress := reader.read()) is not None:
+            entered, *others, phase = progress
+            assert others == [entered] * 4
+            assert phase == PHASES[entered % 8]
+            seen.add(entered)
+    assert len(seen) > 10
+    os.close(fd)
+
+
+def test_the_longest_time_in_a_phase_leaves_out_the_first_step(tmp_path: Path) -> None:
+    page = tmp_path / "page"
+    heartbeat = Heartbeat(page=page)
+    with page.open("rb+") as file:
+        reader = Page(file.fileno())
+
+    def longest() -> float:
+        progress = reader.read()
+        assert progress is not None
+        return progress.longest
+
+    heartbeat.begin(5)
+    heartbeat.enter("data", 6)
+    time.sleep(0.05)
+    heartbeat.enter("data", 7)
+    assert longest() == 0.0
+    heartbeat.enter("data", 8)
+    assert 0 < longest() < 0.05
+    heartbeat.close()
