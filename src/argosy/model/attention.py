@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from argosy.compat import compiled_flex_attention, flex_block_mask, sdpa_priority
+from argosy.model.dropout import drop
+from argosy.model.share import WHOLE, Share
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class Case(NamedTuple):
     dtype: torch.dtype
     head_dim: int
     dropout: float
+    heads: Share = WHOLE  # that are here
 
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # query, key, value [batch, heads, seq, head_dim] -> the same
@@ -63,11 +67,18 @@ class Backend(NamedTuple):
 
 
 def prepare_attention(
-    mask: Mask, x: Tensor, head_dim: int, *, dropout: float = 0.0, scale: float | None = None
+    mask: Mask,
+    x: Tensor,
+    seq: int,
+    head_dim: int,
+    *,
+    dropout: float = 0.0,
+    scale: float | None = None,
+    heads: Share = WHOLE,
 ) -> Attend:
-    """The function every layer of the forward pass of x [batch, seq, hidden] calls; what they share is made here, once."""
-    seq = x.shape[1]
-    case = Case(mask.within(seq), x.device, x.dtype, head_dim, dropout)
+    """The function every layer of a forward pass over `seq` tokens, computed like x, calls; what they share is made here,
+    once."""
+    case = Case(mask.within(seq), x.device, x.dtype, head_dim, dropout, heads)
     return choose_backend(case).prepare(case, seq, scale)
 
 
@@ -76,6 +87,8 @@ def choose_backend(case: Case) -> Backend:
 
 
 def _sdpa_refuses(case: Case) -> str | None:
+    if case.dropout and not case.heads.is_whole and case.device.type == "cpu":
+        return "draws what it drops for the heads it is given"  # on a GPU no two layouts draw alike anyway
     return None if case.mask.is_plain else "only plain causal or bidirectional attention"
 
 
@@ -132,6 +145,8 @@ def _alibi(slopes: Tensor) -> Callable[..., Tensor]:
 
 def _explicit(case: Case, seq: int, scale: float | None) -> Attend:
     bias: Tensor | None = explicit_bias(case.mask, seq, case.device, case.dtype)
+    if case.dropout and not case.heads.is_whole:
+        return partial(_attend_dropping, case, bias, scale)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(
@@ -139,6 +154,14 @@ def _explicit(case: Case, seq: int, scale: float | None) -> Attend:
         )
 
     return attend
+
+
+def _attend_dropping(case: Case, bias: Tensor | None, scale: float | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """In plain steps, with the dropout one process has on these heads."""
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    scores = q @ k.transpose(2, 3) * (case.head_dim**-0.5 if scale is None else scale)
+    shares = (scores if bias is None else scores + bias).float().softmax(-1).to(v.dtype)
+    return drop(shares, case.dropout, {1: case.heads}) @ v
 
 
 def explicit_bias(mask: Mask, seq: int, device: torch.device, dtype: torch.dtype) -> Tensor | None:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from argosy.config.model import ModelSpec
 from argosy.data.samples.masks import IGNORED
 from argosy.model.layers import AttentionBlock, Block, Embedding, Norm
 from argosy.model.moe import Report, SparseBlock, sum_reports
 from argosy.model.objective import Loss, Objective
-from argosy.model.ops.cross_entropy import linear_cross_entropy
+from argosy.model.output import Output
 from argosy.model.positions import make_context
+from argosy.model.share import WHOLE, Share
 
 
 class Decoder(nn.Module):
     """Tokens [batch, seq] to logits [batch, seq, vocab], or, with labels, to the loss. Layers are keyed by index, so that
     a pipeline stage can drop some and the names of the others stay."""
+
+    heads: Share = WHOLE  # that are computed here; set by `argosy.parallel`
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -25,6 +27,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict({str(i): _block(spec, i) for i in range(spec.layers)})
         self.norm = Norm(spec, spec.hidden)
         self.head = None if spec.tied else nn.Linear(spec.hidden, spec.vocab_size, bias=False)
+        self.predict = Output()
 
     def forward(
         self,
@@ -40,8 +43,9 @@ class Decoder(nn.Module):
         scale = None if counted is None else counted * objective.scale
         x = self.embed(tokens, positions)
         context = make_context(
-            self.spec, x, positions=positions, documents=documents, training=self.training, scale=scale
-        )
+            self.spec, x, seq=tokens.shape[1], positions=positions, documents=documents, training=self.training,
+            scale=scale, heads=self.heads,
+        )  # fmt: skip
         reports: list[Report] = []
         for block in self.layers.values():
             x = block(x, context)
@@ -51,8 +55,8 @@ class Decoder(nn.Module):
         x = self.norm(x)
         weight = self.embed.tokens.weight if self.head is None else self.head.weight
         if labels is None:
-            return F.linear(x, weight)
-        total, cross_entropy = linear_cross_entropy(x.flatten(0, 1), weight, labels.flatten(), z_loss=objective.z_loss)
+            return self.predict.logits(x, weight)
+        total, cross_entropy = self.predict.losses(x, weight, labels, z_loss=objective.z_loss)
         metrics = objective.z_metrics(total, cross_entropy)
         if not reports or counted is None:
             return Loss(total * objective.scale, cross_entropy, metrics)

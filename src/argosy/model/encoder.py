@@ -14,12 +14,15 @@ from argosy.data.samples.masks import IGNORED
 from argosy.model.layers import Embedding, Linear, Norm, PostNormBlock
 from argosy.model.objective import Loss, Objective
 from argosy.model.ops.activation import activate
-from argosy.model.ops.cross_entropy import linear_cross_entropy
+from argosy.model.output import Output
 from argosy.model.positions import make_context
+from argosy.model.share import WHOLE, Share
 
 
 class Encoder(nn.Module):
     """Tokens [batch, seq] to hidden states [batch, seq, hidden]."""
+
+    heads: Share = WHOLE  # that are computed here; set by `argosy.parallel`
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -36,7 +39,9 @@ class Encoder(nn.Module):
     ) -> Tensor:
         """`padding_mask` [batch, seq] is False for padding."""
         x: Tensor = self.embed(tokens, types=token_types)
-        context = make_context(self.spec, x, documents=padding_mask, training=self.training)
+        context = make_context(
+            self.spec, x, seq=tokens.shape[1], documents=padding_mask, training=self.training, heads=self.heads
+        )
         for block in self.layers.values():
             x = block(x, context)
         return x
@@ -89,6 +94,7 @@ class MaskedLM(nn.Module):
         self.encoder = Encoder(spec)
         self.head = TokenHead(spec)
         self.output = None if spec.tied else nn.Linear(spec.hidden, spec.vocab_size, bias=False)
+        self.predict = Output()
         self.pair = PairHead(spec) if spec.judges_pairs else None
 
     def forward(
@@ -107,10 +113,10 @@ class MaskedLM(nn.Module):
         x = self.encoder(tokens, token_types=token_types, padding_mask=padding_mask)
         weight = self.encoder.embed.tokens.weight if self.output is None else self.output.weight
         if labels is None:
-            return F.linear(self.head(x), weight, self.head.bias)
+            return self.predict.logits(self.head(x), weight, self.head.bias)
         asked = x if predicted is None else x.gather(1, predicted[:, :, None].expand(-1, -1, x.shape[2]))
-        total, cross_entropy = linear_cross_entropy(
-            self.head(asked).flatten(0, 1), weight, labels.flatten(), bias=self.head.bias, z_loss=objective.z_loss
+        total, cross_entropy = self.predict.losses(
+            self.head(asked), weight, labels, bias=self.head.bias, z_loss=objective.z_loss
         )
         metrics = objective.z_metrics(total, cross_entropy)
         if self.pair is not None and pair_labels is not None:

@@ -8,19 +8,22 @@ are smaller instead. Where the output embedding is the input's, hidden states ar
 from __future__ import annotations
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from argosy.config.counts import RELATIVE_BUCKETS
 from argosy.config.model import ModelSpec
 from argosy.model.attention import Attend, Mask, prepare_attention
+from argosy.model.dropout import Dropout
 from argosy.model.layers import Block, Embedding, Norm
 from argosy.model.objective import Loss, Objective
-from argosy.model.ops.cross_entropy import linear_cross_entropy
+from argosy.model.output import Output
 from argosy.model.positions import Across, Context, relative_buckets
+from argosy.model.share import WHOLE, Share
 
 
 class Stack(nn.Module):
     """The blocks of one side."""
+
+    heads: Share = WHOLE  # that are computed here; set by `argosy.parallel`
 
     def __init__(self, spec: ModelSpec, layers: int, *, decoder: bool) -> None:
         super().__init__()
@@ -28,20 +31,23 @@ class Stack(nn.Module):
         self.relative = nn.Embedding(RELATIVE_BUCKETS, spec.heads)
         self.layers = nn.ModuleDict({str(i): Block(spec, across=decoder) for i in range(layers)})
         self.norm = Norm(spec, spec.hidden)
+        self.dropout = Dropout(spec.dropout)
 
-    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
-        """x [batch, seq, hidden]; the decoder's also of the encoder's `memory` [batch, keys, hidden]."""
-        buckets = relative_buckets(x.shape[1], x.shape[1], x.device, causal=self.decoder)
+    def forward(self, x: Tensor, seq: int, memory: Tensor | None = None) -> Tensor:
+        """x [batch, seq, hidden], or a share of the sequence; the decoder's also of the encoder's `memory` [batch, keys,
+        hidden]."""
+        buckets = relative_buckets(seq, seq, x.device, causal=self.decoder)
         bias = self.relative(buckets).permute(2, 0, 1)[None]  # [1, heads, queries, keys]
-        across = None if memory is None else Across(memory, self._attend(Mask(causal=False), x))
-        context = Context(None, self._attend(Mask(causal=self.decoder, bias=bias), x), across=across)
+        across = None if memory is None else Across(memory, self._attend(Mask(causal=False), x, seq))
+        context = Context(None, self._attend(Mask(causal=self.decoder, bias=bias), x, seq), across=across)
         for block in self.layers.values():
             x = block(x, context)
-        return F.dropout(self.norm(x), self.spec.dropout, self.training)
+        dropped: Tensor = self.dropout(self.norm(x))
+        return dropped
 
-    def _attend(self, mask: Mask, x: Tensor) -> Attend:
+    def _attend(self, mask: Mask, x: Tensor, seq: int) -> Attend:
         dropout = self.spec.dropout if self.training else 0.0
-        return prepare_attention(mask, x, self.spec.head_dim, dropout=dropout, scale=1.0)
+        return prepare_attention(mask, x, seq, self.spec.head_dim, dropout=dropout, scale=1.0, heads=self.heads)
 
 
 class EncoderDecoder(nn.Module):
@@ -55,6 +61,7 @@ class EncoderDecoder(nn.Module):
         self.encoder = Stack(spec, spec.layers, decoder=False)
         self.decoder = Stack(spec, spec.decoder_layers or spec.layers, decoder=True)
         self.head = None if spec.tied else nn.Linear(spec.hidden, spec.vocab_size, bias=False)
+        self.predict = Output()
 
     def forward(
         self,
@@ -65,12 +72,12 @@ class EncoderDecoder(nn.Module):
         decoder_tokens: Tensor,
     ) -> Tensor | Loss:
         objective = objective or Objective()
-        memory = self.encoder(self.embed(tokens))
-        x = self.decoder(self.embed(decoder_tokens), memory)
+        memory = self.encoder(self.embed(tokens), tokens.shape[1])
+        x = self.decoder(self.embed(decoder_tokens), decoder_tokens.shape[1], memory)
         if self.head is None:
             x = x * self.spec.hidden**-0.5
         weight = self.embed.tokens.weight if self.head is None else self.head.weight
         if labels is None:
-            return F.linear(x, weight)
-        total, cross_entropy = linear_cross_entropy(x.flatten(0, 1), weight, labels.flatten(), z_loss=objective.z_loss)
+            return self.predict.logits(x, weight)
+        total, cross_entropy = self.predict.losses(x, weight, labels, z_loss=objective.z_loss)
         return Loss(total * objective.scale, cross_entropy, objective.z_metrics(total, cross_entropy))

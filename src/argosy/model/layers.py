@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from argosy.config.model import ModelSpec
+from argosy.model.dropout import Dropout
 from argosy.model.ops.activation import activate, gated
 from argosy.model.ops.fp8 import fp8_products
 from argosy.model.ops.heads import project_heads, rotate
@@ -61,7 +61,7 @@ class Norm(nn.Module):
 class Attention(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.kv_heads, self.head_dim = spec.kv_heads, spec.head_dim
+        self.head_dim = spec.head_dim
         self.group = spec.heads // spec.kv_heads  # query heads that share a key/value head
         self.qkv = Linear(spec.hidden, (spec.heads + 2 * spec.kv_heads) * spec.head_dim, bias=spec.attention_bias)
         self.out = Linear(spec.heads * spec.head_dim, spec.hidden, bias=spec.attention_bias)
@@ -126,7 +126,7 @@ class AttentionBlock(nn.Module):
 
     def __init__(self, spec: ModelSpec, *, across: bool = False) -> None:
         super().__init__()
-        self.dropout = spec.dropout
+        self.dropout = Dropout(spec.dropout)
         self.attn_norm = Norm(spec, spec.hidden)
         self.attn = Attention(spec)
         self.cross_norm = Norm(spec, spec.hidden) if across else None
@@ -144,9 +144,9 @@ class AttentionBlock(nn.Module):
 
     def drop(self, y: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Dropout falls on the product with its bias, which is then no longer to be added."""
-        if not self.dropout or not self.training:
+        if not self.dropout.active:
             return y, bias
-        return F.dropout(y if bias is None else y + bias, self.dropout), None
+        return self.dropout(y if bias is None else y + bias), None
 
 
 class Block(AttentionBlock):
@@ -175,7 +175,7 @@ class Embedding(nn.Module):
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.dropout = spec.dropout
+        self.dropout = Dropout(spec.dropout)
         self.tokens = nn.Embedding(spec.vocab_size, spec.hidden)
         self.positions = nn.Embedding(spec.max_seq_len, spec.hidden) if spec.positions == "learned" else None
         self.types = nn.Embedding(spec.type_vocab_size, spec.hidden) if spec.type_vocab_size else None
@@ -190,4 +190,5 @@ class Embedding(nn.Module):
             x = x + self.types(torch.zeros_like(tokens) if types is None else types)
         if self.norm is not None:
             x = self.norm(x)
-        return F.dropout(x, self.dropout, self.training)
+        dropped: Tensor = self.dropout(x)
+        return dropped

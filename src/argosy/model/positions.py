@@ -16,6 +16,7 @@ from argosy.config.counts import RELATIVE_BUCKETS
 from argosy.config.model import ModelSpec
 from argosy.model.attention import Attend, Mask, prepare_attention
 from argosy.model.ops.heads import Rope
+from argosy.model.share import WHOLE, Share
 
 RELATIVE_REACH = 128  # tokens; T5 tells greater distances not apart
 
@@ -42,13 +43,16 @@ def make_context(
     spec: ModelSpec,
     x: Tensor,
     *,
+    seq: int,
     positions: Tensor | None = None,
     documents: Tensor | None = None,
     training: bool = False,
     scale: Tensor | None = None,
+    heads: Share = WHOLE,
 ) -> Context:
-    """For the embedded tokens x [batch, seq, hidden]. `positions` [batch, seq] restart where documents do."""
-    seq, device = x.shape[1], x.device
+    """For the embedded tokens x [batch, seq, hidden], or a share of them; `seq` is what attention sees, by the `heads` there
+    are here. `positions` [batch, seq] restart where documents do."""
+    device = x.device
     rope = None
     if spec.positions == "rope":
         where = torch.arange(seq, device=device)[None] if positions is None else positions
@@ -56,10 +60,11 @@ def make_context(
     mask = Mask(
         causal=spec.architecture == "decoder",
         window=spec.window,
-        slopes=alibi_slopes(spec.heads, device) if spec.positions == "alibi" else None,
+        slopes=heads.take(alibi_slopes(spec.heads, device), 0) if spec.positions == "alibi" else None,
         documents=documents,
     )
-    attend = prepare_attention(mask, x, spec.head_dim, dropout=spec.dropout if training else 0.0)
+    dropout = spec.dropout if training else 0.0
+    attend = prepare_attention(mask, x, seq, spec.head_dim, dropout=dropout, heads=heads)
     return Context(rope, attend, scale)
 
 

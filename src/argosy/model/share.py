@@ -1,0 +1,44 @@
+"""Which pieces of a whole this process has, where a layout spreads the tokens or the heads of a model over several.
+
+A model is whole unless `argosy.parallel` says otherwise. It has to know its share in two places only: what differs from head
+to head without being a weight (ALiBi's slopes), and what is drawn at random, which is drawn for the whole, so that
+dropout is that of one process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Share:
+    """`pieces` of the `of` equal pieces something is cut into, in the order they lie in here."""
+
+    pieces: tuple[int, ...] = (0,)
+    of: int = 1
+
+    @property
+    def is_whole(self) -> bool:
+        return self.of == 1
+
+    def size_of_whole(self, size: int) -> int:
+        """How long the whole is, of which `size` is this share."""
+        return size * self.of // len(self.pieces)
+
+    def take(self, whole: Tensor, dim: int) -> Tensor:
+        """A copy of this share of a tensor."""
+        pieces = whole.chunk(self.of, dim)
+        return torch.cat([pieces[piece] for piece in self.pieces], dim)
+
+    def inside(self, outer: Share) -> Share:
+        """This share of what is itself a share."""
+        fine = [piece * self.of + part for piece in outer.pieces for part in range(self.of)]
+        each = len(outer.pieces)
+        chosen = [fine[place * each + n] for place in self.pieces for n in range(each)]
+        return Share(tuple(chosen), outer.of * self.of)
+
+
+WHOLE = Share()

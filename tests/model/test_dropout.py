@@ -1,0 +1,58 @@
+"""Where a model is spread, every process drops what one process would drop there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from argosy.model.attention import Mask, prepare_attention
+from argosy.model.dropout import Dropout, drop
+from argosy.model.share import WHOLE, Share
+
+
+@pytest.mark.parametrize("share", [Share((1,), 2), Share((0, 3), 4), Share((2,), 4)])
+def test_a_share_of_the_sequence_drops_what_one_process_drops_there(share: Share) -> None:
+    x = torch.randn(2, 8, 3)
+    layer = Dropout(0.3)
+    torch.manual_seed(1)
+    whole = layer(x)
+    layer.share = share
+    torch.manual_seed(1)
+    assert torch.equal(layer(share.take(x, 1)), share.take(whole, 1))
+    assert torch.equal(layer.eval()(x), x)
+
+
+@pytest.mark.parametrize("mask", [Mask(causal=True), Mask(causal=False, window=3)])
+def test_a_share_of_the_heads_drops_what_one_process_drops_there(mask: Mask) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 8, 4) for heads in (4, 2, 2))
+    torch.manual_seed(1)
+    whole = prepare_attention(mask, q, 8, 4, dropout=0.3)(q, k, v)
+    share = Share((1,), 2)
+    torch.manual_seed(1)
+    part = prepare_attention(mask, q, 8, 4, dropout=0.3, heads=share)(*(share.take(t, 1) for t in (q, k, v)))
+    torch.testing.assert_close(part, share.take(whole, 1))
+
+
+def test_dropout_of_the_whole_is_torch_s_own() -> None:
+    x = torch.randn(2, 8, 3)
+    torch.manual_seed(1)
+    expected = torch.nn.functional.dropout(x, 0.5)
+    torch.manual_seed(1)
+    assert torch.equal(drop(x, 0.5, {1: WHOLE}), expected)
+
+
+@given(st.data())
+def test_a_share_of_a_share_is_taken_in_two_steps_or_in_one(data: st.DataObject) -> None:
+    def share() -> Share:
+        of = data.draw(st.integers(1, 4))
+        return Share(tuple(data.draw(st.permutations(range(of)))[: data.draw(st.integers(1, of))]), of)
+
+    outer, inner = share(), share()
+    size = outer.of * inner.of * data.draw(st.integers(1, 3))
+    whole = torch.arange(size)
+    both = inner.inside(outer)
+    assert torch.equal(both.take(whole, 0), inner.take(outer.take(whole, 0), 0))
+    assert both.size_of_whole(len(both.take(whole, 0))) == size
