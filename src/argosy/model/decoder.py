@@ -8,7 +8,7 @@ from argosy.config.model import ModelSpec
 from argosy.data.samples.masks import IGNORED
 from argosy.model.layers import AttentionBlock, Block, Embedding, Norm
 from argosy.model.moe import Report, SparseBlock, sum_reports
-from argosy.model.objective import Loss, Objective
+from argosy.model.objective import Loss, Objective, Stream
 from argosy.model.output import Output
 from argosy.model.positions import make_context
 from argosy.model.share import WHOLE, Share
@@ -25,7 +25,7 @@ class Decoder(nn.Module):
         self.spec = spec
         self.embed = Embedding(spec)
         self.layers = nn.ModuleDict({str(i): _block(spec, i) for i in range(spec.layers)})
-        self.norm = Norm(spec, spec.hidden)
+        self.norm: Norm | None = Norm(spec, spec.hidden)  # None: the end of the model is elsewhere
         self.head = None if spec.tied else nn.Linear(spec.hidden, spec.vocab_size, bias=False)
         self.predict = Output()
 
@@ -35,35 +35,45 @@ class Decoder(nn.Module):
         labels: Tensor | None = None,
         objective: Objective | None = None,
         *,
+        stream: tuple[Tensor, ...] | None = None,
         documents: Tensor | None = None,
         positions: Tensor | None = None,
-    ) -> Tensor | Loss:
+    ) -> Tensor | Loss | Stream:
+        """`stream` is what the earlier layers made, where they are elsewhere."""
         objective = objective or Objective()
         counted = None if labels is None else (labels != IGNORED).sum()
         scale = None if counted is None else counted * objective.scale
-        x = self.embed(tokens, positions)
+        x = self.embed(tokens, positions) if stream is None else stream[0]
         context = make_context(
             self.spec, x, seq=tokens.shape[1], positions=positions, documents=documents, training=self.training,
             scale=scale, heads=self.heads,
         )  # fmt: skip
-        reports: list[Report] = []
+        reports: dict[int, Report] = {}
         for block in self.layers.values():
-            x = block(x, context)
-            if isinstance(x, tuple):
-                x, report = x
-                reports.append(report)
+            if isinstance(block, SparseBlock):
+                x, reports[block.row] = block(x, context)
+            else:
+                x = block(x, context)
+        routed, load = self._routed(reports, counted)
+        if self.norm is None:
+            return Stream((x,), routed, load)
         x = self.norm(x)
         weight = self.embed.tokens.weight if self.head is None else self.head.weight
         if labels is None:
             return self.predict.logits(x, weight)
         total, cross_entropy = self.predict.losses(x, weight, labels, z_loss=objective.z_loss)
-        metrics = objective.z_metrics(total, cross_entropy)
-        if not reports or counted is None:
-            return Loss(total * objective.scale, cross_entropy, metrics)
-        router_metrics, load = sum_reports(reports, counted)
-        return Loss(total * objective.scale, cross_entropy, metrics | router_metrics, load)
+        metrics = objective.z_metrics(total, cross_entropy) | routed
+        return Loss(total * objective.scale, cross_entropy, metrics, load)
+
+    def _routed(self, reports: dict[int, Report], counted: Tensor | None) -> tuple[dict[str, Tensor], Tensor | None]:
+        """What the layers with experts report."""
+        if not reports or counted is None or self.spec.moe is None:
+            return {}, None
+        return sum_reports(reports, self.spec.layers - self.spec.moe.dense_layers, counted)
 
 
 def _block(spec: ModelSpec, index: int) -> AttentionBlock:
     moe = spec.moe
-    return Block(spec) if moe is None or index < moe.dense_layers else SparseBlock(spec, moe)
+    if moe is None or index < moe.dense_layers:
+        return Block(spec)
+    return SparseBlock(spec, moe, index - moe.dense_layers)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from argosy.config.model import ModelSpec
 from argosy.data.samples.masks import IGNORED
 from argosy.model.layers import Embedding, Linear, Norm, PostNormBlock
-from argosy.model.objective import Loss, Objective
+from argosy.model.objective import Loss, Objective, Stream
 from argosy.model.ops.activation import activate
 from argosy.model.output import Output
 from argosy.model.positions import make_context
@@ -34,11 +34,12 @@ class Encoder(nn.Module):
         self,
         tokens: Tensor,
         *,
+        stream: tuple[Tensor, ...] | None = None,
         token_types: Tensor | None = None,
         padding_mask: Tensor | None = None,
     ) -> Tensor:
-        """`padding_mask` [batch, seq] is False for padding."""
-        x: Tensor = self.embed(tokens, types=token_types)
+        """`padding_mask` [batch, seq] is False for padding; `stream` is what earlier layers made that are elsewhere."""
+        x: Tensor = self.embed(tokens, types=token_types) if stream is None else stream[0]
         context = make_context(
             self.spec, x, seq=tokens.shape[1], documents=padding_mask, training=self.training, heads=self.heads
         )
@@ -92,7 +93,7 @@ class MaskedLM(nn.Module):
         super().__init__()
         self.spec = spec
         self.encoder = Encoder(spec)
-        self.head = TokenHead(spec)
+        self.head: TokenHead | None = TokenHead(spec)  # None: the end of the model is elsewhere
         self.output = None if spec.tied else nn.Linear(spec.hidden, spec.vocab_size, bias=False)
         self.predict = Output()
         self.pair = PairHead(spec) if spec.judges_pairs else None
@@ -103,14 +104,17 @@ class MaskedLM(nn.Module):
         labels: Tensor | None = None,
         objective: Objective | None = None,
         *,
+        stream: tuple[Tensor, ...] | None = None,
         token_types: Tensor | None = None,
         padding_mask: Tensor | None = None,
         predicted: Tensor | None = None,
         pair_labels: Tensor | None = None,
-    ) -> Tensor | Loss:
+    ) -> Tensor | Loss | Stream:
         """`predicted` [batch, n] are the positions that `labels` [batch, n] are of, instead of all positions."""
         objective = objective or Objective()
-        x = self.encoder(tokens, token_types=token_types, padding_mask=padding_mask)
+        x = self.encoder(tokens, stream=stream, token_types=token_types, padding_mask=padding_mask)
+        if self.head is None:
+            return Stream((x,), {})
         weight = self.encoder.embed.tokens.weight if self.output is None else self.output.weight
         if labels is None:
             return self.predict.logits(self.head(x), weight, self.head.bias)

@@ -14,7 +14,7 @@ from argosy.config.model import ModelSpec
 from argosy.model.attention import Attend, Mask, prepare_attention
 from argosy.model.dropout import Dropout
 from argosy.model.layers import Block, Embedding, Norm
-from argosy.model.objective import Loss, Objective
+from argosy.model.objective import Loss, Objective, Stream
 from argosy.model.output import Output
 from argosy.model.positions import Across, Context, relative_buckets
 from argosy.model.share import WHOLE, Share
@@ -30,7 +30,7 @@ class Stack(nn.Module):
         self.spec, self.decoder = spec, decoder
         self.relative = nn.Embedding(RELATIVE_BUCKETS, spec.heads)
         self.layers = nn.ModuleDict({str(i): Block(spec, across=decoder) for i in range(layers)})
-        self.norm = Norm(spec, spec.hidden)
+        self.norm: Norm | None = Norm(spec, spec.hidden)  # None: the end of the stack is elsewhere
         self.dropout = Dropout(spec.dropout)
 
     def forward(self, x: Tensor, seq: int, memory: Tensor | None = None) -> Tensor:
@@ -42,8 +42,9 @@ class Stack(nn.Module):
         context = Context(None, self._attend(Mask(causal=self.decoder, bias=bias), x, seq), across=across)
         for block in self.layers.values():
             x = block(x, context)
-        dropped: Tensor = self.dropout(self.norm(x))
-        return dropped
+        if self.norm is not None:
+            x = self.dropout(self.norm(x))
+        return x
 
     def _attend(self, mask: Mask, x: Tensor, seq: int) -> Attend:
         dropout = self.spec.dropout if self.training else 0.0
@@ -58,8 +59,8 @@ class EncoderDecoder(nn.Module):
         super().__init__()
         self.spec = spec
         self.embed = Embedding(spec)
-        self.encoder = Stack(spec, spec.layers, decoder=False)
-        self.decoder = Stack(spec, spec.decoder_layers or spec.layers, decoder=True)
+        self.encoder: Stack | None = Stack(spec, spec.layers, decoder=False)  # None: all of it is elsewhere
+        self.decoder: Stack | None = Stack(spec, spec.decoder_layers or spec.layers, decoder=True)
         self.head = None if spec.tied else nn.Linear(spec.hidden, spec.vocab_size, bias=False)
         self.predict = Output()
 
@@ -69,11 +70,18 @@ class EncoderDecoder(nn.Module):
         labels: Tensor | None = None,
         objective: Objective | None = None,
         *,
+        stream: tuple[Tensor, ...] | None = None,
         decoder_tokens: Tensor,
-    ) -> Tensor | Loss:
+    ) -> Tensor | Loss | Stream:
+        """`stream` is what earlier layers, where they are elsewhere, made of both sequences."""
         objective = objective or Objective()
-        memory = self.encoder(self.embed(tokens), tokens.shape[1])
-        x = self.decoder(self.embed(decoder_tokens), decoder_tokens.shape[1], memory)
+        memory, x = (self.embed(tokens), self.embed(decoder_tokens)) if stream is None else stream
+        if self.encoder is not None:
+            memory = self.encoder(memory, tokens.shape[1])
+        if self.decoder is not None:
+            x = self.decoder(x, decoder_tokens.shape[1], memory)
+        if self.decoder is None or self.decoder.norm is None:
+            return Stream((memory, x), {})
         if self.head is None:
             x = x * self.spec.hidden**-0.5
         weight = self.embed.tokens.weight if self.head is None else self.head.weight

@@ -14,7 +14,7 @@ forward pass and are summed like the loss; nothing is remembered in the model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -133,8 +133,9 @@ class MoE(nn.Module):
 class SparseBlock(AttentionBlock):
     """Attention and experts, each added to the residual stream. It also returns what the experts report."""
 
-    def __init__(self, spec: ModelSpec, moe: MoESpec) -> None:
+    def __init__(self, spec: ModelSpec, moe: MoESpec, row: int) -> None:
         super().__init__(spec)
+        self.row = row  # of the loads: which of the model's layers with experts this is
         self.mlp = MoE(spec, moe)
 
     def forward(self, x: Tensor, context: Context) -> tuple[Tensor, Report]:
@@ -153,13 +154,16 @@ def z_loss(logits: Tensor) -> Tensor:
     return logits.logsumexp(-1).square().mean()
 
 
-def sum_reports(reports: Sequence[Report], tokens: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """(for the record: means over layers, weighted by tokens; the load of every layer's experts [layers, experts])"""
+def sum_reports(reports: Mapping[int, Report], rows: int, tokens: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """(for the record: means over layers, weighted by tokens; the load of every layer's experts [layers, experts]), given the
+    reports by row of the loads. A layer that is not among the `rows` adds nothing."""
+    one = next(iter(reports.values()))
     means = {
-        "balance_loss": torch.stack([report.balance for report in reports]).mean() * tokens,
-        "router_z": torch.stack([report.z for report in reports]).mean() * tokens,
+        "balance_loss": torch.stack([report.balance for report in reports.values()]).sum() * (tokens / rows),
+        "router_z": torch.stack([report.z for report in reports.values()]).sum() * (tokens / rows),
     }
-    return means, torch.stack([report.load for report in reports])
+    loads = [reports[row].load if row in reports else torch.zeros_like(one.load) for row in range(rows)]
+    return means, torch.stack(loads)
 
 
 def describe_load(load: Tensor) -> dict[str, float]:
@@ -177,12 +181,13 @@ def describe_load(load: Tensor) -> dict[str, float]:
 @torch.no_grad()
 def balance_experts(model: nn.Module, load: Tensor) -> None:
     """Move each expert's bias by one step towards a level load, given the load of a whole global batch [layers, experts]."""
-    routers = [module for module in model.modules() if isinstance(module, Router)]
-    biases = [router.bias for router in routers if router.bias is not None]
+    blocks = [module for module in model.modules() if isinstance(module, SparseBlock)]
+    biases = {block.row: block.mlp.router.bias for block in blocks if block.mlp.router.bias is not None}
     if biases:
-        rate = routers[0].spec.bias_rate or 0.0
+        rate = blocks[0].mlp.spec.bias_rate or 0.0
         below = load.sum(-1, keepdim=True) - load.shape[-1] * load  # experts x (mean - load), still whole numbers
-        add_each_(biases, list((rate * below.sign()).unbind()))
+        moves = (rate * below.sign()).unbind()
+        add_each_(list(biases.values()), [moves[row] for row in biases])
 
 
 class _RouterProduct(torch.autograd.Function):

@@ -1,4 +1,5 @@
-"""What a model returns when it is given labels: a loss that is a sum, and sums to report beside it."""
+"""What a model returns when it is given labels: a loss that is a sum, and sums to report beside it; or, where only a part of
+the model is here, what the next part goes on from."""
 
 from __future__ import annotations
 
@@ -30,3 +31,12 @@ class Loss(NamedTuple):
     cross_entropy: Tensor  # summed over the labels that count
     metrics: dict[str, Tensor]  # further sums; the record divides them by the tokens of the global batch
     expert_load: Tensor | None = None  # rows each expert got, whole numbers  # [layers with experts, experts]
+
+
+class Stream(NamedTuple):
+    """What a model that lacks its last parts returns in place of a loss; one that lacks its first parts goes on from it.
+    The others are this part's share of the sums in `Loss`, no gradients."""
+
+    tensors: tuple[Tensor, ...]  # [batch, seq, hidden] each
+    metrics: dict[str, Tensor]
+    expert_load: Tensor | None = None  # zero for the layers that are elsewhere  # [layers with experts, experts]
