@@ -124,13 +124,15 @@ def scaled_mm(
     return (product if bias is None else product + bias.float()).to(dtype)
 
 
-def add_product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """total += a b, with a 32-bit total whatever a and b are; on a GPU the product itself adds, which torch 2.11 cannot
-    trace."""
-    if a.is_cuda and a.dtype != total.dtype and not torch.compiler.is_compiling():
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:
-        total.addmm_(a, b) if a.dtype == total.dtype else total.add_(a @ b)
+def add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """total + a b, in place once there is a total, in 32 bits whatever a and b are; on a GPU the product itself adds, which
+    torch 2.11 cannot trace."""
+    traced = torch.compiler.is_compiling()
+    if total is None:
+        return (a @ b).float() if traced else mm_float32(a, b)
+    if a.is_cuda and a.dtype != total.dtype and not traced:
+        return torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    return total.addmm_(a, b) if a.dtype == total.dtype else total.add_(a @ b)
 
 
 def grouped_mm(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

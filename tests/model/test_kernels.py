@@ -160,7 +160,7 @@ def test_without_gradients_the_loss_alone_is_computed(monkeypatch: pytest.Monkey
     def refuse(*_: Tensor) -> None:
         raise AssertionError("the gradient of the head was computed")
 
-    monkeypatch.setattr(cross_entropy, "add_product_", refuse)
+    monkeypatch.setattr(cross_entropy, "add_product", refuse)
     hidden, weight = torch.randn(5, 8), torch.randn(11, 8, requires_grad=True)
     labels = torch.randint(0, 11, (5,))
     with torch.no_grad():
@@ -205,6 +205,27 @@ def test_products_of_one_input(dtype: torch.dtype) -> None:
         {"x": x, "first": first, "second": second, "bias": torch.randn(7)},
         dtype,
     )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_weight_gradient_cut_along_the_tokens_is_that_of_all(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "split_of", lambda *_: 4)
+    x, weight = torch.randn(2, 6, 8), torch.randn(5, 8)
+    both(lambda x, weight: products.products(x, [weight], [None])[0], {"x": x, "weight": weight}, dtype)
+
+
+@pytest.mark.parametrize(
+    ("shape", "split"),
+    [((5120, 1280), 4), ((1280, 1280), 8), ((3840, 1280), 1), ((8192, 2048), 1), ((3072, 2048), 1)],
+)
+def test_a_weight_gradient_is_cut_only_where_its_tiles_leave_processors_idle(
+    shape: tuple[int, int], split: int
+) -> None:
+    """On the 132 processors of an H200; the fastest cuts measured there."""
+    assert products.split_of(*shape, 32768, 132) == split
+    assert products.split_of(*shape, 32767, 132) == 1  # tokens that cannot be cut evenly
 
 
 @pytest.mark.parametrize("dtype", [fp8.FORWARD, fp8.GRADIENT])

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from argosy.compat import add_product_
+from argosy.compat import add_product
 from argosy.data.samples.masks import IGNORED
 from argosy.model.ops.choice import use_kernel
 
@@ -47,7 +47,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         wants = [with_gradient and t is not None and t.requires_grad for t in (hidden, weight, bias)]
         d_hidden = torch.empty_like(hidden) if any(wants) else None
-        d_weight = torch.zeros_like(weight, dtype=torch.float32) if wants[1] else None
+        d_weight: Tensor | None = None
         d_bias = torch.zeros_like(bias, dtype=torch.float32) if wants[2] and bias is not None else None
         total = torch.zeros((), device=hidden.device)
         cross_entropy = torch.zeros((), device=hidden.device)
@@ -60,23 +60,31 @@ class _LinearCrossEntropy(torch.autograd.Function):
             cross_entropy += ce.sum()
             if d_hidden is not None:
                 torch.mm(logits, weight, out=d_hidden[part])
-            if d_weight is not None:
-                add_product_(d_weight, logits.t(), hidden[part])
+            if wants[1]:
+                d_weight = add_product(d_weight, logits.t(), hidden[part])
             if d_bias is not None:
                 d_bias += logits.sum(0, dtype=torch.float32)
-        ctx.save_for_backward(
-            d_hidden,
-            None if d_weight is None else d_weight.to(weight.dtype),
-            None if d_bias is None or bias is None else d_bias.to(bias.dtype),
-        )
+        ctx.save_for_backward(d_hidden, d_weight, d_bias)
+        ctx.dtypes = (hidden.dtype, weight.dtype, weight.dtype)
         ctx.mark_non_differentiable(cross_entropy)
         return total, cross_entropy
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        scale = gradients[0]
-        scaled = [None if t is None else t * scale.to(t.dtype) for t in ctx.saved_tensors]
-        return (*scaled, None, None, None)
+        found = [
+            None if t is None else scaled(t, gradients[0], dtype)
+            for t, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        ]
+        return (*found, None, None, None)
+
+
+def scaled(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """tensor x factor, in another precision."""
+    if use_kernel(tensor):
+        from argosy.model.ops.kernels.cross_entropy import scaled as fused
+
+        return fused(tensor, factor, dtype)
+    return (tensor * factor).to(dtype)
 
 
 def chunk_rows(rows: int, row_bytes: int) -> int:

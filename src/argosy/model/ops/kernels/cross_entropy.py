@@ -1,5 +1,6 @@
 """Rows of logits to their losses and, in place, to the gradient of the logits. A program takes a row and walks it twice:
-once for the sum of exponentials, once, while it is still in the cache, to overwrite it."""
+once for the sum of exponentials, once, while it is still in the cache, to overwrite it. The gradients made of these are
+scaled, and rounded to their precision, in one pass."""
 
 from __future__ import annotations
 
@@ -64,3 +65,18 @@ def softmax_loss_(logits: Tensor, labels: Tensor, z_loss: float, with_gradient: 
         num_warps=_WARPS,
     )  # fmt: skip
     return losses[0], losses[1], logits
+
+
+@triton.jit
+def _scale(source, factor, target, count, B: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
+    inside = at < count
+    value = tl.load(source + at, mask=inside, other=0.0).to(tl.float32) * tl.load(factor).to(tl.float32)
+    tl.store(target + at, value.to(target.dtype.element_ty), mask=inside)
+
+
+def scaled(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """As `argosy.model.ops.cross_entropy.scaled`."""
+    result = torch.empty_like(tensor, dtype=dtype)
+    _scale[(triton.cdiv(tensor.numel(), 2048),)](tensor, factor, result, tensor.numel(), 2048, num_warps=4)
+    return result

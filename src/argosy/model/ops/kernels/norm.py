@@ -132,16 +132,19 @@ class AddNorm(torch.autograd.Function):
         d_x = torch.empty_like(total)
         rows_each = triton.cdiv(rows, _PROGRAMS)
         programs = triton.cdiv(rows, rows_each)
-        partial = torch.empty((3, programs, width), dtype=torch.float32, device=total.device)
+        kinds = (
+            1 + (bias_dtype is not None) + (y_bias_dtype is not None)
+        )  # of sums over rows: the norm's weight, its bias, y's bias
+        partial = torch.empty((kinds, programs, width), dtype=torch.float32, device=total.device)
         block = triton.next_power_of_2(width)
         _backward[(programs,)](
-            d_out, d_total, total, weight, statistics[0], statistics[1], d_x, partial[0], partial[1], partial[2],
-            rows, width, rows_each, d_total is not None, y_bias_dtype is not None, bias_dtype is not None, rms, block,
+            d_out, d_total, total, weight, statistics[0], statistics[1], d_x, partial[0], partial[min(1, kinds - 1)],
+            partial[-1], rows, width, rows_each, d_total is not None, y_bias_dtype is not None, bias_dtype is not None, rms, block,
             _STAGES, num_warps=max(2, min(16, block // 1024)),
         )  # fmt: skip
         sums = partial.sum(1)
         d_bias = None if bias_dtype is None else sums[1].to(bias_dtype)
-        d_y_bias = None if y_bias_dtype is None else sums[2].to(y_bias_dtype)
+        d_y_bias = None if y_bias_dtype is None else sums[-1].to(y_bias_dtype)
         return d_x, d_x if has_y else None, d_y_bias, sums[0].to(weight.dtype), d_bias, None, None
 
 
