@@ -1,6 +1,7 @@
 # make demo   train a small model end to end, on this machine, with nothing else installed
 # make test   lints, types, import contracts and every test
 # make check  lints, types and import contracts only
+# make faults every fault of docs/guides/survival.md injected for real, and a table of what each cost
 # make bench  the measurements of docs/benchmarks.md
 # Each target makes .venv on its own, and reuses it while pyproject.toml and constraints.txt are unchanged.
 
@@ -9,7 +10,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test check bench docs clean
+.PHONY: demo test check faults bench docs clean
 
 demo: $(VENV)/.core
 	@$(BIN)/argosy demo
@@ -22,6 +23,9 @@ check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+faults: $(VENV)/.dev
+	$(BIN)/python -m pytest -m "" tests/faults
 
 bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/run.py

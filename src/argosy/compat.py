@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -162,3 +162,55 @@ COSTLY_OPERATIONS = _operations(
     "_scaled_dot_product_efficient_attention", "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_fused_attention_overrideable", "topk", "sort",
 ) | {torch.ops.higher_order.flex_attention}  # fmt: skip
+
+
+FLIGHT_RECORD = {"TORCH_FR_BUFFER_SIZE": "2000"}  # in a rank's environment
+
+
+def flight_record() -> str:
+    """The collectives this process began last, as JSON with `entries`, oldest first."""
+    import torch._C._distributed_c10d as c10d
+
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        if hasattr(c10d, name):
+            found = getattr(c10d, name)()
+            return found.decode() if isinstance(found, bytes) else str(found)
+    return '{"entries": []}'
+
+
+class AgentHooks(Protocol):
+    """What a supervisor adds to torch's elastic agent. `ranks` are process ids by rank."""
+
+    def look(self, ranks: dict[int, int]) -> None:
+        """Before torch looks at its ranks, many times a second: where one is in trouble, all may be ended here."""
+
+    def failed(self, exit_codes: dict[int, int]) -> bool:
+        """Ranks have ended as they should not, and all others were ended; whether to start them again."""
+        ...
+
+    def restarting(self, ranks: dict[int, int]) -> None:
+        """All ranks are about to be ended, as far as they have not been, and started again, here and on all nodes."""
+
+
+def elastic_agent(spec: Any, logs: Any, hooks: AgentHooks) -> Any:
+    """torch's elastic agent for this node, with a supervisor's hooks."""
+    from torch.distributed.elastic.agent.server.api import WorkerState
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+    def ranks(group: Any) -> dict[int, int]:
+        return {worker.global_rank: worker.id for worker in group.workers}
+
+    class Agent(LocalElasticAgent):
+        def _monitor_workers(self, worker_group: Any) -> Any:
+            hooks.look(ranks(worker_group))
+            result = super()._monitor_workers(worker_group)
+            if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
+                exit_codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
+                self._remaining_restarts = int(hooks.failed(exit_codes))
+            return result
+
+        def _restart_workers(self, worker_group: Any) -> None:
+            hooks.restarting(ranks(worker_group))
+            super()._restart_workers(worker_group)
+
+    return Agent(spec, logs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -22,7 +23,10 @@ def train(
     ] = False,
     nproc: Annotated[
         int | None,
-        typer.Option(min=1, help="Start this many ranks on this machine; the layout is `parallel` in the spec."),
+        typer.Option(
+            min=1,
+            help="Start this many ranks on this machine and watch over them; the layout is `parallel` in the spec.",
+        ),
     ] = None,
     quiet: Annotated[
         bool, typer.Option("--quiet", help="Only metrics.jsonl and events.jsonl; nothing on the console.")
@@ -34,7 +38,8 @@ def train(
     the step, saves, and leaves with exit code 75: run the same command again to go on.
 
     Under torchrun, srun, JobSet, PyTorchJob or TrainJob the command finds its rank in the environment; `--nproc` starts the
-    ranks itself.
+    ranks itself, watches over them, and starts them all again from the last good checkpoint when one dies or stands still
+    (`fault` in the spec; what it saw is in the run's events.jsonl and debug/).
     """
     from argosy.config.layout import check_world
     from argosy.config.resolve import resolve
@@ -47,11 +52,13 @@ def train(
     if nproc is not None and not dry_run:
         nodes = find_nodes(os.environ)
         check_world(resolved.spec.parallel, nproc * nodes.count, f"--nproc {nproc} x {nodes.count} nodes")
-        if nproc * nodes.count > 1:
-            from argosy.parallel.agent import start_ranks
+        from argosy.parallel.agent import start_ranks
+        from argosy.record.rundir import RunDir
 
-            raise typer.Exit(start_ranks(nproc, nodes, without_option(sys.argv[1:], "--nproc")))
-    from argosy.parallel.agent import run_as_rank
+        spec = resolved.spec
+        arguments = without_option(sys.argv[1:], "--nproc")
+        raise typer.Exit(start_ranks(nproc, nodes, arguments, RunDir(Path(spec.runs_dir) / spec.name), spec.fault))
+    from argosy.parallel.rank import run_as_rank
     from argosy.train import run
 
     options = run.TrainOptions(fresh=fresh, archive=archive, quiet=quiet)

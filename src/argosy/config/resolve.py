@@ -104,7 +104,7 @@ def _read(path: Path | None) -> tuple[Tree, dict[str, str]]:
 
 
 def _expand_shorthands(tree: Tree) -> None:
-    """`model: gpt2`, `data: {train: corpus}`, `parallel: auto`, `eval: off` in their long forms."""
+    """`model: gpt2`, `data: {train: corpus}`, `parallel: auto`, `eval: off`, `guard: off` in their long forms."""
     if isinstance(tree.get("model"), str):
         tree["model"] = {"preset": tree["model"]}
     data = tree.get("data")
@@ -115,17 +115,25 @@ def _expand_shorthands(tree: Tree) -> None:
             data["train"] = [{"path": item} if isinstance(item, str) else item for item in data["train"]]
         if isinstance(data.get("split"), str):  # 98,2,0 as Megatron writes it
             data["split"] = [parse_value(part, "data.split") for part in data["split"].split(",")]
-    for section in ("eval", "checkpoint", "log", "parallel"):  # an empty section is one that was not given
+    for section in (
+        "eval",
+        "guard",
+        "fault",
+        "checkpoint",
+        "log",
+        "parallel",
+    ):  # an empty section is one that was not given
         if section in tree and tree[section] is None and section not in _turned_off(tree):
             del tree[section]
     if tree.get("parallel", "auto") == "auto":
         tree["parallel"] = {}
-    switch = tree.get("eval")
-    if isinstance(switch, bool | str):
-        if str(switch).lower() in ("off", "no", "false"):
-            tree["eval"] = OFF
-        elif str(switch).lower() in ("on", "yes", "true"):
-            tree["eval"] = {}
+    for section in ("eval", "guard"):
+        switch = tree.get(section)
+        if isinstance(switch, bool | str):
+            if str(switch).lower() in ("off", "no", "false"):
+                tree[section] = OFF
+            elif str(switch).lower() in ("on", "yes", "true"):
+                tree[section] = {}
 
 
 def _turned_off(tree: Tree) -> list[str]:

@@ -12,6 +12,7 @@ from pydantic import Field
 from argosy.config.batches import Batches
 from argosy.config.model import ModelSpec, Section
 from argosy.config.presets import ALIASES, PRESETS
+from argosy.config.survival import FaultSpec, GuardSpec
 from argosy.config.units import (
     Bytes,
     Count,
@@ -276,6 +277,10 @@ class RunSpec(Section):
     eval: EvalSpec | None = Field(EvalSpec(), description="evaluation while training, or `off`")
     checkpoint: CheckpointSpec = Field(CheckpointSpec(), description="saving")
     log: LogSpec = Field(LogSpec(), description="logging")
+    fault: FaultSpec = Field(FaultSpec(), description="what is done about ranks that die or stand still")
+    guard: GuardSpec | None = Field(
+        GuardSpec(), description="what is done about steps with bad numbers: skipped, then rewound, or `off`"
+    )
 
 
 # Required once resolved, but filled in from other keys when the user leaves them out.
@@ -299,6 +304,8 @@ def published_schema() -> dict[str, Any]:
         "model": {"enum": names, "description": "a preset"},
         "parallel": {"enum": ["auto", None]},
         "eval": {"enum": ["off", "no", "on", "yes", False, True, None]},
+        "guard": {"enum": ["off", "no", "on", "yes", False, True, None]},
+        "fault": {"type": "null"},
         "checkpoint": {"type": "null"},
         "log": {"type": "null"},
     }

@@ -104,6 +104,16 @@ def parse_duration_or_none(value: Any) -> Duration:
     return parse_duration(value)
 
 
+def parse_seconds(value: Any) -> Any:
+    """`45s`, `2min`; a bare number is seconds."""
+    if not isinstance(value, str):
+        return refuse_bool(value)
+    duration = parse_duration(value if value.strip()[-1:].isalpha() else f"{value}s")
+    if duration.unit != "seconds":
+        raise ValueError("not a time: write 45s, 2min or 1h")
+    return duration.amount
+
+
 def _number(text: str) -> Decimal:
     """Exact, so that 16.1K is 16,100 and not a little less."""
     number = Decimal(text.replace("_", "").replace(",", ""))
@@ -162,6 +172,14 @@ Bytes = Annotated[
     BeforeValidator(parse_bytes),
     WithJsonSchema(
         {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string", "pattern": r"^[\d.]+\s*[KMGTkmgt]?i?B?$"}]}
+    ),
+]
+Seconds = Annotated[
+    float,
+    Field(ge=0),
+    BeforeValidator(parse_seconds),
+    WithJsonSchema(
+        {"anyOf": [{"type": "number", "minimum": 0}, {"type": "string", "pattern": r"^[\d.]+\s*(s|min|h|d)?$"}]}
     ),
 ]
 _duration_text = PlainSerializer(str, return_type=str)

@@ -1,9 +1,7 @@
-"""Several ranks on this machine, started and watched by torch's elastic agent: `argosy train --nproc 4`.
+"""The ranks of a run on this machine, started by torch's elastic agent and watched by a supervisor: `argosy train --nproc 4`.
 
-The ranks run the same command without `--nproc`, and find their place in the environment. A directory both sides know of
-carries what exit codes cannot: the ranks' process ids, so that Ctrl-C and SIGTERM reach them and they have all the time they
-need to save; the reason a rank failed, so that the first is told once; and the code of an orderly end, which the agent would
-take for a failure.
+The ranks run the same command without `--nproc`, and find their place in the environment. On several nodes the agents find
+each other where rank 0 listens. When one of them starts its ranks again, all do; a node that was lost is waited for.
 """
 
 from __future__ import annotations
@@ -13,84 +11,129 @@ import os
 import signal
 import sys
 import tempfile
-import traceback
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
-from argosy.errors import EXIT_BUG, EXIT_DONE, EXIT_REFUSED, ArgosyError
+from argosy.config.survival import FaultSpec
+from argosy.errors import EXIT_DONE, EXIT_RESUMABLE
+from argosy.parallel.rankfiles import RankFiles
 from argosy.parallel.ranks import Nodes
+from argosy.parallel.supervisor import Supervisor
+from argosy.record.rundir import RunDir
 
-_DIRECTORY = "ARGOSY_RANKS"  # in the environment of a rank: where it leaves what the starter must know
-_PORT_WAIT_S = 900
+_TRY_AGAIN_S = 2.0  # after a node that others wait for was not found
 
 
-def start_ranks(nproc: int, nodes: Nodes, arguments: Sequence[str]) -> int:
+def start_ranks(nproc: int, nodes: Nodes, arguments: Sequence[str], run: RunDir, fault: FaultSpec) -> int:
     """Run `argosy` with these arguments in `nproc` processes on this node. Returns the exit code of them all."""
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from argosy.compat import FLIGHT_RECORD
 
-    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # what there is to say is said below
-    alone = nodes.count == 1
-    config = LaunchConfig(
-        min_nodes=nodes.count,
-        max_nodes=nodes.count,
-        nproc_per_node=nproc,
-        run_id=uuid.uuid4().hex if alone else "argosy",
-        rdzv_backend="c10d" if alone else "static",
-        rdzv_endpoint="localhost:0" if alone else f"{nodes.address}:{nodes.port}",
-        rdzv_configs={"timeout": _PORT_WAIT_S} | ({} if alone else {"rank": nodes.index}),
-        local_addr="localhost" if alone else None,
-        max_restarts=0,
-        signals_to_handle="SIGQUIT",  # Ctrl-C and SIGTERM are ours
-    )
-    with tempfile.TemporaryDirectory(prefix="argosy-ranks-") as directory:
-        os.environ[_DIRECTORY] = directory
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
-        restore = _forward_signals(Path(directory))
+    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # what there is to say, the supervisor says
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # Ctrl-C and SIGTERM are ours
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # each attempt gets a store of its own, whoever came back
+    for name, value in FLIGHT_RECORD.items():
+        os.environ.setdefault(name, value)
+    with tempfile.TemporaryDirectory(prefix="argosy-ranks-") as scratch:
+        supervisor = Supervisor(Path(scratch), run, fault)
+        supervisor.begin()
+        restore = _take_signals(supervisor)
         try:
-            elastic_launch(config, sys.executable)("-m", "argosy", *arguments)
-        except ChildFailedError as error:
-            rank, failure = error.get_first_failure()
-            return _tell_first(Path(directory), rank, failure.exitcode)
+            return _run_agents(nproc, nodes, arguments, supervisor)
         except KeyboardInterrupt:
             return 128 + signal.SIGINT
         finally:
             restore()
-            del os.environ[_DIRECTORY]
-        codes = [int(file.read_text()) for file in Path(directory).glob("*.exit")]
-        return max(codes, default=EXIT_DONE)
+            RankFiles.forget()
 
 
-def run_as_rank(function: Callable[[], int], rank: int) -> int:
-    """Run this process's part. Where it was started by `start_ranks`, its end is left for that to tell."""
-    directory = os.environ.get(_DIRECTORY)
-    if directory is None:
-        return function()
-    _write(Path(directory) / f"{rank}.pid", str(os.getpid()))
+def _run_agents(nproc: int, nodes: Nodes, arguments: Sequence[str], supervisor: Supervisor) -> int:
+    """An agent, and another one when the nodes have lost each other."""
+    from torch.distributed import DistError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
+
+    lost_at = time.monotonic()
+    while True:
+        try:
+            failed = _run_agent(nproc, nodes, arguments, supervisor)
+        except (RendezvousError, DistError) as error:
+            if (code := supervisor.ended_elsewhere()) is not None:
+                return code
+            if supervisor.has_run:
+                lost_at = time.monotonic()
+            if supervisor.signals or time.monotonic() > lost_at + supervisor.spec.nodes_wait:
+                print(_missing(nodes, supervisor.spec, error), file=sys.stderr)
+                return EXIT_RESUMABLE
+            time.sleep(_TRY_AGAIN_S)
+            supervisor.begin_again()
+            continue
+        if failed and supervisor.trouble is not None:
+            return supervisor.trouble.code
+        return max(supervisor.files.exit_codes(), default=EXIT_DONE)
+
+
+def _run_agent(nproc: int, nodes: Nodes, arguments: Sequence[str], supervisor: Supervisor) -> bool:
+    """Whether it ended in failure."""
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.rendezvous import registry
+
+    from argosy.compat import elastic_agent
+
+    rendezvous = registry.get_rendezvous_handler(_meeting(nodes, supervisor.spec))
+    spec = WorkerSpec(
+        role="rank",
+        local_world_size=nproc,
+        entrypoint=sys.executable,
+        args=("-m", "argosy", *arguments),
+        rdzv_handler=rendezvous,
+        max_restarts=1,  # the supervisor counts
+        monitor_interval=0.1,
+        local_addr="localhost" if nodes.count == 1 else None,
+    )
+    logs = DefaultLogsSpecs(log_dir=str(supervisor.scratch / "torch"))
     try:
-        code = function()
-    except ArgosyError as error:
-        _write(Path(directory) / f"{rank}.error", str(error))
-        return EXIT_REFUSED
-    except Exception:  # noqa: BLE001 - told by the starter, once for all ranks
-        _write(Path(directory) / f"{rank}.error", traceback.format_exc())
-        return EXIT_BUG
-    _write(Path(directory) / f"{rank}.exit", str(code))
-    return EXIT_DONE
+        result = elastic_agent(spec, logs, supervisor).run()
+        return result is not None and result.is_failed()
+    finally:
+        rendezvous.shutdown()
 
 
-def _forward_signals(directory: Path) -> Callable[[], None]:
+def _meeting(nodes: Nodes, spec: FaultSpec) -> Any:
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+    alone = nodes.count == 1
+    return RendezvousParameters(
+        backend="c10d",
+        endpoint="localhost:0" if alone else f"{nodes.address}:{nodes.port}",
+        run_id=uuid.uuid4().hex if alone else "argosy",
+        min_nodes=nodes.count,
+        max_nodes=nodes.count,
+        local_addr="localhost" if alone else None,
+        is_host=str(nodes.index == 0),
+        join_timeout=str(max(1, int(spec.nodes_wait))),
+        read_timeout=str(max(1, min(60, int(spec.nodes_wait)))),
+    )
+
+
+def _missing(nodes: Nodes, spec: FaultSpec, error: Exception) -> str:
+    return (
+        f"the {nodes.count} nodes did not find each other at {nodes.address}:{nodes.port} within {spec.nodes_wait:g}s "
+        f"(fault.nodes_wait); this is node {nodes.index}, and "
+        + ("at least one of the others is missing" if nodes.index == 0 else "node 0, where the others listen, may be")
+        + f": {error}"
+    )
+
+
+def _take_signals(supervisor: Supervisor) -> Callable[[], None]:
     def forward(number: int, frame: FrameType | None) -> None:
-        ranks = [int(file.read_text()) for file in directory.glob("*.pid")]
-        if not ranks:
-            raise KeyboardInterrupt  # none has begun: the agent ends them
-        for rank in ranks:
-            try:
-                os.kill(rank, number)
-            except ProcessLookupError:
-                continue  # it has ended already
+        if not supervisor.files.pids():
+            raise KeyboardInterrupt  # no rank has begun: the agent ends them
+        supervisor.forward(number)
 
     previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
 
@@ -99,23 +142,3 @@ def _forward_signals(directory: Path) -> Callable[[], None]:
             signal.signal(number, handler)
 
     return restore
-
-
-def _tell_first(directory: Path, rank: int, exitcode: int) -> int:
-    """Say why the first rank that failed did: the others followed it."""
-    errors = sorted(directory.glob("*.error"), key=lambda file: file.stat().st_mtime_ns)
-    if errors:
-        first = errors[0]
-        print(f"rank {first.stem}: {first.read_text().rstrip()}", file=sys.stderr)
-        return EXIT_REFUSED if not first.read_text().startswith("Traceback") else EXIT_BUG
-    if exitcode < 0:
-        print(f"rank {rank} was ended by {signal.Signals(-exitcode).name}", file=sys.stderr)
-        return 128 - exitcode
-    print(f"rank {rank} ended with exit code {exitcode}; what it said is above", file=sys.stderr)
-    return exitcode
-
-
-def _write(path: Path, text: str) -> None:
-    partial = path.with_suffix(f"{path.suffix}-partial")
-    partial.write_text(text)
-    partial.rename(path)

@@ -76,9 +76,7 @@ class Heartbeat:
     def close(self) -> None:
         if self._writer is not None:
             with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-                assert self._writer.stdin is not None
-                self._writer.stdin.close()
-                self._writer.wait(_FAREWELL_S)
+                self._writer.communicate(timeout=_FAREWELL_S)  # its input ends, and with it the writer
             self._writer = None
         if self._fd >= 0:
             os.close(self._fd)

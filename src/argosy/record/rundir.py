@@ -20,11 +20,11 @@ from argosy.errors import ArgosyError
 from argosy.record.files import replace_file
 
 # Keys that may differ when a run is continued. Everything else is held to what the run was started with.
-FREE_TO_CHANGE = ("runs_dir", "log.", "checkpoint.", "eval", "data.order_cache")
+FREE_TO_CHANGE = ("runs_dir", "log.", "checkpoint.", "eval", "data.order_cache", "fault.")
 # These change the numbers of the steps to come (the layout through rounding and dropout), and are recorded as changes.
 CHANGES_LATER_STEPS = (
     "train.steps", "train.tokens", "train.samples", "train.epochs", "train.precision", "train.z_loss", "train.device",
-    "train.deterministic", "optim.", "parallel.",
+    "train.deterministic", "optim.", "parallel.", "guard",
 )  # fmt: skip
 HELD = ("optim.name",)  # among them: one optimiser cannot go on from another's state
 

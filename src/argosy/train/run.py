@@ -19,9 +19,10 @@ from argosy.config.resolve import Resolved
 from argosy.config.start import MODEL_FILE
 from argosy.errors import ArgosyError
 from argosy.parallel.mesh import Mesh, joined, require_supported
+from argosy.parallel.rank import open_heartbeat
 from argosy.parallel.ranks import find_world
 from argosy.record.files import replace_file
-from argosy.record.heartbeat import Heartbeat, clear_heartbeats
+from argosy.record.heartbeat import clear_heartbeats
 from argosy.record.jsonl import JsonlWriter
 from argosy.record.rundir import RunDir
 from argosy.train.device import prepare_device
@@ -41,7 +42,7 @@ def train(resolved: Resolved, source: Path | None, options: TrainOptions) -> int
     require_supported(spec.parallel)
     check_world(spec.parallel, world.size, world.source)
     device = prepare_device(spec.train, local_rank=None if world.size == 1 else world.local_rank)
-    with Heartbeat(world.rank) as heartbeat, joined(spec.parallel, world, device) as mesh:
+    with open_heartbeat(world.rank) as heartbeat, joined(spec.parallel, world, device) as mesh:
         trainer = Trainer(spec, mesh, heartbeat)  # refuses whatever can be refused before the run directory is touched
         run = RunDir(Path(spec.runs_dir) / spec.name)
         changes = mesh.on_first(lambda: _open(run, trainer, resolved, source, options))

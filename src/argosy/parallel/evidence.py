@@ -1,0 +1,163 @@
+"""What is saved of ranks in trouble before anything is ended, and what it says: the stacks of each, its collectives, a verdict.
+
+debug/<time>-attempt-<n>/
+  rank-3.stacks         Python stacks of all threads, by a signal that a held GIL does not stop
+  rank-3.flight.json    the collectives it began last (torch's flight recorder)
+  verdict.json          who holds up the others, where, and why we think so
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from argosy.parallel.rank import STACK_SIGNAL
+from argosy.parallel.rankfiles import RankFiles
+from argosy.record.files import replace_file
+from argosy.record.pulse import process_state
+
+_ANSWER_S = 3.0
+_SETTLED_S = 0.2  # that a file of stacks does not grow any more
+
+
+@dataclass(frozen=True)
+class Witness:
+    """What one rank was doing."""
+
+    rank: int
+    state: str  # of its process, as /proc has it
+    stacks: str
+    collectives: list[dict[str, Any]] | None  # None: it did not answer
+
+    @property
+    def stack(self) -> str:
+        """Of the main thread, the innermost call first."""
+        threads = re.split(r"\n(?=Thread |Current thread )", self.stacks.strip())
+        return threads[-1] if threads else ""
+
+    @property
+    def collective(self) -> str | None:
+        """The last it began."""
+        return describe(self.collectives[-1]) if self.collectives else None
+
+
+def describe(entry: Mapping[str, Any]) -> str:
+    """`all_reduce [4096] float, number 57 of default_pg`"""
+    name = str(entry.get("profiling_name", "?")).partition(":")[2] or str(entry.get("profiling_name", "?"))
+    sizes = " ".join(str(size) for size in entry.get("input_sizes", []))
+    kinds = " ".join(sorted({str(kind).lower() for kind in entry.get("input_dtypes", [])}))
+    return f"{name} {sizes} {kinds}, number {_number(entry)} of {_group(entry)}".replace("  ", " ")
+
+
+def _number(entry: Mapping[str, Any]) -> int:
+    return int(entry.get("p2p_seq_id" if entry.get("is_p2p") else "collective_seq_id", 0))
+
+
+def _group(entry: Mapping[str, Any]) -> str:
+    group = entry.get("process_group")
+    return str(group[-1] or group[0]) if isinstance(group, list) and group else "?"
+
+
+def question(files: RankFiles, ranks: Mapping[int, int]) -> list[Witness]:
+    """Ask the ranks that still live for their stacks and collectives. One that is stopped is woken: it cannot answer
+    otherwise, and will be ended next."""
+    before = {rank: _size(files.stacks(rank)) for rank in ranks}
+    states = {rank: (process_state(pid) or ("?", 0))[0] for rank, pid in ranks.items()}
+    for rank, pid in ranks.items():
+        with contextlib.suppress(OSError):  # it may end at any moment
+            os.kill(pid, STACK_SIGNAL)
+            if states[rank] == "T":
+                os.kill(pid, signal.SIGCONT)
+            fd = os.open(files.question(rank), os.O_WRONLY | os.O_NONBLOCK)
+            os.close(fd)
+    deadline = time.monotonic() + _ANSWER_S
+    while time.monotonic() < deadline and not all(
+        _size(files.stacks(rank)) > before[rank] and files.flight(rank).exists() for rank in ranks
+    ):
+        time.sleep(0.05)
+    time.sleep(_SETTLED_S)
+    return [
+        Witness(rank, states[rank], _text(files.stacks(rank))[before[rank] :], _collectives(files.flight(rank)))
+        for rank in sorted(ranks)
+    ]
+
+
+def mismatch(witnesses: list[Witness]) -> str | None:
+    """Two ranks that are in different collectives under the same number of the same group: neither will ever end."""
+    begun: dict[tuple[str, int], tuple[int, str]] = {}
+    for witness in witnesses:
+        for entry in witness.collectives or ():
+            what = describe(entry)
+            rank, other = begun.setdefault((_group(entry), _number(entry)), (witness.rank, what))
+            if other != what and not entry.get("is_p2p"):
+                return (
+                    f"rank {rank} began {other}; rank {witness.rank} began {what}: the ranks did not run the same code"
+                )
+    return None
+
+
+def suspect(witnesses: list[Witness], entered: Mapping[int, int]) -> tuple[int, str]:
+    """The rank that holds up the others, and why we think so."""
+    for witness in witnesses:
+        if witness.state in ("T", "t"):
+            return witness.rank, "its process is stopped (SIGSTOP, a debugger or a paused container)"
+    for witness in witnesses:
+        if witness.state == "D":
+            return witness.rank, "its process waits for a device or a file system that does not answer"
+    silent = [w.rank for w in witnesses if w.collectives is None]
+    if 0 < len(silent) < len(witnesses):
+        return silent[0], "it does not answer: something holds the interpreter's lock"
+    begun = {w.rank: sum(1 for _ in w.collectives or ()) and _last(w) for w in witnesses}
+    if begun and min(begun.values()) < max(begun.values()):
+        rank = min(begun, key=lambda r: begun[r])
+        ahead = max(begun, key=lambda r: begun[r])
+        other = next(w for w in witnesses if w.rank == ahead)
+        return rank, f"rank {ahead} waits in {other.collective}, which rank {rank} has not begun"
+    rank = min(entered, key=lambda r: entered[r]) if entered else witnesses[0].rank
+    return rank, "it has come least far" if len(witnesses) > 1 else "it is the only rank here"
+
+
+def _last(witness: Witness) -> int:
+    return max(int(entry.get("record_id", 0)) for entry in witness.collectives or ({},))
+
+
+def keep(directory: Path, witnesses: list[Witness], files: RankFiles, verdict: Mapping[str, object]) -> None:
+    """Into the run directory. A disk that cannot take it does not stop a restart."""
+    with contextlib.suppress(OSError):
+        directory.mkdir(parents=True, exist_ok=True)
+        for witness in witnesses:
+            replace_file(directory / f"rank-{witness.rank}.stacks", witness.stacks.encode())
+            if files.flight(witness.rank).exists():
+                shutil.copyfile(files.flight(witness.rank), directory / f"rank-{witness.rank}.flight.json")
+        replace_file(directory / "verdict.json", orjson.dumps(dict(verdict), option=orjson.OPT_INDENT_2))
+
+
+def _collectives(path: Path) -> list[dict[str, Any]] | None:
+    try:
+        return list(orjson.loads(path.read_bytes()).get("entries", []))
+    except (OSError, ValueError):
+        return None
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,192 @@
+"""A run as the fault bench sees it: started as users start it, watched through its run directory alone, disturbed from outside.
+
+`Bench` makes runs of one small spec, all with the same seed, so that whatever survives can be compared bit for bit with the
+one that was never disturbed. What a fault cost goes into a table that is printed at the end.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from argosy.checkpoint.store import listed, verify
+from argosy.record.heartbeat import read_heartbeats
+from argosy.record.jsonl import read_jsonl, read_metrics
+
+STEPS, SAVED_EVERY = 40, 8
+PATIENCE_S = 120.0  # nothing here takes so long, even on a machine that is busy with other things
+INJECT = Path(__file__).parent / "inject"
+MODEL = {"family": "gpt", "layers": 2, "hidden": 32, "heads": 4, "vocab_size": 257, "dropout": 0.1}
+
+
+@dataclass
+class Outcome:
+    """What a fault cost, for the table; `None` where there is nothing to measure."""
+
+    ended: str
+    detected_s: float | None = None
+    recovered_s: float | None = None
+    steps_lost: int | None = None
+
+
+@dataclass
+class Bench:
+    root: Path
+    corpus: Path
+    table: list[tuple[str, Outcome]] = field(default_factory=list)
+    _undisturbed: Any = None
+
+    def spec(self, name: str, **sections: Any) -> Path:
+        spec: dict[str, Any] = {
+            "name": name,
+            "runs_dir": str(self.root / "runs"),
+            "model": MODEL,
+            "data": {"train": str(self.corpus), "seq_len": 32, "split": [90, 10, 0]},
+            "train": {"global_batch": 4, "steps": STEPS, "device": "cpu"},
+            "optim": {"lr": 1e-3, "warmup": 2},
+            "parallel": {"micro_batch": 2, "dp_replicate": 2},
+            "eval": {"every": 10, "batches": 1},
+            "checkpoint": {"every": SAVED_EVERY, "keep": 3},
+            "log": {"every": 1},
+            "fault": {"stall_after": "3s", "backoff": "0.1s"},
+        }
+        for key, section in sections.items():
+            spec[key] = spec.get(key, {}) | section if isinstance(section, dict) else section
+        path = self.root / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(spec))
+        return path
+
+    @contextmanager
+    def run(
+        self, name: str, *arguments: str, env: dict[str, str] | None = None, ranks: int = 2, **sections: Any
+    ) -> Iterator[Run]:
+        path = self.spec(name, **sections)
+        more = ["--nproc", str(ranks)] if ranks else []
+        run = Run(self.root / "runs" / name, path)
+        run.start(*more, *arguments, env=env)
+        try:
+            yield run
+        finally:
+            run.end()
+
+    def undisturbed(self) -> tuple[Any, Any]:
+        """What all runs of the spec have to come to: (loss, gradient norm and validation loss of each step; weights)."""
+        if self._undisturbed is None:
+            with self.run("undisturbed") as run:
+                assert run.wait() == 0, run.said
+                self._undisturbed = run.result()
+        return self._undisturbed
+
+    def record(self, fault: str, outcome: Outcome) -> None:
+        self.table.append((fault, outcome))
+
+
+@dataclass
+class Run:
+    root: Path
+    spec: Path
+    process: subprocess.Popen[str] | None = None
+    said: str = ""
+
+    def start(self, *arguments: str, env: dict[str, str] | None = None) -> None:
+        command = [sys.executable, "-m", "argosy", "train", str(self.spec), "--quiet", *arguments]
+        environ = os.environ | {"OMP_NUM_THREADS": "1"} | (env or {})
+        if env and "ARGOSY_FAULT" in env:
+            environ["PYTHONPATH"] = os.pathsep.join([str(INJECT), environ.get("PYTHONPATH", "")])
+        log = (self.root.parent.parent / f"{self.root.name}.said").open("a+")
+        self._log = log
+        self.process = subprocess.Popen(command, cwd=self.spec.parent, env=environ, stdout=log, stderr=log, text=True)
+
+    def wait(self, timeout_s: float = PATIENCE_S) -> int:
+        assert self.process is not None
+        code = self.process.wait(timeout_s)
+        self._log.seek(0)
+        self.said = self._log.read()
+        return code
+
+    def end(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        if self.process is not None:
+            self._log.close()
+
+    def until(self, condition: Callable[[], Any], what: str) -> Any:
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            if found := condition():
+                return found
+            assert self.process is None or self.process.poll() is None, f"the run ended before {what}: {self._tail()}"
+            time.sleep(0.01)
+        raise AssertionError(f"{what} never happened: {self._tail()}")
+
+    def _tail(self) -> str:
+        self._log.seek(0)
+        return self._log.read()[-3000:]
+
+    def wait_step(self, step: int) -> None:
+        self.until(lambda: self.newest() >= step, f"step {step}")
+
+    def newest(self) -> int:
+        """The step logged last."""
+        return max((r.get("step", 0) for r in read_jsonl(self.root / "metrics.jsonl")), default=0)
+
+    def events(self, *kinds: str) -> list[dict[str, Any]]:
+        return [e for e in read_jsonl(self.root / "events.jsonl") if e.get("event") in kinds]
+
+    def wait_event(self, kind: str) -> dict[str, Any]:
+        found: list[dict[str, Any]] = self.until(lambda: self.events(kind), f"event {kind}")
+        return found[-1]
+
+    def pid(self, rank: int) -> int:
+        return int(self.until(lambda: read_heartbeats(self.root / "heartbeat").get(rank), f"rank {rank}")["pid"])
+
+    def signal(self, number: int, rank: int | None = None) -> float:
+        """To a rank, or to whoever started them. Returns when it was sent."""
+        assert self.process is not None
+        os.kill(self.process.pid if rank is None else self.pid(rank), number)
+        return time.time()
+
+    def result(self) -> tuple[Any, Any]:
+        metrics = {
+            step: (r["loss"], r["grad_norm"], r.get("validation_loss"))
+            for step, r in read_metrics(self.root / "metrics.jsonl").items()
+        }
+        newest = listed(self.root / "checkpoints")[0]
+        checkpoint = verify(newest)
+        tensors = checkpoint.weights() | checkpoint.optimizer()
+        return metrics, {name: tensor.numpy().tobytes() for name, tensor in sorted(tensors.items())}
+
+    def cost(self, at: float, step: int, kind: str) -> Outcome:
+        """Of a fault that happened at a time and a step, was noticed by an event, and was recovered from."""
+        noticed = next(e for e in self.events(kind) if e["time"] >= at - 0.01)
+        resumed = next(e for e in self.events("resume", "start") if e["time"] >= noticed["time"])
+        again = next(
+            r["time"] for r in read_jsonl(self.root / "metrics.jsonl") if r["time"] >= resumed["time"] and "loss" in r
+        )
+        lost = max(0, step - resumed["step"])
+        return Outcome("went on, bit-equal", noticed["time"] - at, again - at, lost)
+
+
+def table_of(rows: list[tuple[str, Outcome]]) -> str:
+    def seconds(value: float | None) -> str:
+        return "" if value is None else f"{value:.1f}s"
+
+    cells = [("fault", "detected in", "recovered in", "steps lost", "ended as")] + [
+        (
+            name, seconds(outcome.detected_s), seconds(outcome.recovered_s),
+            "" if outcome.steps_lost is None else str(outcome.steps_lost), outcome.ended,
+        )
+        for name, outcome in rows
+    ]  # fmt: skip
+    widths = [max(len(row[column]) for row in cells) for column in range(4)]
+    return "\n".join("  ".join([*(c.ljust(w) for c, w in zip(row[:4], widths, strict=True)), row[4]]) for row in cells)

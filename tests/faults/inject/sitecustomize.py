@@ -1,0 +1,41 @@
+"""Loaded by every Python process that has this directory on its path: plants the fault that ARGOSY_FAULT names.
+
+`name:rank:step` acts on one rank at one step, the first time it gets there; `name:rank:step:always` each time.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import os
+import sys
+from typing import Any
+
+
+class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Lets a module be imported, and changes it then."""
+
+    def __init__(self, name: str, change: Any) -> None:
+        self._name, self._change, self._inner = name, change, None
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
+        if fullname != self._name or self._inner is not None:
+            return None
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return None
+        self._inner, spec.loader = spec.loader, self
+        return spec
+
+    def create_module(self, spec: Any) -> Any:
+        return self._inner.create_module(spec)
+
+    def exec_module(self, module: Any) -> None:
+        self._inner.exec_module(module)
+        self._change(module)
+
+
+if "ARGOSY_FAULT" in os.environ:
+    import planted
+
+    sys.meta_path.insert(0, _AfterImport("argosy.train.loop", planted.plant))
