@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -34,6 +35,23 @@ def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def flattened(mesh: DeviceMesh) -> DeviceMesh:
     """All axes of a mesh as one."""
     return mesh if mesh.ndim == 1 else mesh._flatten()
+
+
+def combined(*meshes: DeviceMesh) -> DeviceMesh:
+    """One mesh with the axes of several, which are parts of the same."""
+    mesh: DeviceMesh = DeviceMesh._concatenate(list(meshes))
+    return mesh
+
+
+def gather_into(parts: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Fill parts [ranks x n, ..] with the x [n, ..] of every rank; torch 2.13 gave it another name."""
+    (dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor)(parts, x, group)
+
+
+def scatter_sum_into(x: torch.Tensor, parts: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Fill x [n, ..] with the sum over ranks of their parts [ranks x n, ..] for this one."""
+    renamed = hasattr(dist, "reduce_scatter_single")
+    (dist.reduce_scatter_single if renamed else dist.reduce_scatter_tensor)(x, parts, group=group)
 
 
 def copy_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
@@ -98,12 +116,16 @@ def _compiled_flex() -> Callable[..., Any]:
 
 
 def flex_block_mask(
-    visible: Callable[..., torch.Tensor], documents: torch.Tensor | None, seq: int, device: torch.device
+    visible: Callable[..., torch.Tensor],
+    documents: torch.Tensor | None,
+    queries: int,
+    keys: int,
+    device: torch.device,
 ) -> Any:
     """Which blocks of keys each block of queries needs: the same for all heads, and for the whole batch unless documents
     differ."""
     batch = None if documents is None else documents.shape[0]
-    return create_block_mask(visible, batch, None, seq, seq, device=device)
+    return create_block_mask(visible, batch, None, queries, keys, device=device)
 
 
 def scaled_mm(

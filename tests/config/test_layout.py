@@ -30,6 +30,7 @@ def spec_of(*parallel: str, batch: int = 24) -> RunSpec:
         (["tp=5"], "heads, 12, cannot be cut into tp 5", "parallel.tp 4 or 6"),
         (["pp=5"], "4 layers cannot fill 5 pipeline stages", "parallel.pp 4"),
         (["cp=5"], "data.seq_len, 24, cannot be cut into 2 x cp 5 = 10", "parallel.cp 4 or 6"),
+        (["cp=4", "tp=2", "cp_kind=ulysses"], "heads on each of tp 2 ranks, 6, cannot be cut into cp 4", "cp 3 or 6"),
         (["ep=4", "dp_shard=4"], "experts, 6, cannot be cut into ep 4", "parallel.ep 3 or 6"),
         (["ep=3", "dp_shard=2"], "dp_shard x cp ranks it is laid over, 2, cannot", "parallel.ep 2"),
         (["dp_shard=5"], "global_batch 24 is not a multiple of micro_batch 1 x 5", "global_batch 20 or 25"),
@@ -41,6 +42,13 @@ def test_an_axis_that_does_not_divide_is_refused(keys: list[str], cause: str, fi
     assert refusal.value.code == "config.arithmetic"
     assert cause in refusal.value.cause
     assert fix in refusal.value.fix
+
+
+@pytest.mark.parametrize(("preset", "why"), [("bert-base", "as a whole"), ("t5-base", "two sequences")])
+def test_context_parallelism_says_why_it_is_for_decoders_only(preset: str, why: str) -> None:
+    keys = ["data.train=x", "train.global_batch=8", "train.steps=1", "optim.lr=1", "parallel.cp=2"]
+    with pytest.raises(ArgosyError, match=why):
+        resolve(None, [f"model.preset={preset}", *keys])
 
 
 def test_layouts_that_divide_are_taken() -> None:

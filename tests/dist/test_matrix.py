@@ -21,12 +21,26 @@ LAYOUTS = [  # one line each: keys of `parallel`; the batch is 16
     "dp_shard=4 reshard=false recompute=full",
     "dp_replicate=2 dp_shard=2 micro_batch=4",
     "dp_replicate=2 dp_shard=2",
+    "cp=2",
+    "cp=4 cp_kind=ulysses",
+    "cp=2 dp_shard=2",
 ]
 ONE_MODEL = {  # what is no matter of the model is tried on one
     "dp_replicate=2 model.dropout=0.1": "gpt",
     "dp_shard=4 model.dropout=0.1": "gpt",
+    "cp=2 model.dropout=0.1": "gpt",
+    "cp=4": "mpt",
+    "cp=2 cp_kind=ulysses model.dropout=0.1 recompute=full": "gpt",
+    "cp=2 dp_replicate=2": "packed",
+    "cp=2 dp_shard=2 cp_kind=ulysses": "packed",
+    "cp=2 cp_kind=ulysses dp_shard=2 recompute=selective": "moe",
+    "cp=2 dp_replicate=2 dp_shard=2": "moe",
+    "cp=4 dp_replicate=2 cp_kind=ulysses": "packed",
 }
-CASES = [(model, layout) for layout in LAYOUTS for model in MODELS] + [(m, layout) for layout, m in ONE_MODEL.items()]
+CASES = [
+    *((model, layout) for layout in LAYOUTS for model in MODELS if model != "packed"),
+    *((model, layout) for layout, model in ONE_MODEL.items()),
+]
 
 
 @cache
@@ -66,7 +80,7 @@ def test_muon_orthogonalises_whole_matrices(pool: Pool, layout: str) -> None:
             np.testing.assert_allclose(trace.weights[name], weight, atol=1e-3, err_msg=name)
 
 
-@pytest.mark.parametrize("layout", ["dp_replicate=4", "dp_shard=4", "dp_replicate=2 dp_shard=2"])
+@pytest.mark.parametrize("layout", ["dp_replicate=4", "dp_shard=4", "dp_replicate=2 dp_shard=2", "cp=2 dp_shard=2"])
 def test_the_same_layout_gives_the_same_bits_again(pool: Pool, layout: str) -> None:
     first, again = run(pool, "moe", layout), run(pool, "moe", layout)
     for one, other in zip(first, again, strict=True):
@@ -74,16 +88,23 @@ def test_the_same_layout_gives_the_same_bits_again(pool: Pool, layout: str) -> N
         assert all(np.array_equal(one.weights[name], other.weights[name]) for name in one.weights)
 
 
-BUGS = [
-    ("dp_replicate=2", "argosy.parallel.data:sum_gradients"),
-    ("dp_replicate=2 dp_shard=2", "argosy.parallel.mesh:Mesh.sum_"),
-    ("dp_shard=2", "argosy.parallel.fsdp:FSDPModule.set_gradient_divide_factor"),
-    ("dp_shard=2", "argosy.parallel.shards:dist.all_reduce"),
+BUGS = [  # layout, function, what it is replaced by (in dist/bugs.py)
+    ("dp_replicate=2", "argosy.parallel.data:sum_gradients", "nothing"),
+    ("dp_replicate=2 dp_shard=2", "argosy.parallel.mesh:Mesh.sum_", "nothing"),
+    ("dp_shard=2", "argosy.parallel.fsdp:FSDPModule.set_gradient_divide_factor", "nothing"),
+    ("dp_shard=2", "argosy.parallel.shards:dist.all_reduce", "nothing"),
+    ("cp=2", "argosy.parallel.data:sum_gradients", "nothing"),
+    ("cp=2", "argosy.parallel.exchange:scatter_sum_into", "own_part_only"),
+    ("cp=2", "argosy.parallel.cp:Cut.joined", "in_order_of_ranks"),
+    ("cp=2", "argosy.parallel.cp:_summed", "unchanged"),
+    ("cp=2 cp_kind=ulysses", "argosy.parallel.exchange:_Swap.backward", "unswapped_gradients"),
 ]
 
 
-@pytest.mark.parametrize(("layout", "where"), BUGS)
-def test_a_missing_reduction_is_noticed(pool: Pool, layout: str, where: str) -> None:
-    traces: list[Trace] = pool.run(spec_of("gpt", layout).parallel.world_size, train_broken, "gpt", layout, STEPS, where)
+@pytest.mark.parametrize(("layout", "where", "bug"), BUGS)
+def test_a_planted_bug_is_noticed(pool: Pool, layout: str, where: str, bug: str) -> None:
+    """By the model with experts, which has whatever the others have."""
+    ranks = spec_of("moe", layout).parallel.world_size
+    traces: list[Trace] = pool.run(ranks, train_broken, "moe", layout, STEPS, where, bug)
     with pytest.raises(AssertionError):
-        require_equal("gpt", layout, traces)
+        require_equal("moe", layout, traces)

@@ -30,6 +30,10 @@ MODELS = {
         "model.preset=mixtral-8x7b", *_SIZES, "kv_heads=4",
         "moe={experts: 4, top_k: 2, ffn: 24, router: sigmoid, bias_rate: 0.01, z_loss: 0.1, balance_loss: 0.1}",
     ],
+    # Key heads fewer than the ranks, each token's view short, and several documents in a sample.
+    "packed": [
+        "model.preset=llama3-8b", *_SIZES, "kv_heads=2", "window=6", "qk_norm=true",
+    ],
 }  # fmt: skip
 
 
@@ -58,13 +62,19 @@ def spec_of(model: str, layout: str) -> RunSpec:
     ).spec  # fmt: skip
 
 
-def batch_of(step: int) -> Batch:
+def batch_of(model: str, step: int) -> Batch:
     """A global batch whose samples have very different numbers of labels that count."""
     rng = np.random.default_rng(step)
     tokens, labels = rng.integers(0, VOCAB, (2, BATCH, SEQ))
     for row, valid in enumerate(rng.permutation(BATCH)):
         labels[row, valid:] = IGNORED
-    return Batch(tokens, labels)
+    if model != "packed":
+        return Batch(tokens, labels)
+    starts = rng.random((BATCH, SEQ)) < 0.2
+    starts[:, 0] = True
+    index = np.arange(SEQ)
+    positions = index - np.maximum.accumulate(np.where(starts, index, 0), axis=1)
+    return Batch(tokens, labels, {"documents": starts.cumsum(1), "positions": positions})
 
 
 def share_of(batch: Batch, mesh: Mesh) -> Batch:
@@ -81,22 +91,23 @@ def train_steps(model: str, layout: str, steps: int) -> Trace:
     optimizer.set_weights(initial_weights(built, spec.model, spec.train.seed))
     losses, norms = [], []
     for step in range(1, steps + 1):
-        batch = batch_of(step)
+        batch = batch_of(model, step)
         taken = take_step(engine, optimizer, share_of(batch, mesh), step=step, lr=spec.optim.lr)
         losses.append(float(taken.result.loss_sum) / int(taken.result.tokens))
         norms.append(float(taken.grad_norm))
     return Trace(losses, norms, {name: whole(w).numpy().copy() for name, w in optimizer.weights().items()})
 
 
-def train_broken(model: str, layout: str, steps: int, where: str) -> Trace:
-    """The same with one function, `module:name` or `module:class.name`, doing nothing: a planted bug."""
+def train_broken(model: str, layout: str, steps: int, where: str, bug: str) -> Trace:
+    """The same with one function, `module:name` or `module:class.name`, replaced by a planted bug."""
     module, _, path = where.partition(":")
     *outer, name = path.split(".")
     home: Any = importlib.import_module(module)
     for part in outer:
         home = getattr(home, part)
-    right = getattr(home, name)
-    setattr(home, name, lambda *arguments, **options: None)
+    right = vars(home)[name]
+    wrong = getattr(importlib.import_module("dist.bugs"), bug)
+    setattr(home, name, staticmethod(wrong) if isinstance(right, staticmethod) else wrong)
     try:
         return train_steps(model, layout, steps)
     finally:

@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from argosy.model import attention
 from argosy.model.attention import BACKENDS, Case, Mask, choose_backend, explicit_bias
 from argosy.model.positions import alibi_slopes
+from argosy.model.share import Share
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEADS, SEQ, HEAD_DIM = 4, 40, 16
@@ -33,8 +34,8 @@ def case(mask: Mask, **changes: Any) -> Case:
     return Case(mask.within(SEQ), DEVICE, torch.float32, HEAD_DIM, 0.0)._replace(**changes)
 
 
-def run(name: str, mask: Mask, heads: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    return by_name(name).prepare(case(mask), SEQ, None)(*heads)
+def run(name: str, mask: Mask, heads: tuple[Tensor, Tensor, Tensor], **changes: Any) -> Tensor:
+    return by_name(name).prepare(case(mask, **changes), SEQ, None)(*heads)
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
@@ -51,9 +52,25 @@ def test_the_back_ends_agree(mask: Mask, kv_heads: int, monkeypatch: pytest.Monk
         torch.testing.assert_close(run("sdpa", mask, (q, k, v)), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch tells why a CPU has no flash attention
+@pytest.mark.parametrize("mask", CAUSAL)
+def test_some_queries_get_what_they_get_among_all(mask: Mask, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(1)
+    torch.compiler.reset()
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(attention, "compiled_flex_attention", flex_attention)
+    q, k, v = (torch.randn(2, heads, SEQ, HEAD_DIM, device=DEVICE) for heads in (HEADS, 2, 2))
+    share = Share((1, 2), 4)
+    expected = share.take(run("explicit", mask, (q, k, v)), 2)
+    for name in ("explicit", "flex", "pieces"):
+        if name != "pieces" or mask.is_plain:
+            found = run(name, mask, (share.take(q, 2), k, v), queries=share)
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("mask", MASKS)
 def test_the_explicit_bias_says_for_each_pair_what_the_mask_says(mask: Mask) -> None:
-    bias = explicit_bias(mask, SEQ, DEVICE, torch.float32)
+    bias = explicit_bias(case(mask), SEQ)
     full = torch.zeros(2, HEADS, SEQ, SEQ) + (0.0 if bias is None else bias.cpu())
     for row, query, key in itertools.product(range(2), range(SEQ), range(SEQ)):
         hidden = mask.causal and key > query
@@ -72,6 +89,9 @@ def test_the_first_back_end_that_can_is_taken() -> None:
     gpu = torch.device("cuda")
     assert choose_backend(case(Mask(True))).name == "sdpa"
     assert choose_backend(case(Mask(True, window=SEQ))).name == "sdpa"  # too wide to matter
+    assert choose_backend(case(Mask(True), device=gpu, queries=Share((0,), 2))).name == "pieces"
+    assert choose_backend(case(Mask(True), device=torch.device("cpu"), queries=Share((0,), 2))).name == "explicit"
+    assert choose_backend(case(Mask(True, slopes=SLOPES), device=gpu, queries=Share((0,), 2))).name == "flex"
     assert choose_backend(case(Mask(True, slopes=SLOPES), device=torch.device("cpu"))).name == "explicit"
     assert choose_backend(case(Mask(True, slopes=SLOPES), device=gpu)).name == "flex"
     assert choose_backend(case(Mask(True, slopes=SLOPES), device=gpu, dropout=0.1)).name == "explicit"

@@ -23,8 +23,8 @@ def check_layout(spec: RunSpec, origins: Origins) -> None:
     _divides(parallel.tp, model.kv_heads, "tp", "the model's key/value heads", origins)
     if model.moe is None or model.moe.dense_layers:
         _divides(parallel.tp, model.ffn, "tp", "the model's ffn", origins)
-    if parallel.cp > 1:  # each rank gets one piece from the front and one from the back, which levels causal attention
-        _divides(2 * parallel.cp, spec.data.seq_len, "cp", "data.seq_len", origins, times=2)
+    if parallel.cp > 1:
+        _check_context(spec, origins)
     layers = model.layers + (model.decoder_layers or 0)
     if parallel.pp > layers:
         raise _refusal("pp", parallel.pp, f"{layers} layers cannot fill {parallel.pp} pipeline stages", layers, origins)
@@ -34,6 +34,22 @@ def check_layout(spec: RunSpec, origins: Origins) -> None:
         raise _refusal("ep", parallel.ep, "the model has no experts to spread", 1, origins)
     _divides(parallel.ep, model.moe.experts, "ep", "the model's experts", origins)
     _divides(parallel.ep, parallel.dp_shard * parallel.cp, "ep", "the dp_shard x cp ranks it is laid over", origins)
+
+
+def _check_context(spec: RunSpec, origins: Origins) -> None:
+    model, parallel = spec.model, spec.parallel
+    if model.architecture != "decoder":
+        why = {
+            "encoder": "an encoder judges a sequence as a whole, by its first token or by positions in it",
+            "encoder-decoder": "an encoder-decoder has two sequences, which look at each other",
+        }
+        cause = f"context parallelism cuts the sequences of decoders only: {why[model.architecture]}"
+        raise _refusal("cp", parallel.cp, cause, "1, and more dp_shard", origins)
+    # Each rank gets one piece from the front and one from the back, which levels causal attention.
+    _divides(2 * parallel.cp, spec.data.seq_len, "cp", "data.seq_len", origins, times=2)
+    if parallel.cp_kind == "ulysses":
+        heads = "the model's heads" if parallel.tp == 1 else f"the model's heads on each of tp {parallel.tp} ranks"
+        _divides(parallel.cp, model.heads // parallel.tp, "cp", heads, origins)
 
 
 def _divides(parts: int, whole: int, axis: str, what: str, origins: Origins, times: int = 1) -> None:

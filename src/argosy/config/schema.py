@@ -232,6 +232,9 @@ class ParallelSpec(Section):
     tp: Positive = Field(1, description="tensor parallel ranks")
     pp: Positive = Field(1, description="pipeline stages")
     cp: Positive = Field(1, description="context parallel ranks")
+    cp_kind: Literal["allgather", "ulysses"] = Field(
+        "allgather", description="with cp: gather all keys and values, or swap tokens for heads around attention"
+    )
     ep: Positive = Field(1, description="expert parallel ranks")
     reshard: bool = Field(
         True, description="with dp_shard: let go of a block's gathered parameters after its forward pass, or keep them"

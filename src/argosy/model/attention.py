@@ -12,11 +12,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
 
 from argosy.compat import compiled_flex_attention, flex_block_mask, sdpa_priority
 from argosy.model.dropout import drop
@@ -53,17 +54,28 @@ class Case(NamedTuple):
     head_dim: int
     dropout: float
     heads: Share = WHOLE  # that are here
+    queries: Share = WHOLE  # that are here, of the sequence whose keys are all here
+
+    @property
+    def is_whole(self) -> bool:
+        return self.heads.is_whole and self.queries.is_whole
 
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # query, key, value [batch, heads, seq, head_dim] -> the same
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # query, key, value [batch, heads, seq, head_dim] -> like query
 
 
 class Backend(NamedTuple):
     name: str
     refuses: Callable[[Case], str | None]  # why it cannot serve a case, or None
-    prepare: Callable[
-        [Case, int, float | None], Attend
-    ]  # for one forward pass: queries, scale (None: 1 / sqrt(head_dim))
+    prepare: Callable[[Case, int, float | None], Attend]  # for one forward pass: keys, scale (None: 1 / sqrt(head_dim))
+
+
+class Prepare(Protocol):
+    """How a model makes its attention; a layout in which a sequence is spread over ranks puts its own in place."""
+
+    def __call__(
+        self, mask: Mask, x: Tensor, seq: int, head_dim: int, *, dropout: float = 0.0, heads: Share = WHOLE
+    ) -> Attend: ...
 
 
 def prepare_attention(
@@ -75,10 +87,11 @@ def prepare_attention(
     dropout: float = 0.0,
     scale: float | None = None,
     heads: Share = WHOLE,
+    queries: Share = WHOLE,
 ) -> Attend:
     """The function every layer of a forward pass over `seq` tokens, computed like x, calls; what they share is made here,
     once."""
-    case = Case(mask.within(seq), x.device, x.dtype, head_dim, dropout, heads)
+    case = Case(mask.within(seq), x.device, x.dtype, head_dim, dropout, heads, queries)
     return choose_backend(case).prepare(case, seq, scale)
 
 
@@ -87,8 +100,10 @@ def choose_backend(case: Case) -> Backend:
 
 
 def _sdpa_refuses(case: Case) -> str | None:
-    if case.dropout and not case.heads.is_whole and case.device.type == "cpu":
-        return "draws what it drops for the heads it is given"  # on a GPU no two layouts draw alike anyway
+    if case.dropout and not case.is_whole and case.device.type == "cpu":
+        return "draws what it drops for the heads and queries it is given"  # on a GPU no two layouts draw alike anyway
+    if not case.queries.is_whole and case.mask.causal:
+        return "takes the queries for those of the first keys"
     return None if case.mask.is_plain else "only plain causal or bidirectional attention"
 
 
@@ -98,6 +113,31 @@ def _sdpa(case: Case, seq: int, scale: float | None) -> Attend:
             return F.scaled_dot_product_attention(
                 q, k, v, is_causal=case.mask.causal, dropout_p=case.dropout, scale=scale, enable_gqa=_grouped(q, k)
             )
+
+    return attend
+
+
+def _pieces_refuse(case: Case) -> str | None:
+    if case.device.type != "cuda":
+        return "needs a GPU, where no mask is written out for it"
+    return None if case.mask.is_plain and case.mask.causal else "only plain causal attention"
+
+
+def _pieces(case: Case, seq: int, scale: float | None) -> Attend:
+    """Each piece of the queries on the keys up to its last, with a causal mask that ends where these do."""
+    size = seq // case.queries.of
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        done = []
+        for piece, queries in zip(case.queries.pieces, q.split(size, dim=2), strict=True):
+            keys = (piece + 1) * size
+            done.append(
+                F.scaled_dot_product_attention(
+                    queries, k[:, :, :keys], v[:, :, :keys], attn_mask=causal_lower_right(size, keys),
+                    dropout_p=case.dropout, scale=scale, enable_gqa=_grouped(q, k),
+                )
+            )  # fmt: skip
+        return torch.cat(done, dim=2)
 
     return attend
 
@@ -115,8 +155,10 @@ def _flex_refuses(case: Case) -> str | None:
 def _flex(case: Case, seq: int, scale: float | None) -> Attend:
     mask = case.mask
     slopes, documents, window = mask.slopes, mask.documents, mask.window
+    places = None if case.queries.is_whole else case.queries.take(torch.arange(seq, device=case.device), 0)
 
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        query = query if places is None else places[query]
         seen = query >= key if mask.causal else query >= 0
         if window is not None:
             seen = seen & (query - key < window)
@@ -125,8 +167,8 @@ def _flex(case: Case, seq: int, scale: float | None) -> Attend:
         return seen
 
     unrestricted = not mask.causal and window is None and documents is None
-    blocks = None if unrestricted else flex_block_mask(visible, documents, seq, case.device)
-    score_mod = None if slopes is None else _alibi(slopes)
+    blocks = None if unrestricted else flex_block_mask(visible, documents, case.queries.size_of(seq), seq, case.device)
+    score_mod = None if slopes is None else _alibi(slopes, places)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return compiled_flex_attention(
@@ -136,16 +178,16 @@ def _flex(case: Case, seq: int, scale: float | None) -> Attend:
     return attend
 
 
-def _alibi(slopes: Tensor) -> Callable[..., Tensor]:
+def _alibi(slopes: Tensor, places: Tensor | None) -> Callable[..., Tensor]:
     def alibi(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return score - slopes[head] * (query - key)
+        return score - slopes[head] * ((query if places is None else places[query]) - key)
 
     return alibi
 
 
 def _explicit(case: Case, seq: int, scale: float | None) -> Attend:
-    bias: Tensor | None = explicit_bias(case.mask, seq, case.device, case.dtype)
-    if case.dropout and not case.heads.is_whole:
+    bias: Tensor | None = explicit_bias(case, seq)
+    if case.dropout and not case.is_whole:
         return partial(_attend_dropping, case, bias, scale)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -157,27 +199,30 @@ def _explicit(case: Case, seq: int, scale: float | None) -> Attend:
 
 
 def _attend_dropping(case: Case, bias: Tensor | None, scale: float | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """In plain steps, with the dropout one process has on these heads."""
+    """In plain steps, with the dropout one process has on these heads and queries."""
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     scores = q @ k.transpose(2, 3) * (case.head_dim**-0.5 if scale is None else scale)
     shares = (scores if bias is None else scores + bias).float().softmax(-1).to(v.dtype)
-    return drop(shares, case.dropout, {1: case.heads}) @ v
+    return drop(shares, case.dropout, {1: case.heads, 2: case.queries}) @ v
 
 
-def explicit_bias(mask: Mask, seq: int, device: torch.device, dtype: torch.dtype) -> Tensor | None:
-    """The mask as numbers to add to the scores, [1 or batch, 1 or heads, seq, seq]; None if there is nothing to add."""
+def explicit_bias(case: Case, seq: int) -> Tensor | None:
+    """The mask as numbers to add to the scores, [1 or batch, 1 or heads, queries, seq]; None if there is nothing to add."""
+    mask, queries = case.mask, case.queries
     if mask.is_plain and not mask.causal:
         return None
-    distance = torch.arange(seq, device=device)[:, None] - torch.arange(seq, device=device)[None, :]  # query - key
-    bias = torch.zeros(1, 1, seq, seq, device=device) if mask.bias is None else mask.bias.float()
+    keys = torch.arange(seq, device=case.device)
+    distance = queries.take(keys, 0)[:, None] - keys[None, :]  # query - key
+    bias = torch.zeros(1, 1, *distance.shape, device=case.device) if mask.bias is None else mask.bias.float()
     if mask.slopes is not None:
         bias = bias - mask.slopes[None, :, None, None] * distance
     hidden = (distance < 0 if mask.causal else torch.zeros_like(distance, dtype=torch.bool))[None, None]
     if mask.window is not None:
         hidden = hidden | (distance >= mask.window)
     if mask.documents is not None:
-        hidden = hidden | (mask.documents[:, None, :, None] != mask.documents[:, None, None, :])
-    return bias.masked_fill(hidden, -math.inf).to(dtype)
+        documents = mask.documents[:, None, None, :]
+        hidden = hidden | (queries.take(documents, 3).transpose(2, 3) != documents)
+    return bias.masked_fill(hidden, -math.inf).to(case.dtype)
 
 
 def _grouped(q: Tensor, k: Tensor) -> bool:
@@ -186,6 +231,7 @@ def _grouped(q: Tensor, k: Tensor) -> bool:
 
 BACKENDS = (
     Backend("sdpa", _sdpa_refuses, _sdpa),
+    Backend("pieces", _pieces_refuse, _pieces),
     Backend("flex", _flex_refuses, _flex),
     Backend("explicit", lambda case: None, _explicit),
 )

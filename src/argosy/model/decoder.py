@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from argosy.config.model import ModelSpec
 from argosy.data.samples.masks import IGNORED
+from argosy.model.attention import Prepare, prepare_attention
 from argosy.model.layers import AttentionBlock, Block, Embedding, Norm
 from argosy.model.moe import Report, SparseBlock, sum_reports
 from argosy.model.objective import Loss, Objective, Stream
@@ -28,6 +29,7 @@ class Decoder(nn.Module):
         self.norm: Norm | None = Norm(spec, spec.hidden)  # None: the end of the model is elsewhere
         self.head = None if spec.tied else nn.Linear(spec.hidden, spec.vocab_size, bias=False)
         self.predict = Output()
+        self.prepare_attention: Prepare = prepare_attention  # may be replaced by `argosy.parallel`
 
     def forward(
         self,
@@ -41,12 +43,14 @@ class Decoder(nn.Module):
     ) -> Tensor | Loss | Stream:
         """`stream` is what the earlier layers made, where they are elsewhere."""
         objective = objective or Objective()
-        counted = None if labels is None else (labels != IGNORED).sum()
+        counted = objective.counted
+        if counted is None and labels is not None:
+            counted = (labels != IGNORED).sum()
         scale = None if counted is None else counted * objective.scale
         x = self.embed(tokens, positions) if stream is None else stream[0]
         context = make_context(
             self.spec, x, seq=tokens.shape[1], positions=positions, documents=documents, training=self.training,
-            scale=scale, heads=self.heads,
+            scale=scale, heads=self.heads, prepare=self.prepare_attention,
         )  # fmt: skip
         reports: dict[int, Report] = {}
         for block in self.layers.values():

@@ -14,7 +14,7 @@ forward pass and are summed like the loss; nothing is remembered in the model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -104,6 +104,11 @@ class Experts(nn.Module):
 class MoE(nn.Module):
     """In place of an MLP: the sum of the experts a token is routed to, and of those that are shared by all."""
 
+    # Where a micro-batch is spread over ranks, set by `argosy.parallel`: the share of its tokens that is given here, and how
+    # what is counted in the shares becomes the sum of them all. What is reported is then this share's part of a sum.
+    share = 1.0
+    sum_shares: Callable[[Tensor], Tensor] = staticmethod(lambda load: load)
+
     def __init__(self, spec: ModelSpec, moe: MoESpec) -> None:
         super().__init__()
         self.spec = moe
@@ -118,7 +123,7 @@ class MoE(nn.Module):
         routing = self.router(flat)
         permutation = sort_by_expert(routing.chosen, self.spec.experts)
         load = permutation.load
-        balance, z = balance_loss(routing, load), z_loss(routing.logits)
+        balance, z = balance_loss(routing, self.sum_shares(load)) * self.share, z_loss(routing.logits) * self.share
         weights = routing.weights
         if scale is not None and (self.spec.balance_loss or self.spec.z_loss):
             weights = _AddLoss.apply(weights, self.spec.balance_loss * balance + self.spec.z_loss * z, scale)
@@ -147,7 +152,7 @@ class SparseBlock(AttentionBlock):
 def balance_loss(routing: Routing, load: Tensor) -> Tensor:
     """1 when every expert gets as much; sigmoid scores are first made shares, as softmax scores are."""
     shares = routing.scores / (routing.scores.sum(-1, keepdim=True) + 1e-20)
-    return len(load) * (load / routing.chosen.numel() * shares.mean(0)).sum()
+    return len(load) * (load / load.sum() * shares.mean(0)).sum()
 
 
 def z_loss(logits: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ class Objective:
     # The tokens that count in the global batch for each of its samples. A loss there is one of for each sample is
     # multiplied with it: divided by the tokens, as everything is, it is then a mean over samples, however the batch is cut.
     tokens_per_sample: Tensor | float = 1.0
+    counted: Tensor | None = None  # labels of the micro-batch that count, where a model is given only some of them
 
     def z_metrics(self, total: Tensor, cross_entropy: Tensor) -> dict[str, Tensor]:
         """The part of a token loss that is its z-loss, where there is one."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from argosy.config.counts import RELATIVE_BUCKETS
 from argosy.config.model import ModelSpec
-from argosy.model.attention import Attend, Mask, prepare_attention
+from argosy.model.attention import Attend, Mask, Prepare, prepare_attention
 from argosy.model.ops.heads import Rope
 from argosy.model.share import WHOLE, Share
 
@@ -49,9 +49,10 @@ def make_context(
     training: bool = False,
     scale: Tensor | None = None,
     heads: Share = WHOLE,
+    prepare: Prepare = prepare_attention,
 ) -> Context:
     """For the embedded tokens x [batch, seq, hidden], or a share of them; `seq` is what attention sees, by the `heads` there
-    are here. `positions` [batch, seq] restart where documents do."""
+    are here. `positions` [1 or batch, seq] restart where documents do."""
     device = x.device
     rope = None
     if spec.positions == "rope":
@@ -64,7 +65,7 @@ def make_context(
         documents=documents,
     )
     dropout = spec.dropout if training else 0.0
-    attend = prepare_attention(mask, x, seq, spec.head_dim, dropout=dropout, heads=heads)
+    attend = prepare(mask, x, seq, spec.head_dim, dropout=dropout, heads=heads)
     return Context(rope, attend, scale)
 
 

@@ -28,8 +28,14 @@ class Share:
         """How long the whole is, of which `size` is this share."""
         return size * self.of // len(self.pieces)
 
+    def size_of(self, whole: int) -> int:
+        """How long this share of `whole` is."""
+        return whole * len(self.pieces) // self.of
+
     def take(self, whole: Tensor, dim: int) -> Tensor:
-        """A copy of this share of a tensor."""
+        """This share of a tensor, a copy unless it is all of it."""
+        if self.is_whole:
+            return whole
         pieces = whole.chunk(self.of, dim)
         return torch.cat([pieces[piece] for piece in self.pieces], dim)
 

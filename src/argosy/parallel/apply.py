@@ -10,13 +10,17 @@ from collections.abc import Iterator
 from torch import nn
 
 from argosy.config.schema import ParallelSpec
+from argosy.parallel.cp import apply_cp
 from argosy.parallel.mesh import Mesh
 from argosy.parallel.precision import choose_precision
 from argosy.parallel.recompute import apply_recompute
 
 
 def apply_layout(model: nn.Module, parallel: ParallelSpec, mesh: Mesh, precision: str) -> None:
-    """Recompute, then compile, then FSDP, which leaves the parameters without memory until they are given some."""
+    """Context parallelism, then recompute, then compile, then FSDP, which leaves the parameters without memory until they are
+    given some."""
+    if mesh.size("cp") > 1:
+        apply_cp(model, mesh, parallel.cp_kind)
     for block in blocks_of(model):
         apply_recompute(block, parallel.recompute)
         if parallel.compile == "block":

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from argosy.data.samples.windows import Batch
 from argosy.model.objective import Objective
+from argosy.parallel.cp import Cut, cut_inputs
 from argosy.parallel.fsdp import reduce_after
-from argosy.parallel.mesh import SUM_AXES, Mesh
+from argosy.parallel.mesh import DATA_AXES, SUM_AXES, Mesh
 from argosy.parallel.replicas import sum_gradients
 from argosy.parallel.single import Result, SingleDevice
 
@@ -37,6 +38,7 @@ class DataParallel(SingleDevice):
         along = mesh.along(*SUM_AXES)
         self._group = None if along is None or mesh.is_sharded else along.get_group()  # FSDP sums by itself
         self.data_ranks = mesh.data_ranks
+        self._cut = Cut.of(mesh)
 
     def forward_backward(self, batch: Batch, step: int, loss_scale: Tensor | float = 1.0) -> Result:
         self._totals = self._count(batch)
@@ -64,11 +66,15 @@ class DataParallel(SingleDevice):
             torch.full((), n, dtype=torch.int64, device=self.device) for n in (batch.valid_tokens, len(batch.tokens))
         ]
         totals = torch.stack(counts)
-        self.mesh.sum_(totals)
+        self.mesh.sum_(totals, *DATA_AXES)  # ranks that share a sequence were all given the whole of it
         return _Totals(*totals.unbind())
 
     def _objective(self, batch: Batch, loss_scale: Tensor | float = 1.0) -> Objective:
         return Objective(self.z_loss, loss_scale, (self._totals.tokens / self._totals.samples).float())
+
+    def _inputs(self, batch: Batch, first: int, objective: Objective) -> tuple[dict[str, Tensor], Objective]:
+        inputs, objective = super()._inputs(batch, first, objective)
+        return (inputs, objective) if self._cut is None else cut_inputs(inputs, objective, self._cut)
 
     def _first_micro(self, count: int) -> int:
         return self.mesh.data_rank * count

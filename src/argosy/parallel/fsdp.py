@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from argosy.compat import flattened
+from argosy.compat import combined
 from argosy.config.schema import ParallelSpec
 from argosy.parallel.mesh import Mesh
 from argosy.parallel.precision import DTYPES
@@ -54,8 +54,8 @@ def reduce_after(model: nn.Module, *, last: bool) -> None:
 
 
 def _shard_mesh(mesh: Mesh) -> DeviceMesh:
-    """Parts along dp_shard, copies along dp_replicate."""
-    if mesh.devices is None:
+    """Parts along dp_shard and cp, whose ranks compute with the same parameters; copies along dp_replicate."""
+    parts, copies = mesh.along("dp_shard", "cp"), mesh.along("dp_replicate")
+    if parts is None:
         raise AssertionError("one process has nothing to shard over")
-    names = tuple(name for name in ("dp_replicate", "dp_shard") if name in mesh.names)
-    return mesh.devices[names] if len(names) > 1 else flattened(mesh.devices[names])
+    return parts if copies is None else combined(copies, parts)

@@ -27,7 +27,7 @@ from argosy.parallel.ranks import World
 
 DATA_AXES = ("dp_replicate", "dp_shard")  # whose ranks have other samples
 SUM_AXES = (*DATA_AXES, "cp")  # whose ranks have other tokens: losses and gradients are summed over them
-SUPPORTED = DATA_AXES
+SUPPORTED = SUM_AXES
 TIMEOUT = timedelta(
     minutes=30
 )  # for the slowest thing ranks wait for each other in: a checkpoint being read or written

@@ -83,10 +83,15 @@ class SingleDevice:
         return Objective(self.z_loss, loss_scale, tokens_per_sample)
 
     def _loss(self, batch: Batch, first: int, objective: Objective) -> Loss:
-        rows = slice(first, first + self.micro_batch)
-        inputs = {name: tensor[rows].to(self.device, non_blocking=True) for name, tensor in tensors_of(batch).items()}
+        inputs, objective = self._inputs(batch, first, objective)
         loss: Loss = self.model(inputs.pop("tokens"), inputs.pop("labels"), objective, **inputs)
         return loss
+
+    def _inputs(self, batch: Batch, first: int, objective: Objective) -> tuple[dict[str, Tensor], Objective]:
+        """What the model is given of the micro-batch that begins at sample `first`, on the device, and how its loss is made."""
+        rows = slice(first, first + self.micro_batch)
+        inputs = {name: tensor[rows].to(self.device, non_blocking=True) for name, tensor in tensors_of(batch).items()}
+        return inputs, objective
 
     def accumulates(self, samples: int) -> bool:
         """Whether the gradients of so many samples add up in 32 bits, whatever the parameters are: those of one micro-batch

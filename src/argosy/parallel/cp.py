@@ -1,0 +1,135 @@
+"""Context parallelism: the tokens of a sequence are spread over ranks, so that each keeps the activations of its own only.
+
+Everything in a model works token by token, but for four things: attention, positions, dropout, whose masks are drawn for
+the whole sequence so that they are those of one process, and the losses of routers, which are means over a micro-batch. A sequence is cut into twice as many pieces as there are ranks, and rank r gets piece r and the r-th from
+the end: with a causal mask later queries see more keys, and so each rank has as much to do.
+
+Attention has two forms. `allgather` gathers the keys and values of the whole sequence, and each rank computes its own
+queries on them. `ulysses` swaps tokens for heads: each rank computes some of the heads for all
+tokens, by whichever back end one process would take.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from argosy.data.samples.masks import IGNORED
+from argosy.model.attention import Attend, Mask, Prepare, prepare_attention
+from argosy.model.decoder import Decoder
+from argosy.model.dropout import Dropout
+from argosy.model.moe import MoE
+from argosy.model.objective import Objective
+from argosy.model.share import WHOLE, Share
+from argosy.parallel.exchange import gather, swap
+from argosy.parallel.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a sequence is spread over the ranks of a group."""
+
+    group: dist.ProcessGroup
+
+    @staticmethod
+    def of(mesh: Mesh) -> Cut | None:
+        along = mesh.along("cp")
+        return None if along is None else Cut(along.get_group())
+
+    @property
+    def ranks(self) -> int:
+        return self.group.size()
+
+    @property
+    def share(self) -> Share:
+        """Of a sequence, this rank's."""
+        return self._shares[self.group.rank()]
+
+    @property
+    def heads(self) -> Share:
+        """This rank's, where tokens are swapped for heads."""
+        return Share((self.group.rank(),), self.ranks)
+
+    def parts(self, whole: Tensor) -> Tensor:
+        """What each rank has of [.., seq, width]: [ranks, .., seq / ranks, width]."""
+        return torch.stack([share.take(whole, whole.ndim - 2) for share in self._shares])
+
+    def joined(self, parts: Tensor) -> Tensor:
+        """The other way round."""
+        pieces = [part.chunk(2, dim=-2) for part in parts.unbind()]
+        return torch.cat([*(first for first, _ in pieces), *(second for _, second in reversed(pieces))], dim=-2)
+
+    @property
+    def _shares(self) -> list[Share]:
+        return [Share((rank, 2 * self.ranks - 1 - rank), 2 * self.ranks) for rank in range(self.ranks)]
+
+
+def apply_cp(model: nn.Module, mesh: Mesh, kind: str) -> None:
+    """From now on the model is to be given parts of sequences, as `cut_inputs` makes them."""
+    cut = Cut.of(mesh)
+    if cut is None or not isinstance(model, Decoder):
+        return
+    prepare: Prepare = partial(_gathering if kind == "allgather" else _swapping, cut)
+    model.prepare_attention = prepare
+    for module in model.modules():
+        if isinstance(module, Dropout):
+            module.share = module.share.inside(cut.share)
+        elif isinstance(module, MoE):
+            module.share, module.sum_shares = 1 / cut.ranks, partial(_summed, cut)
+
+
+def cut_inputs(inputs: dict[str, Tensor], objective: Objective, cut: Cut) -> tuple[dict[str, Tensor], Objective]:
+    """This rank's part of a micro-batch. Documents stay whole: they are what keys are told apart by."""
+    counted = (inputs["labels"] != IGNORED).sum()
+    seq, device = inputs["tokens"].shape[1], inputs["tokens"].device
+    whole = {"positions": torch.arange(seq, device=device)[None]} | inputs
+    parts = {name: value if name == "documents" else cut.share.take(value, 1) for name, value in whole.items()}
+    return parts, replace(objective, counted=counted)
+
+
+def _gathering(
+    cut: Cut, mask: Mask, x: Tensor, seq: int, head_dim: int, *, dropout: float = 0.0, heads: Share = WHOLE
+) -> Attend:
+    attend = prepare_attention(mask, x, seq * cut.ranks, head_dim, dropout=dropout, heads=heads, queries=cut.share)
+
+    def attend_all(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        every_k, every_v = cut.joined(gather(torch.stack((k, v)), cut.group)).unbind()
+        return attend(q, every_k, every_v)
+
+    return attend_all
+
+
+def _swapping(
+    cut: Cut, mask: Mask, x: Tensor, seq: int, head_dim: int, *, dropout: float = 0.0, heads: Share = WHOLE
+) -> Attend:
+    if mask.slopes is not None:
+        mask = replace(mask, slopes=cut.heads.take(mask.slopes, 0))
+    attend = prepare_attention(mask, x, seq * cut.ranks, head_dim, dropout=dropout, heads=cut.heads.inside(heads))
+
+    def attend_some(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (_shareable(t, q.shape[1], cut.ranks) for t in (k, v))
+        by_rank = [t.unflatten(1, (cut.ranks, -1)).transpose(0, 1) for t in (q, k, v)]  # [ranks, batch, heads, ..]
+        counts = [t.shape[2] for t in by_rank]
+        every_q, every_k, every_v = cut.joined(swap(torch.cat(by_rank, dim=2), cut.group)).split(counts, dim=1)
+        y = swap(cut.parts(attend(every_q, every_k, every_v)), cut.group)
+        return y.transpose(0, 1).flatten(1, 2)
+
+    return attend_some
+
+
+def _shareable(x: Tensor, heads: int, ranks: int) -> Tensor:
+    """Key or value heads as often as it takes to give every rank those that its query heads look at."""
+    kv_heads = x.shape[1]
+    if kv_heads % ranks == 0:
+        return x
+    return x.repeat_interleave((ranks if ranks % kv_heads == 0 else heads) // kv_heads, dim=1)
+
+
+def _summed(cut: Cut, load: Tensor) -> Tensor:
+    load = load.clone()
+    dist.all_reduce(load, group=cut.group)
+    return load

@@ -1,0 +1,61 @@
+"""What ranks exchange in the middle of a forward pass, with the exchange its gradient needs.
+
+What all ranks read, all contribute to the gradient of: a gather is summed and scattered on the way back. What is only moved
+moves back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from argosy.compat import gather_into, scatter_sum_into
+
+
+def gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The x of every rank, in their order: [ranks, *x's]."""
+    parts: Tensor = _Gather.apply(x, group)
+    return parts
+
+
+def swap(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """parts[r] goes to rank r, and what comes back at r is rank r's part for this one: [ranks, ..]."""
+    theirs: Tensor = _Swap.apply(parts, group)
+    return theirs
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        parts = x.new_empty(group.size(), *x.shape)
+        gather_into(parts.flatten(0, 1), x.contiguous(), group)
+        return parts
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        d_parts = gradients[0].contiguous()
+        d_x = torch.empty_like(d_parts[0])
+        scatter_sum_into(d_x, d_parts.flatten(0, 1), ctx.group)
+        return d_x, None
+
+
+class _Swap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _swapped(parts, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return _swapped(gradients[0], ctx.group), None
+
+
+def _swapped(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    parts = parts.contiguous()
+    theirs = torch.empty_like(parts)
+    dist.all_to_all_single(theirs, parts, group=group)
+    return theirs
