@@ -27,6 +27,7 @@ from argosy.config.units import (
     PositiveNumber,
     Whole,
 )
+from argosy.config.watching import LogSpec
 
 Share = Annotated[float, Field(ge=0, le=1), NotBool]
 
@@ -216,12 +217,6 @@ class CheckpointSpec(Section):
 
     every: DurationField = Field(Duration(500.0, "steps"), description="how often")
     keep: Positive = Field(3, description="newest checkpoints to keep")
-
-
-class LogSpec(Section):
-    """What goes to metrics.jsonl and to the console."""
-
-    every: DurationField = Field(Duration(10.0, "steps"), description="how often")
 
 
 class ParallelSpec(Section):

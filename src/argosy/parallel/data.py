@@ -41,8 +41,11 @@ class DataParallel(SingleDevice):
         self._cut = Cut.of(mesh)
 
     def forward_backward(self, batch: Batch, step: int, loss_scale: Tensor | float = 1.0) -> Result:
+        self.enter("communication")
         self._totals = self._count(batch)
+        self.enter("forward_backward")
         result = super().forward_backward(batch, step, loss_scale)
+        self.enter("communication")
         if self._group is not None:
             sum_gradients(self.model, self._group, self._reduce)
         return self._summed(result)

@@ -119,6 +119,15 @@ class Mesh:
         dist.broadcast(number, 0)
         return int(number)
 
+    def gathered(self, numbers: list[float]) -> list[list[float]]:
+        """The numbers of every rank, by rank; they travel between hosts."""
+        if self.devices is None:
+            return [numbers]
+        mine = torch.tensor(numbers, dtype=torch.float64)
+        everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(everyone, mine)
+        return [row.tolist() for row in everyone]
+
     def wait_for_all(self) -> None:
         if self.devices is not None:
             dist.all_reduce(torch.zeros(()))  # on the host, whatever the device

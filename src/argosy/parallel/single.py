@@ -6,6 +6,7 @@ number of valid tokens of the whole global batch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -36,6 +37,7 @@ class SingleDevice:
     ) -> None:
         self.model, self.device = model, device
         self.micro_batch, self.seed, self.z_loss = micro_batch, seed, z_loss
+        self.enter: Callable[[str], None] = _unmeasured  # told which part of a step begins
 
     def place(self, batch: Batch) -> Batch:
         """The batch where the device reads it best; for the loader's thread, ahead of the step that needs it."""
@@ -102,6 +104,9 @@ class SingleDevice:
         for parameter in self.model.parameters():
             if parameter.dtype != torch.float32:
                 accumulate_in(parameter, dtype or parameter.dtype)
+
+
+def _unmeasured(part: str) -> None: ...
 
 
 class _Sums(dict[str, Tensor]):

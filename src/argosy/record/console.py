@@ -92,6 +92,10 @@ def describe(record: Record, *, short: bool = False) -> str:
         parts.append("MFU n/a" if record["mfu"] is None else f"MFU {100 * record['mfu']:.1f}% of {record['peak']}")
         parts.append(f"data wait {100 * record['data_wait']:.1f}%")
         parts.append(f"mem {record['memory_gib']:.2f} GiB")
+        if "goodput" in record:
+            parts.append(f"goodput {100 * record['goodput']:.0f}%")
+        if "cost" in record:
+            parts.append(f"${record['cost']:,.2f}")
     parts.append(f"ETA {clock(record['eta_s'])}")
     return " | ".join(parts)
 

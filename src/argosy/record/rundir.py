@@ -50,6 +50,10 @@ class RunDir:
         return self.root / "metrics.jsonl"
 
     @property
+    def ranks(self) -> Path:
+        return self.root / "ranks.jsonl"
+
+    @property
     def events(self) -> Path:
         return self.root / "events.jsonl"
 

@@ -23,16 +23,15 @@ from argosy.config.units import Duration
 from argosy.data.loader import Loader
 from argosy.errors import EXIT_DONE, EXIT_RESUMABLE, ArgosyError
 from argosy.model.init import initial_weights
-from argosy.model.moe import describe_load
 from argosy.parallel.agreement import Agreement
 from argosy.parallel.mesh import Mesh
 from argosy.parallel.precision import choose_precision, describe_precision
 from argosy.record.console import Console, open_console
-from argosy.record.heartbeat import Heartbeat
+from argosy.record.heartbeat import Heartbeat, Phase
 from argosy.record.jsonl import JsonlWriter, Record, now, read_metrics
 from argosy.record.rundir import RunDir
 from argosy.train.collection import StepwiseCollection
-from argosy.train.device import peak_memory_gib, peak_of
+from argosy.train.device import peak_of
 from argosy.train.evaluate import evaluate
 from argosy.train.interrupt import Interrupt
 from argosy.train.memory import measure_memory
@@ -42,6 +41,7 @@ from argosy.train.scaler import MINIMUM
 from argosy.train.schedule import make_schedule
 from argosy.train.session import make_engine, make_model, open_checked_data, stored_weights
 from argosy.train.step import Step, take_step
+from argosy.train.telemetry import Taken, Telemetry
 from argosy.train.timer import Timer
 
 
@@ -102,6 +102,7 @@ class Trainer:
             with Interrupt(quiet=not self.mesh.is_first) as interrupt:
                 self.agreement.listen(interrupt)
                 self._evaluate_if_missed(first, console)
+                self.telemetry = self._telemetry(first)
                 last = self._run_steps(first, console)
                 self.agreement.close()
         finally:
@@ -113,7 +114,7 @@ class Trainer:
         self._event("done", last)
         return EXIT_DONE
 
-    def _run_steps(self, first: int, console: Console) -> int:
+    def _telemetry(self, first: int) -> Telemetry:
         meter = Meter(
             steps=self.steps,
             samples=self.batches.samples(self.steps),
@@ -121,6 +122,11 @@ class Trainer:
             peak=peak_of(self.device),
             devices=self.mesh.world_size,
         )
+        telemetry = Telemetry(self.spec.log, self.run, self.mesh, meter, first=first, stages=self.spec.parallel.pp)
+        self.engine.enter = telemetry.phases.enter
+        return telemetry
+
+    def _run_steps(self, first: int, console: Console) -> int:
         with (
             Loader(
                 self.stream,
@@ -131,15 +137,16 @@ class Trainer:
                 place=self.engine.place,
             ) as loader,
             StepwiseCollection() as collection,
+            self.telemetry as telemetry,
         ):
             for step in range(first + 1, self.steps + 1):
                 self.heartbeat.enter("data", step)
                 batch = loader.next_batch()
                 lr = self.schedule.lr(step - 1)
-                done = take_step(self.engine, self.optimizer, batch, step=step, lr=lr, enter=self.heartbeat.enter)
+                done = take_step(self.engine, self.optimizer, batch, step=step, lr=lr, enter=self._enter)
                 ranks = self.mesh.data_ranks
                 self.consumed_samples += len(batch.tokens) * ranks
-                meter.count(samples=len(batch.tokens) * ranks, tokens=batch.read_tokens * ranks)
+                telemetry.after_step(samples=len(batch.tokens) * ranks, tokens=batch.read_tokens * ranks)
                 console.advance(step)
                 collection.after(step)
                 if step == first + 1:
@@ -149,42 +156,41 @@ class Trainer:
                 last = step == self.steps or self.agreement.asked is not None
                 saving = last or self.saves.due(step)
                 if last or saving or self.logs.due(step):  # the one place that waits for the device
-                    self._log(step, done, lr, meter, loader, console)
-                started = time.perf_counter()
+                    self._log(step, done, lr, loader, console)
                 if self.agreement.asked is None and self._evaluation_due(step):
-                    self._evaluate(step, console)
+                    with telemetry.pause("evaluation"):
+                        self._evaluate(step, console)
                 if saving or self.agreement.asked is not None:  # asked while evaluating: this step is the last
-                    self._save(step, console)
-                meter.pause(time.perf_counter() - started)
+                    with telemetry.pause("save"):
+                        self._save(step, console)
                 if last or self.agreement.asked is not None:
                     return step
         return self.steps
 
-    def _log(self, step: int, done: Step, lr: float, meter: Meter, loader: Loader, console: Console) -> None:
+    def _enter(self, phase: Phase) -> None:
+        self.heartbeat.enter(phase)
+        self.telemetry.phases.enter(phase)
+
+    def _log(self, step: int, done: Step, lr: float, loader: Loader, console: Console) -> None:
         """Wait for the device, and put the step on the record."""
-        result, tokens = done.result, int(done.result.tokens)
-        record = meter.record(
-            step=step,
-            loss=float(result.loss_sum) / tokens,
-            grad_norm=float(done.grad_norm),
-            lr=lr,
-            waited_s=loader.waited_s,
-            memory_gib=peak_memory_gib(self.device),
-            samples=self.consumed_samples,
-            tokens=self.consumed_samples * self.spec.data.seq_len,
+        tokens = self.consumed_samples * self.spec.data.seq_len
+        record, alerts = self.telemetry.record(
+            Taken(step, done, lr, waited_s=loader.waited_s, samples=self.consumed_samples, tokens=tokens)
         )
         record |= self.optimizer.report()
-        record |= {name: float(sum_) / tokens for name, sum_ in result.metrics.items()}
-        if result.expert_load is not None:
-            record |= describe_load(result.expert_load)
         loader.waited_s = 0.0
         self._record(record)
         console.step(record)
+        for alert in alerts:
+            self._event("alert", step, **alert)
+            console.note(f"alert at step {step}: {alert['text']}")
         self._require_finite(record)
 
     def _tell_memory(self, step: int, console: Console) -> None:
         accumulated = self.engine.accumulates(self.batches.sizes[-1] // self.mesh.data_ranks)
-        memory = measure_memory(self.model, self.optimizer, self.device, accumulated=accumulated)
+        self.telemetry.memory = memory = measure_memory(
+            self.model, self.optimizer, self.device, accumulated=accumulated
+        )
         self._event("memory", step, gib=memory.as_dict())
         console.note(f"memory {memory}")
 

@@ -71,6 +71,7 @@ class Meter:
             "samples": samples,
             "tokens": tokens,
             "tokens_per_s": tokens_per_s,
+            "tokens_per_s_gpu": tokens_per_s / self.devices,
             "tflops": tflops,
             "mfu": None if self.peak is None else tflops / (self.peak.tflops * self.devices),
             "peak": None if self.peak is None else str(self.peak),

@@ -1,0 +1,75 @@
+"""What each rank did between two logs, as one line of `ranks.jsonl`: a column of figures for each of `COLUMNS`.
+
+Ranks that exchange gradients all end a step together; what tells them apart is their own work, without the time they wait
+for each other. Ranks of one pipeline stage do the same work and are compared; stages differ by design.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from argosy.record.jsonl import Record
+
+# own_s: seconds a step of the rank's own work (data wait, forward, backward, optimiser), without waiting for others.
+COLUMNS = ("own_s", "data_s", "memory_gib", "utilisation", "temperature", "power_w", "throttled")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    step: int
+    time: float
+    columns: dict[str, list[float]]  # each of as many as there are ranks
+    stages: int = 1
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[float]], *, step: int, time: float, stages: int) -> Ranks:
+        columns = {name: [row[i] for row in rows] for i, name in enumerate(COLUMNS)}
+        return cls(step, time, {n: v for n, v in columns.items() if not all(map(math.isnan, v))}, stages)
+
+    @classmethod
+    def read(cls, record: Record) -> Ranks | None:
+        columns = {name: values for name in COLUMNS if isinstance(values := record.get(name), list)}
+        if not isinstance(record.get("step"), int) or "own_s" not in columns:
+            return None
+        return cls(record["step"], record.get("time", 0.0), columns, int(record.get("stages", 1)))
+
+    def line(self) -> Record:
+        rounded = {name: [_rounded(v) for v in values] for name, values in self.columns.items()}
+        return {"step": self.step, "time": self.time, "stages": self.stages, **rounded}
+
+    def ratios(self) -> list[float]:
+        """Each rank's own work over the usual one of its stage."""
+        own = self.columns["own_s"]
+        each = max(1, len(own) // self.stages)
+        found: list[float] = []
+        for first in range(0, len(own), each):
+            group = own[first : first + each]
+            usual = statistics.median_low(group) or 1e-12
+            found += [value / usual for value in group]
+        return found
+
+    def summary(self) -> Record:
+        """For the record of the step: the spread, who is slowest, and what the sensors say in all."""
+        ratios = self.ratios()
+        slowest = max(range(len(ratios)), key=ratios.__getitem__)
+        record: Record = {}
+        if len(ratios) > 1:
+            record |= {"rank_spread": ratios[slowest] - 1, "slowest_rank": slowest}
+        combine: dict[str, Callable[[list[float]], float]] = {
+            "utilisation": statistics.fmean,
+            "temperature": max,
+            "power_w": math.fsum,
+            "throttled": math.fsum,
+        }
+        for name, together in combine.items():
+            values = [v for v in self.columns.get(name, []) if not math.isnan(v)]
+            if values:
+                record[f"gpu/{name}"] = together(values)
+        return record
+
+
+def _rounded(value: float) -> float | None:
+    return None if math.isnan(value) else float(f"{value:.6g}")

@@ -1,0 +1,97 @@
+"""Alerts: silence while all is well, and the right words when it is not."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from argosy.config.watching import AlertsSpec
+from argosy.record.alerts import Alerts
+from argosy.record.ranks import COLUMNS, Ranks
+
+RNG = np.random.default_rng
+
+
+def rows(own: np.ndarray, data: float = 0.001) -> list[list[float]]:
+    return [[float(s), data, 1.0, *[math.nan] * (len(COLUMNS) - 3)] for s in own]
+
+
+def run(
+    tmp_path: Path, *, steps: int = 2000, slower: float = 0.0, seed: int = 0, world: int = 8, **spec: Any
+) -> list[dict[str, Any]]:
+    """A healthy run of `steps`, logged every ten, whose rank 3 is slower by a share."""
+    rng, alerts, found = RNG(seed), Alerts(AlertsSpec(disk_gib=0, **spec), tmp_path), []
+    for step in range(10, steps + 1, 10):
+        own = 0.5 * rng.lognormal(0, 0.04, (10, world)).mean(0)  # a mean over ten steps of 4% jitter
+        own *= 1 + 0.3 * (rng.random(world) < 0.002)  # now and then one rank has a slow moment
+        own[min(3, world - 1)] *= 1 + slower
+        record = {
+            "step": step,
+            "loss": 8 * step**-0.1 + rng.normal(0, 0.03),
+            "grad_norm": 1.0,
+            "tokens_per_s": 1e5 * rng.lognormal(0, 0.03),
+        }
+        found += alerts.observe(record, Ranks.of(rows(own), step=step, time=0.0, stages=1))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_false_alarm_in_a_healthy_run_with_a_rank_that_is_five_percent_slower(tmp_path: Path, seed: int) -> None:
+    assert run(tmp_path, slower=0.05, seed=seed) == []
+
+
+@pytest.mark.parametrize("world", [2, 4, 8, 64])
+def test_a_rank_that_is_twenty_percent_slower_is_named_once(tmp_path: Path, world: int) -> None:
+    found = run(tmp_path, slower=0.20, world=world)
+    assert [alert["alert"] for alert in found] == ["slow-rank"]
+    assert found[0]["rank"] == min(3, world - 1)
+    assert found[0]["ratio"] == pytest.approx(1.2, abs=0.05)
+
+
+def test_stages_of_a_pipeline_are_not_compared_with_each_other(tmp_path: Path) -> None:
+    alerts, found = Alerts(AlertsSpec(disk_gib=0), tmp_path), []
+    record = {"loss": 2.0, "grad_norm": 1.0, "tokens_per_s": 1.0}
+    for step in range(50):
+        own = np.array([1.0, 1.0, 1.5, 1.5])  # the last stage has the output head
+        found += alerts.observe(record | {"step": step}, Ranks.of(rows(own), step=step, time=0.0, stages=2))
+    assert found == []
+
+
+def test_a_rank_short_of_data_is_told_apart(tmp_path: Path) -> None:
+    alerts, found = Alerts(AlertsSpec(disk_gib=0), tmp_path), []
+    for step in range(20):
+        made = rows(np.array([1.0, 1.0, 2.2, 1.0]))
+        made[2][1] = 1.2
+        record = {"step": step, "loss": 2.0, "grad_norm": 1.0, "tokens_per_s": 1.0}
+        found += alerts.observe(record, Ranks.of(made, step=step, time=0.0, stages=1))
+    assert "waits for data" in found[0]["text"]
+    assert found[0]["rank"] == 2
+
+
+def test_nan_spike_and_drop_are_told_once_and_again_after_a_recovery(tmp_path: Path) -> None:
+    alerts = Alerts(AlertsSpec(disk_gib=0), tmp_path)
+
+    def observe(loss: float = 2.0, rate: float = 100.0) -> list[str]:
+        record = {"step": 1, "loss": loss, "grad_norm": 1.0, "tokens_per_s": rate}
+        return [alert["alert"] for alert in alerts.observe(record)]
+
+    for i in range(40):
+        assert observe(2.0 + 0.01 * (i % 3)) == []
+    assert observe(math.nan) == ["nan"]
+    assert observe(math.nan) == []
+    assert observe() == []
+    assert observe(math.inf) == ["nan"]
+    assert observe(9.0) == ["spike"]
+    assert observe(9.0) == []
+    assert observe() == []
+    assert [observe(rate=50.0) for _ in range(4)].count(["throughput-drop"]) == 1
+
+
+def test_a_full_disk_is_told(tmp_path: Path) -> None:
+    alerts = Alerts(AlertsSpec(disk_gib=1e9), tmp_path)
+    found = alerts.observe({"step": 1, "loss": 1.0, "grad_norm": 1.0, "tokens_per_s": 1.0})
+    assert [alert["alert"] for alert in found] == ["disk-low"]

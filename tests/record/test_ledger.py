@@ -1,0 +1,59 @@
+"""Where the time of a run went, across restarts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from argosy.record.jsonl import JsonlWriter
+from argosy.record.ledger import PARTS, Ledger, process_started
+
+
+def log(path: Path, step: int, time: float, ledger: Ledger) -> None:
+    with JsonlWriter(path) as metrics:
+        metrics.write({"step": step, "time": time, **ledger.report(None)})
+
+
+def test_work_done_again_after_a_restart_is_lost_and_the_gap_is_down_time(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    ledger = Ledger()
+    ledger.spend("startup", 5)
+    for step in (10, 20, 30):
+        ledger.spend("productive", 100)
+        ledger.spend("save", 2)
+        log(path, step, 1000 + 10 * step, ledger)
+    again = Ledger.resumed(path, 20, started=1400.0)
+    assert again.spent["productive"] == 200
+    assert again.spent["lost"] == 100
+    assert again.spent["down"] == 100  # from 1300 to 1400
+    assert again.spent["save"] == 6
+    report = again.report(price=36.0)
+    assert report["goodput"] == pytest.approx(200 / (5 + 300 + 6 + 100))
+    assert report["cost"] == pytest.approx((5 + 300 + 6) / 100)  # nothing is paid while nothing is held
+    assert sum(report["spent"].values()) == pytest.approx(5 + 300 + 6 + 100)
+
+
+def test_a_line_cut_by_a_kill_and_a_missing_file_are_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert Ledger.resumed(path, 0, 0.0).spent == dict.fromkeys(PARTS, 0.0)
+    ledger = Ledger()
+    ledger.spend("productive", 7)
+    log(path, 3, 50.0, ledger)
+    with path.open("ab") as file:
+        file.write(b'{"step": 4, "spent": {"produ')
+    assert Ledger.resumed(path, 3, 60.0).spent["productive"] == 7
+
+
+def test_a_long_record_is_read_from_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with JsonlWriter(path) as metrics:
+        for step in range(1, 3001):
+            metrics.write({"step": step, "time": float(step), "spent": {"productive": 2.0 * step}, "pad": "x" * 60})
+    assert Ledger.resumed(path, 1000, 3000.0).spent["lost"] == 4000
+
+
+def test_the_start_of_this_process_is_in_the_past() -> None:
+    import time
+
+    assert 0 <= time.time() - process_started() < 3600
