@@ -13,7 +13,7 @@ from argosy.config.resolve import resolve
 from argosy.config.schema import published_schema
 
 SCHEMA = published_schema()
-EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").rglob("*.yaml"))
 
 MINIMAL: dict[str, Any] = {
     "model": "gpt2",
@@ -63,7 +63,7 @@ def test_what_is_refused_is_invalid(change: dict[str, Any]) -> None:
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_the_examples_are_valid_and_resolve(path: Path) -> None:
     jsonschema.validate(read_yaml(path)[0], SCHEMA)
-    resolve(path)
+    resolve(path, elsewhere=True)
 
 
 def test_there_are_examples() -> None:

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from argosy import __version__
-from argosy.cli import bench, checkpoint, config, data, demo, evaluate, plan, sample, train
+from argosy.cli import bench, checkpoint, config, data, demo, evaluate, launch, plan, sample, train
 from argosy.errors import EXIT_REFUSED, ArgosyError
 
 
@@ -67,6 +67,7 @@ app.command("demo")(demo.demo)
 app.add_typer(data.app, name="data")
 app.command("plan")(plan.plan)
 app.command("train")(train.train)
+app.command("launch")(launch.launch)
 app.command("sample")(sample.sample)
 app.command("eval")(evaluate.evaluate)
 app.command("bench")(bench.bench)

@@ -8,10 +8,11 @@ from typing import Annotated
 
 import typer
 
-from argosy.cli import data_corpus, data_fetch
+from argosy.cli import data_build, data_corpus, data_fetch
 
 app = typer.Typer(help="From text to tokens, and what can be done with them.", no_args_is_help=True)
 app.command("fetch")(data_fetch.fetch)
+app.command("build")(data_build.build)
 app.command("inspect")(data_corpus.inspect)
 app.command("verify")(data_corpus.verify)
 app.command("merge")(data_corpus.merge)

@@ -28,6 +28,7 @@ def check(spec: RunSpec, origins: Origins) -> None:
     _check_evaluation(spec, origins)
     _check_weights(spec)
     _check_caches(spec)
+    _check_recipes(spec)
     _check_optimiser(spec, origins)
     _check_schedule(spec, origins)
 
@@ -277,6 +278,35 @@ def _check_caches(spec: RunSpec) -> None:
                 f"{source.path} is a local path, and needs no cache",
                 key=f"data.train.{number}.cache",
                 fix="leave cache and cache_limit out, or give a URL",
+            )
+
+
+def _check_recipes(spec: RunSpec) -> None:
+    for number, source in enumerate(spec.data.train):
+        recipe, key = source.prepare, f"data.train.{number}.prepare"
+        if recipe is None:
+            continue
+        if (recipe.fetch is None) == (not recipe.inputs):
+            raise ArgosyError(
+                "config.conflict" if recipe.inputs else "config.missing-key",
+                "a corpus is made from what is fetched or from files that are there, one of them",
+                key=f"{key}.fetch",
+                fix="give fetch (a data set or URL) or inputs (files), not both",
+            )
+        idle = [k for k in ("config", "split", "sample", "revision", "raw") if getattr(recipe, k) is not None]
+        if recipe.fetch is None and idle:
+            raise ArgosyError(
+                "config.conflict",
+                f"{idle[0]} says what to fetch, and nothing is fetched",
+                key=f"{key}.{idle[0]}",
+                fix="give fetch, or leave it out",
+            )
+        if "://" in source.path and not source.path.startswith("file://"):
+            raise ArgosyError(
+                "config.conflict",
+                f"corpora are made in directories, and {source.path} is none",
+                key=f"data.train.{number}.path",
+                fix="make it on a mounted volume; file:///PATH with a cache streams it from there",
             )
 
 

@@ -43,12 +43,13 @@ class Resolved:
             yield key, value, self.origins[key]
 
 
-def resolve(path: Path | None, overrides: Sequence[str] = ()) -> Resolved:
+def resolve(path: Path | None, overrides: Sequence[str] = (), *, elsewhere: bool = False) -> Resolved:
+    """`elsewhere`: the run's files lie on another machine, so that what it starts from cannot be compared here."""
     tree, origins = _read(path)
     _expand_shorthands(tree)
     for override in overrides:
         _apply_override(tree, origins, override)
-    start = _start(tree, origins)
+    start = None if elsewhere and tree.get("model") is not None else _start(tree, origins)
     _expand_model(tree, origins, start)
     _derive(tree, origins)
     try:
@@ -104,7 +105,8 @@ def _read(path: Path | None) -> tuple[Tree, dict[str, str]]:
 
 
 def _expand_shorthands(tree: Tree) -> None:
-    """`model: gpt2`, `data: {train: corpus}`, `parallel: auto`, `eval: off`, `guard: off` in their long forms."""
+    """`model: gpt2`, `data: {train: corpus}`, `parallel: auto`, `eval: off`, `guard: off`,
+    `storage: claim` in their long forms."""
     if isinstance(tree.get("model"), str):
         tree["model"] = {"preset": tree["model"]}
     data = tree.get("data")
@@ -115,6 +117,9 @@ def _expand_shorthands(tree: Tree) -> None:
             data["train"] = [{"path": item} if isinstance(item, str) else item for item in data["train"]]
         if isinstance(data.get("split"), str):  # 98,2,0 as Megatron writes it
             data["split"] = [parse_value(part, "data.split") for part in data["split"].split(",")]
+    cluster = tree.get("cluster")
+    if isinstance(cluster, dict) and isinstance(cluster.get("storage"), str):
+        cluster["storage"] = {"claim": cluster["storage"]}
     for section in (
         "eval",
         "guard",
@@ -305,6 +310,8 @@ def _shorthand_origin(key: str, origins: dict[str, str]) -> str | None:
     """Where a value written in its short form came from: `model: gpt2`, `data: {train: corpus}`."""
     if key == "model.preset":
         return origins.get("model")
+    if key == "cluster.storage.claim":
+        return origins.get("cluster.storage")
     if key.startswith("data.train.") and key.endswith(".path"):
         return origins.get(key.removesuffix(".path")) or origins.get("data.train")
     return None

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from argosy.config.batches import Batches
+from argosy.config.cluster import ClusterSpec
 from argosy.config.model import ModelSpec, Section
 from argosy.config.presets import ALIASES, PRESETS
 from argosy.config.survival import FaultSpec, GuardSpec
@@ -32,6 +33,21 @@ from argosy.config.watching import LogSpec
 Share = Annotated[float, Field(ge=0, le=1), NotBool]
 
 
+class PrepareSpec(Section):
+    """How a corpus is made where it is not there yet, by `argosy data build` and the data stages of `argosy launch`."""
+
+    fetch: str | None = Field(None, description="what `argosy data fetch` is asked for: slimpajama, owner/name, a URL")
+    config: str | None = Field(None, description="fetch: part of the data set, as en")
+    split: str | None = Field(None, description="fetch: train, validation, train_small, …")
+    sample: Positive | None = Field(None, description="fetch: only the first files of each split")
+    revision: str | None = Field(None, description="fetch: branch, tag or commit")
+    raw: str | None = Field(None, description="fetch: directory for the files; default: PATH.raw")
+    inputs: list[str] = Field([], description="files, globs or directories, where nothing is fetched")
+    key: str | None = Field(None, description="the JSON key or column that holds the text; default: the data set's own")
+    shards: Positive = Field(1, description="pairs of .bin/.idx to make; workers share the work by shards")
+    shuffle: Whole | None = Field(None, description="put the documents of each shard in the random order of this seed")
+
+
 class DataSource(Section):
     """One prepared corpus and its share of the blend."""
 
@@ -43,6 +59,7 @@ class DataSource(Section):
     )
     cache: str | None = Field(None, description="for a URL: the local directory its blocks are kept in")
     cache_limit: Bytes | None = Field(None, description="for a URL: the most that directory may take, as 200GB")
+    prepare: PrepareSpec | None = Field(None, description="how it is made; without it the corpus must be there")
 
 
 class FimSpec(Section):
@@ -279,6 +296,7 @@ class RunSpec(Section):
     guard: GuardSpec | None = Field(
         GuardSpec(), description="what is done about steps with bad numbers: skipped, then rewound, or `off`"
     )
+    cluster: ClusterSpec | None = Field(None, description="where `argosy launch` starts it")
 
 
 # Required once resolved, but filled in from other keys when the user leaves them out.
@@ -321,6 +339,7 @@ def published_schema() -> dict[str, Any]:
     }
     _also(definitions["DataSpec"], "split", {"type": "string", "pattern": r"^[\d.]+,[\d.]+,[\d.]+$"})
     _also(definitions["ParallelSpec"], "micro_batch", {"enum": ["auto", None]})
+    _also(definitions["ClusterSpec"], "storage", {"type": "string", "description": "name of an existing claim"})
     may_be_null = {"DataSpec": ["seq_len"], "OptimSpec": ["min_lr"], "ModelSpec": ["kv_heads", "head_dim", "ffn"]}
     for section, keys in may_be_null.items():
         for key in keys:

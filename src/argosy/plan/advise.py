@@ -79,13 +79,16 @@ class Advice:
         lines += [f"warning: {warning}" for warning in warnings(best)]
         if explained:
             lines += ["", *explain(best)]
-        layout = best.layout
+        return [*lines, "", "parallel: {" + ", ".join(f"{k}: {v}" for k, v in self.parallel_keys().items()) + "}"]
+
+    def parallel_keys(self) -> dict[str, object]:
+        """The best layout as keys of a run spec's `parallel`."""
+        layout = self.shown[0].layout
         keys = {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp, "ep": layout.ep}
         spread = {"dp_shard" if layout.zero else "dp_replicate": layout.dp}
-        sizes = {k: v for k, v in {**keys, **spread}.items() if v > 1} | {"micro_batch": layout.micro_batch}
-        recompute = {} if layout.recompute == "none" else {"recompute": layout.recompute}
-        written: dict[str, object] = {**sizes, **recompute}
-        return [*lines, "", "parallel: {" + ", ".join(f"{k}: {v}" for k, v in written.items()) + "}"]
+        sizes: dict[str, object] = {k: v for k, v in {**keys, **spread}.items() if v > 1}
+        sizes["micro_batch"] = layout.micro_batch
+        return sizes if layout.recompute == "none" else {**sizes, "recompute": layout.recompute}
 
     def as_dict(self) -> dict[str, Any]:
         question = self.question
@@ -112,6 +115,22 @@ def answer(question: Question, *, top: int = 8, storage: float = 2.0) -> Advice:
         raise _nothing(question, found)
     asked = None if question.asked is None else evaluate(work, question.asked, cluster, stack, known)
     return Advice(question, found, tuple(distinct(found, top)), asked, storage)
+
+
+def best_layout(spec: RunSpec, cluster: str, fixed: dict[str, object]) -> dict[str, object]:
+    """The keys of `parallel` that suit a run on a cluster best; `fixed` holds those it has settled."""
+    question = Question(_work_of(spec, None, None, None), parse_cluster(cluster), _tokens_of(spec), fixed, None)
+    return answer(question, top=1).parallel_keys()
+
+
+def predict(spec: RunSpec, cluster: str) -> dict[str, Any] | None:
+    """Memory, time and cost of a run with the layout it has, or None where it is not for that cluster."""
+    nodes, known = parse_cluster(cluster), calibration()
+    layout = _asked(spec.parallel, nodes)
+    if layout is None:
+        return None
+    candidate = evaluate(_work_of(spec, None, None, None), layout, nodes, known.stacks[STACK], known)
+    return as_dict(candidate, _tokens_of(spec)) | {"warnings": list(warnings(candidate))}
 
 
 def _nothing(question: Question, found: Found) -> ArgosyError:

@@ -70,6 +70,11 @@ class Instance(Section):
     network: NotNegative = Field(0.0, description="Gbit/s of them all, one direction")
     fabric: str = Field("ethernet", description="efa, infiniband, roce or ethernet")
     nvlink_nodes: Positive = Field(1, description="nodes in one NVLink domain")
+    cpus: Positive | None = Field(None, description="virtual cores")
+    ram: Positive | None = Field(None, description="GiB of the node's own memory")
+    allreduce_floor: PositiveNumber | None = Field(
+        None, description="GB/s of bus bandwidth below which several such nodes are not well connected"
+    )
     price: NotNegative | None = Field(None, description="US dollars an hour")
 
 

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 from argosy.record.jsonl import Record
 
+STEP_LINE = r"step [0-9]+/[0-9]+ \| loss "  # how a line about a step begins, for those who watch logs
+
 
 class Console(Protocol):
     def step(self, record: Record) -> None: ...

@@ -20,7 +20,7 @@ from argosy.errors import ArgosyError
 from argosy.record.files import replace_file
 
 # Keys that may differ when a run is continued. Everything else is held to what the run was started with.
-FREE_TO_CHANGE = ("runs_dir", "log.", "checkpoint.", "eval", "data.order_cache", "fault.")
+FREE_TO_CHANGE = ("runs_dir", "log.", "checkpoint.", "eval", "data.order_cache", "fault.", "cluster")
 # These change the numbers of the steps to come (the layout through rounding and dropout), and are recorded as changes.
 CHANGES_LATER_STEPS = (
     "train.steps", "train.tokens", "train.samples", "train.epochs", "train.precision", "train.z_loss", "train.device",
@@ -209,5 +209,5 @@ class RunDir:
 
 
 def _only_moved(key: str) -> bool:
-    """Where the data lies may change; what it is may not, and is compared as `corpora`."""
-    return key == "data.tokenizer" or (key.startswith("data.train.") and key.endswith(".path"))
+    """Where the data lies and how it was made may change; what it is may not, and is compared as `corpora`."""
+    return key == "data.tokenizer" or (key.startswith("data.train.") and (key.endswith(".path") or ".prepare" in key))

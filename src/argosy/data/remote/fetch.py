@@ -5,7 +5,7 @@
     DIR/.fetch.jsonl                         the books: a line for each file begun or finished, with its hash
 
 The books are also the lock: whoever holds it is the one downloader of the directory on this node; others wait, and then
-find the work done. A line is appended before a file gets its name, so a kill at any moment loses nothing: the next run
+find the work done. Machines that share the files have books of their own. A line is appended before a file gets its name, so a kill at any moment loses nothing: the next run
 keeps what is finished, continues what is not, and ends with the same bytes. (One JSON document would be written anew for
 each of SlimPajama's 59,166 files; lines are not.)
 """
@@ -44,6 +44,8 @@ class FetchOptions:
     choice: Choice = field(default_factory=Choice)
     workers: int = 4  # files on their way at once
     patience: Patience = field(default_factory=Patience)
+    machine: int = 0  # this machine is number `machine` of `machines` that share the files
+    machines: int = 1
 
 
 @dataclass(frozen=True)
@@ -81,10 +83,11 @@ class Fetched:
 
 def fetch(names: Sequence[str], output: Path, options: FetchOptions) -> Fetched:
     """Fetch what is missing, and return all files meant, in a fixed order."""
-    with Books(output) as books:
+    books = f".fetch-{options.machine}-of-{options.machines}.jsonl" if options.machines > 1 else BOOKS
+    with Books(output, books) as lines:
         web = Web(options.patience)
-        files = find_files(names, options.choice, web, note)
-        return Job(web, files, output, books).run(options.workers)
+        files = find_files(names, options.choice, web, note)[options.machine :: options.machines]
+        return Job(web, files, output, lines).run(options.workers)
 
 
 def preview(names: Sequence[str], output: Path, options: FetchOptions) -> Fetched:
@@ -124,8 +127,8 @@ def corpus_wanted(
 class Books:
     """What was begun and finished in a directory, and the lock on it, which the system lifts when we die."""
 
-    def __init__(self, output: Path) -> None:
-        self.path = output / BOOKS
+    def __init__(self, output: Path, name: str = BOOKS) -> None:
+        self.path = output / name
         self.lines: dict[str, dict[str, Any]] = {}
         self._writing = threading.Lock()
 

@@ -1,0 +1,35 @@
+"""argosy data build"""
+
+from __future__ import annotations
+
+import os
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from argosy.cli.arguments import RUN_HELP, RUN_METAVAR, require_run, run_and_overrides
+
+
+class Only(StrEnum):
+    fetch = "fetch"
+    prepare = "prepare"
+
+
+def build(
+    arguments: Annotated[list[str] | None, typer.Argument(help=RUN_HELP, metavar=RUN_METAVAR)] = None,
+    only: Annotated[Only | None, typer.Option(help="One of the two.")] = None,
+) -> None:
+    """Make the corpora a run spec describes (data.train.N.prepare), unless they are there.
+
+    Fetches and prepares what is missing, and can be run again at any time. Pods of an Indexed Job and tasks of a Slurm array
+    share the work by their number: `argosy launch` starts them so.
+    """
+    from argosy.config.resolve import resolve
+    from argosy.data.build import build as run
+    from argosy.data.build import share_of
+
+    path, overrides = run_and_overrides(arguments)
+    spec = resolve(require_run(path), overrides, elsewhere=True).spec
+    for line in run(spec, share_of(os.environ), only):
+        print(line, flush=True)

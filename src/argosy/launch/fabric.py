@@ -1,0 +1,111 @@
+"""The network between nodes: which resource a pod asks for, and which variables make NCCL use it or fail.
+
+Only variables with a known effect are set. `NCCL_NET` is pinned wherever the fabric has a name there, so that a missing plugin
+or device ends the job with an error; without it NCCL falls back to TCP and trains at a tenth of the speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from argosy.config.cluster import ClusterSpec
+from argosy.errors import ArgosyError
+from argosy.plan.hardware import Instance
+
+EFA_RESOURCE = "vpc.amazonaws.com/efa"
+INFINIBAND_RESOURCE = "rdma/ib"
+
+_AZURE_HOPPER_NODES = ("Standard_ND96isr_H100_v5", "Standard_ND96isr_H200_v5")
+_AZURE_HOPPER = {
+    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+    "NCCL_IB_PCI_RELAXED_ORDERING": "1",
+    "NCCL_IB_QPS_PER_CONNECTION": "4",
+    "NCCL_IGNORE_CPU_AFFINITY": "1",
+    "NCCL_MIN_NCHANNELS": "32",
+    "NCCL_NET_GDR_LEVEL": "SYS",  # these virtual machines hide their PCIe topology; an image with a file of it sets NCCL_TOPO_FILE
+    "NCCL_P2P_NET_CHUNKSIZE": "524288",
+    "NCCL_PXN_DISABLE": "1",
+}
+_NETS = {"efa": "Libfabric", "infiniband": "IB", "roce": "IB", "tcp": "Socket"}
+
+
+def choose_fabric(cluster: ClusterSpec, instance: Instance | None) -> str:
+    """What connects the nodes: `none` where there is one, or no GPU."""
+    if cluster.nodes == 1:
+        return "none"
+    if cluster.fabric != "auto":
+        return cluster.fabric
+    known = "ethernet" if instance is None else instance.fabric
+    if known != "ethernet":
+        return known
+    what = "nothing is known of the nodes' network" if instance is None else f"{instance.name} has plain ethernet"
+    raise ArgosyError(
+        "launch.fabric",
+        f"{cluster.nodes} nodes have to exchange gradients, and {what}: NCCL would use TCP without saying so",
+        key="cluster.fabric",
+        value="auto",
+        fix="cluster.fabric=tcp if that is meant; efa, infiniband or roce if the nodes have it",
+    )
+
+
+def nic_request(cluster: ClusterSpec, instance: Instance | None, fabric: str) -> tuple[str, int] | None:
+    """(resource, number) of network cards a pod asks for."""
+    if fabric in ("none", "tcp"):
+        return None
+    by_cloud = EFA_RESOURCE if fabric == "efa" else INFINIBAND_RESOURCE if cluster.cloud == "aks" else None
+    name = cluster.nic_resource or by_cloud
+    count = cluster.nics if cluster.nics is not None else (instance.nics if instance is not None else None)
+    if name is None or not count:
+        raise ArgosyError(
+            "launch.fabric",
+            f"a pod on {fabric} has to ask for network cards, and {'their resource name' if name is None else 'their number'} is not known",
+            key="cluster.nic_resource" if name is None else "cluster.nics",
+            fix="see what the device plugin offers: kubectl describe node, under Allocatable; or cluster.fabric=tcp",
+        )
+    return name, count
+
+
+def fabric_environment(cluster: ClusterSpec, instance: Instance | None, fabric: str) -> Mapping[str, str]:
+    """What NCCL and the libraries below it are told."""
+    if fabric == "none":
+        return {}
+    variables = {"NCCL_NET": _NETS[fabric]}
+    if cluster.interface is not None:
+        variables |= {"NCCL_SOCKET_IFNAME": cluster.interface, "GLOO_SOCKET_IFNAME": cluster.interface}
+    else:
+        variables["NCCL_SOCKET_IFNAME"] = "^lo,docker,veth"
+    if fabric == "efa":
+        variables |= {"NCCL_NET_PLUGIN": "ofi", "FI_EFA_USE_HUGE_PAGE": "0"}
+    name = "" if instance is None else instance.name
+    if cluster.cloud == "aks" and fabric == "infiniband" and name in _AZURE_HOPPER_NODES:
+        variables |= _AZURE_HOPPER
+    if cluster.sharp:
+        variables |= _sharp(cluster)
+        del variables[
+            "NCCL_NET"
+        ]  # SHARP's plugin brings a transport of another name; preflight looks whether it is used
+    return variables
+
+
+def _sharp(cluster: ClusterSpec) -> dict[str, str]:
+    device = "mlx5_ib0:1" if cluster.target == "slurm" else "mlx5_0:1"
+    return {
+        "NCCL_COLLNET_ENABLE": "1",
+        "SHARP_COLL_ENABLE_PCI_RELAXED_ORDERING": "1",
+        "SHARP_COLL_ENABLE_SAT": "1",
+        "SHARP_COLL_LOG_LEVEL": "3",
+        "SHARP_SMX_UCX_INTERFACE": device,
+        "UCX_NET_DEVICES": device,
+        "UCX_TLS": "rc",
+    }
+
+
+def check_sharp(cluster: ClusterSpec, fabric: str) -> None:
+    if cluster.sharp and fabric != "infiniband":
+        raise ArgosyError(
+            "launch.fabric",
+            f"SHARP reduces inside InfiniBand switches, and this run's nodes are connected by {fabric}",
+            key="cluster.sharp",
+            value=True,
+            fix="leave cluster.sharp out, or use several nodes on InfiniBand",
+        )

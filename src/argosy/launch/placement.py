@@ -1,0 +1,249 @@
+"""A run placed on a cluster: what every target renders from, with every refusal made before a file is written.
+
+Sizes come from the instance's facts unless the spec overrides them. A layout the spec leaves to Argosy is chosen by the
+planner for the GPUs there are, so that the same run with another number of nodes goes on with another layout, and the same
+batch and order of samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from argosy.config.cluster import ClusterSpec, StorageSpec
+from argosy.config.layout import AXES, check_world
+from argosy.config.resolve import Resolved, resolve
+from argosy.config.schema import RunSpec
+from argosy.errors import ArgosyError
+from argosy.launch.fabric import check_sharp, choose_fabric, nic_request
+from argosy.launch.names import object_name
+from argosy.launch.secrets import refuse_secrets
+from argosy.plan.advise import best_layout, predict
+from argosy.plan.hardware import Instance, find_instance
+
+KUBERNETES = ("jobset", "indexed-job", "pytorchjob", "trainjob", "hyperpod")
+_SHARE = 0.9  # of a node's cores and memory that a pod asks for: the rest is the system's
+_MOST_SHM_GIB = 64
+_UNITS = {"Mi": 2**-10, "Gi": 1, "Ti": 2**10, "Pi": 2**20}
+
+
+@dataclass(frozen=True)
+class Placement:
+    resolved: Resolved
+    source: str  # the run spec as it was written
+    overrides: tuple[str, ...]  # laid over it: the user's, then the planner's layout
+    cluster: ClusterSpec
+    instance: Instance | None
+    fabric: str
+    nics: tuple[str, int] | None
+    gpus: int  # of a node
+    ranks: int  # on a node
+    cpus: int
+    memory_gib: int
+    shm_gib: int
+    prediction: dict[str, Any] | None  # the planner's, of this layout
+
+    @property
+    def spec(self) -> RunSpec:
+        return self.resolved.spec
+
+    @property
+    def name(self) -> str:
+        return object_name(self.spec.name)
+
+    @property
+    def storage(self) -> StorageSpec:
+        """Of a Kubernetes job, which has one."""
+        if self.cluster.storage is None:
+            raise AssertionError("checked when the run was placed")
+        return self.cluster.storage
+
+
+def place(path: Path, overrides: Sequence[str] = (), target: str | None = None) -> Placement:
+    """Read a run spec, and put it on its cluster."""
+    added = [] if target is None else [f"cluster.target={target}"]
+    resolved = resolve(path, [*overrides, *added], elsewhere=True)
+    if resolved.spec.cluster is None:
+        raise ArgosyError(
+            "config.missing-key",
+            "the run spec does not say where to launch",
+            key="cluster",
+            fix="add cluster: {target: jobset, instance: p4d.24xlarge, nodes: 2, storage: CLAIM, image: …}, or pass --target local",
+        )
+    cluster = resolved.spec.cluster
+    instance = None if cluster.instance is None else find_instance(cluster.instance)
+    gpus = _gpus(cluster, instance)
+    ranks = cluster.ranks or gpus or 1
+    overrides = tuple(overrides)
+    source = path.read_text(encoding="utf-8")
+    refuse_secrets(source, overrides, cluster)
+    planned_on = _planned_on(resolved, instance, cluster, gpus)
+    chosen = _layout(resolved, planned_on, ranks * cluster.nodes)
+    if chosen:
+        resolved = resolve(path, [*overrides, *added, *chosen], elsewhere=True)
+    check_world(resolved.spec.parallel, ranks * cluster.nodes, f"{cluster.nodes} nodes of {ranks} ranks")
+    fabric = choose_fabric(cluster, instance) if cluster.target != "local" else "none"
+    check_sharp(cluster, fabric)
+    memory = _memory(cluster, instance)
+    placed = Placement(
+        resolved=resolved,
+        source=source,
+        overrides=(*overrides, *chosen),
+        cluster=cluster,
+        instance=instance,
+        fabric=fabric,
+        nics=nic_request(cluster, instance, fabric) if cluster.target in KUBERNETES else None,
+        gpus=gpus,
+        ranks=ranks,
+        cpus=cluster.cpus or (int(instance.cpus * _SHARE) if instance is not None and instance.cpus else 0),
+        memory_gib=memory,
+        shm_gib=gib(cluster.shm) if cluster.shm else max(1, min(_MOST_SHM_GIB, memory // 8)),
+        prediction=None if planned_on is None else predict(resolved.spec, planned_on),
+    )
+    if cluster.target in KUBERNETES:
+        _check_kubernetes(placed)
+    return placed
+
+
+def gib(quantity: str) -> int:
+    """`64Gi` -> 64; less than one is one."""
+    return max(1, int(int(quantity[:-2]) * _UNITS[quantity[-2:]]))
+
+
+def _gpus(cluster: ClusterSpec, instance: Instance | None) -> int:
+    if cluster.gpus is not None:
+        if instance is not None and cluster.gpus > instance.gpus:
+            raise ArgosyError(
+                "launch.resources",
+                f"a {instance.name} has {instance.gpus} GPUs, and {cluster.gpus} are asked for",
+                key="cluster.gpus",
+                value=cluster.gpus,
+                fix=f"cluster.gpus={instance.gpus}, or leave it out",
+            )
+        return cluster.gpus
+    if instance is not None:
+        return instance.gpus
+    if cluster.target == "local":
+        return 0
+    raise ArgosyError(
+        "config.missing-key",
+        "nothing says how many GPUs a node has",
+        key="cluster.instance",
+        fix="cluster.instance=p4d.24xlarge (`argosy plan` knows the names), or cluster.gpus=8, or 0 to train on CPUs",
+    )
+
+
+def _memory(cluster: ClusterSpec, instance: Instance | None) -> int:
+    if cluster.memory is not None:
+        return gib(cluster.memory)
+    return int(instance.ram * _SHARE) if instance is not None and instance.ram else 0
+
+
+def _planned_on(resolved: Resolved, instance: Instance | None, cluster: ClusterSpec, gpus: int) -> str | None:
+    """The cluster as the planner names it, where it knows the nodes and the model."""
+    if instance is None or gpus != instance.gpus or (cluster.ranks or gpus) != gpus:
+        return None
+    return None if resolved.spec.model.architecture == "encoder-decoder" else f"{cluster.nodes}x{instance.name}"
+
+
+def _layout(resolved: Resolved, planned_on: str | None, ranks: int) -> tuple[str, ...]:
+    """Overrides that spread a layout the spec leaves open over the ranks: the planner's best, or replicas where it knows
+    nothing of the nodes."""
+    open_keys = {
+        key for key in (*AXES, "ep", "micro_batch", "recompute")
+        if resolved.origins[f"parallel.{key}"].startswith(("default", "derived"))
+    }  # fmt: skip
+    if ranks == 1 or not open_keys >= {*AXES, "ep"}:
+        return ()
+    if planned_on is None:
+        return (f"parallel.dp_replicate={ranks}",)
+    settled = {
+        key: getattr(resolved.spec.parallel, key) for key in ("micro_batch", "recompute") if key not in open_keys
+    }
+    chosen = best_layout(resolved.spec, planned_on, settled)
+    return tuple(f"parallel.{key}={value}" for key, value in chosen.items() if key in open_keys)
+
+
+def _check_kubernetes(placed: Placement) -> None:
+    cluster = placed.cluster
+    if cluster.image is None:
+        raise ArgosyError(
+            "config.missing-key",
+            "a pod needs a container image",
+            key="cluster.image",
+            fix="build docker/Dockerfile, push it, and name it by digest: cluster.image=registry/argosy@sha256:…",
+        )
+    if cluster.storage is None:
+        raise ArgosyError(
+            "config.missing-key",
+            "pods are gone when they end, and with them the run: it needs a shared volume",
+            key="cluster.storage",
+            fix="cluster.storage=CLAIM for an existing claim; or {claim: …, kind: azure-lustre | azure-blob | fsx}",
+        )
+    if not placed.cpus or placed.memory_gib < 2:
+        raise ArgosyError(
+            "launch.resources",
+            f"cores and memory of {cluster.instance or 'the nodes'} are not known, and a pod without requests is evicted first",
+            key="cluster.memory" if placed.cpus else "cluster.cpus",
+            fix="cluster.cpus=90 cluster.memory=1800Gi, or a little less than the nodes have",
+        )
+    if placed.shm_gib >= placed.memory_gib:
+        raise ArgosyError(
+            "launch.resources",
+            f"/dev/shm of {placed.shm_gib} GiB counts as memory, and the pod has {placed.memory_gib} GiB of it",
+            key="cluster.shm",
+            value=cluster.shm,
+            fix=f"cluster.shm={max(1, placed.memory_gib // 8)}Gi",
+        )
+    if cluster.user == 0 and not cluster.privileged:
+        raise ArgosyError(
+            "launch.security",
+            "pods run as an ordinary user",
+            key="cluster.user",
+            value=0,
+            fix="cluster.user=1000, or cluster.privileged=true if root is meant",
+        )
+    _check_hyperpod(placed)
+    _check_paths(placed)
+
+
+def _check_hyperpod(placed: Placement) -> None:
+    cluster = placed.cluster
+    if cluster.target != "hyperpod":
+        return
+    if cluster.cloud != "hyperpod":
+        raise ArgosyError(
+            "config.conflict",
+            f"the target hyperpod needs SageMaker HyperPod's operator, and the cloud is {cluster.cloud}",
+            key="cluster.cloud",
+            value=cluster.cloud,
+            fix="cluster.cloud=hyperpod, or the target jobset or pytorchjob",
+        )
+    if cluster.operator == "kubeflow" and not cluster.namespace.startswith(("hyperpod", "kubeflow")):
+        raise ArgosyError(
+            "launch.namespace",
+            "HyperPod resumes PyTorchJobs only in the namespace kubeflow, or in ones whose name begins with hyperpod",
+            key="cluster.namespace",
+            value=cluster.namespace,
+            fix="cluster.namespace=hyperpod-ns-TEAM, or cluster.operator=sagemaker",
+        )
+
+
+def _check_paths(placed: Placement) -> None:
+    """What has to outlive a pod has to lie on the shared volume; relative paths do."""
+    mount, spec = PurePosixPath(placed.storage.mount), placed.spec
+    paths = {"runs_dir": spec.runs_dir} | {
+        f"data.train.{n}.path": source.path.removeprefix("file://") for n, source in enumerate(spec.data.train)
+    }
+    for key, path in paths.items():
+        if path.startswith("/") and mount not in (PurePosixPath(path), *PurePosixPath(path).parents):
+            raise ArgosyError(
+                "launch.not-shared",
+                f"{path} is inside the pod and gone when it ends: the shared volume is mounted at {mount}",
+                key=key,
+                value=path,
+                origin=placed.resolved.origins.get(key),
+                fix=f"a path under {mount}, or a relative one, which starts there",
+            )

@@ -1,0 +1,251 @@
+"""The one pod body every Kubernetes target is made from.
+
+An ordinary user without privileges, requests equal to limits, shared memory that is sized and counted, caches and dumps on
+node-local scratch, the run spec as a mounted file, secrets by reference. Targets add what their operator needs and change
+nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from argosy.config.cluster import ClusterSpec
+from argosy.launch.fabric import fabric_environment
+from argosy.launch.placement import Placement
+from argosy.launch.stages import DATA_STAGES, Stage, command
+
+Manifest = dict[str, Any]
+SCRATCH = "/scratch"
+PORT = 29500
+RUN_LABEL = "argosy/run"
+STAGE_LABEL = "argosy/stage"
+
+# Labels by which a cloud tells which nodes are near each other.
+_NEAR = {
+    "aks": "ib/torset",
+    "eks": "topology.k8s.aws/network-node-layer-2",
+    "hyperpod": "topology.k8s.aws/network-node-layer-2",
+}
+_CLIQUE = "nvidia.com/gpu.clique"  # nodes of one NVLink domain
+
+
+def labels(placed: Placement, stage: Stage | None = None) -> dict[str, str]:
+    """By these `argosy status`, `logs`, `stop` and `ls` find what belongs to a run."""
+    own = {"app.kubernetes.io/managed-by": "argosy", RUN_LABEL: placed.spec.name}
+    return own if stage is None else own | {STAGE_LABEL: stage}
+
+
+def job_metadata(placed: Placement, stage: Stage, name: str) -> Manifest:
+    """Of the object a stage is: Kueue reads queue and priority there, not on pods."""
+    cluster, marks = placed.cluster, labels(placed, stage)
+    if cluster.queue is not None:
+        marks["kueue.x-k8s.io/queue-name"] = cluster.queue
+        if cluster.priority is not None:
+            marks["kueue.x-k8s.io/priority-class"] = cluster.priority
+    return {"name": name, "namespace": cluster.namespace, "labels": marks}
+
+
+def pod_template(placed: Placement, stage: Stage, container: str, env: Mapping[str, str] | None = None) -> Manifest:
+    """`env`: what this target has to say of ranks and where the first listens."""
+    on_gpus = stage not in DATA_STAGES
+    cluster = placed.cluster
+    spec: Manifest = {
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": int(cluster.grace.amount),
+        "securityContext": _pod_security(cluster),
+        "containers": [_container(placed, stage, container, env or {})],
+        "volumes": _volumes(placed, on_gpus=on_gpus),
+    }
+    if cluster.pull_secrets:
+        spec["imagePullSecrets"] = [{"name": name} for name in cluster.pull_secrets]
+    if cluster.queue is None and cluster.priority is not None:
+        spec["priorityClassName"] = cluster.priority
+    if on_gpus:
+        spec |= _placing(placed, stage)
+    elif cluster.data.node_selector:
+        spec["nodeSelector"] = dict(cluster.data.node_selector)
+    metadata: Manifest = {"labels": labels(placed, stage)}
+    if cluster.queue is not None and cluster.topology is not None and on_gpus:
+        kind = "required" if cluster.topology_required else "preferred"
+        metadata["annotations"] = {f"kueue.x-k8s.io/podset-{kind}-topology": cluster.topology}
+    return {"metadata": metadata, "spec": spec}
+
+
+def _container(placed: Placement, stage: Stage, name: str, env: Mapping[str, str]) -> Manifest:
+    cluster, on_gpus = placed.cluster, stage not in DATA_STAGES
+    resources = _resources(placed) if on_gpus else {"cpu": str(cluster.data.cpus), "memory": cluster.data.memory}
+    body: Manifest = {
+        "name": name,
+        "image": cluster.image,
+        "imagePullPolicy": "IfNotPresent",
+        "command": ["argosy"],
+        "args": command(placed, stage),
+        "workingDir": placed.storage.mount,
+        "env": _environment(placed, env, on_gpus=on_gpus),
+        "resources": {"requests": resources, "limits": resources},
+        "securityContext": _container_security(placed, on_gpus=on_gpus),
+        "volumeMounts": [
+            {"name": "spec", "mountPath": "/etc/argosy", "readOnly": True},
+            {"name": "storage", "mountPath": placed.storage.mount},
+            {"name": "scratch", "mountPath": SCRATCH},
+            {"name": "tmp", "mountPath": "/tmp"},
+            *([{"name": "shm", "mountPath": "/dev/shm"}] if on_gpus else []),
+        ],
+    }
+    if on_gpus and _shares_nvlink(placed):
+        body["resources"] = body["resources"] | {"claims": [{"name": "nvlink-domain"}]}
+    return body
+
+
+def _resources(placed: Placement) -> dict[str, str]:
+    wanted = {"cpu": str(placed.cpus), "memory": f"{placed.memory_gib}Gi"}
+    if placed.gpus:
+        wanted["nvidia.com/gpu"] = str(placed.gpus)
+    if placed.nics is not None:
+        wanted[placed.nics[0]] = str(placed.nics[1])
+    if placed.cluster.huge_pages is not None:
+        wanted["hugepages-2Mi"] = placed.cluster.huge_pages
+    return wanted
+
+
+def training_environment(placed: Placement) -> dict[str, str]:
+    """The same on every target, Slurm included."""
+    variables = {
+        "NCCL_DEBUG": "WARN",
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": f"{SCRATCH}/nccl-trace-",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+    }
+    return variables | dict(fabric_environment(placed.cluster, placed.instance, placed.fabric))
+
+
+def _environment(placed: Placement, env: Mapping[str, str], *, on_gpus: bool) -> list[Manifest]:
+    """Argosy's variables, then the user's over them, then the target's, which nothing may change."""
+    variables = {
+        "HOME": SCRATCH,
+        "HF_HOME": f"{SCRATCH}/huggingface",
+        "PYTHONUNBUFFERED": "1",
+        "TORCHINDUCTOR_CACHE_DIR": f"{SCRATCH}/inductor",
+        "TRITON_CACHE_DIR": f"{SCRATCH}/triton",
+    }
+    if on_gpus and placed.gpus:
+        variables |= training_environment(placed)
+    variables |= placed.cluster.env
+    variables |= env
+    plain = [{"name": name, "value": value} for name, value in variables.items()]
+    secret = []
+    for name, reference in placed.cluster.secrets.items():
+        secret_name, _, key = reference.partition("/")
+        secret.append({"name": name, "valueFrom": {"secretKeyRef": {"name": secret_name, "key": key}}})
+    return [*plain, *secret]
+
+
+def _volumes(placed: Placement, *, on_gpus: bool) -> list[Manifest]:
+    cluster = placed.cluster
+    scratch: Manifest = {"emptyDir": {"sizeLimit": cluster.scratch}}
+    if cluster.local_disk is not None and on_gpus:
+        scratch = {"hostPath": {"path": cluster.local_disk, "type": "Directory"}}
+    shm = {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{placed.shm_gib}Gi"}}
+    return [
+        {"name": "spec", "configMap": {"name": f"{placed.name}-spec"}},
+        {"name": "storage", "persistentVolumeClaim": {"claimName": placed.storage.claim}},
+        {"name": "scratch", **scratch},
+        {"name": "tmp", "emptyDir": {"sizeLimit": "10Gi"}},
+        *([shm] if on_gpus else []),
+    ]
+
+
+def _pod_security(cluster: ClusterSpec) -> Manifest:
+    user = cluster.user
+    return {
+        "runAsNonRoot": user != 0,
+        "runAsUser": user,
+        "runAsGroup": user,
+        "fsGroup": user,
+        "fsGroupChangePolicy": "OnRootMismatch",
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+
+
+def _container_security(placed: Placement, *, on_gpus: bool) -> Manifest:
+    if placed.cluster.privileged and on_gpus:
+        return {"privileged": True}
+    capabilities: Manifest = {"drop": ["ALL"]}
+    if on_gpus and placed.nics is not None:
+        capabilities["add"] = ["IPC_LOCK"]  # RDMA pins its buffers in memory
+    return {"allowPrivilegeEscalation": False, "capabilities": capabilities, "readOnlyRootFilesystem": True}
+
+
+def _placing(placed: Placement, stage: Stage) -> Manifest:
+    """On which nodes: of the right type, one pod on each, and near each other."""
+    cluster = placed.cluster
+    selector = dict(cluster.node_selector)
+    if cluster.instance is not None and cluster.cloud != "generic":
+        prefix = "ml." if cluster.cloud == "hyperpod" else ""
+        bare = cluster.instance.removeprefix("ml.")
+        selector = {"node.kubernetes.io/instance-type": prefix + bare} | selector
+    placing: Manifest = {"nodeSelector": selector} if selector else {}
+    placing["tolerations"] = [{"key": key, "operator": "Exists"} for key in cluster.tolerations]
+    placing["affinity"] = _affinity(placed, stage)
+    if cluster.host_network:
+        placing |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
+    if cluster.gang != "off":
+        placing["schedulerName"] = "volcano" if cluster.gang == "volcano" else "scheduler-plugins-scheduler"
+    if _shares_nvlink(placed):
+        placing["resourceClaims"] = [
+            {"name": "nvlink-domain", "resourceClaimTemplateName": f"{placed.name}-nvlink-domain"}
+        ]
+    return {key: value for key, value in placing.items() if value}
+
+
+def _affinity(placed: Placement, stage: Stage) -> Manifest:
+    cluster = placed.cluster
+    mates = {"labelSelector": {"matchLabels": labels(placed, stage)}}
+    affinity: Manifest = {}
+    if cluster.nodes > 1 and placed.gpus:
+        apart = [mates | {"topologyKey": "kubernetes.io/hostname"}]
+        affinity["podAntiAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": apart}
+    near = _near(placed)
+    if near is not None and cluster.queue is None and cluster.nodes > 1:  # Kueue has an annotation for it
+        together = mates | {"topologyKey": near}
+        if cluster.topology_required or near == _CLIQUE:
+            affinity["podAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": [together]}
+        else:
+            preferred = {"weight": 100, "podAffinityTerm": together}
+            affinity["podAffinity"] = {"preferredDuringSchedulingIgnoredDuringExecution": [preferred]}
+    if cluster.cloud == "hyperpod":
+        healthy = {"key": "sagemaker.amazonaws.com/node-health-status", "operator": "In", "values": ["Schedulable"]}
+        terms = {"nodeSelectorTerms": [{"matchExpressions": [healthy]}]}
+        affinity["nodeAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": terms}
+    return affinity
+
+
+def _near(placed: Placement) -> str | None:
+    if placed.cluster.topology is not None:
+        return placed.cluster.topology
+    if _shares_nvlink(placed):
+        return _CLIQUE
+    return _NEAR.get(placed.cluster.cloud) if placed.cluster.nodes > 1 and placed.gpus else None
+
+
+def _shares_nvlink(placed: Placement) -> bool:
+    """Nodes of one rack-wide NVLink domain reach each other's memory through a channel they have to claim."""
+    instance = placed.instance
+    return instance is not None and 1 < placed.cluster.nodes <= instance.nvlink_nodes and placed.gpus > 0
+
+
+def nvlink_domain(placed: Placement) -> list[Manifest]:
+    if not _shares_nvlink(placed):
+        return []
+    name = f"{placed.name}-nvlink-domain"
+    return [
+        {
+            "apiVersion": "resource.nvidia.com/v1beta1",
+            "kind": "ComputeDomain",
+            "metadata": {"name": name, "namespace": placed.cluster.namespace, "labels": labels(placed)},
+            "spec": {"numNodes": placed.cluster.nodes, "channel": {"resourceClaimTemplate": {"name": name}}},
+        }
+    ]

@@ -1,0 +1,179 @@
+"""The shared volume: claims and classes for the stores each cloud has. What is made is kept: no uninstall deletes a checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from argosy.config.cluster import StorageSpec
+from argosy.errors import ArgosyError
+from argosy.launch.placement import Placement
+from argosy.launch.pod import Manifest
+
+KEEP = {"helm.sh/resource-policy": "keep"}
+OURS = {"app.kubernetes.io/managed-by": "argosy"}  # and no run's: several share a volume
+
+_BLOB_OPTIONS = [
+    "-o allow_other",
+    "--use-attr-cache=true",
+    "--cancel-list-on-mount-seconds=10",
+    "-o attr_timeout=120",
+    "-o entry_timeout=120",
+    "-o negative_timeout=120",
+    "--log-level=LOG_WARNING",
+    "--file-cache-timeout-in-seconds=120",
+    "--block-cache",
+    "--block-cache-block-size=32",
+    "--block-cache-parallelism=80",
+]
+# Azure Managed Lustre is sold in steps that depend on its throughput (MB/s for each TiB).
+_LUSTRE_STEP_TIB = {"40": 48, "125": 16, "250": 8, "500": 4}
+
+
+def storage_objects(placed: Placement) -> list[Manifest]:
+    """Class, volume and claim, as far as they are to be made."""
+    store = placed.storage
+    makers = {"azure-lustre": _azure_lustre, "azure-blob": _azure_blob, "fsx": _fsx, "fsx-static": _fsx_static}
+    if store.kind == "existing":
+        _refuse_idle(store, set())
+        return []
+    if store.kind == "class":
+        _refuse_idle(store, {"storage_class", "size"})
+        if store.storage_class is None or store.size is None:
+            raise _missing(
+                "storage_class" if store.storage_class is None else "size", "a claim from a class needs both"
+            )
+        return [_claim(placed, store.storage_class, store.size)]
+    return makers[store.kind](placed, store)
+
+
+def _azure_lustre(placed: Placement, store: StorageSpec) -> list[Manifest]:
+    _refuse_idle(store, {"size", "sku", "zone", "mount_options"})
+    sku = store.sku or "AMLFS-Durable-Premium-125"
+    step = _LUSTRE_STEP_TIB.get(sku.rpartition("-")[2])
+    if step is None:
+        raise _missing("sku", f"{sku!r} is none of AMLFS-Durable-Premium-40, -125, -250, -500")
+    size = store.size or f"{step}Ti"
+    if not size.endswith("Ti") or int(size[:-2]) % step:
+        raise ArgosyError(
+            "launch.storage",
+            f"{sku} is sold in steps of {step} TiB, and {size} is not a multiple",
+            key="cluster.storage.size",
+            value=size,
+            fix=f"cluster.storage.size={step}Ti, {2 * step}Ti, …",
+        )
+    parameters = {
+        "sku-name": sku,
+        "zones": store.zone or "1",
+        "maintenance-day-of-week": "Sunday",
+        "maintenance-time-of-day-utc": "02:00",
+    }
+    made = _class(placed, "azurelustre.csi.azure.com", parameters, store.mount_options or ["noatime", "flock"])
+    return [made, _claim(placed, made["metadata"]["name"], size)]
+
+
+def _azure_blob(placed: Placement, store: StorageSpec) -> list[Manifest]:
+    _refuse_idle(store, {"size", "sku", "mount_options"})
+    parameters = {"skuName": store.sku or "Standard_LRS"}
+    made = _class(placed, "blob.csi.azure.com", parameters, store.mount_options or _BLOB_OPTIONS)
+    return [made | {"allowVolumeExpansion": True}, _claim(placed, made["metadata"]["name"], store.size or "10Ti")]
+
+
+def _fsx(placed: Placement, store: StorageSpec) -> list[Manifest]:
+    _refuse_idle(store, {"size", "subnet", "security_groups", "throughput", "mount_options"})
+    if store.subnet is None or not store.security_groups:
+        raise _missing(
+            "subnet" if store.subnet is None else "security_groups", "a file system lies in a subnet, behind groups"
+        )
+    parameters = {
+        "subnetId": store.subnet,
+        "securityGroupIds": ",".join(store.security_groups),
+        "deploymentType": "PERSISTENT_2",
+        "perUnitStorageThroughput": str(store.throughput or 250),
+        "dataCompressionType": "LZ4",
+        "fileSystemTypeVersion": "2.15",
+    }
+    made = _class(placed, "fsx.csi.aws.com", parameters, store.mount_options or ["flock"])
+    return [made, _claim(placed, made["metadata"]["name"], store.size or "1200Gi")]
+
+
+def _fsx_static(placed: Placement, store: StorageSpec) -> list[Manifest]:
+    _refuse_idle(store, {"size", "volume", "dns_name", "mount_name", "mount_options"})
+    for key in ("volume", "dns_name", "mount_name"):
+        if getattr(store, key) is None:
+            raise _missing(key, "an existing file system is known by its id, DNS name and mount name")
+    size = store.size or "1200Gi"
+    name = f"{placed.cluster.namespace}-{store.claim}"
+    volume = {
+        "apiVersion": "v1",
+        "kind": "PersistentVolume",
+        "metadata": {"name": name, "labels": OURS, "annotations": KEEP},
+        "spec": {
+            "capacity": {"storage": size},
+            "volumeMode": "Filesystem",
+            "accessModes": ["ReadWriteMany"],
+            "mountOptions": store.mount_options or ["flock"],
+            "persistentVolumeReclaimPolicy": "Retain",
+            "storageClassName": "",
+            "csi": {
+                "driver": "fsx.csi.aws.com",
+                "volumeHandle": store.volume,
+                "volumeAttributes": {"dnsname": store.dns_name, "mountname": store.mount_name},
+            },
+        },
+    }
+    claim = _claim(placed, "", size)
+    claim["spec"]["volumeName"] = name
+    return [volume, claim]
+
+
+def _class(placed: Placement, provisioner: str, parameters: dict[str, str], options: list[str]) -> Manifest:
+    return {
+        "apiVersion": "storage.k8s.io/v1",
+        "kind": "StorageClass",
+        "metadata": {
+            "name": f"{placed.cluster.namespace}-{placed.storage.claim}",
+            "labels": OURS,
+            "annotations": KEEP,
+        },
+        "provisioner": provisioner,
+        "parameters": parameters,
+        "mountOptions": options,
+        "reclaimPolicy": "Retain",
+        "volumeBindingMode": "Immediate",
+    }
+
+
+def _claim(placed: Placement, storage_class: str, size: str) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": {
+            "name": placed.storage.claim,
+            "namespace": placed.cluster.namespace,
+            "labels": OURS,
+            "annotations": KEEP,
+        },
+        "spec": {
+            "accessModes": ["ReadWriteMany"],
+            "storageClassName": storage_class,
+            "resources": {"requests": {"storage": size}},
+        },
+    }
+
+
+def _refuse_idle(store: StorageSpec, used: set[str]) -> None:
+    """A key that this kind of store does not read."""
+    always = {"claim", "mount", "kind"}
+    for key in store.model_fields_set - always - used:
+        if getattr(store, key) not in (None, []):
+            raise ArgosyError(
+                "config.conflict",
+                f"storage of kind {store.kind} has no use for {key}",
+                key=f"cluster.storage.{key}",
+                value=getattr(store, key),
+                fix="leave it out, or choose the kind it belongs to",
+            )
+
+
+def _missing(key: str, cause: str) -> ArgosyError:
+    return ArgosyError("config.missing-key", cause, key=f"cluster.storage.{key}", fix=f"give cluster.storage.{key}")

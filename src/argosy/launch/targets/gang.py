@@ -1,0 +1,22 @@
+"""Gang scheduling: all pods of a run get nodes, or none holds any while it waits."""
+
+from __future__ import annotations
+
+from argosy.launch.placement import Placement
+from argosy.launch.pod import Manifest, labels
+
+
+def pod_group(placed: Placement, template: Manifest) -> list[Manifest]:
+    """The group object of the chosen scheduler; the template is marked as its member."""
+    cluster, name = placed.cluster, placed.name
+    metadata = {"name": name, "namespace": cluster.namespace, "labels": labels(placed, "train")}
+    if cluster.gang == "volcano":
+        template["metadata"].setdefault("annotations", {})["scheduling.k8s.io/group-name"] = name
+        api = "scheduling.volcano.sh/v1beta1"
+        return [{"apiVersion": api, "kind": "PodGroup", "metadata": metadata, "spec": {"minMember": cluster.nodes}}]
+    if cluster.gang == "coscheduling":
+        template["metadata"]["labels"]["scheduling.x-k8s.io/pod-group"] = name
+        spec = {"minMember": cluster.nodes, "scheduleTimeoutSeconds": 600}
+        api = "scheduling.x-k8s.io/v1alpha1"
+        return [{"apiVersion": api, "kind": "PodGroup", "metadata": metadata, "spec": spec}]
+    return []

@@ -1,0 +1,80 @@
+"""Indexed Jobs: plain Kubernetes, no operator. Data stages and preflight are always these; a run may be one too.
+
+Kubernetes tells each pod its index; a headless Service gives the first pod a name. A pod that fails ends the whole Job, since
+ranks cannot go on without each other; `argosy launch --follow` (or the chart's conductor) starts it again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from argosy.launch.names import require_room
+from argosy.launch.placement import Placement
+from argosy.launch.pod import PORT, Manifest, job_metadata, labels, nvlink_domain, pod_template
+from argosy.launch.stages import DATA_STAGES, Stage
+
+CONTAINER = "argosy"
+REFUSED = 2  # the exit code of a refusal: trying again cannot help
+
+STOP_WHEN_REFUSED: dict[str, Any] = {
+    "action": "FailJob",
+    "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": [REFUSED]},
+}
+
+
+def data_job(placed: Placement, stage: Stage) -> list[Manifest]:
+    """Workers that share a data stage by their index, each tried again a few times."""
+    workers = placed.cluster.data.count
+    name = f"{placed.name}-{stage}"
+    require_room(placed.name, f"-{stage}-{workers - 1}-abcde")
+    env = {"ARGOSY_WORKERS": str(workers)}
+    job = _job(placed, stage, name, pod_template(placed, stage, CONTAINER, env), count=workers, retries=3 * workers)
+    return [job]
+
+
+def ranks_job(placed: Placement, stage: Stage) -> list[Manifest]:
+    """Pods that train or are tested together."""
+    name = placed.name if stage == "train" else f"{placed.name}-{stage}"
+    nodes = placed.cluster.nodes
+    require_room(name, f"-{nodes - 1}-abcde")
+    env = {"NNODES": str(nodes), "MASTER_ADDR": f"{name}-0.{name}", "MASTER_PORT": str(PORT)}
+    template = pod_template(placed, stage, CONTAINER, env)
+    template["spec"]["subdomain"] = name
+    service = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": name, "namespace": placed.cluster.namespace, "labels": labels(placed, stage)},
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {"batch.kubernetes.io/job-name": name},
+        },
+    }
+    domain = nvlink_domain(placed) if stage == "train" else []
+    return [*domain, service, _job(placed, stage, name, template, count=nodes, retries=0)]
+
+
+def _job(placed: Placement, stage: Stage, name: str, template: Manifest, *, count: int, retries: int) -> Manifest:
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": job_metadata(placed, stage, name),
+        "spec": job_spec(template, count=count, retries=retries, disruptions_fail=stage not in DATA_STAGES)
+        | {"ttlSecondsAfterFinished": int(placed.cluster.keep_finished.amount)},
+    }
+
+
+def job_spec(template: Manifest, *, count: int, retries: int, disruptions_fail: bool) -> Manifest:
+    """With `disruptions_fail` a pod that is drained or preempted ends the Job, so that all its pods start anew together."""
+    disrupted = {
+        "action": "FailJob" if disruptions_fail else "Ignore",
+        "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+    }
+    return {
+        "completionMode": "Indexed",
+        "completions": count,
+        "parallelism": count,
+        "backoffLimit": retries,
+        "podFailurePolicy": {"rules": [STOP_WHEN_REFUSED, disrupted]},
+        "template": template,
+    }

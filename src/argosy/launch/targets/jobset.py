@@ -1,0 +1,58 @@
+"""JobSet: when one pod dies all are made anew and go on from the newest checkpoint, which is what a layout needs.
+
+Failures count towards `cluster.restarts`; disruptions (drains, preemptions, lost nodes) do not; a refusal ends the run at once.
+"""
+
+from __future__ import annotations
+
+from argosy.launch.names import require_room
+from argosy.launch.placement import Placement
+from argosy.launch.pod import PORT, Manifest, job_metadata, nvlink_domain, pod_template
+from argosy.launch.targets.gang import pod_group
+from argosy.launch.targets.indexed import CONTAINER, REFUSED, job_spec
+
+GROUP = "node"
+
+
+def job_set(placed: Placement) -> list[Manifest]:
+    name, nodes = placed.name, placed.cluster.nodes
+    require_room(name, f"-{GROUP}-0-{nodes - 1}-abcde")
+    env = {"NNODES": str(nodes), "MASTER_ADDR": f"{name}-{GROUP}-0-0.{name}", "MASTER_PORT": str(PORT)}
+    template = pod_template(placed, "train", CONTAINER, env)
+    group = pod_group(placed, template)
+    return [
+        *nvlink_domain(placed),
+        *group,
+        {
+            "apiVersion": "jobset.x-k8s.io/v1alpha2",
+            "kind": "JobSet",
+            "metadata": job_metadata(placed, "train", name),
+            "spec": {
+                "network": {"enableDNSHostnames": True, "subdomain": name, "publishNotReadyAddresses": True},
+                "ttlSecondsAfterFinished": int(placed.cluster.keep_finished.amount),
+            }
+            | replicated_jobs(placed, template),
+        },
+    ]
+
+
+def replicated_jobs(placed: Placement, template: Manifest) -> Manifest:
+    """The part of a JobSet's spec that a TrainingRuntime also carries."""
+    job = job_spec(template, count=placed.cluster.nodes, retries=0, disruptions_fail=True)
+    rules = [
+        {
+            "name": "refused",
+            "action": "FailJobSet",
+            "onJobFailureReasons": ["PodFailurePolicy"],
+            "onJobFailureMessagePatterns": [f".*exit code {REFUSED}[^0-9].*"],
+        },
+        {
+            "name": "disrupted",
+            "action": "RestartJobSetAndIgnoreMaxRestarts",
+            "onJobFailureReasons": ["PodFailurePolicy"],
+        },
+    ]
+    return {
+        "failurePolicy": {"maxRestarts": placed.cluster.restarts, "rules": rules},
+        "replicatedJobs": [{"name": GROUP, "replicas": 1, "template": {"spec": job}}],
+    }

@@ -1,0 +1,63 @@
+"""TrainJob (Kubeflow Trainer 2.x) with a TrainingRuntime of its own that carries the pod body.
+
+The runtime is a JobSet template, so restarts are whole. What later versions renamed (pod overrides, patches) is not used, and
+neither is `resourcesPerNode`, which replaces or drops parts of a pod's resources in some of them.
+"""
+
+from __future__ import annotations
+
+from argosy.launch.names import require_room
+from argosy.launch.placement import Placement
+from argosy.launch.pod import Manifest, job_metadata, labels, nvlink_domain, pod_template
+from argosy.launch.targets.indexed import STOP_WHEN_REFUSED
+from argosy.launch.targets.jobset import GROUP, replicated_jobs
+
+CONTAINER = "node"
+
+
+def train_job(placed: Placement) -> list[Manifest]:
+    cluster, name = placed.cluster, placed.name
+    require_room(name, f"-{GROUP}-0-{cluster.nodes - 1}-abcde")
+    runtime = f"{name}-runtime"
+    require_room(name, "-runtime")
+    policies: Manifest = {"mlPolicy": {"numNodes": cluster.nodes, "torch": {}}}
+    if cluster.gang == "coscheduling":
+        policies["podGroupPolicy"] = {"coscheduling": {"scheduleTimeoutSeconds": 600}}
+    elif cluster.gang == "volcano":
+        policies["podGroupPolicy"] = {"volcano": {}}
+    return [
+        *nvlink_domain(placed),
+        {
+            "apiVersion": "trainer.kubeflow.org/v1alpha1",
+            "kind": "TrainingRuntime",
+            "metadata": {
+                "name": runtime,
+                "namespace": cluster.namespace,
+                "labels": labels(placed, "train") | {"trainer.kubeflow.org/framework": "torch"},
+            },
+            "spec": policies | {"template": {"spec": _job_set_spec(placed)}},
+        },
+        {
+            "apiVersion": "trainer.kubeflow.org/v1alpha1",
+            "kind": "TrainJob",
+            "metadata": job_metadata(placed, "train", name),
+            "spec": {
+                "runtimeRef": {
+                    "apiGroup": "trainer.kubeflow.org",
+                    "kind": "TrainingRuntime",
+                    "name": runtime,
+                },
+                "trainer": {"numNodes": cluster.nodes, "numProcPerNode": placed.ranks},
+            },
+        },
+    ]
+
+
+def _job_set_spec(placed: Placement) -> Manifest:
+    spec = replicated_jobs(placed, pod_template(placed, "train", CONTAINER))
+    template = spec["replicatedJobs"][0]["template"]
+    template["metadata"] = {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}}
+    named = STOP_WHEN_REFUSED["onExitCodes"] | {"containerName": CONTAINER}
+    rules = template["spec"]["podFailurePolicy"]["rules"]
+    template["spec"]["podFailurePolicy"] = {"rules": [STOP_WHEN_REFUSED | {"onExitCodes": named}, *rules[1:]]}
+    return spec

@@ -1,0 +1,121 @@
+"""`argosy data build`: what a run spec says of its corpora is made once, by one process or by several, and never twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from fetching import HASTE, loopback_hub  # noqa: F401 - a fixture
+from loopback_hub import Hub
+
+from argosy.config.resolve import resolve
+from argosy.data.build import Share, build, share_of
+from argosy.data.corpus.manifest import read_manifest
+from argosy.data.remote.fetch import FetchOptions, fetch
+from argosy.data.remote.sources import Choice
+from argosy.errors import ArgosyError
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Callable[..., Path]:
+    """A run spec whose corpus is made from a file of 50 documents."""
+    (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "document {n} says {n * n}"}}\n' for n in range(50)))
+
+    def write(**keys: Any) -> Path:
+        made: dict[str, Any] = {"inputs": [str(tmp_path / "text.jsonl")], "shards": 3}
+        source = {"path": str(tmp_path / "corpus"), "prepare": made} | keys
+        spec = {
+            "model": {"family": "llama", "layers": 1, "hidden": 16, "heads": 2, "vocab_size": 257},
+            "data": {"tokenizer": "bytes", "train": [source], "seq_len": 16},
+            "train": {"global_batch": 2, "steps": 2},
+            "optim": {"lr": 1e-3},
+        }
+        path = tmp_path / "run.yaml"
+        path.write_text(yaml.safe_dump(spec))
+        return path
+
+    return write
+
+
+def test_several_workers_make_the_corpus_that_one_makes(recipe: Callable[..., Path], tmp_path: Path) -> None:
+    spec = resolve(recipe()).spec
+    for index in (1, 0):
+        said = list(build(spec, Share(index, 2), "prepare"))
+    assert "50 documents" in said[-1]
+    shared = {path.name: path.read_bytes() for path in (tmp_path / "corpus").glob("shard-*")}
+    alone = resolve(recipe(path=str(tmp_path / "alone"))).spec
+    list(build(alone, Share()))
+    assert shared == {path.name: path.read_bytes() for path in (tmp_path / "alone").glob("shard-*")}
+
+
+def test_a_corpus_with_a_manifest_is_left_alone(recipe: Callable[..., Path], tmp_path: Path) -> None:
+    spec = resolve(recipe()).spec
+    list(build(spec, Share()))
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "corpus").iterdir()}
+    assert list(build(spec, Share())) == [f"{tmp_path / 'corpus'}: there already"]
+    assert list(build(spec, Share(), "fetch")) == [f"{tmp_path / 'corpus'}: there already"]
+    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "corpus").iterdir()}
+
+
+def test_a_marker_is_no_manifest(recipe: Callable[..., Path], tmp_path: Path) -> None:
+    """A directory that looks finished to the eye, and is not."""
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / ".complete").touch()
+    list(build(resolve(recipe()).spec, Share()))
+    assert read_manifest(tmp_path / "corpus").documents == 50
+
+
+def test_another_tokenizer_is_refused(recipe: Callable[..., Path], tmp_path: Path) -> None:
+    path = recipe()
+    list(build(resolve(path).spec, Share()))
+    manifest = tmp_path / "corpus" / "manifest.json"
+    stored = read_manifest(tmp_path / "corpus").tokenizer.fingerprint
+    manifest.write_text(manifest.read_text().replace(stored, "0" * len(stored)))
+    with pytest.raises(ArgosyError, match="made with tokenizer 0000") as refused:
+        list(build(resolve(path).spec, Share()))
+    assert refused.value.code == "tokenizer.mismatch"
+
+
+@pytest.mark.parametrize(
+    ("prepare", "path", "key"),
+    [
+        ({"shards": 2}, "corpus", "fetch"),
+        ({"fetch": "c4", "inputs": ["a"]}, "corpus", "fetch"),
+        ({"inputs": ["a"], "split": "train"}, "corpus", "split"),
+        ({"inputs": ["a"]}, "s3://bucket/corpus", "path"),
+    ],
+)
+def test_a_recipe_that_cannot_work_is_refused(
+    recipe: Callable[..., Path], prepare: dict[str, Any], path: str, key: str
+) -> None:
+    cache = {"cache": "/tmp/cache"} if "://" in path else {}
+    with pytest.raises(ArgosyError) as refused:
+        resolve(recipe(prepare=prepare, path=path, **cache))
+    assert (refused.value.key or "").endswith(key)
+
+
+def test_workers_are_numbered_as_kubernetes_and_slurm_number_them() -> None:
+    assert share_of({}) == Share()
+    assert share_of({"JOB_COMPLETION_INDEX": "1", "ARGOSY_WORKERS": "3"}) == Share(1, 3)
+    assert share_of({"SLURM_ARRAY_TASK_ID": "2", "ARGOSY_WORKERS": "3"}) == Share(2, 3)
+    with pytest.raises(ArgosyError):
+        share_of({"JOB_COMPLETION_INDEX": "3", "ARGOSY_WORKERS": "3"})
+
+
+def test_fetching_is_shared_by_files_and_any_number_of_workers_may_go_on(hub: Hub, tmp_path: Path) -> None:
+    def go(index: int, count: int) -> tuple[list[str], int]:
+        options = FetchOptions(Choice("en", "train"), 2, HASTE, machine=index, machines=count)
+        done = fetch(["c4"], tmp_path / "raw", options)
+        return [file.path for file in done.files], done.new_bytes
+
+    first, second = go(0, 2), go(1, 2)
+    assert len(first[0]) == 3
+    assert len(second[0]) == 2
+    assert not set(first[0]) & set(second[0])
+    assert go(0, 2)[1] == 0
+    files, new = go(0, 1)  # fewer workers later: what is there is known by its hash
+    assert len(files) == 5
+    assert new == 0

@@ -1,0 +1,67 @@
+"""Shared by the tests of rendering: the examples, every target, and the objects as a cluster would get them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from argosy.launch.placement import KUBERNETES, place
+from argosy.launch.render import render
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted(path for path in (ROOT / "examples").rglob("*.yaml") if "\ncluster:" in path.read_text())
+GPU_EXAMPLE = ROOT / "examples" / "eks-llama2-7b.yaml"
+HYPERPOD = ("cluster.cloud=hyperpod", "cluster.namespace=hyperpod-ns-a")
+
+
+def cases() -> list[tuple[str, Path, str | None, tuple[str, ...]]]:
+    """(name, spec, target, overrides): every example as it is, and one of them for every target."""
+    found: list[tuple[str, Path, str | None, tuple[str, ...]]] = [(path.stem, path, None, ()) for path in EXAMPLES]
+    for target in (*KUBERNETES, "slurm", "local"):
+        more = HYPERPOD if target == "hyperpod" else ()
+        if target == "local":
+            more = ("cluster.nodes=1", "parallel.dp_shard=4")
+        found.append((f"eks-llama2-7b.{target}", GPU_EXAMPLE, target, more))
+    sagemaker = (*HYPERPOD, "cluster.operator=sagemaker", "cluster.spares=1")
+    found.append(("eks-llama2-7b.hyperpod-sagemaker", GPU_EXAMPLE, "hyperpod", sagemaker))
+    return found
+
+
+CASES = cases()
+NAMES = [case[0] for case in CASES]
+
+
+@cache
+def files_of(case: tuple[str, Path, str | None, tuple[str, ...]]) -> dict[str, str]:
+    _, path, target, overrides = case
+    return render(place(path, overrides, target))
+
+
+def objects_of(files: dict[str, str]) -> Iterator[dict[str, Any]]:
+    for name, text in files.items():
+        if name.endswith(".yaml") and name != "run.yaml":
+            yield from yaml.safe_load_all(text)
+
+
+def pods_of(node: Any) -> Iterator[dict[str, Any]]:
+    """Every pod spec inside an object."""
+    return _holding(node, "containers")
+
+
+def jobs_of(node: Any) -> Iterator[dict[str, Any]]:
+    return _holding(node, "completions")
+
+
+def _holding(node: Any, key: str) -> Iterator[dict[str, Any]]:
+    if isinstance(node, dict):
+        if key in node:
+            yield node
+        for child in node.values():
+            yield from _holding(child, key)
+    elif isinstance(node, list):
+        for child in node:
+            yield from _holding(child, key)

@@ -1,0 +1,151 @@
+"""What is rendered is what the API servers and operators accept: every object is held to their own schemas, strictly."""
+
+from __future__ import annotations
+
+import json
+import typing
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+from crds import HYPERPOD_JOB, JOB_SET, POD_GROUPS, check_strictly
+from kubeflow.training import models as kubeflow_v1
+from kubeflow_trainer_api import models as kubeflow_v2
+from pydantic import BaseModel
+from rendering import CASES, GPU_EXAMPLE, NAMES, files_of, jobs_of, objects_of, pods_of
+
+from argosy.launch.placement import place
+from argosy.launch.render import render
+
+VERSIONS = ("1.31.0", "1.34.0", "1.37.0")
+CORE = ("v1", "batch/v1", "storage.k8s.io/v1")
+Case = tuple[str, Path, str | None, tuple[str, ...]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _schemas_are_read_once() -> None:
+    reader = kubernetes_validate.utils.schema_contents
+    if not hasattr(reader, "cache_info"):
+        kubernetes_validate.utils.schema_contents = cache(reader)
+
+
+def _distinct(found: Iterable[dict[str, Any]]) -> Iterable[dict[str, Any]]:
+    return {json.dumps(document, sort_keys=True): document for document in found}.values()
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_core_objects_are_valid_in_three_versions_of_kubernetes(version: str) -> None:
+    """What operators' objects hold too: their pods are held to the schema of a Pod, their jobs to that of a Job."""
+    seen = set()
+    for document in _distinct(document for case in CASES for document in objects_of(files_of(case))):
+        if document["apiVersion"] in CORE:
+            kubernetes_validate.validate(document, version, strict=True)
+            seen.add(document["kind"])
+            continue
+        for api, kind, specs in (("v1", "Pod", pods_of(document)), ("batch/v1", "Job", jobs_of(document))):
+            for spec in _distinct(specs):
+                inner = {"apiVersion": api, "kind": kind, "metadata": {"name": "a"}, "spec": spec}
+                kubernetes_validate.validate(inner, version, strict=True)
+                seen.add(kind)
+    assert seen >= {"ConfigMap", "Job", "Service", "PersistentVolumeClaim", "StorageClass", "Pod"}
+
+
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_objects_of_operators_have_no_field_they_do_not_know(case: Case) -> None:
+    for document in objects_of(files_of(case)):
+        kind = document["kind"]
+        if kind == "PyTorchJob":
+            _strict_swagger(document, kubeflow_v1.KubeflowOrgV1PyTorchJob)
+        elif kind == "TrainJob":
+            _strict_pydantic(document, kubeflow_v2.TrainerV1alpha1TrainJob)
+        elif kind == "TrainingRuntime":
+            _strict_pydantic(document, kubeflow_v2.TrainerV1alpha1TrainingRuntime)
+        elif kind == "JobSet":
+            check_strictly(document, JOB_SET)
+        elif kind == "HyperPodPyTorchJob":
+            check_strictly(document, HYPERPOD_JOB)
+        else:
+            assert document["apiVersion"] in CORE, f"nothing checks {kind}"
+
+
+@pytest.mark.parametrize(
+    ("schema", "path"), [(JOB_SET, ("spec", "failurePolicy")), (HYPERPOD_JOB, ("spec", "runPolicy"))]
+)
+def test_the_schemas_written_here_refuse_unknown_fields(schema: dict[str, Any], path: tuple[str, ...]) -> None:
+    target = "jobset" if schema is JOB_SET else "hyperpod-sagemaker"
+    case = next(case for case in CASES if case[0] == f"eks-llama2-7b.{target}")
+    document = next(d for d in objects_of(files_of(case)) if d["kind"] in ("JobSet", "HyperPodPyTorchJob"))
+    document[path[0]][path[1]]["backoffLimt"] = 3
+    with pytest.raises(AssertionError, match="backoffLimt"):
+        check_strictly(document, schema)
+
+
+@pytest.mark.parametrize("gang", ["volcano", "coscheduling"])
+@pytest.mark.parametrize("target", ["jobset", "pytorchjob", "trainjob"])
+def test_gangs_are_groups_of_all_nodes(gang: str, target: str) -> None:
+    documents = list(objects_of(render(place(GPU_EXAMPLE, [f"cluster.gang={gang}"], target))))
+    text = str(documents)
+    if target == "jobset":
+        [group] = [d for d in documents if d["kind"] == "PodGroup"]
+        check_strictly(group, POD_GROUPS[gang])
+        assert group["spec"]["minMember"] == 2
+        assert f"'{group['metadata']['name']}'" in text
+    elif target == "pytorchjob":
+        assert "'schedulingPolicy': {'minAvailable': 2}" in text
+    else:
+        assert f"'podGroupPolicy': {{'{gang}'" in text
+
+
+def test_a_rack_of_one_nvlink_domain_claims_its_channel() -> None:
+    rack = ["cluster.instance=p6e-gb200.36xlarge", "parallel.dp_shard=4", "cluster.cpus=100", "cluster.memory=800Gi"]
+    documents = list(objects_of(render(place(GPU_EXAMPLE, rack))))
+    [domain] = [d for d in documents if d["kind"] == "ComputeDomain"]
+    assert domain["spec"]["numNodes"] == 2
+    job = next(d for d in documents if d["kind"] == "JobSet")
+    [pod] = pods_of(job)
+    template = pod["resourceClaims"][0]["resourceClaimTemplateName"]
+    assert template == domain["spec"]["channel"]["resourceClaimTemplate"]["name"]
+    assert pod["containers"][0]["resources"]["claims"] == [{"name": pod["resourceClaims"][0]["name"]}]
+    assert "NCCL_MIN_NCHANNELS" not in str(pod)
+    [term] = pod["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert term["topologyKey"] == "nvidia.com/gpu.clique"
+
+
+def _strict_pydantic(node: Any, annotation: Any) -> None:
+    """Every key is a field of the model that comes with the package, down to the leaves."""
+    origin = typing.get_origin(annotation)
+    if origin in (typing.Union, type(None) | int) or str(origin).endswith("UnionType"):
+        [inner] = [a for a in typing.get_args(annotation) if a is not type(None)][:1]
+        return _strict_pydantic(node, inner)
+    if origin is typing.Annotated:
+        return _strict_pydantic(node, typing.get_args(annotation)[0])
+    if origin is list:
+        return [_strict_pydantic(item, typing.get_args(annotation)[0]) for item in node] and None
+    if origin is dict:
+        return [_strict_pydantic(item, typing.get_args(annotation)[1]) for item in node.values()] and None
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        if not isinstance(node, dict):
+            return None  # a quantity, or a value that may be a number or text
+        known = {field.alias or name: field.annotation for name, field in annotation.model_fields.items()}
+        for key, value in node.items():
+            assert key in known, f"{annotation.__name__} has no {key}"
+            _strict_pydantic(value, known[key])
+    return None
+
+
+def _strict_swagger(node: Any, model: Any) -> None:
+    """The same for models of the older generator, which name their types as text."""
+    known = {model.attribute_map[name]: kind for name, kind in model.openapi_types.items()}
+    for key, value in node.items():
+        assert key in known, f"{model.__name__} has no {key}"
+        kind = known[key]
+        inner = kind.removeprefix("dict(str, ").removeprefix("list[").rstrip(")]")
+        child = getattr(kubeflow_v1, inner, None)
+        if child is None:
+            continue  # a pod template or another core type, checked as such above
+        children = value.values() if kind.startswith("dict") else value if kind.startswith("list") else [value]
+        for item in children:
+            _strict_swagger(item, child)

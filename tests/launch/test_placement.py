@@ -1,0 +1,142 @@
+"""What cannot be launched is refused before a file is written, with the key and the fix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from rendering import GPU_EXAMPLE, HYPERPOD, ROOT, objects_of, pods_of
+
+from argosy.errors import ArgosyError
+from argosy.launch.names import object_name
+from argosy.launch.placement import place
+from argosy.launch.render import render
+
+
+@pytest.mark.parametrize(
+    ("overrides", "code", "key"),
+    [
+        (["cluster.instance=null"], "config.missing-key", "cluster.instance"),
+        (["cluster.image=null"], "config.missing-key", "cluster.image"),
+        (["cluster.storage=null"], "config.missing-key", "cluster.storage"),
+        (["cluster.gpus=16"], "launch.resources", "cluster.gpus"),
+        (["cluster.shm=2000Gi"], "launch.resources", "cluster.shm"),
+        (["cluster.instance=DGX-H100", "cluster.nic_resource=a/b"], "launch.resources", "cluster.cpus"),
+        (["cluster.instance=DGX-H100"], "launch.fabric", "cluster.nic_resource"),
+        (["cluster.instance=p3.16xlarge"], "launch.fabric", "cluster.fabric"),
+        (["cluster.instance=null", "cluster.gpus=8"], "launch.fabric", "cluster.fabric"),
+        (["cluster.sharp=true"], "launch.fabric", "cluster.sharp"),
+        (["cluster.nodes=3"], "launch.world-size", "parallel"),
+        (["runs_dir=/tmp/runs"], "launch.not-shared", "runs_dir"),
+        (["data.train.0.path=/corpora/a"], "launch.not-shared", "data.train.0.path"),
+        (["cluster.target=hyperpod"], "config.conflict", "cluster.cloud"),
+        (["cluster.target=hyperpod", "cluster.cloud=hyperpod"], "launch.namespace", "cluster.namespace"),
+        (["cluster.instanc=p4d"], "config.unknown-key", "cluster.instanc"),
+        (["cluster.storage={claim: a, sku: x}"], "config.conflict", "cluster.storage.sku"),
+        (["cluster.storage={claim: a, kind: fsx}"], "config.missing-key", "cluster.storage.subnet"),
+        (["cluster.storage={claim: a, kind: azure-lustre, size: 20Ti}"], "launch.storage", "cluster.storage.size"),
+        ([f"name={'a' * 48}"], "launch.name-too-long", "name"),
+    ],
+)
+def test_refusals_name_the_key(overrides: list[str], code: str, key: str) -> None:
+    with pytest.raises(ArgosyError) as refused:
+        render(place(GPU_EXAMPLE, overrides))
+    assert (refused.value.code, refused.value.key) == (code, key)
+    assert refused.value.fix
+
+
+def test_a_run_spec_without_a_cluster_says_what_to_add() -> None:
+    with pytest.raises(ArgosyError, match="does not say where") as refused:
+        place(ROOT / "examples" / "gpt2-small.yaml")
+    assert "cluster:" in refused.value.fix
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("gpt3-7.5b", "gpt3-7-5b"), ("GPT_3", "gpt-3"), ("7b", "run-7b"), ("a-", "a")]
+)
+def test_names_become_dns_labels(name: str, expected: str) -> None:
+    assert object_name(name) == expected
+
+
+@pytest.mark.parametrize("target", ["jobset", "pytorchjob", "trainjob", "indexed-job"])
+def test_names_stay_within_63_characters_after_what_operators_append(target: str) -> None:
+    suffixes = {
+        "jobset": "-node-0-1-abcde", "trainjob": "-node-0-1-abcde", "pytorchjob": "-worker-0", "indexed-job": "-1-abcde",
+    }  # fmt: skip
+    longest = 63 - max(len(suffixes[target]), len("-preflight-1-abcde"))
+    place_named = lambda length: render(place(GPU_EXAMPLE, [f"name={'a' * length}"], target))  # noqa: E731
+    assert place_named(longest)
+    with pytest.raises(ArgosyError) as refused:
+        place_named(63 - len(suffixes[target]) + 1)
+    assert refused.value.code == "launch.name-too-long"
+
+
+def test_tcp_is_there_when_it_is_asked_for_and_only_then() -> None:
+    tcp = place(GPU_EXAMPLE, ["cluster.fabric=tcp"])
+    [pod] = pods_of(next(d for d in objects_of(render(tcp)) if d["kind"] == "JobSet"))
+    environment = {entry["name"]: entry.get("value") for entry in pod["containers"][0]["env"]}
+    assert environment["NCCL_NET"] == "Socket"
+    assert not any("efa" in key for key in pod["containers"][0]["resources"]["limits"])
+    [pod] = pods_of(next(d for d in objects_of(render(place(GPU_EXAMPLE))) if d["kind"] == "JobSet"))
+    environment = {entry["name"]: entry.get("value") for entry in pod["containers"][0]["env"]}
+    assert environment["NCCL_NET"] == "Libfabric"
+
+
+def test_no_variable_is_set_that_does_nothing_or_harm() -> None:
+    harmful = {
+        "NCCL_TIMEOUT", "TORCH_DISTRIBUTED_TIMEOUT", "FI_PROVIDER", "NCCL_PROTO", "FI_EFA_FORK_SAFE", "RDMAV_FORK_SAFE",
+        "NCCL_P2P_DISABLE", "CUDA_LAUNCH_BLOCKING", "NCCL_NVLS_ENABLE", "FI_EFA_USE_DEVICE_RDMA", "CUDA_DEVICE_MAX_CONNECTIONS",
+    }  # fmt: skip
+    for path in (GPU_EXAMPLE, ROOT / "examples" / "aks-gpt3-175b.yaml"):
+        for document in objects_of(render(place(path))):
+            for pod in pods_of(document):
+                names = {entry["name"] for entry in pod["containers"][0]["env"]}
+                assert not names & harmful
+
+
+def test_sharp_is_on_only_when_asked_for() -> None:
+    path = ROOT / "examples" / "aks-gpt3-375m.yaml"
+    for asked in (False, True):
+        text = str(list(objects_of(render(place(path, [f"cluster.sharp={str(asked).lower()}"])))))
+        assert ("NCCL_COLLNET_ENABLE" in text) is asked
+
+
+def test_what_the_user_sets_is_laid_over_our_own_but_not_over_the_targets() -> None:
+    env = "cluster.env={NCCL_DEBUG: INFO, MASTER_ADDR: elsewhere}"
+    [pod] = pods_of(next(d for d in objects_of(render(place(GPU_EXAMPLE, [env]))) if d["kind"] == "JobSet"))
+    environment = {entry["name"]: entry.get("value") for entry in pod["containers"][0]["env"]}
+    assert environment["NCCL_DEBUG"] == "INFO"
+    assert environment["MASTER_ADDR"] == "techpulse-7b-node-0-0.techpulse-7b"
+
+
+def test_one_node_needs_no_fabric(tmp_path: Path) -> None:
+    placed = place(GPU_EXAMPLE, ["cluster.nodes=1", "parallel.dp_shard=4", *HYPERPOD])
+    assert placed.fabric == "none"
+    [pod] = pods_of(next(d for d in objects_of(render(placed)) if d["kind"] == "JobSet"))
+    assert "NCCL_NET" not in str(pod)
+
+
+@pytest.mark.parametrize(
+    ("store", "kinds"),
+    [
+        ("{claim: a, mount: /shared}", []),
+        ("{claim: a, mount: /shared, kind: class, storage_class: fast, size: 5Ti}", ["PersistentVolumeClaim"]),
+        ("{claim: a, mount: /shared, kind: azure-blob}", ["StorageClass", "PersistentVolumeClaim"]),
+        (
+            "{claim: a, mount: /shared, kind: fsx, subnet: subnet-1, security_groups: [sg-1]}",
+            ["StorageClass", "PersistentVolumeClaim"],
+        ),
+        (
+            "{claim: a, mount: /shared, kind: fsx-static, volume: fs-1, dns_name: fs-1.fsx.aws, mount_name: abc}",
+            ["PersistentVolume", "PersistentVolumeClaim"],
+        ),
+    ],
+)
+def test_what_is_stored_outlives_the_run(store: str, kinds: list[str]) -> None:
+    files = render(place(GPU_EXAMPLE, [f"cluster.storage={store}"]))
+    made = [d for d in objects_of({"a.yaml": files.get("00-storage.yaml", "")}) if d]
+    assert [document["kind"] for document in made] == kinds
+    for document in made:
+        assert document["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
+        policy = document.get("reclaimPolicy") or document["spec"].get("persistentVolumeReclaimPolicy", "Retain")
+        assert policy == "Retain"

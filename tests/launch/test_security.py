@@ -1,0 +1,108 @@
+"""Pods have no right they do not need, and no secret is ever written anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rendering import CASES, GPU_EXAMPLE, NAMES, files_of, objects_of, pods_of
+
+from argosy.errors import ArgosyError
+from argosy.launch.placement import place
+from argosy.launch.render import render
+
+CANARY = "hf_cAnArYcAnArYcAnArYcAnArY"
+Case = tuple[str, Path, str | None, tuple[str, ...]]
+
+
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_pods_are_those_of_an_ordinary_user(case: Case) -> None:
+    for document in objects_of(files_of(case)):
+        for pod in pods_of(document):
+            [container] = pod["containers"]
+            own, shared = container["securityContext"], pod["securityContext"]
+            assert shared["runAsNonRoot"]
+            assert shared["runAsUser"] > 0
+            assert shared["seccompProfile"] == {"type": "RuntimeDefault"}
+            assert own["capabilities"]["drop"] == ["ALL"]
+            assert own["readOnlyRootFilesystem"]
+            assert not own["allowPrivilegeEscalation"]
+            assert "privileged" not in own
+            assert pod["automountServiceAccountToken"] is False
+            assert pod["enableServiceLinks"] is False
+            assert not [volume for volume in pod["volumes"] if "hostPath" in volume]
+            asks_for_cards = any("efa" in key or "rdma" in key for key in container["resources"]["limits"])
+            assert own["capabilities"].get("add", []) == (["IPC_LOCK"] if asks_for_cards else [])
+
+
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_requests_are_limits_and_shared_memory_is_counted_in_them(case: Case) -> None:
+    for document in objects_of(files_of(case)):
+        for pod in pods_of(document):
+            [container] = pod["containers"]
+            resources = container["resources"]
+            assert resources["requests"] == resources["limits"]
+            assert {"cpu", "memory"} <= resources["limits"].keys()
+            for volume in pod["volumes"]:
+                if volume.get("emptyDir", {}).get("medium") == "Memory":
+                    size = int(volume["emptyDir"]["sizeLimit"].removesuffix("Gi"))
+                    assert size < int(resources["limits"]["memory"].removesuffix("Gi"))
+
+
+def test_privileges_are_there_only_when_asked_for() -> None:
+    [pod] = pods_of(_train(["cluster.privileged=true"]))
+    assert pod["containers"][0]["securityContext"] == {"privileged": True}
+    with pytest.raises(ArgosyError) as refused:
+        place(GPU_EXAMPLE, ["cluster.user=0"])
+    assert refused.value.code == "launch.security"
+    [pod] = pods_of(_train(["cluster.local_disk=/mnt/k8s-disks/0"]))
+    assert {"name": "scratch", "hostPath": {"path": "/mnt/k8s-disks/0", "type": "Directory"}} in pod["volumes"]
+
+
+def test_secrets_go_by_reference() -> None:
+    [pod] = pods_of(_train(["cluster.secrets={HF_TOKEN: hf-token/token}"]))
+    [entry] = [e for e in pod["containers"][0]["env"] if e["name"] == "HF_TOKEN"]
+    assert entry["valueFrom"] == {"secretKeyRef": {"name": "hf-token", "key": "token"}}
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        f"cluster.env={{HF_TOKEN: {CANARY}}}",
+        f"cluster.env={{HARMLESS: {CANARY}}}",
+        "cluster.env={WANDB_API_KEY: abc}",
+        f"data.tokenizer=https://user:{CANARY}@host/tokenizer.json",
+        "data.tokenizer=https://a.blob.core.windows.net/t?sv=1&sig=abcdefghijklmnopqrstuvwxyz",
+    ],
+)
+def test_what_looks_like_a_secret_is_refused_and_not_repeated(override: str) -> None:
+    with pytest.raises(ArgosyError) as refused:
+        place(GPU_EXAMPLE, [override])
+    assert refused.value.code == "launch.secret"
+    assert CANARY not in str(refused.value)
+
+
+def test_a_secret_in_the_file_is_refused(tmp_path: Path) -> None:
+    spec = tmp_path / "run.yaml"
+    spec.write_text(GPU_EXAMPLE.read_text() + f"  # {CANARY}\n")
+    with pytest.raises(ArgosyError, match="what looks like a secret") as refused:
+        place(spec)
+    assert CANARY not in str(refused.value)
+
+
+@pytest.mark.parametrize("target", ["jobset", "pytorchjob", "trainjob", "indexed-job", "slurm"])
+def test_a_token_in_the_launchers_environment_reaches_no_file(
+    target: str, tmp_path: Path, argosy: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", CANARY)
+    done = argosy("launch", GPU_EXAMPLE, "--target", target, "--dry-run", "-o", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert CANARY not in done.stdout + done.stderr
+    for path in (tmp_path / "out").iterdir():
+        assert CANARY not in path.read_text()
+
+
+def _train(overrides: list[str]) -> dict[str, Any]:
+    return next(d for d in objects_of(render(place(GPU_EXAMPLE, overrides))) if d["kind"] == "JobSet")
