@@ -19,6 +19,7 @@ from typing import NamedTuple
 from argosy.config.resolve import resolve
 from argosy.data.prepare.job import PrepareOptions, prepare
 from argosy.data.text.tokenizer import ByteTokenizer
+from argosy.errors import EXIT_DONE
 from argosy.record.jsonl import read_metrics
 from argosy.train.run import TrainOptions, train
 
@@ -48,7 +49,8 @@ def compare(directory: Path, steps: int, overrides: Sequence[str] = ()) -> Compa
     for precision in Compared._fields:
         where = [f"name={precision}", f"runs_dir={directory}", f"data.train={corpus}", f"train.precision={precision}"]
         resolved = resolve(None, [*RUN, *where, f"train.steps={steps}", *overrides])
-        train(resolved, None, TrainOptions(quiet=True))
+        if train(resolved, None, TrainOptions(quiet=True)) != EXIT_DONE:
+            raise SystemExit(f"the run in {precision} was stopped before its last step")
         records = read_metrics(directory / precision / "metrics.jsonl")
         means[precision] = statistics.fmean(records[step]["loss"] for step in sorted(records)[-LAST:])
     return Compared(**means)

@@ -147,14 +147,15 @@ def scaled_mm(
 
 
 def add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """total + a b, in place once there is a total, in 32 bits whatever a and b are; on a GPU the product itself adds, which
-    torch 2.11 cannot trace."""
-    traced = torch.compiler.is_compiling()
+    """total + a b, in place once there is a total, which has at least 32 bits whatever a and b have; on a GPU the product
+    itself adds, which torch 2.11 cannot trace."""
+    if a.element_size() >= 4:
+        return a @ b if total is None else total.addmm_(a, b)
+    if torch.compiler.is_compiling() or not a.is_cuda:
+        return (a @ b).float() if total is None else total.add_(a @ b)
     if total is None:
-        return (a @ b).float() if traced else mm_float32(a, b)
-    if a.is_cuda and a.dtype != total.dtype and not traced:
-        return torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    return total.addmm_(a, b) if a.dtype == total.dtype else total.add_(a @ b)
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
 
 
 def grouped_mm(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
