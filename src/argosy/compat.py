@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any, Protocol
 
@@ -237,3 +237,15 @@ def elastic_agent(spec: Any, logs: Any, hooks: AgentHooks) -> Any:
             super()._restart_workers(worker_group)
 
     return Agent(spec, logs)
+
+
+@contextmanager
+def fake_ranks(rank: int, size: int) -> Iterator[None]:
+    """Inside, this process is one of `size` ranks whose others do not exist: groups can be made, and nothing is exchanged."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

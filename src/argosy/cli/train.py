@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from argosy.cli.arguments import RUN_HELP, RUN_METAVAR, require_run, run_and_overrides, without_option
+from argosy.errors import ArgosyError
 
 
 def train(
@@ -26,6 +27,13 @@ def train(
         typer.Option(
             min=1,
             help="Start this many ranks on this machine and watch over them; the layout is `parallel` in the spec.",
+        ),
+    ] = None,
+    world_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="With --dry-run: build the layout for this many ranks, without them, and say what each would hold.",
         ),
     ] = None,
     quiet: Annotated[
@@ -46,6 +54,14 @@ def train(
 
     path, overrides = run_and_overrides(arguments)
     path = require_run(path)
+    if world_size is not None and not dry_run:
+        raise ArgosyError(
+            "config.conflict",
+            "--world-size is for a dry run; the ranks of a real one are counted",
+            key="--world-size",
+            value=world_size,
+            fix="add --dry-run, or leave it out",
+        )
     resolved = resolve(path, overrides)
     from argosy.parallel.ranks import find_nodes, find_world
 
@@ -63,7 +79,7 @@ def train(
 
     options = run.TrainOptions(fresh=fresh, archive=archive, quiet=quiet)
     if dry_run:
-        print("\n".join(run.dry_run(resolved, options)))
+        print("\n".join(run.dry_run(resolved, options, world_size)))
         return
     rank = find_world(os.environ).rank
     raise typer.Exit(run_as_rank(lambda: run.train(resolved, path, options), rank))

@@ -85,6 +85,11 @@ class Mesh:
         names = tuple(axis for axis in axes if axis in self.names)
         return flattened(self.devices[names]) if self.devices is not None and names else None
 
+    def ranks_along(self, axis: str) -> list[int]:
+        """The ranks that differ from this one in that axis alone, itself among them."""
+        along = self.along(axis)
+        return [self.rank] if along is None else dist.get_process_group_ranks(along.get_group())
+
     def sum_(self, tensor: Tensor, *axes: str) -> None:
         """Replace a tensor by its sum over the ranks along the axes, by default all that have other tokens."""
         along = self.along(*(axes or SUM_AXES))
@@ -154,7 +159,8 @@ def joined(parallel: ParallelSpec, world: World, device: torch.device) -> Iterat
 def make_mesh(parallel: ParallelSpec, device: torch.device) -> Mesh:
     """Once the process group exists."""
     sizes = {axis: getattr(parallel, axis) for axis in AXES if getattr(parallel, axis) > 1}
-    devices = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    kind = "cpu" if device.type == "meta" else device.type  # a rehearsal's ranks have no device
+    devices = init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     return Mesh(device, dist.get_rank(), devices)
 
 

@@ -107,10 +107,16 @@ def _check_options(run: RunDir, options: TrainOptions) -> None:
         )
 
 
-def dry_run(resolved: Resolved, options: TrainOptions) -> list[str]:
-    """Every check that `train` makes before its first step, and what it would do; nothing is written."""
+def dry_run(resolved: Resolved, options: TrainOptions, world_size: int | None = None) -> list[str]:
+    """Every check that `train` makes before its first step, and what it would do, with as many ranks as are asked for; nothing
+    is written."""
     spec = resolved.spec
     require_supported(spec.parallel)
+    layout = []
+    if world_size is not None:
+        from argosy.train.rehearsal import describe_rehearsal, rehearse
+
+        layout = describe_rehearsal(spec, rehearse(spec, world_size))
     trainer = Trainer(spec, Mesh(torch.device("meta")))
     run = RunDir(Path(spec.runs_dir) / spec.name)
     _check_options(run, options)
@@ -133,5 +139,6 @@ def dry_run(resolved: Resolved, options: TrainOptions) -> list[str]:
         f"data    {tokens:,} training tokens, {trainer.stream.epoch_samples:,} samples of {spec.data.seq_len}",
         f"train   {left}, {trainer.batches.describe(spec.data.seq_len)}",
         f"run     {run.root}" + (f" goes on from step {done}" if done else " starts at step 0"),
+        *layout,
         *notes,
     ]

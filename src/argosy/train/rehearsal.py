@@ -1,0 +1,105 @@
+"""A layout of any size, built on this machine: ranks that exist only by name, and parameters without memory.
+
+Everything that would be done to the model on a real rank is done to it here, for one rank of every pipeline stage, so that
+a layout is refused here that would be refused there, and what each rank would hold is counted, not estimated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from argosy.compat import fake_ranks
+from argosy.config.layout import AXES, check_world, describe_layout
+from argosy.config.schema import RunSpec
+from argosy.parallel.mesh import Mesh, make_mesh, require_supported
+from argosy.parallel.shards import local
+from argosy.train.optimizer import Optimizer
+from argosy.train.session import make_engine, make_model
+
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank holds, and with it every rank of its pipeline stage."""
+
+    rank: int
+    layers: list[str]
+    parameters: int
+    parameter_bytes: int
+    optimizer_bytes: int  # masters included
+    groups: dict[str, list[int]]  # the ranks this one exchanges with, by axis
+
+
+def rehearse(spec: RunSpec, world_size: int) -> list[Part]:
+    """One rank of every pipeline stage."""
+    require_supported(spec.parallel)
+    check_world(spec.parallel, world_size, f"--world-size {world_size}")
+    nowhere = torch.device("meta")
+    if world_size == 1:
+        return [hold(spec, Mesh(nowhere))]
+    parts = []
+    for rank in range(0, world_size, world_size // spec.parallel.pp):
+        with fake_ranks(rank, world_size):
+            parts.append(hold(spec, make_mesh(spec.parallel, nowhere)))
+    return parts
+
+
+def hold(spec: RunSpec, mesh: Mesh) -> Part:
+    """What this rank of a mesh has after everything was done to the model that training does to it."""
+    model = make_engine(spec, make_model(spec, mesh), mesh).model
+    optimizer = Optimizer(model, spec.optim)
+    names = [name for name, _ in model.named_parameters()]
+    state = (*optimizer.weights().values(), *optimizer.tensors().values())
+    return Part(
+        rank=mesh.rank,
+        layers=sorted({_layer(name) for name in names if "layers." in name}, key=_layer_number),
+        parameters=sum(local(parameter).numel() for parameter in model.parameters()),
+        parameter_bytes=_bytes(model.parameters()),
+        optimizer_bytes=_bytes(state),
+        groups={axis: mesh.ranks_along(axis) for axis in (*AXES, "ep") if mesh.size(axis) > 1},
+    )
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(local(tensor).numel() * tensor.element_size() for tensor in tensors)
+
+
+def _layer(name: str) -> str:
+    """layers.3 of layers.3.attn.qkv.weight."""
+    words = name.split(".")
+    return ".".join(words[: words.index("layers") + 2])
+
+
+def _layer_number(name: str) -> tuple[str, int]:
+    stack, _, number = name.rpartition(".")
+    return stack, int(number)
+
+
+def describe_rehearsal(spec: RunSpec, parts: Sequence[Part]) -> list[str]:
+    """A line for each stage, and the groups its first rank exchanges in."""
+    lines = [f"layout  {describe_layout(spec.parallel)}: {spec.parallel.world_size:,} ranks, each:"]
+    for stage, part in enumerate(parts):
+        lines.append(
+            f"  stage {stage}  {_span(part.layers)}, {part.parameters:,} parameters in "
+            f"{part.parameter_bytes / _GIB:.2f} GiB, optimiser {part.optimizer_bytes / _GIB:.2f} GiB"
+        )
+        lines += [f"    {axis:12} {len(ranks):>5} ranks: {_some(ranks)}" for axis, ranks in part.groups.items()]
+    return lines
+
+
+def _span(layers: list[str]) -> str:
+    if not layers:
+        return "no layers"
+    return layers[0] if len(layers) == 1 else f"{layers[0]} to {layers[-1]} ({len(layers)})"
+
+
+def _some(ranks: list[int]) -> str:
+    """The first few, and the last."""
+    if len(ranks) <= 6:
+        return ", ".join(map(str, ranks))
+    return ", ".join(map(str, ranks[:4])) + f", … {ranks[-1]}"
