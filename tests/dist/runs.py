@@ -16,6 +16,7 @@ from argosy.data.loader import Loader
 from argosy.data.open import open_data
 from argosy.parallel.mesh import Mesh, make_mesh
 from argosy.parallel.ranks import World
+from argosy.parallel.replicas import odd_replicas
 from argosy.train import run as runs
 from argosy.train.evaluate import evaluate
 from argosy.train.loop import Trainer
@@ -53,3 +54,14 @@ def validation_loss(path: str, overrides: Sequence[str], samples: int, batch: in
     return evaluate(trainer.engine, trainer.validation, samples=samples, batch=batch, split="validation").loss
 
 
+
+
+def odd_replicas_with_a_flip(rank: int | None) -> list[int]:
+    """What the ranks find when one of them has another lowest bit in one weight."""
+    torch.manual_seed(0)
+    weights = [torch.randn(7, 5), torch.randn(3).bfloat16()]
+    if dist.get_rank() == rank:
+        weights[0].view(torch.int32)[3, 2] ^= 1
+    group = dist.group.WORLD
+    assert group is not None
+    return odd_replicas(weights, group)

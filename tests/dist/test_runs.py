@@ -82,6 +82,12 @@ def test_evaluation_counts_every_sample_once_whatever_is_left_over(
         assert loss == pytest.approx(expected, rel=1e-5)
 
 
+def test_a_replica_with_one_other_bit_is_named_on_every_rank(pool: Pool) -> None:
+    assert pool.run(3, runs.odd_replicas_with_a_flip, None) == [[], [], []]
+    assert pool.run(3, runs.odd_replicas_with_a_flip, 1) == [[1], [1], [1]]
+    assert pool.run(2, runs.odd_replicas_with_a_flip, 1) == [[0, 1], [0, 1]], "of two, none is the odd one"
+
+
 def command(path: Path, *more: str) -> list[str]:
     return [sys.executable, "-m", "argosy", "train", str(path), *more, "--nproc", "2", "parallel.micro_batch=1"]
 

@@ -25,6 +25,7 @@ from argosy.record.jsonl import read_metrics
 from argosy.train import scaler as module
 from argosy.train.loop import Trainer
 from argosy.train.optimizer import Optimizer
+from argosy.train.rewind import require_finite
 from argosy.train.run import TrainOptions, train
 from argosy.train.scaler import HYSTERESIS, INITIAL, INTERVAL, MINIMUM, LossScaler
 
@@ -143,7 +144,7 @@ def test_overflow_that_no_scale_cures_is_refused_with_the_weights_unharmed(write
     trainer.consumed_samples = 8
     trainer.events = type("Events", (), {"write": staticmethod(lambda record: None)})()  # type: ignore[assignment]
     record = {"step": 3, "loss": float("nan"), "grad_norm": float("nan"), "skipped": 17, "loss_scale": MINIMUM}
-    trainer._require_finite(record)
+    require_finite(record, trainer.spec)
     with pytest.raises(ArgosyError, match="17 steps were skipped") as refusal:
-        trainer._require_finite(record | {"loss_scale": MINIMUM / 2})
+        require_finite(record | {"loss_scale": MINIMUM / 2}, trainer.spec)
     assert "bf16" in refusal.value.fix

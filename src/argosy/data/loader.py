@@ -23,7 +23,8 @@ _ANNOUNCED = 8  # batches whose reads are announced to corpora that have to be f
 class Loader:
     """Global batches from `consumed_samples` on, in order; where `ranks` share them, the equal part of each that falls to
     `rank`, so that together they read what one would. Use it as a context manager. `place` is called in the reading thread
-    and may move a batch to where the device reads it best."""
+    and may move a batch to where the device reads it best; `position` says where in the stream a sample is, where some were
+    passed over."""
 
     def __init__(
         self,
@@ -34,8 +35,9 @@ class Loader:
         rank: int = 0,
         ranks: int = 1,
         place: Callable[[Batch], Batch] = lambda batch: batch,
+        position: Callable[[int], int] = lambda consumed_samples: consumed_samples,
     ) -> None:
-        self._stream, self._batches, self._place = stream, batches, place
+        self._stream, self._batches, self._place, self._position = stream, batches, place, position
         self._rank, self._ranks = rank, ranks
         self._next = consumed_samples
         self._queue: queue.Queue[Batch | BaseException] = queue.Queue(_AHEAD)
@@ -68,9 +70,10 @@ class Loader:
         while not self._stop.is_set():
             size = self._batches.size(self._next)
             try:
-                self._stream.prefetch(self._next, _ANNOUNCED * size)
+                first = self._position(self._next)
+                self._stream.prefetch(first, _ANNOUNCED * size)
                 share = size // self._ranks
-                item: Batch | BaseException = self._place(self._stream.batch(self._next + self._rank * share, share))
+                item: Batch | BaseException = self._place(self._stream.batch(first + self._rank * share, share))
             except Exception as error:  # noqa: BLE001 - handed to the training thread, which raises it
                 item = error
             self._next += size

@@ -1,8 +1,10 @@
-"""Sums of gradients over ranks that each hold a whole model: once a step, in pieces large enough to be worth sending."""
+"""Ranks that hold the same parameters: sums of their gradients, once a step, in pieces large enough to be worth sending; and
+whether what they hold is still the same."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,26 @@ def sum_gradients(model: nn.Module, group: dist.ProcessGroup, dtype: torch.dtype
         dist.all_reduce(flat, group=group)
         parts = flat.split([gradient.numel() for gradient in bucket])
         copy_(bucket, [part.view_as(gradient) for part, gradient in zip(parts, bucket, strict=True)])
+
+
+def odd_replicas(parameters: Iterable[Tensor], group: dist.ProcessGroup) -> list[int]:
+    """Ranks of the group, all of which are to hold the same bits, that hold others than most do; where there is no most, all
+    of them. Waits for the device."""
+    digest = _digest(parameters)
+    found = [torch.empty_like(digest) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(found, digest, group=group)
+    digests = [int(one) for one in found]
+    usual, times = Counter(digests).most_common(1)[0]
+    ranks = dist.get_process_group_ranks(group)
+    return [r for r, d in zip(ranks, digests, strict=True) if d != usual or (times == 1 and len(ranks) > 1)]
+
+
+def _digest(parameters: Iterable[Tensor]) -> Tensor:
+    """A sum that any flipped bit changes, as whole numbers: sums of floats depend on the order."""
+    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    sums = [p.detach().contiguous().view(kinds[p.element_size()]).sum(dtype=torch.int64) for p in parameters]
+    places = torch.arange(1, 2 * len(sums), 2, device=sums[0].device)  # odd: no factor loses a bit
+    return (torch.stack(sums) * places).sum()
 
 
 def _buckets(tensors: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:

@@ -74,6 +74,7 @@ class Supervisor:
     _memory: dict[int, deque[int]] = field(default_factory=dict)
     _memory_at: float = 0.0
     _oom_kills: int = 0
+    _shown: set[str] = field(default_factory=set)
     _started: float = field(default_factory=time.time)
 
     def begin(self) -> None:
@@ -219,6 +220,7 @@ class Supervisor:
             return self._give_up(
                 f"{self._restarts - 1} restarts in a row brought no new checkpoint (fault.restarts)", trouble
             )
+        self._tell(trouble)
         self._say(f"{trouble}; starting again from the last good checkpoint in {self._wait():g}s")
         self._event("restart", trouble.step, attempt=self.attempt + 1, wait_s=self._wait(), cause=str(trouble))
         return True
@@ -228,8 +230,15 @@ class Supervisor:
 
     def _give_up(self, reason: str, trouble: Trouble) -> bool:
         self._event("gave-up", trouble.step, reason=reason, cause=str(trouble), code=trouble.code)
+        self._tell(trouble)
+        return self._stop(f"{trouble}\nnot started again: {reason}")
+
+    def _tell(self, trouble: Trouble) -> None:
+        """The traceback or the stack, unless the same was shown before."""
         shown = trouble.error or trouble.stack
-        return self._stop(f"rank {trouble.rank}: {shown}\n{trouble}\nnot started again: {reason}")
+        if shown and shown not in self._shown:
+            self._shown.add(shown)
+            self._say(f"rank {trouble.rank}: {shown}")
 
     def _stopped(self, trouble: Trouble) -> bool:
         """A stop was asked for, and did not come to its end: not by our fault if it was asked for twice."""

@@ -7,7 +7,6 @@ was never disturbed.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator
 
@@ -21,7 +20,7 @@ from argosy.config.layout import describe_layout
 from argosy.config.schema import RunSpec
 from argosy.config.units import Duration
 from argosy.data.loader import Loader
-from argosy.errors import EXIT_DONE, EXIT_RESUMABLE, ArgosyError
+from argosy.errors import EXIT_DONE, EXIT_RESUMABLE
 from argosy.model.init import initial_weights
 from argosy.parallel.agreement import Agreement
 from argosy.parallel.mesh import Mesh
@@ -37,7 +36,8 @@ from argosy.train.interrupt import Interrupt
 from argosy.train.memory import measure_memory
 from argosy.train.meter import Meter
 from argosy.train.optimizer import Optimizer
-from argosy.train.scaler import MINIMUM
+from argosy.train.replicas import Replicas
+from argosy.train.rewind import Rewind, passing, require_finite, require_rewinds_left, watch_numbers
 from argosy.train.schedule import make_schedule
 from argosy.train.session import make_engine, make_model, open_checked_data, stored_weights
 from argosy.train.step import Step, take_step
@@ -62,10 +62,11 @@ class Trainer:
         self.model = make_model(spec, mesh)
         self.engine = make_engine(spec, self.model, mesh)
         scaled = choose_precision(spec.train.precision, self.device) == "fp16"
-        self.optimizer = Optimizer(self.model, spec.optim, scaled=scaled)
+        self.optimizer = Optimizer(self.model, spec.optim, scaled=scaled, guard=spec.guard)
         self.agreement, self.heartbeat = Agreement(mesh), heartbeat or Heartbeat(mesh.rank)
         self.saves, self.logs = self._timer(spec.checkpoint.every), self._timer(spec.log.every)
         self.evaluations = self._timer(spec.eval.every) if spec.eval is not None else None
+        self.replicas = Replicas(spec.guard, mesh, self.optimizer, self._timer)
 
     def start_from(self, run: RunDir) -> Source | None:
         """What `init_from` names, where the run has no checkpoint of its own yet."""
@@ -102,8 +103,7 @@ class Trainer:
             with Interrupt(quiet=not self.mesh.is_first) as interrupt:
                 self.agreement.listen(interrupt)
                 self._evaluate_if_missed(first, console)
-                self.telemetry = self._telemetry(first)
-                last = self._run_steps(first, console)
+                last = self._run(first, console)
                 self.agreement.close()
         finally:
             console.close()
@@ -113,6 +113,14 @@ class Trainer:
             return EXIT_RESUMABLE
         self._event("done", last)
         return EXIT_DONE
+
+    def _run(self, first: int, console: Console) -> int:
+        while True:
+            self.telemetry = self._telemetry(first)
+            try:
+                return self._run_steps(first, console)
+            except Rewind as rewind:
+                first = self._rewind(rewind, console)
 
     def _telemetry(self, first: int) -> Telemetry:
         meter = Meter(
@@ -135,6 +143,7 @@ class Trainer:
                 rank=self.mesh.data_rank,
                 ranks=self.mesh.data_ranks,
                 place=self.engine.place,
+                position=self._position,
             ) as loader,
             StepwiseCollection() as collection,
             self.telemetry as telemetry,
@@ -157,6 +166,8 @@ class Trainer:
                 saving = last or self.saves.due(step)
                 if last or saving or self.logs.due(step):  # the one place that waits for the device
                     self._log(step, done, lr, loader, console)
+                    saving = (not self._skipping(step) and saving) or last
+                self.replicas.check(step, saving)
                 if self.agreement.asked is None and self._evaluation_due(step):
                     with telemetry.pause("evaluation"):
                         self._evaluate(step, console)
@@ -184,7 +195,36 @@ class Trainer:
         for alert in alerts:
             self._event("alert", step, **alert)
             console.note(f"alert at step {step}: {alert['text']}")
-        self._require_finite(record)
+        if self.optimizer.guard is None:
+            require_finite(record, self.spec)
+
+    def _skipping(self, step: int) -> bool:
+        """Whether this step was left out for its numbers, which is put on the record: nothing is saved in such a streak, so that
+        the newest checkpoint is from before it."""
+        guard = self.optimizer.guard
+        return guard is not None and watch_numbers(guard, step, self.batches, self._event) > 0
+
+    def _rewind(self, rewind: Rewind, console: Console) -> int:
+        """Back to the newest checkpoint. Returns its step."""
+        guard = self.optimizer.guard
+        if guard is None:
+            raise rewind
+        require_rewinds_left(guard, rewind, self.spec)
+        rewinds, passed = guard.rewinds + 1, passing(guard, rewind, self.batches)
+        notes: list[str] = []
+        self.heartbeat.enter("load")
+        self.optimizer.reset()
+        first = self._restore(notes)
+        guard.rewound(rewinds, passed)
+        self.heartbeat.begin(first)
+        self._event("rewind", rewind.step, to=first, reason=rewind.reason, ranks=rewind.ranks, passed=passed)
+        for note in (f"step {rewind.step} ({rewind.reason}): rewound to step {first}", *notes):
+            console.note(note)
+        return first
+
+    def _position(self, consumed_samples: int) -> int:
+        guard = self.optimizer.guard
+        return consumed_samples if guard is None else guard.position(consumed_samples)
 
     def _tell_memory(self, step: int, console: Console) -> None:
         accumulated = self.engine.accumulates(self.batches.sizes[-1] // self.mesh.data_ranks)
@@ -273,25 +313,6 @@ class Trainer:
         losses |= {f"validation_{name}": value for name, value in result.metrics.items()}
         self._record({"step": step, "time": now(), **losses, "validation_tokens": result.tokens})
         console.note(f"step {step}: {result.describe()}")
-
-    def _require_finite(self, record: Record) -> None:
-        step, loss, grad_norm = record["step"], record["loss"], record["grad_norm"]
-        if math.isfinite(loss) and math.isfinite(grad_norm):
-            return
-        if not math.isfinite(grad_norm) and record.get("loss_scale", 0.0) >= MINIMUM:
-            return  # the step was skipped, and a lower scale may yet do
-        last, scale = self.consumed_samples, record.get("loss_scale")
-        self._event("non-finite", step, loss=str(loss), grad_norm=str(grad_norm))
-        raise ArgosyError(
-            "train.non-finite",
-            f"at step {step} (samples {self.batches.samples(step - 1)} to {last - 1}) the loss is {loss} and the gradient norm "
-            f"{grad_norm}; nothing was saved since"
-            + ("" if scale is None else f". {record['skipped']} steps were skipped, down to a loss scale of {scale:g}"),
-            key="optim.lr",
-            value=self.spec.optim.lr,
-            fix="lower optim.lr or lengthen optim.warmup: the same command would go on from the last checkpoint and, unchanged, "
-            "meet the same step" + ("" if scale is None else "; or train.precision=bf16, whose range is wider"),
-        )
 
     def _opening(self, first: int) -> list[str]:
         spec = self.spec

@@ -13,17 +13,22 @@ import torch
 from torch import Tensor, nn
 
 from argosy.config.schema import MuonSpec, OptimSpec
+from argosy.config.survival import GuardSpec
 from argosy.errors import ArgosyError
 from argosy.parallel.shards import local, norm_of, part_of, spread_like
 from argosy.train.adamw import adamw
+from argosy.train.guard import Guard
 from argosy.train.muon import muon, muon_matrices
-from argosy.train.scaler import LossScaler
+from argosy.train.scaler import MINIMUM, LossScaler
 from argosy.train.slots import Group, Rule, Slot, Update
 
 
 class Optimizer:
-    def __init__(self, model: nn.Module, spec: OptimSpec, *, scaled: bool | None = None) -> None:
-        """`scaled`: whether the loss is to be scaled; unless given, where the parameters are fp16."""
+    def __init__(
+        self, model: nn.Module, spec: OptimSpec, *, scaled: bool | None = None, guard: GuardSpec | None = None
+    ) -> None:
+        """`scaled`: whether the loss is to be scaled; unless given, where the parameters are fp16. `guard`: which steps are
+        skipped for their numbers."""
         self._slots, self._groups = _group(model, spec)
         # A model may keep state that it changes itself. It is saved and loaded with the weights.
         self._fixed = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
@@ -31,16 +36,26 @@ class Optimizer:
         first = next(iter(self._slots.values())).parameter
         self._updates = torch.zeros((), device=first.device)  # made: steps without those that were skipped
         self._steps = 0
+        self.skip = torch.zeros_like(self._updates)  # 1 where the last step was skipped
         scaled = first.dtype == torch.float16 if scaled is None else scaled
         self._scaler = LossScaler(first.device) if scaled else None
+        self.guard = None if guard is None else Guard(guard, first.device)
 
     def loss_scale(self, tokens: int) -> Tensor | float:
         """What a summed loss over about `tokens` tokens is to be multiplied with; the same is to be given to `step`."""
         return 1.0 if self._scaler is None else self._scaler.scale / tokens
 
-    def step(self, *, tokens: int | Tensor, lr: float, loss_scale: Tensor | float = 1.0) -> Tensor:
-        """Divide the summed gradients by `tokens` and by their scale, clip, update, clear. Returns the norm before
-        clipping."""
+    def step(
+        self,
+        *,
+        tokens: int | Tensor,
+        lr: float,
+        loss_scale: Tensor | float = 1.0,
+        loss_sum: Tensor | None = None,
+        step: int = 0,
+    ) -> Tensor:
+        """Divide the summed gradients by `tokens` and by their scale, clip, update, clear. A guard reads `loss_sum` and the
+        norm. Returns the norm before clipping."""
         parameters = [slot.parameter for slot in self._slots.values()]
         divisor = loss_scale * tokens
         norm = norm_of([p.grad for p in parameters if p.grad is not None]) / divisor
@@ -49,7 +64,12 @@ class Optimizer:
         if self._scaler is not None:
             skip = (~norm.isfinite()).float()
             self._scaler.update(skip)
-        self._steps += 1
+        if self.guard is not None and loss_sum is not None:
+            excused = torch.zeros_like(norm, dtype=torch.bool)
+            if self._scaler is not None:  # a lower scale may yet do
+                excused = (skip > 0) & (self._scaler.scale >= MINIMUM)
+            skip = torch.maximum(skip, self.guard.judge(step, loss_sum / tokens, norm, excused))
+        self._steps, self.skip = self._steps + 1, skip
         self._updates += 1 - skip
         for group in self._groups:
             group.apply(Update(lr, clip / divisor, skip, self._updates))
@@ -81,22 +101,34 @@ class Optimizer:
 
     def numbers(self) -> dict[str, float]:
         """The rest of the state, read from the device."""
-        return {"updates": float(self._updates)} | ({} if self._scaler is None else self._scaler.numbers())
+        parts = [part.numbers() for part in (self._scaler, self.guard) if part is not None]
+        return {"updates": float(self._updates)} | {name: value for part in parts for name, value in part.items()}
 
     def load(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, float], step: int) -> None:
         """What `tensors` and `numbers` gave after `step` steps."""
         for name, value in self.tensors().items():
             local(value).copy_(part_of(tensors[name], value))
+        self._numbers(numbers, step)
+
+    def _numbers(self, numbers: Mapping[str, float], step: int) -> None:
         self._steps = step
         self._updates.fill_(numbers.get("updates", step))
-        if self._scaler is not None:
-            self._scaler.load(numbers)
+        for part in (self._scaler, self.guard):
+            if part is not None:
+                part.load(numbers)
+
+    def reset(self) -> None:
+        """As new, but for the weights."""
+        for tensor in self.tensors().values():
+            local(tensor).zero_()
+        self._numbers({}, 0)
 
     def report(self) -> dict[str, float]:
-        """What a logged step says about loss scaling; waits for the device."""
+        """What a logged step says about loss scaling and skipped steps; waits for the device."""
+        skipped: dict[str, float] = {"skipped": self._steps - int(self._updates)}
         if self._scaler is None:
-            return {}
-        return {"loss_scale": float(self._scaler.scale), "skipped": self._steps - int(self._updates)}
+            return skipped if self.guard is not None and self.guard.skipped else {}
+        return {"loss_scale": float(self._scaler.scale)} | skipped
 
 
 def _group(model: nn.Module, spec: OptimSpec) -> tuple[dict[str, Slot], list[Group]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from argosy.data.samples.windows import Batch
@@ -34,7 +35,7 @@ def take_step(
     loss_scale = optimizer.loss_scale(batch.labels.size * engine.data_ranks)
     result = engine.forward_backward(batch, step, loss_scale)
     enter("optimizer")
-    grad_norm = optimizer.step(tokens=result.tokens, lr=lr, loss_scale=loss_scale)
+    grad_norm = optimizer.step(tokens=result.tokens, lr=lr, loss_scale=loss_scale, loss_sum=result.loss_sum, step=step)
     if result.expert_load is not None:
-        balance_experts(engine.model, result.expert_load)
+        balance_experts(engine.model, torch.where(optimizer.skip > 0, 0, result.expert_load))  # no load moves nothing
     return Step(result, grad_norm)

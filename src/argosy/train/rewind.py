@@ -1,0 +1,103 @@
+"""What becomes of a run whose steps are skipped one after the other: back to the last checkpoint and past the samples, then a stop.
+
+Skipping leaves the weights as they were. If that does not help, the steps before may have done the harm: the run is rewound to
+its newest checkpoint, takes the steps since again, and passes over the samples it stumbled on. The steps of the run stay what
+they were; only the position in the stream of samples moves, and it is part of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from argosy.config.batches import Batches
+from argosy.config.schema import RunSpec
+from argosy.errors import ArgosyError
+from argosy.record.jsonl import Record
+from argosy.train.guard import Guard
+from argosy.train.scaler import MINIMUM
+
+
+@dataclass
+class Rewind(Exception):
+    """The run is to go on from its newest checkpoint."""
+
+    step: int  # at which it was decided
+    reason: str
+    first_bad: int | None = None  # the first of the steps whose samples are to be passed over, up to `step`
+    ranks: tuple[int, ...] = ()
+
+
+def watch_numbers(guard: Guard, step: int, batches: Batches, event: Callable[..., None]) -> int:
+    """Put skipped steps on the record; rewind where there are too many in a row. Returns how many there are."""
+    skipped, streak = guard.report()
+    for one in skipped:
+        first = guard.position(batches.samples(one.step - 1))
+        samples = [first, first + batches.size(batches.samples(one.step - 1)) - 1]
+        facts = {
+            "loss": one.loss,
+            "grad_norm": one.grad_norm,
+            "loss_limit": one.loss_limit,
+            "norm_limit": one.norm_limit,
+        }
+        event("skip", one.step, reason=one.reason, samples=samples, **{k: _told(v) for k, v in facts.items()})
+    if streak >= guard.spec.skips:
+        reason = skipped[-1].reason if skipped else "spike"
+        raise Rewind(step, reason, first_bad=step - streak + 1)
+    return streak
+
+
+def passing(guard: Guard, rewind: Rewind, batches: Batches) -> list[tuple[int, int]]:
+    """What was passed over up to now, and what is to be by this rewind."""
+    if rewind.first_bad is None:
+        return guard.passed
+    at = batches.samples(rewind.first_bad - 1)
+    return [*guard.passed, (at, batches.samples(rewind.step) - at)]
+
+
+def require_rewinds_left(guard: Guard, rewind: Rewind, spec: RunSpec) -> None:
+    if guard.rewinds < guard.spec.rewinds:
+        return
+    if rewind.ranks:
+        raise ArgosyError(
+            "train.replica-mismatch",
+            f"at step {rewind.step} the parameters of ranks {list(rewind.ranks)} differ from those of their replicas, after "
+            f"{guard.rewinds} rewinds: memory or arithmetic there cannot be trusted",
+            key="guard.replica_check",
+            fix="take the machine out of the job, and run the same command again; heartbeat/<rank>.json names its host",
+        )
+    code = "train.non-finite" if rewind.reason == "non-finite" else "train.diverged"
+    raise ArgosyError(
+        code,
+        f"steps {rewind.first_bad} to {rewind.step} were skipped ({rewind.reason}) after {guard.rewinds} rewinds to a checkpoint, "
+        f"{guard.skipped} steps in all; events.jsonl has their losses and samples",
+        key="optim.lr",
+        value=spec.optim.lr,
+        fix="lower optim.lr or lengthen optim.warmup; if only the data has changed, guard.sigma or guard: off let it pass"
+        + ("; or train.precision=bf16, whose range is wider" if spec.train.precision == "fp16" else ""),
+    )
+
+
+def require_finite(record: Record, spec: RunSpec) -> None:
+    """Without a guard: refuse to go on with numbers that are none, unless a lower loss scale may yet do."""
+    loss, grad_norm, scale = record["loss"], record["grad_norm"], record.get("loss_scale")
+    if math.isfinite(loss) and math.isfinite(grad_norm):
+        return
+    if not math.isfinite(grad_norm) and scale is not None and scale >= MINIMUM:
+        return
+    raise ArgosyError(
+        "train.non-finite",
+        f"at step {record['step']} the loss is {loss} and the gradient norm {grad_norm}; nothing was saved since"
+        + ("" if scale is None else f". {record['skipped']} steps were skipped, down to a loss scale of {scale:g}"),
+        key="optim.lr",
+        value=spec.optim.lr,
+        fix="lower optim.lr or lengthen optim.warmup, or leave `guard` on, which skips such steps; the same command would go on "
+        "from the last checkpoint and, unchanged, meet the same step"
+        + ("" if scale is None else "; or train.precision=bf16, whose range is wider"),
+    )
+
+
+def _told(value: float) -> float | str:
+    """JSON has no word for what is not a number."""
+    return value if math.isfinite(value) else str(value)
