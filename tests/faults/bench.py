@@ -7,6 +7,8 @@ one that was never disturbed. What a fault cost goes into a table that is printe
 from __future__ import annotations
 
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -19,8 +21,10 @@ from typing import Any
 import yaml
 
 from argosy.checkpoint.store import listed, verify
+from argosy.errors import EXIT_RESUMABLE
 from argosy.record.heartbeat import read_heartbeats
 from argosy.record.jsonl import read_jsonl, read_metrics
+from argosy.record.pulse import process_state
 
 STEPS, SAVED_EVERY = 40, 8
 PATIENCE_S = 120.0  # nothing here takes so long, even on a machine that is busy with other things
@@ -44,6 +48,7 @@ class Bench:
     corpus: Path
     table: list[tuple[str, Outcome]] = field(default_factory=list)
     _undisturbed: Any = None
+    _stopped: Path | None = None
 
     def spec(self, name: str, **sections: Any) -> Path:
         spec: dict[str, Any] = {
@@ -78,6 +83,24 @@ class Bench:
         finally:
             run.end()
 
+    @contextmanager
+    def goes_on(self, name: str, **sections: Any) -> Iterator[Run]:
+        """A copy of a run that was stopped half-way, not started yet."""
+        if self._stopped is None:
+            with self.run("stopped") as run:
+                run.wait_step(STEPS // 2)
+                os.kill(run.process.pid, signal.SIGTERM)
+                assert run.wait() == EXIT_RESUMABLE, run.said
+            self._stopped = run.root
+        elsewhere = self.root / name
+        shutil.copytree(self._stopped, elsewhere / "stopped")
+        path = self.spec("stopped", runs_dir=str(elsewhere), **sections)
+        run = Run(elsewhere / "stopped", path.rename(self.root / f"{name}.yaml"))
+        try:
+            yield run
+        finally:
+            run.end()
+
     def undisturbed(self) -> tuple[Any, Any]:
         """What all runs of the spec have to come to: (loss, gradient norm and validation loss of each step; weights)."""
         if self._undisturbed is None:
@@ -102,8 +125,7 @@ class Run:
         environ = os.environ | {"OMP_NUM_THREADS": "1"} | (env or {})
         if env and "ARGOSY_FAULT" in env:
             environ["PYTHONPATH"] = os.pathsep.join([str(INJECT), environ.get("PYTHONPATH", "")])
-        log = (self.root.parent.parent / f"{self.root.name}.said").open("a+")
-        self._log = log
+        self._log = log = self.spec.with_suffix(f".{len(list(self.spec.parent.glob('*.said')))}.said").open("w+")
         self.process = subprocess.Popen(command, cwd=self.spec.parent, env=environ, stdout=log, stderr=log, text=True)
 
     def wait(self, timeout_s: float = PATIENCE_S) -> int:
@@ -156,13 +178,21 @@ class Run:
         os.kill(self.process.pid if rank is None else self.pid(rank), number)
         return time.time()
 
+    @staticmethod
+    def is_gone(pid: int) -> bool:
+        return (process_state(pid) or "Z")[0] == "Z"
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        """Newest first."""
+        return listed(self.root / "checkpoints")
+
     def result(self) -> tuple[Any, Any]:
         metrics = {
             step: (r["loss"], r["grad_norm"], r.get("validation_loss"))
             for step, r in read_metrics(self.root / "metrics.jsonl").items()
         }
-        newest = listed(self.root / "checkpoints")[0]
-        checkpoint = verify(newest)
+        checkpoint = verify(self.checkpoints[0])
         tensors = checkpoint.weights() | checkpoint.optimizer()
         return metrics, {name: tensor.numpy().tobytes() for name, tensor in sorted(tensors.items())}
 

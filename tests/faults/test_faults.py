@@ -1,71 +1,56 @@
-"""Every fault that a CPU can show, injected for real, with what is expected of it. The list at the end is the bench.
+"""Every fault that a CPU can show, injected for real, with what is expected of it. The table is the bench.
 
-`make faults` runs all of them and prints what each cost; `make test` runs those that are not `slow`.
+`make faults` runs all of them and prints what each cost; `make test` runs those of the short form. The numbers are those of
+docs/guides/survival.md.
 """
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
 
 import pytest
 
-from argosy.errors import EXIT_BUG
+from faults import of_checkpoints, of_data, of_nodes, of_numbers, of_ranks, of_storage
 from faults.bench import Bench, Outcome
 
-
-def rank_killed(bench: Bench) -> Outcome:
-    """SIGKILL to one rank: noticed at once, all are started again, nothing differs in the end."""
-    with bench.run("rank-killed") as run:
-        run.wait_step(13)
-        step, at = run.newest(), run.signal(signal.SIGKILL, rank=1)
-        assert run.wait() == 0, run.said
-        (died,) = run.events("rank-died")
-        assert died["rank"] == 1
-        assert "SIGKILL" in died["cause"]
-        assert run.result() == bench.undisturbed()
-        return run.cost(at, step, "rank-died")
-
-
-def rank_stopped(bench: Bench) -> Outcome:
-    """SIGSTOP: named with its stack, which is saved before anything is ended."""
-    with bench.run("rank-stopped") as run:
-        run.wait_step(13)
-        step, at = run.newest(), run.signal(signal.SIGSTOP, rank=1)
-        assert run.wait() == 0, run.said
-        (stall,) = run.events("stall")
-        assert (stall["rank"], stall["seconds"] >= 3) == (1, True)
-        assert "stopped" in stall["cause"]
-        assert any("take_step" in line for line in stall["stack"])
-        saved = {file.name for file in (run.root / stall["debug"]).iterdir()}
-        assert saved == {
-            "verdict.json",
-            *(f"rank-{rank}.{kind}" for rank in (0, 1) for kind in ("stacks", "flight.json")),
-        }
-        assert run.result() == bench.undisturbed()
-        return run.cost(at, step, "stall")
-
-
-def same_step(bench: Bench) -> Outcome:
-    """The same exception at the same step, again and again: the reason is told once, and it is not tried for ever."""
-    with bench.run("same-step", env={"ARGOSY_FAULT": "raise:1:11:always"}) as run:
-        assert run.wait() == EXIT_BUG
-        assert len(run.events("rank-died")) == 3
-        assert run.events("gave-up")[0]["step"] == 11
-        assert run.said.count("Traceback") == 1
-        assert "planted: the step failed" in run.said
-        assert "rank 1" in run.said
-        assert "step 11 has ended it 3 times" in run.said
-        return Outcome("stopped with a diagnosis after 3 of the same", steps_lost=0)
-
-
-Fault = Callable[[Bench], Outcome]
-FAULTS: dict[str, Fault] = {
-    "2 SIGKILL to one rank": rank_killed,
-    "3 SIGSTOP to one rank": rank_stopped,
-    "15 the same crash at one step": same_step,
+FAULTS: dict[str, Callable[[Bench], Outcome]] = {
+    "1 SIGTERM": of_ranks.preempted,
+    "1 SIGTERM twice": of_ranks.preempted_twice,
+    "2 SIGKILL to one rank": of_ranks.rank_killed,
+    "2 SIGKILL to the supervisor": of_ranks.supervisor_killed,
+    "2 the second node lost": of_nodes.second_node_lost,
+    "2 the first node lost": of_nodes.first_node_lost,
+    "3 SIGSTOP to one rank": of_ranks.rank_stopped,
+    "3 one rank waits": of_ranks.one_rank_waits,
+    "4 the GIL is held": of_ranks.gil_held,
+    "5 an exception": of_ranks.exception,
+    "5 a segmentation fault": of_ranks.crash,
+    "6 a collective left out": of_ranks.mismatch,
+    "7 killed while saving": of_checkpoints.killed_while_saving,
+    "8 a byte flipped": of_checkpoints.flipped_byte,
+    "9 a file is missing": of_checkpoints.missing_file,
+    "9 the manifest is missing": of_checkpoints.missing_manifest,
+    "10 disk full": of_storage.disk_full,
+    "11 slow storage": of_storage.slow_storage,
+    "12 read-only": of_storage.read_only,
+    "15 the same crash at one step": of_ranks.same_step,
+    "16 the last two are corrupt": of_checkpoints.two_corrupt,
+    "16 all are corrupt": of_checkpoints.all_corrupt,
+    "17 NaN": of_numbers.not_a_number,
+    "18 a spike": of_numbers.spike,
+    "19 a bit flips in a replica": of_numbers.flipped_bit,
+    "22 a token beyond the vocabulary": of_data.token_beyond_vocabulary,
+    "22 another tokenizer": of_data.other_tokenizer,
+    "23 a shard is cut short": of_data.truncated_shard,
+    "23 a shard was swapped": of_data.swapped_shard,
+    "28 the clock jumps": of_storage.clock_jump,
+    "29 a node is late": of_nodes.node_late,
+    "29 a node never comes": of_nodes.node_absent,
+    "30 another number of ranks": of_data.wrong_world_size,
+    "30 a wrong environment": of_data.wrong_environment,
+    "37 another format version": of_checkpoints.other_version,
 }
-SHORT = {"2 SIGKILL to one rank", "15 the same crash at one step"}
+SHORT = {"2 SIGKILL to one rank", "15 the same crash at one step", "30 a wrong environment"}
 
 
 @pytest.mark.parametrize("name", [n if n in SHORT else pytest.param(n, marks=pytest.mark.slow) for n in FAULTS])

@@ -13,13 +13,12 @@ def plant(loop: Any) -> None:
     again = bool(always) or os.environ.get("ARGOSY_ATTEMPT", "0") == "0"
     if os.environ.get("RANK", "0") != rank or not again:
         return
-    take_step = loop.take_step
+    take_step, planted = loop.take_step, []
 
     def faulty(engine: Any, optimizer: Any, batch: Any, *, step: int, **options: Any) -> Any:
-        if step != int(at) and name not in LASTING:
+        if step != int(at) or (planted and not always):
             return take_step(engine, optimizer, batch, step=step, **options)
-        if step < int(at):
-            return take_step(engine, optimizer, batch, step=step, **options)
+        planted.append(step)
         return FAULTS[name](take_step, engine, optimizer, batch, step=step, **options)
 
     loop.take_step = faulty
@@ -52,6 +51,40 @@ def _skip_collective(take_step: Any, *step: Any, **options: Any) -> Any:
         data.sum_gradients = whole
 
 
+def _hurt_gradients(take_step: Any, *step: Any, factor: float, **options: Any) -> Any:
+    """This rank's gradients of this step, before they are summed over all ranks."""
+    from argosy.parallel import data
+
+    whole = data.sum_gradients
+
+    def hurt(model: Any, *arguments: Any) -> None:
+        for parameter in model.parameters():
+            parameter.grad.mul_(factor)
+        whole(model, *arguments)
+
+    data.sum_gradients = hurt
+    try:
+        return take_step(*step, **options)
+    finally:
+        data.sum_gradients = whole
+
+
+def _nan(*step: Any, **options: Any) -> Any:
+    return _hurt_gradients(*step, factor=float("nan"), **options)
+
+
+def _spike(*step: Any, **options: Any) -> Any:
+    return _hurt_gradients(*step, factor=1e4, **options)
+
+
+def _flip_a_bit(take_step: Any, engine: Any, *step: Any, **options: Any) -> Any:
+    import torch
+
+    done = take_step(engine, *step, **options)
+    next(engine.model.parameters()).data.view(torch.int32).view(-1)[5] ^= 1 << 20
+    return done
+
+
 def _eat_memory(take_step: Any, *step: Any, **options: Any) -> Any:
     held = []
     while True:
@@ -61,6 +94,5 @@ def _eat_memory(take_step: Any, *step: Any, **options: Any) -> Any:
 
 FAULTS = {
     "raise": _raise, "segfault": _segfault, "gil": _hold_the_gil, "sleep": _sleep, "skip-collective": _skip_collective,
-    "eat-memory": _eat_memory,
+    "eat-memory": _eat_memory, "nan": _nan, "spike": _spike, "flip": _flip_a_bit,
 }  # fmt: skip
-LASTING = {"slow"}  # from their step on

@@ -16,11 +16,12 @@ class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Lets a module be imported, and changes it then."""
 
     def __init__(self, name: str, change: Any) -> None:
-        self._name, self._change, self._inner = name, change, None
+        self._name, self._change, self._inner, self._finding = name, change, None, False
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        if fullname != self._name or self._inner is not None:
+        if fullname != self._name or self._finding or self._inner is not None:
             return None
+        self._finding = True
         spec = importlib.util.find_spec(fullname)
         if spec is None or spec.loader is None:
             return None

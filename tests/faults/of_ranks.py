@@ -1,0 +1,164 @@
+"""Faults of ranks: killed, stopped, stuck, raising, out of step with each other."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+from argosy.errors import EXIT_BUG, EXIT_RESUMABLE
+from faults.bench import SAVED_EVERY, Bench, Outcome
+
+
+def preempted(bench: Bench) -> Outcome:
+    """SIGTERM to whoever started the ranks: this step is finished and saved, and the same command goes on from it."""
+    with bench.run("preempted") as run:
+        run.wait_step(13)
+        at = run.signal(signal.SIGTERM)
+        assert run.wait() == EXIT_RESUMABLE, run.said
+        stopped = time.time() - at
+        step = run.newest()
+        assert run.events("save")[-1]["step"] == step
+        run.start("--nproc", "2")
+        assert run.wait() == 0, run.said
+        assert run.events("resume")[-1]["step"] == step
+        assert run.result() == bench.undisturbed()
+        return Outcome("exit 75, then bit-equal", detected_s=stopped, steps_lost=0)
+
+
+def preempted_twice(bench: Bench) -> Outcome:
+    """A second signal ends it at once; the last checkpoint stands."""
+    with bench.run("preempted-twice", env={"ARGOSY_FAULT": "sleep:1:13"}, fault={"stall_after": "10min"}) as run:
+        run.wait_step(12)
+        at = run.signal(signal.SIGTERM)
+        time.sleep(0.5)
+        run.signal(signal.SIGTERM)
+        assert run.wait() == 128 + signal.SIGTERM, run.said
+        return Outcome("ended at once, 143", detected_s=time.time() - at, steps_lost=run.newest() - SAVED_EVERY)
+
+
+def rank_killed(bench: Bench) -> Outcome:
+    """SIGKILL to one rank: noticed at once, all are started again, nothing differs in the end."""
+    with bench.run("rank-killed") as run:
+        run.wait_step(13)
+        step, at = run.newest(), run.signal(signal.SIGKILL, rank=1)
+        assert run.wait() == 0, run.said
+        (died,) = run.events("rank-died")
+        assert died["rank"] == 1
+        assert "SIGKILL" in died["cause"]
+        assert run.result() == bench.undisturbed()
+        return run.cost(at, step, "rank-died")
+
+
+def rank_stopped(bench: Bench) -> Outcome:
+    """SIGSTOP: named with its stack, which is saved before anything is ended."""
+    with bench.run("rank-stopped") as run:
+        run.wait_step(13)
+        step, at = run.newest(), run.signal(signal.SIGSTOP, rank=1)
+        assert run.wait() == 0, run.said
+        (stall,) = run.events("stall")
+        assert (stall["rank"], stall["seconds"] >= 3) == (1, True)
+        assert "stopped" in stall["cause"]
+        assert any("take_step" in line for line in stall["stack"])
+        saved = {file.name for file in (run.root / stall["debug"]).iterdir()}
+        assert saved == {
+            "verdict.json",
+            *(f"rank-{rank}.{kind}" for rank in (0, 1) for kind in ("stacks", "flight.json")),
+        }
+        assert run.result() == bench.undisturbed()
+        return run.cost(at, step, "stall")
+
+
+def gil_held(bench: Bench) -> Outcome:
+    """A native call that never returns and never lets go of the interpreter: no thread of that rank can speak for it."""
+    with bench.run("gil-held", env={"ARGOSY_FAULT": "gil:1:13"}) as run:
+        run.wait_step(12)
+        at = time.time()
+        assert run.wait() == 0, run.said
+        (stall,) = run.events("stall")
+        assert stall["rank"] == 1
+        assert "interpreter's lock" in stall["cause"]
+        assert any("_hold_the_gil" in line for line in stall["stack"])
+        assert run.result() == bench.undisturbed()
+        return run.cost(at, 12, "stall")
+
+
+def one_rank_waits(bench: Bench) -> Outcome:
+    """One rank waits for something; the others wait for it in a collective. It is the first that is named."""
+    with bench.run("one-rank-waits", env={"ARGOSY_FAULT": "sleep:1:13"}) as run:
+        run.wait_step(12)
+        at = time.time()
+        assert run.wait() == 0, run.said
+        (stall,) = run.events("stall")
+        assert stall["rank"] == 1
+        assert "rank 0 waits in all_reduce" in stall["cause"]
+        assert any("_sleep" in line for line in stall["stack"])
+        assert run.result() == bench.undisturbed()
+        return run.cost(at, 12, "stall")
+
+
+def exception(bench: Bench) -> Outcome:
+    """One rank raises: its traceback is shown once, with its rank, and not those of the others that followed."""
+    with bench.run("exception", env={"ARGOSY_FAULT": "raise:1:13"}) as run:
+        run.wait_step(12)
+        at = time.time()
+        assert run.wait() == 0, run.said
+        (died,) = run.events("rank-died")
+        assert (died["rank"], died["step"], died["cause"]) == (1, 13, "RuntimeError: planted: the step failed")
+        assert run.said.count("Traceback") == 1
+        assert "rank 1: Traceback" in run.said
+        assert run.result() == bench.undisturbed()
+        return run.cost(at, 12, "rank-died")
+
+
+def crash(bench: Bench) -> Outcome:
+    """A segmentation fault leaves the Python stack it happened in."""
+    with bench.run("crash", env={"ARGOSY_FAULT": "segfault:1:13"}) as run:
+        run.wait_step(12)
+        at = time.time()
+        assert run.wait() == 0, run.said
+        (died,) = run.events("rank-died")
+        assert (died["rank"], died["step"]) == (1, 13)
+        assert "SIGSEGV" in died["cause"]
+        assert any("_segfault" in line for line in died["stack"])
+        assert run.result() == bench.undisturbed()
+        return run.cost(at, 12, "rank-died")
+
+
+def mismatch(bench: Bench) -> Outcome:
+    """One rank leaves out a collective: said to be that, and not a rank that is slow."""
+    with bench.run("mismatch", env={"ARGOSY_FAULT": "skip-collective:1:13"}) as run:
+        run.wait_step(12)
+        at = time.time()
+        assert run.wait() == 0, run.said
+        trouble = run.events("stall", "rank-died")[0]
+        assert "the ranks did not run the same code" in trouble["cause"], trouble
+        assert run.result() == bench.undisturbed()
+        return run.cost(at, 12, trouble["event"])
+
+
+def same_step(bench: Bench) -> Outcome:
+    """The same exception at the same step, again and again: the reason is told once, and it is not tried for ever."""
+    with bench.run("same-step", env={"ARGOSY_FAULT": "raise:1:11:always"}, fault={"same_step": 2}) as run:
+        assert run.wait() == EXIT_BUG
+        assert len(run.events("rank-died")) == 2
+        assert run.events("gave-up")[0]["step"] == 11
+        assert run.said.count("Traceback") == 1
+        assert "rank 1: Traceback" in run.said
+        assert "step 11 has ended it 2 times" in run.said
+        return Outcome("stopped with a diagnosis", steps_lost=run.newest() - SAVED_EVERY)
+
+
+def supervisor_killed(bench: Bench) -> Outcome:
+    """SIGKILL to whoever started the ranks: they do not live on without it, and the next start finds nothing in its way."""
+    with bench.run("supervisor-killed") as run:
+        run.wait_step(13)
+        ranks = [run.pid(rank) for rank in (0, 1)]
+        at = run.signal(signal.SIGKILL)
+        run.wait()
+        step = run.newest()
+        run.start("--nproc", "2")
+        assert run.wait() == 0, run.said
+        assert all(run.is_gone(pid) for pid in ranks)
+        assert run.result() == bench.undisturbed()
+        resumed = run.events("resume")[-1]
+        return Outcome("next start bit-equal", recovered_s=resumed["time"] - at, steps_lost=step - resumed["step"])

@@ -1,0 +1,79 @@
+"""Faults of storage and clocks: full, read-only, slow; a wall clock that jumps."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from itertools import pairwise
+
+import pytest
+
+from argosy.errors import EXIT_REFUSED
+from argosy.record.jsonl import read_metrics
+from faults.bench import SAVED_EVERY, Bench, Outcome
+from faults.storage import preloaded
+
+
+def disk_full(bench: Bench) -> Outcome:
+    """No space for a save: the run goes on, says so, and saves when there is space again."""
+    with preloaded(bench, "checkpoints") as (env, orders), bench.run("disk-full", env=env) as run:
+        run.wait_step(SAVED_EVERY + 1)
+        orders("full")
+        at = time.time()
+        failed = run.wait_event("save-failed")
+        orders("")
+        assert run.wait() == 0, run.said
+        assert "No space left" in str(failed)
+        assert run.result() == bench.undisturbed()
+        again = next(e["time"] for e in run.events("save") if e["time"] > failed["time"])
+        return Outcome("went on, saved later, bit-equal", failed["time"] - at, again - at, 0)
+
+
+def slow_storage(bench: Bench) -> Outcome:
+    """Each sync takes a second: steps do not wait for it."""
+    with preloaded(bench, "checkpoints") as (env, orders):
+        orders("slow 1000")
+        with bench.run("slow-storage", env=env, train={"global_batch": 4, "steps": 400}, eval="off") as run:
+            run.until(lambda: len(run.events("save")) >= 2, "two saves")
+            first, second = (e["step"] for e in run.events("save")[:2])
+            run.process.kill() if run.process else None
+            run.wait()
+            times = [r["time"] for r in read_metrics(run.root / "metrics.jsonl").values()]
+            slowest = max(later - earlier for earlier, later in pairwise(times[1:]))
+            assert slowest < 1.0, f"a step waited {slowest:.1f}s for storage"
+            assert second - first > SAVED_EVERY, "a save that comes too soon is left out, not queued"
+            return Outcome(f"slowest step {slowest:.2f}s", steps_lost=0)
+
+
+def read_only(bench: Bench) -> Outcome:
+    """Refused at the start."""
+    place = bench.root / "read-only"
+    place.mkdir()
+    if os.geteuid() == 0:
+        if subprocess.run(["mount", "-t", "tmpfs", "-o", "ro,size=1m", "none", place], check=False).returncode:
+            pytest.skip("root writes everywhere, and may not mount a read-only file system here")
+    else:
+        place.chmod(0o500)
+    try:
+        with bench.run("on-read-only", runs_dir=str(place / "runs")) as run:
+            started = time.time()
+            assert run.wait() == EXIT_REFUSED
+            assert run.said.count("error[run.unwritable]") == 1
+            return Outcome("refused, exit 2", detected_s=time.time() - started)
+    finally:
+        if os.geteuid() == 0:
+            subprocess.run(["umount", place], check=True)
+
+
+def clock_jump(bench: Bench) -> Outcome:
+    """The wall clock goes forward by a day, and back: nobody is taken for dead."""
+    with preloaded(bench, "nowhere") as (env, orders), bench.run("clock-jump", env=env) as run:
+        run.wait_step(10)
+        orders("clock 86400")
+        run.wait_step(20)
+        orders("")
+        assert run.wait() == 0, run.said
+        assert not run.events("stall", "rank-died")
+        assert run.result() == bench.undisturbed()
+        return Outcome("not noticed", steps_lost=0)
