@@ -170,7 +170,16 @@ class Run:
         return found[-1]
 
     def pid(self, rank: int) -> int:
-        return int(self.until(lambda: read_heartbeats(self.root / "heartbeat").get(rank), f"rank {rank}")["pid"])
+        return int(self.until(lambda: self.living(rank), f"rank {rank}"))
+
+    def living(self, rank: int) -> int | None:
+        """The process of a rank, if it is one of this run: a number in an old heartbeat may be anybody's by now."""
+        try:
+            pid = int(read_heartbeats(self.root / "heartbeat")[rank]["pid"])
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except (KeyError, OSError):
+            return None
+        return pid if str(self.spec).encode() in command else None
 
     def signal(self, number: int, rank: int | None = None) -> float:
         """To a rank, or to whoever started them. Returns when it was sent."""

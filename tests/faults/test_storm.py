@@ -6,6 +6,7 @@ attempt. The short form kills 6 times; `slow` ones 200 and 1,000 (`ARGOSY_STORM`
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -41,7 +42,7 @@ def _kill_once(run: Run, rng: random.Random) -> int:
     early = rng.random() < 0.2  # while the ranks load, or before they have even begun to
     patience = time.monotonic() + 60
     while not early and run.process.poll() is None and time.monotonic() < patience:
-        if len(run.events("start", "resume")) > attempt or (attempt and run.newest()):
+        if len(run.events("start", "resume")) > attempt:
             break
         time.sleep(0.01)
     time.sleep(rng.uniform(0, 4.0) if early else rng.uniform(0, 1.5))
@@ -52,10 +53,11 @@ def _kill_once(run: Run, rng: random.Random) -> int:
         run.wait()
         run.start("--nproc", "2")
         return 1
-    try:
-        run.signal(signal.SIGKILL, rank=rng.randrange(2))
-    except (ProcessLookupError, AssertionError):
+    pid = run.living(rng.randrange(2))
+    if pid is None:
         return 0  # it was between two attempts, or at its end
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
     return 1
 
 
