@@ -27,7 +27,7 @@ from argosy.record.jsonl import read_jsonl, read_metrics
 from argosy.record.pulse import process_state
 
 STEPS, SAVED_EVERY = 40, 8
-PATIENCE_S = 120.0  # nothing here takes so long, even on a machine that is busy with other things
+PATIENCE_S = 600.0  # nothing here takes so long, even on a machine that is busy with other things
 INJECT = Path(__file__).parent / "inject"
 MODEL = {"family": "gpt", "layers": 2, "hidden": 32, "heads": 4, "vocab_size": 257, "dropout": 0.1}
 

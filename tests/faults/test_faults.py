@@ -53,6 +53,7 @@ FAULTS: dict[str, Callable[[Bench], Outcome]] = {
 SHORT = {"2 SIGKILL to one rank", "15 the same crash at one step", "30 a wrong environment"}
 
 
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", [n if n in SHORT else pytest.param(n, marks=pytest.mark.slow) for n in FAULTS])
 def test_fault(bench: Bench, name: str) -> None:
     bench.record(name, FAULTS[name](bench))

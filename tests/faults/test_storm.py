@@ -74,6 +74,7 @@ def _check(bench: Bench, run: Run) -> None:
         reached = max(reached, record["step"])
 
 
+@pytest.mark.timeout(3600)
 def test_a_run_killed_at_random_moments_ends_as_one_that_was_not(bench: Bench) -> None:
     killed, runs = storm(bench, "storm", 6, seed=0)
     bench.record(f"kill storm: {killed} kills in {runs} runs", Outcome("all bit-equal"))

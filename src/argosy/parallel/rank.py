@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from argosy.errors import EXIT_BUG, EXIT_DONE, EXIT_REFUSED, ArgosyError
-from argosy.parallel.rankfiles import RankFiles, attempt, leave
+from argosy.parallel.rankfiles import RankFiles, agent, attempt, leave
 from argosy.record.heartbeat import Heartbeat
 
 STACK_SIGNAL = signal.SIGUSR2
@@ -51,9 +51,8 @@ def open_heartbeat(rank: int) -> Heartbeat:
 
 def _die_with_agent() -> None:
     if sys.platform == "linux":
-        agent = os.getppid()
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != agent:  # it was gone before the kernel knew
+        if os.getppid() != agent(os.environ):  # it was gone before the kernel knew
             os._exit(128 + signal.SIGKILL)
 
 

@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-_DIRECTORY, _ATTEMPT = "ARGOSY_RANKS", "ARGOSY_ATTEMPT"  # in the environment of a rank
+_DIRECTORY, _ATTEMPT, _AGENT = "ARGOSY_RANKS", "ARGOSY_ATTEMPT", "ARGOSY_AGENT"  # in the environment of a rank
 
 
 class RankFiles:
@@ -27,11 +27,11 @@ class RankFiles:
     def announce(self, attempt: int) -> None:
         """To the ranks started from now on."""
         self.root.mkdir(parents=True)
-        os.environ[_DIRECTORY], os.environ[_ATTEMPT] = str(self.root), str(attempt)
+        os.environ |= {_DIRECTORY: str(self.root), _ATTEMPT: str(attempt), _AGENT: str(os.getpid())}
 
     @staticmethod
     def forget() -> None:
-        for name in (_DIRECTORY, _ATTEMPT):
+        for name in (_DIRECTORY, _ATTEMPT, _AGENT):
             os.environ.pop(name, None)
 
     def pids(self) -> dict[int, int]:
@@ -70,6 +70,11 @@ class RankFiles:
 def attempt(environ: Mapping[str, str]) -> int:
     """How often the ranks were started before, by the agent that started this process."""
     return int(environ.get(_ATTEMPT, "0"))
+
+
+def agent(environ: Mapping[str, str]) -> int:
+    """The process that started this one."""
+    return int(environ[_AGENT])
 
 
 def leave(path: Path, text: str) -> None:
