@@ -62,6 +62,8 @@ CODES: Final[dict[str, str]] = {
     "hf.exists": "The directory to import or export to already holds something.",
     "hf.write-failed": "An imported or exported model could not be written.",
     "io.failed": "The operating system refused a file operation.",
+    "log.missing-extra": "A sink needs an optional Python package.",
+    "log.missing-variable": "An address is to be taken from the environment, which does not have it.",
     "launch.environment": "The environment says only in part, or not sensibly, which rank this process is.",
     "launch.world-size": "There are more or fewer processes than the layout needs.",
     "launch.fabric": "The network between the nodes is not known, cannot do what is asked, or would silently be TCP.",
@@ -86,6 +88,8 @@ CODES: Final[dict[str, str]] = {
     "train.non-finite": "The loss or the gradient norm became NaN or infinite, and skipping and rewinding did not help.",
     "train.diverged": "The loss or the gradient norm stayed far above the usual, and skipping and rewinding did not help.",
     "train.replica-mismatch": "Ranks that hold the same parameters no longer hold the same bits, again and again.",
+    "watch.missing-extra": "The dashboard needs an optional Python package.",
+    "watch.port-taken": "The port the dashboard was to listen on cannot be used.",
 }
 
 

@@ -17,16 +17,20 @@ from argosy.config.counts import describe_size
 from argosy.config.layout import check_world
 from argosy.config.resolve import Resolved
 from argosy.config.start import MODEL_FILE
+from argosy.config.watching import LogSpec
 from argosy.errors import ArgosyError
 from argosy.parallel.mesh import Mesh, joined, require_supported
 from argosy.parallel.rank import open_heartbeat
 from argosy.parallel.ranks import find_world
+from argosy.record.courier import carried
 from argosy.record.files import replace_file
 from argosy.record.heartbeat import clear_heartbeats
 from argosy.record.jsonl import JsonlWriter
 from argosy.record.rundir import RunDir
+from argosy.record.sinks.asked import require_packages
 from argosy.train.device import prepare_device
 from argosy.train.loop import Trainer
+from argosy.train.profile_steps import Window
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,7 @@ class TrainOptions:
     fresh: bool = False  # start anew; refuse if the run directory holds a run
     archive: bool = False  # with fresh: move the earlier run aside
     quiet: bool = False
+    profile: str | None = None  # steps to look at with torch's profiler, as 10:13
 
 
 def train(resolved: Resolved, source: Path | None, options: TrainOptions) -> int:
@@ -41,16 +46,19 @@ def train(resolved: Resolved, source: Path | None, options: TrainOptions) -> int
     spec, world = resolved.spec, find_world(os.environ)
     require_supported(spec.parallel)
     check_world(spec.parallel, world.size, world.source)
+    require_packages(spec.log)
     device = prepare_device(spec.train, local_rank=None if world.size == 1 else world.local_rank)
     with open_heartbeat(world.rank) as heartbeat, joined(spec.parallel, world, device) as mesh:
         trainer = Trainer(spec, mesh, heartbeat)  # refuses whatever can be refused before the run directory is touched
+        trainer.profile = None if options.profile is None else Window.parse(options.profile)
         run = RunDir(Path(spec.runs_dir) / spec.name)
         changes = mesh.on_first(lambda: _open(run, trainer, resolved, source, options))
         try:
             heartbeat.publish(run.heartbeats, world.size)
             if not mesh.is_first:
                 trainer.start_from(run)
-            with JsonlWriter(run.metrics) as metrics, JsonlWriter(run.events) as events:
+            log = spec.log if mesh.is_first else LogSpec()
+            with carried(run, log), JsonlWriter(run.metrics) as metrics, JsonlWriter(run.events) as events:
                 return trainer.fit(run, metrics, events, changes or [], options.quiet)
         finally:
             run.close()

@@ -1,0 +1,201 @@
+"""The process beside a run that carries its record to the sinks: `python -m argosy.record.courier RUN`.
+
+The trainer only ever appends to files. The courier reads them as they grow, one thread for each sink, each with a place of its
+own in the file that is kept in the run directory. So a sink that is down, slow or broken costs training nothing; it is announced
+once, and gets everything it missed when it comes back, in this attempt of the run or in a later one. The courier ends when
+the trainer does, by whatever death, once the sinks that answer have everything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import orjson
+
+from argosy.config.schema import RunSpec
+from argosy.config.watching import LogSpec
+from argosy.errors import ArgosyError
+from argosy.record.files import replace_file
+from argosy.record.heartbeat import read_heartbeats
+from argosy.record.jsonl import JsonlWriter, Record, now
+from argosy.record.rundir import RunDir
+from argosy.record.sinks.asked import asked_sinks
+from argosy.record.sinks.sink import RunFacts, Sink
+from argosy.record.tail import Tail
+
+_AT_ONCE = 500  # records in one call
+_LOOK_S = 1.0
+_LONGEST_WAIT_S = 60.0  # between two tries of a sink that is down
+_FAREWELL_S = 60.0  # for sinks that answer to take the rest
+_TRAINER_WAITS_S = 20.0
+
+
+@contextlib.contextmanager
+def carried(run: RunDir, spec: LogSpec) -> Iterator[None]:
+    """While a run trains: its record is carried to the sinks that were asked for, if any."""
+    if not spec.sinks.asked and spec.alerts.webhook is None:
+        yield
+        return
+    command = [sys.executable, "-m", "argosy.record.courier", str(run.root)]
+    try:
+        courier = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    except OSError as error:
+        print(f"warning: no sink is served: {error}", file=sys.stderr)
+        yield
+        return
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            if courier.stdin is not None:
+                courier.stdin.close()
+            courier.wait(_TRAINER_WAITS_S)
+
+
+class Courier:
+    def __init__(self, root: Path, *, patience_s: float = 1.0) -> None:
+        self.run = RunDir(root)
+        spec = self.run.load_spec()
+        self._spec, self._patience_s = spec.log, patience_s
+        self._places = root / "sinks"
+        self._places.mkdir(exist_ok=True)
+        self._events = JsonlWriter(self.run.events)
+        self.sinks = list(asked_sinks(spec.log, self._facts(spec)))
+        self.ending = threading.Event()
+        self._threads = [threading.Thread(target=self._carry, args=(s,), name=s.name, daemon=True) for s in self.sinks]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def finish(self, within_s: float = _FAREWELL_S) -> None:
+        """The run is over: sinks that answer take the rest, those that are down are left."""
+        self.ending.set()
+        deadline = time.monotonic() + within_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _facts(self, spec: RunSpec) -> RunFacts:
+        kept = self._places / "run-id"
+        if not kept.exists():
+            replace_file(kept, uuid.uuid4().hex[:16].encode())
+        return RunFacts(self.run.root, spec.name, kept.read_text(), spec.model_dump(mode="json"))
+
+    def _carry(self, sink: Sink) -> None:
+        """One sink's whole life: open, send what is new, and after a failure begin again from the same place."""
+        source = self.run.metrics if sink.source == "metrics" else self.run.events
+        place = self._places / f"{sink.name}.json"
+        tail, opened, down, wait_s = Tail(source, self._recall(place, sink)), False, 0, self._patience_s
+        while True:
+            start = tail.offset
+            try:
+                if not opened:
+                    sink.open()
+                    opened = True
+                records = [record for record, _ in tail.read(_AT_ONCE) if isinstance(record.get("step"), int)]
+                if records:
+                    sink.send(records)
+                    sink.newest = records[-1]["step"]
+                    self._remember(place, tail.offset, sink)
+            except ArgosyError as error:
+                self._announce(sink, str(error))
+                return
+            except Exception as error:  # noqa: BLE001 - whatever a sink does, the run goes on
+                tail.offset, opened = start, False
+                down += 1
+                if down == 1:
+                    self._announce(sink, f"{type(error).__name__}: {error}")
+                with contextlib.suppress(Exception):
+                    sink.close()
+                if self.ending.wait(wait_s):
+                    return
+                wait_s = min(_LONGEST_WAIT_S, 2 * wait_s)
+                continue
+            if down:
+                self._event(
+                    "sink-up", sink.name, f"{sink.name} is back, and was sent {len(records)} records it had missed"
+                )
+                down, wait_s = 0, self._patience_s
+            if not records:
+                if self.ending.is_set():
+                    break
+                self.ending.wait(_LOOK_S)
+        with contextlib.suppress(Exception):
+            sink.close()
+
+    def _recall(self, place: Path, sink: Sink) -> int:
+        try:
+            kept = orjson.loads(place.read_bytes())
+            sink.newest = int(kept["newest"])
+            return int(kept["offset"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return 0
+
+    def _remember(self, place: Path, offset: int, sink: Sink) -> None:
+        with contextlib.suppress(OSError):
+            replace_file(place, orjson.dumps({"offset": offset, "newest": sink.newest}))
+
+    def _announce(self, sink: Sink, why: str) -> None:
+        text = f"{sink.name} takes no records ({why}); the run goes on, and it will get them when it is back"
+        print(f"warning: {text}", file=sys.stderr)
+        self._event("sink-down", sink.name, text)
+
+    def _event(self, kind: str, sink: str, text: str) -> None:
+        self._events.write({"event": kind, "step": self._step(), "time": now(), "sink": sink, "text": text})
+
+    def _step(self) -> int:
+        return max((beat.get("step", 0) for beat in read_heartbeats(self.run.heartbeats).values()), default=0)
+
+    def watch_for_stalls(self) -> None:
+        """Until the run ends: an alert when no rank has moved, and nothing was logged, for longer than the spec allows."""
+        seen, since, told = "", time.monotonic(), False
+        while not self.ending.wait(min(_LOOK_S, self._spec.alerts.stall_s / 4)):
+            beats = read_heartbeats(self.run.heartbeats)
+            size = self.run.metrics.stat().st_size if self.run.metrics.exists() else 0
+            moved = str([size, *(beat.get("progress") for beat in beats.values())])
+            if moved != seen:
+                seen, since, told = moved, time.monotonic(), False
+            elif time.monotonic() - since > self._spec.alerts.stall_s and not told:
+                told = True
+                alert = stall_alert(beats, time.monotonic() - since)
+                self._events.write({"event": "alert", "step": self._step(), "time": now(), **alert})
+                print(f"alert: {alert['text']}", file=sys.stderr)
+
+
+def stall_alert(beats: dict[int, Record], seconds: float) -> Record:
+    """In words, who is furthest behind, and where."""
+    text = f"nothing has moved for {seconds:.0f} s"
+    if beats:
+        rank, beat = min(beats.items(), key=lambda item: (item[1].get("step", 0), item[1].get("progress", 0)))
+        text += (
+            f"; rank {rank} on {beat.get('host')} is furthest behind, at step {beat.get('step')} in {beat.get('phase')}"
+        )
+        return {"alert": "stall", "text": text, "rank": rank}
+    return {"alert": "stall", "text": text}
+
+
+def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # meant for the trainer, whose end ends this too
+    with contextlib.suppress(OSError):
+        os.nice(5)
+    courier = Courier(Path(sys.argv[1]))
+    courier.start()
+    threading.Thread(target=courier.watch_for_stalls, daemon=True).start()
+    while os.read(0, 1 << 16):  # the trainer holds the other end open, and writes nothing
+        pass
+    courier.finish()
+    os._exit(0)  # threads of a sink's library may be stuck
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,286 @@
+"""Sinks against the programs that read them: TensorBoard's reader, W&B's files, an MLflow server, Prometheus, an OTLP receiver."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from argosy.record.courier import Courier
+from argosy.record.jsonl import JsonlWriter, read_jsonl
+from argosy.record.rundir import RunDir
+from record.run_dirs import log, make_run
+
+
+def carry(run: RunDir) -> Courier:
+    """Everything there is, to every sink."""
+    courier = Courier(run.root, patience_s=0.05)
+    courier.start()
+    courier.finish(30)
+    return courier
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_for(what: Callable[[], Any], seconds: float = 60.0) -> Any:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError, KeyError, IndexError):
+            if found := what():
+                return found
+        time.sleep(0.1)
+    raise TimeoutError("what the test waits for did not come")
+
+
+def get(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=5) as reply:
+        return json.load(reply)
+
+
+class Receiver:
+    """A server that keeps what is posted to it."""
+
+    def __init__(self, port: int = 0) -> None:
+        self.bodies: list[bytes] = []
+        keep = self.bodies
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                keep.append(self.rfile.read(int(self.headers["Content-Length"])))
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, *arguments: Any) -> None: ...
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        self.port = self.server.server_port
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def __enter__(self) -> Receiver:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+
+def test_tensorboard_reads_the_curves_and_drops_what_a_resumed_run_did_again(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = make_run(tmp_path / "tb", "log.sinks.tensorboard=true")
+    log(run, range(10, 60, 10))
+    carry(run)
+    log(run, range(30, 60, 10), loss=1.25)  # resumed from step 20
+    with JsonlWriter(run.metrics) as metrics:
+        metrics.write({"step": 50, "time": 1.0, "validation_loss": 3.5})
+    carry(run)
+    reader = EventAccumulator(str(run.root / "tensorboard"))
+    reader.Reload()
+    losses = {event.step: event.value for event in reader.Scalars("loss")}
+    assert list(losses) == [10, 20, 30, 40, 50]
+    assert losses[20] > 4
+    assert losses[30] == losses[50] == 1.25
+    assert [event.step for event in reader.Scalars("validation_loss")] == [50]
+    assert [event.step for event in reader.Scalars("time/forward_backward")] == [10, 20, 30, 40, 50]
+
+
+def wandb_messages(file: Path) -> Iterator[bytes]:
+    """Of a .wandb file: a header of 7 bytes, then blocks of 32 KiB with LevelDB's log records (crc, length, kind)."""
+    data, at, message = file.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:  # no header fits into the rest of a block
+            at += 32768 - at % 32768
+            continue
+        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        message += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield message
+            message = b""
+
+
+def wandb_files(root: Path) -> tuple[set[str], dict[int, dict[str, float]]]:
+    """Run ids and, by step, the figures in all offline files, the newest last."""
+    from wandb.proto import wandb_internal_pb2
+
+    ids, history = set(), {}
+    for file in sorted(root.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime):
+        for message in wandb_messages(file):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(message)
+            if record.WhichOneof("record_type") == "run":
+                ids.add(record.run.run_id)
+            if record.WhichOneof("record_type") == "history":
+                items = {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in record.history.item}
+                history[int(items["step"])] = items
+    return ids, history
+
+
+def test_wandb_has_one_run_across_restarts_without_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    run = make_run(tmp_path / "wb", "log.sinks.wandb=ocean")
+    log(run, range(10, 50, 10))
+    carry(run)
+    log(run, range(30, 60, 10), loss=1.25)
+    carry(run)
+    ids, history = wandb_files(run.root)
+    assert ids == {(run.root / "sinks" / "run-id").read_text()}
+    assert sorted(history) == [10, 20, 30, 40, 50]
+    assert history[30]["loss"] == history[50]["loss"] == 1.25
+    assert history[20]["loss"] > 4
+    assert not (run.root / "tensorboard").exists()
+
+
+@pytest.fixture(scope="module")
+def mlflow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    if shutil.which("mlflow") is None:
+        pytest.skip("no mlflow command; .ci/run installs one in an environment of its own")
+    root, port = tmp_path_factory.mktemp("mlflow"), free_port()
+    command = ["mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    command += ["--backend-store-uri", f"sqlite:///{root}/store.db", "--default-artifact-root", str(root / "artifacts")]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    environ = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    environ.pop("PYTHONPATH", None)  # it runs in an environment of its own
+    server = subprocess.Popen(command, cwd=root, env=environ, start_new_session=True, **quiet)
+    try:
+        address = f"http://127.0.0.1:{port}"
+        wait_for(lambda: urllib.request.urlopen(f"{address}/health", timeout=2).status == 200, 240)
+        yield address
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait(10)
+
+
+def test_mlflow_has_one_run_with_its_figures_and_parameters(tmp_path: Path, mlflow_server: str) -> None:
+    run = make_run(tmp_path / "ml", f"log.sinks.mlflow={mlflow_server}", "log.sinks.mlflow_experiment=the sea")
+    log(run, range(10, 50, 10))
+    carry(run)
+    log(run, range(30, 60, 10), loss=1.25)
+    carry(run)
+
+    def call(what: str, **body: Any) -> Any:
+        request = urllib.request.Request(f"{mlflow_server}/api/2.0/mlflow/{what}", json.dumps(body).encode())
+        request.add_header("Content-Type", "application/json")
+        with urllib.request.urlopen(request) as reply:
+            return json.load(reply)
+
+    experiment = get(f"{mlflow_server}/api/2.0/mlflow/experiments/get-by-name?experiment_name=the%20sea")
+    found = call("runs/search", experiment_ids=[experiment["experiment"]["experiment_id"]])["runs"]
+    assert len(found) == 1
+    assert found[0]["info"]["run_name"] == "ml"
+    assert found[0]["info"]["status"] == "FINISHED"
+    assert {p["key"]: p["value"] for p in found[0]["data"]["params"]}["train.global_batch"] == "8"
+    history = get(
+        f"{mlflow_server}/api/2.0/mlflow/metrics/get-history?run_id={found[0]['info']['run_id']}&metric_key=loss"
+    )
+    newest = {metric["step"]: metric["value"] for metric in history["metrics"]}  # in the order they were sent
+    assert sorted(newest) == [10, 20, 30, 40, 50]
+    assert newest[50] == 1.25
+
+
+def test_a_prometheus_server_scrapes_the_figures(tmp_path: Path) -> None:
+    if shutil.which("prometheus") is None:
+        pytest.skip("no prometheus; .ci/run installs Debian's")
+    listener, port = free_port(), free_port()
+    run = make_run(tmp_path / "scraped", f"log.sinks.prometheus={listener}")
+    log(run, [10, 20])
+    config = tmp_path / "prometheus.yml"
+    config.write_text(
+        "scrape_configs:\n- job_name: argosy\n  scrape_interval: 1s\n  scrape_timeout: 1s\n"
+        f"  static_configs:\n  - targets: ['127.0.0.1:{listener}']\n"
+    )
+    courier = Courier(run.root)
+    courier.start()
+    command = [
+        "prometheus",
+        f"--config.file={config}",
+        f"--storage.tsdb.path={tmp_path / 'tsdb'}",
+        f"--web.listen-address=127.0.0.1:{port}",
+    ]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        query = f"http://127.0.0.1:{port}/api/v1/query?query="
+        found = wait_for(lambda: get(query + "argosy_step")["data"]["result"][0])
+        assert found["metric"]["run"] == "scraped"
+        assert found["value"][1] == "20"
+        assert get(query + "argosy_time_forward_backward")["data"]["result"][0]["value"][1] == "8"
+        log(run, [30])
+        wait_for(lambda: get(query + "argosy_step")["data"]["result"][0]["value"][1] == "30")
+    finally:
+        server.terminate()
+        server.wait(10)
+        courier.finish(5)
+
+
+def test_an_otlp_receiver_gets_gauges_with_their_own_times(tmp_path: Path) -> None:
+    from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
+
+    with Receiver() as receiver:
+        run = make_run(tmp_path / "otel", f"log.sinks.otel=http://127.0.0.1:{receiver.port}")
+        log(run, [10, 20])
+        carry(run)
+    request = ExportMetricsServiceRequest()
+    request.ParseFromString(receiver.bodies[0])
+    metrics = {m.name: m for m in request.resource_metrics[0].scope_metrics[0].metrics}
+    points = metrics["argosy.loss"].gauge.data_points
+    assert [p.time_unix_nano for p in points] == [1_700_000_100 * 10**9, 1_700_000_200 * 10**9]
+    assert "argosy.time.forward_backward" in metrics
+
+
+def test_a_webhook_is_told_of_alerts_and_not_of_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Receiver() as receiver:
+        monkeypatch.setenv("OUR_HOOK", f"http://127.0.0.1:{receiver.port}/x")
+        run = make_run(tmp_path / "hook", "log.alerts.webhook=env:OUR_HOOK")
+        with JsonlWriter(run.events) as events:
+            events.write({"event": "start", "step": 0, "time": 1.0})
+            events.write({"event": "alert", "step": 7, "time": 2.0, "alert": "nan", "text": "the loss is nan"})
+        carry(run)
+        carry(run)  # and not twice
+    told = [json.loads(body) for body in receiver.bodies]
+    assert [message["text"] for message in told] == ["hook, step 7: the loss is nan"]
+
+
+def test_a_dead_sink_is_announced_once_and_backfilled_when_it_returns(tmp_path: Path) -> None:
+    port = free_port()
+    run = make_run(tmp_path / "dead", f"log.sinks.otel=http://127.0.0.1:{port}", "log.sinks.tensorboard=true")
+    log(run, [10])
+    courier = Courier(run.root, patience_s=0.05)
+    courier.start()
+    wait_for(lambda: [e for e in read_jsonl(run.events) if e["event"] == "sink-down"])
+    log(run, [20, 30])  # nobody listens yet; the other sink goes on
+    wait_for(lambda: json.loads((run.root / "sinks" / "tensorboard.json").read_text())["newest"] == 30)
+    with Receiver(port) as receiver:
+        wait_for(lambda: [e for e in read_jsonl(run.events) if e["event"] == "sink-up"])
+        courier.finish(10)
+    events = [event["event"] for event in read_jsonl(run.events)]
+    assert events == ["sink-down", "sink-up"]
+    assert json.loads((run.root / "sinks" / "otel.json").read_text())["newest"] == 30
+    assert receiver.bodies
+
+
+def test_what_a_sink_missed_is_sent_by_the_next_attempt(tmp_path: Path) -> None:
+    port = free_port()
+    run = make_run(tmp_path / "later", f"log.sinks.otel=http://127.0.0.1:{port}")
+    log(run, [10, 20])
+    carry(run)  # nobody there: given up at the end of the run
+    with Receiver(port) as receiver:
+        carry(run)
+    assert len(receiver.bodies) == 1
