@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from argosy import __version__
-from argosy.cli import bench, checkpoint, config, data, demo, evaluate, launch, plan, sample, train
+from argosy.cli import bench, checkpoint, config, dash, data, demo, doctor, evaluate, launch, plan, sample, train, watch
 from argosy.errors import EXIT_REFUSED, ArgosyError
 
 
@@ -68,6 +68,10 @@ app.add_typer(data.app, name="data")
 app.command("plan")(plan.plan)
 app.command("train")(train.train)
 app.command("launch")(launch.launch)
+app.command("watch")(watch.watch)
+app.command("dash")(dash.dash)
+app.command("report")(watch.report)
+app.command("doctor")(doctor.doctor)
 app.command("sample")(sample.sample)
 app.command("eval")(evaluate.evaluate)
 app.command("bench")(bench.bench)

@@ -1,0 +1,49 @@
+"""`argosy dash`: the dashboard's server on this machine, and the link that opens it."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import sys
+from pathlib import Path
+
+from argosy.errors import ArgosyError
+
+
+def serve(root: Path, *, port: int, token: str | None) -> None:
+    """Until Ctrl-C. Port 0 takes any that is free."""
+    try:
+        import uvicorn
+
+        from argosy.watch.server import make_app
+    except ImportError:
+        raise ArgosyError(
+            "watch.missing-extra", "the dashboard needs starlette and uvicorn", fix="pip install 'argosy[dash]'"
+        ) from None
+    if not root.is_dir():
+        raise ArgosyError(
+            "run.not-found", f"{root} is not a directory", fix="name the directory your runs are in, as runs"
+        )
+    token = token or secrets.token_urlsafe(24)
+    listener = _listen(port)
+    link = f"http://127.0.0.1:{listener.getsockname()[1]}/?token={token}"
+    print(
+        f"runs in {root}: {link}\nCtrl-C ends it. From another machine: ssh -L {listener.getsockname()[1]}:127.0.0.1:{listener.getsockname()[1]} HOST",
+        flush=True,
+    )
+    config = uvicorn.Config(make_app(root, token), log_level="warning", access_log=False)
+    uvicorn.Server(config).run(sockets=[listener])
+    print("the dashboard is closed", file=sys.stderr)
+
+
+def _listen(port: int) -> socket.socket:
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(("127.0.0.1", port))
+    except OSError as error:
+        raise ArgosyError(
+            "watch.port-taken", f"port {port} of 127.0.0.1 cannot be used: {error.strerror}", key="--port", value=port,
+            fix="choose another with --port, or 0 for any that is free",
+        ) from None  # fmt: skip
+    return listener

@@ -1,0 +1,88 @@
+"""What the dashboard and the report tell of a run besides its curves: time by cause, ranks by time, predicted against measured,
+and how the specs of two runs differ."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from argosy.config.resolve import flatten
+from argosy.record.ledger import MEANING, PARTS, PRODUCTIVE
+from argosy.watch.runs import Run
+
+
+def waterfall(last: dict[str, Any]) -> list[dict[str, Any]]:
+    """Wall time, what was taken from it and by what, and what was left."""
+    spent = {part: float(last.get("spent", {}).get(part, 0.0)) for part in PARTS}
+    total = sum(spent.values())
+    rows: list[dict[str, Any]] = [
+        {"part": "wall time", "seconds": total, "from": 0.0, "to": total, "meaning": "since the run was started"}
+    ]
+    at = total
+    for part in PARTS:
+        if part != PRODUCTIVE and spent[part] > 0:
+            rows.append(
+                {"part": part, "seconds": spent[part], "from": at - spent[part], "to": at, "meaning": MEANING[part]}
+            )
+            at -= spent[part]
+    rows.append({"part": PRODUCTIVE, "seconds": at, "from": 0.0, "to": at, "meaning": MEANING[PRODUCTIVE]})
+    return rows
+
+
+def heat_map(run: Run, column: str = "ratio", *, columns: int = 240, rows: int = 256) -> dict[str, Any]:
+    """Ranks down, time across: the worst value in each cell. `ratio` is a rank's own work over its peers'."""
+    lines = run.ranks()
+    table = [line.ratios() if column == "ratio" else line.columns.get(column, []) for line in lines]
+    world = max((len(values) for values in table), default=0)
+    if not world:
+        return {"steps": [], "ranks": [], "cells": []}
+    wide, high = -(-len(table) // columns), -(-world // rows)
+    steps, cells = [], []
+    for first in range(0, len(table), wide):
+        block = table[first : first + wide]
+        steps.append(lines[first].step)
+        cells.append([_worst(values[r : r + high] for values in block) for r in range(0, world, high)])
+    return {"steps": steps, "ranks": list(range(0, world, high)), "cells": cells, "ranks_a_row": high}
+
+
+def _worst(parts: Any) -> float | None:
+    values = [v for part in parts for v in part if isinstance(v, int | float) and math.isfinite(v)]
+    return float(f"{max(values):.4g}") if values else None
+
+
+def predicted(run: Run) -> list[dict[str, Any]]:
+    """Each figure the planner foretold beside what was measured."""
+    plan, last = run.plan(), run.series.last
+    memory = plan.get("memory_gib")
+    stages = (
+        [stage.get("allocated", 0.0) for stage in memory if isinstance(stage, dict)] if isinstance(memory, list) else []
+    )
+    pairs = [
+        ("step time, s", plan.get("step_s"), last.get("step_s")),
+        ("tokens/s per GPU", plan.get("tokens_per_s_gpu"), last.get("tokens_per_s_gpu")),
+        ("MFU", plan.get("mfu"), last.get("mfu")),
+        ("memory allocated, GiB", max(stages, default=None), last.get("memory_gib")),
+    ]
+    return [
+        {
+            "figure": name,
+            "predicted": foretold,
+            "measured": measured,
+            "ratio": measured / foretold if measured and foretold else None,
+        }
+        for name, foretold, measured in pairs
+        if isinstance(foretold, int | float)
+    ]
+
+
+def config_rows(run: Run) -> list[dict[str, Any]]:
+    origins = run.origins()
+    return [{"key": key, "value": value, "origin": origins.get(key, "")} for key, value in flatten(run.spec())]
+
+
+def config_diff(runs: list[Run]) -> list[dict[str, Any]]:
+    """The keys in which the specs differ."""
+    specs = [dict(flatten(run.spec())) for run in runs]
+    keys = sorted(set().union(*specs))
+    rows = [{"key": key, "values": [spec.get(key) for spec in specs]} for key in keys if key != "name"]
+    return [row for row in rows if len({repr(value) for value in row["values"]}) > 1]

@@ -1,0 +1,69 @@
+// Elements made from data. Text is only ever set as text, so that no name of a run or metric can become markup.
+export function el(tag, attributes = {}, ...children) {
+  const node = document.createElement(tag);
+  return fill(node, attributes, children);
+}
+
+export function svg(tag, attributes = {}, ...children) {
+  const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  return fill(node, attributes, children);
+}
+
+function fill(node, attributes, children) {
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value === null || value === undefined || value === false) continue;
+    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else node.setAttribute(name, value === true ? "" : String(value));
+  }
+  for (const child of children.flat()) {
+    if (child === null || child === undefined) continue;
+    node.append(child instanceof Node ? child : document.createTextNode(String(child)));
+  }
+  return node;
+}
+
+export function table(columns, rows) {
+  const head = columns.map(([name, kind]) => el("th", { class: kind || "", scope: "col" }, name));
+  const body = rows.map((cells) => el("tr", {}, cells.map((cell, i) => el("td", { class: columns[i][1] || "" }, cell))));
+  return el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, head)), el("tbody", {}, body)));
+}
+
+export async function ask(path, query = []) {
+  const reply = await fetch("/api/" + path + (query.length ? "?" + new URLSearchParams(query) : ""));
+  const body = await reply.json().catch(() => ({ error: { cause: "the server answered " + reply.status } }));
+  if (!reply.ok) throw new Error(body.error ? [body.error.cause, body.error.fix].filter(Boolean).join("\n") : reply.status);
+  return body;
+}
+
+export function amount(number) {
+  if (number === null || number === undefined || !Number.isFinite(number)) return "n/a";
+  const size = Math.abs(number);
+  for (const [limit, suffix] of [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e3, "K"]]) {
+    if (size >= limit) return short(number / limit) + suffix;
+  }
+  return short(number);
+}
+
+export function short(number) {
+  if (number === 0) return "0";
+  const size = Math.abs(number);
+  if (size < 1e-3 || size >= 1e6) return number.toExponential(2);
+  return String(Number(number.toPrecision(4)));
+}
+
+export function clock(seconds) {
+  if (!Number.isFinite(seconds)) return "n/a";
+  const s = Math.round(seconds);
+  if (s < 60) return s + "s";
+  if (s < 3600) return Math.floor(s / 60) + "m" + String(s % 60).padStart(2, "0") + "s";
+  if (s < 172800) return Math.floor(s / 3600) + "h" + String(Math.floor((s % 3600) / 60)).padStart(2, "0") + "m";
+  return (s / 86400).toFixed(1) + "d";
+}
+
+export function when(time) {
+  return time ? new Date(time * 1000).toISOString().replace("T", " ").slice(0, 19) + " UTC" : "";
+}
+
+export function percent(share) {
+  return share === null || share === undefined ? "n/a" : (100 * share).toFixed(1) + "%";
+}

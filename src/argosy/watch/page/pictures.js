@@ -1,0 +1,53 @@
+// Pictures that are not curves: the goodput waterfall, the ranks' heat map, memory as a bar.
+import { el, svg, clock, percent } from "./dom.js";
+
+export function waterfall(rows) {
+  const total = rows.length ? rows[0].seconds : 0;
+  if (!total) return el("p", { class: "note" }, "nothing accounted for yet");
+  const height = 24, width = 440, left = 84, right = 118;
+  const x = (seconds) => left + (seconds / total) * (width - left - right);
+  const bars = rows.map((row, i) => {
+    const last = i === rows.length - 1;
+    return svg("g", {}, svg("title", {}, row.meaning),
+      svg("text", { x: left - 8, y: i * height + 15, "text-anchor": "end" }, row.part),
+      svg("rect", { x: x(row.from), y: i * height + 3, height: height - 7, rx: 2, width: Math.max(1, x(row.to) - x(row.from)), class: i === 0 ? "total" : last ? "kept" : "" }),
+      svg("text", { x: width - right + 8, y: i * height + 15 }, `${clock(row.seconds)}  ${percent(row.seconds / total)}`));
+  });
+  return el("div", { class: "fall" }, svg("svg", { viewBox: `0 0 ${width} ${rows.length * height}`, role: "img", "aria-label": "where the wall time went" }, bars));
+}
+
+// own work over the peers': 1 is paper, the accent at 1.3 and above
+export function heatMap(map) {
+  if (!map.cells.length || map.ranks.length < 2) return el("p", { class: "note" }, "one rank: nothing to compare");
+  const canvas = el("canvas", { width: map.cells.length, height: map.ranks.length, role: "img", "aria-label": "own work of each rank over time" });
+  canvas.style.height = Math.max(60, Math.min(360, 14 * map.ranks.length)) + "px";
+  const context = canvas.getContext("2d"), image = context.createImageData(map.cells.length, map.ranks.length);
+  const dark = matchMedia("(prefers-color-scheme: dark)").matches;
+  const from = dark ? [38, 43, 48] : [233, 235, 238], to = dark ? [255, 123, 114] : [180, 35, 24];
+  map.cells.forEach((column, x) => column.forEach((value, y) => {
+    const share = value === null ? 0 : Math.min(1, Math.max(0, (value - 1) / 0.3)), at = 4 * (y * map.cells.length + x);
+    for (let i = 0; i < 3; i++) image.data[at + i] = from[i] + share * (to[i] - from[i]);
+    image.data[at + 3] = 255;
+  }));
+  context.putImageData(image, 0, 0);
+  const say = el("p", { class: "note" }, `${map.ranks.length} rows of ${map.ranks_a_row} rank(s), rank 0 on top; steps ${map.steps[0]} to ${map.steps.at(-1)}; full colour: 30% more than its peers`);
+  canvas.addEventListener("pointermove", (event) => {
+    const box = canvas.getBoundingClientRect();
+    const x = Math.floor(((event.clientX - box.left) / box.width) * map.cells.length), y = Math.floor(((event.clientY - box.top) / box.height) * map.ranks.length);
+    const value = (map.cells[x] || [])[y];
+    if (value !== undefined) say.textContent = `rank ${map.ranks[y]}, step ${map.steps[x]}: ${value === null ? "n/a" : ((value - 1) * 100).toFixed(1) + "% more than its peers"}`;
+  });
+  return el("div", {}, canvas, say);
+}
+
+export function memoryBar(parts, card) {
+  const entries = Object.entries(parts).filter(([name, value]) => value > 0 && name !== "allocated" && name !== "device");
+  let at = 0;
+  const total = card || entries.reduce((sum, [, value]) => sum + value, 0);
+  const pieces = entries.map(([name, value], i) => {
+    const piece = svg("rect", { x: (100 * at) / total + "%", width: (100 * value) / total + "%", y: 0, height: "100%", class: "s" + (i % 8) }, svg("title", {}, `${name} ${value.toFixed(2)} GiB`));
+    at += value;
+    return piece;
+  });
+  return el("div", { class: "memory", title: entries.map(([name, value]) => `${name} ${value.toFixed(1)}`).join(", ") + ` GiB of ${total}` }, svg("svg", { preserveAspectRatio: "none" }, pieces));
+}

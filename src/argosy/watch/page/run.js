@@ -1,0 +1,124 @@
+// One run, or several on the same axes.
+import { ask, el, table, amount, clock, percent, short, when } from "./dom.js";
+import { Chart } from "./chart.js";
+import { heatMap, waterfall } from "./pictures.js";
+
+// title, metrics (drawn as one chart), options; `compared` is what several runs are compared by
+const CHARTS = [
+  ["Loss", ["loss", "validation_loss"]], ["Gradient norm", ["grad_norm"], { log: true }], ["Tokens per second", ["tokens_per_s"]],
+  ["Learning rate", ["lr"]], ["Step time, s", ["time/data", "time/forward_backward", "time/communication", "time/optimizer"], { compared: ["step_s"] }],
+  ["Memory, GiB", ["memory/parameters", "memory/gradients", "memory/optimiser", "memory/rest"], { compared: ["memory_gib"] }], ["Goodput", ["goodput"]],
+  ["MFU", ["mfu"]], ["Slowest rank over its peers", ["rank_spread"]], ["Loss scale", ["loss_scale"], { log: true }],
+  ["Expert load", ["max_load"]], ["GPU utilisation", ["gpu/utilisation"]], ["GPU temperature, °C", ["gpu/temperature"]],
+];
+
+export function runPage(main, names) {
+  const tiles = el("div", { class: "tiles" }), charts = el("div", { class: "grid" }), facts = el("div", { class: "grid" });
+  const smoothing = el("input", { type: "range", min: 0, max: 0.99, step: 0.01, value: 0, oninput: () => drawn.forEach((one) => { one.chart.smoothing = Number(smoothing.value); one.chart.draw(); }) });
+  const more = el("select", { onchange: () => { if (more.value) add([more.value, [more.value]]); more.value = ""; } });
+  main.replaceChildren(el("h1", {}, names.join(" · ")), tiles,
+    el("div", { class: "bar" }, el("label", {}, "smoothing", smoothing), el("label", {}, "add a chart", more),
+      el("button", { onclick: () => drawn.forEach((one) => one.chart.zoom(null)) }, "Show all steps"), el("span", { class: "soft" }, "drag to zoom; arrows, + and − when a chart has the focus; Esc shows all")),
+    charts, facts);
+  const drawn = [];
+  let version = null, known = new Set();
+
+  function add([title, metrics, options = {}]) {
+    const chart = new Chart(title, { ...options, onzoom: () => refresh(one) });
+    const one = { title, metrics: names.length > 1 ? options.compared || metrics : metrics, chart };
+    chart.smoothing = Number(smoothing.value);
+    drawn.push(one);
+    charts.append(el("section", { class: "card", "data-chart": title }, el("h2", {}, title), chart.box));
+    if (version !== null) refresh(one);
+  }
+
+  async function refresh(one) {
+    const range = one.chart.range;
+    const query = [...names.map((name) => ["run", name]), ...one.metrics.map((metric) => ["metric", metric]), ["pieces", 600]];
+    if (range) query.push(["from", range[0]], ["to", range[1]]);
+    const found = await ask("curves", query);
+    if (one.chart.range !== range) return; // moved on while the answer was on its way
+    const series = [];
+    names.forEach((name, r) => one.metrics.forEach((metric, m) => {
+      const curve = (found[name] || { curves: {} }).curves[metric];
+      if (!curve) return;
+      const label = names.length > 1 ? (one.metrics.length > 1 ? `${name} ${metric}` : name) : metric;
+      series.push({ ...curve, label, colour: (names.length > 1 ? r : m) % 8, dots: metric.startsWith("validation") && curve.step.length < 200 });
+    }));
+    one.chart.show(series);
+  }
+
+  function tile(value, label) { return el("div", { class: "tile" }, el("b", {}, value), el("span", {}, label)); }
+
+  function drawTiles(runs) {
+    const { last, state, reading } = runs[0];
+    const all = [
+      tile(el("span", { class: "state " + state }, state), reading ? `reading, ${percent(reading)}` : when(last.time)),
+      tile(last.step === undefined ? "n/a" : `${amount(last.step)} / ${amount(last.steps)}`, "step"), tile(short(last.loss ?? NaN), "loss"),
+      tile(amount(last.tokens_per_s), "tokens/s"), tile(percent(last.mfu), last.peak ? `MFU of ${last.peak} TFLOP/s` : "MFU: no peak is known"),
+      tile(percent(last.goodput), "goodput"), tile(last.cost === undefined ? "n/a" : "$" + last.cost.toFixed(2), "cost so far"),
+      tile(state === "running" ? clock(last.eta_s) : "n/a", "ETA"),
+    ];
+    if (last.slowest_rank !== undefined) all.push(tile(`${last.slowest_rank} (+${percent(last.rank_spread)})`, "slowest rank"));
+    tiles.replaceChildren(...(names.length > 1 ? [] : all));
+  }
+
+  function card(title, wide, ...content) { return el("section", { class: "card" + (wide ? " wide" : ""), "data-card": title }, el("h2", {}, title), ...content); }
+
+  async function drawFacts(runs) {
+    const one = runs[0], cards = [];
+    if (names.length === 1) {
+      cards.push(card("Where the time went", false, waterfall(one.waterfall)));
+      if (one.predicted.length) cards.push(card("Predicted and measured", false, table([["figure"], ["predicted", "n"], ["measured", "n"], ["ratio", "n"]],
+        one.predicted.map((row) => [row.figure, short(row.predicted), row.measured === null ? "n/a" : short(row.measured), row.ratio === null ? "" : short(row.ratio)]))));
+      cards.push(card("Checkpoints", false, one.checkpoints.length ? table([["checkpoint"], ["size", "n"], ["written", "opt"]], one.checkpoints.map((c) => [c.complete ? c.name : c.name + " (incomplete)", amount(c.bytes) + "B", when(c.time)])) : el("p", { class: "note" }, "none yet")));
+      if (one.heartbeats.length) cards.push(card("Ranks now", false, table([["rank", "n"], ["host"], ["step", "n"], ["doing"], ["for", "n"]], one.heartbeats.slice(0, 64).map((b) => [b.rank, b.host, b.step, b.alive === false ? "ended" : b.phase, clock(b.phase_s)]))));
+      const map = await ask("ranks", [["run", names[0]]]);
+      if (map.ranks.length > 1) cards.push(card("Ranks over time", true, heatMap(map)));
+      cards.push(card("Events", true, events(one.events)));
+      cards.push(await configCard());
+    } else {
+      const rows = await ask("diff", names.map((name) => ["run", name]));
+      cards.push(card("What differs in their specs", true, rows.length ? table([["key"], ...names.map((name) => [name, "break"])], rows.map((row) => [row.key, ...row.values.map(plain)])) : el("p", { class: "note" }, "nothing but their names")));
+      cards.push(card("Now", true, table([["run", "break"], ["state"], ["step", "n"], ["loss", "n"], ["tok/s", "n"], ["MFU", "n"], ["goodput", "n"]],
+        runs.map((run) => [run.name, run.state, amount(run.last.step ?? NaN), short(run.last.loss ?? NaN), amount(run.last.tokens_per_s), percent(run.last.mfu), percent(run.last.goodput)]))));
+    }
+    facts.replaceChildren(...cards);
+  }
+
+  function plain(value) { return value === null || value === undefined ? "" : typeof value === "object" ? JSON.stringify(value) : String(value); }
+
+  function events(list) {
+    const bad = { alert: "warn", "save-failed": "bad", stall: "bad", "rank-died": "bad", "non-finite": "bad", "sink-down": "warn" };
+    return table([["time"], ["step", "n"], ["event"], ["", "break"]], [...list].reverse().slice(0, 200).map((event) => {
+      const rest = Object.fromEntries(Object.entries(event).filter(([key]) => !["event", "step", "time", "text", "alert"].includes(key)));
+      const text = [event.text, Object.keys(rest).length ? JSON.stringify(rest) : ""].filter(Boolean).join(" ");
+      return [when(event.time), event.step, el("span", { class: bad[event.event] || "" }, event.alert ? `alert: ${event.alert}` : event.event), text];
+    }));
+  }
+
+  let openConfig = null;
+  async function configCard() {
+    if (openConfig) return openConfig;
+    const rows = await ask("config", [["run", names[0]]]), list = el("div", {});
+    const filter = el("input", { type: "search", placeholder: "filter keys", "aria-label": "filter keys of the spec", oninput: () => draw() });
+    function draw() { list.replaceChildren(table([["key"], ["value", "break"], ["from", "opt"]], rows.filter((row) => (row.key + " " + plain(row.value)).toLowerCase().includes(filter.value.toLowerCase())).map((row) => [row.key, plain(row.value), row.origin]))); }
+    draw();
+    openConfig = card("Config", true, el("details", {}, el("summary", {}, `${rows.length} keys`), filter, list));
+    return openConfig;
+  }
+
+  return async () => {
+    const runs = await Promise.all(names.map((name) => ask("run", [["run", name]])));
+    const found = new Set(runs.flatMap((run) => run.names)), now = runs.map((run) => `${run.version}/${run.events.length}/${run.state}`).join();
+    for (const chart of CHARTS) if (!drawn.some((one) => one.title === chart[0]) && chart[1].some((metric) => found.has(metric))) add(chart);
+    if (found.size !== known.size) {
+      known = found;
+      more.replaceChildren(el("option", { value: "" }, "choose a metric"), ...[...found].sort().map((name) => el("option", { value: name }, name)));
+    }
+    drawTiles(runs);
+    if (now === version) return;
+    version = now;
+    await Promise.all([...drawn.map(refresh), drawFacts(runs)]);
+  };
+}

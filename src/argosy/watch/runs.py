@@ -1,0 +1,172 @@
+"""Run directories under a root: finding them, and what is known of each at a glance.
+
+A run is only ever looked up among those that were found by looking, so that no name, however written, leads anywhere else.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from argosy.errors import ArgosyError
+from argosy.record.heartbeat import read_heartbeats
+from argosy.record.jsonl import Record, read_jsonl
+from argosy.record.ranks import Ranks
+from argosy.record.rundir import RunDir
+from argosy.watch.series import Series
+
+_DEPTH = 3  # folders below the root
+_MOST_RUNS = 2000
+QUIET_AFTER_S = 120.0  # a run of which nothing was heard for so long is not running
+
+
+def find_runs(root: Path) -> dict[str, Path]:
+    """By name: the path below the root, or the root's own name where it is a run itself."""
+    found: dict[str, Path] = {}
+
+    def look(folder: Path, depth: int) -> None:
+        if len(found) >= _MOST_RUNS:
+            return
+        if (folder / "metrics.jsonl").is_file() or (folder / "resolved.json").is_file():
+            found[folder.name if folder == root else folder.relative_to(root).as_posix()] = folder
+        elif depth:
+            try:
+                inside = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False))
+            except OSError:
+                return
+            for name in inside:
+                if not name.startswith("."):
+                    look(folder / name, depth - 1)
+
+    look(root, _DEPTH)
+    return found
+
+
+def require_run(path: Path) -> RunDir:
+    run = RunDir(path)
+    if not (run.metrics.exists() or run.resolved_file.exists() or run.events.exists()):
+        raise ArgosyError(
+            "run.not-found",
+            f"{path} is not a run directory: it has no metrics.jsonl, events.jsonl or resolved.json",
+            fix="name a directory that `argosy train` made, as runs/demo",
+        )
+    return run
+
+
+@dataclass
+class Run:
+    """One run, with its figures kept in memory."""
+
+    name: str
+    root: Path
+    series: Series = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.dir, self.series = RunDir(self.root), Series(self.root / "metrics.jsonl")
+
+    def state(self) -> str:
+        """done, running, stopped (asked to) or dead (without a word)."""
+        last = next((event for event in reversed(self.events()) if event.get("event") in _ENDS), None)
+        if is_held(self.root):
+            return "running"
+        kind = None if last is None else str(last["event"])
+        if kind in ("start", "resume", "restart", None):
+            heard = max(
+                (float(b.get("time", 0)) for b in read_heartbeats(self.dir.heartbeats).values() if b.get("alive")),
+                default=0.0,
+            )
+            return "running" if time.time() - heard < QUIET_AFTER_S else "dead" if self.series.count or kind else "new"
+        return {"done": "done", "interrupted": "stopped"}.get(kind, "dead")
+
+    def events(self, newest: int = 2000) -> list[Record]:
+        return list(read_jsonl(self.dir.events))[-newest:]
+
+    def heartbeats(self) -> dict[int, Record]:
+        return read_heartbeats(self.dir.heartbeats)
+
+    def ranks(self, newest: int = 2000) -> list[Ranks]:
+        found = (Ranks.read(record) for record in list(read_jsonl(self.dir.ranks))[-newest:])
+        return [ranks for ranks in found if ranks is not None]
+
+    def spec(self) -> dict[str, Any]:
+        return dict(self._json("resolved.json").get("spec") or {})
+
+    def origins(self) -> dict[str, str]:
+        return dict(self._json("resolved.json").get("origins") or {})
+
+    def plan(self) -> dict[str, Any]:
+        """What was predicted, where a plan is stored with the run."""
+        plan = self._json("plan.json")
+        if isinstance(plan.get("plans"), list) and plan["plans"]:
+            return dict(plan.get("asked") or plan["plans"][0])
+        return plan
+
+    def checkpoints(self) -> list[dict[str, Any]]:
+        found = []
+        folder = self.root / "checkpoints"
+        for path in sorted(folder.glob("step-*"), reverse=True) if folder.is_dir() else []:
+            manifest = path / "manifest.json"
+            size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+            whole = manifest.is_file()
+            found.append(
+                {
+                    "name": path.name,
+                    "bytes": size,
+                    "complete": whole,
+                    "time": (manifest if whole else path).stat().st_mtime,
+                }
+            )
+        return found
+
+    def _json(self, name: str) -> dict[str, Any]:
+        try:
+            document = orjson.loads((self.root / name).read_bytes())
+        except (OSError, ValueError):
+            return {}
+        return document if isinstance(document, dict) else {}
+
+    def summary(self) -> dict[str, Any]:
+        """For a list of runs."""
+        last = self.series.last
+        keys = ("step", "steps", "loss", "tokens", "tokens_per_s", "mfu", "peak", "goodput", "cost", "eta_s", "time", "memory_gib", "step_s", "grad_norm", "lr", "tflops", "tokens_per_s_gpu", "spent", "data_wait", "rank_spread", "slowest_rank")  # fmt: skip
+        return {
+            "name": self.name,
+            "state": self.state(),
+            "version": self.series.version,
+            "records": self.series.count,
+            "reading": self._reading(),
+            "last": {key: last[key] for key in keys if key in last},
+            "alerts": sum(event.get("event") == "alert" for event in self.events()),
+        }
+
+    def _reading(self) -> float | None:
+        """How much of the file has been read, while it has not been all."""
+        try:
+            size = self.dir.metrics.stat().st_size
+        except OSError:
+            return None
+        return None if self.series.size_read >= size * 0.999 or not size else self.series.size_read / size
+
+
+_ENDS = frozenset(("start", "resume", "restart", "done", "interrupted", "non-finite", "gave-up", "rank-died"))
+
+
+def is_held(root: Path) -> bool:
+    """Whether a trainer on this machine holds the run's lock."""
+    try:
+        fd = os.open(root / ".lock", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    return False

@@ -1,0 +1,132 @@
+"""The figures of a run in memory, column by column, kept up to date as its metrics.jsonl grows.
+
+A run of a million logged steps takes some seconds to read, once, in a thread; what has been read so far can be asked for at any
+time. A curve is given in as many pieces as the asker has room for: lowest, highest and mean value of each.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from argosy.record.jsonl import Record
+from argosy.record.sinks.sink import numbers
+from argosy.record.tail import Tail
+
+_AT_ONCE = 2000  # records between two moments at which readers get in
+_MOST_COLUMNS = 256  # names of metrics in a file that is not ours cannot fill the memory
+Floats = NDArray[np.float32]
+
+
+class Series:
+    """Of one metrics.jsonl. `update` reads what is new; all else answers from memory."""
+
+    def __init__(self, path: Path) -> None:
+        self._tail, self._lock = Tail(path), threading.Lock()
+        self._updating = threading.Lock()
+        self._clear()
+
+    def _clear(self) -> None:
+        self.count, self.version = 0, 0
+        self._steps: NDArray[np.int64] = np.empty(1024, np.int64)
+        self._columns: dict[str, Floats] = {}
+        self.last: Record = {}
+        self.first_time: float | None = None
+
+    def update(self) -> None:
+        """Read to the end of the file. A second caller does not wait for the first."""
+        if not self._updating.acquire(blocking=False):
+            return
+        try:
+            while records := [record for record, _ in self._tail.read(_AT_ONCE)]:
+                with self._lock:
+                    self._add(records)
+                    self.version += 1
+        finally:
+            self._updating.release()
+
+    @property
+    def size_read(self) -> int:
+        return self._tail.offset
+
+    def names(self) -> list[str]:
+        return sorted(self._columns)
+
+    def _add(self, records: Iterable[Record]) -> None:
+        for record in records:
+            step = record.get("step")
+            if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 2**53:
+                continue
+            newest = int(self._steps[self.count - 1]) if self.count else -1
+            values = numbers(record)
+            if step == newest and not ("loss" in values and "loss" in self.last):
+                row = self.count - 1  # the validation loss of a step follows its training loss
+                self.last = self.last | record
+            else:
+                if step <= newest:  # the run went back to a checkpoint: what came after it no longer holds
+                    self.count = int(np.searchsorted(self._steps[: self.count], step))
+                row = self.count
+                self._make_room(row)
+                for known in self._columns.values():
+                    known[row] = np.nan
+                self._steps[row] = step
+                self.count, self.last = row + 1, record
+            if self.first_time is None and isinstance(record.get("time"), int | float):
+                self.first_time = float(record["time"])
+            for name, value in values.items():
+                if (column := self._column(name)) is not None:
+                    column[row] = value
+
+    def _make_room(self, row: int) -> None:
+        if row == len(self._steps):
+            self._steps = np.concatenate([self._steps, np.empty_like(self._steps)])
+            for name, column in self._columns.items():
+                self._columns[name] = np.concatenate([column, np.empty_like(column)])
+
+    def _column(self, name: str) -> Floats | None:
+        if name not in self._columns:
+            if len(self._columns) >= _MOST_COLUMNS:
+                return None
+            self._columns[name] = np.full(len(self._steps), np.nan, np.float32)
+        return self._columns[name]
+
+    def curves(
+        self, names: Sequence[str], *, first: float | None = None, last: float | None = None, pieces: int = 600
+    ) -> dict[str, dict[str, list[Any]]]:
+        """Each curve between two steps, in at most `pieces` pieces."""
+        with self._lock:
+            steps = self._steps[: self.count]
+            low = 0 if first is None else int(np.searchsorted(steps, first))
+            high = self.count if last is None else int(np.searchsorted(steps, last, side="right"))
+            low, high = (
+                max(0, low - 1),
+                min(self.count, high + 1),
+            )  # one beyond each edge, so that the line leaves the picture
+            rows = {name: self._columns[name][low:high].copy() for name in names if name in self._columns}
+            steps = steps[low:high].copy()
+        return {name: _pieces(steps, column, pieces) for name, column in rows.items()}
+
+
+def _pieces(steps: NDArray[np.int64], values: Floats, count: int) -> dict[str, list[Any]]:
+    there = ~np.isnan(values)
+    steps, values = steps[there], values[there]
+    if len(values) <= 2 * count:
+        whole = [_plain(v) for v in values]
+        return {"step": steps.tolist(), "mean": whole, "low": whole, "high": whole}
+    edges = np.linspace(0, len(values), count + 1).astype(np.int64)[:-1]
+    sizes = np.diff(np.append(edges, len(values)))
+    return {
+        "step": steps[edges + sizes // 2].tolist(),
+        "mean": [_plain(v) for v in np.add.reduceat(values.astype(np.float64), edges) / sizes],
+        "low": [_plain(v) for v in np.minimum.reduceat(values, edges)],
+        "high": [_plain(v) for v in np.maximum.reduceat(values, edges)],
+    }
+
+
+def _plain(value: Any) -> float:
+    return float(f"{float(value):.7g}")

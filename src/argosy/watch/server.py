@@ -1,0 +1,207 @@
+"""The dashboard's server: pages and JSON about the runs under a root, for this machine alone and whoever has the token.
+
+It only reads. A request must name 127.0.0.1 or localhost as its host, so that no web page elsewhere can have a browser ask here
+by another name; it must carry the token, as a cookie that the first link sets, or in a header. Pages may load nothing but our own
+files and run nothing but our own scripts, so that whatever a run or metric is called is only ever text.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import orjson
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.middleware.base import BaseHTTPMiddleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, RedirectResponse, Response
+from starlette.routing import Route
+
+from argosy.config.presets import ALIASES, PRESETS
+from argosy.errors import ArgosyError
+from argosy.plan.advise import Question, answer
+from argosy.plan.hardware import facts
+from argosy.watch.facts import config_diff, config_rows, heat_map, predicted, waterfall
+from argosy.watch.runs import Run, find_runs
+
+PAGE = Path(__file__).parent / "page"
+COOKIE = "argosy_token"
+_POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+_LOOK_EVERY_S = 2.0
+_MOST_PIECES = 2000
+
+
+class Shelf:
+    """The runs that were found, looked for again now and then; their figures are read in threads."""
+
+    def __init__(self, root: Path) -> None:
+        self._root, self._lock = root, threading.Lock()
+        self._runs: dict[str, Run] = {}
+        self._looked = float("-inf")
+
+    def runs(self) -> dict[str, Run]:
+        with self._lock:
+            if time.monotonic() - self._looked > _LOOK_EVERY_S:
+                found = find_runs(self._root)
+                self._runs = {name: self._runs.get(name) or Run(name, path) for name, path in found.items()}
+                self._looked = time.monotonic()
+            return self._runs
+
+    def get(self, name: str) -> Run:
+        run = self.runs().get(name)
+        if run is None:
+            raise ArgosyError("run.not-found", f"there is no run {name!r} here", fix="go back to the list of runs")
+        return self.fresh(run)
+
+    def fresh(self, run: Run, within_s: float = 0.1) -> Run:
+        """With what is new in its file; a long file is read on behind the answer."""
+        reader = threading.Thread(target=run.series.update, daemon=True)
+        reader.start()
+        reader.join(within_s)
+        return run
+
+
+class Json(Response):
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return orjson.dumps(content, default=str, option=orjson.OPT_NON_STR_KEYS)
+
+
+def make_app(root: Path, token: str) -> Starlette:
+    shelf = Shelf(root)
+
+    def answers(function: Callable[[Request], Any]) -> Callable[[Request], Awaitable[Response]]:
+        async def endpoint(request: Request) -> Response:
+            try:
+                return Json(await run_in_threadpool(function, request))
+            except ArgosyError as error:
+                return Json({"error": error.as_dict()}, status_code=404 if error.code == "run.not-found" else 400)
+            except (ValueError, OverflowError) as error:
+                return Json({"error": {"cause": str(error)}}, status_code=400)
+
+        return endpoint
+
+    def named(request: Request) -> Run:
+        return shelf.get(request.query_params.get("run", ""))
+
+    def several(request: Request) -> list[Run]:
+        return [shelf.get(name) for name in request.query_params.getlist("run")]
+
+    def runs(request: Request) -> Any:
+        for run in shelf.runs().values():
+            shelf.fresh(run, 0.02)
+        return [run.summary() for run in shelf.runs().values()]
+
+    def run_page(request: Request) -> Any:
+        run = named(request)
+        return run.summary() | {
+            "names": run.series.names(),
+            "waterfall": waterfall(run.series.last),
+            "events": run.events()[-500:],
+            "checkpoints": run.checkpoints(),
+            "heartbeats": list(run.heartbeats().values())[:512],
+            "predicted": predicted(run),
+        }
+
+    def curves(request: Request) -> Any:
+        query = request.query_params
+        first, last = (float(query[k]) if query.get(k) else None for k in ("from", "to"))
+        pieces = min(_MOST_PIECES, max(10, int(query.get("pieces", 600))))
+        return {
+            run.name: {
+                "version": run.series.version,
+                "curves": run.series.curves(query.getlist("metric"), first=first, last=last, pieces=pieces),
+            }
+            for run in several(request)
+        }
+
+    routes = [
+        Route("/", _file("index.html")),
+        Route("/page/{name}", _static),
+        Route("/api/runs", answers(runs)),
+        Route("/api/run", answers(run_page)),
+        Route("/api/curves", answers(curves)),
+        Route(
+            "/api/ranks", answers(lambda request: heat_map(named(request), request.query_params.get("column", "ratio")))
+        ),
+        Route("/api/config", answers(lambda request: config_rows(named(request)))),
+        Route("/api/diff", answers(lambda request: config_diff(several(request)))),
+        Route("/api/plan", answers(lambda request: plan(request.query_params))),
+        Route("/api/choices", answers(lambda request: choices())),
+    ]
+    app = Starlette(routes=routes)
+    app.add_middleware(BaseHTTPMiddleware, dispatch=_guard(token))
+    return app
+
+
+def _guard(token: str) -> Callable[[Request, Any], Awaitable[Response]]:
+    """Who may ask, and what a browser may do with the answer."""
+
+    async def dispatch(request: Request, call: Any) -> Response:
+        host = request.headers.get("host", "").rpartition(":")[0] or request.headers.get("host", "")
+        if host not in ("127.0.0.1", "localhost", "[::1]"):
+            return Response("this page answers to 127.0.0.1 and localhost only", 403)
+        given = request.query_params.get("token")
+        if given is not None and request.url.path == "/" and secrets.compare_digest(given.encode(), token.encode()):
+            rest = urlencode([(k, v) for k, v in request.query_params.multi_items() if k != "token"])
+            reply: Response = RedirectResponse("/" + (f"?{rest}" if rest else ""), 303)
+            reply.set_cookie(COOKIE, token, httponly=True, samesite="strict")
+            return reply
+        carried = request.cookies.get(COOKIE) or request.headers.get("authorization", "").removeprefix("Bearer ")
+        if not secrets.compare_digest(carried.encode(), token.encode()):
+            return Response("open the link that `argosy dash` printed: it holds the token", 401)
+        reply = await call(request)
+        reply.headers["Content-Security-Policy"] = _POLICY
+        reply.headers["X-Content-Type-Options"] = "nosniff"
+        reply.headers["Referrer-Policy"] = "no-referrer"
+        reply.headers["Cache-Control"] = "no-store"
+        return reply
+
+    return dispatch
+
+
+def _file(name: str) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        return FileResponse(PAGE / name)
+
+    return endpoint
+
+
+async def _static(request: Request) -> Response:
+    name = request.path_params["name"]
+    if name not in {path.name for path in PAGE.iterdir()}:
+        return Response("no such file", 404)
+    return FileResponse(PAGE / name)
+
+
+def choices() -> dict[str, Any]:
+    """What the planner's page offers."""
+    known = facts()
+    clusters = [f"1x{name}" for name in known.instances] + [f"8x{name}" for name in known.gpus]
+    return {"models": sorted([*PRESETS, *ALIASES]), "clusters": clusters}
+
+
+def plan(query: Mapping[str, str]) -> dict[str, Any]:
+    """The planner's answer for presets; a browser names no files."""
+    model = query.get("model", "")
+    if model not in PRESETS and model not in ALIASES:
+        raise ArgosyError(
+            "config.unknown-preset", f"there is no model preset {model!r}", key="model", fix="choose one of the list"
+        )
+
+    def number(key: str) -> int | None:
+        return int(query[key]) if query.get(key) else None
+
+    question = Question.read(
+        model, [], cluster=query.get("cluster", ""), global_batch=number("global_batch"), seq_len=number("seq_len"),
+        tokens=query.get("tokens") or None, precision=query.get("precision") or None, what_if=query.get("what_if") or None,
+        price=float(query["price"]) if query.get("price") else None, hardware=None,
+    )  # fmt: skip
+    return answer(question, top=12).as_dict()

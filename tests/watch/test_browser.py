@@ -1,0 +1,176 @@
+"""The dashboard in a real Chromium."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from argosy.record.jsonl import JsonlWriter
+from record.run_dirs import log, make_run, record
+from watch.conftest import Dashboard
+
+
+def chart(page: Any, title: str) -> Any:
+    return page.locator(f'[data-chart="{title}"] svg')
+
+
+def drawn_to(page: Any, title: str) -> str:
+    """The points of a chart's first curve."""
+    return str(chart(page, title).locator("polyline").first.get_attribute("points"))
+
+
+def wait(what: Callable[[], Any], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline, "it did not come to pass"
+        time.sleep(0.1)
+
+
+def test_a_run_is_listed_opened_and_zoomed_by_mouse_and_keys(page: Any, dashboard: Dashboard, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "runs" / "sea", "log.price=3")
+    log(run, range(10, 2000, 10), rank_spread=0.02, slowest_rank=1)
+    with JsonlWriter(run.ranks) as ranks:
+        for step in range(10, 2000, 10):
+            ranks.write({"step": step, "time": 1.0, "stages": 1, "own_s": [1.0, 1.2], "data_s": [0.0, 0.0]})
+    (run.root / "plan.json").write_text(
+        '{"step_s": 9.5, "tokens_per_s_gpu": 850, "mfu": 0.5, "memory_gib": [{"allocated": 2.9}]}'
+    )
+    page.reload()
+    page.get_by_role("link", name="sea").click()
+    chart(page, "Loss").locator("polyline").wait_for()
+    page.locator('[data-card="Events"]').wait_for()
+    for card in ("Where the time went", "Predicted and measured", "Checkpoints", "Ranks over time", "Config"):
+        assert page.locator(f'[data-card="{card}"]').is_visible(), card
+    whole = drawn_to(page, "Loss")
+    box = chart(page, "Loss").bounding_box()
+    page.mouse.move(box["x"] + 0.5 * box["width"], box["y"] + 50)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 0.7 * box["width"], box["y"] + 50, steps=4)
+    page.mouse.up()
+    wait(lambda: drawn_to(page, "Loss") != whole)
+    assert "500" not in chart(page, "Loss").locator("text").all_inner_texts()  # what is left begins near 1,000
+    chart(page, "Loss").focus()
+    page.keyboard.press("Escape")
+    wait(lambda: drawn_to(page, "Loss") == whole)
+    page.keyboard.press("+")
+    wait(lambda: drawn_to(page, "Loss") != whole)
+    page.locator("input[type=range]").fill("0.9")
+    page.keyboard.press("g")
+    page.get_by_role("link", name="sea").wait_for()
+    assert page.problems == []
+
+
+def test_a_chart_grows_while_a_training_runs_without_reloading(
+    page: Any, dashboard: Dashboard, tmp_path: Path, write_spec: Callable[..., Path]
+) -> None:
+    path = write_spec(train={"global_batch": 8, "steps": 100_000}, eval="off", checkpoint={"every": "1h"})
+    command = [sys.executable, "-m", "argosy", "train", str(path), "--quiet"]
+    trainer = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        page.goto(f"{dashboard.address}/#/runs?run=tiny")
+        page.reload()
+        wait(lambda: (tmp_path / "runs" / "tiny" / "metrics.jsonl").exists())
+        page.reload()
+        chart(page, "Loss").locator("polyline").wait_for()
+        page.problems.clear()  # before the run was there, the server said so
+        assert page.locator(".tile .state").inner_text() == "running"
+        page.evaluate("window.notReloaded = true")
+        before = drawn_to(page, "Loss")
+        wait(lambda: drawn_to(page, "Loss") != before)
+        assert page.evaluate("window.notReloaded")
+    finally:
+        trainer.send_signal(signal.SIGKILL)
+        trainer.wait()
+    assert page.problems == []
+
+
+def test_several_runs_are_compared_on_one_axis_with_their_specs_side_by_side(
+    page: Any, dashboard: Dashboard, tmp_path: Path
+) -> None:
+    for name, lr in (("warm", "1e-3"), ("hot", "2e-3")):
+        log(make_run(tmp_path / "runs" / name, f"optim.lr={lr}"), range(10, 300, 10))
+    page.reload()
+    for name in ("warm", "hot"):
+        page.get_by_label(f"compare {name}").check()
+    page.get_by_role("button", name="Compare").click()
+    wait(lambda: chart(page, "Loss").locator("polyline").count() == 2)
+    differing = page.locator('[data-card="What differs in their specs"]')
+    differing.wait_for()
+    assert "optim.lr" in differing.inner_text()
+    assert "train.global_batch" not in differing.inner_text()
+    assert page.problems == []
+
+
+def test_hostile_names_are_text_and_no_script_runs(page: Any, dashboard: Dashboard, tmp_path: Path) -> None:
+    evil = '<img src=x onerror="window.owned=1">'
+    run = tmp_path / "runs" / evil.replace("/", "")
+    run.mkdir()
+    with JsonlWriter(run / "metrics.jsonl") as metrics:
+        for step in range(1, 50):
+            metrics.write(record(step) | {evil: 1.0 * step, "</script><script>window.owned=2</script>": 2.0})
+    with JsonlWriter(run / "events.jsonl") as events:
+        events.write({"event": evil, "step": 1, "time": 1.0, "text": evil})
+    page.reload()
+    page.get_by_role("link", name=evil).click()
+    page.locator('[data-card="Events"]').wait_for()
+    page.get_by_label("add a chart").select_option(evil)
+    page.wait_for_timeout(300)
+    assert page.evaluate("window.owned") is None
+    assert page.locator("main img").count() == 0
+    assert page.problems == []
+
+
+def test_a_file_that_is_cut_or_grows_mid_line_is_shown_as_far_as_it_is_whole(
+    page: Any, dashboard: Dashboard, tmp_path: Path
+) -> None:
+    run = make_run(tmp_path / "runs" / "torn")
+    log(run, range(10, 200, 10))
+    with run.metrics.open("ab") as file:
+        file.write(b'{"step": 200, "loss": 1')
+    page.goto(f"{dashboard.address}/#/runs?run=torn")
+    page.reload()
+    chart(page, "Loss").locator("polyline").wait_for()
+    before = drawn_to(page, "Loss")
+    with run.metrics.open("ab") as file:
+        file.write(b'.5, "tokens_per_s": 5, "lr": 1}\n')
+    wait(lambda: drawn_to(page, "Loss") != before)
+    os.truncate(run.metrics, 0)
+    log(run, [10, 20])
+    wait(lambda: "20" in page.locator(".tile", has_text="step").first.inner_text())
+    assert page.problems == []
+
+
+def test_the_planner_answers_and_refuses_in_the_page(page: Any, dashboard: Dashboard) -> None:
+    page.goto(f"{dashboard.address}/#/plan?model=gpt2&cluster=8xH100")
+    page.reload()
+    page.locator("tbody tr").first.wait_for()
+    assert "8 GPUs" in page.locator("main").inner_text()
+    assert page.locator(".memory rect").count() > 3
+    page.locator("input[name=cluster]").fill("3xZX81")
+    page.get_by_role("button", name="Plan").click()
+    page.locator(".problem").wait_for()
+    assert "ZX81" in page.locator(".problem").inner_text()
+
+
+def test_a_narrow_dark_screen_has_no_sideways_scrolling(browser: Any, dashboard: Dashboard, tmp_path: Path) -> None:
+    log(
+        make_run(tmp_path / "runs" / "a-run-with-quite-a-long-name.of-63-characters-as-names-may-have"),
+        range(10, 300, 10),
+    )
+    context = browser.new_context(viewport={"width": 360, "height": 740}, color_scheme="dark")
+    page = context.new_page()
+    page.goto(f"{dashboard.address}/?token={quote('a token of the test')}")
+    page.locator("tbody a").click()
+    page.locator('[data-card="Events"]').wait_for(timeout=60_000)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert sum(map(int, re.findall(r"\d+", background)[:3])) < 150
+    context.close()

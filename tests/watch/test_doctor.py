@@ -1,0 +1,130 @@
+"""The doctor on run directories: what heart beats, events and figures say."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from argosy.record.jsonl import JsonlWriter
+from argosy.record.rundir import RunDir
+from argosy.watch.doctor import diagnose
+from argosy.watch.runs import Run
+from record.run_dirs import log, make_run
+
+
+def beat(run: RunDir, rank: int, **facts: Any) -> None:
+    run.heartbeats.mkdir(exist_ok=True)
+    base = {"rank": rank, "host": f"node{rank}", "pid": 100 + rank, "attempt": 0, "step": 31, "phase": "forward_backward", "phase_s": 0.3,
+            "progress": 120, "state": "S", "time": time.time(), "beat": 5, "alive": True}  # fmt: skip
+    (run.heartbeats / f"{rank}.json").write_bytes(orjson.dumps(base | facts))
+
+
+def event(run: RunDir, kind: str, **facts: Any) -> None:
+    with JsonlWriter(run.events) as events:
+        events.write({"event": kind, "step": 31, "time": time.time(), **facts})
+
+
+def verdict(run: RunDir) -> str:
+    return diagnose(Run(run.root.name, run.root))[0].verdict
+
+
+def started(tmp_path: Path) -> RunDir:
+    run = make_run(tmp_path / "sick")
+    log(run, [10, 20, 30])
+    event(run, "start")
+    return run
+
+
+def test_the_rank_that_is_reading_data_is_named_and_those_that_wait_for_it(tmp_path: Path) -> None:
+    run = started(tmp_path)
+    beat(run, 3, phase="data", phase_s=300.0, progress=118)
+    beat(run, 5, phase_s=299.0)
+    said = verdict(run)
+    assert said.startswith("rank 5 waits in forward_backward for rank 3, which has been in data of step 31 for 300 s")
+    assert "reading data" in said
+
+
+def test_a_stopped_process_is_the_one_to_blame(tmp_path: Path) -> None:
+    run = started(tmp_path)
+    for rank in range(4):
+        beat(run, rank, phase_s=120.0, progress=120, state="T" if rank == 2 else "S")
+    assert "for rank 2, which" in verdict(run)
+    assert "is stopped" in verdict(run)
+
+
+def test_a_slow_but_moving_run_is_not_called_hung(tmp_path: Path) -> None:
+    run = started(tmp_path)  # its steps take 10 s
+    for rank in range(4):
+        beat(run, rank, phase_s=45.0)
+    assert verdict(run).startswith("nothing is wrong: the run is training")
+
+
+def test_a_rank_that_ended_without_a_word_is_named(tmp_path: Path) -> None:
+    run = started(tmp_path)
+    beat(run, 0)
+    beat(run, 1, alive=False, time=time.time() - 5)
+    assert verdict(run).startswith("rank 1 on node1 ended without a word at step 31")
+
+
+def test_what_the_supervisor_found_comes_first(tmp_path: Path) -> None:
+    run = started(tmp_path)
+    beat(run, 0, alive=False)
+    event(
+        run,
+        "stall",
+        rank=3,
+        cause="rank 5 waits in all_gather, which rank 3 has not begun",
+        phase="data",
+        seconds=61.2,
+        stack=["File a.py line 3"],
+    )
+    first = diagnose(Run("sick", run.root))[0]
+    assert (
+        first.verdict
+        == "rank 3 stood still for 61 s at step 31 in data: rank 5 waits in all_gather, which rank 3 has not begun"
+    )
+    assert "  File a.py line 3" in first.evidence
+
+
+def test_an_earlier_attempts_trouble_is_not_this_ones(tmp_path: Path) -> None:
+    run = started(tmp_path)
+    event(run, "rank-died", rank=1, cause="SIGKILL", phase="data")
+    event(run, "resume")
+    event(run, "done")
+    assert verdict(run).startswith("nothing is wrong: the run is done")
+
+
+def test_overflowing_loss_scales_are_counted(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "half")
+    with JsonlWriter(run.metrics) as metrics:
+        for step in (1, 2, 3):
+            metrics.write(
+                {
+                    "step": step,
+                    "steps": 10,
+                    "time": 1.0,
+                    "loss": 4.0,
+                    "grad_norm": 1.0,
+                    "loss_scale": 2.0**20,
+                    "skipped": step,
+                }
+            )
+    assert "overflowed in 2 of the last 2 steps" in verdict(run)
+
+
+def test_out_of_memory_is_compared_with_the_plan(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "big")
+    (run.root / "plan.json").write_text('{"plans": [{"memory_gib": [{"device": 71.2, "allocated": 66}]}]}')
+    (run.root / "logs").mkdir()
+    (run.root / "logs" / "0.log").write_text("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\n")
+    assert "at step 1: plan said 71 GiB" in verdict(run)
+
+
+def test_logs_from_elsewhere_can_be_given(tmp_path: Path) -> None:
+    run = started(tmp_path)
+    dmesg = tmp_path / "dmesg.txt"
+    dmesg.write_text("NVRM: Xid (PCI:0000:9b:00): 79, GPU has fallen off the bus.\n")
+    assert "fell off the PCIe bus" in diagnose(Run("sick", run.root), [dmesg])[0].verdict

@@ -1,0 +1,132 @@
+"""The dashboard's server: who is let in, what can be asked for, and curves of long runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+import numpy as np
+import orjson
+import pytest
+
+from argosy.record.jsonl import JsonlWriter
+from argosy.watch.series import Series
+from record.run_dirs import log, make_run, record
+from watch.conftest import TOKEN, Dashboard
+
+
+def client(dashboard: Dashboard, token: str | None = TOKEN) -> httpx.Client:
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    return httpx.Client(base_url=dashboard.address, headers=headers, timeout=30)
+
+
+def test_without_the_token_nothing_is_shown(dashboard: Dashboard) -> None:
+    for token in (None, "wrong", TOKEN + "x", TOKEN[:-1]):
+        with client(dashboard, token) as http:
+            for path in ("/", "/api/runs", "/page/app.js", "/?token=wrong"):
+                assert http.get(path).status_code == 401
+    with httpx.Client(base_url=dashboard.address) as http:  # the link, and the cookie it sets
+        assert http.get("/", params={"token": TOKEN}).status_code == 303
+        assert http.get("/").status_code == 200
+        cookie = http.get("/", params={"token": TOKEN}).headers["set-cookie"].lower()
+        assert "httponly" in cookie
+        assert "samesite=strict" in cookie
+
+
+def test_another_host_name_is_refused_so_that_no_page_elsewhere_can_ask(dashboard: Dashboard) -> None:
+    with client(dashboard) as http:
+        assert http.get("/api/runs", headers={"Host": "evil.example:80"}).status_code == 403
+
+
+def test_pages_may_load_and_run_nothing_but_our_own_files(dashboard: Dashboard) -> None:
+    with client(dashboard) as http:
+        policy = http.get("/").headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert "http" not in policy
+
+
+@pytest.mark.parametrize(
+    "name", ["../secret", "..", "/etc", "sea/../../secret", "sea/checkpoints", "%2e%2e/secret", "\x00"]
+)
+def test_no_name_leads_out_of_the_root(dashboard: Dashboard, tmp_path: Path, name: str) -> None:
+    log(make_run(tmp_path / "runs" / "sea"), [10])
+    log(make_run(tmp_path / "secret"), [10])
+    with client(dashboard) as http:
+        assert http.get("/api/run", params={"run": name}).status_code == 404
+        assert http.get("/page/..%2f..%2fserver.py").status_code == 404
+        assert http.get("/page/%2e%2e/server.py").status_code in (404, 400)
+
+
+def test_the_planner_reads_no_files(dashboard: Dashboard, tmp_path: Path) -> None:
+    spec = tmp_path / "run.yaml"
+    spec.write_text("model: gpt2")
+    with client(dashboard) as http:
+        reply = http.get("/api/plan", params={"model": str(spec), "cluster": "8xH100"})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["code"] == "config.unknown-preset"
+
+
+def test_a_long_run_comes_in_as_many_pieces_as_there_is_room_for_and_whole_when_zoomed(tmp_path: Path) -> None:
+    path, count = tmp_path / "metrics.jsonl", 50_000
+    with path.open("w") as file:
+        for step in range(1, count + 1):
+            file.write(f'{{"step": {step}, "loss": {9.5 if step == 31_007 else 2 + step % 7}}}\n')
+    series = Series(path)
+    series.update()
+    assert series.count == count
+    curve = series.curves(["loss"], pieces=500)["loss"]
+    assert len(curve["step"]) == 500
+    assert max(curve["high"]) == 9.5  # a single bad step is not averaged away
+    assert min(curve["low"]) == 2
+    near = series.curves(["loss"], first=31_000, last=31_014, pieces=500)["loss"]
+    assert dict(zip(near["step"], near["mean"], strict=True))[31_007] == 9.5
+    assert len(near["step"]) == 17  # one beyond each edge
+
+
+def test_a_resumed_run_shows_each_step_once(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "again")
+    log(run, range(10, 60, 10))
+    series = Series(run.metrics)
+    series.update()
+    log(run, range(30, 50, 10), loss=1.5)
+    with JsonlWriter(run.metrics) as metrics:
+        metrics.write({"step": 40, "validation_loss": 3.0})
+    series.update()
+    curves = series.curves(["loss", "validation_loss"])
+    assert curves["loss"]["step"] == [10, 20, 30, 40]
+    assert curves["loss"]["mean"][-1] == 1.5
+    assert curves["validation_loss"]["step"] == [40]
+
+
+def test_nonsense_in_the_file_is_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [
+        "[1]",
+        '{"step": "x"}',
+        '{"step": -5, "loss": 1}',
+        '{"step": true, "loss": 1}',
+        '{"step": 99999999999999999999, "loss": 1}',
+        "nope",
+        '{"step": 3, "loss": NaN}',
+        '{"step": 4, "loss": 1e999}',
+        '{"step": 5, "loss": 2.5, "": 3}',
+    ]
+    path.write_text("\n".join(lines) + "\n")
+    series = Series(path)
+    series.update()
+    assert series.curves(["loss"])["loss"]["step"] == [5]
+
+
+def test_curves_are_those_of_the_file_however_it_is_cut_into_reads(tmp_path: Path) -> None:
+    rng, path = np.random.default_rng(1), tmp_path / "metrics.jsonl"
+    whole = b"".join(orjson.dumps(record(step)) + b"\n" for step in range(1, 60))
+    series, at = Series(path), 0
+    path.touch()
+    while at < len(whole):
+        more = int(rng.integers(1, 900))
+        with path.open("ab") as file:
+            file.write(whole[at : at + more])
+        at += more
+        series.update()
+    assert series.curves(["loss"])["loss"]["step"] == list(range(1, 60))
