@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
@@ -249,3 +250,13 @@ def fake_ranks(rank: int, size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def record_memory_history(on: bool) -> None:
+    """Have the GPU's allocator remember what it gives out and takes back, with the calls that asked for it."""
+    torch.cuda.memory._record_memory_history("all" if on else None)
+
+
+def memory_history(device: torch.device) -> bytes:
+    """What it remembers, as JSON: torch's own dump is a pickle."""
+    return json.dumps(torch.cuda.memory._snapshot(device), default=str).encode()

@@ -36,6 +36,10 @@ def train(
             help="With --dry-run: build the layout for this many ranks, without them, and say what each would hold.",
         ),
     ] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(help="Steps to look at with torch's profiler, as 10:13 for 10, 11 and 12.", metavar="FIRST:LAST"),
+    ] = None,
     quiet: Annotated[
         bool, typer.Option("--quiet", help="Only metrics.jsonl and events.jsonl; nothing on the console.")
     ] = False,
@@ -77,7 +81,7 @@ def train(
     from argosy.parallel.rank import run_as_rank
     from argosy.train import run
 
-    options = run.TrainOptions(fresh=fresh, archive=archive, quiet=quiet)
+    options = run.TrainOptions(fresh=fresh, archive=archive, quiet=quiet, profile=profile)
     if dry_run:
         print("\n".join(run.dry_run(resolved, options, world_size)))
         return

@@ -36,6 +36,7 @@ from argosy.train.interrupt import Interrupt
 from argosy.train.memory import measure_memory
 from argosy.train.meter import Meter
 from argosy.train.optimizer import Optimizer
+from argosy.train.profile_steps import Profiling, Window
 from argosy.train.replicas import Replicas
 from argosy.train.rewind import Rewind, passing, require_finite, require_rewinds_left, watch_numbers
 from argosy.train.schedule import make_schedule
@@ -67,6 +68,7 @@ class Trainer:
         self.saves, self.logs = self._timer(spec.checkpoint.every), self._timer(spec.log.every)
         self.evaluations = self._timer(spec.eval.every) if spec.eval is not None else None
         self.replicas = Replicas(spec.guard, mesh, self.optimizer, self._timer)
+        self.profile: Window | None = None  # steps to look at with torch's profiler
 
     def start_from(self, run: RunDir) -> Source | None:
         """What `init_from` names, where the run has no checkpoint of its own yet."""
@@ -148,7 +150,9 @@ class Trainer:
             StepwiseCollection() as collection,
             self.telemetry as telemetry,
         ):
+            profiling = Profiling(self.profile, self.run.root, self.device, self.mesh.rank)
             for step in range(first + 1, self.steps + 1):
+                profiling.before(step)
                 self.heartbeat.enter("data", step)
                 batch = loader.next_batch()
                 lr = self.schedule.lr(step - 1)
@@ -156,6 +160,8 @@ class Trainer:
                 ranks = self.mesh.data_ranks
                 self.consumed_samples += len(batch.tokens) * ranks
                 telemetry.after_step(samples=len(batch.tokens) * ranks, tokens=batch.read_tokens * ranks)
+                for line in profiling.after(step, last=step == self.steps):
+                    console.note(line)
                 console.advance(step)
                 collection.after(step)
                 if step == first + 1:

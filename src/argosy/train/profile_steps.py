@@ -1,0 +1,106 @@
+"""`argosy train --profile 10:13`: those steps of a real run under torch's profiler.
+
+On each rank that the run has: a trace for Perfetto, on a GPU the allocator's history, and from the first rank a short table of
+where the time went. The profiler costs time while it looks; steps before and after it are not touched.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from argosy.compat import memory_history, record_memory_history
+from argosy.errors import ArgosyError
+from argosy.train.profile import kind_of
+
+_COMMUNICATION = re.compile(r"nccl|gloo|c10d|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Window:
+    """Steps `first` up to, not including, `last`."""
+
+    first: int
+    last: int
+
+    @classmethod
+    def parse(cls, text: str) -> Window:
+        match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+        window = None if match is None else cls(int(match[1]), int(match[2] or int(match[1]) + 1))
+        if window is None or not 1 <= window.first < window.last:
+            raise ArgosyError(
+                "config.bad-value",
+                f"{text!r} does not name steps",
+                key="--profile",
+                value=text,
+                fix="write 10:13 for steps 10, 11 and 12, or 10 for one; steps count from 1",
+            )
+        return window
+
+
+class Profiling:
+    """`before` and `after` each step; what was found is written when the window ends, or the run does."""
+
+    def __init__(self, window: Window | None, root: Path, device: torch.device, rank: int) -> None:
+        self._window, self._root, self._device, self._rank = window, root / "profile", device, rank
+        self._profiler: Any = None
+
+    def before(self, step: int) -> None:
+        if self._window is not None and self._profiler is None and self._window.first <= step < self._window.last:
+            self._begun = step
+            self._begin()
+
+    def after(self, step: int, *, last: bool) -> list[str]:
+        """The table, once, when the window or the run has just ended."""
+        if self._profiler is None or self._window is None or not (last or step + 1 >= self._window.last):
+            return []
+        return self._end(step + 1 - self._begun)
+
+    def _begin(self) -> None:
+        on_gpu = self._device.type == "cuda"
+        if on_gpu:
+            record_memory_history(True)
+        self._profiler = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])])
+        self._profiler.__enter__()
+
+    def _end(self, steps: int) -> list[str]:
+        on_gpu = self._device.type == "cuda"
+        if on_gpu:
+            torch.cuda.synchronize(self._device)
+        profiler, self._profiler, self._window = self._profiler, None, None
+        profiler.__exit__(None, None, None)
+        trace = self._root / f"trace-rank{self._rank}.json"
+        try:
+            self._root.mkdir(exist_ok=True)
+            profiler.export_chrome_trace(str(trace))
+            if on_gpu:
+                (self._root / f"memory-rank{self._rank}.json").write_bytes(memory_history(self._device))
+                record_memory_history(False)
+        except OSError as error:
+            return [f"the profile could not be written: {error}"]
+        return _table(profiler, on_gpu, steps, trace)
+
+
+def _table(profiler: Any, on_gpu: bool, steps: int, trace: Path) -> list[str]:
+    """Milliseconds a step by kind, and the longest kernels."""
+    where, times = "CUDA" if on_gpu else "CPU", dict[str, tuple[float, int]]()
+    for event in profiler.events() or []:
+        if event.device_type.name == where and not event.is_user_annotation:
+            spent = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+            time, calls = times.get(event.name, (0.0, 0))
+            times[event.name] = (time + spent / 1000 / steps, calls + 1)
+    kinds: dict[str, float] = {}
+    for name, (time, _) in times.items():
+        kind = "communication" if _COMMUNICATION.search(name) else kind_of(name)
+        kinds[kind] = kinds.get(kind, 0.0) + time
+    total = sum(kinds.values()) or 1.0
+    lines = [f"profile of {steps} steps in {trace}; ms a step on the {'GPU' if on_gpu else 'CPU'}:"]
+    for kind, time in sorted(kinds.items(), key=lambda item: -item[1]):
+        lines.append(f"  {kind:<14}{time:10.2f} {time / total:6.1%}")
+    longest = sorted(times.items(), key=lambda item: -item[1][0])[:8]
+    return lines + [f"  {name[:60]:<60}{time:10.2f}  {calls // steps or 1} calls" for name, (time, calls) in longest]
