@@ -284,3 +284,67 @@ def test_what_a_sink_missed_is_sent_by_the_next_attempt(tmp_path: Path) -> None:
     with Receiver(port) as receiver:
         carry(run)
     assert len(receiver.bodies) == 1
+
+
+def test_a_run_that_stands_still_raises_an_alert_that_names_the_rank(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "still", "log.alerts.stall_s=0.3", "log.sinks.tensorboard=true")
+    run.heartbeats.mkdir()
+    for rank, progress in ((0, 50), (1, 47)):
+        beat = {"rank": rank, "host": "node1", "step": 12, "phase": "data", "progress": progress}
+        (run.heartbeats / f"{rank}.json").write_text(json.dumps(beat))
+    courier = Courier(run.root)
+    threading.Thread(target=courier.watch_for_stalls, daemon=True).start()
+    found = wait_for(lambda: [e for e in read_jsonl(run.events) if e["event"] == "alert"])
+    courier.ending.set()
+    assert found[0]["alert"] == "stall"
+    assert "rank 1 on node1 is furthest behind, at step 12 in data" in found[0]["text"]
+
+
+def test_an_address_that_lets_anybody_post_is_told_to_no_sink(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "secret", "log.alerts.webhook=https://hooks.example/T0KEN", "log.sinks.tensorboard=true")
+    assert "T0KEN" not in str(Courier(run.root)._facts(run.load_spec()).spec)
+
+
+def test_a_real_run_is_carried_while_a_dead_sink_costs_it_nothing(tmp_path: Path, write_spec: Any, argosy: Any) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    done = argosy("train", write_spec(), "log.sinks.tensorboard=true", f"log.sinks.otel=http://127.0.0.1:{free_port()}")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("otel takes no records") == 1
+    reader = EventAccumulator(str(tmp_path / "runs" / "tiny" / "tensorboard"))
+    reader.Reload()
+    assert [event.step for event in reader.Scalars("loss")] == [1, 2, 3, 4, 5, 6]
+    assert [event.step for event in reader.Scalars("validation_loss")] == [3, 6]
+
+
+def test_a_sink_whose_package_is_missing_is_refused_before_training(
+    write_spec: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import argosy.record.sinks.asked as asked
+    from argosy.config.watching import LogSpec, SinksSpec
+    from argosy.errors import ArgosyError
+
+    monkeypatch.setattr(asked, "find_spec", lambda name: None)
+    with pytest.raises(ArgosyError) as refusal:
+        asked.require_packages(LogSpec(sinks=SinksSpec(wandb="p")))
+    assert refusal.value.code == "log.missing-extra"
+    asked.require_packages(LogSpec(sinks=SinksSpec(mlflow="http://h:1")))
+
+
+def test_grafanas_dashboard_asks_for_figures_that_exist() -> None:
+    from argosy.record.sinks.prometheus import metric_name
+    from argosy.record.sinks.sink import numbers
+    from record.run_dirs import record
+
+    dashboard = json.loads((Path(__file__).parents[2] / "docs" / "grafana" / "argosy.json").read_text())
+    asked = {t["expr"].partition("{")[0] for p in dashboard["panels"] for t in p["targets"]}
+    sometimes = {
+        "validation_loss",
+        "mfu",
+        "cost",
+        "rank_spread",
+        "gpu/temperature",
+        "gpu/throttled",
+        "time/communication",
+    }
+    assert asked <= {metric_name(name) for name in {*numbers(record(1)), *sometimes}}

@@ -88,7 +88,10 @@ class Courier:
         kept = self._places / "run-id"
         if not kept.exists():
             replace_file(kept, uuid.uuid4().hex[:16].encode())
-        return RunFacts(self.run.root, spec.name, kept.read_text(), spec.model_dump(mode="json"))
+        told = spec.model_dump(mode="json")
+        if spec.log.alerts.webhook is not None:
+            told["log"]["alerts"]["webhook"] = "set"  # whoever has the address can post to it
+        return RunFacts(self.run.root, spec.name, kept.read_text(), told)
 
     def _carry(self, sink: Sink) -> None:
         """One sink's whole life: open, send what is new, and after a failure begin again from the same place."""

@@ -16,13 +16,15 @@ import orjson
 
 from argosy.errors import ArgosyError
 from argosy.record.heartbeat import read_heartbeats
-from argosy.record.jsonl import Record, read_jsonl
+from argosy.record.jsonl import Record
 from argosy.record.ranks import Ranks
 from argosy.record.rundir import RunDir
+from argosy.record.tail import Kept
 from argosy.watch.series import Series
 
 _DEPTH = 3  # folders below the root
 _MOST_RUNS = 2000
+_MOST_EVENTS, _MOST_RANK_LINES = 5000, 1000
 QUIET_AFTER_S = 120.0  # a run of which nothing was heard for so long is not running
 
 
@@ -69,6 +71,8 @@ class Run:
 
     def __post_init__(self) -> None:
         self.dir, self.series = RunDir(self.root), Series(self.root / "metrics.jsonl")
+        self._events = Kept(self.dir.events, _MOST_EVENTS)
+        self._ranks = Kept(self.dir.ranks, _MOST_RANK_LINES, thinned=True)
 
     def state(self) -> str:
         """done, running, stopped (asked to) or dead (without a word)."""
@@ -84,14 +88,16 @@ class Run:
             return "running" if time.time() - heard < QUIET_AFTER_S else "dead" if self.series.count or kind else "new"
         return {"done": "done", "interrupted": "stopped"}.get(kind, "dead")
 
-    def events(self, newest: int = 2000) -> list[Record]:
-        return list(read_jsonl(self.dir.events))[-newest:]
+    def events(self) -> list[Record]:
+        """The newest."""
+        return self._events.read()
 
     def heartbeats(self) -> dict[int, Record]:
         return read_heartbeats(self.dir.heartbeats)
 
-    def ranks(self, newest: int = 2000) -> list[Ranks]:
-        found = (Ranks.read(record) for record in list(read_jsonl(self.dir.ranks))[-newest:])
+    def ranks(self) -> list[Ranks]:
+        """Over the whole run; of a long one, every so many logs."""
+        found = (Ranks.read(record) for record in self._ranks.read())
         return [ranks for ranks in found if ranks is not None]
 
     def spec(self) -> dict[str, Any]:
