@@ -23,7 +23,7 @@ _FULL_BYTES = 16 << 20  # a file system with less is full
 _STALE_S = 30.0  # a heart beat older than this was written by nobody
 
 # Weights: how directly a finding explains that training does not go on.
-STALL, DEATH, KNOWN, NUMBERS, DISK, OVERFLOW, SLOW, WARNING, NOTE = 95, 90, 85, 80, 75, 60, 50, 40, 10
+STALL, FULL, DEATH, KNOWN, NUMBERS, DISK, OVERFLOW, SLOW, WARNING, NOTE = 95, 92, 90, 85, 80, 75, 60, 50, 40, 10
 
 
 @dataclass(frozen=True)
@@ -273,7 +273,7 @@ def _disk(run: Run) -> Iterator[Finding]:
             " of ", " MiB of ", 1
         )
         yield Finding(
-            DISK + 12,
+            FULL,
             text,
             "free some space, keep fewer checkpoints (checkpoint.keep), or move runs_dir; the run goes on from its last good checkpoint",
             ["statvfs, now"],
