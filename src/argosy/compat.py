@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -53,6 +54,42 @@ def scatter_sum_into(x: torch.Tensor, parts: torch.Tensor, group: dist.ProcessGr
     """Fill x [n, ..] with the sum over ranks of their parts [ranks x n, ..] for this one."""
     renamed = hasattr(dist, "reduce_scatter_single")
     (dist.reduce_scatter_single if renamed else dist.reduce_scatter_tensor)(x, parts, group=group)
+
+
+def torch_schedule(name: str, ranks: int, pieces: int, micros: int) -> list[list[tuple[Any, int, int]]]:
+    """Each rank's work in the order of one of torch's pipeline schedules, as (F, B, I or W; stage; micro-batch)."""
+    from torch.distributed.pipelining import schedules
+
+    kinds = {
+        "interleaved-1f1b": schedules.ScheduleInterleaved1F1B,
+        "zbv": schedules.ScheduleZBVZeroBubble,
+        "dualpipev": schedules.ScheduleDualPipeV,
+    }
+    stages: list[Any] = [  # of a stage it only looks at where it is
+        SimpleNamespace(
+            stage_index=piece, num_stages=ranks * pieces, group_size=ranks, group_rank=0, submod=torch.nn.Module()
+        )
+        for piece in range(pieces)
+    ]
+    made = kinds[name](stages, micros, loss_fn=lambda *arguments: arguments[0])
+    orders: list[list[tuple[Any, int, int]]] = []
+    for rank in range(ranks):
+        actions = [action for action in made.pipeline_order[rank] if action is not None]
+        single = [part for action in actions for part in (action.sub_actions or (action,))]
+        orders.append([(part.computation_type.value, part.stage_index, part.microbatch_index or 0) for part in single])
+    return orders
+
+
+def finish_backward(model: Any) -> None:
+    """What FSDP does at the end of a backward pass, for all parts of a model, whichever were in the last pass."""
+    root = model._get_fsdp_state()
+    for state in root._state_ctx.all_states:
+        # torch 2.11 has one group of parameters a module, later ones several
+        groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+        for group in groups:
+            if group is not None:
+                group.post_backward()
+    root._root_post_backward_final_callback()
 
 
 def copy_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

@@ -201,7 +201,12 @@ def test_a_dry_run_checks_everything_and_writes_nothing(write_spec: Write, tmp_p
     assert "steps 1 to 6" in text
     assert not (tmp_path / "runs").exists()
     (tmp_path / "file").touch()
-    for bad in ("model.vocab_size=200", "optim.no_decay=[zzz]", f"runs_dir={tmp_path / 'file' / 'x'}", "parallel.pp=2"):
+    for bad in (
+        "model.vocab_size=200",
+        "optim.no_decay=[zzz]",
+        f"runs_dir={tmp_path / 'file' / 'x'}",
+        "parallel.pp=64",
+    ):
         with pytest.raises(ArgosyError):
             dry_run(resolve(write_spec(), [bad]), TrainOptions())
     go(write_spec())

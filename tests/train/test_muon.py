@@ -167,7 +167,7 @@ def test_learning_rates_are_scaled_by_pattern_and_the_first_match_counts(write_s
     assert factors["embed.tokens.weight"] == 0.1
     assert factors["head.weight"] == 0.5
     with pytest.raises(ArgosyError) as refusal:
-        lr_factors(built, {"embd.*": 0.1})
+        Optimizer(built, OptimSpec(lr=1.0, min_lr=0.1, lr_scale={"embd.*": 0.1}))
     assert refusal.value.key == "optim.lr_scale"
     spec = resolve(write_spec(), ["optim.lr_scale={embed.*: 0.1, norm.weight: 2}"]).spec.optim
     assert spec.lr_scale == {"embed.*": 0.1, "norm.weight": 2.0}

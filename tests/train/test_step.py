@@ -120,7 +120,7 @@ def test_biases_and_norms_do_not_decay_and_patterns_add_to_them() -> None:
 
 def test_a_pattern_that_matches_nothing_is_refused() -> None:
     with pytest.raises(ArgosyError) as refusal:
-        undecayed(model(), ["embd.*"])
+        Optimizer(model(), OptimSpec(lr=1.0, min_lr=0.1, no_decay=["embd.*"]))
     assert refusal.value.key == "optim.no_decay"
 
 

@@ -88,6 +88,29 @@ def training_flops_per_token(spec: ModelSpec, seq_len: int | None = None, target
     return 3 * (2 * matmul + attention)
 
 
+def layer_flops(spec: ModelSpec, seq_len: int, target_len: int | None = None) -> tuple[list[float], float]:
+    """(forward FLOPs of each layer for one sample, an encoder's layers before its decoder's; those of the output head)"""
+    width = spec.heads * spec.head_dim
+    attention, dense = attention_parameters(spec)[0], mlp_parameters(spec, spec.ffn)[0]
+    head = 2.0 * spec.hidden * spec.vocab_size * seq_len
+    if spec.architecture == "encoder-decoder":
+        target = target_len or max(1, round(seq_len * TARGETS_PER_SOURCE))
+        encoder, decoder = _sides_flops(spec, seq_len, target)
+        layers = [encoder] * spec.layers + [decoder] * (spec.decoder_layers or spec.layers)
+        return layers, head * target / seq_len
+    if spec.architecture == "encoder":
+        keys, head = float(seq_len), PREDICTED_SHARE * (head + 2.0 * spec.hidden**2 * seq_len)
+    else:
+        keys = _causal_keys(seq_len, spec.window)
+    moe, sparse = spec.moe, 0
+    if moe is not None:
+        expert = mlp_parameters(spec, moe.ffn)[0]
+        sparse = (moe.top_k + moe.shared_experts) * expert + spec.hidden * (moe.experts + moe.shared_gate)
+    first = spec.layers if moe is None else moe.dense_layers
+    mlps = [dense] * first + [sparse] * (spec.layers - first)
+    return [seq_len * (2 * (attention + mlp) + 4 * width * keys) for mlp in mlps], head
+
+
 def _causal_keys(seq: int, window: int | None) -> float:
     """Keys a query sees on average: half the sequence, less where a window cuts it."""
     reach = min(seq, window or seq)
@@ -143,14 +166,19 @@ def _encoder_decoder(spec: ModelSpec) -> tuple[int, int]:
 
 
 def _encoder_decoder_flops(spec: ModelSpec, source: int, target: int) -> float:
+    encoder, decoder = _sides_flops(spec, source, target)
+    decoder_layers = spec.decoder_layers or spec.layers
+    head = target * 2 * spec.vocab_size * spec.hidden
+    return 3 * (spec.layers * encoder + decoder_layers * decoder + head) / (source + target)
+
+
+def _sides_flops(spec: ModelSpec, source: int, target: int) -> tuple[float, float]:
+    """Forward FLOPs of an encoder's and of a decoder's layer for one sample."""
     attention, mlp = attention_parameters(spec)[0], mlp_parameters(spec, spec.ffn)[0]
     width = spec.heads * spec.head_dim
-    decoder_layers = spec.decoder_layers or spec.layers
     query_side = (
         spec.hidden * 2 * width
     )  # cross attention: queries and output from the target, keys and values from the source
-    encoder = source * spec.layers * (2 * (attention + mlp) + 4 * width * source)
-    decoder = target * decoder_layers * (2 * (attention + query_side + mlp) + 4 * width * (target / 2 + source))
-    cross_keys = source * decoder_layers * 2 * (attention - query_side)
-    head = target * 2 * spec.vocab_size * spec.hidden
-    return 3 * (encoder + decoder + cross_keys + head) / (source + target)
+    encoder = source * (2 * (attention + mlp) + 4 * width * source)
+    decoder = target * (2 * (attention + query_side + mlp) + 4 * width * (target / 2 + source))
+    return encoder, decoder + source * 2 * (attention - query_side)

@@ -3,6 +3,7 @@ sizes that work. Needs no torch, so that a wrong layout is refused before a devi
 
 from __future__ import annotations
 
+from argosy.config.pipeline import check_pipeline
 from argosy.config.schema import ParallelSpec, RunSpec
 from argosy.errors import ArgosyError
 
@@ -25,9 +26,7 @@ def check_layout(spec: RunSpec, origins: Origins) -> None:
         _divides(parallel.tp, model.ffn, "tp", "the model's ffn", origins)
     if parallel.cp > 1:
         _check_context(spec, origins)
-    layers = model.layers + (model.decoder_layers or 0)
-    if parallel.pp > layers:
-        raise _refusal("pp", parallel.pp, f"{layers} layers cannot fill {parallel.pp} pipeline stages", layers, origins)
+    check_pipeline(spec, origins)
     if parallel.ep == 1:
         return
     if model.moe is None:

@@ -21,6 +21,7 @@ from argosy.config.presets import ALIASES, FAMILIES, PRESETS
 from argosy.config.reader import parse_value, read_yaml
 from argosy.config.refusals import did_you_mean, kind_of, refusal_of, section_of
 from argosy.config.schema import RunSpec
+from argosy.config.stages import SEVERAL_STAGES
 from argosy.config.start import check_start, remembered_model, starting_model
 from argosy.errors import ArgosyError
 
@@ -274,9 +275,22 @@ def _derive(tree: Tree, origins: dict[str, str]) -> None:
         optim["min_lr"] = lr / 10
         origins["optim.min_lr"] = "derived: optim.lr / 10"
     parallel = tree.get("parallel")
-    if isinstance(parallel, dict) and parallel.get("micro_batch") in (None, "auto"):
+    if isinstance(parallel, dict):
+        _derive_layout(parallel, train, data, origins)
+
+
+def _derive_layout(parallel: Tree, train: Any, data: Any, origins: dict[str, str]) -> None:
+    if parallel.get("micro_batch") in (None, "auto"):
         parallel["micro_batch"] = _auto_micro_batch(train, data, parallel)
         origins["parallel.micro_batch"] = "derived: parallel: auto"
+    if (_as_number(parallel.get("pp")) or 1) <= 1:
+        return
+    if parallel.get("vpp") is None and parallel.get("schedule") in SEVERAL_STAGES:
+        parallel["vpp"] = 2
+        origins["parallel.vpp"] = "derived: parallel.schedule"
+    if parallel.get("reshard") is None:  # else parameters are gathered for each micro-batch
+        parallel["reshard"] = False
+        origins["parallel.reshard"] = "derived: parallel.pp"
 
 
 def _samples_section(model: Tree) -> str | None:

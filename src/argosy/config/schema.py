@@ -242,14 +242,24 @@ class ParallelSpec(Section):
     dp_replicate: Positive = Field(1, description="replicas of the model")
     dp_shard: Positive = Field(1, description="ranks each replica's state is sharded over (FSDP)")
     tp: Positive = Field(1, description="tensor parallel ranks")
-    pp: Positive = Field(1, description="pipeline stages")
+    pp: Positive = Field(
+        1, description="pipeline ranks: each has consecutive layers, and passes on what it made of them"
+    )
+    schedule: Literal["gpipe", "1f1b", "interleaved-1f1b", "zbv", "dualpipev"] = Field(
+        "1f1b", description="with pp: in which order ranks work on the micro-batches of a step"
+    )
+    vpp: Positive = Field(
+        1, description="with pp: stages each rank holds; 2 unless given for schedules that need several"
+    )
     cp: Positive = Field(1, description="context parallel ranks")
     cp_kind: Literal["allgather", "ulysses"] = Field(
         "allgather", description="with cp: gather all keys and values, or swap tokens for heads around attention"
     )
     ep: Positive = Field(1, description="expert parallel ranks")
     reshard: bool = Field(
-        True, description="with dp_shard: let go of a block's gathered parameters after its forward pass, or keep them"
+        True,
+        description="with dp_shard: let go of a block's gathered parameters after its forward pass, or keep them; "
+        "false unless given with pp, where every micro-batch would gather them again",
     )
     reduce: Literal["fp32", "bf16"] = Field(
         "fp32", description="of gradients while they are summed over data-parallel ranks"

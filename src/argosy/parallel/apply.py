@@ -34,8 +34,13 @@ def apply_layout(model: nn.Module, parallel: ParallelSpec, mesh: Mesh, precision
         model.to_empty(device=mesh.device)
 
 
-def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
+def named_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The transformer blocks of every stack the model has."""
     for name, module in model.named_modules():
         if name.split(".")[-1] == "layers":
-            yield from module.children()
+            for index, block in module.named_children():
+                yield f"{name}.{index}", block
+
+
+def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
+    yield from (block for _, block in named_blocks(model))

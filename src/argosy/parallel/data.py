@@ -30,6 +30,8 @@ class _Totals:
 
 
 class DataParallel(SingleDevice):
+    _result_axes: tuple[str, ...] = SUM_AXES  # whose ranks have other parts of what is reported
+
     def __init__(
         self, model: nn.Module, mesh: Mesh, *, micro_batch: int, seed: int, z_loss: float, reduce: torch.dtype
     ) -> None:
@@ -93,7 +95,7 @@ class DataParallel(SingleDevice):
         load = result.expert_load
         parts = [result.loss_sum, *result.metrics.values(), *([] if load is None else [load])]
         flat = torch.cat([part.detach().reshape(-1).double() for part in parts])
-        self.mesh.sum_(flat)
+        self.mesh.sum_(flat, *self._result_axes)
         pieces = [
             piece.view_as(part).to(part.dtype)
             for piece, part in zip(flat.split([part.numel() for part in parts]), parts, strict=True)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from argosy.compat import combined
+from argosy.compat import combined, finish_backward
 from argosy.config.schema import ParallelSpec
 from argosy.parallel.mesh import Mesh
 from argosy.parallel.precision import DTYPES
@@ -51,6 +51,23 @@ def reduce_after(model: nn.Module, *, last: bool) -> None:
     """Whether the next backward pass sums gradients over ranks: only that of a step's last micro-batch does."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)
+
+
+def reduce_nothing(model: nn.Module, *, reshard: bool) -> None:
+    """From now on backward passes leave gradients whole on this rank, and, unless they are to `reshard`, parameters too."""
+    if isinstance(model, FSDPModule):
+        model.set_is_last_backward(False)
+        model.set_reshard_after_backward(reshard)
+        model.set_requires_gradient_sync(False)
+
+
+def reduce_everything(model: nn.Module) -> None:
+    """Sum over ranks all gradients that were left whole."""
+    if isinstance(model, FSDPModule):
+        model.set_is_last_backward(True)
+        model.set_reshard_after_backward(True)
+        model.set_requires_gradient_sync(True)
+        finish_backward(model)
 
 
 def _shard_mesh(mesh: Mesh) -> DeviceMesh:

@@ -82,7 +82,7 @@ class Mesh:
 
     def along(self, *axes: str) -> DeviceMesh | None:
         """The ranks along those of the axes that exist, as one axis."""
-        names = tuple(axis for axis in axes if axis in self.names)
+        names = tuple(name for name in self.names if name in axes)
         return flattened(self.devices[names]) if self.devices is not None and names else None
 
     def ranks_along(self, axis: str) -> list[int]:

@@ -6,7 +6,7 @@ number of valid tokens of the whole global batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -16,7 +16,9 @@ from argosy.compat import accumulate_in
 from argosy.config.seeds import derive_seed
 from argosy.data.samples.windows import Batch
 from argosy.model.objective import Loss, Objective
+from argosy.parallel.dropout import DropoutSeeds
 from argosy.parallel.pinned import copied, tensors_of
+from argosy.parallel.shards import norm_of
 
 
 class Result(NamedTuple):
@@ -38,6 +40,7 @@ class SingleDevice:
         self.model, self.device = model, device
         self.micro_batch, self.seed, self.z_loss = micro_batch, seed, z_loss
         self.enter: Callable[[str], None] = _unmeasured  # told which part of a step begins
+        self._dropout = DropoutSeeds(model)
 
     def place(self, batch: Batch) -> Batch:
         """The batch where the device reads it best; for the loader's thread, ahead of the step that needs it."""
@@ -49,12 +52,12 @@ class SingleDevice:
     def forward_backward(self, batch: Batch, step: int, loss_scale: Tensor | float = 1.0) -> Result:
         """Add the gradients of the summed loss of `batch`, times `loss_scale`, to the parameters."""
         self._prepare_gradients(torch.float32 if self.accumulates(len(batch.tokens)) else None)
-        total, metrics, objective = torch.zeros((), device=self.device), _Sums(), self._objective(batch, loss_scale)
+        total, metrics, objective = torch.zeros((), device=self.device), Sums(), self._objective(batch, loss_scale)
         load: Tensor | None = None
         firsts = range(0, len(batch.tokens), self.micro_batch)
         for micro, first in enumerate(firsts, start=self._first_micro(len(firsts))):
             self._before_micro(last=first == firsts[-1])
-            torch.manual_seed(derive_seed(self.seed, "dropout", step, micro))
+            self._dropout.begin(derive_seed(self.seed, "dropout", step, micro))
             loss = self._loss(batch, first, objective)
             loss.total.backward()
             total += loss.cross_entropy
@@ -62,10 +65,14 @@ class SingleDevice:
             load = loss.expert_load if load is None or loss.expert_load is None else load + loss.expert_load
         return Result(total, batch.valid_tokens, metrics, load)
 
+    def norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
+        """The 2-norm of the gradients of all parameters, of which this rank has those given."""
+        return norm_of(list(gradients.values()))
+
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Result:
         self.model.eval()
-        total, metrics, objective = torch.zeros((), device=self.device), _Sums(), self._objective(batch)
+        total, metrics, objective = torch.zeros((), device=self.device), Sums(), self._objective(batch)
         for first in range(0, len(batch.tokens), self.micro_batch):
             loss = self._loss(batch, first, objective)
             total += loss.cross_entropy
@@ -109,7 +116,7 @@ class SingleDevice:
 def _unmeasured(part: str) -> None: ...
 
 
-class _Sums(dict[str, Tensor]):
+class Sums(dict[str, Tensor]):
     def add(self, metrics: dict[str, Tensor]) -> None:
         for name, value in metrics.items():
             self[name] = self[name] + value if name in self else value

@@ -17,6 +17,7 @@ from argosy.checkpoint.store import Checkpoint, Progress, help_save, latest, lis
 from argosy.config.checks import check_phases
 from argosy.config.counts import describe_size, training_flops_per_token
 from argosy.config.layout import describe_layout
+from argosy.config.pipeline import describe_bubble
 from argosy.config.schema import RunSpec
 from argosy.config.units import Duration
 from argosy.data.loader import Loader
@@ -40,7 +41,7 @@ from argosy.train.profile_steps import Profiling, Window
 from argosy.train.replicas import Replicas
 from argosy.train.rewind import Rewind, passing, require_finite, require_rewinds_left, watch_numbers
 from argosy.train.schedule import make_schedule
-from argosy.train.session import make_engine, make_model, open_checked_data, stored_weights
+from argosy.train.session import make_engine, make_model, open_checked_data, parameter_names, stored_weights
 from argosy.train.step import Step, take_step
 from argosy.train.telemetry import Taken, Telemetry
 from argosy.train.timer import Timer
@@ -63,7 +64,8 @@ class Trainer:
         self.model = make_model(spec, mesh)
         self.engine = make_engine(spec, self.model, mesh)
         scaled = choose_precision(spec.train.precision, self.device) == "fp16"
-        self.optimizer = Optimizer(self.model, spec.optim, scaled=scaled, guard=spec.guard)
+        names = parameter_names(spec) if mesh.size("pp") > 1 else None
+        self.optimizer = Optimizer(self.model, spec.optim, scaled=scaled, guard=spec.guard, names=names)
         self.agreement, self.heartbeat = Agreement(mesh), heartbeat or Heartbeat(mesh.rank)
         self.saves, self.logs = self._timer(spec.checkpoint.every), self._timer(spec.log.every)
         self.evaluations = self._timer(spec.eval.every) if spec.eval is not None else None
@@ -101,6 +103,7 @@ class Trainer:
         self._event("resume" if first else "start", first, changes=changes, notes=notes, init_from=start)
         for note in [*notes, *self._opening(first), *(f"changed since the last start: {c}" for c in changes)]:
             console.note(note)
+        self._tell_bubble(first, console)
         try:
             with Interrupt(quiet=not self.mesh.is_first) as interrupt:
                 self.agreement.listen(interrupt)
@@ -123,6 +126,13 @@ class Trainer:
                 return self._run_steps(first, console)
             except Rewind as rewind:
                 first = self._rewind(rewind, console)
+
+    def _tell_bubble(self, step: int, console: Console) -> None:
+        if self.mesh.size("pp") > 1:
+            text, long = describe_bubble(self.spec)
+            console.note(f"warning: {text}" if long else text)
+            if long:
+                self._event("bubble", step, warning=text)
 
     def _telemetry(self, first: int) -> Telemetry:
         meter = Meter(

@@ -6,7 +6,7 @@ writes the parameters from them after each update. Weights and state go to and c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 
 import torch
@@ -22,13 +22,22 @@ from argosy.train.muon import muon, muon_matrices
 from argosy.train.scaler import MINIMUM, LossScaler
 from argosy.train.slots import Group, Rule, Slot, Update
 
+Norm = Callable[[Mapping[str, Tensor]], Tensor]
+
 
 class Optimizer:
     def __init__(
-        self, model: nn.Module, spec: OptimSpec, *, scaled: bool | None = None, guard: GuardSpec | None = None
+        self,
+        model: nn.Module,
+        spec: OptimSpec,
+        *,
+        scaled: bool | None = None,
+        guard: GuardSpec | None = None,
+        names: Collection[str] | None = None,
     ) -> None:
         """`scaled`: whether the loss is to be scaled; unless given, where the parameters are fp16. `guard`: which steps are
-        skipped for their numbers."""
+        skipped for their numbers. `names`: of all parameters, where `model` is only a part."""
+        require_matches(spec, names or [name for name, _ in model.named_parameters()])
         self._slots, self._groups = _group(model, spec)
         # A model may keep state that it changes itself. It is saved and loaded with the weights.
         self._fixed = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
@@ -53,29 +62,32 @@ class Optimizer:
         loss_scale: Tensor | float = 1.0,
         loss_sum: Tensor | None = None,
         step: int = 0,
+        norm: Norm | None = None,
     ) -> Tensor:
         """Divide the summed gradients by `tokens` and by their scale, clip, update, clear. A guard reads `loss_sum` and the
-        norm. Returns the norm before clipping."""
-        parameters = [slot.parameter for slot in self._slots.values()]
+        norm. Returns the norm before clipping; `norm` is how that of all gradients is found where this rank has only some."""
+        parameters = {name: slot.parameter for name, slot in self._slots.items()}
         divisor = loss_scale * tokens
-        norm = norm_of([p.grad for p in parameters if p.grad is not None]) / divisor
-        clip = torch.ones_like(norm) if self._clip is None else (self._clip / (norm + 1e-6)).clamp(max=1.0)
-        skip = torch.zeros_like(norm)
+        gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+        found = norm_of(list(gradients.values())) if norm is None else norm(gradients)
+        grad_norm = found / divisor
+        clip = torch.ones_like(grad_norm) if self._clip is None else (self._clip / (grad_norm + 1e-6)).clamp(max=1.0)
+        skip = torch.zeros_like(grad_norm)
         if self._scaler is not None:
-            skip = (~norm.isfinite()).float()
+            skip = (~grad_norm.isfinite()).float()
             self._scaler.update(skip)
         if self.guard is not None and loss_sum is not None:
-            excused = torch.zeros_like(norm, dtype=torch.bool)
+            excused = torch.zeros_like(grad_norm, dtype=torch.bool)
             if self._scaler is not None:  # a lower scale may yet do
                 excused = (skip > 0) & (self._scaler.scale >= MINIMUM)
-            skip = torch.maximum(skip, self.guard.judge(step, loss_sum / tokens, norm, excused))
+            skip = torch.maximum(skip, self.guard.judge(step, loss_sum / tokens, grad_norm, excused))
         self._steps, self.skip = self._steps + 1, skip
         self._updates += 1 - skip
         for group in self._groups:
             group.apply(Update(lr, clip / divisor, skip, self._updates))
-        for parameter in parameters:
+        for parameter in parameters.values():
             parameter.grad = None
-        return norm
+        return grad_norm
 
     def weights(self) -> dict[str, Tensor]:
         """The 32-bit weights by parameter name, spread over ranks as the parameters are."""
@@ -156,27 +168,32 @@ def _slot(name: str, parameter: nn.Parameter, rule: Rule) -> Slot:
 def undecayed(model: nn.Module, patterns: list[str]) -> set[str]:
     """Vectors (biases and norms), and what the patterns name."""
     vectors = {name for name, p in model.named_parameters() if p.ndim < 2}
-    return vectors.union(*(_matching(model, pattern, "optim.no_decay") for pattern in patterns))
+    return vectors.union(*(_matching(model, pattern) for pattern in patterns))
 
 
 def lr_factors(model: nn.Module, patterns: Mapping[str, float]) -> dict[str, float]:
     """Of the parameters that a pattern names; the first that does counts."""
     factors: dict[str, float] = {}
     for pattern, factor in patterns.items():
-        for name in _matching(model, pattern, "optim.lr_scale"):
+        for name in _matching(model, pattern):
             factors.setdefault(name, factor)
     return factors
 
 
-def _matching(model: nn.Module, pattern: str, key: str) -> set[str]:
-    names = [name for name, _ in model.named_parameters()]
-    matched = {name for name in names if fnmatchcase(name, pattern)}
-    if not matched:
-        raise ArgosyError(
-            "config.bad-value",
-            f"the pattern {pattern!r} matches none of the {len(names)} parameters, such as {names[0]} and {names[-1]}",
-            key=key,
-            value=pattern,
-            fix="use shell patterns on parameter names, as embed.* or *.bias",
-        )
-    return matched
+def _matching(model: nn.Module, pattern: str) -> set[str]:
+    return {name for name, _ in model.named_parameters() if fnmatchcase(name, pattern)}
+
+
+def require_matches(spec: OptimSpec, names: Collection[str]) -> None:
+    """Refuse a pattern that matches no parameter of the model."""
+    patterns = [("no_decay", pattern) for pattern in spec.no_decay] + [("lr_scale", p) for p in spec.lr_scale]
+    for key, pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            first, *_, last = names
+            raise ArgosyError(
+                "config.bad-value",
+                f"the pattern {pattern!r} matches none of the {len(names)} parameters, such as {first} and {last}",
+                key=f"optim.{key}",
+                value=pattern,
+                fix="use shell patterns on parameter names, as embed.* or *.bias",
+            )

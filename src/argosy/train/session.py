@@ -19,6 +19,7 @@ from argosy.errors import ArgosyError
 from argosy.model.build import build_model
 from argosy.parallel.apply import apply_layout
 from argosy.parallel.mesh import Mesh
+from argosy.parallel.pipeline.stages import cut, part_of
 from argosy.parallel.precision import apply_precision, choose_precision, evaluation_precision
 from argosy.parallel.single import SingleDevice
 from argosy.record.rundir import RunDir
@@ -45,11 +46,20 @@ def open_checked_data(spec: RunSpec) -> RunData:
 
 
 def make_model(spec: RunSpec, mesh: Mesh) -> nn.Module:
-    """With uninitialised weights, in the precision of the spec. One that will be sharded has no memory yet: a device need
-    not hold all of it."""
-    model = build_model(spec.model, "meta" if mesh.is_sharded else mesh.device)
+    """What this rank has of the model, with uninitialised weights, in the precision of the spec. One that will be sharded has
+    no memory yet: a device need not hold all of it."""
+    pipeline = mesh.along("pp")
+    model = build_model(spec.model, "meta" if mesh.is_sharded or pipeline is not None else mesh.device)
+    if pipeline is not None:
+        stages = cut(spec.model, spec.parallel, spec.data.seq_len)
+        model = part_of(model, stages.modules_of_rank(pipeline.get_local_rank()))
     apply_precision(model, choose_precision(spec.train.precision, mesh.device), masters=mesh.is_sharded)
-    return model
+    return model if mesh.is_sharded or pipeline is None else model.to_empty(device=mesh.device)
+
+
+def parameter_names(spec: RunSpec) -> list[str]:
+    """Of the whole model, wherever they are."""
+    return [name for name, _ in build_model(spec.model, "meta").named_parameters()]
 
 
 def make_engine(spec: RunSpec, model: nn.Module, mesh: Mesh) -> SingleDevice:
@@ -57,9 +67,14 @@ def make_engine(spec: RunSpec, model: nn.Module, mesh: Mesh) -> SingleDevice:
     micro_batch, seed, z_loss = spec.parallel.micro_batch, spec.train.seed, spec.train.z_loss
     if mesh.devices is None:
         return SingleDevice(model, micro_batch=micro_batch, seed=seed, device=mesh.device, z_loss=z_loss)
+    reduce = torch.float32 if spec.parallel.reduce == "fp32" else torch.bfloat16
+    if mesh.size("pp") > 1:
+        from argosy.parallel.pipeline.engine import PipelineParallel
+
+        stages = cut(spec.model, spec.parallel, spec.data.seq_len)
+        return PipelineParallel(model, mesh, stages, spec.parallel, seed=seed, z_loss=z_loss, reduce=reduce)
     from argosy.parallel.data import DataParallel  # takes most of a second to import, which one process saves
 
-    reduce = torch.float32 if spec.parallel.reduce == "fp32" else torch.bfloat16
     return DataParallel(model, mesh, micro_batch=micro_batch, seed=seed, z_loss=z_loss, reduce=reduce)
 
 

@@ -35,7 +35,9 @@ def take_step(
     loss_scale = optimizer.loss_scale(batch.labels.size * engine.data_ranks)
     result = engine.forward_backward(batch, step, loss_scale)
     enter("optimizer")
-    grad_norm = optimizer.step(tokens=result.tokens, lr=lr, loss_scale=loss_scale, loss_sum=result.loss_sum, step=step)
+    grad_norm = optimizer.step(
+        tokens=result.tokens, lr=lr, loss_scale=loss_scale, loss_sum=result.loss_sum, step=step, norm=engine.norm
+    )
     if result.expert_load is not None:
         balance_experts(engine.model, torch.where(optimizer.skip > 0, 0, result.expert_load))  # no load moves nothing
     return Step(result, grad_norm)

@@ -16,6 +16,7 @@ On a CPU the same rounding is followed by an ordinary product: what the tests ru
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from argosy.compat import scaled_mm
 from argosy.model.ops.choice import use_kernel
+from argosy.model.ops.later import now_or_later
 
 FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -63,6 +65,7 @@ class _Fp8Products(torch.autograd.Function):
             found.append(y.unflatten(0, x.shape[:-1]))
             saved += [w8.transposed, w8.scale]
         ctx.save_for_backward(*saved)
+        ctx.weights = weights
         ctx.form = (x.shape, [None if bias is None else bias.dtype for bias in biases])
         return tuple(found)
 
@@ -73,11 +76,14 @@ class _Fp8Products(torch.autograd.Function):
         d_x = None
         d_weights: list[Tensor | None] = []
         d_biases: list[Tensor | None] = []
-        for gradient, w8t, w_scale, bias_dtype in zip(gradients, rest[::2], rest[1::2], bias_dtypes, strict=True):
+        for gradient, weight, w8t, w_scale, bias_dtype in zip(
+            gradients, ctx.weights, rest[::2], rest[1::2], bias_dtypes, strict=True
+        ):
             d_y = gradient.flatten(0, -2)
             d8 = quantise(d_y, GRADIENT)
             part = scaled_mm(d8.values, w8t.t(), d8.scale, w_scale, d_y.dtype)
             d_x = part if d_x is None else d_x.add_(part)
-            d_weights.append(scaled_mm(d8.transposed, x8t.t(), d8.scale, x_scale, d_y.dtype))
+            product = partial(scaled_mm, d8.transposed, x8t.t(), d8.scale, x_scale, d_y.dtype)
+            d_weights.append(now_or_later(weight, product))
             d_biases.append(None if bias_dtype is None else d_y.sum(0, dtype=torch.float32).to(bias_dtype))
         return None if d_x is None else d_x.view(shape), None, *d_weights, *d_biases

@@ -12,12 +12,14 @@ The loop over experts is the twin that runs everywhere; it has to know the offse
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from argosy.compat import grouped_mm
+from argosy.model.ops.later import now_or_later
 
 _ALIGNMENT = 8  # the kernel reads rows of 16 bytes
 
@@ -32,6 +34,7 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight, offsets)
+        ctx.weight = weight  # itself: what was saved may be a copy
         return _product(x, weight.transpose(1, 2), offsets)
 
     @staticmethod
@@ -39,7 +42,8 @@ class _GroupedLinear(torch.autograd.Function):
         x, weight, offsets = ctx.saved_tensors
         d_y = gradients[0].contiguous()
         d_x = _product(d_y, weight, offsets) if ctx.needs_input_grad[0] else None
-        d_weight = _outer(d_y, x, offsets) if ctx.needs_input_grad[1] else None
+        wanted = ctx.needs_input_grad[1]
+        d_weight = now_or_later(ctx.weight, partial(_outer, d_y, x, offsets)) if wanted else None
         return d_x, d_weight, None
 
 

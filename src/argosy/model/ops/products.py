@@ -7,7 +7,7 @@ every one out and add them afterwards. The gradient of a small weight is cut alo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from argosy.model.ops.choice import use_kernel
+from argosy.model.ops.later import is_separable, now_or_later
 
 _TILES = ((128, 256), (256, 128), (192, 192), (256, 192), (192, 256), (320, 128), (128, 320), (128, 128))  # of cuBLAS
 _SMALL_TILE = 0.85  # how fast the smallest of them works, measured against the others
@@ -23,7 +24,7 @@ _SUM_COST = 180  # tokens: a product of so many takes as long as reading its res
 
 def products(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     """x weight^T + bias for every weight [out, in] of x [.., in]."""
-    if use_kernel(x):
+    if is_separable() or use_kernel(x):
         found: tuple[Tensor, ...] = _Products.apply(x, *weights, *biases)
         return found
     return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
@@ -34,6 +35,7 @@ class _Products(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, *factors: Tensor) -> tuple[Tensor, ...]:
         weights, biases = factors[: len(factors) // 2], factors[len(factors) // 2 :]
         ctx.save_for_backward(x, *weights)
+        ctx.weights = weights  # themselves: what was saved may be a copy
         return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
     @staticmethod
@@ -48,7 +50,10 @@ class _Products(torch.autograd.Function):
                 d_x = d_x.addmm_(d_y, weight)
             d_x = d_x.view_as(x)
         rows = x.flatten(0, -2)
-        d_weights = [weight_gradient(d_y, rows) if next(wanted) else None for d_y in d_ys]
+        d_weights = [
+            now_or_later(weight, partial(weight_gradient, d_y, rows)) if next(wanted) else None
+            for weight, d_y in zip(ctx.weights, d_ys, strict=True)
+        ]
         d_biases = [d_y.sum(0) if next(wanted) else None for d_y in d_ys]
         return d_x, *d_weights, *d_biases
 

@@ -1,0 +1,102 @@
+"""Whether a pipeline can run as asked: its stages against the layers, its schedule against the micro-batches of a step."""
+
+from __future__ import annotations
+
+from argosy.config.schema import RunSpec
+from argosy.config.stages import SEVERAL_STAGES, V_SHAPED, bubble, count_layers
+from argosy.errors import ArgosyError
+
+Origins = dict[str, str]
+WORTH_A_WARNING = 0.2  # of a step, idle
+
+
+def check_pipeline(spec: RunSpec, origins: Origins) -> None:
+    parallel = spec.parallel
+    if parallel.pp == 1:
+        if parallel.vpp > 1:
+            raise _refusal("vpp", parallel.vpp, "one rank is no pipeline, and has no stages", "parallel.vpp=1", origins)
+        return
+    _check_stages(spec, origins)
+    _check_compile(spec, origins)
+    for size in spec.train.batches.sizes:
+        _check_micro_batches(spec, size, origins)
+
+
+def describe_bubble(spec: RunSpec) -> tuple[str, bool]:
+    """(how long ranks stand idle, with the arithmetic; whether that is a good part of the step)"""
+    parallel = spec.parallel
+    micros = micro_batches(spec, spec.train.global_batch)
+    share, arithmetic = bubble(parallel, micros)
+    text = f"pipeline: {parallel.pp} ranks, {micros} micro-batches a step, {parallel.schedule}: each rank idle for {share:.0%} of it"
+    text += f" = {arithmetic}"
+    if share <= WORTH_A_WARNING:
+        return text, False
+    more = next(n for n in range(micros, 1 << 20) if bubble(parallel, n)[0] <= WORTH_A_WARNING / 2)
+    return (
+        f"{text}; {more} micro-batches would make it {bubble(parallel, more)[0]:.0%}: a larger train.global_batch, a smaller "
+        f"parallel.micro_batch, or fewer pipeline ranks",
+        True,
+    )
+
+
+def micro_batches(spec: RunSpec, batch: int) -> int:
+    """On their way through one pipeline, in a step of `batch` samples."""
+    return batch // (spec.parallel.micro_batch * spec.parallel.data_parallel)
+
+
+def _check_stages(spec: RunSpec, origins: Origins) -> None:
+    parallel, layers = spec.parallel, count_layers(spec.model)
+    if spec.model.retrieval is not None:
+        raise _refusal("pp", parallel.pp, "two towers are no sequence of stages", "parallel.pp=1", origins)
+    if parallel.schedule in SEVERAL_STAGES and parallel.vpp == 1:
+        why = f"{parallel.schedule} needs {'two' if parallel.schedule in V_SHAPED else 'several'} stages on each rank"
+        raise _refusal("vpp", 1, why, "parallel.vpp=2, or schedule=1f1b", origins)
+    if parallel.schedule in V_SHAPED and parallel.vpp != 2:
+        why = f"{parallel.schedule} has two stages on each rank, one on the way down the ranks and one on the way up"
+        raise _refusal("vpp", parallel.vpp, why, "parallel.vpp=2, or schedule=interleaved-1f1b", origins)
+    if parallel.schedule not in SEVERAL_STAGES and parallel.vpp > 1:
+        why = f"{parallel.schedule} has one stage on each rank"
+        raise _refusal("vpp", parallel.vpp, why, "schedule=interleaved-1f1b, or parallel.vpp=1", origins)
+    stages = parallel.pp * parallel.vpp
+    if stages > layers:
+        cause = f"{layers} layers cannot fill {stages} pipeline stages"
+        if parallel.vpp > 1:
+            cause += f" = pp {parallel.pp} x vpp {parallel.vpp}"
+        most = layers // parallel.vpp
+        raise _refusal("pp", parallel.pp, cause, f"use parallel.pp {most}" if most else "use fewer stages", origins)
+
+
+def _check_micro_batches(spec: RunSpec, batch: int, origins: Origins) -> None:
+    parallel, micros = spec.parallel, micro_batches(spec, batch)
+    made = (
+        f"a step of {batch} samples is {micros} micro-batches of {parallel.micro_batch} on each of "
+        f"{parallel.data_parallel} data-parallel ranks"
+    )
+    if parallel.schedule == "dualpipev" and micros < 2 * parallel.pp:
+        cause = f"{made}, and dualpipev needs 2 x pp {parallel.pp} = {2 * parallel.pp} at least"
+        raise _refusal("schedule", "dualpipev", cause, "more micro-batches, or schedule=zbv", origins)
+    rounds = max(1, micros // parallel.pp)
+    if parallel.schedule == "interleaved-1f1b" and micros % rounds:
+        near = [n for n in range(1, 2 * micros) if n % max(1, n // parallel.pp) == 0]
+        below, above = max(n for n in near if n < micros), min(n for n in near if n > micros)
+        cause = f"{made}, which {rounds} rounds of pp {parallel.pp} or a few more do not divide: {micros} = {rounds} x {micros // rounds} + {micros % rounds}"
+        raise _refusal(
+            "schedule", parallel.schedule, cause, f"{below} or {above} micro-batches, or schedule=1f1b", origins
+        )
+
+
+def _check_compile(spec: RunSpec, origins: Origins) -> None:
+    parallel = spec.parallel
+    if parallel.compile == "model":
+        raise _refusal("compile", "model", "no rank of a pipeline has the whole model", "compile=block", origins)
+    if parallel.compile == "block" and parallel.schedule in V_SHAPED:
+        cause = (
+            f"{parallel.schedule} makes the gradients of weights apart from those of inputs, and a compiled block makes both "
+            "at once"
+        )
+        raise _refusal("compile", "block", cause, "compile=off, or schedule=1f1b", origins)
+
+
+def _refusal(key: str, value: object, cause: str, fix: str, origins: Origins) -> ArgosyError:
+    key = f"parallel.{key}"
+    return ArgosyError("config.arithmetic", cause, key=key, value=value, origin=origins.get(key), fix=fix)

@@ -1,0 +1,135 @@
+"""One step of a pipeline on one rank: its actions in order, and what each leaves for the next.
+
+Of a micro-batch that a stage has passed forward, its inputs and outputs are kept until it comes back, and nothing else: torch's
+own runtime, whose orders are used here, keeps buffers for all micro-batches of a step in both directions, and needs an extra
+pass to learn their shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from argosy.model.objective import Loss, Stream
+from argosy.model.ops.later import Later, separable, weights_later
+from argosy.parallel.pipeline.messages import Form, Mail, Pending
+from argosy.parallel.pipeline.order import Action
+
+Key = tuple[int, int]  # stage, micro-batch
+
+
+class Pass(Protocol):
+    """The forward pass of one stage for one micro-batch, going on from what the stage before made."""
+
+    def __call__(self, stage: int, micro: int, stream: tuple[Tensor, ...] | None) -> Loss | Stream: ...
+
+
+@dataclass
+class _State:
+    """What is under way in a step."""
+
+    arriving: dict[Key, Pending] = field(default_factory=dict)  # streams
+    returning: dict[Key, Pending] = field(default_factory=dict)  # gradients of streams
+    streams: dict[Key, tuple[Tensor, ...]] = field(default_factory=dict)  # made here for a stage that is here too
+    gradients: dict[Key, tuple[Tensor, ...]] = field(default_factory=dict)
+    inputs: dict[Key, tuple[Tensor, ...]] = field(default_factory=dict)
+    outputs: dict[Key, tuple[Tensor, ...]] = field(default_factory=dict)
+    later: dict[Key, Later] = field(default_factory=dict)  # weight gradients that were put off
+    sent: list[Pending] = field(default_factory=list)
+
+
+class Runtime:
+    """`ranks[s]` is the pipeline rank of stage s."""
+
+    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], device: torch.device) -> None:
+        self._mail, self._ranks = Mail(group, device), ranks
+        self._forms: dict[tuple[int, object], list[Form]] = {}  # of what a stage makes of a micro-batch of some shape
+
+    def run(
+        self, actions: Sequence[Action], forward: Pass, shapes: Sequence[object], *, training: bool
+    ) -> dict[Key, Loss | Stream]:
+        """What the forward passes report. `shapes` tell micro-batches apart whose streams have different shapes."""
+        in_halves = any(action.kind == "W" for action in actions)
+        with separable() if in_halves else nullcontext():
+            return self._run(actions, forward, shapes, training)
+
+    def _run(
+        self, actions: Sequence[Action], forward: Pass, shapes: Sequence[object], training: bool
+    ) -> dict[Key, Loss | Stream]:
+        state, reports = _State(), dict[Key, Loss | Stream]()
+        for action in actions:
+            key = action.stage, action.micro
+            if action.kind == "F":
+                reports[key] = self._forward(state, key, forward, training)
+            elif action.kind in ("B", "I"):
+                self._backward(state, key, put_off=action.kind == "I")
+            elif action.kind == "W":
+                state.later.pop(key).run()
+            elif action.kind == "send F":
+                self._send_stream(state, key, shapes[action.micro])
+            elif action.kind == "receive F":
+                forms = self._forms_from(action.stage - 1, shapes[action.micro])
+                state.arriving[key] = self._mail.receive(forms, self._ranks[action.stage - 1])
+            elif action.kind == "send B":
+                state.sent.append(self._mail.send(state.gradients.pop(key), self._ranks[action.stage - 1]))
+            else:
+                forms = [Form(tuple(t.shape), t.dtype) for t in state.outputs[key]]
+                state.returning[key] = self._mail.receive(forms, self._ranks[action.stage + 1])
+        for message in state.sent:
+            message.wait()
+        return reports
+
+    def _forward(self, state: _State, key: Key, forward: Pass, training: bool) -> Loss | Stream:
+        stage, micro = key
+        stream: tuple[Tensor, ...] | None = None
+        if stage:
+            before = stage - 1, micro
+            stream = state.arriving.pop(key).wait() if key in state.arriving else state.streams.pop(before)
+            stream = tuple(tensor.detach().requires_grad_(training) for tensor in stream)
+        found = forward(stage, micro, stream)
+        made = (found.total,) if isinstance(found, Loss) else found.tensors
+        if training:
+            state.inputs[key], state.outputs[key] = stream or (), made
+        if isinstance(found, Loss):
+            return found._replace(total=found.total.detach())
+        state.streams[key] = made
+        return found._replace(tensors=())
+
+    def _backward(self, state: _State, key: Key, *, put_off: bool) -> None:
+        stage, micro = key
+        outputs, inputs = state.outputs.pop(key), state.inputs.pop(key)
+        gradients: tuple[Tensor, ...] | None = None
+        if stage < len(self._ranks) - 1:
+            after = stage + 1, micro
+            gradients = state.returning.pop(key).wait() if key in state.returning else state.gradients.pop(after)
+        if put_off:
+            with weights_later() as state.later[key]:
+                torch.autograd.backward(outputs, gradients)
+        else:
+            torch.autograd.backward(outputs, gradients)
+        if inputs:
+            state.gradients[key] = tuple(_gradient(tensor) for tensor in inputs)
+
+    def _send_stream(self, state: _State, key: Key, shape: object) -> None:
+        stage, to = key[0], self._ranks[key[0] + 1]
+        tensors = state.streams.pop(key)
+        if (stage, shape) not in self._forms:
+            self._mail.tell_forms(tensors, to)
+            self._forms[stage, shape] = [Form(tuple(t.shape), t.dtype) for t in tensors]
+        state.sent.append(self._mail.send(tensors, to))
+
+    def _forms_from(self, stage: int, shape: object) -> list[Form]:
+        if (stage, shape) not in self._forms:
+            self._forms[stage, shape] = self._mail.hear_forms(self._ranks[stage])
+        return self._forms[stage, shape]
+
+
+def _gradient(tensor: Tensor) -> Tensor:
+    """Of a stream that may have gone through a stage without being looked at."""
+    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
