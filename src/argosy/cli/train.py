@@ -70,8 +70,11 @@ def train(
     from argosy.parallel.ranks import find_nodes, find_world
 
     if nproc is not None and not dry_run:
+        from argosy.plan.auto import is_open
+
         nodes = find_nodes(os.environ)
-        check_world(resolved.spec.parallel, nproc * nodes.count, f"--nproc {nproc} x {nodes.count} nodes")
+        if not is_open(resolved):  # the ranks find a layout themselves
+            check_world(resolved.spec.parallel, nproc * nodes.count, f"--nproc {nproc} x {nodes.count} nodes")
         from argosy.parallel.agent import start_ranks
         from argosy.record.rundir import RunDir
 
@@ -82,8 +85,13 @@ def train(
     from argosy.train import run
 
     options = run.TrainOptions(fresh=fresh, archive=archive, quiet=quiet, profile=profile)
+    world = find_world(os.environ)
     if dry_run:
-        print("\n".join(run.dry_run(resolved, options, world_size)))
+        settled = run.settle(resolved, path, overrides, world_size or world.size)
+        print("\n".join(run.dry_run(settled, options, world_size)))
         return
-    rank = find_world(os.environ).rank
-    raise typer.Exit(run_as_rank(lambda: run.train(resolved, path, options), rank))
+
+    def train_settled() -> int:
+        return run.train(run.settle(resolved, path, overrides, world.size), path, options)
+
+    raise typer.Exit(run_as_rank(train_settled, world.rank))

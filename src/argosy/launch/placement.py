@@ -13,14 +13,15 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from argosy.config.cluster import ClusterSpec, StorageSpec
-from argosy.config.layout import AXES, check_world
+from argosy.config.layout import check_world
 from argosy.config.resolve import Resolved, resolve
 from argosy.config.schema import RunSpec
 from argosy.errors import ArgosyError
 from argosy.launch.fabric import check_sharp, choose_fabric, nic_request
 from argosy.launch.names import object_name
 from argosy.launch.secrets import refuse_secrets
-from argosy.plan.advise import best_layout, predict
+from argosy.plan.advise import predict
+from argosy.plan.auto import open_layout
 from argosy.plan.hardware import Instance, find_instance
 
 KUBERNETES = ("jobset", "indexed-job", "pytorchjob", "trainjob", "hyperpod")
@@ -80,7 +81,7 @@ def place(path: Path, overrides: Sequence[str] = (), target: str | None = None) 
     source = path.read_text(encoding="utf-8")
     refuse_secrets(source, overrides, cluster)
     planned_on = _planned_on(resolved, instance, cluster, gpus)
-    chosen = _layout(resolved, planned_on, ranks * cluster.nodes)
+    chosen = open_layout(resolved, planned_on, ranks * cluster.nodes)
     if chosen:
         resolved = resolve(path, [*overrides, *added, *chosen], elsewhere=True)
     check_world(resolved.spec.parallel, ranks * cluster.nodes, f"{cluster.nodes} nodes of {ranks} ranks")
@@ -146,24 +147,6 @@ def _planned_on(resolved: Resolved, instance: Instance | None, cluster: ClusterS
     if instance is None or gpus != instance.gpus or (cluster.ranks or gpus) != gpus:
         return None
     return None if resolved.spec.model.architecture == "encoder-decoder" else f"{cluster.nodes}x{instance.name}"
-
-
-def _layout(resolved: Resolved, planned_on: str | None, ranks: int) -> tuple[str, ...]:
-    """Overrides that spread a layout the spec leaves open over the ranks: the planner's best, or replicas where it knows
-    nothing of the nodes."""
-    open_keys = {
-        key for key in (*AXES, "ep", "micro_batch", "recompute")
-        if resolved.origins[f"parallel.{key}"].startswith(("default", "derived"))
-    }  # fmt: skip
-    if ranks == 1 or not open_keys >= {*AXES, "ep"}:
-        return ()
-    if planned_on is None:
-        return (f"parallel.dp_replicate={ranks}",)
-    settled = {
-        key: getattr(resolved.spec.parallel, key) for key in ("micro_batch", "recompute") if key not in open_keys
-    }
-    chosen = best_layout(resolved.spec, planned_on, settled)
-    return tuple(f"parallel.{key}={value}" for key, value in chosen.items() if key in open_keys)
 
 
 def _check_kubernetes(placed: Placement) -> None:

@@ -46,6 +46,11 @@ class RunDir:
         return self.root / "resolved.json"
 
     @property
+    def plan_file(self) -> Path:
+        """What was predicted."""
+        return self.root / "plan.json"
+
+    @property
     def metrics(self) -> Path:
         return self.root / "metrics.jsonl"
 

@@ -48,8 +48,14 @@ def _own_gpu(local_rank: int) -> torch.device:
     return device
 
 
+def name_of(device: torch.device) -> str | None:
+    """A GPU's name, as its driver gives it."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else None
+
+
 def peak_of(device: torch.device) -> Peak | None:
-    return dense_peak(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    name = name_of(device)
+    return None if name is None else dense_peak(name)
 
 
 def peak_memory_gib(device: torch.device) -> float:

@@ -6,9 +6,11 @@ Whatever can be refused is refused before the run directory is touched.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import orjson
 import torch
 
 from argosy.checkpoint.assets import copy_assets
@@ -16,19 +18,22 @@ from argosy.checkpoint.store import latest, listed
 from argosy.config.counts import describe_size
 from argosy.config.layout import check_world
 from argosy.config.resolve import Resolved
+from argosy.config.schema import TrainSpec
 from argosy.config.start import MODEL_FILE
 from argosy.config.watching import LogSpec
 from argosy.errors import ArgosyError
 from argosy.parallel.mesh import Mesh, joined, require_supported
 from argosy.parallel.rank import open_heartbeat
 from argosy.parallel.ranks import find_world
+from argosy.plan.advise import predict
+from argosy.plan.auto import cluster_of, is_open, settle_layout
 from argosy.record.courier import carried
 from argosy.record.files import replace_file
 from argosy.record.heartbeat import clear_heartbeats
 from argosy.record.jsonl import JsonlWriter
 from argosy.record.rundir import RunDir
 from argosy.record.sinks.asked import require_packages
-from argosy.train.device import prepare_device
+from argosy.train.device import name_of, prepare_device
 from argosy.train.loop import Trainer
 from argosy.train.profile_steps import Window
 
@@ -39,6 +44,18 @@ class TrainOptions:
     archive: bool = False  # with fresh: move the earlier run aside
     quiet: bool = False
     profile: str | None = None  # steps to look at with torch's profiler, as 10:13
+
+
+def settle(resolved: Resolved, source: Path | None, overrides: Sequence[str], ranks: int) -> Resolved:
+    """The run with a layout for so many ranks, where its spec leaves that open."""
+    if ranks == 1 or not is_open(resolved):
+        return resolved
+    spec = resolved.spec
+    return settle_layout(resolved, source, overrides, ranks, cluster_of(spec, _gpu_name(spec.train), ranks))
+
+
+def _gpu_name(spec: TrainSpec) -> str | None:
+    return torch.cuda.get_device_name() if spec.device != "cpu" and torch.cuda.is_available() else None
 
 
 def train(resolved: Resolved, source: Path | None, options: TrainOptions) -> int:
@@ -77,6 +94,7 @@ def _open(run: RunDir, trainer: Trainer, resolved: Resolved, source: Path | None
         changes = run.compare(resolved, trainer.data.facts()) if listed(run.checkpoints) else []
         start = trainer.start_from(run)
         run.store(resolved, source, trainer.data.facts(), None if start is None else start.facts())
+        _store_plan(run, trainer)
         if trainer.data.tokenizer is not None:
             name, content = trainer.data.tokenizer.stored()
             replace_file(run.root / name, content)
@@ -87,6 +105,17 @@ def _open(run: RunDir, trainer: Trainer, resolved: Resolved, source: Path | None
         run.close()
         raise
     return changes
+
+
+def _store_plan(run: RunDir, trainer: Trainer) -> None:
+    """What the planner says of this layout on these GPUs, for whoever compares it with what was measured."""
+    spec, ranks = trainer.spec, trainer.mesh.world_size
+    cluster = cluster_of(spec, name_of(trainer.device), ranks)
+    prediction = None if cluster is None else predict(spec, cluster)
+    if prediction is None:
+        run.plan_file.unlink(missing_ok=True)
+    else:
+        replace_file(run.plan_file, orjson.dumps({"cluster": cluster, **prediction}, option=orjson.OPT_INDENT_2))
 
 
 def _check_options(run: RunDir, options: TrainOptions) -> None:

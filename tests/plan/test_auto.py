@@ -1,0 +1,69 @@
+"""`parallel: auto` becomes a layout once the ranks are known; what the spec says itself stays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import orjson
+import pytest
+
+from argosy.config.resolve import Resolved, resolve
+from argosy.plan.auto import ORIGIN, cluster_of, is_open, settle_layout
+
+KEYS = ["model.preset=llama2-7b", "data.train=corpus", "train.global_batch=512", "train.steps=10", "optim.lr=1e-4"]
+
+
+def settled(ranks: int, planned_on: str | None, *more: str) -> Resolved:
+    overrides = [*KEYS, *more]
+    return settle_layout(resolve(None, overrides), None, overrides, ranks, planned_on)
+
+
+def test_the_planner_fills_an_open_layout_and_says_so() -> None:
+    found = settled(16, "2xp4d.24xlarge")
+    assert found.spec.parallel.world_size == 16
+    assert found.spec.parallel.dp_shard > 1 or found.spec.parallel.tp > 1  # replicas alone do not fit
+    assert found.origins["parallel.micro_batch"] == ORIGIN
+    assert found.origins["optim.lr"] == "command line"
+
+
+def test_what_the_spec_says_itself_stays() -> None:
+    kept = settled(16, "2xp4d.24xlarge", "parallel.micro_batch=2", "parallel.recompute=full")
+    assert (kept.spec.parallel.micro_batch, kept.spec.parallel.recompute) == (2, "full")
+    assert kept.spec.parallel.world_size == 16
+    named = settled(16, "2xp4d.24xlarge", "parallel.tp=2")
+    assert not is_open(named)
+    assert named.spec.parallel.world_size == 2  # for the check of the world size to refuse
+
+
+def test_ranks_the_planner_knows_nothing_of_become_replicas() -> None:
+    found = settled(4, None)
+    assert (found.spec.parallel.dp_replicate, found.spec.parallel.world_size) == (4, 4)
+    assert found.spec.train.global_batch % (4 * found.spec.parallel.micro_batch) == 0
+
+
+def test_one_rank_needs_no_layout() -> None:
+    assert settled(1, "1xH100").spec.parallel.world_size == 1
+
+
+def test_the_cluster_is_the_specs_own_or_the_gpus_that_are_here() -> None:
+    spec = resolve(None, [*KEYS, "cluster.instance=p4d.24xlarge", "cluster.nodes=2"]).spec
+    assert cluster_of(spec, "NVIDIA H200", 16) == "2xp4d.24xlarge"
+    assert cluster_of(spec, "NVIDIA H200", 8) == "8xH200"
+    assert cluster_of(spec, None, 8) is None
+    t5 = resolve(None, ["model.preset=t5-small", *KEYS[1:]]).spec
+    assert cluster_of(t5, "NVIDIA H200", 8) is None
+
+
+def test_a_run_keeps_what_was_predicted_for_it(write_spec: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    from argosy.train import run
+
+    monkeypatch.setattr(run, "name_of", lambda device: "NVIDIA H200")
+    path: Path = write_spec()  # type: ignore[operator]
+    run.train(resolve(path, ["train.steps=3"]), path, run.TrainOptions(quiet=True))
+    plan = orjson.loads((path.parent / "runs" / "tiny" / "plan.json").read_bytes())
+    assert plan["cluster"] == "1xH200"
+    assert plan["step_s"] > 0
+    assert plan["memory_gib"]
+    monkeypatch.setattr(run, "name_of", lambda device: None)
+    run.train(resolve(path, ["train.steps=4"]), path, run.TrainOptions(quiet=True))
+    assert not (path.parent / "runs" / "tiny" / "plan.json").exists()
