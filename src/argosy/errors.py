@@ -55,6 +55,7 @@ CODES: Final[dict[str, str]] = {
     "checkpoint.corrupt": "No checkpoint of the run passes its integrity check.",
     "checkpoint.mismatch": "The checkpoint does not hold the tensors this model needs.",
     "checkpoint.save-failed": "A checkpoint could not be written.",
+    "checkpoint.version": "A checkpoint was written by a newer version of Argosy.",
     "model.no-text": "The model compares texts and writes none, so that there is nothing to sample.",
     "hf.unsupported": "A Hugging Face model has a setting Argosy cannot represent, or a model of ours one they cannot.",
     "hf.bad-files": "A Hugging Face model directory lacks a file or tensor, or holds one that is damaged or not safe to read.",

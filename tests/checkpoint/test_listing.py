@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from argosy.checkpoint.listing import list_run
-from argosy.checkpoint.store import Progress, save
+from argosy.checkpoint.manifest import Progress
+from argosy.checkpoint.save import save
 
 
 def _run(root: Path) -> Path:

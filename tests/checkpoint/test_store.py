@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import resource
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,9 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from argosy.checkpoint.store import Checkpoint, Progress, latest, listed, prune, save, verify
-from argosy.checkpoint.tensors import read_tensors, write_tensors
+from argosy.checkpoint.manifest import Checkpoint, Progress, verify
+from argosy.checkpoint.save import save
+from argosy.checkpoint.store import latest, listed, prune
+from argosy.checkpoint.tensors import TensorFile, read_tensors, write_tensors
 from argosy.errors import ArgosyError
+from argosy.parallel.boxes import Box
 
 
 def tensors(value: float) -> dict[str, torch.Tensor]:
@@ -106,11 +112,11 @@ DAMAGES: dict[str, Damage] = {
     "state changed": lambda c: (c / "state.json").write_bytes((c / "state.json").read_bytes().replace(b"2", b"3")),
     "manifest missing": lambda c: (c / "manifest.json").unlink(),
     "manifest cut": lambda c: (c / "manifest.json").write_bytes((c / "manifest.json").read_bytes()[:-9]),
-    "manifest of another version": lambda c: _edit(c, version=2),
+    "manifest of no version": lambda c: _edit(c, version=0),
     "manifest of another step": lambda c: _edit(c, step=9),
     "manifest without files": lambda c: _edit(c, files={}),
-    "path upwards": lambda c: _edit(c, files={"../../secret.json": {"bytes": 1, "sha256": "0"}}),
-    "absolute path": lambda c: _edit(c, files={"/etc/passwd": {"bytes": 1, "sha256": "0"}}),
+    "path upwards": lambda c: _edit(c, files={"../../secret.json": {"bytes": 1, "blake3": "0" * 64}}),
+    "absolute path": lambda c: _edit(c, files={"/etc/passwd": {"bytes": 1, "blake3": "0" * 64}}),
     "symbolic link": lambda c: _link(c / "weights.safetensors"),
 }
 
@@ -146,6 +152,50 @@ def test_no_change_to_any_byte_goes_unnoticed(tmp_path_factory: pytest.TempPathF
     _flip(file, data.draw(st.integers(0, file.stat().st_size - 1)))
     with pytest.raises(ArgosyError):
         verify(path)
+
+
+def test_a_checkpoint_of_the_first_format_is_still_read(tmp_path: Path) -> None:
+    path = save_step(tmp_path, 5)
+    state = json.loads((path / "state.json").read_text())
+    del state["about"]
+    (path / "state.json").write_text(json.dumps(state))
+    names = ("weights.safetensors", "optimizer.safetensors", "state.json")
+    contents = {name: (path / name).read_bytes() for name in names}
+    files = {n: {"bytes": len(c), "sha256": hashlib.sha256(c).hexdigest()} for n, c in contents.items()}
+    _edit(path, version=1, files=files)
+    assert torch.equal(verify(path).weights()["b"], tensors(5)["b"])
+    _flip(path / "weights.safetensors", -1)
+    with pytest.raises(ArgosyError, match="SHA256"):
+        verify(path)
+
+
+def test_a_checkpoint_of_a_newer_format_is_neither_read_nor_passed_over(tmp_path: Path) -> None:
+    save_step(tmp_path, 1)
+    _edit(save_step(tmp_path, 2), version=3)
+    with pytest.raises(ArgosyError) as refusal:
+        latest(tmp_path, report=print, set_aside=True)
+    assert refusal.value.code == "checkpoint.version"
+    assert len(listed(tmp_path)) == 2
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 5), st.integers(1, 6)), max_size=4), st.integers(1, 200))
+def test_any_box_of_a_stored_tensor_is_read_alone(
+    tmp_path_factory: pytest.TempPathFactory, dims: list[tuple[int, int, int]], least: int
+) -> None:
+    shape = tuple(size for size, _, _ in dims)
+    box = Box(
+        tuple(min(at, size - 1) for size, at, _ in dims),
+        tuple(min(n, size - min(at, size - 1)) for size, at, n in dims),
+    )
+    tensor = torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape)
+    path = tmp_path_factory.mktemp("boxes") / "t.safetensors"
+    write_tensors(path, {"other": torch.ones(3), "t": tensor})
+    with (
+        patch("argosy.checkpoint.tensors._LEAST_READ", least),
+        patch("argosy.checkpoint.tensors._MOST_READ", 2 * least),
+    ):
+        assert torch.equal(TensorFile(path).read_box("t", box), tensor[box.slices])
 
 
 def test_a_file_that_is_no_safetensors_is_refused(tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from argosy.checkpoint.store import listed, verify
+from argosy.checkpoint.manifest import verify
+from argosy.checkpoint.store import listed
 from argosy.errors import EXIT_RESUMABLE
 from argosy.record.jsonl import read_jsonl, read_metrics
 

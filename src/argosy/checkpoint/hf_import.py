@@ -19,9 +19,10 @@ import orjson
 
 from argosy.checkpoint.assets import copy_assets, listed_assets
 from argosy.checkpoint.hf_files import check_hashes, open_hf
+from argosy.checkpoint.manifest import WEIGHTS, Progress, finish
 from argosy.checkpoint.source import hf_source
 from argosy.checkpoint.staging import require_space, staged
-from argosy.checkpoint.store import WEIGHTS, Progress, finish
+from argosy.checkpoint.stored import file_of
 from argosy.checkpoint.tensors import write_stream
 from argosy.config.counts import count_parameters
 from argosy.config.hf import model_type_of
@@ -93,8 +94,9 @@ def import_hf(source: str, to: Path, *, dry_run: bool = False) -> Imported:
         place = stage / "checkpoints" / "step-00000000"
         place.mkdir(parents=True)
         with Bar("import", size, "B") as bar:
-            digest = write_stream(place / WEIGHTS, infos, _counted(model.read, bar))
-        finish(place, Progress(0, 0), {WEIGHTS: digest})
+            file = file_of(WEIGHTS, 0, 1)
+            written = write_stream(place / file, infos, _counted(model.read, bar))
+        finish(place, Progress(0, 0), {file: written})
         copy_assets(directory, stage)
         description = {
             "format": "argosy-model",

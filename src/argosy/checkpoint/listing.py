@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from argosy.checkpoint.store import listed, verify
+from argosy.checkpoint.manifest import verify
+from argosy.checkpoint.store import listed
 from argosy.config.start import model_root
 from argosy.errors import ArgosyError
 from argosy.record.console import amount

@@ -11,8 +11,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from argosy.checkpoint.hf_files import HfModel, open_hf
-from argosy.checkpoint.store import WEIGHTS, Checkpoint, latest, require_names, verify
-from argosy.checkpoint.tensors import TensorFile, TensorInfo
+from argosy.checkpoint.manifest import Checkpoint, verify
+from argosy.checkpoint.store import latest, require_names
+from argosy.checkpoint.tensors import TensorInfo
 from argosy.config.hf import read_config
 from argosy.config.model import ModelSpec
 from argosy.config.start import HF, MODEL_FILE, model_root, starting_model, stored_description
@@ -60,7 +61,7 @@ def open_source(where: str, report: Callable[[str], None] = lambda text: None) -
             f"{path} has no checkpoint yet",
             fix="train it first, or wait for checkpoint.every to come round",
         )
-    file = TensorFile(checkpoint.path / WEIGHTS)
+    weights = checkpoint.weights()
     document = stored_description(root)
     model = starting_model(where)
     imported = (root / MODEL_FILE).exists()
@@ -69,8 +70,8 @@ def open_source(where: str, report: Callable[[str], None] = lambda text: None) -
     return Source(
         where,
         model,
-        file.infos,
-        file.read,
+        weights.infos,
+        weights.__getitem__,
         root,
         checkpoint,
         vocab_size=model.vocab_size

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from argosy.checkpoint.store import sync_directory
+from argosy.checkpoint.manifest import sync_directory
 from argosy.errors import ArgosyError
 
 

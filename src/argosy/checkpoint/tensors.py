@@ -2,24 +2,27 @@
 
 The format is a length, a JSON header of names, types, shapes and offsets, and the raw bytes. It is written and read here
 one tensor at a time, so that saving needs no second copy of the model, the hash no second reading of the file, and a
-conversion no more memory than its largest tensor.
+conversion no more memory than its largest tensor; and of a stored tensor, any box can be read without the rest.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain, product
+from operator import add
 from pathlib import Path
+from typing import NamedTuple
 
 import orjson
 import torch
 from torch import Tensor
 
+from argosy.checkpoint.hashing import new_digest
 from argosy.errors import ArgosyError
-from argosy.parallel.shards import whole
+from argosy.parallel.boxes import Box, whole_box
 
 _NAMES = {
     torch.float32: "F32",
@@ -33,6 +36,16 @@ _NAMES = {
 }
 _TYPES = {name: dtype for dtype, name in _NAMES.items()}
 _LONGEST_HEADER = 100_000_000  # bytes; the format's own limit
+_LEAST_READ = 64 * 2**10  # bytes worth a read of their own: below it, what lies between them is read too
+_MOST_READ = 64 * 2**20  # bytes in memory beside the result
+_PIECE = 8 * 2**20  # bytes hashed and written at once
+
+
+class Written(NamedTuple):
+    """A file as it should be found again."""
+
+    bytes: int
+    digest: str
 
 
 @dataclass(frozen=True)
@@ -44,22 +57,26 @@ class TensorInfo:
     def of(cls, tensor: Tensor) -> TensorInfo:
         return cls(tensor.dtype, tuple(tensor.shape))
 
+    @classmethod
+    def named(cls, dtype: str, shape: Iterable[int]) -> TensorInfo:
+        """From the format's name of a type; a KeyError says that there is no such type."""
+        return cls(_TYPES[dtype], tuple(shape))
+
+    @property
+    def type_name(self) -> str:
+        return _NAMES[self.dtype]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        return self.numel * self.dtype.itemsize
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Write and sync the file; return its SHA-256. What is spread over ranks is gathered when its turn comes, for which the
-    other ranks call `gather_tensors`."""
-    infos = {name: TensorInfo.of(tensor) for name, tensor in tensors.items()}
-    return write_stream(path, infos, lambda name: whole(tensors[name]))
-
-
-def gather_tensors(tensors: Mapping[str, Tensor]) -> None:
-    """The part that ranks which write nothing have in a `write_tensors` of the same."""
-    for tensor in tensors.values():
-        whole(tensor)
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Written:
+    return write_stream(path, {name: TensorInfo.of(t) for name, t in tensors.items()}, tensors.__getitem__)
 
 
 def write_stream(
@@ -67,31 +84,55 @@ def write_stream(
     infos: Mapping[str, TensorInfo],
     make: Callable[[str], Tensor],
     metadata: Mapping[str, str] | None = None,
-) -> str:
-    """The same for tensors that are made when their turn comes, in the order of `infos`."""
+) -> Written:
+    """Write and sync a file of tensors that are made when their turn comes, in the order of `infos`."""
+
+    def made(name: str, info: TensorInfo) -> memoryview:
+        tensor = make(name)
+        if TensorInfo.of(tensor) != info:
+            raise ValueError(f"{name} was promised as {info} and made as {TensorInfo.of(tensor)}")
+        return bytes_of(tensor)
+
+    return write_bytes(path, header_of(infos, metadata), (made(name, info) for name, info in infos.items()))
+
+
+def header_of(infos: Mapping[str, TensorInfo], metadata: Mapping[str, str] | None = None) -> bytes:
+    """All of a file that comes before the tensors' bytes, which follow one another in the order of `infos`."""
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
     for name, info in infos.items():
         offsets = [offset, offset + info.nbytes]
-        header[name] = {"dtype": _NAMES[info.dtype], "shape": list(info.shape), "data_offsets": offsets}
+        header[name] = {"dtype": info.type_name, "shape": list(info.shape), "data_offsets": offsets}
         offset += info.nbytes
     text = orjson.dumps(header)
     text += b" " * (-len(text) % 8)  # tensors start on a multiple of eight
-    digest = hashlib.sha256()
-    with path.open("wb") as file:
-        for part in (len(text).to_bytes(8, "little"), text):
-            file.write(part)
-            digest.update(part)
-        for name, info in infos.items():
-            tensor = make(name)
-            if TensorInfo.of(tensor) != info:
-                raise ValueError(f"{name} was promised as {info} and made as {TensorInfo.of(tensor)}")
-            data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-            file.write(data)
-            digest.update(data)
-        file.flush()
+    return len(text).to_bytes(8, "little") + text
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """A tensor's numbers as they are stored; of one on the host and without gaps, the memory itself."""
+    data: memoryview = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return data
+
+
+def write_bytes(path: Path, header: bytes, parts: Iterable[memoryview]) -> Written:
+    """A header and what follows it, hashed, written and synced."""
+    digest, size = new_digest(), 0
+    with path.open("wb", buffering=0) as file:
+        for part in chain([memoryview(header)], parts):
+            for first in range(0, len(part), _PIECE):
+                piece = part[first : first + _PIECE]
+                digest.update(piece)
+                size += _put(file.fileno(), piece)
         os.fsync(file.fileno())
-    return digest.hexdigest()
+    return Written(size, digest.hexdigest())
+
+
+def _put(file: int, data: memoryview) -> int:
+    done = 0
+    while done < len(data):
+        done += os.write(file, data[done:])
+    return done
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -119,34 +160,80 @@ class TensorFile:
                     self._add(name, entry["dtype"], entry["shape"], entry["data_offsets"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise self._bad(str(error)) from None
-        promised = self._start + max((self._offsets[n] + info.nbytes for n, info in self.infos.items()), default=0)
-        if promised != size:
-            raise self._bad(f"it has {size:,} bytes, and its header promises {promised:,}")
+        self._require_filled(size - self._start)
 
     def _add(self, name: str, dtype: str, shape: list[int], offsets: list[int]) -> None:
         if dtype not in _TYPES:
             raise self._bad(f"{name} is of type {dtype}, which is none of {', '.join(_TYPES)}")
-        info = TensorInfo(_TYPES[dtype], tuple(int(size) for size in shape))
+        info = TensorInfo.named(dtype, (int(size) for size in shape))
         first, last = (int(offset) for offset in offsets)
         if first < 0 or min(info.shape, default=0) < 0 or last - first != info.nbytes:
             raise self._bad(f"{name} of shape {list(info.shape)} in {dtype} does not take bytes {first} to {last}")
         self.infos[name], self._offsets[name] = info, first
 
+    def _require_filled(self, size: int) -> None:
+        """Tensors follow one another, without gaps and without sharing a byte, to the end of the file."""
+        end = 0
+        for name in sorted(self.infos, key=lambda one: (self._offsets[one], self.infos[one].nbytes)):
+            if self._offsets[name] != end:
+                raise self._bad(f"{name} begins at byte {self._offsets[name]:,}, where byte {end:,} was next")
+            end += self.infos[name].nbytes
+        if end != size:
+            raise self._bad(f"it has {size:,} bytes of tensors, and its header promises {end:,}")
+
     def read(self, name: str) -> Tensor:
+        return self.read_box(name, whole_box(self.infos[name].shape))
+
+    def read_box(self, name: str, box: Box) -> Tensor:
+        """Part of a tensor. What is read is what the part takes, in as few reads as make sense."""
         info = self.infos[name]
-        content = torch.empty(info.nbytes, dtype=torch.uint8)
-        view = content.numpy().data
+        result = torch.empty(box.shape, dtype=info.dtype)
+        shape, box, target = (info.shape, box, result) if info.shape else ((1,), Box((0,), (1,)), result.view(1))
+        start = self._start + self._offsets[name]
         try:
-            with self.path.open("rb") as file:
-                file.seek(self._start + self._offsets[name])
-                done = 0
-                while done < len(view):
-                    if not (got := file.readinto(view[done:])):
-                        raise self._bad(f"it ended inside {name}")
-                    done += got
+            with self.path.open("rb", buffering=0) as file:
+                for first, rows, inner in _spans(shape, box, info.dtype.itemsize, target):
+                    whole = rows.shape[1:] == inner and rows.is_contiguous()
+                    content = rows if whole else torch.empty(len(rows), *inner, dtype=info.dtype)
+                    self._fill(file.fileno(), start + first * info.dtype.itemsize, content, name)
+                    if not whole:
+                        rows.copy_(content[(slice(None), *box.slices[len(shape) - len(inner) :])])
         except OSError as error:
             raise self._bad(str(error)) from None
-        return content.view(info.dtype).reshape(info.shape)
+        return result
+
+    def _fill(self, file: int, at: int, content: Tensor, name: str) -> None:
+        view, done = content.reshape(-1).view(torch.uint8).numpy().data, 0
+        while done < len(view):
+            if not (got := os.preadv(file, [view[done:]], at + done)):
+                raise self._bad(f"it ended inside {name}")
+            done += got
 
     def _bad(self, why: str) -> ArgosyError:
         return ArgosyError(self._code, f"{self.path} is not a good safetensors file: {why}", fix=self._fix)
+
+
+def _spans(
+    shape: tuple[int, ...], box: Box, itemsize: int, target: Tensor
+) -> Iterator[tuple[int, Tensor, tuple[int, ...]]]:
+    """A box as reads: the number of the first element, the rows of `target` it fills, and the stored shape of a row, of
+    which rows of the target may be a part."""
+    axis = len(shape) - 1
+    while axis and (
+        box.shape[axis] == shape[axis] or box.shape[axis] * math.prod(shape[axis + 1 :]) * itemsize < _LEAST_READ
+    ):
+        axis -= 1
+    inner = shape[axis + 1 :]
+    most = max(1, _MOST_READ // max(1, math.prod(inner) * itemsize))
+    for outer in product(*(range(size) for size in box.shape[:axis])):
+        for start in range(0, box.shape[axis], most):
+            place = (*map(add, box.offset, outer), box.offset[axis] + start)
+            yield _flat(place, shape), target[outer][start : start + most], inner
+
+
+def _flat(place: tuple[int, ...], shape: tuple[int, ...]) -> int:
+    """The number of an element, given by its first indices."""
+    flat = 0
+    for index, size in zip(place, shape, strict=False):
+        flat = flat * size + index
+    return flat * math.prod(shape[len(place) :])

@@ -7,13 +7,12 @@ was never disturbed.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 from torch import Tensor
 
 from argosy.checkpoint.source import Source, open_source, require_fit, starting_weights
-from argosy.checkpoint.store import Checkpoint, Progress, help_save, latest, listed, opened, require_names, save, sweep
+from argosy.checkpoint.store import listed
 from argosy.config.checks import check_phases
 from argosy.config.counts import describe_size, training_flops_per_token
 from argosy.config.layout import describe_layout
@@ -40,8 +39,9 @@ from argosy.train.optimizer import Optimizer
 from argosy.train.profile_steps import Profiling, Window
 from argosy.train.replicas import Replicas
 from argosy.train.rewind import Rewind, passing, require_finite, require_rewinds_left, watch_numbers
+from argosy.train.saving import Saving
 from argosy.train.schedule import make_schedule
-from argosy.train.session import make_engine, make_model, open_checked_data, parameter_names, stored_weights
+from argosy.train.session import make_engine, make_model, open_checked_data, parameter_names
 from argosy.train.step import Step, take_step
 from argosy.train.telemetry import Taken, Telemetry
 from argosy.train.timer import Timer
@@ -87,6 +87,7 @@ class Trainer:
 
     def fit(self, run: RunDir, metrics: JsonlWriter, events: JsonlWriter, changes: list[str], quiet: bool) -> int:
         self.run, self.metrics, self.events = run, metrics, events
+        self.saving = Saving(run, self.spec.checkpoint, self.optimizer, self._event)
         notes: list[str] = []
         self.heartbeat.enter("load")
         first = self._restore(notes)
@@ -205,7 +206,7 @@ class Trainer:
             Taken(step, done, lr, waited_s=loader.waited_s, samples=self.consumed_samples, tokens=tokens)
         )
         record |= self.optimizer.report()
-        loader.waited_s = 0.0
+        loader.waited_s, self.loss = 0.0, record["loss"]
         self._record(record)
         console.step(record)
         for alert in alerts:
@@ -263,27 +264,11 @@ class Trainer:
 
     def _restore(self, notes: list[str]) -> int:
         """Weights and optimiser from the newest good checkpoint, or fresh ones. Returns the steps already done."""
-        checkpoint = self._find_checkpoint(notes)
-        if checkpoint is None:
+        progress = self.saving.restore(notes)
+        if progress is None:
             self.optimizer.set_weights(self._fresh_weights(notes))
-            self.consumed_samples = 0
-            return 0
-        self.optimizer.set_weights(stored_weights(self.model, checkpoint).items())
-        self._load_optimizer(checkpoint)
-        self.consumed_samples = checkpoint.progress.consumed_samples
-        notes.append(f"resuming from {checkpoint.path}")
-        return checkpoint.progress.step
-
-    def _find_checkpoint(self, notes: list[str]) -> Checkpoint | None:
-        """The newest good one, which the first rank looks for, and checks, alone."""
-
-        def find() -> int:
-            sweep(self.run.checkpoints)
-            found = latest(self.run.checkpoints, report=notes.append, set_aside=True)
-            return -1 if found is None else found.progress.step
-
-        step = self.mesh.from_first(find)
-        return None if step < 0 else opened(self.run.checkpoints, step)
+        self.consumed_samples = 0 if progress is None else progress.consumed_samples
+        return 0 if progress is None else progress.step
 
     def _fresh_weights(self, notes: list[str]) -> Iterator[tuple[str, Tensor]]:
         spec = self.spec
@@ -298,24 +283,11 @@ class Trainer:
             )
         return starting_weights(self.start, self.model, spec.model, spec.train.seed)
 
-    def _load_optimizer(self, checkpoint: Checkpoint) -> None:
-        tensors = checkpoint.optimizer()
-        require_names(tensors.keys(), self.optimizer.tensors().keys(), checkpoint.path)
-        self.optimizer.load(tensors, checkpoint.progress.optimizer, checkpoint.progress.step)
-
     def _save(self, step: int, console: Console) -> None:
         self.heartbeat.enter("save", step)
-        weights, state = self.optimizer.weights(), self.optimizer.tensors()
-        progress = Progress(step, self.consumed_samples, self.optimizer.numbers())
-        if not self.mesh.is_first:
-            help_save(weights, state)
-            return
-        self.run.require_ours()
-        started = time.perf_counter()
-        path = save(self.run.checkpoints, progress, weights, state, self.spec.checkpoint.keep)
-        seconds = time.perf_counter() - started
-        self._event("save", step, path=path.name, seconds=round(seconds, 3))
-        console.note(f"saved {path} in {seconds:.1f}s")
+        tokens = self.consumed_samples * self.spec.data.seq_len
+        layout = describe_layout(self.spec.parallel)
+        console.note(self.saving.save(step, self.consumed_samples, tokens=tokens, loss=self.loss, layout=layout))
 
     def _evaluate(self, step: int, console: Console) -> None:
         if self.validation is None or self.spec.eval is None:

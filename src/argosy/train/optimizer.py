@@ -99,6 +99,11 @@ class Optimizer:
         masters = self.weights()
         for name, value in weights:
             local(masters[name]).copy_(part_of(value, masters[name]))
+        self.write_parameters()
+
+    @torch.no_grad()
+    def write_parameters(self) -> None:
+        """From masters that were changed from outside."""
         for slot in self._slots.values():
             if slot.separate:
                 slot.part.copy_(slot.master)
@@ -116,13 +121,8 @@ class Optimizer:
         parts = [part.numbers() for part in (self._scaler, self.guard) if part is not None]
         return {"updates": float(self._updates)} | {name: value for part in parts for name, value in part.items()}
 
-    def load(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, float], step: int) -> None:
-        """What `tensors` and `numbers` gave after `step` steps."""
-        for name, value in self.tensors().items():
-            local(value).copy_(part_of(tensors[name], value))
-        self._numbers(numbers, step)
-
-    def _numbers(self, numbers: Mapping[str, float], step: int) -> None:
+    def set_numbers(self, numbers: Mapping[str, float], step: int) -> None:
+        """What `numbers` gave after `step` steps."""
         self._steps = step
         self._updates.fill_(numbers.get("updates", step))
         for part in (self._scaler, self.guard):
@@ -133,7 +133,7 @@ class Optimizer:
         """As new, but for the weights."""
         for tensor in self.tensors().values():
             local(tensor).zero_()
-        self._numbers({}, 0)
+        self.set_numbers({}, 0)
 
     def report(self) -> dict[str, float]:
         """What a logged step says about loss scaling and skipped steps; waits for the device."""

@@ -9,13 +9,11 @@ import sys
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from argosy.checkpoint.source import Source, open_source, require_fit, starting_weights
-from argosy.checkpoint.store import Checkpoint, require_names
 from argosy.config.schema import RunSpec, TrainSpec
 from argosy.data.open import RunData, open_data
-from argosy.errors import ArgosyError
 from argosy.model.build import build_model
 from argosy.parallel.apply import apply_layout
 from argosy.parallel.mesh import Mesh
@@ -76,20 +74,6 @@ def make_engine(spec: RunSpec, model: nn.Module, mesh: Mesh) -> SingleDevice:
     from argosy.parallel.data import DataParallel  # takes most of a second to import, which one process saves
 
     return DataParallel(model, mesh, micro_batch=micro_batch, seed=seed, z_loss=z_loss, reduce=reduce)
-
-
-def stored_weights(model: nn.Module, checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """The weights of a checkpoint, found to be those of this model."""
-    weights = checkpoint.weights()
-    require_names(weights.keys(), {name for name, _ in model.named_parameters()}, checkpoint.path)
-    for name, parameter in model.named_parameters():
-        if weights[name].shape != parameter.shape:
-            raise ArgosyError(
-                "checkpoint.mismatch",
-                f"{checkpoint.path}: {name} has shape {list(weights[name].shape)}, the model wants {list(parameter.shape)}",
-                fix="check model and run name",
-            )
-    return weights
 
 
 def load_model(where: str, *, device: str | None = None) -> Loaded:

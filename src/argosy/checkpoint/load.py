@@ -1,0 +1,34 @@
+"""A checkpoint into tensors of any layout: a rank reads the boxes it holds, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import orjson
+import torch
+from torch import Tensor
+
+from argosy.checkpoint.store import require_names
+from argosy.checkpoint.stored import StoredTensors
+from argosy.errors import ArgosyError
+from argosy.parallel.boxes import held_boxes
+from argosy.parallel.team import ALONE, Team
+
+
+@torch.no_grad()
+def load_into(stored: StoredTensors, tensors: Mapping[str, Tensor], where: Path, team: Team = ALONE) -> None:
+    """Fill what this rank has of the tensors. All ranks together must have every stored name, and no other."""
+    messages = team.gather(orjson.dumps(list(tensors)))
+    names: list[str] = orjson.loads(team.tell(orjson.dumps(sorted({n for m in messages for n in orjson.loads(m)}))))
+    require_names(stored.keys(), set(names), where)
+    for name, tensor in tensors.items():
+        found, wanted = stored.infos[name].shape, tuple(tensor.shape)
+        if found != wanted:
+            raise ArgosyError(
+                "checkpoint.mismatch",
+                f"{where}: {name} has shape {list(found)}, the model wants {list(wanted)}",
+                fix="check model and run name",
+            )
+        for held in held_boxes(tensor):
+            held.of(tensor).copy_(stored.read_box(name, held.box))

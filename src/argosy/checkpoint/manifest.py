@@ -1,0 +1,207 @@
+"""What makes a directory a checkpoint: a manifest, written last, with the size and the hash of every other file.
+
+    step-00000500/
+      weights.safetensors      parameters by name; of several ranks, weights-00000-of-00004.safetensors and so on
+      optimizer.safetensors    the optimiser's state by parameter name, likewise
+      tensors.json             of several ranks: every tensor's type and shape, and which file has which part
+      state.json               step and consumed samples: the loader, the schedule and all randomness follow
+      manifest.json            the format's version, and size and BLAKE3 of each of the others
+
+A checkpoint is believed only when every hash is right. Ranks check a share of the files each.
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import orjson
+from pydantic import Field, ValidationError
+
+from argosy.checkpoint.hashing import hash_file
+from argosy.checkpoint.stored import INDEX, FileName, StoredTensors, Strict
+from argosy.checkpoint.tensors import Written, write_bytes
+from argosy.errors import ArgosyError
+from argosy.parallel.team import ALONE, Team
+
+MANIFEST, STATE = "manifest.json", "state.json"
+WEIGHTS, OPTIMIZER = "weights", "optimizer"  # groups of tensors
+FORMAT, VERSION = "argosy-checkpoint", 2
+_THREADS = min(4, os.cpu_count() or 1)
+_Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+_Whole = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands. Everything else about the loader, the schedule and the randomness follows from it."""
+
+    step: int
+    consumed_samples: int
+    optimizer: dict[str, float] = field(default_factory=dict)  # the numbers of its state that belong to no parameter
+    about: dict[str, Any] = field(default_factory=dict)  # for people: when, which layout, the loss
+
+
+class _File(Strict):
+    bytes: _Whole
+    blake3: _Hash
+
+
+class _Manifest(Strict):
+    format: Literal["argosy-checkpoint"]
+    version: Literal[2]
+    step: _Whole
+    files: dict[FileName, _File]
+
+
+class _OldFile(Strict):
+    bytes: _Whole
+    sha256: _Hash
+
+
+class _OldManifest(Strict):
+    """Of version 1: one process, SHA-256."""
+
+    format: Literal["argosy-checkpoint"]
+    version: Literal[1]
+    step: _Whole
+    files: dict[FileName, _OldFile]
+
+
+class _State(Strict):
+    step: _Whole
+    consumed_samples: _Whole
+    optimizer: dict[str, float] = Field(default_factory=dict)
+    about: dict[str, Any] = Field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    path: Path
+    progress: Progress
+    files: dict[str, Written]
+    algorithm: str  # of the hashes
+
+    def weights(self) -> StoredTensors:
+        return StoredTensors(self.path, WEIGHTS)
+
+    def optimizer(self) -> StoredTensors:
+        return StoredTensors(self.path, OPTIMIZER)
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.bytes for file in self.files.values())
+
+
+def finish(directory: Path, progress: Progress, files: dict[str, Written], index: bytes | None = None) -> None:
+    """Make a checkpoint of tensor files already written: index, state, and last the manifest."""
+    small = {STATE: orjson.dumps(asdict(progress), option=orjson.OPT_INDENT_2)} | ({INDEX: index} if index else {})
+    files = files | {name: write_file(directory / name, content) for name, content in small.items()}
+    manifest = _Manifest(
+        format="argosy-checkpoint",
+        version=2,
+        step=progress.step,
+        files={name: _File(bytes=file.bytes, blake3=file.digest) for name, file in sorted(files.items())},
+    )
+    write_file(directory / MANIFEST, manifest.model_dump_json(indent=2).encode())
+    sync_directory(directory)
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """A checkpoint by what its manifest says, with every file in its place and as long as it should be; no hash is taken."""
+    try:
+        step, files, algorithm = _read_manifest(path / MANIFEST)
+        for name, promised in files.items():
+            file = path / name
+            if file.is_symlink() or not file.is_file():
+                raise corrupt(f"{file} is missing or not a plain file")
+            if (size := file.stat().st_size) != promised.bytes:
+                raise corrupt(f"{file} has {size:,} bytes, its manifest says {promised.bytes:,}")
+        if not {STATE} <= files.keys() or not any(name.startswith(WEIGHTS) for name in files):
+            raise corrupt(f"{path / MANIFEST} does not list every file")
+        state = _State.model_validate_json((path / STATE).read_bytes())
+    except ValidationError as error:
+        where = path / (STATE if error.title == "_State" else MANIFEST)
+        raise corrupt(f"{where}: {error.errors()[0]['msg']}") from None
+    except (OSError, ValueError) as error:
+        raise corrupt(f"{path}: {error}") from None
+    # Imported weights begin at step 0, and have no optimiser yet.
+    if step and not any(name.startswith(OPTIMIZER) for name in files):
+        raise corrupt(f"{path / MANIFEST} does not list every file")
+    if not path.name == f"step-{step:08d}" or state.step != step:
+        raise corrupt(f"{path} says step {step} in its manifest and {state.step} in its state")
+    return Checkpoint(path, Progress(**state.model_dump()), files, algorithm)
+
+
+def verify(path: Path, team: Team = ALONE) -> Checkpoint:
+    """Check every file against the manifest, each rank some of them; refuse with the file and both hashes."""
+    found, refusal = None, None
+    try:
+        found = read_checkpoint(path)
+        _check_hashes(found, sorted(found.files)[team.rank :: team.size])
+    except ArgosyError as error:
+        refusal = error
+    faults = team.gather(b"" if refusal is None else orjson.dumps([refusal.code, refusal.cause, refusal.fix]))
+    told = team.tell(next((fault for fault in faults if fault), b""))
+    if told:
+        code, cause, fix = orjson.loads(told)
+        raise ArgosyError(code, cause, fix=fix)
+    if found is None:
+        raise AssertionError("whoever has no checkpoint has told a fault")
+    return found
+
+
+def _check_hashes(checkpoint: Checkpoint, names: list[str]) -> None:
+    with ThreadPoolExecutor(_THREADS) as threads:
+        hashes = threads.map(lambda name: _hash(checkpoint.path / name, checkpoint.algorithm), names)
+        for name, found in zip(names, hashes, strict=True):
+            if found != (promised := checkpoint.files[name].digest):
+                raise corrupt(
+                    f"{checkpoint.path / name} has {checkpoint.algorithm.upper()} {found[:16]}…, its manifest says {promised[:16]}…"
+                )
+
+
+def _hash(path: Path, algorithm: str) -> str:
+    try:
+        return hash_file(path, algorithm)
+    except OSError as error:
+        raise corrupt(f"{path}: {error.strerror or error}") from None
+
+
+def _read_manifest(path: Path) -> tuple[int, dict[str, Written], str]:
+    """The step, what the files should be, and how they are hashed."""
+    content = path.read_bytes()
+    document = orjson.loads(content)
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise ValueError(f"{MANIFEST} is not a checkpoint's")
+    version = document.get("version")
+    if isinstance(version, int) and version > VERSION:
+        raise ArgosyError(
+            "checkpoint.version",
+            f"{path.parent} is in version {version} of the format, and this Argosy reads up to {VERSION}",
+            fix="pip install --upgrade argosy, or use the version that wrote it",
+        )
+    if version == 1:
+        old = _OldManifest.model_validate_json(content)
+        return old.step, {name: Written(file.bytes, file.sha256) for name, file in old.files.items()}, "sha256"
+    new = _Manifest.model_validate_json(content)
+    return new.step, {name: Written(file.bytes, file.blake3) for name, file in new.files.items()}, "blake3"
+
+
+def write_file(path: Path, content: bytes) -> Written:
+    return write_bytes(path, content, ())
+
+
+def sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def corrupt(what: str) -> ArgosyError:
+    return ArgosyError("checkpoint.corrupt", what, fix="use another checkpoint, or restore this one from a backup")

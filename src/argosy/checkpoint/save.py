@@ -1,0 +1,123 @@
+"""Writing a checkpoint: every rank its own files, confirmed to the first, which writes the manifest and gives the directory
+its name. It is whole or absent: made under a hidden name, synced, and renamed.
+
+DCP's planners would decide who writes what as `plan` does, but send their objects pickled and describe the result by a pickle;
+what is left of them without that is a loop over boxes, which is here.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from argosy.checkpoint.manifest import OPTIMIZER, WEIGHTS, Progress, finish, sync_directory
+from argosy.checkpoint.plan import Groups, Plan, key_of, make_plan
+from argosy.checkpoint.store import prune, remove
+from argosy.checkpoint.stored import file_of, index_of
+from argosy.checkpoint.tensors import TensorInfo, Written, bytes_of, header_of, write_bytes
+from argosy.errors import ArgosyError
+from argosy.parallel.team import ALONE, Team
+
+
+@dataclass(frozen=True)
+class Content:
+    """A file to be written: its header, and tensors whose bytes follow it."""
+
+    header: bytes
+    tensors: list[Tensor]
+
+
+def save(
+    root: Path,
+    progress: Progress,
+    weights: Mapping[str, Tensor],
+    optimizer: Mapping[str, Tensor],
+    keep: int,
+    team: Team = ALONE,
+) -> Path:
+    """Save at once, straight from the tensors; of several ranks, each has to."""
+    groups = {WEIGHTS: weights, OPTIMIZER: optimizer}
+    plan = make_plan(groups, team)
+    path = write(root, progress, contents(plan, groups, team), plan, team)
+    if team.is_first:
+        prune(root, keep, newest=progress.step)
+    return path
+
+
+def contents(plan: Plan, groups: Groups, team: Team) -> dict[str, Content]:
+    """The files of this rank by name, sharing the tensors' memory."""
+    found: dict[str, Content] = {}
+    for group in groups:
+        chunks = [chunk for chunk in plan.mine if chunk.group == group]
+        if chunks or team.size == 1:
+            infos, tensors = {}, []
+            for chunk in chunks:
+                whole = groups[group][chunk.name]
+                key = key_of(chunk.name, chunk.box, TensorInfo.of(whole))
+                infos[key] = TensorInfo(whole.dtype, chunk.box.shape)
+                tensors.append(chunk.of(whole))
+            found[file_of(group, team.rank, team.size)] = Content(header_of(infos), tensors)
+    return found
+
+
+def write(root: Path, progress: Progress, files: Mapping[str, Content], plan: Plan, team: Team) -> Path:
+    """Write this rank's files; when all have, make a checkpoint of them. What fails on one rank fails on all."""
+    final = root / f"step-{progress.step:08d}"
+    partial = root / f".{final.name}.partial"
+    fault = team.tell(_attempt(lambda: _make_empty(partial)) if team.is_first else b"")
+    told: list[bytes] = []
+    if not fault:
+        written: dict[str, Written] = {}
+        fault = _attempt(lambda: written.update(_write_files(partial, files)))
+        told = team.gather(json.dumps([fault.decode(), written]).encode())
+    if team.is_first and told:
+        answers = [json.loads(message) for message in told]
+        fault = next((text.encode() for text, _ in answers if text), b"")
+        every = {name: Written(*one) for _, found in answers for name, one in found.items()}
+        fault = fault or _attempt(lambda: _commit(partial, final, progress, every, plan, team))
+    fault = team.tell(fault)
+    if fault:
+        if team.is_first:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise ArgosyError(
+            "checkpoint.save-failed",
+            f"step {progress.step} could not be saved in {root}: {fault.decode()}",
+            fix="free some space or repair the file system, then run the same command again",
+        )
+    return final
+
+
+def _write_files(partial: Path, files: Mapping[str, Content]) -> dict[str, Written]:
+    written = {
+        name: write_bytes(partial / name, content.header, map(bytes_of, content.tensors))
+        for name, content in files.items()
+    }
+    sync_directory(partial)
+    return written
+
+
+def _commit(partial: Path, final: Path, progress: Progress, files: dict[str, Written], plan: Plan, team: Team) -> None:
+    index = index_of(plan.stored, team.size) if plan.stored is not None and team.size > 1 else None
+    finish(partial, progress, files, index)
+    remove(final)  # only ever a copy of the same step that failed its check, or from which the run was wound back
+    partial.rename(final)
+    sync_directory(final.parent)
+
+
+def _make_empty(directory: Path) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+
+
+def _attempt(work: Callable[[], object]) -> bytes:
+    """Nothing, or why it could not be done."""
+    try:
+        work()
+    except OSError as error:
+        return (error.strerror or str(error)).encode() or b"unknown fault"
+    return b""

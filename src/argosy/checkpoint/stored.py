@@ -1,0 +1,155 @@
+"""The tensors of a checkpoint as one mapping, however many files they are spread over.
+
+One process writes whole tensors into one file. Several write theirs into a file each, and `tensors.json` says of every tensor
+its type and shape, and which file has which box of it. Either way a tensor, or any box of it, is read without the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor
+
+from argosy.checkpoint.plan import Stored, key_of
+from argosy.checkpoint.tensors import TensorFile, TensorInfo
+from argosy.errors import ArgosyError
+from argosy.parallel.boxes import Box, whole_box
+
+INDEX = "tensors.json"
+# Plain names: nothing can lead outside the directory.
+FileName = Annotated[str, Field(pattern=r"^[a-z]{1,32}(-\d{5,8}-of-\d{5,8})?\.(safetensors|json)$")]
+_Size = Annotated[int, Field(ge=0, lt=2**62)]
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class _Chunk(Strict):
+    file: FileName
+    offset: list[_Size]
+    shape: list[_Size]
+
+
+class _Tensor(Strict):
+    dtype: str
+    shape: list[_Size]
+    chunks: list[_Chunk]
+
+
+class _Index(Strict):
+    format: Literal["argosy-tensors"]
+    tensors: dict[str, dict[str, _Tensor]]  # by group and name
+
+
+def file_of(group: str, rank: int, ranks: int) -> str:
+    return f"{group}.safetensors" if ranks == 1 else f"{group}-{rank:05d}-of-{ranks:05d}.safetensors"
+
+
+def index_of(stored: Mapping[str, Mapping[str, Stored]], ranks: int) -> bytes:
+    """What `tensors.json` says."""
+    tensors = {
+        group: {
+            name: _Tensor(
+                dtype=one.info.type_name,
+                shape=list(one.info.shape),
+                chunks=[
+                    _Chunk(file=file_of(group, rank, ranks), offset=list(box.offset), shape=list(box.shape))
+                    for rank, box in one.parts
+                ],
+            )
+            for name, one in members.items()
+        }
+        for group, members in stored.items()
+    }
+    return _Index(format="argosy-tensors", tensors=tensors).model_dump_json().encode()
+
+
+class StoredTensors(Mapping[str, Tensor]):
+    """By name; each is read when it is asked for."""
+
+    def __init__(self, directory: Path, group: str) -> None:
+        self._directory, self._group = directory, group
+        self._files: dict[str, TensorFile] = {}
+
+    @cached_property
+    def _places(self) -> dict[str, tuple[TensorInfo, list[tuple[str, Box]]]]:
+        """What each tensor is, and which file has which box of it."""
+        if (self._directory / INDEX).is_file():
+            return {name: (_info(self._directory, name, one), _boxes(one)) for name, one in self._indexed().items()}
+        file = file_of(self._group, 0, 1)
+        return {name: (info, [(file, whole_box(info.shape))]) for name, info in self._file(file).infos.items()}
+
+    def _indexed(self) -> dict[str, _Tensor]:
+        try:
+            index = _Index.model_validate_json((self._directory / INDEX).read_bytes())
+        except ValidationError as error:
+            raise _corrupt(self._directory, str(error.errors()[0]["msg"])) from None
+        except OSError as error:
+            raise _corrupt(self._directory, str(error)) from None
+        return index.tensors.get(self._group, {})
+
+    @cached_property
+    def infos(self) -> dict[str, TensorInfo]:
+        return {name: info for name, (info, _) in self._places.items()}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.read_box(name, whole_box(self.infos[name].shape))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def read_box(self, name: str, box: Box) -> Tensor:
+        """Part of a tensor, from whichever files have it."""
+        info, chunks = self._places[name]
+        found = [(file, chunk, common) for file, chunk in chunks if (common := chunk.common(box)) is not None]
+        self._require_tiled(name, box, [common for _, _, common in found])
+        if len(found) == 1 and found[0][2] == box:
+            file, chunk, _ = found[0]
+            return self._read(file, name, chunk, box)
+        result = torch.empty(box.shape, dtype=info.dtype)
+        for file, chunk, common in found:
+            result[common.within(box).slices] = self._read(file, name, chunk, common)
+        return result
+
+    def _read(self, file: str, name: str, chunk: Box, box: Box) -> Tensor:
+        opened, key = self._file(file), key_of(name, chunk, self.infos[name])
+        if opened.infos.get(key) != TensorInfo(self.infos[name].dtype, chunk.shape):
+            raise _corrupt(self._directory, f"{file} does not hold {key} as promised")
+        return opened.read_box(key, box.within(chunk))
+
+    def _require_tiled(self, name: str, box: Box, parts: list[Box]) -> None:
+        """Every number of the box once: parts that share some, or leave some out, would load whatever was in memory."""
+        shared = any(a.common(b) is not None for i, a in enumerate(parts) for b in parts[:i])
+        if shared or sum(part.numel for part in parts) != box.numel:
+            raise _corrupt(self._directory, f"the files do not hold every number of {name} once")
+
+    def _file(self, name: str) -> TensorFile:
+        if name not in self._files:
+            self._files[name] = TensorFile(self._directory / name)
+        return self._files[name]
+
+
+def _info(directory: Path, name: str, one: _Tensor) -> TensorInfo:
+    try:
+        return TensorInfo.named(one.dtype, one.shape)
+    except KeyError:
+        raise _corrupt(directory, f"{name} is of the unknown type {one.dtype}") from None
+
+
+def _boxes(one: _Tensor) -> list[tuple[str, Box]]:
+    rank = len(one.shape)
+    boxes = [(chunk.file, Box(tuple(chunk.offset), tuple(chunk.shape))) for chunk in one.chunks]
+    return [(file, box) for file, box in boxes if len(box.offset) == len(box.shape) == rank]
+
+
+def _corrupt(directory: Path, why: str) -> ArgosyError:
+    return ArgosyError("checkpoint.corrupt", f"{directory / INDEX}: {why}", fix="use another checkpoint")
