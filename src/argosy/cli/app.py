@@ -12,7 +12,22 @@ import typer
 from typer.core import TyperGroup
 
 from argosy import __version__
-from argosy.cli import bench, checkpoint, config, dash, data, demo, doctor, evaluate, launch, plan, sample, train, watch
+from argosy.cli import (
+    bench,
+    checkpoint,
+    config,
+    dash,
+    data,
+    demo,
+    doctor,
+    evaluate,
+    jobs,
+    launch,
+    plan,
+    sample,
+    train,
+    watch,
+)  # fmt: skip
 from argosy.errors import EXIT_REFUSED, ArgosyError
 
 
@@ -68,6 +83,10 @@ app.add_typer(data.app, name="data")
 app.command("plan")(plan.plan)
 app.command("train")(train.train)
 app.command("launch")(launch.launch)
+app.command("status")(jobs.status)
+app.command("logs")(jobs.logs)
+app.command("stop")(jobs.stop)
+app.command("ls")(jobs.ls)
 app.command("watch")(watch.watch)
 app.command("dash")(dash.dash)
 app.command("report")(watch.report)

@@ -2,35 +2,62 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from argosy.cli.arguments import without_option
+
 
 def doctor(
-    run: Annotated[Path, typer.Argument(help="A run directory.", metavar="RUN")],
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="A run directory to diagnose; or a run spec (and overrides) this machine is to be checked for; or nothing.",
+            metavar="[RUN | RUN.yaml [KEY=VALUE]...]",
+        ),
+    ] = None,
     log: Annotated[
         list[Path] | None,
         typer.Option("--log", help="More to read: logs of ranks or pods, dmesg, kubectl get events; may be repeated."),
     ] = None,
+    nproc: Annotated[
+        int | None, typer.Option(min=1, help="Also measure how fast ranks reach each other, with so many on each node.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say what is wrong with a run: one verdict, what to do, then the evidence.
+    """Say what is wrong with a run, or whether machines are fit for one.
 
-    Reads the run directory only (heart beats, events, figures, logs, saved stacks), so it works while the run hangs and after it died.
+    With a run directory: one verdict, what to do, then the evidence. It is read only, so this works while the run hangs and after it died.
+
+    With a run spec, or nothing: GPUs, limits, shared memory, network devices, storage, names, clock and secrets of this node; with
+    --nproc on every node of the job, also all-reduce bandwidth and the transport NCCL took. Names the node at fault; exit code 2
+    where something is.
     """
+    target = (arguments or [""])[0]
+    if target and not target.endswith((".yaml", ".yml")) and "=" not in target:
+        _diagnose(Path(target), log or [], as_json)
+    elif nproc is not None:
+        raise typer.Exit(_on_every_rank(nproc))
+    else:
+        raise typer.Exit(_preflight(arguments or [], as_json))
+
+
+def _diagnose(run: Path, log: list[Path], as_json: bool) -> None:
     import json
 
     from argosy.errors import ArgosyError
     from argosy.watch.doctor import NOTE, diagnose
     from argosy.watch.runs import Run, require_run
 
-    for path in log or []:
+    for path in log:
         if not path.is_file():
             raise ArgosyError("io.failed", f"{path} is not a file", key="--log", value=path, fix="name a text file")
     require_run(run)
-    found = diagnose(Run(run.resolve().name, run), log or [])
+    found = diagnose(Run(run.resolve().name, run), log)
     if as_json:
         print(json.dumps([finding.as_dict() for finding in found]))
         return
@@ -43,3 +70,37 @@ def doctor(
     others = [finding for finding in others if finding.weight > NOTE]
     if others:
         print("\nalso      " + "\n          ".join(dict.fromkeys(finding.verdict for finding in others)))
+
+
+def _on_every_rank(nproc: int) -> int:
+    """The same command in `nproc` processes on each node of the job; none of them is started a second time."""
+    import tempfile
+
+    from argosy.config.survival import FaultSpec
+    from argosy.parallel.agent import start_ranks
+    from argosy.parallel.ranks import find_nodes
+    from argosy.record.rundir import RunDir
+
+    words = without_option(sys.argv[1:], "--nproc")
+    with tempfile.TemporaryDirectory(prefix="argosy-preflight-") as nowhere:
+        return start_ranks(nproc, find_nodes(os.environ), words, RunDir(Path(nowhere) / "run"), FaultSpec(restarts=0))
+
+
+def _preflight(arguments: list[str], as_json: bool) -> int:
+    from argosy.launch.preflight import check_node, finish, wanted_of
+
+    wanted = wanted_of(arguments, os.environ)
+    if "ARGOSY_RANKS" not in os.environ:
+        return finish(wanted, check_node(wanted), None, as_json=as_json)
+    from argosy.parallel.probe import probe
+    from argosy.parallel.rank import run_as_rank
+    from argosy.parallel.ranks import find_world
+
+    world = find_world(os.environ)
+    per_node = int(os.environ["LOCAL_WORLD_SIZE"])
+
+    def work() -> int:
+        report = [check.as_dict() for check in check_node(wanted)] if world.local_rank == 0 else []
+        return finish(wanted, [], probe(world, per_node, report), as_json=as_json, speak=world.rank == 0)
+
+    return run_as_rank(work, world.rank)

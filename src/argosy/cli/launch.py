@@ -21,6 +21,13 @@ class Target(StrEnum):
     hyperpod = "hyperpod"
 
 
+class StageName(StrEnum):
+    fetch = "fetch"
+    prepare = "prepare"
+    preflight = "preflight"
+    train = "train"
+
+
 def launch(
     arguments: Annotated[list[str] | None, typer.Argument(help=RUN_HELP, metavar=RUN_METAVAR)] = None,
     target: Annotated[Target | None, typer.Option(help="In place of cluster.target.")] = None,
@@ -28,20 +35,38 @@ def launch(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Write the rendered files and plan.json to this directory.")
     ] = None,
+    stage: Annotated[StageName | None, typer.Option(help="Only this one.")] = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Return when the last stage is started, rather than when it ends.")
+    ] = False,
+    in_cluster: Annotated[
+        bool, typer.Option("--in-cluster", help="From inside a pod, by its service account: the chart's conductor.")
+    ] = False,
 ) -> None:
     """Start a run where its `cluster` section says: this machine, Slurm, or Kubernetes.
 
-    The stages fetch, prepare, preflight and train follow each other, each when the one before it has succeeded. Rendered
-    files are the same bytes for the same spec, and need neither network nor GPU.
+    The stages fetch, prepare, preflight and train follow each other, each when the one before it has succeeded; one that
+    fails ends the chain with its reason and exit code 3. Interrupted, the same command goes on: what runs is followed, what is done stays
+    done. Rendered files are the same bytes for the same spec, and need neither network nor GPU.
     """
     from argosy.launch.placement import place
     from argosy.launch.render import render, write
 
     path, overrides = run_and_overrides(arguments)
-    placed = place(require_run(path), overrides, target)
-    files = render(placed)
+    path = require_run(path)
+    placed = place(path, overrides, target)
+    if dry_run or output is not None:
+        files = render(placed)
     if output is not None:
         write(files, output)
         print("\n".join(str(output / name) for name in files))
-    elif dry_run:
-        print("\n".join(f"# {name}\n{text}" for name, text in files.items()))
+    if dry_run:
+        print("" if output is not None else "\n".join(f"# {name}\n{text}" for name, text in files.items()), end="")
+        return
+    from argosy.launch.start import start
+
+    code = start(
+        placed, path, stage=stage.value if stage else None, follow=not detach, in_cluster=in_cluster, output=output,
+        say=lambda text: print(text, flush=True),
+    )  # fmt: skip
+    raise typer.Exit(code)

@@ -113,13 +113,7 @@ def _resources(placed: Placement) -> dict[str, str]:
 
 def training_environment(placed: Placement) -> dict[str, str]:
     """The same on every target, Slurm included."""
-    variables = {
-        "NCCL_DEBUG": "WARN",
-        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": f"{SCRATCH}/nccl-trace-",
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
-    }
-    return variables | dict(fabric_environment(placed.cluster, placed.instance, placed.fabric))
+    return {"NCCL_DEBUG": "WARN"} | dict(fabric_environment(placed.cluster, placed.instance, placed.fabric))
 
 
 def _environment(placed: Placement, env: Mapping[str, str], *, on_gpus: bool) -> list[Manifest]:

@@ -34,5 +34,5 @@ def command(placed: Placement, stage: Stage, spec_file: str = SPEC_FILE) -> list
     if stage in DATA_STAGES:
         return ["data", "build", *run, "--only", stage]
     if stage == "preflight":
-        return ["doctor", "--preflight", *run, "--nproc", str(placed.ranks)]
+        return ["doctor", *run, "--nproc", str(placed.ranks)]
     return ["train", *run, "--nproc", str(placed.ranks)]

@@ -40,7 +40,6 @@ def _script(placed: Placement, stage: Stage) -> str:
 
 _LOCAL_CACHES = [
     'export TRITON_CACHE_DIR="$scratch/triton" TORCHINDUCTOR_CACHE_DIR="$scratch/inductor"',
-    'export TORCH_NCCL_DEBUG_INFO_TEMP_FILE="$scratch/nccl-trace-"',
 ]
 
 
@@ -68,9 +67,7 @@ def _options(placed: Placement, stage: Stage) -> list[str]:
 def _variables(placed: Placement, stage: Stage) -> dict[str, str]:
     if stage in DATA_STAGES:
         return {"ARGOSY_WORKERS": str(placed.cluster.data.count)} | placed.cluster.env
-    fabric = training_environment(placed) if placed.gpus else {}
-    fabric.pop("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", None)  # on this job's own scratch, below
-    return {"PYTHONUNBUFFERED": "1"} | fabric | placed.cluster.env
+    return {"PYTHONUNBUFFERED": "1"} | (training_environment(placed) if placed.gpus else {}) | placed.cluster.env
 
 
 def _srun(placed: Placement, variables: dict[str, str]) -> str:

@@ -1,0 +1,67 @@
+"""argosy status | logs | stop | ls"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+Run = Annotated[str, typer.Argument(help="The run spec it was launched from, or its name.", metavar="RUN.yaml|NAME")]
+Namespace = Annotated[str | None, typer.Option("-n", "--namespace", help="Kubernetes namespace.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def status(run: Run, namespace: Namespace = None, as_json: Json = False) -> None:
+    """How a launched run is doing: the state of each stage with the reason in plain words, progress and ETA."""
+    import json
+    from dataclasses import asdict
+
+    from argosy.launch.runs import find
+    from argosy.launch.runs import status as ask
+
+    found = ask(find(run, namespace))
+    if as_json:
+        print(json.dumps(found | {"stages": {stage: asdict(state) for stage, state in found["stages"].items()}}))
+        return
+    for stage, state in found["stages"].items():
+        print(f"{stage:<10} {state}")
+    print(f"{'progress':<10} {found['progress'] or 'no step logged yet'}")
+
+
+def logs(
+    run: Run,
+    namespace: Namespace = None,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on as lines come.")] = False,
+    rank: Annotated[int, typer.Option(min=0, help="The log of the pod that holds this rank.")] = 0,
+    ranks_per_pod: Annotated[int, typer.Option(min=1, help="Ranks in a pod.")] = 8,
+    tail: Annotated[int | None, typer.Option(min=0, help="Only the last lines.")] = None,
+) -> None:
+    """The log of a launched run; a lost connection is taken up again."""
+    from argosy.launch.runs import find
+    from argosy.launch.runs import logs as lines
+
+    for line in lines(find(run, namespace), rank=rank, ranks_per_pod=ranks_per_pod, follow=follow, tail=tail):
+        print(line, flush=follow)
+
+
+def stop(run: Run, namespace: Namespace = None) -> None:
+    """End a launched run. It saves first; data, checkpoints and volumes stay, and launching it again goes on."""
+    from argosy.launch.runs import end, find
+
+    print("\n".join(end(find(run, namespace))))
+
+
+def ls(namespace: Namespace = None, as_json: Json = False) -> None:
+    """The runs of a namespace and their stages."""
+    import json
+
+    from argosy.launch.runs import listed
+
+    found = {run: {stage: state.phase for stage, state in stages.items()} for run, stages in listed(namespace).items()}
+    if as_json:
+        print(json.dumps(found))
+        return
+    for run, stages in sorted(found.items()):
+        print(f"{run}  " + ", ".join(f"{stage} {phase}" for stage, phase in stages.items()))
+    if not found:
+        print("no runs")

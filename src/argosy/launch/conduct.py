@@ -1,0 +1,188 @@
+"""Conducting a launch on Kubernetes: each stage is applied when the one before it has succeeded, and a failure stops the chain.
+
+What is there already decides what is done: a stage that is running with the same settings is followed, one that has ended is
+replaced, one with other settings is left alone and the launch refused. Interrupted, the same command goes on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from argosy.errors import EXIT_DONE, ArgosyError
+from argosy.launch.api import Cluster
+from argosy.launch.placement import Placement
+from argosy.launch.pod import RUN_LABEL, STAGE_LABEL, Manifest
+from argosy.launch.render import kubernetes_objects, stage_objects
+from argosy.launch.stages import Stage, stages_of
+from argosy.launch.states import State, pod_number, stage_state
+
+DIGEST = "argosy/digest"
+JOB_KINDS = ("Job", "JobSet", "PyTorchJob", "TrainJob", "HyperPodPyTorchJob")
+EXIT_STAGE_FAILED = 3
+_LOOK_EVERY_S = 15
+_LAST_LINES = 15
+Say = Callable[[str], None]
+
+
+@dataclass
+class Conductor:
+    cluster: Cluster
+    placed: Placement
+    say: Say
+    look_every: int = _LOOK_EVERY_S
+
+    def run(self, only: Stage | None = None, *, follow: bool = True) -> int:
+        """Exit code 0 when every stage has succeeded, or when the last has been started and is not followed."""
+        files = kubernetes_objects(self.placed)
+        for name in ("00-storage.yaml", "10-spec.yaml"):
+            for document in files[name]:
+                self._require_ours(document)
+                self.cluster.apply(document)
+        stages = stages_of(self.placed) if only is None else [only]
+        for stage in stages:
+            self._start(stage)
+            if not follow and stage == stages[-1]:
+                self.say(f"{stage}: started; argosy status {self.placed.spec.name}")
+                return EXIT_DONE
+            state = self._follow(stage)
+            if state.phase != "done":
+                self.say(f"{stage} {state}")
+                self._show_end_of_log(state)
+                return EXIT_STAGE_FAILED
+        return EXIT_DONE
+
+    def _start(self, stage: Stage) -> None:
+        documents = stage_objects(self.placed, stage)
+        job = documents[-1]
+        digest = hashlib.sha256(json.dumps(documents, sort_keys=True).encode()).hexdigest()[:16]
+        there = self.cluster.get(job["kind"], job["metadata"]["name"])
+        if there is not None:
+            self._require_run(there)
+            if not stage_state(there, [], []).over and not there["metadata"].get("deletionTimestamp"):
+                if there["metadata"].get("annotations", {}).get(DIGEST) == digest:
+                    self.say(f"{stage}: is running already")
+                    return
+                raise ArgosyError(
+                    "launch.running",
+                    f"{job['kind']} {job['metadata']['name']} is running with other settings",
+                    key="name",
+                    value=self.placed.spec.name,
+                    fix=f"argosy stop {self.placed.spec.name}: it saves; then launch again, and it goes on with the new ones",
+                )
+            self._remove(job)
+        for document in documents[:-1]:
+            self._require_ours(document)
+            self.cluster.apply(document)
+        marked = job["metadata"] | {"annotations": job["metadata"].get("annotations", {}) | {DIGEST: digest}}
+        self.cluster.apply(job | {"metadata": marked})
+        self.say(f"{stage}: {job['kind']} {job['metadata']['name']} applied")
+
+    def _remove(self, job: Manifest) -> None:
+        """An ended job makes room for its successor: most of its fields cannot be changed."""
+        self.cluster.delete(job["kind"], job["metadata"]["name"])
+        deadline = time.monotonic() + self.placed.cluster.grace.amount + 60
+        while self.cluster.get(job["kind"], job["metadata"]["name"]) is not None:
+            if time.monotonic() > deadline:
+                raise ArgosyError(
+                    "launch.running",
+                    f"{job['kind']} {job['metadata']['name']} has ended but does not go away",
+                    fix="kubectl get pods: one on a dead node stays Terminating until the node is removed",
+                )
+            time.sleep(min(1.0, self.look_every))
+
+    def _follow(self, stage: Stage) -> State:
+        """Tell every change, until the stage is over."""
+        told = ""
+        restarts = 0
+        while True:
+            state = look(self.cluster, self.placed.spec.name, stage)
+            if str(state) != told and not state.over:
+                told = str(state)
+                self.say(f"{stage} {state}")
+            if state.phase == "failed" and self._may_start_again(stage, state, restarts):
+                restarts += 1
+                self.say(f"{stage} {state}\n{stage}: starting it again, {restarts} of {self.placed.cluster.restarts}")
+                self._start(stage)
+                continue
+            if state.over:
+                if state.phase == "done":
+                    self.say(f"{stage} {state}")
+                return state
+            for _ in self.cluster.changes("Pod", selector(self.placed.spec.name, stage), self.look_every):
+                break
+            else:
+                time.sleep(min(1.0, self.look_every))
+
+    def _may_start_again(self, stage: Stage, state: State, restarts: int) -> bool:
+        """Plain Jobs have nobody else who would restart all pods together; a refusal stays one."""
+        alone = stage == "train" and self.placed.cluster.target == "indexed-job"
+        return alone and "refused to run" not in state.text and restarts < self.placed.cluster.restarts
+
+    def _show_end_of_log(self, state: State) -> None:
+        if state.pod is not None:
+            for line in self.cluster.logs(state.pod, tail=_LAST_LINES):
+                self.say(f"  | {line.partition(' ')[2]}")
+
+    def _require_ours(self, document: Manifest) -> None:
+        if RUN_LABEL in document["metadata"].get("labels", {}):
+            there = (
+                self.cluster.get(document["kind"], document["metadata"]["name"])
+                if document["kind"] != "PodGroup"
+                else None
+            )
+            if there is not None:
+                self._require_run(there)
+
+    def _require_run(self, there: Manifest) -> None:
+        owner = there["metadata"].get("labels", {}).get(RUN_LABEL)
+        if owner != self.placed.spec.name:
+            raise ArgosyError(
+                "launch.running",
+                f"{there['kind']} {there['metadata']['name']} is there, and belongs to {owner or 'somebody else'}",
+                key="name",
+                value=self.placed.spec.name,
+                fix="choose another name, or another namespace",
+            )
+
+
+def selector(run: str, stage: str | None = None) -> dict[str, str]:
+    return {RUN_LABEL: run} | ({} if stage is None else {STAGE_LABEL: stage})
+
+
+def look(cluster: Cluster, run: str, stage: str) -> State:
+    """How a stage of a run is doing now."""
+    jobs = [job for kind in JOB_KINDS for job in cluster.find(kind, selector(run, stage))]
+    own = [job for job in jobs if not job["metadata"].get("ownerReferences")]
+    pods = sorted(cluster.find("Pod", selector(run, stage)), key=pod_number)
+    state = stage_state(own[0] if own else None, pods, [])
+    if state.phase in ("waiting", "failed") and own:
+        state = stage_state(own[0], pods, cluster.find("Event", fields="type=Warning"))
+    return state
+
+
+def runs_in(cluster: Cluster) -> dict[str, dict[str, State]]:
+    """Every run of the namespace, with the state of each of its stages."""
+    found: dict[str, dict[str, State]] = {}
+    for kind in JOB_KINDS:
+        for job in cluster.find(kind, {"app.kubernetes.io/managed-by": "argosy"}):
+            labels = job["metadata"].get("labels", {})
+            if not job["metadata"].get("ownerReferences") and RUN_LABEL in labels and STAGE_LABEL in labels:
+                found.setdefault(labels[RUN_LABEL], {})[labels[STAGE_LABEL]] = stage_state(job, [], [])
+    return found
+
+
+def stop(cluster: Cluster, run: str, stages: Sequence[str] | None = None) -> list[str]:
+    """End what is running; pods save first. Data, checkpoints, claims and the spec stay."""
+    stopped = []
+    for kind in (*JOB_KINDS, "TrainingRuntime", "ComputeDomain", "Service"):
+        for item in cluster.find(kind, selector(run)):
+            stage = item["metadata"].get("labels", {}).get(STAGE_LABEL)
+            if item["metadata"].get("ownerReferences") or (stages is not None and stage not in stages):
+                continue
+            if cluster.delete(kind, item["metadata"]["name"]):
+                stopped.append(f"{kind} {item['metadata']['name']}")
+    return stopped

@@ -1,0 +1,168 @@
+"""Runs that were launched, wherever they are: their state, log and end, by a run spec or by a name alone.
+
+Progress comes from the run directory where this machine sees it, and otherwise from the last line about a step in the log.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from argosy.config.resolve import resolve
+from argosy.errors import ArgosyError
+from argosy.launch.api import Cluster, connect
+from argosy.launch.conduct import look, runs_in, selector, stop
+from argosy.launch.names import object_name
+from argosy.launch.placement import KUBERNETES
+from argosy.launch.states import State, pod_number
+from argosy.record.console import STEP_LINE, clock
+from argosy.record.jsonl import read_metrics
+
+_TAIL = 200
+
+
+@dataclass(frozen=True)
+class Launched:
+    name: str
+    target: str
+    namespace: str | None
+    directory: Path
+
+
+def find(target: str, namespace: str | None) -> Launched:
+    """`target` is a run spec's file, or a run's name: then it is looked for in the namespace, or here."""
+    if target.endswith((".yaml", ".yml")):
+        spec = resolve(Path(target), elsewhere=True).spec
+        where = "local" if spec.cluster is None else spec.cluster.target
+        space = namespace or (spec.cluster.namespace if spec.cluster is not None else None)
+        return Launched(spec.name, where, space, Path(spec.runs_dir) / spec.name)
+    directory = Path("runs") / target
+    here = directory.exists() and namespace is None
+    return Launched(target, "local" if here else "jobset", namespace, directory)
+
+
+def status(run: Launched) -> dict[str, Any]:
+    """State of every stage, and how far training is."""
+    if run.target in KUBERNETES:
+        cluster = connect(run.namespace)
+        found = runs_in(cluster).get(run.name)
+        if found is None:
+            raise _unknown(run, f"namespace {cluster.namespace} has no run {run.name}")
+        states = {
+            stage: look(cluster, run.name, stage)
+            for stage in ("fetch", "prepare", "preflight", "train")
+            if stage in found
+        }
+        return {"run": run.name, "namespace": cluster.namespace, "stages": states, "progress": progress(run, cluster)}
+    if run.target == "slurm":
+        return {"run": run.name, "namespace": None, "stages": _slurm_states(run), "progress": progress(run, None)}
+    return {"run": run.name, "namespace": None, "stages": {}, "progress": progress(run, None)}
+
+
+def progress(run: Launched, cluster: Cluster | None) -> str | None:
+    metrics = run.directory / "metrics.jsonl"
+    if metrics.exists():
+        records = [record for record in read_metrics(metrics).values() if "loss" in record and "eta_s" in record]
+        last = records[-1] if records else None
+        if last is not None:
+            return f"step {last['step']}/{last['steps']}, loss {last['loss']:.4f}, ETA {clock(last['eta_s'])}"
+    if cluster is None:
+        return None
+    lines = [line for pod in _pods(cluster, run.name)[:1] for line in cluster.logs(pod, tail=_TAIL)]
+    told = [line for line in lines if re.search(STEP_LINE, line)]
+    return None if not told else told[-1].partition(" ")[2].strip()
+
+
+def logs(run: Launched, *, rank: int, ranks_per_pod: int, follow: bool, tail: int | None) -> Iterator[str]:
+    """Of the pod that holds a rank. A lost connection is taken up again where it broke off."""
+    if run.target not in KUBERNETES:
+        raise _unknown(run, f"{run.name} is not on Kubernetes: its log is in {run.directory} or in Slurm's output file")
+    cluster = connect(run.namespace)
+    node = rank // max(1, ranks_per_pod)
+    since, seen = None, set[str]()
+    while True:
+        last = (
+            not follow or look(cluster, run.name, "train").over
+        )  # asked before reading: the end may come while we read
+        pods = _pods(cluster, run.name)
+        if node >= len(pods):
+            raise _unknown(run, f"{run.name} has {len(pods)} pods, and rank {rank} would be in number {node}")
+        for line in cluster.logs(pods[node], follow=follow, tail=tail if since is None else None, since=since):
+            stamp, _, text = line.partition(" ")
+            if stamp != since:
+                since, seen = stamp, set()
+            if text not in seen:  # the second the connection broke off in comes again
+                seen.add(text)
+                yield text
+        if last:
+            return
+        time.sleep(1.0)
+
+
+def end(run: Launched) -> list[str]:
+    if run.target == "slurm":
+        _slurm("scancel", "--signal=TERM", "--batch", f"--name={object_name(run.name)}-train")
+        return [f"Slurm job {object_name(run.name)}-train was asked to save and end"]
+    if run.target not in KUBERNETES:
+        raise _unknown(run, f"{run.name} runs on this machine, if it does: Ctrl-C or SIGTERM ends it in order")
+    cluster = connect(run.namespace)
+    stopped = stop(cluster, run.name)
+    if not stopped:
+        raise _unknown(run, f"namespace {cluster.namespace} has nothing of {run.name} to stop")
+    return stopped
+
+
+def listed(namespace: str | None) -> dict[str, dict[str, State]]:
+    return runs_in(connect(namespace))
+
+
+def _pods(cluster: Cluster, run: str) -> list[str]:
+    """Of training where there are any, else of the stage before it."""
+    pods = cluster.find("Pod", selector(run))
+    for stage in ("train", "preflight", "prepare", "fetch"):
+        mine = [pod for pod in pods if pod["metadata"].get("labels", {}).get("argosy/stage") == stage]
+        if mine:
+            return [pod["metadata"]["name"] for pod in sorted(mine, key=_newest_by_number)]
+    return []
+
+
+def _newest_by_number(pod: dict[str, Any]) -> tuple[int, str]:
+    return pod_number(pod), str(pod["metadata"].get("creationTimestamp", ""))
+
+
+def _slurm_states(run: Launched) -> dict[str, State]:
+    name = object_name(run.name)
+    stages = ("fetch", "prepare", "preflight", "train")
+    listing = _slurm("squeue", "--noheader", "--format=%j|%T|%R", f"--name={','.join(f'{name}-{s}' for s in stages)}")
+    states = {}
+    for line in listing.splitlines():
+        job, state, reason = [*line.strip().split("|"), "", ""][:3]
+        phase: Any = "running" if state == "RUNNING" else "waiting"
+        states[job.removeprefix(f"{name}-")] = State(phase, f"{state.lower()} {reason}".strip())
+    return states
+
+
+def _slurm(*line: str) -> str:
+    try:
+        return subprocess.run(line, check=True, capture_output=True, text=True).stdout
+    except FileNotFoundError:
+        raise ArgosyError(
+            "launch.slurm", f"{line[0]} is not on this machine", fix="run this where Slurm's commands are"
+        ) from None
+    except subprocess.CalledProcessError as error:
+        raise ArgosyError("launch.slurm", f"{line[0]}: {error.stderr.strip()}", fix="see what Slurm says") from None
+
+
+def _unknown(run: Launched, cause: str) -> ArgosyError:
+    return ArgosyError(
+        "launch.not-found",
+        cause,
+        key="RUN",
+        value=run.name,
+        fix="`argosy ls` lists the runs of a namespace (-n NAMESPACE)",
+    )

@@ -1,0 +1,212 @@
+"""How a stage is doing, in plain words, from what Kubernetes says of its job, pods and events.
+
+The same few things stop most launches: an image that cannot be pulled, no room on any node, a quota, a claim that is not bound, too
+little memory, an eviction. Each is told by name, with what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from argosy.errors import EXIT_REFUSED, EXIT_RESUMABLE
+from argosy.launch.pod import Manifest
+
+Phase = Literal["absent", "waiting", "running", "done", "failed"]
+_DONE = ("Complete", "Completed", "Succeeded", "SuccessCriteriaMet")
+_PULL = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable")
+
+
+@dataclass(frozen=True)
+class State:
+    phase: Phase
+    text: str
+    fix: str = ""
+    pod: str | None = None  # whose log tells more
+
+    @property
+    def over(self) -> bool:
+        return self.phase in ("done", "failed")
+
+    def __str__(self) -> str:
+        return f"{self.phase}: {self.text}" + (f"\n  fix: {self.fix}" if self.fix else "")
+
+
+def stage_state(job: Manifest | None, pods: Sequence[Manifest], events: Sequence[Manifest]) -> State:
+    if job is None:
+        return State("absent", "not started")
+    condition = {c["type"]: c for c in job.get("status", {}).get("conditions") or [] if c.get("status") == "True"}
+    if any(kind in condition for kind in _DONE):
+        return State("done", _runtime(job))
+    found = [*_pod_troubles(pods), *_event_troubles(job, pods, events)]
+    troubles = sorted(found, key=lambda trouble: -trouble.weight)
+    if "Failed" in condition:
+        said = condition["Failed"]
+        reason = f"{said.get('reason', '')}: {said.get('message', '')}".strip(": ")
+        if troubles:
+            first = troubles[0]
+            return State("failed", first.text, first.fix, first.pod)
+        return State("failed", reason or "the job failed", "argosy logs shows the end of its log")
+    if "Suspended" in condition or job.get("spec", {}).get("suspend"):
+        queue = job["metadata"].get("labels", {}).get("kueue.x-k8s.io/queue-name")
+        where = f"in the Kueue queue {queue}" if queue else "suspended"
+        return State("waiting", f"{where}, not admitted yet", "kubectl get workloads says what it waits for")
+    running = [pod for pod in pods if _phase(pod) == "Running"]
+    restarts = _restarts(job, pods)
+    again = f", restarted {restarts} times" if restarts > 1 else ", restarted once" if restarts else ""
+    if troubles:
+        first = troubles[0]
+        return State(
+            "running" if len(running) == len(pods) and pods else "waiting", first.text + again, first.fix, first.pod
+        )
+    if pods and len(running) == len(pods):
+        return State("running", f"{len(pods)} pods{again}", pod=_first(pods))
+    if not pods:
+        return State("waiting", f"no pod yet{again}")
+    counts = ", ".join(
+        f"{sum(_phase(pod) == phase for pod in pods)} {phase.lower()}" for phase in sorted({_phase(p) for p in pods})
+    )
+    return State("waiting", f"{counts} of {len(pods)} pods{again}", pod=_first(pods))
+
+
+@dataclass(frozen=True)
+class Trouble:
+    weight: int  # the more it explains, the larger
+    text: str
+    fix: str
+    pod: str | None = None
+
+
+def _pod_troubles(pods: Iterable[Manifest]) -> list[Trouble]:
+    return [trouble for pod in pods for trouble in _troubles_of(pod)]
+
+
+def _troubles_of(pod: Manifest) -> Iterator[Trouble]:
+    name, status = pod["metadata"]["name"], pod.get("status", {})
+    node = pod.get("spec", {}).get("nodeName")
+    on = f"{name} on {node}" if node else name
+    if status.get("reason") == "Evicted":
+        yield Trouble(
+            80, f"{on} was evicted: {status.get('message', '')}", "ask for less, or for nodes with more", name
+        )
+    for condition in status.get("conditions") or []:
+        if condition.get("type") == "DisruptionTarget" and condition.get("status") == "True":
+            said = f"{condition.get('reason', '')}: {condition.get('message', '')}".strip(": ")
+            yield Trouble(
+                50, f"{on} was disrupted ({said})", "nothing: the run goes on elsewhere from its last checkpoint", name
+            )
+        if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
+            yield _unschedulable(name, str(condition.get("message", "")))
+    for container in status.get("containerStatuses") or []:
+        yield from _container_troubles(on, name, pod, container)
+
+
+def _container_troubles(on: str, name: str, pod: Manifest, container: Manifest) -> Iterator[Trouble]:
+    waiting = container.get("state", {}).get("waiting") or {}
+    reason, said = waiting.get("reason", ""), waiting.get("message", "")
+    if reason in _PULL:
+        text = f"the image {container.get('image', '')} cannot be pulled: {said or reason}"
+        yield Trouble(90, text, "check cluster.image, and cluster.pull_secrets for a private registry", name)
+    elif reason in ("CreateContainerConfigError", "CreateContainerError", "RunContainerError"):
+        yield Trouble(90, f"{on} cannot start: {said or reason}", "make the Secret or ConfigMap it names", name)
+    for when in ("state", "lastState"):
+        ended = container.get(when, {}).get("terminated") or {}
+        if not ended or ended.get("exitCode") == 0:
+            continue
+        code = ended.get("exitCode")
+        now = 70 if when == "state" else 30  # what is over and was restarted explains less
+        if ended.get("reason") == "OOMKilled":
+            limit = _memory_limit(pod)
+            text = f"{on} ran out of memory and was killed: its limit is {limit}, /dev/shm included"
+            yield Trouble(now + 25, text, "cluster.memory=…, or a smaller cluster.shm", name)
+        elif code == EXIT_REFUSED:
+            yield Trouble(
+                now + 20, f"{on} refused to run (exit code {code}): its log says why", "see the log's last lines", name
+            )
+        elif code == EXIT_RESUMABLE:
+            yield Trouble(now - 10, f"{on} was interrupted and saved (exit code {code})", "launch again to go on", name)
+        else:
+            how = (
+                f"was ended by signal {code - 128}"
+                if isinstance(code, int) and code > 128
+                else f"ended with exit code {code}"
+            )
+            yield Trouble(now, f"{on} {how}", "see the log's last lines", name)
+
+
+def _unschedulable(name: str, message: str) -> Trouble:
+    if "persistentvolumeclaim" in message.lower():
+        fix = "check that cluster.storage.claim exists in the namespace and is Bound: kubectl describe pvc"
+        return Trouble(85, f"{name} waits for its volume: {message}", fix, name)
+    fix = "fewer nodes, another instance, or wait; node labels and taints are cluster.node_selector and cluster.tolerations"
+    return Trouble(60, f"no node has room for {name}: {message}", fix, name)
+
+
+def _event_troubles(job: Manifest, pods: Sequence[Manifest], events: Iterable[Manifest]) -> list[Trouble]:
+    """Warnings about the run's own objects."""
+    mine = {job["metadata"]["name"], *(pod["metadata"]["name"] for pod in pods)}
+    claims = {
+        volume["persistentVolumeClaim"]["claimName"]
+        for pod in pods
+        for volume in pod.get("spec", {}).get("volumes") or []
+        if "persistentVolumeClaim" in volume
+    }
+    found = []
+    for event in events:
+        about, said, reason = (
+            event.get("involvedObject", {}).get("name", ""),
+            event.get("message", ""),
+            event.get("reason"),
+        )
+        if event.get("type") != "Warning":
+            continue
+        ours = about in mine or any(about.startswith(f"{name}-") for name in mine)
+        if ours and "exceeded quota" in said:
+            found.append(Trouble(85, f"the namespace's quota is used up: {said}", "free some of it, or ask for less"))
+        elif ours and reason in ("FailedMount", "FailedAttachVolume"):
+            found.append(
+                Trouble(75, f"a volume of {about} cannot be mounted: {said}", "check the claim and its driver")
+            )
+        elif about in claims and reason in ("ProvisioningFailed", "FailedBinding"):
+            fix = "check cluster.storage: class, size, and the rights of its driver"
+            found.append(Trouble(88, f"the claim {about} is not bound: {said}", fix))
+    return found
+
+
+def _restarts(job: Manifest, pods: Sequence[Manifest]) -> int:
+    whole = int(job.get("status", {}).get("restarts") or 0)
+    single = [
+        int(c.get("restartCount") or 0) for pod in pods for c in pod.get("status", {}).get("containerStatuses") or []
+    ]
+    return max([whole, *single])
+
+
+def _phase(pod: Manifest) -> str:
+    return str(pod.get("status", {}).get("phase", "Pending"))
+
+
+def _first(pods: Sequence[Manifest]) -> str:
+    return str(pods[0]["metadata"]["name"])
+
+
+def _memory_limit(pod: Manifest) -> Any:
+    return pod["spec"]["containers"][0].get("resources", {}).get("limits", {}).get("memory", "unknown")
+
+
+def _runtime(job: Manifest) -> str:
+    status = job.get("status", {})
+    return f"finished at {status['completionTime']}" if status.get("completionTime") else "finished"
+
+
+def pod_number(pod: Manifest) -> int:
+    """Which node of the run a pod is, by whatever its operator says."""
+    metadata = pod["metadata"]
+    marks = {**metadata.get("annotations", {}), **metadata.get("labels", {})}
+    index = marks.get("batch.kubernetes.io/job-completion-index")
+    if index is None and "training.kubeflow.org/replica-index" in marks:
+        worker = marks.get("training.kubeflow.org/replica-type", "").lower() == "worker"
+        return int(marks["training.kubeflow.org/replica-index"]) + int(worker)
+    if index is None:
+        index = next((part for part in reversed(metadata["name"].split("-")) if part.isdigit()), "0")
+    return int(index)

@@ -1,0 +1,100 @@
+"""How fast ranks reach each other: all-reduce bandwidth of all nodes and of pairs of them, and which transport NCCL took.
+
+Bus bandwidth is what the slowest link carries, 2 (n - 1) / n x bytes / time for n ranks: comparable whatever n is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from argosy.parallel.ranks import World
+
+_BYTES = {"cuda": 1 << 30, "cpu": 1 << 22}
+_ROUNDS = 5
+_MESSAGE = 1 << 16  # bytes a rank may say
+
+
+def probe(world: World, ranks_per_node: int, report: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Every node's report, and what was measured between them. All ranks call it, and all get the same."""
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", world.local_rank) if cuda else torch.device("cpu")
+    log = Path(os.environ.get("TMPDIR", "/tmp")) / f"argosy-nccl-{os.getpid()}.log"
+    if cuda:
+        torch.cuda.set_device(device)
+        os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": str(log)}
+    if world.size == 1:
+        return {"nodes": {socket.gethostname(): list(report)}, "measured": [], "transport": None}
+    os.environ.setdefault("MASTER_ADDR", world.address)
+    os.environ.setdefault("MASTER_PORT", str(world.port))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", rank=world.rank, world_size=world.size)
+    try:
+        said = _gather({"host": socket.gethostname(), "report": list(report)}, world.size)
+        hosts = [entry["host"] for entry in said[::ranks_per_node]]
+        names = [f"{host}#{n}" if hosts.count(host) > 1 else host for n, host in enumerate(hosts)]
+        nodes = {name: said[n * ranks_per_node]["report"] for n, name in enumerate(names)}
+        measured = _measure(world, ranks_per_node, names, device)
+        return {"nodes": nodes, "measured": measured, "transport": _transport(log) if cuda else None}
+    finally:
+        dist.destroy_process_group()
+        log.unlink(missing_ok=True)
+
+
+def _measure(world: World, per_node: int, names: list[str], device: torch.device) -> list[tuple[str, float]]:
+    count = len(names)
+    found = [(" + ".join(names), _bus_bandwidth(None, world.size, device))]
+    pairs = [(a, a + 1) for first in (0, 1) for a in range(first, count - 1, 2)] if count > 2 else []
+    for left, right in pairs:  # neighbours, so that a node that is slow with both of its own is known
+        ranks = [node * per_node + n for node in (left, right) for n in range(per_node)]
+        group = dist.new_group(ranks)
+        rate = _bus_bandwidth(group, len(ranks), device) if world.rank in ranks else 0.0
+        rates = _gather({"rate": rate}, world.size)
+        found.append((f"{names[left]} + {names[right]}", max(entry["rate"] for entry in rates)))
+    return found
+
+
+def _bus_bandwidth(group: dist.ProcessGroup | None, ranks: int, device: torch.device) -> float:
+    """GB/s, of the best of a few rounds."""
+    tensor = torch.zeros(_BYTES[device.type] // 4, device=device)
+    dist.all_reduce(tensor, group=group)
+    best = float("inf")
+    for _ in range(_ROUNDS):
+        _wait(device)
+        start = time.perf_counter()
+        dist.all_reduce(tensor, group=group)
+        _wait(device)
+        best = min(best, time.perf_counter() - start)
+    return 2 * (ranks - 1) / ranks * tensor.numel() * 4 / best / 1e9
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _gather(document: dict[str, Any], ranks: int) -> list[dict[str, Any]]:
+    """What every rank says, as JSON in tensors: nothing is unpickled."""
+    text = json.dumps(document).encode()[:_MESSAGE]
+    mine = torch.zeros(_MESSAGE, dtype=torch.uint8)
+    mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    all_of_them = [torch.zeros(_MESSAGE, dtype=torch.uint8) for _ in range(ranks)]
+    dist.all_gather(all_of_them, mine)
+    return [json.loads(bytes(other.tolist()).rstrip(b"\0")) for other in all_of_them]
+
+
+def _transport(log: Path) -> str | None:
+    """From NCCL's own words."""
+    try:
+        found = re.findall(r"Using network (\S+(?: \S+)?)", log.read_text(errors="replace"))
+    except OSError:
+        return None
+    return str(found[-1]) if found else None

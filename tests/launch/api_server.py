@@ -1,0 +1,226 @@
+"""A Kubernetes API server on loopback, as far as a launch uses one: server-side apply with strict fields, get, list by label,
+watch, logs, delete. It stores objects and nothing acts on them: tests play the operators by changing what is stored."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import defaultdict
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import kubernetes_validate
+import yaml
+from crds import HYPERPOD_JOB, JOB_SET, check_strictly
+
+Object = dict[str, Any]
+OPERATORS = {"jobsets": JOB_SET, "hyperpodpytorchjobs": HYPERPOD_JOB}
+
+
+class ApiServer:
+    """`objects[(plural, name)]` is what the cluster holds; `faults` are statuses to answer next; `dropped` watches are cut."""
+
+    def __init__(self) -> None:
+        self.objects: dict[tuple[str, str], Object] = {}
+        self.logs: dict[str, list[str]] = defaultdict(list)
+        self.requests: list[tuple[str, str, dict[str, str]]] = []
+        self.faults: list[int] = []
+        self.unknown: set[str] = set()  # plurals whose operator is not installed
+        self.cut_logs_after: int | None = None  # lines after which a log's connection is cut, once
+        self.changed = threading.Condition()
+        self.version = 1
+        outer = self
+
+        class Handler(_Handler):
+            server_state = outer
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._server.server_port}"
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def write_config(self, path: Path, namespace: str = "training") -> Path:
+        """A kubeconfig as kubectl has it."""
+        document = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": "test",
+            "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test", "namespace": namespace}}],
+            "clusters": [{"name": "test", "cluster": {"server": self.url}}],
+            "users": [{"name": "test", "user": {"token": "loopback-token"}}],
+        }
+        path.write_text(yaml.safe_dump(document))
+        return path
+
+    def put(self, plural: str, document: Object) -> None:
+        """What an operator or the kubelet would write."""
+        with self.changed:
+            self.version += 1
+            document["metadata"]["resourceVersion"] = str(self.version)
+            self.objects[plural, document["metadata"]["name"]] = document
+            self.changed.notify_all()
+
+    def condition(self, plural: str, name: str, kind: str, **more: str) -> None:
+        document = self.objects[plural, name]
+        status = document.setdefault("status", {})
+        status["conditions"] = [{"type": kind, "status": "True", **more}]
+        self.put(plural, document)
+
+    def pod(self, name: str, *, run: str, stage: str, index: int = 0, **status: Any) -> None:
+        labels = {"argosy/run": run, "argosy/stage": stage, "batch.kubernetes.io/job-completion-index": str(index)}
+        container = {"name": "argosy", "resources": {"limits": {"memory": "8Gi"}}}
+        volumes = [{"name": "storage", "persistentVolumeClaim": {"claimName": "fsx-shared-pvc"}}]
+        spec = {"containers": [container], "volumes": volumes, "nodeName": f"node-{index}"}
+        self.put("pods", {"kind": "Pod", "metadata": {"name": name, "labels": labels}, "spec": spec, "status": status})
+
+    def event(self, about: str, reason: str, message: str) -> None:
+        document = {"metadata": {"name": f"{about}.{self.version}"}, "type": "Warning", "reason": reason}
+        self.put("events", document | {"message": message, "involvedObject": {"name": about}})
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server_state: ApiServer
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, format: str, *args: Any) -> None: ...
+
+    def _split(self) -> tuple[str, str | None, str | None, dict[str, str]]:
+        """(plural, name, subresource, query)"""
+        parts = urlsplit(self.path)
+        query = {key: values[0] for key, values in parse_qs(parts.query).items()}
+        words = parts.path.strip("/").split("/")
+        if "namespaces" in words:
+            rest = words[words.index("namespaces") + 2 :]
+        else:
+            rest = words[2:] if words[0] == "api" else words[3:]
+        return rest[0], (rest[1:] or [None])[0], (rest[2:] or [None])[0], query  # type: ignore[return-value]
+
+    def _answer(self, status: int, document: Any, headers: dict[str, str] | None = None) -> None:
+        body = json.dumps(document).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        for key, value in (headers or {}).items():
+            self.send_header(key, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _begin(self) -> tuple[str, str | None, str | None, dict[str, str]] | None:
+        state = self.server_state
+        plural, name, sub, query = self._split()
+        state.requests.append((self.command, urlsplit(self.path).path, query))
+        if self.headers.get("Authorization") != "Bearer loopback-token":
+            self._answer(401, {"message": "Unauthorized"})
+            return None
+        if state.faults:
+            fault = state.faults.pop(0)
+            if fault == 0:
+                self.close_connection = True
+                self.connection.close()
+            else:
+                self._answer(fault, {"message": "injected"}, {"Retry-After": "0"} if fault == 429 else None)
+            return None
+        if plural in state.unknown:
+            self._answer(404, {"message": "the server could not find the requested resource"})
+            return None
+        return plural, name, sub, query
+
+    def do_PATCH(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        found = self._begin()
+        if found is None:
+            return
+        plural, name, _, query = found
+        document = json.loads(body)
+        try:
+            if self.headers["Content-Type"] != "application/apply-patch+yaml" or query.get("fieldManager") != "argosy":
+                raise AssertionError("not a server-side apply")
+            if plural in OPERATORS:
+                check_strictly(document, OPERATORS[plural])
+            elif document["apiVersion"] in ("v1", "batch/v1", "storage.k8s.io/v1"):
+                kubernetes_validate.validate(document, "1.34.0", strict=query.get("fieldValidation") == "Strict")
+        except Exception as error:  # noqa: BLE001 - the server's word on any fault
+            return self._answer(422, {"message": str(error)[:500]})
+        old = self.server_state.objects.get((plural, str(name)), {})
+        self.server_state.put(plural, old | document | {"metadata": old.get("metadata", {}) | document["metadata"]})
+        self._answer(200, document)
+
+    def do_DELETE(self) -> None:
+        found = self._begin()
+        if found is None:
+            return
+        plural, name, _, _ = found
+        with self.server_state.changed:
+            gone = self.server_state.objects.pop((plural, str(name)), None)
+            self.server_state.changed.notify_all()
+        self._answer(200 if gone else 404, {"message": "" if gone else "not found"})
+
+    def do_GET(self) -> None:
+        found = self._begin()
+        if found is None:
+            return
+        plural, name, sub, query = found
+        if sub == "log":
+            return self._log(str(name), query)
+        if name is not None:
+            document = self.server_state.objects.get((plural, name))
+            return self._answer(200 if document else 404, document or {"message": "not found"})
+        if query.get("watch") == "true":
+            return self._watch(plural, query)
+        items = [document for (kind, _), document in self.server_state.objects.items() if kind == plural]
+        wanted = dict(part.split("=") for part in query.get("labelSelector", "").split(",") if part)
+        items = [item for item in items if wanted.items() <= item["metadata"].get("labels", {}).items()]
+        self._answer(200, {"items": items, "metadata": {"resourceVersion": str(self.server_state.version)}})
+
+    def _stream(self) -> None:
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+
+    def _chunk(self, text: str) -> None:
+        data = text.encode()
+        self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+        self.wfile.flush()
+
+    def _watch(self, plural: str, query: dict[str, str]) -> None:
+        state, seen = self.server_state, int(query.get("resourceVersion") or 0)
+        self._stream()
+        deadline = time.monotonic() + min(3.0, float(query.get("timeoutSeconds", "3")))
+        while time.monotonic() < deadline:
+            with state.changed:
+                state.changed.wait(0.1)
+                fresh = [
+                    d for (kind, _), d in state.objects.items()
+                    if kind == plural and int(d["metadata"]["resourceVersion"]) > seen
+                ]  # fmt: skip
+                seen = state.version
+            for document in fresh:
+                self._chunk(json.dumps({"type": "MODIFIED", "object": document}) + "\n")
+        self._chunk("")
+
+    def _log(self, name: str, query: dict[str, str]) -> None:
+        state = self.server_state
+        lines = state.logs[name]
+        since = query.get("sinceTime", "")
+        lines = [line for line in lines if line.split(" ", 1)[0] >= since]
+        if "tailLines" in query:
+            lines = lines[-int(query["tailLines"]) :]
+        self._stream()
+        for number, line in enumerate(lines):
+            if state.cut_logs_after == number:
+                state.cut_logs_after = None
+                self.close_connection = True
+                self.connection.close()
+                return
+            self._chunk(line + "\n")
+        self._chunk("")

@@ -1,0 +1,320 @@
+"""Launching, following and stopping against a real HTTP server that answers as Kubernetes does, and fails as it does."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from api_server import ApiServer
+from rendering import GPU_EXAMPLE
+
+from argosy.errors import ArgosyError
+from argosy.launch import runs
+from argosy.launch.api import Patience, connect
+from argosy.launch.conduct import EXIT_STAGE_FAILED, Conductor, look, stop
+from argosy.launch.placement import place
+
+RUN = "techpulse-7b"
+TRAIN_ONLY = ["cluster.preflight=false", "data.train.0.prepare=null"]
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
+    running = ApiServer()
+    monkeypatch.setenv("KUBECONFIG", str(running.write_config(tmp_path / "kubeconfig")))
+    yield running
+    running.close()
+
+
+@pytest.fixture
+def launch(server: ApiServer) -> Callable[..., tuple[int, list[str]]]:
+    """Conduct the example, and return its exit code and what it said."""
+
+    def run(*overrides: str, target: str | None = None, **options: Any) -> tuple[int, list[str]]:
+        said: list[str] = []
+        cluster = connect("training", patience=Patience(attempts=4, first_delay=0.01))
+        conductor = Conductor(cluster, place(GPU_EXAMPLE, overrides, target), said.append, look_every=1)
+        return conductor.run(**options), said
+
+    return run
+
+
+def later(action: Callable[[], None], ready: Callable[[], bool]) -> threading.Thread:
+    """The part of the cluster: act once something is there."""
+
+    def wait() -> None:
+        deadline = time.monotonic() + 20
+        while not ready() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        action()
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    return thread
+
+
+def finish(server: ApiServer, plural: str, name: str, kind: str = "Complete", **more: str) -> threading.Thread:
+    return later(lambda: server.condition(plural, name, kind, **more), lambda: (plural, name) in server.objects)
+
+
+def test_stages_follow_each_other_and_each_waits_for_the_one_before(
+    server: ApiServer, launch: Callable[..., tuple[int, list[str]]]
+) -> None:
+    order: list[str] = []
+
+    def done(plural: str, name: str, kind: str) -> None:
+        order.append(name)
+        assert (plural, name) in server.objects
+        server.condition(plural, name, kind)
+
+    later(lambda: done("jobs", f"{RUN}-prepare", "Complete"), lambda: ("jobs", f"{RUN}-prepare") in server.objects)
+    later(lambda: done("jobs", f"{RUN}-preflight", "Complete"), lambda: ("jobs", f"{RUN}-preflight") in server.objects)
+    later(lambda: done("jobsets", RUN, "Completed"), lambda: ("jobsets", RUN) in server.objects)
+    code, said = launch()
+    assert code == 0
+    assert order == [f"{RUN}-prepare", f"{RUN}-preflight", RUN]
+    assert ("configmaps", f"{RUN}-spec") in server.objects
+    assert any(line.startswith("train done") for line in said)
+
+
+def test_a_stage_that_fails_stops_the_chain_with_its_reason_and_log(
+    server: ApiServer, launch: Callable[..., tuple[int, list[str]]]
+) -> None:
+    def fail() -> None:
+        ended = {"terminated": {"exitCode": 2, "reason": "Error"}}
+        server.logs["p0"] = ["2026-01-01T00:00:00Z error[data.bad-input]", "2026-01-01T00:00:01Z   cause  no such file"]
+        server.pod("p0", run=RUN, stage="prepare", phase="Failed", containerStatuses=[{"state": ended}])
+        server.condition("jobs", f"{RUN}-prepare", "Failed", reason="PodFailurePolicy", message="exit code 2")
+
+    later(fail, lambda: ("jobs", f"{RUN}-prepare") in server.objects)
+    code, said = launch()
+    assert code == EXIT_STAGE_FAILED
+    text = "\n".join(said)
+    assert "p0 on node-0 refused to run (exit code 2)" in text
+    assert "cause  no such file" in text
+    assert ("jobsets", RUN) not in server.objects
+
+
+@pytest.mark.parametrize("fault", [409, 429, 500, 503, 0])
+def test_a_server_that_stumbles_is_asked_again(
+    server: ApiServer, launch: Callable[..., tuple[int, list[str]]], fault: int
+) -> None:
+    server.faults = [fault, fault]
+    code, _ = launch(*TRAIN_ONLY, follow=False)
+    assert code == 0
+    assert ("jobsets", RUN) in server.objects
+
+
+def test_a_server_that_stays_away_is_given_up_with_its_reason(
+    server: ApiServer, launch: Callable[..., tuple[int, list[str]]]
+) -> None:
+    server.faults = [503] * 10
+    with pytest.raises(ArgosyError, match="after 4 attempts: 503: injected") as refused:
+        launch(*TRAIN_ONLY, follow=False)
+    assert refused.value.code == "launch.api"
+
+
+def test_an_operator_that_is_not_installed_is_named(
+    server: ApiServer, launch: Callable[..., tuple[int, list[str]]]
+) -> None:
+    server.unknown = {"jobsets"}
+    with pytest.raises(ArgosyError, match="could not find the requested resource") as refused:
+        launch(*TRAIN_ONLY, follow=False)
+    assert "install the operator" in refused.value.fix
+
+
+def test_launching_again_follows_what_runs_and_refuses_other_settings(
+    server: ApiServer, launch: Callable[..., tuple[int, list[str]]]
+) -> None:
+    launch(*TRAIN_ONLY, follow=False)
+    applied = len([r for r in server.requests if r[0] == "PATCH" and "jobsets" in r[1]])
+    _, said = launch(*TRAIN_ONLY, follow=False)
+    assert "train: is running already" in said
+    assert len([r for r in server.requests if r[0] == "PATCH" and "jobsets" in r[1]]) == applied
+    with pytest.raises(ArgosyError, match="is running with other settings") as refused:
+        launch(*TRAIN_ONLY, "train.steps=7777", follow=False)
+    assert "argosy stop" in refused.value.fix
+
+
+def test_after_a_stop_it_goes_on_with_another_number_of_nodes(
+    server: ApiServer, launch: Callable[..., tuple[int, list[str]]]
+) -> None:
+    launch(*TRAIN_ONLY, follow=False)
+    stopped = stop(connect("training"), RUN)
+    assert stopped == [f"JobSet {RUN}"]
+    assert ("configmaps", f"{RUN}-spec") in server.objects
+    assert [r[2] for r in server.requests if r[0] == "DELETE"] == [{"propagationPolicy": "Foreground"}]
+    launch(*TRAIN_ONLY, "cluster.nodes=4", "parallel.dp_shard=16", follow=False)
+    job = server.objects["jobsets", RUN]["spec"]["replicatedJobs"][0]["template"]["spec"]
+    assert job["parallelism"] == 4
+
+
+def test_a_finished_job_makes_room_for_the_next(
+    server: ApiServer, launch: Callable[..., tuple[int, list[str]]]
+) -> None:
+    launch(*TRAIN_ONLY, follow=False)
+    server.condition("jobsets", RUN, "Failed")
+    launch(*TRAIN_ONLY, "train.steps=7777", follow=False)
+    assert "train.steps=7777" in json.dumps(server.objects["jobsets", RUN])
+    assert "status" not in server.objects["jobsets", RUN]
+
+
+def test_a_job_of_somebody_else_is_not_touched(server: ApiServer, launch: Callable[..., tuple[int, list[str]]]) -> None:
+    server.put("jobsets", {"kind": "JobSet", "metadata": {"name": RUN, "labels": {"argosy/run": "Techpulse_7b"}}})
+    with pytest.raises(ArgosyError, match="belongs to Techpulse_7b"):
+        launch(*TRAIN_ONLY, follow=False)
+
+
+def test_a_plain_job_is_started_again_as_a_whole(
+    server: ApiServer, launch: Callable[..., tuple[int, list[str]]]
+) -> None:
+    def die() -> None:
+        server.condition("jobs", RUN, "Failed", reason="BackoffLimitExceeded")
+        later(
+            lambda: server.condition("jobs", RUN, "Complete"),
+            lambda: ("jobs", RUN) in server.objects and "status" not in server.objects["jobs", RUN],
+        )
+
+    later(die, lambda: ("jobs", RUN) in server.objects)
+    code, said = launch(*TRAIN_ONLY, target="indexed-job")
+    assert code == 0
+    assert any("starting it again, 1 of 10" in line for line in said)
+
+
+WAITING: list[tuple[str, dict[str, Any], str]] = [
+    (
+        "image",
+        {"containerStatuses": [{"image": "r/argosy", "state": {"waiting": {"reason": "ImagePullBackOff", "message": "denied"}}}]},
+        "the image r/argosy cannot be pulled: denied",
+    ),
+    (
+        "room",
+        {"conditions": [{"type": "PodScheduled", "status": "False", "message": "0/9 nodes: Insufficient nvidia.com/gpu"}]},
+        "no node has room for p0: 0/9 nodes: Insufficient nvidia.com/gpu",
+    ),
+    (
+        "claim",
+        {"conditions": [{"type": "PodScheduled", "status": "False", "message": 'persistentvolumeclaim "x" not found'}]},
+        "p0 waits for its volume",
+    ),
+    (
+        "memory",
+        {"containerStatuses": [{"restartCount": 1, "lastState": {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}}]},
+        "ran out of memory and was killed: its limit is 8Gi",
+    ),
+    ("eviction", {"reason": "Evicted", "message": "The node was low on resource: ephemeral-storage"}, "was evicted"),
+    (
+        "secret",
+        {"containerStatuses": [{"state": {"waiting": {"reason": "CreateContainerConfigError", "message": "secret not found"}}}]},
+        "cannot start: secret not found",
+    ),
+    (
+        "disruption",
+        {"conditions": [{"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler"}]},
+        "was disrupted (PreemptionByScheduler)",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("status", "told"), [case[1:] for case in WAITING], ids=[case[0] for case in WAITING])
+def test_the_reason_is_told_in_plain_words(
+    server: ApiServer, launch: Callable[..., tuple[int, list[str]]], status: dict[str, Any], told: str
+) -> None:
+    launch(*TRAIN_ONLY, follow=False)
+    server.pod("p0", run=RUN, stage="train", phase="Pending", **status)
+    state = look(connect("training"), RUN, "train")
+    assert told in state.text
+    assert state.fix
+
+
+@pytest.mark.parametrize(
+    ("about", "reason", "message", "told"),
+    [
+        (
+            f"{RUN}-node-0",
+            "FailedCreate",
+            "exceeded quota: gpus, requested: 8",
+            "quota is used up: exceeded quota: gpus",
+        ),
+        ("fsx-shared-pvc", "ProvisioningFailed", "no subnet", "the claim fsx-shared-pvc is not bound: no subnet"),
+        ("p0", "FailedMount", "driver not found", "a volume of p0 cannot be mounted: driver not found"),
+    ],
+)
+def test_events_explain_what_pods_do_not_say(
+    server: ApiServer, launch: Callable[..., tuple[int, list[str]]], about: str, reason: str, message: str, told: str
+) -> None:
+    launch(*TRAIN_ONLY, follow=False)
+    server.pod("p0", run=RUN, stage="train", phase="Pending")
+    server.event("another-job", "FailedCreate", "exceeded quota: not ours")
+    server.event(about, reason, message)
+    assert told in look(connect("training"), RUN, "train").text
+
+
+def test_a_queue_is_said_to_be_waited_in(server: ApiServer, launch: Callable[..., tuple[int, list[str]]]) -> None:
+    launch(*TRAIN_ONLY, "cluster.queue=gpu-queue", follow=False)
+    server.condition("jobsets", RUN, "Suspended")
+    assert "in the Kueue queue gpu-queue" in look(connect("training"), RUN, "train").text
+
+
+STEP = "step {n}/100 | loss 3.2100 | grad norm 1.0 | lr 1e-4 | 1K tok/s | ETA 5m00s"
+
+
+def running(server: ApiServer) -> None:
+    for index in range(2):
+        server.pod(f"{RUN}-node-0-{index}-abcde", run=RUN, stage="train", index=index, phase="Running")
+        server.logs[f"{RUN}-node-0-{index}-abcde"] = [
+            f"2026-01-01T00:00:0{n}Z {STEP.format(n=n)} pod {index}" for n in range(5)
+        ]
+
+
+def test_status_tells_state_and_progress(
+    server: ApiServer, launch: Callable[..., tuple[int, list[str]]], argosy: Callable[..., Any]
+) -> None:
+    launch(*TRAIN_ONLY, follow=False)
+    running(server)
+    told = argosy("status", RUN, "-n", "training")
+    assert told.returncode == 0, told.stderr
+    assert "train      running: 2 pods" in told.stdout
+    assert "step 4/100 | loss 3.2100" in told.stdout
+    assert argosy("ls", "-n", "training").stdout == f"{RUN}  train waiting\n"
+    missing = argosy("status", "nobody", "-n", "training")
+    assert missing.returncode == 2
+    assert "has no run nobody" in missing.stderr
+
+
+def test_logs_of_a_rank_come_from_its_pod_and_survive_a_lost_connection(
+    server: ApiServer, launch: Callable[..., tuple[int, list[str]]]
+) -> None:
+    launch(*TRAIN_ONLY, follow=False)
+    running(server)
+    run = runs.find(RUN, "training")
+    lines = list(runs.logs(run, rank=9, ranks_per_pod=8, follow=False, tail=2))
+    assert lines == [f"{STEP.format(n=n)} pod 1" for n in (3, 4)]
+    server.cut_logs_after = 3
+    later(lambda: server.condition("jobsets", RUN, "Completed"), lambda: server.cut_logs_after is None)
+    lines = list(runs.logs(run, rank=0, ranks_per_pod=8, follow=True, tail=None))
+    assert lines == [f"{STEP.format(n=n)} pod 0" for n in range(5)]
+
+
+def test_a_watch_that_ends_is_taken_up_again(server: ApiServer, launch: Callable[..., tuple[int, list[str]]]) -> None:
+    def slowly() -> None:
+        time.sleep(3)  # longer than one watch
+        server.faults = [0]
+        server.condition("jobsets", RUN, "Completed")
+
+    later(slowly, lambda: ("jobsets", RUN) in server.objects)
+    code, _ = launch(*TRAIN_ONLY)
+    assert code == 0
+    assert len([r for r in server.requests if r[2].get("watch") == "true"]) > 1
+
+
+def test_no_token_is_told(server: ApiServer, argosy: Callable[..., Any]) -> None:
+    server.faults = [401]
+    told = argosy("--debug", "ls", "-n", "training")
+    assert told.returncode == 2
+    assert "loopback-token" not in told.stdout + told.stderr

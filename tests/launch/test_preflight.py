@@ -1,0 +1,100 @@
+"""Preflight says what is wrong, on which node, and ends with an exit code that stops the chain."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from argosy.launch import preflight
+from argosy.launch.preflight import Check, Wanted, check_node, judge_bandwidth, wanted_of
+
+
+def named(checks: list[Check], name: str) -> Check:
+    return next(check for check in checks if check.name == name)
+
+
+def test_this_machine_is_fit_for_a_run_that_asks_for_nothing(tmp_path: Path) -> None:
+    checks = check_node(Wanted(storage=tmp_path))
+    assert not [check for check in checks if check.ok is False]
+    assert "GB/s" in named(checks, "storage").found
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_missing_is_said_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr(preflight, "_INFINIBAND", tmp_path / "none")
+    wanted = Wanted(
+        gpus=8, fabric="efa", nics=4, shm_bytes=2**60, storage=tmp_path, needed_bytes=2**60, names=("no.such.host.invalid",),
+        tokens=("HF_TOKEN",),
+    )  # fmt: skip
+    checks = check_node(wanted)
+    for name in ("shm", "fabric", "space", "names", "tokens"):
+        assert named(checks, name).ok is False, name
+        assert named(checks, name).fix, name
+
+
+def test_ports_that_are_down_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for card, state in (("mlx5_0", "4: ACTIVE"), ("mlx5_1", "1: DOWN")):
+        (tmp_path / card / "ports" / "1").mkdir(parents=True)
+        (tmp_path / card / "ports" / "1" / "state").write_text(state)
+    monkeypatch.setattr(preflight, "_INFINIBAND", tmp_path)
+    check = named(check_node(Wanted(fabric="infiniband", nics=2, storage=tmp_path)), "fabric")
+    assert check.ok is False
+    assert "not active: mlx5_1" in check.found
+
+
+def test_gpus_are_counted_and_their_errors_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    def gpus(*errors: int) -> Check:
+        tool.write_text("#!/bin/sh\n" + "\n".join(f"echo 'NVIDIA H100, 560.1, {error}'" for error in errors) + "\n")
+        tool.chmod(0o755)
+        return named(check_node(Wanted(gpus=2, storage=tmp_path)), "gpus")
+
+    assert gpus(0, 0) == Check("gpus", True, "2 x NVIDIA H100, driver 560.1")
+    assert "2 were asked for" in gpus(0).found
+    assert "GPU 1 has uncorrected memory errors" in gpus(0, 3).found
+
+
+def test_the_slow_node_is_named() -> None:
+    pairs = [("a + b + c + d", 40.0), ("a + b", 45.0), ("c + d", 90.0), ("b + c", 42.0)]
+    checks = judge_bandwidth(Wanted(fabric="efa", floor=60.0), pairs, "Libfabric")
+    assert named(checks, "transport").ok
+    assert named(checks, "suspect").found.startswith("b is in every slow")
+    assert not [c for c in judge_bandwidth(Wanted(floor=10.0), pairs, None) if c.ok is False]
+
+
+@pytest.mark.parametrize(("fabric", "transport"), [("efa", "Socket"), ("infiniband", "Socket"), ("tcp", "IB")])
+def test_a_silent_fall_back_is_found(fabric: str, transport: str) -> None:
+    checks = judge_bandwidth(Wanted(fabric=fabric), [("a + b", 1.0)], transport)
+    assert named(checks, "transport").ok is False
+
+
+def test_a_spec_says_what_its_nodes_need() -> None:
+    root = Path(__file__).parents[2] / "examples"
+    wanted = wanted_of([str(root / "eks-llama2-7b.yaml")], {"MASTER_ADDR": "first"})
+    assert (wanted.gpus, wanted.fabric, wanted.nics, wanted.floor) == (8, "efa", 4, 60.0)
+    assert wanted.needed_bytes > 4 * 14 * 6.7e9
+    assert wanted.names == ("first",)
+    assert wanted_of([str(root / "hyperpod-gpt3-7.5b.yaml")], {}).tokens == ("HF_TOKEN",)
+
+
+def test_ranks_measure_each_other_and_the_exit_code_is_honest(
+    write_spec: Callable[..., Path], argosy: Callable[..., Any]
+) -> None:
+    cluster = {"target": "local", "gpus": 0, "ranks": 2, "allreduce_floor": 100_000}
+    spec = write_spec(cluster=cluster, parallel={"dp_replicate": 2, "micro_batch": 4})
+    told = argosy("doctor", spec, "--nproc", "2", "--json")
+    found = json.loads(told.stdout.splitlines()[-1])
+    assert told.returncode == 2, told.stderr
+    assert not found["ok"]
+    [measured] = [check for check in found["nodes"]["all nodes"] if check["name"] == "all-reduce"]
+    assert "GB/s, at least 100000 expected" in measured["found"]
+    told = argosy("doctor", spec, "--json")
+    assert told.returncode == 0, told.stdout
