@@ -87,6 +87,7 @@ CODES: Final[dict[str, str]] = {
     "device.old-torch": "The installed torch is older than Argosy supports.",
     "plan.bad-cluster": "A cluster is not a number and a node type, as 2xp4d.24xlarge.",
     "plan.bad-facts": "A file of hardware facts cannot be used.",
+    "plan.bad-log": "A training log has no lines of steps that the planner can read.",
     "plan.bad-question": "An option of `argosy plan` cannot be read.",
     "plan.does-not-fit": "No layout of the cluster has enough memory for the model.",
     "plan.missing-extra": "A plot needs an optional Python package.",

@@ -36,6 +36,9 @@ def plan(
         str | None, typer.Option(help="A file of GPUs and instances, laid over the known ones.")
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Write memory and time of the best layouts as a PNG.")] = None,
+    log: Annotated[
+        Path | None, typer.Option(help="A log of Megatron-LM's: what it measured, held against the plan.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Memory, time and cost of a run before anyone pays for a GPU, and the layout to use.
@@ -46,12 +49,15 @@ def plan(
     import json
 
     from argosy.plan.advise import Question, answer, write_plot
+    from argosy.plan.log import read_log
 
+    measured = None if log is None else read_log(log)
     question = Question.read(
-        target, overrides or [], cluster=cluster, global_batch=global_batch, seq_len=seq_len, tokens=tokens,
+        target, overrides or [], cluster=cluster,
+        global_batch=global_batch or (None if measured is None else measured.global_batch), seq_len=seq_len, tokens=tokens,
         precision=precision, what_if=what_if, price=price, hardware=hardware,
     )  # fmt: skip
-    advice = answer(question, top=top, storage=storage)
+    advice = answer(question, top=top, storage=storage, log=measured)
     if plot is not None:
         write_plot(advice, plot)
     print(json.dumps(advice.as_dict()) if as_json else "\n".join(advice.lines(explained=explain)))

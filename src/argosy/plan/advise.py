@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from argosy.errors import ArgosyError
 from argosy.plan.calibration import calibration
 from argosy.plan.hardware import Cluster, parse_cluster
 from argosy.plan.layout import Layout, Work, violations
+from argosy.plan.log import Log, judge
 from argosy.plan.report import as_dict, distinct, explain, header, table, why_lost
 from argosy.plan.search import Candidate, Found, evaluate, search, warnings
 
@@ -65,6 +66,7 @@ class Advice:
     shown: tuple[Candidate, ...]
     asked: Candidate | None
     storage: float
+    log: Log | None = None
 
     def lines(self, *, explained: bool = False) -> list[str]:
         best, tokens = self.shown[0], self.question.tokens
@@ -77,6 +79,8 @@ class Advice:
             lines += ["", "the run spec's own layout" + fits + ":", f"  {why_lost(best, self.asked)}"]
             lines += [f"  warning: {warning}" for warning in warnings(self.asked)]
         lines += [f"warning: {warning}" for warning in warnings(best)]
+        if self.log is not None:
+            lines += ["", "the log:", *(f"  {line}" for line in judge(self.log, best))]
         if explained:
             lines += ["", *explain(best)]
         return [*lines, "", "parallel: {" + ", ".join(f"{k}: {v}" for k, v in self.parallel_keys().items()) + "}"]
@@ -103,10 +107,11 @@ class Advice:
             "left_out": dict(self.found.left_out),
             "plans": [as_dict(candidate, question.tokens) for candidate in self.shown],
             "asked": None if self.asked is None else as_dict(self.asked, question.tokens),
+            "log": None if self.log is None else {**asdict(self.log), "says": list(judge(self.log, self.shown[0]))},
         }
 
 
-def answer(question: Question, *, top: int = 8, storage: float = 2.0) -> Advice:
+def answer(question: Question, *, top: int = 8, storage: float = 2.0, log: Log | None = None) -> Advice:
     known = calibration()
     stack = known.stacks[STACK]
     work, cluster = question.work, question.cluster
@@ -114,7 +119,7 @@ def answer(question: Question, *, top: int = 8, storage: float = 2.0) -> Advice:
     if not found.best:
         raise _nothing(question, found)
     asked = None if question.asked is None else evaluate(work, question.asked, cluster, stack, known)
-    return Advice(question, found, tuple(distinct(found, top)), asked, storage)
+    return Advice(question, found, tuple(distinct(found, top)), asked, storage, log)
 
 
 def best_layout(spec: RunSpec, cluster: str, fixed: dict[str, object]) -> dict[str, object]:
