@@ -1,7 +1,8 @@
 """When a run speaks up: each rule looks at the records as they are logged, and says so once until things are well again.
 
-Rules are slow to speak: they look at medians over several logs, so that one slow step, or a rank that is always a little
-slower, is no alarm. Alerts are events of the run; whoever reads events.jsonl (console, webhook, dashboard) has them.
+Rules are slow to speak: what they look at has to hold over several logs, so that a slow moment, or a rank that is always a little
+slower, is no alarm; and it has to be well again by a margin before they speak anew, so that a noisy machine does not make them
+flap. Alerts are events of the run; whoever reads events.jsonl (console, webhook, dashboard) has them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from argosy.record.ranks import Ranks
 
 _WINDOW = 128  # records the loss is compared with
 _FEWEST = 16  # before anything is called a spike or a drop
-_RANK_WINDOW, _RANK_FEWEST = 10, 5  # logs over which a rank has to be slow
+_RATE_FEWEST, _RATE_RECENT = 32, 5  # logs that say what is usual, and of which all have to be below it
+_RANK_WINDOW = 20  # logs over which a rank has to be slow, nine of ten times
 
 # Events that are news to whoever is not looking; `alert` is what the rules here make.
 NEWS = frozenset(
@@ -76,10 +78,11 @@ class Alerts:
     def _rate(self, record: Record) -> Iterator[dict[str, Any]]:
         rate = record["tokens_per_s"]
         self._rates.append(rate)
-        if len(self._rates) >= _FEWEST:
-            usual, recent = statistics.median(self._rates), statistics.median(list(self._rates)[-3:])
-            text = f"{recent:,.0f} tokens/s, and {usual:,.0f} is usual"
-            yield from self._when(recent < (1 - self._spec.throughput_drop) * usual, "throughput-drop", text)
+        if len(self._rates) >= _RATE_FEWEST:
+            usual, recent = statistics.median(self._rates), list(self._rates)[-_RATE_RECENT:]
+            low, well = ((1 - share * self._spec.throughput_drop) * usual for share in (1.0, 0.5))
+            text = f"{statistics.median(recent):,.0f} tokens/s, and {usual:,.0f} is usual"
+            yield from self._when(max(recent) < low, "throughput-drop", text, well=statistics.median(recent) > well)
 
     def _disk(self) -> Iterator[dict[str, Any]]:
         try:
@@ -93,25 +96,26 @@ class Alerts:
         for rank, ratio in enumerate(ranks.ratios()):
             seen = self._ratios.setdefault(rank, deque(maxlen=_RANK_WINDOW))
             seen.append(ratio)
-            if len(seen) < _RANK_FEWEST:
+            if len(seen) < _RANK_WINDOW:
                 continue
-            usual = statistics.median(seen)
-            often = sum(r > 1 + self._spec.slow_rank / 2 for r in seen) >= 0.8 * len(seen)
-            slow = often and usual > 1 + self._spec.slow_rank
+            usual, well = statistics.median(seen), 1 + self._spec.slow_rank / 2
+            slow = usual > 1 + self._spec.slow_rank and sum(r > well for r in seen) >= 0.9 * len(seen)
             data = ranks.columns.get("data_s", [0.0] * (rank + 1))[rank]
             own = ranks.columns["own_s"][rank] or 1e-12
             text = f"rank {rank} takes {usual - 1:.0%} longer than its peers over the last {len(seen)} logs"
             if data > 0.5 * own:
                 text += f", and waits for data {data / own:.0%} of it"
-            yield from self._when(slow, "slow-rank", text, name=f"slow-rank {rank}", rank=rank, ratio=round(usual, 3))
+            facts = {"rank": rank, "ratio": round(usual, 3)}
+            yield from self._when(slow, "slow-rank", text, name=f"slow-rank {rank}", well=usual < well, **facts)
 
     def _when(
-        self, holds: bool, kind: str, text: str, *, name: str | None = None, **facts: object
+        self, holds: bool, kind: str, text: str, *, name: str | None = None, well: bool | None = None, **facts: object
     ) -> Iterator[dict[str, Any]]:
-        """The alert, where it has just come to hold."""
+        """The alert, where it has just come to hold; it can be raised anew once all is `well`, or no longer holds."""
         name = name or kind
         if not holds:
-            self._raised.discard(name)
+            if well is not False:
+                self._raised.discard(name)
         elif name not in self._raised:
             self._raised.add(name)
             yield {"alert": kind, "text": text, **facts}

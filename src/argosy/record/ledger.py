@@ -35,8 +35,9 @@ class Ledger:
         self.spent = {part: float((spent or {}).get(part, 0.0)) for part in PARTS}
 
     @classmethod
-    def resumed(cls, metrics: Path, step: int, started: float) -> Ledger:
-        """Of a run that goes on from `step`, in a process that was `started` then (wall-clock seconds)."""
+    def resumed(cls, metrics: Path, step: int, started: float, *, rewound: bool = False) -> Ledger:
+        """Of a run that goes on from `step`, in a process that was `started` then (wall-clock seconds); one that was rewound
+        has lost what it did since its last record."""
         newest, at = _last_records(metrics, step)
         if newest is None:
             return cls()
@@ -44,7 +45,7 @@ class Ledger:
         kept = 0.0 if at is None else float(at["spent"][PRODUCTIVE])
         ledger.spent["lost"] += max(0.0, ledger.spent[PRODUCTIVE] - kept)
         ledger.spent[PRODUCTIVE] = kept
-        ledger.spent["down"] += max(0.0, started - float(newest["time"]))
+        ledger.spent["lost" if rewound else "down"] += max(0.0, started - float(newest["time"]))
         return ledger
 
     def spend(self, part: str, seconds: float) -> None:

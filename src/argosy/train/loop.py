@@ -121,12 +121,13 @@ class Trainer:
         return EXIT_DONE
 
     def _run(self, first: int, console: Console) -> int:
+        rewound = False
         while True:
-            self.telemetry = self._telemetry(first)
+            self.telemetry = self._telemetry(first, rewound)
             try:
                 return self._run_steps(first, console)
             except Rewind as rewind:
-                first = self._rewind(rewind, console)
+                first, rewound = self._rewind(rewind, console), True
 
     def _tell_bubble(self, step: int, console: Console) -> None:
         if self.mesh.size("pp") > 1:
@@ -135,7 +136,7 @@ class Trainer:
             if long:
                 self._event("bubble", step, warning=text)
 
-    def _telemetry(self, first: int) -> Telemetry:
+    def _telemetry(self, first: int, rewound: bool) -> Telemetry:
         meter = Meter(
             steps=self.steps,
             samples=self.batches.samples(self.steps),
@@ -143,7 +144,8 @@ class Trainer:
             peak=peak_of(self.device),
             devices=self.mesh.world_size,
         )
-        telemetry = Telemetry(self.spec.log, self.run, self.mesh, meter, first=first, stages=self.spec.parallel.pp)
+        stages = self.spec.parallel.pp
+        telemetry = Telemetry(self.spec.log, self.run, self.mesh, meter, first=first, stages=stages, rewound=rewound)
         self.engine.enter = telemetry.phases.enter
         return telemetry
 
@@ -323,7 +325,8 @@ class Trainer:
 
     def _event(self, kind: str, step: int, **facts: object) -> None:
         if self.mesh.is_first:
-            self.events.write({"event": kind, "step": step, "time": now(), **{k: v for k, v in facts.items() if v}})
+            told = {name: fact for name, fact in facts.items() if fact or fact == 0}  # rank 0 is one too
+            self.events.write({"event": kind, "step": step, "time": now(), **told})
 
     def _record(self, record: Record) -> None:
         if self.mesh.is_first:

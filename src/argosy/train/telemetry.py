@@ -45,14 +45,16 @@ class Taken:
 
 
 class Telemetry:
-    def __init__(self, spec: LogSpec, run: RunDir, mesh: Mesh, meter: Meter, *, first: int, stages: int) -> None:
+    def __init__(
+        self, spec: LogSpec, run: RunDir, mesh: Mesh, meter: Meter, *, first: int, stages: int, rewound: bool
+    ) -> None:
         self.meter, self.phases = meter, Phases(mesh.device)
         self._spec, self._mesh, self._stages = spec, mesh, stages
         self._sensors = Sensors(_uuid(mesh.device))
         self._alerts = Alerts(spec.alerts, run.root)
         self._ranks = JsonlWriter(run.ranks)
-        started = process_started()
-        self._ledger = Ledger.resumed(run.metrics, first, started) if mesh.is_first else Ledger()
+        started = now() if rewound else process_started()
+        self._ledger = Ledger.resumed(run.metrics, first, started, rewound=rewound) if mesh.is_first else Ledger()
         self._ledger.spend("startup", now() - started)
         self._paused: dict[str, float] = {}
         self._logged = time.perf_counter()

@@ -68,6 +68,7 @@ def _events(run: Run) -> Iterator[Finding]:
     events = run.events()
     starts = [i for i, event in enumerate(events) if event.get("event") in ("start", "resume")]
     newest = events[starts[-1] :] if starts else events
+    yield from _skipped([event for event in newest if event.get("event") == "skip"], newest, run)
     for event in newest:
         kind, rank, cause = event.get("event"), event.get("rank"), str(event.get("cause", ""))
         evidence = [f"events.jsonl: {kind} at step {event.get('step')}", *_details(event)]
@@ -114,6 +115,34 @@ def _events(run: Run) -> Iterator[Finding]:
             yield Finding(NOTE + 5, str(event.get("text")), "training is not affected", evidence, "sink-down")
 
 
+def _skipped(skips: list[Record], newest: list[Record], run: Run) -> Iterator[Finding]:
+    """Steps whose numbers the guard did not trust; the end of a run that stopped over them, a note in one that goes on."""
+    if not skips:
+        return
+    last, rewinds = skips[-1], sum(event.get("event") == "rewind" for event in newest)
+    broken = last.get("reason") == "non-finite"
+    ended = newest[-1].get("event") in ("skip", "rewind") and not is_held(run.root)
+    what = f"the loss is {_short(last.get('loss'))} and the gradient norm {_short(last.get('grad_norm'))}"
+    text = f"{len(skips)} steps were skipped, the last at step {last.get('step')}, where {what}" + (
+        f", and {rewinds} rewinds did not help" if rewinds else ""
+    )
+    evidence = [
+        f"events.jsonl: skip at step {event.get('step')}, samples {event.get('samples')}" for event in skips[-4:]
+    ]
+    weight = NUMBERS if ended else NOTE + 2
+    yield Finding(
+        weight,
+        text,
+        "lower optim.lr or lengthen optim.warmup, and look at the samples of those steps",
+        evidence,
+        "nan" if broken else "spike",
+    )
+
+
+def _short(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, int | float) else str(value)
+
+
 def _details(event: Record) -> list[str]:
     lines = [f"  {line}" for line in event.get("stack", [])[:8]]
     lines += [f"collective: {event['collective']}"] if event.get("collective") else []
@@ -127,7 +156,7 @@ def _ranks_now(run: Run) -> Iterator[Finding]:
         return
     dead = {rank: beat for rank, beat in beats.items() if beat.get("alive") is False and beat.get("phase") != "done"}
     held = is_held(run.root)
-    stopped = run.events() and run.events()[-1].get("event") in ("done", "interrupted", "non-finite")
+    stopped = run.events() and run.events()[-1].get("event") in ("done", "interrupted", "non-finite", "skip", "rewind")
     lines = [_told(rank, beat) for rank, beat in list(beats.items())[:16]]
     if dead and not stopped:
         rank, beat = min(dead.items(), key=lambda item: item[1].get("time", 0.0))

@@ -30,7 +30,7 @@ export function heatMap(map) {
     image.data[at + 3] = 255;
   }));
   context.putImageData(image, 0, 0);
-  const say = el("p", { class: "note" }, `${map.ranks.length} rows of ${map.ranks_a_row} rank(s), rank 0 on top; steps ${map.steps[0]} to ${map.steps.at(-1)}; full colour: 30% more than its peers`);
+  const say = el("p", { class: "note" }, `${map.ranks_a_row > 1 ? `rows of ${map.ranks_a_row} ranks` : `${map.ranks.length} ranks`}, rank 0 on top; steps ${map.steps[0]} to ${map.steps.at(-1)}; full colour: 30% more than its peers`);
   canvas.addEventListener("pointermove", (event) => {
     const box = canvas.getBoundingClientRect();
     const x = Math.floor(((event.clientX - box.left) / box.width) * map.cells.length), y = Math.floor(((event.clientY - box.top) / box.height) * map.ranks.length);

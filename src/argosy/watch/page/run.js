@@ -71,7 +71,7 @@ export function runPage(main, names) {
       cards.push(card("Where the time went", false, waterfall(one.waterfall)));
       if (one.predicted.length) cards.push(card("Predicted and measured", false, table([["figure"], ["predicted", "n"], ["measured", "n"], ["ratio", "n"]],
         one.predicted.map((row) => [row.figure, short(row.predicted), row.measured === null ? "n/a" : short(row.measured), row.ratio === null ? "" : short(row.ratio)]))));
-      cards.push(card("Checkpoints", false, one.checkpoints.length ? table([["checkpoint"], ["size", "n"], ["written", "opt"]], one.checkpoints.map((c) => [c.complete ? c.name : c.name + " (incomplete)", amount(c.bytes) + "B", when(c.time)])) : el("p", { class: "note" }, "none yet")));
+      cards.push(card("Checkpoints", false, one.checkpoints.length ? table([["checkpoint", "keep"], ["size", "n"], ["written", "opt"]], one.checkpoints.map((c) => [c.complete ? c.name : c.name + " (incomplete)", amount(c.bytes) + "B", when(c.time)])) : el("p", { class: "note" }, "none yet")));
       if (one.heartbeats.length) cards.push(card("Ranks now", false, table([["rank", "n"], ["host"], ["step", "n"], ["doing"], ["for", "n"]], one.heartbeats.slice(0, 64).map((b) => [b.rank, b.host, b.step, b.alive === false ? "ended" : b.phase, clock(b.phase_s)]))));
       const map = await ask("ranks", [["run", names[0]]]);
       if (map.ranks.length > 1) cards.push(card("Ranks over time", true, heatMap(map)));
