@@ -20,10 +20,8 @@ def describe_layout(parallel: ParallelSpec) -> str:
 def check_layout(spec: RunSpec, origins: Origins) -> None:
     """Each axis against what it cuts."""
     model, parallel = spec.model, spec.parallel
-    _divides(parallel.tp, model.heads, "tp", "the model's heads", origins)
-    _divides(parallel.tp, model.kv_heads, "tp", "the model's key/value heads", origins)
-    if model.moe is None or model.moe.dense_layers:
-        _divides(parallel.tp, model.ffn, "tp", "the model's ffn", origins)
+    if parallel.tp > 1:
+        _check_tensor(spec, origins)
     if parallel.cp > 1:
         _check_context(spec, origins)
     check_pipeline(spec, origins)
@@ -33,6 +31,43 @@ def check_layout(spec: RunSpec, origins: Origins) -> None:
         raise _refusal("ep", parallel.ep, "the model has no experts to spread", 1, origins)
     _divides(parallel.ep, model.moe.experts, "ep", "the model's experts", origins)
     _divides(parallel.ep, parallel.dp_shard * parallel.cp, "ep", "the dp_shard x cp ranks it is laid over", origins)
+
+
+def _check_tensor(spec: RunSpec, origins: Origins) -> None:
+    """Every matrix in equal parts, each with whole heads; the vocabulary in parts of which none is empty; and, with sp, equal
+    shares of every sequence."""
+    model, tp = spec.model, spec.parallel.tp
+    _divides(tp, model.heads, "tp", "the model's heads", origins)
+    _divides(tp, model.kv_heads, "tp", "the model's key/value heads", origins)
+    if model.moe is None or model.moe.dense_layers:
+        _divides(tp, model.ffn, "tp", "the model's ffn", origins)
+    if model.moe is not None:
+        _divides(tp, model.moe.ffn, "tp", "the experts' ffn", origins)
+    rows = model.vocab_size
+    works = [n for n in range(1, tp + 1) if -(-rows // n) * (n - 1) < rows]
+    if tp not in works:
+        cause = f"a vocabulary of {rows} in parts of {-(-rows // tp)} leaves nothing for the last of tp {tp} ranks"
+        raise _refusal("tp", tp, cause, works[-1], origins)
+    check_shares(spec.parallel, spec.data.seq_len, "data.seq_len", origins)
+    if spec.data.ict is not None:
+        check_shares(spec.parallel, spec.data.ict.query_len, "data.ict.query_len", origins)
+
+
+def check_shares(parallel: ParallelSpec, seq_len: int, what: str, origins: Origins | None = None) -> None:
+    """Whether each tensor-parallel rank can have an equal share of a sequence's tokens."""
+    tp, cp = parallel.tp, parallel.cp
+    parts = tp if cp == 1 else 2 * cp * tp  # of a rank's piece from the front, and of that from the back
+    if not parallel.sp or tp == 1 or seq_len % parts == 0:
+        return
+    ranks = f"tp {tp}" if cp == 1 else f"2 x cp {cp} x tp {tp} = {parts}"
+    raise ArgosyError(
+        "config.arithmetic",
+        f"{what}, {seq_len}, cannot be cut into {ranks} equal shares of tokens",
+        key="parallel.sp",
+        value=True,
+        origin=(origins or {}).get("parallel.sp"),
+        fix=f"parallel.sp=false, or a length of {seq_len // parts * parts or parts}",
+    )
 
 
 def _check_context(spec: RunSpec, origins: Origins) -> None:

@@ -242,6 +242,9 @@ class ParallelSpec(Section):
     dp_replicate: Positive = Field(1, description="replicas of the model")
     dp_shard: Positive = Field(1, description="ranks each replica's state is sharded over (FSDP)")
     tp: Positive = Field(1, description="tensor parallel ranks")
+    sp: bool = Field(
+        True, description="with tp: spread by tokens what tp does not cut: norms, dropout and the residual stream"
+    )
     pp: Positive = Field(
         1, description="pipeline ranks: each has consecutive layers, and passes on what it made of them"
     )

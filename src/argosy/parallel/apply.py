@@ -17,8 +17,13 @@ from argosy.parallel.recompute import apply_recompute
 
 
 def apply_layout(model: nn.Module, parallel: ParallelSpec, mesh: Mesh, precision: str) -> None:
-    """Context parallelism, then recompute, then compile, then FSDP, which leaves the parameters without memory until they are
-    given some."""
+    """Tensor parallelism, then context parallelism, then recompute, then compile, then FSDP. Parameters that are cut have no
+    memory until the end."""
+    along = mesh.along("tp")
+    if along is not None:
+        from argosy.parallel.tensor.apply import apply_tensor_parallel  # as slow to import as what follows
+
+        apply_tensor_parallel(model, along, sequence=parallel.sp)
     if mesh.size("cp") > 1:
         apply_cp(model, mesh, parallel.cp_kind)
     for block in blocks_of(model):
@@ -27,10 +32,11 @@ def apply_layout(model: nn.Module, parallel: ParallelSpec, mesh: Mesh, precision
             block.compile()
     if parallel.compile == "model":
         model.compile()
-    if mesh.is_sharded:
+    if mesh.has_fsdp:
         from argosy.parallel.fsdp import apply_fsdp  # takes most of a second to import, which one process saves
 
         apply_fsdp(model, blocks_of(model), mesh, parallel, choose_precision(precision, mesh.device))
+    if mesh.is_sharded:
         model.to_empty(device=mesh.device)
 
 

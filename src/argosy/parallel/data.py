@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from argosy.config.schema import ParallelSpec
 from argosy.data.samples.windows import Batch
 from argosy.model.objective import Objective
 from argosy.parallel.cp import Cut, cut_inputs
@@ -19,6 +20,7 @@ from argosy.parallel.fsdp import reduce_after
 from argosy.parallel.mesh import DATA_AXES, SUM_AXES, Mesh
 from argosy.parallel.replicas import sum_gradients
 from argosy.parallel.single import Result, SingleDevice
+from argosy.parallel.tensor.apply import sum_partial_gradients
 
 
 @dataclass(frozen=True)
@@ -32,13 +34,12 @@ class _Totals:
 class DataParallel(SingleDevice):
     _result_axes: tuple[str, ...] = SUM_AXES  # whose ranks have other parts of what is reported
 
-    def __init__(
-        self, model: nn.Module, mesh: Mesh, *, micro_batch: int, seed: int, z_loss: float, reduce: torch.dtype
-    ) -> None:
-        super().__init__(model, micro_batch=micro_batch, seed=seed, device=mesh.device, z_loss=z_loss)
-        self.mesh, self._reduce = mesh, reduce
+    def __init__(self, model: nn.Module, mesh: Mesh, parallel: ParallelSpec, *, seed: int, z_loss: float) -> None:
+        super().__init__(model, micro_batch=parallel.micro_batch, seed=seed, device=mesh.device, z_loss=z_loss)
+        self.mesh, self._sequence = mesh, parallel.sp
+        self._reduce = torch.float32 if parallel.reduce == "fp32" else torch.bfloat16
         along = mesh.along(*SUM_AXES)
-        self._group = None if along is None or mesh.is_sharded else along.get_group()  # FSDP sums by itself
+        self._group = None if along is None or mesh.has_fsdp else along.get_group()  # FSDP sums by itself
         self.data_ranks = mesh.data_ranks
         self._cut = Cut.of(mesh)
 
@@ -48,9 +49,15 @@ class DataParallel(SingleDevice):
         self.enter("forward_backward")
         result = super().forward_backward(batch, step, loss_scale)
         self.enter("communication")
-        if self._group is not None:
-            sum_gradients(self.model, self._group, self._reduce)
+        self._sum_gradients()
         return self._summed(result)
+
+    def _sum_gradients(self) -> None:
+        """What FSDP has not summed already, after a step's last micro-batch."""
+        if self._group is not None:
+            sum_gradients(self.model.parameters(), self._group, self._reduce)
+        if (along := self.mesh.along("tp")) is not None:
+            sum_partial_gradients(self.model, along.get_group(), self._reduce, sequence=self._sequence)
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Result:

@@ -27,7 +27,7 @@ from argosy.parallel.ranks import World
 
 DATA_AXES = ("dp_replicate", "dp_shard")  # whose ranks have other samples
 SUM_AXES = (*DATA_AXES, "cp")  # whose ranks have other tokens: losses and gradients are summed over them
-SUPPORTED = SUM_AXES
+SUPPORTED = (*SUM_AXES, "tp")
 TIMEOUT = timedelta(
     minutes=30
 )  # for the slowest thing ranks wait for each other in: a checkpoint being read or written
@@ -78,6 +78,11 @@ class Mesh:
     @property
     def is_sharded(self) -> bool:
         """Whether each rank holds only a part of the model's state."""
+        return self.has_fsdp or self.size("tp") > 1
+
+    @property
+    def has_fsdp(self) -> bool:
+        """Whether parameters are gathered from ranks with other samples when they are needed."""
         return self.size("dp_shard") > 1
 
     def along(self, *axes: str) -> DeviceMesh | None:

@@ -11,13 +11,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from argosy.compat import copy_
+from argosy.parallel.shards import local
 
 _BUCKET = 64 * 2**20  # bytes sent at once
 
 
-def sum_gradients(model: nn.Module, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+def sum_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, dtype: torch.dtype) -> None:
     """Replace every gradient by its sum over the group, sent as `dtype`."""
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     for bucket in _buckets(gradients, _BUCKET // dtype.itemsize):
         flat = torch.cat([gradient.reshape(-1).to(dtype) for gradient in bucket])
         dist.all_reduce(flat, group=group)

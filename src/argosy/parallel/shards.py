@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-from argosy.compat import total_norm
+from argosy.compat import gather_into, total_norm
 
 
 def is_spread(tensor: Tensor) -> TypeGuard[DTensor]:
@@ -45,19 +45,17 @@ def whole(tensor: Tensor) -> Tensor:
     """All of a tensor. Every rank that holds a part of it has to ask at the same time."""
     if not is_spread(tensor):
         return tensor
-    with torch.no_grad():
-        return tensor.full_tensor()
+    part = local(tensor)
+    for cut in reversed(_cuts(tensor)):
+        part = _joined(part, cut)
+    return part
 
 
 def part_of(value: Tensor, like: Tensor) -> Tensor:
     """This rank's part of a whole `value`, laid out as `like` is, without asking the others: each has all of it."""
-    if not is_spread(like):
-        return value
-    from torch.distributed.tensor import distribute_tensor
-
-    mesh = like.device_mesh
-    value = value.to(device=mesh.device_type)
-    return distribute_tensor(value, mesh, like.placements, src_data_rank=None).to_local()
+    for cut in _cuts(like):
+        value = value.narrow(cut.dim, cut.first, cut.size)
+    return value
 
 
 def with_whole(part: Tensor, like: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
@@ -83,8 +81,46 @@ def norm_of(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _cut_along(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
+    return tuple(cut.group for cut in _cuts(tensor))
+
+
+class _Cut(NamedTuple):
+    """One dimension, `whole` long, in consecutive pieces, one for each rank of a group; the last may be shorter, or empty."""
+
+    dim: int
+    whole: int
+    group: dist.ProcessGroup
+
+    @property
+    def most(self) -> int:
+        return -(-self.whole // self.group.size())
+
+    @property
+    def first(self) -> int:
+        return min(self.group.rank() * self.most, self.whole)
+
+    @property
+    def size(self) -> int:
+        return min(self.most, self.whole - self.first)
+
+
+def _cuts(tensor: Tensor) -> list[_Cut]:
+    """How this rank's part comes about, cut after cut. FSDP's axes are the first of a mesh and cut last, what other axes
+    have left: torch says so by a placement of its own where both cut the same dimension."""
     if not is_spread(tensor):
-        return ()
-    return tuple(
-        tensor.device_mesh.get_group(axis) for axis, placement in enumerate(tensor.placements) if placement.is_shard()
-    )
+        return []
+    lengths, cuts = list(tensor.shape), []
+    for axis, placement in reversed(list(enumerate(tensor.placements))):
+        if not placement.is_replicate():
+            dim: int = placement.dim  # type: ignore[attr-defined]  # of Shard, and of its like
+            cuts.append(_Cut(dim, lengths[dim], tensor.device_mesh.get_group(axis)))
+            lengths[dim] = cuts[-1].size
+    return cuts
+
+
+def _joined(part: Tensor, cut: _Cut) -> Tensor:
+    rows = part.new_zeros(cut.most, *part.movedim(cut.dim, 0).shape[1:])
+    rows[: part.shape[cut.dim]] = part.movedim(cut.dim, 0)
+    every = rows.new_empty(cut.group.size() * cut.most, *rows.shape[1:])
+    gather_into(every, rows, cut.group)
+    return every[: cut.whole].movedim(0, cut.dim).contiguous()

@@ -180,7 +180,7 @@ def _asked(parallel: ParallelSpec, cluster: Cluster) -> Layout | None:
     zero = 3 if parallel.dp_shard > 1 else 0
     return Layout(
         tp=parallel.tp, pp=parallel.pp, cp=parallel.cp, ep=parallel.ep, dp=parallel.data_parallel, zero=zero,
-        sp=parallel.tp > 1, micro_batch=parallel.micro_batch, recompute=parallel.recompute,
+        sp=parallel.tp > 1 and parallel.sp, micro_batch=parallel.micro_batch, recompute=parallel.recompute,
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from argosy.checkpoint.source import Source, open_source, require_fit, starting_weights
+from argosy.config.layout import check_shares
 from argosy.config.schema import RunSpec, TrainSpec
 from argosy.data.open import RunData, open_data
 from argosy.model.build import build_model
@@ -40,6 +41,8 @@ def open_checked_data(spec: RunSpec) -> RunData:
     data.training()
     if spec.eval is not None:
         data.each("validation")
+    if data.target_len is not None:
+        check_shares(spec.parallel, data.target_len, "the length of the decoder's sequences")
     return data
 
 
@@ -51,7 +54,7 @@ def make_model(spec: RunSpec, mesh: Mesh) -> nn.Module:
     if pipeline is not None:
         stages = cut(spec.model, spec.parallel, spec.data.seq_len)
         model = part_of(model, stages.modules_of_rank(pipeline.get_local_rank()))
-    apply_precision(model, choose_precision(spec.train.precision, mesh.device), masters=mesh.is_sharded)
+    apply_precision(model, choose_precision(spec.train.precision, mesh.device), masters=mesh.has_fsdp)
     return model if mesh.is_sharded or pipeline is None else model.to_empty(device=mesh.device)
 
 
@@ -62,18 +65,18 @@ def parameter_names(spec: RunSpec) -> list[str]:
 
 def make_engine(spec: RunSpec, model: nn.Module, mesh: Mesh) -> SingleDevice:
     apply_layout(model, spec.parallel, mesh, spec.train.precision)
-    micro_batch, seed, z_loss = spec.parallel.micro_batch, spec.train.seed, spec.train.z_loss
+    seed, z_loss = spec.train.seed, spec.train.z_loss
     if mesh.devices is None:
+        micro_batch = spec.parallel.micro_batch
         return SingleDevice(model, micro_batch=micro_batch, seed=seed, device=mesh.device, z_loss=z_loss)
-    reduce = torch.float32 if spec.parallel.reduce == "fp32" else torch.bfloat16
     if mesh.size("pp") > 1:
         from argosy.parallel.pipeline.engine import PipelineParallel
 
         stages = cut(spec.model, spec.parallel, spec.data.seq_len)
-        return PipelineParallel(model, mesh, stages, spec.parallel, seed=seed, z_loss=z_loss, reduce=reduce)
+        return PipelineParallel(model, mesh, stages, spec.parallel, seed=seed, z_loss=z_loss)
     from argosy.parallel.data import DataParallel  # takes most of a second to import, which one process saves
 
-    return DataParallel(model, mesh, micro_batch=micro_batch, seed=seed, z_loss=z_loss, reduce=reduce)
+    return DataParallel(model, mesh, spec.parallel, seed=seed, z_loss=z_loss)
 
 
 def load_model(where: str, *, device: str | None = None) -> Loaded:

@@ -8,6 +8,7 @@ then only scales what is there. Losses are sums over the labels that count, in 3
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,17 +21,31 @@ from argosy.model.ops.choice import use_kernel
 CHUNK_BYTES = 1 << 30  # of logits at a time, about
 _TILE = 256  # rows a matrix product works on together
 
+# logits [rows, vocab], labels [rows], z-loss, whether with a gradient -> as `softmax_loss_`
+RowsToLosses = Callable[[Tensor, Tensor, float, bool], tuple[Tensor, Tensor, Tensor]]
+
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, z_loss: float = 0.0
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    z_loss: float = 0.0,
+    rows_to_losses: RowsToLosses | None = None,
+    width: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(summed loss, its cross-entropy part without gradient) of logits = hidden weight^T + bias.
 
     hidden [tokens, width], weight [vocab, width], labels [tokens]. The z-loss adds z_loss x log(sum of exp)^2 a token, which
-    keeps the logits from drifting; the two sums differ by it.
+    keeps the logits from drifting; the two sums differ by it. Where `weight` has only a part of the vocabulary,
+    `rows_to_losses` knows of the others, and chunks are as long as logits of `width` allow, for all alike.
     """
     with_gradient = torch.is_grad_enabled()  # inside the function it never is, and the inputs do not tell
-    total, cross_entropy = _LinearCrossEntropy.apply(hidden, weight, bias, labels, z_loss, with_gradient)
+    chunk = chunk_rows(len(hidden), (width or weight.shape[0]) * weight.element_size())
+    total, cross_entropy = _LinearCrossEntropy.apply(
+        hidden, weight, bias, labels, z_loss, with_gradient, rows_to_losses or softmax_loss_, chunk
+    )
     return total, cross_entropy
 
 
@@ -44,6 +59,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         labels: Tensor,
         z_loss: float,
         with_gradient: bool,
+        rows_to_losses: RowsToLosses,
+        rows: int,
     ) -> tuple[Tensor, Tensor]:
         wants = [with_gradient and t is not None and t.requires_grad for t in (hidden, weight, bias)]
         d_hidden = torch.empty_like(hidden) if any(wants) else None
@@ -51,11 +68,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         d_bias = torch.zeros_like(bias, dtype=torch.float32) if wants[2] and bias is not None else None
         total = torch.zeros((), device=hidden.device)
         cross_entropy = torch.zeros((), device=hidden.device)
-        rows = chunk_rows(len(hidden), weight.shape[0] * weight.element_size())
         for first in range(0, len(hidden), rows):
             part = slice(first, first + rows)
             logits = torch.nn.functional.linear(hidden[part], weight, bias)
-            losses, ce, logits = softmax_loss_(logits, labels[part], z_loss, any(wants))
+            losses, ce, logits = rows_to_losses(logits, labels[part], z_loss, any(wants))
             total += losses.sum()
             cross_entropy += ce.sum()
             if d_hidden is not None:
@@ -75,7 +91,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None if t is None else scaled(t, gradients[0], dtype)
             for t, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
-        return (*found, None, None, None)
+        return (*found, None, None, None, None, None)
 
 
 def scaled(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -28,7 +28,6 @@ from argosy.parallel.pipeline.order import Action, forward_order, training_order
 from argosy.parallel.pipeline.runtime import Key, Pass, Runtime
 from argosy.parallel.pipeline.shared import SharedWeights
 from argosy.parallel.pipeline.stages import Stages, part_of
-from argosy.parallel.replicas import sum_gradients
 from argosy.parallel.shards import norm_of
 from argosy.parallel.single import Result, Sums
 
@@ -41,10 +40,9 @@ class PipelineParallel(DataParallel):
     _result_axes = (*SUM_AXES, "pp")
 
     def __init__(
-        self, model: nn.Module, mesh: Mesh, stages: Stages, parallel: ParallelSpec, *, seed: int, z_loss: float,
-        reduce: torch.dtype,
-    ) -> None:  # fmt: skip
-        super().__init__(model, mesh, micro_batch=parallel.micro_batch, seed=seed, z_loss=z_loss, reduce=reduce)
+        self, model: nn.Module, mesh: Mesh, stages: Stages, parallel: ParallelSpec, *, seed: int, z_loss: float
+    ) -> None:
+        super().__init__(model, mesh, parallel, seed=seed, z_loss=z_loss)
         along = mesh.along("pp")
         if along is None:
             raise AssertionError("one rank is no pipeline")
@@ -72,8 +70,7 @@ class PipelineParallel(DataParallel):
         reports = self._run(forward, micros, training=True)
         self.enter("communication")
         reduce_everything(self.model)
-        if self._group is not None:
-            sum_gradients(self.model, self._group, self._reduce)
+        self._sum_gradients()
         self._shared.sum_gradients()
         return self._summed(self._joined(list(reports.values()), training=True))
 

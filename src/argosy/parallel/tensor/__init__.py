@@ -1,0 +1,1 @@
+"""Tensor and sequence parallelism: every matrix of a block, and the vocabulary, cut over ranks that work on the same tokens."""

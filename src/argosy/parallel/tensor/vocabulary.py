@@ -1,0 +1,93 @@
+"""The vocabulary cut over ranks: rows of the embedding, and of the head with its logits and their loss.
+
+A rank has a contiguous range of the tokens' rows, the last perhaps fewer; nothing is padded. A token is looked up by the
+rank that has its row, and the sum over ranks is its vector. For the loss each rank makes the logits of its range only, a
+few rows of the batch at a time, and turns them into their log-sum-exp and the logit of the label, if it has that; these two
+numbers a token are all that is exchanged, and with them each rank has the loss and the gradient of its own logits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from argosy.compat import gather_into
+from argosy.data.samples.masks import IGNORED
+from argosy.model.ops.cross_entropy import linear_cross_entropy
+from argosy.model.output import Output
+from argosy.parallel.tensor.region import Region, gathered
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which rows of a vocabulary of `size` this rank has."""
+
+    first: int
+    most: int  # that any rank has
+    size: int
+
+    @staticmethod
+    def of(size: int, region: Region) -> Rows:
+        most = -(-size // region.ranks)
+        return Rows(region.rank * most, most, size)
+
+
+def look_up(embedding: nn.Embedding, region: Region, tokens: Tensor) -> Tensor:
+    """The vectors of all tokens [batch, seq], whoever has their rows."""
+    weight = embedding.weight
+    row = tokens - Rows.of(embedding.num_embeddings, region).first
+    elsewhere = (row < 0) | (row >= weight.shape[0])
+    vectors = F.embedding(row.masked_fill(elsewhere, 0), weight).masked_fill(elsewhere[..., None], 0)
+    return region.leave(vectors)
+
+
+class SpreadOutput(Output):
+    """`x` is what the region's outside has or, where `alike`, all tokens on every rank."""
+
+    def __init__(self, vocab_size: int, region: Region, *, alike: bool) -> None:
+        super().__init__()
+        self._rows, self._region = Rows.of(vocab_size, region), region
+        self._way_in = Region(region.group, region.sequence and not alike)
+
+    def logits(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        x = self._way_in.enter(x)
+        missing = self._rows.most - weight.shape[0]
+        ours = F.pad(F.linear(x, weight, bias), (0, missing)).movedim(-1, 1)
+        return gathered(ours, self._region.group).movedim(1, -1)[..., : self._rows.size]
+
+    def losses(
+        self, x: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, z_loss: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
+        return linear_cross_entropy(
+            self._way_in.enter(x).flatten(0, 1), weight, labels.flatten(), bias=bias, z_loss=z_loss,
+            rows_to_losses=partial(softmax_loss_, self._rows.first, self._region.group), width=self._rows.most,
+        )  # fmt: skip
+
+
+def softmax_loss_(
+    first: int, group: dist.ProcessGroup, logits: Tensor, labels: Tensor, z_loss: float, with_gradient: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `argosy.model.ops.cross_entropy.softmax_loss_`, with logits of the columns from `first` on."""
+    full, column = logits.float(), (labels - first)[:, None]
+    here = (column >= 0) & (column < logits.shape[1])  # never a label that is ignored: those are negative
+    column = column.masked_fill(~here, 0)
+    ours = torch.stack((full.logsumexp(-1), full.gather(-1, column).masked_fill(~here, 0)[:, 0]))
+    every = ours.new_empty(group.size(), *ours.shape)
+    gather_into(every.flatten(0, 1), ours, group)
+    lse, picked = every[:, 0].logsumexp(0), every[:, 1].sum(0)
+    counts = labels != IGNORED
+    cross_entropy = torch.where(counts, lse - picked, 0.0)
+    losses = cross_entropy + torch.where(counts, z_loss * lse * lse, 0.0) if z_loss else cross_entropy
+    if not with_gradient:
+        return losses, cross_entropy, logits
+    gradient = full.sub_(lse[:, None]).exp_()
+    if z_loss:
+        gradient *= (1 + 2 * z_loss * lse)[:, None]
+    gradient.scatter_add_(-1, column, -here.to(gradient.dtype))
+    gradient *= counts[:, None]
+    return losses, cross_entropy, logits.copy_(gradient)
