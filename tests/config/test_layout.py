@@ -18,7 +18,7 @@ def spec_of(*parallel: str, batch: int = 24) -> RunSpec:
         [
             "model.preset=mixtral-8x7b", *(f"model.{key}" for key in LLAMA), "model.moe={experts: 6, top_k: 2, ffn: 24}",
             "data.train=x", f"train.global_batch={batch}", "train.steps=1", "optim.lr=1", "parallel.micro_batch=1",
-            *(f"parallel.{key}" for key in parallel),
+            *(key if "." in key else f"parallel.{key}" for key in parallel),
         ],
     ).spec  # fmt: skip
 
@@ -28,6 +28,14 @@ def spec_of(*parallel: str, batch: int = 24) -> RunSpec:
     [
         (["tp=4"], "key/value heads, 6, cannot be cut into tp 4", "parallel.tp 3 or 6"),
         (["tp=5"], "heads, 12, cannot be cut into tp 5", "parallel.tp 4 or 6"),
+        (["tp=6", "cp=3"], "data.seq_len, 24, cannot be cut into cp 3 x tp 6 = 18 equal shares", "parallel.sp=false"),
+        (
+            ["tp=6", "data.seq_len=21"],
+            "data.seq_len, 21, cannot be cut into tp 6 equal shares of tokens",
+            "a length of 18",
+        ),
+        (["tp=2", "model.moe.ffn=23"], "experts' ffn, 23, cannot be cut into tp 2", "parallel.tp 1 or 23"),
+        (["tp=6", "model.vocab_size=9"], "9 in parts of 2 leaves nothing for the last of tp 6", "parallel.tp 5"),
         (["pp=5"], "4 layers cannot fill 5 pipeline stages", "parallel.pp 4"),
         (["pp=4", "schedule=zbv"], "4 layers cannot fill 8 pipeline stages = pp 4 x vpp 2", "parallel.pp 2"),
         (["pp=2", "schedule=zbv", "vpp=3"], "zbv has two stages on each rank", "vpp=2"),
@@ -64,7 +72,10 @@ def test_context_parallelism_says_why_it_is_for_decoders_only(preset: str, why: 
 
 
 def test_layouts_that_divide_are_taken() -> None:
-    assert spec_of("tp=6", "pp=4", "cp=3", "dp_shard=2", "dp_replicate=3", "ep=6").parallel.world_size == 6 * 4 * 3 * 6
+    assert (
+        spec_of("tp=6", "sp=false", "pp=4", "cp=3", "dp_shard=2", "dp_replicate=3", "ep=6").parallel.world_size
+        == 6 * 4 * 3 * 6
+    )
 
 
 @pytest.mark.parametrize(

@@ -32,3 +32,23 @@ def unswapped_gradients(ctx: Any, *gradients: Any) -> Any:
 def in_order_of_ranks(cut: Cut, parts: Tensor) -> Tensor:
     """A sequence whose parts are put together as if each rank had one piece of it."""
     return torch.cat(parts.unbind(), dim=-2)
+
+
+def unsummed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """What this rank has, instead of the sum over ranks."""
+    return x.clone()
+
+
+def own_share(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """What this rank has for its tokens, instead of the sum over ranks."""
+    return x.chunk(group.size(), 1)[group.rank()]
+
+
+def own_rows_only(every: Tensor, ours: Tensor, group: dist.ProcessGroup) -> None:
+    """As if the other ranks had nothing of the vocabulary."""
+    every.fill_(-torch.inf)[group.rank() * 2 : group.rank() * 2 + 2] = ours
+
+
+def undivided(region: Any, module: Any, arguments: Any) -> Any:
+    """The router's own losses, counted once by every rank."""
+    return region.enter(arguments[0]), arguments[1]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dist.pool import Pool
-from dist.training import MODELS, Trace, spec_of, train_broken, train_steps
+from dist.training import DECODERS, ENCODERS, Trace, spec_of, train_broken, train_steps
 
 STEPS = 5
 LAYOUTS = [  # one line each: keys of `parallel`; the batch is 16
@@ -28,7 +28,11 @@ LAYOUTS = [  # one line each: keys of `parallel`; the batch is 16
     "pp=4",
     "pp=2 schedule=zbv",
     "pp=2 dp_shard=2",
+    "tp=2",
+    "tp=2 sp=false",
+    "dp_shard=2 tp=2",
 ]
+ENCODER_LAYOUTS = ["dp_shard=2", "tp=2", "tp=2 sp=false", "dp_shard=2 tp=2 recompute=full"]
 ONE_MODEL = {  # what is no matter of the model is tried on one
     "dp_replicate=2 model.dropout=0.1": "gpt",
     "dp_shard=4 model.dropout=0.1": "gpt",
@@ -54,9 +58,23 @@ ONE_MODEL = {  # what is no matter of the model is tried on one
     "pp=2 dp_replicate=2 dp_shard=2": "gpt",
     "pp=2 cp=2": "packed",
     "pp=2 cp=2 cp_kind=ulysses schedule=zbv": "moe",
+    "tp=4 train.z_loss=0.1": "gpt",
+    "tp=4 sp=false model.qk_norm=true": "llama",
+    "tp=2 model.qk_norm=true model.kv_heads=2": "llama",
+    "dp_replicate=2 tp=2": "moe",
+    "dp_replicate=2 dp_shard=2 tp=2": "moe",
+    "dp_shard=4 tp=2 recompute=selective": "mpt",
+    "tp=2 model.moe.shared_experts=1 model.moe.shared_gate=true": "moe",
+    "tp=2 model.dropout=0.1": "gpt",
+    "tp=2 sp=false model.dropout=0.1 recompute=full": "mpt",
+    "dp_shard=2 tp=2 model.dropout=0.1": "t5",
+    "cp=2 tp=2 model.dropout=0.1": "gpt",
+    "cp=2 cp_kind=ulysses tp=2": "mpt",
+    "dp_shard=2 cp=2 tp=2": "moe",
 }
 CASES = [
-    *((model, layout) for layout in LAYOUTS for model in MODELS if model != "packed"),
+    *((model, layout) for layout in LAYOUTS for model in DECODERS),
+    *((model, layout) for layout in ENCODER_LAYOUTS for model in ENCODERS),
     *((model, layout) for layout, model in ONE_MODEL.items()),
 ]
 
@@ -88,7 +106,7 @@ def test_a_layout_computes_what_one_process_does(pool: Pool, model: str, layout:
     require_equal(model, layout, run(pool, model, layout))
 
 
-@pytest.mark.parametrize("layout", ["dp_shard=2", "dp_replicate=2 dp_shard=2"])
+@pytest.mark.parametrize("layout", ["dp_shard=2", "dp_replicate=2 dp_shard=2", "tp=2", "dp_shard=2 tp=2"])
 def test_muon_orthogonalises_whole_matrices(pool: Pool, layout: str) -> None:
     """In bf16, so that the last bits of its gradients matter: the bounds are wider, and far below what shards would give."""
     expected = reference("gpt", "optim.name=muon")
@@ -106,6 +124,7 @@ def test_muon_orthogonalises_whole_matrices(pool: Pool, layout: str) -> None:
         "dp_replicate=2 dp_shard=2",
         "cp=2 dp_shard=2",
         "pp=2 dp_shard=2 schedule=zbv",
+        "dp_shard=2 tp=2",
     ],
 )
 def test_the_same_layout_gives_the_same_bits_again(pool: Pool, layout: str) -> None:
@@ -115,6 +134,7 @@ def test_the_same_layout_gives_the_same_bits_again(pool: Pool, layout: str) -> N
         assert all(np.array_equal(one.weights[name], other.weights[name]) for name in one.weights)
 
 
+REGION, EXPERTS = "argosy.parallel.tensor.region", "argosy.parallel.tensor.apply:_enter_experts"
 BUGS = [  # layout, function, what it is replaced by (in dist/bugs.py)
     ("dp_replicate=2", "argosy.parallel.data:sum_gradients", "nothing"),
     ("dp_replicate=2 dp_shard=2", "argosy.parallel.mesh:Mesh.sum_", "nothing"),
@@ -127,6 +147,12 @@ BUGS = [  # layout, function, what it is replaced by (in dist/bugs.py)
     ("cp=2 cp_kind=ulysses", "argosy.parallel.exchange:_Swap.backward", "unswapped_gradients"),
     ("pp=2 model.tied=true", "argosy.parallel.pipeline.shared:SharedWeights.sum_gradients", "nothing"),
     ("pp=2", "argosy.parallel.mesh:Mesh.sum_", "nothing"),
+    ("tp=2 sp=false", f"{REGION}:summed", "unsummed"),
+    ("tp=2 sp=false", "argosy.parallel.data:sum_partial_gradients", "nothing"),
+    ("tp=2", "argosy.parallel.data:sum_partial_gradients", "nothing"),
+    ("tp=2", f"{REGION}:summed_to_shares", "own_share"),
+    ("tp=2", "argosy.parallel.tensor.vocabulary:gather_into", "own_rows_only"),
+    ("tp=2", EXPERTS, "undivided"),
 ]
 
 

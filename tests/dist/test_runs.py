@@ -22,7 +22,7 @@ from dist import runs
 from dist.pool import Pool
 
 Write = Callable[..., Path]
-LAYOUTS = [["dp_replicate=2"], ["dp_shard=4"], ["dp_replicate=2", "dp_shard=2"], ["dp_shard=2", "cp=2"]]
+LAYOUTS = [["dp_replicate=2"], ["dp_shard=4"], ["dp_replicate=2", "dp_shard=2"], ["dp_shard=2", "cp=2"], ["dp_shard=2", "tp=2"], ["tp=2"]]
 
 
 def keys(layout: list[str], *more: str) -> list[str]:
@@ -42,7 +42,7 @@ def test_all_ranks_together_read_the_samples_of_one_in_its_order(pool: Pool, wri
     stream = open_data(resolve(path).spec).training()
     found = pool.run(ranks_of(layout), runs.read_batches, str(path), keys(layout), 3)
     for step in range(3):
-        distinct = found[:: 2 if "cp=2" in layout else 1]  # ranks that share a sequence read the same
+        distinct = found[:: 2 if {"cp=2", "tp=2"} & {*layout} else 1]  # ranks that share a sequence read the same
         together = [sample for rank in distinct for sample in rank[step]]
         assert together == stream.batch(step * 8, 8).tokens.tolist()
 
@@ -53,7 +53,7 @@ def test_a_run_goes_on_in_another_layout_as_if_nothing_had_happened(
     path = write_spec(optim={"lr": 1e-3, "schedule": "constant"})
     train_alone(resolve(path, ["name=one"]), path, TrainOptions(quiet=True))
     expected = read_metrics(tmp_path / "runs" / "one" / "metrics.jsonl")
-    for steps, layout in ((2, LAYOUTS[1]), (3, LAYOUTS[3]), (4, LAYOUTS[0]), (6, LAYOUTS[2])):
+    for steps, layout in enumerate((LAYOUTS[n] for n in (1, 3, 0, 4, 2, 5)), start=1):
         codes = pool.run(ranks_of(layout), runs.train, str(path), keys(layout, f"train.steps={steps}"))
         assert set(codes) == {EXIT_DONE}
     found = read_metrics(tmp_path / "runs" / "tiny" / "metrics.jsonl")
@@ -63,7 +63,7 @@ def test_a_run_goes_on_in_another_layout_as_if_nothing_had_happened(
         assert found[step]["grad_norm"] == pytest.approx(record["grad_norm"], rel=1e-4)
     assert found[6]["validation_loss"] == pytest.approx(expected[6]["validation_loss"], rel=1e-5)
     events = [event["event"] for event in read_jsonl(tmp_path / "runs" / "tiny" / "events.jsonl")]
-    assert [kind for kind in events if kind in ("start", "resume", "done")] == ["start", "done"] + ["resume", "done"] * 3
+    assert [kind for kind in events if kind in ("start", "resume", "done")] == ["start", "done"] + ["resume", "done"] * 5
     checkpoint = latest(tmp_path / "runs" / "tiny" / "checkpoints", print)
     assert checkpoint is not None
     whole = latest(tmp_path / "runs" / "one" / "checkpoints", print)
@@ -71,7 +71,7 @@ def test_a_run_goes_on_in_another_layout_as_if_nothing_had_happened(
     assert {n: w.shape for n, w in checkpoint.weights().items()} == {n: w.shape for n, w in whole.weights().items()}
 
 
-@pytest.mark.parametrize("layout", [["dp_shard=4"], ["dp_replicate=2"], LAYOUTS[3]])
+@pytest.mark.parametrize("layout", [["dp_shard=4"], ["dp_replicate=2"], ["dp_shard=2", "cp=2"], ["dp_shard=2", "tp=2"]])
 @pytest.mark.parametrize("samples", [1, 3, 7])
 def test_evaluation_counts_every_sample_once_whatever_is_left_over(
     pool: Pool, write_spec: Write, layout: list[str], samples: int

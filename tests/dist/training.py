@@ -34,7 +34,11 @@ MODELS = {
     "packed": [
         "model.preset=llama3-8b", *_SIZES, "kv_heads=2", "window=6", "qk_norm=true",
     ],
+    "bert": ["model.preset=bert-base", *_SIZES, "dropout=0"],
+    "t5": ["model.preset=t5-small", *_SIZES, "decoder_layers=2", "head_dim=8", "init_std=1", "dropout=0"],
+    "ict": ["model.preset=ict-base", *_SIZES, "dropout=0", "retrieval={projection: 12}", "data.ict.query_len=8"],
 }  # fmt: skip
+DECODERS, ENCODERS = ("gpt", "llama", "mpt", "moe"), ("bert", "t5", "ict")
 
 
 class Trace(NamedTuple):
@@ -54,7 +58,7 @@ def spec_of(model: str, layout: str) -> RunSpec:
     return resolve(
         None,
         [
-            preset, *(f"model.{key}" for key in keys), "data.train=synthetic", f"data.seq_len={SEQ}",
+            preset, *(key if key.startswith("data.") else f"model.{key}" for key in keys), "data.train=synthetic", f"data.seq_len={SEQ}",
             f"train.global_batch={BATCH}", "train.steps=100", "train.precision=fp32", "optim.lr=3e-3", "eval=off",
             "optim.eps=1e-6",  # a key's bias has no gradient: its rounding noise must not become an update
             *given,
@@ -66,8 +70,11 @@ def batch_of(model: str, step: int) -> Batch:
     """A global batch whose samples have very different numbers of labels that count."""
     rng = np.random.default_rng(step)
     tokens, labels = rng.integers(0, VOCAB, (2, BATCH, SEQ))
-    for row, valid in enumerate(rng.permutation(BATCH)):
+    lengths = rng.permutation(BATCH)
+    for row, valid in enumerate(lengths):
         labels[row, valid:] = IGNORED
+    if model in ENCODERS:
+        return _encoder_batch(model, rng, tokens, labels, np.arange(SEQ) < np.maximum(lengths, 1)[:, None])
     if model != "packed":
         return Batch(tokens, labels)
     starts = rng.random((BATCH, SEQ)) < 0.2
@@ -75,6 +82,17 @@ def batch_of(model: str, step: int) -> Batch:
     index = np.arange(SEQ)
     positions = index - np.maximum.accumulate(np.where(starts, index, 0), axis=1)
     return Batch(tokens, labels, {"documents": starts.cumsum(1), "positions": positions})
+
+
+def _encoder_batch(model: str, rng: np.random.Generator, tokens: Any, labels: Any, seen: Any) -> Batch:
+    if model == "t5":
+        return Batch(tokens, labels[:, :12], {"decoder_tokens": rng.integers(0, VOCAB, (BATCH, 12))})
+    if model == "ict":
+        queries = {"query_tokens": tokens[::-1, :8].copy(), "query_padding_mask": seen[:, :8]}
+        return Batch(tokens, np.arange(BATCH) % 11, {"padding_mask": seen, **queries})
+    predicted = np.sort(rng.permuted(np.tile(np.arange(SEQ), (BATCH, 1)), axis=1)[:, :5])
+    pairs = {"pair_labels": rng.integers(0, 2, BATCH), "token_types": rng.integers(0, 2, (BATCH, SEQ))}
+    return Batch(tokens, labels[:, :5], {"padding_mask": seen, "predicted": predicted, **pairs})
 
 
 def share_of(batch: Batch, mesh: Mesh) -> Batch:

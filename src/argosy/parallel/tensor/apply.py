@@ -29,6 +29,7 @@ from argosy.model.encoder import Encoder, MaskedLM, TokenHead
 from argosy.model.encoder_decoder import EncoderDecoder, Stack
 from argosy.model.layers import MLP, Attention, AttentionBlock, Block, CrossAttention, Embedding, Linear
 from argosy.model.moe import Experts, MoE, Report
+from argosy.model.retriever import Tower
 from argosy.parallel.replicas import sum_gradients
 from argosy.parallel.tensor.region import Region
 from argosy.parallel.tensor.vocabulary import SpreadOutput, look_up
@@ -119,11 +120,12 @@ def _connect(module: nn.Module, region: Region) -> None:
             module.share = region.tokens
         case Decoder() | EncoderDecoder():
             module.predict = SpreadOutput(module.spec.vocab_size, region, alike=False)
-        case MaskedLM():
+        case MaskedLM() if module.head is not None:  # heads on all tokens, the same on every rank
+            module.encoder.register_forward_hook(partial(_result, region.end))
             module.predict = SpreadOutput(module.spec.vocab_size, region, alike=True)
-        case Encoder():
-            module.register_forward_hook(partial(_result, region.end))
-        case Stack() if not module.decoder:  # every layer of the decoder reads it from inside
+        case Tower():
+            module.encoder.register_forward_hook(partial(_result, region.end))
+        case Stack() if not module.decoder and module.norm is not None:  # read inside every layer of the decoder
             module.register_forward_hook(partial(_result, region.enter))
     if isinstance(module, (Decoder, Encoder, Stack)):
         module.heads = region.share
