@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-CASE_S = 120.0
+CASE_S = 300.0  # a first case waits for its ranks to import torch
 
 
 class RankFailed(AssertionError):
@@ -97,3 +98,13 @@ def _serve(pipe: Connection) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+            _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """DTensor remembers layouts by the shape of their mesh, and would find the groups of an earlier case in them."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import debug
+
+        for name in ("_clear_fast_path_sharding_prop_cache", "_clear_python_sharding_prop_cache"):
+            getattr(debug, name, lambda: None)()
