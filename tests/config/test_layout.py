@@ -28,7 +28,11 @@ def spec_of(*parallel: str, batch: int = 24) -> RunSpec:
     [
         (["tp=4"], "key/value heads, 6, cannot be cut into tp 4", "parallel.tp 3 or 6"),
         (["tp=5"], "heads, 12, cannot be cut into tp 5", "parallel.tp 4 or 6"),
-        (["tp=6", "cp=3"], "data.seq_len, 24, cannot be cut into cp 3 x tp 6 = 18 equal shares", "parallel.sp=false"),
+        (
+            ["tp=6", "cp=3"],
+            "data.seq_len, 24, cannot be cut into 2 x cp 3 x tp 6 = 36 equal shares",
+            "parallel.sp=false",
+        ),
         (
             ["tp=6", "data.seq_len=21"],
             "data.seq_len, 21, cannot be cut into tp 6 equal shares of tokens",
@@ -50,7 +54,11 @@ def spec_of(*parallel: str, batch: int = 24) -> RunSpec:
         (["pp=2", "compile=model"], "no rank of a pipeline has the whole model", "compile=block"),
         (["pp=2", "schedule=zbv", "compile=block"], "a compiled block makes both at once", "schedule=1f1b"),
         (["cp=5"], "data.seq_len, 24, cannot be cut into 2 x cp 5 = 10", "parallel.cp 4 or 6"),
-        (["cp=4", "tp=2", "cp_kind=ulysses"], "heads on each of tp 2 ranks, 6, cannot be cut into cp 4", "cp 3 or 6"),
+        (
+            ["cp=4", "tp=2", "sp=false", "cp_kind=ulysses"],
+            "heads on each of tp 2 ranks, 6, cannot be cut into cp 4",
+            "cp 3 or 6",
+        ),
         (["ep=4", "dp_shard=4"], "experts, 6, cannot be cut into ep 4", "parallel.ep 3 or 6"),
         (["ep=3", "dp_shard=2"], "dp_shard x cp ranks it is laid over, 2, cannot", "parallel.ep 2"),
         (["dp_shard=5"], "global_batch 24 is not a multiple of micro_batch 1 x 5", "global_batch 20 or 25"),
