@@ -32,6 +32,7 @@ def storm(bench: Bench, name: str, kills: int, seed: int) -> tuple[int, int]:
                 killed += _kill_once(run, rng)
             assert run.wait() == 0, run.said
             _check(bench, run)
+        print(f"{killed} kills in {runs} runs, all bit-equal", flush=True)
     return killed, runs
 
 

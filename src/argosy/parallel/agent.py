@@ -30,6 +30,7 @@ _TRY_AGAIN_S = 2.0  # after a node that others wait for was not found
 
 def start_ranks(nproc: int, nodes: Nodes, arguments: Sequence[str], run: RunDir, fault: FaultSpec) -> int:
     """Run `argosy` with these arguments in `nproc` processes on this node. Returns the exit code of them all."""
+    _load_quietly()
     from argosy.compat import FLIGHT_RECORD
 
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # what there is to say, the supervisor says
@@ -49,6 +50,16 @@ def start_ranks(nproc: int, nodes: Nodes, arguments: Sequence[str], run: RunDir,
         finally:
             restore()
             RankFiles.forget()
+
+
+def _load_quietly() -> None:
+    """Load torch without its warnings about peers that are gone, which come with a page of native stack; ranks keep theirs."""
+    given = os.environ.get("TORCH_CPP_LOG_LEVEL")
+    os.environ["TORCH_CPP_LOG_LEVEL"] = given or "ERROR"  # read once, while it loads
+    import torch.distributed  # noqa: F401
+
+    if given is None:
+        del os.environ["TORCH_CPP_LOG_LEVEL"]
 
 
 def _run_agents(nproc: int, nodes: Nodes, arguments: Sequence[str], supervisor: Supervisor) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
 import signal
 import time
@@ -26,7 +25,7 @@ from argosy.parallel.rankfiles import RankFiles
 from argosy.record.files import replace_file
 from argosy.record.pulse import process_state
 
-_ANSWER_S = 3.0
+_ANSWER_S, _OTHERS_S = 10.0, 3.0  # for the first answer, and from then on for those of the others
 _SETTLED_S = 0.2  # that a file of stacks does not grow any more
 
 
@@ -41,14 +40,19 @@ class Witness:
 
     @property
     def stack(self) -> str:
-        """Of the main thread, the innermost call first."""
-        threads = re.split(r"\n(?=Thread |Current thread )", self.stacks.strip())
-        return threads[-1] if threads else ""
+        """Of the thread that matters, the innermost call first."""
+        return telling_thread(self.stacks)
 
     @property
     def collective(self) -> str | None:
         """The last it began."""
         return describe(self.collectives[-1]) if self.collectives else None
+
+
+def telling_thread(stacks: str) -> str:
+    """Of the stacks of all threads: the one that crashed, or else the oldest, which is the main one and comes last."""
+    threads = [part for part in stacks.strip().split("\n\n") if part.startswith(("Thread ", "Current thread "))]
+    return next((part for part in threads if part.startswith("Current")), threads[-1] if threads else "")
 
 
 def describe(entry: Mapping[str, Any]) -> str:
@@ -81,10 +85,13 @@ def question(files: RankFiles, ranks: Mapping[int, int]) -> list[Witness]:
             fd = os.open(files.question(rank), os.O_WRONLY | os.O_NONBLOCK)
             os.close(fd)
     deadline = time.monotonic() + _ANSWER_S
-    while time.monotonic() < deadline and not all(
-        _size(files.stacks(rank)) > before[rank] and files.flight(rank).exists() for rank in ranks
-    ):
+    answered: set[int] = set()
+    while len(answered) < len(ranks) and time.monotonic() < deadline:
         time.sleep(0.05)
+        now = {r for r in ranks if _size(files.stacks(r)) > before[r] and files.flight(r).exists()}
+        if now and not answered:
+            deadline = min(deadline, time.monotonic() + _OTHERS_S)
+        answered = now
     time.sleep(_SETTLED_S)
     return [
         Witness(rank, states[rank], _text(files.stacks(rank))[before[rank] :], _collectives(files.flight(rank)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import sys
 import time
@@ -19,7 +20,7 @@ from pathlib import Path
 
 from argosy.config.survival import FaultSpec
 from argosy.errors import EXIT_BUG, EXIT_REFUSED, EXIT_RESUMABLE
-from argosy.parallel.evidence import Witness, keep, mismatch, question, suspect
+from argosy.parallel.evidence import Witness, keep, mismatch, question, suspect, telling_thread
 from argosy.parallel.rankfiles import RankFiles
 from argosy.record.jsonl import JsonlWriter, now, read_jsonl
 from argosy.record.pulse import Page, Progress, process_state
@@ -28,6 +29,9 @@ from argosy.record.rundir import RunDir
 _PATIENCE = 4.0  # times the longest that a phase has taken
 _LONGEST_WAIT_S = 60.0
 _MEMORY_EVERY_S = 1.0
+_COLLECTIVE = re.compile(r"distributed_c10d\.py\", line \d+ in (\w+)")
+# What gloo and NCCL say where the other end is gone. It is not the reason, which is told on the other node.
+_LOST_PEER = re.compile(r"Connection (closed|reset) by peer|Broken pipe|remote process exited")
 
 
 @dataclass
@@ -192,6 +196,8 @@ class Supervisor:
             trouble.rank, trouble.error = first
             trouble.code = EXIT_BUG if trouble.error.startswith("Traceback") else EXIT_REFUSED
             trouble.cause = trouble.error.splitlines()[-1]
+            if _LOST_PEER.search(trouble.cause):
+                trouble.cause, trouble.error = "it lost its connection to another rank", None
             return
         trouble.code = 128 - code if code < 0 else code
         trouble.cause = f"ended with exit code {code}" if code >= 0 else f"ended by {signal.Signals(-code).name}"
@@ -201,7 +207,9 @@ class Supervisor:
             trouble.cause += f"; it held {', '.join(f'{b / 2**30:.2f}' for b in memory)} GiB, second by second"
         crash = self.files.stacks(trouble.rank)
         if not trouble.stack and crash.exists():
-            trouble.stack = crash.read_text(errors="replace").strip()
+            trouble.stack = telling_thread(crash.read_text(errors="replace"))
+        if -code == signal.SIGABRT and (collective := _COLLECTIVE.search(trouble.stack)):
+            trouble.cause += f" in {collective[1]}: what it got was not what it waited for, as when the ranks did not run the same code"
 
     # What is done about it.
 
