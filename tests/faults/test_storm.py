@@ -1,7 +1,8 @@
 """The kill storm: a run of two ranks that is killed at random moments, again and again, ends as one that was never disturbed.
 
 Loading, steps, evaluation and saving are all hit: one rank is killed, or the supervisor with all ranks, at a random moment of an
-attempt. The short form kills 6 times; `slow` ones 200 and 1,000 (`ARGOSY_STORM` sets another number).
+attempt. The short form kills 6 times; `slow` ones 200 and 1,000 (`ARGOSY_STORM` sets
+another number, `ARGOSY_STORM_SEED` other moments).
 """
 
 from __future__ import annotations
@@ -85,5 +86,5 @@ def test_a_run_killed_at_random_moments_ends_as_one_that_was_not(bench: Bench) -
 @pytest.mark.timeout(LONGEST_S)
 @pytest.mark.parametrize("kills", [int(os.environ.get("ARGOSY_STORM", "200")), 1000])
 def test_a_long_storm(bench: Bench, kills: int) -> None:
-    killed, runs = storm(bench, f"storm-{kills}", kills, seed=kills)
+    killed, runs = storm(bench, f"storm-{kills}", kills, seed=int(os.environ.get("ARGOSY_STORM_SEED", kills)))
     bench.record(f"kill storm: {killed} kills in {runs} runs", Outcome("all bit-equal"))
