@@ -82,11 +82,10 @@ def question(files: RankFiles, ranks: Mapping[int, int]) -> list[Witness]:
             os.kill(pid, STACK_SIGNAL)
             if states[rank] == "T":
                 os.kill(pid, signal.SIGCONT)
-            fd = os.open(files.question(rank), os.O_WRONLY | os.O_NONBLOCK)
-            os.close(fd)
     deadline = time.monotonic() + _ANSWER_S
-    answered: set[int] = set()
+    answered, asked = set[int](), set[int]()
     while len(answered) < len(ranks) and time.monotonic() < deadline:
+        asked |= {rank for rank in ranks if rank not in asked and _ask(files.question(rank))}
         time.sleep(0.05)
         now = {r for r in ranks if _size(files.stacks(r)) > before[r] and files.flight(r).exists()}
         if now and not answered:
@@ -97,6 +96,15 @@ def question(files: RankFiles, ranks: Mapping[int, int]) -> list[Witness]:
         Witness(rank, states[rank], _text(files.stacks(rank))[before[rank] :], _collectives(files.flight(rank)))
         for rank in sorted(ranks)
     ]
+
+
+def _ask(question: Path) -> bool:
+    """Whether somebody listens: a thread that was just woken may not yet."""
+    try:
+        os.close(os.open(question, os.O_WRONLY | os.O_NONBLOCK))
+    except OSError:
+        return False
+    return True
 
 
 def mismatch(witnesses: list[Witness]) -> str | None:

@@ -1,0 +1,132 @@
+"""Who holds up the others, from what the ranks leave; and how often a run is started again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from argosy.config.survival import FaultSpec
+from argosy.errors import EXIT_BUG, EXIT_REFUSED
+from argosy.parallel.evidence import Witness, mismatch, suspect, telling_thread
+from argosy.parallel.rankfiles import RankFiles, leave
+from argosy.parallel.supervisor import Supervisor
+from argosy.record.heartbeat import Heartbeat
+from argosy.record.jsonl import read_jsonl
+from argosy.record.rundir import RunDir
+
+
+def began(number: int, name: str = "gloo:all_reduce", sizes: object = ((4,),)) -> dict[str, Any]:
+    return {
+        "collective_seq_id": number, "record_id": number, "profiling_name": name, "input_sizes": sizes,
+        "input_dtypes": ["Float"], "process_group": ["0", "default_pg"], "is_p2p": False,
+    }  # fmt: skip
+
+
+def witness(rank: int, *entries: dict[str, Any], state: str = "S", silent: bool = False) -> Witness:
+    return Witness(rank, state, "", None if silent else list(entries))
+
+
+@pytest.mark.parametrize(
+    ("witnesses", "rank", "why"),
+    [
+        ([witness(0, began(1), began(2)), witness(1, began(1))], 1, "rank 0 waits in all_reduce (4,) float, number 2"),
+        ([witness(0, began(1)), witness(1, began(1), state="T")], 1, "stopped"),
+        ([witness(0, began(1), state="D"), witness(1, began(1))], 0, "file system"),
+        ([witness(0, began(1)), witness(1, silent=True)], 1, "interpreter's lock"),
+        ([witness(0, began(1)), witness(1, began(1))], 1, "least far"),
+        ([witness(0)], 0, "only rank"),
+    ],
+)
+def test_the_rank_that_holds_up_the_others_is_named(witnesses: list[Witness], rank: int, why: str) -> None:
+    found, reason = suspect(witnesses, {0: 7, 1: 6} if len(witnesses) > 1 else {0: 7})
+    assert found == rank
+    assert why in reason
+
+
+def test_different_collectives_under_one_number_are_a_mismatch_and_different_numbers_are_not() -> None:
+    assert mismatch([witness(0, began(1), began(2)), witness(1, began(1))]) is None
+    found = mismatch([witness(0, began(1), began(2)), witness(1, began(1), began(2, "gloo:broadcast"))])
+    assert found is not None
+    assert "rank 0 began all_reduce" in found
+    assert "rank 1 began broadcast" in found
+    assert mismatch([witness(0, began(1)), witness(1, began(1, sizes=((5,),)))]) is not None
+
+
+def test_of_all_threads_the_one_that_crashed_is_shown_and_else_the_main_one() -> None:
+    crash = "Fatal Python error: Aborted\n\nThread 0x1 (most recent call first):\n  a\n\nCurrent thread 0x2:\n  b\n\nThread 0x3:\n  c\n\nExtension modules: x"
+    assert telling_thread(crash) == "Current thread 0x2:\n  b"
+    assert telling_thread("Thread 0x1:\n  a\n\nThread 0x3:\n  main") == "Thread 0x3:\n  main"
+    assert telling_thread("") == ""
+
+
+class Attempts:
+    """A supervisor whose ranks are told how to end."""
+
+    def __init__(self, root: Path, **spec: Any) -> None:
+        self.run = RunDir(root / "run")
+        self.run.root.mkdir()
+        self.supervisor = Supervisor(root / "scratch", self.run, FaultSpec(backoff=0, **spec))
+        self.supervisor.begin()
+
+    def end(self, *, step: int, first: int = 0, error: str | None = None, code: int = 1) -> bool:
+        """The one rank goes on from step `first` and ends at `step`. Whether it is to be started again."""
+        files = self.supervisor.files
+        heartbeat = Heartbeat(page=files.page(0))
+        heartbeat.begin(first)
+        heartbeat.enter("data", step)
+        if error is not None:
+            leave(files.error(0), error)
+        again = self.supervisor.failed({0: code})
+        heartbeat.close()
+        if again:
+            self.supervisor.restarting({})
+        return again
+
+    def events(self) -> list[str]:
+        return [event["event"] for event in read_jsonl(self.run.events)]
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> Any:
+    yield
+    RankFiles.forget()
+
+
+def test_one_step_that_kills_it_again_and_again_is_not_tried_for_ever(tmp_path: Path, capfd: Any) -> None:
+    attempts = Attempts(tmp_path, same_step=3)
+    error = "Traceback (most recent call last):\nValueError: broken"
+    assert [attempts.end(step=7, error=error) for _ in range(3)] == [True, True, False]
+    assert attempts.events() == ["rank-died", "restart"] * 2 + ["rank-died", "gave-up"]
+    assert attempts.supervisor.trouble is not None
+    assert attempts.supervisor.trouble.code == EXIT_BUG
+    said = capfd.readouterr().err
+    assert said.count("Traceback") == 1
+    assert "step 7 has ended it 3 times" in said
+
+
+def test_restarts_are_counted_from_the_last_new_checkpoint(tmp_path: Path) -> None:
+    attempts = Attempts(tmp_path, restarts=2)
+    ends = [attempts.end(step=step, first=first) for step, first in ((5, 0), (6, 0), (14, 10), (13, 10), (12, 10))]
+    assert ends == [True, True, True, True, False], (
+        "the third goes on from a new checkpoint, and the count begins again"
+    )
+
+
+def test_waits_between_restarts_double_up_to_a_minute(tmp_path: Path) -> None:
+    supervisor = Supervisor(tmp_path, RunDir(tmp_path / "run"), FaultSpec(backoff=1.5))
+    waits = []
+    for restarts in range(1, 9):
+        supervisor._restarts = restarts
+        waits.append(supervisor._wait())
+    assert waits == [1.5, 3, 6, 12, 24, 48, 60, 60]
+
+
+def test_a_refusal_is_told_and_never_tried_again(tmp_path: Path, capfd: Any) -> None:
+    attempts = Attempts(tmp_path)
+    assert not attempts.end(step=0, error="error[config.bad-value]\n  cause  no", code=EXIT_REFUSED)
+    assert attempts.supervisor.trouble is not None
+    assert attempts.supervisor.trouble.code == EXIT_REFUSED
+    assert "rank 0: error[config.bad-value]" in capfd.readouterr().err
+    assert attempts.events() == []
