@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import time
 from typing import Any
 
@@ -33,7 +34,7 @@ def _segfault(take_step: Any, *step: Any, **options: Any) -> Any:
 
 
 def _hold_the_gil(take_step: Any, *step: Any, **options: Any) -> Any:
-    ctypes.PyDLL(None).sleep(600)  # unlike CDLL, PyDLL does not let go of the lock
+    re.match(r"(a+)+$", "a" * 64 + "b")  # takes longer than the universe has, in one native call
 
 
 def _sleep(take_step: Any, *step: Any, **options: Any) -> Any:
