@@ -30,10 +30,10 @@ def rank_of_stage(schedule: str, ranks: int, stage: int) -> int:
 def split_layers(model: ModelSpec, stages: int, seq_len: int, target_len: int | None = None) -> list[range]:
     """The layers of each stage, by number; those of an encoder-decoder are counted through both stacks."""
     layers, head = layer_flops(model, seq_len, target_len)
-    return _split([*layers[:-1], layers[-1] + head], stages)
+    return split_costs([*layers[:-1], layers[-1] + head], stages)
 
 
-def _split(costs: list[float], parts: int) -> list[range]:
+def split_costs(costs: list[float], parts: int) -> list[range]:
     """Consecutive parts, none empty, of which the most costly costs least; among equals, those with the smallest squares."""
     sums = [0.0, *accumulate(costs)]
     best: list[list[tuple[float, float, int]]] = [[(0.0, 0.0, 0)] + [(inf, inf, 0)] * len(costs)]

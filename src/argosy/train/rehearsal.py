@@ -18,7 +18,7 @@ from argosy.config.schema import RunSpec
 from argosy.parallel.mesh import Mesh, make_mesh, require_supported
 from argosy.parallel.shards import local
 from argosy.train.optimizer import Optimizer
-from argosy.train.session import make_engine, make_model
+from argosy.train.session import make_engine, make_model, parameter_names
 
 _GIB = 1 << 30
 
@@ -52,7 +52,7 @@ def rehearse(spec: RunSpec, world_size: int) -> list[Part]:
 def hold(spec: RunSpec, mesh: Mesh) -> Part:
     """What this rank of a mesh has after everything was done to the model that training does to it."""
     model = make_engine(spec, make_model(spec, mesh), mesh).model
-    optimizer = Optimizer(model, spec.optim)
+    optimizer = Optimizer(model, spec.optim, names=parameter_names(spec) if mesh.size("pp") > 1 else None)
     names = [name for name, _ in model.named_parameters()]
     state = (*optimizer.weights().values(), *optimizer.tensors().values())
     return Part(
@@ -93,9 +93,16 @@ def describe_rehearsal(spec: RunSpec, parts: Sequence[Part]) -> list[str]:
 
 
 def _span(layers: list[str]) -> str:
-    if not layers:
-        return "no layers"
-    return layers[0] if len(layers) == 1 else f"{layers[0]} to {layers[-1]} ({len(layers)})"
+    """Runs of consecutive layers: a rank of a pipeline may have several."""
+    runs: list[list[str]] = []
+    for layer in layers:
+        stack, number = _layer_number(layer)
+        if runs and _layer_number(runs[-1][-1]) == (stack, number - 1):
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    spans = [run[0] if len(run) == 1 else f"{run[0]} to {run[-1]} ({len(run)})" for run in runs]
+    return " and ".join(spans) or "no layers"
 
 
 def _some(ranks: list[int]) -> str:
