@@ -7,11 +7,15 @@ from typing import Annotated
 
 import typer
 
+from argosy.errors import ArgosyError
+
 TOKENS = 16_384  # of a step, unless --batch says otherwise
 
 
 def bench(
-    model: Annotated[str, typer.Argument(help="A preset; `argosy config models` lists them.", metavar="MODEL")],
+    model: Annotated[
+        str | None, typer.Argument(help="A preset; `argosy config models` lists them.", metavar="MODEL")
+    ] = None,
     overrides: Annotated[
         list[str] | None,
         typer.Argument(help="Keys of a run spec, as train.precision=fp8 or model.layers=4.", metavar="[KEY=VALUE]..."),
@@ -25,6 +29,13 @@ def bench(
         Path | None, typer.Option(help="Write the profiled step for Perfetto or chrome://tracing.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Instead of a model: measure this GPU for `argosy plan --calibration`.")
+    ] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", help="With --calibrate: write the file here instead of printing it."),
+    ] = None,
 ) -> None:
     """Time training steps of a model on this device, on made-up data.
 
@@ -36,6 +47,13 @@ def bench(
 
     from argosy.config.resolve import resolve, resolve_model
 
+    if calibrate:
+        _calibrate(output)
+        return
+    if model is None:
+        raise ArgosyError(
+            "config.missing-key", "nothing says what to time", key="MODEL", fix="name a preset, or add --calibrate"
+        )
     length = seq_len or resolve_model(model).max_seq_len
     samples = batch or max(1, TOKENS // length)
     spec = resolve(
@@ -57,3 +75,16 @@ def bench(
 
     result = run(spec, steps=steps, warmup=warmup, trace=trace)
     print(json.dumps(result.as_dict()) if as_json else "\n".join(result.lines()))
+
+
+def _calibrate(output: Path | None) -> None:
+    import torch
+
+    from argosy.train.calibrate import calibrate
+
+    text = calibrate(torch.device("cuda" if torch.cuda.is_available() else "cpu")).document()
+    if output is None:
+        print(text, end="")
+        return
+    output.write_text(text, encoding="utf-8")
+    print(f"wrote {output}; use it with `argosy plan … --calibration {output}`, or name it in ARGOSY_CALIBRATION")

@@ -35,6 +35,9 @@ def plan(
     hardware: Annotated[
         str | None, typer.Option(help="A file of GPUs and instances, laid over the known ones.")
     ] = None,
+    calibrated: Annotated[
+        str | None, typer.Option("--calibration", help="What `argosy bench --calibrate` measured on your GPU.")
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="Write memory and time of the best layouts as a PNG.")] = None,
     log: Annotated[
         Path | None, typer.Option(help="A log of Megatron-LM's: what it measured, held against the plan.")
@@ -57,7 +60,7 @@ def plan(
         global_batch=global_batch or (None if measured is None else measured.global_batch), seq_len=seq_len, tokens=tokens,
         precision=precision, what_if=what_if, price=price, hardware=hardware,
     )  # fmt: skip
-    advice = answer(question, top=top, storage=storage, log=measured)
+    advice = answer(question, top=top, storage=storage, log=measured, calibrated=calibrated)
     if plot is not None:
         write_plot(advice, plot)
     print(json.dumps(advice.as_dict()) if as_json else "\n".join(advice.lines(explained=explain)))

@@ -111,8 +111,10 @@ class Advice:
         }
 
 
-def answer(question: Question, *, top: int = 8, storage: float = 2.0, log: Log | None = None) -> Advice:
-    known = calibration()
+def answer(
+    question: Question, *, top: int = 8, storage: float = 2.0, log: Log | None = None, calibrated: str | None = None
+) -> Advice:
+    known = calibration(calibrated)
     stack = known.stacks[STACK]
     work, cluster = question.work, question.cluster
     found = search(work, cluster, stack, known, question.fixed)
