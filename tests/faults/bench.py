@@ -202,7 +202,7 @@ class Run:
             for step, r in read_metrics(self.root / "metrics.jsonl").items()
         }
         checkpoint = verify(self.checkpoints[0])
-        tensors = checkpoint.weights() | checkpoint.optimizer()
+        tensors = {**checkpoint.weights(), **checkpoint.optimizer()}
         return metrics, {name: tensor.numpy().tobytes() for name, tensor in sorted(tensors.items())}
 
     def cost(self, at: float, step: int, kind: str) -> Outcome:
