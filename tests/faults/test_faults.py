@@ -50,7 +50,7 @@ FAULTS: dict[str, Callable[[Bench], Outcome]] = {
     "30 a wrong environment": of_data.wrong_environment,
     "37 another format version": of_checkpoints.other_version,
 }
-SHORT = {"2 SIGKILL to one rank", "15 the same crash at one step", "30 a wrong environment"}
+SHORT = {"15 the same crash at one step", "30 a wrong environment"}  # and a short storm of SIGKILL
 
 
 @pytest.mark.timeout(3600)
