@@ -52,12 +52,18 @@ def test_different_collectives_under_one_number_are_a_mismatch_and_different_num
     assert "rank 0 began all_reduce" in found
     assert "rank 1 began broadcast" in found
     assert mismatch([witness(0, began(1)), witness(1, began(1, sizes=((5,),)))]) is not None
+    scattered = began(1, "gloo:scatter", ((2, 2),)), began(1, "gloo:scatter", ())
+    assert mismatch([witness(0, scattered[0]), witness(1, scattered[1])]) is None, (
+        "only the first rank has something to scatter"
+    )
+    other_group = began(1, "gloo:broadcast") | {"process_group": ["7", "default_pg"]}
+    assert mismatch([witness(0, began(1)), witness(1, other_group)]) is None
 
 
 def test_of_all_threads_the_one_that_crashed_is_shown_and_else_the_main_one() -> None:
     crash = "Fatal Python error: Aborted\n\nThread 0x1 (most recent call first):\n  a\n\nCurrent thread 0x2:\n  b\n\nThread 0x3:\n  c\n\nExtension modules: x"
     assert telling_thread(crash) == "Current thread 0x2:\n  b"
-    assert telling_thread("Thread 0x1:\n  a\n\nThread 0x3:\n  main") == "Thread 0x3:\n  main"
+    assert telling_thread("Current thread 0x1:\n  a\n\nThread 0x3:\n  main") == "Thread 0x3:\n  main"
     assert telling_thread("") == ""
 
 

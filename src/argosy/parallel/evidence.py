@@ -52,7 +52,8 @@ class Witness:
 def telling_thread(stacks: str) -> str:
     """Of the stacks of all threads: the one that crashed, or else the oldest, which is the main one and comes last."""
     threads = [part for part in stacks.strip().split("\n\n") if part.startswith(("Thread ", "Current thread "))]
-    return next((part for part in threads if part.startswith("Current")), threads[-1] if threads else "")
+    crashed = [part for part in threads if part.startswith("Current") and "Fatal Python error" in stacks]
+    return next(iter(crashed + threads[-1:]), "")
 
 
 def describe(entry: Mapping[str, Any]) -> str:
@@ -65,6 +66,17 @@ def describe(entry: Mapping[str, Any]) -> str:
 
 def _number(entry: Mapping[str, Any]) -> int:
     return int(entry.get("p2p_seq_id" if entry.get("is_p2p") else "collective_seq_id", 0))
+
+
+def _kind(entry: Mapping[str, Any]) -> object:
+    """What is the same on all ranks: a sum's size is, what one rank scatters or gathers is not."""
+    name = str(entry.get("profiling_name"))
+    return (name, entry.get("input_sizes"), entry.get("input_dtypes")) if "all_reduce" in name else name
+
+
+def _group_id(entry: Mapping[str, Any]) -> str:
+    group = entry.get("process_group")
+    return str(group[0]) if isinstance(group, list) and group else "?"
 
 
 def _group(entry: Mapping[str, Any]) -> str:
@@ -109,12 +121,14 @@ def _ask(question: Path) -> bool:
 
 def mismatch(witnesses: list[Witness]) -> str | None:
     """Two ranks that are in different collectives under the same number of the same group: neither will ever end."""
-    begun: dict[tuple[str, int], tuple[int, str]] = {}
+    begun: dict[tuple[str, int], tuple[int, str, object]] = {}
     for witness in witnesses:
         for entry in witness.collectives or ():
-            what = describe(entry)
-            rank, other = begun.setdefault((_group(entry), _number(entry)), (witness.rank, what))
-            if other != what and not entry.get("is_p2p"):
+            if entry.get("is_p2p"):
+                continue
+            what, kind = describe(entry), _kind(entry)
+            rank, other, as_kind = begun.setdefault((_group_id(entry), _number(entry)), (witness.rank, what, kind))
+            if as_kind != kind:
                 return (
                     f"rank {rank} began {other}; rank {witness.rank} began {what}: the ranks did not run the same code"
                 )
