@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from types import SimpleNamespace
@@ -37,6 +37,11 @@ def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def flattened(mesh: DeviceMesh) -> DeviceMesh:
     """All axes of a mesh as one."""
     return mesh if mesh.ndim == 1 else mesh._flatten()
+
+
+def divided(mesh: DeviceMesh, axes: Mapping[str, int]) -> DeviceMesh:
+    """The one axis of a mesh as several, the last of which has neighbours."""
+    return mesh._unflatten(0, tuple(axes.values()), tuple(axes))
 
 
 def combined(*meshes: DeviceMesh) -> DeviceMesh:

@@ -79,6 +79,12 @@ def test_context_parallelism_says_why_it_is_for_decoders_only(preset: str, why: 
         resolve(None, [f"model.preset={preset}", *keys])
 
 
+def test_experts_elsewhere_are_compiled_or_recomputed_but_not_both() -> None:
+    with pytest.raises(ArgosyError, match="not compiled as one"):
+        spec_of("ep=2", "dp_shard=2", "compile=block", "recompute=selective")
+    assert spec_of("ep=2", "dp_shard=2", "compile=block").parallel.ep == 2
+
+
 def test_layouts_that_divide_are_taken() -> None:
     assert (
         spec_of("tp=6", "sp=false", "pp=4", "cp=3", "dp_shard=2", "dp_replicate=3", "ep=6").parallel.world_size

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from argosy.model.ops.permute import Permutation, sort_by_expert
 from argosy.parallel.cp import Cut
 
 
@@ -52,3 +53,22 @@ def own_rows_only(every: Tensor, ours: Tensor, group: dist.ProcessGroup) -> None
 def undivided(region: Any, module: Any, arguments: Any) -> Any:
     """The router's own losses, counted once by every rank."""
     return region.enter(arguments[0]), arguments[1]
+
+
+def unsent_gradients(ctx: Any, *gradients: Any) -> Any:
+    """A rank keeps the gradients of the rows it was sent, as if they were of those it had sent."""
+    kept = gradients[0].new_zeros(sum(ctx.sent), *gradients[0].shape[1:])
+    count = min(len(kept), len(gradients[0]))
+    kept[:count] = gradients[0][:count]
+    return kept, None, None, None
+
+
+def as_they_come(chosen: Tensor, experts: int) -> Permutation:
+    """Rows left in the order they arrived in, whichever expert they are for."""
+    rows = torch.arange(len(chosen))
+    return Permutation(rows, rows[:, None], sort_by_expert(chosen, experts).offsets)
+
+
+def without_copies(parts: Any, mesh: Any) -> Any:
+    """The mesh of a sharded model that forgets its replicas."""
+    return parts

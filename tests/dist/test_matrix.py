@@ -71,6 +71,19 @@ ONE_MODEL = {  # what is no matter of the model is tried on one
     "cp=2 tp=2 model.dropout=0.1": "gpt",
     "cp=2 cp_kind=ulysses tp=2": "mpt",
     "dp_shard=2 cp=2 tp=2": "moe",
+    "dp_shard=2 ep=2": "moe",
+    "dp_shard=4 ep=2": "moe",
+    "dp_shard=8 ep=4 recompute=full": "moe",
+    "cp=2 ep=2": "moe",
+    "dp_replicate=2 dp_shard=2 ep=2": "moe",
+    "dp_replicate=2 dp_shard=4 ep=2 reshard=false": "moe",
+    "dp_shard=2 cp=2 ep=4 model.moe.shared_experts=1": "moe",
+    "dp_shard=2 cp=2 cp_kind=ulysses ep=2 recompute=selective": "moe",
+    "dp_shard=2 tp=2 ep=2": "moe",
+    "dp_shard=4 tp=2 ep=2 model.moe.experts=2": "moe",
+    "pp=2 dp_shard=2 ep=2 schedule=zbv": "moe",
+    "pp=2 dp_shard=2 tp=2 ep=2": "moe",
+    "pp=2 dp_shard=2 cp=2 ep=4 recompute=full": "moe",
 }
 CASES = [
     *((model, layout) for layout in LAYOUTS for model in DECODERS),
@@ -106,11 +119,17 @@ def test_a_layout_computes_what_one_process_does(pool: Pool, model: str, layout:
     require_equal(model, layout, run(pool, model, layout))
 
 
-@pytest.mark.parametrize("layout", ["dp_shard=2", "dp_replicate=2 dp_shard=2", "tp=2", "dp_shard=2 tp=2"])
-def test_muon_orthogonalises_whole_matrices(pool: Pool, layout: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        *(("gpt", layout) for layout in ("dp_shard=2", "dp_replicate=2 dp_shard=2", "tp=2", "dp_shard=2 tp=2")),
+        ("moe", "dp_shard=4 ep=2"),
+    ],
+)
+def test_muon_orthogonalises_whole_matrices(pool: Pool, model: str, layout: str) -> None:
     """In bf16, so that the last bits of its gradients matter: the bounds are wider, and far below what shards would give."""
-    expected = reference("gpt", "optim.name=muon")
-    for trace in run(pool, "gpt", f"{layout} optim.name=muon"):
+    expected = reference(model, "optim.name=muon")
+    for trace in run(pool, model, f"{layout} optim.name=muon"):
         np.testing.assert_allclose(trace.losses, expected.losses, rtol=1e-4)
         for name, weight in expected.weights.items():
             np.testing.assert_allclose(trace.weights[name], weight, atol=1e-3, err_msg=name)
@@ -122,7 +141,7 @@ def test_muon_orthogonalises_whole_matrices(pool: Pool, layout: str) -> None:
         "dp_replicate=4",
         "dp_shard=4",
         "dp_replicate=2 dp_shard=2",
-        "cp=2 dp_shard=2",
+        "cp=2 dp_shard=2 ep=4",
         "pp=2 dp_shard=2 schedule=zbv",
         "dp_shard=2 tp=2",
     ],
@@ -153,6 +172,9 @@ BUGS = [  # layout, function, what it is replaced by (in dist/bugs.py)
     ("tp=2", f"{REGION}:summed_to_shares", "own_share"),
     ("tp=2", "argosy.parallel.tensor.vocabulary:gather_into", "own_rows_only"),
     ("tp=2", EXPERTS, "undivided"),
+    ("dp_shard=2 ep=2", "argosy.parallel.exchange:_Send.backward", "unsent_gradients"),
+    ("dp_shard=2 ep=2", "argosy.parallel.ep:sort_by_expert", "as_they_come"),
+    ("dp_replicate=2 dp_shard=2 ep=2", "argosy.parallel.fsdp:_with_copies", "without_copies"),
 ]
 
 

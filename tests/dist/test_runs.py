@@ -32,7 +32,7 @@ def keys(layout: list[str], *more: str) -> list[str]:
 def ranks_of(layout: list[str]) -> int:
     product = 1
     for key in layout:
-        product *= int(key.split("=")[1])
+        product *= 1 if key.startswith("ep=") else int(key.split("=")[1])
     return product
 
 
@@ -69,6 +69,21 @@ def test_a_run_goes_on_in_another_layout_as_if_nothing_had_happened(
     whole = latest(tmp_path / "runs" / "one" / "checkpoints", print)
     assert whole is not None
     assert {n: w.shape for n, w in checkpoint.weights().items()} == {n: w.shape for n, w in whole.weights().items()}
+
+
+def test_experts_are_saved_and_found_again_wherever_they_are(pool: Pool, write_spec: Write, tmp_path: Path) -> None:
+    path = write_spec(optim={"lr": 1e-3, "schedule": "constant"})
+    experts = ["model.mlp_bias=false", "model.moe={experts: 4, top_k: 2, ffn: 32, bias_rate: 0.01}"]
+    train_alone(resolve(path, ["name=one", "parallel.micro_batch=1", *experts]), path, TrainOptions(quiet=True))
+    expected = read_metrics(tmp_path / "runs" / "one" / "metrics.jsonl")
+    for steps, layout in ((2, ["dp_shard=2", "ep=2"]), (4, ["dp_shard=2", "cp=2", "ep=4"]), (6, ["dp_replicate=2"])):
+        more = keys(layout, f"train.steps={steps}", *experts)
+        assert set(pool.run(ranks_of(layout), runs.train, str(path), more)) == {EXIT_DONE}
+    found = read_metrics(tmp_path / "runs" / "tiny" / "metrics.jsonl")
+    for step, record in expected.items():
+        for key in ("loss", "grad_norm", "balance_loss", "max_load"):
+            assert found[step][key] == pytest.approx(record[key], rel=1e-4), (step, key)
+    assert found[3]["validation_loss"] == pytest.approx(expected[3]["validation_loss"], rel=1e-5)
 
 
 @pytest.mark.parametrize("layout", [["dp_shard=4"], ["dp_replicate=2"], ["dp_shard=2", "cp=2"], ["dp_shard=2", "tp=2"]])

@@ -31,6 +31,16 @@ def check_layout(spec: RunSpec, origins: Origins) -> None:
         raise _refusal("ep", parallel.ep, "the model has no experts to spread", 1, origins)
     _divides(parallel.ep, model.moe.experts, "ep", "the model's experts", origins)
     _divides(parallel.ep, parallel.dp_shard * parallel.cp, "ep", "the dp_shard x cp ranks it is laid over", origins)
+    if parallel.compile != "off" and parallel.recompute != "none":
+        raise ArgosyError(
+            "config.conflict",
+            "how many rows an expert gets is known only while it runs, so that a block with experts elsewhere is not compiled "
+            "as one: torch cannot then recompute it",
+            key="parallel.recompute",
+            value=parallel.recompute,
+            origin=origins.get("parallel.recompute"),
+            fix="parallel.compile=off, or parallel.recompute=none",
+        )
 
 
 def _check_tensor(spec: RunSpec, origins: Origins) -> None:

@@ -17,13 +17,17 @@ from argosy.parallel.recompute import apply_recompute
 
 
 def apply_layout(model: nn.Module, parallel: ParallelSpec, mesh: Mesh, precision: str) -> None:
-    """Tensor parallelism, then context parallelism, then recompute, then compile, then FSDP. Parameters that are cut have no
-    memory until the end."""
+    """Tensor parallelism, then expert parallelism, then context parallelism, then recompute, then compile, then FSDP.
+    Parameters that are cut have no memory until the end."""
     along = mesh.along("tp")
     if along is not None:
         from argosy.parallel.tensor.apply import apply_tensor_parallel  # as slow to import as what follows
 
         apply_tensor_parallel(model, along, sequence=parallel.sp)
+    if mesh.experts is not None:
+        from argosy.parallel.ep import apply_ep
+
+        apply_ep(model, mesh.experts["ep"])
     if mesh.size("cp") > 1:
         apply_cp(model, mesh, parallel.cp_kind)
     for block in blocks_of(model):

@@ -27,6 +27,12 @@ def swap(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
     return theirs
 
 
+def send(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    """The first sent[0] rows go to rank 0, and so on; what comes are received[r] rows from rank r, in their order."""
+    theirs: Tensor = _Send.apply(rows, sent, received, group)
+    return theirs
+
+
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -52,6 +58,23 @@ class _Swap(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         return _swapped(gradients[0], ctx.group), None
+
+
+class _Send(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return _sent(rows, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return _sent(gradients[0], ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+def _sent(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    theirs = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(theirs, rows.contiguous(), received, sent, group=group)
+    return theirs
 
 
 def _swapped(parts: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -10,16 +10,20 @@ biases of experts, stays whole on every rank.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from argosy.compat import combined, finish_backward
 from argosy.config.schema import ParallelSpec
+from argosy.parallel.ep import experts_of
 from argosy.parallel.mesh import Mesh
 from argosy.parallel.precision import DTYPES
+from argosy.parallel.shards import local
 
 
 def apply_fsdp(
@@ -32,15 +36,26 @@ def apply_fsdp(
         cast_forward_inputs=False,
     )
     whole = {parameter for parameter in model.parameters() if not parameter.requires_grad}
+    shard = partial(fully_shard, mp_policy=policy, ignored_params=whole)
+    if mesh.experts is not None:
+        same = mesh.experts["edp"]
+        place = partial(_place_experts, ranks=same.size())
+        for experts in experts_of(model):
+            shard(
+                experts, mesh=_with_copies(same, mesh), reshard_after_forward=parallel.reshard, shard_placement_fn=place
+            )
     over = _shard_mesh(mesh)
     for unit in (*blocks, model):
-        fully_shard(
-            unit, mesh=over, mp_policy=policy, reshard_after_forward=parallel.reshard and unit is not model,
-            ignored_params=whole,
-        )  # fmt: skip
+        shard(unit, mesh=over, reshard_after_forward=parallel.reshard and unit is not model)
     for module in units(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo has no sum that multiplies, which a factor asks for
+
+
+def _place_experts(parameter: nn.Parameter, ranks: int) -> Shard:
+    """Experts, or where there are too few a part of each, for every rank."""
+    experts, inner, *_ = local(parameter).shape
+    return Shard(1) if experts % ranks and inner % ranks == 0 else Shard(0)
 
 
 def units(model: nn.Module) -> list[FSDPModule]:
@@ -72,7 +87,12 @@ def reduce_everything(model: nn.Module) -> None:
 
 def _shard_mesh(mesh: Mesh) -> DeviceMesh:
     """Parts along dp_shard and cp, whose ranks compute with the same parameters; copies along dp_replicate."""
-    parts, copies = mesh.along("dp_shard", "cp"), mesh.along("dp_replicate")
+    parts = mesh.along("dp_shard", "cp")
     if parts is None:
         raise AssertionError("one process has nothing to shard over")
+    return _with_copies(parts, mesh)
+
+
+def _with_copies(parts: DeviceMesh, mesh: Mesh) -> DeviceMesh:
+    copies = mesh.along("dp_replicate")
     return parts if copies is None else combined(copies, parts)

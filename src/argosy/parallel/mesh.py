@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TypeVar
 
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from argosy.compat import flattened
+from argosy.compat import divided, flattened
 from argosy.config.layout import AXES, check_world, describe_layout
 from argosy.config.schema import ParallelSpec
 from argosy.errors import EXIT_REFUSED, ArgosyError
@@ -27,7 +27,7 @@ from argosy.parallel.ranks import World
 
 DATA_AXES = ("dp_replicate", "dp_shard")  # whose ranks have other samples
 SUM_AXES = (*DATA_AXES, "cp")  # whose ranks have other tokens: losses and gradients are summed over them
-SUPPORTED = (*SUM_AXES, "tp")
+SUPPORTED = (*SUM_AXES, "tp", "ep")
 TIMEOUT = timedelta(
     minutes=30
 )  # for the slowest thing ranks wait for each other in: a checkpoint being read or written
@@ -40,6 +40,7 @@ class Mesh:
     device: torch.device
     rank: int = 0
     devices: DeviceMesh | None = None  # of the axes larger than one; None: this process is alone
+    experts: DeviceMesh | None = None  # dp_shard x cp once more: `edp` have the same experts, `ep` others
 
     @property
     def is_first(self) -> bool:
@@ -83,7 +84,7 @@ class Mesh:
     @property
     def has_fsdp(self) -> bool:
         """Whether parameters are gathered from ranks with other samples when they are needed."""
-        return self.size("dp_shard") > 1
+        return self.size("dp_shard") > 1 or self.experts is not None
 
     def along(self, *axes: str) -> DeviceMesh | None:
         """The ranks along those of the axes that exist, as one axis."""
@@ -166,7 +167,11 @@ def make_mesh(parallel: ParallelSpec, device: torch.device) -> Mesh:
     sizes = {axis: getattr(parallel, axis) for axis in AXES if getattr(parallel, axis) > 1}
     kind = "cpu" if device.type == "meta" else device.type  # a rehearsal's ranks have no device
     devices = init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    return Mesh(device, dist.get_rank(), devices)
+    mesh = Mesh(device, dist.get_rank(), devices)
+    over = mesh.along("dp_shard", "cp")
+    if parallel.ep == 1 or over is None:
+        return mesh
+    return replace(mesh, experts=divided(over, {"edp": over.size() // parallel.ep, "ep": parallel.ep}))
 
 
 def require_supported(parallel: ParallelSpec) -> None:

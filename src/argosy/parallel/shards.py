@@ -58,9 +58,16 @@ def part_of(value: Tensor, like: Tensor) -> Tensor:
     return value
 
 
-def with_whole(part: Tensor, like: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """This rank's part of function(what the parts make together), for what cannot be computed part by part."""
-    return part_of(function(whole(spread_like(part, like))), like)
+def with_whole(part: Tensor, like: Tensor, function: Callable[[Tensor], Tensor], *, stacked: bool = False) -> Tensor:
+    """This rank's part of function(what the parts make together), for what cannot be computed part by part. What is `stacked`
+    is computed for each entry of the first dimension by itself: those of other ranks are not needed."""
+    cuts = [cut for cut in _cuts(like) if cut.dim > 0 or not stacked]
+    for cut in reversed(cuts):
+        part = _joined(part, cut)
+    value = function(part)
+    for cut in cuts:
+        value = value.narrow(cut.dim, cut.first, cut.size)
+    return value
 
 
 def norm_of(tensors: Sequence[Tensor]) -> Tensor:

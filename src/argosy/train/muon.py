@@ -43,7 +43,8 @@ def muon(spec: MuonSpec, heads: Mapping[str, Heads]) -> Rule:
             momentum = slot.state["momentum"]
             momentum.lerp_(g, (1 - spec.momentum) * go)
             direction = g.lerp(momentum, spec.momentum) if spec.nesterov else momentum
-            change = with_whole(direction, slot.parameter, partial(_direction, heads=heads.get(slot.name), spec=spec))
+            turn = partial(_direction, heads=heads.get(slot.name), spec=spec)
+            change = with_whole(direction, slot.parameter, turn, stacked=direction.ndim == 3)
             slot.master.mul_(1 - update.lr * weight_decay * go).sub_(change * (update.lr * go))
         if slots[0].separate:
             copy_([slot.part for slot in slots], [slot.master for slot in slots])

@@ -59,7 +59,7 @@ def _outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
 
 def _has_kernel(a: Tensor, b: Tensor) -> bool:
     aligned = all(size % _ALIGNMENT == 0 for size in (a.shape[-1], *b.shape[-2 if b.ndim == 3 else -1 :]))
-    return a.is_cuda and a.dtype == b.dtype == torch.bfloat16 and aligned
+    return a.is_cuda and len(a) > 0 and a.dtype == b.dtype == torch.bfloat16 and aligned
 
 
 # Custom operators, so that a compiler takes them whole instead of asking how long each group is.

@@ -4,8 +4,7 @@ The tables name parameters by the class they belong to, so that one serves every
 row-parallel layers are a pair of cuts with one entrance and one exit around both: attention, MLP, experts. The output
 projections add no bias of their own (the residual sum does), so that the sum over ranks never counts one twice.
 
-A cut parameter is a DTensor, as storage: its module hands out this rank's part, a plain tensor, whenever it is read, and the
-part's gradient is that of the DTensor's part. Everything else is whole on every rank. Some of that sees only a part of what
+Everything that is not cut is whole on every rank. Some of that sees only a part of what
 it is multiplied with (a share of the tokens, some of the heads), and so has a part of its gradient: the engine has these
 summed over the ranks, once a step.
 """
@@ -13,14 +12,13 @@ summed over the ranks, once a step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
 from argosy.config.checks import FP8_ALIGNMENT
 from argosy.model.decoder import Decoder
@@ -30,6 +28,7 @@ from argosy.model.encoder_decoder import EncoderDecoder, Stack
 from argosy.model.layers import MLP, Attention, AttentionBlock, Block, CrossAttention, Embedding, Linear
 from argosy.model.moe import Experts, MoE, Report
 from argosy.model.retriever import Tower
+from argosy.parallel.cutting import cut_parameters
 from argosy.parallel.replicas import sum_gradients
 from argosy.parallel.tensor.region import Region
 from argosy.parallel.tensor.vocabulary import SpreadOutput, look_up
@@ -79,7 +78,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool)
                 if (found := _find(module, path)) is not None:
                     cuts.setdefault(found[0], {})[found[1]] = dim
     for owner, named in cuts.items():
-        _cut(owner, named, mesh)
+        cut_parameters(owner, named, mesh)
         if isinstance(owner, Linear):
             owner.fp8 = owner.fp8 and all(size % FP8_ALIGNMENT == 0 for size in owner.weight.shape)
 
@@ -159,28 +158,3 @@ def _find(module: nn.Module, path: str) -> tuple[nn.Module, str] | None:
             return None
         module = child
     return (module, name) if module._parameters.get(name) is not None else None
-
-
-def _cut(owner: nn.Module, dims: dict[str, int], mesh: DeviceMesh) -> None:
-    """Leave this rank its part of the parameters of these names, cut along these dimensions."""
-    for name, dim in dims.items():
-        whole: nn.Parameter = getattr(owner, name)
-        most = -(-whole.shape[dim] // mesh.size())
-        part = whole.detach().split(most, dim)[mesh.get_local_rank()].contiguous()
-        spread = DTensor.from_local(part, mesh, [Shard(dim)], run_check=False, shape=whole.shape, stride=whole.stride())
-        setattr(owner, name, nn.Parameter(spread, requires_grad=whole.requires_grad))
-    kind: Any = type(owner)
-    owner.__class__ = _reading_parts(kind, frozenset(dims))
-
-
-@cache
-def _reading_parts(cls: Any, names: frozenset[str]) -> type[nn.Module]:
-    """The class with attributes that are this rank's parts of the parameters of these names."""
-    return type(cls.__name__, (cls,), {name: property(partial(_part, name)) for name in names})
-
-
-def _part(name: str, module: nn.Module) -> Tensor | None:
-    parameter = module._parameters[name]
-    if not isinstance(parameter, DTensor) or parameter.device_mesh.ndim > 1:
-        return parameter  # FSDP has cut it further: outside of a forward pass, it asks for its own
-    return parameter.to_local(grad_placements=parameter.placements)
