@@ -108,7 +108,7 @@ class Supervisor:
     def look(self, ranks: dict[int, int]) -> None:
         if self.trouble is None:
             self._watch_memory(ranks)
-            dead = [rank for rank, pid in ranks.items() if _is_dead(pid) and not self.files.exit(rank).exists()]
+            dead = [rank for rank, pid in ranks.items() if self._has_failed(rank, pid)]
             stalled = {} if dead else self._stalled(ranks)
             if dead:  # one that could not say why was ended by force, and others may have followed it
                 self.trouble = self._died(min(dead, key=lambda rank: (self.files.error(rank).exists(), rank)), ranks)
@@ -148,6 +148,10 @@ class Supervisor:
                 return None
         return self._pages[rank].read()
 
+    def _has_failed(self, rank: int, pid: int) -> bool:
+        """One that has said why it fails is not waited for: leaving, it may wait for others that wait for it."""
+        return self.files.error(rank).exists() or (_is_dead(pid) and not self.files.exit(rank).exists())
+
     def _stalled(self, ranks: Mapping[int, int]) -> dict[int, float]:
         """Seconds that ranks have stood still, of those that have for too long."""
         found = {}
@@ -171,7 +175,7 @@ class Supervisor:
         return self._trouble("stall", rank, f"it has stood still for {seconds:.0f}s; {cause}", witnesses, seconds)
 
     def _died(self, rank: int, ranks: Mapping[int, int]) -> Trouble:
-        living = {other: pid for other, pid in ranks.items() if not _is_dead(pid)}
+        living = {other: pid for other, pid in ranks.items() if not self._has_failed(other, pid)}
         return self._trouble("rank-died", rank, "it died", question(self.files, living) if living else [])
 
     def _trouble(self, kind: str, rank: int, cause: str, witnesses: list[Witness], seconds: float = 0.0) -> Trouble:
