@@ -71,7 +71,7 @@ def write_spec(tmp_path: Path, corpus: Path) -> Callable[..., Path]:
             "optim": {"lr": 1e-3, "warmup": 2},
             "parallel": {"micro_batch": 4},
             "eval": {"every": 3, "batches": 2},
-            "checkpoint": {"every": 2, "keep": 3},
+            "checkpoint": {"every": 2, "keep": 3, "mode": "sync"},  # which saves there are does not depend on the disk
             "log": {"every": 1},
         }
         path = tmp_path / "run.yaml"

@@ -16,7 +16,7 @@ from argosy.checkpoint.save import save
 
 def _run(root: Path) -> Path:
     for step in (1, 2, 3):
-        save(root / "checkpoints", Progress(step, 8 * step), {"w": torch.ones(4)}, {"m": torch.ones(4)}, keep=3)
+        save(root / "checkpoints", Progress(step, 8 * step), {"w": torch.ones(4)}, {"m": torch.ones(4)})
     (root / "resolved.json").write_text("{}")
     return root
 

@@ -30,7 +30,9 @@ def tensors(value: float) -> dict[str, torch.Tensor]:
 
 
 def save_step(root: Path, step: int, keep: int = 10) -> Path:
-    return save(root, Progress(step, step * 8), tensors(step), tensors(-step), keep)
+    path = save(root, Progress(step, step * 8), tensors(step), tensors(-step))
+    prune(root, keep, newest=step)
+    return path
 
 
 def newest(root: Path) -> Checkpoint | None:

@@ -48,7 +48,7 @@ def train_and_save(model: str, layout: str, root: str) -> State:
     """A step of training, so that the optimiser has a state, saved; and what was saved, whole."""
     optimizer, engine, mesh = _session(model, layout)
     take_step(engine, optimizer, share_of(batch_of(model, 1), mesh), step=1, lr=1e-2)
-    save(Path(root), Progress(1, 16, optimizer.numbers()), optimizer.weights(), optimizer.tensors(), 3, make_team())
+    save(Path(root), Progress(1, 16, optimizer.numbers()), optimizer.weights(), optimizer.tensors(), make_team())
     return _whole(optimizer)
 
 
@@ -93,7 +93,7 @@ def save_two_ways_cut(root: str, tp_dim: int, fsdp: bool, stages: bool) -> None:
         if fsdp:
             fully_shard(layer, mesh=mesh["dp"])
         tensors = {"cut": layer.weight.detach(), "plain": torch.arange(3.0), "number": torch.tensor(7.0)}
-    save(Path(root), Progress(1, 16), tensors, tensors, 3, make_team())
+    save(Path(root), Progress(1, 16), tensors, tensors, make_team())
     team, empty = make_team(), {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     found = latest(Path(root), report=print, team=team)
     assert found is not None

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from argosy.checkpoint.manifest import verify
-from dist import checkpoints
+from argosy.config.resolve import resolve
+from argosy.record.jsonl import read_metrics
+from dist import checkpoints, runs
 from dist.pool import Pool
 from dist.training import spec_of
 
@@ -81,3 +85,27 @@ def test_stages_save_their_own_and_a_tied_weight_once(pool: Pool, tmp_path: Path
     assert sum(file.bytes for name, file in found.files.items() if name.startswith("weights")) < 3 * 35 * 4 + 2000
     for name in ("tied", "stage0", "stage1"):
         assert np.array_equal(found.weights()[name].numpy(), checkpoints.expected_numbers(name))
+
+
+FAMILIES = ["dp_replicate=2", "dp_shard=2", "dp_replicate=2 dp_shard=2", "cp=2"]
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("layout", FAMILIES)
+def test_resumed_three_times_in_a_row_is_bit_equal(
+    pool: Pool, write_spec: Callable[..., Path], tmp_path: Path, layout: str, mode: str
+) -> None:
+    path = write_spec(optim={"lr": 1e-3, "schedule": "constant"}, eval="off", checkpoint={"every": 1, "mode": mode})
+    keys = [*(f"parallel.{key}" for key in layout.split()), "parallel.micro_batch=1"]
+    ranks = resolve(path, keys).spec.parallel.world_size
+    pool.run(ranks, runs.train, str(path), [*keys, "name=once", "train.steps=4"])
+    for steps in (1, 2, 3, 4):
+        pool.run(ranks, runs.train, str(path), [*keys, f"train.steps={steps}"])
+    once, often = tmp_path / "runs" / "once", tmp_path / "runs" / "tiny"
+    numbers = [{s: (r["loss"], r["grad_norm"]) for s, r in read_metrics(run / "metrics.jsonl").items()} for run in (once, often)]
+    assert numbers[0] == numbers[1]
+    assert list(numbers[0]) == [1, 2, 3, 4]
+    ends = [verify(run / "checkpoints" / "step-00000004") for run in (once, often)]
+    for one, other in zip(*[(end.weights(), end.optimizer()) for end in ends], strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)

@@ -36,7 +36,7 @@ def spec(write_spec: Write) -> Path:
         train={"global_batch": 8, "steps": STEPS},
         parallel={"micro_batch": 2},
         eval={"every": 4, "batches": 1},
-        checkpoint={"every": 5, "keep": 2},
+        checkpoint={"every": 5, "keep": 2, "mode": "sync"},
     )
 
 

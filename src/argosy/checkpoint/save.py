@@ -17,7 +17,7 @@ from torch import Tensor
 
 from argosy.checkpoint.manifest import OPTIMIZER, WEIGHTS, Progress, finish, sync_directory
 from argosy.checkpoint.plan import Groups, Plan, key_of, make_plan
-from argosy.checkpoint.store import prune, remove
+from argosy.checkpoint.store import remove
 from argosy.checkpoint.stored import file_of, index_of
 from argosy.checkpoint.tensors import TensorInfo, Written, bytes_of, header_of, write_bytes
 from argosy.errors import ArgosyError
@@ -33,27 +33,22 @@ class Content:
 
 
 def save(
-    root: Path,
-    progress: Progress,
-    weights: Mapping[str, Tensor],
-    optimizer: Mapping[str, Tensor],
-    keep: int,
-    team: Team = ALONE,
+    root: Path, progress: Progress, weights: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], team: Team = ALONE
 ) -> Path:
     """Save at once, straight from the tensors; of several ranks, each has to."""
     groups = {WEIGHTS: weights, OPTIMIZER: optimizer}
     plan = make_plan(groups, team)
-    path = write(root, progress, contents(plan, groups, team), plan, team)
-    if team.is_first:
-        prune(root, keep, newest=progress.step)
-    return path
+    return write(root, progress, contents(plan, groups, team), plan, team)
 
 
 def contents(plan: Plan, groups: Groups, team: Team) -> dict[str, Content]:
     """The files of this rank by name, sharing the tensors' memory."""
     found: dict[str, Content] = {}
     for group in groups:
-        chunks = [chunk for chunk in plan.mine if chunk.group == group]
+        # Widest first, so that each begins at a multiple of its size.
+        chunks = sorted(
+            (chunk for chunk in plan.mine if chunk.group == group), key=lambda c: -groups[group][c.name].element_size()
+        )
         if chunks or team.size == 1:
             infos, tensors = {}, []
             for chunk in chunks:

@@ -61,10 +61,15 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def prune(root: Path, keep: int, newest: int) -> None:
-    """Remove all but the last `keep` up to the one of step `newest`, which was just written and is known to be good."""
-    older = [path for path in listed(root) if step_of(path) <= newest]
-    for path in older[keep:]:
+def superfluous(root: Path, keep: int, newest: int, keep_every: int | None = None) -> list[Path]:
+    """All but the last `keep` up to the one of step `newest`, which is known to be good, and those at a multiple of
+    `keep_every`."""
+    older = [path for path in listed(root) if step_of(path) <= newest][keep:]
+    return [path for path in older if keep_every is None or step_of(path) % keep_every]
+
+
+def prune(root: Path, keep: int, newest: int, keep_every: int | None = None) -> None:
+    for path in superfluous(root, keep, newest, keep_every):
         remove(path)
     sweep(root)
 

@@ -19,6 +19,7 @@ from argosy.config.units import (
     Count,
     Duration,
     DurationField,
+    DurationOrAuto,
     DurationOrNone,
     DurationOrNull,
     Fraction,
@@ -232,8 +233,16 @@ class EvalSpec(Section):
 class CheckpointSpec(Section):
     """Saving. A last checkpoint is always written at the end and on SIGTERM or Ctrl-C."""
 
-    every: DurationField = Field(Duration(500.0, "steps"), description="how often")
+    every: DurationOrAuto = Field(
+        Duration(500.0, "steps"), description="how often; auto: as often as loses least time, sqrt(2 x stall x mtbf)"
+    )
+    mtbf: DurationField = Field(Duration(86400.0, "seconds"), description="with `every: auto`: time between failures")
+    mode: Literal["async", "sync"] = Field(
+        "async", description="async: training waits for a copy in memory only, and files are written beside it"
+    )
     keep: Positive = Field(3, description="newest checkpoints to keep")
+    keep_every: Positive | None = Field(None, description="keep those too whose step is a multiple of this")
+    max_failures: Positive = Field(5, description="saves that may fail in a row before the run is stopped")
 
 
 class ParallelSpec(Section):

@@ -10,7 +10,7 @@ import math
 import re
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema
 
@@ -186,6 +186,12 @@ _duration_text = PlainSerializer(str, return_type=str)
 _duration_schema = WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string"}]})
 DurationField = Annotated[Duration, BeforeValidator(parse_duration), _duration_text, _duration_schema]
 DurationOrNone = Annotated[Duration, BeforeValidator(parse_duration_or_none), _duration_text, _duration_schema]
+DurationOrAuto = Annotated[
+    Duration | Literal["auto"],
+    BeforeValidator(lambda value: value if value == "auto" else parse_duration(value)),
+    _duration_text,
+    _duration_schema,
+]
 DurationOrNull = Annotated[
     Duration | None,
     BeforeValidator(lambda value: None if value is None else parse_duration(value)),

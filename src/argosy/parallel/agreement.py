@@ -1,4 +1,5 @@
-"""What every rank must know alike to do the same thing at the same step: whether one of them was asked to stop, and the time.
+"""What every rank must know alike to do the same thing at the same step: whether one of them was asked to stop, the time, and
+how many saves have been written.
 
 Signals reach ranks at different moments, and clocks differ. At the end of each step a rank sends what it knows, without
 waiting, and reads what all of them sent a step ago, which has arrived by then. So all ranks learn of a signal at the same
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -28,7 +30,8 @@ class Agreement:
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._listener: Asked | None = None
-        self._signal, self._time = 0, time.monotonic()
+        self._count: Callable[[], int] = lambda: 0
+        self._signal, self._time, self._saves = 0, time.monotonic(), 0
         self._sent: tuple[torch.Tensor, Any] | None = None
         if mesh.devices is not None:
             self._send()
@@ -36,6 +39,15 @@ class Agreement:
 
     def listen(self, listener: Asked) -> None:
         self._listener = listener
+
+    def follow(self, count: Callable[[], int]) -> None:
+        """`count` says how many saves this rank has seen to their end, well or not."""
+        self._count = count
+
+    @property
+    def saves(self) -> int:
+        """How many the first rank has seen to their end, once all ranks know of it."""
+        return self._count() if self._mesh.devices is None else self._saves
 
     @property
     def asked(self) -> str | None:
@@ -61,12 +73,13 @@ class Agreement:
     def _send(self) -> None:
         asked = None if self._listener is None else self._listener.asked
         number = 0 if asked is None else signal.Signals[asked].value
-        known = torch.tensor([number, time.monotonic() if self._mesh.is_first else 0.0], dtype=torch.float64)
+        clock, saves = (time.monotonic(), self._count()) if self._mesh.is_first else (0.0, 0)
+        known = torch.tensor([number, clock, saves], dtype=torch.float64)
         self._sent = known, dist.all_reduce(known, dist.ReduceOp.MAX, async_op=True)
 
     def _receive(self) -> None:
         if self._sent is not None:
             known, work = self._sent
             work.wait()
-            self._signal, self._time = int(known[0]), float(known[1])
+            self._signal, self._time, self._saves = int(known[0]), float(known[1]), int(known[2])
             self._sent = None

@@ -39,7 +39,7 @@ from argosy.train.optimizer import Optimizer
 from argosy.train.profile_steps import Profiling, Window
 from argosy.train.replicas import Replicas
 from argosy.train.rewind import Rewind, passing, require_finite, require_rewinds_left, watch_numbers
-from argosy.train.saving import Saving
+from argosy.train.saving import Saving, first_interval
 from argosy.train.schedule import make_schedule
 from argosy.train.session import make_engine, make_model, open_checked_data, parameter_names
 from argosy.train.step import Step, take_step
@@ -67,7 +67,7 @@ class Trainer:
         names = parameter_names(spec) if mesh.size("pp") > 1 else None
         self.optimizer = Optimizer(self.model, spec.optim, scaled=scaled, guard=spec.guard, names=names)
         self.agreement, self.heartbeat = Agreement(mesh), heartbeat or Heartbeat(mesh.rank)
-        self.saves, self.logs = self._timer(spec.checkpoint.every), self._timer(spec.log.every)
+        self.saves, self.logs = self._timer(first_interval(spec.checkpoint)), self._timer(spec.log.every)
         self.evaluations = self._timer(spec.eval.every) if spec.eval is not None else None
         self.replicas = Replicas(spec.guard, mesh, self.optimizer, self._timer)
         self.profile: Window | None = None  # steps to look at with torch's profiler
@@ -87,7 +87,7 @@ class Trainer:
 
     def fit(self, run: RunDir, metrics: JsonlWriter, events: JsonlWriter, changes: list[str], quiet: bool) -> int:
         self.run, self.metrics, self.events = run, metrics, events
-        self.saving = Saving(run, self.spec.checkpoint, self.optimizer, self._event)
+        self.saving = Saving(run, self.spec.checkpoint, self.optimizer, self.saves, self.agreement, self._event)
         notes: list[str] = []
         self.heartbeat.enter("load")
         first = self._restore(notes)
@@ -102,8 +102,7 @@ class Trainer:
         console = open_console(first=first, last=self.steps, quiet=quiet or not self.mesh.is_first)
         start = None if self.start is None else self.start.facts()
         self._event("resume" if first else "start", first, changes=changes, notes=notes, init_from=start)
-        for note in [*notes, *self._opening(first), *(f"changed since the last start: {c}" for c in changes)]:
-            console.note(note)
+        self._tell([*notes, *self._opening(first), *(f"changed since the last start: {c}" for c in changes)], console)
         self._tell_bubble(first, console)
         try:
             with Interrupt(quiet=not self.mesh.is_first) as interrupt:
@@ -112,6 +111,7 @@ class Trainer:
                 last = self._run(first, console)
                 self.agreement.close()
         finally:
+            self.saving.close()
             console.close()
         if last < self.steps:
             self._event("interrupted", last, signal=self.agreement.asked)
@@ -182,7 +182,8 @@ class Trainer:
 
                 self.agreement.after_step()
                 last = step == self.steps or self.agreement.asked is not None
-                saving = last or self.saves.due(step)
+                self._tell(self.saving.poll(), console)
+                saving = last or self.saving.due(step)
                 if last or saving or self.logs.due(step):  # the one place that waits for the device
                     self._log(step, done, lr, loader, console)
                     saving = (not self._skipping(step) and saving) or last
@@ -192,7 +193,7 @@ class Trainer:
                         self._evaluate(step, console)
                 if saving or self.agreement.asked is not None:  # asked while evaluating: this step is the last
                     with telemetry.pause("save"):
-                        self._save(step, console)
+                        self._save(step, console, last=last or self.agreement.asked is not None)
                 if last or self.agreement.asked is not None:
                     return step
         return self.steps
@@ -285,11 +286,15 @@ class Trainer:
             )
         return starting_weights(self.start, self.model, spec.model, spec.train.seed)
 
-    def _save(self, step: int, console: Console) -> None:
+    def _save(self, step: int, console: Console, *, last: bool) -> None:
         self.heartbeat.enter("save", step)
         tokens = self.consumed_samples * self.spec.data.seq_len
-        layout = describe_layout(self.spec.parallel)
-        console.note(self.saving.save(step, self.consumed_samples, tokens=tokens, loss=self.loss, layout=layout))
+        about = {"tokens": tokens, "loss": self.loss, "layout": describe_layout(self.spec.parallel)}
+        self._tell(self.saving.save(step, self.consumed_samples, last=last, **about), console)
+
+    def _tell(self, notes: list[str], console: Console) -> None:
+        for note in notes:
+            console.note(note)
 
     def _evaluate(self, step: int, console: Console) -> None:
         if self.validation is None or self.spec.eval is None:

@@ -1,34 +1,85 @@
-"""The trainer's side of checkpoints: which one to go on from, and what is saved when.
+"""The trainer's side of checkpoints: which one to go on from, what is saved when, and what becomes of a save that fails.
 
-Every rank saves what it holds and reads what it holds, whatever the layout was and is. The ranks talk about it on a process
-group of their own.
+Every rank saves what it holds and reads what it holds, whatever the layout was and is. A save takes a copy, for which training
+waits, and is written by a thread beside it; the ranks confirm it to each other on a process group of their own. The thread does
+nothing but copy, hash and write large blocks, for all of which Python's lock is released. A save that is due while one is being
+written is left out. One that fails is tried again soon, and stops the run only when many have failed in a row.
 """
 
 from __future__ import annotations
 
+import errno
+import json
+import math
+import os
+import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from argosy.checkpoint.load import load_into
-from argosy.checkpoint.manifest import Progress
-from argosy.checkpoint.save import save
-from argosy.checkpoint.store import latest, sweep
+from argosy.checkpoint.manifest import OPTIMIZER, WEIGHTS, Progress
+from argosy.checkpoint.plan import Plan, make_plan
+from argosy.checkpoint.save import Content, contents, write
+from argosy.checkpoint.snapshot import Snapshot
+from argosy.checkpoint.store import latest, listed, prune, step_of, sweep
 from argosy.config.schema import CheckpointSpec
+from argosy.config.units import Duration
+from argosy.errors import ArgosyError
+from argosy.parallel.agreement import Agreement
 from argosy.parallel.team import make_team
 from argosy.record.jsonl import now
 from argosy.record.rundir import RunDir
 from argosy.train.optimizer import Optimizer
+from argosy.train.timer import Timer
+
+RETRY_S = 60.0  # after a save that failed
+FIRST_S = 60.0  # with `every: auto`, until the first save has told what one costs
+
+
+def first_interval(spec: CheckpointSpec) -> Duration:
+    """Between saves, until `auto` has measured one."""
+    return Duration(FIRST_S, "seconds") if isinstance(spec.every, str) else spec.every
+
+
+@dataclass
+class _Writing:
+    """A save on its way to the disk."""
+
+    number: int  # of the saves this process has begun
+    step: int
+    stall_s: float  # for which training waited
+    write_s: float = 0.0  # both, at the end, are on all ranks those of the first
+    thread: threading.Thread | None = None
+    path: Path | None = None
+    error: BaseException | None = None
 
 
 class Saving:
-    def __init__(self, run: RunDir, spec: CheckpointSpec, optimizer: Optimizer, event: Callable[..., None]) -> None:
+    def __init__(
+        self,
+        run: RunDir,
+        spec: CheckpointSpec,
+        optimizer: Optimizer,
+        timer: Timer,
+        agreement: Agreement,
+        event: Callable[..., None],
+    ) -> None:
         """`event(kind, step, **facts)` puts something on the record."""
         self._run, self._spec, self._optimizer, self._event = run, spec, optimizer, event
-        self._team = make_team()
+        self._timer, self._agreement = timer, agreement
+        self._team, self._snapshot = make_team(), Snapshot()
+        self._plan: Plan | None = None
+        self._writing: _Writing | None = None
+        self._begun = self._ended = self._failures = 0
+        self._retry_at = math.inf
+        agreement.follow(lambda: self._ended)
 
     def restore(self, notes: list[str]) -> Progress | None:
         """Weights and optimiser from the newest good checkpoint, and where it stands; None where there is none."""
+        self.finish()
         if self._team.is_first:
             sweep(self._run.checkpoints)
         checkpoint = latest(self._run.checkpoints, report=notes.append, set_aside=True, team=self._team)
@@ -42,15 +93,104 @@ class Saving:
         notes.append(f"resuming from {checkpoint.path}")
         return progress
 
-    def save(self, step: int, consumed_samples: int, **about: Any) -> str:
-        """Returns what to tell. `about` is for people who look at the checkpoint."""
-        optimizer = self._optimizer
+    def due(self, step: int) -> bool:
+        return self._timer.due(step) or self._agreement.now() >= self._retry_at
+
+    def save(self, step: int, consumed_samples: int, *, last: bool, **about: Any) -> list[str]:
+        """Save this step, `last` or not: the last one is waited for, and must not fail. `about` is for people who look at the
+        checkpoint. Returns what to tell."""
+        if self._writing is not None and not last:
+            self._event("save-skipped", step, writing=self._writing.step)
+            return [f"step {step} is not saved: step {self._writing.step} is still being written"]
+        notes = self.finish()
         if self._team.is_first:
             self._run.require_ours()
         started = time.perf_counter()
-        progress = Progress(step, consumed_samples, optimizer.numbers(), {"time": now(), **about})
-        weights, state, keep = optimizer.weights(), optimizer.tensors(), self._spec.keep
-        path = save(self._run.checkpoints, progress, weights, state, keep, self._team)
-        seconds = time.perf_counter() - started
-        self._event("save", step, path=path.name, seconds=round(seconds, 3))
-        return f"saved {path} in {seconds:.1f}s"
+        progress = Progress(step, consumed_samples, self._optimizer.numbers(), {"time": now(), **about})
+        groups = {WEIGHTS: self._optimizer.weights(), OPTIMIZER: self._optimizer.tensors()}
+        if self._plan is None:
+            self._plan = make_plan(groups, self._team)
+        files = contents(self._plan, groups, self._team)
+        beside = self._spec.mode == "async" and not last
+        if beside:
+            files = self._snapshot.take(files)
+        self._begun += 1
+        self._writing = writing = _Writing(self._begun, step, time.perf_counter() - started)
+        if beside:
+            writing.thread = threading.Thread(target=self._write, args=(writing, progress, files), daemon=True)
+            writing.thread.start()
+            return notes
+        self._write(writing, progress, files)
+        return notes + self._settle(last=last)
+
+    def poll(self) -> list[str]:
+        """What has become of the save being written, once all ranks can know. Returns what to tell."""
+        if self._writing is None or self._agreement.saves < self._writing.number:
+            return []
+        return self._settle()
+
+    def finish(self) -> list[str]:
+        """Wait for the save being written, if there is one."""
+        return [] if self._writing is None else self._settle()
+
+    def close(self) -> None:
+        """At the end of a run that has failed: what is being written is worth a wait, and its fault no word more."""
+        if self._writing is not None and self._writing.thread is not None:
+            self._writing.thread.join(RETRY_S)
+
+    def _write(self, writing: _Writing, progress: Progress, files: dict[str, Content]) -> None:
+        started = time.perf_counter()
+        try:
+            if self._plan is None:
+                raise AssertionError("a save begins with a plan")
+            writing.path = write(self._run.checkpoints, progress, files, self._plan, self._team)
+            if self._team.is_first:
+                prune(self._run.checkpoints, self._spec.keep, progress.step, self._spec.keep_every)
+            writing.write_s = time.perf_counter() - started
+            times = json.loads(self._team.tell(json.dumps([writing.stall_s, writing.write_s]).encode()))
+            writing.stall_s, writing.write_s = times
+        except BaseException as error:  # noqa: BLE001 - told to the thread that trains, which raises it
+            writing.error = error
+        finally:
+            self._ended += 1
+
+    def _settle(self, *, last: bool = False) -> list[str]:
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return []
+        if writing.thread is not None:
+            writing.thread.join()
+        if writing.error is not None:
+            return self._failed(writing.step, writing.error, last)
+        self._failures, self._retry_at = 0, math.inf
+        if self._spec.every == "auto":
+            self._timer.every(max(math.sqrt(2 * writing.stall_s * self._spec.mtbf.amount), 2 * writing.write_s))
+        stall = {"stall_s": round(writing.stall_s, 3)} if writing.thread is not None else {}
+        name = "" if writing.path is None else writing.path.name
+        self._event("save", writing.step, path=name, seconds=round(writing.write_s, 3), **stall)
+        waited = f" (training waited {writing.stall_s:.2f}s)" if stall else ""
+        return [f"saved {writing.path} in {writing.write_s:.1f}s{waited}"]
+
+    def _failed(self, step: int, error: BaseException, last: bool) -> list[str]:
+        if not isinstance(error, ArgosyError) or last:
+            raise error
+        self._failures += 1
+        self._event("save-failed", step, cause=error.cause, in_a_row=self._failures)
+        if self._failures >= self._spec.max_failures:
+            raise ArgosyError(
+                error.code,
+                f"{self._failures} saves failed one after the other, the last so: {error.cause}",
+                key="checkpoint.max_failures",
+                value=self._spec.max_failures,
+                fix=error.fix,
+            )
+        if os.strerror(errno.ENOSPC) in error.cause and self._team.is_first:
+            self._make_room()
+        self._retry_at = self._agreement.now() + RETRY_S
+        return [f"ALERT: {error.cause}; training goes on, and tries again in {RETRY_S:.0f}s"]
+
+    def _make_room(self) -> None:
+        """Remove now what the next good save would remove, as long as another is left."""
+        found = listed(self._run.checkpoints)
+        if found:
+            prune(self._run.checkpoints, max(1, self._spec.keep - 1), step_of(found[0]), self._spec.keep_every)

@@ -19,6 +19,10 @@ class Timer:
         self._every, self._samples, self._batches = every, samples, batches
         self._clock, self._last = clock, clock()
 
+    def every(self, seconds: float) -> None:
+        """From now on due after so many seconds, counted from when it last was."""
+        self._every, self._samples = Duration(seconds, "seconds"), None
+
     def due(self, step: int) -> bool:
         if self._every.unit == "steps":
             return step % int(self._every.amount) == 0
