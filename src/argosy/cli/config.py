@@ -1,7 +1,8 @@
-"""argosy config show | models | schema | reference"""
+"""argosy config show | models | schema | reference | from-megatron | from-foundry"""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -51,3 +52,38 @@ def reference() -> None:
     from argosy.config.reference import page
 
     print(page(), end="")
+
+
+Output = Annotated[Path | None, typer.Option("-o", "--output", help="Write the run spec here instead of printing it.")]
+
+
+@app.command("from-megatron", context_settings={"ignore_unknown_options": True})
+def from_megatron(
+    command: Annotated[
+        str, typer.Argument(help="The arguments of pretrain_gpt.py, or the whole command, in one pair of quotes.")
+    ],
+    output: Output = None,
+) -> None:
+    """A run spec from Megatron-LM's arguments; what has no counterpart here is listed at its top."""
+    from argosy.config.foreign.megatron import from_megatron as translate
+
+    _hand_over(translate(command).text("Megatron-LM's arguments"), output)
+
+
+@app.command("from-foundry")
+def from_foundry(
+    train_yaml: Annotated[Path, typer.Argument(help="A train.yaml of LLM-Foundry.")], output: Output = None
+) -> None:
+    """A run spec from LLM-Foundry's train.yaml; what has no counterpart here is listed at its top."""
+    from argosy.config.foreign.foundry import from_foundry as translate
+
+    _hand_over(translate(train_yaml).text(train_yaml.name), output)
+
+
+def _hand_over(text: str, output: Path | None) -> None:
+    if output is None:
+        print(text, end="")
+        return
+    with output.open("x") as file:  # never over something that is there
+        file.write(text)
+    print("\n".join(line for line in text.splitlines() if line.startswith("#")))

@@ -1,0 +1,170 @@
+"""A rendered job really runs: the pods of each target, with their command and the environment its operator gives them, are
+started as processes that find each other and train; one is killed and comes back as that target would bring it back.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rendering import objects_of, pods_of
+
+from argosy.errors import EXIT_DONE
+from argosy.launch.placement import place
+from argosy.launch.render import render
+from argosy.record.jsonl import read_metrics
+
+STEPS = 10
+NODES = 2
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def injected(target: str, node: int, name: str) -> dict[str, str]:
+    """What the operator of a target adds to a pod, by its documentation."""
+    if target in ("jobset", "indexed-job"):
+        return {"JOB_COMPLETION_INDEX": str(node)}
+    if target == "trainjob":
+        return {
+            "PET_NNODES": str(NODES), "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": str(node),
+            "PET_MASTER_ADDR": f"{name}-node-0-0.{name}", "PET_MASTER_PORT": "29500",
+        }  # fmt: skip
+    return {  # PyTorchJob and HyperPod's
+        "MASTER_ADDR": f"{name}-master-0", "PET_MASTER_ADDR": f"{name}-master-0", "MASTER_PORT": "23456",
+        "PET_MASTER_PORT": "23456", "WORLD_SIZE": str(NODES), "RANK": str(node), "PET_NODE_RANK": str(node),
+        "PET_NPROC_PER_NODE": "1", "PET_NNODES": str(NODES), "PYTHONUNBUFFERED": "1",
+    }  # fmt: skip
+
+
+class Pods:
+    """Two pods of a rendered job as processes of this machine: its volume is a directory, its DNS this host."""
+
+    def __init__(self, spec: Path, target: str, volume: Path) -> None:
+        more = ["cluster.cloud=hyperpod", "cluster.namespace=hyperpod-ns-a"] if target == "hyperpod" else []
+        placed = place(spec, more, target)
+        self.target, self.name, self.volume, self.port = target, placed.name, volume, free_port()
+        jobs = [
+            d for d in objects_of(render(placed)) if d["kind"] in ("JobSet", "Job", "PyTorchJob", "TrainingRuntime")
+        ]
+        self.templates = [pod for job in jobs for pod in pods_of(job) if "train" in pod["containers"][0]["args"]]
+        config = next(d for d in objects_of(render(placed)) if d["kind"] == "ConfigMap")
+        (volume / "spec").mkdir(exist_ok=True)
+        (volume / "spec" / "run.yaml").write_text(config["data"]["run.yaml"])
+        self.running: dict[int, subprocess.Popen[bytes]] = {}
+
+    def start(self, node: int) -> None:
+        pod = self.templates[min(node, len(self.templates) - 1)]
+        [container] = pod["containers"]
+        environment = {entry["name"]: entry["value"] for entry in container["env"]}
+        environment |= injected(self.target, node, self.name)
+        for variable in ("MASTER_ADDR", "PET_MASTER_ADDR"):
+            if variable in environment:
+                environment[variable] = "127.0.0.1"
+        for variable in ("MASTER_PORT", "PET_MASTER_PORT"):
+            if variable in environment:
+                environment[variable] = str(self.port)
+        scratch = self.volume / f"scratch-{node}"
+        scratch.mkdir(exist_ok=True)
+        environment = {name: value.replace("/scratch", str(scratch)) for name, value in environment.items()}
+        keep = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "OMP_NUM_THREADS") if name in os.environ}
+        words = [word.replace("/etc/argosy", str(self.volume / "spec")) for word in container["args"]]
+        assert container["command"] == ["argosy"]
+        with (self.volume / f"pod-{node}.log").open("ab") as log:
+            self.running[node] = subprocess.Popen(
+                [sys.executable, "-m", "argosy", *words], cwd=self.volume, env=keep | environment,
+                stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+
+    def kill(self, node: int) -> None:
+        """As a node dies: everything at once."""
+        os.killpg(self.running[node].pid, signal.SIGKILL)
+        self.running[node].wait()
+
+    def stop(self, node: int) -> None:
+        self.running[node].terminate()
+        self.running[node].wait(timeout=60)
+
+    def logs(self) -> str:
+        return "\n".join(path.read_text(errors="replace") for path in sorted(self.volume.glob("pod-*.log")))
+
+    def wait_for_step(self, step: int) -> None:
+        deadline = time.monotonic() + 150
+        while time.monotonic() < deadline:
+            if (metrics := self.volume / "runs" / "tiny" / "metrics.jsonl").exists() and max(
+                read_metrics(metrics), default=0
+            ) >= step:
+                return
+            time.sleep(0.1)
+        raise AssertionError(f"no step {step}:\n{self.logs()}")
+
+    def close(self) -> None:
+        for process in self.running.values():
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+@pytest.fixture
+def pods(write_spec: Callable[..., Path], corpus: Path, tmp_path: Path) -> Iterator[Callable[[str], Pods]]:
+    made: list[Pods] = []
+    (tmp_path / "corpus").symlink_to(corpus)
+    cluster: dict[str, Any] = {
+        "gpus": 0, "ranks": 1, "nodes": NODES, "cpus": 1, "memory": "4Gi", "fabric": "tcp", "image": "r/argosy@sha256:0",
+        "storage": {"claim": "c", "mount": str(tmp_path)}, "preflight": False,
+    }  # fmt: skip
+
+    def make(target: str) -> Pods:
+        spec = write_spec(
+            runs_dir="runs",
+            cluster=cluster,
+            data={"train": "corpus", "seq_len": 32, "split": [90, 10, 0]},
+            train={"global_batch": 8, "steps": STEPS},
+            parallel={"dp_replicate": NODES, "micro_batch": 2},
+            checkpoint={"every": 3, "keep": 3},
+            eval=False,
+            fault={"nodes_wait": 60},
+        )
+        made.append(Pods(spec, target, tmp_path))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+SLOW = pytest.mark.slow  # the same ways as of the first three
+
+
+@pytest.mark.parametrize(
+    "target",
+    ["jobset", "pytorchjob", "trainjob", pytest.param("indexed-job", marks=SLOW), pytest.param("hyperpod", marks=SLOW)],
+)
+def test_two_pods_train_and_survive_the_death_of_one(target: str, pods: Callable[[str], Pods]) -> None:
+    job = pods(target)
+    for node in range(NODES):
+        job.start(node)
+    job.wait_for_step(4)
+    job.kill(1)
+    if target in ("jobset", "trainjob", "indexed-job"):  # one failure ends every pod, and all are made anew
+        job.stop(0)
+        for node in range(NODES):
+            job.start(node)
+    else:  # the pod comes back alone; the others have to cope
+        job.start(1)
+    codes = [job.running[node].wait(timeout=200) for node in range(NODES)]
+    assert codes == [EXIT_DONE, EXIT_DONE], job.logs()
+    metrics = read_metrics(job.volume / "runs" / "tiny" / "metrics.jsonl")
+    assert sorted(metrics)[-1] == STEPS
+    assert metrics[STEPS]["steps"] == STEPS

@@ -1,0 +1,142 @@
+"""Slurm scripts: bash and shellcheck accept them, and a real slurmctld and slurmd run them, signal them, and queue them again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rendering import GPU_EXAMPLE, ROOT
+
+from argosy.launch.placement import place
+from argosy.launch.render import render, write
+from argosy.record.jsonl import read_metrics
+
+SLURM = shutil.which("slurmctld") and shutil.which("slurmd") and os.geteuid() == 0
+
+
+@pytest.mark.parametrize(
+    ("spec", "overrides"),
+    [
+        (ROOT / "examples" / "slurm-llama3-8b.yaml", []),
+        (GPU_EXAMPLE, ["cluster.slurm.container=registry/argosy:1", "cluster.slurm.mounts=[/a:/b]", "cluster.cloud=hyperpod"]),
+        (GPU_EXAMPLE, ["cluster.env={GREETING: it's $HOME}"]),
+    ],
+)  # fmt: skip
+def test_scripts_are_accepted_by_bash_and_shellcheck(spec: Path, overrides: list[str], tmp_path: Path) -> None:
+    write(render(place(spec, overrides, "slurm")), tmp_path)
+    scripts = sorted([*tmp_path.glob("*.sbatch"), *tmp_path.glob("*.sh")])
+    assert {"train.sbatch", "submit.sh"} <= {script.name for script in scripts}
+    for script in scripts:
+        subprocess.run(["bash", "-n", script], check=True)
+    # SC2016: a dollar in single quotes does not expand. It is a value, and is not meant to.
+    done = subprocess.run(["shellcheck", "--exclude=SC2016", *scripts], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_script_asks_slurm_for_what_the_run_needs() -> None:
+    script = render(place(ROOT / "examples" / "slurm-llama3-8b.yaml"))["train.sbatch"]
+    for option in (
+        "--nodes=8", "--ntasks-per-node=1", "--gpus-per-node=8", "--exclusive", "--requeue", "--signal=B:TERM@900",
+        "--open-mode=append", "--wait-all-nodes=1", "--partition=h100", "--time=2-00:00:00",
+    ):  # fmt: skip
+        assert f"#SBATCH {option}\n" in script
+    passed = script.partition("--container-env=")[2].split()[0].split(",")
+    exported = [line.split()[1].partition("=")[0] for line in script.splitlines() if line.startswith("export NCCL")]
+    assert exported
+    assert set(exported) <= set(passed)
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A cluster of this one machine."""
+    if not SLURM:
+        pytest.skip("needs slurmctld and slurmd (Debian: slurm-wlm), and to be root")
+    root = tmp_path / "slurm"
+    for name in ("state", "spool"):
+        (root / name).mkdir(parents=True)
+    host = socket.gethostname().partition(".")[0]
+    ports = [_free_port(), _free_port()]
+    (root / "slurm.conf").write_text(
+        f"ClusterName=test\nSlurmctldHost={host}(127.0.0.1)\nSlurmUser=root\nSlurmdUser=root\nAuthType=auth/none\n"
+        f"CredType=cred/none\nSlurmctldPort={ports[0]}\nSlurmdPort={ports[1]}\nStateSaveLocation={root}/state\n"
+        f"SlurmdSpoolDir={root}/spool\nSlurmctldPidFile={root}/c.pid\nSlurmdPidFile={root}/d.pid\n"
+        "ProctrackType=proctrack/linuxproc\nTaskPlugin=task/none\nSelectType=select/cons_tres\nSchedulerType=sched/builtin\n"
+        "MpiDefault=none\nSwitchType=switch/none\nReturnToService=2\n"
+        f"NodeName={host} NodeAddr=127.0.0.1 CPUs=2 RealMemory=1000 State=UNKNOWN\n"
+        f"PartitionName=all Nodes={host} Default=YES MaxTime=INFINITE State=UP\n"
+    )
+    (root / "bin").mkdir()
+    argosy = root / "bin" / "argosy"
+    argosy.write_text(f'#!/bin/sh\nexec {sys.executable} -m argosy "$@"\n')
+    argosy.chmod(0o755)
+    monkeypatch.setenv("SLURM_CONF", str(root / "slurm.conf"))
+    monkeypatch.setenv("PATH", f"{root / 'bin'}:{os.environ['PATH']}")
+    with (root / "log").open("w") as log:
+        servers = [subprocess.Popen([name, "-D"], stdout=log, stderr=log) for name in ("slurmctld", "slurmd")]
+        try:
+            _wait(lambda: "idle" in _ask("sinfo", "-h", "-o", "%T"), 60, lambda: (root / "log").read_text())
+            yield root
+        finally:
+            subprocess.run(["scancel", "--state=RUNNING"], check=False)
+            subprocess.run(["scancel", "--state=PENDING"], check=False)
+            for server in reversed(servers):
+                server.terminate()
+                server.wait(timeout=30)
+
+
+def test_a_run_goes_through_slurm_and_is_queued_again_when_its_time_is_up(
+    slurm: Path, write_spec: Callable[..., Path], argosy: Callable[..., Any], tmp_path: Path
+) -> None:
+    (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "document {n} says {n * n}"}}\n' for n in range(200)))
+    source = {"path": str(tmp_path / "made"), "prepare": {"inputs": [str(tmp_path / "text.jsonl")], "shards": 2}}
+    cluster = {
+        "target": "slurm", "gpus": 0, "ranks": 2, "nodes": 1, "cpus": 1, "preflight": False,
+        "data": {"count": 2, "cpus": 1, "memory": "512Mi"},
+    }  # fmt: skip
+    spec = write_spec(
+        cluster=cluster,
+        data={"tokenizer": "bytes", "train": [source], "seq_len": 32, "split": [90, 10, 0]},
+        train={"global_batch": 8, "steps": 60},
+        parallel={"dp_replicate": 2, "micro_batch": 4},
+        eval=False,
+    )
+    told = argosy("launch", spec)
+    assert told.returncode == 0, told.stderr
+    job = dict(line.split() for line in told.stdout.splitlines())["train"]
+    metrics = tmp_path / "runs" / "tiny" / "metrics.jsonl"
+    output = lambda: "\n".join(p.read_text() for p in tmp_path.rglob("*.out")) + _ask("scontrol", "show", "job", job)  # noqa: E731
+    _wait(lambda: metrics.exists() and max(read_metrics(metrics), default=0) >= 3, 150, output)
+    assert "train" in argosy("status", spec).stdout
+    assert argosy("stop", spec).returncode == 0  # what Slurm does when time runs out
+    _wait(lambda: "PENDING" in _ask("squeue", "-h", "-j", job, "-o", "%T"), 90, output)
+    steps = max(read_metrics(metrics))
+    assert steps < 60
+    subprocess.run(["scontrol", "update", f"jobid={job}", "StartTime=now"], check=True)  # Slurm waits two minutes
+    _wait(lambda: max(read_metrics(metrics)) == 60, 200, output)
+    assert "back into the queue" in output()
+
+
+def _wait(ready: Callable[[], Any], seconds: float, otherwise: Callable[[], str]) -> None:
+    deadline = time.monotonic() + seconds
+    while not ready():
+        assert time.monotonic() < deadline, otherwise()
+        time.sleep(0.3)
+
+
+def _ask(*line: str) -> str:
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    return done.stdout + done.stderr
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
