@@ -76,6 +76,12 @@ def test_a_silent_fall_back_is_found(fabric: str, transport: str) -> None:
     assert named(checks, "transport").ok is False
 
 
+def test_sharp_that_is_not_used_fails_the_stage() -> None:
+    wanted = Wanted(fabric="infiniband", sharp=True)
+    assert named(judge_bandwidth(wanted, [], "IBext"), "sharp").ok is False
+    assert named(judge_bandwidth(wanted, [], "IBext", collnet=True), "sharp").ok
+
+
 def test_a_spec_says_what_its_nodes_need() -> None:
     root = Path(__file__).parents[2] / "examples"
     wanted = wanted_of([str(root / "eks-llama2-7b.yaml")], {"MASTER_ADDR": "first"})

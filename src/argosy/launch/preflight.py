@@ -58,6 +58,7 @@ class Wanted:
     names: tuple[str, ...] = ()
     tokens: tuple[str, ...] = ()
     floor: float | None = None  # GB/s of bus bandwidth between nodes
+    sharp: bool = False  # reductions inside the network
 
     @classmethod
     def of(cls, spec: RunSpec, instance: Instance | None, fabric: str, environ: Mapping[str, str]) -> Wanted:
@@ -77,6 +78,7 @@ class Wanted:
             names=() if master is None else (master,),
             tokens=tuple(cluster.secrets),
             floor=cluster.allreduce_floor or (instance.allreduce_floor if instance is not None else None),
+            sharp=cluster.sharp,
         )
 
 
@@ -241,10 +243,17 @@ def _tokens(wanted: Wanted) -> Check:
     return Check("tokens", ok, text, "" if ok else f"{', '.join(absent)}: the Secret's key is empty")
 
 
-def judge_bandwidth(wanted: Wanted, measured: Sequence[tuple[str, float]], transport: str | None) -> list[Check]:
-    """`measured`: (nodes, GB/s of bus bandwidth) of all nodes together and of pairs."""
+def judge_bandwidth(
+    wanted: Wanted, measured: Sequence[tuple[str, float]], transport: str | None, *, collnet: bool = False
+) -> list[Check]:
+    """`measured`: (nodes, GB/s of bus bandwidth) of all nodes together and of pairs; `collnet`: whether the network reduces."""
     checks = []
-    if transport is not None:
+    if wanted.sharp:
+        fix = (
+            "" if collnet else "leave cluster.sharp out, or use an image and driver whose SHARP versions fit each other"
+        )
+        checks.append(Check("sharp", collnet, "in use" if collnet else "asked for, and NCCL does not use it", fix))
+    if transport is not None and not wanted.sharp:  # SHARP's plugin brings a transport of its own name
         expected = {"efa": "libfabric", "infiniband": "ib", "roce": "ib", "tcp": "socket"}.get(wanted.fabric)
         ok = expected is None or transport.lower().startswith(expected)
         fix = f"NCCL talks by {transport}, and the nodes have {wanted.fabric}: the plugin or the devices are not in the pod"
@@ -284,7 +293,9 @@ def finish(
     reports: dict[str, Sequence[Check]] = {socket.gethostname(): own}
     if probed is not None:
         reports = {node: [Check(**check) for check in checks] for node, checks in probed["nodes"].items()}
-        reports["all nodes"] = judge_bandwidth(wanted, probed["measured"], probed["transport"])
+        reports["all nodes"] = judge_bandwidth(
+            wanted, probed["measured"], probed["transport"], collnet=probed["collnet"]
+        )
     well = all(check.ok is not False for checks in reports.values() for check in checks)
     if speak and as_json:
         print(json.dumps({"ok": well, "nodes": {n: [check.as_dict() for check in c] for n, c in reports.items()}}))

@@ -40,9 +40,9 @@ def _on_this_machine(placed: Placement, path: Path, only: Stage | None, say: Say
     """Each stage as the command a user would type; the first that fails ends the chain."""
     for stage in stages_of(placed) if only is None else [only]:
         arguments = command(placed, stage, str(path))
-        if stage == "train" and placed.ranks == 1:
+        if placed.ranks == 1 and "--nproc" in arguments:
             arguments = arguments[: arguments.index("--nproc")]  # the one process needs no agent
-        say(f"{stage}: argosy {' '.join(arguments)}")
+        say(f"{stage}: argosy {' '.join(arguments[: arguments.index(str(path)) + 1])} …")
         code = subprocess.run([sys.executable, "-m", "argosy", *arguments], check=False).returncode
         if code != EXIT_DONE:
             say(f"{stage}: exit code {code if code >= 0 else 128 - code}")

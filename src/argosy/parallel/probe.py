@@ -33,7 +33,7 @@ def probe(world: World, ranks_per_node: int, report: Sequence[dict[str, Any]]) -
         torch.cuda.set_device(device)
         os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": str(log)}
     if world.size == 1:
-        return {"nodes": {socket.gethostname(): list(report)}, "measured": [], "transport": None}
+        return {"nodes": {socket.gethostname(): list(report)}, "measured": [], "transport": None, "collnet": False}
     os.environ.setdefault("MASTER_ADDR", world.address)
     os.environ.setdefault("MASTER_PORT", str(world.port))
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", rank=world.rank, world_size=world.size)
@@ -43,7 +43,13 @@ def probe(world: World, ranks_per_node: int, report: Sequence[dict[str, Any]]) -
         names = [f"{host}#{n}" if hosts.count(host) > 1 else host for n, host in enumerate(hosts)]
         nodes = {name: said[n * ranks_per_node]["report"] for n, name in enumerate(names)}
         measured = _measure(world, ranks_per_node, names, device)
-        return {"nodes": nodes, "measured": measured, "transport": _transport(log) if cuda else None}
+        said_by_nccl = _read(log)
+        return {
+            "nodes": nodes,
+            "measured": measured,
+            "transport": _transport(said_by_nccl),
+            "collnet": re.search(r"connected collnet", said_by_nccl, re.IGNORECASE) is not None,
+        }
     finally:
         dist.destroy_process_group()
         log.unlink(missing_ok=True)
@@ -91,10 +97,13 @@ def _gather(document: dict[str, Any], ranks: int) -> list[dict[str, Any]]:
     return [json.loads(bytes(other.tolist()).rstrip(b"\0")) for other in all_of_them]
 
 
-def _transport(log: Path) -> str | None:
-    """From NCCL's own words."""
+def _read(log: Path) -> str:
     try:
-        found = re.findall(r"Using network (\S+(?: \S+)?)", log.read_text(errors="replace"))
+        return log.read_text(errors="replace")
     except OSError:
-        return None
+        return ""  # no GPU, and so no NCCL
+
+
+def _transport(said_by_nccl: str) -> str | None:
+    found = re.findall(r"Using network (\S+(?: \S+)?)", said_by_nccl)
     return str(found[-1]) if found else None
