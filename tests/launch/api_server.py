@@ -29,6 +29,7 @@ class ApiServer:
         self.requests: list[tuple[str, str, dict[str, str]]] = []
         self.faults: list[int] = []
         self.unknown: set[str] = set()  # plurals whose operator is not installed
+        self.forbidden: set[str] = set()  # plurals this user has no right to
         self.cut_logs_after: int | None = None  # lines after which a log's connection is cut, once
         self.changed = threading.Condition()
         self.version = 1
@@ -129,6 +130,9 @@ class _Handler(BaseHTTPRequestHandler):
                 self.connection.close()
             else:
                 self._answer(fault, {"message": "injected"}, {"Retry-After": "0"} if fault == 429 else None)
+            return None
+        if plural in state.forbidden:
+            self._answer(403, {"message": f"{plural} is forbidden"})
             return None
         if plural in state.unknown:
             self._answer(404, {"message": "the server could not find the requested resource"})

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -33,6 +36,11 @@ def cases() -> list[tuple[str, Path, str | None, tuple[str, ...]]]:
 
 CASES = cases()
 NAMES = [case[0] for case in CASES]
+
+
+def tool(name: str) -> str | None:
+    """A program, also where it comes with a Python package of this environment."""
+    return shutil.which(name, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
 
 
 @cache

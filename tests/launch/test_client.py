@@ -313,6 +313,17 @@ def test_a_watch_that_ends_is_taken_up_again(server: ApiServer, launch: Callable
     assert len([r for r in server.requests if r[2].get("watch") == "true"]) > 1
 
 
+def test_who_may_see_only_one_kind_of_job_sees_it(
+    server: ApiServer, launch: Callable[..., tuple[int, list[str]]]
+) -> None:
+    """As the chart's conductor: a role names the target's own kind, and the server forbids the others."""
+    server.forbidden = {"pytorchjobs", "trainjobs", "trainingruntimes", "hyperpodpytorchjobs", "computedomains"}
+    finish(server, "jobsets", RUN, "Completed")
+    assert launch(*TRAIN_ONLY)[0] == 0
+    assert look(connect("training"), RUN, "train").phase == "done"
+    assert stop(connect("training"), RUN) == [f"JobSet {RUN}"]
+
+
 def test_no_token_is_told(server: ApiServer, argosy: Callable[..., Any]) -> None:
     server.faults = [401]
     told = argosy("--debug", "ls", "-n", "training")

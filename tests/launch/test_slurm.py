@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rendering import GPU_EXAMPLE, ROOT
+from rendering import GPU_EXAMPLE, ROOT, tool
 
 from argosy.launch.placement import place
 from argosy.launch.render import render, write
@@ -37,7 +37,9 @@ def test_scripts_are_accepted_by_bash_and_shellcheck(spec: Path, overrides: list
     for script in scripts:
         subprocess.run(["bash", "-n", script], check=True)
     # SC2016: a dollar in single quotes does not expand. It is a value, and is not meant to.
-    done = subprocess.run(["shellcheck", "--exclude=SC2016", *scripts], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [str(tool("shellcheck")), "--exclude=SC2016", *scripts], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout
 
 

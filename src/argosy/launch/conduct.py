@@ -99,7 +99,7 @@ class Conductor:
         told = ""
         restarts = 0
         while True:
-            state = look(self.cluster, self.placed.spec.name, stage)
+            state = look(self.cluster, self.placed.spec.name, stage, (stage_objects(self.placed, stage)[-1]["kind"],))
             if str(state) != told and not state.over:
                 told = str(state)
                 self.say(f"{stage} {state}")
@@ -153,10 +153,9 @@ def selector(run: str, stage: str | None = None) -> dict[str, str]:
     return {RUN_LABEL: run} | ({} if stage is None else {STAGE_LABEL: stage})
 
 
-def look(cluster: Cluster, run: str, stage: str) -> State:
+def look(cluster: Cluster, run: str, stage: str, kinds: Sequence[str] = JOB_KINDS) -> State:
     """How a stage of a run is doing now."""
-    jobs = [job for kind in JOB_KINDS for job in cluster.find(kind, selector(run, stage))]
-    own = [job for job in jobs if not job["metadata"].get("ownerReferences")]
+    own = _jobs(cluster, selector(run, stage), kinds)
     pods = sorted(cluster.find("Pod", selector(run, stage)), key=pod_number)
     state = stage_state(own[0] if own else None, pods, [])
     if state.phase in ("waiting", "failed") and own:
@@ -167,22 +166,35 @@ def look(cluster: Cluster, run: str, stage: str) -> State:
 def runs_in(cluster: Cluster) -> dict[str, dict[str, State]]:
     """Every run of the namespace, with the state of each of its stages."""
     found: dict[str, dict[str, State]] = {}
-    for kind in JOB_KINDS:
-        for job in cluster.find(kind, {"app.kubernetes.io/managed-by": "argosy"}):
-            labels = job["metadata"].get("labels", {})
-            if not job["metadata"].get("ownerReferences") and RUN_LABEL in labels and STAGE_LABEL in labels:
-                found.setdefault(labels[RUN_LABEL], {})[labels[STAGE_LABEL]] = stage_state(job, [], [])
+    for job in _jobs(cluster, {"app.kubernetes.io/managed-by": "argosy"}, JOB_KINDS):
+        labels = job["metadata"].get("labels", {})
+        if RUN_LABEL in labels and STAGE_LABEL in labels:
+            found.setdefault(labels[RUN_LABEL], {})[labels[STAGE_LABEL]] = stage_state(job, [], [])
     return found
+
+
+def _jobs(cluster: Cluster, wanted: dict[str, str], kinds: Sequence[str]) -> list[Manifest]:
+    """Those nobody else owns. Whoever may not see one kind may see another; who may see none is told so."""
+    found, refusal = [], None
+    for kind in kinds:
+        try:
+            found += cluster.find(kind, wanted)
+        except ArgosyError as error:
+            if error.code != "launch.refused":
+                raise
+            refusal = error
+    if refusal is not None and not found and len(kinds) == 1:
+        raise refusal
+    return [job for job in found if not job["metadata"].get("ownerReferences")]
 
 
 def stop(cluster: Cluster, run: str, stages: Sequence[str] | None = None) -> list[str]:
     """End what is running; pods save first. Data, checkpoints, claims and the spec stay."""
     stopped = []
-    for kind in (*JOB_KINDS, "TrainingRuntime", "ComputeDomain", "Service"):
-        for item in cluster.find(kind, selector(run)):
-            stage = item["metadata"].get("labels", {}).get(STAGE_LABEL)
-            if item["metadata"].get("ownerReferences") or (stages is not None and stage not in stages):
-                continue
-            if cluster.delete(kind, item["metadata"]["name"]):
-                stopped.append(f"{kind} {item['metadata']['name']}")
+    for item in _jobs(cluster, selector(run), (*JOB_KINDS, "TrainingRuntime", "ComputeDomain", "Service")):
+        stage = item["metadata"].get("labels", {}).get(STAGE_LABEL)
+        if stages is not None and stage not in stages:
+            continue
+        if cluster.delete(item["kind"], item["metadata"]["name"]):
+            stopped.append(f"{item['kind']} {item['metadata']['name']}")
     return stopped

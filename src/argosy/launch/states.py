@@ -61,7 +61,7 @@ def stage_state(job: Manifest | None, pods: Sequence[Manifest], events: Sequence
             "running" if len(running) == len(pods) and pods else "waiting", first.text + again, first.fix, first.pod
         )
     if pods and len(running) == len(pods):
-        return State("running", f"{len(pods)} pods{again}", pod=_first(pods))
+        return State("running", f"{len(pods)} pod{'s' if len(pods) > 1 else ''}{again}", pod=_first(pods))
     if not pods:
         return State("waiting", f"no pod yet{again}")
     counts = ", ".join(

@@ -24,6 +24,8 @@ func main() {
 		"nindent": func(by int, text string) string { return "\n" + indent(by, text) },
 		"quote":   func(value any) string { return fmt.Sprintf("%q", fmt.Sprint(value)) },
 		"replace": func(from, to, text string) string { return strings.ReplaceAll(text, from, to) },
+		"contains": func(part, text string) bool { return strings.Contains(text, part) },
+		"upper":   strings.ToUpper,
 		"list":    func(items ...any) []any { return items },
 		"default": func(fallback any, given ...any) any {
 			if len(given) == 0 || given[0] == nil || given[0] == "" || given[0] == false {
