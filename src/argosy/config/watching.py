@@ -79,7 +79,8 @@ class LogSpec(Section):
 
     every: DurationField = Field(Duration(10.0, "steps"), description="how often")
     price: PositiveNumber | None = Field(
-        None, description="US dollars an hour of all the machines of the run, for the cost so far"
+        None,
+        description="US dollars an hour of all the machines of the run, for the cost so far; default: the list price of cluster.instance",
     )
     sinks: SinksSpec = Field(SinksSpec(), description="other tools")
     alerts: AlertsSpec = Field(AlertsSpec(), description="when to speak up")

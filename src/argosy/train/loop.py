@@ -144,8 +144,7 @@ class Trainer:
             peak=peak_of(self.device),
             devices=self.mesh.world_size,
         )
-        stages = self.spec.parallel.pp
-        telemetry = Telemetry(self.spec.log, self.run, self.mesh, meter, first=first, stages=stages, rewound=rewound)
+        telemetry = Telemetry(self.spec, self.run, self.mesh, meter, first=first, rewound=rewound)
         self.engine.enter = telemetry.phases.enter
         return telemetry
 

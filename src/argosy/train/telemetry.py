@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
-from argosy.config.watching import LogSpec
+from argosy.config.schema import RunSpec
 from argosy.model.moe import describe_load
 from argosy.parallel.mesh import Mesh
+from argosy.plan.hardware import facts
 from argosy.record.alerts import Alerts
 from argosy.record.jsonl import JsonlWriter, Record, now
 from argosy.record.ledger import PRODUCTIVE, Ledger, process_started
@@ -45,13 +46,11 @@ class Taken:
 
 
 class Telemetry:
-    def __init__(
-        self, spec: LogSpec, run: RunDir, mesh: Mesh, meter: Meter, *, first: int, stages: int, rewound: bool
-    ) -> None:
+    def __init__(self, spec: RunSpec, run: RunDir, mesh: Mesh, meter: Meter, *, first: int, rewound: bool) -> None:
         self.meter, self.phases = meter, Phases(mesh.device)
-        self._spec, self._mesh, self._stages = spec, mesh, stages
+        self._price, self._mesh, self._stages = hourly_price(spec), mesh, spec.parallel.pp
         self._sensors = Sensors(_uuid(mesh.device))
-        self._alerts = Alerts(spec.alerts, run.root)
+        self._alerts = Alerts(spec.log.alerts, run.root)
         self._ranks = JsonlWriter(run.ranks)
         started = now() if rewound else process_started()
         self._ledger = Ledger.resumed(run.metrics, first, started, rewound=rewound) if mesh.is_first else Ledger()
@@ -140,7 +139,15 @@ class Telemetry:
         self._ledger.spend(PRODUCTIVE, passed - aside - waited_s)
         record = {f"{why}_s": seconds for why, seconds in self._paused.items()}
         self._paused = {}
-        return record | self._ledger.report(self._spec.price)
+        return record | self._ledger.report(self._price)
+
+
+def hourly_price(spec: RunSpec) -> float | None:
+    """Dollars an hour: as given, or what is known of the cluster's nodes."""
+    if spec.log.price is not None or spec.cluster is None or spec.cluster.instance is None:
+        return spec.log.price
+    instance = facts().instances.get(spec.cluster.instance.removeprefix("ml."))
+    return None if instance is None or instance.price is None else instance.price * spec.cluster.nodes
 
 
 def _uuid(device: torch.device) -> str | None:

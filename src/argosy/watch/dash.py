@@ -37,7 +37,9 @@ def serve(root: Path, *, port: int, token: str | None) -> None:
 
 
 def _listen(port: int) -> socket.socket:
-    listener = socket.socket()
+    listener = socket.socket(
+        socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP
+    )  # named, so that answers are not held back
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(("127.0.0.1", port))

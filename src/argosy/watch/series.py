@@ -18,7 +18,7 @@ from argosy.record.jsonl import Record
 from argosy.record.sinks.sink import numbers
 from argosy.record.tail import Tail
 
-_AT_ONCE = 2000  # records between two moments at which readers get in
+_AT_ONCE = 1000  # records between two moments at which readers get in
 _MOST_COLUMNS = 256  # names of metrics in a file that is not ours cannot fill the memory
 Floats = NDArray[np.float32]
 
@@ -58,42 +58,52 @@ class Series:
         return sorted(self._columns)
 
     def _add(self, records: Iterable[Record]) -> None:
+        """Records in the order of the file. Stretches in which the step grows, nearly all there are, go in column by column."""
+        batch: list[Record] = []
         for record in records:
             step = record.get("step")
             if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 2**53:
                 continue
-            newest = int(self._steps[self.count - 1]) if self.count else -1
-            values = numbers(record)
-            if step == newest and not ("loss" in values and "loss" in self.last):
-                row = self.count - 1  # the validation loss of a step follows its training loss
-                self.last = self.last | record
-            else:
-                if step <= newest:  # the run went back to a checkpoint: what came after it no longer holds
-                    self.count = int(np.searchsorted(self._steps[: self.count], step))
-                row = self.count
-                self._make_room(row)
-                for known in self._columns.values():
-                    known[row] = np.nan
-                self._steps[row] = step
-                self.count, self.last = row + 1, record
             if self.first_time is None and isinstance(record.get("time"), int | float):
                 self.first_time = float(record["time"])
-            for name, value in values.items():
-                if (column := self._column(name)) is not None:
-                    column[row] = value
+            newest = batch[-1] if batch else self.last
+            if newest and step == newest["step"] and not ("loss" in record and "loss" in newest):
+                if not batch:  # the validation loss of a step follows its training loss
+                    self.count -= 1
+                    batch.append({})
+                batch[-1] = newest | record
+                continue
+            if (
+                newest and step <= newest["step"]
+            ):  # the run went back to a checkpoint: what came after it no longer holds
+                self._append(batch)
+                batch = []
+                self.count = int(np.searchsorted(self._steps[: self.count], step))
+            batch.append(record)
+        self._append(batch)
 
-    def _make_room(self, row: int) -> None:
-        if row == len(self._steps):
+    def _append(self, batch: list[Record]) -> None:
+        if not batch:
+            return
+        first, last = self.count, self.count + len(batch)
+        self._make_room(last)
+        self._steps[first:last] = [record["step"] for record in batch]
+        rows = [numbers(record) for record in batch]
+        for name in dict.fromkeys(name for row in rows for name in row):
+            self._column(name)
+        for name, column in self._columns.items():
+            column[first:last] = [row.get(name, np.nan) for row in rows]
+        self.count, self.last = last, batch[-1]
+
+    def _make_room(self, rows: int) -> None:
+        while rows > len(self._steps):
             self._steps = np.concatenate([self._steps, np.empty_like(self._steps)])
             for name, column in self._columns.items():
                 self._columns[name] = np.concatenate([column, np.empty_like(column)])
 
-    def _column(self, name: str) -> Floats | None:
-        if name not in self._columns:
-            if len(self._columns) >= _MOST_COLUMNS:
-                return None
+    def _column(self, name: str) -> None:
+        if name not in self._columns and len(self._columns) < _MOST_COLUMNS:
             self._columns[name] = np.full(len(self._steps), np.nan, np.float32)
-        return self._columns[name]
 
     def curves(
         self, names: Sequence[str], *, first: float | None = None, last: float | None = None, pieces: int = 600

@@ -44,13 +44,14 @@ def numbers(record: Record) -> dict[str, float]:
     """The figures of a record, by name: what can be plotted."""
     found: dict[str, float] = {}
     for name, value in record.items():
-        if name in ("step", "time"):
-            continue
-        if isinstance(value, dict):
-            found |= {f"{name}/{part}": float(v) for part, v in value.items() if isinstance(v, int | float)}
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            found[name] = float(value)
-    return {name: value for name, value in found.items() if math.isfinite(value)}
+        kind = type(value)
+        if (kind is float and math.isfinite(value)) or kind is int:
+            found[name] = value
+        elif kind is dict:
+            found |= {f"{name}/{part}": v for part, v in numbers(value).items()}
+    found.pop("step", None)
+    found.pop("time", None)
+    return found
 
 
 def missing(package: str, extra: str) -> ArgosyError:
