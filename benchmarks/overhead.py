@@ -18,8 +18,8 @@ from argosy.record.jsonl import read_jsonl
 ROUNDS = int(os.environ.get("ROUNDS", "5"))
 STEPS = int(os.environ.get("STEPS", "300"))
 SPEC = """
-model: {family: llama, layers: 4, hidden: 256, heads: 4, vocab_size: 512}
-data: {train: CORPUS, split: [100, 0, 0], seq_len: 128}
+model: {family: llama, layers: 2, hidden: 128, heads: 4, vocab_size: 512}
+data: {train: CORPUS, split: [100, 0, 0], seq_len: 64}
 train: {global_batch: 8}
 optim: {lr: 1.0e-3}
 eval: off

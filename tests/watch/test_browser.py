@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import pytest
+
 from argosy.record.jsonl import JsonlWriter
 from record.run_dirs import log, make_run, record
 from watch.conftest import Dashboard
@@ -56,7 +58,7 @@ def test_a_run_is_listed_opened_and_zoomed_by_mouse_and_keys(page: Any, dashboar
     page.mouse.move(box["x"] + 0.7 * box["width"], box["y"] + 50, steps=4)
     page.mouse.up()
     wait(lambda: drawn_to(page, "Loss") != whole)
-    assert "500" not in chart(page, "Loss").locator("text").all_inner_texts()  # what is left begins near 1,000
+    assert "500" not in chart(page, "Loss").locator("text").all_text_contents()  # what is left begins near 1,000
     chart(page, "Loss").focus()
     page.keyboard.press("Escape")
     wait(lambda: drawn_to(page, "Loss") == whole)
@@ -174,3 +176,29 @@ def test_a_narrow_dark_screen_has_no_sideways_scrolling(browser: Any, dashboard:
     background = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert sum(map(int, re.findall(r"\d+", background)[:3])) < 150
     context.close()
+
+
+@pytest.mark.parametrize("count", [100_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
+def test_a_run_of_very_many_steps_is_shown_whole_and_a_single_bad_step_in_it_found_by_zooming(
+    page: Any, dashboard: Dashboard, tmp_path: Path, count: int
+) -> None:
+    run, bad = tmp_path / "runs" / "long", count * 6 // 10
+    run.mkdir()
+    with (run / "metrics.jsonl").open("w") as file:
+        for step in range(1, count + 1):
+            file.write(f'{{"step":{step},"steps":{count},"loss":{99 if step == bad else 2 + step % 5 / 10}}}\n')
+    page.goto(f"{dashboard.address}/#/runs?run=long")
+    page.reload()
+    chart(page, "Loss").locator("polyline").wait_for()
+    wait(lambda: page.locator(".tile .state").count() and "reading" not in page.locator(".tile").first.inner_text())
+    wait(lambda: len(drawn_to(page, "Loss").split()) == 600)
+    assert chart(page, "Loss").locator("polygon.band").count() == 1  # what lies between the lowest and the highest
+    assert any(label in ("80", "100") for label in chart(page, "Loss").locator("text").all_text_contents())
+    box = chart(page, "Loss").bounding_box()
+    left, width = box["x"] + 0.55 * box["width"], 0.15 * box["width"]
+    page.mouse.move(left, box["y"] + 40)
+    page.mouse.down()
+    page.mouse.move(left + width, box["y"] + 40, steps=2)
+    page.mouse.up()
+    wait(lambda: page.evaluate("performance.getEntriesByType('resource').some(e => e.name.includes('from='))"))
+    assert page.problems == []

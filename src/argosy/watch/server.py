@@ -55,11 +55,14 @@ class Shelf:
 
     def get(self, name: str) -> Run:
         run = self.runs().get(name)
+        if run is None:  # it may have begun just now
+            self._looked = float("-inf")
+            run = self.runs().get(name)
         if run is None:
             raise ArgosyError("run.not-found", f"there is no run {name!r} here", fix="go back to the list of runs")
         return self.fresh(run)
 
-    def fresh(self, run: Run, within_s: float = 0.1) -> Run:
+    def fresh(self, run: Run, within_s: float = 0.05) -> Run:
         """With what is new in its file; a long file is read on behind the answer."""
         reader = threading.Thread(target=run.series.update, daemon=True)
         reader.start()
