@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dist.pool import Pool
-from dist.training import DECODERS, ENCODERS, Trace, spec_of, train_broken, train_steps
+from dist.training import DECODERS, ENCODERS, Trace, spec_of, train_broken, train_compiled, train_steps
 
 STEPS = 5
 LAYOUTS = [  # one line each: keys of `parallel`; the batch is 16
@@ -154,6 +154,12 @@ def test_the_same_layout_gives_the_same_bits_again(pool: Pool, layout: str) -> N
 
 
 REGION, EXPERTS = "argosy.parallel.tensor.region", "argosy.parallel.tensor.apply:_enter_experts"
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["cp=2", "cp=2 cp_kind=ulysses", "dp_shard=2 ep=2", "cp=2 ep=2"])
+def test_a_compiled_layout_computes_the_same(pool: Pool, layout: str) -> None:
+    require_equal("moe", layout, pool.run(2, train_compiled, "moe", layout, STEPS))
+
+
 BUGS = [  # layout, function, what it is replaced by (in dist/bugs.py)
     ("dp_replicate=2", "argosy.parallel.data:sum_gradients", "nothing"),
     ("dp_replicate=2 dp_shard=2", "argosy.parallel.mesh:Mesh.sum_", "nothing"),

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from argosy.config.resolve import resolve
 from argosy.config.schema import RunSpec
@@ -114,6 +115,17 @@ def train_steps(model: str, layout: str, steps: int) -> Trace:
         losses.append(float(taken.result.loss_sum) / int(taken.result.tokens))
         norms.append(float(taken.grad_norm))
     return Trace(losses, norms, {name: whole(w).numpy().copy() for name, w in optimizer.weights().items()})
+
+
+def train_compiled(model: str, layout: str, steps: int) -> Trace:
+    """The same with blocks compiled, by a compiler that only traces."""
+    compiled = nn.Module.compile
+    try:
+        nn.Module.compile = lambda module: compiled(module, backend="aot_eager")  # type: ignore[assignment, method-assign]
+        return train_steps(model, f"{layout} compile=block", steps)
+    finally:
+        nn.Module.compile = compiled  # type: ignore[method-assign]
+        torch.compiler.reset()
 
 
 def train_broken(model: str, layout: str, steps: int, where: str, bug: str) -> Trace:

@@ -24,10 +24,10 @@ def apply_layout(model: nn.Module, parallel: ParallelSpec, mesh: Mesh, precision
         from argosy.parallel.tensor.apply import apply_tensor_parallel  # as slow to import as what follows
 
         apply_tensor_parallel(model, along, sequence=parallel.sp)
-    if mesh.experts is not None:
+    if (experts := mesh.along("ep")) is not None:
         from argosy.parallel.ep import apply_ep
 
-        apply_ep(model, mesh.experts["ep"])
+        apply_ep(model, experts)
     if mesh.size("cp") > 1:
         apply_cp(model, mesh, parallel.cp_kind)
     for block in blocks_of(model):

@@ -37,8 +37,7 @@ def apply_fsdp(
     )
     whole = {parameter for parameter in model.parameters() if not parameter.requires_grad}
     shard = partial(fully_shard, mp_policy=policy, ignored_params=whole)
-    if mesh.experts is not None:
-        same = mesh.experts["edp"]
+    if (same := mesh.along("edp")) is not None:
         place = partial(_place_experts, ranks=same.size())
         for experts in experts_of(model):
             shard(

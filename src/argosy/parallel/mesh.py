@@ -7,6 +7,7 @@ is then answered on the spot: the layout of size one runs no hook and makes no c
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ from argosy.parallel.ranks import World
 
 DATA_AXES = ("dp_replicate", "dp_shard")  # whose ranks have other samples
 SUM_AXES = (*DATA_AXES, "cp")  # whose ranks have other tokens: losses and gradients are summed over them
+EXPERT_AXES = ("edp", "ep")  # dp_shard x cp once more: ranks with the same experts, and with others
 SUPPORTED = (*SUM_AXES, "tp", "ep")
 TIMEOUT = timedelta(
     minutes=30
@@ -40,7 +42,7 @@ class Mesh:
     device: torch.device
     rank: int = 0
     devices: DeviceMesh | None = None  # of the axes larger than one; None: this process is alone
-    experts: DeviceMesh | None = None  # dp_shard x cp once more: `edp` have the same experts, `ep` others
+    experts: DeviceMesh | None = None  # of EXPERT_AXES, where experts are spread
 
     @property
     def is_first(self) -> bool:
@@ -57,11 +59,8 @@ class Mesh:
 
     def size(self, *axes: str) -> int:
         """Ranks along axes."""
-        product = 1
-        for axis in axes:
-            if self.devices is not None and axis in self.names:
-                product *= self.devices[axis].size()
-        return product
+        sizes = [along.size() for axis in axes if (along := self.along(axis)) is not None]
+        return math.prod(sizes)
 
     @property
     def data_ranks(self) -> int:
@@ -87,7 +86,9 @@ class Mesh:
         return self.size("dp_shard") > 1 or self.experts is not None
 
     def along(self, *axes: str) -> DeviceMesh | None:
-        """The ranks along those of the axes that exist, as one axis."""
+        """The ranks along those of the axes that exist, as one axis; `ep` and `edp` each alone."""
+        if self.experts is not None and len(axes) == 1 and axes[0] in EXPERT_AXES:
+            return self.experts[axes[0]]
         names = tuple(name for name in self.names if name in axes)
         return flattened(self.devices[names]) if self.devices is not None and names else None
 
@@ -171,7 +172,8 @@ def make_mesh(parallel: ParallelSpec, device: torch.device) -> Mesh:
     over = mesh.along("dp_shard", "cp")
     if parallel.ep == 1 or over is None:
         return mesh
-    return replace(mesh, experts=divided(over, {"edp": over.size() // parallel.ep, "ep": parallel.ep}))
+    counts = (over.size() // parallel.ep, parallel.ep)
+    return replace(mesh, experts=divided(over, dict(zip(EXPERT_AXES, counts, strict=True))))
 
 
 def require_supported(parallel: ParallelSpec) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from argosy.compat import fake_ranks
 from argosy.config.layout import AXES, check_world, describe_layout
 from argosy.config.schema import RunSpec
-from argosy.parallel.mesh import Mesh, make_mesh, require_supported
+from argosy.parallel.mesh import EXPERT_AXES, Mesh, make_mesh, require_supported
 from argosy.parallel.shards import local
 from argosy.train.optimizer import Optimizer
 from argosy.train.session import make_engine, make_model, parameter_names
@@ -61,7 +61,7 @@ def hold(spec: RunSpec, mesh: Mesh) -> Part:
         parameters=sum(local(parameter).numel() for parameter in model.parameters()),
         parameter_bytes=_bytes(model.parameters()),
         optimizer_bytes=_bytes(state),
-        groups={axis: mesh.ranks_along(axis) for axis in (*AXES, "ep") if mesh.size(axis) > 1},
+        groups={axis: mesh.ranks_along(axis) for axis in (*AXES, *EXPERT_AXES) if mesh.size(axis) > 1},
     )
 
 
