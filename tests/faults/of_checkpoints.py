@@ -75,12 +75,15 @@ def all_corrupt(bench: Bench) -> Outcome:
 
 
 def other_version(bench: Bench) -> Outcome:
-    """Of a format this version does not know: not misread."""
+    """Of a format this version does not know: not misread, and not passed over for an older one."""
     with bench.goes_on("other-version") as run:
         file = run.checkpoints[0] / "manifest.json"
         manifest = orjson.loads(file.read_bytes())
         file.write_bytes(orjson.dumps(manifest | {"version": 99}))
-        return _finish(bench, run, SAVED_EVERY * 2, run.checkpoints[0].name)
+        run.start("--nproc", "2")
+        assert run.wait() == EXIT_REFUSED
+        assert run.said.count("error[checkpoint.version]") == 1
+        return Outcome("refused, checkpoint.version")
 
 
 def killed_while_saving(bench: Bench) -> Outcome:
