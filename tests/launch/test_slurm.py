@@ -94,7 +94,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
                 server.wait(timeout=30)
 
 
-def test_a_run_goes_through_slurm_and_is_queued_again_when_its_time_is_up(
+def test_a_run_goes_through_slurm_is_queued_again_when_its_time_is_up_and_ends_when_stopped(
     slurm: Path, write_spec: Callable[..., Path], argosy: Callable[..., Any], tmp_path: Path
 ) -> None:
     (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "document {n} says {n * n}"}}\n' for n in range(200)))
@@ -106,9 +106,10 @@ def test_a_run_goes_through_slurm_and_is_queued_again_when_its_time_is_up(
     spec = write_spec(
         cluster=cluster,
         data={"tokenizer": "bytes", "train": [source], "seq_len": 32, "split": [90, 10, 0]},
-        train={"global_batch": 8, "steps": 60},
+        train={"global_batch": 8, "steps": 2000},
         parallel={"dp_replicate": 2, "micro_batch": 4},
         eval=False,
+        log={"every": 1},
     )
     told = argosy("launch", spec)
     assert told.returncode == 0, told.stderr
@@ -117,13 +118,18 @@ def test_a_run_goes_through_slurm_and_is_queued_again_when_its_time_is_up(
     output = lambda: "\n".join(p.read_text() for p in tmp_path.rglob("*.out")) + _ask("scontrol", "show", "job", job)  # noqa: E731
     _wait(lambda: metrics.exists() and max(read_metrics(metrics), default=0) >= 3, 150, output)
     assert "train" in argosy("status", spec).stdout
-    assert argosy("stop", spec).returncode == 0  # what Slurm does when time runs out
+    subprocess.run(["scancel", "--signal=TERM", "--batch", job], check=True)  # what Slurm does when time runs out
     _wait(lambda: "PENDING" in _ask("squeue", "-h", "-j", job, "-o", "%T"), 90, output)
-    steps = max(read_metrics(metrics))
-    assert steps < 60
+    assert list((tmp_path / "runs" / "tiny" / "checkpoints").glob("step-*")), output()
+    saved = max(read_metrics(metrics))
     subprocess.run(["scontrol", "update", f"jobid={job}", "StartTime=now"], check=True)  # Slurm waits two minutes
-    _wait(lambda: max(read_metrics(metrics)) == 60, 200, output)
+    _wait(lambda: max(read_metrics(metrics)) > saved + 3, 200, output)
     assert "back into the queue" in output()
+    assert argosy("stop", spec).returncode == 0
+    _wait(lambda: not _ask("squeue", "-h", "-j", job, "-o", "%T").strip(), 90, output)
+    assert list((tmp_path / "runs" / "tiny" / "checkpoints").glob("step-*"))
+    assert max(read_metrics(metrics)) < 2000
+    assert argosy("stop", spec).returncode == 2
 
 
 def _wait(ready: Callable[[], Any], seconds: float, otherwise: Callable[[], str]) -> None:

@@ -106,8 +106,7 @@ def logs(run: Launched, *, rank: int, ranks_per_pod: int, follow: bool, tail: in
 
 def end(run: Launched) -> list[str]:
     if run.target == "slurm":
-        _slurm("scancel", "--signal=TERM", "--batch", f"--name={object_name(run.name)}-train")
-        return [f"Slurm job {object_name(run.name)}-train was asked to save and end"]
+        return _end_in_slurm(run)
     if run.target not in KUBERNETES:
         raise _unknown(run, f"{run.name} runs on this machine, if it does: Ctrl-C or SIGTERM ends it in order")
     cluster = connect(run.namespace)
@@ -145,6 +144,24 @@ def _slurm_states(run: Launched) -> dict[str, State]:
         phase: Any = "running" if state == "RUNNING" else "waiting"
         states[job.removeprefix(f"{name}-")] = State(phase, f"{state.lower()} {reason}".strip())
     return states
+
+
+def _end_in_slurm(run: Launched) -> list[str]:
+    """What waits is taken out of the queue; what trains saves, and is not queued again."""
+    name = object_name(run.name)
+    stages = ",".join(f"{name}-{stage}" for stage in ("fetch", "prepare", "preflight", "train"))
+    jobs = [
+        line.split() for line in _slurm("squeue", "--noheader", "--format=%A %j %T", f"--name={stages}").splitlines()
+    ]
+    if not jobs:
+        raise _unknown(run, f"Slurm has no job of {run.name}")
+    for job, stage, state in jobs:
+        if state == "RUNNING" and stage == f"{name}-train":
+            _slurm("scontrol", "update", f"jobid={job}", "Requeue=0")
+            _slurm("scancel", "--signal=TERM", "--batch", job)
+        else:
+            _slurm("scancel", job)
+    return [f"Slurm job {job}, {stage}" for job, stage, _ in jobs]
 
 
 def _slurm(*line: str) -> str:

@@ -40,7 +40,7 @@ class Question:
         total = None if tokens is None else _count(tokens)
         asked = None
         if target.endswith((".yaml", ".yml")) or Path(target).is_file():
-            spec = resolve(Path(target), overrides).spec
+            spec = resolve(Path(target), overrides, elsewhere=True).spec
             work = _work_of(spec, global_batch, seq_len, precision)
             total = total or _tokens_of(spec)
             asked = _asked(spec.parallel, nodes)

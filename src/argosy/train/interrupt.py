@@ -1,12 +1,19 @@
-"""Ctrl-C and SIGTERM: the first asks for an orderly stop after this step, the second ends the process at once."""
+"""Ctrl-C and SIGTERM: the first asks for an orderly stop after this step, the second ends the process at once.
+
+One request may arrive twice: Slurm signals every process of a job, and the agent passes on what it gets. What comes within
+less than half a second of the first is the first.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
+import time
 from types import FrameType, TracebackType
 from typing import Any
+
+_SAME_S = 0.4
 
 
 class Interrupt:
@@ -15,6 +22,7 @@ class Interrupt:
     def __init__(self, *, quiet: bool = False) -> None:
         self._quiet = quiet
         self.asked: str | None = None
+        self._asked_at = 0.0
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupt:
@@ -29,7 +37,10 @@ class Interrupt:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.asked is not None:
-            os._exit(128 + number)
+            if time.monotonic() - self._asked_at > _SAME_S:
+                os._exit(128 + number)
+            return
+        self._asked_at = time.monotonic()
         self.asked = signal.Signals(number).name
         if not self._quiet:
             os.write(2, f"\n{self.asked}: finishing this step and saving; once more to stop at once\n".encode())

@@ -107,8 +107,7 @@ def _training(placed: Placement, step: str, stage: Stage) -> list[str]:
         'restarts="${SLURM_RESTART_COUNT:-0}"',
         f'if [ "$code" -eq {EXIT_RESUMABLE} ] ||',
         f'   {{ [ "$code" -ne 0 ] && [ "$code" -ne {EXIT_REFUSED} ] && [ "$restarts" -lt {placed.cluster.restarts} ]; }}; then',
-        '  echo "exit code $code after $restarts restarts: back into the queue"',
-        '  scontrol requeue "$SLURM_JOB_ID"',
+        '  scontrol requeue "$SLURM_JOB_ID" && echo "exit code $code after $restarts restarts: back into the queue"',
         "fi",
         'exit "$code"',
     ]
@@ -123,12 +122,12 @@ def _submit(stages: list[Stage]) -> str:
     lines = [
         "#!/bin/bash",
         "set -euo pipefail",
-        'cd "$(dirname "$0")"',
-        'export ARGOSY_SPEC="${ARGOSY_SPEC:-$PWD/run.yaml}"',
+        'here="$(cd "$(dirname "$0")" && pwd)"  # relative paths of the run spec start where this is called',
+        'export ARGOSY_SPEC="${ARGOSY_SPEC:-$here/run.yaml}"',
     ]
     before: Stage | None = None
     for stage in stages:
         after = "" if before is None else f'--dependency="afterok:${before}" --kill-on-invalid-dep=yes '
-        lines += [f"{stage}=$(sbatch --parsable {after}{stage}.sbatch)", f'echo "{stage} ${stage}"']
+        lines += [f'{stage}=$(sbatch --parsable {after}"$here/{stage}.sbatch")', f'echo "{stage} ${stage}"']
         before = stage
     return "\n".join([*lines, ""])
