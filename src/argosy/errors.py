@@ -82,7 +82,6 @@ CODES: Final[dict[str, str]] = {
     "launch.security": "A pod would have rights that were not asked for by name.",
     "launch.slurm": "Slurm's commands are not here, or refused the job.",
     "launch.storage": "The shared volume cannot be made as described.",
-    "launch.unsupported": "A layout or a combination of settings that this version cannot train.",
     "device.unavailable": "The device asked for is not present on this machine.",
     "device.old-torch": "The installed torch is older than Argosy supports.",
     "plan.bad-cluster": "A cluster is not a number and a node type, as 2xp4d.24xlarge.",

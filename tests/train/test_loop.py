@@ -112,7 +112,7 @@ def test_refusals_come_before_the_run_directory_is_touched(write_spec: Write, tm
         (["data.train=nowhere/at/all"], "data.not-found"),
         (["data.seq_len=4000", "model.max_seq_len=4000"], "data.empty-split"),
         (["train.device=cuda"], "device.unavailable"),
-        (["parallel.tp=2"], "launch.unsupported"),
+        (["parallel.tp=2"], "launch.world-size"),
         (["parallel.dp_shard=2"], "launch.world-size"),
         (["optim.no_decay=[zzz]"], "config.bad-value"),
         (["optim.warmup=1000", "train.epochs=0.5"], "config.arithmetic"),

@@ -27,8 +27,10 @@ def describe_bubble(spec: RunSpec) -> tuple[str, bool]:
     parallel = spec.parallel
     micros = micro_batches(spec, spec.train.global_batch)
     share, arithmetic = bubble(parallel, micros)
-    text = f"pipeline: {parallel.pp} ranks, {micros} micro-batches a step, {parallel.schedule}: each rank idle for {share:.0%} of it"
-    text += f" = {arithmetic}"
+    text = (
+        f"pipeline: {parallel.pp} ranks, {micros} micro-batch{'es' if micros > 1 else ''} a step, {parallel.schedule}: each rank "
+        f"idle for {share:.0%} of it = {arithmetic}"
+    )
     if share <= WORTH_A_WARNING:
         return text, False
     more = next(n for n in range(micros, 1 << 20) if bubble(parallel, n)[0] <= WORTH_A_WARNING / 2)

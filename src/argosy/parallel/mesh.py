@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from argosy.compat import divided, flattened
-from argosy.config.layout import AXES, check_world, describe_layout
+from argosy.config.layout import AXES, check_world
 from argosy.config.schema import ParallelSpec
 from argosy.errors import EXIT_REFUSED, ArgosyError
 from argosy.parallel.ranks import World
@@ -29,7 +29,6 @@ from argosy.parallel.ranks import World
 DATA_AXES = ("dp_replicate", "dp_shard")  # whose ranks have other samples
 SUM_AXES = (*DATA_AXES, "cp")  # whose ranks have other tokens: losses and gradients are summed over them
 EXPERT_AXES = ("edp", "ep")  # dp_shard x cp once more: ranks with the same experts, and with others
-SUPPORTED = (*SUM_AXES, "tp", "ep")
 TIMEOUT = timedelta(
     minutes=30
 )  # for the slowest thing ranks wait for each other in: a checkpoint being read or written
@@ -148,7 +147,6 @@ class Mesh:
 @contextmanager
 def joined(parallel: ParallelSpec, world: World, device: torch.device) -> Iterator[Mesh]:
     """The mesh of a layout, with this process in its place in it; the groups are gone at the end."""
-    require_supported(parallel)
     check_world(parallel, world.size, world.source)
     if world.size == 1:
         yield Mesh(device)
@@ -174,17 +172,3 @@ def make_mesh(parallel: ParallelSpec, device: torch.device) -> Mesh:
         return mesh
     counts = (over.size() // parallel.ep, parallel.ep)
     return replace(mesh, experts=divided(over, dict(zip(EXPERT_AXES, counts, strict=True))))
-
-
-def require_supported(parallel: ParallelSpec) -> None:
-    """Refuse axes that this version cannot train on yet."""
-    axes = [axis for axis in (*AXES, "ep") if axis not in SUPPORTED and getattr(parallel, axis) > 1]
-    if axes:
-        raise ArgosyError(
-            "launch.unsupported",
-            f"the layout is {describe_layout(parallel)}; this version trains with {' and '.join(SUPPORTED)} only, "
-            f"not with {' and '.join(axes)}",
-            key=f"parallel.{axes[0]}",
-            value=getattr(parallel, axes[0]),
-            fix=f"parallel.{axes[0]}=1, and more dp_shard in its place",
-        )

@@ -41,7 +41,7 @@ from argosy.train.replicas import Replicas
 from argosy.train.rewind import Rewind, passing, require_finite, require_rewinds_left, watch_numbers
 from argosy.train.saving import Saving, first_interval
 from argosy.train.schedule import make_schedule
-from argosy.train.session import make_engine, make_model, open_checked_data, parameter_names
+from argosy.train.session import make_engine, make_model, open_checked_data, parameter_names, whole_model
 from argosy.train.step import Step, take_step
 from argosy.train.telemetry import Taken, Telemetry
 from argosy.train.timer import Timer
@@ -77,7 +77,7 @@ class Trainer:
         self.start = None
         if self.spec.init_from is not None and not listed(run.checkpoints):
             self.start = open_source(self.spec.init_from)
-            require_fit(self.start, self.model, self.spec.model)
+            require_fit(self.start, whole_model(self.spec), self.spec.model)
         return self.start
 
     def keeps_tokenizer(self, start: Source) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 from argosy.compat import fake_ranks
 from argosy.config.layout import AXES, check_world, describe_layout
 from argosy.config.schema import RunSpec
-from argosy.parallel.mesh import EXPERT_AXES, Mesh, make_mesh, require_supported
+from argosy.parallel.mesh import EXPERT_AXES, Mesh, make_mesh
 from argosy.parallel.shards import local
 from argosy.train.optimizer import Optimizer
 from argosy.train.session import make_engine, make_model, parameter_names
@@ -37,7 +37,6 @@ class Part:
 
 def rehearse(spec: RunSpec, world_size: int) -> list[Part]:
     """One rank of every pipeline stage."""
-    require_supported(spec.parallel)
     check_world(spec.parallel, world_size, f"--world-size {world_size}")
     nowhere = torch.device("meta")
     if world_size == 1:

@@ -22,7 +22,7 @@ from argosy.config.schema import TrainSpec
 from argosy.config.start import MODEL_FILE
 from argosy.config.watching import LogSpec
 from argosy.errors import ArgosyError
-from argosy.parallel.mesh import Mesh, joined, require_supported
+from argosy.parallel.mesh import Mesh, joined
 from argosy.parallel.rank import open_heartbeat
 from argosy.parallel.ranks import find_world
 from argosy.plan.advise import predict
@@ -61,7 +61,6 @@ def _gpu_name(spec: TrainSpec) -> str | None:
 def train(resolved: Resolved, source: Path | None, options: TrainOptions) -> int:
     """Train, or go on training, until the run's length is reached, as one of the ranks there are. Returns the exit code."""
     spec, world = resolved.spec, find_world(os.environ)
-    require_supported(spec.parallel)
     check_world(spec.parallel, world.size, world.source)
     require_packages(spec.log)
     device = prepare_device(spec.train, local_rank=None if world.size == 1 else world.local_rank)
@@ -148,7 +147,6 @@ def dry_run(resolved: Resolved, options: TrainOptions, world_size: int | None = 
     """Every check that `train` makes before its first step, and what it would do, with as many ranks as are asked for; nothing
     is written."""
     spec = resolved.spec
-    require_supported(spec.parallel)
     layout = []
     if world_size is not None:
         from argosy.train.rehearsal import describe_rehearsal, rehearse

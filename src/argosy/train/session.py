@@ -58,9 +58,14 @@ def make_model(spec: RunSpec, mesh: Mesh) -> nn.Module:
     return model if mesh.is_sharded or pipeline is None else model.to_empty(device=mesh.device)
 
 
+def whole_model(spec: RunSpec) -> nn.Module:
+    """For its names and shapes, where a rank has only some: without memory."""
+    return build_model(spec.model, "meta")
+
+
 def parameter_names(spec: RunSpec) -> list[str]:
     """Of the whole model, wherever they are."""
-    return [name for name, _ in build_model(spec.model, "meta").named_parameters()]
+    return [name for name, _ in whole_model(spec).named_parameters()]
 
 
 def make_engine(spec: RunSpec, model: nn.Module, mesh: Mesh) -> SingleDevice:

@@ -1,7 +1,8 @@
 """Weights that several stages hold: tied embeddings, and what all layers of a stack share.
 
-Each holder has the gradient of what its own stage does with the weight. Their sum is made once a step, and is the same bits on
-all of them, so that every copy is updated alike. In a gradient norm the first holder's counts.
+Each holder has the gradient of what its own stage does with the weight. Holders send theirs to each other once a step and add
+them up in the same order, so that the sum is the same bits on all of them and every copy is updated alike. In a gradient norm
+the first holder's counts.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from argosy.parallel.shards import local
 
 class SharedWeights:
     def __init__(self, model: nn.Module, stages: Stages, group: dist.ProcessGroup) -> None:
-        rank, everyone = dist.get_rank(group), dist.get_process_group_ranks(group)
-        self._sums: list[tuple[dist.ProcessGroup, list[nn.Parameter]]] = []
+        self._group, rank = group, dist.get_rank(group)
+        self._sums: list[tuple[tuple[int, ...], list[nn.Parameter]]] = []  # holders, and what they share
         self.copies: set[str] = set()  # names of weights that an earlier stage holds too
         parameters = dict(model.named_parameters())
         by_holders: dict[tuple[int, ...], list[str]] = {}
@@ -28,21 +29,32 @@ class SharedWeights:
             names = [name for name in parameters if name.startswith(f"{module}.")]
             if rank in holders and names:
                 by_holders.setdefault(holders, []).extend(names)
-        for holders, names in sorted(by_holders.items()):
-            ranks = [everyone[holder] for holder in sorted(holders)]
-            among = group if len(ranks) == len(everyone) else dist.new_group(ranks, use_local_synchronization=True)
-            self._sums.append((among, [parameters[name] for name in sorted(names)]))
+        for holders, names in sorted(by_holders.items()):  # in one order everywhere: a rank may be in several sums
+            self._sums.append((holders, [parameters[name] for name in sorted(names)]))
             if rank != holders[0]:
                 self.copies.update(names)
 
     def sum_gradients(self) -> None:
         """Once the gradients of the whole batch are there."""
-        for group, parameters in self._sums:
+        for holders, parameters in self._sums:
             gradients = list(_gradients(parameters))
-            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-            dist.all_reduce(flat, group=group)
-            parts = flat.split([gradient.numel() for gradient in gradients])
+            total = self._sum(torch.cat([gradient.reshape(-1) for gradient in gradients]), holders)
+            parts = total.split([gradient.numel() for gradient in gradients])
             copy_(gradients, [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)])
+
+    def _sum(self, mine: Tensor, holders: tuple[int, ...]) -> Tensor:
+        rank = dist.get_rank(self._group)
+        all_ = {holder: mine if holder == rank else torch.empty_like(mine) for holder in holders}
+        messages = [
+            dist.P2POp(way, mine if way is dist.isend else tensor, group=self._group, group_peer=holder)
+            for holder, tensor in all_.items()
+            if holder != rank
+            for way in (dist.isend, dist.irecv)
+        ]
+        for work in dist.batch_isend_irecv(messages):
+            work.wait()
+        first, *rest = all_.values()
+        return sum(rest, start=first)
 
 
 def _gradients(parameters: list[nn.Parameter]) -> Iterator[Tensor]:
