@@ -33,6 +33,7 @@ LAYOUTS = [  # one line each: keys of `parallel`; the batch is 16
     "dp_shard=2 tp=2",
 ]
 ENCODER_LAYOUTS = ["dp_shard=2", "tp=2", "tp=2 sp=false", "dp_shard=2 tp=2 recompute=full"]
+ENCODER_PIPELINES = ["pp=2", "pp=4 model.dropout=0.1"]  # two towers are none
 ONE_MODEL = {  # what is no matter of the model is tried on one
     "dp_replicate=2 model.dropout=0.1": "gpt",
     "dp_shard=4 model.dropout=0.1": "gpt",
@@ -56,6 +57,9 @@ ONE_MODEL = {  # what is no matter of the model is tried on one
     "pp=2 dp_shard=2 schedule=dualpipev": "moe",
     "pp=2 dp_shard=2 schedule=zbv recompute=full": "gpt",
     "pp=2 dp_replicate=2 dp_shard=2": "gpt",
+    "pp=2 tp=2": "gpt",
+    "pp=2 tp=2 schedule=zbv sp=false": "mpt",
+    "pp=2 dp_shard=2 schedule=interleaved-1f1b model.tied=true": "t5",
     "pp=2 cp=2": "packed",
     "pp=2 cp=2 cp_kind=ulysses schedule=zbv": "moe",
     "tp=4 train.z_loss=0.1": "gpt",
@@ -88,6 +92,7 @@ ONE_MODEL = {  # what is no matter of the model is tried on one
 CASES = [
     *((model, layout) for layout in LAYOUTS for model in DECODERS),
     *((model, layout) for layout in ENCODER_LAYOUTS for model in ENCODERS),
+    *((model, layout) for layout in ENCODER_PIPELINES for model in ("bert", "t5")),
     *((model, layout) for layout, model in ONE_MODEL.items()),
 ]
 

@@ -22,7 +22,10 @@ from dist import runs
 from dist.pool import Pool
 
 Write = Callable[..., Path]
-LAYOUTS = [["dp_replicate=2"], ["dp_shard=4"], ["dp_replicate=2", "dp_shard=2"], ["dp_shard=2", "cp=2"], ["dp_shard=2", "tp=2"], ["tp=2"]]
+LAYOUTS = [
+    ["dp_replicate=2"], ["dp_shard=4"], ["dp_replicate=2", "dp_shard=2"], ["dp_shard=2", "cp=2"], ["dp_shard=2", "tp=2"], ["tp=2"],
+    ["pp=2"], ["pp=2", "dp_shard=2"],
+]  # fmt: skip
 
 
 def keys(layout: list[str], *more: str) -> list[str]:
@@ -43,6 +46,9 @@ def test_all_ranks_together_read_the_samples_of_one_in_its_order(pool: Pool, wri
     found = pool.run(ranks_of(layout), runs.read_batches, str(path), keys(layout), 3)
     for step in range(3):
         distinct = found[:: 2 if {"cp=2", "tp=2"} & {*layout} else 1]  # ranks that share a sequence read the same
+        if "pp=2" in layout:  # and so do the stages of a pipeline
+            assert [rank[step] for rank in found[len(found) // 2 :]] == [rank[step] for rank in found[: len(found) // 2]]
+            distinct = found[: len(found) // 2]
         together = [sample for rank in distinct for sample in rank[step]]
         assert together == stream.batch(step * 8, 8).tokens.tolist()
 
@@ -53,7 +59,7 @@ def test_a_run_goes_on_in_another_layout_as_if_nothing_had_happened(
     path = write_spec(optim={"lr": 1e-3, "schedule": "constant"})
     train_alone(resolve(path, ["name=one"]), path, TrainOptions(quiet=True))
     expected = read_metrics(tmp_path / "runs" / "one" / "metrics.jsonl")
-    for steps, layout in enumerate((LAYOUTS[n] for n in (1, 3, 0, 4, 2, 5)), start=1):
+    for steps, layout in enumerate((LAYOUTS[n] for n in (1, 6, 3, 4, 7, 5)), start=1):
         codes = pool.run(ranks_of(layout), runs.train, str(path), keys(layout, f"train.steps={steps}"))
         assert set(codes) == {EXIT_DONE}
     found = read_metrics(tmp_path / "runs" / "tiny" / "metrics.jsonl")
@@ -86,7 +92,7 @@ def test_experts_are_saved_and_found_again_wherever_they_are(pool: Pool, write_s
     assert found[3]["validation_loss"] == pytest.approx(expected[3]["validation_loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize("layout", [["dp_shard=4"], ["dp_replicate=2"], ["dp_shard=2", "cp=2"], ["dp_shard=2", "tp=2"]])
+@pytest.mark.parametrize("layout", [LAYOUTS[n] for n in (0, 1, 3, 4, 6, 7)])
 @pytest.mark.parametrize("samples", [1, 3, 7])
 def test_evaluation_counts_every_sample_once_whatever_is_left_over(
     pool: Pool, write_spec: Write, layout: list[str], samples: int

@@ -8,6 +8,7 @@ weights that several stages hold over their holders. Each rank reports what its 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -46,6 +47,8 @@ class PipelineParallel(DataParallel):
         along = mesh.along("pp")
         if along is None:
             raise AssertionError("one rank is no pipeline")
+        # FSDP fears that a stream which passes a stage untouched is changed in place; a runtime only sends it on.
+        warnings.filterwarnings("ignore", message=".*returned a view tensor", category=UserWarning)
         self._pipeline, self._parallel = along.get_group(), parallel
         self._rank = dist.get_rank(self._pipeline)
         self._parts = {stage: part_of(model, stages.modules[stage]) for stage in stages.of_rank(self._rank)}
