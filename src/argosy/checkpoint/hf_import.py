@@ -1,9 +1,4 @@
-"""`argosy ckpt import`: a Hugging Face directory as a directory of ours.
-
-    DIR/
-      model.json                     the model spec, where it came from, its token ids
-      tokenizer.json …               the tokenizer's files and generation settings, as they were
-      checkpoints/step-00000000/     the weights, without optimiser; hashed as every checkpoint is
+"""`argosy ckpt import`: a Hugging Face directory as a directory of ours (see `model_directory`).
 
 One parameter is in memory at a time. The directory is made under a hidden name and renamed: it is whole or absent.
 """
@@ -15,18 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from argosy.checkpoint.assets import copy_assets, listed_assets
 from argosy.checkpoint.hf_files import check_hashes, open_hf
-from argosy.checkpoint.manifest import WEIGHTS, Progress, finish
+from argosy.checkpoint.model_directory import write_model
 from argosy.checkpoint.source import hf_source
 from argosy.checkpoint.staging import require_space, staged
-from argosy.checkpoint.stored import file_of
-from argosy.checkpoint.tensors import write_stream
 from argosy.config.counts import count_parameters
 from argosy.config.hf import model_type_of
-from argosy.config.start import HF, MODEL_FILE
+from argosy.config.start import HF
 from argosy.errors import ArgosyError
 from argosy.record.console import amount
 from argosy.record.progress import Progress as Bar
@@ -88,25 +79,11 @@ def import_hf(source: str, to: Path, *, dry_run: bool = False) -> Imported:
     require_space(to, size)
     if dry_run:
         return facts
-    opened = hf_source(source, model)
     with staged(to) as stage:
         hashed = check_hashes(model)
-        place = stage / "checkpoints" / "step-00000000"
-        place.mkdir(parents=True)
         with Bar("import", size, "B") as bar:
-            file = file_of(WEIGHTS, 0, 1)
-            written = write_stream(place / file, infos, _counted(model.read, bar))
-        finish(place, Progress(0, 0), {file: written})
+            write_model(stage, hf_source(source, model), source, infos, _counted(model.read, bar))
         copy_assets(directory, stage)
-        description = {
-            "format": "argosy-model",
-            "version": 1,
-            "source": source,
-            "model": model.spec.model_dump(mode="json"),
-            "eod_id": opened.eod_id,
-            "token_ids": opened.token_ids,
-        }
-        (stage / MODEL_FILE).write_bytes(orjson.dumps(description, option=orjson.OPT_INDENT_2))
     return Imported(**{**facts.__dict__, "files_hashed": hashed})
 
 

@@ -1,24 +1,29 @@
-"""`argosy ckpt ls`: what checkpoints a run has, whether they can be trusted, and which one it would go on from."""
+"""`argosy ckpt ls` and `verify`: what checkpoints a run has, whether they can be trusted, and which one it would go on from."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from argosy.checkpoint.manifest import verify
-from argosy.checkpoint.store import listed
+from argosy.checkpoint.manifest import MANIFEST, Checkpoint, read_checkpoint, verify
+from argosy.checkpoint.store import listed, step_of
 from argosy.config.start import model_root
 from argosy.errors import ArgosyError
-from argosy.record.console import amount
+from argosy.record.console import amount, clock
 
 
 @dataclass(frozen=True)
 class Listed:
     path: str
     step: int
-    consumed_samples: int | None
+    age_s: float | None
     bytes: int
+    consumed_samples: int | None
+    tokens: int | None
+    loss: float | None
+    layout: str | None
     good: bool | None  # None: not checked
     fault: str | None
     resumes: bool  # whether `argosy train` would go on from this one
@@ -28,32 +33,67 @@ class Listed:
 
 
 def list_run(path: Path, *, check: bool = True) -> list[Listed]:
-    """Newest first."""
+    """Newest first; of a path that is one checkpoint, that one."""
+    root = model_root(path)
     found: list[Listed] = []
     taken = False
-    for place in listed(model_root(path) / "checkpoints"):
-        size = sum(file.stat().st_size for file in place.iterdir() if file.is_file())
-        step = int(place.name.removeprefix("step-"))
-        samples, fault = None, None
-        if check:
-            try:
-                samples = verify(place).progress.consumed_samples
-            except ArgosyError as error:
-                fault = error.cause
-        good = fault is None if check else None
+    for place in listed(root / "checkpoints") if root == path else [path]:
+        checkpoint, fault = _opened(place, check)
+        good = fault is None if check else (None if fault is None else False)
         resumes = good is True and not taken
         taken = taken or resumes
-        found.append(Listed(str(place), step, samples, size, good, fault, resumes))
+        found.append(_listed(place, checkpoint, good, fault, resumes))
     return found
+
+
+def _opened(place: Path, check: bool) -> tuple[Checkpoint | None, str | None]:
+    """A checkpoint, with its hashes checked or not, or its fault."""
+    try:
+        checkpoint = verify(place) if check else read_checkpoint(place)
+        if check:
+            checkpoint.weights().check()
+            checkpoint.optimizer().check()
+    except ArgosyError as error:
+        return None, error.cause
+    return checkpoint, None
+
+
+def _listed(place: Path, found: Checkpoint | None, good: bool | None, fault: str | None, resumes: bool) -> Listed:
+    about = {} if found is None else found.progress.about
+    written = about.get("time") or _changed(place)
+    return Listed(
+        path=str(place),
+        step=step_of(place),
+        age_s=None if written is None else max(0.0, time.time() - written),
+        bytes=sum(file.stat().st_size for file in place.iterdir() if file.is_file()),
+        consumed_samples=None if found is None else found.progress.consumed_samples,
+        tokens=about.get("tokens"),
+        loss=about.get("loss"),
+        layout=about.get("layout"),
+        good=good,
+        fault=fault,
+        resumes=resumes,
+    )
+
+
+def _changed(place: Path) -> float | None:
+    try:
+        return (place / MANIFEST).stat().st_mtime
+    except OSError:
+        return None
 
 
 def describe(path: Path, found: list[Listed]) -> str:
     if not found:
         return f"{path} has no checkpoint yet"
-    lines = [f"{'step':>10}  {'size':>9}  {'samples':>12}  state"]
+    lines = [f"{'step':>10}  {'age':>9}  {'size':>9}  {'tokens':>9}  {'loss':>8}  {'layout':<22}  state"]
     for one in found:
         state = {True: "good", False: f"damaged: {one.fault}", None: "not checked"}[one.good]
-        samples = "" if one.consumed_samples is None else f"{one.consumed_samples:,}"
+        age = "" if one.age_s is None else clock(one.age_s)
+        tokens = "" if one.tokens is None else amount(one.tokens)
+        loss = "" if one.loss is None else f"{one.loss:.4f}"
         mark = "  <- the newest good one: what `train` goes on from" if one.resumes else ""
-        lines.append(f"{one.step:>10,}  {amount(one.bytes):>8}B  {samples:>12}  {state}{mark}")
+        lines.append(
+            f"{one.step:>10,}  {age:>9}  {amount(one.bytes):>8}B  {tokens:>9}  {loss:>8}  {one.layout or '':<22}  {state}{mark}"
+        )
     return "\n".join(lines)

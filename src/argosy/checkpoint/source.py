@@ -74,7 +74,7 @@ def open_source(where: str, report: Callable[[str], None] = lambda text: None) -
         weights.__getitem__,
         root,
         checkpoint,
-        vocab_size=model.vocab_size
+        vocab_size=document.get("vocab_size", model.vocab_size)
         if imported
         else max(started.get("vocab_size", 0), *(i + 1 for i in special.values()), 0),
         eod_id=document.get("eod_id") if imported else (document.get("data") or {}).get("eod_id"),

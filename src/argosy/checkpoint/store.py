@@ -6,6 +6,7 @@ first renamed, so that a half-deleted directory never looks like a checkpoint.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 from collections.abc import Callable, Set
@@ -84,7 +85,8 @@ def remove(path: Path) -> None:
     if path.exists():
         doomed = path.with_name(f".{path.name}.removed")
         shutil.rmtree(doomed, ignore_errors=True)
-        path.rename(doomed)
+        with contextlib.suppress(FileNotFoundError):  # somebody else was faster
+            path.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 
 

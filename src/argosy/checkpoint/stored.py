@@ -83,6 +83,8 @@ class StoredTensors(Mapping[str, Tensor]):
         if (self._directory / INDEX).is_file():
             return {name: (_info(self._directory, name, one), _boxes(one)) for name, one in self._indexed().items()}
         file = file_of(self._group, 0, 1)
+        if not (self._directory / file).exists():  # imported weights have no optimiser yet
+            return {}
         return {name: (info, [(file, whole_box(info.shape))]) for name, info in self._file(file).infos.items()}
 
     def _indexed(self) -> dict[str, _Tensor]:
@@ -120,11 +122,22 @@ class StoredTensors(Mapping[str, Tensor]):
             result[common.within(box).slices] = self._read(file, name, chunk, common)
         return result
 
+    def check(self) -> None:
+        """That every tensor is there, without reading numbers."""
+        for name, (info, chunks) in self._places.items():
+            self._require_tiled(name, whole_box(info.shape), [box for _, box in chunks])
+            for file, box in chunks:
+                self._require_there(file, name, box)
+
     def _read(self, file: str, name: str, chunk: Box, box: Box) -> Tensor:
-        opened, key = self._file(file), key_of(name, chunk, self.infos[name])
-        if opened.infos.get(key) != TensorInfo(self.infos[name].dtype, chunk.shape):
+        return self._file(file).read_box(self._require_there(file, name, chunk), box.within(chunk))
+
+    def _require_there(self, file: str, name: str, chunk: Box) -> str:
+        """The name that a box has in its file."""
+        key = key_of(name, chunk, self.infos[name])
+        if self._file(file).infos.get(key) != TensorInfo(self.infos[name].dtype, chunk.shape):
             raise _corrupt(self._directory, f"{file} does not hold {key} as promised")
-        return opened.read_box(key, box.within(chunk))
+        return key
 
     def _require_tiled(self, name: str, box: Box, parts: list[Box]) -> None:
         """Every number of the box once: parts that share some, or leave some out, would load whatever was in memory."""

@@ -1,4 +1,4 @@
-"""argosy ckpt: the checkpoints of a run, and models from and for Hugging Face."""
+"""argosy ckpt: the checkpoints of a run, and models from and for other programs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="List checkpoints; import and export Hugging Face models.", no_args_is_help=True)
+app = typer.Typer(
+    help="List, verify, prune, compare and average checkpoints; import and export models.", no_args_is_help=True
+)
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, say what would be done, write nothing.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -17,17 +19,90 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 def list_checkpoints(
     run: Annotated[Path, typer.Argument(help="A run (runs/<name>) or an imported model.", metavar="RUN")],
     check: Annotated[
-        bool, typer.Option("--check/--no-check", help="Read every file and compare its SHA-256 with the manifest.")
+        bool, typer.Option("--check/--no-check", help="Read every file and compare its hash with the manifest.")
     ] = True,
     as_json: Json = False,
 ) -> None:
-    """The checkpoints of a run: step, size, whether the hashes are right, and which one `train` would go on from."""
+    """The checkpoints of a run: step, age, size, tokens, loss, layout, whether the hashes are right, and which one `train`
+    would go on from."""
     import json
 
     from argosy.checkpoint.listing import describe, list_run
 
     found = list_run(run, check=check)
     print(json.dumps([one.as_dict() for one in found], indent=2) if as_json else describe(run, found))
+
+
+@app.command("verify")
+def verify_checkpoints(
+    run: Annotated[Path, typer.Argument(help="A run, one of its checkpoints, or an imported model.", metavar="RUN")],
+    as_json: Json = False,
+) -> None:
+    """Check every file against its hash, and that every tensor is there in full; exit code 2 if one is damaged."""
+    import json
+
+    from argosy.checkpoint.listing import describe, list_run
+    from argosy.errors import EXIT_REFUSED
+
+    found = list_run(run)
+    print(json.dumps([one.as_dict() for one in found], indent=2) if as_json else describe(run, found))
+    if not found or not all(one.good for one in found):
+        raise typer.Exit(EXIT_REFUSED)
+
+
+@app.command("prune")
+def prune_checkpoints(
+    run: Annotated[Path, typer.Argument(help="A run (runs/<name>).", metavar="RUN")],
+    keep: Annotated[int, typer.Option(min=1, help="Newest good ones to keep.")] = 1,
+    keep_every: Annotated[
+        int | None, typer.Option(min=1, help="Keep those too whose step is a multiple of this.")
+    ] = None,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+) -> None:
+    """Remove all but the newest checkpoints. The newest good one always stays, and so does what is newer than it."""
+    import json
+    from dataclasses import asdict
+
+    from argosy.checkpoint.pruning import prune_run
+
+    found = prune_run(run, keep=keep, keep_every=keep_every, dry_run=dry_run)
+    print(json.dumps(asdict(found)) if as_json else found.describe(done=not dry_run))
+
+
+@app.command("diff")
+def compare_checkpoints(
+    first: Annotated[str, typer.Argument(help="A run, checkpoint, imported model, or hf:DIR.")],
+    second: Annotated[str, typer.Argument(help="Another.")],
+    optimizer: Annotated[bool, typer.Option("--optimizer", help="Compare the optimiser's state too.")] = False,
+    top: Annotated[int, typer.Option(min=1, help="Tensors to show, those that moved most first.")] = 20,
+    as_json: Json = False,
+) -> None:
+    """Which tensors moved from one model to another, and by how much, whatever layouts they were saved under."""
+    import json
+
+    from argosy.checkpoint.difference import compare
+
+    found = compare(first, second, optimizer=optimizer)
+    print(json.dumps(found.as_dict()) if as_json else found.describe(top))
+
+
+@app.command("average")
+def average_checkpoints(
+    checkpoints: Annotated[list[str], typer.Argument(help="Checkpoints of one model; or one run, with --last.")],
+    to: Annotated[Path, typer.Option(help="The directory to make.")],
+    last: Annotated[int | None, typer.Option(min=2, help="Average the last so many of a run.")] = None,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+) -> None:
+    """Make a model whose weights are the mean of those of several checkpoints."""
+    import json
+    from dataclasses import asdict
+
+    from argosy.checkpoint.average import average
+
+    found = average(checkpoints, to, last=last, dry_run=dry_run)
+    print(json.dumps(asdict(found)) if as_json else found.describe(done=not dry_run))
 
 
 @app.command("import")

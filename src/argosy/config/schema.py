@@ -27,6 +27,7 @@ from argosy.config.units import (
     NotNegative,
     Positive,
     PositiveNumber,
+    TimeField,
     Whole,
 )
 from argosy.config.watching import LogSpec
@@ -236,7 +237,7 @@ class CheckpointSpec(Section):
     every: DurationOrAuto = Field(
         Duration(500.0, "steps"), description="how often; auto: as often as loses least time, sqrt(2 x stall x mtbf)"
     )
-    mtbf: DurationField = Field(Duration(86400.0, "seconds"), description="with `every: auto`: time between failures")
+    mtbf: TimeField = Field(Duration(86400.0, "seconds"), description="with `every: auto`: time between failures")
     mode: Literal["async", "sync"] = Field(
         "async", description="async: training waits for a copy in memory only, and files are written beside it"
     )

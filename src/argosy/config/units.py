@@ -97,6 +97,14 @@ def parse_duration(value: Any) -> Duration:
     return _positive(Duration(amount, unit))
 
 
+def parse_time(value: Any) -> Duration:
+    """As `parse_duration`, of the clock."""
+    duration = parse_duration(value)
+    if duration.unit != "seconds":
+        raise ValueError("not a time: write 30min, 12h or 7d")
+    return duration
+
+
 def parse_duration_or_none(value: Any) -> Duration:
     """As `parse_duration`, but 0 is allowed (no warm-up)."""
     if not isinstance(value, bool) and value in (0, "0", "0ba"):
@@ -186,6 +194,7 @@ _duration_text = PlainSerializer(str, return_type=str)
 _duration_schema = WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string"}]})
 DurationField = Annotated[Duration, BeforeValidator(parse_duration), _duration_text, _duration_schema]
 DurationOrNone = Annotated[Duration, BeforeValidator(parse_duration_or_none), _duration_text, _duration_schema]
+TimeField = Annotated[Duration, BeforeValidator(parse_time), _duration_text, _duration_schema]
 DurationOrAuto = Annotated[
     Duration | Literal["auto"],
     BeforeValidator(lambda value: value if value == "auto" else parse_duration(value)),
