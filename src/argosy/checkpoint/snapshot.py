@@ -1,11 +1,13 @@
 """A copy of what a rank is to write, taken while training waits, so that the files can be written while it goes on.
 
 A file's tensors lie in its buffer as they will in the file. Buffers are kept from save to save, and page-locked where they are
-filled from a GPU, which then copies at the speed of the bus.
+filled from a GPU, which then copies at the speed of the bus. Memory is slow when it is touched for the first time, which is done
+ahead of the first save, beside training.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 
 import torch
@@ -17,9 +19,19 @@ from argosy.checkpoint.save import Content
 class Snapshot:
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
+        self._preparing: threading.Thread | None = None
+
+    def prepare(self, files: Mapping[str, Content]) -> None:
+        """Get the memory that copies of these will need, beside whatever comes next."""
+        buffers = [self._buffer(name, content) for name, content in files.items()]
+        self._preparing = threading.Thread(target=lambda: [buffer.zero_() for buffer in buffers], daemon=True)
+        self._preparing.start()
 
     def take(self, files: Mapping[str, Content]) -> dict[str, Content]:
         """Copies; when this returns, the originals may change. The copies of the time before are overwritten."""
+        if self._preparing is not None:
+            self._preparing.join()
+            self._preparing = None
         copies = {name: self._copied(name, content) for name, content in files.items()}
         if any(tensor.is_cuda for content in files.values() for tensor in content.tensors):
             torch.cuda.current_stream().synchronize()

@@ -107,6 +107,7 @@ class Trainer:
         try:
             with Interrupt(quiet=not self.mesh.is_first) as interrupt:
                 self.agreement.listen(interrupt)
+                self.saving.prepare()
                 self._evaluate_if_missed(first, console)
                 last = self._run(first, console)
                 self.agreement.close()

@@ -93,6 +93,18 @@ class Saving:
         notes.append(f"resuming from {checkpoint.path}")
         return progress
 
+    def prepare(self) -> None:
+        """What can be done for the first save before the first step."""
+        if self._spec.mode == "async":
+            self._snapshot.prepare(self._files())
+
+    def _files(self) -> dict[str, Content]:
+        """What this rank is to write, sharing the tensors' memory."""
+        groups = {WEIGHTS: self._optimizer.weights(), OPTIMIZER: self._optimizer.tensors()}
+        if self._plan is None:
+            self._plan = make_plan(groups, self._team)
+        return contents(self._plan, groups, self._team)
+
     def due(self, step: int) -> bool:
         return self._timer.due(step) or self._agreement.now() >= self._retry_at
 
@@ -107,10 +119,7 @@ class Saving:
             self._run.require_ours()
         started = time.perf_counter()
         progress = Progress(step, consumed_samples, self._optimizer.numbers(), {"time": now(), **about})
-        groups = {WEIGHTS: self._optimizer.weights(), OPTIMIZER: self._optimizer.tensors()}
-        if self._plan is None:
-            self._plan = make_plan(groups, self._team)
-        files = contents(self._plan, groups, self._team)
+        files = self._files()
         beside = self._spec.mode == "async" and not last
         if beside:
             files = self._snapshot.take(files)
