@@ -20,6 +20,7 @@ from rendering import objects_of, pods_of
 from argosy.errors import EXIT_DONE
 from argosy.launch.placement import place
 from argosy.launch.render import render
+from argosy.parallel.ranks import find_nodes
 from argosy.record.jsonl import read_metrics
 
 STEPS = 10
@@ -144,12 +145,12 @@ def pods(write_spec: Callable[..., Path], corpus: Path, tmp_path: Path) -> Itera
         each.close()
 
 
-SLOW = pytest.mark.slow  # the same ways as of the first three
+SLOW = pytest.mark.slow  # they come back in one of the ways of the first two
 
 
 @pytest.mark.parametrize(
     "target",
-    ["jobset", "pytorchjob", "trainjob", pytest.param("indexed-job", marks=SLOW), pytest.param("hyperpod", marks=SLOW)],
+    ["jobset", "pytorchjob", *(pytest.param(target, marks=SLOW) for target in ("trainjob", "indexed-job", "hyperpod"))],
 )
 def test_two_pods_train_and_survive_the_death_of_one(target: str, pods: Callable[[str], Pods]) -> None:
     job = pods(target)
@@ -168,3 +169,15 @@ def test_two_pods_train_and_survive_the_death_of_one(target: str, pods: Callable
     metrics = read_metrics(job.volume / "runs" / "tiny" / "metrics.jsonl")
     assert sorted(metrics)[-1] == STEPS
     assert metrics[STEPS]["steps"] == STEPS
+
+
+@pytest.mark.parametrize("target", ["jobset", "pytorchjob", "trainjob", "indexed-job", "hyperpod"])
+def test_a_pod_finds_its_place_in_what_its_operator_says(target: str, pods: Callable[[str], Pods]) -> None:
+    job = pods(target)
+    for node in range(NODES):
+        [container] = job.templates[min(node, len(job.templates) - 1)]["containers"]
+        environment = {entry["name"]: entry["value"] for entry in container["env"]} | injected(target, node, job.name)
+        found = find_nodes(environment)
+        assert (found.index, found.count) == (node, NODES)
+        assert found.address.startswith(job.name)
+        assert found.port in (29500, 23456)
