@@ -203,10 +203,10 @@ def scaled_mm(
 
 def add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """total + a b, in place once there is a total, which has at least 32 bits whatever a and b have; on a GPU the product
-    itself adds, which torch 2.11 cannot trace."""
+    itself adds."""
     if a.element_size() >= 4:
         return a @ b if total is None else total.addmm_(a, b)
-    if torch.compiler.is_compiling() or not a.is_cuda:
+    if not a.is_cuda:
         return (a @ b).float() if total is None else total.add_(a @ b)
     if total is None:
         return torch.mm(a, b, out_dtype=torch.float32)

@@ -116,11 +116,11 @@ def test_each_way_of_recomputing_keeps_less() -> None:
         ("block", "selective", EXPERTS),
     ],
 )
-def test_compiling_gives_the_same_numbers_from_one_graph(
+def test_compiling_gives_the_same_numbers_from_one_graph_and_what_follows_the_loss(
     scope: str, recompute: str, more: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compiled = nn.Module.compile
-    monkeypatch.setattr(nn.Module, "compile", lambda module: compiled(module, backend="aot_eager", fullgraph=True))
+    compiled, whole = nn.Module.compile, scope == "block"
+    monkeypatch.setattr(nn.Module, "compile", lambda module: compiled(module, backend="aot_eager", fullgraph=whole))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     expected, names = _train({}, dropout=0.0, more=more)
@@ -128,4 +128,4 @@ def test_compiling_gives_the_same_numbers_from_one_graph(
     assert found_names == names
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= (1 if whole else 3)

@@ -43,7 +43,7 @@ def linear_cross_entropy(
     """
     with_gradient = torch.is_grad_enabled()  # inside the function it never is, and the inputs do not tell
     chunk = chunk_rows(len(hidden), (width or weight.shape[0]) * weight.element_size())
-    total, cross_entropy = _LinearCrossEntropy.apply(
+    total, cross_entropy = _untraced(
         hidden, weight, bias, labels, z_loss, with_gradient, rows_to_losses or softmax_loss_, chunk
     )
     return total, cross_entropy
@@ -92,6 +92,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for t, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
         return (*found, None, None, None, None, None)
+
+
+# The compiler has nothing to add to it, and that of torch 2.11 drops the gradient of `hidden`.
+_untraced: Callable[..., tuple[Tensor, Tensor]] = torch.compiler.disable(_LinearCrossEntropy.apply)
 
 
 def scaled(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
