@@ -97,18 +97,6 @@ def finish_backward(model: Any) -> None:
     root._root_post_backward_final_callback()
 
 
-def cut_indices(placement: Any, dim: int, indices: torch.Tensor, ranks: int, rank: int) -> torch.Tensor:
-    """Which of a dimension's indices a placement over `ranks` leaves to one of them; a strided one first cuts them into as
-    many pieces as a later axis of the mesh has cut before it."""
-    if getattr(placement, "dim", None) != dim:
-        if placement.is_partial():
-            raise ValueError("a tensor of partial sums has no place in a checkpoint")
-        return indices
-    pieces = indices.chunk(getattr(placement, "split_factor", 1))
-    cuts = [piece.chunk(ranks) for piece in pieces]
-    return torch.cat([parts[rank] if rank < len(parts) else parts[0][:0] for parts in cuts])
-
-
 def copy_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Write every source into its target, in the target's precision, in few passes."""
     torch._foreach_copy_(list(targets), list(sources))

@@ -88,6 +88,11 @@ ONE_MODEL = {  # what is no matter of the model is tried on one
     "pp=2 dp_shard=2 ep=2 schedule=zbv": "moe",
     "pp=2 dp_shard=2 tp=2 ep=2": "moe",
     "pp=2 dp_shard=2 cp=2 ep=4 recompute=full": "moe",
+    "pp=2 tp=2 schedule=zbv": "moe",
+    "pp=2 tp=2": "t5",
+    "pp=2 tp=2 sp=false": "bert",
+    "pp=2 dp_shard=2 tp=2 model.dropout=0.1": "gpt",
+    "pp=2 cp=2 tp=2": "llama",
 }
 CASES = [
     *((model, layout) for layout in LAYOUTS for model in DECODERS),

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from argosy.config.model import ModelSpec
 from argosy.data.samples.masks import IGNORED
-from argosy.model.layers import Embedding, Linear, Norm, PostNormBlock
+from argosy.model.layers import Embedding, Linear, Norm, PostNormBlock, Together
 from argosy.model.objective import Loss, Objective, Stream
 from argosy.model.ops.activation import activate
 from argosy.model.output import Output
@@ -95,6 +95,7 @@ class MaskedLM(nn.Module):
         self.encoder = Encoder(spec)
         self.head: TokenHead | None = TokenHead(spec)  # None: the end of the model is elsewhere
         self.output = None if spec.tied else nn.Linear(spec.hidden, spec.vocab_size, bias=False)
+        self.together = Together()
         self.predict = Output()
         self.pair = PairHead(spec) if spec.judges_pairs else None
 
@@ -115,6 +116,7 @@ class MaskedLM(nn.Module):
         x = self.encoder(tokens, stream=stream, token_types=token_types, padding_mask=padding_mask)
         if self.head is None:
             return Stream((x,), {})
+        x = self.together(x)
         weight = self.encoder.embed.tokens.weight if self.output is None else self.output.weight
         if labels is None:
             return self.predict.logits(self.head(x), weight, self.head.bias)

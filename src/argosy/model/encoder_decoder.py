@@ -13,7 +13,7 @@ from argosy.config.counts import RELATIVE_BUCKETS
 from argosy.config.model import ModelSpec
 from argosy.model.attention import Attend, Mask, prepare_attention
 from argosy.model.dropout import Dropout
-from argosy.model.layers import Block, Embedding, Norm
+from argosy.model.layers import Block, Embedding, Norm, Together
 from argosy.model.objective import Loss, Objective, Stream
 from argosy.model.output import Output
 from argosy.model.positions import Across, Context, relative_buckets
@@ -32,6 +32,7 @@ class Stack(nn.Module):
         self.layers = nn.ModuleDict({str(i): Block(spec, across=decoder) for i in range(layers)})
         self.norm: Norm | None = Norm(spec, spec.hidden)  # None: the end of the stack is elsewhere
         self.dropout = Dropout(spec.dropout)
+        self.together = Together()
 
     def forward(self, x: Tensor, seq: int, memory: Tensor | None = None) -> Tensor:
         """x [batch, seq, hidden], or a share of the sequence; the decoder's also of the encoder's `memory` [batch, keys,
@@ -43,7 +44,7 @@ class Stack(nn.Module):
         for block in self.layers.values():
             x = block(x, context)
         if self.norm is not None:
-            x = self.dropout(self.norm(x))
+            x = self.together(self.dropout(self.norm(x)))
         return x
 
     def _attend(self, mask: Mask, x: Tensor, seq: int) -> Attend:

@@ -170,6 +170,10 @@ class PostNormBlock(Block):
         return x
 
 
+class Together(nn.Identity):
+    """Where a layout that spreads the tokens of a sequence brings them together."""
+
+
 class Embedding(nn.Module):
     """Token vectors, plus vectors of learned positions and of segment types (normalised then) where the model has them."""
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from argosy.config.model import ModelSpec, RetrievalSpec
 from argosy.model.encoder import Encoder
-from argosy.model.layers import Linear
+from argosy.model.layers import Linear, Together
 from argosy.model.objective import Loss, Objective
 
 TOPS = (1, 5)  # ranks up to which finding the block is counted
@@ -26,10 +26,11 @@ class Tower(nn.Module):
     def __init__(self, spec: ModelSpec, width: int | None) -> None:
         super().__init__()
         self.encoder = Encoder(spec)
+        self.together = Together()
         self.projection = None if width is None else Linear(spec.hidden, width)
 
     def forward(self, tokens: Tensor, padding_mask: Tensor | None) -> Tensor:
-        x: Tensor = self.encoder(tokens, padding_mask=padding_mask)[:, 0]
+        x: Tensor = self.together(self.encoder(tokens, padding_mask=padding_mask))[:, 0]
         if self.projection is not None:
             x = self.projection(x, self.projection.bias)
         return x

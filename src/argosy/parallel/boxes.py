@@ -1,21 +1,17 @@
 """Which boxes of a whole tensor this rank holds, for any placement: what is needed to save under one layout and load under
 another.
 
-A placement cuts dimensions independently, and of each dimension leaves a rank some runs of indices: one, or several where
-FSDP cuts unevenly what tensor parallelism has cut before. A box is one run of every dimension.
+Every cut leaves a rank consecutive pieces, and so a box: one run of every dimension.
 """
 
 from __future__ import annotations
 
 import math
-from itertools import pairwise, product
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from argosy.compat import cut_indices
-from argosy.parallel.shards import is_spread, local
+from argosy.parallel.shards import cuts_of, local
 
 
 class Box(NamedTuple):
@@ -60,39 +56,10 @@ def whole_box(shape: tuple[int, ...]) -> Box:
 
 
 def held_boxes(tensor: Tensor) -> list[Held]:
-    """All that this rank has of a tensor; a plain tensor is all of itself."""
-    shape = tuple(tensor.shape)
-    if not is_spread(tensor):
-        return [Held(whole_box(shape), whole_box(shape))]
-    place = tensor.device_mesh.get_coordinate()
-    if place is None:
-        return []
-    kept: list[list[tuple[int, int]]] = []
-    for dim, size in enumerate(shape):
-        indices = torch.arange(size)
-        for axis, placement in enumerate(tensor.placements):
-            indices = cut_indices(placement, dim, indices, tensor.device_mesh.size(axis), place[axis])
-        kept.append(_runs(indices))
-    return [_held(runs) for runs in product(*(_with_places(runs) for runs in kept))]
-
-
-def _runs(indices: Tensor) -> list[tuple[int, int]]:
-    """Ascending indices as (first, number) of those that follow one another."""
-    if not len(indices):
-        return []
-    starts = [0, *((indices.diff() != 1).nonzero().flatten() + 1).tolist(), len(indices)]
-    return [(int(indices[start]), end - start) for start, end in pairwise(starts)]
-
-
-def _with_places(runs: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """(first, number, place among what is kept)"""
-    placed, at = [], 0
-    for first, number in runs:
-        placed.append((first, number, at))
-        at += number
-    return placed
-
-
-def _held(runs: tuple[tuple[int, int, int], ...]) -> Held:
-    shape = tuple(number for _, number, _ in runs)
-    return Held(Box(tuple(first for first, _, _ in runs), shape), Box(tuple(at for _, _, at in runs), shape))
+    """All that this rank has of a tensor, if anything; a plain tensor is all of itself."""
+    offset, shape = [0] * tensor.ndim, list(tensor.shape)
+    for cut in cuts_of(tensor):
+        offset[cut.dim] += cut.first
+        shape[cut.dim] = cut.size
+    box = Box(tuple(offset), tuple(shape))
+    return [Held(box, whole_box(box.shape))] if box.numel or not tensor.numel() else []

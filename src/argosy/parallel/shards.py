@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 from argosy.compat import gather_into, total_norm
@@ -46,14 +47,14 @@ def whole(tensor: Tensor) -> Tensor:
     if not is_spread(tensor):
         return tensor
     part = local(tensor)
-    for cut in reversed(_cuts(tensor)):
+    for cut in reversed(cuts_of(tensor)):
         part = _joined(part, cut)
     return part
 
 
 def part_of(value: Tensor, like: Tensor) -> Tensor:
     """This rank's part of a whole `value`, laid out as `like` is, without asking the others: each has all of it."""
-    for cut in _cuts(like):
+    for cut in cuts_of(like):
         value = value.narrow(cut.dim, cut.first, cut.size)
     return value
 
@@ -61,7 +62,7 @@ def part_of(value: Tensor, like: Tensor) -> Tensor:
 def with_whole(part: Tensor, like: Tensor, function: Callable[[Tensor], Tensor], *, stacked: bool = False) -> Tensor:
     """This rank's part of function(what the parts make together), for what cannot be computed part by part. What is `stacked`
     is computed for each entry of the first dimension by itself: those of other ranks are not needed."""
-    cuts = [cut for cut in _cuts(like) if cut.dim > 0 or not stacked]
+    cuts = [cut for cut in cuts_of(like) if cut.dim > 0 or not stacked]
     for cut in reversed(cuts):
         part = _joined(part, cut)
     value = function(part)
@@ -75,11 +76,11 @@ def norm_of(tensors: Sequence[Tensor]) -> Tensor:
     every rank, and count once."""
     if not any(is_spread(tensor) for tensor in tensors):
         return total_norm(tensors)
-    cuts: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
+    together: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
     for tensor in tensors:
-        cuts.setdefault(_cut_along(tensor), []).append(local(tensor))
+        together.setdefault(tuple(cut.group for cut in cuts_of(tensor)), []).append(local(tensor))
     squares = []
-    for groups, parts in cuts.items():
+    for groups, parts in together.items():
         square = total_norm(parts).square()
         for group in groups:
             dist.all_reduce(square, group=group)
@@ -87,47 +88,49 @@ def norm_of(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack(squares).sum().sqrt()
 
 
-def _cut_along(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
-    return tuple(cut.group for cut in _cuts(tensor))
-
-
-class _Cut(NamedTuple):
-    """One dimension, `whole` long, in consecutive pieces, one for each rank of a group; the last may be shorter, or empty."""
+class Cut(NamedTuple):
+    """One dimension, `whole` long, in consecutive pieces, one for each rank along an axis; the last may be shorter, or
+    empty."""
 
     dim: int
     whole: int
-    group: dist.ProcessGroup
+    mesh: DeviceMesh
+    axis: int
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self.mesh.get_group(self.axis)
 
     @property
     def most(self) -> int:
-        return -(-self.whole // self.group.size())
+        return -(-self.whole // self.mesh.size(self.axis))
 
     @property
     def first(self) -> int:
-        return min(self.group.rank() * self.most, self.whole)
+        return min(self.mesh.get_local_rank(self.axis) * self.most, self.whole)
 
     @property
     def size(self) -> int:
         return min(self.most, self.whole - self.first)
 
 
-def _cuts(tensor: Tensor) -> list[_Cut]:
+def cuts_of(tensor: Tensor) -> list[Cut]:
     """How this rank's part comes about, cut after cut. FSDP's axes are the first of a mesh and cut last, what other axes
-    have left: torch says so by a placement of its own where both cut the same dimension."""
+    have left. Where both cut the same dimension, torch's placement says so too, but is wrong about uneven pieces."""
     if not is_spread(tensor):
         return []
     lengths, cuts = list(tensor.shape), []
     for axis, placement in reversed(list(enumerate(tensor.placements))):
         if not placement.is_replicate():
             dim: int = placement.dim  # type: ignore[attr-defined]  # of Shard, and of its like
-            cuts.append(_Cut(dim, lengths[dim], tensor.device_mesh.get_group(axis)))
+            cuts.append(Cut(dim, lengths[dim], tensor.device_mesh, axis))
             lengths[dim] = cuts[-1].size
     return cuts
 
 
-def _joined(part: Tensor, cut: _Cut) -> Tensor:
+def _joined(part: Tensor, cut: Cut) -> Tensor:
     rows = part.new_zeros(cut.most, *part.movedim(cut.dim, 0).shape[1:])
     rows[: part.shape[cut.dim]] = part.movedim(cut.dim, 0)
-    every = rows.new_empty(cut.group.size() * cut.most, *rows.shape[1:])
+    every = rows.new_empty(cut.mesh.size(cut.axis) * cut.most, *rows.shape[1:])
     gather_into(every, rows, cut.group)
     return every[: cut.whole].movedim(0, cut.dim).contiguous()

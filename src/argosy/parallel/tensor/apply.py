@@ -119,13 +119,13 @@ def _connect(module: nn.Module, region: Region) -> None:
             module.share = region.tokens
         case Decoder() | EncoderDecoder():
             module.predict = SpreadOutput(module.spec.vocab_size, region, alike=False)
-        case MaskedLM() if module.head is not None:  # heads on all tokens, the same on every rank
-            module.encoder.register_forward_hook(partial(_result, region.end))
+        case MaskedLM():  # its heads see all tokens, alike on every rank
+            module.together.register_forward_hook(partial(_result, region.end))
             module.predict = SpreadOutput(module.spec.vocab_size, region, alike=True)
         case Tower():
-            module.encoder.register_forward_hook(partial(_result, region.end))
-        case Stack() if not module.decoder and module.norm is not None:  # read inside every layer of the decoder
-            module.register_forward_hook(partial(_result, region.enter))
+            module.together.register_forward_hook(partial(_result, region.end))
+        case Stack() if not module.decoder:  # what it makes is read inside every layer of the decoder
+            module.together.register_forward_hook(partial(_result, region.enter))
     if isinstance(module, (Decoder, Encoder, Stack)):
         module.heads = region.share
 
