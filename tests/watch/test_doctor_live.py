@@ -80,6 +80,7 @@ def test_a_rank_that_is_killed_is_named(write_spec: Write, tmp_path: Path) -> No
     assert "SIGKILL" in said
 
 
+@pytest.mark.slow  # tests/record/test_alerts.py is its short form
 def test_a_rank_that_is_slow_is_named(write_spec: Write, tmp_path: Path) -> None:
     run, stop = tmp_path / "runs" / "tiny", threading.Event()
 
