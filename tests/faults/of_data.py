@@ -47,27 +47,32 @@ def truncated_shard(bench: Bench) -> Outcome:
         return _refused(run, "data.bad-index", shard.name)
 
 
-def swapped_shard(bench: Bench) -> Outcome:
-    """Other data under the same path, while a run is stopped: named, and not mixed into it."""
-    shard, sections = _copied(bench, "swapped")
-    manifest = shard.parent / "manifest.json"
-    text = manifest.read_text()
-    with bench.goes_on("on-swapped", **sections) as run:
-        content = bytearray(shard.read_bytes())
-        content[: len(content) // 2] = content[len(content) // 2 :][: len(content) // 2]
-        shard.write_bytes(content)
-        import hashlib
-        import json
+def damaged_shard(bench: Bench) -> Outcome:
+    """Bytes that no check at the start reads, found when a batch of them is."""
+    shard, sections = _copied(bench, "damaged")
+    content = shard.read_bytes()
+    shard.write_bytes(content[1:] + content[:1])  # every token has its bytes the wrong way round
+    with bench.run("on-damaged", **sections) as run:
+        started = time.time()
+        assert run.wait() == EXIT_REFUSED, run.said
+        assert run.said.count("error[tokenizer.vocabulary]") == 1
+        assert "damaged or swapped" in run.said
+        return Outcome("refused, tokenizer.vocabulary", detected_s=time.time() - started)
 
-        facts = json.loads(text)
-        old = [f["sha256"] for f in facts["shards"] if "sha256" in f] if "shards" in facts else []
-        for digest in old:
-            text = text.replace(digest, hashlib.sha256(content).hexdigest())
-        manifest.write_text(text)
+
+def swapped_corpus(bench: Bench) -> Outcome:
+    """Other data under the path of a run that was stopped: named, and not mixed into it."""
+    from argosy.data.prepare.job import PrepareOptions, prepare
+    from argosy.data.text.tokenizer import ByteTokenizer
+
+    text = bench.root / "other.jsonl"
+    text.write_text('{"text": "other text altogether, and long enough for a sample or two"}\n' * 60)
+    prepare([str(text)], ByteTokenizer(), bench.root / "other", PrepareOptions())
+    with bench.goes_on("on-other", data={"train": str(bench.root / "other")}) as run:
         started = time.time()
         run.start("--nproc", "2")
         assert run.wait() == EXIT_REFUSED, run.said
-        assert "error[run.changed]" in run.said, run.said
+        assert run.said.count("error[run.changed]") == 1
         return Outcome("refused, run.changed", detected_s=time.time() - started)
 
 
