@@ -103,7 +103,8 @@ def _forget() -> Any:
 def test_one_step_that_kills_it_again_and_again_is_not_tried_for_ever(tmp_path: Path, capfd: Any) -> None:
     attempts = Attempts(tmp_path, same_step=3)
     error = "Traceback (most recent call last):\nValueError: broken"
-    assert [attempts.end(step=7, error=error) for _ in range(3)] == [True, True, False]
+    ends = [attempts.end(step=7, first=first, error=error) for first in (0, 5, 5)]
+    assert ends == [True, True, False], "a checkpoint before that step is no way past it"
     assert attempts.events() == ["rank-died", "restart"] * 2 + ["rank-died", "gave-up"]
     assert attempts.supervisor.trouble is not None
     assert attempts.supervisor.trouble.code == EXIT_BUG

@@ -221,7 +221,6 @@ class Supervisor:
         first = max((p.first for p in (self.progress(rank) for rank in self._pages) if p is not None), default=0)
         if first > self._first:  # there is a new checkpoint: what went wrong before it is behind us
             self._first, self._restarts = first, 0
-            self._at_step.clear()
         self._restarts += 1
         self._at_step[trouble.step] += 1
         times = self._at_step[trouble.step]
