@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,7 @@ from argosy.checkpoint.snapshot import Snapshot
 from argosy.parallel.team import ALONE
 
 Groups = dict[str, dict[str, torch.Tensor]]
+ROUNDS = 3  # of dd and of ours in turn, of which the best of each counts
 HIDDEN = 2048
 LAYER = 12 * HIDDEN * HIDDEN  # parameters, in matrices of four shapes
 
@@ -107,27 +109,28 @@ def in_process(work: Callable[[], object]) -> Callable[[], bool]:
     return lambda: os.waitpid(child, os.WNOHANG)[0] == 0
 
 
-def measure(millions: int, directory: Path) -> dict[str, object]:
+def measure(millions: int, directory: Path) -> dict[str, Any]:
     groups = state_of(millions)
     size = sum(t.nbytes for tensors in groups.values() for t in tensors.values())
     root, snapshot = directory / "argosy", Snapshot()
-    found: dict[str, object] = {"parameters": sum(t.numel() for t in groups[WEIGHTS].values()), "state_bytes": size}
+    found: dict[str, Any] = {"parameters": sum(t.numel() for t in groups[WEIGHTS].values()), "state_bytes": size}
 
     def dd(flags: str) -> float:
         command = ["dd", "if=/dev/zero", f"of={directory / 'dd'}", "bs=16M", f"count={size >> 24}", *flags.split()]
         return timed(lambda: subprocess.run(command, check=True, capture_output=True))
 
-    found["dd_s"] = dd("conv=fsync")
-    (directory / "dd").unlink()
     snapshot.prepare(contents(make_plan(groups, ALONE), groups, ALONE))
     time.sleep(size / 0.3e9)  # of training, before a first save is due
     found["first"] = ours(groups, root, snapshot)
     shutil.rmtree(root)
-    found["argosy"] = ours(groups, root, snapshot)
-    found["verify_s"] = timed(lambda: verify(root / "step-00000001"))
-    shutil.rmtree(root)
-    found["dd_again_s"] = dd("conv=fsync")
-    (directory / "dd").unlink()
+    rounds = []
+    for _ in range(ROUNDS):
+        found["dd_s"] = min(found.get("dd_s", 1e9), dd("conv=fsync"))
+        (directory / "dd").unlink()
+        rounds.append(ours(groups, root, snapshot))
+        found["verify_s"] = timed(lambda: verify(root / "step-00000001"))
+        shutil.rmtree(root)
+    found["argosy"] = {key: min(one[key] for one in rounds) for key in rounds[0]}
     plan = make_plan(groups, ALONE)
     staged = snapshot.take(contents(plan, groups, ALONE))
     for step, (kind, start) in enumerate((("thread", in_thread), ("process", in_process)), 1):
@@ -162,7 +165,7 @@ def main() -> None:
         found = measure(millions, Path(directory))
     dist.destroy_process_group()
     print(json.dumps(found, indent=2))
-    argosy, dd = found["argosy"], min(found["dd_s"], found["dd_again_s"])
+    argosy, dd = found["argosy"], found["dd_s"]
     print(f"stall / DCP's sync save   {argosy['stall_s'] / found['dcp_s']:.3f}   (limit 0.25)")
     print(f"stall / torch.save        {argosy['stall_s'] / found['torch_save_s']:.3f}")
     print(f"bytes / state             {argosy['bytes'] / found['state_bytes']:.5f} (limit 1.02)")

@@ -36,6 +36,11 @@ PAIRS = [  # one line each: model, saved under, loaded under; the first of the l
     ("gpt", "pp=2 dp_shard=2", "pp=4"),
     ("moe", "pp=2 dp_shard=2 schedule=zbv", ""),
     ("llama", "dp_replicate=2", "pp=2 dp_replicate=2"),
+    ("gpt", "tp=2", "pp=2"),
+    ("llama", "dp_shard=2 tp=2", ""),
+    ("moe", "dp_shard=4", "dp_shard=2 tp=2"),
+    ("moe", "dp_shard=2 ep=2", "tp=2"),
+    ("moe", "", "dp_shard=4 ep=2"),
 ]
 
 
@@ -87,7 +92,7 @@ def test_stages_save_their_own_and_a_tied_weight_once(pool: Pool, tmp_path: Path
         assert np.array_equal(found.weights()[name].numpy(), checkpoints.expected_numbers(name))
 
 
-FAMILIES = ["dp_replicate=2", "dp_shard=2", "dp_replicate=2 dp_shard=2", "cp=2"]
+FAMILIES = ["dp_replicate=2", "dp_shard=2", "dp_replicate=2 dp_shard=2", "cp=2", "tp=2", "pp=2"]
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])

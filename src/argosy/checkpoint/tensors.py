@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain, product
 from operator import add
@@ -116,14 +117,15 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def write_bytes(path: Path, header: bytes, parts: Iterable[memoryview]) -> Written:
-    """A header and what follows it, hashed, written and synced."""
+    """A header and what follows it, hashed while it is written, and synced."""
     digest, size = new_digest(), 0
-    with path.open("wb", buffering=0) as file:
+    with path.open("wb", buffering=0) as file, ThreadPoolExecutor(1) as beside:
         for part in chain([memoryview(header)], parts):
             for first in range(0, len(part), _PIECE):
                 piece = part[first : first + _PIECE]
-                digest.update(piece)
+                hashed = beside.submit(digest.update, piece)
                 size += _put(file.fileno(), piece)
+                hashed.result()
         os.fsync(file.fileno())
     return Written(size, digest.hexdigest())
 
