@@ -14,7 +14,7 @@ from argosy.train.rehearsal import Part, describe_rehearsal, hold, rehearse
 from dist.pool import Pool
 from dist.training import spec_of
 
-LAYOUTS = [("gpt", "dp_replicate=2"), ("llama", "dp_shard=4"), ("moe", "dp_replicate=2 dp_shard=2"), ("gpt", "cp=2 dp_shard=2")]
+LAYOUTS = [("gpt", "dp_replicate=2"), ("llama", "dp_shard=4"), ("moe", "dp_replicate=2 dp_shard=2"), ("gpt", "cp=2 dp_shard=2"), ("gpt", "tp=2 pp=2")]
 
 
 def held(model: str, layout: str) -> Part:

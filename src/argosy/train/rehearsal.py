@@ -31,7 +31,7 @@ class Part:
     layers: list[str]
     parameters: int
     parameter_bytes: int
-    optimizer_bytes: int  # masters included
+    optimizer_bytes: int  # with the masters, where the parameters are not those themselves
     groups: dict[str, list[int]]  # the ranks this one exchanges with, by axis
 
 
@@ -53,7 +53,9 @@ def hold(spec: RunSpec, mesh: Mesh) -> Part:
     model = make_engine(spec, make_model(spec, mesh), mesh).model
     optimizer = Optimizer(model, spec.optim, names=parameter_names(spec) if mesh.size("pp") > 1 else None)
     names = [name for name, _ in model.named_parameters()]
-    state = (*optimizer.weights().values(), *optimizer.tensors().values())
+    narrow = [name for name, parameter in model.named_parameters() if parameter.dtype != torch.float32]
+    masters = optimizer.weights()
+    state = (*(masters[name] for name in narrow), *optimizer.tensors().values())
     return Part(
         rank=mesh.rank,
         layers=sorted({_layer(name) for name in names if "layers." in name}, key=_layer_number),
