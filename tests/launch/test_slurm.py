@@ -122,7 +122,8 @@ def test_a_run_goes_through_slurm_is_queued_again_when_its_time_is_up_and_ends_w
     _wait(lambda: "PENDING" in _ask("squeue", "-h", "-j", job, "-o", "%T"), 90, output)
     assert list((tmp_path / "runs" / "tiny" / "checkpoints").glob("step-*")), output()
     saved = max(read_metrics(metrics))
-    subprocess.run(["scontrol", "update", f"jobid={job}", "StartTime=now"], check=True)  # Slurm waits two minutes
+    time.sleep(10)  # for the node to have forgotten the job's first start; Slurm itself waits two minutes
+    subprocess.run(["scontrol", "update", f"jobid={job}", "StartTime=now"], check=True)
     _wait(lambda: max(read_metrics(metrics)) > saved + 3, 200, output)
     assert "back into the queue" in output()
     assert argosy("stop", spec).returncode == 0
