@@ -16,7 +16,7 @@ demo: $(VENV)/.core
 	@$(BIN)/argosy demo
 
 test: check
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
