@@ -12,28 +12,28 @@ from dist.training import DECODERS, ENCODERS, Trace, spec_of, train_broken, trai
 
 STEPS = 5
 LAYOUTS = [  # one line each: keys of `parallel`; the batch is 16
-    "dp_replicate=2 micro_batch=8",
     "dp_replicate=2",
-    "dp_replicate=4",
-    "dp_shard=2 micro_batch=8",
     "dp_shard=2",
-    "dp_shard=4",
-    "dp_shard=4 reshard=false recompute=full",
-    "dp_replicate=2 dp_shard=2 micro_batch=4",
     "dp_replicate=2 dp_shard=2",
     "cp=2",
-    "cp=4 cp_kind=ulysses",
     "pp=2",
-    "pp=4",
     "pp=2 schedule=zbv",
     "pp=2 dp_shard=2",
     "tp=2",
-    "tp=2 sp=false",
     "dp_shard=2 tp=2",
 ]
 ENCODER_LAYOUTS = ["dp_shard=2", "tp=2", "tp=2 sp=false", "dp_shard=2 tp=2 recompute=full"]
 ENCODER_PIPELINES = ["pp=2", "pp=4 model.dropout=0.1"]  # two towers are none
 ONE_MODEL = {  # what is no matter of the model is tried on one
+    "dp_replicate=2 micro_batch=8": "mpt",
+    "dp_replicate=4": "llama",
+    "dp_shard=2 micro_batch=8": "moe",
+    "dp_shard=4": "gpt",
+    "dp_shard=4 reshard=false recompute=full": "llama",
+    "dp_replicate=2 dp_shard=2 micro_batch=4": "moe",
+    "cp=4 cp_kind=ulysses": "gpt",
+    "pp=4": "gpt",
+    "tp=2 sp=false": "moe",
     "dp_replicate=2 model.dropout=0.1": "gpt",
     "dp_shard=4 model.dropout=0.1": "gpt",
     "cp=2 model.dropout=0.1": "gpt",
