@@ -26,6 +26,21 @@ def test_the_planner_fills_an_open_layout_and_says_so() -> None:
     assert found.origins["optim.lr"] == "command line"
 
 
+@pytest.mark.parametrize(
+    ("model", "cluster", "ranks"),
+    [
+        ("llama3-8b", "2xp4d.24xlarge", 16),
+        ("bert-large", "2xp4d.24xlarge", 16),
+        ("mixtral-8x7b", "4xp5.48xlarge", 32),
+        ("qwen3-8b", "4xp5.48xlarge", 32),
+    ],
+)
+def test_what_the_planner_chooses_can_be_run(model: str, cluster: str, ranks: int) -> None:
+    overrides = [f"model.preset={model}", *KEYS[1:]]
+    found = settle_layout(resolve(None, overrides), None, overrides, ranks, cluster)  # resolving checks it
+    assert found.spec.parallel.world_size == ranks
+
+
 def test_what_the_spec_says_itself_stays() -> None:
     kept = settled(16, "2xp4d.24xlarge", "parallel.micro_batch=2", "parallel.recompute=full")
     assert (kept.spec.parallel.micro_batch, kept.spec.parallel.recompute) == (2, "full")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -83,16 +83,11 @@ class Advice:
             lines += ["", "the log:", *(f"  {line}" for line in judge(self.log, best))]
         if explained:
             lines += ["", *explain(best)]
-        return [*lines, "", "parallel: {" + ", ".join(f"{k}: {v}" for k, v in self.parallel_keys().items()) + "}"]
-
-    def parallel_keys(self) -> dict[str, object]:
-        """The best layout as keys of a run spec's `parallel`."""
-        layout = self.shown[0].layout
-        keys = {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp, "ep": layout.ep}
-        spread = {"dp_shard" if layout.zero else "dp_replicate": layout.dp}
-        sizes: dict[str, object] = {k: v for k, v in {**keys, **spread}.items() if v > 1}
-        sizes["micro_batch"] = layout.micro_batch
-        return sizes if layout.recompute == "none" else {**sizes, "recompute": layout.recompute}
+        return [
+            *lines,
+            "",
+            "parallel: {" + ", ".join(f"{k}: {v}" for k, v in parallel_keys(self.shown[0].layout).items()) + "}",
+        ]
 
     def as_dict(self) -> dict[str, Any]:
         question = self.question
@@ -111,6 +106,15 @@ class Advice:
         }
 
 
+def parallel_keys(layout: Layout) -> dict[str, object]:
+    """A layout as keys of a run spec's `parallel`."""
+    keys = {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp, "ep": layout.ep}
+    spread = {"dp_shard" if layout.zero else "dp_replicate": layout.dp}
+    sizes: dict[str, object] = {k: v for k, v in {**keys, **spread}.items() if v > 1}
+    sizes["micro_batch"] = layout.micro_batch
+    return sizes if layout.recompute == "none" else {**sizes, "recompute": layout.recompute}
+
+
 def answer(
     question: Question, *, top: int = 8, storage: float = 2.0, log: Log | None = None, calibrated: str | None = None
 ) -> Advice:
@@ -124,10 +128,10 @@ def answer(
     return Advice(question, found, tuple(distinct(found, top)), asked, storage, log)
 
 
-def best_layout(spec: RunSpec, cluster: str, fixed: dict[str, object]) -> dict[str, object]:
-    """The keys of `parallel` that suit a run on a cluster best; `fixed` holds those it has settled."""
+def ranked_layouts(spec: RunSpec, cluster: str, fixed: dict[str, object]) -> Iterator[dict[str, object]]:
+    """Keys of `parallel` that suit a run on a cluster, the best first; `fixed` holds those it has settled."""
     question = Question(_work_of(spec, None, None, None), parse_cluster(cluster), _tokens_of(spec), fixed, None)
-    return answer(question, top=1).parallel_keys()
+    return (parallel_keys(candidate.layout) for candidate in answer(question, top=1).found.best)
 
 
 def predict(spec: RunSpec, cluster: str) -> dict[str, Any] | None:

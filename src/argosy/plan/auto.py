@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from argosy.config.layout import AXES
+from argosy.config.layout import AXES, check_layout
 from argosy.config.resolve import Resolved, resolve
 from argosy.config.schema import RunSpec
-from argosy.plan.advise import best_layout
+from argosy.errors import ArgosyError
+from argosy.plan.advise import ranked_layouts
 from argosy.plan.hardware import gpu_of_device, parse_cluster
 
 ORIGIN = "planner"
@@ -43,8 +44,22 @@ def open_layout(resolved: Resolved, planned_on: str | None, ranks: int) -> tuple
     settled = {
         key: getattr(resolved.spec.parallel, key) for key in ("micro_batch", "recompute") if key not in open_keys
     }
-    chosen = best_layout(resolved.spec, planned_on, settled)
-    return tuple(f"parallel.{key}={value}" for key, value in chosen.items() if key in open_keys)
+    refusal: ArgosyError | None = None
+    for keys in ranked_layouts(resolved.spec, planned_on, settled):
+        chosen = {key: value for key, value in keys.items() if key in open_keys}
+        try:
+            _check(resolved.spec, chosen)
+        except ArgosyError as error:
+            refusal = refusal or error
+        else:
+            return tuple(f"parallel.{key}={value}" for key, value in chosen.items())
+    raise refusal or AssertionError("the planner refuses what has no layout")
+
+
+def _check(spec: RunSpec, chosen: dict[str, object]) -> None:
+    """What the planner does not know of: the rules of this model's own parts."""
+    parallel = spec.parallel.model_copy(update=chosen)
+    check_layout(spec.model_copy(update={"parallel": parallel}), {})
 
 
 def cluster_of(spec: RunSpec, device_name: str | None, ranks: int) -> str | None:

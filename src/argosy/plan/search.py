@@ -90,11 +90,11 @@ def search(
 
 
 def layouts(work: Work, cluster: Cluster, *, interleaved: bool = False) -> Iterator[Layout]:
-    """Every layout of the cluster's GPUs that could make sense: tensor parallelism within a domain, the micro-batches a
-    rank's share of the batch allows; interleaved pipelines only where asked for, as a run spec cannot name them."""
+    """Every layout of the cluster's GPUs that could make sense, and that Argosy can run: tensor parallelism within a domain and
+    of whole key/value heads, experts over ranks that shard, the micro-batches a rank's share of the batch allows; interleaved pipelines only where asked for, as a run spec cannot name them."""
     model, gpus = work.model, cluster.gpus
     experts = [1] if model.moe is None else [n for n in _divisors(model.moe.experts) if n <= gpus]
-    for tp in [n for n in _divisors(gpus) if n <= cluster.domain and model.heads % n == 0]:
+    for tp in [n for n in _divisors(gpus) if n <= cluster.domain and model.kv_heads % n == 0]:
         for pp in [n for n in _divisors(gpus // tp) if n <= model.layers]:
             for cp in [n for n in _divisors(gpus // (tp * pp)) if n == 1 or (work.seq_len >= 8192 and n <= 16)]:
                 dp = gpus // (tp * pp * cp)
@@ -115,7 +115,7 @@ def _variants(work: Work, base: Layout, experts: list[int], interleaving: tuple[
             if micro_batch * work.seq_len > 131_072 * base.cp:
                 break
             for vpp in chunks:
-                for zero in zeros:
+                for zero in zeros if ep == 1 else [3]:
                     for recompute in RECOMPUTE:
                         yield replace(base, ep=ep, micro_batch=micro_batch, vpp=vpp, zero=zero, recompute=recompute)
 
