@@ -46,6 +46,10 @@ class Absent(Exception):
     """404: the object, or its kind, is not there."""
 
 
+class Forbidden(ArgosyError):
+    """403: whoever asks has no right to it."""
+
+
 @dataclass
 class Patience:
     """How long a server that does not answer well is tried."""
@@ -273,8 +277,7 @@ def _refusal(method: str, path: str, status: int, content: bytes) -> Exception:
         404: "install the operator this target needs, or choose another: --target indexed-job needs none",
         422: "see what the server says; the operator may be older than what is rendered for",
     }
-    return ArgosyError(
-        "launch.refused",
-        f"{method} {path}: {status}: {said}",
-        fix=fixes.get(status, "see what the server says"),
-    )
+    cause, fix = f"{method} {path}: {status}: {said}", fixes.get(status, "see what the server says")
+    if status == 403:
+        return Forbidden("launch.refused", cause, fix=fix)
+    return ArgosyError("launch.refused", cause, fix=fix)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from argosy.errors import EXIT_DONE, ArgosyError
-from argosy.launch.api import Cluster
+from argosy.launch.api import Cluster, Forbidden
 from argosy.launch.placement import Placement
 from argosy.launch.pod import RUN_LABEL, STAGE_LABEL, Manifest
 from argosy.launch.render import kubernetes_objects, stage_objects
@@ -175,16 +175,14 @@ def runs_in(cluster: Cluster) -> dict[str, dict[str, State]]:
 
 def _jobs(cluster: Cluster, wanted: dict[str, str], kinds: Sequence[str]) -> list[Manifest]:
     """Those nobody else owns. Whoever may not see one kind may see another; who may see none is told so."""
-    found, refusal = [], None
+    found, refusals = [], []
     for kind in kinds:
         try:
             found += cluster.find(kind, wanted)
-        except ArgosyError as error:
-            if error.code != "launch.refused":
-                raise
-            refusal = error
-    if refusal is not None and not found and len(kinds) == 1:
-        raise refusal
+        except Forbidden as refusal:
+            refusals.append(refusal)
+    if len(refusals) == len(kinds):
+        raise refusals[0]
     return [job for job in found if not job["metadata"].get("ownerReferences")]
 
 
