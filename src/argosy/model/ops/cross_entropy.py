@@ -120,17 +120,28 @@ def softmax_loss_(logits: Tensor, labels: Tensor, z_loss: float, with_gradient: 
         from argosy.model.ops.kernels.cross_entropy import softmax_loss_ as fused
 
         return fused(logits, labels, z_loss, with_gradient)
-    counts = labels != IGNORED
-    full = logits.float()
+    full, column = logits.float(), labels.clamp(min=0)[:, None]
     lse = full.logsumexp(-1)
-    picked = full.gather(-1, labels.clamp(min=0)[:, None])[:, 0]
+    picked = full.gather(-1, column)[:, 0]
+    losses, cross_entropy = row_losses(lse, picked, labels, z_loss)
+    if with_gradient:
+        logits.copy_(logits_gradient_(full, lse, column, torch.full_like(lse, -1.0)[:, None], labels, z_loss))
+    return losses, cross_entropy, logits
+
+
+def row_losses(lse: Tensor, picked: Tensor, labels: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
+    """(losses, cross-entropies) of rows with these logs of summed exponentials and logits of their labels."""
+    counts = labels != IGNORED
     cross_entropy = torch.where(counts, lse - picked, 0.0)
     losses = cross_entropy + torch.where(counts, z_loss * lse * lse, 0.0) if z_loss else cross_entropy
-    if not with_gradient:
-        return losses, cross_entropy, logits
+    return losses, cross_entropy
+
+
+def logits_gradient_(full: Tensor, lse: Tensor, column: Tensor, drop: Tensor, labels: Tensor, z_loss: float) -> Tensor:
+    """In place of the logits: softmax, and `drop` added at the label's column [rows, 1]."""
     gradient = full.sub_(lse[:, None]).exp_()
     if z_loss:
         gradient *= (1 + 2 * z_loss * lse)[:, None]
-    gradient.scatter_add_(-1, labels.clamp(min=0)[:, None], torch.full_like(lse, -1.0)[:, None])
-    gradient *= counts[:, None]
-    return losses, cross_entropy, logits.copy_(gradient)
+    gradient.scatter_add_(-1, column, drop)
+    gradient *= (labels != IGNORED)[:, None]
+    return gradient

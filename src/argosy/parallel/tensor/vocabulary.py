@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from argosy.compat import gather_into
-from argosy.data.samples.masks import IGNORED
-from argosy.model.ops.cross_entropy import linear_cross_entropy
+from argosy.model.ops.cross_entropy import linear_cross_entropy, logits_gradient_, row_losses
 from argosy.model.output import Output
 from argosy.parallel.tensor.region import Region, gathered
 
@@ -80,14 +79,7 @@ def softmax_loss_(
     every = ours.new_empty(group.size(), *ours.shape)
     gather_into(every.flatten(0, 1), ours, group)
     lse, picked = every[:, 0].logsumexp(0), every[:, 1].sum(0)
-    counts = labels != IGNORED
-    cross_entropy = torch.where(counts, lse - picked, 0.0)
-    losses = cross_entropy + torch.where(counts, z_loss * lse * lse, 0.0) if z_loss else cross_entropy
-    if not with_gradient:
-        return losses, cross_entropy, logits
-    gradient = full.sub_(lse[:, None]).exp_()
-    if z_loss:
-        gradient *= (1 + 2 * z_loss * lse)[:, None]
-    gradient.scatter_add_(-1, column, -here.to(gradient.dtype))
-    gradient *= counts[:, None]
-    return losses, cross_entropy, logits.copy_(gradient)
+    losses, cross_entropy = row_losses(lse, picked, labels, z_loss)
+    if with_gradient:
+        logits.copy_(logits_gradient_(full, lse, column, -here.to(full.dtype), labels, z_loss))
+    return losses, cross_entropy, logits
