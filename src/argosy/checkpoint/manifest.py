@@ -21,9 +21,9 @@ from typing import Annotated, Any, Literal
 import orjson
 from pydantic import Field, ValidationError
 
+from argosy.checkpoint.disk import Written, write_bytes
 from argosy.checkpoint.hashing import hash_file
 from argosy.checkpoint.stored import INDEX, FileName, StoredTensors, Strict
-from argosy.checkpoint.tensors import Written, write_bytes
 from argosy.errors import ArgosyError
 from argosy.parallel.team import ALONE, Team
 

@@ -15,11 +15,12 @@ from pathlib import Path
 
 from torch import Tensor
 
+from argosy.checkpoint.disk import Written, write_bytes
 from argosy.checkpoint.manifest import OPTIMIZER, WEIGHTS, Progress, finish, sync_directory
 from argosy.checkpoint.plan import Groups, Plan, key_of, make_plan
 from argosy.checkpoint.store import remove
 from argosy.checkpoint.stored import file_of, index_of
-from argosy.checkpoint.tensors import TensorInfo, Written, bytes_of, header_of, write_bytes
+from argosy.checkpoint.tensors import TensorInfo, bytes_of, header_of
 from argosy.errors import ArgosyError
 from argosy.parallel.team import ALONE, Team
 

@@ -10,18 +10,16 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import chain, product
+from itertools import product
 from operator import add
 from pathlib import Path
-from typing import NamedTuple
 
 import orjson
 import torch
 from torch import Tensor
 
-from argosy.checkpoint.hashing import new_digest
+from argosy.checkpoint.disk import Written, write_bytes
 from argosy.errors import ArgosyError
 from argosy.parallel.boxes import Box, whole_box
 
@@ -39,14 +37,6 @@ _TYPES = {name: dtype for dtype, name in _NAMES.items()}
 _LONGEST_HEADER = 100_000_000  # bytes; the format's own limit
 _LEAST_READ = 64 * 2**10  # bytes worth a read of their own: below it, what lies between them is read too
 _MOST_READ = 64 * 2**20  # bytes in memory beside the result
-_PIECE = 8 * 2**20  # bytes hashed and written at once
-
-
-class Written(NamedTuple):
-    """A file as it should be found again."""
-
-    bytes: int
-    digest: str
 
 
 @dataclass(frozen=True)
@@ -114,27 +104,6 @@ def bytes_of(tensor: Tensor) -> memoryview:
     """A tensor's numbers as they are stored; of one on the host and without gaps, the memory itself."""
     data: memoryview = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
     return data
-
-
-def write_bytes(path: Path, header: bytes, parts: Iterable[memoryview]) -> Written:
-    """A header and what follows it, hashed while it is written, and synced."""
-    digest, size = new_digest(), 0
-    with path.open("wb", buffering=0) as file, ThreadPoolExecutor(1) as beside:
-        for part in chain([memoryview(header)], parts):
-            for first in range(0, len(part), _PIECE):
-                piece = part[first : first + _PIECE]
-                hashed = beside.submit(digest.update, piece)
-                size += _put(file.fileno(), piece)
-                hashed.result()
-        os.fsync(file.fileno())
-    return Written(size, digest.hexdigest())
-
-
-def _put(file: int, data: memoryview) -> int:
-    done = 0
-    while done < len(data):
-        done += os.write(file, data[done:])
-    return done
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
