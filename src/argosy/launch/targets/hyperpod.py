@@ -37,7 +37,7 @@ def hyperpod_job(placed: Placement) -> list[Manifest]:
         SPEC_FILE,
         *placed.overrides,
     ]
-    container["ports"] = [{"containerPort": AGENT_PORT, "name": "agent"}]
+    container.setdefault("ports", []).append({"containerPort": AGENT_PORT, "name": "agent"})
     replicas = {"name": "pods", "replicas": cluster.nodes, "spares": cluster.spares, "template": template}
     job = {
         "apiVersion": "sagemaker.amazonaws.com/v1",
