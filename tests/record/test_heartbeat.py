@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from argosy.record.heartbeat import Heartbeat, read_heartbeats
+from argosy.record.jsonl import read_jsonl
 from argosy.record.pulse import PAGE_BYTES, PHASES, Page, Progress
 
 HOLD_THE_GIL = """
@@ -107,3 +108,24 @@ def test_the_longest_time_in_a_phase_leaves_out_the_first_step(tmp_path: Path) -
     heartbeat.enter("data", 8)
     assert 0 < longest() < 0.05
     heartbeat.close()
+
+
+def test_standing_still_is_told_once_with_the_rank_that_is_furthest_behind_and_anew_after_it_has_moved(
+    tmp_path: Path,
+) -> None:
+    beats, events = tmp_path / "heartbeat", tmp_path / "events.jsonl"
+    beats.mkdir()
+    (beats / "1.json").write_text('{"rank": 1, "host": "node7", "step": 11, "phase": "data", "progress": 3}')
+    with Heartbeat(0) as heartbeat:
+        heartbeat.begin(11)
+        heartbeat.enter("forward_backward", 12)
+        heartbeat.publish(beats, stalls=(events, 0.2))
+        first = wait_for(beats, 0)
+        wait_for(beats, 0, beat=first["beat"] + 3)
+        told = list(read_jsonl(events))
+        assert [(event["event"], event["alert"], event["rank"]) for event in told] == [("alert", "stall", 1)]
+        assert "rank 1 on node7 is furthest behind, at step 11 in data" in told[0]["text"]
+        heartbeat.enter("optimizer")
+        beat = read_heartbeats(beats)[0]["beat"]
+        wait_for(beats, 0, beat=beat + 3)
+        assert [event["step"] for event in read_jsonl(events)] == [12, 12]

@@ -286,20 +286,6 @@ def test_what_a_sink_missed_is_sent_by_the_next_attempt(tmp_path: Path) -> None:
     assert len(receiver.bodies) == 1
 
 
-def test_a_run_that_stands_still_raises_an_alert_that_names_the_rank(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "still", "log.alerts.stall_s=0.3", "log.sinks.tensorboard=true")
-    run.heartbeats.mkdir()
-    for rank, progress in ((0, 50), (1, 47)):
-        beat = {"rank": rank, "host": "node1", "step": 12, "phase": "data", "progress": progress}
-        (run.heartbeats / f"{rank}.json").write_text(json.dumps(beat))
-    courier = Courier(run.root)
-    threading.Thread(target=courier.watch_for_stalls, daemon=True).start()
-    found = wait_for(lambda: [e for e in read_jsonl(run.events) if e["event"] == "alert"])
-    courier.ending.set()
-    assert found[0]["alert"] == "stall"
-    assert "rank 1 on node1 is furthest behind, at step 12 in data" in found[0]["text"]
-
-
 def test_an_address_that_lets_anybody_post_is_told_to_no_sink(tmp_path: Path) -> None:
     run = make_run(tmp_path / "secret", "log.alerts.webhook=https://hooks.example/T0KEN", "log.sinks.tensorboard=true")
     assert "T0KEN" not in str(Courier(run.root)._facts(run.load_spec()).spec)

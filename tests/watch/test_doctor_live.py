@@ -116,6 +116,9 @@ def test_numbers_that_are_none_are_told(write_spec: Write, tmp_path: Path) -> No
     found = verdict(tmp_path / "runs" / "tiny")
     assert found.name == "nan", found.verdict
     assert "nan" in found.verdict or "inf" in found.verdict
+    failed = events(tmp_path / "runs" / "tiny", "failed")
+    assert len(failed) == 1  # a process without a supervisor says itself how it ended
+    assert failed[0]["fix"]
 
 
 def test_a_full_disk_is_told(write_spec: Write, tmp_path: Path) -> None:

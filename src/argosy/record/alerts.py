@@ -1,8 +1,9 @@
 """When a run speaks up: each rule looks at the records as they are logged, and says so once until things are well again.
 
-Rules are slow to speak: what they look at has to hold over several logs, so that a slow moment, or a rank that is always a little
-slower, is no alarm; and it has to be well again by a margin before they speak anew, so that a noisy machine does not make them
-flap. Alerts are events of the run; whoever reads events.jsonl (console, webhook, dashboard) has them.
+Rules are slow to speak: what they look at has to last (`argosy.record.noise`), so that a slow moment, a busy machine, or a rank that
+is always a little slower, is no alarm; and it has to be well again by a margin before they speak anew, so that they do not flap.
+Alerts are events of the run; whoever reads events.jsonl (console, webhook, dashboard) has them. A stall is noticed beside the
+trainer, which stands still itself (`argosy.record.pulse`), and a save that fails where it is made (`argosy.train.saving`).
 """
 
 from __future__ import annotations
@@ -15,30 +16,24 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from argosy.config.watching import AlertsSpec
 from argosy.record.jsonl import Record
+from argosy.record.noise import lasting
 from argosy.record.ranks import Ranks
 
+Ratios = NDArray[np.float32]
 _WINDOW = 128  # records the loss is compared with
 _FEWEST = 16  # before anything is called a spike or a drop
-_RATE_FEWEST, _RATE_RECENT = 32, 5  # logs that say what is usual, and of which all have to be below it
-_RANK_WINDOW = 20  # logs over which a rank has to be slow, nine of ten times
+_RATE_SPANS, _RATE_FEWEST = (5, 20, 60), 32  # latest logs; logs before them that say what is usual
+_RANK_SPANS = (30, 100, 200)
+_LEAST_LATE_S = 1e-3  # a step: ranks that are later by less hold up nobody
 
-# Events that are news to whoever is not looking; `alert` is what the rules here make.
-NEWS = frozenset(
-    (
-        "alert",
-        "stall",
-        "rank-died",
-        "save-failed",
-        "non-finite",
-        "restart",
-        "gave-up",
-        "interrupted",
-        "done",
-        "sink-down",
-    )
-)
+# Events that say something is wrong, `alert` being what the rules here make; and those that are news to whoever is not looking.
+TROUBLE = frozenset(("alert", "stall", "rank-died", "save-failed", "non-finite", "failed", "gave-up"))
+NEWS = TROUBLE | {"restart", "interrupted", "done", "sink-down"}
 
 
 class Alerts:
@@ -47,9 +42,10 @@ class Alerts:
     def __init__(self, spec: AlertsSpec, root: Path) -> None:
         self._spec, self._root = spec, root
         self._losses: deque[float] = deque(maxlen=_WINDOW)
-        self._rates: deque[float] = deque(maxlen=_WINDOW)
-        self._ratios: dict[int, deque[float]] = {}
+        self._rates: deque[tuple[float, float]] = deque(maxlen=_WINDOW)  # (time, log of tokens/s)
+        self._ratios: deque[tuple[float, Ratios]] = deque(maxlen=_RANK_SPANS[-1])  # (time, log of each rank's ratio)
         self._raised: set[str] = set()
+        self._slow_ranks: set[int] = set()
 
     def observe(self, record: Record, ranks: Ranks | None = None) -> list[dict[str, Any]]:
         found = [*self._numbers(record), *self._rate(record), *self._disk()]
@@ -76,13 +72,16 @@ class Alerts:
             self._losses.append(loss)
 
     def _rate(self, record: Record) -> Iterator[dict[str, Any]]:
-        rate = record["tokens_per_s"]
-        self._rates.append(rate)
-        if len(self._rates) >= _RATE_FEWEST:
-            usual, recent = statistics.median(self._rates), list(self._rates)[-_RATE_RECENT:]
-            low, well = ((1 - share * self._spec.throughput_drop) * usual for share in (1.0, 0.5))
-            text = f"{statistics.median(recent):,.0f} tokens/s, and {usual:,.0f} is usual"
-            yield from self._when(max(recent) < low, "throughput-drop", text, well=statistics.median(recent) > well)
+        self._rates.append((record["time"], math.log(max(record["tokens_per_s"], 1e-9))))
+        if len(self._rates) < _RATE_FEWEST:
+            return
+        times, rates = zip(*self._rates, strict=True)
+        usual, limit = statistics.median(rates[: -_RATE_SPANS[0]]), -math.log1p(-min(self._spec.throughput_drop, 0.99))
+        below = [usual - rate for rate in rates]
+        latest = statistics.median(below[-_RATE_SPANS[0] :])
+        text = f"{math.exp(usual - latest):,.0f} tokens/s, and {math.exp(usual):,.0f} is usual"
+        drop = lasting(times, below, limit=limit, spans=_RATE_SPANS)
+        yield from self._when(drop is not None, "throughput-drop", text, well=latest < limit / 2)
 
     def _disk(self) -> Iterator[dict[str, Any]]:
         try:
@@ -93,29 +92,42 @@ class Alerts:
         yield from self._when(free < self._spec.disk_gib, "disk-low", text, free_gib=round(free, 3))
 
     def _slow(self, ranks: Ranks) -> Iterator[dict[str, Any]]:
-        for rank, ratio in enumerate(ranks.ratios()):
-            seen = self._ratios.setdefault(rank, deque(maxlen=_RANK_WINDOW))
-            seen.append(ratio)
-            if len(seen) < _RANK_WINDOW:
-                continue
-            usual, well = statistics.median(seen), 1 + self._spec.slow_rank / 2
-            slow = usual > 1 + self._spec.slow_rank and sum(r > well for r in seen) >= 0.9 * len(seen)
-            data = ranks.columns.get("data_s", [0.0] * (rank + 1))[rank]
-            own = ranks.columns["own_s"][rank] or 1e-12
-            text = f"rank {rank} takes {usual - 1:.0%} longer than its peers over the last {len(seen)} logs"
-            if data > 0.5 * own:
-                text += f", and waits for data {data / own:.0%} of it"
-            facts = {"rank": rank, "ratio": round(usual, 3)}
-            yield from self._when(slow, "slow-rank", text, name=f"slow-rank {rank}", well=usual < well, **facts)
+        ratios = np.log(np.maximum(np.array(ranks.ratios(), np.float32), 1e-6))
+        if self._ratios and len(self._ratios[-1][1]) != len(ratios):
+            self._ratios.clear()
+        self._ratios.append((ranks.time, ratios))
+        times, limit = [time for time, _ in self._ratios], math.log1p(self._spec.slow_rank)
+        table = np.stack([row for _, row in self._ratios])
+        means = [table[-count:].mean(0) for count in _RANK_SPANS]
+        suspects = np.flatnonzero(np.max(means, axis=0) > limit / 2)  # few, however many ranks there are
+        for rank in sorted({*suspects.tolist(), *self._slow_ranks}):
+            excess = table[:, rank].tolist()
+            late = lasting(times, excess, limit=limit, spans=_RANK_SPANS)
+            holds_up = late is not None and -math.expm1(-late) * ranks.columns["own_s"][rank] > _LEAST_LATE_S
+            if holds_up and late is not None and rank not in self._slow_ranks:
+                self._slow_ranks.add(rank)
+                yield {
+                    "alert": "slow-rank",
+                    "text": _told(ranks, rank, late),
+                    "rank": rank,
+                    "ratio": round(math.exp(late), 3),
+                }
+            elif statistics.median(excess[-_RANK_SPANS[0] :]) < limit / 2:
+                self._slow_ranks.discard(rank)
 
     def _when(
-        self, holds: bool, kind: str, text: str, *, name: str | None = None, well: bool | None = None, **facts: object
+        self, holds: bool, kind: str, text: str, *, well: bool = True, **facts: object
     ) -> Iterator[dict[str, Any]]:
-        """The alert, where it has just come to hold; it can be raised anew once all is `well`, or no longer holds."""
-        name = name or kind
+        """The alert, where it has just come to hold; it can be raised anew once it no longer holds and all is `well`."""
         if not holds:
-            if well is not False:
-                self._raised.discard(name)
-        elif name not in self._raised:
-            self._raised.add(name)
+            if well:
+                self._raised.discard(kind)
+        elif kind not in self._raised:
+            self._raised.add(kind)
             yield {"alert": kind, "text": text, **facts}
+
+
+def _told(ranks: Ranks, rank: int, late: float) -> str:
+    own, data = ranks.columns["own_s"][rank], ranks.columns.get("data_s", [])
+    waits = f", and waits for data {data[rank] / own:.0%} of its time" if data and data[rank] > 0.5 * own else ""
+    return f"rank {rank} takes {math.expm1(late):.0%} longer than its peers{waits}"

@@ -26,7 +26,7 @@ from argosy.config.watching import LogSpec
 from argosy.errors import ArgosyError
 from argosy.record.files import replace_file
 from argosy.record.heartbeat import read_heartbeats
-from argosy.record.jsonl import JsonlWriter, Record, now
+from argosy.record.jsonl import JsonlWriter, now
 from argosy.record.rundir import RunDir
 from argosy.record.sinks.asked import asked_sinks
 from argosy.record.sinks.sink import RunFacts, Sink
@@ -158,33 +158,6 @@ class Courier:
     def _step(self) -> int:
         return max((beat.get("step", 0) for beat in read_heartbeats(self.run.heartbeats).values()), default=0)
 
-    def watch_for_stalls(self) -> None:
-        """Until the run ends: an alert when no rank has moved, and nothing was logged, for longer than the spec allows."""
-        seen, since, told = "", time.monotonic(), False
-        while not self.ending.wait(min(_LOOK_S, self._spec.alerts.stall_s / 4)):
-            beats = read_heartbeats(self.run.heartbeats)
-            size = self.run.metrics.stat().st_size if self.run.metrics.exists() else 0
-            moved = str([size, *(beat.get("progress") for beat in beats.values())])
-            if moved != seen:
-                seen, since, told = moved, time.monotonic(), False
-            elif time.monotonic() - since > self._spec.alerts.stall_s and not told:
-                told = True
-                alert = stall_alert(beats, time.monotonic() - since)
-                self._events.write({"event": "alert", "step": self._step(), "time": now(), **alert})
-                print(f"alert: {alert['text']}", file=sys.stderr)
-
-
-def stall_alert(beats: dict[int, Record], seconds: float) -> Record:
-    """In words, who is furthest behind, and where."""
-    text = f"nothing has moved for {seconds:.0f} s"
-    if beats:
-        rank, beat = min(beats.items(), key=lambda item: (item[1].get("step", 0), item[1].get("progress", 0)))
-        text += (
-            f"; rank {rank} on {beat.get('host')} is furthest behind, at step {beat.get('step')} in {beat.get('phase')}"
-        )
-        return {"alert": "stall", "text": text, "rank": rank}
-    return {"alert": "stall", "text": text}
-
 
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -193,7 +166,6 @@ def main() -> None:
         os.nice(5)
     courier = Courier(Path(sys.argv[1]))
     courier.start()
-    threading.Thread(target=courier.watch_for_stalls, daemon=True).start()
     while os.read(0, 1 << 16):  # the trainer holds the other end open, and writes nothing
         pass
     courier.finish()

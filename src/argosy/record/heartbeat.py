@@ -42,14 +42,16 @@ class Heartbeat:
         self._writer: subprocess.Popen[bytes] | None = None
         self._page.write(self._progress)
 
-    def publish(self, directory: Path, world_size: int = 1) -> None:
-        """Write `directory/<rank>.json` from now on. A failure to do so is no reason not to train."""
+    def publish(self, directory: Path, world_size: int = 1, *, stalls: tuple[Path, float] | None = None) -> None:
+        """Write `directory/<rank>.json` from now on; with `stalls` also an alert to those events, where nothing moves for so many
+        seconds. A failure to do so is no reason not to train."""
         interval = min(15.0, max(1.0, world_size / 64))  # a shared file system has to bear all ranks
         facts = {
             "rank": self._rank, "host": os.uname().nodename, "pid": os.getpid(), "attempt": self._attempt,
             "collective": None,
         }  # fmt: skip
         arguments = [str(self._fd), str(directory / f"{self._rank}.json"), str(interval), orjson.dumps(facts).decode()]
+        arguments += [] if stalls is None else [str(part) for part in stalls]
         try:
             directory.mkdir(exist_ok=True)
             self._writer = subprocess.Popen(
@@ -67,6 +69,11 @@ class Heartbeat:
         longest = self._longest.get(phase, 0.0)
         self._progress = Progress(before.entered + 1, step, before.first, now, longest, phase)
         self._page.write(self._progress)
+
+    @property
+    def step(self) -> int:
+        """Under way, or done last."""
+        return self._progress.step
 
     def begin(self, first: int) -> None:
         """Step `first` is done, and this attempt goes on from there."""

@@ -1,8 +1,9 @@
 """Where the wall time of a run went: productive steps, and everything else by its cause.
 
 Every logged record carries the sums so far, so that a reader needs only the newest one. A resumed run goes on from its
-last record: the work that was logged after the checkpoint it resumed from moves from productive to lost, and the time
-between the two attempts is down time. What a killed attempt did after its last record is part of the latter.
+last record: the work that was logged after the checkpoint it resumed from moves from productive to lost, and so does what an
+attempt that failed did, or waited for, after its last record, up to the event that tells of its end; what follows is down time.
+Where ranks are started again within a job, its machines are held all the time, and nothing of it is down time.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 import orjson
 
 from argosy.record.jsonl import Record, now
+from argosy.record.rundir import RunDir
 
 PRODUCTIVE = "productive"
 PARTS = (PRODUCTIVE, "data", "evaluation", "save", "startup", "lost", "down")
@@ -23,7 +25,7 @@ MEANING = {
     "evaluation": "evaluation",
     "save": "saves that held up training",
     "startup": "from the start of the program to its first step",
-    "lost": "steps that were done again after a restart",
+    "lost": "steps that were done again after a failure, and the wait until it was noticed",
     "down": "between a stop and the next start",
 }
 
@@ -35,17 +37,20 @@ class Ledger:
         self.spent = {part: float((spent or {}).get(part, 0.0)) for part in PARTS}
 
     @classmethod
-    def resumed(cls, metrics: Path, step: int, started: float, *, rewound: bool = False) -> Ledger:
-        """Of a run that goes on from `step`, in a process that was `started` then (wall-clock seconds); one that was rewound
-        has lost what it did since its last record."""
-        newest, at = _last_records(metrics, step)
+    def resumed(cls, run: RunDir, step: int, started: float, *, held: bool = False) -> Ledger:
+        """Of a run that goes on from `step`, in a process that was `started` then (wall-clock seconds). `held`: the machines
+        have been all the time, as by a run that rewinds."""
+        newest, at = _last_records(run.metrics, step)
         if newest is None:
             return cls()
         ledger = cls(newest["spent"])
         kept = 0.0 if at is None else float(at["spent"][PRODUCTIVE])
         ledger.spent["lost"] += max(0.0, ledger.spent[PRODUCTIVE] - kept)
         ledger.spent[PRODUCTIVE] = kept
-        ledger.spent["lost" if rewound else "down"] += max(0.0, started - float(newest["time"]))
+        logged = float(newest["time"])
+        kind, ended = ("restart", started) if held else _last_event(run.events, logged, started)
+        ledger.spend("save" if kind in ("done", "interrupted") else "lost", ended - logged)
+        ledger.spend("down", started - ended)
         return ledger
 
     def spend(self, part: str, seconds: float) -> None:
@@ -90,6 +95,20 @@ def _last_records(metrics: Path, step: int) -> tuple[Record | None, Record | Non
             if record["step"] <= step:
                 return newest, record
     return newest, None
+
+
+def _last_event(events: Path, logged: float, started: float) -> tuple[str, float]:
+    """The newest event of the attempt before, and its time; when its last record was logged, where there is none. One that says
+    that ranks are started again is followed by that at once."""
+    for line in _lines_backwards(events):
+        try:
+            event = orjson.loads(line)
+            kind, time = str(event["event"]), float(event["time"])
+        except (orjson.JSONDecodeError, KeyError, TypeError, ValueError):
+            continue
+        if time <= started:
+            return (kind, started) if kind == "restart" else (kind, max(logged, time))
+    return "", logged
 
 
 def _lines_backwards(path: Path, block: int = 1 << 16) -> Iterator[bytes]:

@@ -1,6 +1,7 @@
 """The process beside a rank that writes its heartbeat: a separate one, so that neither a held GIL nor a stopped trainer stops it.
 
-The rank tells where it is by plain stores into a page both processes map. This file runs as a script of its own, without
+The rank tells where it is by plain stores into a page both processes map. Beside the first rank it also puts an alert on the
+record when that stands still, as it does when any rank does. This file runs as a script of its own, without
 Argosy, torch or site packages, so that it starts in milliseconds and needs a few megabytes: only the standard library
 may be imported here.
 """
@@ -68,10 +69,7 @@ def process_state(pid: int) -> tuple[str, int] | None:
         return None
 
 
-def _beat(page: Page, facts: dict[str, Any], beat: int, trainer: int) -> dict[str, Any] | None:
-    progress = page.read()
-    if progress is None:
-        return None
+def _beat(progress: Progress, facts: dict[str, Any], beat: int, trainer: int) -> dict[str, Any]:
     state, resident = process_state(trainer) or ("?", 0)
     now = time.monotonic()
     return facts | {
@@ -97,9 +95,53 @@ def _write(path: str, record: dict[str, Any]) -> None:
         pass  # the disk may be full or gone: the next beat tries again
 
 
+class Stalls:
+    """An alert in the run's events, once for each time that the rank stays in one phase for longer than `after_s` seconds, and
+    than four times the longest it took before."""
+
+    def __init__(self, events: str, heartbeats: str, after_s: float) -> None:
+        self._events, self._heartbeats, self._after_s = events, heartbeats, after_s
+        self._told = -1
+
+    def look(self, progress: Progress) -> None:
+        seconds = time.monotonic() - progress.since
+        if (
+            progress.phase == "done"
+            or progress.entered == self._told
+            or seconds < max(self._after_s, 4 * progress.longest)
+        ):
+            return
+        self._told = progress.entered
+        alert = {"event": "alert", "step": progress.step, "time": round(time.time(), 3), "alert": "stall"}
+        alert |= self._behind(seconds)
+        print(f"alert at step {progress.step}: {alert['text']}", file=sys.stderr, flush=True)
+        try:
+            with open(self._events, "ab", buffering=0) as file:
+                file.write(json.dumps(alert).encode() + b"\n")
+        except OSError:
+            pass  # whoever reads the terminal has it
+
+    def _behind(self, seconds: float) -> dict[str, Any]:
+        """In words, who is furthest behind, and where."""
+        text, beats = f"nothing has moved for {seconds:.0f} s", []
+        for name in os.listdir(self._heartbeats):
+            try:
+                if name.endswith(".json") and not name.startswith("."):
+                    with open(os.path.join(self._heartbeats, name)) as file:
+                        beats.append(json.load(file))
+            except (OSError, ValueError):
+                continue
+        if not beats:
+            return {"text": text}
+        last = min(beats, key=lambda beat: (beat.get("step", 0), beat.get("progress", 0)))
+        where = f"rank {last.get('rank')} on {last.get('host')} is furthest behind, at step {last.get('step')} in {last.get('phase')}"
+        return {"text": f"{text}; {where}", "rank": last.get("rank")}
+
+
 def main() -> None:
-    """FD PATH INTERVAL FACTS: until standard input, which the rank holds open, ends."""
+    """FD PATH INTERVAL FACTS [EVENTS SECONDS]: until standard input, which the rank holds open, ends."""
     fd, path, interval, facts = int(sys.argv[1]), sys.argv[2], float(sys.argv[3]), json.loads(sys.argv[4])
+    stalls = Stalls(sys.argv[5], os.path.dirname(path), float(sys.argv[6])) if len(sys.argv) > 5 else None
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # meant for the trainer, which may have much left to do
     page, trainer, beat = Page(fd), int(facts["pid"]), 0
@@ -107,9 +149,11 @@ def main() -> None:
     while not ended:
         beat += 1
         ended = bool(select.select([0], [], [], interval if beat > 1 else 0)[0]) or os.getppid() != trainer
-        record = _beat(page, facts, beat, trainer)
-        if record is not None:
-            _write(path, record | {"alive": not ended})
+        progress = page.read()
+        if progress is not None:
+            _write(path, _beat(progress, facts, beat, trainer) | {"alive": not ended})
+            if stalls is not None and not ended:
+                stalls.look(progress)
 
 
 if __name__ == "__main__":

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 import statistics
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from argosy.record.jsonl import Record
 
-# own_s: seconds a step of the rank's own work (data wait, forward, backward, optimiser), without waiting for others.
+# own_s: seconds of a usual step of the rank's own work (forward, backward, optimiser), without waiting for others, and of waiting for data.
 COLUMNS = ("own_s", "data_s", "memory_gib", "utilisation", "temperature", "power_w", "throttled")
 
 
@@ -41,15 +42,10 @@ class Ranks:
         return {"step": self.step, "time": self.time, "stages": self.stages, **rounded}
 
     def ratios(self) -> list[float]:
-        """Each rank's own work over the usual one of its stage."""
+        """Each rank's own work over the usual one of the other ranks of its stage."""
         own = self.columns["own_s"]
         each = max(1, len(own) // self.stages)
-        found: list[float] = []
-        for first in range(0, len(own), each):
-            group = own[first : first + each]
-            usual = statistics.median_low(group) or 1e-12
-            found += [value / usual for value in group]
-        return found
+        return [ratio for first in range(0, len(own), each) for ratio in _over_peers(own[first : first + each])]
 
     def summary(self) -> Record:
         """For the record of the step: the spread, who is slowest, and what the sensors say in all."""
@@ -69,6 +65,20 @@ class Ranks:
             if values:
                 record[f"gpu/{name}"] = together(values)
         return record
+
+
+def _over_peers(values: Sequence[float]) -> list[float]:
+    """Each over the median of the others."""
+    if len(values) < 2:
+        return [1.0] * len(values)
+    ordered, others = sorted(values), len(values) - 1
+    low, high = (others - 1) // 2, others // 2  # the middle of the others, counted without the one that is left out
+
+    def median_without(value: float) -> float:
+        at = bisect_left(ordered, value)
+        return (ordered[low + (at <= low)] + ordered[high + (at <= high)]) / 2
+
+    return [value / (median_without(value) or 1e-12) for value in values]
 
 
 def _rounded(value: float) -> float | None:

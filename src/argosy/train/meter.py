@@ -11,8 +11,8 @@ from argosy.record.jsonl import Record, now
 
 @dataclass
 class Meter:
-    """Rates are over the steps since the last log; the ETA is over all samples of this process but those of the first
-    step, which pays for warming up."""
+    """Rates are over the steps since the last log, without evaluations and saves; the ETA is over all samples of this process
+    but those of the first step, which pays for warming up, and with everything that came between them."""
 
     steps: int
     samples: int  # of the whole run
@@ -37,8 +37,6 @@ class Meter:
     def pause(self, seconds: float) -> None:
         """Leave the time of an evaluation or a save out of the rates."""
         self._since += seconds
-        if self._warm_at is not None:
-            self._warm_at += seconds
 
     def record(
         self,

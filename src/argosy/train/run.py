@@ -6,7 +6,8 @@ Whatever can be refused is refused before the run directory is touched.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,13 +25,14 @@ from argosy.config.watching import LogSpec
 from argosy.errors import ArgosyError
 from argosy.parallel.mesh import Mesh, joined
 from argosy.parallel.rank import open_heartbeat
+from argosy.parallel.rankfiles import RankFiles
 from argosy.parallel.ranks import find_world
 from argosy.plan.advise import predict
 from argosy.plan.auto import cluster_of, is_open, settle_layout
 from argosy.record.courier import carried
 from argosy.record.files import replace_file
-from argosy.record.heartbeat import clear_heartbeats
-from argosy.record.jsonl import JsonlWriter
+from argosy.record.heartbeat import Heartbeat, clear_heartbeats
+from argosy.record.jsonl import JsonlWriter, now
 from argosy.record.rundir import RunDir
 from argosy.record.sinks.asked import require_packages
 from argosy.train.device import name_of, prepare_device
@@ -70,14 +72,38 @@ def train(resolved: Resolved, source: Path | None, options: TrainOptions) -> int
         run = RunDir(Path(spec.runs_dir) / spec.name)
         changes = mesh.on_first(lambda: _open(run, trainer, resolved, source, options))
         try:
-            heartbeat.publish(run.heartbeats, world.size)
+            stalls = (run.events, spec.log.alerts.stall_s) if mesh.is_first else None
+            heartbeat.publish(run.heartbeats, world.size, stalls=stalls)
             if not mesh.is_first:
                 trainer.start_from(run)
             log = spec.log if mesh.is_first else LogSpec()
-            with carried(run, log), JsonlWriter(run.metrics) as metrics, JsonlWriter(run.events) as events:
+            with (
+                carried(run, log),
+                JsonlWriter(run.metrics) as metrics,
+                JsonlWriter(run.events) as events,
+                _told(events, mesh, heartbeat),
+            ):
                 return trainer.fit(run, metrics, events, changes or [], options.quiet)
         finally:
             run.close()
+
+
+@contextmanager
+def _told(events: JsonlWriter, mesh: Mesh, heartbeat: Heartbeat) -> Iterator[None]:
+    """A failure is put on the record: by the first rank where all refuse alike; what ends one rank by itself, unless an agent tells
+    of it, which knows what the others did."""
+    try:
+        yield
+    except Exception as error:
+        refusal = isinstance(error, ArgosyError)
+        if mesh.is_first if refusal else RankFiles.of(os.environ) is None:
+            about = (
+                error.as_dict()
+                if isinstance(error, ArgosyError)
+                else {"cause": f"{type(error).__name__}: {error}"[:2000]}
+            )
+            events.write({"event": "failed", "step": heartbeat.step, "time": now(), "rank": mesh.rank, **about})
+        raise
 
 
 def _open(run: RunDir, trainer: Trainer, resolved: Resolved, source: Path | None, options: TrainOptions) -> list[str]:

@@ -181,10 +181,12 @@ class Saving:
         return [f"saved {writing.path} in {writing.write_s:.1f}s{waited}"]
 
     def _failed(self, step: int, error: BaseException, last: bool) -> list[str]:
-        if not isinstance(error, ArgosyError) or last:
+        if not isinstance(error, ArgosyError):
             raise error
         self._failures += 1
         self._event("save-failed", step, cause=error.cause, in_a_row=self._failures)
+        if last:
+            raise error
         if self._failures >= self._spec.max_failures:
             raise ArgosyError(
                 error.code,

@@ -29,7 +29,7 @@ from argosy.record.sensors import FIELDS, Sensors
 from argosy.train.device import peak_memory_gib
 from argosy.train.memory import Memory
 from argosy.train.meter import Meter
-from argosy.train.phases import COMMUNICATION, Phases
+from argosy.train.phases import Phases
 from argosy.train.step import Step
 
 
@@ -53,7 +53,7 @@ class Telemetry:
         self._alerts = Alerts(spec.log.alerts, run.root)
         self._ranks = JsonlWriter(run.ranks)
         started = now() if rewound else process_started()
-        self._ledger = Ledger.resumed(run.metrics, first, started, rewound=rewound) if mesh.is_first else Ledger()
+        self._ledger = Ledger.resumed(run, first, started, held=rewound) if mesh.is_first else Ledger()
         self._ledger.spend("startup", now() - started)
         self._paused: dict[str, float] = {}
         self._logged = time.perf_counter()
@@ -92,10 +92,10 @@ class Telemetry:
         if result.expert_load is not None:
             record |= describe_load(result.expert_load)
         data_s = taken.waited_s / max(1, self._steps)
-        parts = self.phases.take()
+        parts, own_s = self.phases.take()
         record |= {f"time/{name}": seconds for name, seconds in ({"data": data_s} | parts).items()}
         record |= self._memory_parts(memory)
-        ranks = self._exchange(taken.step, parts, data_s, memory)
+        ranks = self._exchange(taken.step, own_s + data_s, data_s, memory)
         record |= ranks.summary()
         record |= self._account(taken.waited_s)
         self._steps = 0
@@ -122,10 +122,9 @@ class Telemetry:
         }
         return {f"memory/{n}": v for n, v in (kept | {"rest": max(0.0, peak - sum(kept.values()))}).items()}
 
-    def _exchange(self, step: int, parts: dict[str, float], data_s: float, memory: float) -> Ranks:
-        own = data_s + sum(seconds for name, seconds in parts.items() if name != COMMUNICATION)
+    def _exchange(self, step: int, own_s: float, data_s: float, memory: float) -> Ranks:
         sensed = self._sensors.read()
-        mine = [own, data_s, memory, *(sensed.get(field, math.nan) for field in FIELDS)]
+        mine = [own_s, data_s, memory, *(sensed.get(field, math.nan) for field in FIELDS)]
         return Ranks.of(self._mesh.gathered(mine), step=step, time=now(), stages=self._stages)
 
     def _account(self, waited_s: float) -> Record:

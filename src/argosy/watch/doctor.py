@@ -23,7 +23,19 @@ _FULL_BYTES = 16 << 20  # a file system with less is full
 _STALE_S = 30.0  # a heart beat older than this was written by nobody
 
 # Weights: how directly a finding explains that training does not go on.
-STALL, FULL, DEATH, KNOWN, NUMBERS, DISK, OVERFLOW, SLOW, WARNING, NOTE = 95, 92, 90, 85, 80, 75, 60, 50, 40, 10
+STALL, FULL, DEATH, KNOWN, NUMBERS, FAILED, DISK, OVERFLOW, SLOW, WARNING, NOTE = (
+    95,
+    92,
+    90,
+    85,
+    80,
+    77,
+    75,
+    60,
+    50,
+    40,
+    10,
+)
 
 
 @dataclass(frozen=True)
@@ -102,6 +114,16 @@ def _events(run: Run) -> Iterator[Finding]:
             text = f"the checkpoint of step {event.get('step')} could not be written: {event.get('cause') or event.get('text')}"
             yield Finding(
                 DISK, text, "free some space, or move runs_dir; the older checkpoints are good", evidence, "save-failed"
+            )
+        elif kind == "failed":
+            known = next(iter(matches(cause.splitlines(), "events.jsonl")), None)
+            fix = event.get("fix") or (
+                known.failure.fix if known else "the same command goes on from the last checkpoint"
+            )
+            text = f"rank {rank} ended at step {event.get('step')}: {known.failure.cause if known else cause}"
+            evidence += [f"  {cause}"] if known else []
+            yield Finding(
+                FAILED, text, str(fix), evidence, known.failure.name if known else str(event.get("code", kind))
             )
         elif kind == "gave-up":
             yield Finding(

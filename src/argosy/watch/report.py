@@ -11,6 +11,7 @@ from argosy.config.counts import describe_size
 from argosy.config.layout import describe_layout
 from argosy.config.schema import RunSpec
 from argosy.errors import ArgosyError
+from argosy.record.alerts import TROUBLE
 from argosy.record.console import amount, clock
 from argosy.watch.doctor import NOTE, diagnose
 from argosy.watch.facts import config_rows, predicted, waterfall
@@ -22,22 +23,7 @@ _CHARTS = (
     ("Learning rate", ("lr",)), ("Step time, s", ("time/forward_backward", "time/optimizer", "time/communication", "time/data")),
     ("Memory, GiB", ("memory_gib",)),
 )  # fmt: skip
-_INCIDENTS = frozenset(
-    (
-        "alert",
-        "stall",
-        "rank-died",
-        "restart",
-        "resume",
-        "rewind",
-        "skip",
-        "save-failed",
-        "non-finite",
-        "gave-up",
-        "interrupted",
-        "sink-down",
-    )
-)
+_INCIDENTS = TROUBLE | {"restart", "resume", "rewind", "skip", "interrupted", "sink-down"}
 _STYLE = """
 :root{color-scheme:light dark;--ink:#1d2125;--soft:#5c656e;--line:#dfe2e6;--paper:#fff;--c0:#1f5fbf;--c1:#c2410c;--c2:#0f766e;--c3:#7c3aed}
 @media (prefers-color-scheme:dark){:root{--ink:#e6e8ea;--soft:#9aa4ad;--line:#30363c;--paper:#14171a;--c0:#79aaff;--c1:#ff9a6b;--c2:#4fd1c5;--c3:#b79bff}}

@@ -15,6 +15,7 @@ from typing import Any
 import orjson
 
 from argosy.errors import ArgosyError
+from argosy.record.alerts import TROUBLE
 from argosy.record.heartbeat import read_heartbeats
 from argosy.record.jsonl import Record
 from argosy.record.ranks import Ranks
@@ -148,7 +149,7 @@ class Run:
             "records": self.series.count,
             "reading": self._reading(),
             "last": {key: last[key] for key in keys if key in last},
-            "alerts": sum(event.get("event") == "alert" for event in self.events()),
+            "alerts": sum(event.get("event") in TROUBLE for event in self.events()),
         }
 
     def _reading(self) -> float | None:
@@ -160,7 +161,7 @@ class Run:
         return None if self.series.size_read >= size * 0.999 or not size else self.series.size_read / size
 
 
-_ENDS = frozenset(("start", "resume", "restart", "done", "interrupted", "non-finite", "gave-up", "rank-died"))
+_ENDS = frozenset(("start", "resume", "restart", "done", "interrupted", "non-finite", "failed", "gave-up", "rank-died"))
 
 
 def is_held(root: Path) -> bool:
