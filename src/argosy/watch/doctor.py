@@ -171,6 +171,9 @@ def _details(event: Record) -> list[str]:
     return lines + ([f"more in {event['debug']}"] if event.get("debug") else [])
 
 
+_BESIDE = ("alert", "sink-down", "sink-up")  # events that may follow the one that ends a run
+
+
 def _ranks_now(run: Run) -> Iterator[Finding]:
     """Who stands still or is gone, by the heart beats alone: for runs without a supervisor, and while it still waits."""
     beats = run.heartbeats()
@@ -178,7 +181,8 @@ def _ranks_now(run: Run) -> Iterator[Finding]:
         return
     dead = {rank: beat for rank, beat in beats.items() if beat.get("alive") is False and beat.get("phase") != "done"}
     held = is_held(run.root)
-    stopped = run.events() and run.events()[-1].get("event") in ("done", "interrupted", "non-finite", "skip", "rewind")
+    said = [event.get("event") for event in run.events() if event.get("event") not in _BESIDE]
+    stopped = said and said[-1] in ("done", "interrupted", "non-finite", "failed", "skip", "rewind")
     lines = [_told(rank, beat) for rank, beat in list(beats.items())[:16]]
     if dead and not stopped:
         rank, beat = min(dead.items(), key=lambda item: item[1].get("time", 0.0))
