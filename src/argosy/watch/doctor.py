@@ -143,7 +143,8 @@ def _skipped(skips: list[Record], newest: list[Record], run: Run) -> Iterator[Fi
         return
     last, rewinds = skips[-1], sum(event.get("event") == "rewind" for event in newest)
     broken = last.get("reason") == "non-finite"
-    ended = newest[-1].get("event") in ("skip", "rewind") and not is_held(run.root)
+    said = [event.get("event") for event in newest if event.get("event") not in (*_BESIDE, "failed")]
+    ended = said[-1] in ("skip", "rewind") and not is_held(run.root)
     what = f"the loss is {_short(last.get('loss'))} and the gradient norm {_short(last.get('grad_norm'))}"
     text = f"{len(skips)} steps were skipped, the last at step {last.get('step')}, where {what}" + (
         f", and {rewinds} rewinds did not help" if rewinds else ""
