@@ -109,7 +109,7 @@ def test_killed_at_random_moments_many_times_is_bit_equal(spec: Path) -> None:
         assert outcome(finish(spec, name)) == expected
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_polite_signal_saves_this_step_and_asks_to_be_run_again(spec: Path, number: int) -> None:
     process = start(spec, "stopped")
     run = spec.parent / "runs" / "stopped"

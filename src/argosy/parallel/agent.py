@@ -25,6 +25,7 @@ from argosy.parallel.ranks import Nodes
 from argosy.parallel.supervisor import Supervisor
 from argosy.record.rundir import RunDir
 
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # to the ranks, which stop in order
 _TRY_AGAIN_S = 2.0  # after a node that others wait for was not found
 
 
@@ -146,7 +147,7 @@ def _take_signals(supervisor: Supervisor) -> Callable[[], None]:
             raise KeyboardInterrupt  # no rank has begun: the agent ends them
         supervisor.forward(number)
 
-    previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, forward) for number in _PASSED_ON}
 
     def restore() -> None:
         for number, handler in previous.items():

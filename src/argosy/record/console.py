@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from argosy.record.jsonl import Record
 
 STEP_LINE = r"step [0-9]+/[0-9]+ \| loss "  # how a line about a step begins, for those who watch logs
+STEP_LINES, EVERY_NODE = (
+    "ARGOSY_STEP_LINES",
+    "node",
+)  # set so, the first rank of every node prints these lines, and not only the first of all
 
 
 class Console(Protocol):
@@ -21,7 +26,7 @@ class Console(Protocol):
 def open_console(*, first: int, last: int, quiet: bool = False) -> Console:
     """The view for steps `first`..`last`: bar or lines, by what standard output is."""
     if quiet:
-        return Quiet()
+        return Beats() if _watched(os.environ) else Quiet()
     if sys.stdout.isatty():
         return Bar(first, last)
     return Lines()
@@ -32,6 +37,10 @@ class Quiet:
     def advance(self, step: int) -> None: ...
     def note(self, text: str) -> None: ...
     def close(self) -> None: ...
+
+
+def _watched(environ: Mapping[str, str]) -> bool:
+    return environ.get(STEP_LINES) == EVERY_NODE and environ.get("LOCAL_RANK", "0") == "0"
 
 
 class Lines:
@@ -54,6 +63,15 @@ class Lines:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def close(self) -> None: ...
+
+
+class Beats(Lines):
+    """Lines about steps and nothing else: signs of life for whoever watches this node's log."""
+
+    def step(self, record: Record) -> None:
+        super().note(describe(record))
+
+    def note(self, text: str) -> None: ...
 
 
 class Bar:

@@ -160,7 +160,7 @@ class Courier:
 
 
 def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # meant for the trainer, whose end ends this too
     with contextlib.suppress(OSError):
         os.nice(5)

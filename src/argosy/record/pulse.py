@@ -142,7 +142,7 @@ def main() -> None:
     """FD PATH INTERVAL FACTS [EVENTS SECONDS]: until standard input, which the rank holds open, ends."""
     fd, path, interval, facts = int(sys.argv[1]), sys.argv[2], float(sys.argv[3]), json.loads(sys.argv[4])
     stalls = Stalls(sys.argv[5], os.path.dirname(path), float(sys.argv[6])) if len(sys.argv) > 5 else None
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # meant for the trainer, which may have much left to do
     page, trainer, beat = Page(fd), int(facts["pid"]), 0
     ended = False

@@ -1,7 +1,8 @@
-"""Ctrl-C and SIGTERM: the first asks for an orderly stop after this step, the second ends the process at once.
+"""Ctrl-C, SIGTERM and SIGUSR1: the first asks for an orderly stop after this step, the second ends the process at once.
 
-One request may arrive twice: Slurm signals every process of a job, and the agent passes on what it gets. What comes within
-less than half a second of the first is the first.
+SIGUSR1 is what HyperPod's agent sends to end a run in order, and many Slurm scripts before the time limit. One request may arrive
+twice: Slurm signals every process of a job, and the agent passes on what it gets. What comes within less than half a second of the
+first is the first.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Interrupt:
 
     def __enter__(self) -> Interrupt:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
                 self._previous[number] = signal.signal(number, self._handle)
         return self
 

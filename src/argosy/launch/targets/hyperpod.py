@@ -1,7 +1,8 @@
 """HyperPodPyTorchJob: SageMaker HyperPod's own operator, its agent in each pod, and a watch on the log for runs that hang.
 
-The agent (`hyperpodrun`, in place of `--nproc`) is told by the operator where to meet. A run that has printed no line about a step
-for long is restarted; how long follows from the planner's step time.
+The agent (`hyperpodrun`, in place of `--nproc`) is told by the operator where to meet. In each pod it reads what the first rank there
+prints, from a file it has to be asked to keep, and reports the pod as hanging when no line about a step has come for long; how long
+follows from the planner's step time. So the first rank of every node prints those lines.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from argosy.launch.names import require_room
 from argosy.launch.placement import Placement
 from argosy.launch.pod import Manifest, job_metadata, nvlink_domain, pod_template
 from argosy.launch.stages import SPEC_FILE
-from argosy.record.console import STEP_LINE
+from argosy.record.console import EVERY_NODE, STEP_LINE, STEP_LINES
 
 AGENT_PORT = 8080
+AGENT_LOGS = "/tmp/hyperpod"
+AGENT_STATE = "/opt/ml/input/config"  # the agent writes there, and the root file system is read-only
 CONTAINER = "argosy"
 _START_S = 3600  # images, data, first compilation
 _LEAST_SILENCE_S = 600
@@ -21,7 +24,8 @@ _LEAST_SILENCE_S = 600
 def hyperpod_job(placed: Placement) -> list[Manifest]:
     cluster, name = placed.cluster, placed.name
     require_room(name, f"-pods-{cluster.nodes + cluster.spares - 1}")
-    template = pod_template(placed, "train", CONTAINER)
+    env = {"NNODES": str(cluster.nodes), STEP_LINES: EVERY_NODE}
+    template = pod_template(placed, "train", CONTAINER, env)
     template["spec"]["restartPolicy"] = "OnFailure"
     container = template["spec"]["containers"][0]
     container["command"] = ["hyperpodrun"]
@@ -29,6 +33,8 @@ def hyperpod_job(placed: Placement) -> list[Manifest]:
         f"--nnodes={cluster.nodes}",
         f"--nproc-per-node={placed.ranks}",
         f"--server-port={AGENT_PORT}",
+        "--tee=3",
+        f"--log-dir={AGENT_LOGS}",
         "--shutdown-signal=SIGTERM",
         f"--shutdown-timeout={int(cluster.grace.amount)}",
         "-m",
@@ -38,6 +44,8 @@ def hyperpod_job(placed: Placement) -> list[Manifest]:
         *placed.overrides,
     ]
     container.setdefault("ports", []).append({"containerPort": AGENT_PORT, "name": "agent"})
+    container["volumeMounts"].append({"name": "agent", "mountPath": AGENT_STATE})
+    template["spec"]["volumes"].append({"name": "agent", "emptyDir": {"sizeLimit": "1Gi"}})
     replicas = {"name": "pods", "replicas": cluster.nodes, "spares": cluster.spares, "template": template}
     job = {
         "apiVersion": "sagemaker.amazonaws.com/v1",
@@ -64,10 +72,14 @@ def _policy(placed: Placement) -> Manifest:
 
 
 def _silence(placed: Placement) -> int:
-    """Seconds without a line that mean a hang: ten times what lies between two lines."""
-    every = placed.spec.log.every
-    if every.unit == "seconds":
-        return max(_LEAST_SILENCE_S, int(10 * every.amount))
-    steps = every.steps(placed.spec.train.batches, seq_len=placed.spec.data.seq_len) or 1
+    """Seconds without a line that mean a hang: ten times what lies between two lines, beside an evaluation."""
+    spec, every = placed.spec, placed.spec.log.every
     seconds = 60.0 if placed.prediction is None else float(placed.prediction["step_s"])
-    return max(_LEAST_SILENCE_S, int(10 * steps * seconds))
+    evaluation = 0.0 if spec.eval is None else spec.eval.batches * seconds  # a batch costs less than a step
+    between = every.amount if every.unit == "seconds" else seconds * _steps(placed)
+    return max(_LEAST_SILENCE_S, int(10 * between + evaluation))
+
+
+def _steps(placed: Placement) -> int:
+    spec = placed.spec
+    return spec.log.every.steps(spec.train.batches, seq_len=spec.data.seq_len) or 1
