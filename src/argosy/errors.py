@@ -69,6 +69,7 @@ CODES: Final[dict[str, str]] = {
     "launch.world-size": "There are more or fewer processes than the layout needs.",
     "launch.api": "The Kubernetes API server is not configured, or does not answer.",
     "launch.fabric": "The network between the nodes is not known, cannot do what is asked, or would silently be TCP.",
+    "launch.image": "The container image is not named so that it stays the same.",
     "launch.missing-extra": "An optional Python package is needed to talk to a cluster.",
     "launch.name-too-long": "A run's name leaves no room for what Kubernetes and its operators append to it.",
     "launch.namespace": "The operator does not look after jobs in this namespace.",

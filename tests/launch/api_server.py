@@ -82,7 +82,8 @@ class ApiServer:
         container = {"name": "argosy", "resources": {"limits": {"memory": "8Gi"}}}
         volumes = [{"name": "storage", "persistentVolumeClaim": {"claimName": "fsx-shared-pvc"}}]
         spec = {"containers": [container], "volumes": volumes, "nodeName": f"node-{index}"}
-        self.put("pods", {"kind": "Pod", "metadata": {"name": name, "labels": labels}, "spec": spec, "status": status})
+        metadata = {"name": name, "labels": labels, "annotations": {"argosy/ranks": "8"}}
+        self.put("pods", {"kind": "Pod", "metadata": metadata, "spec": spec, "status": status})
 
     def event(self, about: str, reason: str, message: str) -> None:
         document = {"metadata": {"name": f"{about}.{self.version}"}, "type": "Warning", "reason": reason}

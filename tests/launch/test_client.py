@@ -141,6 +141,36 @@ def test_launching_again_follows_what_runs_and_refuses_other_settings(
     assert "argosy stop" in refused.value.fix
 
 
+def test_the_spec_of_a_run_that_is_going_is_left_alone(
+    server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pods read it when they are made anew: it has to stay what they were started with."""
+    spec = tmp_path / "run.yaml"
+    spec.write_text(GPU_EXAMPLE.read_text())
+
+    def launch(**options: Any) -> int:
+        return Conductor(connect("training"), place(spec, TRAIN_ONLY), lambda text: None).run(follow=False, **options)
+
+    launch()
+    spec.write_text(GPU_EXAMPLE.read_text().replace("lr: 1.0e-5", "lr: 9.0e-5"))
+    for options in ({}, {"only": "train"}):
+        with pytest.raises(ArgosyError, match="is running with other settings"):
+            launch(**options)
+    assert "lr: 1.0e-5" in server.objects["configmaps", f"{RUN}-spec"]["data"]["run.yaml"]
+    spec.write_text(GPU_EXAMPLE.read_text() + "# a remark changes nothing\n")
+    assert launch() == 0
+
+
+@pytest.mark.parametrize("gang", ["volcano", "coscheduling"])
+def test_a_group_of_pods_goes_with_its_job(
+    gang: str, server: ApiServer, launch: Callable[..., tuple[int, list[str]]]
+) -> None:
+    launch(*TRAIN_ONLY, f"cluster.gang={gang}", follow=False)
+    assert ("podgroups", RUN) in server.objects
+    stop(connect("training"), RUN)
+    assert ("podgroups", RUN) not in server.objects
+
+
 def test_after_a_stop_it_goes_on_with_another_number_of_nodes(
     server: ApiServer, launch: Callable[..., tuple[int, list[str]]]
 ) -> None:
@@ -293,12 +323,14 @@ def test_logs_of_a_rank_come_from_its_pod_and_survive_a_lost_connection(
     launch(*TRAIN_ONLY, follow=False)
     running(server)
     run = runs.find(RUN, "training")
-    lines = list(runs.logs(run, rank=9, ranks_per_pod=8, follow=False, tail=2))
+    lines = list(runs.logs(run, rank=9, follow=False, tail=2))
     assert lines == [f"{STEP.format(n=n)} pod 1" for n in (3, 4)]
     server.cut_logs_after = 3
     later(lambda: server.condition("jobsets", RUN, "Completed"), lambda: server.cut_logs_after is None)
-    lines = list(runs.logs(run, rank=0, ranks_per_pod=8, follow=True, tail=None))
+    lines = list(runs.logs(run, rank=0, follow=True, tail=None))
     assert lines == [f"{STEP.format(n=n)} pod 0" for n in range(5)]
+    with pytest.raises(ArgosyError, match="2 pods of 8 ranks, and none holds rank 16"):
+        list(runs.logs(run, rank=16, follow=False, tail=None))
 
 
 def test_a_watch_that_ends_is_taken_up_again(server: ApiServer, launch: Callable[..., tuple[int, list[str]]]) -> None:

@@ -84,25 +84,47 @@ def test_the_schemas_written_here_refuse_unknown_fields(schema: dict[str, Any], 
 
 
 @pytest.mark.parametrize("gang", ["volcano", "coscheduling"])
-@pytest.mark.parametrize("target", ["jobset", "pytorchjob", "trainjob"])
+@pytest.mark.parametrize("target", ["jobset", "indexed-job", "pytorchjob", "trainjob"])
 def test_gangs_are_groups_of_all_nodes(gang: str, target: str) -> None:
     documents = list(objects_of(render(place(GPU_EXAMPLE, [f"cluster.gang={gang}"], target))))
     text = str(documents)
-    if target == "jobset":
-        [group] = [d for d in documents if d["kind"] == "PodGroup"]
+    groups = {d["metadata"]["name"]: d for d in documents if d["kind"] == "PodGroup"}
+    assert f"{documents[0]['metadata']['labels']['argosy/run']}-preflight" in groups, "its pods wait for each other too"
+    for group in groups.values():
         check_strictly(group, POD_GROUPS[gang])
         assert group["spec"]["minMember"] == 2
-        assert f"'{group['metadata']['name']}'" in text
+    for job in [d for d in documents if d["kind"] in ("Job", "JobSet")]:
+        for template in _templates(job):
+            if template["spec"].get("schedulerName"):
+                metadata = template["metadata"]
+                member = {**metadata["labels"], **metadata["annotations"]}.keys()
+                assert {"scheduling.k8s.io/group-name", "scheduling.x-k8s.io/pod-group"} & member
+    if target in ("jobset", "indexed-job"):
+        assert len(groups) == 2
     elif target == "pytorchjob":
         assert "'schedulingPolicy': {'minAvailable': 2}" in text
     else:
         assert f"'podGroupPolicy': {{'{gang}'" in text
 
 
+def _templates(node: Any) -> Iterable[dict[str, Any]]:
+    """Every pod template inside an object."""
+    if isinstance(node, dict):
+        if "containers" in node.get("spec", {}):
+            yield node
+        for child in node.values():
+            yield from _templates(child)
+    elif isinstance(node, list):
+        for child in node:
+            yield from _templates(child)
+
+
 def test_a_rack_of_one_nvlink_domain_claims_its_channel() -> None:
     rack = ["cluster.instance=p6e-gb200.36xlarge", "parallel.dp_shard=4", "cluster.cpus=100", "cluster.memory=800Gi"]
     documents = list(objects_of(render(place(GPU_EXAMPLE, rack))))
-    [domain] = [d for d in documents if d["kind"] == "ComputeDomain"]
+    domain, *more = [d for d in documents if d["kind"] == "ComputeDomain"]
+    assert more == [domain], "preflight needs it before training does"
+    assert documents.index(domain) < next(n for n, d in enumerate(documents) if list(pods_of(d)) and "claims" in str(d))
     assert domain["spec"]["numNodes"] == 2
     job = next(d for d in documents if d["kind"] == "JobSet")
     [pod] = pods_of(job)

@@ -35,6 +35,15 @@ from argosy.launch.render import render
         (["cluster.storage={claim: a, sku: x}"], "config.conflict", "cluster.storage.sku"),
         (["cluster.storage={claim: a, kind: fsx}"], "config.missing-key", "cluster.storage.subnet"),
         (["cluster.storage={claim: a, kind: azure-lustre, size: 20Ti}"], "launch.storage", "cluster.storage.size"),
+        (["cluster.image=r/argosy"], "launch.image", "cluster.image"),
+        (["cluster.image=r:5000/argosy:latest"], "launch.image", "cluster.image"),
+        (["cluster.env={A: b}", "cluster.secrets={A: s/k}"], "config.conflict", "cluster.env.A"),
+        (["cluster.interface=^lo"], "config.bad-value", "cluster.interface"),
+        (
+            [*HYPERPOD, "cluster.target=hyperpod", "cluster.operator=sagemaker", "cluster.gang=volcano"],
+            "config.conflict",
+            "cluster.gang",
+        ),
         ([f"name={'a' * 48}"], "launch.name-too-long", "name"),
     ],
 )
@@ -140,3 +149,36 @@ def test_what_is_stored_outlives_the_run(store: str, kinds: list[str]) -> None:
         assert document["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
         policy = document.get("reclaimPolicy") or document["spec"].get("persistentVolumeReclaimPolicy", "Retain")
         assert policy == "Retain"
+
+
+def test_an_image_by_its_tag_is_looked_for_again_and_one_by_its_digest_is_not() -> None:
+    for image, policy in {"r:5000/argosy:1.2": "Always", f"r/argosy@sha256:{'0' * 64}": "IfNotPresent"}.items():
+        for document in objects_of(render(place(GPU_EXAMPLE, [f"cluster.image={image}"]))):
+            for pod in pods_of(document):
+                assert pod["containers"][0]["imagePullPolicy"] == policy
+
+
+CPUS = [
+    "cluster.instance=null",
+    "cluster.gpus=0",
+    "cluster.cpus=8",
+    "cluster.memory=16Gi",
+    "parallel.tp=1",
+    "parallel.dp_shard=2",
+]
+
+
+def test_nodes_without_gpus_need_no_fabric_and_take_the_interface_they_are_given() -> None:
+    placed = place(GPU_EXAMPLE, [*CPUS, "cluster.interface=eth1"])
+    assert placed.fabric == "none"
+    for document in objects_of(render(placed)):
+        for pod in pods_of(document):
+            environment = {entry["name"]: entry.get("value") for entry in pod["containers"][0]["env"]}
+            assert not [name for name in environment if name.startswith("NCCL")]
+            assert environment.get("GLOO_SOCKET_IFNAME") == ("eth1" if "ARGOSY_WORKERS" not in environment else None)
+
+
+def test_a_variable_from_a_secret_takes_the_place_of_our_own() -> None:
+    for document in objects_of(render(place(GPU_EXAMPLE, ["cluster.secrets={HF_HOME: s/k}"]))):
+        for pod in pods_of(document):
+            assert [entry["name"] for entry in pod["containers"][0]["env"]].count("HF_HOME") == 1

@@ -33,14 +33,13 @@ def logs(
     namespace: Namespace = None,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on as lines come.")] = False,
     rank: Annotated[int, typer.Option(min=0, help="The log of the pod that holds this rank.")] = 0,
-    ranks_per_pod: Annotated[int, typer.Option(min=1, help="Ranks in a pod.")] = 8,
     tail: Annotated[int | None, typer.Option(min=0, help="Only the last lines.")] = None,
 ) -> None:
     """The log of a launched run; a lost connection is taken up again."""
     from argosy.launch.runs import find
     from argosy.launch.runs import logs as lines
 
-    for line in lines(find(run, namespace), rank=rank, ranks_per_pod=ranks_per_pod, follow=follow, tail=tail):
+    for line in lines(find(run, namespace), rank=rank, follow=follow, tail=tail):
         print(line, flush=follow)
 
 

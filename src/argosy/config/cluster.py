@@ -21,6 +21,7 @@ DnsName = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$"
 Quantity = Annotated[str, Field(pattern=r"^[1-9][0-9]*(Mi|Gi|Ti|Pi)$")]
 AbsolutePath = Annotated[str, Field(pattern=r"^/[A-Za-z0-9._/-]+$")]
 SecretKey = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]*/[A-Za-z0-9._-]+$")]
+InterfaceName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]*$")]  # one: Gloo takes no list and no `^`
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 
@@ -102,7 +103,7 @@ class ClusterSpec(Section):
     )
     nic_resource: str | None = Field(None, description="resource name of a network card; default: by cloud and fabric")
     nics: Whole | None = Field(None, description="network cards of a pod; default: the instance's")
-    interface: str | None = Field(None, description="the one network interface for set-up traffic, as eth0")
+    interface: InterfaceName | None = Field(None, description="the one network interface for set-up traffic, as eth0")
     sharp: bool = Field(
         False, description="in-network reductions (InfiniBand SHARP); preflight checks that they are used"
     )

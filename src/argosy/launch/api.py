@@ -33,10 +33,8 @@ _PLURALS = {  # kind -> (path of its API group and version, plural); whether it 
     "TrainingRuntime": ("apis/trainer.kubeflow.org/v1alpha1", "trainingruntimes"),
     "HyperPodPyTorchJob": ("apis/sagemaker.amazonaws.com/v1", "hyperpodpytorchjobs"),
     "ComputeDomain": ("apis/resource.nvidia.com/v1beta1", "computedomains"),
-}
-_GROUPS = {
-    "scheduling.volcano.sh/v1beta1": "apis/scheduling.volcano.sh/v1beta1",
-    "scheduling.x-k8s.io/v1alpha1": "apis/scheduling.x-k8s.io/v1alpha1",
+    "PodGroup.scheduling.volcano.sh": ("apis/scheduling.volcano.sh/v1beta1", "podgroups"),
+    "PodGroup.scheduling.x-k8s.io": ("apis/scheduling.x-k8s.io/v1alpha1", "podgroups"),
 }
 _NO_NAMESPACE = ("PersistentVolume", "StorageClass")
 _AGAIN = (409, 429, 500, 502, 503, 504)
@@ -74,9 +72,7 @@ class Cluster:
         """Make it so, whatever is there (server-side apply). Fields the server does not know are refused, not dropped."""
         query = {"fieldManager": MANAGER, "force": "true", "fieldValidation": "Strict"}
         headers = {"Content-Type": "application/apply-patch+yaml"}
-        self._ask(
-            "PATCH", self._path(document["kind"], document["metadata"]["name"], document), query, headers, document
-        )
+        self._ask("PATCH", self._path(kind_of(document), document["metadata"]["name"]), query, headers, document)
 
     def get(self, kind: str, name: str) -> Manifest | None:
         try:
@@ -98,7 +94,7 @@ class Cluster:
             found = self._json("GET", self._path(kind), query)
         except Absent:
             return [], ""
-        items = [item | {"kind": item.get("kind", kind)} for item in found.get("items", [])]
+        items = [item | {"kind": kind} for item in found.get("items", [])]
         return items, str(found.get("metadata", {}).get("resourceVersion", ""))
 
     def delete(self, kind: str, name: str) -> bool:
@@ -129,11 +125,8 @@ class Cluster:
         query |= {} if since is None else {"sinceTime": since}
         yield from self._lines("GET", f"{self._path('Pod', pod)}/log", query, wait=600.0 if follow else 60.0)
 
-    def _path(self, kind: str, name: str | None = None, document: Manifest | None = None) -> str:
-        if kind == "PodGroup" and document is not None:
-            base, plural = _GROUPS[document["apiVersion"]], "podgroups"
-        else:
-            base, plural = _PLURALS[kind]
+    def _path(self, kind: str, name: str | None = None) -> str:
+        base, plural = _PLURALS[kind]
         place = "" if kind in _NO_NAMESPACE else f"/namespaces/{self.namespace}"
         return f"/{base}{place}/{plural}" + ("" if name is None else f"/{name}")
 
@@ -252,6 +245,12 @@ def connect(namespace: str | None, *, in_cluster: bool = False, patience: Patien
         ) from None
     default = (current.get("context") or {}).get("namespace") or "default"
     return Cluster(client.ApiClient(settings), namespace or default, patience)
+
+
+def kind_of(document: Manifest) -> str:
+    """As it is found by; two schedulers have a kind of the same name."""
+    group = str(document["apiVersion"]).partition("/")[0]
+    return f"PodGroup.{group}" if document["kind"] == "PodGroup" else str(document["kind"])
 
 
 def _quoted(value: str) -> str:

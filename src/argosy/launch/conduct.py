@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from argosy.errors import EXIT_DONE, ArgosyError
-from argosy.launch.api import Cluster, Forbidden
+from argosy.launch.api import Cluster, Forbidden, kind_of
 from argosy.launch.placement import Placement
 from argosy.launch.pod import RUN_LABEL, STAGE_LABEL, Manifest
 from argosy.launch.render import kubernetes_objects, stage_objects
@@ -22,6 +22,13 @@ from argosy.launch.states import State, pod_number, stage_state
 
 DIGEST = "argosy/digest"
 JOB_KINDS = ("Job", "JobSet", "PyTorchJob", "TrainJob", "HyperPodPyTorchJob")
+_BESIDE = (  # what a stage's job needs, and goes with it
+    "TrainingRuntime",
+    "ComputeDomain",
+    "Service",
+    "PodGroup.scheduling.volcano.sh",
+    "PodGroup.scheduling.x-k8s.io",
+)
 EXIT_STAGE_FAILED = 3
 _LOOK_EVERY_S = 15
 _LAST_LINES = 15
@@ -38,6 +45,8 @@ class Conductor:
     def run(self, only: Stage | None = None, *, follow: bool = True) -> int:
         """Exit code 0 when every stage has succeeded, or when the last has been started and is not followed."""
         files = kubernetes_objects(self.placed)
+        for stage in stages_of(self.placed):
+            self._running(stage)  # whose pods read the spec, and may be made anew
         for name in ("00-storage.yaml", "10-spec.yaml"):
             for document in files[name]:
                 self._require_ours(document)
@@ -56,33 +65,46 @@ class Conductor:
         return EXIT_DONE
 
     def _start(self, stage: Stage) -> None:
-        documents = stage_objects(self.placed, stage)
-        job = documents[-1]
-        digest = hashlib.sha256(json.dumps(documents, sort_keys=True).encode()).hexdigest()[:16]
-        there = self.cluster.get(job["kind"], job["metadata"]["name"])
-        if there is not None:
-            self._require_run(there)
-            if not stage_state(there, [], []).over and not there["metadata"].get("deletionTimestamp"):
-                if there["metadata"].get("annotations", {}).get(DIGEST) == digest:
-                    self.say(f"{stage}: is running already")
-                    return
-                raise ArgosyError(
-                    "launch.running",
-                    f"{job['kind']} {job['metadata']['name']} is running with other settings",
-                    key="name",
-                    value=self.placed.spec.name,
-                    fix=f"argosy stop {self.placed.spec.name}: it saves; then launch again, and it goes on with the new ones",
-                )
-            self._remove(job)
-        for document in documents[:-1]:
+        if self._running(stage):
+            self.say(f"{stage}: is running already")
+            return
+        *before, job = stage_objects(self.placed, stage)
+        self._remove(job)
+        for document in before:
             self._require_ours(document)
             self.cluster.apply(document)
-        marked = job["metadata"] | {"annotations": job["metadata"].get("annotations", {}) | {DIGEST: digest}}
-        self.cluster.apply(job | {"metadata": marked})
+        marks = job["metadata"].get("annotations", {}) | {DIGEST: self._digest(stage)}
+        self.cluster.apply(job | {"metadata": job["metadata"] | {"annotations": marks}})
         self.say(f"{stage}: {job['kind']} {job['metadata']['name']} applied")
+
+    def _running(self, stage: Stage) -> bool:
+        """Whether it runs with these settings. One that runs with others is a refusal."""
+        job = stage_objects(self.placed, stage)[-1]
+        there = self.cluster.get(job["kind"], job["metadata"]["name"])
+        if there is None:
+            return False
+        self._require_run(there)
+        if stage_state(there, [], []).over or there["metadata"].get("deletionTimestamp"):
+            return False
+        if there["metadata"].get("annotations", {}).get(DIGEST) == self._digest(stage):
+            return True
+        raise ArgosyError(
+            "launch.running",
+            f"{job['kind']} {job['metadata']['name']} is running with other settings",
+            key="name",
+            value=self.placed.spec.name,
+            fix=f"argosy stop {self.placed.spec.name}: it saves; then launch again, and it goes on with the new ones",
+        )
+
+    def _digest(self, stage: Stage) -> str:
+        """Of all that decides what a stage does: its objects, and the run spec its pods read."""
+        parts = [stage_objects(self.placed, stage), self.placed.spec.model_dump(mode="json")]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
     def _remove(self, job: Manifest) -> None:
         """An ended job makes room for its successor: most of its fields cannot be changed."""
+        if self.cluster.get(job["kind"], job["metadata"]["name"]) is None:
+            return
         self.cluster.delete(job["kind"], job["metadata"]["name"])
         deadline = time.monotonic() + self.placed.cluster.grace.amount + 60
         while self.cluster.get(job["kind"], job["metadata"]["name"]) is not None:
@@ -129,11 +151,7 @@ class Conductor:
 
     def _require_ours(self, document: Manifest) -> None:
         if RUN_LABEL in document["metadata"].get("labels", {}):
-            there = (
-                self.cluster.get(document["kind"], document["metadata"]["name"])
-                if document["kind"] != "PodGroup"
-                else None
-            )
+            there = self.cluster.get(kind_of(document), document["metadata"]["name"])
             if there is not None:
                 self._require_run(there)
 
@@ -189,7 +207,7 @@ def _jobs(cluster: Cluster, wanted: dict[str, str], kinds: Sequence[str]) -> lis
 def stop(cluster: Cluster, run: str, stages: Sequence[str] | None = None) -> list[str]:
     """End what is running; pods save first. Data, checkpoints, claims and the spec stay."""
     stopped = []
-    for item in _jobs(cluster, selector(run), (*JOB_KINDS, "TrainingRuntime", "ComputeDomain", "Service")):
+    for item in _jobs(cluster, selector(run), (*JOB_KINDS, *_BESIDE)):
         stage = item["metadata"].get("labels", {}).get(STAGE_LABEL)
         if stages is not None and stage not in stages:
             continue

@@ -31,7 +31,7 @@ _NETS = {"efa": "Libfabric", "infiniband": "IB", "roce": "IB", "tcp": "Socket"}
 
 def choose_fabric(cluster: ClusterSpec, instance: Instance | None) -> str:
     """What connects the nodes: `none` where there is one, or no GPU."""
-    if cluster.nodes == 1:
+    if cluster.nodes == 1 or cluster.gpus == 0:
         return "none"
     if cluster.fabric != "auto":
         return cluster.fabric
@@ -67,13 +67,10 @@ def nic_request(cluster: ClusterSpec, instance: Instance | None, fabric: str) ->
 
 def fabric_environment(cluster: ClusterSpec, instance: Instance | None, fabric: str) -> Mapping[str, str]:
     """What NCCL and the libraries below it are told."""
+    gloo = {} if cluster.interface is None else {"GLOO_SOCKET_IFNAME": cluster.interface}
     if fabric == "none":
-        return {}
-    variables = {"NCCL_NET": _NETS[fabric]}
-    if cluster.interface is not None:
-        variables |= {"NCCL_SOCKET_IFNAME": cluster.interface, "GLOO_SOCKET_IFNAME": cluster.interface}
-    else:
-        variables["NCCL_SOCKET_IFNAME"] = "^lo,docker,veth"
+        return gloo
+    variables = {"NCCL_NET": _NETS[fabric], "NCCL_SOCKET_IFNAME": cluster.interface or "^lo,docker,veth"} | gloo
     if fabric == "efa":
         variables |= {"NCCL_NET_PLUGIN": "ofi", "FI_EFA_USE_HUGE_PAGE": "0"}
     name = "" if instance is None else instance.name

@@ -158,6 +158,7 @@ def _check_kubernetes(placed: Placement) -> None:
             key="cluster.image",
             fix="build docker/Dockerfile, push it, and name it by digest: cluster.image=registry/argosy@sha256:…",
         )
+    _check_image(cluster.image)
     if cluster.storage is None:
         raise ArgosyError(
             "config.missing-key",
@@ -188,8 +189,30 @@ def _check_kubernetes(placed: Placement) -> None:
             value=0,
             fix="cluster.user=1000, or cluster.privileged=true if root is meant",
         )
+    for name in sorted(cluster.env.keys() & cluster.secrets.keys()):
+        raise ArgosyError(
+            "config.conflict",
+            f"{name} comes from a Secret ({cluster.secrets[name]}) and stands in cluster.env too",
+            key=f"cluster.env.{name}",
+            fix="leave it out of one of them",
+        )
     _check_hyperpod(placed)
     _check_paths(placed)
+
+
+def _check_image(image: str) -> None:
+    """A name that means another image tomorrow gives the pods of one run different ones."""
+    name, _, digest = image.partition("@")
+    _, _, tag = name.rpartition("/")[2].partition(":")
+    if not digest and tag in ("", "latest"):
+        raise ArgosyError(
+            "launch.image",
+            f"{image} is another image whenever somebody pushes one"
+            + ("" if tag else ": without a tag it means :latest"),
+            key="cluster.image",
+            value=image,
+            fix="name it by the digest that docker push prints: registry/argosy@sha256:…; a tag of your own will do",
+        )
 
 
 def _check_hyperpod(placed: Placement) -> None:
@@ -211,6 +234,14 @@ def _check_hyperpod(placed: Placement) -> None:
             key="cluster.namespace",
             value=cluster.namespace,
             fix="cluster.namespace=hyperpod-ns-TEAM, or cluster.operator=sagemaker",
+        )
+    if cluster.operator == "sagemaker" and cluster.gang != "off":
+        raise ArgosyError(
+            "config.conflict",
+            f"nothing groups the pods of a HyperPodPyTorchJob for {cluster.gang}: HyperPod's task governance is Kueue",
+            key="cluster.gang",
+            value=cluster.gang,
+            fix="cluster.queue=hyperpod-ns-TEAM-localqueue in place of it",
         )
 
 

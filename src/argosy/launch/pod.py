@@ -21,6 +21,7 @@ PORT = 29500
 METRICS_PORT = "metrics"  # by this name a PodMonitor finds it
 RUN_LABEL = "argosy/run"
 STAGE_LABEL = "argosy/stage"
+RANKS = "argosy/ranks"  # of a pod, so that a rank's log is found
 
 # Labels by which a cloud tells which nodes are near each other.
 _NEAR = {
@@ -69,9 +70,11 @@ def pod_template(placed: Placement, stage: Stage, container: str, env: Mapping[s
     elif cluster.data.node_selector:
         spec["nodeSelector"] = dict(cluster.data.node_selector)
     metadata: Manifest = {"labels": labels(placed, stage)}
+    if on_gpus:
+        metadata["annotations"] = {RANKS: str(placed.ranks)}
     if cluster.queue is not None and cluster.topology is not None and on_gpus:
         kind = "required" if cluster.topology_required else "preferred"
-        metadata["annotations"] = {f"kueue.x-k8s.io/podset-{kind}-topology": cluster.topology}
+        metadata["annotations"][f"kueue.x-k8s.io/podset-{kind}-topology"] = cluster.topology
     return {"metadata": metadata, "spec": spec}
 
 
@@ -81,7 +84,7 @@ def _container(placed: Placement, stage: Stage, name: str, env: Mapping[str, str
     body: Manifest = {
         "name": name,
         "image": cluster.image,
-        "imagePullPolicy": "IfNotPresent",
+        "imagePullPolicy": "IfNotPresent" if "@" in str(cluster.image) else "Always",  # a tag may have moved
         "command": ["argosy"],
         "args": command(placed, stage),
         "workingDir": placed.storage.mount,
@@ -117,7 +120,8 @@ def _resources(placed: Placement) -> dict[str, str]:
 
 def training_environment(placed: Placement) -> dict[str, str]:
     """The same on every target, Slurm included."""
-    return {"NCCL_DEBUG": "WARN"} | dict(fabric_environment(placed.cluster, placed.instance, placed.fabric))
+    debug = {"NCCL_DEBUG": "WARN"} if placed.gpus else {}
+    return debug | dict(fabric_environment(placed.cluster, placed.instance, placed.fabric))
 
 
 def _environment(placed: Placement, env: Mapping[str, str], *, on_gpus: bool) -> list[Manifest]:
@@ -129,13 +133,14 @@ def _environment(placed: Placement, env: Mapping[str, str], *, on_gpus: bool) ->
         "TORCHINDUCTOR_CACHE_DIR": f"{SCRATCH}/inductor",
         "TRITON_CACHE_DIR": f"{SCRATCH}/triton",
     }
-    if on_gpus and placed.gpus:
+    if on_gpus:
         variables |= training_environment(placed)
     variables |= placed.cluster.env
     variables |= env
-    plain = [{"name": name, "value": value} for name, value in variables.items()]
+    secrets = placed.cluster.secrets
+    plain = [{"name": name, "value": value} for name, value in variables.items() if name not in secrets]
     secret = []
-    for name, reference in placed.cluster.secrets.items():
+    for name, reference in secrets.items():
         secret_name, _, key = reference.partition("/")
         secret.append({"name": name, "valueFrom": {"secretKeyRef": {"name": secret_name, "key": key}}})
     return [*plain, *secret]

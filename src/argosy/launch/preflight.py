@@ -282,7 +282,7 @@ def wanted_of(arguments: Sequence[str], environ: Mapping[str, str]) -> Wanted:
     if cluster is None:
         return Wanted.of(spec, None, "none", environ)
     instance = None if cluster.instance is None else find_instance(cluster.instance)
-    fabric = choose_fabric(cluster, instance) if cluster.gpus != 0 else "none"
+    fabric = choose_fabric(cluster, instance)
     return Wanted.of(spec, instance, fabric, environ)
 
 

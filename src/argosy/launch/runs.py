@@ -19,6 +19,7 @@ from argosy.launch.api import Cluster, connect
 from argosy.launch.conduct import look, runs_in, selector, stop
 from argosy.launch.names import object_name
 from argosy.launch.placement import KUBERNETES
+from argosy.launch.pod import RANKS, STAGE_LABEL
 from argosy.launch.states import State, pod_number
 from argosy.record.console import STEP_LINE, clock
 from argosy.record.jsonl import read_metrics
@@ -73,26 +74,24 @@ def progress(run: Launched, cluster: Cluster | None) -> str | None:
             return f"step {last['step']}/{last['steps']}, loss {last['loss']:.4f}, ETA {clock(last['eta_s'])}"
     if cluster is None:
         return None
-    lines = [line for pod in _pods(cluster, run.name)[:1] for line in cluster.logs(pod, tail=_TAIL)]
+    first = [pod["metadata"]["name"] for pod in _pods(cluster, run.name) if pod_number(pod) == 0][-1:]
+    lines = [line for pod in first for line in cluster.logs(pod, tail=_TAIL)]
     told = [line for line in lines if re.search(STEP_LINE, line)]
     return None if not told else told[-1].partition(" ")[2].strip()
 
 
-def logs(run: Launched, *, rank: int, ranks_per_pod: int, follow: bool, tail: int | None) -> Iterator[str]:
+def logs(run: Launched, *, rank: int, follow: bool, tail: int | None) -> Iterator[str]:
     """Of the pod that holds a rank. A lost connection is taken up again where it broke off."""
     if run.target not in KUBERNETES:
         raise _unknown(run, f"{run.name} is not on Kubernetes: its log is in {run.directory} or in Slurm's output file")
     cluster = connect(run.namespace)
-    node = rank // max(1, ranks_per_pod)
     since, seen = None, set[str]()
     while True:
         last = (
             not follow or look(cluster, run.name, "train").over
         )  # asked before reading: the end may come while we read
-        pods = _pods(cluster, run.name)
-        if node >= len(pods):
-            raise _unknown(run, f"{run.name} has {len(pods)} pods, and rank {rank} would be in number {node}")
-        for line in cluster.logs(pods[node], follow=follow, tail=tail if since is None else None, since=since):
+        pod = _pod_of(run, cluster, rank)
+        for line in cluster.logs(pod, follow=follow, tail=tail if since is None else None, since=since):
             stamp, _, text = line.partition(" ")
             if stamp != since:
                 since, seen = stamp, set()
@@ -102,6 +101,20 @@ def logs(run: Launched, *, rank: int, ranks_per_pod: int, follow: bool, tail: in
         if last:
             return
         time.sleep(1.0)
+
+
+def _pod_of(run: Launched, cluster: Cluster, rank: int) -> str:
+    """Of the newest pods of the stage that runs: each says how many ranks it holds."""
+    pods = _pods(cluster, run.name)
+    if not pods:
+        raise _unknown(run, f"namespace {cluster.namespace} has no pod of {run.name}")
+    by_number = {pod_number(pod): pod for pod in pods}
+    ranks = int(pods[0]["metadata"].get("annotations", {}).get(RANKS, 1))
+    pod = by_number.get(rank // ranks)
+    if pod is None:
+        held = f"{len(by_number)} pod{'s' if len(by_number) > 1 else ''} of {ranks} rank{'s' if ranks > 1 else ''}"
+        raise _unknown(run, f"{run.name} has {held}, and none holds rank {rank}")
+    return str(pod["metadata"]["name"])
 
 
 def end(run: Launched) -> list[str]:
@@ -120,13 +133,13 @@ def listed(namespace: str | None) -> dict[str, dict[str, State]]:
     return runs_in(connect(namespace))
 
 
-def _pods(cluster: Cluster, run: str) -> list[str]:
+def _pods(cluster: Cluster, run: str) -> list[dict[str, Any]]:
     """Of training where there are any, else of the stage before it."""
     pods = cluster.find("Pod", selector(run))
     for stage in ("train", "preflight", "prepare", "fetch"):
-        mine = [pod for pod in pods if pod["metadata"].get("labels", {}).get("argosy/stage") == stage]
+        mine = [pod for pod in pods if pod["metadata"].get("labels", {}).get(STAGE_LABEL) == stage]
         if mine:
-            return [pod["metadata"]["name"] for pod in sorted(mine, key=_newest_by_number)]
+            return sorted(mine, key=_newest_by_number)
     return []
 
 

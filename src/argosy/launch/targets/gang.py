@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from argosy.launch.placement import Placement
 from argosy.launch.pod import Manifest, labels
+from argosy.launch.stages import Stage
 
 
-def pod_group(placed: Placement, template: Manifest) -> list[Manifest]:
+def pod_group(placed: Placement, stage: Stage, name: str, template: Manifest) -> list[Manifest]:
     """The group object of the chosen scheduler; the template is marked as its member."""
-    cluster, name = placed.cluster, placed.name
-    metadata = {"name": name, "namespace": cluster.namespace, "labels": labels(placed, "train")}
+    cluster = placed.cluster
+    metadata = {"name": name, "namespace": cluster.namespace, "labels": labels(placed, stage)}
     if cluster.gang == "volcano":
         template["metadata"].setdefault("annotations", {})["scheduling.k8s.io/group-name"] = name
         api = "scheduling.volcano.sh/v1beta1"

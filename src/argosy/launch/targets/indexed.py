@@ -12,6 +12,7 @@ from argosy.launch.names import require_room
 from argosy.launch.placement import Placement
 from argosy.launch.pod import PORT, Manifest, job_metadata, labels, nvlink_domain, pod_template
 from argosy.launch.stages import DATA_STAGES, Stage
+from argosy.launch.targets.gang import pod_group
 
 CONTAINER = "argosy"
 REFUSED = 2  # the exit code of a refusal: trying again cannot help
@@ -50,8 +51,8 @@ def ranks_job(placed: Placement, stage: Stage) -> list[Manifest]:
             "selector": {"batch.kubernetes.io/job-name": name},
         },
     }
-    domain = nvlink_domain(placed) if stage == "train" else []
-    return [*domain, service, _job(placed, stage, name, template, count=nodes, retries=0)]
+    group = pod_group(placed, stage, name, template)
+    return [*nvlink_domain(placed), *group, service, _job(placed, stage, name, template, count=nodes, retries=0)]
 
 
 def _job(placed: Placement, stage: Stage, name: str, template: Manifest, *, count: int, retries: int) -> Manifest:

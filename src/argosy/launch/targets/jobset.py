@@ -19,7 +19,7 @@ def job_set(placed: Placement) -> list[Manifest]:
     require_room(name, f"-{GROUP}-0-{nodes - 1}-abcde")
     env = {"NNODES": str(nodes), "MASTER_ADDR": f"{name}-{GROUP}-0-0.{name}", "MASTER_PORT": str(PORT)}
     template = pod_template(placed, "train", CONTAINER, env)
-    group = pod_group(placed, template)
+    group = pod_group(placed, "train", name, template)
     return [
         *nvlink_domain(placed),
         *group,

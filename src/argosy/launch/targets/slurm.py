@@ -67,7 +67,7 @@ def _options(placed: Placement, stage: Stage) -> list[str]:
 def _variables(placed: Placement, stage: Stage) -> dict[str, str]:
     if stage in DATA_STAGES:
         return {"ARGOSY_WORKERS": str(placed.cluster.data.count)} | placed.cluster.env
-    return {"PYTHONUNBUFFERED": "1"} | (training_environment(placed) if placed.gpus else {}) | placed.cluster.env
+    return {"PYTHONUNBUFFERED": "1"} | training_environment(placed) | placed.cluster.env
 
 
 def _srun(placed: Placement, variables: dict[str, str]) -> str:
