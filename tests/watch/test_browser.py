@@ -64,6 +64,13 @@ def test_a_run_is_listed_opened_and_zoomed_by_mouse_and_keys(page: Any, dashboar
     wait(lambda: drawn_to(page, "Loss") == whole)
     page.keyboard.press("+")
     wait(lambda: drawn_to(page, "Loss") != whole)
+    zoomed = drawn_to(page, "Gradient norm")  # the other charts show the same steps
+    chart(page, "Loss").focus()
+    page.keyboard.press("Escape")
+    wait(lambda: drawn_to(page, "Gradient norm") != zoomed)
+    heat = page.locator('[data-card="Ranks over time"]')
+    heat.locator("select").select_option("own_s")
+    wait(lambda: "from 1 to 1.2" in heat.inner_text())
     page.locator("input[type=range]").fill("0.9")
     page.keyboard.press("g")
     page.get_by_role("link", name="sea").wait_for()
@@ -108,6 +115,46 @@ def test_several_runs_are_compared_on_one_axis_with_their_specs_side_by_side(
     differing.wait_for()
     assert "optim.lr" in differing.inner_text()
     assert "train.global_batch" not in differing.inner_text()
+    assert page.problems == []
+
+
+def test_runs_are_sorted_by_a_click_or_a_key_on_a_heading(page: Any, dashboard: Dashboard, tmp_path: Path) -> None:
+    for name, last in (("b", 300), ("a", 100), ("c", 200)):
+        log(make_run(tmp_path / "runs" / name), range(10, last, 10))
+    make_run(tmp_path / "runs" / "none")  # nothing to sort by: always last
+    page.reload()
+
+    def names() -> list[str]:
+        return [str(name) for name in page.locator("tbody a").all_text_contents()]
+
+    wait(lambda: names() == ["a", "b", "c", "none"])
+    page.get_by_label("sort by step").click()
+    wait(lambda: names() == ["b", "c", "a", "none"])
+    page.keyboard.press("Enter")
+    wait(lambda: names() == ["a", "c", "b", "none"])
+    assert page.problems == []
+
+
+def test_a_run_in_trouble_says_so_at_the_top_and_one_without_figures_says_that(
+    page: Any, dashboard: Dashboard, tmp_path: Path
+) -> None:
+    run = make_run(tmp_path / "runs" / "sunk")
+    log(run, range(10, 100, 10))
+    with JsonlWriter(run.events) as events:
+        events.write({"event": "start", "step": 0, "time": 1.0})
+        facts = {"rank": 3, "phase": "data", "seconds": 50.0, "stack": ["File a.py, line 1", "File b.py, line 2"]}
+        events.write({"event": "stall", "step": 90, "time": 2.0, "cause": "it reads from a file", **facts})
+    page.goto(f"{dashboard.address}/#/runs?run=sunk")
+    page.reload()
+    page.locator(".verdict").wait_for()
+    assert "rank 3 stood still" in page.locator(".verdict").inner_text()
+    assert "it reads from a file" in page.locator('[data-card="Events"]').inner_text()
+    page.get_by_text("stack", exact=True).click()
+    assert page.get_by_text("File b.py, line 2").is_visible()
+    make_run(tmp_path / "runs" / "new")
+    page.goto(f"{dashboard.address}/#/runs?run=new")
+    page.get_by_text("nothing logged yet").wait_for()
+    assert "NaN" not in page.locator("main").inner_text()
     assert page.problems == []
 
 

@@ -10,6 +10,7 @@ import orjson
 import pytest
 
 from argosy.record.jsonl import JsonlWriter
+from argosy.watch.heat import HeatMap
 from argosy.watch.series import Series
 from record.run_dirs import log, make_run, record
 from watch.conftest import TOKEN, Dashboard
@@ -130,3 +131,43 @@ def test_curves_are_those_of_the_file_however_it_is_cut_into_reads(tmp_path: Pat
         at += more
         series.update()
     assert series.curves(["loss"])["loss"]["step"] == list(range(1, 60))
+
+
+def test_the_heat_map_of_many_ranks_and_logs_is_small_and_keeps_the_worst_of_each_cell(tmp_path: Path) -> None:
+    path = tmp_path / "ranks.jsonl"
+    with JsonlWriter(path) as ranks:
+        for step in range(1, 1301):
+            own = [1.0] * 700
+            if step == 777:
+                own[333] = 3.0
+            ranks.write({"step": step, "time": 1.0, "stages": 1, "own_s": own, "memory_gib": [None] * 700})
+    heat = HeatMap(path)
+    heat.update()
+    picture = heat.picture()
+    cells = np.array(picture["cells"])
+    assert cells.shape == (len(picture["steps"]), len(picture["ranks"]))
+    assert cells.shape[0] <= 480
+    assert cells.shape[1] <= 256
+    assert np.count_nonzero(cells > 2.9) == 1
+    across, down = np.argwhere(cells > 2.9)[0]
+    assert picture["steps"][across] <= 777 < picture["steps"][across + 1]
+    assert picture["ranks"][down] <= 333 < picture["ranks"][down + 1]
+    assert np.isnan(heat.picture("memory_gib")["cells"]).all()
+
+
+def test_the_heat_map_drops_what_a_resumed_run_did_again_and_the_ranks_of_another_layout(tmp_path: Path) -> None:
+    path = tmp_path / "ranks.jsonl"
+
+    def write(steps: range, own: list[float]) -> list[int]:
+        with JsonlWriter(path) as ranks:
+            for step in steps:
+                ranks.write({"step": step, "time": 1.0, "stages": 1, "own_s": own})
+        heat.update()
+        return list(heat.picture()["steps"])
+
+    heat = HeatMap(path)
+    assert write(range(10, 60, 10), [1.0, 2.0]) == [10, 20, 30, 40, 50]
+    assert write(range(30, 50, 10), [2.0, 1.0]) == [10, 20, 30, 40]
+    assert heat.picture()["cells"] == [[0.5, 2.0], [0.5, 2.0], [2.0, 0.5], [2.0, 0.5]]
+    assert write(range(50, 60, 10), [1.0, 1.0, 1.0]) == [50]
+    assert HeatMap(tmp_path / "none").picture()["cells"] == []

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from argosy.record.jsonl import Record
 
@@ -71,14 +72,12 @@ def _over_peers(values: Sequence[float]) -> list[float]:
     """Each over the median of the others."""
     if len(values) < 2:
         return [1.0] * len(values)
-    ordered, others = sorted(values), len(values) - 1
-    low, high = (others - 1) // 2, others // 2  # the middle of the others, counted without the one that is left out
-
-    def median_without(value: float) -> float:
-        at = bisect_left(ordered, value)
-        return (ordered[low + (at <= low)] + ordered[high + (at <= high)]) / 2
-
-    return [value / (median_without(value) or 1e-12) for value in values]
+    own, others = np.array(values, np.float64), len(values) - 1
+    ordered, place = np.sort(own), np.empty(len(own), np.int64)
+    place[np.argsort(own, kind="stable")] = np.arange(len(own))
+    low, high = (others - 1) // 2, others // 2  # the middle of the others: one further up for those at or below it
+    usual = (ordered[low + (place <= low)] + ordered[high + (place <= high)]) / 2
+    return list(map(float, own / np.maximum(usual, 1e-12)))
 
 
 def _rounded(value: float) -> float | None:

@@ -7,6 +7,7 @@ replaced, and is read from its start.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,27 +17,20 @@ from argosy.record.jsonl import Record
 
 
 class Kept:
-    """The records of a growing file in memory: the newest ones, or with `thinned` some from all of it, evenly."""
+    """The newest records of a growing file, in memory."""
 
-    def __init__(self, path: Path, most: int, *, thinned: bool = False) -> None:
-        self._tail, self._most, self._thinned = Tail(path), most, thinned
-        self._lock = threading.Lock()
-        self._records: list[Record] = []
-        self._stride, self._seen = 1, 0
+    def __init__(self, path: Path, most: int) -> None:
+        self._tail, self._lock = Tail(path), threading.Lock()
+        self._records: deque[Record] = deque(maxlen=most)
 
     def read(self) -> list[Record]:
         with self._lock:
             before = self._tail.offset
             for record, _ in self._tail.read():
                 if self._tail.offset <= before:  # replaced by a shorter file
-                    self._records, self._stride, self._seen = [], 1, 0
+                    self._records.clear()
                 before = self._tail.offset
-                if self._seen % self._stride == 0:
-                    self._records.append(record)
-                self._seen += 1
-                if len(self._records) > self._most:
-                    self._records = self._records[::2] if self._thinned else self._records[-self._most :]
-                    self._stride *= 2 if self._thinned else 1
+                self._records.append(record)
             return list(self._records)
 
 

@@ -54,7 +54,9 @@ def diagnose(run: Run, logs: Sequence[Path] = ()) -> list[Finding]:
     """Everything found, the verdict first. Never empty."""
     run.series.update()
     found = [*_events(run), *_ranks_now(run), *_numbers(run), *_disk(run), *_slow(run), *_known(run, logs)]
-    found.append(_well(run))
+    well = _well(run)
+    if well.weight <= NOTE or not any(finding.weight > well.weight for finding in found):  # else it has been said why
+        found.append(well)
     return sorted(found, key=lambda finding: -finding.weight)
 
 

@@ -1,9 +1,8 @@
-"""What the dashboard and the report tell of a run besides its curves: time by cause, ranks by time, predicted against measured,
-and how the specs of two runs differ."""
+"""What the dashboard and the report tell of a run besides its curves: time by cause, predicted against measured, and how the
+specs of two runs differ."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from argosy.config.resolve import flatten
@@ -27,27 +26,6 @@ def waterfall(last: dict[str, Any]) -> list[dict[str, Any]]:
             at -= spent[part]
     rows.append({"part": PRODUCTIVE, "seconds": at, "from": 0.0, "to": at, "meaning": MEANING[PRODUCTIVE]})
     return rows
-
-
-def heat_map(run: Run, column: str = "ratio", *, columns: int = 240, rows: int = 256) -> dict[str, Any]:
-    """Ranks down, time across: the worst value in each cell. `ratio` is a rank's own work over its peers'."""
-    lines = run.ranks()
-    table = [line.ratios() if column == "ratio" else line.columns.get(column, []) for line in lines]
-    world = max((len(values) for values in table), default=0)
-    if not world:
-        return {"steps": [], "ranks": [], "cells": []}
-    wide, high = -(-len(table) // columns), -(-world // rows)
-    steps, cells = [], []
-    for first in range(0, len(table), wide):
-        block = table[first : first + wide]
-        steps.append(lines[first].step)
-        cells.append([_worst(values[r : r + high] for values in block) for r in range(0, world, high)])
-    return {"steps": steps, "ranks": list(range(0, world, high)), "cells": cells, "ranks_a_row": high}
-
-
-def _worst(parts: Any) -> float | None:
-    values = [v for part in parts for v in part if isinstance(v, int | float) and math.isfinite(v)]
-    return float(f"{max(values):.4g}") if values else None
 
 
 def predicted(run: Run) -> list[dict[str, Any]]:
@@ -77,12 +55,13 @@ def predicted(run: Run) -> list[dict[str, Any]]:
 
 def config_rows(run: Run) -> list[dict[str, Any]]:
     origins = run.origins()
-    return [{"key": key, "value": value, "origin": origins.get(key, "")} for key, value in flatten(run.spec())]
+    spec = run.spec()
+    return [{"key": key, "value": value, "origin": origins.get(key, "")} for key, value in flatten(spec) if spec]
 
 
 def config_diff(runs: list[Run]) -> list[dict[str, Any]]:
     """The keys in which the specs differ."""
-    specs = [dict(flatten(run.spec())) for run in runs]
+    specs = [dict(flatten(spec)) if (spec := run.spec()) else {} for run in runs]
     keys = sorted(set().union(*specs))
     rows = [{"key": key, "values": [spec.get(key) for spec in specs]} for key in keys if key != "name"]
     return [row for row in rows if len({repr(value) for value in row["values"]}) > 1]

@@ -18,14 +18,14 @@ from argosy.errors import ArgosyError
 from argosy.record.alerts import TROUBLE
 from argosy.record.heartbeat import read_heartbeats
 from argosy.record.jsonl import Record
-from argosy.record.ranks import Ranks
 from argosy.record.rundir import RunDir
 from argosy.record.tail import Kept
+from argosy.watch.heat import HeatMap
 from argosy.watch.series import Series
 
 _DEPTH = 3  # folders below the root
 _MOST_RUNS = 2000
-_MOST_EVENTS, _MOST_RANK_LINES = 5000, 1000
+_MOST_EVENTS = 5000
 QUIET_AFTER_S = 120.0  # a run of which nothing was heard for so long is not running
 
 
@@ -73,7 +73,7 @@ class Run:
     def __post_init__(self) -> None:
         self.dir, self.series = RunDir(self.root), Series(self.root / "metrics.jsonl")
         self._events = Kept(self.dir.events, _MOST_EVENTS)
-        self._ranks = Kept(self.dir.ranks, _MOST_RANK_LINES, thinned=True)
+        self.heat = HeatMap(self.dir.ranks)
 
     def state(self) -> str:
         """done, running, stopped (asked to) or dead (without a word)."""
@@ -95,11 +95,6 @@ class Run:
 
     def heartbeats(self) -> dict[int, Record]:
         return read_heartbeats(self.dir.heartbeats)
-
-    def ranks(self) -> list[Ranks]:
-        """Over the whole run; of a long one, every so many logs."""
-        found = (Ranks.read(record) for record in self._ranks.read())
-        return [ranks for ranks in found if ranks is not None]
 
     def spec(self) -> dict[str, Any]:
         return dict(self._json("resolved.json").get("spec") or {})

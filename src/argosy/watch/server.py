@@ -27,7 +27,9 @@ from argosy.config.presets import ALIASES, PRESETS
 from argosy.errors import ArgosyError
 from argosy.plan.advise import Question, answer
 from argosy.plan.hardware import facts
-from argosy.watch.facts import config_diff, config_rows, heat_map, predicted, waterfall
+from argosy.watch.doctor import NOTE, diagnose
+from argosy.watch.facts import config_diff, config_rows, predicted, waterfall
+from argosy.watch.heat import RATIO
 from argosy.watch.runs import Run, find_runs
 
 PAGE = Path(__file__).parent / "page"
@@ -64,10 +66,14 @@ class Shelf:
 
     def fresh(self, run: Run, within_s: float = 0.05) -> Run:
         """With what is new in its file; a long file is read on behind the answer."""
-        reader = threading.Thread(target=run.series.update, daemon=True)
-        reader.start()
-        reader.join(within_s)
+        _meanwhile(run.series.update, within_s)
         return run
+
+
+def _meanwhile(update: Callable[[], None], within_s: float) -> None:
+    reader = threading.Thread(target=update, daemon=True)
+    reader.start()
+    reader.join(within_s)
 
 
 class Json(Response):
@@ -125,15 +131,22 @@ def make_app(root: Path, token: str) -> Starlette:
             for run in several(request)
         }
 
+    def ranks(request: Request) -> Any:
+        heat = named(request).heat
+        _meanwhile(heat.update, 0.05)
+        return heat.picture(request.query_params.get("column", RATIO))
+
+    def verdict(request: Request) -> Any:
+        return [found.as_dict() for found in diagnose(named(request)) if found.weight > NOTE][:4]
+
     routes = [
         Route("/", _file("index.html")),
         Route("/page/{name}", _static),
         Route("/api/runs", answers(runs)),
         Route("/api/run", answers(run_page)),
         Route("/api/curves", answers(curves)),
-        Route(
-            "/api/ranks", answers(lambda request: heat_map(named(request), request.query_params.get("column", "ratio")))
-        ),
+        Route("/api/ranks", answers(ranks)),
+        Route("/api/verdict", answers(verdict)),
         Route("/api/config", answers(lambda request: config_rows(named(request)))),
         Route("/api/diff", answers(lambda request: config_diff(several(request)))),
         Route("/api/plan", answers(lambda request: plan(request.query_params))),

@@ -24,6 +24,7 @@ async function tick(page) {
     try {
       await refresh();
       pulse.textContent = "live";
+      main.querySelector(":scope > .problem")?.remove();
     } catch (error) {
       pulse.textContent = "no answer";
       if (page === shown && !main.querySelector(".problem")) main.append(el("p", { class: "problem", role: "alert" }, error.message));

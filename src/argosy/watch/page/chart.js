@@ -68,6 +68,7 @@ export class Chart {
         const down = inside.map((i) => `${this.x(one.step[i]).toFixed(1)},${this.y(one.low[i]).toFixed(1)}`).reverse();
         clip.append(svg("polygon", { points: up.concat(down).join(" "), class: "band s" + one.colour }));
       }
+      if (inside.length === 1) clip.append(svg("circle", { cx: this.x(one.step[inside[0]]), cy: this.y(one.line[inside[0]]), r: 2.5, class: "s" + one.colour }));
       const points = inside.map((i) => `${this.x(one.step[i]).toFixed(1)},${this.y(one.line[i]).toFixed(1)}`);
       clip.append(svg("polyline", { points: points.join(" "), class: "curve s" + one.colour }));
     }
@@ -75,7 +76,8 @@ export class Chart {
     this.selection = svg("rect", { class: "select", y: TOP, height: HEIGHT - TOP - BOTTOM, width: 0 });
     this.cross = svg("line", { class: "cross", y1: TOP, y2: HEIGHT - BOTTOM, visibility: "hidden" });
     this.root.append(this.selection, this.cross);
-    this.legend.replaceChildren(...(drawn.length > 1 ? drawn.map((one) => el("span", {}, el("i", { class: "k" + one.colour }), one.label)) : []));
+    const keys = drawn.length > 1 ? drawn.filter((one, i) => drawn.findIndex((other) => other.colour === one.colour && other.label === one.label) === i) : [];
+    this.legend.replaceChildren(...keys.map((one) => el("span", {}, el("i", { class: "k" + one.colour }), one.label)));
   }
 
   inside(step) { return step >= this.shown[0] && step <= this.shown[1]; }
@@ -85,7 +87,7 @@ export class Chart {
       const y = this.y(value);
       this.root.append(svg("line", { class: "grid-line", x1: LEFT, x2: WIDTH - RIGHT, y1: y, y2: y }), svg("text", { x: LEFT - 6, y: y + 4, "text-anchor": "end" }, axis(value)));
     }
-    for (const value of ticks(x0, x1, 4)) {
+    for (const value of ticks(x0, x1, 5)) {
       this.root.append(svg("text", { x: this.x(value), y: HEIGHT - 8, "text-anchor": "middle" }, amount(value)));
     }
     this.root.append(svg("line", { class: "axis", x1: LEFT, x2: WIDTH - RIGHT, y1: HEIGHT - BOTTOM, y2: HEIGHT - BOTTOM }));
@@ -116,7 +118,7 @@ export class Chart {
     for (const one of this.drawn) {
       const i = closest(one.step, step);
       if (nearest === null || Math.abs(one.step[i] - step) < Math.abs(nearest - step)) nearest = one.step[i];
-      lines.push(el("div", {}, el("i", { class: "k" + one.colour }), `${one.label} ${short(one.line[i])}`));
+      lines.push(el("div", {}, el("i", { class: "k" + one.colour }), `${one.label}${one.dots && one.label !== "validation_loss" ? " (validation)" : ""} ${short(one.line[i])}`));
     }
     this.tip.replaceChildren(el("div", { class: "soft" }, "step " + Math.round(nearest)), ...lines);
     this.tip.hidden = false;
@@ -159,9 +161,13 @@ export class Chart {
   }
 
   zoom(range) {
-    this.range = range && [Math.max(0, range[0]), Math.max(1, range[1])];
+    if (this.onzoom) this.onzoom(range && [Math.max(0, range[0]), Math.max(1, range[1])]);
+  }
+
+  // Without asking: what is drawn is cut or stretched at once, before finer pieces come.
+  look(range) {
+    this.range = range;
     this.draw();
-    if (this.onzoom) this.onzoom(this.range);
   }
 }
 
@@ -180,7 +186,10 @@ function ticks(low, high, count, log = false) {
   return found;
 }
 
-function axis(value) { return Math.abs(value) >= 1e4 ? amount(value) : short(value); }
+function axis(value) {
+  if (value && (Math.abs(value) >= 1e15 || Math.abs(value) < 1e-3)) return Number(value.toPrecision(3)).toExponential().replace("e+", "e");
+  return Math.abs(value) >= 1e4 ? amount(value) : short(value);
+}
 
 function closest(steps, step) {
   let low = 0, high = steps.length - 1;

@@ -31,6 +31,7 @@ export function table(columns, rows) {
 export async function ask(path, query = []) {
   const reply = await fetch("/api/" + path + (query.length ? "?" + new URLSearchParams(query) : ""));
   const body = await reply.json().catch(() => ({ error: { cause: "the server answered " + reply.status } }));
+  if (reply.status === 401) throw new Error("this link is no longer good: open the one that `argosy dash` printed when it was started");
   if (!reply.ok) throw new Error(body.error ? [body.error.cause, body.error.fix].filter(Boolean).join("\n") : reply.status);
   return body;
 }
@@ -38,6 +39,7 @@ export async function ask(path, query = []) {
 export function amount(number) {
   if (number === null || number === undefined || !Number.isFinite(number)) return "n/a";
   const size = Math.abs(number);
+  if (size >= 1e15) return short(number);
   for (const [limit, suffix] of [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e3, "K"]]) {
     if (size >= limit) return short(number / limit) + suffix;
   }
@@ -53,6 +55,7 @@ export function short(number) {
 
 export function clock(seconds) {
   if (!Number.isFinite(seconds)) return "n/a";
+  if (seconds < 9.95) return Number(seconds.toFixed(1)) + "s";
   const s = Math.round(seconds);
   if (s < 60) return s + "s";
   if (s < 3600) return Math.floor(s / 60) + "m" + String(s % 60).padStart(2, "0") + "s";
@@ -60,8 +63,14 @@ export function clock(seconds) {
   return (s / 86400).toFixed(1) + "d";
 }
 
+// in UTC, which headings say
 export function when(time) {
-  return time ? new Date(time * 1000).toISOString().replace("T", " ").slice(0, 19) + " UTC" : "";
+  return Number.isFinite(time) && time > 0 && time < 1e11 ? new Date(time * 1000).toISOString().replace("T", " ").slice(0, 19) : "";
+}
+
+// A figure of a record, where null stands for what is no number.
+export function figure(value) {
+  return value === undefined ? "n/a" : value === null ? "NaN" : short(value);
 }
 
 export function percent(share) {

@@ -1,5 +1,5 @@
 // Pictures that are not curves: the goodput waterfall, the ranks' heat map, memory as a bar.
-import { el, svg, clock, percent } from "./dom.js";
+import { el, svg, clock, percent, short } from "./dom.js";
 
 export function waterfall(rows) {
   const total = rows.length ? rows[0].seconds : 0;
@@ -16,26 +16,28 @@ export function waterfall(rows) {
   return el("div", { class: "fall" }, svg("svg", { viewBox: `0 0 ${width} ${rows.length * height}`, role: "img", "aria-label": "where the wall time went" }, bars));
 }
 
-// own work over the peers': 1 is paper, the accent at 1.3 and above
+// Of own work over the peers' 1 is paper, and 1.3 full colour; of other figures, the lowest and the highest.
 export function heatMap(map) {
-  if (!map.cells.length || map.ranks.length < 2) return el("p", { class: "note" }, "one rank: nothing to compare");
-  const canvas = el("canvas", { width: map.cells.length, height: map.ranks.length, role: "img", "aria-label": "own work of each rank over time" });
+  const ratio = map.column === "ratio", values = map.cells.flat().filter((value) => value !== null);
+  let low = 1, high = 1.3;
+  if (!ratio) [low, high] = values.reduce(([a, b], value) => [Math.min(a, value), Math.max(b, value)], [Infinity, -Infinity]);
+  const canvas = el("canvas", { width: map.cells.length, height: map.ranks.length, role: "img", "aria-label": "each rank over time" });
   canvas.style.height = Math.max(60, Math.min(360, 14 * map.ranks.length)) + "px";
   const context = canvas.getContext("2d"), image = context.createImageData(map.cells.length, map.ranks.length);
   const dark = matchMedia("(prefers-color-scheme: dark)").matches;
   const from = dark ? [38, 43, 48] : [233, 235, 238], to = dark ? [255, 123, 114] : [180, 35, 24];
   map.cells.forEach((column, x) => column.forEach((value, y) => {
-    const share = value === null ? 0 : Math.min(1, Math.max(0, (value - 1) / 0.3)), at = 4 * (y * map.cells.length + x);
+    const share = value === null ? 0 : Math.min(1, Math.max(0, (value - low) / (high - low || 1))), at = 4 * (y * map.cells.length + x);
     for (let i = 0; i < 3; i++) image.data[at + i] = from[i] + share * (to[i] - from[i]);
     image.data[at + 3] = 255;
   }));
   context.putImageData(image, 0, 0);
-  const say = el("p", { class: "note" }, `${map.ranks_a_row > 1 ? `rows of ${map.ranks_a_row} ranks` : `${map.ranks.length} ranks`}, rank 0 on top; steps ${map.steps[0]} to ${map.steps.at(-1)}; full colour: 30% more than its peers`);
+  const say = el("p", { class: "note" }, `${map.ranks_a_row > 1 ? `rows of ${map.ranks_a_row} ranks` : `${map.ranks.length} ranks`}, rank 0 on top; steps ${map.steps[0]} to ${map.steps.at(-1)}; ${ratio ? "full colour: 30% more than its peers" : `from ${short(low)} to ${short(high)}`}`);
   canvas.addEventListener("pointermove", (event) => {
     const box = canvas.getBoundingClientRect();
     const x = Math.floor(((event.clientX - box.left) / box.width) * map.cells.length), y = Math.floor(((event.clientY - box.top) / box.height) * map.ranks.length);
     const value = (map.cells[x] || [])[y];
-    if (value !== undefined) say.textContent = `rank ${map.ranks[y]}, step ${map.steps[x]}: ${value === null ? "n/a" : ((value - 1) * 100).toFixed(1) + "% more than its peers"}`;
+    if (value !== undefined) say.textContent = `rank ${map.ranks[y]}, step ${map.steps[x]}: ${value === null ? "n/a" : ratio ? percent(value - 1) + " more than its peers" : short(value)}`;
   });
   return el("div", {}, canvas, say);
 }

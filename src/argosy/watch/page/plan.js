@@ -30,10 +30,10 @@ export function planPage(main, query) {
     const fullest = (plan) => plan.memory_gib.reduce((a, b) => ((b.device || 0) > (a.device || 0) ? b : a));
     const rows = advice.plans.map((plan, i) => [i + 1, layout(plan), short(plan.step_s) + " s", amount(plan.tokens_per_s_gpu), percent(plan.mfu), percent(plan.bubble), percent(plan.exposed_communication),
       el("div", {}, memoryBar(fullest(plan), plan.card_gib), el("span", { class: "soft" }, `${(fullest(plan).device || 0).toFixed(1)} of ${plan.card_gib} GiB`)), plan.days === null ? "" : plan.days.toFixed(1), plan.dollars === null ? "" : "$" + Math.round(plan.dollars).toLocaleString("en")]);
-    const left = Object.entries(advice.left_out).map(([why, count]) => `${count.toLocaleString("en")} ${why}`).join(", ");
+    const left = Object.entries(advice.left_out).map(([why, count]) => `${why}: ${count.toLocaleString("en")}`).join(", ");
     const names = Object.keys(fullest(advice.plans[0])).filter((name) => name !== "allocated" && name !== "device" && fullest(advice.plans[0])[name] > 0);
     found.replaceChildren(
-      el("p", { class: "note" }, `${advice.model} on ${advice.cluster}: ${advice.gpus} GPUs, ${advice.global_batch.toLocaleString("en")} × ${advice.seq_len.toLocaleString("en")} tokens a step; ${advice.considered.toLocaleString("en")} layouts looked at${left ? ": " + left : ""}`),
+      el("p", { class: "note" }, `${advice.model} on ${advice.cluster}: ${advice.gpus} GPUs, ${advice.global_batch.toLocaleString("en")} × ${advice.seq_len.toLocaleString("en")} tokens a step; ${advice.considered.toLocaleString("en")} layouts looked at${left ? ", left out (" + left + ")" : ""}`),
       el("section", { class: "card" }, table([["", "n"], ["layout", "break"], ["step", "n"], ["tok/s/GPU", "n"], ["MFU", "n"], ["bubble", "n opt"], ["exposed", "n opt"], ["memory of the fullest GPU"], ["days", "n opt"], ["cost", "n opt"]], rows),
         el("div", { class: "legend" }, names.map((name, i) => el("span", {}, el("i", { class: "k" + (i % 8) }), name)))),
       ...advice.plans[0].warnings.map((text) => el("p", { class: "warn" }, text)));

@@ -1,5 +1,6 @@
 // One run, or several on the same axes.
-import { ask, el, table, amount, clock, percent, short, when } from "./dom.js";
+import { ask, el, table, amount, clock, figure, percent, short, when } from "./dom.js";
+import { eventTable } from "./events.js";
 import { Chart } from "./chart.js";
 import { heatMap, waterfall } from "./pictures.js";
 
@@ -14,22 +15,31 @@ const CHARTS = [
 
 export function runPage(main, names) {
   const tiles = el("div", { class: "tiles" }), charts = el("div", { class: "grid" }), facts = el("div", { class: "grid" });
+  const verdict = el("div", { class: "verdict", hidden: true, role: "status" });
   const smoothing = el("input", { type: "range", min: 0, max: 0.99, step: 0.01, value: 0, oninput: () => drawn.forEach((one) => { one.chart.smoothing = Number(smoothing.value); one.chart.draw(); }) });
   const more = el("select", { onchange: () => { if (more.value) add([more.value, [more.value]]); more.value = ""; } });
-  main.replaceChildren(el("h1", {}, names.join(" · ")), tiles,
+  main.replaceChildren(el("h1", {}, names.join(" · ")), verdict, tiles,
     el("div", { class: "bar" }, el("label", {}, "smoothing", smoothing), el("label", {}, "add a chart", more),
-      el("button", { onclick: () => drawn.forEach((one) => one.chart.zoom(null)) }, "Show all steps"), el("span", { class: "soft" }, "drag to zoom; arrows, + and − when a chart has the focus; Esc shows all")),
+      el("button", { onclick: () => zoom(null) }, "Show all steps"), el("span", { class: "soft" }, "drag to zoom; arrows, + and − when a chart has the focus; Esc shows all")),
     charts, facts);
   const drawn = [];
   let version = null, known = new Set();
 
   function add([title, metrics, options = {}]) {
-    const chart = new Chart(title, { ...options, onzoom: () => refresh(one) });
+    const chart = new Chart(title, { ...options, onzoom: zoom });
+    chart.range = drawn.length ? drawn[0].chart.range : null;
     const one = { title, metrics: names.length > 1 ? options.compared || metrics : metrics, chart };
     chart.smoothing = Number(smoothing.value);
+    if (!drawn.length) charts.replaceChildren();
     drawn.push(one);
     charts.append(el("section", { class: "card", "data-chart": title }, el("h2", {}, title), chart.box));
     if (version !== null) refresh(one);
+  }
+
+  // All charts show the same steps: what happened at a spike is seen in the others.
+  function zoom(range) {
+    for (const one of drawn) one.chart.look(range);
+    return Promise.all(drawn.map(refresh));
   }
 
   async function refresh(one) {
@@ -42,7 +52,7 @@ export function runPage(main, names) {
     names.forEach((name, r) => one.metrics.forEach((metric, m) => {
       const curve = (found[name] || { curves: {} }).curves[metric];
       if (!curve) return;
-      const label = names.length > 1 ? (one.metrics.length > 1 ? `${name} ${metric}` : name) : metric;
+      const label = names.length > 1 ? name : metric.replace(/^(time|memory)\//, "");
       series.push({ ...curve, label, colour: (names.length > 1 ? r : m) % 8, dots: metric.startsWith("validation") && curve.step.length < 200 });
     }));
     one.chart.show(series);
@@ -53,8 +63,8 @@ export function runPage(main, names) {
   function drawTiles(runs) {
     const { last, state, reading } = runs[0];
     const all = [
-      tile(el("span", { class: "state " + state }, state), reading ? `reading, ${percent(reading)}` : when(last.time)),
-      tile(last.step === undefined ? "n/a" : `${amount(last.step)} / ${amount(last.steps)}`, "step"), tile(short(last.loss ?? NaN), "loss"),
+      tile(el("span", { class: "state " + state }, state), reading ? `reading, ${percent(reading)}` : last.time ? when(last.time) + " UTC" : "no log yet"),
+      tile(last.step === undefined ? "n/a" : `${amount(last.step)} / ${amount(last.steps)}`, "step"), tile(figure(last.loss), "loss"),
       tile(amount(last.tokens_per_s), "tokens/s"), tile(percent(last.mfu), last.peak ? `MFU of ${last.peak} TFLOP/s` : "MFU: no peak is known"),
       tile(percent(last.goodput), "goodput"), tile(last.cost === undefined ? "n/a" : "$" + last.cost.toFixed(2), "cost so far"),
       tile(state === "running" ? clock(last.eta_s) : "n/a", "ETA"),
@@ -71,30 +81,35 @@ export function runPage(main, names) {
       cards.push(card("Where the time went", false, waterfall(one.waterfall)));
       if (one.predicted.length) cards.push(card("Predicted and measured", false, table([["figure"], ["predicted", "n"], ["measured", "n"], ["ratio", "n"]],
         one.predicted.map((row) => [row.figure, short(row.predicted), row.measured === null ? "n/a" : short(row.measured), row.ratio === null ? "" : short(row.ratio)]))));
-      cards.push(card("Checkpoints", false, one.checkpoints.length ? table([["checkpoint", "keep"], ["size", "n"], ["written", "opt"]], one.checkpoints.map((c) => [c.complete ? c.name : c.name + " (incomplete)", amount(c.bytes) + "B", when(c.time)])) : el("p", { class: "note" }, "none yet")));
+      cards.push(card("Checkpoints", false, one.checkpoints.length ? table([["checkpoint", "keep"], ["size", "n"], ["written, UTC", "opt keep"]], one.checkpoints.map((c) => [c.complete ? c.name : c.name + " (incomplete)", amount(c.bytes) + "B", when(c.time)])) : el("p", { class: "note" }, "none yet")));
       if (one.heartbeats.length) cards.push(card("Ranks now", false, table([["rank", "n"], ["host"], ["step", "n"], ["doing"], ["for", "n"]], one.heartbeats.slice(0, 64).map((b) => [b.rank, b.host, b.step, b.alive === false ? "ended" : b.phase, clock(b.phase_s)]))));
-      const map = await ask("ranks", [["run", names[0]]]);
-      if (map.ranks.length > 1) cards.push(card("Ranks over time", true, heatMap(map)));
-      cards.push(card("Events", true, events(one.events)));
+      const map = await ask("ranks", [["run", names[0]], ["column", column]]);
+      if (map.ranks.length > 1) cards.push(card("Ranks over time", true, heatColumns(map), heatMap(map)));
+      cards.push(card("Events", true, one.events.length ? eventTable(one.events) : el("p", { class: "note" }, "none yet")));
       cards.push(await configCard());
     } else {
       const rows = await ask("diff", names.map((name) => ["run", name]));
       cards.push(card("What differs in their specs", true, rows.length ? table([["key"], ...names.map((name) => [name, "break"])], rows.map((row) => [row.key, ...row.values.map(plain)])) : el("p", { class: "note" }, "nothing but their names")));
       cards.push(card("Now", true, table([["run", "break"], ["state"], ["step", "n"], ["loss", "n"], ["tok/s", "n"], ["MFU", "n"], ["goodput", "n"]],
-        runs.map((run) => [run.name, run.state, amount(run.last.step ?? NaN), short(run.last.loss ?? NaN), amount(run.last.tokens_per_s), percent(run.last.mfu), percent(run.last.goodput)]))));
+        runs.map((run) => [run.name, run.state, amount(run.last.step), figure(run.last.loss), amount(run.last.tokens_per_s), percent(run.last.mfu), percent(run.last.goodput)]))));
     }
     facts.replaceChildren(...cards);
   }
 
   function plain(value) { return value === null || value === undefined ? "" : typeof value === "object" ? JSON.stringify(value) : String(value); }
 
-  function events(list) {
-    const bad = { alert: "warn", "save-failed": "bad", stall: "bad", "rank-died": "bad", "non-finite": "bad", "sink-down": "warn" };
-    return table([["time"], ["step", "n"], ["event"], ["", "break"]], [...list].reverse().slice(0, 200).map((event) => {
-      const rest = Object.fromEntries(Object.entries(event).filter(([key]) => !["event", "step", "time", "text", "alert"].includes(key)));
-      const text = [event.text, Object.keys(rest).length ? JSON.stringify(rest) : ""].filter(Boolean).join(" ");
-      return [when(event.time), event.step, el("span", { class: bad[event.event] || "" }, event.alert ? `alert: ${event.alert}` : event.event), text];
-    }));
+  let column = "ratio";
+  const COLUMNS = { ratio: "own work over its peers'", own_s: "own work, s", data_s: "waiting for data, s", memory_gib: "memory, GiB", utilisation: "GPU utilisation", temperature: "GPU temperature, °C", power_w: "GPU power, W", throttled: "GPU throttled" };
+  function heatColumns(map) {
+    const choice = el("select", { "aria-label": "what is shown of each rank", onchange: () => { column = choice.value; version = null; } }, map.columns.map((name) => el("option", { value: name, selected: name === column }, COLUMNS[name] || name)));
+    return el("div", { class: "bar" }, choice);
+  }
+
+  async function judge() {
+    if (names.length > 1) return;
+    const found = await ask("verdict", [["run", names[0]]]), [first, ...others] = found;
+    verdict.hidden = !first;
+    if (first) verdict.replaceChildren(el("p", {}, first.verdict), first.fix ? el("p", { class: "soft" }, first.fix) : "", ...others.map((other) => el("p", { class: "soft" }, "also: " + other.verdict)));
   }
 
   let openConfig = null;
@@ -119,6 +134,7 @@ export function runPage(main, names) {
     drawTiles(runs);
     if (now === version) return;
     version = now;
-    await Promise.all([...drawn.map(refresh), drawFacts(runs)]);
+    if (!drawn.length) charts.replaceChildren(el("p", { class: "note" }, "nothing logged yet"));
+    await Promise.all([...drawn.map(refresh), drawFacts(runs), judge()]);
   };
 }
