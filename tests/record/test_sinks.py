@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -141,10 +142,13 @@ def test_wandb_has_one_run_across_restarts_without_tensorboard(tmp_path: Path, m
     carry(run)
     log(run, range(30, 60, 10), loss=1.25)
     carry(run)
+    log(run, [50, 60], loss=0.75)  # resumed from 40, and step 50 logged a second time
+    carry(run)
     ids, history = wandb_files(run.root)
     assert ids == {(run.root / "sinks" / "run-id").read_text()}
-    assert sorted(history) == [10, 20, 30, 40, 50]
-    assert history[30]["loss"] == history[50]["loss"] == 1.25
+    assert sorted(history) == [10, 20, 30, 40, 50, 60]
+    assert history[30]["loss"] == history[40]["loss"] == 1.25
+    assert history[50]["loss"] == history[60]["loss"] == 0.75
     assert history[20]["loss"] > 4
     assert not (run.root / "tensorboard").exists()
 
@@ -171,9 +175,12 @@ def mlflow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 def test_mlflow_has_one_run_with_its_figures_and_parameters(tmp_path: Path, mlflow_server: str) -> None:
     run = make_run(tmp_path / "ml", f"log.sinks.mlflow={mlflow_server}", "log.sinks.mlflow_experiment=the sea")
-    log(run, range(10, 50, 10))
+    odd = {"validation_loss/corpus (new)?": 3.0}  # a name that MLflow does not allow
+    log(run, range(10, 50, 10), **odd)
     carry(run)
     log(run, range(30, 60, 10), loss=1.25)
+    with JsonlWriter(run.events) as events:
+        events.write({"event": "done", "step": 50, "time": 1.0})
     carry(run)
 
     def call(what: str, **body: Any) -> Any:
@@ -242,6 +249,8 @@ def test_an_otlp_receiver_gets_gauges_with_their_own_times(tmp_path: Path) -> No
     metrics = {m.name: m for m in request.resource_metrics[0].scope_metrics[0].metrics}
     points = metrics["argosy.loss"].gauge.data_points
     assert [p.time_unix_nano for p in points] == [1_700_000_100 * 10**9, 1_700_000_200 * 10**9]
+    assert all([a.key for a in p.attributes] == ["run"] for p in points)  # one series, however many steps
+    assert [p.as_int for p in metrics["argosy.step"].gauge.data_points] == [10, 20]
     assert "argosy.time.forward_backward" in metrics
 
 
@@ -274,6 +283,82 @@ def test_a_dead_sink_is_announced_once_and_backfilled_when_it_returns(tmp_path: 
     assert events == ["sink-down", "sink-up"]
     assert json.loads((run.root / "sinks" / "otel.json").read_text())["newest"] == 30
     assert receiver.bodies
+
+
+@contextlib.contextmanager
+def tarpit() -> Iterator[int]:
+    """A server that takes connections and never says anything."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        yield int(server.getsockname()[1])
+
+
+def test_a_sink_that_never_answers_holds_up_neither_the_run_nor_another_sink(
+    tmp_path: Path, write_spec: Any, argosy: Any
+) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with tarpit() as port:
+        asked = ["log.sinks.tensorboard=true", f"log.sinks.mlflow=http://127.0.0.1:{port}"]
+        trainer = subprocess.Popen(
+            [sys.executable, "-m", "argosy", "train", str(write_spec()), *asked, "--quiet"], stderr=subprocess.PIPE
+        )
+        run = tmp_path / "runs" / "tiny"
+        try:
+            wait_for(lambda: [e for e in read_jsonl(run / "events.jsonl") if e["event"] == "done"])
+            wait_for(lambda: json.loads((run / "sinks" / "tensorboard.json").read_text())["newest"] == 6)
+        finally:
+            trainer.kill()
+            trainer.wait()
+    reader = EventAccumulator(str(run / "tensorboard"))
+    reader.Reload()
+    assert [event.step for event in reader.Scalars("loss")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_on_a_full_disk_a_sink_leaves_nothing_broken_and_gets_the_rest_once_there_is_room(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("a small disk can only be mounted by root")
+    try:
+        run = make_run(disk / "full", "log.sinks.tensorboard=true")
+        log(run, range(1, 200))
+        ballast = disk / "ballast"
+        with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
+            while file.write(bytes(1 << 14)):
+                pass
+        os.truncate(ballast, ballast.stat().st_size - (1 << 14))
+        courier = Courier(run.root, patience_s=0.05)
+        courier.start()
+        wait_for(lambda: "tensorboard takes no records" in run.events.read_text())
+        ballast.unlink()
+        wait_for(lambda: json.loads((run.root / "sinks" / "tensorboard.json").read_text())["newest"] == 199)
+        courier.finish(10)
+        reader = EventAccumulator(str(run.root / "tensorboard"), size_guidance={"scalars": 0})
+        reader.Reload()
+        assert [event.step for event in reader.Scalars("loss")] == list(range(1, 200))
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=False)
+
+
+def test_a_courier_waits_for_the_one_before_it(tmp_path: Path) -> None:
+    import fcntl
+
+    run = make_run(tmp_path / "twice", "log.sinks.tensorboard=true")
+    log(run, [10])
+    with (run.root / ".courier").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)  # that of an attempt that died, which is not done yet
+        command = [sys.executable, "-m", "argosy.record.courier", str(run.root)]
+        second = subprocess.Popen(command, stdin=subprocess.PIPE)
+        with pytest.raises(subprocess.TimeoutExpired):
+            second.communicate(timeout=3)
+        assert not (run.root / "tensorboard").exists()
+    second.wait(30)
+    assert list((run.root / "tensorboard").iterdir())
 
 
 def test_what_a_sink_missed_is_sent_by_the_next_attempt(tmp_path: Path) -> None:

@@ -9,7 +9,9 @@ the trainer does, by whatever death, once the sinks that answer have everything.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -36,7 +38,7 @@ _AT_ONCE = 500  # records in one call
 _LOOK_S = 1.0
 _LONGEST_WAIT_S = 60.0  # between two tries of a sink that is down
 _FAREWELL_S = 60.0  # for sinks that answer to take the rest
-_TRAINER_WAITS_S = 20.0
+_TRAINER_WAITS_S, _SILENTLY_S = 20.0, 2.0
 
 
 @contextlib.contextmanager
@@ -55,9 +57,19 @@ def carried(run: RunDir, spec: LogSpec) -> Iterator[None]:
     try:
         yield
     finally:
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        with contextlib.suppress(OSError):
             if courier.stdin is not None:
                 courier.stdin.close()
+        _wait_for(courier)
+
+
+def _wait_for(courier: subprocess.Popen[bytes]) -> None:
+    """Until the sinks have the rest; one that does not answer is left to the courier."""
+    try:
+        courier.wait(_SILENTLY_S)
+    except subprocess.TimeoutExpired:
+        print(f"the sinks are taking the rest of the record, for {_TRAINER_WAITS_S:.0f}s at most", file=sys.stderr)
+        with contextlib.suppress(subprocess.TimeoutExpired):
             courier.wait(_TRAINER_WAITS_S)
 
 
@@ -110,13 +122,14 @@ class Courier:
                     sink.newest = records[-1]["step"]
                     self._remember(place, tail.offset, sink)
             except ArgosyError as error:
-                self._announce(sink, str(error))
+                self._event("sink-down", sink.name, f"{sink.name} takes no records: {error.cause}; {error.fix}")
                 return
             except Exception as error:  # noqa: BLE001 - whatever a sink does, the run goes on
                 tail.offset, opened = start, False
                 down += 1
                 if down == 1:
-                    self._announce(sink, f"{type(error).__name__}: {error}")
+                    why = f"{sink.name} takes no records ({type(error).__name__}: {error})"
+                    self._event("sink-down", sink.name, f"{why}; the run goes on, and it will get them when it is back")
                 with contextlib.suppress(Exception):
                     sink.close()
                 if self.ending.wait(wait_s):
@@ -147,12 +160,8 @@ class Courier:
         with contextlib.suppress(OSError):
             replace_file(place, orjson.dumps({"offset": offset, "newest": sink.newest}))
 
-    def _announce(self, sink: Sink, why: str) -> None:
-        text = f"{sink.name} takes no records ({why}); the run goes on, and it will get them when it is back"
-        print(f"warning: {text}", file=sys.stderr)
-        self._event("sink-down", sink.name, text)
-
     def _event(self, kind: str, sink: str, text: str) -> None:
+        print(f"{'warning: ' if kind == 'sink-down' else ''}{text}", file=sys.stderr)
         self._events.write({"event": kind, "step": self._step(), "time": now(), "sink": sink, "text": text})
 
     def _step(self) -> int:
@@ -160,16 +169,36 @@ class Courier:
 
 
 def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # meant for the trainer, whose end ends this too
     with contextlib.suppress(OSError):
         os.nice(5)
-    courier = Courier(Path(sys.argv[1]))
-    courier.start()
-    while os.read(0, 1 << 16):  # the trainer holds the other end open, and writes nothing
-        pass
-    courier.finish()
+    courier = _begin(Path(sys.argv[1]))
+    if courier is not None:
+        courier.start()
+        _trainer_ended(None)
+        courier.finish()
     os._exit(0)  # threads of a sink's library may be stuck
+
+
+def _begin(root: Path) -> Courier | None:
+    """One courier at a time: that of an attempt that died may still have something to send, and hold a port. Where the disk is
+    full, the run's id there cannot be kept, and it is tried again; None where the run ends before that."""
+    with contextlib.suppress(OSError):
+        lock = os.open(root / ".courier", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fcntl.flock(lock, fcntl.LOCK_EX)  # held until this process ends
+    while True:
+        try:
+            return Courier(root)
+        except OSError as error:
+            print(f"warning: no sink is served yet: {error}", file=sys.stderr)
+        if _trainer_ended(_LONGEST_WAIT_S):
+            return None
+
+
+def _trainer_ended(within_s: float | None) -> bool:
+    """The trainer holds the other end of standard input open, and writes nothing."""
+    return bool(select.select([0], [], [], within_s)[0])
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import os
+import re
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -18,11 +19,13 @@ import orjson
 
 from argosy.config.resolve import flatten
 from argosy.record.jsonl import Record
-from argosy.record.sinks.sink import RunFacts, numbers
+from argosy.record.sinks.sink import RunFacts, numbers, outcome
 
 _TIMEOUT_S = 10.0
 _METRICS_AT_ONCE, _PARAMS_AT_ONCE = 1000, 100  # the server's limits
 _TAG = "argosy.run_id"
+_NOT_ALLOWED = re.compile(r"[^\w\-. /:]")  # in the name of a metric
+_STATUS = {"done": "FINISHED", "interrupted": "KILLED"}
 
 
 class MLflow:
@@ -51,7 +54,12 @@ class MLflow:
 
     def send(self, records: Sequence[Record]) -> None:
         metrics = [
-            {"key": name, "value": value, "timestamp": int(1000 * record.get("time", 0.0)), "step": record["step"]}
+            {
+                "key": _NOT_ALLOWED.sub("_", name),
+                "value": value,
+                "timestamp": int(1000 * record.get("time", 0.0)),
+                "step": record["step"],
+            }
             for record in records
             for name, value in numbers(record).items()
         ]
@@ -60,7 +68,7 @@ class MLflow:
 
     def close(self) -> None:
         if self._run:
-            self._call("runs/update", {"run_id": self._run, "status": "FINISHED"})
+            self._call("runs/update", {"run_id": self._run, "status": _STATUS.get(outcome(self._facts), "FAILED")})
 
     def _find_experiment(self) -> str:
         try:

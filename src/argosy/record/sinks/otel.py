@@ -35,8 +35,8 @@ class OpenTelemetry:
         points: dict[str, list[Any]] = {}
         for record in records:
             nanoseconds = int(record.get("time", 0.0) * 1e9)
-            about = {"run": self._run.name, "step": record["step"]}
-            for name, value in numbers(record).items():
+            about = {"run": self._run.name}  # and not the step: each would be a series of its own
+            for name, value in (numbers(record) | {"step": record["step"]}).items():
                 point = self._export.NumberDataPoint(about, nanoseconds, nanoseconds, value)
                 points.setdefault(name, []).append(point)
         made = [

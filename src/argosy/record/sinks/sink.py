@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from argosy.errors import ArgosyError
-from argosy.record.jsonl import Record
+from argosy.record.jsonl import Record, read_jsonl
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,13 @@ def numbers(record: Record) -> dict[str, float]:
     found.pop("step", None)
     found.pop("time", None)
     return found
+
+
+def outcome(run: RunFacts) -> str:
+    """How the run ended: done, interrupted, or anything else for a failure; a run whose record says nothing of it was killed."""
+    ends = ("start", "resume", "done", "interrupted", "failed", "rank-died", "gave-up", "non-finite")
+    said = [event["event"] for event in read_jsonl(run.root / "events.jsonl") if event.get("event") in ends]
+    return str(said[-1]) if said else ""
 
 
 def missing(package: str, extra: str) -> ArgosyError:

@@ -1,8 +1,13 @@
 """TensorBoard event files in the run directory, written without torch. A run that went back to a checkpoint says so in them, and
-TensorBoard drops what it had from that step on."""
+TensorBoard drops what it had from that step on. What cannot be written whole, as on a full disk, is taken back, since TensorBoard
+reads a file only up to the first broken record."""
 
 from __future__ import annotations
 
+import errno
+import io
+import os
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,31 +20,51 @@ class TensorBoard:
 
     def __init__(self, run: RunFacts) -> None:
         self._directory = run.root / "tensorboard"
-        self._writer: Any = None
+        self._file: io.FileIO | None = None
         self.newest = -1
 
     def open(self) -> None:
         try:
             from tensorboard.compat.proto import event_pb2, summary_pb2
-            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+            from tensorboard.summary.writer.record_writer import RecordWriter
         except ImportError:
             raise missing("tensorboard", "tensorboard") from None
-        self._events, self._summaries = event_pb2, summary_pb2
-        self._writer = EventFileWriter(str(self._directory))
+        self._events, self._summaries, self._records = event_pb2, summary_pb2, RecordWriter
+        self._directory.mkdir(exist_ok=True)
+        name = f"events.out.tfevents.{time.time():.0f}.{os.uname().nodename}.{os.getpid()}"
+        self._file = io.FileIO(self._directory / name, "a")
+        if not os.fstat(self._file.fileno()).st_size:
+            self._append(self._file, [event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2")])
 
     def send(self, records: Sequence[Record]) -> None:
+        if self._file is None:
+            raise ConnectionError("the event file is closed")
+        events, newest = [], self.newest
         for record in records:
-            step, time = record["step"], record.get("time", 0.0)
-            if step < self.newest or (step == self.newest and "loss" in record):
+            step, wall_time = record["step"], record.get("time", 0.0)
+            if step < newest or (step == newest and "loss" in record):
                 status = self._events.SessionLog(status=self._events.SessionLog.START)
-                self._writer.add_event(self._events.Event(wall_time=time, step=step, session_log=status))
-            self.newest = step
+                events.append(self._events.Event(wall_time=wall_time, step=step, session_log=status))
+            newest = step
             values = [self._summaries.Summary.Value(tag=n, simple_value=v) for n, v in numbers(record).items()]
             summary = self._summaries.Summary(value=values)
-            self._writer.add_event(self._events.Event(wall_time=time, step=step, summary=summary))
-        self._writer.flush()
+            events.append(self._events.Event(wall_time=wall_time, step=step, summary=summary))
+        self._append(self._file, events)
+        self.newest = newest
+
+    def _append(self, file: io.FileIO, events: Sequence[Any]) -> None:
+        whole, data = os.fstat(file.fileno()).st_size, io.BytesIO()
+        writer = self._records(data)
+        for event in events:
+            writer.write(event.SerializeToString())
+        try:
+            if file.write(data.getvalue()) != data.tell():
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            os.ftruncate(file.fileno(), whole)
+            raise
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from argosy.record.jsonl import Record
-from argosy.record.sinks.sink import RunFacts, missing, numbers
+from argosy.record.sinks.sink import RunFacts, missing, numbers, outcome
 
 
 class WandB:
@@ -56,7 +56,7 @@ class WandB:
     def send(self, records: Sequence[Record]) -> None:
         for record in records:
             step = record["step"]
-            if step < self.newest:
+            if step < self.newest or (step == self.newest and "loss" in record):
                 self._rewind(step - 1)
             self.newest = step
             self._run.log({**numbers(record), "step": step}, step=step)
@@ -77,5 +77,5 @@ class WandB:
 
     def close(self) -> None:
         if self._run is not None:
-            self._run.finish()
+            self._run.finish(exit_code=int(outcome(self._facts) not in ("done", "interrupted")))
             self._run = None
