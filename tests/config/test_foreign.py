@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from argosy.config.foreign import megatron
+from argosy.config.foreign.draft import Draft
 from argosy.config.foreign.foundry import from_foundry
 from argosy.config.foreign.megatron import from_megatron
 from argosy.config.resolve import resolve
+from argosy.config.schema import RunSpec
 from argosy.errors import ArgosyError
 
 GPT3 = """torchrun --nproc_per_node 8 --nnodes 2 /workspace/pretrain_gpt.py \\
@@ -58,17 +61,137 @@ def test_the_arguments_of_a_well_known_job_become_a_run_spec(tmp_path: Path) -> 
     assert spec.data.tokenizer == "/fsx/gpt2"
     assert spec.model.positions == "learned"
     assert spec.model.dropout == 0.1  # Megatron's own default
-    assert draft.left == ["--no-such-option 7"]
+    unknown, decay = draft.left
+    assert unknown == "--no-such-option 7"
+    assert decay.startswith("--lr-decay-samples 126953125: the schedule ends with the run, after 146484375 samples")
 
 
-def test_every_argument_is_translated_explained_or_listed() -> None:
-    draft = from_megatron(GPT3)
-    text = draft.text("x")
-    for name in re.findall(r"--([a-z0-9-]+)", GPT3.partition("pretrain_gpt.py")[2]):
-        from argosy.config.foreign import megatron
+LLAMA3 = """pretrain_gpt.py --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
+  --group-query-attention --num-query-groups 8 --seq-length 8192 --max-position-embeddings 131072 --position-embedding-type rope
+  --rotary-base 500000 --rotary-percent 1.0 --use-rope-scaling --rope-scaling-factor 8.0 --attention-dropout 0.0
+  --hidden-dropout 0.0 --swiglu --normalization RMSNorm --untie-embeddings-and-output-weights --disable-bias-linear
+  --micro-batch-size 1 --global-batch-size 128 --train-samples 1953125000 --lr-warmup-fraction 0.002 --lr 0.00015
+  --decoupled-lr 5.0e-4 --bf16 --grad-reduce-in-bf16 --manual-gc --fp8-format hybrid --context-parallel-size 2 --mock-data
+  --vocab-size 128256""".replace("\n", " ")
+MIXTRAL = """pretrain_gpt.py --disable-bias-linear --seq-length 4096 --max-position-embeddings 32768 --num-layers 32
+  --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --normalization RMSNorm --position-embedding-type rope
+  --swiglu --untie-embeddings-and-output-weights --group-query-attention --num-query-groups 8 --rotary-base 1000000
+  --num-experts 8 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --moe-grouped-gemm
+  --moe-token-dispatcher-type alltoall --tokenizer-type Llama2Tokenizer --tokenizer-model /t/tokenizer.model --data-path /d
+  --split 99990,8,2 --micro-batch-size 1 --global-batch-size 256 --lr 1e-4 --train-iters 500000 --lr-decay-iters 500000
+  --lr-decay-style cosine --bf16 --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 2
+  --expert-model-parallel-size 8 --optimizer sgd""".replace("\n", " ")
+T5 = """pretrain_t5.py --encoder-num-layers 12 --decoder-num-layers 10 --hidden-size 768 --num-attention-heads 12
+  --kv-channels 64 --ffn-hidden-size 3072 --encoder-seq-length 512 --decoder-seq-length 128 --max-position-embeddings 512
+  --micro-batch-size 64 --global-batch-size 512 --lr 0.0001 --train-iters 1000000 --lr-decay-iters 1000000
+  --lr-warmup-fraction .01 --vocab-extra-ids 100 --init-method-std 0.015 --data-path /d --vocab-file vocab.txt""".replace(
+    "\n", " "
+)
+BERT = """pretrain_bert.py --num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 512
+  --max-position-embeddings 512 --micro-batch-size 4 --global-batch-size 32 --train-iters 1000000 --lr 0.0001
+  --lr-decay-iters 990000 --lr-warmup-fraction .01 --mask-prob 0.2 --bert-no-binary-head --data-path /d""".replace(
+    "\n", " "
+)
 
-        known = name in megatron._PLAIN or name in megatron._SWITCHES or name in megatron._NEEDLESS
-        assert known or f"--{name}" in text, name
+
+@pytest.mark.parametrize("words", [GPT3, LLAMA3, MIXTRAL, T5, BERT], ids=["gpt3", "llama3", "mixtral", "t5", "bert"])
+def test_every_argument_is_translated_explained_or_listed(words: str, tmp_path: Path) -> None:
+    draft = from_megatron(words)
+    resolve_text(draft.text("x"), tmp_path)
+    said = " ".join([*draft.notes, *draft.left])
+    for name in re.findall(r"--([a-z0-9-]+)", words.partition(".py")[2]):
+        quiet = name in megatron._PLAIN or name in megatron._SWITCHES or megatron._NEEDLESS.get(name) == ""
+        assert quiet or f"--{name}" in said, name
+
+
+@pytest.mark.parametrize("words", [GPT3, LLAMA3, MIXTRAL, T5, BERT], ids=["gpt3", "llama3", "mixtral", "t5", "bert"])
+def test_an_argument_that_is_said_to_be_read_changes_something(words: str) -> None:
+    """What is handled in code rather than by a table may not turn out to be forgotten there."""
+    whole = from_megatron(words)
+    quiet = [name for name, why in megatron._NEEDLESS.items() if why == ""]
+    pairs = {"vocab-file", "merge-file", "num-layers-per-virtual-pipeline-stage"}
+    defaults = {
+        "rotary-percent",
+        "rope-scaling-factor",
+        "moe-router-load-balancing-type",
+        "adam-beta1",
+        "eval-interval",
+        "bf16",
+    }
+    for name in re.findall(r"--([a-z0-9-]+)", words.partition(".py")[2]):
+        if name in quiet and name not in pairs | defaults:
+            less = from_megatron(re.sub(rf"--{name}(?![a-z-])((?: (?!--)\S+)*)", "", words))
+            assert (less.tree, less.notes, less.left) != (whole.tree, whole.notes, whole.left), name
+
+
+def test_llama_3_is_read_number_by_number(tmp_path: Path) -> None:
+    spec = resolve_text(from_megatron(LLAMA3).text("x"), tmp_path)
+    model = spec.model
+    assert (model.family, model.kv_heads, model.ffn, model.rope_theta, model.tied) == ("llama", 8, 14336, 500000, False)
+    assert model.rope_scaling is not None
+    assert (model.rope_scaling.kind, model.rope_scaling.factor, model.rope_scaling.original_seq_len) == (
+        "llama3",
+        8,
+        8192,
+    )
+    assert (spec.train.precision, spec.parallel.reduce, spec.parallel.cp) == ("fp8", "bf16", 2)
+    assert str(spec.optim.warmup) == "3906250sp"
+    assert (spec.optim.min_lr, spec.optim.weight_decay, spec.data.split) == (0.0, 0.01, (969, 30, 1))  # Megatron's own
+
+
+def test_mixtral_is_read_number_by_number(tmp_path: Path) -> None:
+    draft = from_megatron(MIXTRAL)
+    spec = resolve_text(draft.text("x"), tmp_path)
+    moe = spec.model.moe
+    assert moe is not None
+    assert (moe.experts, moe.top_k, moe.ffn, moe.balance_loss) == (8, 2, 14336, 0.01)
+    assert (spec.parallel.pp, spec.parallel.vpp, spec.parallel.schedule) == (4, 4, "interleaved-1f1b")
+    assert (spec.parallel.ep, spec.parallel.dp_shard, spec.model.vocab_size) == (8, 8, 32000)
+    assert draft.left == ["--optimizer sgd: AdamW takes its place"]
+    silent = from_megatron(MIXTRAL.replace("--moe-aux-loss-coeff 1e-2", "").replace("--moe-router-topk 2", ""))
+    assert (silent.get("model.moe.balance_loss"), silent.get("model.moe.top_k")) == (0.0, 2)  # Megatron's own
+
+
+def test_bert_and_t5_are_not_taken_for_decoders(tmp_path: Path) -> None:
+    bert, t5 = from_megatron(BERT), from_megatron(T5)
+    spec = resolve_text(bert.text("x"), tmp_path)
+    assert (spec.model.family, spec.model.pair, spec.model.layers) == ("bert", "none", 24)
+    assert spec.data.bert is not None
+    assert (spec.data.bert.mask_rate, spec.data.order) == (0.2, "argosy")
+    assert str(spec.optim.warmup) == "9900ba"  # of the schedule's 990000, not of the run's
+    spec = resolve_text(t5.text("x"), tmp_path)
+    assert (spec.model.family, spec.model.layers, spec.model.decoder_layers, spec.data.seq_len) == ("t5", 12, 10, 512)
+    assert "relative positions" in " ".join(t5.left)
+    with pytest.raises(ArgosyError, match=r"pretrain_mamba\.py trains a model"):
+        from_megatron(BERT.replace("pretrain_bert", "pretrain_mamba"))
+
+
+@pytest.mark.parametrize(
+    ("words", "activation"),
+    [("", "gelu_tanh"), ("--no-bias-gelu-fusion", "gelu"), ("--disable-bias-linear", "gelu"), ("--swiglu", "swiglu")],
+)
+def test_the_activation_is_what_megatron_computes(words: str, activation: str) -> None:
+    draft = from_megatron(f"--num-layers 2 --hidden-size 64 {words}")
+    assert draft.get("model.activation") == activation
+
+
+@pytest.mark.parametrize(
+    ("words", "corpora"),
+    [
+        ("a", [{"path": "a"}]),
+        ("a b c", [{"path": "a"}, {"path": "b"}, {"path": "c"}]),
+        ("0.3 a 1e-1 b", [{"path": "a", "weight": 0.3}, {"path": "b", "weight": 0.1}]),
+        ("'1.0 a'", [{"path": "a", "weight": 1.0}]),
+    ],
+)
+def test_corpora_come_with_weights_or_without(words: str, corpora: list[dict[str, object]]) -> None:
+    assert from_megatron(f"--num-layers 2 --data-path {words}").get("data.train") == corpora
+
+
+def test_a_warm_up_longer_than_the_run_is_said() -> None:
+    draft = from_megatron("--num-layers 2 --train-iters 100 --lr-decay-iters 430000 --lr-warmup-fraction .01")
+    assert draft.get("optim.warmup") == "1ba"
+    assert any("4300 iters, more than the run has" in item for item in draft.left)
 
 
 def test_benchmark_mode_is_one_switch(tmp_path: Path) -> None:
@@ -90,7 +213,17 @@ def test_a_llama_is_known_by_its_parts(tmp_path: Path) -> None:
     assert spec.train.batch_rampup is not None
 
 
-@pytest.mark.parametrize("words", ["", "--lr 1", "--num-layers $LAYERS --hidden-size 4", "--num-layers '3"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--num-layers 2 --data-path 0.1 a b",
+        "--num-layers 2 --eval-iters $N",
+        "",
+        "--lr 1",
+        "--num-layers $LAYERS --hidden-size 4",
+        "--num-layers '3",
+    ],
+)
 def test_what_is_no_command_is_refused(words: str) -> None:
     with pytest.raises(ArgosyError):
         from_megatron(words)
@@ -109,7 +242,69 @@ def test_a_foundry_file_becomes_a_run_spec(tmp_path: Path) -> None:
     assert draft.left == ["python_log_level: debug"]
 
 
-def resolve_text(text: str, tmp_path: Path):  # type: ignore[no-untyped-def]
+def changed(tmp_path: Path, **parts: object) -> tuple[Draft, RunSpec]:
+    source = tmp_path / "train.yaml"
+    source.write_text(yaml.safe_dump(MPT | parts))
+    draft = from_foundry(source)
+    return draft, resolve_text(draft.text("x"), tmp_path)
+
+
+def test_variables_left_for_the_command_line_are_left_out(tmp_path: Path) -> None:
+    """As in every file LLM-Foundry comes with."""
+    variables = {"max_seq_len": 2048, "data_remote": None, "data_local": None, "global_seed": 17, "run_name": None}
+    _, spec = changed(tmp_path, variables=variables, run_name="${variables.run_name}")
+    assert (spec.name, spec.data.train[0].path, spec.data.seq_len) == ("from-foundry", "corpus", 2048)
+
+
+def test_what_foundry_does_by_default_is_written_down(tmp_path: Path) -> None:
+    draft, spec = changed(tmp_path, algorithms={}, scheduler={"name": "cosine_with_warmup", "t_warmup": "0.02dur"})
+    assert (spec.optim.clip, spec.optim.min_lr, str(spec.optim.warmup)) == (None, 0.0, "96ba")
+    assert spec.eval is None, "there is no eval_loader"
+    model = MPT["model"] | {"norm_type": "rmsnorm", "tie_word_embeddings": False}  # type: ignore[operator]
+    model["attn_config"] = {
+        "rope": True,
+        "rope_theta": 500000,
+        "rope_impl": "dail",
+        "attn_type": "multiquery_attention",
+    }
+    draft, spec = changed(tmp_path, model=model, fsdp_config={"activation_checkpointing": True}, max_duration="1e9tok")
+    assert (spec.model.norm, spec.model.tied, spec.model.kv_heads, spec.model.rope_theta) == (
+        "rmsnorm",
+        False,
+        1,
+        500000,
+    )
+    assert (spec.parallel.recompute, spec.train.tokens) == ("full", 1_000_000_000)
+    assert "model.attn_config.rope_impl: dail" in draft.left
+
+
+@pytest.mark.parametrize(
+    ("parts", "listed"),
+    [
+        ({"load_path": "/a/b"}, "load_path: /a/b"),
+        ({"precision": "amp_fp4"}, "precision: amp_fp4"),
+        ({"callbacks": {"speed_monitor": {}, "early_stopper": {"monitor": "loss"}}}, "callbacks.early_stopper"),
+        ({"optimizer": {"name": "decoupled_lionw", "lr": 1e-4}}, "optimizer.name: decoupled_lionw"),
+        ({"eval_loader": {"dataset": {"remote": "s3://b/c", "split": "val"}}}, "eval_loader (s3://b/c, split val)"),
+        ({"fsdp_config": {"activation_cpu_offload": True}}, "fsdp_config.activation_cpu_offload"),
+    ],
+)
+def test_what_has_no_counterpart_in_a_foundry_file_is_listed(
+    parts: dict[str, object], listed: str, tmp_path: Path
+) -> None:
+    draft, _ = changed(tmp_path, **parts)
+    assert any(item.startswith(listed) for item in draft.left)
+
+
+def test_a_model_of_the_hub_is_where_the_run_starts(tmp_path: Path) -> None:
+    source = tmp_path / "train.yaml"
+    source.write_text(yaml.safe_dump(MPT | {"model": {"name": "hf_causal_lm", "pretrained_model_name_or_path": "m/l"}}))
+    draft = from_foundry(source)
+    assert draft.get("init_from") == "hf:m/l"
+    assert "model" not in draft.tree
+
+
+def resolve_text(text: str, tmp_path: Path) -> RunSpec:
     path = tmp_path / "run.yaml"
     path.write_text(text)
     return resolve(path, elsewhere=True).spec

@@ -11,6 +11,8 @@ from argosy.config.foreign.draft import Draft
 from argosy.config.reader import read_yaml
 from argosy.errors import ArgosyError
 
+Leaves = dict[str, Any]
+_ELSEWHERE = object()  # a variable that the file does not have
 _VARIABLE = re.compile(r"\$\{([^}]+)\}")
 _PLAIN = {
     "model.d_model": "model.hidden",
@@ -18,6 +20,7 @@ _PLAIN = {
     "model.n_heads": "model.heads",
     "model.vocab_size": "model.vocab_size",
     "model.max_seq_len": "model.max_seq_len",
+    "model.tie_word_embeddings": "model.tied",
     "model.attn_config.kv_n_heads": "model.kv_heads",
     "model.resid_pdrop": "model.dropout",
     "model.init_config.init_std": "model.init_std",
@@ -27,27 +30,52 @@ _PLAIN = {
     "optimizer.betas": "optim.betas",
     "optimizer.weight_decay": "optim.weight_decay",
     "algorithms.gradient_clipping.clipping_threshold": "optim.clip",
-    "scheduler.t_warmup": "optim.warmup",
     "eval_interval": "eval.every",
     "global_train_batch_size": "train.global_batch",
     "seed": "train.seed",
-    "device_train_microbatch_size": "parallel.micro_batch",
     "save_interval": "checkpoint.every",
     "save_num_checkpoints_to_keep": "checkpoint.keep",
     "console_log_interval": "log.every",
+    "loggers.wandb.project": "log.sinks.wandb",
     "run_name": "name",
 }
-# What Argosy does anyway, or otherwise; a whole section by its name.
-_NEEDLESS = (
-    "variables", "model.name", "model.init_device", "model.init_config", "model.attn_config.attn_impl", "model.loss_fn",
-    "tokenizer.kwargs", "train_loader.name", "train_loader.num_workers", "train_loader.drop_last", "train_loader.dataset.shuffle",
-    "train_loader.dataset.shuffle_seed", "eval_loader", "eval_first", "eval_subset_num_batches", "callbacks", "progress_bar",
-    "log_to_console", "fsdp_config", "data_local", "data_remote", "tokenizer_name", "max_seq_len", "global_seed",
-    "device_eval_batch_size", "dist_timeout", "autoresume", "save_folder", "load_path", "max_duration", "precision", "scheduler.name",
-    "scheduler.alpha_f", "optimizer.name", "train_loader.dataset.remote", "train_loader.dataset.local", "train_loader.dataset.split",
-    "tokenizer.name", "model.expansion_ratio", "model.attn_config.alibi", "model.attn_config.rope", "model.attn_config.rope_theta",
-    "algorithms.gradient_clipping.clipping_type", "model.no_bias", "model.learned_pos_emb",
+# Read below, several of them together; or only names for what other leaves say.
+_HANDLED = (
+    "model.name", "model.no_bias", "model.learned_pos_emb", "model.expansion_ratio", "model.norm_type",
+    "model.pretrained_model_name_or_path", "model.pretrained", "model.attn_config.alibi", "model.attn_config.alibi_bias_max", "model.attn_config.rope",
+    "model.attn_config.rope_theta", "model.attn_config.attn_type", "model.attn_config.sliding_window_size", "tokenizer.name",
+    "train_loader.dataset.remote", "train_loader.dataset.local", "train_loader.dataset.split", "optimizer.name",
+    "scheduler.name", "scheduler.alpha_f", "scheduler.t_warmup", "max_duration", "precision", "eval_subset_num_batches",
+    "device_train_microbatch_size", "save_folder", "fsdp_config", "callbacks", "eval_loader", "loggers.tensorboard",
+    "variables", "data_local", "data_remote", "tokenizer_name", "max_seq_len", "global_seed",
 )  # fmt: skip
+# What Argosy does anyway, or otherwise; a whole section by its name.
+_NEEDLESS = {
+    "model.init_device": "weights are made where they stay",
+    "model.attn_config.attn_impl": "chosen by what the device has",
+    "model.loss_fn": "chosen by what the device has",
+    "tokenizer.kwargs": "the tokenizer's files say it",
+    "train_loader.name": "there is one kind of corpus",
+    "train_loader.num_workers": "batches are read ahead by a thread",
+    "train_loader.drop_last": "steps are whole",
+    "train_loader.dataset.shuffle": "samples are always shuffled",
+    "train_loader.dataset.shuffle_seed": "train.seed is the seed of their order",
+    "algorithms.gradient_clipping.clipping_type": "by the norm",
+    "eval_first": "training starts at once",
+    "device_eval_batch_size": "an evaluation has eval.batches global batches",
+    "progress_bar": "a bar on a terminal, lines elsewhere",
+    "log_to_console": "always, unless --quiet",
+    "dist_timeout": "the supervisor ends what stands still (fault.stall_after)",
+    "autoresume": "a run always goes on from its newest checkpoint",
+}
+_WATCHED = (
+    "speed_monitor",
+    "lr_monitor",
+    "memory_monitor",
+    "runtime_estimator",
+    "optimizer_monitor",
+    "system_metrics_monitor",
+)
 
 
 def from_foundry(path: Path) -> Draft:
@@ -64,12 +92,20 @@ def from_foundry(path: Path) -> Draft:
         if key in _PLAIN:
             if value is not None:
                 draft.set(_PLAIN[key], value)
-        elif not key.startswith(_NEEDLESS):
+        elif (why := next((_NEEDLESS[name] for name in _NEEDLESS if _within(key, name)), None)) is not None:
+            draft.notes.append(f"{key}: {why}")
+        elif not any(_within(key, name) for name in _HANDLED):
             draft.left.append(f"{key}: {value}")
     _model(draft, flat)
     _data(draft, flat)
     _training(draft, flat)
+    _evaluation(draft, flat)
+    _surroundings(draft, flat)
     return draft
+
+
+def _within(key: str, name: str) -> bool:
+    return key == name or key.startswith(f"{name}.")
 
 
 def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -81,14 +117,17 @@ def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _resolved(value: Any, tree: dict[str, Any]) -> Any:
-    """`${variables.max_seq_len}` filled in; what the environment would say stays as it is."""
+    """`${variables.max_seq_len}` filled in; one left empty for the command line makes the whole value empty, and what the
+    environment would say stays as it is."""
     for _ in range(8):  # a variable may name another
         names = _VARIABLE.findall(value) if isinstance(value, str) else []
         found = {name: _at(tree, name) for name in names}
+        if any(known is None for known in found.values()):
+            return None
+        found = {name: known for name, known in found.items() if known is not _ELSEWHERE}
         for name, known in found.items():
-            if known is not None and isinstance(value, str):
-                value = known if value == f"${{{name}}}" else value.replace(f"${{{name}}}", str(known))
-        if all(known is None for known in found.values()):
+            value = known if value == f"${{{name}}}" else str(value).replace(f"${{{name}}}", str(known))
+        if not found:
             break
     return value
 
@@ -96,25 +135,55 @@ def _resolved(value: Any, tree: dict[str, Any]) -> Any:
 def _at(tree: dict[str, Any], name: str) -> Any:
     node: Any = tree
     for part in name.split("."):
-        node = node.get(part) if isinstance(node, dict) else None
-    return None if isinstance(node, dict) else node
+        if not isinstance(node, dict) or part not in node:
+            return _ELSEWHERE
+        node = node[part]
+    return _ELSEWHERE if isinstance(node, dict) else node
 
 
-def _model(draft: Draft, flat: dict[str, Any]) -> None:
-    alibi = bool(flat.get("model.attn_config.alibi", False))
-    rope = bool(flat.get("model.attn_config.rope", False))
+def _model(draft: Draft, flat: Leaves) -> None:
+    kind = flat.get("model.name", "mpt_causal_lm")
+    if kind == "hf_causal_lm":
+        source = flat.get("model.pretrained_model_name_or_path", "MODEL")
+        draft.tree.pop("model", None)
+        draft.set("init_from", f"hf:{source}")
+        draft.notes.append(f"init_from is hf:{source}: the directory of that model's files")
+        if flat.get("model.pretrained") is False:
+            draft.left.append(
+                "model.pretrained: False: init_from starts from its weights; name the model's keys for fresh ones"
+            )
+        return
+    if kind != "mpt_causal_lm":
+        draft.left.append(f"model.name: {kind}: an MPT takes its place")
     draft.set("model.family", "mpt")
-    draft.set("model.positions", "rope" if rope else "alibi" if alibi else "learned")
-    if rope and flat.get("model.attn_config.rope_theta") is not None:
-        draft.set("model.rope_theta", flat["model.attn_config.rope_theta"])
+    _positions(draft, flat)
     bias = not flat.get("model.no_bias", False)
-    for key in ("norm_bias", "attention_bias", "mlp_bias"):
-        draft.set(f"model.{key}", bias)
-    ratio = flat.get("model.expansion_ratio", 4)
-    draft.set("model.ffn", int(ratio * draft.get("model.hidden", 0)))
+    rms = "rmsnorm" in str(flat.get("model.norm_type", "low_precision_layernorm"))
+    draft.set("model.norm", "rmsnorm" if rms else "layernorm")
+    draft.set("model.norm_bias", bias and not rms)
+    draft.set("model.attention_bias", bias)
+    draft.set("model.mlp_bias", bias)
+    draft.set("model.ffn", int(flat.get("model.expansion_ratio", 4) * draft.get("model.hidden", 0)))
+    if flat.get("model.attn_config.attn_type") == "multiquery_attention":
+        draft.set("model.kv_heads", 1)
+    if flat.get("model.attn_config.alibi_bias_max", 8) != 8:
+        draft.left.append(f"model.attn_config.alibi_bias_max: {flat['model.attn_config.alibi_bias_max']}: 8 here")
+    window = flat.get("model.attn_config.sliding_window_size", -1)
+    if window > 0:
+        draft.set("model.window", window)
 
 
-def _data(draft: Draft, flat: dict[str, Any]) -> None:
+def _positions(draft: Draft, flat: Leaves) -> None:
+    rope, alibi = flat.get("model.attn_config.rope", False), flat.get("model.attn_config.alibi", False)
+    draft.set("model.positions", "rope" if rope else "alibi" if alibi else "learned")
+    if rope:
+        draft.set("model.rope_theta", flat.get("model.attn_config.rope_theta", 10000))
+    learned = flat.get("model.learned_pos_emb", True)
+    if not (rope or alibi or learned):
+        draft.left.append("model.learned_pos_emb: False: a model without positions; learned ones take their place")
+
+
+def _data(draft: Draft, flat: Leaves) -> None:
     remote, local = flat.get("train_loader.dataset.remote"), flat.get("train_loader.dataset.local")
     source = remote or local or "corpus"
     split = flat.get("train_loader.dataset.split")
@@ -131,49 +200,101 @@ def _data(draft: Draft, flat: dict[str, Any]) -> None:
         )
 
 
-def _training(draft: Draft, flat: dict[str, Any]) -> None:
+def _training(draft: Draft, flat: Leaves) -> None:
     _length(draft, str(flat.get("max_duration", "")))
+    _warmup(draft, str(flat.get("scheduler.t_warmup", "0ba")))
     precision = {"amp_bf16": "bf16", "amp_fp16": "fp16", "fp32": "fp32", "amp_fp8": "fp8"}
-    if flat.get("precision") in precision:
-        draft.set("train.precision", precision[flat["precision"]])
+    asked = flat.get("precision", "amp_bf16")
+    draft.set("train.precision", precision.get(asked, "bf16"))
+    if asked not in precision:
+        draft.left.append(f"precision: {asked}: bf16 takes its place")
     name = str(flat.get("optimizer.name", "decoupled_adamw"))
     if name not in ("decoupled_adamw", "adamw"):
-        draft.left.append(f"optimizer.name: {name}")
+        draft.left.append(f"optimizer.name: {name}: AdamW takes its place")
+    if draft.get("optim.weight_decay") is None:
+        draft.set("optim.weight_decay", 0.0)  # Foundry's optimisers decay nothing unless told to
     if name == "decoupled_adamw" and (decay := draft.get("optim.weight_decay")):
         lr = draft.get("optim.lr", 1.0)
         draft.set("optim.weight_decay", decay / lr)
         draft.notes.append(
             f"decoupled weight decay {decay:g} is {decay / lr:g} here, where it is multiplied by the learning rate"
         )
+    if "algorithms.gradient_clipping.clipping_threshold" not in flat:
+        draft.set("optim.clip", None)
     schedules = {"cosine_with_warmup": "cosine", "linear_decay_with_warmup": "linear", "constant_with_warmup": "constant",
                  "inv_sqrt_with_warmup": "inverse_sqrt"}  # fmt: skip
     schedule = str(flat.get("scheduler.name", "cosine_with_warmup"))
     draft.set("optim.schedule", schedules.get(schedule, "cosine"))
     if schedule not in schedules:
-        draft.left.append(f"scheduler.name: {schedule}")
-    if flat.get("scheduler.alpha_f") is not None and draft.get("optim.lr"):
-        draft.set("optim.min_lr", flat["scheduler.alpha_f"] * draft.get("optim.lr"))
-    if draft.get("parallel.micro_batch") == "auto":
-        draft.set("parallel.micro_batch", "auto")
-    batches = flat.get("eval_subset_num_batches")
+        draft.left.append(f"scheduler.name: {schedule}: cosine takes its place")
+    if draft.get("optim.lr"):
+        draft.set("optim.min_lr", flat.get("scheduler.alpha_f", 0.0) * draft.get("optim.lr"))
+    micro = flat.get("device_train_microbatch_size", "auto")
+    if isinstance(micro, int):
+        draft.set("parallel.micro_batch", micro)
+    else:
+        draft.notes.append(f"device_train_microbatch_size: {micro}: left to the planner, as the rest of `parallel`")
+
+
+def _length(draft: Draft, duration: str) -> None:
+    match = re.fullmatch(r"(\d[\d_]*(?:\.\d+)?(?:e\+?\d+)?)(ba|ep|tok|sp)?", duration.strip())
+    if match is None:
+        draft.notes.append(f"max_duration {duration or 'is not given'}: set train.steps, tokens, samples or epochs")
+        return
+    unit = {"ba": "steps", "ep": "epochs", "tok": "tokens", "sp": "samples"}[match[2] or "ep"]  # a number alone: epochs
+    draft.set(f"train.{unit}", int(float(match[1].replace("_", ""))))
+
+
+def _warmup(draft: Draft, warmup: str) -> None:
+    """`0.02dur` is a share of the run."""
+    share = re.fullmatch(r"([\d.]+)dur", warmup)
+    if share is None:
+        draft.set("optim.warmup", warmup)
+        return
+    for unit, suffix in {"steps": "ba", "tokens": "tok", "samples": "sp"}.items():
+        if (length := draft.get(f"train.{unit}")) is not None:
+            draft.set("optim.warmup", f"{round(float(share[1]) * length)}{suffix}")
+            return
+    draft.left.append(f"scheduler.t_warmup: {warmup}: of a run whose steps are not known from its epochs")
+
+
+def _evaluation(draft: Draft, flat: Leaves) -> None:
+    """Foundry evaluates on a data set of its own, and not at all without one."""
+    own = {key: value for key, value in flat.items() if _within(key, "eval_loader")}
+    if not own or draft.get("eval.every") in (0, "0ba"):
+        draft.set("eval", "off")
+        return
+    where = own.get("eval_loader.dataset.remote") or own.get("eval_loader.dataset.local")
+    part = own.get("eval_loader.dataset.split")
+    draft.left.append(f"eval_loader ({where}, split {part}): held-out documents are a share of the corpus (data.split)")
+    batches = flat.get("eval_subset_num_batches", -1)
     if isinstance(batches, int) and batches > 0:
         draft.set("eval.batches", batches)
+        draft.notes.append("eval.batches counts batches of train.global_batch, Foundry's of its own size")
+    else:
+        draft.notes.append(f"eval_subset_num_batches: {batches}: all of the data set there, eval.batches here")
+
+
+def _surroundings(draft: Draft, flat: Leaves) -> None:
+    """Where it saves and what it watches."""
     if flat.get("save_folder"):
         runs, _, run = str(flat["save_folder"]).rstrip("/").rpartition("/")
         draft.set("runs_dir", runs or ".")
         draft.notes.append(
             f"save_folder {flat['save_folder']}: a run has one directory, runs_dir/name ({run} here is its name's)"
         )
-    if any(key.startswith("fsdp_config") for key in flat):
+    if any(_within(key, "fsdp_config") for key in flat):
+        if flat.get("fsdp_config.activation_checkpointing"):
+            draft.set("parallel.recompute", "full")
+        if flat.get("fsdp_config.activation_cpu_offload"):
+            draft.left.append("fsdp_config.activation_cpu_offload: True")
         draft.notes.append(
             "fsdp_config: parallel.dp_shard says over how many ranks the state is sharded; `argosy plan` picks it"
         )
-
-
-def _length(draft: Draft, duration: str) -> None:
-    match = re.fullmatch(r"(\d[\d_]*)(ba|ep|tok|sp)", duration.strip())
-    if match is None:
-        draft.notes.append("no max_duration: set train.steps, tokens, samples or epochs")
-        return
-    unit = {"ba": "steps", "ep": "epochs", "tok": "tokens", "sp": "samples"}[match[2]]
-    draft.set(f"train.{unit}", int(match[1].replace("_", "")))
+    if "loggers.tensorboard" in flat:
+        draft.set("log.sinks.tensorboard", True)
+    for callback in dict.fromkeys(key.split(".")[1] for key in flat if key.startswith("callbacks.")):
+        if callback in _WATCHED:
+            draft.notes.append(f"callbacks.{callback}: always logged")
+        else:
+            draft.left.append(f"callbacks.{callback}")

@@ -1,6 +1,7 @@
-"""`argosy config from-megatron`: the arguments of Megatron-LM's pretrain_gpt.py as a run spec.
+"""`argosy config from-megatron`: the arguments of Megatron-LM's pretrain_gpt.py, pretrain_bert.py or pretrain_t5.py as a run spec.
 
-Every argument is translated, known to be needless here, or listed as having no counterpart; none is passed over in silence.
+Every argument is translated, known to be needless here, or listed as having no counterpart; none is passed over in silence. Where
+Megatron's default is not ours, Megatron's is written down.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from argosy.config.foreign.draft import Draft
+from argosy.config.foreign.megatron_model import HANDLED, describe_model, family_of
 from argosy.errors import ArgosyError
 
 Values = list[str]
@@ -38,12 +40,16 @@ _PLAIN: dict[str, tuple[str, Callable[[str], Any]]] = {
     "rotary-base": ("model.rope_theta", _number),
     "norm-epsilon": ("model.norm_eps", _number),
     "init-method-std": ("model.init_std", _number),
+    "encoder-num-layers": ("model.layers", int),
+    "decoder-num-layers": ("model.decoder_layers", int),
     "num-experts": ("model.moe.experts", int),
     "moe-router-topk": ("model.moe.top_k", int),
     "moe-ffn-hidden-size": ("model.moe.ffn", int),
     "moe-aux-loss-coeff": ("model.moe.balance_loss", _number),
     "moe-z-loss-coeff": ("model.moe.z_loss", _number),
     "seq-length": ("data.seq_len", int),
+    "encoder-seq-length": ("data.seq_len", int),
+    "short-seq-prob": ("data.bert.short_seq_prob", _number),
     "tokenizer-model": ("data.tokenizer", str),
     "data-cache-path": ("data.order_cache", str),
     "global-batch-size": ("train.global_batch", int),
@@ -68,14 +74,11 @@ _PLAIN: dict[str, tuple[str, Callable[[str], Any]]] = {
     "wandb-project": ("log.sinks.wandb", str),
 }
 _SWITCHES: dict[str, tuple[str, Any]] = {
-    "bf16": ("train.precision", "bf16"),
-    "fp16": ("train.precision", "fp16"),
-    "fp8-format": ("train.precision", "fp8"),
-    "swiglu": ("model.activation", "swiglu"),
     "qk-layernorm": ("model.qk_norm", True),
     "reset-position-ids": ("data.reset_positions", True),
     "reset-attention-mask": ("data.document_mask", True),
     "eod-mask-loss": ("data.mask_eod", True),
+    "grad-reduce-in-bf16": ("parallel.reduce", "bf16"),
     "recompute-activations": ("parallel.recompute", "selective"),
     "untie-embeddings-and-output-weights": ("model.tied", False),
 }
@@ -101,6 +104,12 @@ _NEEDLESS = {
     "use-persistent-ckpt-worker": "saving is done by Argosy's own writer",
     "async-save": "saving is done by Argosy's own writer",
     "exit-signal-handler": "SIGTERM and Ctrl-C always save",
+    "manual-gc": "garbage is always collected in step",
+    "manual-gc-interval": "garbage is always collected in step",
+    "calculate-per-token-loss": "always: a loss is a sum over tokens",
+    "cross-entropy-loss-fusion": "kernels are chosen by what the device has",
+    "log-throughput": "always logged",
+    "no-position-embedding": "position-embedding-type says it",
     "accumulate-allreduce-grads-in-fp32": "parallel.reduce is fp32 unless it is set",
     "attention-softmax-in-fp32": "always",
     "group-query-attention": "num-query-groups says it",
@@ -112,22 +121,31 @@ _NEEDLESS = {
     "tensorboard-dir": "curves are in the run directory; `argosy dash` shows them",
     "use-sharp": "cluster.sharp, where InfiniBand switches can do it",
     "mock-data": "`argosy bench` trains on made-up data",
-    "lr-decay-iters": "the schedule ends with the run",
-    "lr-decay-samples": "the schedule ends with the run",
+    "vocab-extra-ids": "the tokenizer has them",
+    "make-vocab-size-divisible-by": "the embedding has model.vocab_size rows, as many as are given",
+    "moe-grouped-gemm": "kernels are chosen by what the device has",
+    "moe-token-dispatcher-type": "tokens go to their experts' ranks by all-to-all",
     "tokenizer-type": "the tokenizer's files say which it is",
+    **dict.fromkeys(HANDLED, ""), "bf16": "", "fp16": "", "fp8-format": "", "lr-decay-iters": "", "lr-decay-samples": "",
     "train-data-path": "", "valid-data-path": "", "test-data-path": "", "data-path": "", "split": "",
-    "eval-interval": "", "eval-iters": "", "position-embedding-type": "", "normalization": "", "lr-decay-style": "",
+    "eval-interval": "", "eval-iters": "", "lr-decay-style": "",
     "adam-beta1": "", "adam-beta2": "", "recompute-granularity": "", "save": "", "load": "", "optimizer": "",
-    "hidden-dropout": "", "attention-dropout": "", "disable-bias-linear": "", "rampup-batch-size": "",
-    "lr-warmup-fraction": "", "vocab-file": "", "merge-file": "", "use-rotary-position-embeddings": "",
+    "rampup-batch-size": "", "lr-warmup-fraction": "", "vocab-file": "", "merge-file": "", "mask-prob": "",
+    "num-layers-per-virtual-pipeline-stage": "", "num-virtual-stages-per-pipeline-rank": "",
 }  # fmt: skip
+
+
+# Megatron's, where ours are others.
+_DEFAULTS: dict[str, Any] = {"optim.min_lr": 0.0, "optim.weight_decay": 0.01}
 
 
 def from_megatron(command: str) -> Draft:
     """`torchrun … pretrain_gpt.py --num-layers 24 …`, or only the arguments."""
-    given = _arguments(command)
+    script, given = _arguments(command)
+    family = family_of(script, given)
     draft = Draft({"name": "from-megatron"})
-    _structure(draft, given)
+    for key, value in _DEFAULTS.items():
+        draft.set(key, value)
     for name, values in given.items():
         if name in _PLAIN:
             key, read = _PLAIN[name]
@@ -139,7 +157,8 @@ def from_megatron(command: str) -> Draft:
                 draft.notes.append(f"--{name}: {_NEEDLESS[name]}")
         else:
             draft.left.append(f"--{name} {' '.join(values)}".strip())
-    _data(draft, given)
+    describe_model(draft, family, given)
+    _data(draft, family, given)
     _training(draft, given)
     if "train" in draft.tree and "global_batch" not in draft.tree["train"] and "micro-batch-size" in given:
         draft.notes.append(
@@ -148,13 +167,14 @@ def from_megatron(command: str) -> Draft:
     return draft
 
 
-def _arguments(command: str) -> dict[str, Values]:
-    """Arguments by name. What stands before the script is the launcher's, and `argosy launch` is ours."""
+def _arguments(command: str) -> tuple[str, dict[str, Values]]:
+    """The script, and its arguments by name. What stands before the script is the launcher's, and `argosy launch` is ours."""
     try:
         words = shlex.split(command.replace("\\\n", " "), comments=True)
     except ValueError as error:
         raise ArgosyError("config.bad-value", f"the command cannot be read: {error}", fix="close its quotes") from None
     scripts = [number for number, word in enumerate(words) if word.endswith(".py")]
+    script = words[scripts[-1]].rpartition("/")[2] if scripts else ""
     words = words[scripts[-1] + 1 :] if scripts else words
     found: dict[str, Values] = {}
     name: str | None = None
@@ -163,14 +183,14 @@ def _arguments(command: str) -> dict[str, Values]:
             name, equals, value = word[2:].replace("_", "-").partition("=")
             found[name] = [value] if equals else []
         elif name is not None:
-            found[name].append(word)
+            found[name] += word.split()
     if "num-layers" not in found and "hidden-size" not in found:
         raise ArgosyError(
             "config.bad-value",
             "there is no --num-layers or --hidden-size among the arguments",
-            fix="give the arguments of pretrain_gpt.py in one pair of quotes",
+            fix="give the arguments of pretrain_gpt.py (or _bert, _t5) in one pair of quotes",
         )
-    return found
+    return script, found
 
 
 def _read(name: str, values: Values, read: Callable[[str], Any]) -> Any:
@@ -189,57 +209,50 @@ def _one(given: dict[str, Values], name: str, default: str = "") -> str:
     return (given.get(name) or [default])[0]
 
 
-def _structure(draft: Draft, given: dict[str, Values]) -> None:
-    """The family that is nearest, and where the model differs from it."""
-    rope = (
-        _one(given, "position-embedding-type", "learned_absolute") == "rope"
-        or "use-rotary-position-embeddings" in given
-    )
-    rms = _one(given, "normalization", "LayerNorm") == "RMSNorm"
-    draft.set("model.family", "llama" if rope and rms and "swiglu" in given else "gpt")
-    draft.set("model.positions", "rope" if rope else "learned")
-    draft.set("model.norm", "rmsnorm" if rms else "layernorm")
-    draft.set("model.norm_bias", not rms)
-    bias = "disable-bias-linear" not in given
-    draft.set("model.attention_bias", bias)
-    draft.set("model.mlp_bias", bias)
-    draft.set("model.tied", True)
-    if "swiglu" not in given:
-        draft.set("model.activation", "gelu")
-    elif "ffn-hidden-size" not in given and "hidden-size" in given:
-        draft.set("model.ffn", int(4 * int(_one(given, "hidden-size")) * 2 / 3 / 64) * 64)  # as Megatron derives it
-    dropouts = {float(_one(given, name, "0.1")) for name in ("hidden-dropout", "attention-dropout")}
-    draft.set("model.dropout", min(dropouts))
-    if len(dropouts) > 1:
-        draft.notes.append(f"dropout is one number here: {min(dropouts):g} of {sorted(dropouts)}")
-    if _one(given, "vocab-size") == "" and _one(given, "padded-vocab-size") == "":
-        draft.set("model.vocab_size", 50304)
-        draft.notes.append("model.vocab_size is GPT-2's, padded to a multiple of 128: set your tokenizer's")
-
-
-def _data(draft: Draft, given: dict[str, Values]) -> None:
+def _data(draft: Draft, family: str, given: dict[str, Values]) -> None:
     words = given.get("data-path") or given.get("train-data-path") or []
     if not words:
         draft.notes.append("no --data-path: set data.train")
         draft.set("data.train", "corpus")
-    elif len(words) == 1:
-        draft.set("data.train", [{"path": words[0]}])
     else:
-        pairs = list(zip(words[::2], words[1::2], strict=False))
-        draft.set("data.train", [{"path": path, "weight": _number(weight)} for weight, path in pairs])
+        draft.set("data.train", _corpora(words))
     if "valid-data-path" in given or "test-data-path" in given:
         draft.left.append(
             "--valid-data-path and --test-data-path: held-out documents are a share of each corpus (data.split)"
         )
-    if "split" in given:
-        draft.set("data.split", [float(part) for part in _one(given, "split").split(",")])
-    if "vocab-file" in given:
+    shares = " ".join(given.get("split") or ["969,30,1"]).replace(",", " ").split()
+    draft.set("data.split", [_read("split", [share], float) for share in shares] + [0.0] * (3 - len(shares)))
+    if "vocab-file" in given and "merge-file" in given:
         draft.set("data.tokenizer", _one(given, "vocab-file").rpartition("/")[0] or ".")
         draft.notes.append("data.tokenizer is the directory of --vocab-file, with merges.txt beside it")
-    draft.set("data.order", "megatron")
-    draft.notes.append(
-        "data.order: megatron gives Megatron's own order of samples; leave it out for ours, which needs no index"
-    )
+    elif "vocab-file" in given:
+        draft.left.append(f"--vocab-file {_one(given, 'vocab-file')}: data.tokenizer is a tokenizer.json")
+    if "mask-prob" in given:
+        rate = {"bert": "data.bert.mask_rate", "t5": "data.t5.noise_density"}.get(family)
+        if rate is None:
+            draft.left.append(f"--mask-prob {_one(given, 'mask-prob')}")
+        else:
+            draft.set(rate, _read("mask-prob", given["mask-prob"], _number))
+    if family in ("gpt", "llama"):
+        draft.set("data.order", "megatron")
+        draft.notes.append(
+            "data.order: megatron gives Megatron's own order of samples; leave it out for ours, which needs no index"
+        )
+
+
+def _corpora(words: Values) -> list[dict[str, Any]]:
+    """`w1 p1 w2 p2 …`, or only paths, which are then weighed by their size."""
+    weights = [word for word in words[::2] if word.replace(".", "", 1).replace("e-", "", 1).isdigit()]
+    if len(weights) * 2 == len(words):
+        return [{"path": path, "weight": _number(weight)} for weight, path in zip(weights, words[1::2], strict=True)]
+    if weights:
+        raise ArgosyError(
+            "config.bad-value",
+            f"--data-path has {len(words)} words, and not a weight before each path",
+            key="--data-path",
+            fix="w1 path1 w2 path2 …, or paths alone",
+        )
+    return [{"path": path} for path in words]
 
 
 def _training(draft: Draft, given: dict[str, Values]) -> None:
@@ -254,12 +267,18 @@ def _training(draft: Draft, given: dict[str, Values]) -> None:
     draft.set("optim.schedule", known.get(style, "cosine"))
     if style not in known:
         draft.left.append(f"--lr-decay-style {style}")
-    draft.set("optim.betas", [_number(_one(given, "adam-beta1", "0.9")), _number(_one(given, "adam-beta2", "0.999"))])
-    draft.set("optim.name", {"adam": "adamw", "muon": "muon"}.get(_one(given, "optimizer", "adam"), "adamw"))
-    if "lr-warmup-fraction" in given and (steps := draft.get("train.steps")) is not None:
-        draft.set("optim.warmup", f"{round(float(_one(given, 'lr-warmup-fraction')) * steps)}ba")
+    betas = (("adam-beta1", "0.9"), ("adam-beta2", "0.999"))
+    draft.set("optim.betas", [_read(name, given.get(name) or [default], _number) for name, default in betas])
+    optimizer = _one(given, "optimizer", "adam")
+    draft.set("optim.name", "muon" if optimizer == "muon" else "adamw")
+    if optimizer not in ("adam", "muon"):
+        draft.left.append(f"--optimizer {optimizer}: AdamW takes its place")
+    precision = [name for name in ("fp8-format", "bf16", "fp16") if name in given]
+    draft.set("train.precision", precision[0].removesuffix("-format") if precision else "fp32")
+    _decay(draft, given)
+    _pipeline(draft, given)
     if "rampup-batch-size" in given:
-        start, increment, samples = (int(word) for word in given["rampup-batch-size"][:3])
+        start, increment, samples = (_read("rampup-batch-size", [w], int) for w in given["rampup-batch-size"][:3])
         draft.set("train.batch_rampup", {"start": start, "increment": increment, "samples": samples})
     if _one(given, "recompute-granularity") in ("full", "selective"):
         draft.set("parallel.recompute", _one(given, "recompute-granularity"))
@@ -272,11 +291,54 @@ def _training(draft: Draft, given: dict[str, Values]) -> None:
         draft.notes.append("--save and --load: a run has one directory, and always goes on from its newest checkpoint")
 
 
+def _decay(draft: Draft, given: dict[str, Values]) -> None:
+    """Megatron's schedule may end before the run or after it, and its warm-up may be a share of the schedule."""
+    unit, suffix = ("samples", "sp") if "train-samples" in given else ("iters", "ba")
+    whole = draft.get("train.samples" if unit == "samples" else "train.steps")
+    decay = _read(name, given[name], int) if (name := f"lr-decay-{unit}") in given else whole
+    if decay != whole:
+        why = f"the schedule ends with the run, after {whole} {unit}; its end changes the learning rate of every step"
+        draft.left.append(f"--{name} {decay}: {why}")
+    elif name in given:
+        draft.notes.append(f"--{name}: the schedule ends with the run")
+    if "lr-warmup-fraction" not in given:
+        return
+    if decay is None:
+        draft.left.append(f"--lr-warmup-fraction {_one(given, 'lr-warmup-fraction')}: of a schedule of no known length")
+        return
+    fraction = _read("lr-warmup-fraction", given["lr-warmup-fraction"], float)
+    warmup = round(fraction * decay)
+    if whole is not None and warmup >= whole:
+        draft.left.append(
+            f"--lr-warmup-fraction {fraction:g}: {warmup} {unit}, more than the run has; it is of the run here"
+        )
+        warmup = round(fraction * whole)
+    draft.set("optim.warmup", f"{warmup}{suffix}")
+
+
+def _pipeline(draft: Draft, given: dict[str, Values]) -> None:
+    """Several stages on each pipeline rank; experts over ranks that shard."""
+    if (experts := draft.get("parallel.ep", 1)) > 1:
+        draft.set("parallel.dp_shard", experts)
+        draft.notes.append(f"parallel.dp_shard is the least that ep {experts} needs: make it what your GPUs allow")
+    ranks, layers = draft.get("parallel.pp", 1), draft.get("model.layers", 0)
+    if "num-layers-per-virtual-pipeline-stage" in given:
+        each = _read("num-layers-per-virtual-pipeline-stage", given["num-layers-per-virtual-pipeline-stage"], int)
+        stages = layers // ranks // each
+    elif "num-virtual-stages-per-pipeline-rank" in given:
+        stages = _read("num-virtual-stages-per-pipeline-rank", given["num-virtual-stages-per-pipeline-rank"], int)
+    else:
+        return
+    if stages > 1:
+        draft.set("parallel.schedule", "interleaved-1f1b")
+        draft.set("parallel.vpp", stages)
+
+
 def _evaluation(draft: Draft, given: dict[str, Values]) -> None:
-    iterations = int(_one(given, "eval-iters", "100"))
+    iterations = _read("eval-iters", given.get("eval-iters") or ["100"], int)
     split = draft.get("data.split")
     if iterations == 0 or (split is not None and split[1] == 0):
         draft.set("eval", "off")
         return
     draft.set("eval.batches", iterations)
-    draft.set("eval.every", _steps(_one(given, "eval-interval", "1000")))
+    draft.set("eval.every", _read("eval-interval", given.get("eval-interval") or ["1000"], _steps))

@@ -1,0 +1,150 @@
+"""The model that Megatron's arguments describe: the family it belongs to here, and where it differs from that."""
+
+from __future__ import annotations
+
+from argosy.config.foreign.draft import Draft
+from argosy.errors import ArgosyError
+
+Arguments = dict[str, list[str]]
+# Read here, several of them together.
+HANDLED = (
+    "position-embedding-type", "use-rotary-position-embeddings", "normalization", "disable-bias-linear", "swiglu",
+    "hidden-dropout", "attention-dropout", "openai-gelu", "no-bias-gelu-fusion", "bert-no-binary-head", "rotary-percent",
+    "use-rope-scaling", "rope-scaling-factor", "rotary-seq-len-interpolation-factor", "moe-router-load-balancing-type",
+)  # fmt: skip
+_SCRIPTS = {"pretrain_gpt.py": "gpt", "pretrain_bert.py": "bert", "pretrain_t5.py": "t5"}
+_LLAMA3_SEQ_LEN = 8192  # what Megatron's --use-rope-scaling stretches from
+
+
+def family_of(script: str, given: Arguments) -> str:
+    """By the script, and among decoders by the parts."""
+    family = _SCRIPTS.get(script, "gpt")
+    if script.startswith("pretrain_") and script not in _SCRIPTS:
+        raise ArgosyError(
+            "config.bad-value",
+            f"{script} trains a model that is not among those here",
+            key="script",
+            value=script,
+            fix=f"this reads the arguments of {', '.join(_SCRIPTS)}",
+        )
+    if not script and ("encoder-num-layers" in given or "decoder-num-layers" in given):
+        family = "t5"
+    if family == "gpt" and _rope(given) and _rms(given) and "swiglu" in given:
+        return "llama"
+    return family
+
+
+def describe_model(draft: Draft, family: str, given: Arguments) -> None:
+    draft.set("model.family", family)
+    if family in ("gpt", "llama"):
+        _decoder(draft, given)
+        _rotary(draft, given)
+        _experts(draft, given)
+    elif family == "bert":
+        _bert(draft, given)
+    else:
+        _t5(draft, given)
+    if draft.get("model.norm_eps") is None:
+        draft.set("model.norm_eps", 1e-5)  # Megatron's, whatever the family's own is
+    _grouped(draft, given)
+    dropouts = {float(_one(given, name, "0.1")) for name in ("hidden-dropout", "attention-dropout")}
+    draft.set("model.dropout", min(dropouts))
+    if len(dropouts) > 1:
+        draft.notes.append(f"dropout is one number here: {min(dropouts):g} of {sorted(dropouts)}")
+    if draft.get("model.vocab_size") is None:
+        guess = (
+            32000 if _one(given, "tokenizer-type") == "Llama2Tokenizer" else {"bert": 30592, "t5": 32128}.get(family)
+        )
+        draft.set("model.vocab_size", guess or 50304)
+        draft.notes.append("model.vocab_size is a guess, Megatron takes it from the tokenizer: set your tokenizer's")
+
+
+def _one(given: Arguments, name: str, default: str = "") -> str:
+    return (given.get(name) or [default])[0]
+
+
+def _rope(given: Arguments) -> bool:
+    return _one(given, "position-embedding-type") == "rope" or "use-rotary-position-embeddings" in given
+
+
+def _rms(given: Arguments) -> bool:
+    return _one(given, "normalization") == "RMSNorm"
+
+
+def _decoder(draft: Draft, given: Arguments) -> None:
+    positions = _one(given, "position-embedding-type", "learned_absolute")
+    if not _rope(given) and positions != "learned_absolute":
+        draft.left.append(f"--position-embedding-type {positions}: learned positions take its place")
+    draft.set("model.positions", "rope" if _rope(given) else "learned")
+    draft.set("model.norm", "rmsnorm" if _rms(given) else "layernorm")
+    draft.set("model.norm_bias", not _rms(given))
+    bias = "disable-bias-linear" not in given
+    draft.set("model.attention_bias", bias)
+    draft.set("model.mlp_bias", bias)
+    if draft.get("model.tied") is None:
+        draft.set("model.tied", True)
+    if "swiglu" in given:
+        draft.set("model.activation", "swiglu")
+        if "ffn-hidden-size" not in given and (hidden := draft.get("model.hidden")) is not None:
+            draft.set("model.ffn", int(4 * hidden * 2 / 3 / 64) * 64)  # as Megatron derives it
+    else:
+        draft.set("model.activation", _gelu(given))
+
+
+def _gelu(given: Arguments) -> str:
+    """Megatron's kernel for a GELU with a bias approximates it; without either it is exact."""
+    fused = "disable-bias-linear" not in given and "no-bias-gelu-fusion" not in given
+    return "gelu_tanh" if fused or "openai-gelu" in given else "gelu"
+
+
+def _rotary(draft: Draft, given: Arguments) -> None:
+    if float(_one(given, "rotary-percent", "1")) != 1:
+        draft.left.append(f"--rotary-percent {_one(given, 'rotary-percent')}: positions turn the whole head")
+    if "use-rope-scaling" in given:
+        factor = float(_one(given, "rope-scaling-factor", "8"))
+        scaling = {"kind": "llama3", "factor": factor, "original_seq_len": _LLAMA3_SEQ_LEN}
+        draft.set("model.rope_scaling", scaling)
+    elif "rotary-seq-len-interpolation-factor" in given:
+        factor = float(_one(given, "rotary-seq-len-interpolation-factor"))
+        draft.set("model.rope_scaling", {"kind": "linear", "factor": factor})
+
+
+def _experts(draft: Draft, given: Arguments) -> None:
+    if draft.get("model.moe.experts") is None:
+        return
+    inner = draft.get("model.ffn") or 4 * draft.get("model.hidden", 0)
+    for key, value in (("top_k", 2), ("ffn", inner), ("balance_loss", 0.0)):
+        if draft.get(f"model.moe.{key}") is None:
+            draft.set(f"model.moe.{key}", value)
+    balancing = _one(given, "moe-router-load-balancing-type", "aux_loss")
+    if balancing == "none":
+        draft.set("model.moe.balance_loss", 0.0)
+    elif balancing != "aux_loss":
+        draft.left.append(f"--moe-router-load-balancing-type {balancing}: the load-balance loss takes its place")
+
+
+def _grouped(draft: Draft, given: Arguments) -> None:
+    """Megatron reads --num-query-groups only with --group-query-attention."""
+    if "num-query-groups" in given and "group-query-attention" not in given:
+        draft.tree["model"].pop("kv_heads", None)
+        draft.notes.append("--num-query-groups: without --group-query-attention Megatron does not read it either")
+
+
+def _bert(draft: Draft, given: Arguments) -> None:
+    draft.set("model.activation", _gelu(given))
+    draft.set("model.pair", "none" if "bert-no-binary-head" in given else "nsp")
+    draft.left.append("Megatron's BERT has its norms before attention and MLP, this one after them, as the paper's")
+
+
+def _t5(draft: Draft, given: Arguments) -> None:
+    positions = _one(given, "position-embedding-type", "learned_absolute")
+    if positions != "relative":
+        draft.left.append(f"--position-embedding-type {positions}: T5 has relative positions here, as the paper's")
+    if not _rms(given):
+        draft.left.append("--normalization LayerNorm: T5 has RMSNorm here, as the paper's")
+    draft.set("model.activation", "geglu" if "swiglu" in given else _gelu(given))
+    if "swiglu" in given:
+        draft.left.append("--swiglu: T5 1.1's geglu takes its place")
+    std = draft.tree["model"].pop("init_std", None)
+    if std is not None:
+        draft.left.append(f"--init-method-std {std:g}: weights of T5 follow from each matrix's inputs")
