@@ -30,6 +30,7 @@ class ApiServer:
         self.faults: list[int] = []
         self.unknown: set[str] = set()  # plurals whose operator is not installed
         self.forbidden: set[str] = set()  # plurals this user has no right to
+        self.namespaces: set[str] | None = None  # those there are; None: any
         self.cut_logs_after: int | None = None  # lines after which a log's connection is cut, once
         self.changed = threading.Condition()
         self.version = 1
@@ -147,6 +148,9 @@ class _Handler(BaseHTTPRequestHandler):
             return
         plural, name, _, query = found
         document = json.loads(body)
+        namespace = document["metadata"].get("namespace")
+        if self.server_state.namespaces is not None and namespace not in self.server_state.namespaces:
+            return self._answer(404, {"message": f'namespaces "{namespace}" not found'})
         try:
             if self.headers["Content-Type"] != "application/apply-patch+yaml" or query.get("fieldManager") != "argosy":
                 raise AssertionError("not a server-side apply")

@@ -119,13 +119,51 @@ def test_a_server_that_stays_away_is_given_up_with_its_reason(
     assert refused.value.code == "launch.api"
 
 
-def test_an_operator_that_is_not_installed_is_named(
+def test_a_missing_operator_is_told_before_data_is_prepared_for_it(
     server: ApiServer, launch: Callable[..., tuple[int, list[str]]]
 ) -> None:
     server.unknown = {"jobsets"}
-    with pytest.raises(ArgosyError, match="could not find the requested resource") as refused:
+    with pytest.raises(ArgosyError, match=r"needs JobSet \(jobset.sigs.k8s.io\)"):
+        launch("cluster.preflight=false", follow=False)
+    assert not server.objects
+
+
+def test_a_namespace_that_is_not_there_is_named(
+    server: ApiServer, launch: Callable[..., tuple[int, list[str]]]
+) -> None:
+    server.namespaces = {"other"}
+    with pytest.raises(ArgosyError, match='namespaces "training" not found') as refused:
         launch(*TRAIN_ONLY, follow=False)
-    assert "install the operator" in refused.value.fix
+    assert "kubectl create namespace" in refused.value.fix
+
+
+def test_who_stops_looking_is_told_what_goes_on(
+    server: ApiServer, launch: Callable[..., tuple[int, list[str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> Iterator[None]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("argosy.launch.api.Cluster.changes", interrupted)
+    said: list[str] = []
+    conductor = Conductor(connect("training"), place(GPU_EXAMPLE), said.append)
+    with pytest.raises(KeyboardInterrupt):
+        conductor.run()
+    assert "prepare goes on in the cluster; preflight, train will not start by itself" in said[-1]
+    assert f"argosy stop {RUN} -n training" in said[-1]
+
+
+def test_a_broken_kubeconfig_is_a_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "kubeconfig"
+    broken.write_text("clusters: [")
+    monkeypatch.setenv("KUBECONFIG", str(broken))
+    with pytest.raises(ArgosyError, match="no cluster is configured"):
+        connect("training")
+
+
+def test_who_may_see_no_job_is_not_told_that_there_is_none(server: ApiServer) -> None:
+    server.forbidden = {"jobs", "jobsets", "pytorchjobs", "trainjobs", "hyperpodpytorchjobs"}
+    with pytest.raises(ArgosyError, match="403"):
+        stop(connect("training"), RUN)
 
 
 def test_launching_again_follows_what_runs_and_refuses_other_settings(
@@ -331,6 +369,19 @@ def test_logs_of_a_rank_come_from_its_pod_and_survive_a_lost_connection(
     assert lines == [f"{STEP.format(n=n)} pod 0" for n in range(5)]
     with pytest.raises(ArgosyError, match="2 pods of 8 ranks, and none holds rank 16"):
         list(runs.logs(run, rank=16, follow=False, tail=None))
+
+
+def test_following_a_log_waits_for_its_pod(server: ApiServer, launch: Callable[..., tuple[int, list[str]]]) -> None:
+    launch(*TRAIN_ONLY, follow=False)
+
+    def begin() -> None:
+        running(server)
+        server.condition("jobsets", RUN, "Completed")
+
+    asked = len(server.requests)
+    later(begin, lambda: any("/pods" in path for _, path, _ in server.requests[asked:]))
+    lines = list(runs.logs(runs.find(RUN, "training"), rank=0, follow=True, tail=None))
+    assert lines == [f"{STEP.format(n=n)} pod 0" for n in range(5)]
 
 
 def test_a_watch_that_ends_is_taken_up_again(server: ApiServer, launch: Callable[..., tuple[int, list[str]]]) -> None:

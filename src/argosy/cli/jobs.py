@@ -47,7 +47,9 @@ def stop(run: Run, namespace: Namespace = None) -> None:
     """End a launched run. It saves first; data, checkpoints and volumes stay, and launching it again goes on."""
     from argosy.launch.runs import end, find
 
-    print("\n".join(end(find(run, namespace))))
+    for what in end(find(run, namespace)):
+        print(f"ended {what}")
+    print("it saves before it ends; launching it again goes on")
 
 
 def ls(namespace: Namespace = None, as_json: Json = False) -> None:

@@ -36,6 +36,12 @@ _PLURALS = {  # kind -> (path of its API group and version, plural); whether it 
     "PodGroup.scheduling.volcano.sh": ("apis/scheduling.volcano.sh/v1beta1", "podgroups"),
     "PodGroup.scheduling.x-k8s.io": ("apis/scheduling.x-k8s.io/v1alpha1", "podgroups"),
 }
+_OPERATORS = {
+    "JobSet": "JobSet (jobset.sigs.k8s.io)",
+    "PyTorchJob": "Kubeflow's Training Operator 1.x",
+    "TrainJob": "Kubeflow Trainer 2.x",
+    "HyperPodPyTorchJob": "SageMaker HyperPod's training operator",
+}
 _NO_NAMESPACE = ("PersistentVolume", "StorageClass")
 _AGAIN = (409, 429, 500, 502, 503, 504)
 
@@ -79,6 +85,18 @@ class Cluster:
             return self._json("GET", self._path(kind, name))
         except Absent:
             return None
+
+    def require(self, kind: str) -> None:
+        """Refuse where no operator has made this kind known: the object itself may be absent, its list not."""
+        try:
+            self._ask("GET", self._path(kind), {"limit": "1"})
+        except Absent:
+            raise ArgosyError(
+                "launch.refused",
+                f"this cluster does not know the kind {kind}: it needs {_OPERATORS.get(kind, 'its operator')}",
+                key="cluster.target",
+                fix="install that, or choose another target: --target indexed-job needs none",
+            ) from None
 
     def find(self, kind: str, selector: Mapping[str, str] | None = None, fields: str | None = None) -> list[Manifest]:
         """Empty where the cluster does not know the kind."""
@@ -221,6 +239,7 @@ def connect(namespace: str | None, *, in_cluster: bool = False, patience: Patien
     try:
         from kubernetes import client, config
         from kubernetes.config import ConfigException
+        from yaml import YAMLError
     except ImportError:
         raise ArgosyError(
             "launch.missing-extra",
@@ -237,7 +256,7 @@ def connect(namespace: str | None, *, in_cluster: bool = False, patience: Patien
             files = os.environ.get("KUBECONFIG")  # the client reads it once, when it is imported
             current = config.list_kube_config_contexts(files)[1]
             config.load_kube_config(files, client_configuration=settings)
-    except (ConfigException, TypeError) as error:
+    except (ConfigException, TypeError, YAMLError) as error:
         raise ArgosyError(
             "launch.api",
             f"no cluster is configured: {error}",
@@ -277,6 +296,8 @@ def _refusal(method: str, path: str, status: int, content: bytes) -> Exception:
         422: "see what the server says; the operator may be older than what is rendered for",
     }
     cause, fix = f"{method} {path}: {status}: {said}", fixes.get(status, "see what the server says")
+    if status == 404 and said.startswith("namespaces "):
+        fix = "kubectl create namespace …, or another with cluster.namespace: it has to be there before a run is"
     if status == 403:
         return Forbidden("launch.refused", cause, fix=fix)
     return ArgosyError("launch.refused", cause, fix=fix)

@@ -45,6 +45,8 @@ class Conductor:
     def run(self, only: Stage | None = None, *, follow: bool = True) -> int:
         """Exit code 0 when every stage has succeeded, or when the last has been started and is not followed."""
         files = kubernetes_objects(self.placed)
+        for kind in dict.fromkeys(files[name][-1]["kind"] for name in list(files)[2:]):
+            self.cluster.require(kind)  # now, and not when data has been prepared for hours
         for stage in stages_of(self.placed):
             self._running(stage)  # whose pods read the spec, and may be made anew
         for name in ("00-storage.yaml", "10-spec.yaml"):
@@ -55,14 +57,29 @@ class Conductor:
         for stage in stages:
             self._start(stage)
             if not follow and stage == stages[-1]:
-                self.say(f"{stage}: started; argosy status {self.placed.spec.name}")
+                self.say(f"{stage}: started; argosy status {self._named()}")
                 return EXIT_DONE
-            state = self._follow(stage)
+            state = self._followed(stage, stages)
             if state.phase != "done":
                 self.say(f"{stage} {state}")
                 self._show_end_of_log(state)
                 return EXIT_STAGE_FAILED
         return EXIT_DONE
+
+    def _named(self) -> str:
+        return f"{self.placed.spec.name} -n {self.cluster.namespace}"
+
+    def _followed(self, stage: Stage, stages: Sequence[Stage]) -> State:
+        """As `_follow`; whoever stops looking is told what goes on without them."""
+        try:
+            return self._follow(stage)
+        except KeyboardInterrupt:
+            waiting = stages[stages.index(stage) + 1 :]
+            rest = f"; {', '.join(waiting)} will not start by itself" if waiting else ""
+            self.say(
+                f"{stage} goes on in the cluster{rest}. The same command follows it again; argosy stop {self._named()}"
+            )
+            raise
 
     def _start(self, stage: Stage) -> None:
         if self._running(stage):
@@ -191,15 +208,15 @@ def runs_in(cluster: Cluster) -> dict[str, dict[str, State]]:
     return found
 
 
-def _jobs(cluster: Cluster, wanted: dict[str, str], kinds: Sequence[str]) -> list[Manifest]:
-    """Those nobody else owns. Whoever may not see one kind may see another; who may see none is told so."""
+def _jobs(cluster: Cluster, wanted: dict[str, str], kinds: Sequence[str], *, passing: bool = False) -> list[Manifest]:
+    """Those nobody else owns. Whoever may not see one kind may see another; who may see none is told so, unless `passing`."""
     found, refusals = [], []
     for kind in kinds:
         try:
             found += cluster.find(kind, wanted)
         except Forbidden as refusal:
             refusals.append(refusal)
-    if len(refusals) == len(kinds):
+    if len(refusals) == len(kinds) and not passing:
         raise refusals[0]
     return [job for job in found if not job["metadata"].get("ownerReferences")]
 
@@ -207,7 +224,8 @@ def _jobs(cluster: Cluster, wanted: dict[str, str], kinds: Sequence[str]) -> lis
 def stop(cluster: Cluster, run: str, stages: Sequence[str] | None = None) -> list[str]:
     """End what is running; pods save first. Data, checkpoints, claims and the spec stay."""
     stopped = []
-    for item in _jobs(cluster, selector(run), (*JOB_KINDS, *_BESIDE)):
+    beside = [item for kind in _BESIDE for item in _jobs(cluster, selector(run), (kind,), passing=True)]
+    for item in [*_jobs(cluster, selector(run), JOB_KINDS), *beside]:
         stage = item["metadata"].get("labels", {}).get(STAGE_LABEL)
         if stages is not None and stage not in stages:
             continue

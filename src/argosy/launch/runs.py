@@ -90,6 +90,9 @@ def logs(run: Launched, *, rank: int, follow: bool, tail: int | None) -> Iterato
         last = (
             not follow or look(cluster, run.name, "train").over
         )  # asked before reading: the end may come while we read
+        if not last and not _pods(cluster, run.name) and run.name in runs_in(cluster):
+            time.sleep(1.0)  # it waits for nodes, or in a queue; `argosy status` says which
+            continue
         pod = _pod_of(run, cluster, rank)
         for line in cluster.logs(pod, follow=follow, tail=tail if since is None else None, since=since):
             stamp, _, text = line.partition(" ")

@@ -66,7 +66,9 @@ def _to_slurm(placed: Placement, only: Stage | None, output: Path | None, say: S
         raise ArgosyError(
             "launch.slurm",
             "sbatch is not on this machine" if done is None else f"Slurm refused the job: {done.stderr.strip()}",
-            fix=f"submit {directory / SUBMIT} where Slurm's commands are" if done is None else "change cluster.slurm",
+            fix=f"submit {directory / SUBMIT} where Slurm's commands are"
+            if done is None
+            else "see what Slurm says; partition, account and time are in cluster.slurm",
         )
     say(done.stdout.strip() if only is None else f"{only} {done.stdout.strip()}")
     return EXIT_DONE
