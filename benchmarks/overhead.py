@@ -37,7 +37,7 @@ from argosy.train.loop import Trainer
 from argosy.train.phases import Phases
 
 SECONDS, BLOCK, LOG = (int(os.environ.get(name, default)) for name, default in (("SECONDS", 120), ("BLOCK", 100), ("LOG", 10)))  # fmt: skip
-WARM_BLOCKS, TRIM = 4, 0.2
+WARM_BLOCKS, FEWEST, TRIM = 4, 16, 0.2
 BAR = 0.01
 SPEC = [
     "name=overhead", "model={family: llama, layers: 2, hidden: 128, heads: 4, vocab_size: 512}", "data.split=[100,0,0]",
@@ -72,7 +72,7 @@ class Blocks:
             self._deadline = time.monotonic() + SECONDS
         if self._since is not None and self._number >= WARM_BLOCKS:
             self.measured.append((self._on, now[0] - self._since[0], now[1] - self._since[1]))
-        if time.monotonic() > self._deadline and len(self.measured) % 4 == 0:
+        if time.monotonic() > self._deadline and len(self.measured) >= FEWEST and len(self.measured) % 4 == 0:
             self._switch(True)  # so that the courier can end
             raise Enough
         self._number += 1
