@@ -3,8 +3,8 @@
 By source: rows predicted, mean and median absolute error of step time and of memory, and how layouts are ranked: in every
 group of rows that differ only in layout, Kendall's tau and the regret of the layout we would pick. Feasibility: rows
 that ran and are said not to fit, and rows that ran out of memory and are said to fit. Rows that cannot be predicted are
-listed with the reason. `--fit` fits the constants of time and prints them; `--folds` fits five times, each time without a
-fifth of the sources, and shows the error on those.
+listed with the reason. `--fit` fits the constants of time and prints them (planner_fit.py); `--folds` fits five times, each
+time without a fifth of the sources, and shows the error on those.
 """
 
 from __future__ import annotations
@@ -13,93 +13,34 @@ import argparse
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import combinations
-from math import exp, log
 from pathlib import Path
 from statistics import mean, median
 
+from planner_fit import errors, fit, folds, seconds
 from planner_rows import Row, read_rows
 
 from argosy.plan.calibration import Calibration, calibration
 from argosy.plan.memory import memory_of
-from argosy.plan.time import step_time
 
 HERE = Path(__file__).parent
-# Constants that are not fitted here: those of memory, and what kernels were measured at (docs/benchmarks.md).
-NOT_TIME = ("fragmentation", "context", "product.H100", "attention.H100")
-STARTS = {
-    "product": 0.75, "narrow": 0.5, "attention": 0.4, "passes": 1.2, "launch": 4e-4, "memory": 0.85, "score_bytes": 14.0,
-    "nvlink": 0.75, "network": 0.75, "latency": 2e-5, "interference": 0.15, "straggle": 0.005, "step": 5e-3,
-}  # fmt: skip
-# What is physically possible: nothing passes these, whatever the rows would like.
-BOUNDS = {
-    "product": (0.5, 0.9), "narrow": (0.3, 0.8), "attention": (0.15, 0.7), "memory": (0.5, 0.95), "nvlink": (0.4, 0.95),
-    "network": (0.4, 0.98), "passes": (0.7, 4.0), "interference": (0.0, 0.6), "latency": (2e-6, 2e-4),
-}  # fmt: skip
-
-
-def seconds(row: Row, known: Calibration) -> float:
-    return step_time(row.work, row.layout, row.cluster, known.stacks[row.stack], known).total
 
 
 def gibibytes(row: Row, known: Calibration) -> float:
     """Of the memory the source measured: allocated is the last rank's, others the fullest rank's."""
-    stages = memory_of(row.work, row.layout, known.stacks[row.stack], known)
+    stages = memory_of(row.work, row.layout, row.stack, known)
     if row.memory_kind == "allocated":
         return stages[-1].allocated
     fullest = max(stages, key=lambda stage: stage.allocated)
     return fullest.device - (known.context if row.memory_kind == "reserved" else 0.0)
 
 
+def fits(row: Row, known: Calibration) -> bool:
+    return max(stage.device for stage in memory_of(row.work, row.layout, row.stack, known)) <= row.cluster.gpu.memory
+
+
 def timed(rows: Iterable[Row]) -> list[Row]:
     """Rows with a step time and a known number of GPUs."""
     return [row for row in rows if row.step_s and "gpus" not in row.filled]
-
-
-def errors(rows: Iterable[Row], known: Calibration) -> list[float]:
-    return [abs(seconds(row, known) / (row.step_s or 1.0) - 1) for row in rows]
-
-
-def fit(rows: Sequence[Row], known: Calibration, *, fresh: bool = False, rounds: int = 12) -> Calibration:
-    """Coordinate descent on the mean absolute logarithm of predicted over measured. `fresh` starts from neutral values."""
-    values = dict(known.constants)
-    free = [name for name in values if name not in NOT_TIME]
-    if fresh:
-        values |= {name: STARTS[name.partition(".")[0]] for name in free}
-    values |= {name: _bounded(name, values[name]) for name in free}
-
-    def loss(trial: dict[str, float], among: Sequence[Row]) -> float:
-        changed = known.model_copy(update={"constants": trial})
-        return sum(min(1.0, abs(log(seconds(row, changed) / (row.step_s or 1.0)))) for row in among)
-
-    touched = {name: [row for row in rows if _touches(name, row, known)] for name in free}
-    step = 1.25
-    for _ in range(rounds):
-        moved = False
-        for name in free:
-            best = loss(values, touched[name])
-            for factor in (step, 1 / step):
-                trial = values | {name: _bounded(name, values[name] * factor)}
-                now = loss(trial, touched[name])
-                if now < best - 1e-6:
-                    values, best, moved = trial, now, True
-        if not moved:
-            step = exp(log(step) / 2)
-            if step < 1.01:
-                break
-    return known.model_copy(update={"constants": values})
-
-
-def _bounded(name: str, value: float) -> float:
-    low, high = BOUNDS.get(name.partition(".")[0], (0.0, float("inf")))
-    return max(low, min(high, value))
-
-
-def _touches(name: str, row: Row, known: Calibration) -> bool:
-    """Whether a constant can change a row's prediction: those of another GPU or stack cannot."""
-    kind, _, owner = name.partition(".")
-    if kind in ("product", "narrow", "attention"):
-        return known.generations.get(row.cluster.gpu.name, "H100") == owner
-    return kind not in ("passes", "launch") or known.stacks[row.stack].host == owner
 
 
 def groups_of(rows: Iterable[Row]) -> list[list[Row]]:
@@ -109,7 +50,7 @@ def groups_of(rows: Iterable[Row]) -> list[list[Row]]:
         model = row.work.model
         shape = (model.layers, model.hidden, model.heads, model.ffn, model.vocab_size)
         work = (row.work.seq_len, row.work.global_batch, row.work.precision)
-        groups[row.source, row.stack, row.cluster.gpu.name, row.cluster.gpus, shape, work].append(row)
+        groups[row.source, row.stack.name, row.cluster.gpu.name, row.cluster.gpus, shape, work].append(row)
     return [group for group in groups.values() if len({str(row.layout) for row in group}) >= 3]
 
 
@@ -141,6 +82,11 @@ def report(rows: Sequence[Row], refused: Sequence[tuple[str, str]], known: Calib
     unknown = [row.id for row in rows if row.step_s and "gpus" in row.filled]
     print(f"\ntime not scored, number of GPUs not published: {', '.join(unknown) or 'none'}")
     print(f"no step time published: {', '.join(row.id for row in rows if not row.step_s) or 'none'}")
+    ran = [row for row in rows if not row.out_of_memory]
+    wrong = [row.id for row in ran if not fits(row, known)]
+    print(
+        f"said not to fit, of {len(ran)} that ran: {', '.join(wrong) or 'none'} ({len(wrong) / max(1, len(ran)):.1%})"
+    )
     print(f"rows that cannot be read: {', '.join(f'{name} ({why})' for name, why in refused) or 'none'}")
 
 
@@ -150,13 +96,8 @@ def _line(name: str, rows: Sequence[Row], known: Calibration) -> str:
     weighed = [row for row in rows if row.memory]
     memory = [abs(gibibytes(row, known) / (row.memory or 1.0) - 1) for row in weighed]
     ranked = [ranking(group, known) for group in groups_of(with_time)]
-    fits = {
-        row.id: max(s.device for s in memory_of(row.work, row.layout, known.stacks[row.stack], known))
-        <= row.cluster.gpu.memory
-        for row in rows
-    }
-    wrong = sum(not fits[row.id] and not row.out_of_memory for row in rows)
-    missed = sum(fits[row.id] and row.out_of_memory for row in rows)
+    wrong = sum(not fits(row, known) and not row.out_of_memory for row in rows)
+    missed = sum(fits(row, known) and row.out_of_memory for row in rows)
     tau = f"{mean(t for t, _ in ranked):.2f}" if ranked else ""
     regret = f"{max(r for _, r in ranked):.1%}" if ranked else ""
     cells = [name, len(rows), len(time), _share(time, mean), _share(time, median), len(memory), _share(memory, mean)]
@@ -166,23 +107,6 @@ def _line(name: str, rows: Sequence[Row], known: Calibration) -> str:
 
 def _share(values: Sequence[float], of: object) -> str:
     return f"{of(values):.1%}" if values else ""  # type: ignore[operator]
-
-
-def folds(rows: Sequence[Row], known: Calibration) -> None:
-    """Held-out error by source, in five folds of sources with about as many rows each."""
-    counts: dict[str, int] = defaultdict(int)
-    for row in rows:
-        counts[row.source] += 1
-    parts: list[list[str]] = [[] for _ in range(5)]
-    for source in sorted(counts, key=lambda name: -counts[name]):
-        min(parts, key=lambda part: sum(counts[name] for name in part)).append(source)
-    print("\n| held out | rows | fitted on all | held out |\n| --- | --- | --- | --- |")
-    for part in parts:
-        left = [row for row in rows if row.source in part]
-        other = fit([row for row in rows if row.source not in part], known, fresh=True)
-        print(
-            f"| {', '.join(part)} | {len(left)} | {mean(errors(left, known)):.1%} | {mean(errors(left, other)):.1%} |"
-        )
 
 
 def main() -> None:
@@ -198,7 +122,7 @@ def main() -> None:
     known = calibration()
     if asked.fit:
         known = fit(timed(rows), known)
-        print("\n".join(f"  {name}: {value:.4g}" for name, value in known.constants.items()))
+        print("\n".join(f"  {name}: {value:g}" for name, value in known.constants.items()))
     report(rows, refused, known)
     if asked.folds:
         folds(timed(rows), known)

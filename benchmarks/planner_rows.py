@@ -14,7 +14,8 @@ from typing import Any
 
 from argosy.config.model import ModelSpec
 from argosy.config.presets import FAMILIES
-from argosy.plan.calibration import calibration
+from argosy.errors import ArgosyError
+from argosy.plan.calibration import Stack, calibration
 from argosy.plan.hardware import Cluster, Gpu, find_gpu
 from argosy.plan.layout import Layout, Work
 from argosy.plan.memory import memory_of
@@ -32,7 +33,8 @@ class Row:
     work: Work
     layout: Layout
     cluster: Cluster
-    stack: str
+    stack: Stack
+    recomputed: float  # share of the layers that `layout.recompute` stands for; the others keep everything
     step_s: float | None
     memory: float | None
     memory_kind: str
@@ -55,6 +57,8 @@ def read_rows(path: Path) -> tuple[list[Row], list[tuple[str, str]]]:
         for cells in csv.DictReader(file):
             try:
                 rows.append(_row(cells))
+            except ArgosyError as error:
+                refused.append((cells.get("id") or "?", error.cause))
             except (ValueError, KeyError, ZeroDivisionError) as error:
                 refused.append((cells.get("id") or "?", str(error).splitlines()[0]))
     return rows, refused
@@ -77,22 +81,25 @@ def _row(cells: dict[str, str]) -> Row:
     dp = number("dp", 0) or max(1, gpus // (tp * pp * cp))
     gpu = _gpu(cells)
     work = _work(cells, number)
-    micro_batch = number("micro_batch", 0) or _usual_micro_batch(work, dp, pp, source)
+    stack = _stack(cells, gpu, tp)
     layout = Layout(
-        tp=tp, pp=pp, vpp=int(cells.get("vpp") or 1), cp=cp, ep=ep, dp=dp, zero=number("zero_stage", 1),
-        sp=(cells.get("sequence_parallel") or "0") == "1" and tp > 1, micro_batch=micro_batch,
-        recompute=cells.get("recompute") or "none",  # type: ignore[arg-type]
+        tp=tp, pp=pp, vpp=int(cells.get("vpp") or (2 if "interleaved" in notes and pp > 1 else 1)), cp=cp, ep=ep, dp=dp,
+        zero=number("zero_stage", 1), sp=(cells.get("sequence_parallel") or "0") == "1" and tp > 1,
+        micro_batch=number("micro_batch", 0) or _usual_micro_batch(work, dp, pp, stack),
+        recompute=cells.get("recompute") or "full",  # type: ignore[arg-type]
     )  # fmt: skip
-    stack = _stack(source, notes, cells)
+    if "zero_stage" in filled and _need(work, layout, stack) > gpu.memory:
+        layout = replace(layout, zero=3)  # a run that was published did fit
+    recomputed = 1.0
     if not cells.get("recompute"):
         filled.append("recompute")
-        layout = _least_recompute(work, layout, gpu, stack)
+        recomputed = _least_recomputed(work, layout, gpu, stack)
     step = cells.get("measured_step_s") or ""
     rate = cells.get("measured_tok_s_gpu") or ""
     step_s = float(step) if step else work.tokens / (float(rate) * gpus) if rate else None
     kind = "reserved" if "max_reserved" in notes else "device" if "nvidia-smi" in notes else "allocated"
     return Row(
-        cells["id"], source, work, layout, _cluster(cells, gpu, gpus, per_node), stack, step_s,
+        cells["id"], source, work, layout, _cluster(cells, gpu, gpus, per_node), stack, recomputed, step_s,
         float(cells["measured_mem_gb"]) if cells.get("measured_mem_gb") else None, kind,
         "OOM" in (cells.get("flops_convention") or ""), tuple(filled),
     )  # fmt: skip
@@ -111,31 +118,40 @@ def _work(cells: dict[str, str], number: Any) -> Work:
     head_dim = next((size for part, size in HEAD_DIMS.items() if part in name), None)
     if head_dim is not None:
         shape["head_dim"] = head_dim
-    if "untie" in (cells.get("notes") or ""):
-        shape["tied"] = False
-    if not gated and not experts and family == "gpt" and not cells["id"].startswith("argosy"):
+    notes = cells.get("notes") or ""
+    if "untie" in notes or "tied" in notes:
+        shape["tied"] = "untie" not in notes
+    if not gated and family != "mpt" and not cells["id"].startswith("argosy"):
         shape["dropout"] = 0.1
     if experts:
         shape |= {"moe": {"experts": experts, "top_k": number("moe_topk", 1), "ffn": ffn}, "mlp_bias": False}
         shape["activation"] = "swiglu" if gated else "gelu"
-    precision = {"fp16": "bf16", "bf16": "bf16", "nvfp4": "fp4"}.get(cells["precision"], "fp8")
+    said = (cells.get("precision") or "bf16").lower()
+    precision = "fp4" if "fp4" in said else "fp8" if "8" in said else "bf16"
     return Work(ModelSpec.model_validate(shape), seq_len, number("global_batch", 1), precision)
 
 
 def _gpu(cells: dict[str, str]) -> Gpu:
-    name = re.sub(r"\(.*", "", cells["gpu"])
-    name = re.sub(r"-SXM\d?$", "", name)
-    memory = float(cells.get("gpu_mem_gb") or 80)
-    if name.startswith("H100-96"):
-        name = "H100-96"
-    if name in ("A100", "V100"):
-        name += "-40" if memory <= 40 and name == "A100" else "-80" if name == "A100" else "-32"
+    """By the words people write: a maker's number, and what tells its variants apart."""
+    said = cells["gpu"].upper()
+    found = re.search(r"GB[23]00|B[23]00|H[128]00|H20|A[18]00|A10G|L40S|L4|V100", said)
+    name = found[0] if found else cells["gpu"]
+    memory = float(cells.get("gpu_mem_gb") or 0)
+    for kind, variant, meant in (
+        ("H100", "H100-96", "96GB" in said), ("H100", "H100-PCIe", "PCI" in said), ("H100", "H100-NVL", "NVL" in said),
+        ("A100", "A100-40", memory == 40 or "40GB" in said), ("A100", "A100-80", True),
+        ("V100", "V100-16", memory == 16 or "16GB" in said), ("V100", "V100-32", True),
+    ):  # fmt: skip
+        if name == kind and meant:
+            return find_gpu(variant)
     return find_gpu(name)
 
 
 def _cluster(cells: dict[str, str], gpu: Gpu, gpus: int, per_node: int) -> Cluster:
     """The link between nodes as the row states it, in GB/s of one GPU; 25 GB/s (HDR) or 50 (NDR) where it does not."""
     text = cells.get("internode") or ""
+    for name, rate in (("EDR", 100), ("HDR", 200), ("NDR", 400), ("OPA", 100), ("Omni-Path", 100)):
+        text = re.sub(rf"(\d+) ?x ?{name}\b", rf"\1x{rate}Gbps", text)
     each = 25.0 if gpu.name.startswith(("A100", "V100")) else 50.0
     if match := re.search(r"(\d+) ?Gbps/node", text.replace("Gb/s", "Gbps")):
         each = float(match[1]) / 8 / per_node
@@ -147,35 +163,58 @@ def _cluster(cells: dict[str, str], gpu: Gpu, gpus: int, per_node: int) -> Clust
     return Cluster(cells["gpu"], gpu, gpus, per_node, each, min(domain, max(gpus, 1)))
 
 
-def _stack(source: str, notes: str, cells: dict[str, str]) -> str:
-    if source in ("foundry", "argosy"):
-        return source
-    if "deterministic-mode" in notes:
-        return "megatron-ci"
-    if source == "titan":
-        if "H200" in cells["gpu"]:
-            return "fsdp-2025"
-        return "fsdp" if "eager" in notes or "A100" in cells["gpu"] else "fsdp-compiled"
-    if source in ("sc21", "mlm-jan21", "mlm-2020", "korth", "vtrain", "vtrain1n") or "unfused" in cells["attn_impl"]:
-        return "megatron-2021"
-    if source == "paper" and "A100" in cells["gpu"] and "MegaScale" not in cells["source"]:
-        return "megatron-2021"
-    return "megatron"
+def _stack(cells: dict[str, str], gpu: Gpu, tp: int) -> Stack:
+    """The software, by what a row says of it: its framework, its attention, and what it overlaps or fuses."""
+    stacks = calibration().stacks
+    said = " ".join((cells["id"], cells["source"], cells.get("notes") or "")).lower()
+    attention = _attention(cells, gpu)
+    if "argosy" in said:
+        name = "argosy"
+    elif "foundry" in said or "mosaic" in said:
+        name = "foundry"
+    elif "titan" in said or (cells.get("zero_stage") == "3" and tp == 1 and not re.search("megatron|nemo", said)):
+        name = "fsdp-compiled" if "compile" in said or "float8" in said else "fsdp"
+        if name == "fsdp-compiled" and re.search("_?202[5-9]", cells["source"]):
+            name = "fsdp-2025"
+    elif "deterministic-mode" in said:
+        name = "megatron-deterministic"
+    elif attention == "unfused":
+        name = "megatron-deepspeed" if re.search("deepspeed|bigscience|mt-nlg|neox", said) else "megatron-2021"
+    else:
+        name = "megatron"
+    stack = stacks[name]
+    overlaps = {*stack.overlaps, *(["tensor"] if "asynctp" in (cells.get("notes") or "").lower() else [])}
+    return stack.model_copy(update={"attention": attention, "overlaps": tuple(sorted(overlaps))})
 
 
-def _least_recompute(work: Work, layout: Layout, gpu: Gpu, stack: str) -> Layout:
-    """A run that was published did fit: the least recompute with which it does, where the source does not say."""
-    known = calibration()
-    for how in ("none", "selective", "full"):
-        layout = replace(layout, recompute=how)
-        if max(stage.device for stage in memory_of(work, layout, known.stacks[stack], known)) <= gpu.memory:
-            return layout
-    return layout
+def _attention(cells: dict[str, str], gpu: Gpu) -> str:
+    """Where a row does not say: Ampere and before had no fused attention until sequence parallelism was usual."""
+    chosen = re.search(r"attention-backend=(\w+)", cells.get("notes") or "")
+    said = (chosen[1] if chosen else cells.get("attn_impl") or "").lower()
+    if chosen and said == "flash" and gpu.architecture in ("hopper", "blackwell"):
+        return "native"  # Transformer Engine's own choice of kernel
+    if re.search("unfused|softmax|local|eager", said):
+        return "unfused"
+    if re.search("te|transformer|cudnn|flash-?(attn-?)?3", said):
+        return "native"
+    if "flash" in said:
+        return "flash"
+    if gpu.architecture in ("volta", "ampere"):
+        return "flash" if cells.get("sequence_parallel") == "1" else "unfused"
+    return "native"
 
 
-def _usual_micro_batch(work: Work, dp: int, pp: int, source: str) -> int:
+def _need(work: Work, layout: Layout, stack: Stack) -> float:
+    return max(stage.device for stage in memory_of(work, layout, stack, calibration()))
+
+
+def _least_recomputed(work: Work, layout: Layout, gpu: Gpu, stack: Stack) -> float:
+    """Share of the layers that has to be recomputed for a run to fit: where a source does not say, no more than that was."""
+    none, full = (_need(work, replace(layout, recompute=how), stack) for how in ("none", "full"))  # type: ignore[arg-type]
+    return min(1.0, max(0.0, (none - gpu.memory) / max(1e-9, none - full)))
+
+
+def _usual_micro_batch(work: Work, dp: int, pp: int, stack: Stack) -> int:
+    """One sequence; where weights are gathered for every micro-batch, as many micro-batches as stages."""
     share = max(1, work.global_batch // dp)
-    if source == "titan":  # as many micro-batches as stages
-        return max(1, share // pp)
-    most = 16 if source == "mlm-jan21" and share >= 16 and work.sizes.hidden < 6000 else 1
-    return next(size for size in range(min(most, share), 0, -1) if share % size == 0)
+    return max(1, share // pp) if stack.name.startswith("fsdp") else 1

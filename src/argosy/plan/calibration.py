@@ -1,7 +1,8 @@
 """Calibration: what the models of memory and time take from measurements, read from `facts/calibration.yaml`.
 
-What a software stack keeps and overlaps is set by hand, apart from the fitted constants, each of which has a physical
-meaning. Both belong to a GPU or a stack, never to a model or a row.
+What a software stack keeps, fuses and overlaps follows from its code, and stands apart from the fitted constants, each of
+which has a physical meaning and is shared by all GPUs and stacks that have the same part. What is measured on one GPU
+(`product.H200`) goes before what is known of all.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from argosy.plan.links import Links
 
 FILE = Path(__file__).parent / "facts" / "calibration.yaml"
 USER_FILE_VARIABLE = "ARGOSY_CALIBRATION"
-SECTIONS = ("generations", "constants")  # that a user's file may have
-DEFAULT_GENERATION = "H100"
+SECTION = "constants"  # that a user's file may have
+# What a multiprocessor can multiply in a clock, against Ampere's: kernels written for Ampere do not use the wider units.
+WIDTH = {"hopper": 2, "blackwell": 4}
 
 
 class Stack(Section):
-    """What a software stack does, in bytes and choices."""
+    """What a software stack does, in bytes and choices; facts/calibration.yaml says what each means."""
 
     name: str
     weight: float
@@ -37,22 +39,20 @@ class Stack(Section):
     logit: float
     chunked_loss: bool = False
     narrow_inputs: bool = False
-    attention: Literal["flash", "unfused"]
+    attention: Literal["native", "flash", "unfused"]
+    fused: bool = True
+    plain: bool = False
     selective: Literal["products", "half", "scores"]
     early_stop: bool = False
     reduced: float
-    overlap_tensor: float
-    overlap_send: float
-    overlap_gradients: float
-    overlap_experts: float = 0.0
-    host: str
+    whole_sends: bool = False
+    overlaps: tuple[Literal["tensor", "send", "gradients"], ...] = ()
 
 
 class Calibration(Section):
-    """`constants` are the fitted ones, by name; a GPU's stand under the name of its generation."""
+    """`constants` are the fitted ones, by name."""
 
     stacks: dict[str, Stack]
-    generations: dict[str, str]
     constants: dict[str, float]
 
     @property
@@ -64,24 +64,36 @@ class Calibration(Section):
         return self.constants["context"]
 
     def rates(self, gpu: Gpu, stack: Stack, precision: str) -> Rates:
-        values = self.constants
-        generation = self.generations.get(gpu.name, DEFAULT_GENERATION)
-        peak = gpu.peak() * 1e12
-        product = peak * values[f"product.{generation}"]
+        product = gpu.peak() * 1e12 * self._share("product", gpu, self._pace(gpu))
         narrow = product
         if precision in ("fp8", "fp4") and precision in gpu.dense:
-            narrow = gpu.peak(precision) * 1e12 * values[f"narrow.{generation}"]
+            narrow = gpu.peak(precision) * 1e12 * self._share("narrow", gpu, self._pace(gpu))
+        width = WIDTH.get(gpu.architecture or "", 1)
+        native = stack.attention == "native" and width > 1
+        attention = self.constants["attention.native"] if native else self.constants["attention.flash"] / width
         return Rates(
             sms=gpu.sms,
             product=product,
             narrow=narrow,
-            attention=peak * values[f"attention.{generation}"],
-            memory=gpu.bandwidth
-            * 1e9
-            * values.get(f"memory.{generation}", values["memory"])
-            / values[f"passes.{stack.host}"],
-            launch=values[f"launch.{stack.host}"],
+            attention=gpu.peak() * 1e12 * self.constants.get(f"attention.{gpu.name}", attention),
+            memory=gpu.bandwidth * 1e9 * self._share("memory", gpu),
+            passes=self.constants["passes.fused" if stack.fused else "passes.eager"],
         )
+
+    def _share(self, kind: str, gpu: Gpu, pace: float = 1.0) -> float:
+        return self.constants.get(f"{kind}.{gpu.name}", self.constants[kind] * pace)
+
+    def _pace(self, gpu: Gpu) -> float:
+        """The clock a GPU keeps under load, against the highest: its board's power is short of what that would take."""
+        needed = self.constants.get(f"power.{gpu.architecture}")
+        if gpu.power is None or needed is None:
+            return 1.0
+        reached: float = (gpu.power / gpu.peak() / needed) ** self.constants["clock"]
+        return min(1.0, reached)
+
+    def hidden(self, stack: Stack, what: str) -> float:
+        """Share of a communication that computation hides."""
+        return self.constants["overlap"] if what in stack.overlaps else 0.0
 
     def links(self, cluster: Cluster) -> Links:
         values = self.constants
@@ -102,32 +114,22 @@ def calibration(user_file: str | None = None) -> Calibration:
     tree["stacks"] = {name: {**row, "name": name} for name, row in tree["stacks"].items()}
     over = user_file or os.environ.get(USER_FILE_VARIABLE)
     if over:
-        mine = _read(Path(over))
-        for section, values in mine.items():
-            tree[section] |= values
-        for name in (mine.get("generations") or {}).values():
-            _complete(tree["constants"], name)
+        tree[SECTION] |= _read(Path(over))
     try:
         return Calibration.model_validate(tree)
     except ValidationError as error:
         raise _bad(str(over), error.errors()[0]["msg"]) from None
 
 
-def _read(path: Path) -> dict[str, dict[str, Any]]:
+def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise _bad(str(path), "there is no such file")
     tree = read_yaml(path)[0]
-    if not isinstance(tree, dict) or not all(isinstance(tree.get(key, {}), dict) for key in SECTIONS):
-        raise _bad(str(path), f"it has to hold {' and '.join(SECTIONS)}")
-    if unknown := sorted(set(tree) - set(SECTIONS)):
-        raise _bad(str(path), f"it has a section {unknown[0]!r}; known are {' and '.join(SECTIONS)}")
-    return tree
-
-
-def _complete(constants: dict[str, float], name: str) -> None:
-    """What was not measured of a GPU stays as it is for the newest one that is known."""
-    for kind in ("product", "narrow", "attention"):
-        constants.setdefault(f"{kind}.{name}", constants[f"{kind}.{DEFAULT_GENERATION}"])
+    if not isinstance(tree, dict) or not isinstance(tree.get(SECTION), dict):
+        raise _bad(str(path), f"it has to hold {SECTION}")
+    if unknown := sorted(set(tree) - {SECTION}):
+        raise _bad(str(path), f"it has a section {unknown[0]!r}; it may have {SECTION} alone")
+    return dict(tree[SECTION])
 
 
 def _bad(path: str, why: str) -> ArgosyError:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import Field, ValidationError
 
@@ -43,6 +43,10 @@ class Gpu(Section):
 
     name: str = ""
     device: list[str] = Field(min_length=1, description="words that all stand in the driver's name of the device")
+    architecture: Literal["volta", "ampere", "ada", "hopper", "blackwell"] | None = Field(
+        None, description="which instructions it has; None: of no kind whose kernels are known"
+    )
+    power: PositiveNumber | None = Field(None, description="watts the board may draw; None: no limit is felt")
     sms: Positive = Field(description="streaming multiprocessors")
     dense: dict[str, PositiveNumber] = Field(description="TFLOP/s by the precision of the products' inputs")
     memory: PositiveNumber = Field(description="GiB a program can have")

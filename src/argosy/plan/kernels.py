@@ -11,6 +11,8 @@ from functools import lru_cache
 from math import ceil
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 64, 0.6))  # rows, columns, quality
+SPLITS = (1, 2, 4)  # parts of the inner dimension that are summed up apart, where there are too few tiles
+LEAST_PART = 2048
 START_UP = 128  # of the inner dimension, in elements: filling and draining a tile's pipeline
 
 
@@ -24,7 +26,7 @@ class Rates:
     narrow: float  # of products whose inputs are 8-bit or narrower; `product` where there are none
     attention: float
     memory: float
-    launch: float
+    passes: float = 1.0  # bytes element-wise kernels move, against the least that fusing them all would
 
 
 @lru_cache(maxsize=100_000)
@@ -33,9 +35,11 @@ def efficiency(rows: int, columns: int, inner: int, sms: int, groups: int = 1) -
     best = 0.0
     for tile_rows, tile_columns, quality in TILES:
         tiles = groups * ceil(rows / tile_rows) * ceil(columns / tile_columns)
-        waves = ceil(tiles / sms)
-        best = max(best, quality * groups * rows * columns / (waves * sms * tile_rows * tile_columns))
-    return best * inner / (inner + START_UP)
+        wanted = quality * groups * rows * columns / (sms * tile_rows * tile_columns)
+        for parts in SPLITS if inner >= SPLITS[-1] * LEAST_PART else (1,):
+            filled = wanted * parts / ceil(parts * tiles / sms)
+            best = max(best, filled * inner / (inner + parts * START_UP))
+    return best
 
 
 def product(rates: Rates, rows: float, columns: float, inner: float, *, narrow: bool = False, groups: int = 1) -> float:

@@ -109,7 +109,8 @@ def layer_activations(work: Work, layout: Layout, stack: Stack) -> tuple[float, 
     projections = 2 * (2 * sizes.query + 2 * sizes.key_value)
     inner = 2 * (3 if model.gated else 2)
     routed = inner * sizes.expert_width + 2 * sizes.hidden * sizes.expert_layers * (model.moe.top_k if model.moe else 0)
-    scores = 5 * model.heads * work.seq_len / layout.cp if stack.attention == "unfused" else 0.0
+    kept_of_score = 5 if model.dropout else 2  # the softmax; with dropout its mask and result as well
+    scores = kept_of_score * model.heads * work.seq_len / layout.cp if stack.attention == "unfused" else 0.0
     split = projections + inner * sizes.mlp_width + routed
     if stack.narrow_inputs and work.precision in ("fp8", "fp4"):
         split -= sizes.mlp_width + sizes.expert_width  # the second product's input is kept in 8 bits

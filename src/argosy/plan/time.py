@@ -20,6 +20,8 @@ from argosy.plan.links import Links, exchange, gather, group, reduce, send
 from argosy.plan.memory import stage_parameters
 
 BACKWARD_ATTENTION = 2.5  # five products for the two of the forward pass
+BACKWARD_ELEMENTS = 1.7  # bytes of the backward pass's element-wise kernels against the forward's
+CAST_BYTES = 4  # of an input to an 8-bit product: read in 16 bits, written twice, as it lies and transposed
 OPTIMISER_BYTES = (
     34  # of a parameter: gradient read twice (norm and update), master and moments read and written, weight
 )
@@ -75,8 +77,9 @@ def step_time(work: Work, layout: Layout, cluster: Cluster, stack: Stack, known:
     layer = _layer_terms(work, layout, cluster, stack, known, links, tokens, forward, backward, rates)
     head = _head(work, layout, stack, rates, tokens)
     layers = stage_layers(work.sizes.layers, layout)
-    hop = send(links, group(layout, "pp", cluster), 2 * tokens * work.sizes.hidden / layout.tp)
-    hops = 2 * layout.vpp * hop * (1 - stack.overlap_send)
+    passed = 2 * tokens * work.sizes.hidden / (1 if stack.whole_sends else layout.tp)
+    hop = send(links, group(layout, "pp", cluster), passed)
+    hops = 2 * layout.vpp * hop * (1 - known.hidden(stack, "send"))
     each = sum(layer.values())
     stages = [count * each + hops + (head if i == layout.pp - 1 else 0.0) for i, count in enumerate(layers)]
     slowest = stages.index(max(stages))
@@ -126,8 +129,15 @@ def layer_passes(
         forward.last = share * ahead
         backward.products += share * back
     forward.attention, backward.attention = _attention(work, layout, stack, known, rates, tokens)
-    forward.elements = tokens * _element_bytes(work, layout) / rates.memory
-    backward.elements = 1.7 * forward.elements
+    forward.elements = tokens * _element_bytes(work, layout) * rates.passes / rates.memory
+    backward.elements = BACKWARD_ELEMENTS * forward.elements
+    if narrow:
+        forward.elements += (
+            sum(CAST_BYTES * share * g * rows * inner for rows, inner, _, g, share in linears) / rates.memory
+        )
+        backward.elements += (
+            sum(CAST_BYTES * share * g * rows * outer for rows, _, outer, g, share in linears) / rates.memory
+        )
     return forward, backward
 
 
@@ -136,7 +146,7 @@ def _attention(
 ) -> tuple[float, float]:
     model, seq = work.model, work.seq_len
     width = work.sizes.query / layout.tp
-    if stack.attention == "flash":
+    if stack.attention != "unfused":
         reach = min(seq, model.window or seq)
         keys = float(seq) if model.architecture == "encoder" else reach - reach * reach / (2 * seq)
         forward = 4 * tokens * keys * width / rates.attention
@@ -167,7 +177,9 @@ def _layer_terms(
     sizes, again = work.sizes, _again(layout, stack, forward)
     stream = 2 * tokens * sizes.hidden
     repeats = 1.0 if layout.recompute == "full" else 0.0
-    tensor = reduce(links, group(layout, "tp", cluster), stream) * (4 + 2 * repeats) * (1 - stack.overlap_tensor)
+    tensor = (
+        reduce(links, group(layout, "tp", cluster), stream) * (4 + 2 * repeats) * (1 - known.hidden(stack, "tensor"))
+    )
     ring = group(layout, "cp", cluster)
     key_values = 4 * tokens * sizes.key_value / layout.tp * layout.cp
     context = gather(links, ring, key_values) * (3 + repeats)
@@ -181,8 +193,8 @@ def _layer_terms(
         )
         sent = stream / layout.tp * sizes.expert_layers
         once = exchange(links, ranks, sent * work.model.moe.top_k, sent * copies * (domains - 1) / domains)
-        experts = (4 + 2 * repeats) * once * (1 - stack.overlap_experts)
-    launched = rates.launch * (3 + repeats)  # the backward pass has about twice the kernels
+        experts = (4 + 2 * repeats) * once
+    launched = _launched(work, layout, stack, known)
     busy = forward.total + backward.total + again
     gathered = 0.0
     if layout.zero == 3 and (layout.pp == 1):
@@ -204,6 +216,15 @@ def _layer_terms(
         "experts": experts,
         "gather": gathered,
     }
+
+
+def _launched(work: Work, layout: Layout, stack: Stack, known: Calibration) -> float:
+    """Seconds of the host for one layer and micro-batch: its modules forward, and twice as much backward."""
+    again = 0
+    if layout.recompute == "full":
+        again = 3 if stack.early_stop else 1  # torch's own checkpoint has hooks for every tensor saved
+    modules = known.constants["launch.plain" if stack.plain else "launch.modules"]
+    return (3 + again) * modules * (1 + (known.constants["launch.experts"] - 1) * work.sizes.expert_layers)
 
 
 def _again(layout: Layout, stack: Stack, forward: Pass) -> float:
@@ -241,4 +262,4 @@ def _once(
         exchanged = reduce(links, shards, stack.reduced * own)
     else:
         exchanged = gather(links, shards, stack.reduced * own) + gather(links, shards, 2 * own)
-    return max(0.0, exchanged - stack.overlap_gradients * backward), optimiser + known.constants["step"]
+    return max(0.0, exchanged - known.hidden(stack, "gradients") * backward), optimiser + known.constants["step"]

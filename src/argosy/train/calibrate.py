@@ -45,16 +45,13 @@ class Measured:
 
     def document(self) -> str:
         """A file to lay over the planner's own."""
-        name = f"{self.gpu}-measured"
-        lines = [
+        shares = {"product": self.product, "narrow": self.narrow, "attention": self.attention, "memory": self.memory}
+        return "\n".join([
             f"# Measured by `argosy bench --calibrate` on {self.gpu}, torch {self.torch}; shares of its peaks.",
-            f"generations: {{{self.gpu}: {name}}}",
             "constants:",
-            f"  product.{name}: {self.product:.3f}",
-            f"  attention.{name}: {self.attention:.3f}",
-            f"  memory.{name}: {self.memory:.3f}",
-        ]
-        return "\n".join([*lines, *([] if self.narrow is None else [f"  narrow.{name}: {self.narrow:.3f}"]), ""])
+            *(f"  {kind}.{self.gpu}: {share:.3f}" for kind, share in shares.items() if share is not None),
+            "",
+        ])  # fmt: skip
 
 
 def calibrate(device: torch.device) -> Measured:
@@ -72,7 +69,7 @@ def calibrate(device: torch.device) -> Measured:
 
 def measure(device: torch.device, gpu: Gpu, sizes: Sizes) -> Measured:
     sixteen = gpu.peak() * 1e12
-    ideal = Rates(gpu.sms, sixteen, sixteen, sixteen, gpu.bandwidth * 1e9, 0.0)
+    ideal = Rates(gpu.sms, sixteen, sixteen, sixteen, gpu.bandwidth * 1e9)
     eight = gpu.peak("fp8") * 1e12 if "fp8" in gpu.dense else None
     x = torch.randn(sizes.tokens, sizes.width, dtype=torch.bfloat16, device=device, requires_grad=True)
     weight = torch.randn(sizes.outputs, sizes.width, dtype=torch.bfloat16, device=device, requires_grad=True)

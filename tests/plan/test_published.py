@@ -1,0 +1,93 @@
+"""Published measurements: read with whatever they leave out, and predicted as well as is promised."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+from pathlib import Path
+from statistics import mean
+from types import ModuleType
+
+import pytest
+
+from argosy.plan.calibration import calibration
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def rows(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module("planner_rows")
+
+
+@pytest.fixture
+def accuracy(rows: ModuleType) -> ModuleType:
+    return importlib.import_module("planner_accuracy")
+
+
+def test_published_rows_are_predicted_as_well_as_is_promised(rows: ModuleType, accuracy: ModuleType) -> None:
+    read, refused = rows.read_rows(BENCHMARKS / "planner_published.csv")
+    assert len(read) == 672
+    assert not refused
+    known, timed = calibration(), accuracy.timed(read)
+
+    def error(chosen: list[object]) -> float:
+        return mean(accuracy.errors(chosen, known))
+
+    assert error([row for row in timed if row.dense and row.sixteen_bit]) < 0.10
+    assert error([row for row in timed if not (row.dense and row.sixteen_bit)]) < 0.18
+    assert error([row for row in timed if row.source == "vtrain"]) < 0.145
+    assert error([row for row in timed if row.source == "vtrain1n"]) < 0.084
+    wrong = [row.id for row in read if not accuracy.fits(row, known) and not row.out_of_memory]
+    assert len(wrong) <= 2  # of those that ran
+
+
+def write(path: Path, **cells: object) -> Path:
+    with (BENCHMARKS / "planner_published.csv").open() as file:
+        columns = next(csv.reader(file))
+    shape = {"layers": 32, "hidden": 4096, "heads": 32, "vocab": 32000, "seq_len": 2048, "global_batch": 512}
+    row = {"id": "new-001", "source": "somewhere", "model": "a model", "measured_tok_s_gpu": 3000, **shape, **cells}
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerow(row)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("cells", "gpu", "stack", "attention"),
+    [
+        ({"gpu": "V100-SXM2-32GB", "gpus": 64}, "V100-32", "megatron-2021", "unfused"),
+        ({"gpu": "A100-SXM4-40GB", "gpus": 16}, "A100-40", "megatron-2021", "unfused"),
+        ({"gpu": "A100", "gpus": 64, "attn_impl": "flash2"}, "A100-80", "megatron", "flash"),
+        ({"gpu": "A100", "gpus": 384, "source": "Megatron-DeepSpeed"}, "A100-80", "megatron-deepspeed", "unfused"),
+        ({"gpu": "NVIDIA H100 PCIe", "gpus": 8}, "H100-PCIe", "megatron", "native"),
+        ({"gpu": "H200", "gpus": 64, "zero_stage": 3, "attn_impl": "flash2"}, "H200", "fsdp", "flash"),
+        ({"gpu": "B200", "gpus": 64, "precision": "mxfp8"}, "B200", "megatron", "native"),
+    ],
+)
+def test_what_a_row_leaves_out_is_filled_sensibly(
+    tmp_path: Path,
+    rows: ModuleType,
+    accuracy: ModuleType,
+    cells: dict[str, object],
+    gpu: str,
+    stack: str,
+    attention: str,
+) -> None:
+    [row], refused = rows.read_rows(write(tmp_path / "rows.csv", **cells))
+    assert not refused
+    assert (row.cluster.gpu.name, row.stack.name, row.stack.attention) == (gpu, stack, attention)
+    assert row.layout.gpus == cells["gpus"]
+    assert row.work.precision == ("fp8" if "precision" in cells else "bf16")
+    assert accuracy.fits(row, calibration())  # it ran
+    assert accuracy.seconds(row, calibration()) > 0
+    assert "micro_batch" in row.filled
+    assert "recompute" in row.filled
+
+
+def test_a_row_that_cannot_be_read_is_named(tmp_path: Path, rows: ModuleType) -> None:
+    read, [(name, why)] = rows.read_rows(write(tmp_path / "rows.csv", gpu="a GPU nobody knows", gpus=8))
+    assert (read, name) == ([], "new-001")
+    assert "no GPU named" in why
