@@ -35,6 +35,7 @@ from argosy.launch.render import render
         (["cluster.storage={claim: a, sku: x}"], "config.conflict", "cluster.storage.sku"),
         (["cluster.storage={claim: a, kind: fsx}"], "config.missing-key", "cluster.storage.subnet"),
         (["cluster.storage={claim: a, kind: azure-lustre, size: 20Ti}"], "launch.storage", "cluster.storage.size"),
+        (["cluster.target=local"], "config.conflict", "cluster.nodes"),
         (["cluster.image=r/argosy"], "launch.image", "cluster.image"),
         (["cluster.image=r:5000/argosy:latest"], "launch.image", "cluster.image"),
         (["cluster.env={A: b}", "cluster.secrets={A: s/k}"], "config.conflict", "cluster.env.A"),
@@ -182,3 +183,9 @@ def test_a_variable_from_a_secret_takes_the_place_of_our_own() -> None:
     for document in objects_of(render(place(GPU_EXAMPLE, ["cluster.secrets={HF_HOME: s/k}"]))):
         for pod in pods_of(document):
             assert [entry["name"] for entry in pod["containers"][0]["env"]].count("HF_HOME") == 1
+
+
+def test_a_part_of_a_nodes_gpus_comes_with_that_part_of_the_rest() -> None:
+    whole, half = place(GPU_EXAMPLE), place(GPU_EXAMPLE, ["cluster.gpus=4", "parallel.dp_shard=4"])
+    assert (whole.gpus, whole.cpus, whole.memory_gib, whole.nics) == (8, 86, 1036, ("vpc.amazonaws.com/efa", 4))
+    assert (half.gpus, half.cpus, half.memory_gib, half.nics) == (4, 43, 518, ("vpc.amazonaws.com/efa", 2))

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from rendering import objects_of, pods_of
 
-from argosy.errors import EXIT_DONE
+from argosy.errors import EXIT_DONE, EXIT_RESUMABLE
 from argosy.launch.placement import place
 from argosy.launch.render import render
 from argosy.parallel.ranks import find_nodes
@@ -52,9 +52,9 @@ def injected(target: str, node: int, name: str) -> dict[str, str]:
 class Pods:
     """Two pods of a rendered job as processes of this machine: its volume is a directory, its DNS this host."""
 
-    def __init__(self, spec: Path, target: str, volume: Path) -> None:
+    def __init__(self, spec: Path, target: str, volume: Path, overrides: tuple[str, ...] = ()) -> None:
         more = ["cluster.cloud=hyperpod", "cluster.namespace=hyperpod-ns-a"] if target == "hyperpod" else []
-        placed = place(spec, more, target)
+        placed = place(spec, [*more, *overrides], target)
         self.target, self.name, self.volume, self.port = target, placed.name, volume, free_port()
         jobs = [
             d for d in objects_of(render(placed)) if d["kind"] in ("JobSet", "Job", "PyTorchJob", "TrainingRuntime")
@@ -118,7 +118,7 @@ class Pods:
 
 
 @pytest.fixture
-def pods(write_spec: Callable[..., Path], corpus: Path, tmp_path: Path) -> Iterator[Callable[[str], Pods]]:
+def pods(write_spec: Callable[..., Path], corpus: Path, tmp_path: Path) -> Iterator[Callable[..., Pods]]:
     made: list[Pods] = []
     (tmp_path / "corpus").symlink_to(corpus)
     cluster: dict[str, Any] = {
@@ -126,18 +126,20 @@ def pods(write_spec: Callable[..., Path], corpus: Path, tmp_path: Path) -> Itera
         "storage": {"claim": "c", "mount": str(tmp_path)}, "preflight": False,
     }  # fmt: skip
 
-    def make(target: str) -> Pods:
+    def make(target: str, *overrides: str, **parts: Any) -> Pods:
+        settings: dict[str, Any] = {
+            "train": {"global_batch": 8, "steps": STEPS}, "parallel": {"dp_replicate": NODES, "micro_batch": 2},
+            "checkpoint": {"every": 3, "keep": 3},
+        }  # fmt: skip
         spec = write_spec(
             runs_dir="runs",
             cluster=cluster,
             data={"train": "corpus", "seq_len": 32, "split": [90, 10, 0]},
-            train={"global_batch": 8, "steps": STEPS},
-            parallel={"dp_replicate": NODES, "micro_batch": 2},
-            checkpoint={"every": 3, "keep": 3},
             eval=False,
             fault={"nodes_wait": 60},
+            **settings | parts,
         )
-        made.append(Pods(spec, target, tmp_path))
+        made.append(Pods(spec, target, tmp_path, overrides))
         return made[-1]
 
     yield make
@@ -169,6 +171,28 @@ def test_two_pods_train_and_survive_the_death_of_one(target: str, pods: Callable
     metrics = read_metrics(job.volume / "runs" / "tiny" / "metrics.jsonl")
     assert sorted(metrics)[-1] == STEPS
     assert metrics[STEPS]["steps"] == STEPS
+
+
+def test_launched_again_on_another_number_of_nodes_it_goes_on(pods: Callable[..., Pods]) -> None:
+    """The layout is left open: it follows the nodes, and the batch and the order of samples stay."""
+    open_layout = {"parallel": {"micro_batch": 2}, "checkpoint": {"every": 100, "keep": 2}}
+    first = pods("jobset", **open_layout, train={"global_batch": 8, "steps": 400})
+    for node in range(NODES):
+        first.start(node)
+    first.wait_for_step(4)
+    for node in range(NODES):
+        first.running[node].terminate()
+    assert [first.running[node].wait(timeout=90) for node in range(NODES)] == [EXIT_RESUMABLE] * NODES, first.logs()
+    stopped = max(read_metrics(first.volume / "runs" / "tiny" / "metrics.jsonl"))
+    alone = pods("jobset", "cluster.nodes=1", f"train.steps={stopped + 3}", **open_layout)
+    alone.start(0)
+    assert alone.running[0].wait(timeout=90) == EXIT_DONE, alone.logs()
+    metrics = read_metrics(alone.volume / "runs" / "tiny" / "metrics.jsonl")
+    assert [metrics[step]["samples"] for step in range(stopped - 1, stopped + 4)] == [
+        8 * step for step in range(stopped - 1, stopped + 4)
+    ]
+    events = (alone.volume / "runs" / "tiny" / "events.jsonl").read_text()
+    assert "parallel.dp_replicate" in events, "the change of the layout is on the record"
 
 
 @pytest.mark.parametrize("target", ["jobset", "pytorchjob", "trainjob", "indexed-job", "hyperpod"])

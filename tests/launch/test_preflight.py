@@ -48,18 +48,41 @@ def test_ports_that_are_down_are_named(tmp_path: Path, monkeypatch: pytest.Monke
     assert "not active: mlx5_1" in check.found
 
 
+def test_efa_devices_that_libfabric_cannot_use_are_no_fabric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cards" / "efa_0").mkdir(parents=True)
+    monkeypatch.setattr(preflight, "_INFINIBAND", tmp_path / "cards")
+    tool = tmp_path / "fi_info"
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    def fabric() -> Check:
+        return named(check_node(Wanted(fabric="efa", nics=1, storage=tmp_path)), "fabric")
+
+    assert "fi_info is not in this image" in fabric().found
+    tool.write_text("#!/bin/sh\necho 'fi_getinfo: -61' >&2; exit 61\n")
+    tool.chmod(0o755)
+    assert (fabric().ok, fabric().found) == (False, "fi_info -p efa: fi_getinfo: -61")
+    tool.write_text("#!/bin/sh\nexit 0\n")
+    assert fabric().ok
+
+
 def test_gpus_are_counted_and_their_errors_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tool = tmp_path / "nvidia-smi"
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
 
-    def gpus(*errors: int) -> Check:
-        tool.write_text("#!/bin/sh\n" + "\n".join(f"echo 'NVIDIA H100, 560.1, {error}'" for error in errors) + "\n")
+    def gpus(*errors: int, report: str = "") -> Check:
+        rows = "\n".join(f"echo 'NVIDIA H100, 560.1, {error}'" for error in errors)
+        tool.write_text(f"#!/bin/sh\nif [ \"$1\" = -q ]; then echo '{report}'; exit; fi\n{rows}\n")
         tool.chmod(0o755)
         return named(check_node(Wanted(gpus=2, storage=tmp_path)), "gpus")
 
     assert gpus(0, 0) == Check("gpus", True, "2 x NVIDIA H100, driver 560.1")
     assert "2 were asked for" in gpus(0).found
     assert "GPU 1 has uncorrected memory errors" in gpus(0, 3).found
+    healthy = "    GPU Recovery Action                   : None\n    Remapping Failure Occurred : No"
+    assert gpus(0, 0, report=healthy).ok
+    reboot = gpus(0, 0, report=healthy.replace("None", "Reboot"))
+    assert (reboot.ok, reboot.found) == (False, "the driver asks for: Reboot (1 of the GPUs)")
+    assert "could not be remapped" in gpus(0, 0, report=healthy.replace("Occurred : No", "Occurred : Yes")).found
 
 
 def test_the_slow_node_is_named() -> None:

@@ -82,8 +82,10 @@ class ClusterSpec(Section):
     nodes: Positive = Field(1, description="how many of them")
     gpus: Whole | None = Field(None, description="GPUs of a node that are used; default: all; 0: train on CPUs")
     ranks: Positive | None = Field(None, description="processes on a node; default: one for each GPU, or one")
-    cpus: Positive | None = Field(None, description="cores a pod requests; default: 90% of the node's")
-    memory: Quantity | None = Field(None, description="memory a pod requests, shm included; default: 90% of the node's")
+    cpus: Positive | None = Field(
+        None, description="cores a pod requests; default: 90% of the node's, or of its GPUs' share"
+    )
+    memory: Quantity | None = Field(None, description="memory a pod requests, shm included; default: as with cores")
     shm: Quantity | None = Field(None, description="/dev/shm; default: an eighth of the memory, 64Gi at most")
     scratch: Quantity = Field("100Gi", description="node-local space at /scratch for caches and dumps")
     local_disk: AbsolutePath | None = Field(

@@ -48,13 +48,14 @@ def choose_fabric(cluster: ClusterSpec, instance: Instance | None) -> str:
     )
 
 
-def nic_request(cluster: ClusterSpec, instance: Instance | None, fabric: str) -> tuple[str, int] | None:
-    """(resource, number) of network cards a pod asks for."""
+def nic_request(cluster: ClusterSpec, instance: Instance | None, gpus: int, fabric: str) -> tuple[str, int] | None:
+    """(resource, number) of network cards a pod asks for: with half a node's GPUs, half of its cards."""
     if fabric in ("none", "tcp"):
         return None
     by_cloud = EFA_RESOURCE if fabric == "efa" else INFINIBAND_RESOURCE if cluster.cloud == "aks" else None
     name = cluster.nic_resource or by_cloud
-    count = cluster.nics if cluster.nics is not None else (instance.nics if instance is not None else None)
+    known = None if instance is None else card_count(instance, gpus)
+    count = cluster.nics if cluster.nics is not None else known
     if name is None or not count:
         raise ArgosyError(
             "launch.fabric",
@@ -63,6 +64,11 @@ def nic_request(cluster: ClusterSpec, instance: Instance | None, fabric: str) ->
             fix="see what the device plugin offers: kubectl describe node, under Allocatable; or cluster.fabric=tcp",
         )
     return name, count
+
+
+def card_count(instance: Instance, gpus: int) -> int:
+    """Network cards that go with so many of a node's GPUs."""
+    return min(instance.nics, -(-instance.nics * gpus // instance.gpus))
 
 
 def fabric_environment(cluster: ClusterSpec, instance: Instance | None, fabric: str) -> Mapping[str, str]:

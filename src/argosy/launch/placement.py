@@ -74,6 +74,15 @@ def place(path: Path, overrides: Sequence[str] = (), target: str | None = None) 
             fix="add cluster: {target: jobset, instance: p4d.24xlarge, nodes: 2, storage: CLAIM, image: …}, or pass --target local",
         )
     cluster = resolved.spec.cluster
+    if cluster.target == "local" and cluster.nodes > 1:
+        raise ArgosyError(
+            "config.conflict",
+            f"this machine is one node, and the run is meant for {cluster.nodes}",
+            key="cluster.nodes",
+            value=cluster.nodes,
+            origin=resolved.origins.get("cluster.nodes"),
+            fix="cluster.nodes=1, with a layout for the ranks of one node (`parallel: auto` finds one)",
+        )
     instance = None if cluster.instance is None else find_instance(cluster.instance)
     gpus = _gpus(cluster, instance)
     ranks = cluster.ranks or gpus or 1
@@ -87,7 +96,7 @@ def place(path: Path, overrides: Sequence[str] = (), target: str | None = None) 
     check_world(resolved.spec.parallel, ranks * cluster.nodes, f"{cluster.nodes} nodes of {ranks} ranks")
     fabric = choose_fabric(cluster, instance) if cluster.target != "local" else "none"
     check_sharp(cluster, fabric)
-    memory = _memory(cluster, instance)
+    memory = _memory(cluster, instance, gpus)
     placed = Placement(
         resolved=resolved,
         source=source,
@@ -95,10 +104,10 @@ def place(path: Path, overrides: Sequence[str] = (), target: str | None = None) 
         cluster=cluster,
         instance=instance,
         fabric=fabric,
-        nics=nic_request(cluster, instance, fabric) if cluster.target in KUBERNETES else None,
+        nics=nic_request(cluster, instance, gpus, fabric) if cluster.target in KUBERNETES else None,
         gpus=gpus,
         ranks=ranks,
-        cpus=cluster.cpus or (int(instance.cpus * _SHARE) if instance is not None and instance.cpus else 0),
+        cpus=cluster.cpus or int((instance.cpus or 0) * _share(instance, gpus) if instance is not None else 0),
         memory_gib=memory,
         shm_gib=gib(cluster.shm) if cluster.shm else max(1, min(_MOST_SHM_GIB, memory // 8)),
         prediction=None if planned_on is None else predict(resolved.spec, planned_on),
@@ -136,10 +145,15 @@ def _gpus(cluster: ClusterSpec, instance: Instance | None) -> int:
     )
 
 
-def _memory(cluster: ClusterSpec, instance: Instance | None) -> int:
+def _memory(cluster: ClusterSpec, instance: Instance | None, gpus: int) -> int:
     if cluster.memory is not None:
         return gib(cluster.memory)
-    return int(instance.ram * _SHARE) if instance is not None and instance.ram else 0
+    return int((instance.ram or 0) * _share(instance, gpus)) if instance is not None else 0
+
+
+def _share(instance: Instance, gpus: int) -> float:
+    """Of a node's cores and memory: with half its GPUs go half of them, so that others can use the rest."""
+    return _SHARE * (gpus / instance.gpus if 0 < gpus < instance.gpus else 1)
 
 
 def _planned_on(resolved: Resolved, instance: Instance | None, cluster: ClusterSpec, gpus: int) -> str | None:

@@ -22,7 +22,7 @@ from argosy.config.counts import count_parameters
 from argosy.config.resolve import resolve
 from argosy.config.schema import RunSpec
 from argosy.errors import EXIT_DONE, EXIT_REFUSED
-from argosy.launch.fabric import choose_fabric
+from argosy.launch.fabric import card_count, choose_fabric
 from argosy.plan.hardware import Instance, find_instance
 
 _MIB, _GIB = 2**20, 2**30
@@ -67,7 +67,8 @@ class Wanted:
         if cluster is None:
             return cls(storage=Path(spec.runs_dir), needed_bytes=saved)
         gpus = cluster.gpus if cluster.gpus is not None else (instance.gpus if instance is not None else None)
-        cards = cluster.nics if cluster.nics is not None else (instance.nics if instance is not None else 0)
+        known = 0 if instance is None else card_count(instance, gpus or instance.gpus)
+        cards = cluster.nics if cluster.nics is not None else known
         master = environ.get("MASTER_ADDR") or environ.get("PET_MASTER_ADDR")
         return cls(
             gpus=gpus,
@@ -117,6 +118,9 @@ def _gpus(wanted: Wanted) -> Check:
         return Check(
             "gpus", False, f"GPU {', '.join(faulty)} has uncorrected memory errors", "reset or replace the node"
         )
+    ailing = _ailing(tool)
+    if ailing:
+        return Check("gpus", False, ailing, "reset or replace the node: the driver says that it has to be")
     text = f"{len(rows)} x {rows[0][0]}, driver {rows[0][1]}"
     if wanted.gpus and len(rows) != wanted.gpus:
         return Check(
@@ -126,6 +130,17 @@ def _gpus(wanted: Wanted) -> Check:
             "a GPU has fallen off the bus, or the pod asks for fewer",
         )
     return Check("gpus", True, text)
+
+
+def _ailing(tool: str) -> str:
+    """What the driver itself asks for after an error (an Xid), where it is new enough to say so; and rows it could not remap."""
+    done = subprocess.run([tool, "-q"], capture_output=True, text=True, check=False, timeout=60)
+    pairs = [[part.strip() for part in line.split(" : ", 1)] for line in done.stdout.splitlines() if " : " in line]
+    asked = [value for key, value in pairs if key == "GPU Recovery Action" and value not in ("None", "N/A")]
+    failed = [value for key, value in pairs if key == "Remapping Failure Occurred" and value == "Yes"]
+    if asked:
+        return f"the driver asks for: {', '.join(sorted(set(asked)))} ({len(asked)} of the GPUs)"
+    return f"{len(failed)} of the GPUs have memory rows that could not be remapped" if failed else ""
 
 
 def _memlock(wanted: Wanted) -> Check:
@@ -167,7 +182,19 @@ def _devices(wanted: Wanted) -> Check:
         return Check(
             "fabric", False, what, "check the device plugin and the pod's resource; a port that is down means the node"
         )
+    if wanted.fabric == "efa" and (cause := _no_provider()):
+        fix = "the image of docker/Dockerfile.efa, and vpc.amazonaws.com/efa in the pod; never a hostPath of /dev/infiniband"
+        return Check("fabric", False, cause, fix)
     return Check("fabric", True, f"{len(cards)} devices, all active")
+
+
+def _no_provider() -> str:
+    """Why libfabric cannot use EFA here; nothing where it can."""
+    tool = shutil.which("fi_info", path=f"{os.environ.get('PATH', '')}{os.pathsep}/opt/amazon/efa/bin")
+    if tool is None:
+        return "libfabric's fi_info is not in this image"
+    done = subprocess.run([tool, "-p", "efa"], capture_output=True, text=True, check=False, timeout=60)
+    return "" if done.returncode == 0 else f"fi_info -p efa: {(done.stderr or done.stdout).strip()[:200]}"
 
 
 def _port_state(card: str) -> str:
