@@ -29,7 +29,8 @@ def cases() -> list[tuple[str, Path, str | None, tuple[str, ...]]]:
         if target == "local":
             more = ("cluster.nodes=1", "parallel.dp_shard=4")
         found.append((f"eks-llama2-7b.{target}", GPU_EXAMPLE, target, more))
-    sagemaker = (*HYPERPOD, "cluster.operator=sagemaker", "cluster.spares=1")
+    timed = ("log.every=60s", "eval=off")  # the planner's constants change, and with them how long a silence may be
+    sagemaker = (*HYPERPOD, "cluster.operator=sagemaker", "cluster.spares=1", *timed)
     found.append(("eks-llama2-7b.hyperpod-sagemaker", GPU_EXAMPLE, "hyperpod", sagemaker))
     return found
 
