@@ -5,19 +5,17 @@ One parameter is in memory at a time. The directory is made under a hidden name 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from argosy.checkpoint.assets import copy_assets, listed_assets
 from argosy.checkpoint.hf_files import check_hashes, open_hf
-from argosy.checkpoint.model_directory import write_model
+from argosy.checkpoint.model_directory import counted, write_model
 from argosy.checkpoint.source import hf_source
 from argosy.checkpoint.staging import require_space, staged
 from argosy.config.counts import count_parameters
 from argosy.config.hf import model_type_of
-from argosy.config.start import HF
+from argosy.config.start import HF, MEGATRON
 from argosy.errors import ArgosyError
 from argosy.record.console import amount
 from argosy.record.progress import Progress as Bar
@@ -59,7 +57,7 @@ def import_hf(source: str, to: Path, *, dry_run: bool = False) -> Imported:
             f"{source!r} does not say what it is",
             key="SOURCE",
             value=source,
-            fix=f"write {HF}{source} for a Hugging Face directory",
+            fix=f"write {HF}{source} for a Hugging Face directory, {MEGATRON}{source} for a checkpoint of Megatron-LM",
         )
     directory = Path(source.removeprefix(HF))
     model = open_hf(directory)
@@ -82,18 +80,9 @@ def import_hf(source: str, to: Path, *, dry_run: bool = False) -> Imported:
     with staged(to) as stage:
         hashed = check_hashes(model)
         with Bar("import", size, "B") as bar:
-            write_model(stage, hf_source(source, model), source, infos, _counted(model.read, bar))
+            write_model(stage, hf_source(source, model), source, infos, counted(model.read, bar))
         copy_assets(directory, stage)
     return Imported(**{**facts.__dict__, "files_hashed": hashed})
-
-
-def _counted(read: Callable[[str], Any], bar: Bar) -> Callable[[str], Any]:
-    def one(name: str) -> Any:
-        tensor = read(name)
-        bar.advance(tensor.nbytes)
-        return tensor
-
-    return one
 
 
 def _more(names: list[str]) -> str:

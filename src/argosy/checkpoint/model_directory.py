@@ -19,6 +19,7 @@ from argosy.checkpoint.source import Source
 from argosy.checkpoint.stored import file_of
 from argosy.checkpoint.tensors import TensorInfo, write_stream
 from argosy.config.start import MODEL_FILE
+from argosy.record.progress import Progress as Bar
 
 
 def write_model(
@@ -38,3 +39,14 @@ def write_model(
         "token_ids": like.token_ids,
     }
     (directory / MODEL_FILE).write_bytes(orjson.dumps(description, option=orjson.OPT_INDENT_2))
+
+
+def counted(read: Callable[[str], Tensor], bar: Bar) -> Callable[[str], Tensor]:
+    """The same, with each tensor's bytes shown on a bar."""
+
+    def one(name: str) -> Tensor:
+        tensor = read(name)
+        bar.advance(tensor.nbytes)
+        return tensor
+
+    return one

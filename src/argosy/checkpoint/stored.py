@@ -18,7 +18,7 @@ from torch import Tensor
 from argosy.checkpoint.plan import Stored, key_of
 from argosy.checkpoint.tensors import TensorFile, TensorInfo
 from argosy.errors import ArgosyError
-from argosy.parallel.boxes import Box, whole_box
+from argosy.parallel.boxes import Box, tiled, whole_box
 
 INDEX = "tensors.json"
 # Plain names: nothing can lead outside the directory.
@@ -140,9 +140,7 @@ class StoredTensors(Mapping[str, Tensor]):
         return key
 
     def _require_tiled(self, name: str, box: Box, parts: list[Box]) -> None:
-        """Every number of the box once: parts that share some, or leave some out, would load whatever was in memory."""
-        shared = any(a.common(b) is not None for i, a in enumerate(parts) for b in parts[:i])
-        if shared or sum(part.numel for part in parts) != box.numel:
+        if not tiled(box, parts):
             raise _corrupt(self._directory, f"the files do not hold every number of {name} once")
 
     def _file(self, name: str) -> TensorFile:

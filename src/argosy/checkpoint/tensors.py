@@ -157,31 +157,37 @@ class TensorFile:
 
     def read_box(self, name: str, box: Box) -> Tensor:
         """Part of a tensor. What is read is what the part takes, in as few reads as make sense."""
-        info = self.infos[name]
-        result = torch.empty(box.shape, dtype=info.dtype)
-        shape, box, target = (info.shape, box, result) if info.shape else ((1,), Box((0,), (1,)), result.view(1))
-        start = self._start + self._offsets[name]
         try:
-            with self.path.open("rb", buffering=0) as file:
-                for first, rows, inner in _spans(shape, box, info.dtype.itemsize, target):
-                    whole = rows.shape[1:] == inner and rows.is_contiguous()
-                    content = rows if whole else torch.empty(len(rows), *inner, dtype=info.dtype)
-                    self._fill(file.fileno(), start + first * info.dtype.itemsize, content, name)
-                    if not whole:
-                        rows.copy_(content[(slice(None), *box.slices[len(shape) - len(inner) :])])
+            return read_span(self.path, self._start + self._offsets[name], self.infos[name], box)
+        except EOFError:
+            raise self._bad(f"it ended inside {name}") from None
         except OSError as error:
             raise self._bad(str(error)) from None
-        return result
-
-    def _fill(self, file: int, at: int, content: Tensor, name: str) -> None:
-        view, done = content.reshape(-1).view(torch.uint8).numpy().data, 0
-        while done < len(view):
-            if not (got := os.preadv(file, [view[done:]], at + done)):
-                raise self._bad(f"it ended inside {name}")
-            done += got
 
     def _bad(self, why: str) -> ArgosyError:
         return ArgosyError(self._code, f"{self.path} is not a good safetensors file: {why}", fix=self._fix)
+
+
+def read_span(path: Path, start: int, info: TensorInfo, box: Box) -> Tensor:
+    """A box of a tensor whose numbers lie in a file from byte `start` on; an EOFError where the file is shorter."""
+    result = torch.empty(box.shape, dtype=info.dtype)
+    shape, box, target = (info.shape, box, result) if info.shape else ((1,), Box((0,), (1,)), result.view(1))
+    with path.open("rb", buffering=0) as file:
+        for first, rows, inner in _spans(shape, box, info.dtype.itemsize, target):
+            whole = rows.shape[1:] == inner and rows.is_contiguous()
+            content = rows if whole else torch.empty(len(rows), *inner, dtype=info.dtype)
+            _fill(file.fileno(), start + first * info.dtype.itemsize, content)
+            if not whole:
+                rows.copy_(content[(slice(None), *box.slices[len(shape) - len(inner) :])])
+    return result
+
+
+def _fill(file: int, at: int, content: Tensor) -> None:
+    view, done = content.reshape(-1).view(torch.uint8).numpy().data, 0
+    while done < len(view):
+        if not (got := os.preadv(file, [view[done:]], at + done)):
+            raise EOFError
+        done += got
 
 
 def _spans(

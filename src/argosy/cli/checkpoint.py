@@ -107,23 +107,41 @@ def average_checkpoints(
 
 @app.command("import")
 def import_model(
-    source: Annotated[str, typer.Argument(help="hf:DIR, a directory with config.json and *.safetensors.")],
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="hf:DIR, with config.json and *.safetensors; or megatron:DIR, what --save of Megatron-LM wrote.",
+        ),
+    ],
     to: Annotated[Path, typer.Option(help="The directory to make.")],
+    changes: Annotated[
+        list[str] | None,
+        typer.Argument(help="megatron: keys of the model, as vocab_size=50257.", metavar="[KEY=VALUE]..."),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="megatron: the model by a preset, in place of the arguments in the checkpoint.")
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="megatron: the tokenizer to put beside the weights; says what is padding.")
+    ] = None,
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Make a model of a Hugging Face directory, to sample, evaluate, or start a run from (`init_from:`).
+    """Make a model of another program's, to sample, evaluate, or start a run from (`init_from:`).
 
-    gpt2, llama, mistral, qwen3, mpt, mixtral, qwen3_moe, bert and t5, in safetensors. The weights keep their precision; one
-    parameter is in memory at a time. A setting that Argosy cannot represent is refused by its name. A run can also start
-    from hf:DIR directly.
+    Hugging Face: gpt2, llama, mistral, qwen3, mpt, mixtral, qwen3_moe, bert and t5, in safetensors. A run can also start
+    from hf:DIR directly. Megatron-LM: GPT models, dense or with experts, in the format torch_dist, saved under any layout.
+    Its pickles are read as data and never run.
+
+    The weights keep their precision; one parameter is in memory at a time. A setting that Argosy cannot represent is refused
+    by its name.
     """
     import json
     from dataclasses import asdict
 
-    from argosy.checkpoint.hf_import import import_hf
+    from argosy.checkpoint.importing import import_model
 
-    found = import_hf(source, to, dry_run=dry_run)
+    found = import_model(source, to, model=model, changes=changes or (), tokenizer=tokenizer, dry_run=dry_run)
     print(json.dumps(asdict(found)) if as_json else found.describe(done=not dry_run))
 
 

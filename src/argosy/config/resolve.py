@@ -67,9 +67,9 @@ def resolve(path: Path | None, overrides: Sequence[str] = (), *, elsewhere: bool
     return Resolved(spec, {key: origins[key] for key in leaves})
 
 
-def resolve_model(name: str, overrides: Sequence[str] = ()) -> ModelSpec:
-    """A preset by its name alone, with `key=value` changes, for verbs that need no run."""
-    tree: Tree = {"model": {"preset": name}}
+def resolve_model(model: str | Tree, overrides: Sequence[str] = ()) -> ModelSpec:
+    """A preset by its name alone, or the keys of a model, with `key=value` changes, for verbs that need no run."""
+    tree: Tree = {"model": {"preset": model} if isinstance(model, str) else dict(model)}
     origins: dict[str, str] = {}
     for override in overrides:
         _apply_override(tree, origins, f"model.{override}")

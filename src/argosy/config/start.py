@@ -18,6 +18,7 @@ from argosy.config.model import ModelSpec
 from argosy.errors import ArgosyError
 
 HF = "hf:"
+MEGATRON = "megatron:"
 MODEL_FILE = "model.json"  # describes an imported model, as resolved.json describes a run
 RUN_FILE = "resolved.json"
 
@@ -56,6 +57,14 @@ def starting_model(init_from: str) -> ModelSpec:
     if init_from.startswith(HF):
         directory = Path(init_from.removeprefix(HF))
         return from_config(read_config(directory), str(directory / "config.json"))
+    if init_from.startswith(MEGATRON):
+        raise ArgosyError(
+            "config.bad-value",
+            "a run cannot start from Megatron's files themselves",
+            key="init_from",
+            value=init_from,
+            fix=f"argosy ckpt import {init_from} --to DIR, then init_from: DIR",
+        )
     root = model_root(Path(init_from))
     document = stored_description(root)
     try:

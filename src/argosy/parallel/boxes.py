@@ -55,6 +55,13 @@ def whole_box(shape: tuple[int, ...]) -> Box:
     return Box((0,) * len(shape), shape)
 
 
+def tiled(box: Box, parts: list[Box]) -> bool:
+    """Whether parts that lie in a box hold every number of it once: parts that share some, or leave some out, would load
+    whatever was in memory."""
+    shared = any(a.common(b) is not None for i, a in enumerate(parts) for b in parts[:i])
+    return not shared and sum(part.numel for part in parts) == box.numel
+
+
 def held_boxes(tensor: Tensor) -> list[Held]:
     """All that this rank has of a tensor, if anything; a plain tensor is all of itself."""
     offset, shape = [0] * tensor.ndim, list(tensor.shape)

@@ -1,0 +1,315 @@
+"""Imported checkpoints of Megatron-LM hold every weight and compute what Megatron-core itself computes, and are refused in
+words when they are not the model they are said to be."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint import FileSystemReader
+from typer.testing import CliRunner
+
+from argosy.checkpoint.megatron.importing import find_iteration, import_megatron
+from argosy.checkpoint.megatron.torch_dist import TorchDist
+from argosy.checkpoint.store import latest
+from argosy.cli.app import app
+from argosy.config.model import ModelSpec
+from argosy.config.resolve import resolve, resolve_model
+from argosy.errors import ArgosyError
+from argosy.model.build import build_model
+from argosy.model.init import initial_value
+from argosy.parallel.boxes import Box
+from argosy.train.session import load_model
+from megatron_files import arguments_of, halves, megatron_state, whole, write_checkpoint
+
+PADDED = 128
+SIZES = {"layers": 3, "hidden": 32, "heads": 4, "vocab_size": 120, "max_seq_len": 24}
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt": {"family": "gpt", **SIZES},
+    "llama": {"family": "llama", **SIZES, "kv_heads": 2, "ffn": 48},
+    "tied": {"family": "llama", **SIZES, "kv_heads": 1, "ffn": 40, "tied": True, "head_dim": 16},
+    "mixtral": {"family": "llama", **SIZES, "ffn": 48, "moe": {"experts": 4, "top_k": 2, "ffn": 20}},
+}
+
+
+def model_of(kind: str) -> tuple[ModelSpec, dict[str, Tensor]]:
+    spec = resolve_model(MODELS[kind])
+    shapes = {name: p.shape for name, p in build_model(spec, "meta").named_parameters()}
+    noise = torch.Generator().manual_seed(5)
+    return spec, {
+        name: (initial_value(name, shape, spec, 1) + 0.1 * torch.randn(shape, generator=noise)).bfloat16()
+        for name, shape in shapes.items()
+    }
+
+
+def logits(spec: ModelSpec, weights: dict[str, Tensor]) -> Tensor:
+    model = build_model(spec)
+    model.load_state_dict({name: weight.float() for name, weight in weights.items()})
+    tokens = torch.arange(2 * 24).view(2, 24) % spec.vocab_size
+    with torch.no_grad():
+        return torch.as_tensor(model.eval()(tokens))
+
+
+def imported(to: Path) -> dict[str, Tensor]:
+    found = latest(to / "checkpoints", report=lambda text: None)
+    assert found is not None
+    return dict(found.weights())
+
+
+@pytest.mark.parametrize("form", ["stacked", "apart", "single"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_every_weight_and_the_logits_are_bit_equal(kind: str, form: str, tmp_path: Path) -> None:
+    spec, weights = model_of(kind)
+    state = megatron_state(spec, weights, stacked=form == "stacked", padded=PADDED, single=form == "single")
+    state |= {f"optimizer.state.exp_avg.{name}": tensor for name, tensor in list(state.items())[:2]}
+    write_checkpoint(tmp_path / "run", state, arguments=arguments_of(spec, PADDED))
+    found = import_megatron(f"megatron:{tmp_path / 'run'}", tmp_path / "ours")
+    assert (found.rows, found.padding) == (128, 8)
+    back = imported(tmp_path / "ours")
+    assert back.keys() == weights.keys()
+    assert all(torch.equal(back[name], weight) and back[name].dtype == weight.dtype for name, weight in weights.items())
+    model = load_model(str(tmp_path / "ours"), device="cpu").model
+    with torch.no_grad():
+        after = model(torch.arange(2 * 24).view(2, 24) % spec.vocab_size)
+    assert torch.equal(after, logits(spec, weights))
+
+
+def test_the_files_of_this_test_are_what_torch_reads(tmp_path: Path) -> None:
+    spec, weights = model_of("llama")
+    state = megatron_state(spec, weights, stacked=True, padded=PADDED)
+    place = write_checkpoint(tmp_path / "run", state)
+    theirs = {name: torch.empty_like(tensor) for name, tensor in state.items()}
+    checkpoint.load(theirs, storage_reader=FileSystemReader(place), no_dist=True)
+    assert all(torch.equal(theirs[name], tensor) for name, tensor in state.items())
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_box_is_read_however_the_tensor_was_cut(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=3)))
+    tensor = torch.randn(shape)
+    edges = [sorted({0, n, *data.draw(st.lists(st.integers(0, n), max_size=2))}) for n in shape]
+
+    def cut(name: str, whole: Tensor) -> list[tuple[tuple[int, ...], Tensor]]:
+        parts: list[tuple[tuple[int, ...], Tensor]] = [((), whole)]
+        for dim, ends in enumerate(edges):
+            parts = [((*offset, a), part.narrow(dim, a, b - a)) for offset, part in parts for a, b in pairwise(ends)]
+        return parts
+
+    place = write_checkpoint(tmp_path_factory.mktemp("cut") / "run", {"x": tensor}, cut=cut, files=2)
+    first = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
+    size = tuple(data.draw(st.integers(1, n - a)) for n, a in zip(shape, first, strict=True))
+    box = Box(first, size)
+    assert torch.equal(TorchDist(place).read_box("x", box), tensor[box.slices])
+
+
+FORMS = ("stacked", "apart", "single")
+KINDS = ("gpt", "gelu", "llama", "qwen", "mixtral", "deepseek")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "names"),
+    [
+        (1, ["gpt-stacked", "gelu-apart", "qwen-apart", "mixtral-stacked", "deepseek-single"]),
+        (2, ["llama-stacked"]),
+        pytest.param(1, [f"{kind}-{form}" for kind in KINDS for form in FORMS], marks=pytest.mark.slow),
+        pytest.param(
+            2, [f"{kind}-{form}" for kind in ("gpt", "llama", "mixtral") for form in FORMS], marks=pytest.mark.slow
+        ),
+    ],
+    ids=["alone", "tensor-parallel", "alone-all", "tensor-parallel-all"],
+)
+def test_what_megatron_core_saved_gives_the_logits_megatron_core_gave(
+    ranks: int, names: list[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("megatron.core.dist_checkpointing", reason="megatron-core is not installed")
+    _save_by_megatron_core(tmp_path, ranks, names)
+    for name in names:
+        theirs = torch.load(tmp_path / f"{name}.pt", weights_only=True)
+        import_megatron(f"megatron:{tmp_path / name}", tmp_path / "ours" / name, changes=["vocab_size=120"])
+        with torch.no_grad():
+            ours = load_model(str(tmp_path / "ours" / name), device="cpu").model(theirs["tokens"])
+        expected = theirs["logits"][..., :120]
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=2e-6 * float(expected.abs().max()))
+
+
+def _save_by_megatron_core(place: Path, ranks: int, names: list[str]) -> None:
+    script = Path(__file__).parents[1] / "mcore_models.py"
+    shared = {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(ranks), "RENDEZVOUS": str(place / "rendezvous")}
+    logs = [(place / f"rank-{rank}.log").open("wb") for rank in range(ranks)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(place), *names],
+            env={**os.environ, **shared, "RANK": str(rank)}, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+        )
+        for rank, log in enumerate(logs)
+    ]  # fmt: skip
+    try:
+        ended = [process.wait(timeout=300) for process in processes]
+        assert ended == [0] * ranks, (place / "rank-0.log").read_text()[-3000:]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    spec, weights = model_of("llama")
+    state = megatron_state(spec, weights, stacked=True, padded=PADDED)
+    write_checkpoint(tmp_path / "run", state, arguments=arguments_of(spec, PADDED))
+    return tmp_path / "run"
+
+
+def test_a_run_starts_from_an_imported_checkpoint(llama: Path, tmp_path: Path) -> None:
+    import_megatron(f"megatron:{llama}", tmp_path / "ours")
+    spec = resolve(
+        None,
+        [f"init_from={tmp_path / 'ours'}", "data.train=corpus", "train={steps: 1, global_batch: 1}", "optim.lr=0.1"],
+    ).spec
+    assert (spec.model.kv_heads, spec.model.vocab_size, spec.model.tied) == (2, 120, False)
+
+
+def test_a_run_does_not_start_from_megatrons_files_and_says_how(llama: Path) -> None:
+    with pytest.raises(ArgosyError, match="cannot start from") as refused:
+        resolve(
+            None,
+            [f"init_from=megatron:{llama}", "data.train=corpus", "train={steps: 1, global_batch: 1}", "optim.lr=0.1"],
+        )
+    assert "argosy ckpt import" in refused.value.fix
+
+
+def test_without_arguments_the_model_is_described_by_hand_and_common_pt_not_opened(tmp_path: Path) -> None:
+    spec, weights = model_of("llama")
+    place = write_checkpoint(tmp_path / "run", megatron_state(spec, weights, stacked=False, padded=PADDED))
+    with pytest.raises(ArgosyError, match="does not hold the arguments"):
+        import_megatron(f"megatron:{place}", tmp_path / "ours")
+    (place / "common.pt").write_bytes(b"whatever")
+    changes = [f"{key}={value}" for key, value in MODELS["llama"].items() if key != "family"]
+    import_megatron(f"megatron:{place}", tmp_path / "ours", model="llama2-7b", changes=changes)
+    assert all(torch.equal(back, weights[name]) for name, back in imported(tmp_path / "ours").items())
+
+
+def test_the_tokenizer_says_what_is_padding_and_lies_beside_the_weights(tmp_path: Path) -> None:
+    spec, weights = model_of("llama")
+    wide = {name: torch.cat([t, t, t])[:257] if t.shape[0] == 120 else t for name, t in weights.items()}
+    arguments = arguments_of(spec, 384) | {"vocab_size": None}
+    write_checkpoint(tmp_path / "run", megatron_state(spec, wide, stacked=True, padded=384), arguments=arguments)
+    found = import_megatron(f"megatron:{tmp_path / 'run'}", tmp_path / "kept")
+    assert "all kept" in found.describe(done=True)
+    assert found.padding == 0
+    found = import_megatron(f"megatron:{tmp_path / 'run'}", tmp_path / "ours", tokenizer="bytes")
+    assert found.padding == 384 - 257
+    loaded = load_model(str(tmp_path / "ours"), device="cpu")
+    assert (loaded.source.vocab_size, loaded.source.eod_id) == (257, 256)
+    assert loaded.source.tokenizer() is not None
+
+
+def _change_state(name: str, value: Tensor | None) -> Any:
+    def change(state: dict[str, Tensor]) -> None:
+        state.pop(name, None)
+        if value is not None:
+            state[name] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (_change_state("decoder.layers.mlp.linear_fc2.weight", None), r"lacks decoder.layers.mlp.linear_fc2.weight"),
+        (_change_state("decoder.layers.self_attention.linear_qkv.bias", torch.ones(3, 64)), "holds decoder.layers.self_att"),
+        (_change_state("mtp.layers.0.eh_proj.weight", torch.ones(3)), "holds mtp.layers.0.eh_proj.weight"),
+        (_change_state("decoder.final_layernorm.weight", torch.ones(31)), r"\[31\].*wants \[32\]"),
+        (_change_state("decoder.final_layernorm.weight", torch.ones(32, dtype=torch.int64)), "int64"),
+        (_change_state("embedding.word_embeddings.weight", torch.ones(100, 32)), r"\[100, 32\].*vocab_size = 120"),
+        (_change_state("embedding.word_embeddings.weight", None), "holds 0 tensors embedding.word"),
+    ],
+)  # fmt: skip
+def test_tensors_that_are_not_the_models_are_named(change: Any, says: str, tmp_path: Path) -> None:
+    spec, weights = model_of("llama")
+    state = megatron_state(spec, weights, stacked=True, padded=PADDED)
+    change(state)
+    write_checkpoint(tmp_path / "run", state, cut=whole, arguments=arguments_of(spec, PADDED))
+    with pytest.raises(ArgosyError, match=says) as refused:
+        import_megatron(f"megatron:{tmp_path / 'run'}", tmp_path / "ours")
+    assert refused.value.code == "megatron.bad-files"
+    assert not (tmp_path / "ours").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        ({"num_query_groups": 4}, "megatron.bad-files", r"\[3, 64, 32\].*\(heads 4 \+ 2 x kv_heads 4\) x head_dim 8 = 96"),
+        ({"num_layers": 2}, "megatron.bad-files", r"layers = 2"),
+        ({"ffn_hidden_size": 40}, "megatron.bad-files", r"2 x ffn 40 = 80"),
+        ({"untie_embeddings_and_output_weights": False}, "megatron.bad-files", "holds output_layer.weight"),
+        ({"multi_latent_attention": True}, "megatron.unsupported", "multi_latent_attention = True"),
+        ({"apply_layernorm_1p": True}, "megatron.unsupported", "apply_layernorm_1p"),
+        ({"position_embedding_type": "yarn"}, "megatron.unsupported", "'yarn'.*'learned_absolute' or 'rope'"),
+        ({"hidden_size": None}, "megatron.unsupported", "hidden_size"),
+        ({"num_query_groups": 3}, "config.bad-value", "multiple of kv_heads"),
+    ],
+)  # fmt: skip
+def test_arguments_that_contradict_the_tensors_or_make_another_model_are_refused(
+    arguments: dict[str, Any], code: str, says: str, tmp_path: Path
+) -> None:
+    spec, weights = model_of("llama")
+    state = megatron_state(spec, weights, stacked=True, padded=PADDED)
+    write_checkpoint(tmp_path / "run", state, arguments=arguments_of(spec, PADDED) | arguments)
+    with pytest.raises(ArgosyError, match=says) as refused:
+        import_megatron(f"megatron:{tmp_path / 'run'}", tmp_path / "ours")
+    assert refused.value.code == code
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda d: (d / "metadata.json").write_text('{"sharded_backend": "zarr"}'), "'zarr'"),
+        (lambda d: (d / "mp_rank_00").mkdir(), "mp_rank"),
+        (lambda d: None, "neither .metadata nor latest"),
+        (lambda d: (d / "latest_checkpointed_iteration.txt").write_text("../../etc"), "neither .metadata"),
+    ],
+)
+def test_other_formats_are_refused_by_their_name(make: Any, says: str, tmp_path: Path) -> None:
+    make(tmp_path)
+    with pytest.raises(ArgosyError, match=says):
+        find_iteration(tmp_path)
+
+
+def test_the_command_says_what_it_would_do_and_does_it(llama: Path, tmp_path: Path) -> None:
+    command = ["ckpt", "import", f"megatron:{llama}", "--to", str(tmp_path / "ours")]
+    said = CliRunner().invoke(app, [*command, "--dry-run"])
+    assert said.exit_code == 0, said.output
+    assert "would import" in said.output
+    assert "8 are padding" in said.output
+    assert not (tmp_path / "ours").exists()
+    done = CliRunner().invoke(app, [*command, "vocab_size=128", "--json"])
+    assert json.loads(done.output)["padding"] == 0
+
+
+def test_what_only_megatron_needs_is_refused_for_others(tmp_path: Path) -> None:
+    said = CliRunner().invoke(app, ["ckpt", "import", "hf:x", "--to", str(tmp_path / "y"), "--model", "gpt2"])
+    assert said.exit_code != 0
+    assert isinstance(said.exception, ArgosyError)
+    assert said.exception.code == "config.conflict"
+
+
+def test_one_layer_of_a_stack_is_read_without_the_others(tmp_path: Path) -> None:
+    """A stack of layers in one archive: what is read of it is a layer."""
+    stack = torch.randn(64, 32, 16)
+    place = write_checkpoint(tmp_path / "run", {"x": stack}, cut=whole)
+    assert torch.equal(TorchDist(place).read_box("x", Box((40, 0, 0), (1, 32, 16))), stack[40:41])
+    assert halves("x", stack)[1][0] == (0, 0, 5)
