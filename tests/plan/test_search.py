@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from argosy.config.resolve import resolve_model
+from argosy.plan.advise import parallel_keys
 from argosy.plan.calibration import calibration
 from argosy.plan.hardware import parse_cluster
-from argosy.plan.layout import Layout, Work, violations
-from argosy.plan.search import Found, evaluate, search, warnings
+from argosy.plan.layout import Work, violations
+from argosy.plan.search import Found, search
 
 
 def found(model: str, cluster: str, batch: int, seq_len: int, **fixed: object) -> Found:
@@ -51,10 +52,10 @@ def test_what_does_not_fit_names_the_least_it_needs() -> None:
     assert nothing.nearest.fullest.device > 79
 
 
-def test_a_starved_pipeline_and_uneven_memory_are_called_out() -> None:
-    known = calibration()
-    work = Work(resolve_model("gpt2-large"), 1024, 64)
-    run = evaluate(work, Layout(pp=2, micro_batch=64), parse_cluster("2xH200"), known.stacks["megatron"], known)
-    said = " ".join(warnings(run))
-    assert "1 micro-batches for 2 stages: the pipeline idles 5" in said or "idles 4" in said
-    assert "memory is uneven" in said
+def test_what_is_offered_can_be_written_in_a_run_spec() -> None:
+    for candidate in found("gpt3-175b", "64xp4de.24xlarge", 1536, 2048).best:
+        keys = parallel_keys(candidate.layout)
+        assert ("vpp" in keys) == (keys.get("schedule") == "interleaved-1f1b")
+        if candidate.layout.zero:  # is sharded over samples, or not at all
+            assert candidate.layout.dp > 1
+    assert any(candidate.layout.vpp > 1 for candidate in found("gpt3-175b", "64xp4de.24xlarge", 1536, 2048).best)

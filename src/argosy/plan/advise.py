@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ class Question:
     tokens: int | None
     fixed: dict[str, object]
     asked: Layout | None  # the layout a run spec names, where it is for as many GPUs
+    offers_narrow: bool = False  # nobody chose a precision
 
     @classmethod
     def read(
@@ -48,15 +49,9 @@ class Question:
             model = resolve_model(target, overrides)
             length = seq_len or model.max_seq_len
             work = Work(model, length, global_batch or max(1, DEFAULT_TOKENS // length), _precision(precision))
-        if work.model.architecture == "encoder-decoder":
-            raise ArgosyError(
-                "plan.unsupported",
-                "the planner has no model of encoder-decoders yet",
-                key="model.architecture",
-                value=work.model.architecture,
-                fix="measure one with `argosy bench`",
-            )
-        return cls(work, nodes, total, _fixed(what_if), asked)
+        return cls(
+            work, nodes, total, _fixed(what_if), asked, offers_narrow=precision is None and work.precision == "bf16"
+        )
 
 
 @dataclass(frozen=True)
@@ -66,7 +61,15 @@ class Advice:
     shown: tuple[Candidate, ...]
     asked: Candidate | None
     storage: float
+    narrow: Candidate | None = None  # the best layout with 8-bit products, where the card has them and nobody said no
     log: Log | None = None
+
+    def _offer(self, narrow: Candidate) -> str:
+        share = narrow.time.total / self.shown[0].time.total
+        return (
+            f"8-bit products would take {share:.0%} of the first layout's time and {narrow.fullest.device:.1f} GiB: other numerics, so "
+            "only where asked (--precision fp8)"
+        )
 
     def lines(self, *, explained: bool = False) -> list[str]:
         best, tokens = self.shown[0], self.question.tokens
@@ -79,6 +82,7 @@ class Advice:
             lines += ["", "the run spec's own layout" + fits + ":", f"  {why_lost(best, self.asked)}"]
             lines += [f"  warning: {warning}" for warning in warnings(self.asked)]
         lines += [f"warning: {warning}" for warning in warnings(best)]
+        lines += [] if self.narrow is None else [self._offer(self.narrow)]
         if self.log is not None:
             lines += ["", "the log:", *(f"  {line}" for line in judge(self.log, best))]
         if explained:
@@ -102,15 +106,18 @@ class Advice:
             "left_out": dict(self.found.left_out),
             "plans": [as_dict(candidate, question.tokens) for candidate in self.shown],
             "asked": None if self.asked is None else as_dict(self.asked, question.tokens),
+            "fp8": None if self.narrow is None else as_dict(self.narrow, question.tokens),
             "log": None if self.log is None else {**asdict(self.log), "says": list(judge(self.log, self.shown[0]))},
         }
 
 
 def parallel_keys(layout: Layout) -> dict[str, object]:
     """A layout as keys of a run spec's `parallel`."""
-    keys = {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp, "ep": layout.ep}
+    keys = {"tp": layout.tp, "pp": layout.pp, "vpp": layout.vpp, "cp": layout.cp, "ep": layout.ep}
     spread = {"dp_shard" if layout.zero else "dp_replicate": layout.dp}
     sizes: dict[str, object] = {k: v for k, v in {**keys, **spread}.items() if v > 1}
+    if layout.vpp > 1:
+        sizes["schedule"] = "interleaved-1f1b"
     sizes["micro_batch"] = layout.micro_batch
     return sizes if layout.recompute == "none" else {**sizes, "recompute": layout.recompute}
 
@@ -125,7 +132,10 @@ def answer(
     if not found.best:
         raise _nothing(question, found)
     asked = None if question.asked is None else evaluate(work, question.asked, cluster, stack, known)
-    return Advice(question, found, tuple(distinct(found, top)), asked, storage, log)
+    best, narrow = found.best[0], None
+    if question.offers_narrow and "fp8" in cluster.gpu.dense:
+        narrow = evaluate(replace(work, precision="fp8"), best.layout, cluster, stack, known)
+    return Advice(question, found, tuple(distinct(found, top)), asked, storage, narrow, log)
 
 
 def ranked_layouts(spec: RunSpec, cluster: str, fixed: dict[str, object]) -> Iterator[dict[str, object]]:
@@ -185,7 +195,7 @@ def _asked(parallel: ParallelSpec, cluster: Cluster) -> Layout | None:
         return None
     zero = 3 if parallel.dp_shard > 1 else 0
     return Layout(
-        tp=parallel.tp, pp=parallel.pp, cp=parallel.cp, ep=parallel.ep, dp=parallel.data_parallel, zero=zero,
+        tp=parallel.tp, pp=parallel.pp, vpp=parallel.vpp, cp=parallel.cp, ep=parallel.ep, dp=parallel.data_parallel, zero=zero,
         sp=parallel.tp > 1 and parallel.sp, micro_batch=parallel.micro_batch, recompute=parallel.recompute,
     )  # fmt: skip
 

@@ -64,9 +64,7 @@ def _check(spec: RunSpec, chosen: dict[str, object]) -> None:
 
 def cluster_of(spec: RunSpec, device_name: str | None, ranks: int) -> str | None:
     """The cluster as the planner names it: the spec's own, where it has as many GPUs as there are ranks, or so many of the
-    GPU that is here. None where the planner knows neither, or not the model."""
-    if spec.model.architecture == "encoder-decoder":
-        return None
+    GPU that is here. None where the planner knows neither."""
     if spec.cluster is not None and spec.cluster.instance is not None:
         named = f"{spec.cluster.nodes}x{spec.cluster.instance}"
         if parse_cluster(named).gpus == ranks:
@@ -78,6 +76,6 @@ def cluster_of(spec: RunSpec, device_name: str | None, ranks: int) -> str | None
 def _open_keys(resolved: Resolved) -> set[str]:
     return {
         key
-        for key in (*AXES, "ep", "micro_batch", "recompute")
+        for key in (*AXES, "ep", "vpp", "schedule", "micro_batch", "recompute")
         if resolved.origins[f"parallel.{key}"].startswith(("default", "derived"))
     }

@@ -46,6 +46,7 @@ class Stack(Section):
     early_stop: bool = False
     reduced: float
     whole_sends: bool = False
+    levelled: bool = False
     overlaps: tuple[Literal["tensor", "send", "gradients"], ...] = ()
 
 

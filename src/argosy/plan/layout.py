@@ -10,7 +10,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from argosy.config.counts import attention_parameters, mlp_parameters, norm_parameters
+from argosy.config.counts import (
+    TARGETS_PER_SOURCE,
+    attention_parameters,
+    layer_flops,
+    mlp_parameters,
+    norm_parameters,
+)
 from argosy.config.model import ModelSpec
 
 Recompute = Literal["none", "selective", "full"]
@@ -56,7 +62,8 @@ class Work:
 
     @property
     def tokens(self) -> int:
-        return self.seq_len * self.global_batch
+        """Of both sides, where a model reads one sequence and writes another."""
+        return round(self.seq_len * self.global_batch * (1 + self.sizes.decoder.targets))
 
     def micro_batches(self, layout: Layout) -> int:
         """In a step, of one pipeline."""
@@ -66,19 +73,39 @@ class Work:
     def sizes(self) -> Sizes:
         return sizes_of(self.model)
 
+    @cached_property
+    def head_layers(self) -> float:
+        """The output head's work, in layers."""
+        layers, head = layer_flops(self.model, self.seq_len)
+        return head / layers[-1]
+
     def __hash__(self) -> int:
         return hash((id(self.model), self.seq_len, self.global_batch, self.precision))
 
 
 @dataclass(frozen=True)
+class Decoder:
+    """The second stack of an encoder-decoder: its share of the layers, and tokens it has for each the encoder reads."""
+
+    share: float = 0.0
+    targets: float = 0.0
+
+    def mean(self, encoder: float, decoder: float) -> float:
+        """Of what a layer of each stack has."""
+        return (1 - self.share) * encoder + self.share * decoder
+
+
+@dataclass(frozen=True)
 class Sizes:
-    """Parameters of an average layer and of the ends, and the widths that activations have."""
+    """Parameters of an average layer and of the ends, and the widths that activations have, for each token that is read: a
+    decoder's layers, which have fewer tokens and look at two sequences, make the average width another."""
 
     layers: int
     hidden: int
-    query: int  # width of all query heads
-    key_value: int  # width of all key heads, and of all value heads
-    attention: int  # matmul parameters of attention
+    stream: float  # width of the residual stream
+    query: float  # width of all query heads
+    key_value: float  # width of all key heads, and of all value heads
+    attention: float  # matmul parameters of attention
     mlp: float  # matmul parameters of what every token passes through: dense MLPs and shared experts, a layer
     expert: int  # matmul parameters of one routed expert
     expert_layers: float  # share of the layers that have experts
@@ -87,6 +114,8 @@ class Sizes:
     head: int
     mlp_width: float  # inner width every token passes through, a layer, one input
     expert_width: float  # and that of the experts it is routed to, all of them together
+    predicted: float  # tokens the head judges, for each that is read
+    decoder: Decoder
 
 
 def sizes_of(model: ModelSpec) -> Sizes:
@@ -99,27 +128,49 @@ def sizes_of(model: ModelSpec) -> Sizes:
         expert = mlp_parameters(model, moe.ffn)[0]
         shared = moe.shared_experts * expert + model.hidden * moe.experts
     embedding = model.vocab_size * model.hidden
+    layers, decoder = model.layers, Decoder()
+    if model.architecture == "encoder-decoder":
+        layers += model.decoder_layers or model.layers
+        decoder = Decoder(1 - model.layers / layers, TARGETS_PER_SOURCE)
+    targets = decoder.targets
     return Sizes(
-        layers=model.layers,
+        layers=layers,
         hidden=model.hidden,
-        query=model.heads * model.head_dim,
-        key_value=model.kv_heads * model.head_dim,
-        attention=attention,
+        stream=model.hidden * decoder.mean(1, 1.5 * targets),  # three blocks instead of two
+        query=model.heads * model.head_dim * decoder.mean(1, 2 * targets),  # of itself, and across
+        key_value=model.kv_heads * model.head_dim * decoder.mean(1, targets + 1),
+        attention=attention * decoder.mean(1, 2),
         mlp=(1 - share) * dense + share * shared,
         expert=expert,
         expert_layers=share,
-        other=attention_other + (1 - share) * dense_other + 2 * norm_parameters(model),
+        other=attention_other * decoder.mean(1, 2)
+        + (1 - share) * dense_other
+        + decoder.mean(2, 3) * norm_parameters(model),
         embedding=embedding + (model.max_seq_len * model.hidden if model.positions == "learned" else 0),
         head=embedding,
-        mlp_width=(1 - share) * model.ffn + share * (0 if moe is None else moe.shared_experts * moe.ffn),
+        mlp_width=(1 - share) * model.ffn * decoder.mean(1, targets)
+        + share * (0 if moe is None else moe.shared_experts * moe.ffn),
         expert_width=0.0 if moe is None else share * moe.top_k * moe.ffn,
+        predicted=targets or 1.0,
+        decoder=decoder,
     )
 
 
-def stage_layers(layers: int, layout: Layout) -> list[int]:
-    """Layers of each stage: equal, and the first ones one more where they do not divide."""
-    each, over = divmod(layers, layout.pp)
-    return [each + (stage < over) for stage in range(layout.pp)]
+def stage_layers(work: Work, layout: Layout, *, levelled: bool = False) -> list[int]:
+    """Layers of each stage: equal, and the first ones one more where they do not divide. `levelled`: fewer in the last, for
+    the output head, as far as that makes the slowest stage faster."""
+    layers, stages = work.sizes.layers, layout.pp
+    last = -(-layers // stages) if layers % stages == 0 else layers // stages
+    if levelled and stages > 1:
+
+        def slowest(at_the_end: int) -> float:
+            return max(-(-(layers - at_the_end) // (stages - 1)), at_the_end + work.head_layers)
+
+        last = min(range(last, 0, -1), key=slowest)
+    if stages == 1:
+        return [layers]
+    each, over = divmod(layers - last, stages - 1)
+    return [*(each + (stage < over) for stage in range(stages - 1)), last]
 
 
 def violations(work: Work, layout: Layout, gpus: int) -> Iterator[str]:
@@ -130,10 +181,12 @@ def violations(work: Work, layout: Layout, gpus: int) -> Iterator[str]:
     for what, size in (("heads", model.heads), ("kv_heads", model.kv_heads), ("ffn", model.ffn)):
         if size % layout.tp and not (what == "kv_heads" and layout.tp % size == 0):
             yield f"{what} {size} is not divisible by tp {layout.tp}"
-    if layout.pp * layout.vpp > model.layers:
-        yield f"pp {layout.pp} x vpp {layout.vpp} is more than {model.layers} layers"
-    if layout.vpp > 1 and (layout.pp == 1 or model.layers % (layout.pp * layout.vpp)):
-        yield f"{model.layers} layers do not make pp {layout.pp} x vpp {layout.vpp} equal chunks"
+    if layout.pp * layout.vpp > work.sizes.layers:
+        yield f"pp {layout.pp} x vpp {layout.vpp} is more than {work.sizes.layers} layers"
+    if layout.vpp > 1 and (layout.pp == 1 or work.sizes.layers % (layout.pp * layout.vpp)):
+        yield f"{work.sizes.layers} layers do not make pp {layout.pp} x vpp {layout.vpp} equal chunks"
+    if layout.cp > 1 and model.architecture != "decoder":
+        yield f"cp {layout.cp} cuts the sequences of decoders only"
     if work.seq_len % (layout.cp * (2 if layout.cp > 1 else 1) * (layout.tp if layout.sp else 1)):
         yield f"seq_len {work.seq_len} is not divisible by cp {layout.cp}" + (f" x tp {layout.tp}" if layout.sp else "")
     if work.global_batch % (layout.dp * layout.micro_batch):

@@ -53,13 +53,13 @@ def memory_of(work: Work, layout: Layout, stack: Stack, calibration: Calibration
 
 
 def stage_memory(work: Work, layout: Layout, stack: Stack, calibration: Calibration, stage: int) -> StageMemory:
-    layers = stage_layers(work.sizes.layers, layout)[stage]
+    layers = stage_layers(work, layout, levelled=stack.levelled)[stage]
     first, last = stage == 0, stage == layout.pp - 1
     dense, experts = stage_parameters(work, layout, layers, first=first, last=last)
     weights, gradients, optimiser = _state(work, layout, stack, dense, experts)
     tokens = work.seq_len * layout.micro_batch / layout.cp
     kept, again = _activations(work, layout, stack, stage, layers, tokens)
-    logits = tokens * work.model.vocab_size / layout.tp * stack.logit if last else 0.0
+    logits = tokens * work.sizes.predicted * work.model.vocab_size / layout.tp * stack.logit if last else 0.0
     if stack.chunked_loss:  # what it needs is let go before the first layer is made again
         logits = max(0.0, logits - again)
     buffers, communication = _transient(work, layout, tokens, dense + experts, layers)
@@ -105,7 +105,7 @@ def layer_activations(work: Work, layout: Layout, stack: Stack) -> tuple[float, 
     """Bytes of a token that a layer keeps (with what the layout recomputes left out), and that one has while it runs."""
     sizes, model = work.sizes, work.model
     outer = layout.tp if layout.sp else 1
-    stream = 8 * sizes.hidden + (2 * sizes.hidden if model.dropout else 0)
+    stream = (10 if model.dropout else 8) * sizes.stream
     projections = 2 * (2 * sizes.query + 2 * sizes.key_value)
     inner = 2 * (3 if model.gated else 2)
     routed = inner * sizes.expert_width + 2 * sizes.hidden * sizes.expert_layers * (model.moe.top_k if model.moe else 0)

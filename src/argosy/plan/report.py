@@ -71,10 +71,13 @@ def header(candidate: Candidate, found: Found | None, tokens: int | None, storag
     work, cluster = candidate.work, candidate.cluster
     price = "" if cluster.price is None else f", ${cluster.price:,.2f} an hour"
     size = checkpoint_bytes(work) / 1e9
+    sample = f"{work.seq_len:,}"
+    if work.sizes.decoder.targets:
+        sample = f"({work.seq_len:,} + {round(work.seq_len * work.sizes.decoder.targets):,})"
     lines = [
         f"model       {describe_size(work.model)}",
         f"cluster     {cluster.name}: {cluster.gpus} x {cluster.gpu.name}, {cluster.nodes} nodes{price}",
-        f"step        {work.global_batch:,} x {work.seq_len:,} = {work.tokens:,} tokens, {work.precision}",
+        f"step        {work.global_batch:,} x {sample} = {work.tokens:,} tokens, {work.precision}",
         f"checkpoint  {size:,.1f} GB (weights, masters, moments): {size / storage:,.0f} s at {storage:g} GB/s",
     ]
     if tokens is not None:

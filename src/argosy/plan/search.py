@@ -68,7 +68,7 @@ def search(
     left_out: Counter[str] = Counter()
     nearest: tuple[float, Layout] | None = None
     considered = 0
-    for layout in layouts(work, cluster, interleaved="vpp" in (fixed or {})):
+    for layout in layouts(work, cluster):
         if any(getattr(layout, axis) != value for axis, value in (fixed or {}).items()):
             continue
         considered += 1
@@ -89,32 +89,34 @@ def search(
     return Found(tuple(fitting), considered, left_out, closest)
 
 
-def layouts(work: Work, cluster: Cluster, *, interleaved: bool = False) -> Iterator[Layout]:
+def layouts(work: Work, cluster: Cluster) -> Iterator[Layout]:
     """Every layout of the cluster's GPUs that could make sense, and that Argosy can run: tensor parallelism within a domain and
-    of whole key/value heads, experts over ranks that shard, the micro-batches a rank's share of the batch allows; interleaved pipelines only where asked for, as a run spec cannot name them."""
+    of whole key/value heads, experts over ranks that shard, the micro-batches a rank's share of the batch allows, and
+    pipelines of one, two or four stages a rank."""
     model, gpus = work.model, cluster.gpus
+    long = work.seq_len >= 8192 and model.architecture == "decoder"
     experts = [1] if model.moe is None else [n for n in _divisors(model.moe.experts) if n <= gpus]
     for tp in [n for n in _divisors(gpus) if n <= cluster.domain and model.kv_heads % n == 0]:
-        for pp in [n for n in _divisors(gpus // tp) if n <= model.layers]:
-            for cp in [n for n in _divisors(gpus // (tp * pp)) if n == 1 or (work.seq_len >= 8192 and n <= 16)]:
+        for pp in [n for n in _divisors(gpus // tp) if n <= work.sizes.layers]:
+            for cp in [n for n in _divisors(gpus // (tp * pp)) if n == 1 or (long and n <= 16)]:
                 dp = gpus // (tp * pp * cp)
                 if work.global_batch % dp:
                     continue
                 base = Layout(tp=tp, pp=pp, cp=cp, dp=dp, sp=tp > 1)
-                yield from _variants(
-                    work, base, [n for n in experts if (dp * cp) % n == 0], (1, 2, 3, 4, 6, 8) if interleaved else (1,)
-                )
+                yield from _variants(work, base, [n for n in experts if (dp * cp) % n == 0])
 
 
-def _variants(work: Work, base: Layout, experts: list[int], interleaving: tuple[int, ...]) -> Iterator[Layout]:
+def _variants(work: Work, base: Layout, experts: list[int]) -> Iterator[Layout]:
     share = work.global_batch // base.dp
-    chunks = [v for v in interleaving if v == 1 or (base.pp > 1 and work.model.layers % (base.pp * v) == 0)]
-    zeros = [0] if base.dp * base.cp == 1 else [0, 3]  # replicas, or shards (FSDP): what a run spec can say
+    chunks = [v for v in (1, 2, 4) if v == 1 or (base.pp > 1 and work.sizes.layers % (base.pp * v) == 0)]
+    zeros = [0, 3] if base.dp > 1 else [0]  # replicas, or shards (FSDP): what a run spec can say
     for ep in experts:
         for micro_batch in [n for n in (1, 2, 4, 8, 16, 32) if share % n == 0]:
             if micro_batch * work.seq_len > 131_072 * base.cp:
                 break
             for vpp in chunks:
+                if vpp > 1 and share // micro_batch % base.pp:
+                    continue
                 for zero in zeros if ep == 1 else [3]:
                     for recompute in RECOMPUTE:
                         yield replace(base, ep=ep, micro_batch=micro_batch, vpp=vpp, zero=zero, recompute=recompute)
@@ -143,5 +145,7 @@ def warnings(candidate: Candidate) -> Iterator[str]:
             yield f"memory is uneven over the stages: {low:.1f} to {high:.1f} GiB"
     if candidate.fullest.device > 0.92 * cluster.gpu.memory:
         yield f"{candidate.fullest.device:.1f} of {cluster.gpu.memory:.1f} GiB: little is left for surprises"
+    if work.precision == "bf16" and "bf16" not in cluster.gpu.dense:
+        yield f"a {cluster.gpu.name} has no bf16: train.precision=fp16, with its loss scale, takes the time planned here"
     if candidate.mfu < 0.2:
         yield f"MFU {candidate.mfu:.1%}: most of what is paid for idles"

@@ -76,7 +76,7 @@ def step_time(work: Work, layout: Layout, cluster: Cluster, stack: Stack, known:
     forward, backward = layer_passes(work, layout, stack, known, rates, tokens)
     layer = _layer_terms(work, layout, cluster, stack, known, links, tokens, forward, backward, rates)
     head = _head(work, layout, stack, rates, tokens)
-    layers = stage_layers(work.sizes.layers, layout)
+    layers = stage_layers(work, layout, levelled=stack.levelled)
     passed = 2 * tokens * work.sizes.hidden / (1 if stack.whole_sends else layout.tp)
     hop = send(links, group(layout, "pp", cluster), passed)
     hops = 2 * layout.vpp * hop * (1 - known.hidden(stack, "send"))
@@ -147,9 +147,7 @@ def _attention(
     model, seq = work.model, work.seq_len
     width = work.sizes.query / layout.tp
     if stack.attention != "unfused":
-        reach = min(seq, model.window or seq)
-        keys = float(seq) if model.architecture == "encoder" else reach - reach * reach / (2 * seq)
-        forward = 4 * tokens * keys * width / rates.attention
+        forward = 4 * tokens * _keys(work) * width / rates.attention
         return forward, BACKWARD_ATTENTION * forward
     heads = max(1, round(model.heads / layout.tp)) * layout.micro_batch
     forward = product(rates, seq / layout.cp, seq, model.head_dim, groups=heads)
@@ -159,11 +157,23 @@ def _attention(
     return forward, 2 * forward
 
 
+def _keys(work: Work) -> float:
+    """Keys a query sees on average."""
+    model, seq = work.model, work.seq_len
+    if model.architecture == "decoder":
+        reach = min(seq, model.window or seq)
+        return reach - reach * reach / (2 * seq)
+    if model.architecture == "encoder":
+        return float(seq)
+    decoder, targets = work.sizes.decoder, work.sizes.decoder.targets
+    return seq * decoder.mean(1, targets * targets / 2 + targets) / decoder.mean(1, 2 * targets)
+
+
 def _element_bytes(work: Work, layout: Layout) -> float:
     """Bytes of a token that a layer's forward pass reads and writes outside products: norms and residual sums on the
     stream, rotation and activation on what tensor parallelism splits."""
     sizes, model = work.sizes, work.model
-    stream = 20.0 * sizes.hidden / (layout.tp if layout.sp else 1)
+    stream = 20.0 * sizes.stream / (layout.tp if layout.sp else 1)
     inner = 2 * (3 if model.gated else 2) * (sizes.mlp_width + sizes.expert_width)
     routing = 8.0 * sizes.hidden * sizes.expert_layers * (model.moe.top_k if model.moe else 0)
     return stream + (inner + routing + 4 * (sizes.query + sizes.key_value)) / layout.tp
@@ -175,7 +185,7 @@ def _layer_terms(
 ) -> dict[str, float]:  # fmt: skip
     """Seconds of one layer and micro-batch, forward and backward, by term."""
     sizes, again = work.sizes, _again(layout, stack, forward)
-    stream = 2 * tokens * sizes.hidden
+    stream = 2 * tokens * sizes.stream
     repeats = 1.0 if layout.recompute == "full" else 0.0
     tensor = (
         reduce(links, group(layout, "tp", cluster), stream) * (4 + 2 * repeats) * (1 - known.hidden(stack, "tensor"))
@@ -241,6 +251,7 @@ def _again(layout: Layout, stack: Stack, forward: Pass) -> float:
 def _head(work: Work, layout: Layout, stack: Stack, rates: Rates, tokens: float) -> float:
     """Output head and loss, of one micro-batch."""
     vocab = work.model.vocab_size / layout.tp
+    tokens *= work.sizes.predicted
     return sum(linear(rates, tokens, work.sizes.hidden, vocab)) + 2 * tokens * vocab * stack.logit / rates.memory
 
 
@@ -250,7 +261,7 @@ def _once(
 ) -> tuple[float, float]:  # fmt: skip
     """Once a step: gradients over the data-parallel ranks, as far as the last backward pass does not hide them, and the
     optimiser."""
-    layers = stage_layers(work.sizes.layers, layout)[0]
+    layers = stage_layers(work, layout, levelled=stack.levelled)[0]
     dense, experts = stage_parameters(work, layout, layers, first=True, last=layout.pp == 1)
     shards = group(layout, "shards", cluster)
     own = dense + experts
