@@ -95,7 +95,6 @@ CODES: Final[dict[str, str]] = {
     "plan.does-not-fit": "No layout of the cluster has enough memory for the model.",
     "plan.missing-extra": "A plot needs an optional Python package.",
     "plan.no-layout": "No layout of the cluster divides the batch and the model.",
-    "plan.unsupported": "The planner has no model of this architecture.",
     "plan.unknown-hardware": "No GPU or instance type of that name is known; a file of your own can add it.",
     "train.non-finite": "The loss or the gradient norm became NaN or infinite, and skipping and rewinding did not help.",
     "train.diverged": "The loss or the gradient norm stayed far above the usual, and skipping and rewinding did not help.",

@@ -65,7 +65,6 @@ def test_what_if() -> None:
         (["llama2-7b", "--cluster", "8xH100", "--what-if", "micro_batc=4"], "did you mean micro_batch"),
         (["llama2-7b", "--cluster", "8xH100", "--what-if", "tp=3"], "tp 3"),
         (["llama2-7b", "--cluster", "8xH100", "--tokens", "many"], "--tokens"),
-        (["t5-small", "--cluster", "8xH100"], "encoder-decoders"),
         (["llama2-7b", "--precision", "int4"], "no precision"),
         (["no-such-model"], "no-such-model"),
     ],
