@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import re
 import subprocess
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
+import httpx
+import pytest
+from rich.console import Console
+
 from argosy.record.jsonl import JsonlWriter
-from argosy.watch.live import screen
+from argosy.watch.doctor import diagnose
+from argosy.watch.live import watch
 from argosy.watch.report import page
 from argosy.watch.runs import Run
+from argosy.watch.screen import screen
 from record.run_dirs import log, make_run
+from watch.conftest import TOKEN, Dashboard
 
 Argosy = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -40,10 +48,8 @@ def some_run(root: Path, name: str = "sea") -> Run:
 
 
 def test_the_terminal_shows_curves_time_ranks_and_events_in_any_size(tmp_path: Path) -> None:
-    from rich.console import Console
-
     run = some_run(tmp_path)
-    for width, height in ((120, 40), (80, 24), (200, 60)):
+    for width, height in ((120, 40), (80, 24), (200, 60)):  # smaller ones have less
         console = Console(width=width, height=height, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
         console.print(screen(run, width, height))
         text = console.export_text()
@@ -52,12 +58,76 @@ def test_the_terminal_shows_curves_time_ranks_and_events_in_any_size(tmp_path: P
             "step 590/1000",
             "goodput 90%",
             "$1.25",
-            "forward_backward",
+            "fwd+bwd",
             "slowest: rank 3",
             "slow-rank",
         ):
             assert part in text, (part, width)
         assert max(map(len, text.splitlines())) <= width
+        assert len(text.splitlines()) <= height
+    small = Console(width=50, height=10, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    small.print(screen(run, 50, 10))
+    assert "slow-rank" in small.export_text()
+
+
+def test_nothing_a_run_is_called_or_says_reaches_the_terminal_as_a_command(tmp_path: Path, argosy: Argosy) -> None:
+    evil = "\x1b[2J\x1b]0;owned\x07"
+    run = tmp_path / "runs"
+    log(make_run(run), [10])
+    with JsonlWriter(run / "events.jsonl") as events:
+        events.write({"event": evil, "step": 1, "time": 1.0, "text": evil})
+    done = argosy("watch", run, "--once")
+    assert done.returncode == 0
+    assert "\x1b" not in done.stdout
+
+
+BROKEN: dict[str, dict[str, bytes]] = {
+    "no JSON": {"metrics.jsonl": b"garbage\n", "events.jsonl": b"\x00\xff\n", "ranks.jsonl": b"[", "resolved.json": b"{"},
+    "other types": {
+        "metrics.jsonl": b'{"step":5,"loss":"abc","spent":3,"steps":null,"time":null,"tokens_per_s":"x","mfu":"y","lr":[]}\n'
+        b'{"step":6,"loss":1.5,"spent":{"productive":"x"},"peak":7,"time/data":{}}\n{"step":true}\n[1]\n',
+        "events.jsonl": b'{"event":5}\n{"event":"stall","seconds":"x","step":"y","time":"z","rank":[]}\nnull\n'
+        b'{"event":"alert","alert":7,"text":{"a":1},"time":-1e300}\n{"event":"rank-died","stack":"no list"}\n',
+        "ranks.jsonl": b'{"step":1,"own_s":["a",null]}\n{"step":2,"own_s":[]}\n{"step":3,"own_s":[1,2],"data_s":[1]}\n',
+        "resolved.json": b'{"spec": 3, "origins": []}',
+        "plan.json": b'{"plans": [4]}',
+        "heartbeat/0.json": b'{"rank":0,"time":"x","phase_s":"y","step":null}',
+    },
+    "folders for files": {"metrics.jsonl/x": b"", "events.jsonl/x": b"", "resolved.json": b"[]"},
+}  # fmt: skip
+
+
+def broken_run(root: Path, files: dict[str, bytes]) -> Path:
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(content)
+    return root
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_damaged_run_directory_is_told_of_as_far_as_it_goes(
+    tmp_path: Path, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = broken_run(tmp_path / "runs" / "broken", BROKEN[what])
+    run = Run("broken", root)
+    run.series.update()
+    run.heat.update()
+    assert run.heat.picture()
+    assert diagnose(run)
+    assert "<h1>broken" in page(run)
+    Console(width=100, height=30, file=io.StringIO()).print(screen(run, 100, 30))
+    watch(root, once=True)
+    assert "broken is" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_the_dashboard_answers_for_a_damaged_run_directory(dashboard: Dashboard, tmp_path: Path, what: str) -> None:
+    broken_run(tmp_path / "runs" / "broken", BROKEN[what])
+    with httpx.Client(base_url=dashboard.address, headers={"Authorization": f"Bearer {TOKEN}"}) as http:
+        for path in ("runs", "run?run=broken", "ranks?run=broken", "verdict?run=broken", "config?run=broken"):
+            assert http.get(f"/api/{path}").status_code == 200, path
+        assert http.get("/api/diff?run=broken&run=broken").status_code == 200
+        assert http.get("/api/curves?run=broken&metric=loss").status_code == 200
 
 
 def test_where_there_is_no_terminal_there_is_a_line_for_each_step_and_event(tmp_path: Path, argosy: Argosy) -> None:

@@ -99,24 +99,27 @@ class Bar:
 
 def describe(record: Record, *, short: bool = False) -> str:
     """One step in words. `short` leaves out what the bar already shows and what rarely changes."""
-    parts = [] if short else [f"step {record['step']}/{record['steps']}"]
-    parts.append(f"loss {record['loss']:.4f}")
+
+    def figure(key: str, form: str, scale: float = 1.0) -> str:
+        value = record.get(key)
+        return "n/a" if value is None else f"{scale * value:{form}}"
+
+    parts = [] if short else [f"step {record['step']}/{record.get('steps', '?')}"]
+    parts.append(f"loss {figure('loss', '.4f')}")
     if not short:
-        parts.append(f"grad norm {record['grad_norm']:.3f}")
-        parts.append(f"lr {record['lr']:.2e}")
-    if "loss_scale" in record:
-        parts.append(f"loss scale {record['loss_scale']:g}, {record['skipped']} skipped")
-    parts.append(f"{amount(record['tokens_per_s'])} tok/s")
+        parts += [f"grad norm {figure('grad_norm', '.3f')}", f"lr {figure('lr', '.2e')}"]
+    if record.get("loss_scale") is not None:
+        parts.append(f"loss scale {figure('loss_scale', 'g')}, {figure('skipped', '.0f')} skipped")
+    parts.append(f"{amount(record.get('tokens_per_s') or 0.0)} tok/s")
     if not short:
-        parts.append(f"{record['tflops']:.3g} TFLOP/s")
-        parts.append("MFU n/a" if record["mfu"] is None else f"MFU {100 * record['mfu']:.1f}% of {record['peak']}")
-        parts.append(f"data wait {100 * record['data_wait']:.1f}%")
-        parts.append(f"mem {record['memory_gib']:.2f} GiB")
-        if "goodput" in record:
-            parts.append(f"goodput {100 * record['goodput']:.0f}%")
-        if "cost" in record:
-            parts.append(f"${record['cost']:,.2f}")
-    parts.append(f"ETA {clock(record['eta_s'])}")
+        of = f"% of {record.get('peak')}" if record.get("mfu") is not None else ""
+        parts += [f"{figure('tflops', '.3g')} TFLOP/s", f"MFU {figure('mfu', '.1f', 100)}{of}"]
+        parts += [f"data wait {figure('data_wait', '.1f', 100)}%", f"mem {figure('memory_gib', '.2f')} GiB"]
+        if record.get("goodput") is not None:
+            parts.append(f"goodput {figure('goodput', '.0f', 100)}%")
+        if record.get("cost") is not None:
+            parts.append(f"${figure('cost', ',.2f')}")
+    parts.append(f"ETA {clock(record['eta_s']) if record.get('eta_s') is not None else 'n/a'}")
     return " | ".join(parts)
 
 

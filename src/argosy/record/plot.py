@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from argosy.record.console import amount
+
 Points = Sequence[tuple[float, float]]
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # [column][row] bits of a braille cell
 
@@ -31,13 +33,17 @@ def plot(
     for x, y in marks:
         text[round((y_high - y) * y_scale) // 4][round((x - x_low) * x_scale) // 2] = "●"
 
-    labels = {0: f"{y_high:.2f}", height - 1: f"{y_low:.2f}"}
+    labels = {0: _label(y_high), height - 1: _label(y_low)}
     margin = max(len(label) for label in labels.values())
     lines = [f"{labels.get(i, ''):>{margin}} ┤{''.join(line)}" for i, line in enumerate(text)]
     left, right = f"{x_low:g}", f"{x_high:g} {x_label}".rstrip()
     lines.append(" " * margin + " └" + "─" * width)
     lines.append(" " * (margin + 2) + left + right.rjust(width - len(left)))
     return "\n".join(([" " * (margin + 2) + y_label] if y_label else []) + lines)
+
+
+def _label(value: float) -> str:
+    return f"{value:.2f}" if abs(value) < 1e4 else f"{value:.3g}" if abs(value) >= 1e15 else amount(value)
 
 
 def _between(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]:

@@ -33,10 +33,14 @@ class Ranks:
 
     @classmethod
     def read(cls, record: Record) -> Ranks | None:
-        columns = {name: values for name in COLUMNS if isinstance(values := record.get(name), list)}
-        if not isinstance(record.get("step"), int) or "own_s" not in columns:
+        """A line of the file; None where it is not one."""
+        columns = {name: values for name in COLUMNS if (values := _numbers(record.get(name)))}
+        step, time, stages = (
+            record.get(key, default) for key, default in (("step", None), ("time", 0.0), ("stages", 1))
+        )
+        if not isinstance(step, int) or not isinstance(time, int | float) or not isinstance(stages, int) or stages < 1:
             return None
-        return cls(record["step"], record.get("time", 0.0), columns, int(record.get("stages", 1)))
+        return cls(step, time, columns, stages) if "own_s" in columns else None
 
     def line(self) -> Record:
         rounded = {name: [_rounded(v) for v in values] for name, values in self.columns.items()}
@@ -78,6 +82,13 @@ def _over_peers(values: Sequence[float]) -> list[float]:
     low, high = (others - 1) // 2, others // 2  # the middle of the others: one further up for those at or below it
     usual = (ordered[low + (place <= low)] + ordered[high + (place <= high)]) / 2
     return list(map(float, own / np.maximum(usual, 1e-12)))
+
+
+def _numbers(values: object) -> list[float]:
+    """Of a line, where null is what was not a number; nothing where it is anything else."""
+    if not isinstance(values, list) or not all(value is None or type(value) in (int, float) for value in values):
+        return []
+    return [math.nan if value is None else float(value) for value in values]
 
 
 def _rounded(value: float) -> float | None:

@@ -94,15 +94,16 @@ def _facts(run: Run) -> list[tuple[object, ...]]:
             else f"{last['mfu']:.1%} of {last.get('peak')} TFLOP/s"
         )
         rows += [
-            ("steps", f"{last.get('step'):,} of {last.get('steps'):,}"), ("tokens", amount(last.get("tokens", 0))),
-            ("loss", _number(last.get("loss"))), ("tokens/s", amount(last.get("tokens_per_s", 0.0))), ("MFU", mfu),
+            ("steps", f"{last['step']:,}" + (f" of {last['steps']:,}" if last.get("steps") else "")),
+            ("tokens", amount(last.get("tokens") or 0)), ("loss", _number(last.get("loss"))),
+            ("tokens/s", amount(last.get("tokens_per_s") or 0.0)), ("MFU", mfu),
             ("step time", f"{_number(last.get('step_s'))} s"), ("memory", f"{_number(last.get('memory_gib'))} GiB at its peak, of the first rank"),
-            ("goodput", "n/a" if "goodput" not in last else f"{last['goodput']:.1%}"),
+            ("goodput", "n/a" if last.get("goodput") is None else f"{last['goodput']:.1%}"),
         ]  # fmt: skip
-        if "cost" in last:
+        if last.get("cost") is not None:
             rows.append(("cost so far", f"${last['cost']:,.2f}"))
         if run.state() == "running":
-            rows.append(("time left", clock(last.get("eta_s", 0.0))))
+            rows.append(("time left", clock(last.get("eta_s") or 0.0)))
     best = min(
         (record for record in run.series.curves(["validation_loss"]).get("validation_loss", {}).get("low", [])),
         default=None,

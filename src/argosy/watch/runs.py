@@ -21,6 +21,7 @@ from argosy.record.jsonl import Record
 from argosy.record.rundir import RunDir
 from argosy.record.tail import Kept
 from argosy.watch.heat import HeatMap
+from argosy.watch.reading import sound, table
 from argosy.watch.series import Series
 
 _DEPTH = 3  # folders below the root
@@ -83,30 +84,30 @@ class Run:
         kind = None if last is None else str(last["event"])
         if kind in ("start", "resume", "restart", None):
             heard = max(
-                (float(b.get("time", 0)) for b in read_heartbeats(self.dir.heartbeats).values() if b.get("alive")),
+                (float(beat.get("time", 0)) for beat in self.heartbeats().values() if beat.get("alive")),
                 default=0.0,
             )
-            return "running" if time.time() - heard < QUIET_AFTER_S else "dead" if self.series.count or kind else "new"
+            return "running" if time.time() - heard < QUIET_AFTER_S else "dead" if kind or self._has_logged() else "new"
         return {"done": "done", "interrupted": "stopped"}.get(kind, "dead")
 
     def events(self) -> list[Record]:
         """The newest."""
-        return self._events.read()
+        return [sound(event) for event in self._events.read() if isinstance(event.get("event"), str)]
 
     def heartbeats(self) -> dict[int, Record]:
-        return read_heartbeats(self.dir.heartbeats)
+        return {rank: sound(beat) for rank, beat in read_heartbeats(self.dir.heartbeats).items()}
 
     def spec(self) -> dict[str, Any]:
-        return dict(self._json("resolved.json").get("spec") or {})
+        return table(self._json("resolved.json").get("spec"))
 
     def origins(self) -> dict[str, str]:
-        return dict(self._json("resolved.json").get("origins") or {})
+        return table(self._json("resolved.json").get("origins"))
 
     def plan(self) -> dict[str, Any]:
         """What was predicted, where a plan is stored with the run."""
         plan = self._json("plan.json")
         if isinstance(plan.get("plans"), list) and plan["plans"]:
-            return dict(plan.get("asked") or plan["plans"][0])
+            return table(plan.get("asked") or plan["plans"][0])
         return plan
 
     def checkpoints(self) -> list[dict[str, Any]]:
@@ -146,6 +147,12 @@ class Run:
             "last": {key: last[key] for key in keys if key in last},
             "alerts": sum(event.get("event") in TROUBLE for event in self.events()),
         }
+
+    def _has_logged(self) -> bool:
+        try:
+            return self.dir.metrics.is_file() and self.dir.metrics.stat().st_size > 0
+        except OSError:
+            return False
 
     def _reading(self) -> float | None:
         """How much of the file has been read, while it has not been all."""

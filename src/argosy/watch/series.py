@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from argosy.record.jsonl import Record
 from argosy.record.sinks.sink import numbers
 from argosy.record.tail import Tail
+from argosy.watch.reading import figures
 
 _AT_ONCE = 1000  # records between two moments at which readers get in
 _MOST_COLUMNS = 256  # names of metrics in a file that is not ours cannot fill the memory
@@ -35,7 +36,7 @@ class Series:
         self.count, self.version = 0, 0
         self._steps: NDArray[np.int64] = np.empty(1024, np.int64)
         self._columns: dict[str, Floats] = {}
-        self.last: Record = {}
+        self._last: Record = {}
         self.first_time: float | None = None
 
     def update(self) -> None:
@@ -54,6 +55,11 @@ class Series:
     def size_read(self) -> int:
         return self._tail.offset
 
+    @property
+    def last(self) -> Record:
+        """The newest record, as far as it can be used."""
+        return figures(self._last)
+
     def names(self) -> list[str]:
         return sorted(self._columns)
 
@@ -66,7 +72,7 @@ class Series:
                 continue
             if self.first_time is None and isinstance(record.get("time"), int | float):
                 self.first_time = float(record["time"])
-            newest = batch[-1] if batch else self.last
+            newest = batch[-1] if batch else self._last
             if newest and step == newest["step"] and not ("loss" in record and "loss" in newest):
                 if not batch:  # the validation loss of a step follows its training loss
                     self.count -= 1
@@ -93,7 +99,7 @@ class Series:
             self._column(name)
         for name, column in self._columns.items():
             column[first:last] = [row.get(name, np.nan) for row in rows]
-        self.count, self.last = last, batch[-1]
+        self.count, self._last = last, batch[-1]
 
     def _make_room(self, rows: int) -> None:
         while rows > len(self._steps):
