@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from argosy.config.layout import check_world
@@ -27,7 +29,7 @@ def spec_of(*parallel: str, batch: int = 24) -> RunSpec:
     ("keys", "cause", "fix"),
     [
         (["tp=4"], "key/value heads, 6, cannot be cut into tp 4", "parallel.tp 3 or 6"),
-        (["tp=5"], "heads, 12, cannot be cut into tp 5", "parallel.tp 4 or 6"),
+        (["tp=5"], "heads, 12, cannot be cut into tp 5", "parallel.tp 3 or 6"),
         (
             ["tp=6", "cp=3"],
             "data.seq_len, 24, cannot be cut into 2 x cp 3 x tp 6 = 36 equal shares",
@@ -38,8 +40,8 @@ def spec_of(*parallel: str, batch: int = 24) -> RunSpec:
             "data.seq_len, 21, cannot be cut into tp 6 equal shares of tokens",
             "a length of 18",
         ),
-        (["tp=2", "model.moe.ffn=23"], "experts' ffn, 23, cannot be cut into tp 2", "parallel.tp 1 or 23"),
-        (["tp=6", "model.vocab_size=9"], "9 in parts of 2 leaves nothing for the last of tp 6", "parallel.tp 5"),
+        (["tp=2", "model.moe.ffn=23"], "experts' ffn, 23, cannot be cut into tp 2", "parallel.tp 1"),
+        (["tp=6", "model.vocab_size=9"], "9 in parts of 2 leaves nothing for the last of tp 6", "parallel.tp 3"),
         (["pp=5"], "4 layers cannot fill 5 pipeline stages", "parallel.pp 4"),
         (["pp=4", "schedule=zbv"], "4 layers cannot fill 8 pipeline stages = pp 4 x vpp 2", "parallel.pp 2"),
         (["pp=2", "schedule=zbv", "vpp=3"], "zbv has two stages on each rank", "vpp=2"),
@@ -59,7 +61,7 @@ def spec_of(*parallel: str, batch: int = 24) -> RunSpec:
             "heads on each of tp 2 ranks, 6, cannot be cut into cp 4",
             "cp 3 or 6",
         ),
-        (["ep=4", "dp_shard=4"], "experts, 6, cannot be cut into ep 4", "parallel.ep 3 or 6"),
+        (["ep=4", "dp_shard=4"], "experts, 6, cannot be cut into ep 4", "parallel.ep 2"),
         (["ep=3", "dp_shard=2"], "dp_shard x cp ranks it is laid over, 2, cannot", "parallel.ep 2"),
         (["dp_shard=5"], "global_batch 24 is not a multiple of micro_batch 1 x 5", "global_batch 20 or 25"),
     ],
@@ -70,6 +72,17 @@ def test_an_axis_that_does_not_divide_is_refused(keys: list[str], cause: str, fi
     assert refusal.value.code == "config.arithmetic"
     assert cause in refusal.value.cause
     assert fix in refusal.value.fix
+    if advice := re.fullmatch(r"use parallel\.(\w+) (\d+)(?: or (\d+))?", refusal.value.fix):
+        for size in filter(None, advice.groups()[1:]):  # what is advised is not refused for the same axis
+            assert not refused_for(advice[1], *keys, f"{advice[1]}={size}")
+
+
+def refused_for(axis: str, *keys: str) -> bool:
+    try:
+        spec_of(*keys)
+    except ArgosyError as error:
+        return error.key == f"parallel.{axis}"
+    return False
 
 
 @pytest.mark.parametrize(("preset", "why"), [("bert-base", "as a whole"), ("t5-base", "two sequences")])
@@ -96,6 +109,8 @@ def test_layouts_that_divide_are_taken() -> None:
     ("layout", "ranks", "fix"),
     [
         ({"dp_shard": 4}, 8, "parallel.dp_shard=8"),
+        ({"dp_shard": 4, "micro_batch": 6}, 8, "parallel.dp_shard=8 parallel.micro_batch=3"),
+        ({"dp_shard": 4}, 9, "9 data-parallel ranks, which train.global_batch 24 does not divide into"),
         ({"dp_shard": 4}, 1, "--nproc 4"),
         ({"dp_replicate": 2, "dp_shard": 2}, 8, "parallel.dp_shard=4"),
         ({"dp_replicate": 2}, 3, "parallel.dp_shard=3 parallel.dp_replicate=1"),
@@ -105,7 +120,7 @@ def test_layouts_that_divide_are_taken() -> None:
 def test_a_wrong_number_of_processes_is_refused_with_both_numbers(layout: dict[str, int], ranks: int, fix: str) -> None:
     parallel = ParallelSpec.model_validate({"micro_batch": 1, **layout})
     with pytest.raises(ArgosyError) as refusal:
-        check_world(parallel, ranks, "test")
+        check_world(parallel, ranks, "test", batch=24)
     assert f"= {parallel.world_size} process" in refusal.value.cause
     assert f" {ranks} (test)" in refusal.value.cause
     assert fix in refusal.value.fix

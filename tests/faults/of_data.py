@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from argosy.errors import EXIT_REFUSED
+from data.object_server import FaultyServer, from_directory
 from faults.bench import Bench, Outcome, Run
 
 
@@ -86,3 +90,51 @@ def wrong_environment(bench: Bench) -> Outcome:
         "wrong-environment", env={"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}, ranks=0
     ) as run:
         return _refused(run, "launch.environment", "RANK is 2")
+
+
+def bad_records(bench: Bench) -> Outcome:
+    """Kept apart with their places and reasons; the rest is prepared, unless too many are bad."""
+    good = b'{"text": "a record like any other"}'
+    bad = [b'{"text": "broken', b'{"text": "\xff\xfe"}', b"\0" * 50, b'{"other": 1}', b'{"text": 7}']
+    source = bench.root / "bad.jsonl"
+    source.write_bytes(b"\n".join([good] * 50 + bad + [good] * 50) + b"\n")
+    started = time.time()
+
+    def prepare(to: str, *more: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "argosy", "data", "prepare", source, "--output", bench.root / to]
+        return subprocess.run(
+            [*command, "--tokenizer", "bytes", *more], capture_output=True, text=True, check=False, cwd=bench.root
+        )
+
+    done = prepare("kept")
+    assert done.returncode == 0, done.stderr
+    aside = bench.root / "kept" / "quarantine.jsonl"
+    rows = [json.loads(line) for line in aside.read_text().splitlines()]
+    assert len(rows) == len(bad), rows
+    assert prepare("strict", "--max-bad", "1%").returncode == EXIT_REFUSED
+    return Outcome(f"{len(rows)} of 105 kept apart; refused at --max-bad 1%", detected_s=time.time() - started)
+
+
+def failing_store(bench: Bench) -> Outcome:
+    """A corpus in a store that answers a fifth of all requests wrongly, late or not at all."""
+    server = FaultyServer(from_directory(bench.corpus.parent))
+    server.at_random(0.2, seed=1)
+    try:
+        source = {"path": f"{server.url}/{bench.corpus.name}", "cache": str(bench.root / "cache")}
+        with bench.run("on-a-failing-store", data={"train": [source]}) as run:
+            assert run.wait() == 0, run.said
+            assert server.faults
+            assert run.result() == bench.undisturbed()
+            return Outcome(f"{sum(server.faults.values())} bad answers, bit-equal", steps_lost=0)
+    finally:
+        server.close()
+
+
+def cache_too_small(bench: Bench) -> Outcome:
+    server = FaultyServer(from_directory(bench.corpus.parent))
+    try:
+        source = {"path": f"{server.url}/{bench.corpus.name}", "cache": str(bench.root / "small"), "cache_limit": "1kB"}
+        with bench.run("on-a-small-cache", data={"train": [source]}) as run:
+            return _refused(run, "config.arithmetic", "cache_limit")
+    finally:
+        server.close()

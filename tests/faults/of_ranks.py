@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
+from pathlib import Path
+from typing import Any
+
+import pytest
 
 from argosy.errors import EXIT_BUG, EXIT_RESUMABLE
 from faults.bench import SAVED_EVERY, Bench, Outcome
@@ -162,3 +167,77 @@ def supervisor_killed(bench: Bench) -> Outcome:
         assert run.result() == bench.undisturbed()
         resumed = run.events("resume")[-1]
         return Outcome("next start bit-equal", recovered_s=resumed["time"] - at, steps_lost=step - resumed["step"])
+
+
+def resumed_thrice(bench: Bench) -> Outcome:
+    """Stopped and gone on, three times in a row."""
+    with bench.run("resumed-thrice") as run:
+        for step in (5, 13, 21):
+            run.wait_step(step)
+            run.signal(signal.SIGTERM)
+            assert run.wait() == EXIT_RESUMABLE, run.said
+            run.start("--nproc", "2")
+        assert run.wait() == 0, run.said
+        assert len(run.events("resume")) == 3
+        assert run.result() == bench.undisturbed()
+        return Outcome("bit-equal", steps_lost=0)
+
+
+def other_layout(bench: Bench) -> Outcome:
+    """Goes on with its matrices cut over the ranks instead of its batch: the same samples, the same numbers but for rounding."""
+    expected = bench.undisturbed()[0]
+    with bench.goes_on("in-another-layout", parallel={"dp_replicate": 1, "tp": 2}) as run:
+        run.start("--nproc", "2")
+        assert run.wait() == 0, run.said
+        losses = {step: metrics[0] for step, metrics in run.result()[0].items()}
+        worst = max(abs(losses[step] / expected[step][0] - 1) for step in expected)
+        assert worst < 1e-4, f"a loss differs by {worst:.1e}"
+        return Outcome(f"went on, losses within {worst:.0e}", steps_lost=0)
+
+
+def _with_a_slow_rank(bench: Bench, name: str, factor: float, steps: int) -> list[dict[str, Any]]:
+    with bench.run(name, env={"ARGOSY_FAULT": f"slow:1:{factor}"}, train={"steps": steps}, eval="off") as run:
+        assert run.wait() == 0, run.said
+        return [{**alert, "since": run.events("start")[0]["time"]} for alert in run.events("alert")]
+
+
+def rank_a_fifth_slower(bench: Bench) -> Outcome:
+    """Named, with by how much."""
+    found = [a for a in _with_a_slow_rank(bench, "slow", 1.3, 300) if a["alert"] == "slow-rank"]
+    assert [alert["rank"] for alert in found] == [1], found
+    assert "rank 1 takes" in found[0]["text"]
+    return Outcome(found[0]["text"].partition(":")[0], detected_s=found[0]["time"] - found[0]["since"], steps_lost=0)
+
+
+def rank_a_little_slower(bench: Bench) -> Outcome:
+    """By a twentieth: no alarm."""
+    found = _with_a_slow_rank(bench, "hardly-slow", 1.05, 300)
+    assert "slow-rank" not in {alert["alert"] for alert in found}, found
+    return Outcome("no alarm", steps_lost=0)
+
+
+def out_of_memory(bench: Bench) -> Outcome:
+    """The kernel ends a rank that wants more than its group may have: said to be that, with what it held."""
+    group = Path("/sys/fs/cgroup/memory") / f"argosy-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str(2 * 2**30))
+        (group / "memory.swappiness").write_text("0")
+    except OSError as error:
+        pytest.skip(f"a group of processes with little memory cannot be made here: {error}")
+    try:
+        with bench.run("out-of-memory", env={"ARGOSY_FAULT": "eat-memory:1:13"}, fault={"stall_after": "60s"}) as run:
+            assert run.process is not None
+            (group / "cgroup.procs").write_text(
+                str(run.process.pid)
+            )  # ranks are its children, and in it from their start
+            step, at = 12, run.wait_event("rank-died")["time"]
+            assert run.wait() == 0, run.said
+            (died,) = run.events("rank-died")
+            assert died["rank"] == 1
+            assert "lack of memory" in died["cause"], died
+            assert "GiB" in died["cause"]
+            assert run.result() == bench.undisturbed()
+            return run.cost(at, step, "rank-died")
+    finally:
+        group.rmdir()

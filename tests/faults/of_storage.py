@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
+import sys
 import time
+from collections import Counter
 from itertools import pairwise
 
 import pytest
@@ -77,3 +80,49 @@ def clock_jump(bench: Bench) -> Outcome:
         assert not run.events("stall", "rank-died")
         assert run.result() == bench.undisturbed()
         return Outcome("not noticed", steps_lost=0)
+
+
+def left_by_the_dead(bench: Bench) -> Outcome:
+    """All processes killed at once, whatever they held: the same command takes the run up, at once."""
+    before = set(os.listdir("/dev/shm"))
+    with bench.run("left-by-the-dead") as run:
+        run.wait_step(13)
+        pids = [run.pid(rank) for rank in (0, 1)]
+        run.signal(signal.SIGSTOP)  # so that it does not clean up after them
+        at = time.time()
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        run.signal(signal.SIGKILL)
+        run.wait()
+        run.start("--nproc", "2")
+        assert run.wait() == 0, run.said
+        assert run.result() == bench.undisturbed()
+        assert set(os.listdir("/dev/shm")) <= before
+        resumed = run.events("resume")[-1]
+        return Outcome("went on, bit-equal", recovered_s=resumed["time"] - at, steps_lost=13 - resumed["step"])
+
+
+def sinks_down(bench: Bench) -> Outcome:
+    """Nobody listens where figures and alerts are to go: training does not notice, and each is told of once."""
+    nowhere = "http://127.0.0.1:9"
+    sinks = {"mlflow": nowhere, "otel": nowhere, "prometheus": "192.0.2.1:9464"}
+    with bench.run("sinks-down", log={"every": 1, "sinks": sinks, "alerts": {"webhook": nowhere}}) as run:
+        assert run.wait() == 0, run.said
+        assert run.result() == bench.undisturbed()
+        down = Counter(event["sink"] for event in run.events("sink-down"))
+        assert set(sinks) <= down.keys(), down
+        assert set(down.values()) == {1}, down
+        return Outcome("not noticed, each told of once, bit-equal", steps_lost=0)
+
+
+def little_shared_memory(bench: Bench) -> Outcome:
+    """The 64 MB a container gets by default: an error before anything is started, with the key to set."""
+    spec = bench.spec("little-shared-memory")
+    script = 'mount -t tmpfs -o size=64m none /dev/shm && exec "$0" -m argosy doctor "$1"'
+    started = time.time()
+    done = subprocess.run(["unshare", "--mount", "sh", "-c", script, sys.executable, spec], capture_output=True, text=True, check=False)  # fmt: skip
+    if "ermitted" in done.stderr or "permission" in done.stderr:
+        pytest.skip(f"/dev/shm cannot be made small here: {done.stderr.strip()}")
+    assert done.returncode == EXIT_REFUSED, done.stdout + done.stderr
+    assert "cluster.shm" in done.stdout + done.stderr
+    return Outcome("refused by the preflight", detected_s=time.time() - started)

@@ -74,7 +74,12 @@ def train(
 
         nodes = find_nodes(os.environ)
         if not is_open(resolved):  # the ranks find a layout themselves
-            check_world(resolved.spec.parallel, nproc * nodes.count, f"--nproc {nproc} x {nodes.count} nodes")
+            check_world(
+                resolved.spec.parallel,
+                nproc * nodes.count,
+                f"--nproc {nproc} x {nodes.count} nodes",
+                resolved.spec.train.global_batch,
+            )
         from argosy.parallel.agent import start_ranks
         from argosy.record.rundir import RunDir
 

@@ -3,6 +3,9 @@ sizes that work. Needs no torch, so that a wrong layout is refused before a devi
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 from argosy.config.pipeline import check_pipeline
 from argosy.config.schema import ParallelSpec, RunSpec
 from argosy.errors import ArgosyError
@@ -17,21 +20,57 @@ def describe_layout(parallel: ParallelSpec) -> str:
     return " x ".join(sizes) or "one process"
 
 
+class _Cut(NamedTuple):
+    """Something an axis cuts into equal parts."""
+
+    axis: str
+    whole: int
+    what: str
+    times: int = 1  # as many parts as ranks, or twice as many
+
+
+def _cuts(spec: RunSpec) -> Iterator[_Cut]:
+    model, parallel = spec.model, spec.parallel
+    if parallel.tp > 1:  # every matrix, each part with whole heads
+        yield _Cut("tp", model.heads, "the model's heads")
+        yield _Cut("tp", model.kv_heads, "the model's key/value heads")
+        if model.moe is None or model.moe.dense_layers:
+            yield _Cut("tp", model.ffn, "the model's ffn")
+        if model.moe is not None:
+            yield _Cut("tp", model.moe.ffn, "the experts' ffn")
+    if parallel.cp > 1:
+        # Each rank gets one piece from the front and one from the back, which levels causal attention.
+        yield _Cut("cp", spec.data.seq_len, "data.seq_len", times=2)
+        if parallel.cp_kind == "ulysses":
+            each = "" if parallel.tp == 1 else f" on each of tp {parallel.tp} ranks"
+            yield _Cut("cp", model.heads // parallel.tp, f"the model's heads{each}")
+    if parallel.ep > 1 and model.moe is not None:
+        yield _Cut("ep", model.moe.experts, "the model's experts")
+        yield _Cut("ep", parallel.dp_shard * parallel.cp, "the dp_shard x cp ranks it is laid over")
+
+
 def check_layout(spec: RunSpec, origins: Origins) -> None:
     """Each axis against what it cuts."""
     model, parallel = spec.model, spec.parallel
-    if parallel.tp > 1:
-        _check_tensor(spec, origins)
-    if parallel.cp > 1:
-        _check_context(spec, origins)
-    check_pipeline(spec, origins)
-    if parallel.ep == 1:
-        return
-    if model.moe is None:
+    if parallel.cp > 1 and model.architecture != "decoder":
+        why = {
+            "encoder": "an encoder judges a sequence as a whole, by its first token or by positions in it",
+            "encoder-decoder": "an encoder-decoder has two sequences, which look at each other",
+        }
+        cause = f"context parallelism cuts the sequences of decoders only: {why[model.architecture]}"
+        raise _refusal("cp", parallel.cp, cause, "1, and more dp_shard", origins)
+    if parallel.ep > 1 and model.moe is None:
         raise _refusal("ep", parallel.ep, "the model has no experts to spread", 1, origins)
-    _divides(parallel.ep, model.moe.experts, "ep", "the model's experts", origins)
-    _divides(parallel.ep, parallel.dp_shard * parallel.cp, "ep", "the dp_shard x cp ranks it is laid over", origins)
-    if parallel.compile != "off" and parallel.recompute != "none":
+    for cut in _cuts(spec):
+        size = getattr(parallel, cut.axis)
+        if cut.whole % (cut.times * size):
+            parts = f"{cut.times} x {cut.axis} {size} = {cut.times * size}" if cut.times > 1 else f"{cut.axis} {size}"
+            cause = f"{cut.what}, {cut.whole}, cannot be cut into {parts} equal parts"
+            raise _refusal(cut.axis, size, cause, _nearest(spec, cut.axis), origins)
+    if parallel.tp > 1:
+        _check_shares_of_tensors(spec, origins)
+    check_pipeline(spec, origins)
+    if parallel.ep > 1 and parallel.compile != "off" and parallel.recompute != "none":
         raise ArgosyError(
             "config.conflict",
             "how many rows an expert gets is known only while it runs, so that a block with experts elsewhere is not compiled "
@@ -43,21 +82,33 @@ def check_layout(spec: RunSpec, origins: Origins) -> None:
         )
 
 
-def _check_tensor(spec: RunSpec, origins: Origins) -> None:
-    """Every matrix in equal parts, each with whole heads; the vocabulary in parts of which none is empty; and, with sp, equal
-    shares of every sequence."""
-    model, tp = spec.model, spec.parallel.tp
-    _divides(tp, model.heads, "tp", "the model's heads", origins)
-    _divides(tp, model.kv_heads, "tp", "the model's key/value heads", origins)
-    if model.moe is None or model.moe.dense_layers:
-        _divides(tp, model.ffn, "tp", "the model's ffn", origins)
-    if model.moe is not None:
-        _divides(tp, model.moe.ffn, "tp", "the experts' ffn", origins)
-    rows = model.vocab_size
-    works = [n for n in range(1, tp + 1) if -(-rows // n) * (n - 1) < rows]
-    if tp not in works:
+def _nearest(spec: RunSpec, axis: str) -> str:
+    """The closest sizes of an axis, below and above, with which it divides all that it cuts."""
+
+    def works(size: int) -> bool:
+        other = spec.model_copy(update={"parallel": spec.parallel.model_copy(update={axis: size})})
+        cuts = [cut for cut in _cuts(other) if cut.axis == axis]
+        filled = axis != "tp" or _fills(spec.model.vocab_size, size)
+        return filled and all(cut.whole % (cut.times * size) == 0 for cut in cuts)
+
+    size = getattr(spec.parallel, axis)
+    most = min(cut.whole // cut.times for cut in _cuts(spec) if cut.axis == axis)
+    below = next(n for n in range(size - 1, 0, -1) if works(n))  # one rank cuts nothing
+    above = next((n for n in range(size + 1, most + 1) if works(n)), None)
+    return str(below) if above is None else f"{below} or {above}"
+
+
+def _fills(rows: int, ranks: int) -> bool:
+    """Whether a vocabulary in parts of one size, the last of what is left, leaves something for every rank."""
+    return -(-rows // ranks) * (ranks - 1) < rows
+
+
+def _check_shares_of_tensors(spec: RunSpec, origins: Origins) -> None:
+    """The vocabulary in parts of which none is empty; and, with sp, equal shares of every sequence."""
+    tp, rows = spec.parallel.tp, spec.model.vocab_size
+    if not _fills(rows, tp):
         cause = f"a vocabulary of {rows} in parts of {-(-rows // tp)} leaves nothing for the last of tp {tp} ranks"
-        raise _refusal("tp", tp, cause, works[-1], origins)
+        raise _refusal("tp", tp, cause, _nearest(spec, "tp"), origins)
     check_shares(spec.parallel, spec.data.seq_len, "data.seq_len", origins)
     if spec.data.ict is not None:
         check_shares(spec.parallel, spec.data.ict.query_len, "data.ict.query_len", origins)
@@ -80,37 +131,6 @@ def check_shares(parallel: ParallelSpec, seq_len: int, what: str, origins: Origi
     )
 
 
-def _check_context(spec: RunSpec, origins: Origins) -> None:
-    model, parallel = spec.model, spec.parallel
-    if model.architecture != "decoder":
-        why = {
-            "encoder": "an encoder judges a sequence as a whole, by its first token or by positions in it",
-            "encoder-decoder": "an encoder-decoder has two sequences, which look at each other",
-        }
-        cause = f"context parallelism cuts the sequences of decoders only: {why[model.architecture]}"
-        raise _refusal("cp", parallel.cp, cause, "1, and more dp_shard", origins)
-    # Each rank gets one piece from the front and one from the back, which levels causal attention.
-    _divides(2 * parallel.cp, spec.data.seq_len, "cp", "data.seq_len", origins, times=2)
-    if parallel.cp_kind == "ulysses":
-        heads = "the model's heads" if parallel.tp == 1 else f"the model's heads on each of tp {parallel.tp} ranks"
-        _divides(parallel.cp, model.heads // parallel.tp, "cp", heads, origins)
-
-
-def _divides(parts: int, whole: int, axis: str, what: str, origins: Origins, times: int = 1) -> None:
-    if whole % parts:
-        size = parts // times
-        cut = f"{times} x {axis} {size} = {parts}" if times > 1 else f"{axis} {size}"
-        near = _nearest(whole, size, times)
-        raise _refusal(axis, size, f"{what}, {whole}, cannot be cut into {cut} equal parts", near, origins)
-
-
-def _nearest(whole: int, size: int, times: int) -> str:
-    """The closest sizes below and above that do divide."""
-    works = [n for n in range(1, whole // times + 1) if whole % (n * times) == 0] or [1]
-    below, above = [n for n in works if n < size], [n for n in works if n > size]
-    return " or ".join(str(n) for n in (*below[-1:], *above[:1]))
-
-
 def _refusal(axis: str, size: int, cause: str, near: object, origins: Origins) -> ArgosyError:
     key = f"parallel.{axis}"
     return ArgosyError(
@@ -118,8 +138,8 @@ def _refusal(axis: str, size: int, cause: str, near: object, origins: Origins) -
     )
 
 
-def check_world(parallel: ParallelSpec, ranks: int, source: str) -> None:
-    """The processes there are against those the layout needs."""
+def check_world(parallel: ParallelSpec, ranks: int, source: str, batch: int | None = None) -> None:
+    """The processes there are against those the layout needs; `batch` is the global one, which another layout has to share."""
     if ranks == parallel.world_size:
         return
     numbers = " x ".join(str(getattr(parallel, axis)) for axis in AXES)
@@ -129,19 +149,25 @@ def check_world(parallel: ParallelSpec, ranks: int, source: str) -> None:
         f"process{'es' if parallel.world_size > 1 else ''}, and there {'is' if ranks == 1 else 'are'} {ranks} ({source})",
         key="parallel",
         value=describe_layout(parallel),
-        fix=_other_layouts(parallel, ranks),
+        fix=f"start {parallel.world_size} processes: argosy train RUN.yaml --nproc {parallel.world_size}; "
+        + _other_layout(parallel, ranks, batch),
     )
 
 
-def _other_layouts(parallel: ParallelSpec, ranks: int) -> str:
-    start = f"start {parallel.world_size} processes: argosy train RUN.yaml --nproc {parallel.world_size}"
+def _other_layout(parallel: ParallelSpec, ranks: int, batch: int | None) -> str:
+    """With another number of data-parallel ranks, for as many processes as there are, or nearly."""
     inner = parallel.pp * parallel.cp * parallel.tp
     if ranks % inner:
         fewer, more = ranks // inner * inner, (ranks // inner + 1) * inner
         near = f"{fewer} or {more}" if fewer else str(more)
-        return f"{start}; pp x cp x tp = {inner} fits {near} processes with another number of data-parallel ranks"
-    data = ranks // inner
+        return f"pp x cp x tp = {inner} fits {near} processes with another number of data-parallel ranks"
+    data, keys = ranks // inner, ""
+    if batch is not None and batch % (parallel.micro_batch * data):
+        micro = next((n for n in range(parallel.micro_batch, 0, -1) if batch % (n * data) == 0), None)
+        if micro is None:
+            return f"for {ranks} there would be {data} data-parallel ranks, which train.global_batch {batch} does not divide into"
+        keys = f" parallel.micro_batch={micro}"
     if data % parallel.dp_replicate == 0 and parallel.dp_replicate > 1:
-        return f"{start}; or for {ranks}: parallel.dp_shard={data // parallel.dp_replicate}"
+        return f"or for {ranks}: parallel.dp_shard={data // parallel.dp_replicate}{keys}"
     replicas = " parallel.dp_replicate=1" if parallel.dp_replicate > 1 else ""
-    return f"{start}; or for {ranks}: parallel.dp_shard={data}{replicas}"
+    return f"or for {ranks}: parallel.dp_shard={data}{replicas}{keys}"

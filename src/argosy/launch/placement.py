@@ -93,7 +93,12 @@ def place(path: Path, overrides: Sequence[str] = (), target: str | None = None) 
     chosen = open_layout(resolved, planned_on, ranks * cluster.nodes)
     if chosen:
         resolved = resolve(path, [*overrides, *added, *chosen], elsewhere=True)
-    check_world(resolved.spec.parallel, ranks * cluster.nodes, f"{cluster.nodes} nodes of {ranks} ranks")
+    check_world(
+        resolved.spec.parallel,
+        ranks * cluster.nodes,
+        f"{cluster.nodes} nodes of {ranks} ranks",
+        resolved.spec.train.global_batch,
+    )
     fabric = choose_fabric(cluster, instance) if cluster.target != "local" else "none"
     check_sharp(cluster, fabric)
     memory = _memory(cluster, instance, gpus)

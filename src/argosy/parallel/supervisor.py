@@ -298,10 +298,9 @@ def _end(ranks: Mapping[int, int]) -> None:
 
 
 def _oom_kills() -> int:
-    """Processes the kernel has ended in this container for lack of memory."""
-    for path in ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"):
-        with contextlib.suppress(OSError, ValueError):
-            for line in Path(path).read_text().splitlines():
-                if line.startswith("oom_kill "):
-                    return int(line.split()[1])
+    """Processes the kernel has ended for lack of memory: of the machine, or of the container they were in."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
     return 0

@@ -37,7 +37,7 @@ class Part:
 
 def rehearse(spec: RunSpec, world_size: int) -> list[Part]:
     """One rank of every pipeline stage."""
-    check_world(spec.parallel, world_size, f"--world-size {world_size}")
+    check_world(spec.parallel, world_size, f"--world-size {world_size}", spec.train.global_batch)
     nowhere = torch.device("meta")
     if world_size == 1:
         return [hold(spec, Mesh(nowhere))]

@@ -63,7 +63,7 @@ def _gpu_name(spec: TrainSpec) -> str | None:
 def train(resolved: Resolved, source: Path | None, options: TrainOptions) -> int:
     """Train, or go on training, until the run's length is reached, as one of the ranks there are. Returns the exit code."""
     spec, world = resolved.spec, find_world(os.environ)
-    check_world(spec.parallel, world.size, world.source)
+    check_world(spec.parallel, world.size, world.source, spec.train.global_batch)
     require_packages(spec.log)
     device = prepare_device(spec.train, local_rank=None if world.size == 1 else world.local_rank)
     with open_heartbeat(world.rank) as heartbeat, joined(spec.parallel, world, device) as mesh:

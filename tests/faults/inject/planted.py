@@ -11,6 +11,9 @@ from typing import Any
 
 def plant(loop: Any) -> None:
     name, rank, at, *always = os.environ["ARGOSY_FAULT"].split(":")
+    if name == "slow":
+        _slow_down(loop, float(at) if os.environ.get("RANK") == rank else 1.0)
+        return
     again = bool(always) or os.environ.get("ARGOSY_ATTEMPT", "0") == "0"
     if os.environ.get("RANK", "0") != rank or not again:
         return
@@ -23,6 +26,18 @@ def plant(loop: Any) -> None:
         return FAULTS[name](take_step, engine, optimizer, batch, step=step, **options)
 
     loop.take_step = faulty
+
+
+def _slow_down(loop: Any, factor: float) -> None:
+    """Every micro-batch takes a tenth of a second, and one rank's so much more."""
+    take_step, slowed = loop.take_step, []
+
+    def slower(engine: Any, *step: Any, **options: Any) -> Any:
+        if not slowed:
+            slowed.append(engine.model.register_forward_pre_hook(lambda *_: time.sleep(0.1 * factor)))
+        return take_step(engine, *step, **options)
+
+    loop.take_step = slower
 
 
 def _raise(take_step: Any, *step: Any, **options: Any) -> Any:

@@ -1,6 +1,7 @@
 """Loaded by every Python process that has this directory on its path: plants the fault that ARGOSY_FAULT names.
 
-`name:rank:step` acts on one rank at one step, the first time it gets there; `name:rank:step:always` each time.
+`name:rank:step` acts on one rank at one step, the first time it gets there; `name:rank:step:always` each time. `slow:rank:1.2` makes
+every step of a rank so much longer.
 """
 
 from __future__ import annotations
