@@ -261,6 +261,11 @@ WAITING: list[tuple[str, dict[str, Any], str]] = [
         "the image r/argosy cannot be pulled: denied",
     ),
     (
+        "image of an init container, which Kubeflow's operator adds",
+        {"initContainerStatuses": [{"image": "alpine:3.10", "state": {"waiting": {"reason": "ErrImagePull"}}}]},
+        "the image alpine:3.10 cannot be pulled: ErrImagePull",
+    ),
+    (
         "room",
         {"conditions": [{"type": "PodScheduled", "status": "False", "message": "0/9 nodes: Insufficient nvidia.com/gpu"}]},
         "no node has room for p0: 0/9 nodes: Insufficient nvidia.com/gpu",

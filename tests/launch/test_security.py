@@ -104,5 +104,27 @@ def test_a_token_in_the_launchers_environment_reaches_no_file(
         assert CANARY not in path.read_text()
 
 
+def test_no_secret_of_its_environment_is_in_anything_a_run_writes(
+    write_spec: Callable[..., Path], argosy: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Preflight looks whether they are set, and training has them in its environment: neither tells them."""
+    names = ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY")
+    for name in names:
+        monkeypatch.setenv(name, f"{CANARY}{name}")
+    cluster = {"target": "local", "gpus": 0, "secrets": dict.fromkeys(names, "s/k")}
+    spec = write_spec(cluster=cluster, train={"global_batch": 8, "steps": 2}, log={"sinks": {"tensorboard": True}})
+    done = argosy("launch", spec)
+    assert done.returncode == 0, done.stderr
+    assert "3 of 3 set" in done.stdout
+    failed = argosy("--debug", "launch", spec, "train.steps=4", "data.train=nowhere")
+    assert failed.returncode != 0
+    for told in (done, failed):
+        assert CANARY not in told.stdout + told.stderr
+    written = [path for path in spec.parent.rglob("*") if path.is_file()]
+    assert any("metrics.jsonl" in path.name for path in written)
+    for path in written:
+        assert CANARY.encode() not in path.read_bytes(), path
+
+
 def _train(overrides: list[str]) -> dict[str, Any]:
     return next(d for d in objects_of(render(place(GPU_EXAMPLE, overrides))) if d["kind"] == "JobSet")

@@ -98,7 +98,7 @@ def _troubles_of(pod: Manifest) -> Iterator[Trouble]:
             )
         if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
             yield _unschedulable(name, str(condition.get("message", "")))
-    for container in status.get("containerStatuses") or []:
+    for container in [*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])]:
         yield from _container_troubles(on, name, pod, container)
 
 
