@@ -376,6 +376,15 @@ def test_logs_of_a_rank_come_from_its_pod_and_survive_a_lost_connection(
         list(runs.logs(run, rank=16, follow=False, tail=None))
 
 
+def test_a_run_is_looked_for_where_it_was_launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert runs.find(str(GPU_EXAMPLE), None).target == "jobset"
+    assert runs.find(str(GPU_EXAMPLE), None, "slurm").target == "slurm"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / RUN).mkdir(parents=True)
+    assert runs.find(RUN, None).target == "local"
+    assert runs.find(RUN, None, "pytorchjob").target == "pytorchjob"
+
+
 def test_following_a_log_waits_for_its_pod(server: ApiServer, launch: Callable[..., tuple[int, list[str]]]) -> None:
     launch(*TRAIN_ONLY, follow=False)
 

@@ -6,12 +6,15 @@ from typing import Annotated
 
 import typer
 
+from argosy.cli.launch import Target
+
 Run = Annotated[str, typer.Argument(help="The run spec it was launched from, or its name.", metavar="RUN.yaml|NAME")]
 Namespace = Annotated[str | None, typer.Option("-n", "--namespace", help="Kubernetes namespace.")]
+On = Annotated[Target | None, typer.Option("--target", help="Where it was launched, if not where its spec says.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-def status(run: Run, namespace: Namespace = None, as_json: Json = False) -> None:
+def status(run: Run, namespace: Namespace = None, target: On = None, as_json: Json = False) -> None:
     """How a launched run is doing: the state of each stage with the reason in plain words, progress and ETA."""
     import json
     from dataclasses import asdict
@@ -19,7 +22,7 @@ def status(run: Run, namespace: Namespace = None, as_json: Json = False) -> None
     from argosy.launch.runs import find
     from argosy.launch.runs import status as ask
 
-    found = ask(find(run, namespace))
+    found = ask(find(run, namespace, target))
     if as_json:
         print(json.dumps(found | {"stages": {stage: asdict(state) for stage, state in found["stages"].items()}}))
         return
@@ -31,6 +34,7 @@ def status(run: Run, namespace: Namespace = None, as_json: Json = False) -> None
 def logs(
     run: Run,
     namespace: Namespace = None,
+    target: On = None,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on as lines come.")] = False,
     rank: Annotated[int, typer.Option(min=0, help="The log of the pod that holds this rank.")] = 0,
     tail: Annotated[int | None, typer.Option(min=0, help="Only the last lines.")] = None,
@@ -39,15 +43,15 @@ def logs(
     from argosy.launch.runs import find
     from argosy.launch.runs import logs as lines
 
-    for line in lines(find(run, namespace), rank=rank, follow=follow, tail=tail):
+    for line in lines(find(run, namespace, target), rank=rank, follow=follow, tail=tail):
         print(line, flush=follow)
 
 
-def stop(run: Run, namespace: Namespace = None) -> None:
+def stop(run: Run, namespace: Namespace = None, target: On = None) -> None:
     """End a launched run. It saves first; data, checkpoints and volumes stay, and launching it again goes on."""
     from argosy.launch.runs import end, find
 
-    for what in end(find(run, namespace)):
+    for what in end(find(run, namespace, target)):
         print(f"ended {what}")
     print("it saves before it ends; launching it again goes on")
 

@@ -35,16 +35,17 @@ class Launched:
     directory: Path
 
 
-def find(target: str, namespace: str | None) -> Launched:
-    """`target` is a run spec's file, or a run's name: then it is looked for in the namespace, or here."""
-    if target.endswith((".yaml", ".yml")):
-        spec = resolve(Path(target), elsewhere=True).spec
-        where = "local" if spec.cluster is None else spec.cluster.target
+def find(run: str, namespace: str | None, target: str | None = None) -> Launched:
+    """`run` is a run spec's file, or a run's name: then it is looked for in the namespace, or here. `target`: where it was
+    launched, if not where its spec says."""
+    if run.endswith((".yaml", ".yml")):
+        spec = resolve(Path(run), elsewhere=True).spec
+        where = target or ("local" if spec.cluster is None else spec.cluster.target)
         space = namespace or (spec.cluster.namespace if spec.cluster is not None else None)
         return Launched(spec.name, where, space, Path(spec.runs_dir) / spec.name)
-    directory = Path("runs") / target
+    directory = Path("runs") / run
     here = directory.exists() and namespace is None
-    return Launched(target, "local" if here else "jobset", namespace, directory)
+    return Launched(run, target or ("local" if here else "jobset"), namespace, directory)
 
 
 def status(run: Launched) -> dict[str, Any]:
