@@ -179,6 +179,21 @@ def test_launching_again_follows_what_runs_and_refuses_other_settings(
     assert "argosy stop" in refused.value.fix
 
 
+def test_a_launch_that_was_interrupted_while_it_trained_goes_on_there(
+    server: ApiServer, launch: Callable[..., tuple[int, list[str]]]
+) -> None:
+    """Preflight asks for every GPU, and the run that is going has them."""
+    launch(only="train", follow=False)
+    applied = [r[1] for r in server.requests if r[0] == "PATCH"]
+    watched = lambda: any(query.get("watch") for _, _, query in server.requests)  # noqa: E731
+    later(lambda: server.condition("jobsets", RUN, "Completed"), watched)
+    code, said = launch()
+    assert code == 0
+    assert said[0] == "train: is running already"
+    again = [r[1] for r in server.requests if r[0] == "PATCH"][len(applied) :]
+    assert not [path for path in again if "/jobs/" in path or "/jobsets/" in path]
+
+
 def test_the_spec_of_a_run_that_is_going_is_left_alone(
     server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,13 +47,14 @@ class Conductor:
         files = kubernetes_objects(self.placed)
         for kind in dict.fromkeys(files[name][-1]["kind"] for name in list(files)[2:]):
             self.cluster.require(kind)  # now, and not when data has been prepared for hours
-        for stage in stages_of(self.placed):
-            self._running(stage)  # whose pods read the spec, and may be made anew
+        going = [stage for stage in stages_of(self.placed) if self._running(stage)]  # before their spec is written over
         for name in ("00-storage.yaml", "10-spec.yaml"):
             for document in files[name]:
                 self._require_ours(document)
                 self.cluster.apply(document)
         stages = stages_of(self.placed) if only is None else [only]
+        if only is None and going:  # what came before it is done, and could not have the GPUs it holds
+            stages = stages[stages.index(going[-1]) :]
         for stage in stages:
             self._start(stage)
             if not follow and stage == stages[-1]:
