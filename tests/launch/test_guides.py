@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rendering import ROOT
 
-GUIDES = ("gpt3-on-aks", "mpt-on-aks", "llama-on-eks", "gpt3-on-hyperpod")
+GUIDES = ("gpt3-on-aks", "mpt-on-aks", "llama-on-eks", "gpt3-on-hyperpod", "parallelism-lab")
 
 
 @pytest.mark.parametrize("guide", GUIDES)

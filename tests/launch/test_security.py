@@ -112,11 +112,11 @@ def test_no_secret_of_its_environment_is_in_anything_a_run_writes(
     for name in names:
         monkeypatch.setenv(name, f"{CANARY}{name}")
     cluster = {"target": "local", "gpus": 0, "secrets": dict.fromkeys(names, "s/k")}
-    spec = write_spec(cluster=cluster, train={"global_batch": 8, "steps": 2}, log={"sinks": {"tensorboard": True}})
+    spec = write_spec(cluster=cluster, train={"global_batch": 8, "steps": 4}, log={"sinks": {"tensorboard": True}})
     done = argosy("launch", spec)
     assert done.returncode == 0, done.stderr
     assert "3 of 3 set" in done.stdout
-    failed = argosy("--debug", "launch", spec, "train.steps=4", "data.train=nowhere")
+    failed = argosy("--debug", "launch", spec, "train.steps=8", "data.train=nowhere")
     assert failed.returncode != 0
     for told in (done, failed):
         assert CANARY not in told.stdout + told.stderr
