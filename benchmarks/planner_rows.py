@@ -148,17 +148,18 @@ def _gpu(cells: dict[str, str]) -> Gpu:
 
 
 def _cluster(cells: dict[str, str], gpu: Gpu, gpus: int, per_node: int) -> Cluster:
-    """The link between nodes as the row states it, in GB/s of one GPU; 25 GB/s (HDR) or 50 (NDR) where it does not."""
+    """The link between nodes as the row states it, in GB/s of one GPU, or what was usual with such GPUs."""
     text = cells.get("internode") or ""
     for name, rate in (("EDR", 100), ("HDR", 200), ("NDR", 400), ("OPA", 100), ("Omni-Path", 100)):
         text = re.sub(rf"(\d+) ?x ?{name}\b", rf"\1x{rate}Gbps", text)
-    each = 25.0 if gpu.name.startswith(("A100", "V100")) else 50.0
-    if match := re.search(r"(\d+) ?Gbps/node", text.replace("Gb/s", "Gbps")):
-        each = float(match[1]) / 8 / per_node
-    if match := re.search(r"(\d+)x(\d+) ?Gbps", text):
+    each = {"volta": 6.25, "ampere": 25.0}.get(gpu.architecture or "", 50.0)
+    if match := re.search(r"(\d+) ?x ?(\d+) ?Gb", text):  # cards of a node
         each = int(match[1]) * float(match[2]) / 8 / per_node
-    if match := re.search(r"(\d+) ?Gb(?:ps|/s).*per GPU", text):
-        each = float(match[1]) / 8
+    elif match := re.search(
+        r"(\d+) ?Gb", text
+    ):  # of all of a node's cards, where it says so or one card could not carry it
+        node = "/node" in text or float(match[1]) > 800
+        each = float(match[1]) / 8 / (per_node if node else 1)
     domain = 72 if "NVL" in text or "NVLink domain" in text or gpu.name.startswith("GB") else per_node
     return Cluster(cells["gpu"], gpu, gpus, per_node, each, min(domain, max(gpus, 1)))
 
@@ -181,7 +182,7 @@ def _stack(cells: dict[str, str], gpu: Gpu, tp: int) -> Stack:
     elif attention == "unfused":
         name = "megatron-deepspeed" if re.search("deepspeed|bigscience|mt-nlg|neox", said) else "megatron-2021"
     else:
-        name = "megatron"
+        name = "megatron" if re.search("megatron|nemo|mcore|megascale", said) or attention == "native" else "torch"
     stack = stacks[name]
     overlaps = {*stack.overlaps, *(["tensor"] if "asynctp" in (cells.get("notes") or "").lower() else [])}
     return stack.model_copy(update={"attention": attention, "overlaps": tuple(sorted(overlaps))})

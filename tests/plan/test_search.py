@@ -59,3 +59,10 @@ def test_what_is_offered_can_be_written_in_a_run_spec() -> None:
         if candidate.layout.zero:  # is sharded over samples, or not at all
             assert candidate.layout.dp > 1
     assert any(candidate.layout.vpp > 1 for candidate in found("gpt3-175b", "64xp4de.24xlarge", 1536, 2048).best)
+
+
+def test_shards_stay_within_a_node_where_the_network_is_slow() -> None:
+    best = found("llama2-7b", "4xp4de.24xlarge", 512, 4096).best[0].layout
+    assert (best.zero, best.copies, best.shards) == (3, 4, 8)
+    assert parallel_keys(best)["dp_replicate"] == 4
+    assert parallel_keys(best)["dp_shard"] == 8

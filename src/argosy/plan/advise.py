@@ -114,7 +114,8 @@ class Advice:
 def parallel_keys(layout: Layout) -> dict[str, object]:
     """A layout as keys of a run spec's `parallel`."""
     keys = {"tp": layout.tp, "pp": layout.pp, "vpp": layout.vpp, "cp": layout.cp, "ep": layout.ep}
-    spread = {"dp_shard" if layout.zero else "dp_replicate": layout.dp}
+    shard = layout.dp // layout.copies if layout.zero else 1
+    spread = {"dp_replicate": layout.dp // shard, "dp_shard": shard}
     sizes: dict[str, object] = {k: v for k, v in {**keys, **spread}.items() if v > 1}
     if layout.vpp > 1:
         sizes["schedule"] = "interleaved-1f1b"
@@ -196,6 +197,7 @@ def _asked(parallel: ParallelSpec, cluster: Cluster) -> Layout | None:
     zero = 3 if parallel.dp_shard > 1 else 0
     return Layout(
         tp=parallel.tp, pp=parallel.pp, vpp=parallel.vpp, cp=parallel.cp, ep=parallel.ep, dp=parallel.data_parallel, zero=zero,
+        copies=parallel.dp_replicate if zero else 1,
         sp=parallel.tp > 1 and parallel.sp, micro_batch=parallel.micro_batch, recompute=parallel.recompute,
     )  # fmt: skip
 

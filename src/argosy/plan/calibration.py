@@ -47,7 +47,7 @@ class Stack(Section):
     reduced: float
     whole_sends: bool = False
     levelled: bool = False
-    overlaps: tuple[Literal["tensor", "send", "gradients"], ...] = ()
+    overlaps: tuple[Literal["tensor", "send", "gradients", "context"], ...] = ()
 
 
 class Calibration(Section):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal
 
 from argosy.config.counts import (
@@ -34,9 +34,15 @@ class Layout:
     ep: int = 1
     dp: int = 1
     zero: int = 0
+    copies: int = 1  # of what is sharded: above 1 data-parallel ranks shard it in that many groups
     sp: bool = False  # what tensor parallelism does not split is split along the sequence
     micro_batch: int = 1
     recompute: Recompute = "none"
+
+    @property
+    def shards(self) -> int:
+        """Ranks that hold the same part of the model, and may each hold a piece of it."""
+        return self.dp * self.cp // self.copies
 
     @property
     def gpus(self) -> int:
@@ -46,7 +52,8 @@ class Layout:
         axes = [
             f"{axis}{getattr(self, axis)}" for axis in ("tp", "pp", "vpp", "cp", "ep", "dp") if getattr(self, axis) > 1
         ]
-        parts = [*axes, f"mb{self.micro_batch}", *([f"zero{self.zero}"] if self.zero else [])]
+        sharded = f"zero{self.zero}" + (f"/{self.dp // self.copies}" if self.copies > 1 else "")
+        parts = [*axes, f"mb{self.micro_batch}", *([sharded] if self.zero else [])]
         parts += ["sp"] if self.sp else []
         return " ".join([*parts, *([] if self.recompute == "none" else [f"recompute={self.recompute}"])])
 
@@ -156,21 +163,23 @@ def sizes_of(model: ModelSpec) -> Sizes:
     )
 
 
-def stage_layers(work: Work, layout: Layout, *, levelled: bool = False) -> list[int]:
+def stage_layers(work: Work, layout: Layout, *, levelled: bool = False) -> tuple[int, ...]:
     """Layers of each stage: equal, and the first ones one more where they do not divide. `levelled`: fewer in the last, for
     the output head, as far as that makes the slowest stage faster."""
-    layers, stages = work.sizes.layers, layout.pp
-    last = -(-layers // stages) if layers % stages == 0 else layers // stages
-    if levelled and stages > 1:
+    return _split(work.sizes.layers, layout.pp, work.head_layers if levelled else 0.0)
 
-        def slowest(at_the_end: int) -> float:
-            return max(-(-(layers - at_the_end) // (stages - 1)), at_the_end + work.head_layers)
 
-        last = min(range(last, 0, -1), key=slowest)
+@lru_cache
+def _split(layers: int, stages: int, head: float) -> tuple[int, ...]:
     if stages == 1:
-        return [layers]
+        return (layers,)
+
+    def slowest(last: int) -> float:
+        return max(-(-(layers - last) // (stages - 1)), last + head)
+
+    last = min(range(layers // stages, 0, -1), key=slowest)
     each, over = divmod(layers - last, stages - 1)
-    return [*(each + (stage < over) for stage in range(stages - 1)), last]
+    return (*(each + (stage < over) for stage in range(stages - 1)), last)
 
 
 def violations(work: Work, layout: Layout, gpus: int) -> Iterator[str]:
@@ -195,5 +204,7 @@ def violations(work: Work, layout: Layout, gpus: int) -> Iterator[str]:
         yield f"{work.micro_batches(layout)} micro-batches are not a multiple of pp {layout.pp}, as interleaving needs"
     if layout.ep > 1 and (model.moe is None or model.moe.experts % layout.ep):
         yield f"ep {layout.ep} does not divide {0 if model.moe is None else model.moe.experts} experts"
-    if (layout.dp * layout.cp) % layout.ep:
-        yield f"ep {layout.ep} does not divide dp {layout.dp} x cp {layout.cp}"
+    if layout.dp % layout.copies:
+        yield f"dp {layout.dp} does not make {layout.copies} copies"
+    elif layout.shards % layout.ep:
+        yield f"ep {layout.ep} does not divide the {layout.shards} ranks of a copy"

@@ -46,8 +46,10 @@ def group(layout: Layout, axis: str, cluster: Cluster) -> Group:
         stride *= size
     if axis == "ep":  # taken from context and data ranks
         return Group(layout.ep, max(1, min(layout.ep, cluster.domain // layout.tp)))
-    size = layout.cp * layout.dp  # "shards": all ranks that hold the same part of the model
-    return Group(size, max(1, min(size, cluster.domain // layout.tp)))
+    near = max(1, cluster.domain // layout.tp)
+    if axis == "copies":
+        return Group(layout.copies, max(1, min(layout.copies, near // layout.shards)))
+    return Group(layout.shards, min(layout.shards, near))
 
 
 def bandwidth(links: Links, ranks: Group) -> float:

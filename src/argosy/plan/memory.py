@@ -85,8 +85,7 @@ def _state(work: Work, layout: Layout, stack: Stack, dense: float, experts: floa
     """Bytes of weights, gradients and optimiser, each sharded as the ZeRO stage says."""
     once = work.micro_batches(layout) == 1 and layout.pp == 1
     each = (stack.weight, stack.gradient_once if once else stack.gradient, stack.optimiser)
-    ranks = layout.dp * layout.cp
-    shards = [ranks if layout.zero >= stage else 1 for stage in (3, 2, 1)]
+    shards = [layout.shards if layout.zero >= stage else 1 for stage in (3, 2, 1)]
     return tuple(  # type: ignore[return-value]
         size * (dense / shard + experts / max(1, shard // layout.ep)) for size, shard in zip(each, shards, strict=True)
     )

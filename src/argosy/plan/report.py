@@ -17,11 +17,11 @@ FORMULAS = {
     "recompute": "what the backward pass makes again: the forward pass, or its cheap operations",
     "head": "m x (output head's products + bytes of the loss), where the last stage is the slowest",
     "tensor": "m x layers x 4 all-reduces (6 with full recompute) of 2 x tokens x hidden bytes",
-    "context": "keys and values around the ring, less what attention hides",
+    "context": "all keys and values gathered for each layer, and their gradients scattered",
     "experts": "4 all-to-alls of top_k x tokens x hidden, each domain reached once",
     "gather": "ZeRO-3: two gathers and a scatter of each layer's weights, less what computation hides",
     "pipeline": "m x vpp x 2 sends of 2 x tokens x hidden / tp bytes",
-    "gradients": "reduction over data-parallel ranks, less what the last backward pass hides",
+    "gradients": "reduction over data-parallel ranks, or copies of a sharded model, less what the last backward pass hides",
     "bubble": "(sum of the stages' times - the slowest's) / vpp",
     "optimiser": "34 bytes of each parameter held / memory bandwidth reached, and the step's own overhead",
     "waiting": "for the slowest node: a share for each doubling of nodes",
@@ -33,7 +33,7 @@ def distinct(found: Found, count: int) -> list[Candidate]:
     seen: dict[tuple[int, ...], Candidate] = {}
     for candidate in found.best:
         mesh = candidate.layout
-        seen.setdefault((mesh.tp, mesh.pp, mesh.cp, mesh.ep, mesh.zero == 3), candidate)
+        seen.setdefault((mesh.tp, mesh.pp, mesh.cp, mesh.ep, mesh.zero == 3, mesh.copies), candidate)
     return list(seen.values())[:count]
 
 

@@ -29,8 +29,13 @@ class Candidate:
     work: Work
     layout: Layout
     cluster: Cluster
-    stages: tuple[StageMemory, ...]
+    stack: Stack
+    known: Calibration
     time: StepTime
+
+    @cached_property
+    def stages(self) -> tuple[StageMemory, ...]:
+        return tuple(memory_of(self.work, self.layout, self.stack, self.known))
 
     @cached_property
     def fullest(self) -> StageMemory:
@@ -56,8 +61,7 @@ class Found:
 
 
 def evaluate(work: Work, layout: Layout, cluster: Cluster, stack: Stack, known: Calibration) -> Candidate:
-    stages = tuple(memory_of(work, layout, stack, known))
-    return Candidate(work, layout, cluster, stages, step_time(work, layout, cluster, stack, known))
+    return Candidate(work, layout, cluster, stack, known, step_time(work, layout, cluster, stack, known))
 
 
 def search(
@@ -103,13 +107,13 @@ def layouts(work: Work, cluster: Cluster) -> Iterator[Layout]:
                 if work.global_batch % dp:
                     continue
                 base = Layout(tp=tp, pp=pp, cp=cp, dp=dp, sp=tp > 1)
-                yield from _variants(work, base, [n for n in experts if (dp * cp) % n == 0])
+                yield from _variants(work, base, [n for n in experts if (dp * cp) % n == 0], cluster.domain)
 
 
-def _variants(work: Work, base: Layout, experts: list[int]) -> Iterator[Layout]:
+def _variants(work: Work, base: Layout, experts: list[int], domain: int) -> Iterator[Layout]:
     share = work.global_batch // base.dp
     chunks = [v for v in (1, 2, 4) if v == 1 or (base.pp > 1 and work.sizes.layers % (base.pp * v) == 0)]
-    zeros = [0, 3] if base.dp > 1 else [0]  # replicas, or shards (FSDP): what a run spec can say
+    zeros = [(0, 1), *((3, copies) for copies in _copies(base, domain))] if base.dp > 1 else [(0, 1)]
     for ep in experts:
         for micro_batch in [n for n in (1, 2, 4, 8, 16, 32) if share % n == 0]:
             if micro_batch * work.seq_len > 131_072 * base.cp:
@@ -117,9 +121,17 @@ def _variants(work: Work, base: Layout, experts: list[int]) -> Iterator[Layout]:
             for vpp in chunks:
                 if vpp > 1 and share // micro_batch % base.pp:
                     continue
-                for zero in zeros if ep == 1 else [3]:
+                for zero, copies in zeros if ep == 1 else [(3, 1)]:
                     for recompute in RECOMPUTE:
-                        yield replace(base, ep=ep, micro_batch=micro_batch, vpp=vpp, zero=zero, recompute=recompute)
+                        yield replace(
+                            base, ep=ep, micro_batch=micro_batch, vpp=vpp, zero=zero, copies=copies, recompute=recompute
+                        )
+
+
+def _copies(base: Layout, domain: int) -> list[int]:
+    """Shards over all data-parallel ranks (FSDP), or over those that NVLink joins, with a copy in each domain."""
+    near = domain // (base.tp * base.cp)
+    return [1, base.dp // near] if 1 < near < base.dp and base.dp % near == 0 else [1]
 
 
 def _divisors(number: int) -> list[int]:

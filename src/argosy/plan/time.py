@@ -193,7 +193,8 @@ def _layer_terms(
     ring = group(layout, "cp", cluster)
     key_values = 4 * tokens * sizes.key_value / layout.tp * layout.cp
     context = gather(links, ring, key_values) * (3 + repeats)
-    context = max(0.1 * context, context - forward.attention - backward.attention)
+    if "context" in stack.overlaps:  # around a ring, beside attention
+        context = max(0.1 * context, context - forward.attention - backward.attention)
     experts = 0.0
     if work.model.moe is not None:
         ranks = group(layout, "ep", cluster)
@@ -267,10 +268,11 @@ def _once(
     own = dense + experts
     ranks = shards.size if layout.zero else 1
     optimiser = OPTIMISER_BYTES * (dense / ranks + experts / max(1, ranks // layout.ep)) / rates.memory
-    if layout.zero == 3 and layout.pp == 1:
-        return 0.0, optimiser
+    exchanged = 0.0
+    if layout.copies > 1:  # a rank's piece, summed over the copies
+        exchanged += reduce(links, group(layout, "copies", cluster), stack.reduced * own / ranks)
     if layout.zero == 0:
-        exchanged = reduce(links, shards, stack.reduced * own)
-    else:
-        exchanged = gather(links, shards, stack.reduced * own) + gather(links, shards, 2 * own)
+        exchanged += reduce(links, shards, stack.reduced * own)
+    elif layout.zero < 3 or layout.pp > 1:
+        exchanged += gather(links, shards, stack.reduced * own) + gather(links, shards, 2 * own)
     return max(0.0, exchanged - known.hidden(stack, "gradients") * backward), optimiser + known.constants["step"]
