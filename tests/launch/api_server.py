@@ -4,6 +4,7 @@ watch, logs, delete. It stores objects and nothing acts on them: tests play the 
 from __future__ import annotations
 
 import json
+import ssl
 import threading
 import time
 from collections import defaultdict
@@ -23,7 +24,8 @@ OPERATORS = {"jobsets": JOB_SET, "hyperpodpytorchjobs": HYPERPOD_JOB}
 class ApiServer:
     """`objects[(plural, name)]` is what the cluster holds; `faults` are statuses to answer next; `dropped` watches are cut."""
 
-    def __init__(self) -> None:
+    def __init__(self, certificate: Path | None = None) -> None:
+        self.token = "loopback-token"
         self.objects: dict[tuple[str, str], Object] = {}
         self.logs: dict[str, list[str]] = defaultdict(list)
         self.requests: list[tuple[str, str, dict[str, str]]] = []
@@ -41,11 +43,17 @@ class ApiServer:
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
+        self._scheme = "http"
+        if certificate is not None:  # with its key in the same file
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(certificate)
+            self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
+            self._scheme = "https"
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self._server.server_port}"
+        return f"{self._scheme}://127.0.0.1:{self._server.server_port}"
 
     def close(self) -> None:
         self._server.shutdown()
@@ -122,7 +130,8 @@ class _Handler(BaseHTTPRequestHandler):
         state = self.server_state
         plural, name, sub, query = self._split()
         state.requests.append((self.command, urlsplit(self.path).path, query))
-        if self.headers.get("Authorization") != "Bearer loopback-token":
+        scheme, _, token = self.headers.get("Authorization", "").partition(" ")
+        if (scheme.lower(), token) != ("bearer", state.token):
             self._answer(401, {"message": "Unauthorized"})
             return None
         if state.faults:

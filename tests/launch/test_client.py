@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 from api_server import ApiServer
+from kubernetes.config import incluster_config
 from rendering import GPU_EXAMPLE
 
 from argosy.errors import ArgosyError
@@ -150,6 +154,58 @@ def test_who_stops_looking_is_told_what_goes_on(
         conductor.run()
     assert "prepare goes on in the cluster; preflight, train will not start by itself" in said[-1]
     assert f"argosy stop {RUN} -n training" in said[-1]
+
+
+@pytest.fixture
+def in_a_pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ApiServer, Path]]:
+    """As Kubernetes sets a pod up: a server behind TLS, and a token in a file that is written anew now and then."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl, to make a certificate")
+    certificate, token = tmp_path / "ca.crt", tmp_path / "token"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=kubernetes", "-addext",
+         "subjectAltName=IP:127.0.0.1", "-keyout", tmp_path / "key", "-out", certificate], check=True, capture_output=True,
+    )  # fmt: skip
+    both = tmp_path / "server.pem"
+    both.write_text(certificate.read_text() + (tmp_path / "key").read_text())
+    running = ApiServer(both)
+    token.write_text(running.token)
+    monkeypatch.setattr(incluster_config, "SERVICE_TOKEN_FILENAME", str(token))
+    monkeypatch.setattr(incluster_config, "SERVICE_CERT_FILENAME", str(certificate))
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", running.url.rpartition(":")[2])
+    monkeypatch.delenv("KUBECONFIG", raising=False)
+    yield running, token
+    running.close()
+
+
+def test_the_conductor_speaks_for_its_service_account_however_long_it_follows(
+    in_a_pod: tuple[ApiServer, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, token = in_a_pod
+    made = incluster_config.InClusterConfigLoader.__init__
+
+    def impatient(self: Any, *words: Any, **named: Any) -> None:
+        made(self, *words, **named)
+        self._token_refresh_period = timedelta(0)  # the file is looked at each time, and not once a minute
+
+    monkeypatch.setattr(incluster_config.InClusterConfigLoader, "__init__", impatient)
+
+    def rotate() -> None:
+        server.token = "the-next-one"
+        token.write_text(server.token)
+        server.condition("jobsets", RUN, "Completed")
+
+    later(rotate, lambda: any(query.get("watch") for _, _, query in server.requests))
+    cluster = connect("training", in_cluster=True)
+    assert Conductor(cluster, place(GPU_EXAMPLE, TRAIN_ONLY), lambda text: None, look_every=1).run() == 0
+
+
+def test_outside_a_pod_there_is_no_service_account(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    with pytest.raises(ArgosyError) as refused:
+        connect("training", in_cluster=True)
+    assert "leave it out elsewhere" in refused.value.fix
 
 
 def test_a_broken_kubeconfig_is_a_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

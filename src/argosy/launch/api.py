@@ -260,7 +260,9 @@ def connect(namespace: str | None, *, in_cluster: bool = False, patience: Patien
         raise ArgosyError(
             "launch.api",
             f"no cluster is configured: {error}",
-            fix="set KUBECONFIG or ~/.kube/config as for kubectl; AKS: az aks get-credentials, EKS: aws eks update-kubeconfig",
+            fix="--in-cluster is for a pod with a service account, as the chart's conductor: leave it out elsewhere"
+            if in_cluster
+            else "set KUBECONFIG or ~/.kube/config as for kubectl; AKS: az aks get-credentials, EKS: aws eks update-kubeconfig",
         ) from None
     default = (current.get("context") or {}).get("namespace") or "default"
     return Cluster(client.ApiClient(settings), namespace or default, patience)
