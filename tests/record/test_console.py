@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from argosy.record.console import amount, clock, describe
+from argosy.record.console import amount, clock, describe, volume
 from argosy.record.plot import plot
 
 RECORD = {
@@ -30,6 +30,11 @@ def test_utilisation_names_its_peak() -> None:
 )
 def test_amounts(number: float, text: str) -> None:
     assert amount(number) == text
+
+
+@pytest.mark.parametrize(("size", "text"), [(12, "12B"), (1.5e3, "1.5KB"), (2e9, "2GB"), (3.25e12, "3.25TB")])
+def test_bytes(size: float, text: str) -> None:
+    assert volume(size) == text
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from argosy.checkpoint.staging import require_space, staged
 from argosy.checkpoint.store import listed, require_names
 from argosy.config.start import model_root
 from argosy.errors import ArgosyError
-from argosy.record.console import amount
+from argosy.record.console import volume
 from argosy.record.progress import Progress
 
 
@@ -30,7 +30,7 @@ class Averaged:
 
     def describe(self, *, done: bool) -> str:
         lines = [
-            f"{'averaged' if done else 'would average'} {len(self.sources)} checkpoints, {amount(self.bytes)}B of weights:"
+            f"{'averaged' if done else 'would average'} {len(self.sources)} checkpoints, {volume(self.bytes)} of weights:"
         ]
         lines += [f"  step {step:,}  {where}" for step, where in zip(self.steps, self.sources, strict=True)]
         return "\n".join([*lines, f"to {self.to}; sample, evaluate or export it, or start a run from it (init_from)"])

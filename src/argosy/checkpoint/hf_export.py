@@ -30,7 +30,7 @@ from argosy.config.units import parse_bytes
 from argosy.errors import ArgosyError
 from argosy.model.build import build_model
 from argosy.model.hf import Entry, entries
-from argosy.record.console import amount
+from argosy.record.console import volume
 from argosy.record.progress import Progress
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -74,7 +74,7 @@ class Exported:
     def describe(self, *, done: bool) -> str:
         lines = [
             f"{'exported' if done else 'would export'} {self.source} (step {self.step}) to {self.to}",
-            f"  {self.model_type}: {self.parameters:,} parameters in {self.dtype}, {amount(self.bytes)}B in "
+            f"  {self.model_type}: {self.parameters:,} parameters in {self.dtype}, {volume(self.bytes)} in "
             f"{len(self.files)} file{'s' if self.files[1:] else ''}",
         ]
         if self.padding_removed:

@@ -17,7 +17,7 @@ from argosy.config.counts import count_parameters
 from argosy.config.hf import model_type_of
 from argosy.config.start import HF, MEGATRON
 from argosy.errors import ArgosyError
-from argosy.record.console import amount
+from argosy.record.console import volume
 from argosy.record.progress import Progress as Bar
 
 
@@ -36,7 +36,7 @@ class Imported:
     def describe(self, *, done: bool) -> str:
         lines = [
             f"{'imported' if done else 'would import'} {self.source} to {self.to}",
-            f"  {self.model_type}: {self.parameters:,} parameters, {amount(self.bytes)}B of weights",
+            f"  {self.model_type}: {self.parameters:,} parameters, {volume(self.bytes)} of weights",
             f"  tokenizer and settings: {', '.join(self.assets) or 'none'}",
         ]
         if self.unused:

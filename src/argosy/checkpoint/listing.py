@@ -11,7 +11,7 @@ from argosy.checkpoint.manifest import MANIFEST, Checkpoint, read_checkpoint, ve
 from argosy.checkpoint.store import listed, step_of
 from argosy.config.start import model_root
 from argosy.errors import ArgosyError
-from argosy.record.console import amount, clock
+from argosy.record.console import amount, clock, volume
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,6 @@ def describe(path: Path, found: list[Listed]) -> str:
         loss = "" if one.loss is None else f"{one.loss:.4f}"
         mark = "  <- the newest good one: what `train` goes on from" if one.resumes else ""
         lines.append(
-            f"{one.step:>10,}  {age:>9}  {amount(one.bytes):>8}B  {tokens:>9}  {loss:>8}  {one.layout or '':<22}  {state}{mark}"
+            f"{one.step:>10,}  {age:>9}  {volume(one.bytes):>9}  {tokens:>9}  {loss:>8}  {one.layout or '':<22}  {state}{mark}"
         )
     return "\n".join(lines)

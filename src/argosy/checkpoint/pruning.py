@@ -9,7 +9,7 @@ from pathlib import Path
 from argosy.checkpoint.store import latest, remove, step_of, superfluous
 from argosy.config.start import model_root
 from argosy.errors import ArgosyError
-from argosy.record.console import amount
+from argosy.record.console import volume
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Pruned:
     def describe(self, *, done: bool) -> str:
         verb = "removed" if done else "would remove"
         steps = ", ".join(f"{step:,}" for step in self.steps) or "nothing"
-        lines = [f"{verb} {steps}" + (f": {amount(self.bytes)}B" if self.steps else "")]
+        lines = [f"{verb} {steps}" + (f": {volume(self.bytes)}" if self.steps else "")]
         return "\n".join([*self.notes, *lines, f"step {self.kept:,} is the newest good one, and stays"])
 
 

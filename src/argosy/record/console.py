@@ -131,6 +131,11 @@ def amount(number: float) -> str:
     return f"{number:.3g}"
 
 
+def volume(size: float) -> str:
+    """Bytes: 1234567890 -> 1.23GB"""
+    return amount(size).replace("B", "G") + "B"
+
+
 def clock(seconds: float) -> str:
     """4000 -> 1h06m"""
     whole = round(seconds)

@@ -7,7 +7,7 @@ import time
 from types import TracebackType
 from typing import Any
 
-from argosy.record.console import amount, clock
+from argosy.record.console import amount, clock, volume
 
 _SECONDS_BETWEEN_LINES = 5.0
 
@@ -56,4 +56,5 @@ class Progress:
     def _facts(self) -> str:
         rate = self.done / max(time.monotonic() - self._started, 1e-9)
         remaining = (self.total - self.done) / rate if rate else 0.0
-        return f"{amount(rate)}{self.unit}/s | ETA {clock(max(0.0, remaining))}"
+        shown = volume(rate) if self.unit == "B" else f"{amount(rate)}{self.unit}"
+        return f"{shown}/s | ETA {clock(max(0.0, remaining))}"

@@ -31,7 +31,7 @@ from argosy.data.remote.hub import Hub, RemoteFile
 from argosy.data.remote.sources import Choice, find_files
 from argosy.data.remote.web import BadStatus, Patience, Web, refuse
 from argosy.errors import ArgosyError
-from argosy.record.console import amount
+from argosy.record.console import volume
 from argosy.record.jsonl import read_jsonl
 from argosy.record.progress import Progress
 
@@ -75,7 +75,7 @@ class Fetched:
 
     def describe_plan(self) -> str:
         lines = [f"{file.path}  {file.bytes:,} bytes" for file in self.files]
-        total = f"{len(self.files):,} files, {self.bytes:,} bytes ({amount(self.bytes)}B) -> {self.output}"
+        total = f"{len(self.files):,} files, {self.bytes:,} bytes ({volume(self.bytes)}) -> {self.output}"
         return "\n".join(
             [*lines, f"{total}; {self.new_bytes:,} bytes still to fetch, {_free(Path(self.output)):,} free"]
         )
