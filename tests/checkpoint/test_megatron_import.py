@@ -85,6 +85,48 @@ def test_every_weight_and_the_logits_are_bit_equal(kind: str, form: str, tmp_pat
     assert torch.equal(after, logits(spec, weights))
 
 
+def _with_masters(tmp_path: Path, kind: str, form: str, change: Any = None) -> dict[str, Tensor]:
+    """A checkpoint in 16 bits with the optimiser's weights in 32; returns these."""
+    spec, weights = model_of(kind)
+    masters = {name: w.float() * (1 + 2**-12) for name, w in weights.items()}  # rounds back to the same 16 bits
+    like = {"stacked": form == "stacked", "padded": PADDED, "single": form == "single"}
+    state = megatron_state(spec, weights, **like)
+    prefix = "chained_0.optimizer.state.param" if form == "apart" else "optimizer.state.fp32_param"
+    state |= {f"{prefix}.{name}": tensor for name, tensor in megatron_state(spec, masters, **like).items()}
+    if change is not None:
+        change(state)
+    write_checkpoint(tmp_path / "run", state, arguments=arguments_of(spec, PADDED))
+    return masters
+
+
+@pytest.mark.parametrize(("kind", "form"), [("gpt", "stacked"), ("llama", "apart"), ("mixtral", "single")])
+def test_the_optimisers_weights_in_32_bits_are_taken_where_it_kept_them(kind: str, form: str, tmp_path: Path) -> None:
+    masters = _with_masters(tmp_path, kind, form)
+    found = import_megatron(f"megatron:{tmp_path / 'run'}", tmp_path / "ours")
+    assert found.masters
+    assert all(torch.equal(back, masters[name]) for name, back in imported(tmp_path / "ours").items())
+    found = import_megatron(f"megatron:{tmp_path / 'run'}", tmp_path / "rounded", masters=False)
+    assert not found.masters
+    assert all(torch.equal(b, masters[name].bfloat16()) for name, b in imported(tmp_path / "rounded").items())
+
+
+def test_weights_in_32_bits_that_are_not_all_there_are_not_mixed_with_others(tmp_path: Path) -> None:
+    name = "optimizer.state.fp32_param.decoder.final_layernorm.weight"
+    masters = _with_masters(tmp_path, "llama", "stacked", lambda state: state.pop(name))
+    found = import_megatron(f"megatron:{tmp_path / 'run'}", tmp_path / "ours")
+    assert "as the model kept them" in found.describe(done=True)
+    assert all(torch.equal(b, masters[name].bfloat16()) for name, b in imported(tmp_path / "ours").items())
+
+
+def test_weights_in_32_bits_of_another_model_are_refused(tmp_path: Path) -> None:
+    name = "optimizer.state.fp32_param.decoder.final_layernorm.weight"
+    _with_masters(tmp_path, "llama", "stacked", lambda state: state[name].add_(1))
+    with pytest.raises(ArgosyError, match=r"final_layernorm\.weight is not the rounding") as refused:
+        import_megatron(f"megatron:{tmp_path / 'run'}", tmp_path / "ours")
+    assert "--no-masters" in refused.value.fix
+    assert not (tmp_path / "ours").exists()
+
+
 def test_the_files_of_this_test_are_what_torch_reads(tmp_path: Path) -> None:
     spec, weights = model_of("llama")
     state = megatron_state(spec, weights, stacked=True, padded=PADDED)

@@ -12,11 +12,21 @@ from argosy.errors import ArgosyError
 
 
 def import_model(
-    source: str, to: Path, *, model: str | None, changes: Sequence[str], tokenizer: str | None, dry_run: bool
+    source: str,
+    to: Path,
+    *,
+    model: str | None,
+    changes: Sequence[str],
+    tokenizer: str | None,
+    masters: bool,
+    dry_run: bool,
 ) -> Imported | MegatronImported:
     if source.startswith(MEGATRON):
-        return import_megatron(source, to, model=model, changes=changes, tokenizer=tokenizer, dry_run=dry_run)
+        return import_megatron(
+            source, to, model=model, changes=changes, tokenizer=tokenizer, masters=masters, dry_run=dry_run
+        )
     given = {"--model": model, "KEY=VALUE": " ".join(changes) or None, "--tokenizer": tokenizer}
+    given["--no-masters"] = None if masters else "given"
     for key, value in given.items():
         if value is not None:
             raise ArgosyError(

@@ -124,6 +124,12 @@ def import_model(
     tokenizer: Annotated[
         str | None, typer.Option(help="megatron: the tokenizer to put beside the weights; says what is padding.")
     ] = None,
+    masters: Annotated[
+        bool,
+        typer.Option(
+            "--masters/--no-masters", help="megatron: take the optimiser's 32-bit weights, where it kept any."
+        ),
+    ] = True,
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
@@ -141,7 +147,9 @@ def import_model(
 
     from argosy.checkpoint.importing import import_model
 
-    found = import_model(source, to, model=model, changes=changes or (), tokenizer=tokenizer, dry_run=dry_run)
+    found = import_model(
+        source, to, model=model, changes=changes or (), tokenizer=tokenizer, masters=masters, dry_run=dry_run
+    )
     print(json.dumps(asdict(found)) if as_json else found.describe(done=not dry_run))
 
 

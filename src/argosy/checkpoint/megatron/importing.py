@@ -1,7 +1,8 @@
 """`argosy ckpt import megatron:DIR`: a checkpoint of Megatron-LM as a directory of ours (see `model_directory`).
 
 The model is what the run's arguments in `common.pt` say, or what the user says; the shapes of all tensors must agree with it
-before a number is read. Weights alone are taken over. One parameter is in memory at a time.
+before a number is read. Weights alone are taken over, those of the optimiser where it kept them in 32 bits. One parameter is in
+memory at a time.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import orjson
 
 from argosy.checkpoint.megatron.archive import read_value
+from argosy.checkpoint.megatron.masters import with_masters
 from argosy.checkpoint.megatron.pickles import Note, UnknownNameError, UnreadableError
 from argosy.checkpoint.megatron.table import EMBEDDING, make_table
 from argosy.checkpoint.megatron.torch_dist import METADATA, TorchDist, unsafe
@@ -27,7 +29,7 @@ from argosy.config.resolve import resolve_model
 from argosy.config.start import MEGATRON
 from argosy.data.text.tokenizer import Tokenizer, load_tokenizer
 from argosy.errors import ArgosyError
-from argosy.record.console import amount
+from argosy.record.console import volume
 from argosy.record.progress import Progress as Bar
 
 COMMON, FORMAT, LATEST = "common.pt", "metadata.json", "latest_checkpointed_iteration.txt"
@@ -60,6 +62,7 @@ class MegatronImported:
     padding: int  # rows left out
     vocabulary_known: bool
     tokenizer: str | None
+    masters: bool
 
     def describe(self, *, done: bool) -> str:
         kept = f"{self.rows:,} rows of the vocabulary"
@@ -69,7 +72,9 @@ class MegatronImported:
             kept += ", all kept: if some are padding, give --tokenizer or vocab_size=N"
         lines = [
             f"{'imported' if done else 'would import'} {self.source} to {self.to}",
-            f"  {self.family}: {self.parameters:,} parameters, {amount(self.bytes)}B of weights; no state of the optimiser",
+            f"  {self.family}: {self.parameters:,} parameters, {volume(self.bytes)} of weights, "
+            + ("the optimiser's in 32 bits" if self.masters else "as the model kept them"),
+            "  the optimiser's moments are left behind",
             f"  {kept}",
             f"  tokenizer: {self.tokenizer or 'none; --tokenizer PATH puts one beside the weights'}",
         ]
@@ -83,21 +88,34 @@ def import_megatron(
     model: str | None = None,
     changes: Sequence[str] = (),
     tokenizer: str | None = None,
+    masters: bool = True,
     dry_run: bool = False,
 ) -> MegatronImported:
-    """`model` is a preset, in place of the arguments in the checkpoint; `changes` are `key=value` over either."""
+    """`model` is a preset, in place of the arguments in the checkpoint; `changes` are `key=value` over either. `masters`: take
+    the optimiser's 32-bit weights where all are there."""
     directory = find_iteration(Path(source.removeprefix(MEGATRON)))
     stored = TorchDist(directory)
     words = None if tokenizer is None else load_tokenizer(tokenizer)
     spec, known = _model(directory, model, changes, words)
     table = make_table(spec, stored.infos, str(directory))
+    better = with_masters(table, stored.infos) if masters else None
     rows = next(piece for piece in table["embed.tokens.weight"].pieces if piece.name.endswith(EMBEDDING))
     total = stored.infos[rows.name].shape[0]
+    table = better or table
     infos = {name: part.info for name, part in table.items()}
     size = sum(info.nbytes for info in infos.values())
     name = None if words is None else words.stored()[0]
     found = MegatronImported(
-        source, str(to), spec.family, count_parameters(spec).total, size, total, total - spec.vocab_size, known, name
+        source,
+        str(to),
+        spec.family,
+        count_parameters(spec).total,
+        size,
+        total,
+        total - spec.vocab_size,
+        known,
+        name,
+        better is not None,
     )
     require_space(to, size)
     if dry_run:
