@@ -74,7 +74,7 @@ def test_every_weight_and_the_logits_are_bit_equal(kind: str, form: str, tmp_pat
     state = megatron_state(spec, weights, stacked=form == "stacked", padded=PADDED, single=form == "single")
     state |= {f"optimizer.state.exp_avg.{name}": tensor for name, tensor in list(state.items())[:2]}
     write_checkpoint(tmp_path / "run", state, arguments=arguments_of(spec, PADDED))
-    found = import_megatron(f"megatron:{tmp_path / 'run'}", tmp_path / "ours")
+    found = import_megatron(f"megatron:{tmp_path / 'run'}", tmp_path / "ours", changes=["vocab_size=120"])
     assert (found.rows, found.padding) == (128, 8)
     back = imported(tmp_path / "ours")
     assert back.keys() == weights.keys()
@@ -102,10 +102,12 @@ def _with_masters(tmp_path: Path, kind: str, form: str, change: Any = None) -> d
 @pytest.mark.parametrize(("kind", "form"), [("gpt", "stacked"), ("llama", "apart"), ("mixtral", "single")])
 def test_the_optimisers_weights_in_32_bits_are_taken_where_it_kept_them(kind: str, form: str, tmp_path: Path) -> None:
     masters = _with_masters(tmp_path, kind, form)
-    found = import_megatron(f"megatron:{tmp_path / 'run'}", tmp_path / "ours")
+    found = import_megatron(f"megatron:{tmp_path / 'run'}", tmp_path / "ours", changes=["vocab_size=120"])
     assert found.masters
     assert all(torch.equal(back, masters[name]) for name, back in imported(tmp_path / "ours").items())
-    found = import_megatron(f"megatron:{tmp_path / 'run'}", tmp_path / "rounded", masters=False)
+    found = import_megatron(
+        f"megatron:{tmp_path / 'run'}", tmp_path / "rounded", masters=False, changes=["vocab_size=120"]
+    )
     assert not found.masters
     assert all(torch.equal(b, masters[name].bfloat16()) for name, b in imported(tmp_path / "rounded").items())
 
@@ -113,7 +115,7 @@ def test_the_optimisers_weights_in_32_bits_are_taken_where_it_kept_them(kind: st
 def test_weights_in_32_bits_that_are_not_all_there_are_not_mixed_with_others(tmp_path: Path) -> None:
     name = "optimizer.state.fp32_param.decoder.final_layernorm.weight"
     masters = _with_masters(tmp_path, "llama", "stacked", lambda state: state.pop(name))
-    found = import_megatron(f"megatron:{tmp_path / 'run'}", tmp_path / "ours")
+    found = import_megatron(f"megatron:{tmp_path / 'run'}", tmp_path / "ours", changes=["vocab_size=120"])
     assert "as the model kept them" in found.describe(done=True)
     assert all(torch.equal(b, masters[name].bfloat16()) for name, b in imported(tmp_path / "ours").items())
 
@@ -216,7 +218,7 @@ def llama(tmp_path: Path) -> Path:
 
 
 def test_a_run_starts_from_an_imported_checkpoint(llama: Path, tmp_path: Path) -> None:
-    import_megatron(f"megatron:{llama}", tmp_path / "ours")
+    import_megatron(f"megatron:{llama}", tmp_path / "ours", changes=["vocab_size=120"])
     spec = resolve(
         None,
         [f"init_from={tmp_path / 'ours'}", "data.train=corpus", "train={steps: 1, global_batch: 1}", "optim.lr=0.1"],
@@ -247,7 +249,7 @@ def test_without_arguments_the_model_is_described_by_hand_and_common_pt_not_open
 def test_the_tokenizer_says_what_is_padding_and_lies_beside_the_weights(tmp_path: Path) -> None:
     spec, weights = model_of("llama")
     wide = {name: torch.cat([t, t, t])[:257] if t.shape[0] == 120 else t for name, t in weights.items()}
-    arguments = arguments_of(spec, 384) | {"vocab_size": None}
+    arguments = arguments_of(spec, 384)
     write_checkpoint(tmp_path / "run", megatron_state(spec, wide, stacked=True, padded=384), arguments=arguments)
     found = import_megatron(f"megatron:{tmp_path / 'run'}", tmp_path / "kept")
     assert "all kept" in found.describe(done=True)
@@ -257,6 +259,14 @@ def test_the_tokenizer_says_what_is_padding_and_lies_beside_the_weights(tmp_path
     loaded = load_model(str(tmp_path / "ours"), device="cpu")
     assert (loaded.source.vocab_size, loaded.source.eod_id) == (257, 256)
     assert loaded.source.tokenizer() is not None
+
+
+def test_a_tokenizer_that_is_not_the_models_is_refused(tmp_path: Path) -> None:
+    spec, weights = model_of("llama")
+    state = megatron_state(spec, weights, stacked=True, padded=512)
+    write_checkpoint(tmp_path / "run", state, arguments=arguments_of(spec, 512) | {"tensor_model_parallel_size": 1})
+    with pytest.raises(ArgosyError, match=r"257 tokens and the model 512 rows.* multiple of 128 would have made 384"):
+        import_megatron(f"megatron:{tmp_path / 'run'}", tmp_path / "ours", tokenizer="bytes")
 
 
 def _change_state(name: str, value: Tensor | None) -> Any:
@@ -276,7 +286,7 @@ def _change_state(name: str, value: Tensor | None) -> Any:
         (_change_state("mtp.layers.0.eh_proj.weight", torch.ones(3)), "holds mtp.layers.0.eh_proj.weight"),
         (_change_state("decoder.final_layernorm.weight", torch.ones(31)), r"\[31\].*wants \[32\]"),
         (_change_state("decoder.final_layernorm.weight", torch.ones(32, dtype=torch.int64)), "int64"),
-        (_change_state("embedding.word_embeddings.weight", torch.ones(100, 32)), r"\[100, 32\].*vocab_size = 120"),
+        (_change_state("embedding.word_embeddings.weight", torch.ones(100, 32)), r"\[100, 32\].*vocab_size = 128"),
         (_change_state("embedding.word_embeddings.weight", None), "holds 0 tensors embedding.word"),
     ],
 )  # fmt: skip
@@ -333,7 +343,7 @@ def test_other_formats_are_refused_by_their_name(make: Any, says: str, tmp_path:
 
 def test_the_command_says_what_it_would_do_and_does_it(llama: Path, tmp_path: Path) -> None:
     command = ["ckpt", "import", f"megatron:{llama}", "--to", str(tmp_path / "ours")]
-    said = CliRunner().invoke(app, [*command, "--dry-run"])
+    said = CliRunner().invoke(app, [*command, "vocab_size=120", "--dry-run"])
     assert said.exit_code == 0, said.output
     assert "would import" in said.output
     assert "8 are padding" in said.output

@@ -23,7 +23,7 @@ from argosy.checkpoint.model_directory import counted, write_model
 from argosy.checkpoint.source import Source
 from argosy.checkpoint.staging import require_space, staged
 from argosy.config.counts import count_parameters
-from argosy.config.foreign.megatron_stored import model_from_arguments
+from argosy.config.foreign.megatron_stored import model_from_arguments, most_padding
 from argosy.config.model import ModelSpec
 from argosy.config.resolve import resolve_model
 from argosy.config.start import MEGATRON
@@ -182,10 +182,22 @@ def _model(
         return resolve_model(model, changes), known
     arguments = _arguments(directory)
     tree = model_from_arguments(arguments, str(directory))
-    known = known or arguments.get("vocab_size") is not None
     if not known and words is not None:
+        _require_padding(words.vocab_size, tree["vocab_size"], most_padding(arguments, str(directory)))
         tree["vocab_size"], known = words.vocab_size, True
     return resolve_model({key: value for key, value in tree.items() if value is not None}, changes), known
+
+
+def _require_padding(words: int, rows: int, most: int) -> None:
+    """Refuse a tokenizer that is not the model's: more rows would be left out than were ever padded."""
+    if rows - words >= most:
+        raise ArgosyError(
+            "tokenizer.mismatch",
+            f"the tokenizer has {words:,} tokens and the model {rows:,} rows; padding to a multiple of {most:,} would have made "
+            f"{-(-words // most) * most:,} of them",
+            key="--tokenizer",
+            fix="give the tokenizer the model was trained with; or vocab_size=N for the rows to keep",
+        )
 
 
 def _arguments(directory: Path) -> dict[str, Any]:

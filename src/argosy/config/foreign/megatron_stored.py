@@ -27,7 +27,8 @@ _HELD: dict[str, tuple[Any, ...]] = {
 
 
 def model_from_arguments(arguments: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Keys of a model spec. Its vocabulary is the tokenizer's where the run knew it, else with its padding."""
+    """Keys of a model spec. Its vocabulary has its padding: the run's `vocab_size` is from before the end of a document got its
+    row, and set for some tokenizers only."""
     given = _Given(arguments, where)
     for key, allowed in _HELD.items():
         given.hold(key, allowed)
@@ -47,7 +48,7 @@ def model_from_arguments(arguments: Mapping[str, Any], where: str) -> dict[str, 
         "kv_heads": given.get("num_query_groups", heads) if given.flag("group_query_attention") else heads,
         "head_dim": given.get("kv_channels", None),
         "ffn": given.get("ffn_hidden_size", None),
-        "vocab_size": given.get("vocab_size", None) or given.need("padded_vocab_size"),
+        "vocab_size": given.need("padded_vocab_size"),
         "max_seq_len": given.need("max_position_embeddings"),
         "positions": "rope" if rope else "learned",
         "norm": "rmsnorm" if rms else "layernorm",
@@ -63,6 +64,12 @@ def model_from_arguments(arguments: Mapping[str, Any], where: str) -> dict[str, 
         **(_rope(given) if rope else {}),
         **({"moe": _experts(given)} if given.get("num_experts", None) else {}),
     }
+
+
+def most_padding(arguments: Mapping[str, Any], where: str) -> int:
+    """Rows that a vocabulary was padded by are fewer than this."""
+    given = _Given(arguments, where)
+    return int(given.get("make_vocab_size_divisible_by", 128) * given.get("tensor_model_parallel_size", 1))
 
 
 class _Given:
