@@ -36,6 +36,7 @@ from argosy.launch.render import render
         (["cluster.storage={claim: a, kind: fsx}"], "config.missing-key", "cluster.storage.subnet"),
         (["cluster.storage={claim: a, kind: azure-lustre, size: 20Ti}"], "launch.storage", "cluster.storage.size"),
         (["cluster.target=local"], "config.conflict", "cluster.nodes"),
+        (["name=seven-b."], "config.bad-value", "name"),
         (["cluster.image=r/argosy"], "launch.image", "cluster.image"),
         (["cluster.image=r:5000/argosy:latest"], "launch.image", "cluster.image"),
         (["cluster.env={A: b}", "cluster.secrets={A: s/k}"], "config.conflict", "cluster.env.A"),

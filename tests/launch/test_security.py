@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rendering import CASES, GPU_EXAMPLE, NAMES, files_of, objects_of, pods_of
+from rendering import CASES, GPU_EXAMPLE, HYPERPOD, NAMES, files_of, objects_of, pods_of
 
 from argosy.errors import ArgosyError
 from argosy.launch.placement import place
@@ -65,6 +65,15 @@ def test_secrets_go_by_reference() -> None:
     [pod] = pods_of(_train(["cluster.secrets={HF_TOKEN: hf-token/token}"]))
     [entry] = [e for e in pod["containers"][0]["env"] if e["name"] == "HF_TOKEN"]
     assert entry["valueFrom"] == {"secretKeyRef": {"name": "hf-token", "key": "token"}}
+
+
+def test_an_override_that_names_a_variable_does_not_become_its_value() -> None:
+    """Kubernetes would fill `$(HF_TOKEN)` in, and a secret would stand in the list of processes."""
+    for target, more in (("jobset", ()), ("hyperpod", (*HYPERPOD, "cluster.operator=sagemaker"))):
+        placed = place(GPU_EXAMPLE, ["runs_dir=runs-$(HF_TOKEN)", "cluster.secrets={HF_TOKEN: s/k}", *more], target)
+        for document in objects_of(render(placed)):
+            for pod in pods_of(document):
+                assert "runs_dir=runs-$$(HF_TOKEN)" in pod["containers"][0]["args"]
 
 
 @pytest.mark.parametrize(

@@ -178,6 +178,14 @@ def _check_kubernetes(placed: Placement) -> None:
             fix="build docker/Dockerfile, push it, and name it by digest: cluster.image=registry/argosy@sha256:…",
         )
     _check_image(cluster.image)
+    if not placed.spec.name[-1].isalnum():
+        raise ArgosyError(
+            "config.bad-value",
+            "the name of a run on Kubernetes is a label of its pods, and a label ends with a letter or a digit",
+            key="name",
+            value=placed.spec.name,
+            fix=f"name={placed.spec.name.rstrip('._-')}",
+        )
     if cluster.storage is None:
         raise ArgosyError(
             "config.missing-key",

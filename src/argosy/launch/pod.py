@@ -7,7 +7,7 @@ nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from argosy.config.cluster import ClusterSpec
@@ -86,7 +86,7 @@ def _container(placed: Placement, stage: Stage, name: str, env: Mapping[str, str
         "image": cluster.image,
         "imagePullPolicy": "IfNotPresent" if "@" in str(cluster.image) else "Always",  # a tag may have moved
         "command": ["argosy"],
-        "args": command(placed, stage),
+        "args": literal(command(placed, stage)),
         "workingDir": placed.storage.mount,
         "env": _environment(placed, env, on_gpus=on_gpus),
         "resources": {"requests": resources, "limits": resources},
@@ -105,6 +105,11 @@ def _container(placed: Placement, stage: Stage, name: str, env: Mapping[str, str
     if on_gpus and _shares_nvlink(placed):
         body["resources"] = body["resources"] | {"claims": [{"name": "nvlink-domain"}]}
     return body
+
+
+def literal(words: Sequence[str]) -> list[str]:
+    """Arguments as they are: Kubernetes would put a variable, which may be a secret, in place of `$(NAME)`."""
+    return [word.replace("$(", "$$(") for word in words]
 
 
 def _resources(placed: Placement) -> dict[str, str]:

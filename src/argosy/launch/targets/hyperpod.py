@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from argosy.launch.names import require_room
 from argosy.launch.placement import Placement
-from argosy.launch.pod import Manifest, job_metadata, nvlink_domain, pod_template
+from argosy.launch.pod import Manifest, job_metadata, literal, nvlink_domain, pod_template
 from argosy.launch.stages import SPEC_FILE
 from argosy.record.console import EVERY_NODE, STEP_LINE, STEP_LINES
 
@@ -41,7 +41,7 @@ def hyperpod_job(placed: Placement) -> list[Manifest]:
         "argosy",
         "train",
         SPEC_FILE,
-        *placed.overrides,
+        *literal(placed.overrides),
     ]
     container.setdefault("ports", []).append({"containerPort": AGENT_PORT, "name": "agent"})
     container["volumeMounts"].append({"name": "agent", "mountPath": AGENT_STATE})
