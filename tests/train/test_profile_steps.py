@@ -41,3 +41,16 @@ def test_a_window_that_the_run_ends_in_is_written_too(write_spec: Write, tmp_pat
     path = write_spec()
     train(resolve(path, ()), path, TrainOptions(profile="6:100", quiet=True))
     assert (tmp_path / "runs" / "tiny" / "profile" / "trace-rank0.json").exists()
+
+
+def test_steps_that_the_run_does_not_have_or_has_done_already_are_not_passed_over_in_silence(
+    write_spec: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_spec()
+    with pytest.raises(ArgosyError) as refusal:
+        train(resolve(path, ()), path, TrainOptions(profile="99:101"))
+    assert "6 steps" in refusal.value.cause
+    assert not (tmp_path / "runs").exists()
+    train(resolve(path, ()), path, TrainOptions(quiet=True))
+    train(resolve(path, ("train.steps=8",)), path, TrainOptions(profile="2:4"))
+    assert "steps 2 to 3 are done already" in capsys.readouterr().out

@@ -31,22 +31,10 @@ def test_parts_of_a_step_are_means_over_the_steps_since_they_were_asked_for() ->
         time.sleep(0.01)
         phases.end_step()
         time.sleep(0.05)  # between steps: nobody's
-    parts, own_s = phases.take()
+    parts = phases.take()
     assert set(parts) == {"forward_backward", "communication", "optimiser"}
     assert parts["optimiser"] < parts["forward_backward"] < 0.05
-    assert 0.03 <= own_s < 0.09  # without what is exchanged
-    assert phases.take() == ({}, 0.0)
-
-
-def test_a_step_in_which_the_processor_was_elsewhere_does_not_make_a_rank_slow() -> None:
-    phases = Phases(torch.device("cpu"))
-    for pause in (0.01, 0.01, 0.5, 0.01, 0.01):
-        phases.enter("forward_backward")
-        time.sleep(pause)
-        phases.end_step()
-    parts, own_s = phases.take()
-    assert parts["forward_backward"] > 0.1
-    assert own_s < 0.1
+    assert phases.take() == {}
 
 
 def test_however_rare_logs_are_only_the_newest_steps_are_kept() -> None:

@@ -98,7 +98,7 @@ def test_a_rank_that_is_slow_is_named(write_spec: Write, tmp_path: Path) -> None
         brake = threading.Thread(target=slow_down, args=(pid,))
         brake.start()
         try:
-            wait(lambda: [e for e in events(run, "alert") if e["alert"] == "slow-rank"])
+            wait(lambda: [e for e in events(run, "alert") if e["alert"] == "slow-rank"], 300)
         finally:
             stop.set()
             brake.join()

@@ -15,7 +15,7 @@ import numpy as np
 
 from argosy.record.jsonl import Record
 
-# own_s: seconds of a usual step of the rank's own work (forward, backward, optimiser), without waiting for others, and of waiting for data.
+# own_s: seconds a step of the rank's own work (data wait, forward, backward, optimiser), without waiting for others.
 COLUMNS = ("own_s", "data_s", "memory_gib", "utilisation", "temperature", "power_w", "throttled")
 
 

@@ -103,6 +103,7 @@ class Trainer:
         start = None if self.start is None else self.start.facts()
         self._event("resume" if first else "start", first, changes=changes, notes=notes, init_from=start)
         self._tell([*notes, *self._opening(first), *(f"changed since the last start: {c}" for c in changes)], console)
+        self._tell([] if self.profile is None else self.profile.passed(first), console)
         self._tell_bubble(first, console)
         try:
             with Interrupt(quiet=not self.mesh.is_first) as interrupt:

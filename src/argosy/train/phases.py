@@ -6,7 +6,6 @@ clock. Only the newest steps before a log are kept, which bounds what a mark cos
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections import deque
 from itertools import pairwise
@@ -19,7 +18,7 @@ _KEPT = 16  # steps before a log whose parts are averaged
 
 
 class Phases:
-    """`enter` names what begins, `end_step` ends a step; `take` tells of the steps since it was last asked."""
+    """`enter` names what begins, `end_step` ends a step; `take` gives the mean seconds of each part since it was last asked."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -38,21 +37,16 @@ class Phases:
             self._steps.append(self._step)
             self._step = []
 
-    def take(self) -> tuple[dict[str, float], float]:
-        """The mean seconds of each part, and the median over the steps of the rank's own work: a step in which the processor was
-        given to somebody else says nothing about the rank. Waits for the device."""
+    def take(self) -> dict[str, float]:
+        """Mean seconds of each part. Waits for the device."""
         seconds: dict[str, float] = {}
-        own: list[float] = []
         for step in self._steps:
-            own.append(0.0)
             for (name, before), (_, after) in pairwise(step):
-                spent = self._between(before, after)
-                seconds[name] = seconds.get(name, 0.0) + spent
-                own[-1] += spent if name != COMMUNICATION else 0.0
+                seconds[name] = seconds.get(name, 0.0) + self._between(before, after)
             self._spare += [mark for _, mark in step]
         count = max(1, len(self._steps))
         self._steps.clear()
-        return {name: total / count for name, total in seconds.items()}, statistics.median(own or [0.0])
+        return {name: total / count for name, total in seconds.items()}
 
     def _mark(self) -> Any:
         if not self._on_gpu:

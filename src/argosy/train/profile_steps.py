@@ -29,7 +29,8 @@ class Window:
     last: int
 
     @classmethod
-    def parse(cls, text: str) -> Window:
+    def parse(cls, text: str, steps: int | None = None) -> Window:
+        """Of a run of so many steps, where they are known."""
         match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
         window = None if match is None else cls(int(match[1]), int(match[2] or int(match[1]) + 1))
         if window is None or not 1 <= window.first < window.last:
@@ -40,7 +41,20 @@ class Window:
                 value=text,
                 fix="write 10:13 for steps 10, 11 and 12, or 10 for one; steps count from 1",
             )
+        if steps is not None and window.first > steps:
+            raise ArgosyError(
+                "config.bad-value",
+                f"the run has {steps} steps, and step {window.first} is not among them",
+                key="--profile",
+                value=text,
+                fix=f"name steps up to {steps}, as {max(1, steps - 3)}:{steps}",
+            )
         return window
+
+    def passed(self, done: int) -> list[str]:
+        """What to tell of a run that goes on after these steps."""
+        behind = self.last - 1 <= done
+        return [f"steps {self.first} to {self.last - 1} are done already: nothing is profiled"] if behind else []
 
 
 class Profiling:

@@ -68,7 +68,7 @@ def train(resolved: Resolved, source: Path | None, options: TrainOptions) -> int
     device = prepare_device(spec.train, local_rank=None if world.size == 1 else world.local_rank)
     with open_heartbeat(world.rank) as heartbeat, joined(spec.parallel, world, device) as mesh:
         trainer = Trainer(spec, mesh, heartbeat)  # refuses whatever can be refused before the run directory is touched
-        trainer.profile = None if options.profile is None else Window.parse(options.profile)
+        trainer.profile = None if options.profile is None else Window.parse(options.profile, trainer.steps)
         run = RunDir(Path(spec.runs_dir) / spec.name)
         changes = mesh.on_first(lambda: _open(run, trainer, resolved, source, options))
         try:

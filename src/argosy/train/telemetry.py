@@ -29,7 +29,7 @@ from argosy.record.sensors import FIELDS, Sensors
 from argosy.train.device import peak_memory_gib
 from argosy.train.memory import Memory
 from argosy.train.meter import Meter
-from argosy.train.phases import Phases
+from argosy.train.phases import COMMUNICATION, Phases
 from argosy.train.step import Step
 
 
@@ -92,7 +92,8 @@ class Telemetry:
         if result.expert_load is not None:
             record |= describe_load(result.expert_load)
         data_s = taken.waited_s / max(1, self._steps)
-        parts, own_s = self.phases.take()
+        parts = self.phases.take()
+        own_s = sum(seconds for name, seconds in parts.items() if name != COMMUNICATION)
         record |= {f"time/{name}": seconds for name, seconds in ({"data": data_s} | parts).items()}
         record |= self._memory_parts(memory)
         ranks = self._exchange(taken.step, own_s + data_s, data_s, memory)

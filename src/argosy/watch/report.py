@@ -31,7 +31,8 @@ _STYLE = """
 body{font:14px/1.45 system-ui,"DejaVu Sans",sans-serif;color:var(--ink);background:var(--paper);max-width:1100px;margin:1.5rem auto;padding:0 1rem}
 h1{font-size:1.4rem;margin:0}h2{font-size:1.05rem;margin:1.6rem 0 .4rem}p{margin:.3rem 0}.soft{color:var(--soft)}
 table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}th{text-align:left;font-weight:500;color:var(--soft)}
-td,th{padding:.2rem .7rem .2rem 0;border-bottom:1px solid var(--line);vertical-align:top;overflow-wrap:anywhere}
+td,th{padding:.2rem .7rem .2rem 0;border-bottom:1px solid var(--line);vertical-align:top}
+td:last-child{overflow-wrap:anywhere}th{white-space:nowrap}td:first-child:not(:last-child){white-space:nowrap}.table{overflow-x:auto}@media print{.table{overflow:visible}}
 .charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,460px),1fr));gap:.6rem 1.2rem}figure{margin:0}figcaption{font-weight:600}
 svg{width:100%}svg text{font-size:11px;fill:var(--soft)}.g{stroke:var(--line)}polyline{fill:none;stroke-width:1.5}
 .c0{stroke:var(--c0)}.c1{stroke:var(--c1)}.c2{stroke:var(--c2)}.c3{stroke:var(--c3)}circle.f0{fill:var(--c0)}circle.f1{fill:var(--c1)}circle.f2{fill:var(--c2)}circle.f3{fill:var(--c3)}
@@ -100,6 +101,8 @@ def _facts(run: Run) -> list[tuple[object, ...]]:
             ("step time", f"{_number(last.get('step_s'))} s"), ("memory", f"{_number(last.get('memory_gib'))} GiB at its peak, of the first rank"),
             ("goodput", "n/a" if last.get("goodput") is None else f"{last['goodput']:.1%}"),
         ]  # fmt: skip
+        if spent := last.get("spent"):
+            rows.append(("wall time", clock(sum(spent.values()))))
         if last.get("cost") is not None:
             rows.append(("cost so far", f"${last['cost']:,.2f}"))
         if run.state() == "running":
@@ -110,6 +113,8 @@ def _facts(run: Run) -> list[tuple[object, ...]]:
     )
     if best is not None:
         rows.append(("best validation loss", _number(best)))
+    again = sum(event["event"] in ("resume", "rewind") for event in run.events())
+    rows.append(("times it went on from a checkpoint", again))
     rows.append(("checkpoints", ", ".join(c["name"] for c in run.checkpoints()[:6]) or "none"))
     return rows
 
@@ -125,8 +130,9 @@ def _incidents(run: Run) -> str:
         return "<p>none</p>"
     rows = []
     for event in found[-200:]:
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(float(event.get("time", 0))))
+        when = time.strftime("%m-%d %H:%M:%S", time.gmtime(event.get("time", 0.0)))
         text = event.get("text") or event.get("cause") or event.get("reason") or event.get("signal") or ""
+        text = f"rank {event['rank']}: {text}" if "rank" in event and "text" not in event else text
         rows.append((when, event.get("step"), event.get("alert") or event.get("event"), text))
     return _table(("time, UTC", "step", "what", ""), rows)
 
@@ -134,7 +140,8 @@ def _incidents(run: Run) -> str:
 def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     top = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)
     body = "".join("<tr>" + "".join(f"<td>{html.escape(_plain(cell))}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table>{f'<thead><tr>{top}</tr></thead>' if head else ''}<tbody>{body}</tbody></table>"
+    table = f"<table>{f'<thead><tr>{top}</tr></thead>' if head else ''}<tbody>{body}</tbody></table>"
+    return f'<div class="table">{table}</div>'
 
 
 def _plain(value: Any) -> str:
