@@ -46,7 +46,7 @@ def train(
 ) -> None:
     """Train a model, or go on where the run stopped.
 
-    A run directory with a checkpoint is continued from the newest good one, bit for bit. Ctrl-C or SIGTERM finishes
+    A run directory with a checkpoint is continued from the newest good one, bit for bit. Ctrl-C, SIGTERM or SIGUSR1 finishes
     the step, saves, and leaves with exit code 75: run the same command again to go on.
 
     Under torchrun, srun, JobSet, PyTorchJob or TrainJob the command finds its rank in the environment; `--nproc` starts the
