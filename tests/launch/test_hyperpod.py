@@ -169,6 +169,9 @@ def test_pods_under_hyperpods_agent_train_are_watched_and_go_on_after_a_fault(ag
     assert sorted(read_metrics(metrics))[-1] == STEPS
     [rule] = agents.job["spec"]["runPolicy"]["logMonitoringConfiguration"]
     for node in range(NODES):
+        [read] = (agents.volume / f"pod-{node}" / "logs").glob("*/attempt_1/0/stdout.log")
+        ended = [line for line in read.read_text().splitlines() if re.match(rule["stopPattern"], line)]
+        assert len(ended) == 1, "the last step, after which a silence is no hang"
         for attempt in (0, 1):
             [read] = (agents.volume / f"pod-{node}" / "logs").glob(f"*/attempt_{attempt}/0/stdout.log")
             assert any(re.match(rule["logPattern"], line) for line in read.read_text().splitlines())

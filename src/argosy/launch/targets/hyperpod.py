@@ -7,6 +7,7 @@ follows from the planner's step time. So the first rank of every node prints tho
 
 from __future__ import annotations
 
+from argosy.config.units import Duration
 from argosy.launch.names import require_room
 from argosy.launch.placement import Placement
 from argosy.launch.pod import Manifest, job_metadata, literal, nvlink_domain, pod_template
@@ -63,6 +64,9 @@ def _policy(placed: Placement) -> Manifest:
         "expectedStartCutOffInSeconds": _START_S,
         "expectedRecurringFrequencyInSeconds": _silence(placed),
     }
+    last = _in_steps(placed, placed.spec.train.length)
+    if last is not None:  # what follows the last step is saving, which may take long
+        hang["stopPattern"] = f".*{STEP_LINE.replace('[0-9]+', str(last))}.*"
     return {
         "cleanPodPolicy": "All",
         "jobMaxRetryCount": placed.cluster.restarts,
@@ -76,10 +80,10 @@ def _silence(placed: Placement) -> int:
     spec, every = placed.spec, placed.spec.log.every
     seconds = 60.0 if placed.prediction is None else float(placed.prediction["step_s"])
     evaluation = 0.0 if spec.eval is None else spec.eval.batches * seconds  # a batch costs less than a step
-    between = every.amount if every.unit == "seconds" else seconds * _steps(placed)
+    between = every.amount if every.unit == "seconds" else seconds * (_in_steps(placed, every) or 1)
     return max(_LEAST_SILENCE_S, int(10 * between + evaluation))
 
 
-def _steps(placed: Placement) -> int:
-    spec = placed.spec
-    return spec.log.every.steps(spec.train.batches, seq_len=spec.data.seq_len) or 1
+def _in_steps(placed: Placement, duration: Duration) -> int | None:
+    """None: in epochs, and nobody has counted the corpus yet."""
+    return duration.steps(placed.spec.train.batches, seq_len=placed.spec.data.seq_len)
