@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import signal
 import subprocess
 import sys
 from itertools import pairwise
@@ -365,3 +367,43 @@ def test_one_layer_of_a_stack_is_read_without_the_others(tmp_path: Path) -> None
     place = write_checkpoint(tmp_path / "run", {"x": stack}, cut=whole)
     assert torch.equal(TorchDist(place).read_box("x", Box((40, 0, 0), (1, 32, 16))), stack[40:41])
     assert halves("x", stack)[1][0] == (0, 0, 5)
+
+
+MEASURE = """
+import resource, sys
+from pathlib import Path
+from argosy.checkpoint.megatron.importing import import_megatron
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+root, before = Path(sys.argv[1]), peak()
+import_megatron(f"megatron:{root / 'run'}", root / "ours")
+print(peak() - before)
+"""
+
+
+def test_importing_takes_the_memory_of_a_few_parameters_not_of_the_model(tmp_path: Path) -> None:
+    sizes = {"layers": 16, "hidden": 768, "heads": 8, "ffn": 1536, "vocab_size": 1024, "max_seq_len": 64}
+    spec = resolve_model({"family": "llama", **sizes})
+    shapes = {name: p.shape for name, p in build_model(spec, "meta").named_parameters()}
+    weights = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    state = megatron_state(spec, weights, stacked=True, padded=1024)
+    write_checkpoint(tmp_path / "run", state, arguments=arguments_of(spec, 1024))
+    total = sum(w.nbytes for w in weights.values())
+    largest = max(w.nbytes for w in weights.values())
+    command = [sys.executable, "-c", MEASURE, str(tmp_path)]
+    grown = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert total > 40 * largest
+    assert grown < total / 4, f"{grown:,} bytes more for {total:,} of weights, of which the largest has {largest:,}"
+
+
+def test_a_full_disk_leaves_nothing_behind(llama: Path, tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        with pytest.raises(ArgosyError) as refused:
+            import_megatron(f"megatron:{llama}", tmp_path / "ours")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert refused.value.code == "hf.write-failed"
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]

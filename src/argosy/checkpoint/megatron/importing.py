@@ -44,6 +44,8 @@ _MODULES = (
     "signal.",
     "pathlib.",
     "_codecs.",
+    "_io.BytesIO",
+    "types.SimpleNamespace",
     "copyreg.",
 )
 _BUILTINS = frozenset(
@@ -209,7 +211,7 @@ def _arguments(directory: Path) -> dict[str, Any]:
             raise UnreadableError("it is a link")
         document = read_value(path, _known, _LARGEST)
     except UnknownNameError as error:
-        raise unsafe(path, str(error)) from None
+        raise unsafe(path, str(error), f"ask where it came from; if you know why it is there, {describe}") from None
     except FileNotFoundError:
         document = {}
     except (UnreadableError, OSError) as error:

@@ -27,6 +27,7 @@ _LARGEST = 2**30  # bytes of .metadata
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,200}\.distcp")
 _DCP = "torch.distributed.checkpoint"
 _TENSOR, _CHUNK = f"{_DCP}.metadata.TensorStorageMetadata", f"{_DCP}.metadata.ChunkStorageMetadata"
+_OLD = "torch.distributed._shard.sharded_tensor.metadata"  # where torch had some of these up to 2.2
 _TYPES = {
     f"torch.{name}": getattr(torch, name)
     for name in ("float32", "float64", "bfloat16", "float16", "int64", "int32", "uint8", "bool")
@@ -43,6 +44,8 @@ _NAMES = frozenset(
         *(f"{_DCP}.planner.{name}" for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")),
         *(f"{_DCP}.filesystem.{name}" for name in ("_StorageInfo", "_StoragePrefix")),
         *(f"megatron.core.dist_checkpointing.strategies.torch.{name}" for name in ("MCoreMetadata", "MCoreSavePlan")),
+        f"{_OLD}.TensorProperties",
+        f"{_OLD}.MEM_FORMAT_ENCODING",
         *_TYPES,
         "torch.int8", "torch.int16", "torch.float8_e4m3fn", "torch.float8_e5m2", "torch.complex64",
         "torch.Size", "torch.device", "torch.strided", "torch.serialization._get_layout",
@@ -54,7 +57,7 @@ _NAMES = frozenset(
 
 def _known(dotted: str) -> bool:
     """Of enumerations, the members too."""
-    return dotted in _NAMES or (dotted.startswith(_DCP) and dotted.rpartition(".")[0] in _NAMES)
+    return dotted in _NAMES or (dotted.startswith((_DCP, _OLD)) and dotted.rpartition(".")[0] in _NAMES)
 
 
 @dataclass(frozen=True)
@@ -184,11 +187,11 @@ class TorchDist:
         )
 
 
-def unsafe(path: Path, name: str) -> ArgosyError:
+def unsafe(path: Path, name: str, fix: str = "") -> ArgosyError:
     return ArgosyError(
         "megatron.unsafe",
         f"{path} names {name}, which has no place in a checkpoint; nothing of it was run",
-        fix="do not open this checkpoint with anything else, and ask where it came from",
+        fix=fix or "do not open this checkpoint with anything else, and ask where it came from",
     )
 
 

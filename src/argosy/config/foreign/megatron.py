@@ -288,7 +288,10 @@ def _training(draft: Draft, given: dict[str, Values]) -> None:
         runs, _, name = where.rstrip("/").rpartition("/")
         draft.set("name", "".join(c if c.isalnum() or c in "._-" else "-" for c in name) or "from-megatron")
         draft.set("runs_dir", runs or ".")
-        draft.notes.append("--save and --load: a run has one directory, and always goes on from its newest checkpoint")
+        draft.notes.append(
+            "--save and --load: a run has one directory, and always goes on from its newest checkpoint; to start from what "
+            f"Megatron saved, `argosy ckpt import megatron:{_one(given, 'load') or where} --to DIR` and init_from=DIR"
+        )
 
 
 def _decay(draft: Draft, given: dict[str, Values]) -> None:
