@@ -128,3 +128,24 @@ def test_logs_from_elsewhere_can_be_given(tmp_path: Path) -> None:
     dmesg = tmp_path / "dmesg.txt"
     dmesg.write_text("NVRM: Xid (PCI:0000:9b:00): 79, GPU has fallen off the bus.\n")
     assert "fell off the PCIe bus" in diagnose(Run("sick", run.root), [dmesg])[0].verdict
+
+
+def test_what_is_over_is_not_the_verdict(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "sea")
+    log(run, range(10, 1000, 10))  # a hundred seconds between two logs
+    with JsonlWriter(run.events) as events:
+        events.write({"event": "start", "step": 0, "time": 1_700_000_000.0})
+        for step in (100, 300):
+            alert = {"event": "alert", "alert": "spike", "text": "the loss is 9", "step": step}
+            events.write(alert | {"time": 1_700_000_000.0 + 10 * step})
+        events.write({"event": "sink-down", "step": 400, "time": 1_700_004_000.0, "sink": "otel", "text": "otel"})
+        events.write({"event": "sink-up", "step": 410, "time": 1_700_004_100.0, "sink": "otel", "text": "otel"})
+    assert [finding.name for finding in diagnose(Run("sea", run.root))] == ["dead"]
+    with JsonlWriter(run.events) as events:
+        events.write(alert | {"step": 980, "time": 1_700_009_800.0})
+    assert [finding.name for finding in diagnose(Run("sea", run.root))] == ["dead", "spike"]
+    with JsonlWriter(run.events) as events:
+        events.write({"event": "done", "step": 1000, "time": 1_700_010_000.0})
+    found = diagnose(Run("sea", run.root))
+    assert [finding.name for finding in found] == ["done", "spike"]
+    assert found[0].verdict.startswith("nothing is wrong")

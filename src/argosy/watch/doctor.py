@@ -20,9 +20,11 @@ from argosy.watch.runs import Run, is_held
 
 _LOG_BYTES = 2 << 20  # at the end of each log that are read
 _FULL_BYTES = 16 << 20  # a file system with less is full
+_RECENT_S = 3600.0
 _STALE_S = 30.0  # a heart beat older than this was written by nobody
 
 # Weights: how directly a finding explains that training does not go on.
+WELL = 100  # nothing explains it better than that a run is done
 STALL, FULL, DEATH, KNOWN, NUMBERS, FAILED, DISK, OVERFLOW, SLOW, WARNING, NOTE = (
     95,
     92,
@@ -55,7 +57,9 @@ def diagnose(run: Run, logs: Sequence[Path] = ()) -> list[Finding]:
     run.series.update()
     found = [*_events(run), *_ranks_now(run), *_numbers(run), *_disk(run), *_slow(run), *_known(run, logs)]
     well = _well(run)
-    if well.weight <= NOTE or not any(finding.weight > well.weight for finding in found):  # else it has been said why
+    if well.weight in (NOTE, WELL) or not any(
+        finding.weight > well.weight for finding in found
+    ):  # else it has been said why
         found.append(well)
     return sorted(found, key=lambda finding: -finding.weight)
 
@@ -74,7 +78,11 @@ def _well(run: Run) -> Finding:
         if state != "dead"
         else "give the logs of its ranks or pods with --log; the same `argosy train` command goes on from the last checkpoint"
     )
-    return Finding(NOTE if state != "dead" else WARNING - 5, text, fix, name=state)
+    again = sum(event["event"] in ("resume", "rewind") for event in run.events())
+    history = (
+        f"; it went on from a checkpoint {again} time{'s' if again > 1 else ''}" if again and state != "dead" else ""
+    )
+    return Finding({"dead": WARNING - 5, "done": WELL}.get(state, NOTE), text + history, fix, name=state)
 
 
 def _events(run: Run) -> Iterator[Finding]:
@@ -82,6 +90,7 @@ def _events(run: Run) -> Iterator[Finding]:
     events = run.events()
     starts = [i for i, event in enumerate(events) if event.get("event") in ("start", "resume")]
     newest = events[starts[-1] :] if starts else events
+    up = {event.get("sink") for event in newest if event.get("event") == "sink-up"}
     yield from _skipped([event for event in newest if event.get("event") == "skip"], newest, run)
     for event in newest:
         kind, rank, cause = event.get("event"), event.get("rank"), str(event.get("cause", ""))
@@ -135,7 +144,7 @@ def _events(run: Run) -> Iterator[Finding]:
                 evidence,
                 "gave-up",
             )
-        elif kind == "sink-down":
+        elif kind == "sink-down" and event.get("sink") not in up:
             yield Finding(NOTE + 5, str(event.get("text")), "training is not affected", evidence, "sink-down")
 
 
@@ -302,16 +311,18 @@ def _numbers(run: Run) -> Iterator[Finding]:
                 [f"metrics.jsonl: skipped {steps[-1]['skipped']} by step {steps[-1]['step']}"],
                 "overflow",
             )
-    for alert in run.events():
-        if alert.get("event") == "alert" and alert.get("alert") in ("spike", "throughput-drop", "disk-low"):
-            weight = {"disk-low": DISK - 10}.get(alert["alert"], WARNING - 10)
-            yield Finding(
-                weight,
-                f"at step {alert.get('step')}: {alert.get('text')}",
-                _ALERT_FIX[alert["alert"]],
-                [f"events.jsonl: alert at step {alert.get('step')}"],
-                alert["alert"],
-            )
+    raised = {alert["alert"]: alert for alert in _alerts(run) if alert.get("alert") in _ALERT_FIX}
+    for kind, alert in raised.items():
+        weight = {"disk-low": DISK - 10}.get(kind, WARNING - 10)
+        told = f"at step {alert.get('step')}: {alert.get('text')}"
+        yield Finding(weight, told, _ALERT_FIX[kind], [f"events.jsonl: alert at step {alert.get('step')}"], kind)
+
+
+def _alerts(run: Run) -> list[Record]:
+    """Those of the last hour of the run: what was alarming before that, and has not come again, is over."""
+    newest = run.series.last.get("time") or 0.0
+    alerts = [event for event in run.events() if event["event"] == "alert"]
+    return [alert for alert in alerts if alert.get("time", 0.0) > newest - _RECENT_S]
 
 
 _ALERT_FIX = {
@@ -341,8 +352,8 @@ def _disk(run: Run) -> Iterator[Finding]:
 
 def _slow(run: Run) -> Iterator[Finding]:
     raised: dict[int, Record] = {}
-    for event in run.events():
-        if event.get("event") == "alert" and event.get("alert") == "slow-rank":
+    for event in _alerts(run):
+        if event.get("alert") == "slow-rank":
             raised[int(event.get("rank", -1))] = event
     for rank, event in raised.items():
         host = run.heartbeats().get(rank, {}).get("host")
@@ -357,7 +368,7 @@ def _slow(run: Run) -> Iterator[Finding]:
 
 
 def _known(run: Run, logs: Sequence[Path]) -> Iterator[Finding]:
-    files = [*logs, *_own_logs(run.root)]
+    files = [*logs, *_own_logs(run)]
     for path in files:
         lines = _tail(path)
         for match in matches(lines, path.name if path in logs else str(path.relative_to(run.root))):
@@ -381,8 +392,12 @@ def _against_plan(run: Run) -> str:
     return f" at step {int(run.series.last.get('step', 0)) + 1}: plan said {said:.0f} GiB, see `argosy plan --explain`"
 
 
-def _own_logs(root: Path) -> list[Path]:
-    found = [path for folder in ("logs", "debug") for path in (root / folder).rglob("*") if path.is_file()]
+def _own_logs(run: Run) -> list[Path]:
+    """Of the newest attempt."""
+    starts = [event.get("time", 0.0) for event in run.events() if event["event"] in ("start", "resume")]
+    begun = starts[-1] - _STALE_S if starts else 0.0
+    folders = [path for folder in ("logs", "debug") for path in (run.root / folder).rglob("*")]
+    found = [path for path in folders if path.is_file() and path.stat().st_mtime >= begun]
     return sorted(
         (p for p in found if p.suffix in (".log", ".txt", ".stacks", ".err", ".out", ".json")),
         key=lambda p: p.stat().st_mtime,

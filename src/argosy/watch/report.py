@@ -13,7 +13,7 @@ from argosy.config.schema import RunSpec
 from argosy.errors import ArgosyError
 from argosy.record.alerts import TROUBLE
 from argosy.record.console import amount, clock
-from argosy.watch.doctor import NOTE, diagnose
+from argosy.watch.doctor import diagnose
 from argosy.watch.facts import config_rows, predicted, waterfall
 from argosy.watch.picture import line_chart
 from argosy.watch.runs import Run
@@ -45,7 +45,7 @@ def page(run: Run) -> str:
     run.series.update()
     name, last = html.escape(run.name), run.series.last
     verdict = diagnose(run)[0]
-    fix = f'<p class="soft">{html.escape(verdict.fix)}</p>' if verdict.fix and verdict.weight > NOTE else ""
+    fix = f'<p class="soft">{html.escape(verdict.fix)}</p>' if verdict.fix else ""
     parts = [
         f"<h1>{name}</h1><p class='soft'>{html.escape(_subtitle(run))}</p>",
         f"<div class='verdict'><p>{html.escape(verdict.verdict)}</p>{fix}</div>",

@@ -137,7 +137,8 @@ def make_app(root: Path, token: str) -> Starlette:
         return heat.picture(request.query_params.get("column", RATIO))
 
     def verdict(request: Request) -> Any:
-        return [found.as_dict() for found in diagnose(named(request)) if found.weight > NOTE][:4]
+        found = [] if (run := named(request)).state() == "done" else diagnose(run)
+        return [finding.as_dict() for finding in found if finding.weight > NOTE][:4]
 
     routes = [
         Route("/", _file("index.html")),
