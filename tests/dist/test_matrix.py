@@ -175,10 +175,18 @@ def test_the_same_layout_gives_the_same_bits_again(pool: Pool, layout: str) -> N
         assert all(np.array_equal(one.weights[name], other.weights[name]) for name in one.weights)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["cp=2", "cp=2 cp_kind=ulysses", "dp_shard=2 ep=2", "cp=2 ep=2"])
-def test_a_compiled_layout_computes_the_same(pool: Pool, layout: str) -> None:
-    require_equal("moe", layout, run(pool, "moe", layout, train_compiled))
+COMPILED = ["dp_shard=2", "cp=2", "cp=2 cp_kind=ulysses", "tp=2", "tp=2 sp=false", "dp_shard=2 ep=2", "cp=2 ep=2"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "scope"),
+    [
+        ("tp=2 sp=false", "model"),
+        *(pytest.param(layout, scope, marks=pytest.mark.slow) for layout in COMPILED for scope in ("block", "model")),
+    ],
+)
+def test_a_compiled_layout_computes_the_same(pool: Pool, layout: str, scope: str) -> None:
+    require_equal("moe", layout, run(pool, "moe", layout, train_compiled, scope))
 
 
 REGION, EXPERTS = "argosy.parallel.tensor.region", "argosy.parallel.tensor.apply:_enter_experts"

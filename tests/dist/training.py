@@ -117,12 +117,12 @@ def train_steps(model: str, layout: str, steps: int) -> Trace:
     return Trace(losses, norms, {name: whole(w).numpy().copy() for name, w in optimizer.weights().items()})
 
 
-def train_compiled(model: str, layout: str, steps: int) -> Trace:
-    """The same with blocks compiled, by a compiler that only traces."""
+def train_compiled(model: str, layout: str, steps: int, scope: str) -> Trace:
+    """The same with blocks or the model compiled, by a compiler that only traces."""
     compiled = nn.Module.compile
     try:
         nn.Module.compile = lambda module: compiled(module, backend="aot_eager")  # type: ignore[assignment, method-assign]
-        return train_steps(model, f"{layout} compile=block", steps)
+        return train_steps(model, f"{layout} compile={scope}", steps)
     finally:
         nn.Module.compile = compiled  # type: ignore[method-assign]
         torch.compiler.reset()

@@ -62,7 +62,8 @@ class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return x.view_as(x)
+        # Of a view that leaves what it compiles, torch's compiler forgets whose gradient it has.
+        return x.clone() if torch.compiler.is_compiling() else x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
