@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from argosy.compat import add_each_, mm_float32
+from argosy.compat import add_each_, mm_float32, passed_on
 from argosy.config.model import ModelSpec, MoESpec
 from argosy.model.layers import MLP, AttentionBlock
 from argosy.model.ops.activation import activate, gated
@@ -231,7 +231,7 @@ class _AddLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
         ctx.save_for_backward(scale.to(loss.dtype))
-        return x.view_as(x)
+        return passed_on(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

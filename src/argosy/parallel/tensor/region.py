@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from argosy.compat import gather_into, scatter_sum_into
+from argosy.compat import gather_into, passed_on, scatter_sum_into
 from argosy.model.share import WHOLE, Share
 
 
@@ -62,8 +62,7 @@ class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        # Of a view that leaves what it compiles, torch's compiler forgets whose gradient it has.
-        return x.clone() if torch.compiler.is_compiling() else x.view_as(x)
+        return passed_on(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
