@@ -1,15 +1,16 @@
-"""How well the planner predicts published measurements: `python benchmarks/planner_accuracy.py [CSV...] [--fit] [--folds]`.
+"""How well the planner predicts published measurements: `python benchmarks/planner_accuracy.py [CSV...] [--fit] [--folds] [--gaps]`.
 
 By source: rows predicted, mean and median absolute error of step time and of memory, and how layouts are ranked: in every
 group of rows that differ only in layout, Kendall's tau and the regret of the layout we would pick. Feasibility: rows
 that ran and are said not to fit, and rows that ran out of memory and are said to fit. Rows that cannot be predicted are
 listed with the reason. `--fit` fits the constants of time and prints them (planner_fit.py); `--folds` fits five times, each
-time without a fifth of the sources, and shows the error on those.
+time without a fifth of the sources, and shows the error on those; `--gaps` empties one column after the other.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import combinations
@@ -17,7 +18,8 @@ from pathlib import Path
 from statistics import mean, median
 
 from planner_fit import errors, fit, folds, seconds
-from planner_rows import Row, read_rows
+from planner_gaps import MATTER
+from planner_rows import Row, read_rows, rows_of
 
 from argosy.plan.calibration import Calibration, calibration
 from argosy.plan.memory import memory_of
@@ -109,11 +111,22 @@ def _share(values: Sequence[float], of: object) -> str:
     return f"{of(values):.1%}" if values else ""  # type: ignore[operator]
 
 
+def gaps(paths: Sequence[Path], known: Calibration) -> None:
+    """Errors with a column empty in every row: how well what is left out is filled."""
+    cells = [row for path in paths for row in csv.DictReader(path.open(newline=""))]
+    print("\n| column emptied | rows that cannot be read | time MAPE | said not to fit |\n| --- | --- | --- | --- |")
+    for column in ("", *MATTER):
+        rows, refused = rows_of({**row, column: ""} if column else row for row in cells)
+        wrong = sum(not fits(row, known) and not row.out_of_memory for row in rows)
+        print(f"| {column or 'none'} | {len(refused)} | {_share(errors(timed(rows), known), mean)} | {wrong} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("csv", nargs="*", type=Path, default=[HERE / "planner_published.csv", HERE / "planner_own.csv"])
     parser.add_argument("--fit", action="store_true", help="fit the constants of time to the rows, and print them")
     parser.add_argument("--folds", action="store_true", help="show the error on sources the fit has not seen")
+    parser.add_argument("--gaps", action="store_true", help="show the error with each column empty")
     asked = parser.parse_args()
     rows, refused = [], []
     for path in asked.csv:
@@ -124,6 +137,8 @@ def main() -> None:
         known = fit(timed(rows), known)
         print("\n".join(f"  {name}: {value:g}" for name, value in known.constants.items()))
     report(rows, refused, known)
+    if asked.gaps:
+        gaps(asked.csv, known)
     if asked.folds:
         folds(timed(rows), known)
 

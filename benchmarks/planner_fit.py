@@ -50,6 +50,7 @@ PRIORS = {
 SHARES = ("product", "narrow", "attention.flash", "attention.native", "memory", "nvlink", "network", "overlap")
 MOST = 0.98  # of anything that is a share
 OUTLIER = 0.7  # an error beyond this, as a logarithm, pulls no more
+FIRST_STEP, LAST_STEP = 1.25, 1.005  # by which constants are multiplied and divided
 PRIOR_WEIGHT = 1 / 320  # of one squared spread, against the mean error
 
 
@@ -71,29 +72,41 @@ def expected(known: Calibration) -> Calibration:
 
 
 def fit(rows: Sequence[Row], known: Calibration) -> Calibration:
-    """Coordinate descent from the priors."""
+    """Coordinate descent from the priors, by ever smaller steps; a constant is tried on the rows it moves."""
     of_source = Counter(row.source for row in rows)
     weights = [1 / sqrt(of_source[row.source]) for row in rows]
-    all_weights = sum(weights)
+    share = 1 / sum(weights)
 
-    def loss(values: dict[str, float]) -> float:
+    def off(values: dict[str, float], among: Iterable[int]) -> list[float]:
+        """Each row's weighted error."""
         trial = known.model_copy(update={"constants": values})
-        off = (min(OUTLIER, abs(log(seconds(row, trial) / (row.step_s or 1.0)))) for row in rows)
-        far = sum((log(values[name] / prior) / spread) ** 2 for name, (prior, spread) in PRIORS.items())
-        return sum(w * o for w, o in zip(weights, off, strict=True)) / all_weights + PRIOR_WEIGHT * far
+        return [
+            share * weights[n] * min(OUTLIER, abs(log(seconds(rows[n], trial) / (rows[n].step_s or 1.0))))
+            for n in among
+        ]
+
+    def far(name: str, value: float) -> float:
+        expectation, spread = PRIORS[name]
+        return PRIOR_WEIGHT * (log(value / expectation) / spread) ** 2
 
     values = dict(expected(known).constants)
-    best, step = loss(values), 1.25
-    while step > 1.01:
-        moved = False
+    everything = range(len(rows))
+    step = FIRST_STEP
+    while step > LAST_STEP:
+        here, moved = off(values, everything), False
         for name in PRIORS:
-            for factor in (step, 1 / step):
-                most = MOST if name in SHARES else float("inf")
-                trial = values | {name: min(most, values[name] * factor)}
-                now = loss(trial)
-                if now < best - 1e-8:
-                    values, best, moved = trial, now, True
+            most = MOST if name in SHARES else float("inf")
+            trials = [values | {name: min(most, values[name] * factor)} for factor in (step, 1 / step)]
+            touched = everything
+            for trial in trials:
+                there = off(trial, touched)
+                gain = sum(here[n] for n in touched) - sum(there) + far(name, values[name]) - far(name, trial[name])
+                if gain > 1e-8:
+                    values, moved = trial, True
+                    for n, error in zip(touched, there, strict=True):
+                        here[n] = error
                     break
+                touched = [n for n, error in zip(touched, there, strict=True) if error != here[n]]
         if not moved:
             step = exp(log(step) / 2)
     return known.model_copy(update={"constants": {name: float(f"{value:.3g}") for name, value in values.items()}})

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import csv
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from planner_gaps import complete, value
+from pydantic import ValidationError
 
 from argosy.config.model import ModelSpec
 from argosy.config.presets import FAMILIES
@@ -21,7 +25,8 @@ from argosy.plan.layout import Layout, Work
 from argosy.plan.memory import memory_of
 
 HEAD_DIMS = {"qwen3": 128, "gpt-oss": 64, "gptoss": 64, "nemotron-340b": 192, "deepseek": 128, "dsv3": 128, "kimi": 128}
-UNKNOWN_GPUS = 256  # where a source does not say how many there were
+LONG = 4096  # tokens of a sequence
+MOST_SEQUENCES = 16  # in a micro-batch, where a source does not say
 
 
 @dataclass(frozen=True)
@@ -51,49 +56,44 @@ class Row:
 
 
 def read_rows(path: Path) -> tuple[list[Row], list[tuple[str, str]]]:
-    """The rows, and for each that cannot be one, its id and why."""
-    rows, refused = [], []
+    """The rows of a file, and for each that cannot be one, its id and why."""
     with path.open(newline="") as file:
-        for cells in csv.DictReader(file):
-            try:
-                rows.append(_row(cells))
-            except ArgosyError as error:
-                refused.append((cells.get("id") or "?", error.cause))
-            except (ValueError, KeyError, ZeroDivisionError) as error:
-                refused.append((cells.get("id") or "?", str(error).splitlines()[0]))
+        return rows_of(csv.DictReader(file))
+
+
+def rows_of(published: Iterable[dict[str, str]]) -> tuple[list[Row], list[tuple[str, str]]]:
+    rows, refused = [], []
+    for cells in published:
+        try:
+            rows.append(_row(cells))
+        except ArgosyError as error:
+            refused.append((cells.get("id") or "?", error.cause))
+        except ValidationError as error:
+            refused.append((cells.get("id") or "?", error.errors()[0]["msg"]))
+        except (ValueError, KeyError, ZeroDivisionError) as error:
+            refused.append((cells.get("id") or "?", str(error).splitlines()[0]))
     return rows, refused
 
 
-def _row(cells: dict[str, str]) -> Row:
-    filled: list[str] = []
-
-    def number(column: str, default: float) -> int:
-        text = (cells.get(column) or "").strip()
-        if not text:
-            filled.append(column)
-        return int(float(text or default))
-
-    source = re.sub(r"-\d+$", "", cells["id"])
-    notes = cells.get("notes", "").lower()
-    tp, pp, cp, ep = (number(axis, 1) for axis in ("tp", "pp", "cp", "ep"))
-    per_node = number("gpus_per_node", 8)
-    gpus = number("gpus", 0) or max(tp * pp * cp * ep, UNKNOWN_GPUS)
-    dp = number("dp", 0) or max(1, gpus // (tp * pp * cp))
-    gpu = _gpu(cells)
-    work = _work(cells, number)
-    stack = _stack(cells, gpu, tp)
+def _row(published: dict[str, str]) -> Row:
+    gpu = _gpu(published)
+    cells, filled = complete(published, gpu)
+    source, notes = re.sub(r"-\d+$", "", cells["id"]), cells.get("notes", "").lower()
+    tp, pp, cp, ep, dp, gpus, per_node = (
+        int(value(cells, column)) for column in ("tp", "pp", "cp", "ep", "dp", "gpus", "gpus_per_node")
+    )
+    work, stack = _work(cells), _stack(cells, gpu, tp)
     layout = Layout(
-        tp=tp, pp=pp, vpp=int(cells.get("vpp") or (2 if "interleaved" in notes and pp > 1 else 1)), cp=cp, ep=ep, dp=dp,
-        zero=number("zero_stage", 1), sp=(cells.get("sequence_parallel") or "0") == "1" and tp > 1,
-        micro_batch=number("micro_batch", 0) or _usual_micro_batch(work, dp, pp, stack),
+        tp=tp, pp=pp, vpp=int(value(cells, "vpp")) or (2 if "interleaved" in notes and pp > 1 else 1), cp=cp, ep=ep, dp=dp,
+        zero=int(value(cells, "zero_stage")) if cells.get("zero_stage") else 1,
+        sp=cells["sequence_parallel"] == "1" and tp > 1, micro_batch=int(value(cells, "micro_batch")) or 1,
         recompute=cells.get("recompute") or "full",  # type: ignore[arg-type]
     )  # fmt: skip
-    if "zero_stage" in filled and _need(work, layout, stack) > gpu.memory:
+    if "zero_stage" in filled and not _fits(work, layout, stack, gpu):
         layout = replace(layout, zero=3)  # a run that was published did fit
-    recomputed = 1.0
-    if not cells.get("recompute"):
-        filled.append("recompute")
-        recomputed = _least_recomputed(work, layout, gpu, stack)
+    if "micro_batch" in filled:
+        layout = replace(layout, micro_batch=_usual_micro_batch(work, layout, stack, gpu))
+    recomputed = _least_recomputed(work, layout, gpu, stack) if "recompute" in filled else 1.0
     step = cells.get("measured_step_s") or ""
     rate = cells.get("measured_tok_s_gpu") or ""
     step_s = float(step) if step else work.tokens / (float(rate) * gpus) if rate else None
@@ -101,19 +101,21 @@ def _row(cells: dict[str, str]) -> Row:
     return Row(
         cells["id"], source, work, layout, _cluster(cells, gpu, gpus, per_node), stack, recomputed, step_s,
         float(cells["measured_mem_gb"]) if cells.get("measured_mem_gb") else None, kind,
-        "OOM" in (cells.get("flops_convention") or ""), tuple(filled),
+        "OOM" in (cells.get("flops_convention") or ""), filled,
     )  # fmt: skip
 
 
-def _work(cells: dict[str, str], number: Any) -> Work:
-    gated, experts = cells.get("gated_mlp") == "1", number("moe_experts", 0) if cells.get("moe_experts") else 0
+def _work(cells: dict[str, str]) -> Work:
+    gated, experts = cells["gated_mlp"] == "1", int(value(cells, "moe_experts"))
     name = cells["model"].lower()
     family = "mpt" if name.startswith("mpt") else "llama" if gated or experts else "gpt"
-    hidden, ffn, seq_len = number("hidden", 0), number("ffn_hidden", 0), number("seq_len", 4096)
+    layers, hidden, heads, kv_heads, ffn, vocab, seq_len, batch = (
+        int(value(cells, column))
+        for column in ("layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab", "seq_len", "global_batch")
+    )
     shape: dict[str, Any] = {
-        **FAMILIES[family], "family": family, "layers": number("layers", 0), "hidden": hidden,
-        "heads": number("heads", 0), "kv_heads": number("kv_heads", number("heads", 0)), "ffn": ffn or 4 * hidden,
-        "vocab_size": number("vocab", 50304), "max_seq_len": seq_len,
+        **FAMILIES[family], "family": family, "layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads,
+        "ffn": ffn, "vocab_size": vocab, "max_seq_len": seq_len,
     }  # fmt: skip
     head_dim = next((size for part, size in HEAD_DIMS.items() if part in name), None)
     if head_dim is not None:
@@ -124,11 +126,14 @@ def _work(cells: dict[str, str], number: Any) -> Work:
     if not gated and family != "mpt" and not cells["id"].startswith("argosy"):
         shape["dropout"] = 0.1
     if experts:
-        shape |= {"moe": {"experts": experts, "top_k": number("moe_topk", 1), "ffn": ffn}, "mlp_bias": False}
+        shape |= {
+            "moe": {"experts": experts, "top_k": int(value(cells, "moe_topk")) or 1, "ffn": ffn},
+            "mlp_bias": False,
+        }
         shape["activation"] = "swiglu" if gated else "gelu"
     said = (cells.get("precision") or "bf16").lower()
     precision = "fp4" if "fp4" in said else "fp8" if "8" in said else "bf16"
-    return Work(ModelSpec.model_validate(shape), seq_len, number("global_batch", 1), precision)
+    return Work(ModelSpec.model_validate(shape), seq_len, batch, precision)
 
 
 def _gpu(cells: dict[str, str]) -> Gpu:
@@ -189,7 +194,8 @@ def _stack(cells: dict[str, str], gpu: Gpu, tp: int) -> Stack:
 
 
 def _attention(cells: dict[str, str], gpu: Gpu) -> str:
-    """Where a row does not say: Ampere and before had no fused attention until sequence parallelism was usual."""
+    """Where a row does not say: Ampere and before had no fused attention until sequence parallelism, sharded weights and
+    long sequences were usual."""
     chosen = re.search(r"attention-backend=(\w+)", cells.get("notes") or "")
     said = (chosen[1] if chosen else cells.get("attn_impl") or "").lower()
     if chosen and said == "flash" and gpu.architecture in ("hopper", "blackwell"):
@@ -200,9 +206,10 @@ def _attention(cells: dict[str, str], gpu: Gpu) -> str:
         return "native"
     if "flash" in said:
         return "flash"
-    if gpu.architecture in ("volta", "ampere"):
-        return "flash" if cells.get("sequence_parallel") == "1" else "unfused"
-    return "native"
+    if gpu.architecture not in ("volta", "ampere"):
+        return "native"
+    later = cells["sequence_parallel"] == "1" or cells.get("zero_stage") == "3" or value(cells, "seq_len") > LONG
+    return "flash" if later else "unfused"
 
 
 def _need(work: Work, layout: Layout, stack: Stack) -> float:
@@ -215,7 +222,15 @@ def _least_recomputed(work: Work, layout: Layout, gpu: Gpu, stack: Stack) -> flo
     return min(1.0, max(0.0, (none - gpu.memory) / max(1e-9, none - full)))
 
 
-def _usual_micro_batch(work: Work, dp: int, pp: int, stack: Stack) -> int:
-    """One sequence; where weights are gathered for every micro-batch, as many micro-batches as stages."""
-    share = max(1, work.global_batch // dp)
-    return max(1, share // pp) if stack.name.startswith("fsdp") else 1
+def _fits(work: Work, layout: Layout, stack: Stack, gpu: Gpu) -> bool:
+    return _need(work, layout, stack) <= gpu.memory
+
+
+def _usual_micro_batch(work: Work, layout: Layout, stack: Stack, gpu: Gpu) -> int:
+    """In a pipeline one sequence, or, where weights are gathered for every micro-batch, as many micro-batches as stages; else
+    as many sequences as fit."""
+    share = max(1, work.global_batch // layout.dp)
+    if layout.pp > 1:
+        return max(1, share // layout.pp) if stack.name.startswith("fsdp") else 1
+    sizes = [size for size in range(min(share, MOST_SEQUENCES), 0, -1) if share % size == 0]
+    return next((size for size in sizes if _fits(work, replace(layout, micro_batch=size), stack, gpu)), 1)

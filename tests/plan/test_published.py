@@ -91,3 +91,25 @@ def test_a_row_that_cannot_be_read_is_named(tmp_path: Path, rows: ModuleType) ->
     read, [(name, why)] = rows.read_rows(write(tmp_path / "rows.csv", gpu="a GPU nobody knows", gpus=8))
     assert (read, name) == ([], "new-001")
     assert "no GPU named" in why
+
+
+@pytest.mark.parametrize("column", ["gpus", "tp", "pp", "cp", "dp", "seq_len", "global_batch", "gpus_per_node"])
+def test_what_the_rest_of_a_row_settles_is_not_guessed(tmp_path: Path, rows: ModuleType, column: str) -> None:
+    whole = {
+        "gpu": "A100", "gpus": 64, "gpus_per_node": 8, "tp": 8, "pp": 4, "cp": 1, "dp": 2, "seq_len": 2048, "global_batch": 512,
+        "micro_batch": 1, "recompute": "full", "measured_step_s": 5.4613, "measured_tok_s_gpu": 3000,
+    }  # fmt: skip
+    [told], _ = rows.read_rows(write(tmp_path / "whole.csv", **whole))
+    [found], _ = rows.read_rows(write(tmp_path / "gap.csv", **{**whole, column: ""}))
+    assert (found.layout, found.cluster, found.step_s) == (told.layout, told.cluster, told.step_s)
+    assert (found.work.seq_len, found.work.global_batch) == (2048, 512)
+
+
+def test_a_known_name_gives_the_shape(tmp_path: Path, rows: ModuleType) -> None:
+    gaps = {"layers": "", "hidden": "", "heads": "", "vocab": ""}
+    [row], _ = rows.read_rows(write(tmp_path / "rows.csv", gpu="H100", gpus=8, model="llama3-8b", **gaps))
+    model = row.work.model
+    assert (model.layers, model.hidden, model.kv_heads, model.ffn, model.vocab_size) == (32, 4096, 8, 14336, 128256)
+    read, [(_, why)] = rows.read_rows(write(tmp_path / "rows.csv", gpu="H100", gpus=8, model="a secret", **gaps))
+    assert not read
+    assert "neither layers and hidden nor a known model" in why
