@@ -248,6 +248,17 @@ def test_without_arguments_the_model_is_described_by_hand_and_common_pt_not_open
     assert all(torch.equal(back, weights[name]) for name, back in imported(tmp_path / "ours").items())
 
 
+def test_nemos_directories_and_names_are_found(tmp_path: Path) -> None:
+    spec, weights = model_of("llama")
+    state = megatron_state(spec, weights, stacked=True, padded=PADDED)
+    place = write_checkpoint(tmp_path / "run", {f"module.{name}": tensor for name, tensor in state.items()})
+    (tmp_path / "nemo").mkdir()
+    place.rename(tmp_path / "nemo" / "weights")
+    changes = [f"{key}={value}" for key, value in MODELS["llama"].items() if key != "family"]
+    import_megatron(f"megatron:{tmp_path / 'nemo'}", tmp_path / "ours", model="llama2-7b", changes=changes)
+    assert all(torch.equal(back, weights[name]) for name, back in imported(tmp_path / "ours").items())
+
+
 def test_the_tokenizer_says_what_is_padding_and_lies_beside_the_weights(tmp_path: Path) -> None:
     spec, weights = model_of("llama")
     wide = {name: torch.cat([t, t, t])[:257] if t.shape[0] == 120 else t for name, t in weights.items()}
@@ -314,6 +325,7 @@ def test_tensors_that_are_not_the_models_are_named(change: Any, says: str, tmp_p
         ({"apply_layernorm_1p": True}, "megatron.unsupported", "apply_layernorm_1p"),
         ({"position_embedding_type": "yarn"}, "megatron.unsupported", "'yarn'.*'learned_absolute' or 'rope'"),
         ({"hidden_size": None}, "megatron.unsupported", "hidden_size"),
+        ({"position_embedding_type": None, "add_position_embedding": False}, "megatron.unsupported", "told no positions"),
         ({"num_query_groups": 3}, "config.bad-value", "multiple of kv_heads"),
     ],
 )  # fmt: skip

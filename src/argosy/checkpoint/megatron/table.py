@@ -50,6 +50,10 @@ _LAYER = {
     "mlp.up.": ("mlp.linear_fc1.",),
     "mlp.down.": ("mlp.linear_fc2.",),
 }
+# Of one product of theirs, where there is a gate.
+_HALVES = {
+    "mlp.gate.": 0, "mlp.up.": 1, "mlp.shared.gate.": 0, "mlp.shared.up.": 1, "mlp.experts.gate": 0, "mlp.experts.up": 1,
+}  # fmt: skip
 # Tensors that are no weights: the optimiser's, counters, the scales of 8-bit training.
 _NO_WEIGHT = re.compile(r"^(chained_\d+\.)?optimizer\.|_extra_state(/|$)|\.local_tokens_per_expert$")
 
@@ -122,11 +126,7 @@ class _Finder:
         names = [self._in_layer(int(layer), theirs + inner.removeprefix(start)) for theirs in _LAYER[start]]
         name = next((one for one in names if one in self.stored), names[0])
         lead = (int(layer),) if self.stacked else ()
-        half = {"gate": 0, "up": 1}.get(
-            inner.removeprefix("mlp.").removeprefix("shared.").removeprefix("experts.").split(".")[0]
-        )
-        if not self.spec.gated:
-            half = None
+        half = _HALVES.get(start) if self.spec.gated else None
         if start.startswith("mlp.experts."):
             yield from self._experts(name, lead, shape, half)
         else:

@@ -16,7 +16,7 @@ _HELD: dict[str, tuple[Any, ...]] = {
     "multi_latent_attention": (False,), "qk_l2_norm": (False,), "apply_layernorm_1p": (False,),
     "apply_residual_connection_post_layernorm": (False,), "squared_relu": (False,), "quick_geglu": (False,),
     "rotary_percent": (1.0,), "rotary_interleaved": (False,), "window_size": (None,), "mtp_num_layers": (None, 0),
-    "add_position_embedding": (True,), "attention_output_gate": (False,), "linear_attention_type": (None,),
+    "attention_output_gate": (False,), "linear_attention_type": (None,),
     "softmax_type": ("vanilla",), "glu_linear_offset": (0.0,), "activation_func_clamp_value": (None,),
     "moe_latent_size": (None,), "heterogeneous_layers_config_path": (None,),
     "moe_apply_probs_on_input": (False,), "no_rope_freq": (None,), "use_legacy_models": (False,),
@@ -33,7 +33,9 @@ def model_from_arguments(arguments: Mapping[str, Any], where: str) -> dict[str, 
     for key, allowed in _HELD.items():
         given.hold(key, allowed)
     gated, rms = given.flag("swiglu"), given.get("normalization", "LayerNorm") == "RMSNorm"
-    rope = given.get("position_embedding_type", "learned_absolute") == "rope"
+    rope = given.flag("use_rotary_position_embeddings") or given.get("position_embedding_type", "") == "rope"
+    if not rope and not given.flag("add_position_embedding", default=True):
+        raise given.refuse("add_position_embedding", False, "a model that is told no positions cannot be represented")
     bias = given.flag("add_bias_linear", default=True)
     if given.flag("add_qkv_bias") and not bias:
         raise given.refuse("add_qkv_bias", True, "Argosy has biases in all four projections of attention, or in none")
