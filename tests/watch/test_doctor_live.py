@@ -17,7 +17,8 @@ import pytest
 
 from argosy.record.heartbeat import read_heartbeats
 from argosy.record.jsonl import read_jsonl
-from argosy.watch.doctor import Finding, diagnose
+from argosy.watch.doctor import diagnose
+from argosy.watch.finding import Finding
 from argosy.watch.runs import Run
 
 Write = Callable[..., Path]

@@ -50,7 +50,8 @@ def _diagnose(run: Path, log: list[Path], as_json: bool) -> None:
     import json
 
     from argosy.errors import ArgosyError
-    from argosy.watch.doctor import NOTE, diagnose
+    from argosy.watch.doctor import diagnose
+    from argosy.watch.finding import NOTE
     from argosy.watch.runs import Run, require_run
 
     for path in log:

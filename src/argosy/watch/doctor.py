@@ -8,58 +8,41 @@ from __future__ import annotations
 
 import math
 import shutil
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from argosy.record.jsonl import Record, read_metrics
-from argosy.watch.knowledge import Match, matches
-from argosy.watch.runs import Run, is_held
-
-_LOG_BYTES = 2 << 20  # at the end of each log that are read
-_FULL_BYTES = 16 << 20  # a file system with less is full
-_RECENT_S = 3600.0
-_STALE_S = 30.0  # a heart beat older than this was written by nobody
-
-# Weights: how directly a finding explains that training does not go on.
-WELL = 100  # nothing explains it better than that a run is done
-STALL, FULL, DEATH, KNOWN, NUMBERS, FAILED, DISK, OVERFLOW, SLOW, WARNING, NOTE = (
-    95,
-    92,
-    90,
-    85,
-    80,
-    77,
-    75,
-    60,
-    50,
-    40,
-    10,
+from argosy.watch.finding import (
+    BESIDE,
+    DEATH,
+    DISK,
+    FAILED,
+    FULL,
+    NOTE,
+    NUMBERS,
+    OVERFLOW,
+    SLOW,
+    STALL,
+    WARNING,
+    WELL,
+    Finding,
 )
+from argosy.watch.knowledge import matches
+from argosy.watch.logs import from_logs
+from argosy.watch.runs import Run, is_held
+from argosy.watch.standing import ranks_now
 
-
-@dataclass(frozen=True)
-class Finding:
-    weight: int
-    verdict: str
-    fix: str
-    evidence: list[str] = field(default_factory=list)
-    name: str = ""
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"name": self.name, "verdict": self.verdict, "fix": self.fix, "evidence": self.evidence}
+_FULL_BYTES = 16 << 20  # a file system with less is full
+_RECENT_S = 3600.0  # for which an alert counts
 
 
 def diagnose(run: Run, logs: Sequence[Path] = ()) -> list[Finding]:
     """Everything found, the verdict first. Never empty."""
     run.series.update()
-    found = [*_events(run), *_ranks_now(run), *_numbers(run), *_disk(run), *_slow(run), *_known(run, logs)]
+    found = [*_events(run), *ranks_now(run), *_numbers(run), *_disk(run), *_slow(run), *from_logs(run, logs)]
     well = _well(run)
-    if well.weight in (NOTE, WELL) or not any(
-        finding.weight > well.weight for finding in found
-    ):  # else it has been said why
+    said_why = any(finding.weight > well.weight for finding in found)
+    if well.name != "dead" or not said_why:
         found.append(well)
     return sorted(found, key=lambda finding: -finding.weight)
 
@@ -88,64 +71,69 @@ def _well(run: Run) -> Finding:
 def _events(run: Run) -> Iterator[Finding]:
     """What the supervisor and the trainer wrote down, of the newest attempt."""
     events = run.events()
-    starts = [i for i, event in enumerate(events) if event.get("event") in ("start", "resume")]
+    starts = [i for i, event in enumerate(events) if event["event"] in ("start", "resume")]
     newest = events[starts[-1] :] if starts else events
-    up = {event.get("sink") for event in newest if event.get("event") == "sink-up"}
-    yield from _skipped([event for event in newest if event.get("event") == "skip"], newest, run)
+    yield from _skipped([event for event in newest if event["event"] == "skip"], newest, run)
+    up = {event.get("sink") for event in newest if event["event"] == "sink-up"}
     for event in newest:
-        kind, rank, cause = event.get("event"), event.get("rank"), str(event.get("cause", ""))
-        evidence = [f"events.jsonl: {kind} at step {event.get('step')}", *_details(event)]
-        if kind == "stall":
-            text = f"rank {rank} stood still for {event.get('seconds', 0):.0f} s at step {event.get('step')} in {event.get('phase')}: {cause}"
-            yield Finding(STALL, text, "its stacks and collectives are in debug/", evidence, "stall")
-        elif kind == "rank-died":
-            known = next(iter(matches([cause, *str(event.get("error") or "").splitlines()], "events.jsonl")), None)
-            fix = (
-                known.failure.fix
-                if known
-                else "the same command goes on from the last checkpoint; look at the rank's log"
-            )
-            yield Finding(
-                DEATH,
-                f"rank {rank} died at step {event.get('step')} in {event.get('phase')}: {cause}",
-                fix,
-                evidence,
-                known.failure.name if known else "rank-died",
-            )
-        elif kind == "non-finite":
-            text = f"at step {event.get('step')} the loss is {event.get('loss')} and the gradient norm {event.get('grad_norm')}"
-            yield Finding(
-                NUMBERS,
-                text,
-                "lower optim.lr or lengthen optim.warmup, and look at the samples of that step",
-                evidence,
-                "nan",
-            )
-        elif kind == "save-failed":
-            text = f"the checkpoint of step {event.get('step')} could not be written: {event.get('cause') or event.get('text')}"
-            yield Finding(
-                DISK, text, "free some space, or move runs_dir; the older checkpoints are good", evidence, "save-failed"
-            )
-        elif kind == "failed":
-            known = next(iter(matches(cause.splitlines(), "events.jsonl")), None)
-            fix = event.get("fix") or (
-                known.failure.fix if known else "the same command goes on from the last checkpoint"
-            )
-            text = f"rank {rank} ended at step {event.get('step')}: {known.failure.cause if known else cause}"
-            evidence += [f"  {cause}"] if known else []
-            yield Finding(
-                FAILED, text, str(fix), evidence, known.failure.name if known else str(event.get("code", kind))
-            )
-        elif kind == "gave-up":
-            yield Finding(
-                DEATH + 3,
-                f"the run was given up: {event.get('reason')} ({cause})",
-                "mend the cause, then run the same command",
-                evidence,
-                "gave-up",
-            )
-        elif kind == "sink-down" and event.get("sink") not in up:
-            yield Finding(NOTE + 5, str(event.get("text")), "training is not affected", evidence, "sink-down")
+        tell = _TELL.get(event["event"])
+        if tell is not None and not (event["event"] == "sink-down" and event.get("sink") in up):
+            evidence = [f"events.jsonl: {event['event']} at step {event.get('step')}", *_details(event)]
+            yield tell(event, evidence)
+
+
+def _stall(event: Record, evidence: list[str]) -> Finding:
+    text = f"rank {event.get('rank')} stood still for {event.get('seconds', 0):.0f} s at {_where(event)}: {event.get('cause', '')}"
+    return Finding(STALL, text, "its stacks and collectives are in debug/", evidence, "stall")
+
+
+def _died(event: Record, evidence: list[str]) -> Finding:
+    cause = event.get("cause", "")
+    known = next(iter(matches([cause, *event.get("error", "").splitlines()], "events.jsonl")), None)
+    fix = known.failure.fix if known else "the same command goes on from the last checkpoint; look at the rank's log"
+    text = f"rank {event.get('rank')} died at {_where(event)}: {cause}"
+    return Finding(DEATH, text, fix, evidence, known.failure.name if known else "rank-died")
+
+
+def _failed(event: Record, evidence: list[str]) -> Finding:
+    cause = event.get("cause", "")
+    known = next(iter(matches(cause.splitlines(), "events.jsonl")), None)
+    fix = event.get("fix") or (known.failure.fix if known else "the same command goes on from the last checkpoint")
+    text = f"rank {event.get('rank')} ended at step {event.get('step')}: {known.failure.cause if known else cause}"
+    evidence += [f"  {cause}"] if known else []
+    return Finding(FAILED, text, fix, evidence, known.failure.name if known else event.get("code", "failed"))
+
+
+def _non_finite(event: Record, evidence: list[str]) -> Finding:
+    text = f"at step {event.get('step')} the loss is {event.get('loss')} and the gradient norm {event.get('grad_norm')}"
+    return Finding(NUMBERS, text, f"{_CALMER}, and look at the samples of that step", evidence, "nan")
+
+
+def _save_failed(event: Record, evidence: list[str]) -> Finding:
+    text = f"the checkpoint of step {event.get('step')} could not be written: {event.get('cause') or event.get('text')}"
+    return Finding(
+        DISK, text, "free some space, or move runs_dir; the older checkpoints are good", evidence, "save-failed"
+    )
+
+
+def _gave_up(event: Record, evidence: list[str]) -> Finding:
+    text = f"the run was given up: {event.get('reason')} ({event.get('cause', '')})"
+    return Finding(DEATH + 3, text, "mend the cause, then run the same command", evidence, "gave-up")
+
+
+def _sink_down(event: Record, evidence: list[str]) -> Finding:
+    return Finding(NOTE + 5, event.get("text", ""), "training is not affected", evidence, "sink-down")
+
+
+_TELL: dict[str, Callable[[Record, list[str]], Finding]] = {
+    "stall": _stall, "rank-died": _died, "failed": _failed, "non-finite": _non_finite, "save-failed": _save_failed,
+    "gave-up": _gave_up, "sink-down": _sink_down,
+}  # fmt: skip
+_CALMER = "lower optim.lr or lengthen optim.warmup"
+
+
+def _where(event: Record) -> str:
+    return f"step {event.get('step')} in {event.get('phase')}"
 
 
 def _skipped(skips: list[Record], newest: list[Record], run: Run) -> Iterator[Finding]:
@@ -154,7 +142,7 @@ def _skipped(skips: list[Record], newest: list[Record], run: Run) -> Iterator[Fi
         return
     last, rewinds = skips[-1], sum(event.get("event") == "rewind" for event in newest)
     broken = last.get("reason") == "non-finite"
-    said = [event.get("event") for event in newest if event.get("event") not in (*_BESIDE, "failed")]
+    said = [event.get("event") for event in newest if event.get("event") not in (*BESIDE, "failed")]
     ended = said[-1] in ("skip", "rewind") and not is_held(run.root)
     what = f"the loss is {_short(last.get('loss'))} and the gradient norm {_short(last.get('grad_norm'))}"
     text = f"{len(skips)} steps were skipped, the last at step {last.get('step')}, where {what}" + (
@@ -167,7 +155,7 @@ def _skipped(skips: list[Record], newest: list[Record], run: Run) -> Iterator[Fi
     yield Finding(
         weight,
         text,
-        "lower optim.lr or lengthen optim.warmup, and look at the samples of those steps",
+        f"{_CALMER}, and look at the samples of those steps",
         evidence,
         "nan" if broken else "spike",
     )
@@ -183,110 +171,6 @@ def _details(event: Record) -> list[str]:
     return lines + ([f"more in {event['debug']}"] if event.get("debug") else [])
 
 
-_BESIDE = ("alert", "sink-down", "sink-up")  # events that may follow the one that ends a run
-
-
-def _ranks_now(run: Run) -> Iterator[Finding]:
-    """Who stands still or is gone, by the heart beats alone: for runs without a supervisor, and while it still waits."""
-    beats = run.heartbeats()
-    if not beats:
-        return
-    dead = {rank: beat for rank, beat in beats.items() if beat.get("alive") is False and beat.get("phase") != "done"}
-    held = is_held(run.root)
-    said = [event.get("event") for event in run.events() if event.get("event") not in _BESIDE]
-    stopped = said and said[-1] in ("done", "interrupted", "non-finite", "failed", "skip", "rewind")
-    lines = [_told(rank, beat) for rank, beat in list(beats.items())[:16]]
-    if dead and not stopped:
-        rank, beat = min(dead.items(), key=lambda item: item[1].get("time", 0.0))
-        living = [r for r, b in beats.items() if r not in dead]
-        rest = f"; {_waiting(living)} for it" if living and held else ""
-        text = f"rank {rank} on {beat.get('host')} ended without a word at step {beat.get('step')} in {beat.get('phase')}: killed, or crashed{rest}"
-        yield Finding(
-            DEATH - 1,
-            text,
-            "look for the kernel's or Kubernetes' reason (dmesg, kubectl get events) and give it with --log; the same command goes on from the last checkpoint",
-            lines,
-            "rank-died",
-        )
-        return
-    alive = {rank: beat for rank, beat in beats.items() if beat.get("alive")}
-    silent = [
-        rank
-        for rank, beat in alive.items()
-        if time.time() - float(beat.get("time", 0)) > _STALE_S + 20 * len(beats) / 64
-    ]
-    if silent and len(silent) == len(alive) and not held and not stopped:
-        text = f"nobody has heard of {_names(silent)} for {time.time() - max(float(alive[r]['time']) for r in silent):.0f} s: the machine went away, or the file system does"
-        yield Finding(
-            DEATH - 2, text, "check the node; the same command goes on from the last checkpoint", lines, "silent"
-        )
-        return
-    yield from _hang(run, {r: b for r, b in alive.items() if r not in silent}, lines)
-
-
-def _hang(run: Run, beats: dict[int, Record], lines: list[str]) -> Iterator[Finding]:
-    usual = float(run.series.last.get("step_s") or 10.0)
-    patience = max(20.0, 10 * usual)
-    still = {
-        rank: beat
-        for rank, beat in beats.items()
-        if float(beat.get("phase_s", 0)) > patience and beat.get("phase") not in ("start", "load", "done")
-    }
-    if not still:
-        return
-    stopped = [rank for rank, beat in still.items() if beat.get("state") in ("T", "t")]
-    waiting = [rank for rank, beat in still.items() if beat.get("state") == "D"]
-    culprit = (
-        stopped or waiting or [min(still, key=lambda r: (still[r].get("progress", 0), still[r].get("phase") != "data"))]
-    )[0]
-    beat = still[culprit]
-    why = (
-        "its process is stopped (SIGSTOP, a debugger or a paused container)"
-        if stopped
-        else "it waits for a device or a file system that does not answer"
-        if waiting
-        else _DOING.get(str(beat.get("phase")), "it does not go on")
-    )
-    others = [rank for rank in still if rank != culprit]
-    where = (
-        f"{_waiting(others)} in {still[others[0]].get('phase')} for rank {culprit}, which"
-        if others
-        else f"rank {culprit}"
-    )
-    text = f"{where} has been in {beat.get('phase')} of step {beat.get('step')} for {beat.get('phase_s', 0):.0f} s on {beat.get('host')}: {why}"
-    yield Finding(
-        STALL - 1,
-        text,
-        f"py-spy dump --pid {beat.get('pid')} on {beat.get('host')} shows where; ending it restarts the run from its last checkpoint",
-        lines,
-        "hang",
-    )
-
-
-_DOING = {
-    "data": "it is reading data, and the storage does not answer",
-    "save": "it is writing a checkpoint, and the storage does not answer",
-    "evaluate": "it is evaluating",
-    "forward_backward": "it is in a forward or backward pass, or waits there for another rank",
-    "optimizer": "it is in the optimiser, or waits there for another rank",
-}
-
-
-def _told(rank: int, beat: Record) -> str:
-    age = time.time() - float(beat.get("time", 0))
-    end = "" if beat.get("alive") else ", ended"
-    return f"rank {rank} on {beat.get('host')}: step {beat.get('step')}, {beat.get('phase')} for {beat.get('phase_s', 0):.1f} s, process state {beat.get('state')}{end}, heard of {age:.0f} s ago"
-
-
-def _names(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:4])) + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
-
-
-def _waiting(ranks: Sequence[int]) -> str:
-    return f"{_names(ranks)} wait" + ("s" if len(ranks) == 1 else "")
-
-
 def _numbers(run: Run) -> Iterator[Finding]:
     last = run.series.last
     loss, norm, scale = (last.get(key) for key in ("loss", "grad_norm", "loss_scale"))
@@ -294,7 +178,7 @@ def _numbers(run: Run) -> Iterator[Finding]:
         yield Finding(
             NUMBERS - 1,
             f"at step {last.get('step')} the loss is {loss} and the gradient norm {norm}",
-            "lower optim.lr or lengthen optim.warmup",
+            _CALMER,
             [f"metrics.jsonl: step {last.get('step')}"],
             "nan",
         )
@@ -365,50 +249,3 @@ def _slow(run: Run) -> Iterator[Finding]:
             [f"events.jsonl: alert at step {event.get('step')}", "ranks.jsonl"],
             "slow-rank",
         )
-
-
-def _known(run: Run, logs: Sequence[Path]) -> Iterator[Finding]:
-    files = [*logs, *_own_logs(run)]
-    for path in files:
-        lines = _tail(path)
-        for match in matches(lines, path.name if path in logs else str(path.relative_to(run.root))):
-            yield _of(match, run)
-
-
-def _of(match: Match, run: Run) -> Finding:
-    failure = match.failure
-    verdict = f"{failure.cause} ({match.where})"
-    if failure.name == "cuda-oom":
-        verdict += _against_plan(run)
-    weight = KNOWN if failure.severity == "fatal" else WARNING
-    return Finding(weight, verdict, failure.fix, [f"{match.where}: {match.line[:300]}"], failure.name)
-
-
-def _against_plan(run: Run) -> str:
-    stages = run.plan().get("memory_gib")
-    if not isinstance(stages, list) or not stages:
-        return ""
-    said = max(float(stage.get("device", 0.0)) for stage in stages if isinstance(stage, dict))
-    return f" at step {int(run.series.last.get('step', 0)) + 1}: plan said {said:.0f} GiB, see `argosy plan --explain`"
-
-
-def _own_logs(run: Run) -> list[Path]:
-    """Of the newest attempt."""
-    starts = [event.get("time", 0.0) for event in run.events() if event["event"] in ("start", "resume")]
-    begun = starts[-1] - _STALE_S if starts else 0.0
-    folders = [path for folder in ("logs", "debug") for path in (run.root / folder).rglob("*")]
-    found = [path for path in folders if path.is_file() and path.stat().st_mtime >= begun]
-    return sorted(
-        (p for p in found if p.suffix in (".log", ".txt", ".stacks", ".err", ".out", ".json")),
-        key=lambda p: p.stat().st_mtime,
-        reverse=True,
-    )[:256]
-
-
-def _tail(path: Path) -> list[str]:
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, 2) - _LOG_BYTES))
-            return file.read().decode(errors="replace").splitlines()
-    except OSError:
-        return []

@@ -27,8 +27,9 @@ from argosy.config.presets import ALIASES, PRESETS
 from argosy.errors import ArgosyError
 from argosy.plan.advise import Question, answer
 from argosy.plan.hardware import facts
-from argosy.watch.doctor import NOTE, diagnose
+from argosy.watch.doctor import diagnose
 from argosy.watch.facts import config_diff, config_rows, predicted, waterfall
+from argosy.watch.finding import NOTE
 from argosy.watch.heat import RATIO
 from argosy.watch.runs import Run, find_runs
 
