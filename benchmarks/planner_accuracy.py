@@ -17,7 +17,7 @@ from itertools import combinations
 from pathlib import Path
 from statistics import mean, median
 
-from planner_fit import errors, fit, folds, seconds
+from planner_fit import PRIOR_WEIGHT, errors, fit, folds, seconds
 from planner_gaps import MATTER
 from planner_rows import Row, read_rows, rows_of
 
@@ -126,6 +126,7 @@ def main() -> None:
     parser.add_argument("csv", nargs="*", type=Path, default=[HERE / "planner_published.csv", HERE / "planner_own.csv"])
     parser.add_argument("--fit", action="store_true", help="fit the constants of time to the rows, and print them")
     parser.add_argument("--folds", action="store_true", help="show the error on sources the fit has not seen")
+    parser.add_argument("--prior-weight", type=float, default=PRIOR_WEIGHT, help="how much the fit holds to its priors")
     parser.add_argument("--gaps", action="store_true", help="show the error with each column empty")
     asked = parser.parse_args()
     rows, refused = [], []
@@ -134,13 +135,13 @@ def main() -> None:
         rows, refused = rows + more, refused + bad
     known = calibration()
     if asked.fit:
-        known = fit(timed(rows), known)
+        known = fit(timed(rows), known, asked.prior_weight)
         print("\n".join(f"  {name}: {value:g}" for name, value in known.constants.items()))
     report(rows, refused, known)
     if asked.gaps:
         gaps(asked.csv, known)
     if asked.folds:
-        folds(timed(rows), known)
+        folds(timed(rows), known, asked.prior_weight)
 
 
 if __name__ == "__main__":

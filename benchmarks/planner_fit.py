@@ -71,7 +71,7 @@ def expected(known: Calibration) -> Calibration:
     return known.model_copy(update={"constants": known.constants | {name: prior[0] for name, prior in PRIORS.items()}})
 
 
-def fit(rows: Sequence[Row], known: Calibration) -> Calibration:
+def fit(rows: Sequence[Row], known: Calibration, prior_weight: float = PRIOR_WEIGHT) -> Calibration:
     """Coordinate descent from the priors, by ever smaller steps; a constant is tried on the rows it moves."""
     of_source = Counter(row.source for row in rows)
     weights = [1 / sqrt(of_source[row.source]) for row in rows]
@@ -87,7 +87,7 @@ def fit(rows: Sequence[Row], known: Calibration) -> Calibration:
 
     def far(name: str, value: float) -> float:
         expectation, spread = PRIORS[name]
-        return PRIOR_WEIGHT * (log(value / expectation) / spread) ** 2
+        return prior_weight * (log(value / expectation) / spread) ** 2
 
     values = dict(expected(known).constants)
     everything = range(len(rows))
@@ -112,8 +112,8 @@ def fit(rows: Sequence[Row], known: Calibration) -> Calibration:
     return known.model_copy(update={"constants": {name: float(f"{value:.3g}") for name, value in values.items()}})
 
 
-def folds(rows: Sequence[Row], known: Calibration) -> None:
-    """Held-out error in five folds of sources with about as many rows each."""
+def folds(rows: Sequence[Row], known: Calibration, prior_weight: float = PRIOR_WEIGHT) -> None:
+    """Held-out error in five folds of sources with about as many rows each; `known` was fitted to all."""
     counts = Counter(row.source for row in rows)
     parts: list[list[str]] = [[] for _ in range(5)]
     for source, _ in counts.most_common():
@@ -124,7 +124,7 @@ def folds(rows: Sequence[Row], known: Calibration) -> None:
     table: list[tuple[list[float], ...]] = []
     for part in parts:
         left = [row for row in rows if row.source in part]
-        others = fit([row for row in rows if row.source not in part], known)
+        others = fit([row for row in rows if row.source not in part], known, prior_weight)
         table.append(tuple(errors(left, constants) for constants in (expected(known), known, others)))
         print(_line(", ".join(part), table[-1]), flush=True)
     print(_line("all", tuple([error for fold in column for error in fold] for column in zip(*table, strict=True))))
