@@ -261,10 +261,15 @@ def test_a_webhook_is_told_of_alerts_and_not_of_everything(tmp_path: Path, monke
         with JsonlWriter(run.events) as events:
             events.write({"event": "start", "step": 0, "time": 1.0})
             events.write({"event": "alert", "step": 7, "time": 2.0, "alert": "nan", "text": "the loss is nan"})
+            events.write({"event": "save", "step": 8, "time": 3.0, "path": "step-8"})
+            events.write({"event": "save-failed", "step": 9, "time": 4.0, "cause": "No space left on device"})
         carry(run)
         carry(run)  # and not twice
     told = [json.loads(body) for body in receiver.bodies]
-    assert [message["text"] for message in told] == ["hook, step 7: the loss is nan"]
+    assert [message["text"] for message in told] == [
+        "hook, step 7: the loss is nan",
+        "hook, step 9: save-failed: No space left on device",
+    ]
 
 
 def test_a_dead_sink_is_announced_once_and_backfilled_when_it_returns(tmp_path: Path) -> None:

@@ -36,7 +36,8 @@ class Webhook:
     def send(self, records: Sequence[Record]) -> None:
         for record in records:
             if record.get("event") in NEWS:
-                about = record.get("text") or record.get("reason") or record["event"]
+                why = record.get("cause") or record.get("reason") or record.get("signal")
+                about = record.get("text") or (f"{record['event']}: {why}" if why else record["event"])
                 text = f"{self._run}, step {record.get('step')}: {about}"
                 body = orjson.dumps({"run": self._run, "text": text, "event": record})
                 request = urllib.request.Request(self._address, body, {"Content-Type": "application/json"})
