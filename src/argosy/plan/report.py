@@ -23,7 +23,8 @@ FORMULAS = {
     "pipeline": "m x vpp x 2 sends of 2 x tokens x hidden / tp bytes",
     "gradients": "reduction over data-parallel ranks, or copies of a sharded model, less what the last backward pass hides",
     "bubble": "(sum of the stages' times - the slowest's) / vpp",
-    "optimiser": "34 bytes of each parameter held / memory bandwidth reached, and the step's own overhead",
+    "optimiser": "34 bytes of each parameter held / memory bandwidth reached",
+    "outside": "a step's own overhead: taking a batch that was read ahead, logging, synchronisation",
     "waiting": "for the slowest node: a share for each doubling of nodes",
 }
 

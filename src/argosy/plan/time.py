@@ -72,9 +72,9 @@ def step_time(work: Work, layout: Layout, cluster: Cluster, stack: Stack, known:
     rates = known.rates(cluster.gpu, stack, work.precision)
     links = known.links(cluster)
     tokens = work.seq_len * layout.micro_batch / layout.cp
-    terms = dict.fromkeys((*ACTIVE, *COMMUNICATION, "bubble", "optimiser", "waiting"), 0.0)
+    terms = dict.fromkeys((*ACTIVE, *COMMUNICATION, "bubble", "optimiser", "outside", "waiting"), 0.0)
     forward, backward = layer_passes(work, layout, stack, known, rates, tokens)
-    layer = _layer_terms(work, layout, cluster, stack, known, links, tokens, forward, backward, rates)
+    layer = _layer_terms(work, layout, cluster, stack, known, links, tokens, forward, backward)
     head = _head(work, layout, stack, rates, tokens)
     layers = stage_layers(work, layout, levelled=stack.levelled)
     passed = 2 * tokens * work.sizes.hidden / (1 if stack.whole_sends else layout.tp)
@@ -91,6 +91,7 @@ def step_time(work: Work, layout: Layout, cluster: Cluster, stack: Stack, known:
     terms["bubble"] = (sum(stages) - stages[slowest]) / layout.vpp
     backward_s = layers[slowest] * (each - forward.total)
     terms["gradients"], terms["optimiser"] = _once(work, layout, cluster, stack, known, links, rates, backward_s)
+    terms["outside"] = known.constants["step"]
     busy = sum(terms.values())
     terms["waiting"] = busy * known.constants["straggle"] * log2(max(1, cluster.nodes))
     total = busy + terms["waiting"]
@@ -181,7 +182,7 @@ def _element_bytes(work: Work, layout: Layout) -> float:
 
 def _layer_terms(
     work: Work, layout: Layout, cluster: Cluster, stack: Stack, known: Calibration, links: Links, tokens: float,
-    forward: Pass, backward: Pass, rates: Rates,
+    forward: Pass, backward: Pass,
 ) -> dict[str, float]:  # fmt: skip
     """Seconds of one layer and micro-batch, forward and backward, by term."""
     sizes, again = work.sizes, _again(layout, stack, forward)
@@ -195,27 +196,7 @@ def _layer_terms(
     context = gather(links, ring, key_values) * (3 + repeats)
     if "context" in stack.overlaps:  # around a ring, beside attention
         context = max(0.1 * context, context - forward.attention - backward.attention)
-    experts = 0.0
-    if work.model.moe is not None:
-        ranks = group(layout, "ep", cluster)
-        domains = ranks.size / ranks.near
-        copies = (
-            min(work.model.moe.top_k, domains * (1 - (1 - 1 / domains) ** work.model.moe.top_k)) if domains > 1 else 0
-        )
-        sent = stream / layout.tp * sizes.expert_layers
-        once = exchange(links, ranks, sent * work.model.moe.top_k, sent * copies * (domains - 1) / domains)
-        experts = (4 + 2 * repeats) * once
-    launched = _launched(work, layout, stack, known)
-    busy = forward.total + backward.total + again
-    gathered = 0.0
-    if layout.zero == 3 and (layout.pp == 1):
-        shards = group(layout, "shards", cluster)
-        own = (sizes.attention + sizes.mlp) / layout.tp
-        if work.model.moe is not None:
-            own += sizes.expert_layers * work.model.moe.experts * sizes.expert / layout.ep / layout.tp
-        hidden = 3 * gather(links, shards, 2 * own)
-        compute = max(busy, launched) + tensor
-        gathered = max(0.0, hidden - compute) + known.constants["interference"] * min(hidden, compute)
+    launched, busy = _launched(work, layout, stack, known), forward.total + backward.total + again
     return {
         "products": forward.products + backward.products,
         "attention": forward.attention + backward.attention,
@@ -224,9 +205,34 @@ def _layer_terms(
         "launches": max(0.0, launched - busy),
         "tensor": tensor,
         "context": context,
-        "experts": experts,
-        "gather": gathered,
+        "experts": (4 + 2 * repeats) * _to_experts(work, layout, cluster, links, stream),
+        "gather": _gathered(work, layout, cluster, links, known, max(busy, launched) + tensor),
     }
+
+
+def _to_experts(work: Work, layout: Layout, cluster: Cluster, links: Links, stream: float) -> float:
+    """One all-to-all of a layer: a token goes to each of its experts, over the network once to each domain that has one."""
+    moe = work.model.moe
+    if moe is None:
+        return 0.0
+    ranks = group(layout, "ep", cluster)
+    domains = ranks.size / ranks.near
+    reached = min(moe.top_k, domains * (1 - (1 - 1 / domains) ** moe.top_k)) if domains > 1 else 0
+    sent = stream / layout.tp * work.sizes.expert_layers
+    return exchange(links, ranks, sent * moe.top_k, sent * reached * (domains - 1) / domains)
+
+
+def _gathered(work: Work, layout: Layout, cluster: Cluster, links: Links, known: Calibration, compute: float) -> float:
+    """Sharded weights, gathered for both passes, and their gradients: what computation does not hide, and what it loses
+    to them. A pipeline keeps its weights for all micro-batches."""
+    if layout.zero < 3 or layout.pp > 1:
+        return 0.0
+    sizes, moe = work.sizes, work.model.moe
+    own = (sizes.attention + sizes.mlp) / layout.tp
+    if moe is not None:
+        own += sizes.expert_layers * moe.experts * sizes.expert / layout.ep / layout.tp
+    moved = 3 * gather(links, group(layout, "shards", cluster), 2 * own)
+    return max(0.0, moved - compute) + known.constants["interference"] * min(moved, compute)
 
 
 def _launched(work: Work, layout: Layout, stack: Stack, known: Calibration) -> float:
@@ -275,4 +281,4 @@ def _once(
         exchanged += reduce(links, shards, stack.reduced * own)
     elif layout.zero < 3 or layout.pp > 1:
         exchanged += gather(links, shards, stack.reduced * own) + gather(links, shards, 2 * own)
-    return max(0.0, exchanged - known.hidden(stack, "gradients") * backward), optimiser + known.constants["step"]
+    return max(0.0, exchanged - known.hidden(stack, "gradients") * backward), optimiser
