@@ -63,9 +63,6 @@ class Beside:
     id: Any
 
 
-_MARK = object()
-
-
 def read_pickle(content: bytes, allowed: Callable[[str], bool]) -> Any:
     """The one value of a pickle: plain values as they are, the rest as names and notes. `allowed` is asked about every
     dotted name."""
@@ -88,6 +85,7 @@ class _Machine:
     def __init__(self, allowed: Callable[[str], bool]) -> None:
         self.allowed = allowed
         self.stack: list[Any] = []
+        self.marks: list[int] = []  # how long the stack was at each mark that has not been taken
         self.memo: dict[int, Any] = {}
 
     def step(self, name: str, arg: Any) -> None:
@@ -108,17 +106,16 @@ class _Machine:
             handler(*(() if arg is None else (arg,)))
 
     def pop(self) -> Any:
-        value = self.stack.pop()
-        if value is _MARK:
+        if self.marks and self.marks[-1] == len(self.stack):
             raise UnreadableError("its marks are out of order")
-        return value
+        return self.stack.pop()
 
     def take(self, count: int) -> list[Any]:
         return [self.pop() for _ in range(count)][::-1]
 
     def take_to_mark(self) -> list[Any]:
-        at = len(self.stack) - 1 - self.stack[::-1].index(_MARK)
-        values = self.stack[at + 1 :]
+        at = self.marks.pop()
+        values = self.stack[at:]
         del self.stack[at:]
         return values
 
@@ -136,10 +133,13 @@ class _Machine:
         return Note(what, args)
 
     def do_mark(self) -> None:
-        self.stack.append(_MARK)
+        self.marks.append(len(self.stack))
 
     def do_pop(self) -> None:
-        self.stack.pop()
+        if self.marks and self.marks[-1] == len(self.stack):
+            self.marks.pop()
+        else:
+            self.stack.pop()
 
     def do_pop_mark(self) -> None:
         self.take_to_mark()

@@ -23,7 +23,7 @@ from argosy.errors import ArgosyError
 from argosy.parallel.boxes import Box, tiled
 
 METADATA = ".metadata"
-_LARGEST = 2**30  # bytes of .metadata
+_LARGEST = 2**29  # bytes of .metadata
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,200}\.distcp")
 _DCP = "torch.distributed.checkpoint"
 _TENSOR, _CHUNK = f"{_DCP}.metadata.TensorStorageMetadata", f"{_DCP}.metadata.ChunkStorageMetadata"
@@ -71,6 +71,7 @@ class TorchDist:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self._sizes: dict[str, int] = {}  # of the files
         path = directory / METADATA
         try:
             if path.is_symlink() or path.stat().st_size > _LARGEST:
@@ -143,7 +144,7 @@ class TorchDist:
 
     def _require_apart(self, places: list[Place]) -> None:
         """No two boxes in the same bytes."""
-        places = sorted(places, key=lambda place: (place.path, place.offset))
+        places = sorted(places, key=lambda place: (place.path.name, place.offset))
         for one, after in pairwise(places):
             if one.path == after.path and one.offset + one.length > after.offset:
                 raise self.bad(METADATA, f"two tensors are said to lie at byte {after.offset:,} of {one.path.name}")
@@ -171,13 +172,15 @@ class TorchDist:
             raise self.bad(METADATA, f"{name} was stored compressed, or otherwise changed")
         if not isinstance(file, str) or _FILE.fullmatch(file) is None:
             raise self.bad(METADATA, f"{name} is said to lie in {file!r}, which is no plain name of a .distcp file")
-        path = self.directory / file
-        if path.is_symlink() or not path.is_file():
-            raise self.bad(file, "it is not there, or it is a link")
-        if min(*_plain(offset, length)) < 0 or offset + length > path.stat().st_size:
-            has = path.stat().st_size
+        if file not in self._sizes:
+            path = self.directory / file
+            if path.is_symlink() or not path.is_file():
+                raise self.bad(file, "it is not there, or it is a link")
+            self._sizes[file] = path.stat().st_size
+        has = self._sizes[file]
+        if min(*_plain(offset, length)) < 0 or offset + length > has:
             raise self.bad(file, f"{name} should end at byte {offset + length:,}, and the file has {has:,}")
-        return Place(path, offset, length)
+        return Place(self.directory / file, offset, length)
 
     def bad(self, file: str, why: str) -> ArgosyError:
         return ArgosyError(
