@@ -24,14 +24,28 @@ UNKNOWN_GPUS = 256  # where nothing says how many there were
 
 def complete(cells: dict[str, str], gpu: Gpu) -> tuple[dict[str, str], tuple[str, ...]]:
     """The row with numbers in its gaps, and the columns that had none."""
-    gaps = tuple(column for column in MATTER if not (cells.get(column) or "").strip())
-    found = {column: (text or "").strip() for column, text in cells.items()}
+    found = {column: _spelled(column, (text or "").strip()) for column, text in cells.items()}
+    gaps = tuple(column for column in MATTER if not found.get(column))
     for fill in (_shape, _axes, _batch, _sequence_parallel):
         for column, value in fill(found, gpu).items():
             if not found.get(column):
                 found[column] = str(value)
     known = "dp" not in gaps and "gpus" in gaps
     return found, tuple(column for column in gaps if not (known and column == "gpus"))
+
+
+def _spelled(column: str, text: str) -> str:
+    """As planner_published.csv spells it."""
+    low = text.lower()
+    if column not in MATTER:
+        return text
+    if low in ("n/a", "na", "-", "?", "unknown"):
+        return ""
+    if column in ("gated_mlp", "sequence_parallel"):
+        return {"true": "1", "yes": "1", "1.0": "1", "false": "0", "no": "0", "0.0": "0"}.get(low, text)
+    if column == "recompute" and text:
+        return "selective" if "sel" in low else "none" if low in ("none", "no", "0", "false", "off") else "full"
+    return text
 
 
 def value(cells: dict[str, str], column: str) -> float:

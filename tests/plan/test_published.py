@@ -113,3 +113,11 @@ def test_a_known_name_gives_the_shape(tmp_path: Path, rows: ModuleType) -> None:
     read, [(_, why)] = rows.read_rows(write(tmp_path / "rows.csv", gpu="H100", gpus=8, model="a secret", **gaps))
     assert not read
     assert "neither layers and hidden nor a known model" in why
+
+
+def test_other_spellings_mean_the_same(tmp_path: Path, rows: ModuleType) -> None:
+    plain = {"gpu": "H100", "gpus": 8, "tp": 8, "sequence_parallel": 1, "recompute": "full", "micro_batch": ""}
+    other = {"sequence_parallel": "True", "recompute": "uniform", "micro_batch": "n/a"}
+    [told], _ = rows.read_rows(write(tmp_path / "plain.csv", **plain))
+    [meant], _ = rows.read_rows(write(tmp_path / "other.csv", **{**plain, **other}))
+    assert (meant.layout, meant.filled) == (told.layout, told.filled)
