@@ -2,6 +2,7 @@
 # make test   lints, types, import contracts and every test
 # make check  lints, types and import contracts only
 # make faults every fault of docs/guides/survival.md injected for real, and a table of what each cost
+# make storm  a run killed 200 times at random moments, and another 1,000 times (hours)
 # make bench  the measurements of docs/benchmarks.md
 # Each target makes .venv on its own, and reuses it while pyproject.toml and constraints.txt are unchanged.
 
@@ -10,7 +11,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test check faults bench docs clean
+.PHONY: demo test check faults storm bench docs clean
 
 demo: $(VENV)/.core
 	@$(BIN)/argosy demo
@@ -25,7 +26,10 @@ check: $(VENV)/.dev
 	$(BIN)/lint-imports
 
 faults: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "" tests/faults
+	$(BIN)/python -m pytest -m "" tests/faults -k "not long_storm"
+
+storm: $(VENV)/.dev
+	$(BIN)/python -m pytest -m slow tests/faults/test_storm.py
 
 bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/run.py
