@@ -49,6 +49,19 @@ def slow_storage(bench: Bench) -> Outcome:
             return Outcome(f"slowest step {slowest:.2f}s", steps_lost=0)
 
 
+def slow_last_save(bench: Bench) -> Outcome:
+    """The save a run ends with is waited for, and takes longer than a rank may stand still: nobody is taken for stuck."""
+    with preloaded(bench, "checkpoints") as (env, orders):
+        orders("slow 1000")
+        steps = {"train": {"global_batch": 4, "steps": 5}, "checkpoint": {"every": 1}, "eval": "off"}
+        with bench.run("slow-last-save", env=env, **steps) as run:
+            assert run.wait() == 0, run.said
+            assert not run.events("stall"), run.events("stall")
+            (last,) = (event for event in run.events("save") if event["step"] == 5)
+            assert last["seconds"] > 3
+            return Outcome(f"waited {last['seconds']:.1f}s for it", steps_lost=0)
+
+
 def read_only(bench: Bench) -> Outcome:
     """Refused at the start."""
     place = bench.root / "read-only"

@@ -32,6 +32,7 @@ FAULTS: dict[str, Callable[[Bench], Outcome]] = {
     "9 the manifest is missing": of_checkpoints.missing_manifest,
     "10 disk full": of_storage.disk_full,
     "11 slow storage": of_storage.slow_storage,
+    "11 a slow last save": of_storage.slow_last_save,
     "12 read-only": of_storage.read_only,
     "13 resumed in another layout": of_ranks.other_layout,
     "14 resumed three times": of_ranks.resumed_thrice,
@@ -62,7 +63,7 @@ FAULTS: dict[str, Callable[[Bench], Outcome]] = {
     "36 out of memory": of_ranks.out_of_memory,
     "37 another format version": of_checkpoints.other_version,
 }
-SHORT = {"15 the same crash at one step", "30 a wrong environment"}  # and a short storm of SIGKILL
+SHORT = {"15 the same crash at one step", "17 NaN", "30 a wrong environment"}  # and a short storm of SIGKILL
 
 
 @pytest.mark.timeout(3600)

@@ -16,7 +16,8 @@ class FaultSpec(Section):
         description="that a rank may stay in one phase of a step, or four times the longest it has taken so far, if that is more",
     )
     start_after: Seconds = Field(
-        1800.0, description="the same where no time is known yet: starting, loading, the first step, the first save"
+        1800.0,
+        description="the same where no time is known yet: starting, loading, the first step, the first save, and the last, which is waited for",
     )
     restarts: Whole = Field(10, description="restarts in a row without a new checkpoint, before giving up")
     same_step: Positive = Field(3, description="deaths at one and the same step, before giving up")

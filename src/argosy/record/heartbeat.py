@@ -25,7 +25,7 @@ import orjson
 from argosy.record import pulse
 from argosy.record.pulse import PAGE_BYTES, Page, Progress
 
-Phase = Literal["start", "load", "data", "forward_backward", "optimizer", "evaluate", "save", "done"]
+Phase = Literal["start", "load", "data", "forward_backward", "optimizer", "evaluate", "save", "last_save", "done"]
 _FAREWELL_S = 2.0
 
 

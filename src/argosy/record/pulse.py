@@ -18,7 +18,7 @@ import sys
 import time
 from typing import Any, NamedTuple
 
-PHASES = ("start", "load", "data", "forward_backward", "optimizer", "evaluate", "save", "done")
+PHASES = ("start", "load", "data", "forward_backward", "optimizer", "evaluate", "save", "last_save", "done")
 PAGE_BYTES = 4096
 _LAYOUT = struct.Struct("<QQqqddQ")  # sequence, entered, step, first, since, longest, phase
 

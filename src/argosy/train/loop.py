@@ -288,7 +288,9 @@ class Trainer:
         return starting_weights(self.start, self.model, spec.model, spec.train.seed)
 
     def _save(self, step: int, console: Console, *, last: bool) -> None:
-        self.heartbeat.enter("save", step)
+        self.heartbeat.enter(
+            "last_save" if last else "save", step
+        )  # which waits for the files, and may take much longer
         tokens = self.consumed_samples * self.spec.data.seq_len
         about = {"tokens": tokens, "loss": self.loss, "layout": describe_layout(self.spec.parallel)}
         self._tell(self.saving.save(step, self.consumed_samples, last=last, **about), console)

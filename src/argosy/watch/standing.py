@@ -92,6 +92,7 @@ def _hang(run: Run, beats: dict[int, Record], lines: list[str]) -> Iterator[Find
 _DOING = {
     "data": "it is reading data, and the storage does not answer",
     "save": "it is writing a checkpoint, and the storage does not answer",
+    "last_save": "it is writing its last checkpoint, and the storage does not answer",
     "evaluate": "it is evaluating",
     "forward_backward": "it is in a forward or backward pass, or waits there for another rank",
     "optimizer": "it is in the optimiser, or waits there for another rank",

@@ -73,10 +73,11 @@ def _hurt_gradients(take_step: Any, *step: Any, factor: float, **options: Any) -
 
     whole = data.sum_gradients
 
-    def hurt(model: Any, *arguments: Any) -> None:
-        for parameter in model.parameters():
+    def hurt(parameters: Any, *arguments: Any) -> None:
+        parameters = list(parameters)
+        for parameter in parameters:
             parameter.grad.mul_(factor)
-        whole(model, *arguments)
+        whole(parameters, *arguments)
 
     data.sum_gradients = hurt
     try:
