@@ -4,8 +4,6 @@ what their config says."""
 from __future__ import annotations
 
 import json
-import resource
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,6 +18,7 @@ from argosy.checkpoint.hf_import import import_hf
 from argosy.checkpoint.store import latest
 from argosy.errors import ArgosyError
 from argosy.train.session import load_model
+from checkpoint.full_disk import full_beyond
 from hf_models import DECODERS, save
 
 TOKENS = torch.randint(0, 257, (2, 40), generator=torch.Generator().manual_seed(1))
@@ -144,15 +143,8 @@ def test_nothing_is_overwritten_and_a_dry_run_writes_nothing(llama: Path, tmp_pa
 
 
 def test_a_full_disk_leaves_nothing_behind(llama: Path, tmp_path: Path) -> None:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
-    try:
-        with pytest.raises(ArgosyError) as refused:
-            import_hf(f"hf:{llama}", tmp_path / "ours")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
+    with full_beyond(100_000), pytest.raises(ArgosyError) as refused:
+        import_hf(f"hf:{llama}", tmp_path / "ours")
     assert refused.value.code == "hf.write-failed"
     assert [path.name for path in tmp_path.iterdir()] == ["llama"]
 

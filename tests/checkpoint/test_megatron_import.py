@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
-import signal
 import subprocess
 import sys
 from itertools import pairwise
@@ -33,6 +31,7 @@ from argosy.model.build import build_model
 from argosy.model.init import initial_value
 from argosy.parallel.boxes import Box
 from argosy.train.session import load_model
+from checkpoint.full_disk import full_beyond
 from megatron_files import arguments_of, halves, megatron_state, whole, write_checkpoint
 
 PADDED = 128
@@ -408,14 +407,7 @@ def test_importing_takes_the_memory_of_a_few_parameters_not_of_the_model(tmp_pat
 
 
 def test_a_full_disk_leaves_nothing_behind(llama: Path, tmp_path: Path) -> None:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
-    try:
-        with pytest.raises(ArgosyError) as refused:
-            import_megatron(f"megatron:{llama}", tmp_path / "ours")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
+    with full_beyond(20_000), pytest.raises(ArgosyError) as refused:
+        import_megatron(f"megatron:{llama}", tmp_path / "ours")
     assert refused.value.code == "hf.write-failed"
     assert [path.name for path in tmp_path.iterdir()] == ["run"]

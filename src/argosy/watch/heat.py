@@ -5,15 +5,15 @@ It is kept as `ranks.jsonl` grows, each line looked at once, so that neither man
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from argosy.record.jsonl import Record
 from argosy.record.ranks import COLUMNS, Ranks
-from argosy.record.tail import Tail
+from argosy.watch.following import Following
 
 RATIO = "ratio"  # a rank's own work over its peers'
 _ROWS, _CELLS = 256, 240  # down, and across at least
@@ -21,11 +21,11 @@ _AT_ONCE = 50  # lines between two moments at which readers get in
 Row = NDArray[np.float32]
 
 
-class HeatMap:
+class HeatMap(Following):
     """Of one ranks.jsonl. `update` reads what is new; `picture` answers from memory."""
 
     def __init__(self, path: Path) -> None:
-        self._tail, self._lock, self._updating = Tail(path), threading.Lock(), threading.Lock()
+        super().__init__(path, _AT_ONCE)
         self._clear(0)
 
     def _clear(self, world: int) -> None:
@@ -33,17 +33,9 @@ class HeatMap:
         self._steps: list[int] = []  # of the first line in each column of cells
         self._cells: dict[str, list[Row]] = {}
 
-    def update(self) -> None:
-        """Read to the end of the file. A second caller does not wait for the first."""
-        if not self._updating.acquire(blocking=False):
-            return
-        try:
-            while records := [record for record, _ in self._tail.read(_AT_ONCE)]:
-                with self._lock:
-                    for line in filter(None, map(Ranks.read, records)):
-                        self._add(line)
-        finally:
-            self._updating.release()
+    def _take(self, records: list[Record]) -> None:
+        for line in filter(None, map(Ranks.read, records)):
+            self._add(line)
 
     def picture(self, column: str = RATIO) -> dict[str, Any]:
         high = -(-self._world // _ROWS) or 1

@@ -6,7 +6,6 @@ time. A curve is given in as many pieces as the asker has room for: lowest, high
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 
 from argosy.record.jsonl import Record
 from argosy.record.sinks.sink import numbers
-from argosy.record.tail import Tail
+from argosy.watch.following import Following
 from argosy.watch.reading import figures
 
 _AT_ONCE = 1000  # records between two moments at which readers get in
@@ -24,12 +23,11 @@ _MOST_COLUMNS = 256  # names of metrics in a file that is not ours cannot fill t
 Floats = NDArray[np.float32]
 
 
-class Series:
+class Series(Following):
     """Of one metrics.jsonl. `update` reads what is new; all else answers from memory."""
 
     def __init__(self, path: Path) -> None:
-        self._tail, self._lock = Tail(path), threading.Lock()
-        self._updating = threading.Lock()
+        super().__init__(path, _AT_ONCE)
         self._clear()
 
     def _clear(self) -> None:
@@ -39,17 +37,9 @@ class Series:
         self._last: Record = {}
         self.first_time: float | None = None
 
-    def update(self) -> None:
-        """Read to the end of the file. A second caller does not wait for the first."""
-        if not self._updating.acquire(blocking=False):
-            return
-        try:
-            while records := [record for record, _ in self._tail.read(_AT_ONCE)]:
-                with self._lock:
-                    self._add(records)
-                    self.version += 1
-        finally:
-            self._updating.release()
+    def _take(self, records: list[Record]) -> None:
+        self._add(records)
+        self.version += 1
 
     @property
     def size_read(self) -> int:
