@@ -75,7 +75,7 @@ ONE_MODEL = {  # what is no matter of the model is tried on one
     "tp=2 model.moe.shared_experts=1 model.moe.shared_gate=true": "moe",
     "tp=2 model.dropout=0.1": "gpt",
     "tp=2 sp=false model.dropout=0.1 recompute=full": "mpt",
-    "dp_shard=2 tp=2 model.dropout=0.1": "t5",
+    "dp_shard=2 tp=2 model.dropout=0.1 micro_batch=2": "t5",
     "cp=2 tp=2 model.dropout=0.1": "gpt",
     "cp=2 cp_kind=ulysses tp=2": "mpt",
     "dp_shard=2 cp=2 tp=2": "moe",

@@ -61,7 +61,7 @@ def spec_of(model: str, layout: str) -> RunSpec:
         [
             preset, *(key if key.startswith("data.") else f"model.{key}" for key in keys), "data.train=synthetic", f"data.seq_len={SEQ}",
             f"train.global_batch={BATCH}", "train.steps=100", "train.precision=fp32", "optim.lr=3e-3", "eval=off",
-            "optim.eps=1e-5",  # a key's bias has no gradient: its rounding noise must not become an update
+            "optim.eps=1e-6",  # a key's bias has no gradient: its rounding noise must not become an update
             *given,
         ],
     ).spec  # fmt: skip
