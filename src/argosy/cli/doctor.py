@@ -52,10 +52,11 @@ def _diagnose(run: Path, log: list[Path], as_json: bool) -> None:
     from argosy.errors import ArgosyError
     from argosy.watch.doctor import diagnose
     from argosy.watch.finding import NOTE
+    from argosy.watch.reading import printable
     from argosy.watch.runs import Run, require_run
 
     for path in log:
-        if not path.is_file():
+        if not path.exists() or path.is_dir():
             raise ArgosyError("io.failed", f"{path} is not a file", key="--log", value=path, fix="name a text file")
     require_run(run)
     found = diagnose(Run(run.resolve().name, run), log)
@@ -63,14 +64,14 @@ def _diagnose(run: Path, log: list[Path], as_json: bool) -> None:
         print(json.dumps([finding.as_dict() for finding in found]))
         return
     first, *others = found
-    print(first.verdict)
+    print(printable(first.verdict))
     if first.fix:
-        print(f"\nfix       {first.fix}")
+        print(f"\nfix       {printable(first.fix)}")
     if first.evidence:
-        print("\nevidence  " + "\n          ".join(first.evidence))
-    others = [finding for finding in others if finding.weight > NOTE]
-    if others:
-        print("\nalso      " + "\n          ".join(dict.fromkeys(finding.verdict for finding in others)))
+        print("\nevidence  " + "\n          ".join(map(printable, first.evidence)))
+    also = dict.fromkeys(printable(finding.verdict) for finding in others if finding.weight > NOTE)
+    if also:
+        print("\nalso      " + "\n          ".join(also))
 
 
 def _on_every_rank(nproc: int) -> int:

@@ -14,10 +14,12 @@ from pathlib import Path
 from argosy.record.jsonl import Record, read_metrics
 from argosy.watch.finding import (
     BESIDE,
+    CONSEQUENCE,
     DEATH,
     DISK,
     FAILED,
     FULL,
+    KNOWN,
     NOTE,
     NUMBERS,
     OVERFLOW,
@@ -27,19 +29,22 @@ from argosy.watch.finding import (
     WELL,
     Finding,
 )
-from argosy.watch.knowledge import matches
-from argosy.watch.logs import from_logs
+from argosy.watch.knowledge import Failure, matches
+from argosy.watch.logs import READ_BYTES, against_plan, from_logs
 from argosy.watch.runs import Run, is_held
 from argosy.watch.standing import ranks_now
 
 _FULL_BYTES = 16 << 20  # a file system with less is full
 _RECENT_S = 3600.0  # for which an alert counts
+_STANDS = ("stall", "hang", "rank-died", "silent", "failed", "gave-up")  # findings of a run that does not train
 
 
-def diagnose(run: Run, logs: Sequence[Path] = ()) -> list[Finding]:
-    """Everything found, the verdict first. Never empty."""
+def diagnose(run: Run, logs: Sequence[Path] = (), *, read_bytes: int = READ_BYTES) -> list[Finding]:
+    """Everything found, the verdict first. Never empty. Of logs at most so many bytes are read."""
     run.series.update()
-    found = [*_events(run), *ranks_now(run), *_numbers(run), *_disk(run), *_slow(run), *from_logs(run, logs)]
+    found = [*_events(run), *ranks_now(run), *_numbers(run), *_disk(run), *_slow(run)]
+    trains = run.state() == "running" and not any(finding.name in _STANDS for finding in found)
+    found += from_logs(run, logs, trains=trains, read_bytes=read_bytes)
     well = _well(run)
     said_why = any(finding.weight > well.weight for finding in found)
     if well.name != "dead" or not said_why:
@@ -79,53 +84,71 @@ def _events(run: Run) -> Iterator[Finding]:
         tell = _TELL.get(event["event"])
         if tell is not None and not (event["event"] == "sink-down" and event.get("sink") in up):
             evidence = [f"events.jsonl: {event['event']} at step {event.get('step')}", *_details(event)]
-            yield tell(event, evidence)
+            yield tell(event, evidence, run)
 
 
-def _stall(event: Record, evidence: list[str]) -> Finding:
+def _stall(event: Record, evidence: list[str], run: Run) -> Finding:
     text = f"rank {event.get('rank')} stood still for {event.get('seconds', 0):.0f} s at {_where(event)}: {event.get('cause', '')}"
     return Finding(STALL, text, "its stacks and collectives are in debug/", evidence, "stall")
 
 
-def _died(event: Record, evidence: list[str]) -> Finding:
+def _died(event: Record, evidence: list[str], run: Run) -> Finding:
     cause = event.get("cause", "")
-    known = next(iter(matches([cause, *event.get("error", "").splitlines()], "events.jsonl")), None)
-    fix = known.failure.fix if known else "the same command goes on from the last checkpoint; look at the rank's log"
-    text = f"rank {event.get('rank')} died at {_where(event)}: {cause}"
-    return Finding(DEATH, text, fix, evidence, known.failure.name if known else "rank-died")
+    known = _known([cause, *event.get("error", "").splitlines()])
+    fix = known.fix if known else "the same command goes on from the last checkpoint; look at the rank's log"
+    said = cause if known is None else known.cause + (against_plan(run) if known.name == "cuda-oom" else "")
+    evidence += [] if known is None else [f"  {cause}"]
+    return Finding(
+        _weight(known, DEATH),
+        f"rank {event.get('rank')} died at {_where(event)}: {said}",
+        fix,
+        evidence,
+        known.name if known else "rank-died",
+    )
 
 
-def _failed(event: Record, evidence: list[str]) -> Finding:
+def _failed(event: Record, evidence: list[str], run: Run) -> Finding:
     cause = event.get("cause", "")
-    known = next(iter(matches(cause.splitlines(), "events.jsonl")), None)
-    fix = event.get("fix") or (known.failure.fix if known else "the same command goes on from the last checkpoint")
-    text = f"rank {event.get('rank')} ended at step {event.get('step')}: {known.failure.cause if known else cause}"
+    known = _known(cause.splitlines())
+    fix = event.get("fix") or (known.fix if known else "the same command goes on from the last checkpoint")
+    text = f"rank {event.get('rank')} ended at step {event.get('step')}: {known.cause if known else cause}"
     evidence += [f"  {cause}"] if known else []
-    return Finding(FAILED, text, fix, evidence, known.failure.name if known else event.get("code", "failed"))
+    weight = FAILED if event.get("code") else _weight(known, FAILED)  # a refusal is told by what it refused
+    return Finding(weight, text, fix, evidence, known.name if known else event.get("code", "failed"))
 
 
-def _non_finite(event: Record, evidence: list[str]) -> Finding:
+def _known(lines: list[str]) -> Failure | None:
+    """The first that is no consequence of another, and says more than the line."""
+    found = [match.failure for match in matches(lines, "events.jsonl") if "{line}" not in match.failure.cause]
+    return min(found, key=lambda failure: failure.severity == "consequence", default=None)
+
+
+def _weight(known: Failure | None, otherwise: int) -> int:
+    return otherwise if known is None else CONSEQUENCE if known.severity == "consequence" else KNOWN
+
+
+def _non_finite(event: Record, evidence: list[str], run: Run) -> Finding:
     text = f"at step {event.get('step')} the loss is {event.get('loss')} and the gradient norm {event.get('grad_norm')}"
     return Finding(NUMBERS, text, f"{_CALMER}, and look at the samples of that step", evidence, "nan")
 
 
-def _save_failed(event: Record, evidence: list[str]) -> Finding:
+def _save_failed(event: Record, evidence: list[str], run: Run) -> Finding:
     text = f"the checkpoint of step {event.get('step')} could not be written: {event.get('cause') or event.get('text')}"
     return Finding(
         DISK, text, "free some space, or move runs_dir; the older checkpoints are good", evidence, "save-failed"
     )
 
 
-def _gave_up(event: Record, evidence: list[str]) -> Finding:
+def _gave_up(event: Record, evidence: list[str], run: Run) -> Finding:
     text = f"the run was given up: {event.get('reason')} ({event.get('cause', '')})"
     return Finding(DEATH + 3, text, "mend the cause, then run the same command", evidence, "gave-up")
 
 
-def _sink_down(event: Record, evidence: list[str]) -> Finding:
+def _sink_down(event: Record, evidence: list[str], run: Run) -> Finding:
     return Finding(NOTE + 5, event.get("text", ""), "training is not affected", evidence, "sink-down")
 
 
-_TELL: dict[str, Callable[[Record, list[str]], Finding]] = {
+_TELL: dict[str, Callable[[Record, list[str], Run], Finding]] = {
     "stall": _stall, "rank-died": _died, "failed": _failed, "non-finite": _non_finite, "save-failed": _save_failed,
     "gave-up": _gave_up, "sink-down": _sink_down,
 }  # fmt: skip

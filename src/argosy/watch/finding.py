@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-# Weights. WELL: nothing explains it better than that a run is done.
-WELL, STALL, FULL, DEATH, KNOWN, NUMBERS = 100, 95, 92, 90, 85, 80
-FAILED, DISK, OVERFLOW, SLOW, WARNING, NOTE = 77, 75, 60, 50, 40, 10
+# Weights. WELL: nothing explains it better than that a run is done. A known cause explains why a rank died or stands still.
+WELL, KNOWN, STALL, FULL, DEATH, NUMBERS = 100, 96, 95, 92, 90, 80
+FAILED, DISK, SETBACK, CONSEQUENCE, OVERFLOW, SLOW, WARNING, PASSED, NOTE = 77, 75, 72, 70, 60, 50, 40, 30, 10
 
 # Events that may follow the one that ends a run.
 BESIDE = ("alert", "sink-down", "sink-up")
@@ -23,3 +24,8 @@ class Finding:
 
     def as_dict(self) -> dict[str, Any]:
         return {"name": self.name, "verdict": self.verdict, "fix": self.fix, "evidence": self.evidence}
+
+
+def called(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:4])) + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

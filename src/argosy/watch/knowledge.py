@@ -12,6 +12,11 @@ from argosy.config.reader import read_yaml
 
 FILE = Path(__file__).parent / "failures.yaml"
 _LONGEST_LINE = 2000  # characters that are looked at
+_COLOUR = re.compile(r"\x1b\[[0-9;:]*[A-Za-z]")
+# How programs say which rank is speaking: torch's own prefix, NCCL's and gloo's texts, and ours.
+_RANK = re.compile(r"\[(?:default|rank|Rank |rank )(\d+)\]|\brank[ =](\d+)\b")
+
+FATAL, SETBACK, CONSEQUENCE, WARNING = "fatal", "setback", "consequence", "warning"
 
 
 @dataclass(frozen=True)
@@ -20,8 +25,9 @@ class Failure:
     pattern: re.Pattern[str]
     cause: str
     fix: str
-    sample: str
-    severity: str = "fatal"
+    samples: tuple[str, ...]
+    severity: str = FATAL
+    between_nodes: bool = False  # no news on a single machine
 
 
 @dataclass(frozen=True)
@@ -30,19 +36,37 @@ class Match:
     where: str
     line: str
 
+    @property
+    def cause(self) -> str:
+        """In words; where they cannot be known beforehand, the line's own."""
+        return self.failure.cause.replace("{line}", self.line[:200])
+
+    @property
+    def rank(self) -> int | None:
+        """That the line names as speaking."""
+        found = _RANK.search(self.line)
+        return None if found is None else int(found[1] or found[2])
+
 
 @lru_cache
 def failures() -> tuple[Failure, ...]:
     entries, _ = read_yaml(FILE)
-    return tuple(Failure(**{**entry, "pattern": re.compile(entry["pattern"])}) for entry in entries)
+    return tuple(
+        Failure(**{**entry, "pattern": re.compile(entry["pattern"]), "samples": tuple(entry["samples"])})
+        for entry in entries
+    )
 
 
 def matches(lines: Iterable[str], where: str) -> Iterator[Match]:
-    """The first line that shows each failure, in the order of the lines; of several that fit a line, the first known counts."""
-    seen: set[str] = set()
+    """The first line that shows each failure, in the order of the lines; of several that fit a line, the first known counts. A
+    rank that is named is another failure of the same kind."""
+    seen: set[tuple[str, int | None]] = set()
     for line in lines:
-        line = line[:_LONGEST_LINE].strip()
+        line = _COLOUR.sub("", line[:_LONGEST_LINE]).strip()
         found = next((failure for failure in failures() if failure.pattern.search(line)), None)
-        if found is not None and found.name not in seen:
-            seen.add(found.name)
-            yield Match(found, where, line)
+        if found is None:
+            continue
+        match = Match(found, where, line)
+        if (found.name, match.rank) not in seen:
+            seen.add((found.name, match.rank))
+            yield match

@@ -1,60 +1,91 @@
-"""What is known about lines in logs: those of the run, and those that the doctor is given."""
+"""What is known about lines in logs: those of the run, and those that the doctor is given.
+
+One finding for each known failure, with the ranks that show it. What ranks say when another one is gone counts least: where one
+of eight ran out of memory and seven timed out, it is the one that is told. Where the run trains all the same, nothing counts much.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from argosy.watch.finding import KNOWN, WARNING, Finding
-from argosy.watch.knowledge import Match, matches
+from argosy.watch.finding import CONSEQUENCE, KNOWN, PASSED, SETBACK, WARNING, Finding, called
+from argosy.watch.knowledge import Match, failures, matches
 from argosy.watch.runs import Run
+from argosy.watch.suspects import suspects
 
-_LOG_BYTES = 2 << 20  # at the end of each log that are read
+_WEIGHTS = {"fatal": KNOWN, "setback": SETBACK, "consequence": CONSEQUENCE, "warning": WARNING}
+READ_BYTES = 1 << 30  # of all logs together; it takes some seconds
+_READ_LINES = 30_000  # likewise
+_MOST_LOGS, _MOST_EVIDENCE = 256, 4
 _BEFORE_S = 30.0  # the start of an attempt, in which its logs may have begun
+_KINDS = (".log", ".txt", ".stacks", ".err", ".out", ".json")
+_OF_RANK = re.compile(r"(?:^|rank[-_.]?)(\d+)\.")  # in the name of a log
 
 
-def from_logs(run: Run, logs: Sequence[Path]) -> Iterator[Finding]:
-    files = [*logs, *_own_logs(run)]
-    for path in files:
-        lines = _tail(path)
-        for match in matches(lines, path.name if path in logs else str(path.relative_to(run.root))):
-            yield _of(match, run)
+def from_logs(run: Run, given: Sequence[Path], *, trains: bool, read_bytes: int = READ_BYTES) -> Iterator[Finding]:
+    """`trains`: the run does, whatever its logs say."""
+    own = {path: str(path.relative_to(run.root)) for path in _own_logs(run)}
+    logs = {path: path.name for path in given} | own
+    found: dict[str, list[tuple[Match, int | None]]] = {}
+    for path, where in logs.items():
+        lines = suspects(path, read_bytes // len(logs), max(300, _READ_LINES // len(logs)))
+        for match in matches(lines, where):
+            found.setdefault(match.failure.name, []).append(
+                (match, match.rank if match.rank is not None else _rank_of(path))
+            )
+    hosts = {beat.get("host") for beat in run.heartbeats().values()}
+    for failure in failures():
+        shown = found.get(failure.name)
+        if shown and not (failure.between_nodes and len(hosts) == 1):
+            yield from _told(shown, run, trains)
 
 
-def _of(match: Match, run: Run) -> Finding:
-    failure = match.failure
-    verdict = f"{failure.cause} ({match.where})"
-    if failure.name == "cuda-oom":
-        verdict += _against_plan(run)
-    weight = KNOWN if failure.severity == "fatal" else WARNING
-    return Finding(weight, verdict, failure.fix, [f"{match.where}: {match.line[:300]}"], failure.name)
+def _told(shown: list[tuple[Match, int | None]], run: Run, trains: bool) -> Iterator[Finding]:
+    failure, weight = shown[0][0].failure, _WEIGHTS[shown[0][0].failure.severity]
+    ranks = sorted({rank for _, rank in shown if rank is not None})
+    verdict = f"{called(ranks)}: {shown[0][0].cause}" if ranks else shown[0][0].cause
+    verdict += against_plan(run) if failure.name == "cuda-oom" else ""
+    verdict += f" ({shown[0][0].where})"
+    if failure.severity == "setback" and run.has_trained:  # since it began anew: what was tried again has helped
+        weight = PASSED
+    if trains and weight != WARNING:
+        if failure.severity != "fatal":
+            return
+        weight, verdict = WARNING, f"{verdict}; the run goes on"
+    evidence = [f"{match.where}: {match.line[:300]}" for match, _ in shown[:_MOST_EVIDENCE]]
+    evidence += [f"and in {len(shown) - _MOST_EVIDENCE} more places"] if len(shown) > _MOST_EVIDENCE else []
+    yield Finding(weight, verdict, failure.fix, evidence, failure.name)
 
 
-def _against_plan(run: Run) -> str:
+def against_plan(run: Run) -> str:
+    """What was foretold of the memory that ran out."""
     stages = run.plan().get("memory_gib")
-    if not isinstance(stages, list) or not stages:
-        return ""
-    said = max(float(stage.get("device", 0.0)) for stage in stages if isinstance(stage, dict))
-    return f" at step {int(run.series.last.get('step', 0)) + 1}: plan said {said:.0f} GiB, see `argosy plan --explain`"
+    step = f" at step {int(run.series.last.get('step', 0)) + 1}"
+    said = (
+        [float(stage.get("device") or 0.0) for stage in stages if isinstance(stage, dict)]
+        if isinstance(stages, list)
+        else []
+    )
+    return f"{step}: plan said {max(said):.0f} GiB, see `argosy plan --explain`" if said else step
 
 
 def _own_logs(run: Run) -> list[Path]:
     """Of the newest attempt."""
-    starts = [event.get("time", 0.0) for event in run.events() if event["event"] in ("start", "resume")]
-    begun = starts[-1] - _BEFORE_S if starts else 0.0
-    folders = [path for folder in ("logs", "debug") for path in (run.root / folder).rglob("*")]
-    found = [path for path in folders if path.is_file() and path.stat().st_mtime >= begun]
-    return sorted(
-        (p for p in found if p.suffix in (".log", ".txt", ".stacks", ".err", ".out", ".json")),
-        key=lambda p: p.stat().st_mtime,
-        reverse=True,
-    )[:256]
+    begun = run.begun - _BEFORE_S
+    found: list[tuple[float, Path]] = []
+    for folder in ("logs", "debug"):
+        for path in (run.root / folder).rglob("*"):
+            try:
+                if path.suffix in _KINDS and path.is_file() and (changed := path.stat().st_mtime) >= begun:
+                    found.append((changed, path))
+            except OSError:
+                continue  # it went away
+    return [path for _, path in sorted(found, reverse=True)[:_MOST_LOGS]]
 
 
-def _tail(path: Path) -> list[str]:
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, 2) - _LOG_BYTES))
-            return file.read().decode(errors="replace").splitlines()
-    except OSError:
-        return []
+def _rank_of(path: Path) -> int | None:
+    """Whose log it is, by its name: `3.log`, `rank-3.stacks`."""
+    found = _OF_RANK.search(path.name)
+    return None if found is None else int(found[1])

@@ -94,6 +94,16 @@ class Run:
         """The newest."""
         return [sound(event) for event in self._events.read() if isinstance(event.get("event"), str)]
 
+    @property
+    def begun(self) -> float:
+        """When it was started or resumed last; 0 where nothing says so."""
+        return next((e.get("time", 0.0) for e in reversed(self.events()) if e["event"] in ("start", "resume")), 0.0)
+
+    @property
+    def has_trained(self) -> bool:
+        """Since then."""
+        return bool(self.series.last) and float(self.series.last.get("time") or 0.0) >= self.begun
+
     def heartbeats(self) -> dict[int, Record]:
         return {rank: sound(beat) for rank, beat in read_heartbeats(self.dir.heartbeats).items()}
 

@@ -38,6 +38,7 @@ COOKIE = "argosy_token"
 _POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 _LOOK_EVERY_S = 2.0
 _MOST_PIECES = 2000
+_LOG_BYTES = 16 << 20  # of a run's logs that are read for a page
 
 
 class Shelf:
@@ -138,7 +139,7 @@ def make_app(root: Path, token: str) -> Starlette:
         return heat.picture(request.query_params.get("column", RATIO))
 
     def verdict(request: Request) -> Any:
-        found = [] if (run := named(request)).state() == "done" else diagnose(run)
+        found = [] if (run := named(request)).state() == "done" else diagnose(run, read_bytes=_LOG_BYTES)
         return [finding.as_dict() for finding in found if finding.weight > NOTE][:4]
 
     routes = [

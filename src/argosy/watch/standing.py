@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from argosy.record.jsonl import Record
-from argosy.watch.finding import BESIDE, DEATH, STALL, Finding
+from argosy.watch.finding import BESIDE, DEATH, STALL, Finding, called
 from argosy.watch.runs import Run, is_held
 
 _STALE_S = 30.0  # a heart beat older than this was written by nobody
@@ -42,7 +42,7 @@ def ranks_now(run: Run) -> Iterator[Finding]:
         if time.time() - float(beat.get("time", 0)) > _STALE_S + 20 * len(beats) / 64
     ]
     if silent and len(silent) == len(alive) and not held and not stopped:
-        text = f"nobody has heard of {_names(silent)} for {time.time() - max(float(alive[r]['time']) for r in silent):.0f} s: the machine went away, or the file system does"
+        text = f"nobody has heard of {called(silent)} for {time.time() - max(float(alive[r]['time']) for r in silent):.0f} s: the machine went away, or the file system does"
         yield Finding(
             DEATH - 2, text, "check the node; the same command goes on from the last checkpoint", lines, "silent"
         )
@@ -105,10 +105,5 @@ def _told(rank: int, beat: Record) -> str:
     return f"rank {rank} on {beat.get('host')}: step {beat.get('step')}, {beat.get('phase')} for {beat.get('phase_s', 0):.1f} s, process state {beat.get('state')}{end}, heard of {age:.0f} s ago"
 
 
-def _names(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:4])) + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
-
-
 def _waiting(ranks: Sequence[int]) -> str:
-    return f"{_names(ranks)} wait" + ("s" if len(ranks) == 1 else "")
+    return f"{called(ranks)} wait" + ("s" if len(ranks) == 1 else "")
