@@ -62,7 +62,14 @@ _T5 = {
 MODELS: dict[str, Callable[[], Any]] = DECODERS | {
     "bert": lambda: T.BertForPreTraining(T.BertConfig(**_BERT)),
     "bert-masked": lambda: T.BertForMaskedLM(T.BertConfig(**_BERT)),
+    "bert-untied": lambda: T.BertForMaskedLM(
+        T.BertConfig(**_BERT, tie_word_embeddings=False, type_vocab_size=3, hidden_act="gelu_new", layer_norm_eps=1e-5)
+    ),
     "t5": lambda: T.T5ForConditionalGeneration(T.T5Config(**_T5)),
+    "t5-1.1": lambda: T.T5ForConditionalGeneration(
+        T.T5Config(**_T5, feed_forward_proj="gated-gelu", tie_word_embeddings=False)
+    ),
+    "t5-silu": lambda: T.T5ForConditionalGeneration(T.T5Config(**_T5, feed_forward_proj="gated-silu")),
 }
 
 

@@ -164,13 +164,23 @@ def test_a_model_too_large_for_memory_is_compared_as_far_as_it_fits(
     run = trained()
     spec = open_source(str(run)).model
     one, two = (hf_verify._need(hf_verify._cut(spec, layers)) for layers in (1, 2))
-    assert hf_verify.layers_that_fit(spec, two) == 2
-    monkeypatch.setattr(hf_verify, "_available_memory", lambda: one)
-    found = export_hf(str(run), tmp_path / "cut", ExportOptions())
-    assert any("first 1 of 2 layers" in note for note in found.notes)
-    monkeypatch.setattr(hf_verify, "_available_memory", lambda: one - 1)
+    assert hf_verify.what_fits(spec, two).layers == 2
+    found = export_hf(str(run), tmp_path / "cut", ExportOptions(shard_size=int(one / 2)))
+    assert any("1 of 2 layers" in note and "equal those of transformers" in note for note in found.notes)
+    assert not (tmp_path / "cut" / "less").exists()
+    monkeypatch.setattr(hf_verify, "available_memory", lambda: one - 1)
     found = export_hf(str(run), tmp_path / "none", ExportOptions())
     assert any("were not compared" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "qwen3_moe", "bert", "t5-1.1"])
+def test_every_kind_of_model_can_be_compared_in_part(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(kind, tmp_path / "hf")
+    monkeypatch.setattr(hf_verify, "_ROWS", 100)
+    found = export_hf(f"hf:{tmp_path / 'hf'}", tmp_path / "back", ExportOptions(shard_size=1))
+    assert any("100 tokens" in note and "equal those of transformers" in note for note in found.notes)
 
 
 def test_a_model_none_of_their_classes_computes_is_refused_before_any_work(tmp_path: Path, trained: Any) -> None:

@@ -100,7 +100,17 @@ def test_rotary_scaling_is_read_in_the_old_and_the_new_form() -> None:
         ("qwen3_moe", {"mlp_only_layers": [0, 5]}, "mlp_only_layers"),
         ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type"),
         ("bert", {"hidden_dropout_prob": 0.0}, "attention_probs_dropout_prob"),
-        ("t5", {"feed_forward_proj": "gated-silu"}, "feed_forward_proj"),
+        ("t5", {"feed_forward_proj": "gated-relu"}, "feed_forward_proj"),
+        ("t5", {"feed_forward_proj": "relu", "dense_act_fn": "gelu_new"}, "dense_act_fn"),
+        ("t5", {"feed_forward_proj": "gated-gelu", "is_gated_act": False}, "is_gated_act"),
+        ("t5", {"tie_word_embeddings": False, "scale_decoder_outputs": True}, "scale_decoder_outputs"),
+        ("t5", {"is_encoder_decoder": False}, "is_encoder_decoder"),
+        ("qwen3", {"layer_types": ["sliding_attention"] * 32}, "layer_types"),
+        ("qwen3", {"num_hidden_layers": None}, "num_hidden_layers"),
+        ("qwen3", {"num_hidden_layers": 2.5}, "num_hidden_layers"),
+        ("qwen3", {"rms_norm_eps": None}, "rms_norm_eps"),
+        ("qwen3_moe", {"mlp_only_layers": 3}, "mlp_only_layers"),
+        ("llama", {"rope_parameters": {"rope_theta": None}}, "rope_theta"),
         ("t5", {"relative_attention_num_buckets": 16}, "relative_attention_num_buckets"),
         ("gemma2", {}, "model_type"),
     ],
@@ -140,6 +150,11 @@ def test_qwen_windows_cover_all_layers_or_none() -> None:
     assert from_config(base | {"max_window_layers": 0}).window == 64
     windowed = from_config(base | {"max_window_layers": 0})
     assert from_config(to_config(windowed)) == windowed
+
+
+def test_a_rotary_base_of_zero_is_not_taken_for_the_default() -> None:
+    with pytest.raises(ArgosyError, match="rope_theta"):
+        from_config({"model_type": "llama", "rope_parameters": {"rope_theta": 0.0}})
 
 
 def test_a_config_that_describes_no_model_says_why() -> None:

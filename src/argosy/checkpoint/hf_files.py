@@ -29,7 +29,8 @@ _FETCH = "fetch the model again"
 
 @dataclass(frozen=True)
 class HfModel:
-    """A model directory whose weights are known to be all there. `unused` are tensors the model does without."""
+    """A model directory whose weights are known to be all there. `unused` are tensors the model does without, `copied`
+    those that are not stored because they equal another."""
 
     directory: Path
     spec: ModelSpec
@@ -37,6 +38,7 @@ class HfModel:
     files: list[TensorFile]
     where: dict[str, tuple[TensorFile, str]]  # their name in the table -> the file, and the name in it
     unused: list[str]
+    copied: dict[str, str]
 
     @property
     def infos(self) -> dict[str, TensorInfo]:
@@ -74,6 +76,8 @@ def open_hf(directory: Path) -> HfModel:
             if name in where:
                 raise _bad(f"{name} is in {where[name][0].path.name} and in {file.path.name}", _FETCH)
             where[name] = (file, stored)
+    copied = {name: twin for name, twin in family.left_out.items() if name in needed and name not in where}
+    where |= {name: where[twin] for name, twin in copied.items() if twin in where}
     if missing := [name for name in needed if name not in where]:
         raise _bad(f"{directory} lacks {_some(missing)}, which its config.json asks for", _FETCH)
     others = [name for name in where if name not in needed]
@@ -83,7 +87,8 @@ def open_hf(directory: Path) -> HfModel:
             f"{directory} holds {_some(unknown)}, which a {spec.family} model of its config.json does not have",
             "check config.json (layers, biases, tying); for adapters, merge them into the model first",
         )
-    model = HfModel(directory, spec, table, files, where, [name for name in others if name not in family.copies])
+    unused = [name for name in others if name not in family.copies]
+    model = HfModel(directory, spec, table, files, where, unused, copied)
     _check_shapes(model)
     _check_copies(model, [name for name in others if name in family.copies])
     return model
@@ -113,7 +118,9 @@ def _promised_hash(path: Path) -> str | None:
 
 
 def _paths(directory: Path) -> Iterator[Path]:
-    if (directory / INDEX).exists():
+    if (directory / SINGLE).exists():  # also where there is an index: transformers then does not look at it
+        yield directory / SINGLE
+    elif (directory / INDEX).exists():
         try:
             names = set(orjson.loads((directory / INDEX).read_bytes())["weight_map"].values())
         except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
@@ -124,8 +131,6 @@ def _paths(directory: Path) -> Iterator[Path]:
             if not (directory / name).is_file():
                 raise _bad(f"{directory} lacks the shard {name}", _FETCH)
             yield directory / name
-    elif (directory / SINGLE).exists():
-        yield directory / SINGLE
     elif pickled := sorted([*directory.glob("pytorch_model*.bin"), *directory.glob("*.pt"), *directory.glob("*.pth")]):
         raise _bad(
             f"{directory} keeps its weights in {pickled[0].name}, a pickle, which can run code when it is opened",

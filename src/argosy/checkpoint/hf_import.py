@@ -31,6 +31,7 @@ class Imported:
     files_hashed: int
     files: int
     unused: list[str]
+    copied: dict[str, str]  # their names
     assets: list[str]
 
     def describe(self, *, done: bool) -> str:
@@ -43,6 +44,7 @@ class Imported:
             lines.append(
                 f"  left out, as the model does not use them: {', '.join(self.unused[:4])}" + _more(self.unused)
             )
+        lines += [f"  {name} is not in the files: it begins as {twin}" for name, twin in self.copied.items()]
         if done:
             hashed = f"{self.files_hashed} of {self.files} files match the SHA-256 they were published with"
             lines.append(f"  {hashed if self.files_hashed else 'no published SHA-256 to compare the files with'}")
@@ -72,6 +74,7 @@ def import_hf(source: str, to: Path, *, dry_run: bool = False) -> Imported:
         0,
         len(model.files),
         model.unused,
+        model.copied,
         [path.name for path in listed_assets(directory)],
     )
     require_space(to, size)

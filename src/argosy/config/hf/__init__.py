@@ -4,6 +4,6 @@ Whatever decides the numbers a model computes is either taken over or refused by
 an explicit list. What current transformers leaves out of a file has the default its own config class has.
 """
 
-from argosy.config.hf.families import export_gap, from_config, leaves, model_type_of, read_config, to_config
+from argosy.config.hf.families import CONFIG, export_gap, from_config, leaves, model_type_of, read_config, to_config
 
-__all__ = ["export_gap", "from_config", "leaves", "model_type_of", "read_config", "to_config"]
+__all__ = ["CONFIG", "export_gap", "from_config", "leaves", "model_type_of", "read_config", "to_config"]

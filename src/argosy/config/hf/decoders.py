@@ -73,7 +73,7 @@ def write_llama(spec: ModelSpec) -> Tree:
 
 def read_mistral(keys: Keys) -> Tree:
     common = read_gated(keys, kv_heads=8, head_dim=None, max_seq_len=131072, ffn=14336)
-    return common | {"window": keys.take("sliding_window", 4096)}
+    return common | {"window": keys.take("sliding_window", 4096, null=True)}
 
 
 def write_mistral(spec: ModelSpec) -> Tree:
@@ -106,15 +106,19 @@ _LAYER_TYPES = {False: "full_attention", True: "sliding_attention"}
 
 def _qwen_window(keys: Keys, layers: int) -> int | None:
     """Their window may cover some of the layers; ours covers all or none."""
-    on, window = keys.take("use_sliding_window", False), keys.take("sliding_window", 4096)
-    first = keys.take("max_window_layers", 28)
+    on, window = keys.take("use_sliding_window", False), keys.take("sliding_window", 4096, null=True)
+    first = keys.count("max_window_layers", 28)
     by_rule = [_LAYER_TYPES[bool(on and window and i >= first)] for i in range(layers)]
-    kinds = keys.take("layer_types", None) or by_rule
+    kinds = keys.listing("layer_types") or by_rule
     if len(kinds) != layers or len(set(kinds)) > 1 or kinds[0] not in _LAYER_TYPES.values():
         raise keys.refuse(
             "layer_types", kinds, f"all {layers} layers must be one of {', '.join(_LAYER_TYPES.values())}"
         )
-    return window if kinds[0] == _LAYER_TYPES[True] else None
+    if kinds[0] == _LAYER_TYPES[False]:
+        return None
+    if not (on and window):
+        raise keys.refuse("layer_types", kinds, f"use_sliding_window is {on!r} and sliding_window {window!r}")
+    return int(window)
 
 
 def read_gated(
@@ -136,10 +140,10 @@ def read_gated(
     longest = keys.take("max_position_embeddings", max_seq_len)
     return {
         "family": "llama",
-        "layers": keys.take("num_hidden_layers", layers),
+        "layers": keys.count("num_hidden_layers", layers),
         "hidden": keys.take("hidden_size", hidden),
         "heads": keys.take("num_attention_heads", 32),
-        "kv_heads": keys.take("num_key_value_heads", kv_heads),
+        "kv_heads": keys.take("num_key_value_heads", kv_heads, null=True),
         "head_dim": keys.take("head_dim", head_dim),
         "ffn": keys.take("intermediate_size", ffn),
         "vocab_size": keys.take("vocab_size", vocab),

@@ -25,7 +25,7 @@ def read_bert(keys: Keys) -> Tree:
         "vocab_size": keys.take("vocab_size", 30522),
         "max_seq_len": keys.take("max_position_embeddings", 512),
         "type_vocab_size": keys.take("type_vocab_size", 2),
-        "pair": "nsp" if _WITH_PAIRS in (keys.take("architectures", None) or []) else "none",
+        "pair": "nsp" if _WITH_PAIRS in keys.listing("architectures") else "none",
         "activation": keys.choice("hidden_act", ACTIVATIONS, "gelu"),
         "norm_eps": keys.take("layer_norm_eps", 1e-12),
         "tied": keys.take("tie_word_embeddings", True),
@@ -53,16 +53,33 @@ def write_bert(spec: ModelSpec) -> Tree:
     }
 
 
-_T5_ACTIVATIONS = {"relu": "relu", "gated-gelu": "geglu", "gated-gelu_new": "geglu", "gelu_new": "gelu_tanh"}
-_T5_NAMES = {"relu": "relu", "geglu": "gated-gelu", "gelu_tanh": "gelu_new"}
+# Of feed_forward_proj: our activation, and what transformers makes of the word and also stores (their "gated-gelu" is a tanh).
+_T5_ACTIVATIONS = {
+    "relu": ("relu", "relu"),
+    "gelu": ("gelu", "gelu"),
+    "gelu_new": ("gelu_tanh", "gelu_new"),
+    "gated-gelu": ("geglu", "gelu_new"),
+    "gated-gelu_new": ("geglu", "gelu_new"),
+    "gated-silu": ("swiglu", "silu"),
+}
+_T5_NAMES = {"relu": "relu", "gelu": "gelu", "gelu_tanh": "gelu_new", "geglu": "gated-gelu", "swiglu": "gated-silu"}
 
 
 def read_t5(keys: Keys) -> Tree:
     keys.only("relative_attention_num_buckets", 32)
     keys.only("relative_attention_max_distance", 128)
-    keys.harmless("dense_act_fn", "is_gated_act", "is_decoder")  # follow from feed_forward_proj
-    # A head of its own goes with logits that are not scaled; newer files only keep the latter.
-    tied = keys.take("tie_word_embeddings", True) is not False and keys.take("scale_decoder_outputs", True)
+    keys.only("is_encoder_decoder", True)
+    keys.harmless("is_decoder")
+    activation, function = keys.choice("feed_forward_proj", _T5_ACTIVATIONS, "relu")
+    keys.only("dense_act_fn", function)  # where a file has them, they win over feed_forward_proj
+    keys.only("is_gated_act", activation.endswith("glu"))
+    # A head of its own goes with logits that are not scaled; transformers 5 only keeps the latter.
+    tied = keys.take("tie_word_embeddings", True, null=True) is not False
+    scaled = keys.take("scale_decoder_outputs", tied)
+    if scaled and not tied:
+        raise keys.refuse(
+            "scale_decoder_outputs", scaled, "tie_word_embeddings is False, and Argosy scales a tied head only"
+        )
     return {
         "family": "t5",
         "layers": keys.take("num_layers", 6),
@@ -73,9 +90,9 @@ def read_t5(keys: Keys) -> Tree:
         "ffn": keys.take("d_ff", 2048),
         "vocab_size": keys.take("vocab_size", 32128),
         "max_seq_len": keys.take("n_positions", 512),
-        "activation": keys.choice("feed_forward_proj", _T5_ACTIVATIONS, "relu"),
+        "activation": activation,
         "norm_eps": keys.take("layer_norm_epsilon", 1e-6),
-        "tied": bool(tied),
+        "tied": bool(scaled),
         "dropout": keys.take("dropout_rate", 0.1),
         "init_std": keys.take("initializer_factor", 1.0),
     }

@@ -41,13 +41,13 @@ def read_qwen3_moe(keys: Keys) -> Tree:
     )
     keys.harmless("router_aux_loss_coef", "max_window_layers")
     keys.only("decoder_sparse_step", 1)
-    dense = keys.take("mlp_only_layers", None) or []
-    if dense != list(range(len(dense))):
+    dense = keys.listing("mlp_only_layers")
+    if set(dense) != set(range(len(dense))):
         raise keys.refuse("mlp_only_layers", dense, "only the first layers can be dense")
-    window = keys.take("sliding_window", 4096) if keys.take("use_sliding_window", False) else None
+    window = keys.take("sliding_window", 4096, null=True) if keys.take("use_sliding_window", False) else None
     experts = keys.take("num_local_experts", 128)  # transformers 5's name for it
     moe = {
-        "experts": keys.take("num_experts", None) or experts,
+        "experts": keys.take("num_experts", experts),
         "top_k": keys.take("num_experts_per_tok", 8),
         "ffn": keys.take("moe_intermediate_size", 768),
         "norm_topk": keys.take("norm_topk_prob", False),

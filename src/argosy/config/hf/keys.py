@@ -87,9 +87,21 @@ class Keys:
         self._document = document
         self._seen: set[str] = set()
 
-    def take(self, key: str, default: Any) -> Any:
+    def take(self, key: str, default: Any, *, null: bool = False) -> Any:
+        """The value of a key, or what a missing one means. A key set to nothing is refused, unless that is a value of its own
+        (`null`) or what a missing key means: no default of ours is put in place of one of theirs."""
         self._seen.add(key)
-        return self._document.get(key, default)
+        value = self._document.get(key, default)
+        if value is None and default is not None and not null:
+            raise self.refuse(key, None, f"a value belongs here, such as {default!r}")
+        return value
+
+    def count(self, key: str, default: int) -> int:
+        """A whole number that is needed to read other keys."""
+        value = self.take(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
+            raise self.refuse(key, value, "a whole number belongs here")
+        return int(value)
 
     def choice(self, key: str, known: Mapping[Any, Any], default: Any) -> Any:
         """Our word for theirs; a value we have no word for is refused."""
@@ -98,9 +110,16 @@ class Keys:
             raise self.refuse(key, value, f"only {' or '.join(repr(word) for word in known)} can be represented")
         return known[value]
 
+    def listing(self, key: str) -> list[Any]:
+        """A list; a missing one is empty."""
+        value = self.take(key, None) or []
+        if not isinstance(value, list):
+            raise self.refuse(key, value, "a list belongs here")
+        return value
+
     def only(self, key: str, *allowed: Any) -> None:
         """Held to the values we can represent; the first of them is what a missing key means."""
-        value = self.take(key, allowed[0])
+        value = self.take(key, allowed[0], null=None in allowed)
         if value not in allowed:
             raise self.refuse(key, value, f"only {' or '.join(repr(word) for word in allowed)} can be represented")
 

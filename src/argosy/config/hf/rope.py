@@ -15,7 +15,7 @@ def read_rope(keys: Keys, *, theta: float = 10_000.0, max_seq_len: int) -> dict[
     old, new = keys.section("rope_scaling"), keys.section("rope_parameters")
     rope = old if keys.take("rope_scaling", None) else new
     (new if rope is old else old).harmless(*_KEYS)  # transformers, too, lets the older form win
-    theta = rope.take("rope_theta", None) or theta
+    theta = rope.take("rope_theta", theta)
     rope.only("partial_rotary_factor", 1.0, None)
     old_name = rope.take("type", "default")
     kind = rope.take("rope_type", old_name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from argosy.config.model import ModelSpec
-from argosy.model.hf.table import SAME, Entry, Layout, QueryKeyValue
+from argosy.model.hf.table import SAME, Entry, Layout, QueryKeyValue, Twice
 
 
 def bert(spec: ModelSpec) -> Iterator[Entry]:
@@ -14,7 +14,11 @@ def bert(spec: ModelSpec) -> Iterator[Entry]:
     yield from _both("encoder.embed.norm", "bert.embeddings.LayerNorm")
     for i in range(spec.layers):
         yield from _block(spec, f"encoder.layers.{i}", f"bert.encoder.layer.{i}")
-    yield Entry("head.bias", ("cls.predictions.bias",))
+    own = (
+        "cls.predictions.decoder.bias",
+        "cls.predictions.bias",
+    )  # a head of its own has its bias; the other is unused
+    yield Entry("head.bias", own[1:]) if spec.tied else Entry("head.bias", own, Twice())
     yield from _both("head.transform", "cls.predictions.transform.dense")
     yield from _both("head.norm", "cls.predictions.transform.LayerNorm")
     if not spec.tied:

@@ -19,12 +19,14 @@ from argosy.model.hf.table import Entry
 @dataclass(frozen=True)
 class Family:
     """`prefix` is left out of the names where the model was saved without its head. `copies` are tensors that must equal
-    another, and are written by nobody. `unused` are those a model may do without."""
+    another, and are written by nobody. `unused` are those a model may do without. `left_out` are stored only where they
+    differ from another."""
 
     table: Callable[[ModelSpec], Iterator[Entry]]
     prefix: str = ""
     copies: dict[str, str] = field(default_factory=dict)
     unused: str = r"(?!)"
+    left_out: dict[str, str] = field(default_factory=dict)
     renamed: dict[str, str] = field(default_factory=dict)
 
     def name_of(self, stored: str, known: Collection[str]) -> str:
@@ -68,6 +70,7 @@ _FAMILIES: dict[str, Family] = {
             "decoder.embed_tokens.weight": "shared.weight",
             "lm_head.weight": "shared.weight",
         },
+        left_out={"lm_head.weight": "shared.weight"},  # transformers 5 begins with one for both, also in version 1.1
         # Version 1.0 stores a bias for cross attention that its own code never reads.
         unused=r"^decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight$",
     ),

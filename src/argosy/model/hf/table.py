@@ -55,6 +55,17 @@ SAME, TRANSPOSED = Same(), Transposed()
 
 
 @dataclass(frozen=True)
+class Twice:
+    """One tensor under two names, of which the first is the one that is computed with."""
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        return parts[0]
+
+    def split(self, whole: Tensor) -> Sequence[Tensor]:
+        return [whole, whole.clone()]
+
+
+@dataclass(frozen=True)
 class Stacked:
     """Many tensors of one shape, one for each expert; ours has them along a new first dimension."""
 
