@@ -185,10 +185,14 @@ def _stack(cells: dict[str, str], gpu: Gpu, tp: int) -> Stack:
     elif "deterministic-mode" in said:
         name = "megatron-deterministic"
     elif attention == "unfused":
-        name = "megatron-deepspeed" if re.search("deepspeed|bigscience|mt-nlg|neox", said) else "megatron-2021"
+        early = re.search("2020|2021|sc21|jan21|2104", said) or gpu.architecture == "volta"
+        name = "megatron-2021" if early else "megatron-2022"
+        name = "megatron-deepspeed" if re.search("deepspeed|bigscience|mt-nlg|neox", said) else name
     else:
         name = "megatron" if re.search("megatron|nemo|mcore|megascale", said) or attention == "native" else "torch"
     stack = stacks[name]
+    if name == "megatron-deepspeed" and "bf" in (cells.get("precision") or "").lower():
+        stack = stack.model_copy(update={"accumulated": 10, "reduced": 4})  # its sums of 16-bit gradients are 32-bit
     overlaps = {*stack.overlaps, *(["tensor"] if "asynctp" in (cells.get("notes") or "").lower() else [])}
     return stack.model_copy(update={"attention": attention, "overlaps": tuple(sorted(overlaps))})
 

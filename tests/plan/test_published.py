@@ -59,7 +59,7 @@ def write(path: Path, **cells: object) -> Path:
     ("cells", "gpu", "stack", "attention"),
     [
         ({"gpu": "V100-SXM2-32GB", "gpus": 64}, "V100-32", "megatron-2021", "unfused"),
-        ({"gpu": "A100-SXM4-40GB", "gpus": 16}, "A100-40", "megatron-2021", "unfused"),
+        ({"gpu": "A100-SXM4-40GB", "gpus": 16}, "A100-40", "megatron-2022", "unfused"),
         ({"gpu": "A100", "gpus": 64, "attn_impl": "flash2"}, "A100-80", "torch", "flash"),
         ({"gpu": "A100", "gpus": 384, "source": "Megatron-DeepSpeed"}, "A100-80", "megatron-deepspeed", "unfused"),
         ({"gpu": "NVIDIA H100 PCIe", "gpus": 8}, "H100-PCIe", "megatron", "native"),

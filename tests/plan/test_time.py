@@ -64,6 +64,24 @@ def test_tensor_parallelism_across_nodes_is_much_slower() -> None:
     assert across.total > 1.4 * within.total
 
 
+def test_gradients_added_apart_from_their_product_cost_every_micro_batch() -> None:
+    work = Work(resolve_model("llama2-7b"), 4096, 64)
+    few, many = (time_of(work, Layout(dp=8, micro_batch=size), "8xH100").terms["accumulation"] for size in (2, 1))
+    assert many == pytest.approx(2 * few)
+    assert time_of(work, Layout(dp=8, micro_batch=8), "8xH100").terms["accumulation"] == 0  # nothing to add to
+    assert time_of(work, Layout(dp=8), "8xH100", "megatron").terms["accumulation"] == 0  # its products add
+    assert time_of(work, Layout(dp=8, zero=3), "8xH100").terms["accumulation"] == 0  # reduced to a shard first
+
+
+def test_a_stack_that_hides_the_backward_reduction_waits_less_for_tensor_parallelism() -> None:
+    work = Work(resolve_model("gpt3-18.4b"), 2048, 64)
+    apart, hidden = (
+        time_of(work, Layout(tp=8, micro_batch=4), "1xp4de.24xlarge", stack).terms["tensor"]
+        for stack in ("megatron-2021", "megatron-2022")
+    )
+    assert 0.5 * apart < hidden < apart
+
+
 def test_a_width_that_fills_no_tiles_wastes_the_device() -> None:
     assert efficiency(4096, 13824, 12288, 108) > 1.1 * efficiency(256, 13825, 12288, 108)
     assert efficiency(64, 64, 4096, 108) < 0.02

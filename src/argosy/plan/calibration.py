@@ -37,6 +37,8 @@ class Stack(Section):
     gradient_once: float
     optimiser: float
     logit: float
+    loss: float
+    accumulated: float = 0.0
     chunked_loss: bool = False
     narrow_inputs: bool = False
     attention: Literal["native", "flash", "unfused"]
@@ -47,7 +49,7 @@ class Stack(Section):
     reduced: float
     whole_sends: bool = False
     levelled: bool = False
-    overlaps: tuple[Literal["tensor", "send", "gradients", "context"], ...] = ()
+    overlaps: tuple[Literal["tensor", "tensor-backward", "send", "gradients", "context"], ...] = ()
 
 
 class Calibration(Section):

@@ -13,7 +13,7 @@ from math import ceil
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 64, 0.6))  # rows, columns, quality
 SPLITS = (1, 2, 4)  # parts of the inner dimension that are summed up apart, where there are too few tiles
 LEAST_PART = 2048
-START_UP = 128  # of the inner dimension, in elements: filling and draining a tile's pipeline
+START_UP = 32  # of the inner dimension, in elements: the slice a tile waits for before its first products
 
 
 @dataclass(frozen=True)
@@ -42,20 +42,37 @@ def efficiency(rows: int, columns: int, inner: int, sms: int, groups: int = 1) -
     return best
 
 
-def product(rates: Rates, rows: float, columns: float, inner: float, *, narrow: bool = False, groups: int = 1) -> float:
-    """Seconds of [rows, inner] x [inner, columns], `groups` times in one kernel."""
+def product(
+    rates: Rates,
+    rows: float,
+    columns: float,
+    inner: float,
+    *,
+    narrow: bool = False,
+    groups: int = 1,
+    written: float = 2.0,
+) -> float:
+    """Seconds of [rows, inner] x [inner, columns], `groups` times in one kernel; `written`: bytes of an element of the
+    result, those read included where it is added to what is there."""
     r, c, k = max(1, round(rows)), max(1, round(columns)), max(1, round(inner))
     rate = rates.narrow if narrow else rates.product
     flops = 2.0 * groups * r * c * k / (rate * efficiency(r, c, k, rates.sms, groups))
-    moved = 2.0 * groups * (r * k + k * c + r * c) / rates.memory
+    moved = groups * (2.0 * (r * k + k * c) + written * r * c) / rates.memory
     return max(flops, moved)
 
 
 def linear(
-    rates: Rates, tokens: float, inputs: float, outputs: float, *, narrow: bool = False, groups: int = 1
+    rates: Rates,
+    tokens: float,
+    inputs: float,
+    outputs: float,
+    *,
+    narrow: bool = False,
+    groups: int = 1,
+    summed: float = 2.0,
 ) -> tuple[float, float]:
     """Forward and backward seconds of a linear layer: the backward pass has two products, for inputs and for weights."""
     forward = product(rates, tokens, outputs, inputs, narrow=narrow, groups=groups)
     by_input = product(rates, tokens, inputs, outputs, narrow=narrow, groups=groups)
-    by_weight = product(rates, outputs, inputs, tokens, narrow=narrow, groups=groups)
+    by_weight = product(rates, outputs, inputs, tokens, narrow=narrow, groups=groups, written=summed)
     return forward, by_input + by_weight

@@ -25,7 +25,7 @@ CAST_BYTES = 4  # of an input to an 8-bit product: read in 16 bits, written twic
 OPTIMISER_BYTES = (
     34  # of a parameter: gradient read twice (norm and update), master and moments read and written, weight
 )
-ACTIVE = ("products", "attention", "element-wise", "launches", "recompute", "head")
+ACTIVE = ("products", "attention", "element-wise", "launches", "recompute", "accumulation", "head")
 COMMUNICATION = ("tensor", "context", "experts", "gather", "pipeline", "gradients")
 
 
@@ -74,7 +74,7 @@ def step_time(work: Work, layout: Layout, cluster: Cluster, stack: Stack, known:
     tokens = work.seq_len * layout.micro_batch / layout.cp
     terms = dict.fromkeys((*ACTIVE, *COMMUNICATION, "bubble", "optimiser", "outside", "waiting"), 0.0)
     forward, backward = layer_passes(work, layout, stack, known, rates, tokens)
-    layer = _layer_terms(work, layout, cluster, stack, known, links, tokens, forward, backward)
+    layer = _layer_terms(work, layout, cluster, stack, known, links, rates, tokens, forward, backward)
     head = _head(work, layout, stack, rates, tokens)
     layers = stage_layers(work, layout, levelled=stack.levelled)
     passed = 2 * tokens * work.sizes.hidden / (1 if stack.whole_sends else layout.tp)
@@ -125,7 +125,9 @@ def layer_passes(
             (routed, width, sizes.hidden, local, share),
         ]
     for rows, inner, outer, groups, share in linears:
-        ahead, back = linear(rates, rows, inner, outer, narrow=narrow, groups=groups)
+        ahead, back = linear(
+            rates, rows, inner, outer, narrow=narrow, groups=groups, summed=2.0 if stack.accumulated else 8.0
+        )
         forward.products += share * ahead
         forward.last = share * ahead
         backward.products += share * back
@@ -181,16 +183,15 @@ def _element_bytes(work: Work, layout: Layout) -> float:
 
 
 def _layer_terms(
-    work: Work, layout: Layout, cluster: Cluster, stack: Stack, known: Calibration, links: Links, tokens: float,
-    forward: Pass, backward: Pass,
+    work: Work, layout: Layout, cluster: Cluster, stack: Stack, known: Calibration, links: Links, rates: Rates,
+    tokens: float, forward: Pass, backward: Pass,
 ) -> dict[str, float]:  # fmt: skip
     """Seconds of one layer and micro-batch, forward and backward, by term."""
     sizes, again = work.sizes, _again(layout, stack, forward)
     stream = 2 * tokens * sizes.stream
     repeats = 1.0 if layout.recompute == "full" else 0.0
-    tensor = (
-        reduce(links, group(layout, "tp", cluster), stream) * (4 + 2 * repeats) * (1 - known.hidden(stack, "tensor"))
-    )
+    reduces = (4 + 2 * repeats) * (1 - known.hidden(stack, "tensor")) - 2 * known.hidden(stack, "tensor-backward")
+    tensor = reduces * reduce(links, group(layout, "tp", cluster), stream)
     ring = group(layout, "cp", cluster)
     key_values = 4 * tokens * sizes.key_value / layout.tp * layout.cp
     context = gather(links, ring, key_values) * (3 + repeats)
@@ -202,6 +203,7 @@ def _layer_terms(
         "attention": forward.attention + backward.attention,
         "element-wise": forward.elements + backward.elements,
         "recompute": again,
+        "accumulation": _accumulated(work, layout, stack) / rates.memory,
         "launches": max(0.0, launched - busy),
         "tensor": tensor,
         "context": context,
@@ -227,12 +229,25 @@ def _gathered(work: Work, layout: Layout, cluster: Cluster, links: Links, known:
     to them. A pipeline keeps its weights for all micro-batches."""
     if layout.zero < 3 or layout.pp > 1:
         return 0.0
+    moved = 3 * gather(links, group(layout, "shards", cluster), 2 * _layer_parameters(work, layout))
+    return max(0.0, moved - compute) + known.constants["interference"] * min(moved, compute)
+
+
+def _layer_parameters(work: Work, layout: Layout) -> float:
+    """Of an average layer, on one rank before sharding over data."""
     sizes, moe = work.sizes, work.model.moe
     own = (sizes.attention + sizes.mlp) / layout.tp
     if moe is not None:
         own += sizes.expert_layers * moe.experts * sizes.expert / layout.ep / layout.tp
-    moved = 3 * gather(links, group(layout, "shards", cluster), 2 * own)
-    return max(0.0, moved - compute) + known.constants["interference"] * min(moved, compute)
+    return own
+
+
+def _accumulated(work: Work, layout: Layout, stack: Stack) -> float:
+    """Bytes moved to add a layer's gradients to those of the micro-batches before. What is sharded is reduced first."""
+    once = work.micro_batches(layout) == 1 and stack.gradient_once < stack.gradient
+    if once or (layout.zero == 3 and layout.pp == 1):
+        return 0.0
+    return stack.accumulated * _layer_parameters(work, layout)
 
 
 def _launched(work: Work, layout: Layout, stack: Stack, known: Calibration) -> float:
@@ -259,7 +274,7 @@ def _head(work: Work, layout: Layout, stack: Stack, rates: Rates, tokens: float)
     """Output head and loss, of one micro-batch."""
     vocab = work.model.vocab_size / layout.tp
     tokens *= work.sizes.predicted
-    return sum(linear(rates, tokens, work.sizes.hidden, vocab)) + 2 * tokens * vocab * stack.logit / rates.memory
+    return sum(linear(rates, tokens, work.sizes.hidden, vocab)) + stack.loss * tokens * vocab / rates.memory
 
 
 def _once(
