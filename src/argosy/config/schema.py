@@ -286,6 +286,11 @@ class ParallelSpec(Section):
         "off",
         description="torch.compile, block by block or the whole model; off: Argosy's own kernels on a GPU, plain torch on a CPU",
     )
+    graph: Literal["auto", "off"] = Field(
+        "auto",
+        description="record the kernels of a pass once and start them as a whole: one GPU, no dropout, compile off, and only where "
+        "the host is slower than the GPU; off: start them one by one",
+    )
 
     @property
     def world_size(self) -> int:

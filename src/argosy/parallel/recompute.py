@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from argosy.compat import COSTLY_OPERATIONS
+from argosy.model.dropout import Dropout
 from argosy.model.ops.grouped import OPERATIONS as GROUPED_OPERATIONS
 
 _KEPT = COSTLY_OPERATIONS | GROUPED_OPERATIONS
@@ -24,14 +25,15 @@ _KEPT = COSTLY_OPERATIONS | GROUPED_OPERATIONS
 def apply_recompute(block: nn.Module, how: str) -> None:
     """From now on the block's forward pass keeps less. Its name and those of its parameters stay."""
     if how != "none":
-        context = {} if how == "full" else {"context_fn": _keep_costly}
-        block.forward = partial(_recomputed, block, block.forward, context)
+        options: dict[str, Any] = {} if how == "full" else {"context_fn": _keep_costly}
+        draws = any(isinstance(module, Dropout) and module.rate for module in block.modules())
+        block.forward = partial(_recomputed, block, block.forward, options | {"preserve_rng_state": draws})
 
 
-def _recomputed(block: nn.Module, forward: Callable[..., Any], context: dict[str, Any], *inputs: Any) -> Any:
+def _recomputed(block: nn.Module, forward: Callable[..., Any], options: dict[str, Any], *inputs: Any) -> Any:
     if not block.training or not torch.is_grad_enabled():
         return forward(*inputs)
-    return checkpoint(forward, *inputs, use_reentrant=False, **context)
+    return checkpoint(forward, *inputs, use_reentrant=False, **options)
 
 
 def _keep_costly() -> Any:

@@ -18,6 +18,7 @@ from argosy.data.samples.windows import Batch
 from argosy.model.objective import Loss, Objective
 from argosy.parallel.dropout import DropoutSeeds
 from argosy.parallel.pinned import copied, tensors_of
+from argosy.parallel.replay import Replays
 from argosy.parallel.shards import norm_of
 
 
@@ -41,6 +42,18 @@ class SingleDevice:
         self.micro_batch, self.seed, self.z_loss = micro_batch, seed, z_loss
         self.enter: Callable[[str], None] = _unmeasured  # told which part of a step begins
         self._dropout = DropoutSeeds(model)
+        self.replays: Replays | None = None
+
+    def replay(self) -> None:
+        """Record passes and replay them, where the host is slower than the device."""
+        self.replays = Replays(self._learn, self.model.parameters(), self.device)
+
+    def news(self) -> list[str]:
+        """What there is to tell since this was last asked."""
+        if self.replays is None:
+            return []
+        news, self.replays.news = self.replays.news, []
+        return news
 
     def place(self, batch: Batch) -> Batch:
         """The batch where the device reads it best; for the loader's thread, ahead of the step that needs it."""
@@ -58,8 +71,7 @@ class SingleDevice:
         for micro, first in enumerate(firsts, start=self._first_micro(len(firsts))):
             self._before_micro(last=first == firsts[-1])
             self._dropout.begin(derive_seed(self.seed, "dropout", step, micro))
-            loss = self._loss(batch, first, objective)
-            loss.total.backward()
+            loss = (self.replays or self._learn)(*self._inputs(batch, first, objective))
             total += loss.cross_entropy
             metrics.add(loss.metrics)
             load = loss.expert_load if load is None or loss.expert_load is None else load + loss.expert_load
@@ -91,9 +103,18 @@ class SingleDevice:
         tokens_per_sample = torch.full((), batch.valid_tokens / len(batch.tokens), device=self.device)
         return Objective(self.z_loss, loss_scale, tokens_per_sample)
 
+    def _learn(self, inputs: dict[str, Tensor], objective: Objective) -> Loss:
+        """Forward and back."""
+        loss = self._forward(inputs, objective)
+        loss.total.backward()
+        return loss
+
     def _loss(self, batch: Batch, first: int, objective: Objective) -> Loss:
-        inputs, objective = self._inputs(batch, first, objective)
-        loss: Loss = self.model(inputs.pop("tokens"), inputs.pop("labels"), objective, **inputs)
+        return self._forward(*self._inputs(batch, first, objective))
+
+    def _forward(self, inputs: dict[str, Tensor], objective: Objective) -> Loss:
+        others = {name: tensor for name, tensor in inputs.items() if name not in ("tokens", "labels")}
+        loss: Loss = self.model(inputs["tokens"], inputs["labels"], objective, **others)
         return loss
 
     def _inputs(self, batch: Batch, first: int, objective: Objective) -> tuple[dict[str, Tensor], Objective]:

@@ -45,6 +45,7 @@ class Bench:
     memory: Memory
     profile: StepProfile
     loss: float
+    replayed: bool  # as a CUDA graph
 
     @property
     def step_ms(self) -> float:
@@ -77,6 +78,7 @@ class Bench:
             "precision": self.precision,
             "recompute": self.spec.parallel.recompute,
             "compile": self.spec.parallel.compile,
+            "replayed": self.replayed,
             "batch": self.spec.train.global_batch,
             "micro_batch": self.spec.parallel.micro_batch,
             "seq_len": self.spec.data.seq_len,
@@ -101,6 +103,7 @@ class Bench:
         layout = [self.precision, *(["repeatable arithmetic"] if spec.train.deterministic else [])]
         layout += [f"recompute {spec.parallel.recompute}"] if spec.parallel.recompute != "none" else []
         layout += [f"compile {spec.parallel.compile}"] if spec.parallel.compile != "off" else []
+        layout += ["passes replayed as a CUDA graph"] if self.replayed else []
         parameters = count_parameters(spec.model)
         active = f" ({parameters.active:,} active)" if parameters.active != parameters.total else ""
         worst, best = max(self.steps_ms), min(self.steps_ms)
@@ -160,6 +163,7 @@ def bench(spec: RunSpec, *, steps: int, warmup: int, trace: Path | None = None) 
         memory=measure_memory(engine.model, optimizer, device, accumulated=accumulated),
         profile=profile_step(step, device, trace),
         loss=float(loss),
+        replayed=engine.replays is not None and bool(engine.replays.wanted),
     )
 
 

@@ -183,7 +183,7 @@ class Trainer:
 
                 self.agreement.after_step()
                 last = step == self.steps or self.agreement.asked is not None
-                self._tell(self.saving.poll(), console)
+                self._tell([*self.saving.poll(), *self.engine.news()], console)
                 saving = last or self.saving.due(step)
                 if last or saving or self.logs.due(step):  # the one place that waits for the device
                     self._log(step, done, lr, loader, console)

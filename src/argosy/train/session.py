@@ -73,7 +73,10 @@ def make_engine(spec: RunSpec, model: nn.Module, mesh: Mesh) -> SingleDevice:
     seed, z_loss = spec.train.seed, spec.train.z_loss
     if mesh.devices is None:
         micro_batch = spec.parallel.micro_batch
-        return SingleDevice(model, micro_batch=micro_batch, seed=seed, device=mesh.device, z_loss=z_loss)
+        engine = SingleDevice(model, micro_batch=micro_batch, seed=seed, device=mesh.device, z_loss=z_loss)
+        if _replayable(spec, mesh.device):
+            engine.replay()
+        return engine
     if mesh.size("pp") > 1:
         from argosy.parallel.pipeline.engine import PipelineParallel
 
@@ -82,6 +85,12 @@ def make_engine(spec: RunSpec, model: nn.Module, mesh: Mesh) -> SingleDevice:
     from argosy.parallel.data import DataParallel  # takes most of a second to import, which one process saves
 
     return DataParallel(model, mesh, spec.parallel, seed=seed, z_loss=z_loss)
+
+
+def _replayable(spec: RunSpec, device: torch.device) -> bool:
+    """Whether every pass is the same kernels: dropout is seeded anew for each block of each pass."""
+    parallel = spec.parallel
+    return device.type == "cuda" and parallel.graph == "auto" and parallel.compile == "off" and not spec.model.dropout
 
 
 def load_model(where: str, *, device: str | None = None) -> Loaded:

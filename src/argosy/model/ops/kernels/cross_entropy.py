@@ -1,6 +1,6 @@
 """Rows of logits to their losses and, in place, to the gradient of the logits. A program takes a row and walks it twice:
-once for the sum of exponentials, once, while it is still in the cache, to overwrite it. The gradients made of these are
-scaled, and rounded to their precision, in one pass."""
+once for the sum of exponentials, once, while it is still in the cache, to overwrite it: what is read first is to stay there, what
+is read or written last is not. The gradients made of these are scaled, and rounded to their precision, in one pass."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch import Tensor
 
 from argosy.data.samples.masks import IGNORED
 
-_LANES, _EACH, _WARPS = 1024, 8, 32  # large programs: few rows at a time, so that a row is still cached the second time
+# Large programs: few rows at a time, so that a row is still cached the second time. Half as large for narrow rows.
+_LANES, _EACH, _NARROW = 1024, 16, 1 << 16
 
 
 @triton.jit
@@ -36,7 +37,8 @@ def _softmax_loss(
         total = tl.zeros((LANES,), tl.float32)
         for first in range(0, width, B):
             cols = first + tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
-            x = tl.load(start + cols, mask=cols < width, other=float("-inf")).to(tl.float32)
+            logit = tl.load(start + cols, mask=cols < width, other=float("-inf"), eviction_policy="evict_last")
+            x = logit.to(tl.float32)
             higher = tl.maximum(highest, tl.max(x, 1))
             safe = tl.where(higher == float("-inf"), 0.0, higher)
             total = total * tl.exp(highest - safe) + tl.sum(tl.exp(x - safe[:, None]), 1)
@@ -51,18 +53,20 @@ def _softmax_loss(
             factor = 1.0 + 2.0 * z_loss * lse
             for first in range(0, width, B):
                 cols = first + tl.arange(0, B)
-                x = tl.load(start + cols, mask=cols < width, other=float("-inf")).to(tl.float32)
-                gradient = tl.exp(x - lse) * factor
+                logit = tl.load(start + cols, mask=cols < width, other=float("-inf"), eviction_policy="evict_first")
+                gradient = tl.exp(logit.to(tl.float32) - lse) * factor
                 gradient = tl.where(cols == label, gradient - 1.0, gradient)
-                tl.store(start + cols, gradient.to(logits.dtype.element_ty), mask=cols < width)
+                gradient = gradient.to(logits.dtype.element_ty)
+                tl.store(start + cols, gradient, mask=cols < width, eviction_policy="evict_first")
 
 
 def softmax_loss_(logits: Tensor, labels: Tensor, z_loss: float, with_gradient: bool) -> tuple[Tensor, Tensor, Tensor]:
     """As `argosy.model.ops.cross_entropy.softmax_loss_`."""
     losses = torch.empty((2, len(logits)), dtype=torch.float32, device=logits.device)
+    lanes = _LANES if logits.shape[1] > _NARROW else _LANES // 2
     _softmax_loss[(len(logits),)](
-        logits, labels, losses[0], losses[1], logits.shape[1], z_loss, IGNORED, with_gradient, _LANES, _EACH,
-        num_warps=_WARPS,
+        logits, labels, losses[0], losses[1], logits.shape[1], z_loss, IGNORED, with_gradient, lanes, _EACH,
+        num_warps=lanes // 32,
     )  # fmt: skip
     return losses[0], losses[1], logits
 
