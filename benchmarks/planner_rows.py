@@ -11,20 +11,17 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from planner_gaps import complete, value
+from planner_models import work_of
 from pydantic import ValidationError
 
-from argosy.config.model import ModelSpec
-from argosy.config.presets import FAMILIES
 from argosy.errors import ArgosyError
 from argosy.plan.calibration import Stack, calibration
 from argosy.plan.hardware import Cluster, Gpu, find_gpu
-from argosy.plan.layout import Layout, Work
+from argosy.plan.layout import Layout, Schedule, Work
 from argosy.plan.memory import memory_of
 
-HEAD_DIMS = {"qwen3": 128, "gpt-oss": 64, "gptoss": 64, "nemotron-340b": 192, "deepseek": 128, "dsv3": 128, "kimi": 128}
 LONG = 4096  # tokens of a sequence
 MOST_SEQUENCES = 16  # in a micro-batch, where a source does not say
 
@@ -82,12 +79,14 @@ def _row(published: dict[str, str]) -> Row:
     tp, pp, cp, ep, dp, gpus, per_node = (
         int(value(cells, column)) for column in ("tp", "pp", "cp", "ep", "dp", "gpus", "gpus_per_node")
     )
-    work, stack = _work(cells), _stack(cells, gpu, tp)
+    work, stack = work_of(cells), _stack(cells, gpu, tp)
     layout = Layout(
-        tp=tp, pp=pp, vpp=int(value(cells, "vpp")) or (2 if "interleaved" in notes and pp > 1 else 1), cp=cp, ep=ep, dp=dp,
+        tp=tp, pp=pp, vpp=int(value(cells, "vpp")) or (2 if re.search("interleaved|dualpipe|zbv", notes) and pp > 1 else 1), cp=cp, ep=ep, dp=dp,
+        etp=_expert_tp(cells, work, tp),
         zero=int(value(cells, "zero_stage")) if cells.get("zero_stage") else 1,
         sp=cells["sequence_parallel"] == "1" and tp > 1, micro_batch=int(value(cells, "micro_batch")) or 1,
         recompute=cells.get("recompute") or "full",  # type: ignore[arg-type]
+        schedule=_schedule(notes) if pp > 1 else None,
     )  # fmt: skip
     if "zero_stage" in filled and not _fits(work, layout, stack, gpu):
         layout = replace(layout, zero=3)  # a run that was published did fit
@@ -105,35 +104,20 @@ def _row(published: dict[str, str]) -> Row:
     )  # fmt: skip
 
 
-def _work(cells: dict[str, str]) -> Work:
-    gated, experts = cells["gated_mlp"] == "1", int(value(cells, "moe_experts"))
-    name = cells["model"].lower()
-    family = "mpt" if name.startswith("mpt") else "llama" if gated or experts else "gpt"
-    layers, hidden, heads, kv_heads, ffn, vocab, seq_len, batch = (
-        int(value(cells, column))
-        for column in ("layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab", "seq_len", "global_batch")
-    )
-    shape: dict[str, Any] = {
-        **FAMILIES[family], "family": family, "layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads,
-        "ffn": ffn, "vocab_size": vocab, "max_seq_len": seq_len,
-    }  # fmt: skip
-    head_dim = next((size for part, size in HEAD_DIMS.items() if part in name), None)
-    if head_dim is not None:
-        shape["head_dim"] = head_dim
-    notes = cells.get("notes") or ""
-    if "untie" in notes or "tied" in notes:
-        shape["tied"] = "untie" not in notes
-    if not gated and family != "mpt" and not cells["id"].startswith("argosy"):
-        shape["dropout"] = 0.1
-    if experts:
-        shape |= {
-            "moe": {"experts": experts, "top_k": int(value(cells, "moe_topk")) or 1, "ffn": ffn},
-            "mlp_bias": False,
-        }
-        shape["activation"] = "swiglu" if gated else "gelu"
-    said = (cells.get("precision") or "bf16").lower()
-    precision = "fp4" if "fp4" in said else "fp8" if "8" in said else "bf16"
-    return Work(ModelSpec.model_validate(shape), seq_len, batch, precision)
+def _schedule(notes: str) -> Schedule | None:
+    if "dualpipe" in notes:
+        return "dualpipev"
+    return "zbv" if re.search(r"zero[ -]?bubble|\bzb[vh]", notes) else None
+
+
+def _expert_tp(cells: dict[str, str], work: Work, tp: int) -> int:
+    """Megatron splits experts as it splits the rest unless told otherwise; NeMo's recipes tell it."""
+    if work.model.moe is None:
+        return 0
+    said = f"{cells.get('notes') or ''} {cells['model']}"
+    if found := re.search(r"expert-tensor-parallel-size=(\d+)|etp[ =]?(\d+)", said):
+        return min(tp, int(found[1] or found[2]))
+    return 1 if re.search("bridge|nemo", cells["source"].lower()) else 0
 
 
 def _gpu(cells: dict[str, str]) -> Gpu:
@@ -193,7 +177,9 @@ def _stack(cells: dict[str, str], gpu: Gpu, tp: int) -> Stack:
     stack = stacks[name]
     if name == "megatron-deepspeed" and "bf" in (cells.get("precision") or "").lower():
         stack = stack.model_copy(update={"accumulated": 10, "reduced": 4})  # its sums of 16-bit gradients are 32-bit
-    overlaps = {*stack.overlaps, *(["tensor"] if "asynctp" in (cells.get("notes") or "").lower() else [])}
+    own = f"{cells.get('notes') or ''} {cells['model']}".lower()  # a source may have rows with and without
+    overlaps = {*stack.overlaps, *(["tensor"] if "asynctp" in own else [])}
+    overlaps |= {"experts"} if re.search("dualpipe|a2a[-_ ]?(overlap|ovlp)|overlap[-_ ]moe", own) else set()
     return stack.model_copy(update={"attention": attention, "overlaps": tuple(sorted(overlaps))})
 
 

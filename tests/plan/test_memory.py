@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from argosy.config.counts import count_parameters
+from argosy.config.model import ModelSpec
 from argosy.config.resolve import resolve_model
 from argosy.plan.calibration import calibration
-from argosy.plan.layout import Layout, Work, stage_layers, violations
+from argosy.plan.layout import Latent, Layout, Work, stage_layers, violations
 from argosy.plan.memory import StageMemory, in_flight, memory_of, stage_parameters
 
 
@@ -63,7 +64,37 @@ def test_stages_hold_all_parameters_once() -> None:
             assert held == pytest.approx(count_parameters(work.model).total, rel=1e-3)
 
 
+def test_latent_attention_and_shared_experts_make_deepseek_v3() -> None:
+    moe = {"experts": 256, "top_k": 8, "ffn": 2048, "shared_experts": 1, "dense_layers": 3}
+    shape = {
+        "layers": 61,
+        "hidden": 7168,
+        "heads": 128,
+        "kv_heads": 128,
+        "head_dim": 128,
+        "ffn": 18432,
+        "vocab_size": 129_280,
+    }
+    model = resolve_model("llama2-7b", [f"{key}={value}" for key, value in shape.items()])
+    model = ModelSpec.model_validate(model.model_dump() | {"moe": moe})
+    work = Work(model, 4096, 8, latent=Latent())
+    assert sum(stage_parameters(work, Layout(), 61, first=True, last=True)) == pytest.approx(671e9, rel=0.002)
+    shared, split = (
+        stage_parameters(work, Layout(tp=8, ep=64, etp=etp, dp=64), 61, first=True, last=True)[1] for etp in (8, 1)
+    )
+    assert split == 8 * shared
+
+
+def test_a_loss_in_chunks_needs_no_more_for_more_tokens() -> None:
+    few, many = (
+        stages(Work(resolve_model("llama3-1b"), 8192, batch), Layout(micro_batch=batch))[0].logits for batch in (2, 8)
+    )
+    assert many - few == pytest.approx(6 * 8192 * 2048 * 2 / 2**30, abs=0.02)  # the gradient of the head's input alone
+
+
 def test_in_flight_micro_batches() -> None:
+    assert {in_flight(Layout(pp=4, vpp=2, schedule="zbv"), 16, stage) for stage in range(4)} == {4}
+    assert in_flight(Layout(pp=4, schedule="gpipe"), 16, 3) == 16
     assert [in_flight(Layout(pp=4), 16, stage) for stage in range(4)] == [4, 3, 2, 1]
     assert in_flight(Layout(pp=4), 2, 0) == 2
     assert in_flight(Layout(pp=4, vpp=2), 16, 0) == pytest.approx((6 + 4 + 1) / 2)
@@ -86,7 +117,7 @@ def test_sharding_and_recompute_never_add_memory(tp: int, zero: int, recompute: 
     for less in kinds[: kinds.index(recompute)]:
         assert peak(layout) <= peak(Layout(tp=tp, dp=16, zero=zero, micro_batch=micro_batch, recompute=less))  # type: ignore[arg-type]
     if 0 < zero < 3:
-        assert peak(layout) < peak(Layout(tp=tp, dp=16, zero=zero - 1, micro_batch=micro_batch, recompute=recompute))  # type: ignore[arg-type]
+        assert peak(layout) <= peak(Layout(tp=tp, dp=16, zero=zero - 1, micro_batch=micro_batch, recompute=recompute))  # type: ignore[arg-type]
 
 
 def test_a_layout_that_cannot_run_says_why() -> None:

@@ -9,10 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from argosy.config.resolve import resolve_model
+from argosy.config.schema import ParallelSpec
+from argosy.config.stages import bubble
 from argosy.plan.calibration import calibration
 from argosy.plan.hardware import find_gpu, parse_cluster
 from argosy.plan.kernels import efficiency
-from argosy.plan.layout import Layout, Work
+from argosy.plan.layout import Layout, Schedule, Work
 from argosy.plan.links import group
 from argosy.plan.time import StepTime, step_time
 
@@ -62,6 +64,24 @@ def test_tensor_parallelism_across_nodes_is_much_slower() -> None:
     within = time_of(work, Layout(tp=8, dp=2, micro_batch=4, recompute="full"), "2xp4de.24xlarge", "megatron-2021")
     across = time_of(work, Layout(tp=16, dp=1, micro_batch=4, recompute="full"), "2xp4de.24xlarge", "megatron-2021")
     assert across.total > 1.4 * within.total
+
+
+@pytest.mark.parametrize(
+    ("schedule", "vpp", "batch"),
+    [("1f1b", 1, 16), ("interleaved-1f1b", 2, 16), ("zbv", 2, 16), ("zbv", 2, 4), ("dualpipev", 2, 16)],
+)
+def test_a_pipeline_idles_as_the_run_spec_says(schedule: Schedule, vpp: int, batch: int) -> None:
+    layout = Layout(pp=4, vpp=vpp, schedule=schedule)
+    step = time_of(Work(resolve_model("llama3-8b", ["vocab_size=64"]), 8192, batch), layout, "4xH100")
+    share, _ = bubble(ParallelSpec(pp=4, vpp=vpp, schedule=schedule, micro_batch=1), batch)
+    passes = step.total - sum(step.terms[name] for name in ("gradients", "optimiser", "outside", "waiting"))
+    assert step.terms["bubble"] / passes == pytest.approx(share, rel=0.02)
+
+
+def test_experts_that_are_not_split_need_no_sums_over_tensor_parallel_ranks() -> None:
+    work = Work(resolve_model("mixtral-8x7b"), 4096, 64)
+    split, whole = (time_of(work, Layout(tp=4, ep=4, dp=8, etp=etp, sp=True), "32xH100", "megatron") for etp in (4, 1))
+    assert whole.terms["tensor"] < 0.5 * split.terms["tensor"]
 
 
 def test_gradients_added_apart_from_their_product_cost_every_micro_batch() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from argosy.config.refusals import did_you_mean
 from argosy.config.resolve import resolve, resolve_model
@@ -14,12 +14,13 @@ from argosy.config.units import parse_count
 from argosy.errors import ArgosyError
 from argosy.plan.calibration import calibration
 from argosy.plan.hardware import Cluster, parse_cluster
-from argosy.plan.layout import Layout, Work, violations
+from argosy.plan.layout import Layout, Recompute, Schedule, Work, violations
 from argosy.plan.log import Log, judge
 from argosy.plan.report import as_dict, distinct, explain, header, table, why_lost
 from argosy.plan.search import Candidate, Found, evaluate, search, warnings
 
 STACK = "argosy"
+CHOICES: dict[str, tuple[str, ...]] = {"recompute": get_args(Recompute), "schedule": get_args(Schedule)}
 DEFAULT_TOKENS = 2**20  # of a step, where no batch is given
 
 
@@ -117,8 +118,8 @@ def parallel_keys(layout: Layout) -> dict[str, object]:
     shard = layout.dp // layout.copies if layout.zero else 1
     spread = {"dp_replicate": layout.dp // shard, "dp_shard": shard}
     sizes: dict[str, object] = {k: v for k, v in {**keys, **spread}.items() if v > 1}
-    if layout.vpp > 1:
-        sizes["schedule"] = "interleaved-1f1b"
+    if layout.schedule is not None or layout.vpp > 1:
+        sizes["schedule"] = layout.schedule or "interleaved-1f1b"
     sizes["micro_batch"] = layout.micro_batch
     return sizes if layout.recompute == "none" else {**sizes, "recompute": layout.recompute}
 
@@ -199,6 +200,7 @@ def _asked(parallel: ParallelSpec, cluster: Cluster) -> Layout | None:
         tp=parallel.tp, pp=parallel.pp, vpp=parallel.vpp, cp=parallel.cp, ep=parallel.ep, dp=parallel.data_parallel, zero=zero,
         copies=parallel.dp_replicate if zero else 1,
         sp=parallel.tp > 1 and parallel.sp, micro_batch=parallel.micro_batch, recompute=parallel.recompute,
+        schedule=None if parallel.pp == 1 else parallel.schedule,
     )  # fmt: skip
 
 
@@ -224,12 +226,12 @@ def _count(text: str) -> int:
 
 def _fixed(text: str | None) -> dict[str, object]:
     """`tp=4,recompute=full` as values of a layout's fields."""
-    axes = {field.name: field.type for field in fields(Layout)}
+    axes = [field.name for field in fields(Layout) if field.name != "etp"]  # Argosy's experts are split as the rest is
     fixed: dict[str, object] = {}
     for part in [part for part in (text or "").replace(" ", ",").split(",") if part]:
         name, _, value = part.partition("=")
         if name not in axes or not value:
-            hint = did_you_mean(name, list(axes)) or f"axes are {', '.join(axes)}"
+            hint = did_you_mean(name, axes) or f"axes are {', '.join(axes)}"
             raise ArgosyError(
                 "plan.bad-question",
                 f"{part!r} is no axis and value: {hint}",
@@ -239,7 +241,15 @@ def _fixed(text: str | None) -> dict[str, object]:
             )
         if name == "sp":
             fixed[name] = value.lower() in ("1", "true", "yes")
-        elif name == "recompute":
+        elif name in CHOICES:
+            if value not in CHOICES[name]:
+                raise ArgosyError(
+                    "plan.bad-question",
+                    f"{name} is one of {', '.join(CHOICES[name])}, not {value!r}",
+                    key="--what-if",
+                    value=text,
+                    fix=f"write {name}={CHOICES[name][0]}",
+                )
             fixed[name] = value
         elif value.isdigit():
             fixed[name] = int(value)

@@ -42,6 +42,7 @@ class Stack(Section):
     chunked_loss: bool = False
     narrow_inputs: bool = False
     attention: Literal["native", "flash", "unfused"]
+    repeats_heads: bool = False
     fused: bool = True
     plain: bool = False
     selective: Literal["products", "half", "scores"]
@@ -49,7 +50,7 @@ class Stack(Section):
     reduced: float
     whole_sends: bool = False
     levelled: bool = False
-    overlaps: tuple[Literal["tensor", "tensor-backward", "send", "gradients", "context"], ...] = ()
+    overlaps: tuple[Literal["tensor", "tensor-backward", "send", "gradients", "copies", "context", "experts"], ...] = ()
 
 
 class Calibration(Section):

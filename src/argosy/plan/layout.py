@@ -18,8 +18,10 @@ from argosy.config.counts import (
     norm_parameters,
 )
 from argosy.config.model import ModelSpec
+from argosy.config.stages import V_SHAPED
 
 Recompute = Literal["none", "selective", "full"]
+Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "zbv", "dualpipev"]
 
 
 @dataclass(frozen=True)
@@ -32,17 +34,37 @@ class Layout:
     vpp: int = 1  # chunks of layers a stage holds: above 1 the schedule is interleaved
     cp: int = 1
     ep: int = 1
+    etp: int = 0  # ranks that share one expert's matrices; 0: those of `tp`
     dp: int = 1
     zero: int = 0
     copies: int = 1  # of what is sharded: above 1 data-parallel ranks shard it in that many groups
     sp: bool = False  # what tensor parallelism does not split is split along the sequence
     micro_batch: int = 1
     recompute: Recompute = "none"
+    schedule: Schedule | None = None  # of a pipeline; None: 1f1b, or interleaved where there are chunks
+
+    @property
+    def is_v_shaped(self) -> bool:
+        """Down the ranks with one half of the layers and up with the other, so that the first rank has both ends of the
+        model; the backward pass is made in two halves, and the second of them fills gaps."""
+        return self.schedule in V_SHAPED
+
+    def ends(self, stage: int) -> tuple[bool, bool]:
+        """Whether a stage has the embedding, and whether it has the output head."""
+        return stage == 0, stage == (0 if self.is_v_shaped else self.pp - 1)
 
     @property
     def shards(self) -> int:
         """Ranks that hold the same part of the model, and may each hold a piece of it."""
         return self.dp * self.cp // self.copies
+
+    @property
+    def expert_tp(self) -> int:
+        return self.etp or self.tp
+
+    def expert_shards(self, shards: int) -> int:
+        """Ranks that hold the same experts, where `shards` hold the same of the rest."""
+        return max(1, shards * self.tp // (self.expert_tp * self.ep))
 
     @property
     def gpus(self) -> int:
@@ -53,19 +75,50 @@ class Layout:
             f"{axis}{getattr(self, axis)}" for axis in ("tp", "pp", "vpp", "cp", "ep", "dp") if getattr(self, axis) > 1
         ]
         sharded = f"zero{self.zero}" + (f"/{self.dp // self.copies}" if self.copies > 1 else "")
+        axes += [f"etp{self.etp}"] if self.etp and self.etp != self.tp else []
         parts = [*axes, f"mb{self.micro_batch}", *([sharded] if self.zero else [])]
         parts += ["sp"] if self.sp else []
+        parts += [self.schedule] if self.schedule in ("gpipe", *V_SHAPED) else []
         return " ".join([*parts, *([] if self.recompute == "none" else [f"recompute={self.recompute}"])])
 
 
 @dataclass(frozen=True)
+class Latent:
+    """Latent attention, as DeepSeek's models have it: queries, keys and values are made of narrow vectors, and a head's
+    queries and keys have a rotary part beside `head_dim`."""
+
+    query: int = 1536  # width of the vector queries are made of; 0: of the stream itself
+    key_value: int = 512
+    rotary: int = 64
+
+    @property
+    def width(self) -> int:
+        return self.query + self.key_value + self.rotary
+
+    def matrices(self, model: ModelSpec) -> list[tuple[int, int]]:
+        """(inputs, outputs) of those that widen the narrow vectors to heads."""
+        return [
+            (self.query or model.hidden, model.heads * (model.head_dim + self.rotary)),
+            (self.key_value, 2 * model.heads * model.head_dim),
+        ]
+
+    def parameters(self, model: ModelSpec) -> tuple[int, int]:
+        """(that tensor parallelism splits, that every rank has)"""
+        split = sum(inputs * outputs for inputs, outputs in self.matrices(model))
+        return split + model.heads * model.head_dim * model.hidden, model.hidden * self.width
+
+
+@dataclass(frozen=True)
 class Work:
-    """One optimiser step of a model."""
+    """One optimiser step of a model. `latent` and `next_tokens` (layers that each predict one token further, with the output
+    head once more) are parts that other programs' models have."""
 
     model: ModelSpec
     seq_len: int
     global_batch: int
     precision: str = "bf16"
+    latent: Latent | None = None
+    next_tokens: int = 0
 
     @property
     def tokens(self) -> int:
@@ -78,7 +131,7 @@ class Work:
 
     @cached_property
     def sizes(self) -> Sizes:
-        return sizes_of(self.model)
+        return sizes_of(self.model, self.latent, self.next_tokens)
 
     @cached_property
     def head_layers(self) -> float:
@@ -87,7 +140,7 @@ class Work:
         return head / layers[-1]
 
     def __hash__(self) -> int:
-        return hash((id(self.model), self.seq_len, self.global_batch, self.precision))
+        return hash((id(self.model), self.seq_len, self.global_batch, self.precision, self.latent, self.next_tokens))
 
 
 @dataclass(frozen=True)
@@ -112,7 +165,8 @@ class Sizes:
     stream: float  # width of the residual stream
     query: float  # width of all query heads
     key_value: float  # width of all key heads, and of all value heads
-    attention: float  # matmul parameters of attention
+    latent: int  # width of the narrow vectors latent attention has
+    attention: float  # matmul parameters of attention that tensor parallelism splits
     mlp: float  # matmul parameters of what every token passes through: dense MLPs and shared experts, a layer
     expert: int  # matmul parameters of one routed expert
     expert_layers: float  # share of the layers that have experts
@@ -125,7 +179,7 @@ class Sizes:
     decoder: Decoder
 
 
-def sizes_of(model: ModelSpec) -> Sizes:
+def sizes_of(model: ModelSpec, latent: Latent | None = None, next_tokens: int = 0) -> Sizes:
     attention, attention_other = attention_parameters(model)
     dense, dense_other = mlp_parameters(model, model.ffn)
     moe, share = model.moe, 0.0
@@ -135,17 +189,22 @@ def sizes_of(model: ModelSpec) -> Sizes:
         expert = mlp_parameters(model, moe.ffn)[0]
         shared = moe.shared_experts * expert + model.hidden * moe.experts
     embedding = model.vocab_size * model.hidden
-    layers, decoder = model.layers, Decoder()
+    layers, decoder = model.layers + next_tokens, Decoder()
     if model.architecture == "encoder-decoder":
         layers += model.decoder_layers or model.layers
         decoder = Decoder(1 - model.layers / layers, TARGETS_PER_SOURCE)
     targets = decoder.targets
+    query, key_value = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    if latent is not None:  # queries and keys are wider than values; their mean gives the same FLOPs and bytes
+        query = key_value = model.heads * (model.head_dim + latent.rotary // 2)
+        attention, attention_other = latent.parameters(model)
     return Sizes(
         layers=layers,
         hidden=model.hidden,
         stream=model.hidden * decoder.mean(1, 1.5 * targets),  # three blocks instead of two
-        query=model.heads * model.head_dim * decoder.mean(1, 2 * targets),  # of itself, and across
-        key_value=model.kv_heads * model.head_dim * decoder.mean(1, targets + 1),
+        query=query * decoder.mean(1, 2 * targets),  # of itself, and across
+        key_value=key_value * decoder.mean(1, targets + 1),
+        latent=0 if latent is None else latent.width,
         attention=attention * decoder.mean(1, 2),
         mlp=(1 - share) * dense + share * shared,
         expert=expert,
@@ -158,7 +217,7 @@ def sizes_of(model: ModelSpec) -> Sizes:
         mlp_width=(1 - share) * model.ffn * decoder.mean(1, targets)
         + share * (0 if moe is None else moe.shared_experts * moe.ffn),
         expert_width=0.0 if moe is None else share * moe.top_k * moe.ffn,
-        predicted=targets or 1.0,
+        predicted=(targets or 1.0) * (1 + next_tokens),
         decoder=decoder,
     )
 
@@ -194,6 +253,10 @@ def violations(work: Work, layout: Layout, gpus: int) -> Iterator[str]:
         yield f"pp {layout.pp} x vpp {layout.vpp} is more than {work.sizes.layers} layers"
     if layout.vpp > 1 and (layout.pp == 1 or work.sizes.layers % (layout.pp * layout.vpp)):
         yield f"{work.sizes.layers} layers do not make pp {layout.pp} x vpp {layout.vpp} equal chunks"
+    if layout.is_v_shaped and layout.vpp != 2:
+        yield f"{layout.schedule} has two stages on each rank, not {layout.vpp}"
+    if layout.schedule == "dualpipev" and work.micro_batches(layout) < 2 * layout.pp:
+        yield f"{work.micro_batches(layout)} micro-batches are fewer than 2 x pp {layout.pp}, as dualpipev needs"
     if layout.cp > 1 and model.architecture != "decoder":
         yield f"cp {layout.cp} cuts the sequences of decoders only"
     if work.seq_len % (layout.cp * (2 if layout.cp > 1 else 1) * (layout.tp if layout.sp else 1)):

@@ -45,7 +45,7 @@ def group(layout: Layout, axis: str, cluster: Cluster) -> Group:
             return Group(size, max(1, min(size, cluster.domain // stride)))
         stride *= size
     if axis == "ep":  # taken from context and data ranks
-        return Group(layout.ep, max(1, min(layout.ep, cluster.domain // layout.tp)))
+        return Group(layout.ep, max(1, min(layout.ep, cluster.domain // layout.expert_tp)))
     near = max(1, cluster.domain // layout.tp)
     if axis == "copies":
         return Group(layout.copies, max(1, min(layout.copies, near // layout.shards)))

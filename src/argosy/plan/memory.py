@@ -13,15 +13,18 @@ Korthikanti et al. (2205.05198), and 10 h + 24 h / tp without sequence paralleli
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from math import ceil
 
 from argosy.plan.calibration import Calibration, Stack
 from argosy.plan.hardware import GIB
 from argosy.plan.layout import Layout, Work, stage_layers
 
+LOSS_CHUNK = GIB  # of logits at a time, where the loss is made in chunks
+
 
 @dataclass(frozen=True)
 class StageMemory:
-    """GiB on one rank of a stage."""
+    """GiB on one rank of a stage, when it is fullest."""
 
     weights: float
     gradients: float
@@ -54,19 +57,21 @@ def memory_of(work: Work, layout: Layout, stack: Stack, calibration: Calibration
 
 def stage_memory(work: Work, layout: Layout, stack: Stack, calibration: Calibration, stage: int) -> StageMemory:
     layers = stage_layers(work, layout, levelled=stack.levelled)[stage]
-    first, last = stage == 0, stage == layout.pp - 1
+    first, last = layout.ends(stage)
     dense, experts = stage_parameters(work, layout, layers, first=first, last=last)
     weights, gradients, optimiser = _state(work, layout, stack, dense, experts)
     tokens = work.seq_len * layout.micro_batch / layout.cp
     kept, again = _activations(work, layout, stack, stage, layers, tokens)
-    logits = tokens * work.sizes.predicted * work.model.vocab_size / layout.tp * stack.logit if last else 0.0
-    if stack.chunked_loss:  # what it needs is let go before the first layer is made again
-        logits = max(0.0, logits - again)
+    logits = _logits(work, layout, stack, tokens) if last else 0.0
+    moments = [(gradients, kept + again, logits)]
+    if stack.chunked_loss:
+        begun = gradients if work.micro_batches(layout) > 1 else 0.0
+        moments = [(begun, kept, logits), (begun, kept + again, 0.0), (gradients, again, 0.0)]
     buffers, communication = _transient(work, layout, tokens, dense + experts, layers)
-    parts = [weights, gradients, optimiser, kept + again, logits, buffers, communication]
-    allocated = sum(parts) / GIB
-    overhead = calibration.fragmentation * allocated + calibration.context
-    return StageMemory(*(part / GIB for part in [*parts, overhead * GIB]))
+    parts = [weights, optimiser, *max(moments, key=sum), buffers, communication]
+    overhead = calibration.fragmentation * sum(parts) / GIB + calibration.context
+    weights, optimiser, gradients, activations, logits, buffers, communication = (part / GIB for part in parts)
+    return StageMemory(weights, gradients, optimiser, activations, logits, buffers, communication, overhead)
 
 
 def stage_parameters(work: Work, layout: Layout, layers: int, *, first: bool, last: bool) -> tuple[float, float]:
@@ -77,23 +82,33 @@ def stage_parameters(work: Work, layout: Layout, layers: int, *, first: bool, la
         dense += sizes.embedding / layout.tp
     if last and (not work.model.tied or layout.pp > 1):
         dense += sizes.head / layout.tp
-    routed = 0.0 if moe is None else layers * sizes.expert_layers * moe.experts * sizes.expert / (layout.ep * layout.tp)
+    routed = (
+        0.0
+        if moe is None
+        else layers * sizes.expert_layers * moe.experts * sizes.expert / (layout.ep * layout.expert_tp)
+    )
     return dense, routed
 
 
 def _state(work: Work, layout: Layout, stack: Stack, dense: float, experts: float) -> tuple[float, float, float]:
     """Bytes of weights, gradients and optimiser, each sharded as the ZeRO stage says."""
-    once = work.micro_batches(layout) == 1 and layout.pp == 1
+    once = work.micro_batches(layout) == 1 and layout.shards * layout.copies == 1  # else they are summed in more bits
     each = (stack.weight, stack.gradient_once if once else stack.gradient, stack.optimiser)
     shards = [layout.shards if layout.zero >= stage else 1 for stage in (3, 2, 1)]
     return tuple(  # type: ignore[return-value]
-        size * (dense / shard + experts / max(1, shard // layout.ep)) for size, shard in zip(each, shards, strict=True)
+        size * (dense / shard + experts / (1 if shard == 1 else layout.expert_shards(shard)))
+        for size, shard in zip(each, shards, strict=True)
     )
 
 
 def in_flight(layout: Layout, micro_batches: int, stage: int) -> float:
     """Micro-batches whose activations a stage holds at once, of all its layers. 1F1B: those ahead of it in the pipeline
-    and its own. Interleaved: its warm-up, in chunks."""
+    and its own. Interleaved: its warm-up, in chunks. V-shaped: every rank as many as the first of 1F1B, and where forward
+    and backward passes are paired one more."""
+    if layout.schedule == "gpipe":
+        return micro_batches
+    if layout.is_v_shaped:
+        return min(micro_batches, layout.pp + (layout.schedule == "dualpipev"))
     if layout.vpp == 1:
         return min(micro_batches, layout.pp - stage)
     warm_up = 2 * (layout.pp - stage - 1) + (layout.vpp - 1) * layout.pp + 1
@@ -104,8 +119,9 @@ def layer_activations(work: Work, layout: Layout, stack: Stack) -> tuple[float, 
     """Bytes of a token that a layer keeps (with what the layout recomputes left out), and that one has while it runs."""
     sizes, model = work.sizes, work.model
     outer = layout.tp if layout.sp else 1
-    stream = (10 if model.dropout else 8) * sizes.stream
-    projections = 2 * (2 * sizes.query + 2 * sizes.key_value)
+    stream = (10 if model.dropout else 8) * sizes.stream + 4 * sizes.latent
+    key_value = sizes.query if stack.repeats_heads else sizes.key_value
+    projections = 2 * (2 * sizes.query + 2 * key_value)
     inner = 2 * (3 if model.gated else 2)
     routed = inner * sizes.expert_width + 2 * sizes.hidden * sizes.expert_layers * (model.moe.top_k if model.moe else 0)
     kept_of_score = 5 if model.dropout else 2  # the softmax; with dropout its mask and result as well
@@ -115,7 +131,9 @@ def layer_activations(work: Work, layout: Layout, stack: Stack) -> tuple[float, 
         split -= sizes.mlp_width + sizes.expert_width  # the second product's input is kept in 8 bits
     whole = stream / outer + (split + scores) / layout.tp
     # Sequence parallelism gathers the whole sequence before a product, and has it whole after one, for the layer at work.
+    # Beside it are the gradients of the MLP's inner tensors, in place of its second product's input.
     running = whole + (6 * sizes.hidden if layout.sp else 0)
+    running += (inner - 2) * (sizes.mlp_width + sizes.expert_width) / layout.tp
     if layout.recompute == "none":
         return whole, running
     if layout.recompute == "full":
@@ -133,8 +151,19 @@ def _activations(
     """Bytes kept of the micro-batches in flight, and those of a layer that is made again or at work."""
     kept, running = layer_activations(work, layout, stack)
     flying = in_flight(layout, work.micro_batches(layout), stage)
-    ends = 2 * work.sizes.hidden * (stage in (0, layout.pp - 1)) / (layout.tp if layout.sp else 1)
+    ends = 2 * work.sizes.hidden * any(layout.ends(stage)) / (layout.tp if layout.sp else 1)
     return tokens * flying * (layers * kept + ends), tokens * (running - kept)
+
+
+def _logits(work: Work, layout: Layout, stack: Stack, tokens: float) -> float:
+    """Bytes of output head and loss at their peak. A chunked loss has the logits of two chunks, the one at work and the one
+    before, and by its end the gradients of the head's input and, in 32 bits, of its weight."""
+    vocab, judged = work.model.vocab_size / layout.tp, tokens * work.sizes.predicted
+    if not stack.chunked_loss:
+        return judged * vocab * stack.logit
+    whole = 2 * judged * vocab
+    chunks = ceil(whole / LOSS_CHUNK)
+    return min(2, chunks) * whole / chunks + work.sizes.hidden * (2 * judged + 4 * vocab)
 
 
 def _transient(work: Work, layout: Layout, tokens: float, parameters: float, layers: int) -> tuple[float, float]:

@@ -23,7 +23,7 @@ FORMULAS = {
     "gather": "ZeRO-3: two gathers and a scatter of each layer's weights, less what computation hides",
     "pipeline": "m x vpp x 2 sends of 2 x tokens x hidden / tp bytes",
     "gradients": "reduction over data-parallel ranks, or copies of a sharded model, less what the last backward pass hides",
-    "bubble": "(sum of the stages' times - the slowest's) / vpp",
+    "bubble": "(sum of the stages' times - the slowest's) / vpp; a third of that with zbv and dualpipev",
     "optimiser": "34 bytes of each parameter held / memory bandwidth reached",
     "outside": "a step's own overhead: taking a batch that was read ahead, logging, synchronisation",
     "waiting": "for the slowest node: a share for each doubling of nodes",

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from argosy.config.counts import count_parameters
+from argosy.config.stages import SEVERAL_STAGES
 from argosy.plan.calibration import Calibration, Stack
 from argosy.plan.hardware import Cluster
 from argosy.plan.layout import Layout, Recompute, Work, violations
@@ -72,18 +73,24 @@ def search(
     left_out: Counter[str] = Counter()
     nearest: tuple[float, Layout] | None = None
     considered = 0
+    axes = dict(fixed or {})
+    schedule = axes.pop("schedule", None)
     for layout in layouts(work, cluster):
-        if any(getattr(layout, axis) != value for axis, value in (fixed or {}).items()):
+        if any(getattr(layout, axis) != value for axis, value in axes.items()):
             continue
+        if schedule is not None:
+            if layout.pp == 1 or (layout.vpp > 1) != (schedule in SEVERAL_STAGES):
+                continue
+            layout = replace(layout, schedule=schedule)  # type: ignore[arg-type]
         considered += 1
         reason = next(violations(work, layout, cluster.gpus), None)
         if reason is not None:
-            left_out["does not divide"] += 1
+            left_out["do not divide"] += 1
             continue
         # The first stage has most micro-batches in flight, the last the logits: no other needs more.
         need = max(stage_memory(work, layout, stack, known, stage).device for stage in {0, layout.pp - 1})
         if need > MARGIN * cluster.gpu.memory:
-            left_out["does not fit"] += 1
+            left_out["do not fit"] += 1
             if nearest is None or need < nearest[0]:
                 nearest = need, layout
             continue

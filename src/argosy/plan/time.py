@@ -81,14 +81,14 @@ def step_time(work: Work, layout: Layout, cluster: Cluster, stack: Stack, known:
     hop = send(links, group(layout, "pp", cluster), passed)
     hops = 2 * layout.vpp * hop * (1 - known.hidden(stack, "send"))
     each = sum(layer.values())
-    stages = [count * each + hops + (head if i == layout.pp - 1 else 0.0) for i, count in enumerate(layers)]
+    stages = [count * each + hops + (head if layout.ends(i)[1] else 0.0) for i, count in enumerate(layers)]
     slowest = stages.index(max(stages))
     m = work.micro_batches(layout)
     for name, seconds in layer.items():
         terms[name] += m * layers[slowest] * seconds
-    terms["head"] += m * (head if slowest == layout.pp - 1 else 0.0)
+    terms["head"] += m * (head if layout.ends(slowest)[1] else 0.0)
     terms["pipeline"] += m * hops
-    terms["bubble"] = (sum(stages) - stages[slowest]) / layout.vpp
+    terms["bubble"] = _bubble(layout, m, stages)
     backward_s = layers[slowest] * (each - forward.total)
     terms["gradients"], terms["optimiser"] = _once(work, layout, cluster, stack, known, links, rates, backward_s)
     terms["outside"] = known.constants["step"]
@@ -99,6 +99,18 @@ def step_time(work: Work, layout: Layout, cluster: Cluster, stack: Stack, known:
     return StepTime(total, terms, terms["bubble"] / total, flops, work.tokens, cluster.gpus)
 
 
+def _bubble(layout: Layout, micro_batches: int, stages: list[float]) -> float:
+    """Seconds the slowest stage idles. A V-shaped schedule idles for a pass where others do for all three of a chunk's, and
+    `zbv` longer where micro-batches are too few to fill its way down and up."""
+    others = sum(stages) - max(stages)
+    if not layout.is_v_shaped or layout.pp == 1:
+        return others / layout.vpp
+    passes = float(layout.pp - 1)
+    if layout.schedule == "zbv":
+        passes = max(passes, 2 * (2 * layout.pp - 1 - micro_batches))
+    return passes * others / (layout.pp - 1) / (3 * layout.vpp)
+
+
 def layer_passes(
     work: Work, layout: Layout, stack: Stack, known: Calibration, rates: Rates, tokens: float
 ) -> tuple[Pass, Pass]:
@@ -107,10 +119,7 @@ def layer_passes(
     narrow = work.precision in ("fp8", "fp4")
     forward, backward = Pass(), Pass()
     inputs = 2 if model.gated else 1
-    linears = [
-        (tokens, sizes.hidden, (sizes.query + 2 * sizes.key_value) / tp, 1, 1.0),
-        (tokens, sizes.query / tp, sizes.hidden, 1, 1.0),
-    ]
+    linears = _projections(work, layout, tokens)
     if sizes.mlp_width:
         linears += [
             (tokens, sizes.hidden, inputs * sizes.mlp_width / tp, 1, 1.0),
@@ -118,7 +127,8 @@ def layer_passes(
         ]
     if model.moe is not None:
         local = max(1, model.moe.experts // layout.ep)
-        routed, width = tokens * model.moe.top_k / local, model.moe.ffn / tp
+        routed, width = tokens * model.moe.top_k / local, model.moe.ffn / layout.expert_tp
+        routed *= layout.expert_tp / tp  # ranks that do not share experts share the tokens
         share = sizes.expert_layers
         linears += [
             (routed, sizes.hidden, inputs * width, local, share),
@@ -142,6 +152,20 @@ def layer_passes(
             sum(CAST_BYTES * share * g * rows * outer for rows, _, outer, g, share in linears) / rates.memory
         )
     return forward, backward
+
+
+Linear = tuple[float, float, float, int, float]  # rows, inputs, outputs, how many of them, share of the layers
+
+
+def _projections(work: Work, layout: Layout, tokens: float) -> list[Linear]:
+    """Of attention."""
+    sizes, latent, tp = work.sizes, work.latent, layout.tp
+    if latent is None:
+        shapes = [(sizes.hidden, (sizes.query + 2 * sizes.key_value) / tp), (sizes.query / tp, sizes.hidden)]
+    else:
+        shapes = [(sizes.hidden, latent.width), *((i, o / tp) for i, o in latent.matrices(work.model))]
+        shapes.append((work.model.heads * work.model.head_dim / tp, sizes.hidden))
+    return [(tokens, inputs, outputs, 1, 1.0) for inputs, outputs in shapes]
 
 
 def _attention(
@@ -191,7 +215,7 @@ def _layer_terms(
     stream = 2 * tokens * sizes.stream
     repeats = 1.0 if layout.recompute == "full" else 0.0
     reduces = (4 + 2 * repeats) * (1 - known.hidden(stack, "tensor")) - 2 * known.hidden(stack, "tensor-backward")
-    tensor = reduces * reduce(links, group(layout, "tp", cluster), stream)
+    tensor = reduces * reduce(links, group(layout, "tp", cluster), stream) * _reduced_share(work, layout)
     ring = group(layout, "cp", cluster)
     key_values = 4 * tokens * sizes.key_value / layout.tp * layout.cp
     context = gather(links, ring, key_values) * (3 + repeats)
@@ -207,9 +231,21 @@ def _layer_terms(
         "launches": max(0.0, launched - busy),
         "tensor": tensor,
         "context": context,
-        "experts": (4 + 2 * repeats) * _to_experts(work, layout, cluster, links, stream),
+        "experts": (4 + 2 * repeats)
+        * _to_experts(work, layout, cluster, links, stream)
+        * (1 - known.hidden(stack, "experts")),
         "gather": _gathered(work, layout, cluster, links, known, max(busy, launched) + tensor),
     }
+
+
+def _reduced_share(work: Work, layout: Layout) -> float:
+    """Of the reductions of tensor parallelism, half are attention's; experts that are not split need none, and those that are
+    get their tokens from all ranks."""
+    moe, share = work.model.moe, work.sizes.expert_layers
+    if moe is None:
+        return 1.0
+    routed = 0.0 if layout.expert_tp == 1 else float(moe.top_k)
+    return 0.5 + 0.5 * ((1 - share) + share * max(routed, float(moe.shared_experts > 0)))
 
 
 def _to_experts(work: Work, layout: Layout, cluster: Cluster, links: Links, stream: float) -> float:
@@ -220,6 +256,7 @@ def _to_experts(work: Work, layout: Layout, cluster: Cluster, links: Links, stre
     ranks = group(layout, "ep", cluster)
     domains = ranks.size / ranks.near
     reached = min(moe.top_k, domains * (1 - (1 - 1 / domains) ** moe.top_k)) if domains > 1 else 0
+    reached = min(reached, domains * moe.top_groups / moe.groups)
     sent = stream / layout.tp * work.sizes.expert_layers
     return exchange(links, ranks, sent * moe.top_k, sent * reached * (domains - 1) / domains)
 
@@ -238,7 +275,7 @@ def _layer_parameters(work: Work, layout: Layout) -> float:
     sizes, moe = work.sizes, work.model.moe
     own = (sizes.attention + sizes.mlp) / layout.tp
     if moe is not None:
-        own += sizes.expert_layers * moe.experts * sizes.expert / layout.ep / layout.tp
+        own += sizes.expert_layers * moe.experts * sizes.expert / layout.ep / layout.expert_tp
     return own
 
 
@@ -284,11 +321,13 @@ def _once(
     """Once a step: gradients over the data-parallel ranks, as far as the last backward pass does not hide them, and the
     optimiser."""
     layers = stage_layers(work, layout, levelled=stack.levelled)[0]
-    dense, experts = stage_parameters(work, layout, layers, first=True, last=layout.pp == 1)
+    first, last = layout.ends(0)
+    dense, experts = stage_parameters(work, layout, layers, first=first, last=last)
     shards = group(layout, "shards", cluster)
     own = dense + experts
     ranks = shards.size if layout.zero else 1
-    optimiser = OPTIMISER_BYTES * (dense / ranks + experts / max(1, ranks // layout.ep)) / rates.memory
+    of_experts = ranks if ranks == 1 else layout.expert_shards(ranks)
+    optimiser = OPTIMISER_BYTES * (dense / ranks + experts / of_experts) / rates.memory
     exchanged = 0.0
     if layout.copies > 1:  # a rank's piece, summed over the copies
         exchanged += reduce(links, group(layout, "copies", cluster), stack.reduced * own / ranks)
@@ -296,4 +335,5 @@ def _once(
         exchanged += reduce(links, shards, stack.reduced * own)
     elif layout.zero < 3 or layout.pp > 1:
         exchanged += gather(links, shards, stack.reduced * own) + gather(links, shards, 2 * own)
-    return max(0.0, exchanged - known.hidden(stack, "gradients") * backward), optimiser
+    what = "copies" if layout.copies > 1 and layout.pp == 1 and "copies" in stack.overlaps else "gradients"
+    return max(0.0, exchanged - known.hidden(stack, what) * backward), optimiser
