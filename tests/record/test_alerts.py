@@ -121,6 +121,8 @@ def test_nan_spike_and_drop_are_told_once_and_again_after_a_recovery(tmp_path: P
     assert observe(math.inf) == ["nan"]
     assert observe(9.0) == ["spike"]
     assert observe(9.0) == []
+    assert [observe() for _ in range(3)] == [[], [], []]
+    assert observe(30.0) == ["spike"]
     assert observe() == []
     assert [observe(rate=50.0) for _ in range(9)].count(["throughput-drop"]) == 1
 
@@ -129,3 +131,47 @@ def test_a_full_disk_is_told(tmp_path: Path) -> None:
     alerts = Alerts(AlertsSpec(disk_gib=1e9), tmp_path)
     found = alerts.observe({"step": 1, "time": 0.0, "loss": 1.0, "grad_norm": 1.0, "tokens_per_s": 1.0})
     assert [alert["alert"] for alert in found] == ["disk-low"]
+
+
+def spikes(loss: np.ndarray, tmp_path: Path, **more: Any) -> list[int]:
+    """The logs at which a spike, or NaN, is told."""
+    alerts, found = Alerts(AlertsSpec(disk_gib=0), tmp_path), []
+    for log, value in enumerate(loss):
+        record = {"step": log, "time": 10.0 * log, "loss": float(value), "grad_norm": 1.0, "tokens_per_s": 1.0} | more
+        found += [log for alert in alerts.observe(record) if alert["alert"] in ("spike", "nan")]
+    return found
+
+
+LOSSES = {
+    "warm-up": lambda rng, n: 11 - 3 * np.minimum(1, np.arange(n) / 100) + rng.normal(0, 0.03, n),
+    "heavy tails": lambda rng, n: 2 + 0.1 * rng.standard_t(5, n),
+    "tiny batches": lambda rng, n: 2 * rng.lognormal(0, 0.3, n),
+    "learnt by heart": lambda rng, n: 0.001 * rng.lognormal(0, 1, n),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_noisy_loss_is_no_spike(name: str, tmp_path: Path) -> None:
+    for seed in range(2):
+        assert spikes(LOSSES[name](RNG(seed), 2000), tmp_path) == []
+
+
+@pytest.mark.parametrize("share", [0.01, 0.05])
+def test_a_source_that_is_harder_than_the_rest_is_told_a_few_times_at_most(share: float, tmp_path: Path) -> None:
+    rng = RNG(1)
+    loss = 2 + rng.normal(0, 0.1, 5000) + 1.5 * (rng.random(5000) < share)
+    assert len(spikes(loss, tmp_path)) <= 4
+
+
+def test_a_spike_that_lasts_is_told_once_and_so_is_each_that_comes_later(tmp_path: Path) -> None:
+    loss = 2 + RNG(2).normal(0, 0.02, 1200)
+    loss[300:310] += 0.2  # ten deviations
+    loss[700:] += 1.0  # and stays: another corpus, or a model that is lost
+    loss[1000:1003] += 5.0
+    assert spikes(loss, tmp_path) == [301, 700, 1000]
+
+
+def test_a_scale_that_is_being_found_is_no_alarm_in_fp16(tmp_path: Path) -> None:
+    assert spikes(np.full(9, 2.0), tmp_path, grad_norm=math.inf, loss_scale=65536.0) == []
+    assert spikes(np.full(9, 2.0), tmp_path, grad_norm=math.inf) == [0]
+    assert spikes(np.array([2.0, math.nan]), tmp_path, loss_scale=65536.0) == [1]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+import pytest
 
 from argosy.record.jsonl import JsonlWriter
 from argosy.record.rundir import RunDir
@@ -149,3 +150,58 @@ def test_what_is_over_is_not_the_verdict(tmp_path: Path) -> None:
     found = diagnose(Run("sea", run.root))
     assert [finding.name for finding in found] == ["done", "spike"]
     assert found[0].verdict.startswith("nothing is wrong")
+
+
+def test_the_ranks_of_a_node_that_went_away_are_named_and_not_those_that_wait_for_them(tmp_path: Path) -> None:
+    run = started(tmp_path)
+    for rank in range(4):
+        beat(run, rank, phase_s=200.0, longest_s=0.4)
+    for rank in (4, 5):
+        beat(run, rank, host="node9", phase_s=0.2, longest_s=0.4, time=time.time() - 210)
+    said = diagnose(Run("sick", run.root))[0]
+    assert said.verdict.startswith("nobody has heard of ranks 4, 5 on node9 for 210 s")
+    assert said.verdict.endswith("ranks 0, 1, 2, 3 wait for them")
+    assert said.evidence[0].startswith("rank 4 on node9")
+
+
+@pytest.mark.parametrize(
+    ("phase", "phase_s", "longest_s", "hangs"),
+    [
+        ("evaluate", 280.0, 250.0, False), ("save", 150.0, 60.0, False), ("forward_backward", 200.0, 0.0, False),
+        ("data", 150.0, 0.02, True), ("data", 150.0, 0.0, True), ("evaluate", 1200.0, 250.0, True),
+        ("forward_backward", 400.0, 0.0, True),
+    ],
+)  # fmt: skip
+def test_a_phase_that_is_always_long_or_is_the_first_of_its_kind_is_no_hang(
+    phase: str, phase_s: float, longest_s: float, hangs: bool, tmp_path: Path
+) -> None:
+    run = started(tmp_path)
+    for rank in range(2):
+        beat(run, rank, phase=phase, phase_s=phase_s, longest_s=longest_s)
+    assert (diagnose(Run("sick", run.root))[0].name == "hang") is hangs
+
+
+def test_the_evidence_of_a_hang_begins_with_the_rank_to_blame(tmp_path: Path) -> None:
+    run = started(tmp_path)
+    for rank in range(64):
+        beat(
+            run,
+            rank,
+            phase_s=300.0,
+            phase="data" if rank == 37 else "communication",
+            progress=118 if rank == 37 else 120,
+        )
+    assert diagnose(Run("sick", run.root))[0].evidence[0].startswith("rank 37 on node37: step 31, data for 300.0 s")
+
+
+def test_an_overflow_of_fp16_is_not_called_nan_and_a_norm_that_is_none_is(tmp_path: Path) -> None:
+    for name, facts, told in [("half", {"loss_scale": 65536.0, "skipped": 0}, False), ("whole", {}, True)]:
+        run = make_run(tmp_path / name)
+        log(run, [10], grad_norm=None, **facts)
+        assert (diagnose(Run(name, run.root))[0].name == "nan") is told
+
+
+def test_a_record_without_a_loss_is_not_called_nan(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "old")
+    run.metrics.write_text('{"step": 1, "seconds": 3.0}\n{"step": 2, "loss": "x"}\n')
+    assert diagnose(Run("old", run.root))[0].name == "dead"

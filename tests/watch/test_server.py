@@ -59,6 +59,21 @@ def test_no_name_leads_out_of_the_root(dashboard: Dashboard, tmp_path: Path, nam
         assert http.get("/page/%2e%2e/server.py").status_code in (404, 400)
 
 
+ODD = [
+    {"global_batch": "-3"}, {"global_batch": "0"}, {"global_batch": "1e3"}, {"global_batch": "9" * 5000}, {"seq_len": "x"}, {"price": "nan"},
+    {"price": "-1"}, {"price": "1e400"}, {"cluster": "99999999xH100"}, {"cluster": "00xH100"}, {"cluster": ""}, {"tokens": "-5B"}, {"model": "../x"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("odd", ODD, ids=lambda odd: str(odd)[:40])
+def test_the_planner_refuses_an_odd_question_with_a_reason_and_a_fix(odd: dict[str, str], dashboard: Dashboard) -> None:
+    with client(dashboard) as http:
+        reply = http.get("/api/plan", params={"model": "llama2-7b", "cluster": "8xH100"} | odd)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["code"]
+    assert reply.json()["error"]["fix"]
+
+
 def test_the_planner_reads_no_files(dashboard: Dashboard, tmp_path: Path) -> None:
     spec = tmp_path / "run.yaml"
     spec.write_text("model: gpt2")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import subprocess
 from collections.abc import Callable
@@ -93,6 +94,13 @@ BROKEN: dict[str, dict[str, bytes]] = {
         "plan.json": b'{"plans": [4]}',
         "heartbeat/0.json": b'{"rank":0,"time":"x","phase_s":"y","step":null}',
     },
+    "beyond all bounds": {
+        "metrics.jsonl": b'{"step":1,"loss":1e300,"steps":100000000000000000000,"tokens_per_s":-1e300,"eta_s":1e300,"goodput":1e9,"time":1}\n'
+        b'{"step":2,"loss":2.0,"tokens_per_s":1e300,"\xc3\xbc":1}\n',
+        "events.jsonl": b'{"event":"stall","stack":{"a":1}}\n{"event":"rank-died","stack":[1,2],"error":5,"collective":[1]}\n',
+        "heartbeat/0.json": b'{"rank":0,"alive":true,"time":1e400}',
+        "heartbeat/1.json": b'{"rank":1,"alive":true,"phase_s":1e9,"phase":"data","longest_s":"x"}',
+    },
     "folders for files": {"metrics.jsonl/x": b"", "events.jsonl/x": b"", "resolved.json": b"[]"},
 }  # fmt: skip
 
@@ -128,6 +136,25 @@ def test_the_dashboard_answers_for_a_damaged_run_directory(dashboard: Dashboard,
             assert http.get(f"/api/{path}").status_code == 200, path
         assert http.get("/api/diff?run=broken&run=broken").status_code == 200
         assert http.get("/api/curves?run=broken&metric=loss").status_code == 200
+
+
+def test_a_checkpoint_that_goes_away_while_it_is_looked_at_is_left_out(tmp_path: Path) -> None:
+    run = some_run(tmp_path)
+    for step in (1, 2):
+        (run.root / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+    (run.root / "checkpoints" / "step-00000003").symlink_to(tmp_path / "nowhere")
+    assert [found["name"] for found in run.checkpoints()] == ["step-00000002", "step-00000001"]
+    assert "step-00000002" in page(run)
+
+
+def test_a_name_that_is_no_text_is_shown_as_far_as_it_is(dashboard: Dashboard, tmp_path: Path) -> None:
+    path = Path(os.fsdecode(os.fsencode(tmp_path / "runs") + b"/odd-\xff"))
+    log(make_run(tmp_path / "runs" / "plain"), [10])
+    (tmp_path / "runs" / "plain").rename(path)
+    assert "odd-\ufffd" in page(Run(path.name, path)).encode().decode()
+    with httpx.Client(base_url=dashboard.address, headers={"Authorization": f"Bearer {TOKEN}"}) as http:
+        (found,) = http.get("/api/runs").json()
+        assert http.get("/api/run", params={"run": found["name"]}).json()["last"]["step"] == 10
 
 
 def test_where_there_is_no_terminal_there_is_a_line_for_each_step_and_event(tmp_path: Path, argosy: Argosy) -> None:

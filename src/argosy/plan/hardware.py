@@ -128,11 +128,11 @@ def find_instance(name: str, user_file: str | None = None) -> Instance:
 
 def parse_cluster(text: str, *, price: float | None = None, user_file: str | None = None) -> Cluster:
     """`2xp4d.24xlarge` (nodes), or `16xH100` (GPUs, in DGX-like nodes of eight with one 400 Gbit/s card each)."""
-    match = re.fullmatch(r"\s*(?:(\d+)\s*[x*])?\s*([A-Za-z][\w.-]*)\s*", text)
+    match = re.fullmatch(r"\s*(?:0*(\d{1,6})\s*[x*])?\s*([A-Za-z][\w.-]*)\s*", text)
     if match is None or match[1] == "0":
         raise ArgosyError(
             "plan.bad-cluster",
-            f"a cluster is a number of nodes and their type, and {text!r} is not",
+            f"a cluster is a number of nodes (1 to 999,999) and their type, and {text!r} is not",
             key="--cluster",
             value=text,
             fix="write it as 2xp4d.24xlarge, or 16xH100 for GPUs without a named node",

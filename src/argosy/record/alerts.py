@@ -23,10 +23,10 @@ from argosy.config.watching import AlertsSpec
 from argosy.record.jsonl import Record
 from argosy.record.noise import lasting
 from argosy.record.ranks import Ranks
+from argosy.record.spikes import Spikes
 
 Ratios = NDArray[np.float32]
-_WINDOW = 128  # records the loss is compared with
-_FEWEST = 16  # before anything is called a spike or a drop
+_WINDOW = 128  # logs that say what throughput is usual
 _RATE_SPANS, _RATE_FEWEST = (5, 20, 60), 32  # latest logs; logs before them that say what is usual
 _RANK_SPANS = (30, 100, 200)
 _LEAST_LATE_S = 1e-3  # a step: ranks that are later by less hold up nobody
@@ -41,7 +41,7 @@ class Alerts:
 
     def __init__(self, spec: AlertsSpec, root: Path) -> None:
         self._spec, self._root = spec, root
-        self._losses: deque[float] = deque(maxlen=_WINDOW)
+        self._spikes = Spikes(spec.spike)
         self._rates: deque[tuple[float, float]] = deque(maxlen=_WINDOW)  # (time, log of tokens/s)
         self._ratios: deque[tuple[float, Ratios]] = deque(maxlen=_RANK_SPANS[-1])  # (time, log of each rank's ratio)
         self._raised: set[str] = set()
@@ -55,21 +55,13 @@ class Alerts:
 
     def _numbers(self, record: Record) -> Iterator[dict[str, Any]]:
         loss, norm = record["loss"], record["grad_norm"]
-        broken = not (math.isfinite(loss) and math.isfinite(norm))
+        scaled = record.get("loss_scale") is not None  # an infinite norm is how fp16 finds its scale
+        broken = not (math.isfinite(loss) and (scaled or math.isfinite(norm)))
         yield from self._when(broken, "nan", f"the loss is {loss:g} and the gradient norm {norm:g}")
         if not math.isfinite(loss):
             return
-        high = False
-        if len(self._losses) >= _FEWEST:
-            mean, deviation = statistics.fmean(self._losses), statistics.pstdev(self._losses)
-            limit = mean + self._spec.spike * max(deviation, 0.01 * abs(mean))
-            high = loss > limit
-            text = (
-                f"the loss is {loss:.4f}, and was {mean:.4f} ± {deviation:.4f} over the last {len(self._losses)} logs"
-            )
-            yield from self._when(high, "spike", text, loss=loss)
-        if not high:
-            self._losses.append(loss)
+        spike = self._spikes.look(loss)
+        yield from self._when(spike, "spike", self._spikes.text, well=self._spikes.over, loss=loss)
 
     def _rate(self, record: Record) -> Iterator[dict[str, Any]]:
         self._rates.append((record["time"], math.log(max(record["tokens_per_s"], 1e-9))))

@@ -1,10 +1,11 @@
 """Where a rank is, for whoever watches it: `heartbeat/<rank>.json`, rewritten every second or so.
 
     {"rank": 3, "host": "node7", "pid": 4711, "attempt": 0, "step": 812, "phase": "forward_backward", "phase_s": 0.8,
-     "progress": 3251, "state": "R", "memory_bytes": 2.1e9, "collective": null, "time": …, "monotonic": …, "beat": 640, "alive": true}
+     "longest_s": 0.9, "progress": 3251, "state": "R", "memory_bytes": 2.1e9, "collective": null, "time": …, "monotonic": …, "beat": 640, "alive": true}
 
 `beat` and `time` move as long as the host lives: they prove that somebody looks. `progress` counts the phases the rank has
-entered: it proves that the rank moves. `phase_s` is how long it has been in this one, by a clock that no one sets. When the
+entered: it proves that the rank moves. `phase_s` is how long it has been in this one, by a clock that no one sets, and `longest_s` how long
+it was in it at most since it began (0: never to its end). When the
 rank ends, well or not, the last record says `alive: false`. The writer is `argosy.record.pulse`.
 """
 

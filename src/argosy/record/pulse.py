@@ -76,6 +76,7 @@ def _beat(progress: Progress, facts: dict[str, Any], beat: int, trainer: int) ->
         "step": progress.step,
         "phase": progress.phase,
         "phase_s": round(now - progress.since, 3),
+        "longest_s": round(progress.longest, 3),
         "progress": progress.entered,
         "state": state,
         "memory_bytes": resident,
@@ -97,7 +98,7 @@ def _write(path: str, record: dict[str, Any]) -> None:
 
 class Stalls:
     """An alert in the run's events, once for each time that the rank stays in one phase for longer than `after_s` seconds, and
-    than four times the longest it took before."""
+    than four times the longest it took before; three times as long where that is not known, as while it loads or compiles."""
 
     def __init__(self, events: str, heartbeats: str, after_s: float) -> None:
         self._events, self._heartbeats, self._after_s = events, heartbeats, after_s
@@ -108,7 +109,7 @@ class Stalls:
         if (
             progress.phase == "done"
             or progress.entered == self._told
-            or seconds < max(self._after_s, 4 * progress.longest)
+            or seconds < (max(self._after_s, 4 * progress.longest) if progress.longest else 3 * self._after_s)
         ):
             return
         self._told = progress.entered

@@ -128,7 +128,7 @@ def _weight(known: Failure | None, otherwise: int) -> int:
 
 
 def _non_finite(event: Record, evidence: list[str], run: Run) -> Finding:
-    text = f"at step {event.get('step')} the loss is {event.get('loss')} and the gradient norm {event.get('grad_norm')}"
+    text = f"at step {event.get('step')} the loss is {_short(event.get('loss'))} and the gradient norm {_short(event.get('grad_norm'))}"
     return Finding(NUMBERS, text, f"{_CALMER}, and look at the samples of that step", evidence, "nan")
 
 
@@ -185,7 +185,12 @@ def _skipped(skips: list[Record], newest: list[Record], run: Run) -> Iterator[Fi
 
 
 def _short(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, int | float) else str(value)
+    return f"{value:.4g}" if isinstance(value, int | float) else "NaN" if value is None else str(value)
+
+
+def _is_finite(value: float | None) -> bool:
+    """Null stands for what is no number."""
+    return value is not None and math.isfinite(value)
 
 
 def _details(event: Record) -> list[str]:
@@ -197,10 +202,11 @@ def _details(event: Record) -> list[str]:
 def _numbers(run: Run) -> Iterator[Finding]:
     last = run.series.last
     loss, norm, scale = (last.get(key) for key in ("loss", "grad_norm", "loss_scale"))
-    if any(isinstance(v, float) and not math.isfinite(v) for v in (loss, norm)) or (last and loss is None):
+    figures = ("loss",) if scale is not None else ("loss", "grad_norm")  # a step that overflowed is made again in fp16
+    if any(key in last and not _is_finite(last[key]) for key in figures):
         yield Finding(
             NUMBERS - 1,
-            f"at step {last.get('step')} the loss is {loss} and the gradient norm {norm}",
+            f"at step {last.get('step')} the loss is {_short(loss)} and the gradient norm {_short(norm)}",
             _CALMER,
             [f"metrics.jsonl: step {last.get('step')}"],
             "nan",

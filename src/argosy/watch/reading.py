@@ -3,12 +3,13 @@ stranger's: a field that is not what it should be is left out, as if it had not 
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from argosy.record.jsonl import Record
 
 _NUMBERS = frozenset(
-    ("step", "seconds", "rank", "wait_s", "pid", "phase_s", "progress", "ratio", "first")
+    ("step", "seconds", "rank", "wait_s", "pid", "phase_s", "longest_s", "progress", "ratio", "first")
 )  # fmt: skip
 _TEXTS = frozenset(
     ("event", "alert", "text", "cause", "reason", "phase", "path", "error", "debug", "collective", "host", "state", "fix", "code")
@@ -28,6 +29,8 @@ def sound(record: Record) -> Record:
 def _fits(key: str, value: object) -> bool:
     if key == "time":
         return isinstance(value, int | float) and 0 <= value < _LATEST
+    if key == "stack":
+        return isinstance(value, list) and all(isinstance(line, str) for line in value)
     return is_number(value) if key in _NUMBERS else isinstance(value, str) or key not in _TEXTS
 
 
@@ -45,6 +48,11 @@ def figures(record: Record) -> Record:
 
 def table(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
+
+
+def readable(name: str) -> str:
+    """The name of a file, which may be any bytes, as text that can be sent on."""
+    return os.fsencode(name).decode(errors="replace")
 
 
 def printable(text: str) -> str:

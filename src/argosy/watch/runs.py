@@ -21,7 +21,7 @@ from argosy.record.jsonl import Record
 from argosy.record.rundir import RunDir
 from argosy.record.tail import Kept
 from argosy.watch.heat import HeatMap
-from argosy.watch.reading import sound, table
+from argosy.watch.reading import readable, sound, table
 from argosy.watch.series import Series
 
 _DEPTH = 3  # folders below the root
@@ -38,7 +38,7 @@ def find_runs(root: Path) -> dict[str, Path]:
         if len(found) >= _MOST_RUNS:
             return
         if (folder / "metrics.jsonl").is_file() or (folder / "resolved.json").is_file():
-            found[folder.name if folder == root else folder.relative_to(root).as_posix()] = folder
+            found[readable(folder.name if folder == root else folder.relative_to(root).as_posix())] = folder
         elif depth:
             try:
                 inside = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False))
@@ -72,6 +72,7 @@ class Run:
     series: Series = field(init=False)
 
     def __post_init__(self) -> None:
+        self.name = readable(self.name)
         self.dir, self.series = RunDir(self.root), Series(self.root / "metrics.jsonl")
         self._events = Kept(self.dir.events, _MOST_EVENTS)
         self.heat = HeatMap(self.dir.ranks)
@@ -121,21 +122,9 @@ class Run:
         return plan
 
     def checkpoints(self) -> list[dict[str, Any]]:
-        found = []
-        folder = self.root / "checkpoints"
-        for path in sorted(folder.glob("step-*"), reverse=True) if folder.is_dir() else []:
-            manifest = path / "manifest.json"
-            size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-            whole = manifest.is_file()
-            found.append(
-                {
-                    "name": path.name,
-                    "bytes": size,
-                    "complete": whole,
-                    "time": (manifest if whole else path).stat().st_mtime,
-                }
-            )
-        return found
+        """The newest first; those that are deleted just now are left out."""
+        paths = sorted((self.root / "checkpoints").glob("step-*"), reverse=True)
+        return [facts for path in paths if (facts := _about(path)) is not None]
 
     def _json(self, name: str) -> dict[str, Any]:
         try:
@@ -174,6 +163,17 @@ class Run:
 
 
 _ENDS = frozenset(("start", "resume", "restart", "done", "interrupted", "non-finite", "failed", "gave-up", "rank-died"))
+
+
+def _about(checkpoint: Path) -> dict[str, Any] | None:
+    manifest = checkpoint / "manifest.json"
+    try:
+        size = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
+        whole = manifest.is_file()
+        written = (manifest if whole else checkpoint).stat().st_mtime
+    except OSError:
+        return None
+    return {"name": readable(checkpoint.name), "bytes": size, "complete": whole, "time": written}
 
 
 def is_held(root: Path) -> bool:

@@ -20,6 +20,7 @@ from argosy.watch.reading import figures
 
 _AT_ONCE = 1000  # records between two moments at which readers get in
 _MOST_COLUMNS = 256  # names of metrics in a file that is not ours cannot fill the memory
+_LARGEST = 1e38  # what is beyond it is left out of a curve
 Floats = NDArray[np.float32]
 
 
@@ -88,7 +89,8 @@ class Series(Following):
         for name in dict.fromkeys(name for row in rows for name in row):
             self._column(name)
         for name, column in self._columns.items():
-            column[first:last] = [row.get(name, np.nan) for row in rows]
+            values = np.array([row.get(name, np.nan) for row in rows], np.float64)
+            column[first:last] = np.where(np.abs(values) < _LARGEST, values, np.nan)
         self.count, self._last = last, batch[-1]
 
     def _make_room(self, rows: int) -> None:

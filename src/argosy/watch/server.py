@@ -7,6 +7,7 @@ files and run nothing but our own scripts, so that whatever a run or metric is c
 
 from __future__ import annotations
 
+import re
 import secrets
 import threading
 import time
@@ -215,12 +216,37 @@ def plan(query: Mapping[str, str]) -> dict[str, Any]:
             "config.unknown-preset", f"there is no model preset {model!r}", key="model", fix="choose one of the list"
         )
 
-    def number(key: str) -> int | None:
-        return int(query[key]) if query.get(key) else None
-
     question = Question.read(
-        model, [], cluster=query.get("cluster", ""), global_batch=number("global_batch"), seq_len=number("seq_len"),
+        model, [], cluster=query.get("cluster", ""), global_batch=_whole(query, "global_batch"), seq_len=_whole(query, "seq_len"),
         tokens=query.get("tokens") or None, precision=query.get("precision") or None, what_if=query.get("what_if") or None,
-        price=float(query["price"]) if query.get("price") else None, hardware=None,
+        price=_price(query), hardware=None,
     )  # fmt: skip
     return answer(question, top=12).as_dict()
+
+
+def _whole(query: Mapping[str, str], key: str) -> int | None:
+    text = query.get(key, "").strip()
+    if not text:
+        return None
+    if re.fullmatch(r"0*[1-9][0-9]{0,9}", text) is None:
+        raise _unreadable(key, text, "a whole number from 1 to 9,999,999,999")
+    return int(text)
+
+
+def _price(query: Mapping[str, str]) -> float | None:
+    text = query.get("price", "").strip()
+    if not text:
+        return None
+    if re.fullmatch(r"[0-9]{0,9}\.?[0-9]{0,9}", text) is None or text == ".":
+        raise _unreadable("price", text, "dollars, as 12.5")
+    return float(text)
+
+
+def _unreadable(key: str, text: str, wanted: str) -> ArgosyError:
+    return ArgosyError(
+        "plan.bad-question",
+        f"{text[:40]!r} is not {wanted}",
+        key=key,
+        value=text[:40],
+        fix=f"write {wanted}, or leave it out",
+    )

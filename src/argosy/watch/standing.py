@@ -9,6 +9,12 @@ from argosy.record.jsonl import Record
 from argosy.watch.finding import BESIDE, DEATH, STALL, Finding, called
 from argosy.watch.runs import Run, is_held
 
+_LEAST_S, _FIRST_S, _FIRST_DATA_S = (
+    20.0,
+    300.0,
+    60.0,
+)  # before a rank stands still; in a phase it meets for the first time
+_MOST_LINES = 16
 _STALE_S = 30.0  # a heart beat older than this was written by nobody
 
 
@@ -21,7 +27,6 @@ def ranks_now(run: Run) -> Iterator[Finding]:
     held = is_held(run.root)
     said = [event.get("event") for event in run.events() if event.get("event") not in BESIDE]
     stopped = said and said[-1] in ("done", "interrupted", "non-finite", "failed", "skip", "rewind")
-    lines = [_told(rank, beat) for rank, beat in list(beats.items())[:16]]
     if dead and not stopped:
         rank, beat = min(dead.items(), key=lambda item: item[1].get("time", 0.0))
         living = [r for r, b in beats.items() if r not in dead]
@@ -31,7 +36,7 @@ def ranks_now(run: Run) -> Iterator[Finding]:
             DEATH - 1,
             text,
             "look for the kernel's or Kubernetes' reason (dmesg, kubectl get events) and give it with --log; the same command goes on from the last checkpoint",
-            lines,
+            _lines(beats, [rank]),
             "rank-died",
         )
         return
@@ -41,23 +46,41 @@ def ranks_now(run: Run) -> Iterator[Finding]:
         for rank, beat in alive.items()
         if time.time() - float(beat.get("time", 0)) > _STALE_S + 20 * len(beats) / 64
     ]
-    if silent and len(silent) == len(alive) and not held and not stopped:
-        text = f"nobody has heard of {called(silent)} for {time.time() - max(float(alive[r]['time']) for r in silent):.0f} s: the machine went away, or the file system does"
-        yield Finding(
-            DEATH - 2, text, "check the node; the same command goes on from the last checkpoint", lines, "silent"
-        )
+    heard = {rank: beat for rank, beat in alive.items() if rank not in silent}
+    if silent and not stopped and (_still(run, heard) if heard else not held):
+        yield _gone(beats, silent, list(heard))
         return
-    yield from _hang(run, {r: b for r, b in alive.items() if r not in silent}, lines)
+    yield from _hang(run, heard)
 
 
-def _hang(run: Run, beats: dict[int, Record], lines: list[str]) -> Iterator[Finding]:
+def _gone(beats: dict[int, Record], silent: list[int], waiting: list[int]) -> Finding:
+    """Ranks whose machine does not write their heart beats any more, and those that wait for them."""
+    last = max(float(beats[rank].get("time", 0)) for rank in silent)
+    hosts = ", ".join(sorted({str(beats[rank].get("host")) for rank in silent})[:4])
+    rest = f"; {_waiting(waiting)} for {'it' if len(silent) == 1 else 'them'}" if waiting else ""
+    text = f"nobody has heard of {called(silent)} on {hosts} for {time.time() - last:.0f} s: the machine went away, or its file system did{rest}"
+    fix = f"check {hosts}; the same command goes on from the last checkpoint"
+    return Finding(DEATH - 2, text, fix, _lines(beats, silent), "silent")
+
+
+def _lines(beats: dict[int, Record], first: Sequence[int]) -> list[str]:
+    """Those to blame first, and as many others as can be read."""
+    ordered = [*first, *(rank for rank in beats if rank not in first)]
+    return [_told(rank, beats[rank]) for rank in ordered[:_MOST_LINES]]
+
+
+def _still(run: Run, beats: dict[int, Record]) -> dict[int, Record]:
+    """Ranks that have been in a phase for too long."""
     usual = float(run.series.last.get("step_s") or 10.0)
-    patience = max(20.0, 10 * usual)
-    still = {
+    return {
         rank: beat
         for rank, beat in beats.items()
-        if float(beat.get("phase_s", 0)) > patience and beat.get("phase") not in ("start", "load", "done")
+        if float(beat.get("phase_s", 0)) > _patience(beat, usual) and beat.get("phase") not in ("start", "load", "done")
     }
+
+
+def _hang(run: Run, beats: dict[int, Record]) -> Iterator[Finding]:
+    still = _still(run, beats)
     if not still:
         return
     stopped = [rank for rank, beat in still.items() if beat.get("state") in ("T", "t")]
@@ -84,9 +107,18 @@ def _hang(run: Run, beats: dict[int, Record], lines: list[str]) -> Iterator[Find
         STALL - 1,
         text,
         f"py-spy dump --pid {beat.get('pid')} on {beat.get('host')} shows where; ending it restarts the run from its last checkpoint",
-        lines,
+        _lines(beats, [culprit]),
         "hang",
     )
+
+
+def _patience(beat: Record, usual: float) -> float:
+    """Seconds that a rank may be in its phase, where a step usually takes so many: more where it has taken longer before, or has
+    not been through it yet, since the first step compiles and the first save and evaluation may be long."""
+    longest = beat.get("longest_s")
+    if longest == 0 and beat.get("state") not in ("T", "t"):
+        return max(_FIRST_DATA_S if beat.get("phase") == "data" else _FIRST_S, 10 * usual)
+    return max(_LEAST_S, 10 * usual, 4 * float(longest or 0))
 
 
 _DOING = {
