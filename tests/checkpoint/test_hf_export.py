@@ -84,6 +84,7 @@ def test_padding_is_removed_and_the_tokenizer_gives_the_same_ids(tmp_path: Path,
     text = "Grüße, 世界!\n\tx = 1  # \x00 \U0001f600 <|endoftext|x"
     ids = [int(i) for i in ByteTokenizer().encode([text])[0]]
     assert tokenizer(text)["input_ids"] == ids
+    assert set(tokenizer(text)) == {"input_ids", "attention_mask"}
     assert tokenizer.decode(ids) == text
     assert tokenizer.eos_token_id == 256
     kept = export_hf(str(run), tmp_path / "kept", ExportOptions(keep_padding=True))
@@ -117,6 +118,8 @@ def test_special_tokens_beyond_the_tokenizer_are_no_padding(
     config = json.loads((tmp_path / "back" / "config.json").read_text())
     assert config["vocab_size"] == rows
     assert {key: config[key] for key in ids} == ids
+    given = set(T.AutoTokenizer.from_pretrained(tmp_path / "back")("a", "b"))
+    assert given == {"input_ids", "attention_mask"} | ({"token_type_ids"} if model["family"] == "bert" else set())
 
 
 def test_precision_shards_and_index_are_as_asked(tmp_path: Path, trained: Any) -> None:

@@ -222,6 +222,10 @@ def test_two_corpora_are_mixed_into_one_batch(write_spec: Write, corpus: Path) -
         ("ict", ["data.ict.query_len=64"], "config.arithmetic", "data.ict.query_len"),
         ("ict", ["data.ict.query_len=2"], "config.arithmetic", "data.ict.query_len"),
         ("ict", ["model.pair=nsp"], "config.arithmetic", "model.retrieval"),
+        ("ict", ["model.tied=false"], "config.arithmetic", "model.tied"),
+        ("ict", ["train.z_loss=1e-4"], "config.conflict", "train.z_loss"),
+        ("bert", ["model.activation=swiglu"], "config.arithmetic", "model.activation"),
+        ("bert", ["model.rope_theta=500000"], "config.arithmetic", "model.rope_theta"),
     ],
 )
 def test_what_cannot_work_is_refused(

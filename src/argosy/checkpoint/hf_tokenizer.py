@@ -30,7 +30,7 @@ def write_tokenizer(source: Source, spec: ModelSpec, to: Path) -> list[str]:
     if isinstance(tokenizer, ByteTokenizer):
         (to / "tokenizer.json").write_text(_bytes_as_bpe(), encoding="utf-8")
     if not (to / "tokenizer.json").exists():
-        if (to / "tokenizer_config.json").exists():
+        if (to / "tokenizer_config.json").exists() or (to / "vocab.json").exists():
             return []
         return ["the tokenizer is a SentencePiece model: AutoTokenizer needs its tokenizer_config.json beside it"]
     from tokenizers import Tokenizer as Engine
@@ -41,6 +41,7 @@ def write_tokenizer(source: Source, spec: ModelSpec, to: Path) -> list[str]:
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_max_length": spec.max_seq_len,
             "clean_up_tokenization_spaces": False,
+            "model_input_names": _inputs(spec),
         }
         eod = None if source.eod_id is None else engine.id_to_token(source.eod_id)
         if eod is not None:
@@ -49,6 +50,11 @@ def write_tokenizer(source: Source, spec: ModelSpec, to: Path) -> list[str]:
         settings |= {role: names[0] for role, names in found.items() if names}
         (to / "tokenizer_config.json").write_bytes(orjson.dumps(settings, option=orjson.OPT_INDENT_2))
     return []
+
+
+def _inputs(spec: ModelSpec) -> list[str]:
+    """What the tokenizer gives a model. Versions of transformers differ in what they take for granted."""
+    return ["input_ids", *(["token_type_ids"] if spec.type_vocab_size is not None else []), "attention_mask"]
 
 
 def _bytes_as_bpe() -> str:

@@ -180,7 +180,7 @@ def export_model(
 
     One parameter is in memory at a time and no GPU is needed. Padding of the vocabulary is left out. Before the directory
     takes its name, every tensor is read back, and the logits on random tokens are compared with those of transformers'
-    own model (of its first layers, where memory does not hold two whole models).
+    own model (of less of it, where it is larger than two weight files).
     """
     import json
     from dataclasses import asdict

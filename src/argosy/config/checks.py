@@ -181,6 +181,15 @@ def _check_samples(spec: RunSpec, origins: Origins) -> None:
                 origin=origins.get(f"data.{key}"),
                 fix="leave it out",
             )
+    if model.samples == "ict" and spec.train.z_loss:
+        raise ArgosyError(
+            "config.conflict",
+            "the z-loss is of logits over a vocabulary, and a model with retrieval has none",
+            key="train.z_loss",
+            value=spec.train.z_loss,
+            origin=origins.get("train.z_loss"),
+            fix="leave it out",
+        )
     if data.ict is not None and data.ict.query_len > model.max_seq_len:
         raise ArgosyError(
             "config.arithmetic",

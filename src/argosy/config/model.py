@@ -13,6 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from argosy.config.units import Count, Fraction, NotNegative, Positive, PositiveNumber, Whole
 
 
+ROPE_THETA = 10_000.0
+
+
 class Section(BaseModel):
     """Every part of the run spec: unknown keys are errors, values cannot be changed once resolved."""
 
@@ -136,7 +139,7 @@ class ModelSpec(Section):
 
     qk_norm: bool = Field(False, description="normalise each query and key head (Qwen3)")
     window: Positive | None = Field(None, description="sliding attention window, in tokens")
-    rope_theta: PositiveNumber = Field(10_000.0, description="base of the rotary frequencies")
+    rope_theta: PositiveNumber = Field(ROPE_THETA, description="base of the rotary frequencies")
     rope_scaling: RopeScaling | None = Field(None, description="rotary frequencies for longer sequences")
     dropout: Fraction = Field(0.0, description="on embeddings, attention and residuals")
     init_std: PositiveNumber = Field(
@@ -202,6 +205,11 @@ class ModelSpec(Section):
             raise ValueError(
                 f"rope_scaling stretches rotary positions, and these are {self.positions!r}: set model.rope_scaling=null"
             )
+        if self.rope_theta != ROPE_THETA and self.positions != "rope":
+            raise ValueError(
+                f"rope_theta {self.rope_theta:g} is of rotary positions, and these are {self.positions!r}: "
+                f"leave it out, or set model.rope_theta={ROPE_THETA:g}"
+            )
         if self.norm == "rmsnorm" and self.norm_bias:
             raise ValueError("a norm of kind rmsnorm has no norm_bias: set model.norm_bias=false")
         only = {"type_vocab_size": "encoder", "pair": "encoder", "retrieval": "encoder"}
@@ -209,8 +217,18 @@ class ModelSpec(Section):
         for key, architecture in only.items():
             if getattr(self, key) is not None and self.architecture != architecture:
                 raise ValueError(f"{key} has no meaning in the architecture {self.architecture}: leave it out")
+        self._check_heads()
+
+    def _check_heads(self) -> None:
+        if self.architecture == "encoder" and self.retrieval is None and self.gated:
+            raise ValueError(
+                f"activation {self.activation!r} is gated, and so cannot be the one of the head that names hidden tokens: "
+                "use gelu, gelu_tanh or relu"
+            )
         if self.retrieval is not None and self.judges_pairs:
             raise ValueError(f"a model with retrieval has no head for the pair {self.pair!r}: set model.pair=none")
+        if self.retrieval is not None and not self.tied:
+            raise ValueError("tied is false, and a model with retrieval has no output head to keep apart: leave tied out")
 
     def _check_experts(self) -> None:
         if self.moe is None:
