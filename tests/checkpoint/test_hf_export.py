@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers as T
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from argosy.checkpoint import hf_verify
 from argosy.checkpoint.hf_export import ExportOptions, export_hf
@@ -135,6 +136,17 @@ def test_precision_shards_and_index_are_as_asked(tmp_path: Path, trained: Any) -
             sizes = [file.get_tensor(key).nbytes for key in file.keys()]  # noqa: SIM118
             assert sum(sizes) <= 20_000 or len(sizes) == 1
     assert T.AutoModelForCausalLM.from_pretrained(tmp_path / "back").dtype == torch.bfloat16
+
+
+def test_a_weight_that_the_precision_cannot_hold_is_named_and_nothing_is_written(tmp_path: Path) -> None:
+    save("llama", tmp_path / "hf")
+    weights = load_file(tmp_path / "hf" / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][3, 4] = 1e5
+    save_file(weights, tmp_path / "hf" / "model.safetensors")
+    with pytest.raises(ArgosyError, match=r"layers\.1\.mlp\.up\.weight holds 100000.*65504") as refused:
+        export_hf(f"hf:{tmp_path / 'hf'}", tmp_path / "back", ExportOptions(dtype="fp16"))
+    assert refused.value.key == "--dtype"
+    assert not (tmp_path / "back").exists()
 
 
 def test_nothing_is_overwritten_and_a_dry_run_writes_nothing(tmp_path: Path, trained: Any) -> None:

@@ -142,6 +142,19 @@ def test_gradients_are_equal(pair: Pair, tmp_path: Path) -> None:
             )
 
 
+def test_the_balance_loss_is_theirs_for_each_expert_of_a_token(pair: Pair) -> None:
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    moe = pair.spec.moe
+    assert moe is not None
+    layer = pair.ours.layers[str(pair.spec.layers - 1)].mlp
+    x = torch.randn(2, 17, pair.spec.hidden)
+    if moe.router == "softmax":
+        logits = x.flatten(0, 1) @ layer.router.weight.t()
+        theirs = load_balancing_loss_func((logits,), moe.experts, moe.top_k)
+        assert float(layer(x, None)[1].balance) == pytest.approx(float(theirs) / moe.top_k, rel=1e-5)
+
+
 def gradients_by_our_names(pair: Pair, where: Path) -> dict[str, Tensor]:
     """Their gradients, written as if they were weights."""
     carrier = copy.deepcopy(pair.theirs)

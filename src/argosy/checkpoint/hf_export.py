@@ -157,7 +157,7 @@ class Converter:
         value = self.source.read(name)
         shape = self._shapes[name]
         value = value[: shape[0]] if shape else value
-        return value if self.dtype is None else value.to(self.dtype)
+        return value if self.dtype is None else _rounded(name, value, self.dtype)
 
     def theirs(self, name: str) -> Tensor:
         """Those made of one parameter are asked for one after the other, so that it is read and converted once."""
@@ -165,6 +165,19 @@ class Converter:
             entry = self._entries[name]
             self._made = entry.to_theirs(self.ours(entry.ours))
         return self._made.pop(name)
+
+
+def _rounded(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
+    rounded = value.to(dtype)
+    if not rounded.isfinite().all() and value.isfinite().all():
+        raise ArgosyError(
+            "hf.unsupported",
+            f"{name} holds {float(value.abs().max()):g}, and the largest number of {dtype} is {torch.finfo(dtype).max:g}",
+            key="--dtype",
+            value=_NAMES[dtype],
+            fix="--dtype bf16, which has the range of 32-bit floats",
+        )
+    return rounded
 
 
 def _compare_logits(stage: Path, reader: Converter, memory: float) -> str:

@@ -142,21 +142,16 @@ def _paths(directory: Path) -> Iterator[Path]:
 
 
 def _check_shapes(model: HfModel) -> None:
-    wanted = {name: tuple(p.shape) for name, p in build_model(model.spec, "meta").state_dict().items()}
+    wanted = {name: p.shape for name, p in build_model(model.spec, "meta").state_dict().items()}
     for name, entry in model.table.items():
-        try:
-            shape: object = list(model._shape(entry).shape)
-        except RuntimeError:  # parts that do not fit together
-            shape = " and ".join(str(list(model.where[t][0].infos[model.where[t][1]].shape)) for t in entry.theirs[:3])
-        if shape != list(wanted[name]):
-            back = entry.to_theirs(torch.empty(wanted[name], device="meta"))
-            raise _bad(
-                f"{entry.theirs[0]} makes {name} {shape}, config.json asks for {list(wanted[name])} "
-                f"({', '.join(f'{n} {list(t.shape)}' for n, t in list(back.items())[:3])})",
-                "check config.json against the weights, or fetch the model again",
-            )
-        for theirs in entry.theirs:
-            info = model.where[theirs][0].infos[model.where[theirs][1]]
+        for theirs, part in entry.to_theirs(torch.empty(wanted[name], device="meta")).items():
+            file, stored = model.where[theirs]
+            info = file.infos[stored]
+            if info.shape != part.shape:
+                raise _bad(
+                    f"{theirs} has shape {list(info.shape)}, config.json asks for {list(part.shape)}",
+                    "check config.json against the weights, or fetch the model again",
+                )
             if not info.dtype.is_floating_point:
                 raise _bad(f"{theirs} holds {info.dtype}, not floating-point numbers", "import the unquantised model")
 

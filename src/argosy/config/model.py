@@ -12,7 +12,6 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from argosy.config.units import Count, Fraction, NotNegative, Positive, PositiveNumber, Whole
 
-
 ROPE_THETA = 10_000.0
 
 
@@ -228,7 +227,9 @@ class ModelSpec(Section):
         if self.retrieval is not None and self.judges_pairs:
             raise ValueError(f"a model with retrieval has no head for the pair {self.pair!r}: set model.pair=none")
         if self.retrieval is not None and not self.tied:
-            raise ValueError("tied is false, and a model with retrieval has no output head to keep apart: leave tied out")
+            raise ValueError(
+                "tied is false, and a model with retrieval has no output head to keep apart: leave tied out"
+            )
 
     def _check_experts(self) -> None:
         if self.moe is None:
