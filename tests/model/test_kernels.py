@@ -170,13 +170,17 @@ def test_without_gradients_the_loss_alone_is_computed(monkeypatch: pytest.Monkey
         cross_entropy.linear_cross_entropy(hidden, weight, labels)
 
 
-@pytest.mark.parametrize("preset", ["gpt2", "llama3-1b", "qwen3-0.6b", "mpt-125m", "mixtral-8x7b"])
+@pytest.mark.parametrize(
+    "preset", ["gpt2", "llama3-1b", "qwen3-0.6b", "mpt-125m", "mixtral-8x7b", "bert-base", "t5-v1.1-small"]
+)
 def test_a_whole_model_is_the_same_with_and_without_kernels(preset: str) -> None:
     sizes = ["layers=2", "hidden=32", "heads=4", "head_dim=16", "ffn=48", "vocab_size=97", "max_seq_len=24"]
     few = {
         "llama3-1b": ["kv_heads=2"],
         "qwen3-0.6b": ["kv_heads=2"],
         "mixtral-8x7b": ["kv_heads=2", "moe.experts=4", "moe.ffn=40"],
+        "bert-base": ["layers=1", "activation=swiglu", "pair=none", "dropout=0"],
+        "t5-v1.1-small": ["layers=1", "decoder_layers=1", "dropout=0"],
     }
     spec = resolve_model(preset, sizes + few.get(preset, []))
     model = build_model(spec, DEVICE)
@@ -185,11 +189,12 @@ def test_a_whole_model_is_the_same_with_and_without_kernels(preset: str) -> None
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
     tokens, labels = torch.randint(0, 97, (2, 2, 24), device=DEVICE)
+    inputs = {"decoder_tokens": tokens.flip(1)} if preset.startswith("t5") else {}
     found = []
     for on in (True, False):
         model.zero_grad()
         with kernels(on):
-            loss = model(tokens, labels, Objective(z_loss=1e-3))
+            loss = model(tokens, labels, Objective(z_loss=1e-3), **inputs)
         loss.total.backward()
         found.append([loss.total.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
     assert len(found[0]) == 1 + len(list(model.parameters()))

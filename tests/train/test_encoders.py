@@ -224,7 +224,6 @@ def test_two_corpora_are_mixed_into_one_batch(write_spec: Write, corpus: Path) -
         ("ict", ["model.pair=nsp"], "config.arithmetic", "model.retrieval"),
         ("ict", ["model.tied=false"], "config.arithmetic", "model.tied"),
         ("ict", ["train.z_loss=1e-4"], "config.conflict", "train.z_loss"),
-        ("bert", ["model.activation=swiglu"], "config.arithmetic", "model.activation"),
         ("bert", ["model.rope_theta=500000"], "config.arithmetic", "model.rope_theta"),
     ],
 )

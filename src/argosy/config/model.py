@@ -216,14 +216,6 @@ class ModelSpec(Section):
         for key, architecture in only.items():
             if getattr(self, key) is not None and self.architecture != architecture:
                 raise ValueError(f"{key} has no meaning in the architecture {self.architecture}: leave it out")
-        self._check_heads()
-
-    def _check_heads(self) -> None:
-        if self.architecture == "encoder" and self.retrieval is None and self.gated:
-            raise ValueError(
-                f"activation {self.activation!r} is gated, and so cannot be the one of the head that names hidden tokens: "
-                "use gelu, gelu_tanh or relu"
-            )
         if self.retrieval is not None and self.judges_pairs:
             raise ValueError(f"a model with retrieval has no head for the pair {self.pair!r}: set model.pair=none")
         if self.retrieval is not None and not self.tied:

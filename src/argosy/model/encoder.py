@@ -49,11 +49,12 @@ class Encoder(nn.Module):
 
 
 class TokenHead(nn.Module):
-    """From a hidden state to what the output embedding is multiplied with, and the bias of its logits."""
+    """From a hidden state to what the output embedding is multiplied with, and the bias of its logits. Its activation is
+    that of the layers, or GELU where theirs is gated, as there is nothing here to gate."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.activation = spec.activation
+        self.activation = "gelu" if spec.gated else spec.activation
         self.transform = Linear(spec.hidden, spec.hidden)
         self.norm = Norm(spec, spec.hidden)
         self.bias = nn.Parameter(torch.empty(spec.vocab_size))

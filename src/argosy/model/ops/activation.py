@@ -19,7 +19,7 @@ def activate(kind: str, y: Tensor, bias: Tensor | None) -> Tensor:
         y = y + bias
     if kind == "relu":
         return F.relu(y)
-    return F.gelu(y, approximate="tanh" if kind == "gelu_tanh" else "none")
+    return F.gelu(y, approximate={"gelu": "none", "gelu_tanh": "tanh"}[kind])
 
 
 def gated(kind: str, gate: Tensor, up: Tensor, weight: Tensor | None = None) -> Tensor:
