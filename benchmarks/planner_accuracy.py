@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import csv
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import combinations
 from pathlib import Path
@@ -89,6 +89,8 @@ def report(rows: Sequence[Row], refused: Sequence[tuple[str, str]], known: Calib
     print(
         f"said not to fit, of {len(ran)} that ran: {', '.join(wrong) or 'none'} ({len(wrong) / max(1, len(ran)):.1%})"
     )
+    filled = Counter(column for row in rows for column in row.filled)
+    print(f"cells filled: {', '.join(f'{column} in {count}' for column, count in filled.most_common()) or 'none'}")
     print(f"rows that cannot be read: {', '.join(f'{name} ({why})' for name, why in refused) or 'none'}")
 
 
@@ -129,10 +131,16 @@ def main() -> None:
     parser.add_argument("--prior-weight", type=float, default=PRIOR_WEIGHT, help="how much the fit holds to its priors")
     parser.add_argument("--gaps", action="store_true", help="show the error with each column empty")
     asked = parser.parse_args()
-    rows, refused = [], []
+    rows: list[Row] = []
+    refused: list[tuple[str, str]] = []
     for path in asked.csv:
-        more, bad = read_rows(path)
+        try:
+            more, bad = read_rows(path)
+        except (OSError, UnicodeDecodeError, csv.Error) as error:
+            parser.error(f"{path} cannot be read: {error}")
         rows, refused = rows + more, refused + bad
+    if not rows and not refused:
+        parser.error(f"no rows in {', '.join(map(str, asked.csv))}")
     known = calibration()
     if asked.fit:
         known = fit(timed(rows), known, asked.prior_weight)

@@ -7,7 +7,9 @@ What has to fit on a card (micro-batch, sharding, recompute) is filled where mem
 from __future__ import annotations
 
 import re
+from math import sqrt
 
+from argosy.config.model import ModelSpec
 from argosy.config.resolve import resolve_model
 from argosy.errors import ArgosyError
 from argosy.plan.hardware import Gpu
@@ -16,16 +18,30 @@ MATTER = (
     "gpus", "gpus_per_node", "layers", "hidden", "heads", "kv_heads", "ffn_hidden", "gated_mlp", "vocab", "seq_len", "tp", "pp",
     "cp", "ep", "dp", "zero_stage", "sequence_parallel", "recompute", "micro_batch", "global_batch", "precision", "attn_impl",
 )  # fmt: skip
+FLAGS, WORDS = ("gated_mlp", "sequence_parallel"), ("recompute", "precision", "attn_impl")
+NUMBERS = (
+    *(column for column in MATTER if column not in (*FLAGS, *WORDS)),
+    "gpu_mem_gb",
+    "moe_experts",
+    "moe_topk",
+    "vpp",
+)
+MEASURED = ("measured_step_s", "measured_tok_s_gpu", "measured_mem_gb", "params_b")
+TEXTS = ("id", "source", "gpu", "internode", "model", "flops_convention", "notes")
+NOTHING = ("", "n/a", "na", "nan", "none", "null", "-", "?", "unknown", "auto")
+SHARDED = r"fsdp|full|hsdp"  # a `zero_stage` in words
 GATED = "llama|qwen|mistral|mixtral|deepseek|dsv3|internlm|gpt-?oss|olmo|kimi"
+MOST = 1e12  # of anything
 USUAL_LENGTH = {"volta": 1024, "ampere": 2048, "hopper": 4096}
+USUAL_VOCABULARY = 50304
 USUAL_TOKENS = 2**21  # of a step
 UNKNOWN_GPUS = 256  # where nothing says how many there were
 
 
 def complete(cells: dict[str, str], gpu: Gpu) -> tuple[dict[str, str], tuple[str, ...]]:
     """The row with numbers in its gaps, and the columns that had none."""
-    found = {column: _spelled(column, (text or "").strip()) for column, text in cells.items()}
-    gaps = tuple(column for column in MATTER if not found.get(column))
+    found = {column: _spelled(column, cells.get(column, "")) for column in (*TEXTS, *MATTER, *NUMBERS, *MEASURED)}
+    gaps = tuple(column for column in MATTER if not found[column])
     for fill in (_shape, _axes, _batch, _sequence_parallel):
         for column, value in fill(found, gpu).items():
             if not found.get(column):
@@ -35,17 +51,31 @@ def complete(cells: dict[str, str], gpu: Gpu) -> tuple[dict[str, str], tuple[str
 
 
 def _spelled(column: str, text: str) -> str:
-    """As planner_published.csv spells it."""
+    """As planner_published.csv spells it; what cannot be read is a gap."""
     low = text.lower()
-    if column not in MATTER:
+    if column in TEXTS:
         return text
-    if low in ("n/a", "na", "-", "?", "unknown"):
+    if column == "recompute" and low:
+        nothing = low in (*NOTHING, "no", "0", "false", "off")
+        return "selective" if "sel" in low else "none" if nothing else "full"
+    if low in NOTHING:
         return ""
-    if column in ("gated_mlp", "sequence_parallel"):
+    if column in FLAGS:
         return {"true": "1", "yes": "1", "1.0": "1", "false": "0", "no": "0", "0.0": "0"}.get(low, text)
-    if column == "recompute" and text:
-        return "selective" if "sel" in low else "none" if low in ("none", "no", "0", "false", "off") else "full"
-    return text
+    if column == "zero_stage" and re.search(SHARDED, low):
+        return "3"
+    return _number(column, low) if column in (*NUMBERS, *MEASURED) else text
+
+
+def _number(column: str, text: str) -> str:
+    """The first number in what people write: 8, 8.0, 1,024, ~2, 64GB, 1e3. Nothing else than a stage may be 0."""
+    match = re.search(r"\d+\.?\d*(?:e[+-]?\d+)?", text.replace(",", ""))
+    if match is None or "-" in text[:1]:
+        return ""
+    number = float(match[0])
+    if column not in MEASURED:
+        number = round(number)
+    return f"{number:.15g}" if 0 < number < MOST or column == "zero_stage" else ""
 
 
 def value(cells: dict[str, str], column: str) -> float:
@@ -54,25 +84,54 @@ def value(cells: dict[str, str], column: str) -> float:
 
 
 def _shape(cells: dict[str, str], gpu: Gpu) -> dict[str, object]:
-    name, hidden, kv_heads = cells["model"].lower(), value(cells, "hidden"), value(cells, "kv_heads")
+    name = cells["model"].lower()
     gated = int(cells.get("gated_mlp") == "1" if cells.get("gated_mlp") else re.search(GATED, name) is not None)
-    try:
-        preset = resolve_model(name)
-    except ArgosyError:
-        preset = None
-    if preset is not None and hidden in (0, preset.hidden):
-        return {
-            "layers": preset.layers, "hidden": preset.hidden, "heads": preset.heads, "kv_heads": preset.kv_heads,
-            "ffn_hidden": preset.ffn if preset.moe is None else preset.moe.ffn, "gated_mlp": int(preset.gated),
-            "vocab": preset.vocab_size,
+    preset = _preset(name)
+    if preset is not None and value(cells, "hidden") in (0, preset.hidden):
+        usual: dict[str, object] = {
+            "layers": preset.layers, "hidden": preset.hidden, "vocab": preset.vocab_size, "gated_mlp": int(preset.gated),
+            "ffn_hidden": preset.ffn if preset.moe is None else preset.moe.ffn,
         }  # fmt: skip
-    if not hidden or not value(cells, "layers"):
+        heads, kv_heads = float(preset.heads), float(preset.kv_heads)
+    else:
+        layers, hidden = _depth_and_width(cells, name)
+        heads = kv_heads = max(1, hidden // (128 if hidden >= 2048 else 64))
+        ffn = _expert_width(cells, layers, hidden) or (256 * round(hidden * 8 / 3 / 256) if gated else 4 * hidden)
+        usual = {"layers": layers, "hidden": hidden, "vocab": USUAL_VOCABULARY, "gated_mlp": gated, "ffn_hidden": ffn}
+    heads, kv_heads = value(cells, "heads") or heads, value(cells, "kv_heads") or kv_heads
+    if heads % kv_heads:  # one of them was guessed
+        heads = kv_heads = value(cells, "heads") or kv_heads
+    return usual | {"heads": heads, "kv_heads": kv_heads}
+
+
+def _preset(name: str) -> ModelSpec | None:
+    try:
+        return resolve_model(name)
+    except ArgosyError:
+        return None
+
+
+def _expert_width(cells: dict[str, str], layers: float, hidden: float) -> int:
+    """Of experts, by the parameters that are not attention's; 0 where nothing says."""
+    experts, parameters = value(cells, "moe_experts"), 1e9 * value(cells, "params_b")
+    width = (parameters - 4 * layers * hidden**2) / max(1, layers * experts * 3 * hidden)
+    return max(64, 64 * round(width / 64)) if experts and parameters else 0
+
+
+def _depth_and_width(cells: dict[str, str], name: str) -> tuple[float, float]:
+    """Of 12 x layers x hidden^2 parameters, what a row does not say; where it says neither, GPT-3's 128 of width to a layer."""
+    layers, hidden = value(cells, "layers"), value(cells, "hidden")
+    spoken = re.search(r"(\d+(?:\.\d+)?)b\b", name)
+    parameters = 1e9 * (value(cells, "params_b") or float(spoken[1] if spoken else 0))
+    if layers and hidden:
+        return layers, hidden
+    if not parameters or value(cells, "moe_experts"):
         raise ValueError(f"neither layers and hidden nor a known model: {cells['model']!r}")
-    heads = value(cells, "heads") or max(1, hidden // (128 if hidden >= 2048 else 64))
-    if kv_heads and heads % kv_heads:
-        heads = kv_heads
-    ffn = 256 * round(hidden * 8 / 3 / 256) if gated else 4 * hidden
-    return {"heads": heads, "kv_heads": heads, "ffn_hidden": ffn, "gated_mlp": gated, "vocab": 50304}
+    if not hidden:
+        hidden = sqrt(parameters / 12 / layers) if layers else (parameters * 128 / 12) ** (1 / 3)
+        hidden = max(128, 128 * round(hidden / 128))
+    embedding = (value(cells, "vocab") or USUAL_VOCABULARY) * hidden
+    return layers or max(1, round((parameters - embedding) / 12 / hidden**2)), hidden
 
 
 def _axes(cells: dict[str, str], gpu: Gpu) -> dict[str, object]:
@@ -100,7 +159,9 @@ def _batch(cells: dict[str, str], gpu: Gpu) -> dict[str, object]:
     length, batch, dp = value(cells, "seq_len"), value(cells, "global_batch"), value(cells, "dp")
     if not length:
         length = round(tokens / batch) if tokens and batch else USUAL_LENGTH.get(gpu.architecture or "", 8192)
-    usual = max(1, round(USUAL_TOKENS / length / dp)) * dp
+    once = dp * value(cells, "micro_batch") * value(cells, "pp")
+    usual = once if once and value(cells, "gpus") <= value(cells, "gpus_per_node") else 0
+    usual = usual or max(1, round(USUAL_TOKENS / length / dp)) * dp
     return {"seq_len": length, "global_batch": round(tokens / length) if tokens else usual}
 
 

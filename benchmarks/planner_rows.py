@@ -10,17 +10,20 @@ import csv
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 
 from planner_gaps import complete, value
+from planner_machines import cluster_of, gpu_of
 from planner_models import work_of
 from pydantic import ValidationError
 
 from argosy.errors import ArgosyError
 from argosy.plan.calibration import Stack, calibration
-from argosy.plan.hardware import Cluster, Gpu, find_gpu
+from argosy.plan.hardware import Cluster, Gpu
 from argosy.plan.layout import Layout, Schedule, Work
 from argosy.plan.memory import memory_of
+from argosy.plan.time import step_time
 
 LONG = 4096  # tokens of a sequence
 MOST_SEQUENCES = 16  # in a micro-batch, where a source does not say
@@ -54,32 +57,40 @@ class Row:
 
 def read_rows(path: Path) -> tuple[list[Row], list[tuple[str, str]]]:
     """The rows of a file, and for each that cannot be one, its id and why."""
-    with path.open(newline="") as file:
+    with path.open(newline="", encoding="utf-8-sig") as file:
         return rows_of(csv.DictReader(file))
 
 
 def rows_of(published: Iterable[dict[str, str]]) -> tuple[list[Row], list[tuple[str, str]]]:
     rows, refused = [], []
-    for cells in published:
+    for number, spelled in enumerate(published, 1):
+        cells = {str(column).strip().lower(): str(text or "").strip() for column, text in spelled.items()}
+        name = cells.get("id") or f"row-{number}"
         try:
-            rows.append(_row(cells))
+            row = _row({**cells, "id": name})
+            seconds = step_time(row.work, row.layout, row.cluster, row.stack, calibration()).total
+            if not 0 < seconds < inf:
+                raise ValueError(f"a step of {seconds} s")
+            rows.append(row)
         except ArgosyError as error:
-            refused.append((cells.get("id") or "?", error.cause))
+            refused.append((name, error.cause))
         except ValidationError as error:
-            refused.append((cells.get("id") or "?", error.errors()[0]["msg"]))
-        except (ValueError, KeyError, ZeroDivisionError) as error:
-            refused.append((cells.get("id") or "?", str(error).splitlines()[0]))
+            refused.append((name, error.errors()[0]["msg"]))
+        except (ValueError, ArithmeticError) as error:
+            refused.append((name, str(error).splitlines()[0]))
     return rows, refused
 
 
 def _row(published: dict[str, str]) -> Row:
-    gpu = _gpu(published)
+    gpu = gpu_of(published)
     cells, filled = complete(published, gpu)
     source, notes = re.sub(r"-\d+$", "", cells["id"]), cells.get("notes", "").lower()
     tp, pp, cp, ep, dp, gpus, per_node = (
         int(value(cells, column)) for column in ("tp", "pp", "cp", "ep", "dp", "gpus", "gpus_per_node")
     )
     work, stack = work_of(cells), _stack(cells, gpu, tp)
+    if pp > work.sizes.layers:
+        raise ValueError(f"pp {pp} is more than {work.sizes.layers} layers")
     layout = Layout(
         tp=tp, pp=pp, vpp=int(value(cells, "vpp")) or (2 if re.search("interleaved|dualpipe|zbv", notes) and pp > 1 else 1), cp=cp, ep=ep, dp=dp,
         etp=_expert_tp(cells, work, tp),
@@ -98,7 +109,7 @@ def _row(published: dict[str, str]) -> Row:
     step_s = float(step) if step else work.tokens / (float(rate) * gpus) if rate else None
     kind = "reserved" if "max_reserved" in notes else "device" if "nvidia-smi" in notes else "allocated"
     return Row(
-        cells["id"], source, work, layout, _cluster(cells, gpu, gpus, per_node), stack, recomputed, step_s,
+        cells["id"], source, work, layout, cluster_of(cells, gpu, gpus, per_node), stack, recomputed, step_s,
         float(cells["measured_mem_gb"]) if cells.get("measured_mem_gb") else None, kind,
         "OOM" in (cells.get("flops_convention") or ""), filled,
     )  # fmt: skip
@@ -118,39 +129,6 @@ def _expert_tp(cells: dict[str, str], work: Work, tp: int) -> int:
     if found := re.search(r"expert-tensor-parallel-size=(\d+)|etp[ =]?(\d+)", said):
         return min(tp, int(found[1] or found[2]))
     return 1 if re.search("bridge|nemo", cells["source"].lower()) else 0
-
-
-def _gpu(cells: dict[str, str]) -> Gpu:
-    """By the words people write: a maker's number, and what tells its variants apart."""
-    said = cells["gpu"].upper()
-    found = re.search(r"GB[23]00|B[23]00|H[128]00|H20|A[18]00|A10G|L40S|L4|V100", said)
-    name = found[0] if found else cells["gpu"]
-    memory = float(cells.get("gpu_mem_gb") or 0)
-    for kind, variant, meant in (
-        ("H100", "H100-96", "96GB" in said), ("H100", "H100-PCIe", "PCI" in said), ("H100", "H100-NVL", "NVL" in said),
-        ("A100", "A100-40", memory == 40 or "40GB" in said), ("A100", "A100-80", True),
-        ("V100", "V100-16", memory == 16 or "16GB" in said), ("V100", "V100-32", True),
-    ):  # fmt: skip
-        if name == kind and meant:
-            return find_gpu(variant)
-    return find_gpu(name)
-
-
-def _cluster(cells: dict[str, str], gpu: Gpu, gpus: int, per_node: int) -> Cluster:
-    """The link between nodes as the row states it, in GB/s of one GPU, or what was usual with such GPUs."""
-    text = cells.get("internode") or ""
-    for name, rate in (("EDR", 100), ("HDR", 200), ("NDR", 400), ("OPA", 100), ("Omni-Path", 100)):
-        text = re.sub(rf"(\d+) ?x ?{name}\b", rf"\1x{rate}Gbps", text)
-    each = {"volta": 6.25, "ampere": 25.0}.get(gpu.architecture or "", 50.0)
-    if match := re.search(r"(\d+) ?x ?(\d+) ?Gb", text):  # cards of a node
-        each = int(match[1]) * float(match[2]) / 8 / per_node
-    elif match := re.search(
-        r"(\d+) ?Gb", text
-    ):  # of all of a node's cards, where it says so or one card could not carry it
-        node = "/node" in text or float(match[1]) > 800
-        each = float(match[1]) / 8 / (per_node if node else 1)
-    domain = 72 if "NVL" in text or "NVLink domain" in text or gpu.name.startswith("GB") else per_node
-    return Cluster(cells["gpu"], gpu, gpus, per_node, each, min(domain, max(gpus, 1)))
 
 
 def _stack(cells: dict[str, str], gpu: Gpu, tp: int) -> Stack:
@@ -177,6 +155,8 @@ def _stack(cells: dict[str, str], gpu: Gpu, tp: int) -> Stack:
     stack = stacks[name]
     if name == "megatron-deepspeed" and "bf" in (cells.get("precision") or "").lower():
         stack = stack.model_copy(update={"accumulated": 10, "reduced": 4})  # its sums of 16-bit gradients are 32-bit
+    if "one by one" in said:
+        stack = stack.model_copy(update={"replays": False})
     own = f"{cells.get('notes') or ''} {cells['model']}".lower()  # a source may have rows with and without
     overlaps = {*stack.overlaps, *(["tensor"] if "asynctp" in own else [])}
     overlaps |= {"experts"} if re.search("dualpipe|a2a[-_ ]?(overlap|ovlp)|overlap[-_ ]moe", own) else set()

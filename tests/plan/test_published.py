@@ -117,7 +117,56 @@ def test_a_known_name_gives_the_shape(tmp_path: Path, rows: ModuleType) -> None:
 
 def test_other_spellings_mean_the_same(tmp_path: Path, rows: ModuleType) -> None:
     plain = {"gpu": "H100", "gpus": 8, "tp": 8, "sequence_parallel": 1, "recompute": "full", "micro_batch": ""}
-    other = {"sequence_parallel": "True", "recompute": "uniform", "micro_batch": "n/a"}
+    other = {
+        "gpus": " 8.0",
+        "tp": "8x",
+        "sequence_parallel": "True",
+        "recompute": "uniform",
+        "micro_batch": "auto",
+        "hidden": "4,096",
+    }
     [told], _ = rows.read_rows(write(tmp_path / "plain.csv", **plain))
     [meant], _ = rows.read_rows(write(tmp_path / "other.csv", **{**plain, **other}))
     assert (meant.layout, meant.filled) == (told.layout, told.filled)
+
+
+def test_columns_in_any_order_case_and_company(tmp_path: Path, rows: ModuleType) -> None:
+    [told], _ = rows.read_rows(write(tmp_path / "plain.csv", gpu="H100", gpus=8, tp=8))
+    with (tmp_path / "plain.csv").open() as file:
+        [cells] = csv.DictReader(file)
+    with (tmp_path / "other.csv").open("w", newline="", encoding="utf-8-sig") as file:
+        writer = csv.DictWriter(file, [*(name.upper() for name in reversed(cells)), "weather"], lineterminator="\r\n")
+        writer.writeheader()
+        writer.writerow({**{name.upper(): text for name, text in cells.items()}, "weather": "fair"})
+    [meant], _ = rows.read_rows(tmp_path / "other.csv")
+    assert (meant.layout, meant.work.model, meant.cluster) == (told.layout, told.work.model, told.cluster)
+
+
+def test_so_many_parameters_give_a_shape(tmp_path: Path, rows: ModuleType) -> None:
+    gaps = {"layers": "", "hidden": "", "heads": "", "model": "gpt-175b"}
+    [row], _ = rows.read_rows(write(tmp_path / "rows.csv", gpu="A100", gpus=512, tp=8, pp=8, **gaps))
+    assert (row.work.model.layers, row.work.model.hidden) == (96, 12288)
+
+
+@pytest.mark.parametrize(
+    ("said", "gpu"),
+    [
+        ("NVIDIA A100-SXM4-40GB", "A100-40"), ("8xH100", "H100"), ("H100 NVL", "H100-NVL"), ("H100-SXM5 (NVLink)", "H100"),
+        ("GH200 480GB", "GH200"), ("GB200 NVL72", "GB200"), ("RTX 4090", "RTX-4090"), ("L40S", "L40S"), ("V100S", "V100-32"),
+    ],
+)  # fmt: skip
+def test_a_gpu_is_known_by_the_words_people_write(rows: ModuleType, said: str, gpu: str) -> None:
+    assert importlib.import_module("planner_machines").gpu_of({"gpu": said}).name == gpu
+
+
+def test_notes_say_what_has_no_column(tmp_path: Path, rows: ModuleType) -> None:
+    said = "MLA q_lora1536 kv_lora512; 3 dense layers ffn18432 + 1 shared expert; w/ MTP; expert-tensor-parallel-size=1; DualPipe"
+    shape = {"model": "deepseek-v3", "layers": 61, "hidden": 7168, "heads": 128, "kv_heads": 128, "ffn_hidden": 2048}
+    experts = {"moe_experts": 256, "moe_topk": 8, "tp": 2, "pp": 8, "ep": 64, "gated_mlp": 1}
+    [row], _ = rows.read_rows(write(tmp_path / "rows.csv", gpu="H800", gpus=2048, notes=said, **shape, **experts))
+    assert row.work.latent is not None
+    assert row.work.sizes.layers == 62
+    moe = row.work.model.moe
+    assert (moe.dense_layers, moe.shared_experts, row.work.model.ffn) == (3, 1, 18432)
+    assert (row.layout.expert_tp, row.layout.schedule) == (1, "dualpipev")
+    assert "experts" in row.stack.overlaps

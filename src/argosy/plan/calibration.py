@@ -45,6 +45,7 @@ class Stack(Section):
     repeats_heads: bool = False
     fused: bool = True
     plain: bool = False
+    replays: bool = False
     selective: Literal["products", "half", "scores"]
     early_stop: bool = False
     reduced: float

@@ -288,7 +288,10 @@ def _accumulated(work: Work, layout: Layout, stack: Stack) -> float:
 
 
 def _launched(work: Work, layout: Layout, stack: Stack, known: Calibration) -> float:
-    """Seconds of the host for one layer and micro-batch: its modules forward, and twice as much backward."""
+    """Seconds of the host for one layer and micro-batch: its modules forward, and twice as much backward. None where a
+    recording is replayed."""
+    if stack.replays and layout.gpus == 1 and not work.model.dropout:
+        return 0.0
     again = 0
     if layout.recompute == "full":
         again = 3 if stack.early_stop else 1  # torch's own checkpoint has hooks for every tensor saved
