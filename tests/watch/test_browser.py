@@ -240,7 +240,7 @@ def test_a_run_of_very_many_steps_is_shown_whole_and_a_single_bad_step_in_it_fou
     wait(lambda: page.locator(".tile .state").count() and "reading" not in page.locator(".tile").first.inner_text())
     wait(lambda: len(drawn_to(page, "Loss").split()) == 600)
     assert chart(page, "Loss").locator("polygon.band").count() == 1  # what lies between the lowest and the highest
-    assert "50" in chart(page, "Loss").locator("text").all_text_contents()  # the axis reaches up to the bad step
+    assert "80" in chart(page, "Loss").locator("text").all_text_contents()  # the axis reaches up to the bad step
     box = chart(page, "Loss").bounding_box()
     left, width = box["x"] + 0.55 * box["width"], 0.15 * box["width"]
     page.mouse.move(left, box["y"] + 40)
@@ -249,3 +249,43 @@ def test_a_run_of_very_many_steps_is_shown_whole_and_a_single_bad_step_in_it_fou
     page.mouse.up()
     wait(lambda: page.evaluate("performance.getEntriesByType('resource').some(e => e.name.includes('from='))"))
     assert page.problems == []
+
+
+def test_the_ranks_of_a_run_that_is_over_are_shown_to_the_last_step_however_many_there_are(
+    page: Any, dashboard: Dashboard, tmp_path: Path
+) -> None:
+    run = make_run(tmp_path / "runs" / "wide")
+    log(run, [10])
+    with JsonlWriter(run.ranks) as ranks:
+        for step in range(1, 801):
+            own = [1.0 + 0.2 * (rank == 37) for rank in range(512)]
+            ranks.write({"step": step, "time": 1.0, "stages": 1, "own_s": own})
+    run.heartbeats.mkdir()
+    for rank in range(512):
+        phase = "data" if rank == 37 else "forward_backward"
+        beat = f'{{"rank": {rank}, "host": "n{rank // 8}", "step": {9 if rank == 37 else 10}, "phase": "{phase}", "phase_s": 1.0}}'
+        (run.heartbeats / f"{rank}.json").write_text(beat)
+    page.goto(f"{dashboard.address}/#/runs?run=wide")
+    page.reload()
+    heat = page.locator('[data-card="Ranks over time"]')
+    wait(lambda: heat.count() and re.search("to (799|800);", heat.inner_text()))
+    now = page.locator('[data-card="Ranks now"]')
+    assert now.locator("tbody tr").first.inner_text().split()[:2] == ["37", "n4"]  # who is furthest behind comes first
+    assert now.bounding_box()["height"] < 600
+    assert page.problems == []
+
+
+def test_a_tip_stays_inside_its_chart_whatever_the_runs_are_called(
+    page: Any, dashboard: Dashboard, tmp_path: Path
+) -> None:
+    names = [letter + "-very-long-name-of-a-run" * 2 for letter in "ab"]
+    for name in names:
+        log(make_run(tmp_path / "runs" / name), range(10, 500, 10))
+    page.goto(f"{dashboard.address}/#/runs?" + "&".join(f"run={quote(name)}" for name in names))
+    page.reload()
+    chart(page, "Loss").locator("polyline").first.wait_for()
+    card = page.locator('[data-chart="Loss"]').bounding_box()
+    for share in (0.2, 0.55, 0.95):
+        page.mouse.move(card["x"] + share * card["width"], card["y"] + 90)
+        tip = page.locator('[data-chart="Loss"] .tip').bounding_box()
+        assert card["x"] <= tip["x"] <= tip["x"] + tip["width"] <= card["x"] + card["width"]

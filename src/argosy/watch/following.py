@@ -27,6 +27,11 @@ class Following(ABC):
         finally:
             self._updating.release()
 
+    @property
+    def reading(self) -> bool:
+        """Whether there is more in the file than was read so far."""
+        return self._updating.locked()
+
     @abstractmethod
     def _take(self, records: list[Record]) -> None:
         """Keep what is worth it; the lock is held."""

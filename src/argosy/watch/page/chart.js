@@ -59,7 +59,7 @@ export class Chart {
     const clip = svg("g", {});
     for (const one of drawn) {
       if (one.dots) {
-        for (let i = 0; i < one.step.length; i++) if (this.inside(one.step[i])) clip.append(svg("circle", { cx: this.x(one.step[i]), cy: this.y(one.mean[i]), r: 3, class: "s" + one.colour }));
+        for (let i = 0; i < one.step.length; i++) if (this.inside(one.step[i])) clip.append(svg("circle", { cx: this.x(one.step[i]), cy: this.y(one.mean[i]), r: one.step.length > 40 ? 1.8 : 3, class: "s" + one.colour }));
         continue;
       }
       const inside = one.step.map((step, i) => i).filter((i) => this.inside(one.step[i]));
@@ -83,7 +83,7 @@ export class Chart {
   inside(step) { return step >= this.shown[0] && step <= this.shown[1]; }
 
   axes(low, high, x0, x1) {
-    for (const value of ticks(low, high, this.log ? 3 : 4, this.log)) {
+    for (const value of ticks(low, high, 5, this.log)) {
       const y = this.y(value);
       this.root.append(svg("line", { class: "grid-line", x1: LEFT, x2: WIDTH - RIGHT, y1: y, y2: y }), svg("text", { x: LEFT - 6, y: y + 4, "text-anchor": "end" }, axis(value)));
     }
@@ -118,13 +118,14 @@ export class Chart {
     for (const one of this.drawn) {
       const i = closest(one.step, step);
       if (nearest === null || Math.abs(one.step[i] - step) < Math.abs(nearest - step)) nearest = one.step[i];
-      lines.push(el("div", {}, el("i", { class: "k" + one.colour }), `${one.label}${one.dots && one.label !== "validation_loss" ? " (validation)" : ""} ${short(one.line[i])}`));
+      lines.push(el("div", {}, el("i", { class: "k" + one.colour }), `${short(one.line[i])} ${one.label}${one.dots && one.label !== "validation_loss" ? " (validation)" : ""}`));
     }
     this.tip.replaceChildren(el("div", { class: "soft" }, "step " + Math.round(nearest)), ...lines);
     this.tip.hidden = false;
     const share = x / WIDTH;
     this.tip.style.left = share < 0.5 ? share * 100 + 2 + "%" : "auto";
     this.tip.style.right = share < 0.5 ? "auto" : (1 - share) * 100 + 2 + "%";
+    this.tip.style.maxWidth = (share < 0.5 ? 1 - share : share) * 100 - 4 + "%";
     this.tip.style.top = "8px";
   }
 
@@ -178,7 +179,13 @@ function smooth(values, share) {
 }
 
 function ticks(low, high, count, log = false) {
-  if (log) return Array.from({ length: count + 1 }, (_, i) => low * (high / low) ** (i / count));
+  if (log && low > 0) {
+    const decades = Math.log10(high / low), parts = decades > count ? [1] : decades > 1.5 ? [1, 3] : [1, 2, 3, 5, 7];
+    const every = Math.max(1, Math.ceil((decades * parts.length) / (count + 1))), all = [];
+    for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power++) for (const part of parts) all.push(part * 10 ** power);
+    const inside = all.filter((value) => value >= low && value <= high).filter((_, i) => parts.length > 1 || i % every === 0);
+    if (inside.length > 1) return inside;
+  }
   const span = high - low || 1, power = 10 ** Math.floor(Math.log10(span / count));
   const step = [1, 2, 5, 10].map((m) => m * power).find((s) => span / s <= count) || power * 10;
   const found = [];

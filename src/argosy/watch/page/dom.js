@@ -46,6 +46,11 @@ export function amount(number) {
   return short(number);
 }
 
+// A whole number in full, as far as it can be read.
+export function count(number) {
+  return Number.isInteger(number) && Math.abs(number) < 1e10 ? number.toLocaleString("en") : amount(number);
+}
+
 export function short(number) {
   if (number === 0) return "0";
   const size = Math.abs(number);

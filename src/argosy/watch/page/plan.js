@@ -34,7 +34,7 @@ export function planPage(main, query) {
     const names = Object.keys(fullest(advice.plans[0])).filter((name) => name !== "allocated" && name !== "device" && fullest(advice.plans[0])[name] > 0);
     found.replaceChildren(
       el("p", { class: "note" }, `${advice.model} on ${advice.cluster}: ${advice.gpus} GPUs, ${advice.global_batch.toLocaleString("en")} × ${advice.seq_len.toLocaleString("en")} tokens a step; ${advice.considered.toLocaleString("en")} layouts looked at${left ? ", left out (" + left + ")" : ""}`),
-      el("section", { class: "card" }, table([["", "n"], ["layout", "break"], ["step", "n"], ["tok/s/GPU", "n"], ["MFU", "n"], ["bubble", "n opt"], ["exposed", "n opt"], ["memory of the fullest GPU"], ["days", "n opt"], ["cost", "n opt"]], rows),
+      el("section", { class: "card" }, table([["", "n"], ["layout", "break"], ["step", "n"], ["tok/s/GPU", "n opt"], ["MFU", "n"], ["bubble", "n opt"], ["exposed", "n opt"], ["memory of the fullest GPU"], ["days", "n opt"], ["cost", "n opt"]], rows),
         el("div", { class: "legend" }, names.map((name, i) => el("span", {}, el("i", { class: "k" + (i % 8) }), name)))),
       ...advice.plans[0].warnings.map((text) => el("p", { class: "warn" }, text)));
   }

@@ -1,5 +1,5 @@
 // One run, or several on the same axes.
-import { ask, el, table, amount, clock, figure, percent, short, when } from "./dom.js";
+import { ask, el, table, amount, clock, count, figure, percent, short, when } from "./dom.js";
 import { eventTable } from "./events.js";
 import { Chart } from "./chart.js";
 import { heatMap, waterfall } from "./pictures.js";
@@ -64,7 +64,7 @@ export function runPage(main, names) {
     const { last, state, reading } = runs[0];
     const all = [
       tile(el("span", { class: "state " + state }, state), reading ? `reading, ${percent(reading)}` : last.time ? when(last.time) + " UTC" : "no log yet"),
-      tile(last.step === undefined ? "n/a" : `${amount(last.step)} / ${amount(last.steps)}`, "step"), tile(figure(last.loss), "loss"),
+      tile(last.step === undefined ? "n/a" : `${count(last.step)} / ${count(last.steps)}`, "step"), tile(figure(last.loss), "loss"),
       tile(amount(last.tokens_per_s), "tokens/s"), tile(percent(last.mfu), last.peak ? `MFU of ${last.peak} TFLOP/s` : "MFU: no peak is known"),
       tile(percent(last.goodput), "goodput"), tile(last.cost === undefined ? "n/a" : "$" + last.cost.toFixed(2), "cost so far"),
       tile(state === "running" ? clock(last.eta_s) : "n/a", "ETA"),
@@ -82,8 +82,9 @@ export function runPage(main, names) {
       if (one.predicted.length) cards.push(card("Predicted and measured", false, table([["figure"], ["predicted", "n"], ["measured", "n"], ["ratio", "n"]],
         one.predicted.map((row) => [row.figure, short(row.predicted), row.measured === null ? "n/a" : short(row.measured), row.ratio === null ? "" : short(row.ratio)]))));
       cards.push(card("Checkpoints", false, one.checkpoints.length ? table([["checkpoint", "keep"], ["size", "n"], ["written, UTC", "opt keep"]], one.checkpoints.map((c) => [c.complete ? c.name : c.name + " (incomplete)", amount(c.bytes) + "B", when(c.time)])) : el("p", { class: "note" }, "none yet")));
-      if (one.heartbeats.length) cards.push(card("Ranks now", false, table([["rank", "n"], ["host"], ["step", "n"], ["doing"], ["for", "n"]], one.heartbeats.slice(0, 64).map((b) => [b.rank, b.host, b.step, b.alive === false ? "ended" : b.phase, clock(b.phase_s)]))));
+      if (one.heartbeats.length) cards.push(card("Ranks now", false, el("div", { class: "tall" }, table([["rank", "n"], ["host"], ["step", "n"], ["doing"], ["for", "n"]], behind(one.heartbeats).map((b) => [b.rank, b.host, b.step, b.alive === false ? "ended" : b.phase, clock(b.phase_s)])))));
       const map = await ask("ranks", [["run", names[0]], ["column", column]]);
+      if (map.reading) version = null; // the rest is on its way: look again
       if (map.ranks.length > 1) cards.push(card("Ranks over time", true, heatColumns(map), heatMap(map)));
       cards.push(card("Events", true, one.events.length ? eventTable(one.events) : el("p", { class: "note" }, "none yet")));
       cards.push(await configCard());
@@ -91,12 +92,15 @@ export function runPage(main, names) {
       const rows = await ask("diff", names.map((name) => ["run", name]));
       cards.push(card("What differs in their specs", true, rows.length ? table([["key"], ...names.map((name) => [name, "break"])], rows.map((row) => [row.key, ...row.values.map(plain)])) : el("p", { class: "note" }, "nothing but their names")));
       cards.push(card("Now", true, table([["run", "break"], ["state"], ["step", "n"], ["loss", "n"], ["tok/s", "n"], ["MFU", "n"], ["goodput", "n"]],
-        runs.map((run) => [run.name, run.state, amount(run.last.step), figure(run.last.loss), amount(run.last.tokens_per_s), percent(run.last.mfu), percent(run.last.goodput)]))));
+        runs.map((run) => [run.name, run.state, count(run.last.step), figure(run.last.loss), amount(run.last.tokens_per_s), percent(run.last.mfu), percent(run.last.goodput)]))));
     }
     facts.replaceChildren(...cards);
   }
 
   function plain(value) { return value === null || value === undefined ? "" : typeof value === "object" ? JSON.stringify(value) : String(value); }
+
+  // Those furthest behind, or longest where they are, first.
+  function behind(beats) { return [...beats].sort((a, b) => (a.step ?? 0) - (b.step ?? 0) || (b.phase_s ?? 0) - (a.phase_s ?? 0)).slice(0, 512); }
 
   let column = "ratio";
   const COLUMNS = { ratio: "own work over its peers'", own_s: "own work, s", data_s: "waiting for data, s", memory_gib: "memory, GiB", utilisation: "GPU utilisation", temperature: "GPU temperature, °C", power_w: "GPU power, W", throttled: "GPU throttled" };

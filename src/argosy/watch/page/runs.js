@@ -3,8 +3,8 @@ import { ask, el, table, amount, clock, figure, percent, when } from "./dom.js";
 
 // heading, class, what a click on the heading sorts by
 const COLUMNS = [["", ""], ["run", "break", (run) => run.name.toLowerCase()], ["state", "", (run) => run.state], ["step", "n", (run) => run.last.step], ["loss", "n", (run) => run.last.loss],
-  ["tok/s", "n", (run) => run.last.tokens_per_s], ["MFU", "n opt", (run) => run.last.mfu], ["goodput", "n opt", (run) => run.last.goodput], ["cost", "n opt", (run) => run.last.cost],
-  ["ETA", "n", (run) => (run.state === "running" ? run.last.eta_s : undefined)], ["last log, UTC", "opt keep", (run) => run.last.time], ["alerts", "n opt", (run) => run.alerts]];
+  ["tok/s", "n opt", (run) => run.last.tokens_per_s], ["MFU", "n opt", (run) => run.last.mfu], ["goodput", "n opt", (run) => run.last.goodput], ["cost", "n opt", (run) => run.last.cost],
+  ["ETA", "n opt", (run) => (run.state === "running" ? run.last.eta_s : undefined)], ["last log, UTC", "opt keep", (run) => run.last.time], ["alerts", "n opt", (run) => run.alerts]];
 
 export function runsPage(main) {
   const chosen = new Set();
