@@ -134,6 +134,29 @@ def test_dropout_length_and_rotary_base_may_be_changed_on_purpose(llama: str, sp
     assert (model.dropout, model.max_seq_len, model.rope_theta) == (0.1, 128, 1e6)
 
 
+@pytest.mark.parametrize("retrieval", [{"projection": 8}, {"shared": True}])
+def test_both_towers_of_a_retriever_begin_as_the_encoder_of_a_bert(
+    tmp_path: Path, spec: Write, corpus: Path, retrieval: dict[str, Any]
+) -> None:
+    theirs = save("bert", tmp_path / "hf").state_dict()
+    special = {"cls": 253, "sep": 254, "pad": 255, "query_len": 16}
+    data = {"train": str(corpus), "seq_len": 32, "split": [90, 10, 0], "ict": special}
+    path = spec(f"hf:{tmp_path / 'hf'}", model={"pair": "none", "retrieval": retrieval}, data=data)
+    found = _weights(_run(path))
+    towers = ["shared"] if retrieval.get("shared") else ["query", "block"]
+    assert {name.split(".")[1] for name in found} == set(towers)
+    for tower in towers:
+        for ours, name in (
+            ("embed.tokens", "embeddings.word_embeddings"),
+            ("layers.1.mlp.up", "encoder.layer.1.intermediate.dense"),
+        ):
+            kept = found[f"towers.{tower}.encoder.{ours}.weight"]
+            torch.testing.assert_close(kept, theirs[f"bert.{name}.weight"], rtol=0, atol=1e-6)
+    with pytest.raises(ArgosyError) as refused:
+        resolve(path, ["model.layers=3"])
+    assert refused.value.key == "model.layers"
+
+
 def test_a_dry_run_says_what_it_starts_from(llama: str, spec: Write) -> None:
     assert any(llama in line for line in dry_run(resolve(spec(llama)), TrainOptions()))
 

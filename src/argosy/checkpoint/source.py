@@ -16,7 +16,7 @@ from argosy.checkpoint.store import latest, require_names
 from argosy.checkpoint.tensors import TensorInfo
 from argosy.config.hf import read_config
 from argosy.config.model import ModelSpec
-from argosy.config.start import HF, MODEL_FILE, model_root, starting_model, stored_description
+from argosy.config.start import HF, MODEL_FILE, becomes_towers, model_root, starting_model, stored_description
 from argosy.data.text.tokenizer import Tokenizer, load_tokenizer
 from argosy.errors import ArgosyError
 from argosy.model.init import initial_value
@@ -129,10 +129,14 @@ def hf_source(where: str, found: HfModel) -> Source:
 
 def require_fit(source: Source, model: nn.Module, spec: ModelSpec) -> None:
     """Refuse weights that are not of this model; its vocabulary may be larger than theirs."""
-    wanted = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    require_names(source.infos.keys(), wanted.keys(), Path(source.where))
-    for name, shape in wanted.items():
-        found = source.infos[name].shape
+    wanted = {name: (_name_there(source, spec, name), tuple(p.shape)) for name, p in model.named_parameters()}
+    need = {there for there, _ in wanted.values() if there is not None}
+    left = source.infos.keys() - need if becomes_towers(source.model, spec) else set()
+    require_names(source.infos.keys() - left, need, Path(source.where))
+    for name, (there, shape) in wanted.items():
+        if there is None:
+            continue
+        found = source.infos[there].shape
         grown = (spec.vocab_size, *found[1:]) if found[:1] == (source.model.vocab_size,) else found
         if shape not in (found, grown):
             raise ArgosyError(
@@ -143,12 +147,21 @@ def require_fit(source: Source, model: nn.Module, spec: ModelSpec) -> None:
 
 
 def starting_weights(source: Source, model: nn.Module, spec: ModelSpec, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter of a model by name, from a source that fits. Rows by which the model's vocabulary is larger are
-    drawn as those of a new model are: plain rows that never are inputs or labels."""
+    """Every parameter of a model by name, from a source that fits. What it does not have is drawn as for a new model: rows
+    by which the vocabulary is larger, which never are inputs or labels, and what towers have beside an encoder."""
     for name, parameter in model.named_parameters():
-        value = source.read(name)
+        there = _name_there(source, spec, name)
+        value = initial_value(name, parameter.shape, spec, seed) if there is None else source.read(there)
         if value.shape != parameter.shape:
             rows = initial_value(name, parameter.shape, spec, seed)
             rows[: len(value)] = value
             value = rows
         yield name, value
+
+
+def _name_there(source: Source, spec: ModelSpec, name: str) -> str | None:
+    """The parameter of the source that one of the model begins as, if any."""
+    if not becomes_towers(source.model, spec):
+        return name
+    _, _, inside = name.split(".", 2)  # of one of the towers
+    return None if inside.startswith("projection.") else inside

@@ -85,6 +85,8 @@ def remembered_model(run: Path, init_from: str) -> ModelSpec | None:
 
 def check_start(model: ModelSpec, start: ModelSpec, origins: dict[str, str]) -> None:
     """Refuse a model whose numbers the weights of the start would not give."""
+    if becomes_towers(start, model):
+        start = start.model_copy(update={key: getattr(model, key) for key in ("retrieval", "pair", "tied")})
     for key, ours, theirs in differences(model, start):
         top = key.partition(".")[0]
         written = not origins.get(f"model.{key}", "default").startswith(
@@ -100,6 +102,11 @@ def check_start(model: ModelSpec, start: ModelSpec, origins: dict[str, str]) -> 
             origin=origins.get(f"model.{key}"),
             fix="leave `model:` out to take it from there" + (", or write the key itself" if top in _STRETCH else ""),
         )
+
+
+def becomes_towers(start: ModelSpec, model: ModelSpec) -> bool:
+    """Whether an encoder without towers is what the towers of a retriever begin as. Its heads are then left behind."""
+    return model.retrieval is not None and start.architecture == "encoder" and start.retrieval is None
 
 
 def differences(model: ModelSpec, start: ModelSpec) -> Iterator[tuple[str, Any, Any]]:
