@@ -50,6 +50,31 @@ def test_a_run_spec_is_compared_with_the_best(tmp_path: Path) -> None:
     assert "100 steps" in done.stdout
 
 
+def test_a_run_spec_is_planned_on_its_own_cluster(tmp_path: Path) -> None:
+    run = tmp_path / "run.yaml"
+    run.write_text(
+        "model: llama2-7b\ndata: {train: synthetic, seq_len: 4096}\ntrain: {global_batch: 64, steps: 100}\noptim: {lr: 1e-4}\n"
+        "cluster: {cloud: eks, target: jobset, instance: p4d.24xlarge, nodes: 2, image: a/b:c}\n"
+    )
+    out = json.loads(plan(str(run), "--json").stdout)
+    assert (out["cluster"], out["gpus"]) == ("2xp4d.24xlarge", 16)
+
+
+def test_another_schedule_can_be_asked_for() -> None:
+    asked = ("llama2-7b", "--cluster", "8xH100", "--global-batch", "64", "--what-if", "pp=4,schedule=zbv", "--json")
+    [first, *_] = json.loads(plan(*asked).stdout)["plans"]
+    assert (first["layout"]["schedule"], first["layout"]["vpp"]) == ("zbv", 2)
+    assert first["bubble"] < 0.1
+
+
+def test_a_plot_is_written(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="plots need the extra `plot`")
+    asked = ("llama2-7b", "--cluster", "8xH100", "--global-batch", "64", "--plot")
+    assert plan(*asked, str(tmp_path / "plan.png")).returncode == 0
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    assert "cannot be written" in plan(*asked, str(tmp_path / "no" / "plan.png")).stderr
+
+
 def test_what_if() -> None:
     out = json.loads(
         plan("llama2-7b", "--cluster", "8xH100", "--global-batch", "64", "--what-if", "tp=4", "--json").stdout
@@ -67,6 +92,10 @@ def test_what_if() -> None:
         (["llama2-7b", "--cluster", "8xH100", "--tokens", "many"], "--tokens"),
         (["llama2-7b", "--precision", "int4"], "no precision"),
         (["no-such-model"], "no-such-model"),
+        (["llama2-7b", "--cluster", "8xA100-80", "--precision", "fp8"], "products of A100-80 are in bf16"),
+        (["llama2-7b", "--cluster", "8xH100", "--what-if", "schedule=zvb"], "schedule is one of"),
+        (["llama2-7b", "--cluster", "8xH100", "--what-if", "schedule=zbv,pp=1"], "pp is 1"),
+        (["llama3-70b", "--cluster", "1xH100"], "about 19 or more such GPUs"),
     ],
 )
 def test_refusals_say_what_to_change(arguments: list[str], said: str) -> None:

@@ -19,8 +19,11 @@ def plan(
         ),
     ] = None,
     cluster: Annotated[
-        str, typer.Option(help="Nodes and their type, as 2xp4d.24xlarge, or GPUs, as 16xH100.")
-    ] = "1xH100",
+        str | None,
+        typer.Option(
+            help="Nodes and their type, as 2xp4d.24xlarge, or GPUs, as 16xH100; default: the run spec's, or 1xH100."
+        ),
+    ] = None,
     global_batch: Annotated[int | None, typer.Option(min=1, help="Samples in a step.")] = None,
     seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens in a sample; default: the model's.")] = None,
     tokens: Annotated[str | None, typer.Option(help="Of the whole run, as 20B: adds days and dollars.")] = None,
@@ -51,8 +54,9 @@ def plan(
     """
     import json
 
-    from argosy.plan.advise import Question, answer, write_plot
+    from argosy.plan.advise import Question, answer
     from argosy.plan.log import read_log
+    from argosy.plan.plot import write_plot
 
     measured = None if log is None else read_log(log)
     question = Question.read(
@@ -62,5 +66,5 @@ def plan(
     )  # fmt: skip
     advice = answer(question, top=top, storage=storage, log=measured, calibrated=calibrated)
     if plot is not None:
-        write_plot(advice, plot)
+        write_plot(advice.shown, plot)
     print(json.dumps(advice.as_dict()) if as_json else "\n".join(advice.lines(explained=explain)))

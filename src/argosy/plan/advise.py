@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from math import ceil
 from pathlib import Path
 from typing import Any, get_args
 
+from argosy.config.counts import count_parameters
 from argosy.config.refusals import did_you_mean
 from argosy.config.resolve import resolve, resolve_model
 from argosy.config.schema import ParallelSpec, RunSpec
 from argosy.config.units import parse_count
 from argosy.errors import ArgosyError
 from argosy.plan.calibration import calibration
-from argosy.plan.hardware import Cluster, parse_cluster
+from argosy.plan.hardware import GIB, Cluster, parse_cluster
 from argosy.plan.layout import Layout, Recompute, Schedule, Work, violations
 from argosy.plan.log import Log, judge
 from argosy.plan.report import as_dict, distinct, explain, header, table, why_lost
@@ -21,6 +23,8 @@ from argosy.plan.search import Candidate, Found, evaluate, search, warnings
 
 STACK = "argosy"
 CHOICES: dict[str, tuple[str, ...]] = {"recompute": get_args(Recompute), "schedule": get_args(Schedule)}
+DEFAULT_CLUSTER = "1xH100"
+STATE_BYTES, FOR_STATE = 18, 0.8  # of a parameter, fully sharded; share of a card that its state may take
 DEFAULT_TOKENS = 2**20  # of a step, where no batch is given
 
 
@@ -35,24 +39,26 @@ class Question:
 
     @classmethod
     def read(
-        cls, target: str, overrides: Sequence[str], *, cluster: str, global_batch: int | None, seq_len: int | None,
+        cls, target: str, overrides: Sequence[str], *, cluster: str | None, global_batch: int | None, seq_len: int | None,
         tokens: str | None, precision: str | None, what_if: str | None, price: float | None, hardware: str | None,
     ) -> Question:  # fmt: skip
-        nodes = parse_cluster(cluster, price=price, user_file=hardware)
         total = None if tokens is None else _count(tokens)
-        asked = None
+        spec = None
         if target.endswith((".yaml", ".yml")) or Path(target).is_file():
             spec = resolve(Path(target), overrides, elsewhere=True).spec
             work = _work_of(spec, global_batch, seq_len, precision)
             total = total or _tokens_of(spec)
-            asked = _asked(spec.parallel, nodes)
         else:
             model = resolve_model(target, overrides)
             length = seq_len or model.max_seq_len
             work = Work(model, length, global_batch or max(1, DEFAULT_TOKENS // length), _precision(precision))
+        nodes = parse_cluster(cluster or _own_cluster(spec), price=price, user_file=hardware)
+        if work.precision not in ("bf16", "fp32") and work.precision not in nodes.gpu.dense:
+            raise _no_such_products(work.precision, nodes)
         return cls(
-            work, nodes, total, _fixed(what_if), asked, offers_narrow=precision is None and work.precision == "bf16"
-        )
+            work, nodes, total, _fixed(what_if), None if spec is None else _asked(spec.parallel, nodes),
+            offers_narrow=precision is None and work.precision == "bf16",
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -156,17 +162,36 @@ def predict(spec: RunSpec, cluster: str) -> dict[str, Any] | None:
     return as_dict(candidate, _tokens_of(spec)) | {"warnings": list(warnings(candidate))}
 
 
+def _own_cluster(spec: RunSpec | None) -> str:
+    """Of a run spec that names one."""
+    if spec is None or spec.cluster is None or spec.cluster.instance is None:
+        return DEFAULT_CLUSTER
+    return f"{spec.cluster.nodes}x{spec.cluster.instance}"
+
+
+def _no_such_products(precision: str, cluster: Cluster) -> ArgosyError:
+    return ArgosyError(
+        "plan.bad-question",
+        f"{precision} was asked for, and the products of {cluster.gpu.name} are in {', '.join(cluster.gpu.dense)}",
+        key="--precision",
+        value=precision,
+        fix="use bf16, or GPUs that have it (Hopper, Ada, Blackwell)",
+    )
+
+
 def _nothing(question: Question, found: Found) -> ArgosyError:
     work, cluster = question.work, question.cluster
     if found.nearest is not None:
-        need = found.nearest.fullest.device
+        need, state = found.nearest.fullest.device, STATE_BYTES * count_parameters(work.model).total / GIB
+        least = ceil(state / (FOR_STATE * cluster.gpu.memory))
+        more = f"about {least:,} or more such GPUs" if least > cluster.gpus else "more GPUs"
         return ArgosyError(
             "plan.does-not-fit",
             f"none of {found.considered:,} layouts fits: the least memory is {need:.1f} GiB a GPU ({found.nearest.layout}), "
-            f"and a {cluster.gpu.name} has {cluster.gpu.memory:g}",
+            f"and {cluster.gpu.name} has {cluster.gpu.memory:g}; weights, gradients and optimiser are {state:,.0f} GiB in all",
             key="--cluster",
             value=cluster.name,
-            fix="use more GPUs, GPUs with more memory, or shorter sequences",
+            fix=f"use {more}, GPUs with more memory, or shorter sequences",
         )
     why = "they do not divide"
     if question.fixed:
@@ -174,11 +199,13 @@ def _nothing(question: Question, found: Found) -> ArgosyError:
         why = next(violations(work, tried, tried.gpus), f"no layout of {cluster.gpus} GPUs has these values")
     return ArgosyError(
         "plan.no-layout",
-        f"no layout of {cluster.gpus} GPUs can run {work.model.preset or work.model.family} with global_batch "
+        f"no layout of {cluster.gpus} GPU{'s' if cluster.gpus > 1 else ''} can run {work.model.preset or work.model.family} with global_batch "
         f"{work.global_batch}: {why}",
         key="--global-batch" if not question.fixed else "--what-if",
-        value=work.global_batch if not question.fixed else question.fixed,
-        fix="choose a batch that divides by the number of GPUs, or other values",
+        value=",".join(f"{axis}={value}" for axis, value in question.fixed.items()) or work.global_batch,
+        fix="choose a batch that divides by the number of GPUs"
+        if not question.fixed
+        else "hold other values, or fewer",
     )
 
 
@@ -262,35 +289,3 @@ def _fixed(text: str | None) -> dict[str, object]:
                 fix="write tp=4",
             )
     return fixed
-
-
-def write_plot(advice: Advice, path: Path) -> None:
-    """Memory by category and time by term of the layouts shown, side by side."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ArgosyError(
-            "plan.missing-extra",
-            "a plot needs matplotlib, which is not installed",
-            key="--plot",
-            value=path,
-            fix="pip install 'argosy[plot]'",
-        ) from None
-    figure = Figure(figsize=(12, 5), layout="constrained")
-    memory, time = figure.subplots(1, 2)
-    names = [str(candidate.layout) for candidate in advice.shown]
-    stages = [candidate.fullest.as_dict() for candidate in advice.shown]
-    parts = [name for name in stages[0] if name not in ("allocated", "device")]
-    for axes, title, keys, values in (
-        (memory, "GiB on the fullest rank", parts, stages),
-        (time, "seconds of a step", list(advice.shown[0].time.terms), [c.time.terms for c in advice.shown]),
-    ):
-        start = [0.0] * len(names)
-        for key in keys:
-            widths = [value[key] for value in values]
-            axes.barh(names, widths, left=start, label=key)
-            start = [a + b for a, b in zip(start, widths, strict=True)]
-        axes.set_title(title)
-        axes.invert_yaxis()
-        axes.legend(fontsize=7)
-    figure.savefig(path)

@@ -253,7 +253,11 @@ def violations(work: Work, layout: Layout, gpus: int) -> Iterator[str]:
         yield f"pp {layout.pp} x vpp {layout.vpp} is more than {work.sizes.layers} layers"
     if layout.vpp > 1 and (layout.pp == 1 or work.sizes.layers % (layout.pp * layout.vpp)):
         yield f"{work.sizes.layers} layers do not make pp {layout.pp} x vpp {layout.vpp} equal chunks"
-    if layout.is_v_shaped and layout.vpp != 2:
+    if layout.schedule is not None and layout.pp == 1:
+        yield f"{layout.schedule} is a pipeline's, and pp is 1"
+    if layout.pp > 1 and model.retrieval is not None:
+        yield f"pp {layout.pp} cuts a sequence of layers, and two towers are none"
+    if layout.pp > 1 and layout.is_v_shaped and layout.vpp != 2:
         yield f"{layout.schedule} has two stages on each rank, not {layout.vpp}"
     if layout.schedule == "dualpipev" and work.micro_batches(layout) < 2 * layout.pp:
         yield f"{work.micro_batches(layout)} micro-batches are fewer than 2 x pp {layout.pp}, as dualpipev needs"

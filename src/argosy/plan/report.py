@@ -25,6 +25,7 @@ FORMULAS = {
     "gradients": "reduction over data-parallel ranks, or copies of a sharded model, less what the last backward pass hides",
     "bubble": "(sum of the stages' times - the slowest's) / vpp; a third of that with zbv and dualpipev",
     "optimiser": "34 bytes of each parameter held / memory bandwidth reached",
+    "data": "12 ns for each token a data-parallel rank reads ahead, less the rest of the step",
     "outside": "a step's own overhead: taking a batch that was read ahead, logging, synchronisation",
     "waiting": "for the slowest node: a share for each doubling of nodes",
 }
@@ -102,14 +103,15 @@ def table(candidates: Sequence[Candidate], tokens: int | None) -> list[str]:
             f"{candidate.mfu:.1%}", f"{candidate.fullest.device:.1f}G", _bar(used), f"{candidate.time.bubble:.0%}",
             f"{candidate.time.exposed:.0%}", days, dollars,
         ])  # fmt: skip
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    left = (1, 6)
-    return [
-        "  ".join(
-            c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
+    columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
+    padded = [
+        [
+            cell.ljust(max(map(len, column))) if number in (1, 6) else cell.rjust(max(map(len, column)))
+            for cell in column
+        ]
+        for number, column in enumerate(columns)
     ]
+    return ["  ".join(row).rstrip() for row in zip(*padded, strict=True)]
 
 
 def why_lost(best: Candidate, other: Candidate) -> str:

@@ -164,6 +164,11 @@ def warnings(candidate: Candidate) -> Iterator[str]:
             yield f"memory is uneven over the stages: {low:.1f} to {high:.1f} GiB"
     if candidate.fullest.device > 0.92 * cluster.gpu.memory:
         yield f"{candidate.fullest.device:.1f} of {cluster.gpu.memory:.1f} GiB: little is left for surprises"
+    if work.seq_len > work.model.max_seq_len:
+        yield (
+            f"samples of {work.seq_len:,} tokens are longer than the model's {work.model.max_seq_len:,} positions: a run needs "
+            f"model.max_seq_len={work.seq_len}"
+        )
     if work.precision == "bf16" and "bf16" not in cluster.gpu.dense:
         yield f"a {cluster.gpu.name} has no bf16: train.precision=fp16, with its loss scale, takes the time planned here"
     if candidate.mfu < 0.2:

@@ -15,7 +15,7 @@ from argosy.errors import ArgosyError
 from argosy.model.ops.fp8 import fp8_products
 from argosy.plan.hardware import Gpu, gpu_of_device
 from argosy.plan.kernels import Rates, linear
-from argosy.plan.time import BACKWARD_ATTENTION
+from argosy.plan.layer import BACKWARD_ATTENTION
 from argosy.train.device import name_of
 
 

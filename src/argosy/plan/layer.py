@@ -1,0 +1,170 @@
+"""Time of one layer, and of the output head, on one rank without communication: products, attention and element-wise bytes of
+both passes, what a backward pass makes again, what the host takes to launch it all, and what adding gradients up moves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from argosy.plan.calibration import Calibration, Stack
+from argosy.plan.kernels import Rates, linear, product
+from argosy.plan.layout import Layout, Work
+
+BACKWARD_ATTENTION = 2.5  # five products for the two of the forward pass
+BACKWARD_ELEMENTS = 1.7  # bytes of the backward pass's element-wise kernels against the forward's
+CAST_BYTES = 4  # of an input to an 8-bit product: read in 16 bits, written twice, as it lies and transposed
+
+
+@dataclass
+class Pass:
+    """Seconds of one layer, forward or backward."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    elements: float = 0.0
+    last: float = 0.0  # of the products, the last one
+
+    @property
+    def total(self) -> float:
+        return self.products + self.attention + self.elements
+
+
+def layer_passes(
+    work: Work, layout: Layout, stack: Stack, known: Calibration, rates: Rates, tokens: float
+) -> tuple[Pass, Pass]:
+    """An average layer's forward and backward pass on one rank, without communication."""
+    sizes, model, tp = work.sizes, work.model, layout.tp
+    narrow = work.precision in ("fp8", "fp4")
+    forward, backward = Pass(), Pass()
+    inputs = 2 if model.gated else 1
+    linears = _projections(work, layout, tokens)
+    if sizes.mlp_width:
+        linears += [
+            (tokens, sizes.hidden, inputs * sizes.mlp_width / tp, 1, 1.0),
+            (tokens, sizes.mlp_width / tp, sizes.hidden, 1, 1.0),
+        ]
+    if model.moe is not None:
+        local = max(1, model.moe.experts // layout.ep)
+        routed, width = tokens * model.moe.top_k / local, model.moe.ffn / layout.expert_tp
+        routed *= layout.expert_tp / tp  # ranks that do not share experts share the tokens
+        share = sizes.expert_layers
+        linears += [
+            (routed, sizes.hidden, inputs * width, local, share),
+            (routed, width, sizes.hidden, local, share),
+        ]
+    for rows, inner, outer, groups, share in linears:
+        ahead, back = linear(
+            rates, rows, inner, outer, narrow=narrow, groups=groups, summed=2.0 if stack.accumulated else 8.0
+        )
+        forward.products += share * ahead
+        forward.last = share * ahead
+        backward.products += share * back
+    forward.attention, backward.attention = _attention(work, layout, stack, known, rates, tokens)
+    forward.elements = tokens * _element_bytes(work, layout) * rates.passes / rates.memory
+    backward.elements = BACKWARD_ELEMENTS * forward.elements
+    if narrow:
+        forward.elements += (
+            sum(CAST_BYTES * share * g * rows * inner for rows, inner, _, g, share in linears) / rates.memory
+        )
+        backward.elements += (
+            sum(CAST_BYTES * share * g * rows * outer for rows, _, outer, g, share in linears) / rates.memory
+        )
+    return forward, backward
+
+
+Linear = tuple[float, float, float, int, float]  # rows, inputs, outputs, how many of them, share of the layers
+
+
+def _projections(work: Work, layout: Layout, tokens: float) -> list[Linear]:
+    """Of attention."""
+    sizes, latent, tp = work.sizes, work.latent, layout.tp
+    if latent is None:
+        shapes = [(sizes.hidden, (sizes.query + 2 * sizes.key_value) / tp), (sizes.query / tp, sizes.hidden)]
+    else:
+        shapes = [(sizes.hidden, latent.width), *((i, o / tp) for i, o in latent.matrices(work.model))]
+        shapes.append((work.model.heads * work.model.head_dim / tp, sizes.hidden))
+    return [(tokens, inputs, outputs, 1, 1.0) for inputs, outputs in shapes]
+
+
+def _attention(
+    work: Work, layout: Layout, stack: Stack, known: Calibration, rates: Rates, tokens: float
+) -> tuple[float, float]:
+    model, seq = work.model, work.seq_len
+    width = work.sizes.query / layout.tp
+    if stack.attention != "unfused":
+        forward = 4 * tokens * _keys(work) * width / rates.attention
+        return forward, BACKWARD_ATTENTION * forward
+    heads = max(1, round(model.heads / layout.tp)) * layout.micro_batch
+    forward = product(rates, seq / layout.cp, seq, model.head_dim, groups=heads)
+    forward += product(rates, seq / layout.cp, model.head_dim, seq, groups=heads)
+    scores = tokens * seq * model.heads / layout.tp
+    forward += scores * known.constants["score_bytes"] / rates.memory
+    return forward, 2 * forward
+
+
+def _keys(work: Work) -> float:
+    """Keys a query sees on average."""
+    model, seq = work.model, work.seq_len
+    if model.architecture == "decoder":
+        reach = min(seq, model.window or seq)
+        return reach - reach * reach / (2 * seq)
+    if model.architecture == "encoder":
+        return float(seq)
+    decoder, targets = work.sizes.decoder, work.sizes.decoder.targets
+    return seq * decoder.mean(1, targets * targets / 2 + targets) / decoder.mean(1, 2 * targets)
+
+
+def _element_bytes(work: Work, layout: Layout) -> float:
+    """Bytes of a token that a layer's forward pass reads and writes outside products: norms and residual sums on the
+    stream, rotation and activation on what tensor parallelism splits."""
+    sizes, model = work.sizes, work.model
+    stream = 20.0 * sizes.stream / (layout.tp if layout.sp else 1)
+    inner = 2 * (3 if model.gated else 2) * (sizes.mlp_width + sizes.expert_width)
+    routing = 8.0 * sizes.hidden * sizes.expert_layers * (model.moe.top_k if model.moe else 0)
+    return stream + (inner + routing + 4 * (sizes.query + sizes.key_value)) / layout.tp
+
+
+def layer_parameters(work: Work, layout: Layout) -> float:
+    """Of an average layer, on one rank before sharding over data."""
+    sizes, moe = work.sizes, work.model.moe
+    own = (sizes.attention + sizes.mlp) / layout.tp
+    if moe is not None:
+        own += sizes.expert_layers * moe.experts * sizes.expert / layout.ep / layout.expert_tp
+    return own
+
+
+def accumulated_bytes(work: Work, layout: Layout, stack: Stack) -> float:
+    """Bytes moved to add a layer's gradients to those of the micro-batches before. What is sharded is reduced first."""
+    once = work.micro_batches(layout) == 1 and stack.gradient_once < stack.gradient
+    if once or (layout.zero == 3 and layout.pp == 1):
+        return 0.0
+    return stack.accumulated * layer_parameters(work, layout)
+
+
+def host_seconds(work: Work, layout: Layout, stack: Stack, known: Calibration) -> float:
+    """Seconds of the host for one layer and micro-batch: its modules forward, and twice as much backward. None where a
+    recording is replayed."""
+    if stack.replays and layout.gpus == 1 and not work.model.dropout:
+        return 0.0
+    again = 0
+    if layout.recompute == "full":
+        again = 3 if stack.early_stop else 1  # torch's own checkpoint has hooks for every tensor saved
+    modules = known.constants["launch.plain" if stack.plain else "launch.modules"]
+    return (3 + again) * modules * (1 + (known.constants["launch.experts"] - 1) * work.sizes.expert_layers)
+
+
+def remade(layout: Layout, stack: Stack, forward: Pass) -> float:
+    """What the backward pass makes again."""
+    if layout.recompute == "none":
+        return 0.0
+    if layout.recompute == "full":
+        return forward.total - (forward.last if stack.early_stop else 0.0)
+    if stack.selective == "scores":
+        return forward.attention if stack.attention == "unfused" else 0.0
+    return forward.elements + (forward.products / 2 if stack.selective == "half" else 0.0)
+
+
+def head_seconds(work: Work, layout: Layout, stack: Stack, rates: Rates, tokens: float) -> float:
+    """Output head and loss, of one micro-batch."""
+    vocab = work.model.vocab_size / layout.tp
+    tokens *= work.sizes.predicted
+    return sum(linear(rates, tokens, work.sizes.hidden, vocab)) + stack.loss * tokens * vocab / rates.memory
