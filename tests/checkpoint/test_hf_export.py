@@ -123,6 +123,16 @@ def test_special_tokens_beyond_the_tokenizer_are_no_padding(
     assert given == {"input_ids", "attention_mask"} | ({"token_type_ids"} if model["family"] == "bert" else set())
 
 
+def test_an_exported_t5_generates_without_being_told_where_to_start(tmp_path: Path) -> None:
+    save("t5", tmp_path / "hf")
+    assert "decoder_start_token_id" not in json.loads((tmp_path / "hf" / "config.json").read_text())
+    (tmp_path / "hf" / "generation_config.json").unlink()
+    export_hf(f"hf:{tmp_path / 'hf'}", tmp_path / "back", ExportOptions(verify=False))
+    model = T.T5ForConditionalGeneration.from_pretrained(tmp_path / "back")
+    assert model.generation_config.decoder_start_token_id == 0
+    assert model.generate(TOKENS[:, :5], max_new_tokens=3, use_cache=False)[0, 0] == 0
+
+
 def test_precision_shards_and_index_are_as_asked(tmp_path: Path, trained: Any) -> None:
     run = trained()
     found = export_hf(str(run), tmp_path / "back", ExportOptions(dtype="bf16", shard_size=20_000))

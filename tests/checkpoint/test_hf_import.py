@@ -233,6 +233,21 @@ def test_a_head_that_is_not_stored_because_it_equals_the_embedding_is_a_copy_of_
     assert torch.equal(weights["head.weight"], weights["embed.tokens.weight"])
 
 
+@pytest.mark.parametrize("name", ["cls.predictions.decoder.bias", "cls.predictions.bias"])
+def test_the_bias_of_a_head_of_its_own_is_found_under_either_name(name: str, tmp_path: Path) -> None:
+    save("bert-untied", tmp_path / "hf")
+    bias = torch.randn(257)
+
+    def keep_one(weights: dict[str, Any]) -> None:
+        del weights["cls.predictions.decoder.bias"], weights["cls.predictions.bias"]
+        weights[name] = bias
+
+    _edit(tmp_path / "hf", keep_one)
+    import_hf(f"hf:{tmp_path / 'hf'}", tmp_path / "ours")
+    model = load_model(str(tmp_path / "ours"), device="cpu").model
+    assert torch.equal(dict(model.named_parameters())["head.bias"], bias)
+
+
 def test_of_two_sets_of_weights_the_one_transformers_loads_is_read(llama: Path, tmp_path: Path) -> None:
     (llama / "model.safetensors.index.json").write_text('{"weight_map": {"x": "model-00001-of-00001.safetensors"}}')
     assert import_hf(f"hf:{llama}", tmp_path / "ours").files == 1

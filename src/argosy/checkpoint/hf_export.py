@@ -27,7 +27,7 @@ from argosy.checkpoint.hf_verify import (
     missing_for_logits,
     what_fits,
 )
-from argosy.checkpoint.source import Source, open_source
+from argosy.checkpoint.source import TOKEN_KEYS, Source, open_source
 from argosy.checkpoint.staging import require_space, staged
 from argosy.checkpoint.tensors import TensorInfo, write_stream
 from argosy.config.counts import count_parameters
@@ -127,7 +127,8 @@ def export_hf(where: str, to: Path, options: ExportOptions, *, dry_run: bool = F
         copy_assets(source.root, stage)
         notes += write_tokenizer(source, spec, stage)
         if spec.architecture != "encoder" and not (stage / "generation_config.json").exists():
-            _write_json(stage / "generation_config.json", {"_from_model_config": True, **ids})
+            known = {key: value for key, value in (config | ids).items() if key in TOKEN_KEYS}
+            _write_json(stage / "generation_config.json", {"_from_model_config": True, **known})
         if options.verify:
             compare_weights(stage, reader.ours)
             notes.append("every tensor was read back and is the same bit for bit")

@@ -60,6 +60,10 @@ _FAMILIES: dict[str, Family] = {
             "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
             "cls.predictions.decoder.bias": "cls.predictions.bias",
         },
+        left_out={  # transformers 4 has one for both, also with a head of its own, and stores it under one of the names
+            "cls.predictions.decoder.bias": "cls.predictions.bias",
+            "cls.predictions.bias": "cls.predictions.decoder.bias",
+        },
         unused=r"embeddings\.position_ids$|^cls\.seq_relationship\.|^bert\.pooler\.",  # heads of a model without pairs
         renamed={r"LayerNorm\.gamma$": "LayerNorm.weight", r"LayerNorm\.beta$": "LayerNorm.bias"},
     ),
