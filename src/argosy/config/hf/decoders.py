@@ -110,10 +110,9 @@ def _qwen_window(keys: Keys, layers: int) -> int | None:
     first = keys.count("max_window_layers", 28)
     by_rule = [_LAYER_TYPES[bool(on and window and i >= first)] for i in range(layers)]
     kinds = keys.listing("layer_types") or by_rule
-    if len(kinds) != layers or len(set(kinds)) > 1 or kinds[0] not in _LAYER_TYPES.values():
-        raise keys.refuse(
-            "layer_types", kinds, f"all {layers} layers must be one of {', '.join(_LAYER_TYPES.values())}"
-        )
+    if len(kinds) != layers or len(set(map(str, kinds))) > 1 or kinds[0] not in _LAYER_TYPES.values():
+        key, value = ("max_window_layers", first) if kinds is by_rule else ("layer_types", kinds)
+        raise keys.refuse(key, value, f"all {layers} layers must be one of {', '.join(_LAYER_TYPES.values())}")
     if kinds[0] == _LAYER_TYPES[False]:
         return None
     if not (on and window):
@@ -179,31 +178,39 @@ def read_mpt(keys: Keys) -> Tree:
     held: tuple[tuple[Any, ...], ...] = (
         ("attn_type", "multihead_attention"), ("alibi", True), ("alibi_bias_max", 8), ("clip_qkv", None),
         ("softmax_scale", None), ("prefix_lm", False), ("qk_ln", False), ("attn_uses_sequence_id", False),
+        ("rope", False), ("sliding_window_size", -1), ("fused_qkv", True),  # and below: as LLM-Foundry writes them
     )  # fmt: skip
     for key, *allowed in held:
         attention.only(key, *allowed)
-    attention.harmless("attn_impl")
+    attention.harmless("attn_impl", "rope_theta", "rope_impl", "rope_dail_config", "rope_hf_config")
+    temperature = attention.section("attn_temperature_tuning")
+    temperature.only("attn_scale", 0.0)
+    temperature.harmless("floor_scale")
+    temperature.finish()
     dropout = keys.same("resid_pdrop", "emb_pdrop", default=0.0)
     if attention.take("attn_pdrop", 0) != dropout:
         raise attention.refuse("attn_pdrop", attention.take("attn_pdrop", 0), f"resid_pdrop is {dropout}")
     attention.finish()
     held = (
         ("expansion_ratio", 4), ("logit_scale", None), ("no_bias", True), ("embedding_fraction", 1.0),
-        ("norm_type", "low_precision_layernorm", "layernorm"), ("tie_word_embeddings", True), ("ffn_config", None),
+        ("norm_type", "low_precision_layernorm", "layernorm"), ("tie_word_embeddings", True),
+        ("ffn_config", None, {"ffn_type": "mptmlp"}), ("fc_type", "torch", {"name": "torch"}),
     )  # fmt: skip
     for key, *allowed in held:
         keys.only(key, *allowed)
     # transformers' MPT has no learned positions whatever the key says; the rest steers LLM-Foundry, not the model.
     keys.harmless("learned_pos_emb", "init_device", "init_config", "verbose", "tokenizer_name", "auto_map")
-    hidden = keys.take("d_model", 2048)
+    keys.harmless("use_pad_tok_in_ffn")
+    eps = keys.take("layer_norm_epsilon", 1e-5)
+    keys.only("norm_eps", eps)
     return {
         "family": "mpt",
         "layers": keys.take("n_layers", 24),
-        "hidden": hidden,
+        "hidden": keys.take("d_model", 2048),
         "heads": keys.take("n_heads", 16),
         "vocab_size": keys.take("vocab_size", 50368),
         "max_seq_len": keys.take("max_seq_len", 2048),
-        "norm_eps": keys.take("layer_norm_epsilon", 1e-5),
+        "norm_eps": eps,
         "dropout": dropout,
         "init_std": keys.take("initializer_range", 0.02),
     }
