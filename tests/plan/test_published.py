@@ -43,6 +43,18 @@ def test_published_rows_are_predicted_as_well_as_is_promised(rows: ModuleType, a
     assert len(wrong) <= 2  # of those that ran
 
 
+def test_our_own_engine_is_predicted_within_ten_per_cent_and_its_memory_within_five(
+    rows: ModuleType, accuracy: ModuleType
+) -> None:
+    read, refused = rows.read_rows(BENCHMARKS / "planner_own.csv")
+    assert len(read) >= 29
+    assert not refused
+    known = calibration()
+    for row in read:
+        assert accuracy.seconds(row, known) == pytest.approx(row.step_s, rel=0.10), row.id
+        assert accuracy.gibibytes(row, known) == pytest.approx(row.memory, rel=0.05), row.id
+
+
 def write(path: Path, **cells: object) -> Path:
     with (BENCHMARKS / "planner_published.csv").open() as file:
         columns = next(csv.reader(file))

@@ -24,29 +24,6 @@ def time_of(work: Work, layout: Layout, cluster: str, stack: str = "argosy") -> 
     return step_time(work, layout, parse_cluster(cluster), known.stacks[stack], known)
 
 
-@pytest.mark.parametrize(
-    ("model", "batch", "seq_len", "recompute", "measured"),
-    [
-        ("gpt2-large", 32, 1024, "none", 0.3115),
-        ("gpt2-large", 32, 1024, "selective", 0.321),
-        ("gpt2-large", 32, 1024, "full", 0.375),
-        ("gpt2-large", 16, 1024, "none", 0.184),
-        ("llama3-1b", 1, 8192, "none", 0.147),
-        ("llama3-1b", 2, 8192, "none", 0.283),
-        ("llama3-1b", 4, 8192, "none", 0.560),
-        ("llama3-1b", 4, 8192, "full", 0.703),
-        ("mpt-1b", 16, 2048, "none", 0.505),
-        ("moe-3.5b-a1.1b", 8, 4096, "none", 0.470),
-    ],
-)
-def test_our_own_engine_within_ten_per_cent(
-    model: str, batch: int, seq_len: int, recompute: str, measured: float
-) -> None:
-    work = Work(resolve_model(model), seq_len, batch)
-    predicted = time_of(work, Layout(micro_batch=batch, recompute=recompute), "1xH200")  # type: ignore[arg-type]
-    assert predicted.total == pytest.approx(measured, rel=0.10)
-
-
 @pytest.mark.parametrize(("batch", "recompute", "measured"), [(8, "none", 0.163), (16, "full", 0.306)])
 def test_a_host_that_starts_kernels_one_by_one_is_the_limit_of_small_batches(
     batch: int, recompute: Recompute, measured: float

@@ -47,6 +47,7 @@ class Stack(Section):
     plain: bool = False
     replays: bool = False
     selective: Literal["products", "half", "scores"]
+    hooked: bool = False
     early_stop: bool = False
     reduced: float
     whole_sends: bool = False

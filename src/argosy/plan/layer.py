@@ -147,7 +147,7 @@ def host_seconds(work: Work, layout: Layout, stack: Stack, known: Calibration) -
         return 0.0
     again = 0
     if layout.recompute == "full":
-        again = 3 if stack.early_stop else 1  # torch's own checkpoint has hooks for every tensor saved
+        again = 3 if stack.hooked else 1
     modules = known.constants["launch.plain" if stack.plain else "launch.modules"]
     return (3 + again) * modules * (1 + (known.constants["launch.experts"] - 1) * work.sizes.expert_layers)
 
