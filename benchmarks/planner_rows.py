@@ -25,6 +25,8 @@ from argosy.plan.layout import Layout, Schedule, Work
 from argosy.plan.memory import memory_of
 from argosy.plan.time import step_time
 
+# Programs made of torch's own modules, which came with fused attention written for Ampere.
+PLAIN = "nanotron|picotron|internlm|olmo|colossal|litgpt|tinyllama|metaseq|lightning|hugging"
 LONG = 4096  # tokens of a sequence
 MOST_SEQUENCES = 16  # in a micro-batch, where a source does not say
 
@@ -141,15 +143,17 @@ def _stack(cells: dict[str, str], gpu: Gpu, tp: int) -> Stack:
     elif "foundry" in said or "mosaic" in said:
         name = "foundry"
     elif "titan" in said or (cells.get("zero_stage") == "3" and tp == 1 and not re.search("megatron|nemo", said)):
-        name = "fsdp-compiled" if "compile" in said or "float8" in said else "fsdp"
+        name = "fsdp-compiled" if re.search("compile|float8|olmo", said) else "fsdp"
         if name == "fsdp-compiled" and re.search("_?202[5-9]", cells["source"]):
             name = "fsdp-2025"
     elif "deterministic-mode" in said:
         name = "megatron-deterministic"
-    elif attention == "unfused":
+    elif re.search(PLAIN, said):
+        name = "fsdp" if cells.get("zero_stage") == "3" else "torch"
+    elif attention == "unfused" and "transformer" not in (cells.get("attn_impl") or "").lower():
         early = re.search("2020|2021|sc21|jan21|2104", said) or gpu.architecture == "volta"
         name = "megatron-2021" if early else "megatron-2022"
-        name = "megatron-deepspeed" if re.search("deepspeed|bigscience|mt-nlg|neox", said) else name
+        name = "megatron-deepspeed" if re.search("deepspeed|bigsci|mt-nlg|neox", said) else name
     else:
         name = "megatron" if re.search("megatron|nemo|mcore|megascale", said) or attention == "native" else "torch"
     stack = stacks[name]
@@ -176,9 +180,12 @@ def _attention(cells: dict[str, str], gpu: Gpu) -> str:
         return "native"
     if "flash" in said:
         return "flash"
+    if re.search(PLAIN, f"{cells['id']} {cells['source']}".lower()):
+        return "flash"
     if gpu.architecture not in ("volta", "ampere"):
         return "native"
     later = cells["sequence_parallel"] == "1" or cells.get("zero_stage") == "3" or value(cells, "seq_len") > LONG
+    later = later or "nemo" in cells["source"].lower()
     return "flash" if later else "unfused"
 
 

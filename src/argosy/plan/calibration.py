@@ -35,6 +35,7 @@ class Stack(Section):
     weight: float
     gradient: float
     gradient_once: float
+    widened: float = 0.0
     optimiser: float
     logit: float
     loss: float

@@ -51,7 +51,7 @@ class Layout:
 
     def ends(self, stage: int) -> tuple[bool, bool]:
         """Whether a stage has the embedding, and whether it has the output head."""
-        return stage == 0, stage == (0 if self.is_v_shaped else self.pp - 1)
+        return stage == 0, stage == (0 if self.schedule in V_SHAPED else self.pp - 1)
 
     @property
     def shards(self) -> int:

@@ -63,7 +63,7 @@ def stage_memory(work: Work, layout: Layout, stack: Stack, calibration: Calibrat
     tokens = work.seq_len * layout.micro_batch / layout.cp
     kept, again = _activations(work, layout, stack, stage, layers, tokens)
     logits = _logits(work, layout, stack, tokens) if last else 0.0
-    moments = [(gradients, kept + again, logits)]
+    moments = [(gradients, kept + again, logits), (gradients * (1 + stack.widened / stack.gradient), 0.0, 0.0)]
     if stack.chunked_loss:
         begun = gradients if work.micro_batches(layout) > 1 else 0.0
         moments = [(begun, kept, logits), (begun, kept + again, 0.0), (gradients, again, 0.0)]

@@ -7,9 +7,9 @@ not divide is counted by its reason, for the plan to say why.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from argosy.config.counts import count_parameters
 from argosy.config.stages import SEVERAL_STAGES
@@ -73,15 +73,7 @@ def search(
     left_out: Counter[str] = Counter()
     nearest: tuple[float, Layout] | None = None
     considered = 0
-    axes = dict(fixed or {})
-    schedule = axes.pop("schedule", None)
-    for layout in layouts(work, cluster):
-        if any(getattr(layout, axis) != value for axis, value in axes.items()):
-            continue
-        if schedule is not None:
-            if layout.pp == 1 or (layout.vpp > 1) != (schedule in SEVERAL_STAGES):
-                continue
-            layout = replace(layout, schedule=schedule)  # type: ignore[arg-type]
+    for layout in _recomputing(work, cluster, fixed or {}, fitting):
         considered += 1
         reason = next(violations(work, layout, cluster.gpus), None)
         if reason is not None:
@@ -100,10 +92,31 @@ def search(
     return Found(tuple(fitting), considered, left_out, closest)
 
 
+def _recomputing(
+    work: Work, cluster: Cluster, fixed: dict[str, object], fitting: Sequence[Candidate]
+) -> Iterator[Layout]:
+    """Layouts with the axes that are held, each with more and more recompute until it fits: more than that is slower."""
+    axes = dict(fixed)
+    schedule, recompute = axes.pop("schedule", None), axes.pop("recompute", None)
+    kinds = [kind for kind in RECOMPUTE if recompute in (None, kind)]
+    for layout in layouts(work, cluster):
+        if any(getattr(layout, axis) != value for axis, value in axes.items()):
+            continue
+        if schedule is not None:
+            if layout.pp == 1 or (layout.vpp > 1) != (schedule in SEVERAL_STAGES):
+                continue
+            layout = replace(layout, schedule=schedule)  # type: ignore[arg-type]
+        found = len(fitting)
+        for kind in kinds:
+            yield layout if kind == "none" else replace(layout, recompute=kind)
+            if len(fitting) > found:
+                break
+
+
 def layouts(work: Work, cluster: Cluster) -> Iterator[Layout]:
     """Every layout of the cluster's GPUs that could make sense, and that Argosy can run: tensor parallelism within a domain and
     of whole key/value heads, experts over ranks that shard, the micro-batches a rank's share of the batch allows, and
-    pipelines of one, two or four stages a rank."""
+    pipelines of one, two or four stages a rank. None recomputes."""
     model, gpus = work.model, cluster.gpus
     long = work.seq_len >= 8192 and model.architecture == "decoder"
     experts = [1] if model.moe is None else [n for n in _divisors(model.moe.experts) if n <= gpus]
@@ -129,10 +142,7 @@ def _variants(work: Work, base: Layout, experts: list[int], domain: int) -> Iter
                 if vpp > 1 and share // micro_batch % base.pp:
                     continue
                 for zero, copies in zeros if ep == 1 else [(3, 1)]:
-                    for recompute in RECOMPUTE:
-                        yield replace(
-                            base, ep=ep, micro_batch=micro_batch, vpp=vpp, zero=zero, copies=copies, recompute=recompute
-                        )
+                    yield replace(base, ep=ep, micro_batch=micro_batch, vpp=vpp, zero=zero, copies=copies)
 
 
 def _copies(base: Layout, domain: int) -> list[int]:
@@ -141,8 +151,9 @@ def _copies(base: Layout, domain: int) -> list[int]:
     return [1, base.dp // near] if 1 < near < base.dp and base.dp % near == 0 else [1]
 
 
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+@lru_cache
+def _divisors(number: int) -> tuple[int, ...]:
+    return tuple(n for n in range(1, number + 1) if number % n == 0)
 
 
 def checkpoint_bytes(work: Work) -> int:
