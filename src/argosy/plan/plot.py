@@ -29,7 +29,7 @@ def write_plot(shown: Sequence[Candidate], path: Path) -> None:
             fix="pip install 'argosy[plot]'",
         ) from None
     names = [str(candidate.layout) for candidate in shown]
-    colours = list(matplotlib.colormaps["tab20"].colors)
+    colours = list(matplotlib.colormaps["tab20"](range(20)))
     figure = Figure(figsize=(14, 2.5 + 0.4 * len(names)), layout="constrained")
     memory, time = figure.subplots(1, 2, sharey=True)
     stages = [candidate.fullest.as_dict() for candidate in shown]
