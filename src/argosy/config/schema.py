@@ -288,8 +288,8 @@ class ParallelSpec(Section):
     )
     graph: Literal["auto", "off"] = Field(
         "auto",
-        description="record the kernels of a pass once and start them as a whole: one GPU, no dropout, compile off, and only where "
-        "the host is slower than the GPU; off: start them one by one",
+        description="record the kernels of a pass once and start them as a whole: one GPU, no dropout, no document mask, compile "
+        "off, and only where the host is slower than the GPU; off: start them one by one",
     )
 
     @property

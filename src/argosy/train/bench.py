@@ -135,7 +135,7 @@ class Bench:
 def bench(spec: RunSpec, *, steps: int, warmup: int, trace: Path | None = None) -> Bench:
     device = prepare_device(spec.train)
     precision = choose_precision(spec.train.precision, device)
-    engine, optimizer = _start(spec, device)
+    engine, optimizer = start(spec, device)
     batch = engine.place(synthetic_batch(spec))
     done = 0
 
@@ -171,7 +171,7 @@ def seconds_per_step(spec: RunSpec, steps: int) -> float:
     """What a step of a run, with its own data, takes on this machine: the fastest of a few."""
     device = prepare_device(spec.train)
     stream = open_checked_data(spec).training()
-    engine, optimizer = _start(spec, device)
+    engine, optimizer = start(spec, device)
     seconds = []
     for step in range(1, steps + 1):
         started = time.perf_counter()
@@ -181,7 +181,7 @@ def seconds_per_step(spec: RunSpec, steps: int) -> float:
     return min(seconds)
 
 
-def _start(spec: RunSpec, device: torch.device) -> tuple[SingleDevice, Optimizer]:
+def start(spec: RunSpec, device: torch.device) -> tuple[SingleDevice, Optimizer]:
     check_world(spec.parallel, 1, "a benchmark runs in one process")
     mesh = Mesh(device)
     model = make_model(spec, mesh)

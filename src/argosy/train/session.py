@@ -88,9 +88,10 @@ def make_engine(spec: RunSpec, model: nn.Module, mesh: Mesh) -> SingleDevice:
 
 
 def _replayable(spec: RunSpec, device: torch.device) -> bool:
-    """Whether every pass is the same kernels: dropout is seeded anew for each block of each pass."""
-    parallel = spec.parallel
-    return device.type == "cuda" and parallel.graph == "auto" and parallel.compile == "off" and not spec.model.dropout
+    """Whether every pass is the same kernels. Dropout is seeded anew for each block of each pass, and which blocks of a document
+    mask are empty is another matter in each."""
+    asked = device.type == "cuda" and spec.parallel.graph == "auto" and spec.parallel.compile == "off"
+    return asked and not spec.model.dropout and not spec.data.document_mask
 
 
 def load_model(where: str, *, device: str | None = None) -> Loaded:
