@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -14,7 +15,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -59,14 +60,17 @@ def get(url: str) -> Any:
 class Receiver:
     """A server that keeps what is posted to it."""
 
-    def __init__(self, port: int = 0) -> None:
+    def __init__(self, port: int = 0, refuse: Collection[int] = ()) -> None:
+        """`refuse`: the posts that are answered with an error."""
         self.bodies: list[bytes] = []
-        keep = self.bodies
+        keep, count = self.bodies, itertools.count()
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
-                keep.append(self.rfile.read(int(self.headers["Content-Length"])))
-                self.send_response(200)
+                body, refused = self.rfile.read(int(self.headers["Content-Length"])), next(count) in refuse
+                if not refused:
+                    keep.append(body)
+                self.send_response(503 if refused else 200)
                 self.end_headers()
 
             def log_message(self, *arguments: Any) -> None: ...
@@ -270,6 +274,33 @@ def test_a_webhook_is_told_of_alerts_and_not_of_everything(tmp_path: Path, monke
         "hook, step 7: the loss is nan",
         "hook, step 9: save-failed: No space left on device",
     ]
+
+
+def test_a_webhook_that_fails_in_between_tells_nobody_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Receiver(refuse={2, 3}) as receiver:  # the third post, and its first repetition
+        monkeypatch.setenv("OUR_HOOK", f"http://127.0.0.1:{receiver.port}/x")
+        run = make_run(tmp_path / "hook", "log.alerts.webhook=env:OUR_HOOK")
+        with JsonlWriter(run.events) as events:
+            for step in range(5):
+                events.write({"event": "alert", "step": step, "time": 1.0, "alert": "nan", "text": f"alert {step}"})
+        courier = Courier(run.root, patience_s=0.05)
+        courier.start()
+        wait_for(lambda: len(receiver.bodies) >= 6)  # with the news that it was down
+        courier.finish(10)
+    told = [json.loads(body)["text"] for body in receiver.bodies if b"alert" in body]
+    assert told == [f"hook, step {step}: alert {step}" for step in range(5)]
+
+
+def test_an_address_that_is_none_is_refused_without_being_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OUR_HOOK", "hooks.example/secret-part")
+    run = make_run(tmp_path / "hook", "log.alerts.webhook=env:OUR_HOOK")
+    log(run, [10])
+    carry(run)
+    (down,) = read_jsonl(run.events)
+    assert "no web address" in down["text"]
+    assert "secret-part" not in run.events.read_text()
 
 
 def test_a_dead_sink_is_announced_once_and_backfilled_when_it_returns(tmp_path: Path) -> None:

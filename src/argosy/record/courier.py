@@ -34,7 +34,6 @@ from argosy.record.sinks.asked import asked_sinks
 from argosy.record.sinks.sink import RunFacts, Sink
 from argosy.record.tail import Tail
 
-_AT_ONCE = 500  # records in one call
 _LOOK_S = 1.0
 _LONGEST_WAIT_S = 60.0  # between two tries of a sink that is down
 _FAREWELL_S = 60.0  # for sinks that answer to take the rest
@@ -116,7 +115,7 @@ class Courier:
                 if not opened:
                     sink.open()
                     opened = True
-                records = [record for record, _ in tail.read(_AT_ONCE) if isinstance(record.get("step"), int)]
+                records = [record for record, _ in tail.read(sink.at_once) if isinstance(record.get("step"), int)]
                 if records:
                     sink.send(records)
                     sink.newest = records[-1]["step"]

@@ -19,7 +19,7 @@ import orjson
 
 from argosy.config.resolve import flatten
 from argosy.record.jsonl import Record
-from argosy.record.sinks.sink import RunFacts, numbers, outcome
+from argosy.record.sinks.sink import AT_ONCE, RunFacts, numbers, outcome
 
 _TIMEOUT_S = 10.0
 _METRICS_AT_ONCE, _PARAMS_AT_ONCE = 1000, 100  # the server's limits
@@ -29,7 +29,7 @@ _STATUS = {"done": "FINISHED", "interrupted": "KILLED"}
 
 
 class MLflow:
-    name, source = "mlflow", "metrics"
+    name, source, at_once = "mlflow", "metrics", AT_ONCE
     newest = -1
 
     def __init__(self, run: RunFacts, address: str, experiment: str) -> None:

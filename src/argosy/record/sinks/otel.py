@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from argosy.record.jsonl import Record
-from argosy.record.sinks.sink import RunFacts, missing, numbers
+from argosy.record.sinks.sink import AT_ONCE, RunFacts, missing, numbers
 
 
 class OpenTelemetry:
-    name, source = "otel", "metrics"
+    name, source, at_once = "otel", "metrics", AT_ONCE
     newest = -1
 
     def __init__(self, run: RunFacts, address: str) -> None:

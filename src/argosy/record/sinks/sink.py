@@ -27,9 +27,13 @@ class RunFacts:
     spec: dict[str, Any]  # the resolved run spec
 
 
+AT_ONCE = 500
+
+
 class Sink(Protocol):
     name: str
     source: str  # the file it reads: metrics or events
+    at_once: int  # records in one call, which are sent again where it fails
     newest: int  # step it was sent last, in this process or an earlier one; -1: none
 
     def open(self) -> None:

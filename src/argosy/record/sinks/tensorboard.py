@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from argosy.record.jsonl import Record
-from argosy.record.sinks.sink import RunFacts, missing, numbers
+from argosy.record.sinks.sink import AT_ONCE, RunFacts, missing, numbers
 
 
 class TensorBoard:
-    name, source = "tensorboard", "metrics"
+    name, source, at_once = "tensorboard", "metrics", AT_ONCE
 
     def __init__(self, run: RunFacts) -> None:
         self._directory = run.root / "tensorboard"

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from argosy.record.jsonl import Record
-from argosy.record.sinks.sink import RunFacts, missing, numbers, outcome
+from argosy.record.sinks.sink import AT_ONCE, RunFacts, missing, numbers, outcome
 
 
 class WandB:
-    name, source = "wandb", "metrics"
+    name, source, at_once = "wandb", "metrics", AT_ONCE
 
     def __init__(self, run: RunFacts, project: str) -> None:
         self._facts = run

@@ -17,7 +17,7 @@ _TIMEOUT_S = 10.0
 
 
 class Webhook:
-    name, source = "webhook", "events"
+    name, source, at_once = "webhook", "events", 1  # nobody is told twice
     newest = -1
 
     def __init__(self, run: RunFacts, address: str) -> None:
@@ -32,6 +32,13 @@ class Webhook:
                     fix=f"set {name} to the address where the run is started",
                 )  # fmt: skip
             self._address = os.environ[name]
+        if not self._address.startswith(
+            ("https://", "http://")
+        ):  # whoever has the address can post to it: it is not shown
+            raise ArgosyError(
+                "log.missing-variable", "what it holds is no web address", key="log.alerts.webhook",
+                fix="set it to all of the address, with https:// in front",
+            )  # fmt: skip
 
     def send(self, records: Sequence[Record]) -> None:
         for record in records:
