@@ -107,6 +107,23 @@ def test_tensorboard_reads_the_curves_and_drops_what_a_resumed_run_did_again(tmp
     assert [event.step for event in reader.Scalars("time/forward_backward")] == [10, 20, 30, 40, 50]
 
 
+def test_what_a_killed_courier_had_sent_and_not_noted_is_not_in_tensorboard_twice(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = make_run(tmp_path / "tb", "log.sinks.tensorboard=true")
+    log(run, [10, 20])
+    carry(run)
+    noted = (run.root / "sinks" / "tensorboard.json").read_bytes()
+    log(run, [30, 40])
+    carry(run)
+    (run.root / "sinks" / "tensorboard.json").write_bytes(noted)  # as if it had been killed before it wrote this
+    log(run, [50])
+    carry(run)
+    reader = EventAccumulator(str(run.root / "tensorboard"))
+    reader.Reload()
+    assert [event.step for event in reader.Scalars("loss")] == [10, 20, 30, 40, 50]
+
+
 def wandb_messages(file: Path) -> Iterator[bytes]:
     """Of a .wandb file: a header of 7 bytes, then blocks of 32 KiB with LevelDB's log records (crc, length, kind)."""
     data, at, message = file.read_bytes(), 7, b""

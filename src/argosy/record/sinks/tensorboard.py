@@ -21,6 +21,7 @@ class TensorBoard:
     def __init__(self, run: RunFacts) -> None:
         self._directory = run.root / "tensorboard"
         self._file: io.FileIO | None = None
+        self._begun = False  # this file has said from which step on it counts: one that was killed may have written more than it knew
         self.newest = -1
 
     def open(self) -> None:
@@ -30,6 +31,7 @@ class TensorBoard:
         except ImportError:
             raise missing("tensorboard", "tensorboard") from None
         self._events, self._summaries, self._records = event_pb2, summary_pb2, RecordWriter
+        self._begun = False
         self._directory.mkdir(exist_ok=True)
         name = f"events.out.tfevents.{time.time():.0f}.{os.uname().nodename}.{os.getpid()}"
         self._file = io.FileIO(self._directory / name, "a")
@@ -42,9 +44,10 @@ class TensorBoard:
         events, newest = [], self.newest
         for record in records:
             step, wall_time = record["step"], record.get("time", 0.0)
-            if step < newest or (step == newest and "loss" in record):
+            if step < newest or ("loss" in record and (step == newest or not self._begun)):
                 status = self._events.SessionLog(status=self._events.SessionLog.START)
                 events.append(self._events.Event(wall_time=wall_time, step=step, session_log=status))
+                self._begun = True
             newest = step
             values = [self._summaries.Summary.Value(tag=n, simple_value=v) for n, v in numbers(record).items()]
             summary = self._summaries.Summary(value=values)
