@@ -165,11 +165,14 @@ def test_wandb_has_one_run_across_restarts_without_tensorboard(tmp_path: Path, m
     carry(run)
     log(run, [50, 60], loss=0.75)  # resumed from 40, and step 50 logged a second time
     carry(run)
+    log(run, [70, 60, 70], loss=0.5)  # rewound while it ran
+    carry(run)
     ids, history = wandb_files(run.root)
     assert ids == {(run.root / "sinks" / "run-id").read_text()}
-    assert sorted(history) == [10, 20, 30, 40, 50, 60]
+    assert sorted(history) == [10, 20, 30, 40, 50, 60, 70]
     assert history[30]["loss"] == history[40]["loss"] == 1.25
-    assert history[50]["loss"] == history[60]["loss"] == 0.75
+    assert history[50]["loss"] == 0.75
+    assert history[60]["loss"] == history[70]["loss"] == 0.5
     assert history[20]["loss"] > 4
     assert not (run.root / "tensorboard").exists()
 

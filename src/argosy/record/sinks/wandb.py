@@ -9,11 +9,14 @@ W&B's own; no key is read, kept or sent by us.
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
 from argosy.record.jsonl import Record
 from argosy.record.sinks.sink import AT_ONCE, RunFacts, missing, numbers, outcome
+
+_SETTLE_S = 1.5  # W&B loses what is logged to a run that is begun anew within the second in which it was ended
 
 
 class WandB:
@@ -31,7 +34,8 @@ class WandB:
         except ImportError:
             raise missing("wandb", "wandb") from None
         self._wandb = wandb
-        self._start()
+        if self.newest < 0:  # else the first record tells whether it goes back
+            self._start()
 
     def _start(self, rewound_to: int | None = None) -> None:
         facts = self._facts
@@ -58,12 +62,16 @@ class WandB:
             step = record["step"]
             if step < self.newest or (step == self.newest and "loss" in record):
                 self._rewind(step - 1)
+            elif self._run is None:
+                self._start()
             self.newest = step
             self._run.log({**numbers(record), "step": step}, step=step)
 
     def _rewind(self, step: int) -> None:
-        self._run.finish()
-        if not self._run.offline:
+        if self._run is not None:
+            self._run.finish()
+            time.sleep(_SETTLE_S)
+        if self._wandb.setup().settings.mode not in ("offline", "dryrun"):
             try:
                 self._start(rewound_to=step)
             except self._wandb.errors.Error as error:
