@@ -148,6 +148,13 @@ def test_precision_shards_and_index_are_as_asked(tmp_path: Path, trained: Any) -
     assert T.AutoModelForCausalLM.from_pretrained(tmp_path / "back").dtype == torch.bfloat16
 
 
+def test_experts_of_an_odd_width_are_compared_too(tmp_path: Path, trained: Any) -> None:
+    moe = {"experts": 3, "top_k": 2, "ffn": 7}
+    run = trained(model={"family": "llama", "layers": 1, "hidden": 6, "heads": 1, "vocab_size": 257, "moe": moe})
+    found = export_hf(str(run), tmp_path / "back", ExportOptions())
+    assert any("equal those of transformers" in note for note in found.notes)
+
+
 def test_a_weight_that_the_precision_cannot_hold_is_named_and_nothing_is_written(tmp_path: Path) -> None:
     save("llama", tmp_path / "hf")
     weights = load_file(tmp_path / "hf" / "model.safetensors")

@@ -133,6 +133,8 @@ def test_what_changes_the_numbers_and_cannot_be_said_is_refused_by_name(kind: st
     [
         ("gpt2", "attention_bias=false", "model.attention_bias"),
         ("gpt2", "qk_norm=true", "model.qk_norm"),
+        ("gpt2", "activation=swiglu", "model.activation"),
+        ("bert-base", "activation=geglu", "model.activation"),
         ("mpt-7b", "ffn=100", "model.ffn"),
         ("mistral-7b", "attention_bias=true", "model.attention_bias"),
         ("llama2-7b", "positions=alibi", "model.positions"),

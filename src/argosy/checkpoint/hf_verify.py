@@ -100,6 +100,8 @@ def _their_logits(directory: Path, spec: ModelSpec, tokens: Tensor) -> Tensor:
     logging.getLogger("transformers").setLevel(logging.ERROR)
     kind: Any = getattr(transformers, read_config(directory)["architectures"][0])
     model = kind.from_pretrained(directory, dtype=torch.float32).eval()
+    if spec.moe is not None and hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # the faster ones do not take experts of every width
     output = model(input_ids=tokens, **_decoder_side(spec, tokens, "decoder_input_ids"))
     logits: Tensor = output.prediction_logits if "prediction_logits" in output else output.logits
     return logits

@@ -7,11 +7,25 @@ from typing import Any
 from argosy.config.hf.keys import Keys
 from argosy.config.hf.rope import read_rope, write_rope
 from argosy.config.model import ModelSpec
+from argosy.errors import ArgosyError
 
 Tree = dict[str, Any]
 
 ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
-ACTIVATION_NAMES = {"gelu_tanh": "gelu_new", "gelu": "gelu", "relu": "relu"}
+_ACTIVATION_NAMES = {"gelu_tanh": "gelu_new", "gelu": "gelu", "relu": "relu"}
+
+
+def activation_name(spec: ModelSpec) -> str:
+    """Their word for the activation of an MLP without a gate."""
+    if spec.activation not in _ACTIVATION_NAMES:
+        raise ArgosyError(
+            "hf.unsupported",
+            f"in Hugging Face's class for the family {spec.family} the MLP has no gate",
+            key="model.activation",
+            value=spec.activation,
+            fix=f"only a model with {' or '.join(_ACTIVATION_NAMES)} can be exported",
+        )
+    return _ACTIVATION_NAMES[spec.activation]
 
 
 def read_gpt2(keys: Keys) -> Tree:
@@ -47,7 +61,7 @@ def write_gpt2(spec: ModelSpec) -> Tree:
         "n_inner": spec.ffn,
         "vocab_size": spec.vocab_size,
         "n_positions": spec.max_seq_len,
-        "activation_function": ACTIVATION_NAMES.get(spec.activation),
+        "activation_function": activation_name(spec),
         "layer_norm_epsilon": spec.norm_eps,
         "tie_word_embeddings": spec.tied,
         **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), spec.dropout),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from argosy.config.hf.decoders import ACTIVATION_NAMES, ACTIVATIONS
+from argosy.config.hf.decoders import ACTIVATIONS, activation_name
 from argosy.config.hf.keys import Keys
 from argosy.config.model import ModelSpec
 
@@ -44,7 +44,7 @@ def write_bert(spec: ModelSpec) -> Tree:
         "vocab_size": spec.vocab_size,
         "max_position_embeddings": spec.max_seq_len,
         "type_vocab_size": spec.type_vocab_size,
-        "hidden_act": ACTIVATION_NAMES.get(spec.activation),
+        "hidden_act": activation_name(spec),
         "layer_norm_eps": spec.norm_eps,
         "tie_word_embeddings": spec.tied,
         "hidden_dropout_prob": spec.dropout,
@@ -110,7 +110,7 @@ def write_t5(spec: ModelSpec) -> Tree:
         "d_ff": spec.ffn,
         "vocab_size": spec.vocab_size,
         "n_positions": spec.max_seq_len,
-        "feed_forward_proj": _T5_NAMES.get(spec.activation),
+        "feed_forward_proj": _T5_NAMES[spec.activation],
         "layer_norm_epsilon": spec.norm_eps,
         "tie_word_embeddings": spec.tied,
         "dropout_rate": spec.dropout,
