@@ -75,6 +75,16 @@ def test_a_trained_step_is_exported_as_we_compute_it(kind: str, tmp_path: Path, 
     assert model.config.eos_token_id == 256
 
 
+def test_token_ids_are_those_the_model_came_with_and_no_others(tmp_path: Path, trained: Any) -> None:
+    save("llama", tmp_path / "hf")
+    path = tmp_path / "hf" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"bos_token_id": None, "eos_token_id": [256, 7]}))
+    export_hf(str(trained(init_from=f"hf:{tmp_path / 'hf'}", model=None)), tmp_path / "back", ExportOptions())
+    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert config["eos_token_id"] == [256, 7]
+    assert config.get("bos_token_id") is None
+
+
 def test_padding_is_removed_and_the_tokenizer_gives_the_same_ids(tmp_path: Path, trained: Any) -> None:
     run = trained(model={"family": "gpt", "layers": 2, "hidden": 32, "heads": 4, "vocab_size": 320})
     found = export_hf(str(run), tmp_path / "back", ExportOptions())

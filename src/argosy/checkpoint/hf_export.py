@@ -121,8 +121,9 @@ def export_hf(where: str, to: Path, options: ExportOptions, *, dry_run: bool = F
     with staged(to) as stage:
         with Progress("export", size, "B") as bar:
             _write_weights(stage, shards, _counted(reader.theirs, bar))
-        ids = {"bos_token_id": source.eod_id, "eos_token_id": source.eod_id} | source.token_ids
-        ids = {key: value for key, value in ids.items() if value is not None}
+        ids = source.token_ids
+        if source.eod_id is not None and "eos_token_id" not in ids:  # where a document ends, the next one begins
+            ids = {"bos_token_id": source.eod_id, "eos_token_id": source.eod_id} | ids
         _write_json(stage / CONFIG, config | ids | {"dtype": dtype, "torch_dtype": dtype})
         copy_assets(source.root, stage)
         notes += write_tokenizer(source, spec, stage)
