@@ -158,7 +158,8 @@ def _stack(cells: dict[str, str], gpu: Gpu, tp: int) -> Stack:
         name = "megatron" if re.search("megatron|nemo|mcore|megascale", said) or attention == "native" else "torch"
     stack = stacks[name]
     if name == "megatron-deepspeed" and "bf" in (cells.get("precision") or "").lower():
-        stack = stack.model_copy(update={"accumulated": 10, "reduced": 4})  # its sums of 16-bit gradients are 32-bit
+        wide = {"accumulated": 10, "reduced": 4, "gradient": 4, "gradient_once": 4, "widened": 0}
+        stack = stack.model_copy(update=wide)  # its sums of bf16 gradients are 32-bit
     if "one by one" in said:
         stack = stack.model_copy(update={"replays": False})
     own = f"{cells.get('notes') or ''} {cells['model']}".lower()  # a source may have rows with and without

@@ -32,12 +32,13 @@ FORMULAS = {
 
 
 def distinct(found: Found, count: int) -> list[Candidate]:
-    """The fastest of every mesh: variants of one that differ in recompute or micro-batch are not alternatives."""
+    """The fastest of every mesh: variants of one that differ in recompute or micro-batch are not alternatives, unless there is
+    no other."""
     seen: dict[tuple[int, ...], Candidate] = {}
     for candidate in found.best:
         mesh = candidate.layout
         seen.setdefault((mesh.tp, mesh.pp, mesh.cp, mesh.ep, mesh.zero == 3, mesh.copies), candidate)
-    return list(seen.values())[:count]
+    return list(found.best if len(seen) == 1 else seen.values())[:count]
 
 
 def run_length(candidate: Candidate, tokens: int | None) -> tuple[float, float | None] | None:
@@ -79,7 +80,7 @@ def header(candidate: Candidate, found: Found | None, tokens: int | None, storag
         sample = f"({work.seq_len:,} + {round(work.seq_len * work.sizes.decoder.targets):,})"
     lines = [
         f"model       {describe_size(work.model)}",
-        f"cluster     {cluster.name}: {cluster.gpus} x {cluster.gpu.name}, {cluster.nodes} nodes{price}",
+        f"cluster     {cluster.name}: {cluster.gpus} x {cluster.gpu.name}, {cluster.nodes} node{'s' if cluster.nodes > 1 else ''}{price}",
         f"step        {work.global_batch:,} x {sample} = {work.tokens:,} tokens, {work.precision}",
         f"checkpoint  {size:,.1f} GB (weights, masters, moments): {size / storage:,.0f} s at {storage:g} GB/s",
     ]

@@ -135,7 +135,7 @@ def _variants(work: Work, base: Layout, experts: list[int], domain: int) -> Iter
     chunks = [v for v in (1, 2, 4) if v == 1 or (base.pp > 1 and work.sizes.layers % (base.pp * v) == 0)]
     zeros = [(0, 1), *((3, copies) for copies in _copies(base, domain))] if base.dp > 1 else [(0, 1)]
     for ep in experts:
-        for micro_batch in [n for n in (1, 2, 4, 8, 16, 32) if share % n == 0]:
+        for micro_batch in [n for n in (1, 2, 4, 8, 16, 32, 64, 128, 256) if share % n == 0]:
             if micro_batch * work.seq_len > 131_072 * base.cp:
                 break
             for vpp in chunks:
