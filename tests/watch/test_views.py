@@ -165,9 +165,11 @@ def test_where_there_is_no_terminal_there_is_a_line_for_each_step_and_event(tmp_
     assert sum(line.startswith("step ") and "tok/s" in line for line in lines) == 59
     assert "step 590: validation loss 2.7500" in lines
     assert any("alert slow-rank rank 3 takes 21% longer" in line for line in lines)
-    refused = argosy("watch", tmp_path)
-    assert refused.returncode == 2
-    assert "error[run.not-found]" in refused.stderr
+    for wrong in (tmp_path, tmp_path / "see"):
+        refused = argosy("watch", wrong)
+        assert refused.returncode == 2
+        assert "error[run.not-found]" in refused.stderr
+        assert f"as {tmp_path / 'sea'}" in refused.stderr
 
 
 class Tags(HTMLParser):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from argosy.watch.reading import figures, is_number, printable, sound
 from argosy.watch.runs import Run, require_run
 from argosy.watch.screen import screen, told
 
-_EVERY_S = 1.0
+_EVERY_S, _READ_S = 1.0, 0.5
 
 
 def watch(path: Path, *, once: bool) -> None:
@@ -62,7 +63,9 @@ def _in_terminal(run: Run) -> None:
     with Live(console=console, screen=True, auto_refresh=False) as live:
         try:
             while True:
-                run.series.update()
+                reader = threading.Thread(target=run.series.update, daemon=True)
+                reader.start()
+                reader.join(_READ_S)  # a long file is shown as far as it was read
                 live.update(screen(run, console.width, console.height), refresh=True)
                 time.sleep(_EVERY_S)
         except KeyboardInterrupt:

@@ -5,6 +5,7 @@ A run is only ever looked up among those that were found by looking, so that no 
 
 from __future__ import annotations
 
+import difflib
 import fcntl
 import os
 import time
@@ -21,7 +22,7 @@ from argosy.record.jsonl import Record
 from argosy.record.rundir import RunDir
 from argosy.record.tail import Kept
 from argosy.watch.heat import HeatMap
-from argosy.watch.reading import readable, sound, table
+from argosy.watch.reading import printable, readable, sound, table
 from argosy.watch.series import Series
 
 _DEPTH = 3  # folders below the root
@@ -58,9 +59,18 @@ def require_run(path: Path) -> RunDir:
         raise ArgosyError(
             "run.not-found",
             f"{path} is not a run directory: it has no metrics.jsonl, events.jsonl or resolved.json",
-            fix="name a directory that `argosy train` made, as runs/demo",
+            fix=f"name a directory that `argosy train` made, as {_example(path)}",
         )
     return run
+
+
+def _example(path: Path) -> str:
+    """A run that is there, near the name that was given, or beside it."""
+    for root in (path, path.parent):
+        if root.is_dir() and (found := find_runs(root)):
+            near = difflib.get_close_matches(path.name, found, n=3, cutoff=0.5) or sorted(found)[:3]
+            return ", ".join(printable(str(root / name)) for name in near)
+    return "runs/demo"
 
 
 @dataclass

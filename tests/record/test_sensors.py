@@ -1,0 +1,104 @@
+"""What the GPU's sensors say, with a stand-in for NVML, which no machine without a GPU has."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from argosy.record.sensors import Sensors
+
+ALL = {"utilisation": 0.97, "temperature": 71.0, "power_w": 412.5, "throttled": 1.0}
+
+
+class NVMLError(Exception):
+    pass
+
+
+def refuse(*arguments: object) -> Any:
+    raise NVMLError("not supported")
+
+
+def card(**changes: Any) -> SimpleNamespace:
+    """pynvml, as far as it is used; None takes a function away."""
+    functions: dict[str, Any] = {
+        "NVMLError": NVMLError, "NVML_TEMPERATURE_GPU": 0,
+        "nvmlInit": lambda: None,
+        "nvmlDeviceGetHandleByUUID": lambda uuid: uuid,
+        "nvmlDeviceGetDeviceHandleFromMigDeviceHandle": lambda device: "whole card",
+        "nvmlDeviceGetUtilizationRates": lambda device: SimpleNamespace(gpu=97),
+        "nvmlDeviceGetTemperature": lambda device, kind: 71,
+        "nvmlDeviceGetPowerUsage": lambda device: 412_500,
+        "nvmlDeviceGetCurrentClocksThrottleReasons": lambda device: 0x44,
+        "nvmlDeviceGetCurrentClocksEventReasons": lambda device: 0x44,
+    }  # fmt: skip
+    return SimpleNamespace(**{name: value for name, value in (functions | changes).items() if value is not None})
+
+
+def read(monkeypatch: pytest.MonkeyPatch, module: object, uuid: str = "GPU-1") -> dict[str, float]:
+    monkeypatch.setitem(sys.modules, "pynvml", module)
+    sensors = Sensors(uuid, every_s=0.05)
+    deadline = time.monotonic() + 0.5
+    while not (found := sensors.read()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    sensors.close()
+    return found
+
+
+def test_all_is_read_whichever_name_the_library_has_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read(monkeypatch, card()) == ALL
+    assert read(monkeypatch, card(nvmlDeviceGetCurrentClocksEventReasons=None)) == ALL
+    assert read(monkeypatch, card(nvmlDeviceGetCurrentClocksThrottleReasons=None)) == ALL
+    at_work = card(nvmlDeviceGetCurrentClocksEventReasons=lambda device: 0x04)  # at its power limit
+    assert read(monkeypatch, at_work)["throttled"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("function", "figure"),
+    [
+        ("nvmlDeviceGetUtilizationRates", "utilisation"), ("nvmlDeviceGetTemperature", "temperature"),
+        ("nvmlDeviceGetPowerUsage", "power_w"), ("nvmlDeviceGetCurrentClocksEventReasons", "throttled"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("instead", [refuse, lambda *arguments: None])
+def test_what_a_card_does_not_tell_is_left_out_and_the_rest_is_told(
+    function: str, figure: str, instead: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert read(monkeypatch, card(**{function: instead})) == {n: v for n, v in ALL.items() if n != figure}
+
+
+def test_a_part_of_a_card_is_read_at_the_whole_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    module = card(
+        nvmlDeviceGetPowerUsage=lambda device: asked.append(device) or 1000, nvmlDeviceGetUtilizationRates=refuse
+    )
+    assert read(monkeypatch, module, "MIG-7")["power_w"] == 1.0
+    assert set(asked) == {"whole card"}
+
+
+@pytest.mark.parametrize("function", ["nvmlInit", "nvmlDeviceGetHandleByUUID"])
+def test_without_a_driver_nothing_is_said(function: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read(monkeypatch, card(**{function: refuse})) == {}
+    assert read(monkeypatch, None) == {}
+
+
+def test_a_reading_of_a_driver_that_no_longer_answers_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    stuck = []
+
+    def temperature(device: object, kind: int) -> int:
+        if stuck:
+            time.sleep(5)
+        stuck.append(device)
+        return 71
+
+    monkeypatch.setitem(sys.modules, "pynvml", card(nvmlDeviceGetTemperature=temperature))
+    sensors = Sensors("GPU-1", every_s=0.02)
+    time.sleep(0.05)
+    deadline = time.monotonic() + 3
+    while sensors.read() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert sensors.read() == {}
+    sensors.close()
