@@ -70,12 +70,19 @@ def test_what_a_card_does_not_tell_is_left_out_and_the_rest_is_told(
     assert read(monkeypatch, card(**{function: instead})) == {n: v for n, v in ALL.items() if n != figure}
 
 
-def test_a_part_of_a_card_is_read_at_the_whole_one(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("uuid", ["MIG-7", "7"])  # torch's has no prefix
+def test_a_part_of_a_card_is_read_at_the_whole_one(uuid: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
+
+    def by_uuid(name: str) -> str:
+        return name if name == "MIG-7" else refuse()
+
     module = card(
-        nvmlDeviceGetPowerUsage=lambda device: asked.append(device) or 1000, nvmlDeviceGetUtilizationRates=refuse
+        nvmlDeviceGetHandleByUUID=by_uuid,
+        nvmlDeviceGetPowerUsage=lambda device: asked.append(device) or 1000,
+        nvmlDeviceGetUtilizationRates=refuse,
     )
-    assert read(monkeypatch, module, "MIG-7")["power_w"] == 1.0
+    assert read(monkeypatch, module, uuid)["power_w"] == 1.0
     assert set(asked) == {"whole card"}
 
 

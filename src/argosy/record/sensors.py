@@ -43,9 +43,7 @@ class Sensors:
             return
         try:
             pynvml.nvmlInit()
-            device = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}")
-            part = uuid.startswith("MIG-")
-            self._device = pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(device) if part else device
+            self._device = _device(pynvml, uuid)
         except (pynvml.NVMLError, AttributeError):
             return
         threading.Thread(target=self._keep_reading, args=(pynvml,), name="argosy-sensors", daemon=True).start()
@@ -54,6 +52,16 @@ class Sensors:
         while not self._stop.is_set():
             self._latest, self._at = _readings(nvml, self._device), time.monotonic()
             self._stop.wait(self._every_s)
+
+
+def _device(nvml: Any, uuid: str) -> Any:
+    """The card, also where the name is that of a part of it (MIG); torch leaves out the prefix that tells them apart."""
+    if not uuid.startswith("MIG-"):
+        try:
+            return nvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
+        except nvml.NVMLError:
+            uuid = f"MIG-{uuid.removeprefix('GPU-')}"
+    return nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(nvml.nvmlDeviceGetHandleByUUID(uuid))
 
 
 def _readings(nvml: Any, device: Any) -> dict[str, float]:
