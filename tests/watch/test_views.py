@@ -17,6 +17,7 @@ from rich.console import Console
 from argosy.record.jsonl import JsonlWriter
 from argosy.watch.doctor import diagnose
 from argosy.watch.live import watch
+from argosy.watch.picture import Curve, line_chart
 from argosy.watch.report import page
 from argosy.watch.runs import Run
 from argosy.watch.screen import screen
@@ -222,3 +223,23 @@ def test_names_in_a_report_are_text(tmp_path: Path) -> None:
     text = page(Run(evil, run))
     assert "<script" not in text
     assert "&lt;script&gt;alert(1)" in text
+
+
+def test_a_single_bad_step_among_many_is_seen_in_a_report(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "long")
+    with run.metrics.open("w") as file:
+        for step in range(1, 50_001):
+            file.write(f'{{"step":{step},"loss":{97 if step == 31_000 else 2 + step % 5 / 10}}}\n')
+    text = page(Run("long", run.root))
+    assert "polygon" in text
+    labels = re.findall(r'text-anchor="end">([^<]+)</text>', text)
+    assert {"20", "40", "60", "80"} <= set(labels)  # the axis is round, and reaches up to it
+
+
+@pytest.mark.parametrize("values", [[1e-3] * 9, [0.0] * 9, [-5.0, 5.0], [8.04e6, 8.15e6], [3e-7, 4e-7]])
+def test_the_labels_of_an_axis_differ(values: list[float]) -> None:
+    steps = [float(step) for step in range(len(values))]
+    picture = line_chart("loss", [Curve("loss", steps, values, values, values)])
+    labels = re.findall(r'<text x="50"[^>]*>([^<]+)</text>', picture)
+    assert labels
+    assert len(set(labels)) == len(labels)

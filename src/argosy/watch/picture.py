@@ -3,60 +3,93 @@
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from argosy.record.console import amount
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 520, 200, 56, 10, 10, 24
+_TICKS = 5  # at most
 
 
-def line_chart(title: str, curves: Sequence[tuple[str, Sequence[float], Sequence[float]]]) -> str:
-    """(label, steps, values) for each curve; one of few points is drawn as dots."""
-    points = [(x, y) for _, xs, ys in curves for x, y in zip(xs, ys, strict=True)]
-    if not points:
+@dataclass(frozen=True)
+class Curve:
+    """In pieces: the mean of each, and the range that a single step may have reached in it."""
+
+    label: str
+    steps: Sequence[float]
+    mean: Sequence[float]
+    low: Sequence[float]
+    high: Sequence[float]
+
+
+class _Frame:
+    """Where a step and a value lie in the picture."""
+
+    def __init__(self, curves: Sequence[Curve]) -> None:
+        self.x0, self.x1 = min(min(c.steps) for c in curves), max(max(c.steps) for c in curves)
+        self.y0, self.y1 = min(min(c.low) for c in curves), max(max(c.high) for c in curves)
+        if self.y0 == self.y1:
+            aside = abs(self.y0) * 0.05 or 1
+            self.y0, self.y1 = self.y0 - aside, self.y1 + aside
+
+    def across(self, step: float) -> float:
+        return _LEFT + (step - self.x0) / ((self.x1 - self.x0) or 1) * (_WIDTH - _LEFT - _RIGHT)
+
+    def down(self, value: float) -> float:
+        return _TOP + (self.y1 - value) / (self.y1 - self.y0) * (_HEIGHT - _TOP - _BOTTOM)
+
+    def points(self, steps: Sequence[float], values: Sequence[float]) -> str:
+        return " ".join(f"{self.across(x):.1f},{self.down(y):.1f}" for x, y in zip(steps, values, strict=True))
+
+
+def line_chart(title: str, curves: Sequence[Curve]) -> str:
+    """All curves on the same axes; one of few points beside another is drawn as dots."""
+    curves = [curve for curve in curves if curve.steps]
+    if not curves:
         return ""
-    x0, x1 = min(x for x, _ in points), max(x for x, _ in points)
-    y0, y1 = min(y for _, y in points), max(y for _, y in points)
-    if y0 == y1:
-        y0, y1 = y0 - (abs(y0) * 0.05 or 1), y1 + (abs(y1) * 0.05 or 1)
-
-    def across(x: float) -> float:
-        return _LEFT + (x - x0) / ((x1 - x0) or 1) * (_WIDTH - _LEFT - _RIGHT)
-
-    def down(y: float) -> float:
-        return _TOP + (y1 - y) / (y1 - y0) * (_HEIGHT - _TOP - _BOTTOM)
-
-    parts = []
-    for i in range(5):
-        value = y0 + (y1 - y0) * i / 4
-        parts.append(
-            f'<line class="g" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{down(value):.1f}" y2="{down(value):.1f}"/>'
-        )
-        parts.append(
-            f'<text x="{_LEFT - 6}" y="{down(value) + 4:.1f}" text-anchor="end">{_label(value, y1 - y0)}</text>'
-        )
-    for i in range(5):
-        step = x0 + (x1 - x0) * i / 4
-        anchor = "start" if i == 0 else "end" if i == 4 else "middle"
-        parts.append(
-            f'<text x="{across(step):.1f}" y="{_HEIGHT - 6}" text-anchor="{anchor}">{amount(round(step))}</text>'
-        )
-    for number, (_, xs, ys) in enumerate(curves):
-        placed = [(across(x), down(y)) for x, y in zip(xs, ys, strict=True)]
-        if len(placed) < 40 and number:
-            parts += [f'<circle class="f{number % 4}" cx="{x:.1f}" cy="{y:.1f}" r="2.6"/>' for x, y in placed]
-        else:
-            line = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
-            parts.append(f'<polyline class="c{number % 4}" points="{line}"/>')
-    legend = "".join(f'<span class="f{i % 4}">{html.escape(label)}</span>' for i, (label, _, _) in enumerate(curves))
+    frame = _Frame(curves)
+    drawn = "".join(_drawn(curve, number, frame) for number, curve in enumerate(curves))
+    legend = "".join(f'<span class="f{i % 4}">{html.escape(curve.label)}</span>' for i, curve in enumerate(curves))
     keys = f'<p class="legend">{legend}</p>' if len(curves) > 1 else ""
-    picture = (
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{html.escape(title)}">{"".join(parts)}</svg>'
-    )
+    picture = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{html.escape(title)}">{_axes(frame)}{drawn}</svg>'
     return f"<figure><figcaption>{html.escape(title)}</figcaption>{picture}{keys}</figure>"
 
 
-def _label(value: float, span: float) -> str:
-    if abs(value) >= 1e4:
-        return amount(value)
-    return f"{value:.2e}" if value and abs(value) < 1e-3 else f"{value:.{2 if span >= 0.1 else 4}f}"
+def _axes(frame: _Frame) -> str:
+    parts = []
+    for value in _ticks(frame.y0, frame.y1):
+        y = frame.down(value)
+        parts.append(f'<line class="g" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{_label(value)}</text>')
+    for step in _ticks(frame.x0, frame.x1):
+        x = frame.across(step)
+        anchor = "start" if x < _LEFT + 10 else "end" if x > _WIDTH - _RIGHT - 10 else "middle"
+        parts.append(f'<text x="{x:.1f}" y="{_HEIGHT - 6}" text-anchor="{anchor}">{amount(round(step))}</text>')
+    return "".join(parts)
+
+
+def _drawn(curve: Curve, number: int, frame: _Frame) -> str:
+    colour = number % 4
+    if len(curve.steps) < 40 and number:
+        places = [(frame.across(x), frame.down(y)) for x, y in zip(curve.steps, curve.mean, strict=True)]
+        return "".join(f'<circle class="f{colour}" cx="{x:.1f}" cy="{y:.1f}" r="2.6"/>' for x, y in places)
+    line = f'<polyline class="c{colour}" points="{frame.points(curve.steps, curve.mean)}"/>'
+    if list(curve.low) == list(curve.high):
+        return line
+    edge = frame.points(curve.steps, curve.high), frame.points(curve.steps[::-1], curve.low[::-1])
+    return f'<polygon class="b{colour}" points="{" ".join(edge)}"/>{line}'
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Round values between the two, at least one of them."""
+    span = high - low or 1.0
+    power = 10.0 ** math.floor(math.log10(span / _TICKS))
+    step = next(part * power for part in (1, 2, 5, 10) if span / (part * power) <= _TICKS)
+    found = [i * step for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+    return found or [low]
+
+
+def _label(value: float) -> str:
+    return amount(value) if abs(value) >= 1e4 else f"{value:.4g}"

@@ -15,7 +15,7 @@ from argosy.record.alerts import TROUBLE
 from argosy.record.console import amount, clock
 from argosy.watch.doctor import diagnose
 from argosy.watch.facts import config_rows, predicted, waterfall
-from argosy.watch.picture import line_chart
+from argosy.watch.picture import Curve, line_chart
 from argosy.watch.runs import Run
 
 _CHARTS = (
@@ -35,7 +35,7 @@ td,th{padding:.2rem .7rem .2rem 0;border-bottom:1px solid var(--line);vertical-a
 td:last-child{overflow-wrap:anywhere}th{white-space:nowrap}td:first-child:not(:last-child){white-space:nowrap}.table{overflow-x:auto}@media print{.table{overflow:visible}}
 .charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,460px),1fr));gap:.6rem 1.2rem}figure{margin:0}figcaption{font-weight:600}
 svg{width:100%}svg text{font-size:11px;fill:var(--soft)}.g{stroke:var(--line)}polyline{fill:none;stroke-width:1.5}
-.c0{stroke:var(--c0)}.c1{stroke:var(--c1)}.c2{stroke:var(--c2)}.c3{stroke:var(--c3)}circle.f0{fill:var(--c0)}circle.f1{fill:var(--c1)}circle.f2{fill:var(--c2)}circle.f3{fill:var(--c3)}
+polygon{opacity:.18}.b0{fill:var(--c0)}.b1{fill:var(--c1)}.b2{fill:var(--c2)}.b3{fill:var(--c3)}.c0{stroke:var(--c0)}.c1{stroke:var(--c1)}.c2{stroke:var(--c2)}.c3{stroke:var(--c3)}circle.f0{fill:var(--c0)}circle.f1{fill:var(--c1)}circle.f2{fill:var(--c2)}circle.f3{fill:var(--c3)}
 span.f0{color:var(--c0)}span.f1{color:var(--c1)}span.f2{color:var(--c2)}span.f3{color:var(--c3)}.legend{font-size:12px}.legend span{margin-right:1rem}
 .verdict{border-left:3px solid var(--c0);padding:.2rem .8rem}
 """
@@ -69,7 +69,8 @@ def page(run: Run) -> str:
         parts.append("<h2>Predicted and measured</h2>" + _table(("figure", "predicted", "measured", "ratio"), rows))
     parts.append("<h2>Incidents</h2>" + _incidents(run))
     spec = [(row["key"], row["value"], row["origin"]) for row in config_rows(run) if row["origin"] != "default"]
-    parts.append("<h2>Config, without defaults</h2>" + _table(("key", "value", "from"), spec))
+    if spec:
+        parts.append("<h2>Config, without defaults</h2>" + _table(("key", "value", "from"), spec))
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><title>{name}</title><style>{_STYLE}</style>'
     return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>\n'
 
@@ -98,7 +99,7 @@ def _facts(run: Run) -> list[tuple[object, ...]]:
             ("steps", f"{last['step']:,}" + (f" of {last['steps']:,}" if last.get("steps") else "")),
             ("tokens", amount(last.get("tokens") or 0)), ("loss", _number(last.get("loss"))),
             ("tokens/s", amount(last.get("tokens_per_s") or 0.0)), ("MFU", mfu),
-            ("step time", f"{_number(last.get('step_s'))} s"), ("memory", f"{_number(last.get('memory_gib'))} GiB at its peak, of the first rank"),
+            ("step time", f"{_number(last.get('step_s'))} s"), ("memory", "n/a" if last.get("memory_gib") is None else f"{_number(last['memory_gib'])} GiB at its peak, of the first rank"),
             ("goodput", "n/a" if last.get("goodput") is None else f"{last['goodput']:.1%}"),
         ]  # fmt: skip
         if spent := last.get("spent"):
@@ -121,7 +122,8 @@ def _facts(run: Run) -> list[tuple[object, ...]]:
 
 def _chart(run: Run, title: str, names: Sequence[str]) -> str:
     curves = run.series.curves(names, pieces=400)
-    return line_chart(title, [(name, curves[name]["step"], curves[name]["mean"]) for name in names if name in curves])
+    found = [(name, curves[name]) for name in names if name in curves]
+    return line_chart(title, [Curve(name, c["step"], c["mean"], c["low"], c["high"]) for name, c in found])
 
 
 def _incidents(run: Run) -> str:
@@ -149,4 +151,6 @@ def _plain(value: Any) -> str:
 
 
 def _number(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, int | float) else "n/a"
+    if not isinstance(value, int | float):
+        return "n/a"
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e12 else f"{value:.4g}"
