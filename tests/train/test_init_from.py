@@ -180,3 +180,15 @@ def test_an_imported_model_is_evaluated_on_a_corpus_it_is_given(llama: str, corp
     assert (step, result.split) == (0, str(corpus))
     with pytest.raises(ArgosyError, match="no data of its own"):
         evaluate_run(str(tmp_path / "imported"), split="validation", batches=1)
+
+
+def test_an_evaluation_on_another_tokenizers_data_says_so(
+    llama: str, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tokenizers import Tokenizer, models
+
+    Tokenizer(models.BPE(vocab={chr(97 + n): n for n in range(20)}, merges=[])).save(
+        str(tmp_path / "hf" / "tokenizer.json")
+    )
+    evaluate_run(llama, split="validation", batches=1, data=str(corpus))
+    assert "not made with the tokenizer of" in capsys.readouterr().err

@@ -48,6 +48,15 @@ class Source:
         """The one kept beside the weights."""
         return _tokenizer_in(self.root)
 
+    def reads(self, data: Tokenizer | None) -> bool:
+        """Whether data of that tokenizer means to the model what it says, as far as is known."""
+        own = self.tokenizer()
+        return data is None or own is None or data.fingerprint == own.fingerprint
+
+    def misread(self) -> str:
+        """What is to be said where it does not."""
+        return f"the data was not made with the tokenizer of {self.where}: its ids mean other text there"
+
 
 def open_source(where: str, report: Callable[[str], None] = lambda text: None) -> Source:
     if where.startswith(HF):

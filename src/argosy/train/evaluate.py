@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -91,7 +92,10 @@ def evaluate_run(
             fix="name a corpus prepared with its tokenizer: --data CORPUS",
         )
     split = split if data is None else "train"
-    sets = open_data(spec).each(split)
+    opened = open_data(spec)
+    if not loaded.source.reads(opened.tokenizer):
+        print(f"note: {loaded.source.misread()}", file=sys.stderr)
+    sets = opened.each(split)
     batch = spec.train.global_batch
     samples = sum(stream.epoch_samples for stream in sets.values()) if batches is None else batches * batch
     if samples < 1:

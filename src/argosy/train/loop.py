@@ -80,11 +80,6 @@ class Trainer:
             require_fit(self.start, whole_model(self.spec), self.spec.model)
         return self.start
 
-    def keeps_tokenizer(self, start: Source) -> bool:
-        """Whether the data was made with the tokenizer of the model the run starts from."""
-        ours, theirs = self.data.tokenizer, start.tokenizer()
-        return ours is None or theirs is None or ours.fingerprint == theirs.fingerprint
-
     def fit(self, run: RunDir, metrics: JsonlWriter, events: JsonlWriter, changes: list[str], quiet: bool) -> int:
         self.run, self.metrics, self.events = run, metrics, events
         self.saving = Saving(run, self.spec.checkpoint, self.optimizer, self.saves, self.agreement, self._event)
@@ -281,10 +276,8 @@ class Trainer:
         notes.append(f"starting from the weights of {self.start.where}, trained to step {self.start.step}")
         if (more := spec.model.vocab_size - self.start.model.vocab_size) > 0:
             notes.append(f"{more} rows of the vocabulary are new")
-        if not self.keeps_tokenizer(self.start):
-            notes.append(
-                f"the data was not made with the tokenizer of {self.start.where}: its ids mean other text there"
-            )
+        if not self.start.reads(self.data.tokenizer):
+            notes.append(self.start.misread())
         return starting_weights(self.start, self.model, spec.model, spec.train.seed)
 
     def _save(self, step: int, console: Console, *, last: bool) -> None:

@@ -123,7 +123,7 @@ def _open(run: RunDir, trainer: Trainer, resolved: Resolved, source: Path | None
         if trainer.data.tokenizer is not None:
             name, content = trainer.data.tokenizer.stored()
             replace_file(run.root / name, content)
-        if start is not None and trainer.keeps_tokenizer(start):
+        if start is not None and start.reads(trainer.data.tokenizer):
             copy_assets(start.root, run.root)
         clear_heartbeats(run.heartbeats)
     except BaseException:
