@@ -157,6 +157,18 @@ def test_both_towers_of_a_retriever_begin_as_the_encoder_of_a_bert(
     assert refused.value.key == "model.layers"
 
 
+def test_one_key_of_the_experts_is_changed_and_the_others_are_kept(tmp_path: Path, spec: Write) -> None:
+    save("mixtral", tmp_path / "hf")
+    path = spec(f"hf:{tmp_path / 'hf'}", model={"moe": {"balance_loss": 0.5}})
+    for overrides, z_loss in (([], 0.0), (["model.moe.z_loss=0.1"], 0.1)):
+        moe = resolve(path, overrides).spec.model.moe
+        assert moe is not None
+        assert (moe.experts, moe.top_k, moe.ffn, moe.balance_loss, moe.z_loss) == (4, 2, 24, 0.5, z_loss)
+    with pytest.raises(ArgosyError) as refused:
+        resolve(path, ["model.moe.top_k=1"])
+    assert refused.value.key == "model.moe.top_k"
+
+
 def test_a_dry_run_says_what_it_starts_from(llama: str, spec: Write) -> None:
     assert any(llama in line for line in dry_run(resolve(spec(llama)), TrainOptions()))
 

@@ -226,15 +226,20 @@ def _expand_model(tree: Tree, origins: dict[str, str], start: ModelSpec | None =
         row = PRESETS[preset] | {"preset": preset}
     family = user.get("family", row.get("family"))
     base = FAMILIES.get(family, {}) if isinstance(family, str) else {}
-    merged = base | row | user | ({"preset": preset} if preset is not None else {})
-    for section in ("moe", "retrieval"):
-        if isinstance(row.get(section), dict) and isinstance(user.get(section), dict):
-            merged[section] = row[section] | user[section]
-    tree["model"] = merged
+    tree["model"] = _laid_over(base | row, user) | ({"preset": preset} if preset is not None else {})
     for source, label in ((row, f"preset {preset}"), (base, f"family {family}")):
         for key, _ in flatten(source, "model"):
             if key != "model.preset":
                 origins.setdefault(key, label)
+
+
+def _laid_over(model: Tree, user: Tree) -> Tree:
+    """A model with the user's keys; of its sections that have many keys, those the user gives."""
+    merged = model | user
+    for section in ("moe", "retrieval"):
+        if isinstance(model.get(section), dict) and isinstance(user.get(section), dict):
+            merged[section] = model[section] | user[section]
+    return merged
 
 
 def _start(tree: Tree, origins: dict[str, str]) -> ModelSpec | None:
@@ -254,7 +259,7 @@ def _start(tree: Tree, origins: dict[str, str]) -> ModelSpec | None:
 
 def _expand_start(tree: Tree, origins: dict[str, str], start: ModelSpec) -> None:
     base = start.model_dump(mode="json", exclude_none=True)
-    tree["model"] = base | (tree.get("model") or {})
+    tree["model"] = _laid_over(base, tree.get("model") or {})
     for key, _ in flatten(base, "model"):
         origins.setdefault(key, "init_from")
 
