@@ -30,12 +30,11 @@ def test_a_pipeline_of_two_stages_is_uneven() -> None:
 def test_stages_hold_all_parameters_once() -> None:
     for name in ("llama3-8b", "mixtral-8x7b", "qwen3-30b-a3b", "llama2-70b", "t5-v1.1-large"):
         work = Work(resolve_model(name), 4096, 8)
-        for layout in (Layout(), Layout(pp=4), Layout(pp=3)):
-            split = stage_layers(work, layout)
-            held = sum(
-                sum(stage_parameters(work, layout, layers, first=i == 0, last=i == layout.pp - 1))
-                for i, layers in enumerate(split)
-            )
+        for layout in (Layout(), Layout(pp=4), Layout(pp=3), Layout(pp=3, vpp=4), Layout(pp=5, vpp=2, schedule="zbv")):
+            held = 0.0
+            for stage, layers in enumerate(stage_layers(work, layout, levelled=layout.vpp > 1)):
+                first, last = layout.ends(stage)
+                held += sum(stage_parameters(work, layout, layers, first=first, last=last))
             assert held == pytest.approx(count_parameters(work.model).total, rel=1e-3)
 
 

@@ -223,12 +223,22 @@ def sizes_of(model: ModelSpec, latent: Latent | None = None, next_tokens: int = 
 
 
 def stage_layers(work: Work, layout: Layout, *, levelled: bool = False) -> tuple[int, ...]:
-    """Layers of each stage: equal, and the first ones one more where they do not divide. `levelled`: fewer in the last, for
-    the output head, as far as that makes the slowest stage faster."""
-    return _split(work.sizes.layers, layout.pp, work.head_layers if levelled else 0.0)
+    """Layers of each rank's stages: equal, and the first ones one more where they do not divide. `levelled`: fewer in the last,
+    for the output head, as far as that makes the slowest stage faster."""
+    chunks = layout.vpp if layout.pp * layout.vpp <= work.sizes.layers else 1
+    return _of_ranks(
+        work.sizes.layers, layout.pp, chunks, work.head_layers if levelled else 0.0, layout.schedule in V_SHAPED
+    )
 
 
 @lru_cache
+def _of_ranks(layers: int, ranks: int, chunks: int, head: float, v_shaped: bool) -> tuple[int, ...]:
+    stages = _split(layers, ranks * chunks, head)
+    if v_shaped:
+        return tuple(down + up for down, up in zip(stages[:ranks], reversed(stages[ranks:]), strict=True))
+    return tuple(sum(stages[rank::ranks]) for rank in range(ranks))
+
+
 def _split(layers: int, stages: int, head: float) -> tuple[int, ...]:
     if stages == 1:
         return (layers,)
@@ -251,8 +261,8 @@ def violations(work: Work, layout: Layout, gpus: int) -> Iterator[str]:
             yield f"{what} {size} is not divisible by tp {layout.tp}"
     if layout.pp * layout.vpp > work.sizes.layers:
         yield f"pp {layout.pp} x vpp {layout.vpp} is more than {work.sizes.layers} layers"
-    if layout.vpp > 1 and (layout.pp == 1 or work.sizes.layers % (layout.pp * layout.vpp)):
-        yield f"{work.sizes.layers} layers do not make pp {layout.pp} x vpp {layout.vpp} equal chunks"
+    if layout.vpp > 1 and layout.pp == 1:
+        yield f"vpp {layout.vpp} is a pipeline's, and pp is 1"
     if layout.schedule is not None and layout.pp == 1:
         yield f"{layout.schedule} is a pipeline's, and pp is 1"
     if layout.pp > 1 and model.retrieval is not None:

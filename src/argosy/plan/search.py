@@ -20,6 +20,7 @@ from argosy.plan.memory import StageMemory, memory_of, stage_memory
 from argosy.plan.time import StepTime, step_time
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+SMALL_BUBBLE = 0.02  # of a step: nothing is gained by making it smaller
 MARGIN = 0.97  # of the card: what is planned tighter than that does not survive the first surprise
 
 
@@ -116,7 +117,7 @@ def _recomputing(
 def layouts(work: Work, cluster: Cluster) -> Iterator[Layout]:
     """Every layout of the cluster's GPUs that could make sense, and that Argosy can run: tensor parallelism within a domain and
     of whole key/value heads, experts over ranks that shard, the micro-batches a rank's share of the batch allows, and
-    pipelines of one, two or four stages a rank. None recomputes."""
+    pipelines of up to eight stages a rank. None recomputes."""
     model, gpus = work.model, cluster.gpus
     long = work.seq_len >= 8192 and model.architecture == "decoder"
     experts = [1] if model.moe is None else [n for n in _divisors(model.moe.experts) if n <= gpus]
@@ -132,14 +133,15 @@ def layouts(work: Work, cluster: Cluster) -> Iterator[Layout]:
 
 def _variants(work: Work, base: Layout, experts: list[int], domain: int) -> Iterator[Layout]:
     share = work.global_batch // base.dp
-    chunks = [v for v in (1, 2, 4) if v == 1 or (base.pp > 1 and work.sizes.layers % (base.pp * v) == 0)]
+    chunks = [v for v in (1, 2, 4, 8) if v == 1 or (base.pp > 1 and base.pp * v <= work.sizes.layers)]
     zeros = [(0, 1), *((3, copies) for copies in _copies(base, domain))] if base.dp > 1 else [(0, 1)]
     for ep in experts:
         for micro_batch in [n for n in (1, 2, 4, 8, 16, 32, 64, 128, 256) if share % n == 0]:
             if micro_batch * work.seq_len > 131_072 * base.cp:
                 break
             for vpp in chunks:
-                if vpp > 1 and share // micro_batch % base.pp:
+                m = share // micro_batch
+                if vpp > 1 and (m % base.pp or (vpp > 2 and (base.pp - 1) * 2 / vpp < SMALL_BUBBLE * m)):
                     continue
                 for zero, copies in zeros if ep == 1 else [(3, 1)]:
                     yield replace(base, ep=ep, micro_batch=micro_batch, vpp=vpp, zero=zero, copies=copies)
