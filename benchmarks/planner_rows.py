@@ -10,7 +10,7 @@ import csv
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from math import inf
+from math import inf, log
 from pathlib import Path
 
 from planner_gaps import complete, value
@@ -86,35 +86,66 @@ def rows_of(published: Iterable[dict[str, str]]) -> tuple[list[Row], list[tuple[
 def _row(published: dict[str, str]) -> Row:
     gpu = gpu_of(published)
     cells, filled = complete(published, gpu)
-    source, notes = re.sub(r"-\d+$", "", cells["id"]), cells.get("notes", "").lower()
-    tp, pp, cp, ep, dp, gpus, per_node = (
-        int(value(cells, column)) for column in ("tp", "pp", "cp", "ep", "dp", "gpus", "gpus_per_node")
+    work = work_of(cells)
+    stack = _stack(cells, gpu, int(value(cells, "tp")))
+    layout, recomputed = _layout(cells, filled, work, stack, gpu)
+    step, rate = value(cells, "measured_step_s"), value(cells, "measured_tok_s_gpu")
+    gpus, per_node = int(value(cells, "gpus")), int(value(cells, "gpus_per_node"))
+    if "gpus" in filled and step:
+        layout = _as_slow(layout, step, work, stack, cluster_of(cells, gpu, gpus, per_node))
+        gpus = layout.gpus
+    notes = cells["notes"].lower()
+    return Row(
+        id=cells["id"],
+        source=re.sub(r"-\d+$", "", cells["id"]),
+        work=work,
+        layout=layout,
+        cluster=cluster_of(cells, gpu, gpus, per_node),
+        stack=stack,
+        recomputed=recomputed,
+        step_s=step or (work.tokens / (rate * gpus) if rate else None),
+        memory=value(cells, "measured_mem_gb") or None,
+        memory_kind="reserved" if "max_reserved" in notes else "device" if "nvidia-smi" in notes else "allocated",
+        out_of_memory="OOM" in cells["flops_convention"],
+        filled=filled,
     )
-    work, stack = work_of(cells), _stack(cells, gpu, tp)
+
+
+def _layout(cells: dict[str, str], filled: tuple[str, ...], work: Work, stack: Stack, gpu: Gpu) -> tuple[Layout, float]:
+    """And the share of the layers that is recomputed."""
+    notes = cells["notes"].lower()
+    tp, pp, cp, ep, dp, vpp = (int(value(cells, column)) for column in ("tp", "pp", "cp", "ep", "dp", "vpp"))
     if pp > work.sizes.layers:
         raise ValueError(f"pp {pp} is more than {work.sizes.layers} layers")
     layout = Layout(
-        tp=tp, pp=pp, vpp=int(value(cells, "vpp")) or (2 if re.search("interleaved|dualpipe|zbv", notes) and pp > 1 else 1), cp=cp, ep=ep, dp=dp,
+        tp=tp, pp=pp, vpp=vpp or (2 if re.search("interleaved|dualpipe|zbv", notes) and pp > 1 else 1), cp=cp, ep=ep, dp=dp,
         etp=_expert_tp(cells, work, tp),
-        zero=int(value(cells, "zero_stage")) if cells.get("zero_stage") else 1,
+        zero=int(value(cells, "zero_stage")) if cells["zero_stage"] else 1,
         sp=cells["sequence_parallel"] == "1" and tp > 1, micro_batch=int(value(cells, "micro_batch")) or 1,
-        recompute=cells.get("recompute") or "full",  # type: ignore[arg-type]
+        recompute=cells["recompute"] or "full",  # type: ignore[arg-type]
         schedule=_schedule(notes) if pp > 1 else None,
     )  # fmt: skip
     if "zero_stage" in filled and not _fits(work, layout, stack, gpu):
         layout = replace(layout, zero=3)  # a run that was published did fit
     if "micro_batch" in filled:
         layout = replace(layout, micro_batch=_usual_micro_batch(work, layout, stack, gpu))
-    recomputed = _least_recomputed(work, layout, gpu, stack) if "recompute" in filled else 1.0
-    step = cells.get("measured_step_s") or ""
-    rate = cells.get("measured_tok_s_gpu") or ""
-    step_s = float(step) if step else work.tokens / (float(rate) * gpus) if rate else None
-    kind = "reserved" if "max_reserved" in notes else "device" if "nvidia-smi" in notes else "allocated"
-    return Row(
-        cells["id"], source, work, layout, cluster_of(cells, gpu, gpus, per_node), stack, recomputed, step_s,
-        float(cells["measured_mem_gb"]) if cells.get("measured_mem_gb") else None, kind,
-        "OOM" in (cells.get("flops_convention") or ""), filled,
-    )  # fmt: skip
+    return layout, _least_recomputed(work, layout, gpu, stack) if "recompute" in filled else 1.0
+
+
+def _as_slow(layout: Layout, step: float, work: Work, stack: Stack, cluster: Cluster) -> Layout:
+    """With the data-parallel width that makes a step of an unknown number of GPUs take about as long as it did."""
+    widths = [
+        2**n
+        for n in range(13)
+        if work.global_batch % 2**n == 0 and 2**n * layout.cp * layout.tp % (layout.ep * layout.expert_tp) == 0
+    ]
+
+    def apart(dp: int) -> float:
+        there = replace(layout, dp=dp)
+        nodes = replace(cluster, gpus=there.gpus)
+        return abs(log(step_time(work, there, nodes, stack, calibration()).total / step))
+
+    return replace(layout, dp=min(widths, key=apart)) if widths else layout
 
 
 def _schedule(notes: str) -> Schedule | None:

@@ -117,6 +117,19 @@ def test_what_the_rest_of_a_row_settles_is_not_guessed(tmp_path: Path, rows: Mod
     assert (found.work.seq_len, found.work.global_batch) == (2048, 512)
 
 
+def test_so_many_gpus_as_the_pace_needs_where_a_row_does_not_say(
+    tmp_path: Path, rows: ModuleType, accuracy: ModuleType
+) -> None:
+    told = {"gpu": "H100", "gpus_per_node": 8, "tp": 8, "pp": 1, "cp": 1, "micro_batch": 1, "recompute": "full"}
+    [known], _ = rows.read_rows(write(tmp_path / "known.csv", gpus=64, dp=8, **told))
+    took = accuracy.seconds(known, calibration())
+    [found], _ = rows.read_rows(
+        write(tmp_path / "gap.csv", measured_step_s=took, **(told | {"measured_tok_s_gpu": ""}))
+    )
+    assert (found.layout, found.cluster.gpus) == (known.layout, 64)
+    assert not accuracy.timed([found])  # which says nothing of how well time is predicted
+
+
 def test_a_known_name_gives_the_shape(tmp_path: Path, rows: ModuleType) -> None:
     gaps = {"layers": "", "hidden": "", "heads": "", "vocab": ""}
     [row], _ = rows.read_rows(write(tmp_path / "rows.csv", gpu="H100", gpus=8, model="llama3-8b", **gaps))
