@@ -275,12 +275,12 @@ def test_the_ranks_of_a_run_that_is_over_are_shown_to_the_last_step_however_many
     assert page.problems == []
 
 
-def test_a_tip_stays_inside_its_chart_whatever_the_runs_are_called(
+def test_tips_and_labels_stay_inside_their_chart_whatever_the_runs_are_called(
     page: Any, dashboard: Dashboard, tmp_path: Path
 ) -> None:
     names = [letter + "-very-long-name-of-a-run" * 2 for letter in "ab"]
     for name in names:
-        log(make_run(tmp_path / "runs" / name), range(10, 500, 10))
+        log(make_run(tmp_path / "runs" / name), range(100, 5100, 100))
     page.goto(f"{dashboard.address}/#/runs?" + "&".join(f"run={quote(name)}" for name in names))
     page.reload()
     chart(page, "Loss").locator("polyline").first.wait_for()
@@ -289,3 +289,7 @@ def test_a_tip_stays_inside_its_chart_whatever_the_runs_are_called(
         page.mouse.move(card["x"] + share * card["width"], card["y"] + 90)
         tip = page.locator('[data-chart="Loss"] .tip').bounding_box()
         assert card["x"] <= tip["x"] <= tip["x"] + tip["width"] <= card["x"] + card["width"]
+    box = chart(page, "Loss").bounding_box()
+    for label in chart(page, "Loss").locator("text").all():
+        written = label.bounding_box()
+        assert box["x"] <= written["x"] <= written["x"] + written["width"] <= box["x"] + box["width"] + 0.5

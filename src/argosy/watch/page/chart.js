@@ -88,7 +88,8 @@ export class Chart {
       this.root.append(svg("line", { class: "grid-line", x1: LEFT, x2: WIDTH - RIGHT, y1: y, y2: y }), svg("text", { x: LEFT - 6, y: y + 4, "text-anchor": "end" }, axis(value)));
     }
     for (const value of ticks(x0, x1, 5)) {
-      this.root.append(svg("text", { x: this.x(value), y: HEIGHT - 8, "text-anchor": "middle" }, amount(value)));
+      const x = this.x(value);
+      this.root.append(svg("text", { x, y: HEIGHT - 8, "text-anchor": x > WIDTH - RIGHT - 16 ? "end" : "middle" }, amount(value)));
     }
     this.root.append(svg("line", { class: "axis", x1: LEFT, x2: WIDTH - RIGHT, y1: HEIGHT - BOTTOM, y2: HEIGHT - BOTTOM }));
   }
