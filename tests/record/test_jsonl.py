@@ -11,7 +11,8 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy.record.jsonl import JsonlWriter, read_jsonl, read_metrics
+from argosy.record.jsonl import JsonlWriter, Record, read_jsonl, read_metrics
+from argosy.record.tail import Kept, Tail
 
 
 @given(
@@ -114,3 +115,36 @@ def test_training_and_validation_of_a_step_are_one_record(tmp_path: Path) -> Non
 
 def test_a_log_that_is_not_there_is_empty(tmp_path: Path) -> None:
     assert list(read_jsonl(tmp_path / "none.jsonl")) == []
+
+
+def test_the_newest_records_are_kept_as_they_were_taken_and_forgotten_with_their_file(tmp_path: Path) -> None:
+    path, taken = tmp_path / "events.jsonl", []
+
+    def take(record: Record) -> Record | None:
+        taken.append(record["n"])
+        return record if record["n"] != 8 else None
+
+    kept = Kept(path, 3, take)
+    assert kept.read() == []
+    path.write_text("".join(f'{{"n": {n}}}\n' for n in range(7)) + '{"n":')
+    assert [record["n"] for record in kept.read()] == [4, 5, 6]
+    assert kept.read() == kept.read()
+    assert taken == [4, 5, 6]  # each once, and none that is not kept
+    path.write_text("".join(f'{{"n": {n}}}\n' for n in range(10)))
+    assert [record["n"] for record in kept.read()] == [6, 7, 9]
+    path.write_text('{"n": 1}\n')
+    assert [record["n"] for record in kept.read()] == [1]
+    longer = tmp_path / "longer"  # another run of the same name, which has got further than this one
+    longer.write_text("".join(f'{{"n": {n}}}\n' for n in range(20, 40)))
+    longer.replace(path)
+    assert [record["n"] for record in kept.read()] == [37, 38, 39]
+
+
+def test_a_place_that_was_set_back_is_read_from_there(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"n": {n}}}\n' for n in range(6)))
+    tail = Tail(path)
+    places = [place for _, place in tail.read(4)]
+    tail.offset = places[1]  # as after a failure to send the last two
+    assert [record["n"] for record, _ in tail.read()] == [2, 3, 4, 5]
+    assert [record["n"] for record, _ in Tail(path, places[3]).read()] == [4, 5]

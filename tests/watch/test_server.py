@@ -115,6 +115,19 @@ def test_a_resumed_run_shows_each_step_once(tmp_path: Path) -> None:
     assert curves["validation_loss"]["step"] == [40]
 
 
+def test_another_run_that_took_the_place_of_one_is_shown_alone(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "sea")
+    log(run, range(10, 60, 10), loss=9.0)
+    series = Series(run.metrics)
+    series.update()
+    run.root.rename(tmp_path / "sea.old-1")
+    run = make_run(tmp_path / "sea")
+    log(run, range(10, 200, 10), loss=1.5)  # longer than the one before, when it is looked at next
+    series.update()
+    assert set(series.curves(["loss"])["loss"]["mean"]) == {1.5}
+    assert series.count == 19
+
+
 def test_nonsense_in_the_file_is_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     lines = [

@@ -84,7 +84,7 @@ class Run:
     def __post_init__(self) -> None:
         self.name = readable(self.name)
         self.dir, self.series = RunDir(self.root), Series(self.root / "metrics.jsonl")
-        self._events = Kept(self.dir.events, _MOST_EVENTS)
+        self._events = Kept(self.dir.events, _MOST_EVENTS, _event)
         self.heat = HeatMap(self.dir.ranks)
 
     def state(self) -> str:
@@ -103,7 +103,7 @@ class Run:
 
     def events(self) -> list[Record]:
         """The newest."""
-        return [sound(event) for event in self._events.read() if isinstance(event.get("event"), str)]
+        return self._events.read()
 
     @property
     def begun(self) -> float:
@@ -173,6 +173,10 @@ class Run:
 
 
 _ENDS = frozenset(("start", "resume", "restart", "done", "interrupted", "non-finite", "failed", "gave-up", "rank-died"))
+
+
+def _event(record: Record) -> Record | None:
+    return sound(record) if isinstance(record.get("event"), str) else None
 
 
 def _about(checkpoint: Path) -> dict[str, Any] | None:
