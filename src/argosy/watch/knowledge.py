@@ -52,7 +52,7 @@ class Match:
 def failures() -> tuple[Failure, ...]:
     entries, _ = read_yaml(FILE)
     return tuple(
-        Failure(**{**entry, "pattern": re.compile(entry["pattern"]), "samples": tuple(entry["samples"])})
+        Failure(**{**entry, "pattern": re.compile(entry["pattern"], re.IGNORECASE), "samples": tuple(entry["samples"])})
         for entry in entries
     )
 
