@@ -7,7 +7,8 @@ of eight ran out of memory and seven timed out, it is the one that is told. Wher
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 
 from argosy.watch.finding import CONSEQUENCE, KNOWN, PASSED, SETBACK, WARNING, Finding, called
@@ -17,7 +18,7 @@ from argosy.watch.suspects import suspects
 
 _WEIGHTS = {"fatal": KNOWN, "setback": SETBACK, "consequence": CONSEQUENCE, "warning": WARNING}
 READ_BYTES = 1 << 30  # of all logs together; it takes some seconds
-_READ_LINES = 30_000  # likewise
+_MOST_LINES = 30_000  # that are looked at, likewise; a line takes a tenth of a millisecond
 _MOST_LOGS, _MOST_EVIDENCE = 256, 4
 _BEFORE_S = 30.0  # the start of an attempt, in which its logs may have begun
 _KINDS = (".log", ".txt", ".stacks", ".err", ".out", ".json")
@@ -29,9 +30,9 @@ def from_logs(run: Run, given: Sequence[Path], *, trains: bool, read_bytes: int 
     own = {path: str(path.relative_to(run.root)) for path in _own_logs(run)}
     logs = {path: path.name for path in given} | own
     found: dict[str, list[tuple[Match, int | None]]] = {}
+    each = read_bytes // max(1, len(logs)), max(300, min(_MOST_LINES, read_bytes >> 12) // max(1, len(logs)))
     for path, where in logs.items():
-        lines = suspects(path, read_bytes // len(logs), max(300, _READ_LINES // len(logs)))
-        for match in matches(lines, where):
+        for match in _shown(path, where, _age(path) if path in own else None, *each):
             found.setdefault(match.failure.name, []).append(
                 (match, match.rank if match.rank is not None else _rank_of(path))
             )
@@ -40,6 +41,26 @@ def from_logs(run: Run, given: Sequence[Path], *, trains: bool, read_bytes: int 
         shown = found.get(failure.name)
         if shown and not (failure.between_nodes and len(hosts) == 1):
             yield from _told(shown, run, trains)
+
+
+@lru_cache(maxsize=2 * _MOST_LOGS)
+def _looked_at(path: Path, where: str, age: tuple[int, int], most_bytes: int, most_lines: int) -> tuple[Match, ...]:
+    return tuple(matches(suspects(path, most_bytes, most_lines), where))
+
+
+def _shown(path: Path, where: str, age: tuple[int, int] | None, most_bytes: int, most_lines: int) -> Iterable[Match]:
+    """What is known of the lines of a log; one that has not changed is not looked at again."""
+    if age is None:
+        return matches(suspects(path, most_bytes, most_lines), where)
+    return _looked_at(path, where, age, most_bytes, most_lines)
+
+
+def _age(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_size, found.st_mtime_ns
 
 
 def _told(shown: list[tuple[Match, int | None]], run: Run, trains: bool) -> Iterator[Finding]:
