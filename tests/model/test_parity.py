@@ -9,12 +9,14 @@ import torch
 import transformers
 from torch.nn import functional as F
 
+from argosy.config.hf import from_config
 from argosy.config.model import ModelSpec
 from argosy.config.resolve import resolve_model
 from argosy.model.build import build_model
 from argosy.model.hf import entries, from_hf, to_hf
 from argosy.model.init import initialise
 from argosy.model.objective import Objective
+from argosy.model.positions import rope_frequencies, rope_tables
 
 T = transformers
 SMALL = ["layers=3", "hidden=48", "vocab_size=101", "max_seq_len=40"]
@@ -184,3 +186,27 @@ def test_a_fresh_model_starts_near_the_uniform_guess() -> None:
     tokens = torch.randint(0, 101, (4, 40))
     loss = model(tokens, tokens.roll(-1, 1), Objective()).cross_entropy / tokens.numel()
     assert float(loss) == pytest.approx(torch.tensor(101.0).log().item(), abs=0.05)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize("scaling", ["default", "linear", "llama3"])
+def test_angles_of_far_tokens_are_theirs_to_the_last_bit(head_dim: int, scaling: str) -> None:
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    more = {
+        "default": {},
+        "linear": {"factor": 3.0},
+        "llama3": {
+            "factor": 6.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+        },
+    }  # fmt: skip
+    for theta in (777.0, 1e4, 5e5):
+        config = T.LlamaConfig(
+            hidden_size=4 * head_dim, num_attention_heads=4, max_position_embeddings=131072,
+            rope_parameters={"rope_type": scaling, "rope_theta": theta} | more[scaling],
+        )  # fmt: skip
+        positions = torch.tensor([[0, 1, 77, 4095, 131071]])
+        expected = LlamaRotaryEmbedding(config)(torch.zeros(1), positions)
+        found = rope_tables(positions, rope_frequencies(from_config(config.to_dict()), torch.device("cpu")))
+        for ours, theirs in zip(found, expected, strict=True):
+            assert torch.equal(ours, theirs[..., : head_dim // 2])

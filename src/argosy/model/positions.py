@@ -70,19 +70,24 @@ def make_context(
 
 
 def rope_frequencies(spec: ModelSpec, device: torch.device) -> Tensor:
-    """Radians a token for each pair of a head's dimensions. [head_dim / 2]"""
+    """Radians a token for each pair of a head's dimensions. [head_dim / 2]
+
+    Step by step as everybody computes them: what the last bit of a frequency adds to the angle of token 100,000 is in the
+    third digit, and weights were trained with these.
+    """
     exponents = torch.arange(0, spec.head_dim, 2, device=device, dtype=torch.float32) / spec.head_dim
-    frequencies: Tensor = spec.rope_theta**-exponents
+    frequencies: Tensor = 1.0 / spec.rope_theta**exponents
     scaling = spec.rope_scaling
     if scaling is None:
         return frequencies
+    stretched = frequencies / scaling.factor
     if scaling.kind == "linear" or scaling.original_seq_len is None:
-        return frequencies / scaling.factor
+        return stretched
     # 1 keeps a frequency, 0 stretches it; in between lie waves that fit low_freq_factor to high_freq_factor times
-    waves = scaling.original_seq_len * frequencies / (2 * math.pi)  # in the sequences first trained on
+    waves = scaling.original_seq_len / (2 * math.pi / frequencies)  # in the sequences first trained on
     kept = (waves - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    kept = kept.clamp(0.0, 1.0)
-    return frequencies * (kept + (1.0 - kept) / scaling.factor)
+    between = (1 - kept) * frequencies / scaling.factor + kept * frequencies
+    return torch.where(kept > 1, frequencies, torch.where(kept < 0, stretched, between))
 
 
 def rope_tables(positions: Tensor, frequencies: Tensor) -> Rope:
