@@ -205,3 +205,15 @@ def test_a_record_without_a_loss_is_not_called_nan(tmp_path: Path) -> None:
     run = make_run(tmp_path / "old")
     run.metrics.write_text('{"step": 1, "seconds": 3.0}\n{"step": 2, "loss": "x"}\n')
     assert diagnose(Run("old", run.root))[0].name == "dead"
+
+
+def test_saves_that_failed_are_told_until_one_does_not(tmp_path: Path) -> None:
+    run = started(tmp_path)
+    beat(run, 0)
+    for step in (10, 20, 30):
+        event(run, "save-failed", step=step, cause="Connection timed out")
+    assert verdict(run) == "the last 3 checkpoints, of steps 10 to 30, could not be written: Connection timed out"
+    event(run, "save", step=40, path="step-00000040")
+    assert verdict(run).startswith("nothing is wrong: the run is training")
+    event(run, "save-failed", step=50, cause="Connection timed out")
+    assert verdict(run).startswith("the checkpoint of step 50 could not be written")

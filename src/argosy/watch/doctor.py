@@ -79,6 +79,7 @@ def _events(run: Run) -> Iterator[Finding]:
     starts = [i for i, event in enumerate(events) if event["event"] in ("start", "resume")]
     newest = events[starts[-1] :] if starts else events
     yield from _skipped([event for event in newest if event["event"] == "skip"], newest, run)
+    yield from _unsaved(newest)
     up = {event.get("sink") for event in newest if event["event"] == "sink-up"}
     for event in newest:
         tell = _TELL.get(event["event"])
@@ -132,10 +133,24 @@ def _non_finite(event: Record, evidence: list[str], run: Run) -> Finding:
     return Finding(NUMBERS, text, f"{_CALMER}, and look at the samples of that step", evidence, "nan")
 
 
-def _save_failed(event: Record, evidence: list[str], run: Run) -> Finding:
-    text = f"the checkpoint of step {event.get('step')} could not be written: {event.get('cause') or event.get('text')}"
-    return Finding(
-        DISK, text, "free some space, or move runs_dir; the older checkpoints are good", evidence, "save-failed"
+def _unsaved(newest: list[Record]) -> Iterator[Finding]:
+    """Checkpoints that could not be written, unless one was since."""
+    saved = max((i for i, event in enumerate(newest) if event["event"] == "save"), default=-1)
+    failed = [event for event in newest[saved + 1 :] if event["event"] == "save-failed"]
+    if not failed:
+        return
+    last = failed[-1]
+    which = (
+        f"the checkpoint of step {last.get('step')}"
+        if len(failed) == 1
+        else f"the last {len(failed)} checkpoints, of steps {failed[0].get('step')} to {last.get('step')},"
+    )
+    yield Finding(
+        DISK,
+        f"{which} could not be written: {last.get('cause') or last.get('text')}",
+        "free some space, or move runs_dir; the older checkpoints are good",
+        [f"events.jsonl: save-failed at step {event.get('step')}" for event in failed[-4:]],
+        "save-failed",
     )
 
 
@@ -149,7 +164,7 @@ def _sink_down(event: Record, evidence: list[str], run: Run) -> Finding:
 
 
 _TELL: dict[str, Callable[[Record, list[str], Run], Finding]] = {
-    "stall": _stall, "rank-died": _died, "failed": _failed, "non-finite": _non_finite, "save-failed": _save_failed,
+    "stall": _stall, "rank-died": _died, "failed": _failed, "non-finite": _non_finite,
     "gave-up": _gave_up, "sink-down": _sink_down,
 }  # fmt: skip
 _CALMER = "lower optim.lr or lengthen optim.warmup"
@@ -251,9 +266,7 @@ def _disk(run: Run) -> Iterator[Finding]:
     except OSError:
         return
     if usage.free < _FULL_BYTES:
-        text = f"the disk is full: {usage.free / 2**20:.1f} of {usage.total / 2**30:.1f} GiB are free where {run.root} lies".replace(
-            " of ", " MiB of ", 1
-        )
+        text = f"the disk is full: {usage.free / 2**20:.1f} MiB of {usage.total / 2**30:.3g} GiB are free where {run.root} lies"
         yield Finding(
             FULL,
             text,
