@@ -113,7 +113,14 @@ def test_overflowing_loss_scales_are_counted(tmp_path: Path) -> None:
                     "skipped": step,
                 }
             )
-    assert "overflowed in 2 of the last 2 steps" in verdict(run)
+    assert "overflowed in 3 of the last 3 steps" in verdict(run)
+    with JsonlWriter(run.metrics) as metrics:
+        for step in range(4, 60):
+            metrics.write({"step": step, "steps": 99, "time": 1.0, "loss": 4.0, "loss_scale": 1.0, "skipped": 3})
+    assert diagnose(Run("half", run.root))[0].name == "dead"  # it has found its scale
+    with JsonlWriter(run.metrics) as metrics:
+        metrics.write({"step": 60, "time": 1.0, "loss": 4.0, "loss_scale": "x", "skipped": "many"})
+    assert diagnose(Run("half", run.root))[0].name == "dead"
 
 
 def test_out_of_memory_is_compared_with_the_plan(tmp_path: Path) -> None:

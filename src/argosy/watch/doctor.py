@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from argosy.record.jsonl import Record, read_metrics
+from argosy.record.jsonl import Record
 from argosy.watch.finding import (
     BESIDE,
     CONSEQUENCE,
@@ -34,6 +34,7 @@ from argosy.watch.logs import READ_BYTES, against_plan, from_logs
 from argosy.watch.runs import Run, is_held
 from argosy.watch.standing import ranks_now
 
+_OVERFLOW_LOGS = 20
 _FULL_BYTES = 16 << 20  # a file system with less is full
 _RECENT_S = 3600.0  # for which an alert counts
 _STANDS = ("stall", "hang", "rank-died", "silent", "failed", "gave-up")  # findings of a run that does not train
@@ -227,23 +228,28 @@ def _numbers(run: Run) -> Iterator[Finding]:
             "nan",
         )
     if scale is not None:
-        steps = [record for record in read_metrics(run.dir.metrics).values() if "skipped" in record][-20:]
-        skipped = steps[-1]["skipped"] - (steps[0]["skipped"] if len(steps) > 1 else 0) if steps else 0
-        passed = steps[-1]["step"] - (steps[0]["step"] if len(steps) > 1 else 0) if steps else 0
-        if passed and skipped > 0.2 * passed:
-            text = f"the loss scale overflowed in {int(skipped)} of the last {int(passed)} steps, which were skipped; it is {scale:g} now"
-            yield Finding(
-                OVERFLOW,
-                text,
-                "train.precision=bf16, whose range is wider, or a lower optim.lr",
-                [f"metrics.jsonl: skipped {steps[-1]['skipped']} by step {steps[-1]['step']}"],
-                "overflow",
-            )
+        yield from _overflow(run, scale)
     raised = {alert["alert"]: alert for alert in _alerts(run) if alert.get("alert") in _ALERT_FIX}
     for kind, alert in raised.items():
         weight = {"disk-low": DISK - 10}.get(kind, WARNING - 10)
         told = f"at step {alert.get('step')}: {alert.get('text')}"
         yield Finding(weight, told, _ALERT_FIX[kind], [f"events.jsonl: alert at step {alert.get('step')}"], kind)
+
+
+def _overflow(run: Run, scale: float) -> Iterator[Finding]:
+    """Of the latest logs, or of all steps where there are fewer."""
+    logs = run.series.latest("skipped", _OVERFLOW_LOGS + 1)
+    first = logs[0] if len(logs) > _OVERFLOW_LOGS else (0, 0.0)
+    last = logs[-1] if logs else first
+    passed, skipped = last[0] - first[0], last[1] - first[1]
+    if passed > 0 and skipped > 0.2 * passed:
+        yield Finding(
+            OVERFLOW,
+            f"the loss scale overflowed in {skipped:.0f} of the last {passed} steps, which were skipped; it is {scale:g} now",
+            "train.precision=bf16, whose range is wider, or a lower optim.lr",
+            [f"metrics.jsonl: skipped {last[1]:.0f} by step {last[0]}"],
+            "overflow",
+        )
 
 
 def _alerts(run: Run) -> list[Record]:

@@ -103,6 +103,15 @@ class Series(Following):
         if name not in self._columns and len(self._columns) < _MOST_COLUMNS:
             self._columns[name] = np.full(len(self._steps), np.nan, np.float32)
 
+    def latest(self, name: str, count: int) -> list[tuple[int, float]]:
+        """(step, value) of the newest logs that have it."""
+        with self._lock:
+            if name not in self._columns:
+                return []
+            column = self._columns[name][: self.count]
+            there = np.flatnonzero(~np.isnan(column))[-count:]
+            return [(int(self._steps[i]), float(column[i])) for i in there]
+
     def curves(
         self, names: Sequence[str], *, first: float | None = None, last: float | None = None, pieces: int = 600
     ) -> dict[str, dict[str, list[Any]]]:
