@@ -73,6 +73,17 @@ def test_a_line_too_long_to_hold_costs_only_itself(tmp_path: Path, monkeypatch: 
     assert read_manifest(out).quarantined == {"too-long": 1}
 
 
+def test_the_place_of_a_line_too_long_to_hold_is_known_wherever_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks, "MAX_RECORD", 64)
+    monkeypatch.setattr(blocks, "PIECE", 32)
+    long = b'{"text": "' + b"x" * 500 + b'"}\n'
+    for before in (b"", GOOD, GOOD * 2, GOOD + long):
+        out = run(tmp_path, before + long + GOOD, overwrite=True)
+        assert list(read_jsonl(out / "quarantine.jsonl"))[-1]["offset"] == len(before)
+
+
 @pytest.mark.parametrize("ending", [b"", b"\n", b"\r\n", b"\n\n \n"])
 def test_line_ends_and_empty_lines_do_not_matter(tmp_path: Path, ending: bytes) -> None:
     out = run(tmp_path, b'{"text": "a"}' + ending)

@@ -29,7 +29,7 @@ class Piece:
     records: list[bytes] | list[dict[str, Any]]
     places: list[int]
     size: int  # bytes of the file as it is stored, about
-    too_long: int | None = None  # the size of a last record that was passed over
+    too_long: tuple[int, int] | None = None  # place and size of a last record that was passed over
 
 
 class Blocks(Protocol):
@@ -67,7 +67,7 @@ class LineBlocks:
                 self._at += passed
                 if rest is None:
                     whole = data.rfind(b"\n") + 1
-                    too_long, data = self._at - start - whole, data[:whole]
+                    too_long, data = (start + whole, self._at - start - whole), data[:whole]
                 else:
                     data += rest
             yield _split(self.file.path, data, start, self._raw.tell() - stored_from, too_long)
@@ -98,7 +98,7 @@ class LineBlocks:
         return None, passed
 
 
-def _split(name: str, data: bytes, start: int, size: int, too_long: int | None) -> Piece:
+def _split(name: str, data: bytes, start: int, size: int, too_long: tuple[int, int] | None) -> Piece:
     if start == 0 and data.startswith(BOM):
         data, start = data[len(BOM) :], len(BOM)
     records, places, at = [], [], start
@@ -126,6 +126,6 @@ class FileBlocks:
             with open_input(file) as raw, decompressed(raw, file) as stream:
                 data = stream.read(MAX_RECORD + 1)
             if len(data) > MAX_RECORD:
-                yield Piece(file.path, [], [], file.size, too_long=file.size)
+                yield Piece(file.path, [], [], file.size, too_long=(0, file.size))
             else:
                 yield Piece(file.path, [data.removeprefix(BOM)], [0], file.size)

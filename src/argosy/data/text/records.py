@@ -51,8 +51,8 @@ class Parser:
             for column, sentences in zip(documents, texts, strict=True):
                 column.append(sentences)
         if piece.too_long is not None:
-            end = piece.places[-1] + len(piece.records[-1]) + 1 if piece.places else 0
-            bad.append(BadRecord(piece.file, end, "too-long", f"{piece.too_long:,} bytes, more than {MAX_RECORD:,}"))
+            place, size = piece.too_long
+            bad.append(BadRecord(piece.file, place, "too-long", f"{size:,} bytes, more than {MAX_RECORD:,}"))
         return documents, bad
 
     def _texts(self, record: Any) -> list[Sentences]:
