@@ -86,7 +86,9 @@ def test_a_server_that_asks_to_wait_is_left_alone_by_all_threads(hub: Hub, tmp_p
     assert stored(tmp_path) == wanted(hub, C4, "en/c4-train")
 
 
-def test_a_wait_that_is_too_long_and_endless_errors_are_refused(hub: Hub, tmp_path: Path) -> None:
+def test_a_wait_that_is_too_long_and_endless_errors_are_refused(
+    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     name, _ = one_file(hub)
     hub.faults["big.jsonl.zst"] = [bad.status(429, Retry_After="86400")]
     assert "asks to wait 86,400 s" in refused(tmp_path, name).cause
@@ -94,6 +96,7 @@ def test_a_wait_that_is_too_long_and_endless_errors_are_refused(hub: Hub, tmp_pa
     error = refused(tmp_path, name)
     assert error.code == "data.fetch-failed"
     assert "HTTP 500, 6 times in a row" in error.cause
+    assert "HTTP 500; trying again in 0 s, 5 of 6 attempts failed" in capsys.readouterr().err  # nobody waits in silence
     assert len(hub.faults["big.jsonl.zst"]) == 44
 
 

@@ -184,6 +184,9 @@ class Web:
         doubled: float = self.patience.first_delay * 2 ** (failures - 1)
         delay = min(self.patience.longest_delay, doubled) * random.uniform(0.5, 1.0)
         if trouble.asked is None:
+            if failures > 1:  # one alone is over before anybody wonders
+                again = f"trying again in {delay:.0f} s, {failures} of {self.patience.attempts} attempts failed"
+                print(f"note: {what}: {trouble}; {again}", file=sys.stderr, flush=True)
             self._wait_until(time.monotonic() + delay)
             return
         if trouble.asked > self.patience.longest_asked:
