@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from argosy.record.console import STEP_LINE, clock
 from argosy.record.jsonl import read_metrics
 
 _TAIL = 200
+_LIST = "`argosy ls` lists the runs of a namespace (-n NAMESPACE)"
+_WATCH = "`argosy watch {directory}` shows what it does"
 
 
 @dataclass(frozen=True)
@@ -36,16 +39,22 @@ class Launched:
 
 
 def find(run: str, namespace: str | None, target: str | None = None) -> Launched:
-    """`run` is a run spec's file, or a run's name: then it is looked for in the namespace, or here. `target`: where it was
+    """`run` is a run spec's file, a run directory, or a run's name: then it is looked for in the namespace, or here. `target`: where it was
     launched, if not where its spec says."""
     if run.endswith((".yaml", ".yml")):
         spec = resolve(Path(run), elsewhere=True).spec
         where = target or ("local" if spec.cluster is None else spec.cluster.target)
         space = namespace or (spec.cluster.namespace if spec.cluster is not None else None)
         return Launched(spec.name, where, space, Path(spec.runs_dir) / spec.name)
-    directory = Path("runs") / run
-    here = directory.exists() and namespace is None
-    return Launched(run, target or ("local" if here else "jobset"), namespace, directory)
+    directory = Path(run) if "/" in run else Path("runs") / run
+    here = directory.is_dir() and namespace is None
+    found = Launched(directory.name, target or ("local" if here else "jobset"), namespace, directory)
+    if target is None and not here and "/" in run:
+        raise _unknown(found, f"there is no run directory {directory}")
+    if target is None and not here and find_spec("kubernetes") is None:
+        client = "its client: pip install 'argosy[k8s]'"
+        raise _unknown(found, f"there is no {directory} here, and asking Kubernetes for {run} needs {client}")
+    return found
 
 
 def status(run: Launched) -> dict[str, Any]:
@@ -84,7 +93,9 @@ def progress(run: Launched, cluster: Cluster | None) -> str | None:
 def logs(run: Launched, *, rank: int, follow: bool, tail: int | None) -> Iterator[str]:
     """Of the pod that holds a rank. A lost connection is taken up again where it broke off."""
     if run.target not in KUBERNETES:
-        raise _unknown(run, f"{run.name} is not on Kubernetes: its log is in {run.directory} or in Slurm's output file")
+        raise _unknown(
+            run, f"{run.name} is not on Kubernetes: its log is where it was started, or in Slurm's output file", _WATCH
+        )
     cluster = connect(run.namespace)
     since, seen = None, set[str]()
     while True:
@@ -125,7 +136,7 @@ def end(run: Launched) -> list[str]:
     if run.target == "slurm":
         return _end_in_slurm(run)
     if run.target not in KUBERNETES:
-        raise _unknown(run, f"{run.name} runs on this machine, if it does: Ctrl-C or SIGTERM ends it in order")
+        raise _unknown(run, f"{run.name} runs on this machine, if it does: Ctrl-C or SIGTERM ends it in order", _WATCH)
     cluster = connect(run.namespace)
     stopped = stop(cluster, run.name)
     if not stopped:
@@ -192,11 +203,11 @@ def _slurm(*line: str) -> str:
         raise ArgosyError("launch.slurm", f"{line[0]}: {error.stderr.strip()}", fix="see what Slurm says") from None
 
 
-def _unknown(run: Launched, cause: str) -> ArgosyError:
+def _unknown(run: Launched, cause: str, fix: str = _LIST) -> ArgosyError:
     return ArgosyError(
         "launch.not-found",
         cause,
         key="RUN",
         value=run.name,
-        fix="`argosy ls` lists the runs of a namespace (-n NAMESPACE)",
+        fix=fix.format(directory=run.directory),
     )
