@@ -174,3 +174,20 @@ def test_operating_system_errors_are_refusals(argosy: Run, tmp_path: Path) -> No
 
 def _line_of(path: Path, start: str) -> int:
     return next(i for i, line in enumerate(path.read_text().splitlines(), 1) if line.strip().startswith(start))
+
+
+def test_a_launched_run_is_found_by_its_directory_and_a_missing_one_is_named(argosy: Run, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere" / "mine").mkdir(parents=True)
+    assert "no step logged yet" in argosy("status", "elsewhere/mine").stdout
+    refused = argosy("status", "runs/typo")
+    assert refused.returncode == 2
+    assert "there is no run directory runs/typo" in refused.stderr
+    assert "argosy watch elsewhere/mine" in argosy("logs", "elsewhere/mine").stderr
+
+
+def test_a_dry_run_counts_the_ranks_it_is_asked_about(argosy: Run, write_spec: Write) -> None:
+    path = str(write_spec())
+    refused = argosy("train", path, "parallel.dp_shard=2", "--dry-run", "--nproc", "4")
+    assert refused.returncode == 2
+    assert "= 2 processes, and there are 4 (--nproc 4)" in refused.stderr
+    assert "device  " in argosy("train", path, "--dry-run").stdout

@@ -51,6 +51,6 @@ def test_a_dry_run_of_any_size_needs_no_ranks(write_spec: object, tmp_path: Path
     from argosy.train.run import TrainOptions, dry_run
 
     path = write_spec()  # type: ignore[operator]
-    lines = dry_run(resolve(path, ["parallel.dp_shard=8", "parallel.micro_batch=1"]), TrainOptions(), 8)
+    lines = dry_run(resolve(path, ["parallel.dp_shard=8", "parallel.micro_batch=1"]), TrainOptions(), elsewhere=8)
     assert any("layers.0 to layers." in line for line in lines)
     assert not (tmp_path / "runs").exists()

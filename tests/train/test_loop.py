@@ -206,6 +206,8 @@ def test_a_dry_run_checks_everything_and_writes_nothing(write_spec: Write, tmp_p
         "optim.no_decay=[zzz]",
         f"runs_dir={tmp_path / 'file' / 'x'}",
         "parallel.pp=64",
+        "parallel.dp_shard=2",
+        *([] if torch.cuda.is_available() else ["train.device=cuda"]),
     ):
         with pytest.raises(ArgosyError):
             dry_run(resolve(write_spec(), [bad]), TrainOptions())

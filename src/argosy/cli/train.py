@@ -69,31 +69,26 @@ def train(
     resolved = resolve(path, overrides)
     from argosy.parallel.ranks import find_nodes, find_world
 
+    nodes = find_nodes(os.environ)
+    world = find_world(os.environ) if nproc is None else nodes.with_ranks(nproc)
     if nproc is not None and not dry_run:
         from argosy.plan.auto import is_open
 
-        nodes = find_nodes(os.environ)
+        spec = resolved.spec
         if not is_open(resolved):  # the ranks find a layout themselves
-            check_world(
-                resolved.spec.parallel,
-                nproc * nodes.count,
-                f"--nproc {nproc} x {nodes.count} nodes",
-                resolved.spec.train.global_batch,
-            )
+            check_world(spec.parallel, world.size, world.source, spec.train.global_batch)
         from argosy.parallel.agent import start_ranks
         from argosy.record.rundir import RunDir
 
-        spec = resolved.spec
         arguments = without_option(sys.argv[1:], "--nproc")
         raise typer.Exit(start_ranks(nproc, nodes, arguments, RunDir(Path(spec.runs_dir) / spec.name), spec.fault))
     from argosy.parallel.rank import run_as_rank
     from argosy.train import run
 
     options = run.TrainOptions(fresh=fresh, archive=archive, quiet=quiet, profile=profile)
-    world = find_world(os.environ)
     if dry_run:
         settled = run.settle(resolved, path, overrides, world_size or world.size)
-        print("\n".join(run.dry_run(settled, options, world_size)))
+        print("\n".join(run.dry_run(settled, options, world, world_size)))
         return
 
     def train_settled() -> int:

@@ -42,6 +42,11 @@ class Nodes:
     address: str = "localhost"
     port: int = DEFAULT_PORT
 
+    def with_ranks(self, each: int) -> World:
+        """All ranks of the job, as the first of them sees them, where so many are started on each machine."""
+        machines = "" if self.count == 1 else f" on each of {self.count} nodes"
+        return World(0, 0, each * self.count, self.address, self.port, f"--nproc {each}{machines}")
+
 
 def find_world(environ: Mapping[str, str]) -> World:
     """This process among all ranks."""

@@ -26,7 +26,7 @@ from argosy.errors import ArgosyError
 from argosy.parallel.mesh import Mesh, joined
 from argosy.parallel.rank import open_heartbeat
 from argosy.parallel.rankfiles import RankFiles
-from argosy.parallel.ranks import find_world
+from argosy.parallel.ranks import World, find_world
 from argosy.plan.advise import predict
 from argosy.plan.auto import cluster_of, is_open, settle_layout
 from argosy.record.courier import carried
@@ -169,15 +169,20 @@ def _check_options(run: RunDir, options: TrainOptions) -> None:
         )
 
 
-def dry_run(resolved: Resolved, options: TrainOptions, world_size: int | None = None) -> list[str]:
-    """Every check that `train` makes before its first step, and what it would do, with as many ranks as are asked for; nothing
-    is written."""
-    spec = resolved.spec
-    layout = []
-    if world_size is not None:
+def dry_run(
+    resolved: Resolved, options: TrainOptions, world: World | None = None, elsewhere: int | None = None
+) -> list[str]:
+    """Every check that `train` makes before its first step among the ranks of `world`, and what it would do; nothing is written.
+    With so many ranks `elsewhere`, what each would hold, and no question of this machine's device."""
+    spec, world = resolved.spec, world or World()
+    if elsewhere is None:
+        require_packages(spec.log)
+        check_world(spec.parallel, world.size, world.source, spec.train.global_batch)
+        layout = [f"device  {prepare_device(spec.train)}"]
+    else:
         from argosy.train.rehearsal import describe_rehearsal, rehearse
 
-        layout = describe_rehearsal(spec, rehearse(spec, world_size))
+        layout = describe_rehearsal(spec, rehearse(spec, elsewhere))
     trainer = Trainer(spec, Mesh(torch.device("meta")))
     run = RunDir(Path(spec.runs_dir) / spec.name)
     _check_options(run, options)
