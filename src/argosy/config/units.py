@@ -62,7 +62,7 @@ def parse_count(value: Any) -> Any:
     if isinstance(value, str):
         match = _COUNT.fullmatch(value.strip())
         if match is None:
-            raise ValueError("not a count: write 20000000000, 20e9 or 20B (K, M, B, T)")
+            raise ValueError(f"{value!r} is not a count: write 20000000000, 20e9 or 20B (K, M, B, T)")
         value = _number(match[1]) * _MULTIPLES[match[2].upper()]
     if isinstance(value, bool):
         raise ValueError("a count was expected, not true or false")
@@ -82,7 +82,7 @@ def parse_duration(value: Any) -> Duration:
         value = str(value)
     match = _DURATION.fullmatch(value.strip())
     if match is None:
-        raise ValueError(f"not a duration: {DURATION_HELP}")
+        raise ValueError(f"{value!r} is not a duration: {DURATION_HELP}")
     multiple, suffix = match[2].upper(), (match[3] or "").lower()
     if multiple == "M" and suffix == "" and match[2] == "m":
         raise ValueError("'m' could be minutes or millions: write 30min or 30M")
