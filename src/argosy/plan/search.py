@@ -96,10 +96,12 @@ def search(
 def _recomputing(
     work: Work, cluster: Cluster, fixed: dict[str, object], fitting: Sequence[Candidate]
 ) -> Iterator[Layout]:
-    """Layouts with the axes that are held, each with more and more recompute until it fits: more than that is slower."""
+    """Layouts with the axes that are held, each with more and more recompute until it fits: more than that is slower. Where
+    none does, larger micro-batches are not tried, but for a step's only one, which adds no gradients up."""
     axes = dict(fixed)
     schedule, recompute = axes.pop("schedule", None), axes.pop("recompute", None)
     kinds = [kind for kind in RECOMPUTE if recompute in (None, kind)]
+    hopeless: set[Layout] = set()
     for layout in layouts(work, cluster):
         if any(getattr(layout, axis) != value for axis, value in axes.items()):
             continue
@@ -107,11 +109,15 @@ def _recomputing(
             if layout.pp == 1 or (layout.vpp > 1) != (schedule in SEVERAL_STAGES):
                 continue
             layout = replace(layout, schedule=schedule)  # type: ignore[arg-type]
-        found = len(fitting)
+        found, others = len(fitting), replace(layout, micro_batch=1)
+        if others in hopeless and work.micro_batches(layout) > 1:
+            continue
         for kind in kinds:
             yield layout if kind == "none" else replace(layout, recompute=kind)
             if len(fitting) > found:
                 break
+        else:
+            hopeless.add(others)
 
 
 def layouts(work: Work, cluster: Cluster) -> Iterator[Layout]:
