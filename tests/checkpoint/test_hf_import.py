@@ -110,6 +110,12 @@ def test_one_wrong_part_of_a_parameter_is_named(kind: str, name: str, tmp_path: 
             import_hf(f"hf:{tmp_path / 'hf'}", tmp_path / "ours")
 
 
+def test_experts_that_are_stored_together_are_refused_with_the_way_to_part_them(tmp_path: Path) -> None:
+    save("mixtral", tmp_path / "hf", save_original_format=False)
+    with pytest.raises(ArgosyError, match="experts are stored together"):
+        import_hf(f"hf:{tmp_path / 'hf'}", tmp_path / "ours")
+
+
 def test_a_tied_head_that_differs_is_not_dropped(tmp_path: Path) -> None:
     save("llama3", tmp_path / "hf")
     _edit(tmp_path / "hf", lambda w: w.update({"lm_head.weight": torch.ones(257, 48)}))

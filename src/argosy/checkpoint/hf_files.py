@@ -79,7 +79,9 @@ def open_hf(directory: Path) -> HfModel:
     copied = {name: twin for name, twin in family.left_out.items() if name in needed and name not in where}
     where |= {name: where[twin] for name, twin in copied.items() if twin in where}
     if missing := [name for name in needed if name not in where]:
-        raise _bad(f"{directory} lacks {_some(missing)}, which its config.json asks for", _FETCH)
+        together = any(name.endswith(".experts.gate_up_proj") for name in where)
+        fix = "its experts are stored together: transformers' save_pretrained, as it is, writes them one by one"
+        raise _bad(f"{directory} lacks {_some(missing)}, which its config.json asks for", fix if together else _FETCH)
     others = [name for name in where if name not in needed]
     unknown = [name for name in others if name not in family.copies and not family.may_lack(name)]
     if unknown:
