@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -293,3 +294,24 @@ def test_tips_and_labels_stay_inside_their_chart_whatever_the_runs_are_called(
     for label in chart(page, "Loss").locator("text").all():
         written = label.bounding_box()
         assert box["x"] <= written["x"] <= written["x"] + written["width"] <= box["x"] + box["width"] + 0.5
+
+
+def test_the_content_can_be_skipped_to_with_keys_and_a_run_that_is_deleted_says_so(
+    page: Any, dashboard: Dashboard, tmp_path: Path
+) -> None:
+    run = make_run(tmp_path / "runs" / "sea")
+    log(run, range(10, 100, 10))
+    page.goto(f"{dashboard.address}/#/runs?run=sea")
+    page.reload()
+    chart(page, "Loss").locator("polyline").wait_for()
+    page.locator(".skip").focus()
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.id") == "main"
+    assert page.url.endswith("#/runs?run=sea")
+    assert page.get_by_role("link", name="Runs").get_attribute("aria-current") == "page"
+    shutil.rmtree(run.root)
+    page.locator(".problem").wait_for()
+    assert "there is no run" in page.locator(".problem").inner_text()
+    log(make_run(tmp_path / "runs" / "sea"), range(10, 300, 10))  # and comes back without reloading
+    page.locator(".problem").wait_for(state="detached")
+    wait(lambda: "290" in page.locator(".tiles").inner_text())

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from argosy.watch.runs import Run
 from argosy.watch.suspects import suspects
 from watch.test_doctor import beat, event, started
 
+Argosy = Callable[..., subprocess.CompletedProcess[str]]
 WATCHDOG = "[rank{0}]:[E1112 10:01:01 ProcessGroupNCCL.cpp:616] [Rank {0}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=99, OpType=ALLREDUCE, Timeout(ms)=600000) ran for 600004 milliseconds"
 OOM = "[rank{0}]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU {0} has a total capacity of 79.11 GiB"
 LOST = "[rank{0}]: RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.{0}]:1"
@@ -170,3 +173,16 @@ def test_an_error_nobody_has_described_is_quoted(tmp_path: Path) -> None:
     assert (
         "a process ended with an error: [rank2]: argosy.NewError: seven of eight tins were empty" in first(run).verdict
     )
+
+
+def test_a_log_is_read_from_standard_input_and_shown_without_commands_to_the_terminal(
+    tmp_path: Path, argosy: Argosy
+) -> None:
+    run = started(tmp_path)
+    done = argosy("doctor", run.root, "--log", "-", input="\x1b]0;owned\x07 CUDA out of memory \x1b[2J\n")
+    assert done.returncode == 0
+    assert done.stdout.startswith("a GPU ran out of memory at step 31 (stdin)")
+    assert "\x1b" not in done.stdout
+    refused = argosy("doctor", run.root, "--log", tmp_path)
+    assert refused.returncode == 2
+    assert "is not a file" in refused.stderr

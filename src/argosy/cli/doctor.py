@@ -22,7 +22,10 @@ def doctor(
     ] = None,
     log: Annotated[
         list[Path] | None,
-        typer.Option("--log", help="More to read: logs of ranks or pods, dmesg, kubectl get events; may be repeated."),
+        typer.Option(
+            "--log",
+            help="More to read: logs of ranks or pods, dmesg, kubectl get events; - for standard input; may be repeated.",
+        ),
     ] = None,
     nproc: Annotated[
         int | None, typer.Option(min=1, help="Also measure how fast ranks reach each other, with so many on each node.")
@@ -55,6 +58,7 @@ def _diagnose(run: Path, log: list[Path], as_json: bool) -> None:
     from argosy.watch.reading import printable
     from argosy.watch.runs import Run, require_run
 
+    log = [Path("/dev/stdin") if path == Path("-") else path for path in log]
     for path in log:
         if not path.exists() or path.is_dir():
             raise ArgosyError("io.failed", f"{path} is not a file", key="--log", value=path, fix="name a text file")

@@ -10,7 +10,9 @@ let refresh = async () => {}, shown = 0;
 function open() {
   const [path, query = ""] = location.hash.replace(/^#\/?/, "").split("?"), parameters = new URLSearchParams(query);
   const names = parameters.getAll("run");
-  for (const link of document.querySelectorAll("header nav a")) link.toggleAttribute("aria-current", link.dataset.page === (path === "plan" ? "plan" : "runs"));
+  for (const link of document.querySelectorAll("header nav a")) {
+    if (link.dataset.page === (path === "plan" ? "plan" : "runs")) link.setAttribute("aria-current", "page"); else link.removeAttribute("aria-current");
+  }
   shown += 1;
   refresh = path === "plan" ? planPage(main, parameters) : names.length ? runPage(main, names) : runsPage(main);
   document.title = names.length ? names.join(", ") + " · Argosy" : "Argosy";
@@ -34,6 +36,7 @@ async function tick(page) {
 }
 
 addEventListener("hashchange", open);
+document.querySelector(".skip").addEventListener("click", (event) => { event.preventDefault(); main.focus(); }); // what follows # names a page
 addEventListener("keydown", (event) => {
   if (event.target.matches("input:not([type=range]):not([type=checkbox]), select") || event.ctrlKey || event.metaKey || event.altKey) return;
   if (event.key === "g") location.hash = "#/";
