@@ -69,7 +69,8 @@ class AlertsSpec(Section):
     throughput_drop: NotNegative = Field(0.25, description="tokens/s below the run's usual figure by this share")
     spike: PositiveNumber = Field(6.0, description="standard deviations of the loss above its recent mean")
     stall_s: PositiveNumber = Field(
-        600.0, description="seconds in one phase of a step, and four times the longest it took so far"
+        600.0,
+        description="seconds in one phase of a step, and four times the longest it took so far; three times as many where none is known",
     )
     disk_gib: NotNegative = Field(2.0, description="free GiB left where the run directory lies")
 
