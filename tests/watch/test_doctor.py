@@ -224,3 +224,16 @@ def test_saves_that_failed_are_told_until_one_does_not(tmp_path: Path) -> None:
     assert verdict(run).startswith("nothing is wrong: the run is training")
     event(run, "save-failed", step=50, cause="Connection timed out")
     assert verdict(run).startswith("the checkpoint of step 50 could not be written")
+
+
+def test_a_step_that_was_skipped_or_a_sink_that_is_down_is_a_note_beside_a_run_that_trains(tmp_path: Path) -> None:
+    run = started(tmp_path)
+    beat(run, 0)
+    event(run, "skip", reason="spike", loss=9.0, grad_norm=2.0, samples=[1, 8])
+    event(run, "sink-down", sink="wandb", text="wandb takes no records")
+    first, *others = diagnose(Run("sick", run.root))
+    assert first.verdict.startswith("nothing is wrong: the run is training")
+    assert [other.verdict for other in others] == [
+        "1 step was skipped, the last at step 31, where the loss is 9 and the gradient norm 2",
+        "wandb takes no records",
+    ]

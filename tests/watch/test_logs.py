@@ -186,3 +186,12 @@ def test_a_log_is_read_from_standard_input_and_shown_without_commands_to_the_ter
     refused = argosy("doctor", run.root, "--log", tmp_path)
     assert refused.returncode == 2
     assert "is not a file" in refused.stderr
+
+
+def test_what_ranks_say_while_they_stop_as_asked_is_no_verdict(tmp_path: Path) -> None:
+    run = started(tmp_path)
+    event(run, "interrupted", signal="SIGTERM")
+    write(run, "0.log", LOST.format(1), "[W] Received Signals.SIGTERM death signal, shutting down workers")
+    assert first(run).name == "stopped"
+    write(run, "1.log", "slurmstepd: error: *** JOB 8 ON n3 CANCELLED AT 2026-11-12T01:01:01 DUE TO TIME LIMIT ***")
+    assert first(run).name == "slurm-time-limit"  # who asked

@@ -54,7 +54,7 @@ def _diagnose(run: Path, log: list[Path], as_json: bool) -> None:
 
     from argosy.errors import ArgosyError
     from argosy.watch.doctor import diagnose
-    from argosy.watch.finding import NOTE
+    from argosy.watch.finding import STATES
     from argosy.watch.reading import printable
     from argosy.watch.runs import Run, require_run
 
@@ -73,7 +73,7 @@ def _diagnose(run: Path, log: list[Path], as_json: bool) -> None:
         print(f"\nfix       {printable(first.fix)}")
     if first.evidence:
         print("\nevidence  " + "\n          ".join(map(printable, first.evidence)))
-    also = dict.fromkeys(printable(finding.verdict) for finding in others if finding.weight > NOTE)
+    also = dict.fromkeys(printable(finding.verdict) for finding in others if finding.name not in STATES)
     if also:
         print("\nalso      " + "\n          ".join(also))
 

@@ -18,6 +18,7 @@ from argosy.watch.finding import (
     DEATH,
     DISK,
     FAILED,
+    FINE,
     FULL,
     KNOWN,
     NOTE,
@@ -31,7 +32,7 @@ from argosy.watch.finding import (
 )
 from argosy.watch.knowledge import Failure, matches
 from argosy.watch.logs import READ_BYTES, against_plan, from_logs
-from argosy.watch.runs import Run, is_held
+from argosy.watch.runs import Run
 from argosy.watch.standing import ranks_now
 
 _OVERFLOW_LOGS = 20
@@ -44,8 +45,9 @@ def diagnose(run: Run, logs: Sequence[Path] = (), *, read_bytes: int = READ_BYTE
     """Everything found, the verdict first. Never empty. Of logs at most so many bytes are read."""
     run.series.update()
     found = [*_events(run), *ranks_now(run), *_numbers(run), *_disk(run), *_slow(run)]
-    trains = run.state() == "running" and not any(finding.name in _STANDS for finding in found)
-    found += from_logs(run, logs, trains=trains, read_bytes=read_bytes)
+    stands = any(finding.name in _STANDS for finding in found)
+    state = "dead" if stands else run.state()
+    found += from_logs(run, logs, state=state, read_bytes=read_bytes)
     well = _well(run)
     said_why = any(finding.weight > well.weight for finding in found)
     if well.name != "dead" or not said_why:
@@ -71,7 +73,7 @@ def _well(run: Run) -> Finding:
     history = (
         f"; it went on from a checkpoint {again} time{'s' if again > 1 else ''}" if again and state != "dead" else ""
     )
-    return Finding({"dead": WARNING - 5, "done": WELL}.get(state, NOTE), text + history, fix, name=state)
+    return Finding({"dead": WARNING - 5, "done": WELL}.get(state, FINE), text + history, fix, name=state)
 
 
 def _events(run: Run) -> Iterator[Finding]:
@@ -161,7 +163,7 @@ def _gave_up(event: Record, evidence: list[str], run: Run) -> Finding:
 
 
 def _sink_down(event: Record, evidence: list[str], run: Run) -> Finding:
-    return Finding(NOTE + 5, event.get("text", ""), "training is not affected", evidence, "sink-down")
+    return Finding(NOTE, event.get("text", ""), "training is not affected", evidence, "sink-down")
 
 
 _TELL: dict[str, Callable[[Record, list[str], Run], Finding]] = {
@@ -182,15 +184,16 @@ def _skipped(skips: list[Record], newest: list[Record], run: Run) -> Iterator[Fi
     last, rewinds = skips[-1], sum(event.get("event") == "rewind" for event in newest)
     broken = last.get("reason") == "non-finite"
     said = [event.get("event") for event in newest if event.get("event") not in (*BESIDE, "failed")]
-    ended = said[-1] in ("skip", "rewind") and not is_held(run.root)
+    ended = said[-1] in ("skip", "rewind") and run.state() != "running"
     what = f"the loss is {_short(last.get('loss'))} and the gradient norm {_short(last.get('grad_norm'))}"
-    text = f"{len(skips)} steps were skipped, the last at step {last.get('step')}, where {what}" + (
-        f", and {rewinds} rewinds did not help" if rewinds else ""
+    text = (
+        f"{len(skips)} step{'s were' if len(skips) > 1 else ' was'} skipped, the last at step {last.get('step')}, where {what}"
+        + (f", and {rewinds} rewinds did not help" if rewinds else "")
     )
     evidence = [
         f"events.jsonl: skip at step {event.get('step')}, samples {event.get('samples')}" for event in skips[-4:]
     ]
-    weight = NUMBERS if ended else NOTE + 2
+    weight = NUMBERS if ended else NOTE
     yield Finding(
         weight,
         text,

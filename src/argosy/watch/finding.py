@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-# Weights. WELL: nothing explains it better than that a run is done. A known cause explains why a rank died or stands still.
+# Weights. WELL: nothing explains it better than that a run is done. FINE: it trains, and what is lighter is a note beside that. A known cause explains why a rank died or stands still.
 WELL, KNOWN, STALL, FULL, DEATH, NUMBERS = 100, 96, 95, 92, 90, 80
-FAILED, DISK, SETBACK, CONSEQUENCE, OVERFLOW, SLOW, WARNING, PASSED, NOTE = 77, 75, 72, 70, 60, 50, 40, 30, 10
+FAILED, DISK, SETBACK, CONSEQUENCE, OVERFLOW, SLOW, WARNING, FINE, NOTE = 77, 75, 72, 70, 60, 50, 40, 30, 20
+
+STATES = ("done", "running", "stopped", "new", "dead")  # names of the finding that says only how the run is
 
 # Events that may follow the one that ends a run.
 BESIDE = ("alert", "sink-down", "sink-up")

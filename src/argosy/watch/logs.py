@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from argosy.watch.finding import CONSEQUENCE, KNOWN, PASSED, SETBACK, WARNING, Finding, called
+from argosy.watch.finding import CONSEQUENCE, KNOWN, NOTE, SETBACK, WARNING, Finding, called
 from argosy.watch.knowledge import Match, failures, matches
 from argosy.watch.runs import Run
 from argosy.watch.suspects import suspects
@@ -25,8 +25,8 @@ _KINDS = (".log", ".txt", ".stacks", ".err", ".out", ".json")
 _OF_RANK = re.compile(r"(?:^|rank[-_.]?)(\d+)\.")  # in the name of a log
 
 
-def from_logs(run: Run, given: Sequence[Path], *, trains: bool, read_bytes: int = READ_BYTES) -> Iterator[Finding]:
-    """`trains`: the run does, whatever its logs say."""
+def from_logs(run: Run, given: Sequence[Path], *, state: str, read_bytes: int = READ_BYTES) -> Iterator[Finding]:
+    """`state`: how the run is; one that trains, or was asked to stop, is well whatever its logs say of others."""
     own = {path: str(path.relative_to(run.root)) for path in _own_logs(run)}
     logs = {path: path.name for path in given} | own
     found: dict[str, list[tuple[Match, int | None]]] = {}
@@ -40,7 +40,7 @@ def from_logs(run: Run, given: Sequence[Path], *, trains: bool, read_bytes: int 
     for failure in failures():
         shown = found.get(failure.name)
         if shown and not (failure.between_nodes and len(hosts) == 1):
-            yield from _told(shown, run, trains)
+            yield from _told(shown, run, state)
 
 
 @lru_cache(maxsize=2 * _MOST_LOGS)
@@ -63,17 +63,17 @@ def _age(path: Path) -> tuple[int, int] | None:
     return found.st_size, found.st_mtime_ns
 
 
-def _told(shown: list[tuple[Match, int | None]], run: Run, trains: bool) -> Iterator[Finding]:
+def _told(shown: list[tuple[Match, int | None]], run: Run, state: str) -> Iterator[Finding]:
     failure, weight = shown[0][0].failure, _WEIGHTS[shown[0][0].failure.severity]
     ranks = sorted({rank for _, rank in shown if rank is not None})
     verdict = f"{called(ranks)}: {shown[0][0].cause}" if ranks else shown[0][0].cause
     verdict += against_plan(run) if failure.name == "cuda-oom" else ""
     verdict += f" ({shown[0][0].where})"
     if failure.severity == "setback" and run.has_trained:  # since it began anew: what was tried again has helped
-        weight = PASSED
-    if trains and weight != WARNING:
-        if failure.severity != "fatal":
-            return
+        weight = NOTE
+    if state in ("running", "stopped") and failure.severity in ("setback", "consequence"):
+        return
+    if state == "running" and failure.severity == "fatal":
         weight, verdict = WARNING, f"{verdict}; the run goes on"
     evidence = [f"{match.where}: {match.line[:300]}" for match, _ in shown[:_MOST_EVIDENCE]]
     evidence += [f"and in {len(shown) - _MOST_EVIDENCE} more places"] if len(shown) > _MOST_EVIDENCE else []

@@ -30,7 +30,7 @@ from argosy.plan.advise import Question, answer
 from argosy.plan.hardware import facts
 from argosy.watch.doctor import diagnose
 from argosy.watch.facts import config_diff, config_rows, predicted, waterfall
-from argosy.watch.finding import NOTE
+from argosy.watch.finding import FINE, STATES
 from argosy.watch.heat import RATIO
 from argosy.watch.runs import Run, find_runs
 
@@ -146,8 +146,10 @@ def make_app(root: Path, token: str) -> Starlette:
         return heat.picture(request.query_params.get("column", RATIO)) | {"reading": heat.reading}
 
     def verdict(request: Request) -> Any:
-        found = [] if (run := named(request)).state() == "done" else diagnose(run, read_bytes=_LOG_BYTES)
-        return [finding.as_dict() for finding in found if finding.weight > NOTE][:4]
+        run = named(request)
+        found = [] if run.state() == "done" else diagnose(run, read_bytes=_LOG_BYTES)
+        told = [finding for finding in found if finding.weight > FINE and (finding.name not in STATES or finding.fix)]
+        return [finding.as_dict() for finding in told][:4]
 
     routes = [
         Route("/", _file("index.html")),
