@@ -191,3 +191,19 @@ def test_a_dry_run_counts_the_ranks_it_is_asked_about(argosy: Run, write_spec: W
     assert refused.returncode == 2
     assert "= 2 processes, and there are 4 (--nproc 4)" in refused.stderr
     assert "device  " in argosy("train", path, "--dry-run").stdout
+
+
+def test_names_and_terminals_that_are_not_utf8_end_in_no_traceback(tmp_path: Path) -> None:
+    def run(*words: str | bytes, **more: str) -> subprocess.CompletedProcess[str]:
+        line = [sys.executable, "-m", "argosy", "data", *words]
+        return subprocess.run(line, cwd=tmp_path, env=os.environ | more, capture_output=True, text=True)
+
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n')
+    assert run("prepare", "a.jsonl", "--tokenizer", "bytes", "--output", "corpus").returncode == 0
+    shown = run("inspect", "corpus", PYTHONIOENCODING="ascii")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert "tokens per document" in shown.stdout
+    os.rename(tmp_path / "a.jsonl", os.fsencode(tmp_path) + b"/\xff.jsonl")
+    refused = run("prepare", ".", "--tokenizer", "bytes", "--output", "other")
+    assert refused.returncode == 2
+    assert r"\xff.jsonl' is not UTF-8" in refused.stderr

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from io import TextIOWrapper
 from typing import Any
 
 import typer
@@ -102,6 +103,8 @@ def main() -> None:
     # Read when torch starts, so it is set before any verb imports it: memory that was cut up can be joined again.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    if isinstance(sys.stdout, TextIOWrapper):  # a terminal without our characters, a file's name that is no text
+        sys.stdout.reconfigure(errors="replace")
     try:
         app()
     except ArgosyError as error:

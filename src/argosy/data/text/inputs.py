@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,7 +144,7 @@ def _local(name: str, report: Callable[[str], None] | None) -> list[InputFile]:
         inside = sorted(p for p in files if p.name.endswith(SUFFIXES) and not p.name.startswith("."))
         if report is not None and len(inside) < len(files):
             other = sorted(set(files) - set(inside))
-            report(f"{name}: {len(other)} files of other kinds are passed over, such as {other[0].name}")
+            report(f"{name}: files of other kinds are passed over: {len(other)}, such as {other[0].name}")
         return require_known([InputFile(str(p), p.stat().st_size) for p in inside], name)
     if path.is_file():
         return require_known([InputFile(name, path.stat().st_size)] if name.endswith(SUFFIXES) else [], name)
@@ -188,4 +189,9 @@ def require_known(files: list[InputFile], name: str) -> list[InputFile]:
         raise ArgosyError(
             "data.bad-input", f"{name} is or holds no file of a known kind", fix=f"known: {', '.join(SUFFIXES)}"
         )
+    for file in files:
+        named = os.fsencode(file.path)
+        if named.decode(errors="replace") != file.path:
+            cause = f"the name {named!r} is not UTF-8, and a corpus keeps the names of its inputs as text"
+            raise ArgosyError("data.bad-input", cause, fix="rename the file")
     return files
