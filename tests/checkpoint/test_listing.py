@@ -39,6 +39,12 @@ def test_the_newest_good_one_is_what_a_restart_takes(tmp_path: Path) -> None:
     ]  # a wrong length is seen without reading
 
 
+def test_no_run_goes_on_in_an_imported_model(tmp_path: Path) -> None:
+    model = _run(tmp_path / "model")
+    (model / "resolved.json").rename(model / "model.json")
+    assert [(one.good, one.resumes) for one in list_run(model)] == [(True, False)] * 3
+
+
 def test_the_verb_prints_a_table_or_json(tmp_path: Path, argosy: Callable[..., Any]) -> None:
     run = _run(tmp_path / "run")
     shown = argosy("ckpt", "ls", run)

@@ -9,7 +9,7 @@ from typing import Any
 
 from argosy.checkpoint.manifest import MANIFEST, Checkpoint, read_checkpoint, verify
 from argosy.checkpoint.store import listed, step_of
-from argosy.config.start import model_root
+from argosy.config.start import MODEL_FILE, model_root
 from argosy.errors import ArgosyError
 from argosy.record.console import amount, clock, volume
 
@@ -36,7 +36,7 @@ def list_run(path: Path, *, check: bool = True) -> list[Listed]:
     """Newest first; of a path that is one checkpoint, that one."""
     root = model_root(path)
     found: list[Listed] = []
-    taken = False
+    taken = (root / MODEL_FILE).exists()  # no run trains in an imported model's directory
     for place in listed(root / "checkpoints") if root == path else [path]:
         checkpoint, fault = _opened(place, check)
         good = fault is None if check else (None if fault is None else False)
