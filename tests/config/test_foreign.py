@@ -229,6 +229,13 @@ def test_what_is_no_command_is_refused(words: str) -> None:
         from_megatron(words)
 
 
+def test_a_file_of_another_program_is_not_taken_for_foundrys(tmp_path: Path) -> None:
+    for text in ("model: {family: llama, layers: 2}", "model: gpt2", "- model"):
+        (tmp_path / "train.yaml").write_text(text)
+        with pytest.raises(ArgosyError, match="no `model` section with a `name`"):
+            from_foundry(tmp_path / "train.yaml")
+
+
 def test_a_foundry_file_becomes_a_run_spec(tmp_path: Path) -> None:
     source = tmp_path / "train.yaml"
     source.write_text(yaml.safe_dump(MPT))

@@ -80,10 +80,11 @@ _WATCHED = (
 
 def from_foundry(path: Path) -> Draft:
     tree = read_yaml(path)[0]
-    if not isinstance(tree, dict) or "model" not in tree:
+    model = tree.get("model") if isinstance(tree, dict) else None
+    if not isinstance(model, dict) or "name" not in model:
         raise ArgosyError(
             "config.bad-yaml",
-            f"{path} has no `model` section",
+            f"{path} has no `model` section with a `name`, as mpt_causal_lm",
             fix="give the train.yaml of LLM-Foundry's scripts/train",
         )
     flat = {key: _resolved(value, tree) for key, value in _leaves(tree)}
