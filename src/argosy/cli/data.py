@@ -12,11 +12,6 @@ from argosy.cli import data_build, data_corpus, data_fetch
 
 app = typer.Typer(help="From text to tokens, and what can be done with them.", no_args_is_help=True)
 app.command("fetch")(data_fetch.fetch)
-app.command("build")(data_build.build)
-app.command("inspect")(data_corpus.inspect)
-app.command("verify")(data_corpus.verify)
-app.command("merge")(data_corpus.merge)
-app.command("convert")(data_corpus.convert)
 
 Inputs = Annotated[
     list[str],
@@ -123,3 +118,10 @@ def train_tokenizer(
     from argosy.data.text.train_tokenizer import train_tokenizer_on
 
     print(train_tokenizer_on(inputs, vocab_size, output, key, overwrite=overwrite))
+
+
+app.command("build")(data_build.build)
+app.command("inspect")(data_corpus.inspect)
+app.command("verify")(data_corpus.verify)
+app.command("merge")(data_corpus.merge)
+app.command("convert")(data_corpus.convert)

@@ -57,10 +57,10 @@ class Report:
     def describe(self) -> str:
         against = "sizes, index and hashes" if self.has_manifest else "sizes and index (no manifest, so no hashes)"
         lines = [
-            f"{self.path}: {self.shards:,} shards, {self.files:,} files, {self.bytes:,} bytes, "
+            f"{self.path}: shards {self.shards:,}, files {self.files:,}, {self.bytes:,} bytes, "
             f"{self.documents:,} documents, {self.tokens:,} tokens",
             *(f"  fault  {fault}" for fault in self.faults),
-            f"checked {against}: " + (f"{len(self.faults):,} faults" if self.faults else "all good"),
+            f"checked {against}: " + (f"faults: {len(self.faults):,}" if self.faults else "all good"),
         ]
         return "\n".join(lines)
 
