@@ -264,3 +264,19 @@ def test_a_store_that_cannot_be_listed_is_refused_whatever_its_library_raises(mo
     monkeypatch.setattr("fsspec.core.url_to_fs", connect)
     with pytest.raises(ArgosyError, match="cannot be listed: Unable to locate credentials"):
         find_inputs(["s3://bucket/a.jsonl"])
+
+
+def test_no_corpus_is_made_among_texts(tmp_path: Path) -> None:
+    source = tmp_path / "shard-0.jsonl"  # a name that --overwrite would take for its own
+    source.write_bytes(GOOD)
+    for options in (PrepareOptions(), PrepareOptions(overwrite=True)):
+        with pytest.raises(ArgosyError, match="a corpus needs a directory of its own"):
+            prepare([str(source)], ByteTokenizer(), tmp_path, options)
+    assert [path.name for path in tmp_path.iterdir()] == [source.name]
+    prepare([str(tmp_path)], ByteTokenizer(), tmp_path / "corpus", PrepareOptions())
+    assert texts(tmp_path / "corpus") == ["hello"]
+
+
+def test_inputs_without_a_record_are_told_from_bad_ones(tmp_path: Path) -> None:
+    with pytest.raises(ArgosyError, match="the inputs hold no record"):
+        run(tmp_path, b"\n")

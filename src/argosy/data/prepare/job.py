@@ -34,7 +34,7 @@ from argosy.data.corpus.manifest import FILE_NAME, Manifest, Shard, Source, Toke
 from argosy.data.prepare.crew import Crew
 from argosy.data.prepare.join import Joiner, books_of, shard_name
 from argosy.data.prepare.parts import PartFacts, PartName, PartOptions, cannot_write, read_facts
-from argosy.data.text.inputs import InputFile, find_inputs
+from argosy.data.text.inputs import InputFile, find_inputs, require_no_texts
 from argosy.data.text.tokenizer import Tokenizer
 from argosy.errors import ArgosyError
 from argosy.record.files import replace_file
@@ -155,6 +155,7 @@ class Job:
     def claim(self) -> None:
         """Take the output directory: a new one, or one where the same job was left unfinished."""
         plan = self.parts / "plan"
+        require_no_texts(self.output, ours=QUARANTINE_FILE)
         if self._is_corpus() or plan.exists():
             self._settle(plan)
         self.parts.mkdir(parents=True, exist_ok=True)
@@ -347,7 +348,9 @@ class Job:
                     path.unlink()
         raise ArgosyError(
             "data.bad-records",
-            f"{bad:,} of {records:,} records were quarantined ({kinds or 'none'}): {what}",
+            f"{bad:,} of {records:,} records were quarantined ({kinds}): {what}"
+            if records
+            else "the inputs hold no record",
             fix=f"see {self.corpora[0] / QUARANTINE_FILE}; is --key {', '.join(self.options.keys)} right?",
         )
 

@@ -136,6 +136,15 @@ def _fsspec() -> Any:
     return require("fsspec", "remote", "reading remote files")
 
 
+def require_no_texts(output: Path, ours: str) -> None:
+    """Refuse to make a corpus among texts: as parts of a corpus they would never be found again, and could be replaced."""
+    texts = sorted(p.name for p in output.glob("*") if p.name.endswith(SUFFIXES) and p.name != ours)
+    if texts:
+        cause = f"{output} holds texts, such as {texts[0]}, and a corpus needs a directory of its own"
+        fix = f"--output {output / 'corpus'}"
+        raise ArgosyError("data.bad-input", cause, key="--output", value=str(output), fix=fix)
+
+
 def _local(name: str, report: Callable[[str], None] | None) -> list[InputFile]:
     path = Path(name)
     if path.is_dir():
@@ -144,7 +153,7 @@ def _local(name: str, report: Callable[[str], None] | None) -> list[InputFile]:
         inside = sorted(p for p in files if p.name.endswith(SUFFIXES) and not p.name.startswith("."))
         if report is not None and len(inside) < len(files):
             other = sorted(set(files) - set(inside))
-            report(f"{name}: files of other kinds are passed over: {len(other)}, such as {other[0].name}")
+            report(f"{name}: {len(other)} files of other kinds are passed over, such as {other[0].name}")
         return require_known([InputFile(str(p), p.stat().st_size) for p in inside], name)
     if path.is_file():
         return require_known([InputFile(name, path.stat().st_size)] if name.endswith(SUFFIXES) else [], name)
