@@ -232,7 +232,7 @@ def test_a_prometheus_server_scrapes_the_figures(tmp_path: Path) -> None:
         pytest.skip("no prometheus; .ci/run installs Debian's")
     listener, port = free_port(), free_port()
     run = make_run(tmp_path / "scraped", f"log.sinks.prometheus={listener}")
-    log(run, [10, 20])
+    log(run, [10, 20], **{"validation_loss/a b": 1.0, "validation_loss/a_b": 2.0})  # which are one name there
     config = tmp_path / "prometheus.yml"
     config.write_text(
         "scrape_configs:\n- job_name: argosy\n  scrape_interval: 1s\n  scrape_timeout: 1s\n"
@@ -252,6 +252,8 @@ def test_a_prometheus_server_scrapes_the_figures(tmp_path: Path) -> None:
         found = wait_for(lambda: get(query + "argosy_step")["data"]["result"][0])
         assert found["metric"]["run"] == "scraped"
         assert found["value"][1] == "20"
+        page = urllib.request.urlopen(f"http://127.0.0.1:{listener}/metrics", timeout=5).read()
+        assert page.count(b"# TYPE argosy_validation_loss_a_b gauge") == 1
         assert get(query + "argosy_time_forward_backward")["data"]["result"][0]["value"][1] == "8"
         log(run, [30])
         wait_for(lambda: get(query + "argosy_step")["data"]["result"][0]["value"][1] == "30")

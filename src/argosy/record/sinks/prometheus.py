@@ -46,8 +46,9 @@ class Prometheus:
         """Called by the library for each scrape."""
         from prometheus_client.core import GaugeMetricFamily
 
-        for name, value in list(self._latest.items()):
-            family = GaugeMetricFamily(metric_name(name), f"{name} of the latest logged step", labels=["run"])
+        named = {metric_name(name): (name, value) for name, value in list(self._latest.items())}  # each name once
+        for name, (said, value) in named.items():
+            family = GaugeMetricFamily(name, f"{said} of the latest logged step", labels=["run"])
             family.add_metric([self._run], value)
             yield family
 
