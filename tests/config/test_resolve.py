@@ -174,6 +174,12 @@ def test_a_warm_up_longer_than_the_run_is_refused(spec: Path) -> None:
     assert "100" in error.cause
 
 
+def test_a_refusal_is_about_what_was_written_not_what_was_derived_from_it(spec: Path) -> None:
+    error = refusal(spec, "model={family: llama, layers: 2, hidden: 64, heads: 4, vocab_size: 99}", "data.seq_len=0")
+    assert (error.key, error.origin) == ("data.seq_len", "command line")
+    assert "'10x' is not a duration" in refusal(spec, "optim.warmup=10x").cause
+
+
 def test_a_refusal_names_the_line_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(SPEC.replace("lr: 1e-4", "learning_rate: 1e-4"))

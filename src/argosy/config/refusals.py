@@ -25,9 +25,15 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
 
 
 def refusal_of(error: ValidationError, origins: dict[str, str], prefix: str = "") -> ArgosyError:
-    """pydantic's findings as one refusal: misspelt keys first, since they also make other keys look missing."""
+    """pydantic's findings as one refusal: misspelt keys first, since they also make other keys look missing; and what was
+    written before what was derived from it."""
     order = {"extra_forbidden": 0, "missing": 2}
-    found = sorted(error.errors(), key=lambda item: order.get(item["type"], 1))
+
+    def rank(item: Any) -> tuple[int, bool]:
+        origin = _origin_of(_dotted(item["loc"], prefix), origins) or ""
+        return order.get(item["type"], 1), origin.startswith("derived")
+
+    found = sorted(error.errors(), key=rank)
     first = found[0]
     if first["type"] not in order:  # a wrong value makes what would be derived from it look missing too
         found = [item for item in found if item["type"] != "missing"]
