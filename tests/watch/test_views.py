@@ -18,6 +18,7 @@ from argosy.record.jsonl import JsonlWriter
 from argosy.watch.doctor import diagnose
 from argosy.watch.live import watch
 from argosy.watch.picture import Curve, line_chart
+from argosy.watch.reading import printable
 from argosy.watch.report import page
 from argosy.watch.runs import Run
 from argosy.watch.screen import screen
@@ -243,3 +244,9 @@ def test_the_labels_of_an_axis_differ(values: list[float]) -> None:
     labels = re.findall(r'<text x="50"[^>]*>([^<]+)</text>', picture)
     assert labels
     assert len(set(labels)) == len(labels)
+
+
+def test_what_is_printed_is_one_line_that_moves_nothing() -> None:
+    assert (
+        printable("the newest\n  of 3 checkpoints\tis \x1b[2Jdamaged") == "the newest of 3 checkpoints is �[2Jdamaged"
+    )

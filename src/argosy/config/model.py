@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from argosy.config.units import Count, Fraction, NotNegative, Positive, PositiveNumber, Whole
+from argosy.config.units import Count, Depth, Fraction, NotNegative, Positive, PositiveNumber, Whole
 
 ROPE_THETA = 10_000.0
 
@@ -115,7 +115,7 @@ class ModelSpec(Section):
 
     family: Literal["gpt", "llama", "mpt", "bert", "t5"] = Field(description="structural defaults to start from")
     preset: str | None = Field(None, description="a named model; see `argosy config models`")
-    layers: Positive = Field(description="transformer blocks (in the encoder, for T5)")
+    layers: Depth = Field(description="transformer blocks (in the encoder, for T5)")
     hidden: Positive = Field(description="width of the residual stream")
     heads: Positive = Field(description="attention heads")
     kv_heads: Positive = Field(description="key/value heads; fewer than heads is grouped-query attention")
@@ -146,7 +146,7 @@ class ModelSpec(Section):
         description="standard deviation of fresh weights; in T5 a factor on those that follow from each matrix's inputs",
     )
     moe: MoESpec | None = Field(None, description="mixture of experts")
-    decoder_layers: Positive | None = Field(None, description="T5: blocks in the decoder")
+    decoder_layers: Depth | None = Field(None, description="T5: blocks in the decoder")
     type_vocab_size: Positive | None = Field(None, description="BERT: segment types")
     pair: Literal["nsp", "sop", "none"] | None = Field(
         None,

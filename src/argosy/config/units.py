@@ -158,6 +158,7 @@ def refuse_bool(value: Any) -> Any:
 NotBool = BeforeValidator(refuse_bool)
 Whole = Annotated[int, Field(ge=0, lt=2**63), NotBool]
 Positive = Annotated[int, Field(ge=1, le=2**31), NotBool]
+Depth = Annotated[int, Field(ge=1, le=10_000), NotBool]  # of a stack of layers
 PositiveNumber = Annotated[float, Field(gt=0), NotBool]
 NotNegative = Annotated[float, Field(ge=0), NotBool]
 Fraction = Annotated[float, Field(ge=0, lt=1), NotBool]

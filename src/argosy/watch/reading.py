@@ -4,6 +4,7 @@ stranger's: a field that is not what it should be is left out, as if it had not 
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
 from argosy.record.jsonl import Record
@@ -56,5 +57,5 @@ def readable(name: str) -> str:
 
 
 def printable(text: str) -> str:
-    """For a terminal: nothing in it moves the cursor or changes what was printed before."""
-    return "".join(letter if letter.isprintable() else "�" for letter in text)
+    """One line for a terminal: nothing in it moves the cursor or changes what was printed before."""
+    return "".join(letter if letter.isprintable() else "�" for letter in re.sub(r"[\t\r\n]+ *", " ", text))
