@@ -102,6 +102,16 @@ def copy_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> N
     torch._foreach_copy_(list(targets), list(sources))
 
 
+def set_deterministic(on: bool) -> None:
+    """As `torch.use_deterministic_algorithms`, which also tells the compiler and for that loads it: more than a second."""
+    torch._C._set_deterministic_algorithms(on, warn_only=False)
+
+
+def tell_compiler() -> None:
+    """What `set_deterministic` kept from it."""
+    torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled())
+
+
 def accumulate_in(parameter: torch.nn.Parameter, dtype: torch.dtype) -> None:
     """Let gradients add up in `dtype`, which may be wider than the parameter's."""
     parameter.grad_dtype = dtype

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -129,3 +131,19 @@ def test_compiling_gives_the_same_numbers_from_one_graph_and_what_follows_the_lo
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= (1 if whole else 3)
+
+
+def test_a_model_that_is_not_compiled_does_not_wait_for_the_compiler_to_load() -> None:
+    code = """
+import sys
+from argosy.config.resolve import resolve
+from argosy.data.synthetic import synthetic_batch
+from argosy.train.bench import start
+from argosy.train.device import prepare_device
+from argosy.train.step import take_step
+keys = ["model={family: llama, layers: 1, hidden: 8, heads: 1, vocab_size: 16}", "data.train=synthetic", "data.seq_len=4"]
+spec = resolve(None, [*keys, "train.global_batch=1", "train.steps=1", "optim.lr=1e-3", "eval=off"]).spec
+take_step(*start(spec, prepare_device(spec.train)), synthetic_batch(spec), step=1, lr=1e-3)
+sys.exit("torch._dynamo" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

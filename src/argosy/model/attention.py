@@ -17,7 +17,6 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.bias import causal_lower_right
 
 from argosy.compat import compiled_flex_attention, flex_block_mask, sdpa_priority
 from argosy.model.dropout import drop
@@ -125,6 +124,8 @@ def _pieces_refuse(case: Case) -> str | None:
 
 def _pieces(case: Case, seq: int, scale: float | None) -> Attend:
     """Each piece of the queries on the keys up to its last, with a causal mask that ends where these do."""
+    from torch.nn.attention.bias import causal_lower_right  # loads torch's compiler, which takes more than a second
+
     size = seq // case.queries.of
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

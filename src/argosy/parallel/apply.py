@@ -9,7 +9,9 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from argosy.compat import tell_compiler
 from argosy.config.schema import ParallelSpec
+from argosy.model.ops.cross_entropy import hide_from_compiler
 from argosy.parallel.cp import apply_cp
 from argosy.parallel.mesh import Mesh
 from argosy.parallel.precision import choose_precision
@@ -30,6 +32,9 @@ def apply_layout(model: nn.Module, parallel: ParallelSpec, mesh: Mesh, precision
         apply_ep(model, experts)
     if mesh.size("cp") > 1:
         apply_cp(model, mesh, parallel.cp_kind)
+    if parallel.compile != "off":
+        tell_compiler()
+        hide_from_compiler()
     for block in blocks_of(model):
         apply_recompute(block, parallel.recompute)
         if parallel.compile == "block":

@@ -7,6 +7,7 @@ import resource
 
 import torch
 
+from argosy.compat import set_deterministic
 from argosy.config.schema import TrainSpec
 from argosy.errors import ArgosyError
 from argosy.plan.hardware import Peak, dense_peak
@@ -29,7 +30,7 @@ def prepare_device(spec: TrainSpec, asked: str | None = None, *, local_rank: int
     if spec.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts, which is later
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(spec.deterministic)
+    set_deterministic(spec.deterministic)
     if name == "cuda" and local_rank is not None:
         return _own_gpu(local_rank)
     return torch.device(name)

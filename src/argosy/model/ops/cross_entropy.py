@@ -43,7 +43,7 @@ def linear_cross_entropy(
     """
     with_gradient = torch.is_grad_enabled()  # inside the function it never is, and the inputs do not tell
     chunk = chunk_rows(len(hidden), (width or weight.shape[0]) * weight.element_size())
-    total, cross_entropy = _untraced(
+    total, cross_entropy = _apply(
         hidden, weight, bias, labels, z_loss, with_gradient, rows_to_losses or softmax_loss_, chunk
     )
     return total, cross_entropy
@@ -94,8 +94,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (*found, None, None, None, None, None)
 
 
-# The compiler has nothing to add to it, and that of torch 2.11 drops the gradient of `hidden`.
-_untraced: Callable[..., tuple[Tensor, Tensor]] = torch.compiler.disable(_LinearCrossEntropy.apply)
+_apply: Callable[..., tuple[Tensor, Tensor]] = _LinearCrossEntropy.apply
+
+
+def hide_from_compiler() -> None:
+    """Before a model is compiled: the compiler has nothing to add here, and that of torch 2.11 drops the gradient of `hidden`. Only
+    then, since to ask for it loads the compiler, which takes more than a second."""
+    global _apply
+    _apply = torch.compiler.disable(_LinearCrossEntropy.apply)
 
 
 def scaled(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
