@@ -61,6 +61,7 @@ CASES: dict[str, list[str]] = {
     "gpt2 4 x 1024": _gpt2("gpt2", 4),
     "gpt2 16 x 1024": _gpt2("gpt2", 16),
     "gpt2-large 8 x 1024": _gpt2("gpt2-large", 8),
+    "gpt2-large 16 x 1024 full": [*_gpt2("gpt2-large", 16), "parallel.recompute=full"],
     "gpt2-large 32 x 1024": _gpt2("gpt2-large", 32),
 }
 

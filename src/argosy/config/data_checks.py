@@ -52,7 +52,13 @@ def _check_samples(spec: RunSpec, origins: Origins) -> None:
                 origin=origins.get(f"data.{key}"),
                 fix="leave it out",
             )
-    if model.samples == "ict" and spec.train.z_loss:
+    if model.samples == "ict":
+        _check_retrieval(spec, origins)
+
+
+def _check_retrieval(spec: RunSpec, origins: Origins) -> None:
+    data, model = spec.data, spec.model
+    if spec.train.z_loss:
         raise ArgosyError(
             "config.conflict",
             "the z-loss is of logits over a vocabulary, and a model with retrieval has none",
@@ -70,7 +76,7 @@ def _check_samples(spec: RunSpec, origins: Origins) -> None:
             origin=origins.get("data.ict.query_len"),
             fix=f"data.ict.query_len={model.max_seq_len}, or less",
         )
-    if model.samples == "ict" and spec.parallel.micro_batch < 2:
+    if spec.parallel.micro_batch < 2:
         raise ArgosyError(
             "config.arithmetic",
             "a query's wrong answers are the other blocks of its micro-batch: with a micro_batch of 1 there are none",
