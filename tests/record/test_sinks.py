@@ -177,6 +177,22 @@ def test_wandb_has_one_run_across_restarts_without_tensorboard(tmp_path: Path, m
     assert not (run.root / "tensorboard").exists()
 
 
+def test_wandb_keeps_what_was_begun_within_the_same_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    run = make_run(tmp_path / "wb", "log.sinks.wandb=ocean")
+    log(run, [10, 20])
+    carry(run)
+    number, begun = (run.root / "sinks" / "run-id").read_text(), time.time()
+    for ahead in range(4):  # as if the earlier start had been in this second, whichever it will be
+        second = time.strftime("%Y%m%d_%H%M%S", time.localtime(begun + ahead))
+        (run.root / "wandb" / f"offline-run-{second}-{number}").mkdir(exist_ok=True)
+    log(run, [30])
+    carry(run)
+    assert sorted(wandb_files(run.root)[1]) == [10, 20, 30]
+    latest = max(run.root.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
+    assert latest.parent.name > f"offline-run-{second}-{number}"
+
+
 @pytest.fixture(scope="module")
 def mlflow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     if shutil.which("mlflow") is None:

@@ -16,8 +16,6 @@ from typing import Any
 from argosy.record.jsonl import Record
 from argosy.record.sinks.sink import AT_ONCE, RunFacts, missing, numbers, outcome
 
-_SETTLE_S = 1.5  # W&B loses what is logged to a run that is begun anew within the second in which it was ended
-
 
 class WandB:
     name, source, at_once = "wandb", "metrics", AT_ONCE
@@ -39,6 +37,7 @@ class WandB:
 
     def _start(self, rewound_to: int | None = None) -> None:
         facts = self._facts
+        self._wait_for_a_directory()
         again: dict[str, Any] = {"resume": "allow"} if rewound_to is None else {}
         if rewound_to is not None:
             again = {"resume_from": f"{facts.run_id}?_step={rewound_to}"}
@@ -57,6 +56,11 @@ class WandB:
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
+    def _wait_for_a_directory(self) -> None:
+        """W&B names a start's directory by its second, and writes over the files of an earlier start in the same one."""
+        while any(self._facts.root.glob(f"wandb/*run-{time.strftime('%Y%m%d_%H%M%S')}-{self._facts.run_id}")):
+            time.sleep(0.05)
+
     def send(self, records: Sequence[Record]) -> None:
         for record in records:
             step = record["step"]
@@ -70,7 +74,6 @@ class WandB:
     def _rewind(self, step: int) -> None:
         if self._run is not None:
             self._run.finish()
-            time.sleep(_SETTLE_S)
         if self._wandb.setup().settings.mode not in ("offline", "dryrun"):
             try:
                 self._start(rewound_to=step)
