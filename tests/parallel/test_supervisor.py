@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from argosy.config.survival import FaultSpec
-from argosy.errors import EXIT_BUG, EXIT_REFUSED
-from argosy.parallel.evidence import Witness, mismatch, suspect, telling_thread
+from argosy.errors import EXIT_BUG, EXIT_REFUSED, EXIT_RESUMABLE
+from argosy.parallel.evidence import Witness, claim, mismatch, suspect, telling_thread
 from argosy.parallel.rankfiles import RankFiles, leave
 from argosy.parallel.supervisor import Supervisor
 from argosy.record.heartbeat import Heartbeat
@@ -137,3 +140,47 @@ def test_a_refusal_is_told_and_never_tried_again(tmp_path: Path, capfd: Any) -> 
     assert attempts.supervisor.trouble.code == EXIT_REFUSED
     assert "rank 0: error[config.bad-value]" in capfd.readouterr().err
     assert attempts.events() == []
+
+
+@pytest.mark.parametrize("later", [0, 1])
+def test_a_rank_that_lost_its_connection_is_not_taken_for_the_one_that_failed(tmp_path: Path, later: int) -> None:
+    attempts = Attempts(tmp_path)
+    files = attempts.supervisor.files
+    leave(files.error(0), "Traceback (most recent call last):\nRuntimeError: Connection closed by peer [127.0.0.1]:1")
+    leave(files.error(1), "Traceback (most recent call last):\nValueError: broken")
+    for rank in (0, 1):  # in one tick of the file system's clock, or even the other way round
+        os.utime(files.error(rank), ns=(10**18 + later * rank,) * 2)
+    assert attempts.supervisor.failed({0: 1, 1: 1})
+    assert attempts.supervisor.trouble is not None
+    assert (attempts.supervisor.trouble.rank, attempts.supervisor.trouble.cause) == (1, "ValueError: broken")
+
+
+@pytest.mark.parametrize(("saved", "code"), [(True, EXIT_RESUMABLE), (False, 128 + signal.SIGTERM)])
+def test_a_stop_asked_for_while_it_waits_to_start_again_stops_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: bool, code: int
+) -> None:
+    attempts = Attempts(tmp_path)
+    supervisor = attempts.supervisor
+    supervisor.spec = FaultSpec(backoff=3600)
+    if saved:
+        (attempts.run.checkpoints / "step-00000005").mkdir(parents=True)
+    leave(supervisor.files.pid(0), str(2**22 + 1))  # a process there is no more
+    assert supervisor.failed({0: 1})
+    monkeypatch.setattr(time, "sleep", lambda seconds: supervisor.forward(signal.SIGTERM))
+    with pytest.raises(KeyboardInterrupt):
+        supervisor.restarting({})
+    assert supervisor.stopped_between() == code
+
+
+def test_a_stop_asked_for_before_any_rank_has_begun_stops_it(tmp_path: Path) -> None:
+    supervisor = Attempts(tmp_path).supervisor
+    with pytest.raises(KeyboardInterrupt):
+        supervisor.forward(signal.SIGTERM)
+    assert supervisor.stopped_between() == 128 + signal.SIGTERM
+
+
+def test_nodes_that_notice_in_the_same_second_do_not_write_over_each_others_evidence(tmp_path: Path) -> None:
+    first, second = (claim(tmp_path / "debug", "20260101-000000-attempt-0") for _ in range(2))
+    assert first != second
+    assert first.is_dir()
+    assert second.is_dir()

@@ -47,7 +47,7 @@ def start_ranks(nproc: int, nodes: Nodes, arguments: Sequence[str], run: RunDir,
         try:
             return _run_agents(nproc, nodes, arguments, supervisor)
         except KeyboardInterrupt:
-            return 128 + signal.SIGINT
+            return supervisor.stopped_between()
         finally:
             restore()
             RankFiles.forget()
@@ -143,8 +143,6 @@ def _missing(nodes: Nodes, spec: FaultSpec, error: Exception) -> str:
 
 def _take_signals(supervisor: Supervisor) -> Callable[[], None]:
     def forward(number: int, frame: FrameType | None) -> None:
-        if not supervisor.files.pids():
-            raise KeyboardInterrupt  # no rank has begun: the agent ends them
         supervisor.forward(number)
 
     previous = {number: signal.signal(number, forward) for number in _PASSED_ON}

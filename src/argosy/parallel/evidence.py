@@ -9,6 +9,7 @@ debug/<time>-attempt-<n>/
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import signal
@@ -160,10 +161,25 @@ def _last(witness: Witness) -> int:
     return max(int(entry.get("record_id", 0)) for entry in witness.collectives or ({},))
 
 
+def claim(debug: Path, name: str) -> Path:
+    """A new directory for one node's evidence: another that noticed in the same second has one of its own."""
+    with contextlib.suppress(OSError):
+        debug.mkdir(exist_ok=True)
+    for number in itertools.count(1):
+        directory = debug / (name if number == 1 else f"{name}-{number}")
+        try:
+            directory.mkdir()
+        except FileExistsError:
+            continue
+        except OSError:  # told by nobody: `keep` passes over it as well
+            pass
+        break
+    return directory
+
+
 def keep(directory: Path, witnesses: list[Witness], files: RankFiles, verdict: Mapping[str, object]) -> None:
     """Into the run directory. A disk that cannot take it does not stop a restart."""
     with contextlib.suppress(OSError):
-        directory.mkdir(parents=True, exist_ok=True)
         for witness in witnesses:
             replace_file(directory / f"rank-{witness.rank}.stacks", witness.stacks.encode())
             if files.flight(witness.rank).exists():

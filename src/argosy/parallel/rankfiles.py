@@ -61,10 +61,10 @@ class RankFiles:
     def exit_codes(self) -> list[int]:
         return [int(file.read_text()) for file in self.root.glob("*.exit")]
 
-    def first_error(self) -> tuple[int, str] | None:
-        """The rank that failed first, and why; the others followed it."""
-        errors = sorted(self.root.glob("*.error"), key=lambda file: file.stat().st_mtime_ns)
-        return (int(errors[0].stem), errors[0].read_text().rstrip()) if errors else None
+    def errors(self) -> list[tuple[int, str]]:
+        """Why ranks failed, in the order they said so, as far as the file system's clock tells."""
+        files = sorted(self.root.glob("*.error"), key=lambda file: (file.stat().st_mtime_ns, int(file.stem)))
+        return [(int(file.stem), file.read_text().rstrip()) for file in files]
 
 
 def attempt(environ: Mapping[str, str]) -> int:

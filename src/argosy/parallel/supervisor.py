@@ -20,7 +20,7 @@ from pathlib import Path
 
 from argosy.config.survival import FaultSpec
 from argosy.errors import EXIT_BUG, EXIT_REFUSED, EXIT_RESUMABLE
-from argosy.parallel.evidence import Witness, keep, mismatch, question, suspect, telling_thread
+from argosy.parallel.evidence import Witness, claim, keep, mismatch, question, suspect, telling_thread
 from argosy.parallel.rankfiles import RankFiles
 from argosy.record.jsonl import JsonlWriter, now, read_jsonl
 from argosy.record.pulse import Page, Progress, process_state
@@ -28,6 +28,7 @@ from argosy.record.rundir import RunDir
 
 _PATIENCE = 4.0  # times the longest that a phase has taken
 _LONGEST_WAIT_S = 60.0
+_LOOK_S = 0.1
 _MEMORY_EVERY_S = 1.0
 _COLLECTIVE = re.compile(r"distributed_c10d\.py\", line \d+ in (\w+)")
 # What gloo and NCCL say where the other end is gone. It is not the reason, which is told on the other node.
@@ -90,6 +91,8 @@ class Supervisor:
     def begin_again(self) -> None:
         self.attempt += 1
         self.begin()
+        if self.signals:  # there was no rank left to be told
+            raise KeyboardInterrupt
 
     @property
     def has_run(self) -> bool:
@@ -99,7 +102,10 @@ class Supervisor:
     def forward(self, number: int) -> None:
         """A signal that asks for a stop, to the ranks. They have all the time they need; a second ends them at once."""
         self.signals.append(number)
-        for pid in self.files.pids().values():
+        pids = self.files.pids()
+        if not pids:
+            raise KeyboardInterrupt  # none has begun: the agent ends them
+        for pid in pids.values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
@@ -133,8 +139,10 @@ class Supervisor:
     def restarting(self, ranks: dict[int, int]) -> None:
         if self.trouble is None:  # it is another node that starts again
             _end(ranks)
-        elif self._wait() > 0:
-            time.sleep(self._wait())
+        else:
+            until = time.monotonic() + self._wait()
+            while not self.signals and (left := until - time.monotonic()) > 0:
+                time.sleep(min(left, _LOOK_S))
         self.begin_again()
 
     # What is wrong.
@@ -186,7 +194,7 @@ class Supervisor:
         if mine is not None:
             trouble.stack, trouble.collective = mine.stack, mine.collective
         if self.run.root.is_dir() and witnesses:
-            directory = self.run.debug / f"{time.strftime('%Y%m%d-%H%M%S')}-attempt-{self.attempt}"
+            directory = claim(self.run.debug, f"{time.strftime('%Y%m%d-%H%M%S')}-attempt-{self.attempt}")
             trouble.debug = str(directory.relative_to(self.run.root))
             keep(directory, witnesses, self.files, {"kind": kind, "step": step, **trouble.facts()})
         return trouble
@@ -195,12 +203,14 @@ class Supervisor:
         """What the exit says, once torch has collected it: the first that failed of its own accord comes first."""
         code = exit_codes.get(trouble.rank, EXIT_BUG)
         forced = code < 0 and not self.files.error(trouble.rank).exists()
-        first = self.files.first_error()
-        if first is not None and not forced:
-            trouble.rank, trouble.error = first
+        if not forced and (errors := self.files.errors()):
+            # One that lost its connection followed another, even where the clock of files is too coarse to tell them apart.
+            trouble.rank, trouble.error = min(errors, key=lambda error: _lost_a_peer(error[1]))
+            if (where := self.progress(trouble.rank)) is not None:
+                trouble.step, trouble.phase = where.step, where.phase
             trouble.code = EXIT_BUG if trouble.error.startswith("Traceback") else EXIT_REFUSED
             trouble.cause = trouble.error.splitlines()[-1]
-            if _LOST_PEER.search(trouble.cause):
+            if _lost_a_peer(trouble.error):
                 trouble.cause, trouble.error = "it lost its connection to another rank", None
             return
         trouble.code = 128 - code if code < 0 else code
@@ -253,10 +263,19 @@ class Supervisor:
 
     def _stopped(self, trouble: Trouble) -> bool:
         """A stop was asked for, and did not come to its end: not by our fault if it was asked for twice."""
-        name = signal.Signals(self.signals[-1]).name
+        trouble.code = self._stop_code()
+        return self._stop(f"{signal.Signals(self.signals[-1]).name}: {trouble}; the last checkpoint stands")
+
+    def stopped_between(self) -> int:
+        """The exit code where a stop was asked for while no rank was there to be told."""
+        if not self.signals:  # whoever raised it has said why
+            return 128 + signal.SIGINT
+        self._say(f"{signal.Signals(self.signals[-1]).name}: no rank was running")
+        return self._stop_code()
+
+    def _stop_code(self) -> int:
         saved = any(self.run.checkpoints.glob("step-*"))
-        trouble.code = EXIT_RESUMABLE if len(self.signals) == 1 and saved else 128 + self.signals[-1]
-        return self._stop(f"{name}: {trouble}; the last checkpoint stands")
+        return EXIT_RESUMABLE if len(self.signals) == 1 and saved else 128 + self.signals[-1]
 
     def _stop(self, text: str) -> bool:
         self._say(text)
@@ -283,6 +302,10 @@ class Supervisor:
                 state = process_state(pid)
                 if state is not None and state[1]:
                     self._memory.setdefault(rank, deque(maxlen=5)).append(state[1])
+
+
+def _lost_a_peer(error: str) -> bool:
+    return _LOST_PEER.search(error.splitlines()[-1]) is not None
 
 
 def _is_dead(pid: int) -> bool:
