@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def replace_file(path: Path, content: bytes, *, sync: bool = False) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = _beside(path)
     try:
         with temporary.open("wb") as file:
             file.write(content)
@@ -21,3 +21,8 @@ def replace_file(path: Path, content: bytes, *, sync: bool = False) -> None:
         with contextlib.suppress(OSError):  # a read-only file system does not even allow this
             temporary.unlink(missing_ok=True)
         raise
+
+
+def _beside(path: Path) -> Path:
+    """A name that nobody else writes to: threads share a process id, and so do containers that share a directory."""
+    return path.with_name(f".{path.name}.{os.urandom(6).hex()}")

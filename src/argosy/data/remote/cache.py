@@ -124,7 +124,7 @@ class BlockCache:
         with self._claim(str(path), lambda: file_sha256(path) == sha256) as partial:
             if file_sha256(path) == sha256:
                 return
-            target = partial.path if partial is not None else f"{path}.{os.getpid()}{_PARTIAL}"
+            target = partial.path if partial is not None else f"{path}.{os.urandom(6).hex()}{_PARTIAL}"
             for attempt in (1, 2):
                 digest, size = hashlib.sha256(), 0
                 with self._refusing(), open(target, "wb") as file:
