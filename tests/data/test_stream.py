@@ -32,16 +32,16 @@ from argosy.data.remote.cache import SEAL, BlockCache
 from argosy.data.remote.shared_files import unlink
 from argosy.data.remote.stream import BLOCK_PART, BLOCK_WHOLE, open_streamed
 from argosy.errors import ArgosyError
+from ports import free_port
+from waiting import wait_for
 
 sys.path.insert(0, str(Path(__file__).parent))
 from corpora import write_corpus
 from object_server import (
     FAULTS,
-    HANG_S,
     FaultyServer,
     azure_connection,
     azurite,
-    free_port,
     from_directory,
     from_upstream,
     moto,
@@ -55,7 +55,6 @@ pytest.importorskip("aiohttp", reason="pip install 'argosy[remote]'")
 SHARDS = 3
 INDEX_BYTES = SHARDS * (34 + 12 * 40 + 8 * 41)
 SMALL = INDEX_BYTES + 12 * (BLOCK + SEAL)  # of about 60 blocks
-pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture(autouse=True)
@@ -209,12 +208,11 @@ def test_azure_with_faults_gives_the_local_batches(
 
 def test_every_kind_of_fault_is_ridden_out(local: Path, server: FaultyServer, tmp_path: Path) -> None:
     server.at_random(0.3, seed=2)
-    corpus = open_streamed(
-        f"{server.url}/corpus", tmp_path / "cache", block_bytes=BLOCK, store=patient(f"{server.url}/corpus")
-    )
+    store = patient(f"{server.url}/corpus", attempt_s=30)  # no answer comes so late that it is asked for twice
+    corpus = open_streamed(store.url, tmp_path / "cache", block_bytes=BLOCK, store=store)
     assert batches(corpus, announce=200) == batches(open_corpus(local))
     assert set(server.faults) == set(FAULTS)
-    assert max(server.gets.values()) <= 2  # an answer that came late may have been asked for twice
+    assert max(server.gets.values()) == 1
     corpus.close()
 
 
@@ -234,7 +232,7 @@ def test_patience_ends_with_the_object_and_the_last_error(server: FaultyServer, 
     server.fault = lambda path: fault
     began = time.monotonic()
     refusal = refusal_of(lambda: store.read("shard-00000.bin", 0, 100))
-    assert time.monotonic() - began < 0.5 + HANG_S + 2
+    assert time.monotonic() - began < 30  # the usual patience is many times that
     assert refusal.code == "data.fetch-failed"
     assert f"{server.url}/corpus/shard-00000.bin" in refusal.cause
     assert "the last error was: " in refusal.cause
@@ -243,11 +241,9 @@ def test_patience_ends_with_the_object_and_the_last_error(server: FaultyServer, 
 @pytest.mark.parametrize(("status", "code"), [("403", "data.fetch-failed"), ("401", "data.fetch-failed")])
 def test_rejected_credentials_are_refused_at_once(server: FaultyServer, status: str, code: str) -> None:
     server.fault = lambda path: status
-    began = time.monotonic()
     refusal = refusal_of(lambda: patient(f"{server.url}/corpus").read("shard-00000.bin", 0, 100))
     assert refusal.code == code
     assert status in refusal.cause
-    assert time.monotonic() - began < 2
     assert server.faults[status] == 1
 
 
@@ -270,7 +266,7 @@ def test_missing_s3_credentials_are_refused_at_once(monkeypatch: pytest.MonkeyPa
     refusal = refusal_of(lambda: open_streamed("s3://bucket/corpus", tmp_path / "cache"))
     assert refusal.code == "data.fetch-failed"
     assert "credentials" in refusal.fix
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 60  # the usual patience is many times that
 
 
 def test_an_object_replaced_while_in_use_is_refused(local: Path, tmp_path: Path) -> None:
@@ -308,19 +304,10 @@ def test_a_shard_that_is_not_what_its_manifest_says_is_found_out(local: Path, tm
     corpus = open_streamed(f"file://{copy}", tmp_path / "cache", block_bytes=BLOCK)
     corpus.read(0, corpus.shards[0].tokens)
 
-    def until_refused() -> None:
-        for _ in range(200):
-            corpus.read(0, 1)
-            time.sleep(0.02)
-
-    refusal = refusal_of(until_refused)
+    refusal = refusal_of(lambda: wait_for(lambda: corpus.read(0, 1) is None))
     assert refusal.code == "data.corrupt"
     assert "shard-00000.bin as stored has sha256" in refusal.cause
-    for _ in range(100):
-        if not block_files(tmp_path / "cache"):
-            break
-        time.sleep(0.02)
-    assert not block_files(tmp_path / "cache")
+    wait_for(lambda: not block_files(tmp_path / "cache"))
     corpus.close()
 
 
@@ -328,10 +315,7 @@ def test_a_whole_shard_is_checked_once_for_each_cache(local: Path, tmp_path: Pat
     for _ in range(2):
         corpus = open_streamed(f"file://{local}", tmp_path / "cache", block_bytes=BLOCK)
         corpus.read(0, corpus.tokens)
-        for _ in range(200):
-            if len(list(tmp_path.glob("cache/argosy-*/blocks/*/whole"))) == SHARDS:
-                break
-            time.sleep(0.02)
+        wait_for(lambda: len(list(tmp_path.glob("cache/argosy-*/blocks/*/whole"))) == SHARDS)
         corpus.close()
     seals = [p.read_bytes()[:SEAL].hex() for p in sorted(tmp_path.glob("cache/argosy-*/blocks/*/whole"))]
     assert corpus.manifest is not None
@@ -348,10 +332,7 @@ def test_announced_blocks_are_fetched_in_the_order_of_need(local: Path, server: 
     ranges = [(int(start), 65) for start in rng.integers(0, corpus.tokens - 65, 40)]
     corpus.prefetch(ranges)
     wanted = corpus.blocks_of(ranges)
-    for _ in range(500):
-        if sum(server.gets.values()) == len(wanted):
-            break
-        time.sleep(0.01)
+    wait_for(lambda: sum(server.gets.values()) == len(wanted))
     asked = [(path[-5], int(asked[6:].partition("-")[0]) // BLOCK) for path, asked in server.gets]
     assert asked == [(str(path), block) for path, block in _named(wanted)]
     for start, count in ranges:  # and none is fetched again when it is read
@@ -368,8 +349,10 @@ def _named(keys: list[tuple[int, int]]) -> list[tuple[str, int]]:
 def test_no_more_is_fetched_ahead_than_there_is_room_for(server: FaultyServer, tmp_path: Path) -> None:
     corpus = open_streamed(f"{server.url}/corpus", tmp_path / "cache", SMALL, block_bytes=BLOCK)
     corpus.prefetch([(0, corpus.tokens)])
-    time.sleep(0.5)
-    assert 1 <= len(block_files(tmp_path / "cache")) <= 7
+    room = SMALL // 2 // (BLOCK + SEAL)
+    wait_for(lambda: len(block_files(tmp_path / "cache")) == room)
+    time.sleep(0.2)  # for more that should not come
+    assert len(block_files(tmp_path / "cache")) == room
     corpus.prefetch([])
     corpus.close()
 
@@ -381,10 +364,7 @@ def test_what_went_wrong_ahead_is_raised_where_the_block_is_read() -> None:
 
     ahead = ReadAhead(fetch, 2, None)
     ahead.announce([(0, 0), (0, 1), (0, 2)])
-    for _ in range(100):
-        if len(ahead.announced()) == 3:
-            break
-        time.sleep(0.01)
+    wait_for(lambda: len(ahead.announced()) == 3)
     ahead.take((0, 0))
     assert refusal_of(lambda: ahead.take((0, 1))).code == "data.fetch-failed"
     ahead.take((0, 2))
@@ -536,19 +516,34 @@ def test_a_stopped_process_that_holds_a_lock_holds_nobody_up(tmp_path: Path) -> 
     assert os.path.exists(path)
 
 
+class Clock:
+    """Time that passes only for those who sleep."""
+
+    now = 0.0
+    time, time_ns = time.time, time.time_ns
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
 def test_a_process_that_hangs_with_the_books_in_hand_costs_one_wait_not_one_a_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache_module, "_USAGE_WAIT_S", 0.5)
+    clock = Clock()
+    monkeypatch.setattr(cache_module, "time", clock)
     cache = BlockCache(tmp_path, None)
     blocks = f"{cache.open_corpus('0' * 32)}/blocks/a-{'0' * 16}-4"
     with open(tmp_path / "argosy-usage", "wb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         cache.fill(f"{blocks}/00000000", 4, lambda: b"abcd")
-        began = time.monotonic()
+        assert clock.now > 0
+        began = clock.now
         for number in range(1, 20):
             assert cache.fill(f"{blocks}/{number:08d}", 4, lambda: b"abcd") == b"abcd"
-        assert time.monotonic() - began < 0.4
+        assert clock.now == began
     cache.fill(f"{blocks}/00000000", 4, lambda: b"abcd")
     assert os.listdir(blocks) == ["00000000"]
 
@@ -653,19 +648,18 @@ def test_fifty_kills_leave_a_sound_cache(local: Path, server: FaultyServer, tmp_
 
 
 def test_ctrl_c_ends_a_reader_at_once_although_the_store_hangs(server: FaultyServer, tmp_path: Path) -> None:
-    answer = server.answer
+    answer, hung = server.answer, []
 
     def hang(method: str, path: str, headers: dict[str, str], body: bytes) -> Any:
         if method == "GET" and path.endswith(".bin"):
-            time.sleep(20)
+            hung.append(path)
+            time.sleep(600)
         return answer(method, path, headers, body)
 
     server.answer = hang
     reader = start_reader(f"{server.url}/corpus", tmp_path / "cache", None)
     assert reader.stdout is not None
     assert reader.stdout.readline() == "open\n"
-    time.sleep(0.3)
-    began = time.monotonic()
+    wait_for(lambda: hung)
     reader.send_signal(signal.SIGINT)
-    assert reader.communicate(timeout=20)[0] == ""
-    assert time.monotonic() - began < 4
+    assert reader.communicate(timeout=60)[0] == ""

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import socket
 import time
 
 from argosy.errors import EXIT_RESUMABLE
 from faults.bench import Bench, Outcome, Run
+from ports import free_port
 
 LAYOUT = {"micro_batch": 2, "dp_replicate": 2}
 
 
 def _environments() -> list[dict[str, str]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     return [
         {"PET_NNODES": "2", "PET_NODE_RANK": str(n), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         for n in (0, 1)

@@ -6,10 +6,8 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,15 +20,11 @@ from argosy.launch.placement import place
 from argosy.launch.render import render
 from argosy.parallel.ranks import find_nodes
 from argosy.record.jsonl import read_metrics
+from ports import free_port
+from waiting import wait_for
 
 STEPS = 10
 NODES = 2
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def injected(target: str, node: int, name: str) -> dict[str, str]:
@@ -101,14 +95,10 @@ class Pods:
         return "\n".join(path.read_text(errors="replace") for path in sorted(self.volume.glob("pod-*.log")))
 
     def wait_for_step(self, step: int) -> None:
-        deadline = time.monotonic() + 150
-        while time.monotonic() < deadline:
-            if (metrics := self.volume / "runs" / "tiny" / "metrics.jsonl").exists() and max(
-                read_metrics(metrics), default=0
-            ) >= step:
-                return
-            time.sleep(0.1)
-        raise AssertionError(f"no step {step}:\n{self.logs()}")
+        metrics = self.volume / "runs" / "tiny" / "metrics.jsonl"
+        wait_for(
+            lambda: max(read_metrics(metrics), default=0) >= step, otherwise=lambda: f"no step {step}:\n{self.logs()}"
+        )
 
     def close(self) -> None:
         for process in self.running.values():

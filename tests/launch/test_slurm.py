@@ -18,6 +18,7 @@ from rendering import GPU_EXAMPLE, ROOT, tool
 from argosy.launch.placement import place
 from argosy.launch.render import render, write
 from argosy.record.jsonl import read_metrics
+from ports import free_port
 
 SLURM = shutil.which("slurmctld") and shutil.which("slurmd") and os.geteuid() == 0
 
@@ -65,7 +66,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name in ("state", "spool"):
         (root / name).mkdir(parents=True)
     host = socket.gethostname().partition(".")[0]
-    ports = [_free_port(), _free_port()]
+    ports = [free_port(), free_port()]
     (root / "slurm.conf").write_text(
         f"ClusterName=test\nSlurmctldHost={host}(127.0.0.1)\nSlurmUser=root\nSlurmdUser=root\nAuthType=auth/none\n"
         f"CredType=cred/none\nSlurmctldPort={ports[0]}\nSlurmdPort={ports[1]}\nStateSaveLocation={root}/state\n"
@@ -143,9 +144,3 @@ def _wait(ready: Callable[[], Any], seconds: float, otherwise: Callable[[], str]
 def _ask(*line: str) -> str:
     done = subprocess.run(line, capture_output=True, text=True, check=False)
     return done.stdout + done.stderr
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

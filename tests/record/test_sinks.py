@@ -22,9 +22,11 @@ from typing import Any
 
 import pytest
 
+import waiting
 from argosy.record.courier import Courier
 from argosy.record.jsonl import JsonlWriter, read_jsonl
 from argosy.record.rundir import RunDir
+from ports import free_port
 from record.run_dirs import log, make_run
 
 
@@ -32,24 +34,18 @@ def carry(run: RunDir) -> Courier:
     """Everything there is, to every sink."""
     courier = Courier(run.root, patience_s=0.05)
     courier.start()
-    courier.finish(30)
+    courier.finish(waiting.PATIENCE_S)
     return courier
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def wait_for(what: Callable[[], Any]) -> Any:
+    """What a server answers, once there is one and it does."""
 
-
-def wait_for(what: Callable[[], Any], seconds: float = 60.0) -> Any:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
+    def answer() -> Any:
         with contextlib.suppress(OSError, KeyError, IndexError):
-            if found := what():
-                return found
-        time.sleep(0.1)
-    raise TimeoutError("what the test waits for did not come")
+            return what()
+
+    return waiting.wait_for(answer, 240)
 
 
 def get(url: str) -> Any:
@@ -206,7 +202,7 @@ def mlflow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     server = subprocess.Popen(command, cwd=root, env=environ, start_new_session=True, **quiet)
     try:
         address = f"http://127.0.0.1:{port}"
-        wait_for(lambda: urllib.request.urlopen(f"{address}/health", timeout=2).status == 200, 240)
+        wait_for(lambda: urllib.request.urlopen(f"{address}/health", timeout=2).status == 200)
         yield address
     finally:
         os.killpg(server.pid, signal.SIGKILL)
@@ -324,7 +320,7 @@ def test_a_webhook_that_fails_in_between_tells_nobody_twice(tmp_path: Path, monk
         courier = Courier(run.root, patience_s=0.05)
         courier.start()
         wait_for(lambda: len(receiver.bodies) >= 6)  # with the news that it was down
-        courier.finish(10)
+        courier.finish(waiting.PATIENCE_S)
     told = [json.loads(body)["text"] for body in receiver.bodies if b"alert" in body]
     assert told == [f"hook, step {step}: alert {step}" for step in range(5)]
 
@@ -352,7 +348,7 @@ def test_a_dead_sink_is_announced_once_and_backfilled_when_it_returns(tmp_path: 
     wait_for(lambda: json.loads((run.root / "sinks" / "tensorboard.json").read_text())["newest"] == 30)
     with Receiver(port) as receiver:
         wait_for(lambda: [e for e in read_jsonl(run.events) if e["event"] == "sink-up"])
-        courier.finish(10)
+        courier.finish(waiting.PATIENCE_S)
     events = [event["event"] for event in read_jsonl(run.events)]
     assert events == ["sink-down", "sink-up"]
     assert json.loads((run.root / "sinks" / "otel.json").read_text())["newest"] == 30
@@ -411,7 +407,7 @@ def test_on_a_full_disk_a_sink_leaves_nothing_broken_and_gets_the_rest_once_ther
         wait_for(lambda: "tensorboard takes no records" in run.events.read_text())
         ballast.unlink()
         wait_for(lambda: json.loads((run.root / "sinks" / "tensorboard.json").read_text())["newest"] == 199)
-        courier.finish(10)
+        courier.finish(waiting.PATIENCE_S)
         reader = EventAccumulator(str(run.root / "tensorboard"), size_guidance={"scalars": 0})
         reader.Reload()
         assert [event.step for event in reader.Scalars("loss")] == list(range(1, 200))
@@ -431,7 +427,7 @@ def test_a_courier_waits_for_the_one_before_it(tmp_path: Path) -> None:
         with pytest.raises(subprocess.TimeoutExpired):
             second.communicate(timeout=3)
         assert not (run.root / "tensorboard").exists()
-    second.wait(30)
+    second.wait(waiting.PATIENCE_S)
     assert list((run.root / "tensorboard").iterdir())
 
 

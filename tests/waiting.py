@@ -1,0 +1,19 @@
+"""Tests wait until something has happened, and not for a time in which it should have: on a busy machine that is never long
+enough, and on an idle one always too long."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+PATIENCE_S = 120.0  # nothing that is waited for takes so long, however busy the machine is
+
+
+def wait_for(what: Callable[[], Any], seconds: float = PATIENCE_S, otherwise: Callable[[], str] | None = None) -> Any:
+    """The first answer of `what` that is true; `otherwise` says what is there instead, once patience ends."""
+    deadline = time.monotonic() + seconds
+    while not (found := what()):
+        assert time.monotonic() < deadline, otherwise() if otherwise else "what the test waits for did not come to pass"
+        time.sleep(0.02)
+    return found
