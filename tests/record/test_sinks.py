@@ -173,6 +173,32 @@ def test_wandb_has_one_run_across_restarts_without_tensorboard(tmp_path: Path, m
     assert not (run.root / "tensorboard").exists()
 
 
+def children() -> set[str]:
+    """The names of the processes that this one has started and that are still there."""
+    found = set()
+    for status in Path("/proc").glob("[0-9]*/status"):
+        with contextlib.suppress(OSError):
+            facts = dict(line.split(":\t", 1) for line in status.read_text().splitlines() if ":\t" in line)
+            if int(facts["PPid"]) == os.getpid():
+                found.add(facts["Name"])
+    return found
+
+
+def test_wandbs_own_process_has_written_everything_and_ended_before_the_courier_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    run = make_run(tmp_path / "wb", "log.sinks.wandb=ocean")
+    log(run, [10])
+    courier = Courier(run.root, patience_s=0.05)
+    courier.start()
+    wait_for(lambda: json.loads((run.root / "sinks" / "wandb.json").read_text())["newest"] == 10)
+    assert "wandb-core" in children()
+    courier.finish(waiting.PATIENCE_S)
+    assert "wandb-core" not in children()
+    assert sorted(wandb_files(run.root)[1]) == [10]
+
+
 def test_wandb_keeps_what_was_begun_within_the_same_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     run = make_run(tmp_path / "wb", "log.sinks.wandb=ocean")

@@ -90,3 +90,4 @@ class WandB:
         if self._run is not None:
             self._run.finish(exit_code=int(outcome(self._facts) not in ("done", "interrupted")))
             self._run = None
+            self._wandb.teardown()  # what was finished may still be in the memory of W&B's own process
