@@ -26,7 +26,9 @@ NUMBERS = (
     "moe_topk",
     "vpp",
 )
-MEASURED = ("measured_step_s", "measured_tok_s_gpu", "measured_mem_gb", "params_b")
+MEASURED = (
+    "measured_step_s", "measured_tok_s_gpu", "measured_tflops_gpu", "measured_mfu", "measured_mem_gb", "params_b",
+)  # fmt: skip
 TEXTS = ("id", "source", "gpu", "internode", "model", "flops_convention", "notes")
 NOTHING = ("", "n/a", "na", "nan", "none", "null", "-", "?", "unknown", "auto")
 SHARDED = r"fsdp|full|hsdp"  # a `zero_stage` in words

@@ -45,5 +45,5 @@ def cluster_of(cells: dict[str, str], gpu: Gpu, gpus: int, per_node: int) -> Clu
     ):  # of all of a node's cards, where it says so or one card could not carry it
         node = "/node" in text or float(match[1]) > 800
         each = float(match[1]) / 8 / (per_node if node else 1)
-    domain = 72 if "NVL" in text or "NVLink domain" in text or gpu.name.startswith("GB") else per_node
+    domain = gpu.joined or (72 if "NVL" in text or "NVLink domain" in text else per_node)
     return Cluster(cells["gpu"], gpu, gpus, per_node, each, min(domain, max(gpus, 1)))

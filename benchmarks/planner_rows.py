@@ -15,18 +15,19 @@ from pathlib import Path
 
 from planner_gaps import complete, value
 from planner_machines import cluster_of, gpu_of
+from planner_measured import step_seconds
 from planner_models import work_of
 from pydantic import ValidationError
 
 from argosy.errors import ArgosyError
 from argosy.plan.calibration import Stack, calibration
 from argosy.plan.hardware import Cluster, Gpu
-from argosy.plan.layout import Layout, Schedule, Work
+from argosy.plan.layout import Layout, Recompute, Schedule, Work
 from argosy.plan.memory import memory_of
 from argosy.plan.time import step_time
 
 # Programs made of torch's own modules, which came with fused attention written for Ampere.
-PLAIN = "nanotron|picotron|internlm|olmo|colossal|litgpt|tinyllama|metaseq|lightning|hugging"
+PLAIN = "nano-?tron|nanogpt|picotron|internlm|olmo|colossal|litgpt|tinyllama|metaseq|lightning|hugging|torchtune"
 LONG = 4096  # tokens of a sequence
 MOST_SEQUENCES = 16  # in a micro-batch, where a source does not say
 
@@ -87,10 +88,10 @@ def _row(published: dict[str, str]) -> Row:
     gpu = gpu_of(published)
     cells, filled = complete(published, gpu)
     work = work_of(cells)
-    stack = _stack(cells, gpu, int(value(cells, "tp")))
+    stack = _stack(cells, gpu)
     layout, recomputed = _layout(cells, filled, work, stack, gpu)
-    step, rate = value(cells, "measured_step_s"), value(cells, "measured_tok_s_gpu")
     gpus, per_node = int(value(cells, "gpus")), int(value(cells, "gpus_per_node"))
+    step = step_seconds(cells, work, gpu, gpus)
     if "gpus" in filled and step:
         layout = _as_slow(layout, step, work, stack, cluster_of(cells, gpu, gpus, per_node))
         gpus = layout.gpus
@@ -103,7 +104,7 @@ def _row(published: dict[str, str]) -> Row:
         cluster=cluster_of(cells, gpu, gpus, per_node),
         stack=stack,
         recomputed=recomputed,
-        step_s=step or (work.tokens / (rate * gpus) if rate else None),
+        step_s=step,
         memory=value(cells, "measured_mem_gb") or None,
         memory_kind="reserved" if "max_reserved" in notes else "device" if "nvidia-smi" in notes else "allocated",
         out_of_memory="OOM" in cells["flops_convention"],
@@ -128,7 +129,7 @@ def _layout(cells: dict[str, str], filled: tuple[str, ...], work: Work, stack: S
     if "zero_stage" in filled and not _fits(work, layout, stack, gpu):
         layout = replace(layout, zero=3)  # a run that was published did fit
     if "micro_batch" in filled:
-        layout = replace(layout, micro_batch=_usual_micro_batch(work, layout, stack, gpu))
+        layout = replace(layout, micro_batch=_usual_micro_batch(work, layout, stack, gpu, free="recompute" in filled))
     return layout, _least_recomputed(work, layout, gpu, stack) if "recompute" in filled else 1.0
 
 
@@ -164,7 +165,7 @@ def _expert_tp(cells: dict[str, str], work: Work, tp: int) -> int:
     return 1 if re.search("bridge|nemo", cells["source"].lower()) else 0
 
 
-def _stack(cells: dict[str, str], gpu: Gpu, tp: int) -> Stack:
+def _stack(cells: dict[str, str], gpu: Gpu) -> Stack:
     """The software, by what a row says of it: its framework, its attention, and what it overlaps or fuses."""
     stacks = calibration().stacks
     said = " ".join((cells["id"], cells["source"], cells.get("notes") or "")).lower()
@@ -173,30 +174,40 @@ def _stack(cells: dict[str, str], gpu: Gpu, tp: int) -> Stack:
         name = "argosy"
     elif "foundry" in said or "mosaic" in said:
         name = "foundry"
-    elif "titan" in said or (cells.get("zero_stage") == "3" and tp == 1 and not re.search("megatron|nemo", said)):
+    elif "titan" in said or _is_torch_sharded(cells, said):
         name = "fsdp-compiled" if re.search("compile|float8|olmo", said) else "fsdp"
         if name == "fsdp-compiled" and re.search("_?202[5-9]", cells["source"]):
             name = "fsdp-2025"
     elif "deterministic-mode" in said:
         name = "megatron-deterministic"
+    elif re.search("deepspeed|bigsci|mt-nlg|neox", said):
+        name = "megatron-deepspeed"
     elif re.search(PLAIN, said):
         name = "fsdp" if cells.get("zero_stage") == "3" else "torch"
     elif attention == "unfused" and "transformer" not in (cells.get("attn_impl") or "").lower():
         early = re.search("2020|2021|sc21|jan21|2104", said) or gpu.architecture == "volta"
         name = "megatron-2021" if early else "megatron-2022"
-        name = "megatron-deepspeed" if re.search("deepspeed|bigsci|mt-nlg|neox", said) else name
     else:
         name = "megatron" if re.search("megatron|nemo|mcore|megascale", said) or attention == "native" else "torch"
+        name = "nemo" if re.search(r"\bnemo\b|megatron-bridge", said) else name
     stack = stacks[name]
     if name == "megatron-deepspeed" and "bf" in (cells.get("precision") or "").lower():
         wide = {"accumulated": 10, "reduced": 4, "gradient": 4, "gradient_once": 4, "widened": 0}
         stack = stack.model_copy(update=wide)  # its sums of bf16 gradients are 32-bit
+    if name == "torch" and "compile" in said:
+        whole = stacks["fsdp-2025"]
+        stack = stack.model_copy(update={"fused": True, "logit": whole.logit, "loss": whole.loss})
     if "one by one" in said:
         stack = stack.model_copy(update={"replays": False})
     own = f"{cells.get('notes') or ''} {cells['model']}".lower()  # a source may have rows with and without
     overlaps = {*stack.overlaps, *(["tensor"] if "asynctp" in own else [])}
     overlaps |= {"experts"} if re.search("dualpipe|a2a[-_ ]?(overlap|ovlp)|overlap[-_ ]moe", own) else set()
     return stack.model_copy(update={"attention": attention, "overlaps": tuple(sorted(overlaps))})
+
+
+def _is_torch_sharded(cells: dict[str, str], said: str) -> bool:
+    others = "megatron" if "fsdp2" in said else "megatron|nemo"
+    return (cells.get("zero_stage") == "3" or "fsdp2" in said) and not re.search(others, said)
 
 
 def _attention(cells: dict[str, str], gpu: Gpu) -> str:
@@ -235,11 +246,13 @@ def _fits(work: Work, layout: Layout, stack: Stack, gpu: Gpu) -> bool:
     return _need(work, layout, stack) <= gpu.memory
 
 
-def _usual_micro_batch(work: Work, layout: Layout, stack: Stack, gpu: Gpu) -> int:
+def _usual_micro_batch(work: Work, layout: Layout, stack: Stack, gpu: Gpu, *, free: bool) -> int:
     """In a pipeline one sequence, or, where weights are gathered for every micro-batch, as many micro-batches as stages; else
-    as many sequences as fit."""
+    as many sequences as fit, where recompute is `free` to choose without it, if any do."""
     share = max(1, work.global_batch // layout.dp)
     if layout.pp > 1:
         return max(1, share // layout.pp) if stack.name.startswith("fsdp") else 1
     sizes = [size for size in range(min(share, MOST_SEQUENCES), 0, -1) if share % size == 0]
-    return next((size for size in sizes if _fits(work, replace(layout, micro_batch=size), stack, gpu)), 1)
+    ways: list[Recompute] = ["none", layout.recompute] if free else [layout.recompute]
+    tried = (replace(layout, micro_batch=size, recompute=way) for way in ways for size in sizes)
+    return next((one.micro_batch for one in tried if _fits(work, one, stack, gpu)), 1)

@@ -47,6 +47,18 @@ def test_a_rack_of_one_nvlink_domain() -> None:
     assert (cluster.gpus, cluster.domain) == (72, 72)
 
 
+def test_superchips_without_a_named_node_are_a_rack() -> None:
+    cluster = parse_cluster("144xGB200")
+    assert (cluster.gpus_per_node, cluster.nodes, cluster.domain) == (4, 36, 72)
+    assert parse_cluster("2xGB300").domain == 2
+
+
+@pytest.mark.parametrize(("said", "meant"), [("p5", "p5.48xlarge"), ("ND96isr_H100_v5", "Standard_ND96isr_H100_v5")])
+def test_a_part_of_a_name_is_answered_with_the_whole(said: str, meant: str) -> None:
+    with pytest.raises(ArgosyError, match=f"did you mean {meant}"):
+        parse_cluster(f"2x{said}")
+
+
 def test_gpus_without_a_named_node() -> None:
     cluster = parse_cluster("16xh100")
     assert (cluster.gpus, cluster.nodes, cluster.price) == (16, 2, None)

@@ -100,3 +100,15 @@ def test_a_layout_that_cannot_run_says_why() -> None:
     assert "heads 20 is not divisible by tp 8" in said
     assert "global_batch 30 is not divisible by dp 2 x micro_batch 4" in said
     assert not list(violations(work, Layout(tp=2, dp=2, micro_batch=3), 4))
+
+
+def test_an_optimisers_copy_of_the_gradients_is_sharded_as_it_is() -> None:
+    work, known = Work(resolve_model("gpt3-18.4b"), 2048, 64), calibration()
+
+    def widened(zero: int, dp: int) -> float:
+        stack, layout = known.stacks["megatron-deepspeed"], Layout(tp=8, dp=dp, zero=zero, recompute="full")
+        without = stack.model_copy(update={"widened": 0.0})
+        return memory_of(work, layout, stack, known)[0].gradients - memory_of(work, layout, without, known)[0].gradients
+
+    assert widened(0, 8) > 8  # GiB
+    assert widened(1, 8) < widened(0, 8) / 4

@@ -38,6 +38,21 @@ def test_a_host_that_starts_kernels_one_by_one_is_the_limit_of_small_batches(
     assert time_of(dropping, layout, "1xH200").terms["launches"] > 0  # which is not done with dropout
 
 
+def test_a_host_as_slow_as_its_device_is_waited_for_and_a_much_slower_one_alone_counts() -> None:
+    work, known = Work(resolve_model("gpt2-large"), 1024, 16), calibration()
+    stack = known.stacks["argosy"].model_copy(update={"replays": False})
+    alone = time_of(work, Layout(micro_batch=16), "1xH200").total
+    assert step_time(work, Layout(micro_batch=16), parse_cluster("1xH200"), stack, known).total > 1.08 * alone
+    # What tensor parallelism sends passes while a slow host launches: four micro-batches take four times as long as one.
+    small = Work(resolve_model("gpt2-large"), 128, 8)
+    one, four = (time_of(small, Layout(tp=tp, dp=8 // tp), "8xH200", "megatron-2022") for tp in (1, 4))
+    host = [
+        step.total - sum(step.terms[name] for name in ("gradients", "optimiser", "outside")) for step in (one, four)
+    ]
+    assert four.terms["tensor"] > 0.1 * four.total
+    assert host[1] == pytest.approx(4 * host[0], rel=0.3)
+
+
 def test_terms_sum_to_the_step() -> None:
     step = time_of(Work(resolve_model("llama2-7b"), 4096, 64), Layout(tp=2, pp=2, dp=4), "16xH100")
     assert sum(step.terms.values()) == pytest.approx(step.total)
@@ -127,6 +142,24 @@ def test_constants_are_few_and_belong_to_no_source() -> None:
     known = calibration()
     assert len(known.constants) < 30
     assert not [name for name in known.constants if any(stack in name for stack in known.stacks)]
+
+
+def test_widths_that_begin_no_line_of_memory_are_slower() -> None:
+    def products(hidden: int, heads: int) -> float:
+        sizes = [f"hidden={hidden}", f"heads={heads}", f"ffn={4 * hidden}", "layers=8"]
+        work = Work(resolve_model("gpt2", sizes), 2048, 64)
+        return time_of(work, Layout(tp=8, micro_batch=2), "8xA100-80").terms["products"]
+
+    assert products(14400, 96) > 1.3 * products(14336, 64)
+
+
+def test_a_token_goes_once_to_a_rank_with_several_of_its_experts() -> None:
+    work, layout = Work(resolve_model("moe-3.5b-a1.1b"), 4096, 64), Layout(ep=8, dp=8)
+    known = calibration()
+    stack = known.stacks["megatron"]
+    once = stack.model_copy(update={"routes_once": True})
+    each, fewer = (step_time(work, layout, parse_cluster("8xH100"), s, known).terms["experts"] for s in (stack, once))
+    assert fewer < each
 
 
 def test_a_board_that_may_draw_less_is_slower() -> None:

@@ -47,10 +47,13 @@ class Stack(Section):
     fused: bool = True
     plain: bool = False
     replays: bool = False
+    replays_routed: bool = False
+    routes_once: bool = False
     selective: Literal["products", "half", "scores"]
     hooked: bool = False
     early_stop: bool = False
     reduced: float
+    bucket: float = 0.0
     whole_sends: bool = False
     levelled: bool = False
     overlaps: tuple[Literal["tensor", "tensor-backward", "send", "gradients", "copies", "context", "experts"], ...] = ()

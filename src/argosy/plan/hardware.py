@@ -53,6 +53,8 @@ class Gpu(Section):
     bandwidth: PositiveNumber = Field(description="of the memory")
     nvlink: NotNegative = Field(0.0, description="of NVLink; 0: none")
     pcie: PositiveNumber = Field(32.0, description="of PCIe, used where there is no NVLink")
+    node: Positive = Field(8, description="how many a node has, where none is named")
+    joined: Whole = Field(0, description="how many NVLink joins across nodes; 0: those of a node")
 
     def peak(self, precision: str = "bf16") -> float:
         """TFLOP/s for products in `precision`, or in the widest 16-bit format where the card lacks it."""
@@ -127,7 +129,7 @@ def find_instance(name: str, user_file: str | None = None) -> Instance:
 
 
 def parse_cluster(text: str, *, price: float | None = None, user_file: str | None = None) -> Cluster:
-    """`2xp4d.24xlarge` (nodes), or `16xH100` (GPUs, in DGX-like nodes of eight with one 400 Gbit/s card each)."""
+    """`2xp4d.24xlarge` (nodes), or `16xH100` (GPUs, in the nodes usual for them, with one 400 Gbit/s card each)."""
     match = re.fullmatch(r"\s*(?:0*(\d{1,6})\s*[x*])?\s*([A-Za-z][\w.-]*)\s*", text)
     if match is None or match[1] == "0":
         raise ArgosyError(
@@ -142,9 +144,9 @@ def parse_cluster(text: str, *, price: float | None = None, user_file: str | Non
     gpus = {gpu.lower(): gpu for gpu in known.gpus}
     if name.lower() in gpus:
         gpu = known.gpus[gpus[name.lower()]]
-        per_node = min(8, count)
+        per_node = min(gpu.node, count)
         hourly = None if price is None else price * -(-count // per_node)
-        return Cluster(text.strip(), gpu, count, per_node, 50.0, per_node, hourly)
+        return Cluster(text.strip(), gpu, count, per_node, 50.0, min(gpu.joined or per_node, count), hourly)
     instance = _named(known.instances, name.removeprefix("ml."), "instance type", "instances", also=known.gpus)
     each = instance.price if price is None else price
     return Cluster(
@@ -212,7 +214,11 @@ def _named(
     if name.lower() in by_lower:
         return table[by_lower[name.lower()]]
     names = [*table, *(also or {})]
+    begun = sorted(known for known in names if known.lower().startswith(name.lower()))
+    ended = sorted(known for known in names if known.lower().endswith(name.lower()))
     hint = did_you_mean(name, [known.lower() for known in names])
+    if begun or ended:
+        hint = f"did you mean {' or '.join((begun + ended)[:3])}?"
     raise ArgosyError(
         "plan.unknown-hardware",
         f"no {kind} named {name!r} is known" + (f": {hint}" if hint else ""),

@@ -13,6 +13,8 @@ from math import ceil
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 64, 0.6))  # rows, columns, quality
 SPLITS = (1, 2, 4)  # parts of the inner dimension that are summed up apart, where there are too few tiles
 LEAST_PART = 2048
+LINE = 64  # 16-bit elements in a line of the memory, on which the rows of both matrices should begin
+OFF_LINE = 0.7  # of the pace where they do not
 START_UP = 32  # of the inner dimension, in elements: the slice a tile waits for before its first products
 
 
@@ -71,8 +73,10 @@ def linear(
     groups: int = 1,
     summed: float = 2.0,
 ) -> tuple[float, float]:
-    """Forward and backward seconds of a linear layer: the backward pass has two products, for inputs and for weights."""
+    """Forward and backward seconds of a linear layer: the backward pass has two products, for inputs and for weights. Widths
+    that are no whole lines of the memory slow all three."""
     forward = product(rates, tokens, outputs, inputs, narrow=narrow, groups=groups)
     by_input = product(rates, tokens, inputs, outputs, narrow=narrow, groups=groups)
     by_weight = product(rates, outputs, inputs, tokens, narrow=narrow, groups=groups, written=summed)
-    return forward, by_input + by_weight
+    pace = OFF_LINE if round(inputs) % LINE or round(outputs) % LINE else 1.0
+    return forward / pace, (by_input + by_weight) / pace

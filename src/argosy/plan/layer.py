@@ -4,9 +4,10 @@ both passes, what a backward pass makes again, what the host takes to launch it 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
 from argosy.plan.calibration import Calibration, Stack
-from argosy.plan.kernels import Rates, linear, product
+from argosy.plan.kernels import LINE, Rates, linear, product
 from argosy.plan.layout import Layout, Work
 
 BACKWARD_ATTENTION = 2.5  # five products for the two of the forward pass
@@ -142,14 +143,16 @@ def accumulated_bytes(work: Work, layout: Layout, stack: Stack) -> float:
 
 def host_seconds(work: Work, layout: Layout, stack: Stack, known: Calibration) -> float:
     """Seconds of the host for one layer and micro-batch: its modules forward, and twice as much backward. None where a
-    recording is replayed."""
+    recording is replayed; where that leaves experts out, what they add to a layer."""
     if stack.replays and layout.gpus == 1 and not work.model.dropout:
         return 0.0
     again = 0
     if layout.recompute == "full":
         again = 3 if stack.hooked else 1
     modules = known.constants["launch.plain" if stack.plain else "launch.modules"]
-    return (3 + again) * modules * (1 + (known.constants["launch.experts"] - 1) * work.sizes.expert_layers)
+    share = work.sizes.expert_layers
+    others = 1 - share if stack.replays_routed else 1.0
+    return (3 + again) * modules * (others + (known.constants["launch.experts"] - 1) * share)
 
 
 def remade(layout: Layout, stack: Stack, forward: Pass) -> float:
@@ -165,6 +168,6 @@ def remade(layout: Layout, stack: Stack, forward: Pass) -> float:
 
 def head_seconds(work: Work, layout: Layout, stack: Stack, rates: Rates, tokens: float) -> float:
     """Output head and loss, of one micro-batch."""
-    vocab = work.model.vocab_size / layout.tp
+    vocab = LINE * ceil(work.model.vocab_size / layout.tp / LINE)  # all stacks pad it
     tokens *= work.sizes.predicted
     return sum(linear(rates, tokens, work.sizes.hidden, vocab)) + stack.loss * tokens * vocab / rates.memory

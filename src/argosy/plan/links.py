@@ -56,7 +56,7 @@ def bandwidth(links: Links, ranks: Group) -> float:
     return min(links.near, links.far * ranks.near) if ranks.crosses else links.near
 
 
-def _latency(links: Links, ranks: Group) -> float:
+def latency(links: Links, ranks: Group) -> float:
     return (links.far_latency if ranks.crosses else links.near_latency) * log2(ranks.size)
 
 
@@ -64,14 +64,14 @@ def gather(links: Links, ranks: Group, size: float) -> float:
     """An all-gather to, or reduce-scatter of, `size` bytes in all."""
     if ranks.size == 1:
         return 0.0
-    return size * (ranks.size - 1) / ranks.size / bandwidth(links, ranks) + _latency(links, ranks)
+    return size * (ranks.size - 1) / ranks.size / bandwidth(links, ranks) + latency(links, ranks)
 
 
 def reduce(links: Links, ranks: Group, size: float) -> float:
     """An all-reduce of `size` bytes."""
     if ranks.size == 1:
         return 0.0
-    return 2 * size * (ranks.size - 1) / ranks.size / bandwidth(links, ranks) + _latency(links, ranks)
+    return 2 * size * (ranks.size - 1) / ranks.size / bandwidth(links, ranks) + latency(links, ranks)
 
 
 def exchange(links: Links, ranks: Group, size: float, away: float) -> float:
@@ -79,7 +79,7 @@ def exchange(links: Links, ranks: Group, size: float, away: float) -> float:
     to each domain that has one of its experts."""
     if ranks.size == 1:
         return 0.0
-    return max(away / links.far, size * (ranks.near - 1) / ranks.near / links.near) + _latency(links, ranks)
+    return max(away / links.far, size * (ranks.near - 1) / ranks.near / links.near) + latency(links, ranks)
 
 
 def send(links: Links, ranks: Group, size: float) -> float:

@@ -63,11 +63,11 @@ def stage_memory(work: Work, layout: Layout, stack: Stack, calibration: Calibrat
     tokens = work.seq_len * layout.micro_batch / layout.cp
     kept, again = _activations(work, layout, stack, stage, layers, tokens)
     logits = _logits(work, layout, stack, tokens) if last else 0.0
-    moments = [(gradients, kept + again, logits), (gradients * (1 + stack.widened / stack.gradient), 0.0, 0.0)]
+    moments = [(gradients, kept + again, logits), (gradients + optimiser * stack.widened / stack.optimiser, 0.0, 0.0)]
     if stack.chunked_loss:
         begun = gradients if work.micro_batches(layout) > 1 else 0.0
         moments = [(begun, kept, logits), (begun, kept + again, 0.0), (gradients, again, 0.0)]
-    buffers, communication = _transient(work, layout, tokens, dense + experts, layers)
+    buffers, communication = _transient(work, layout, stack, tokens, dense + experts, layers)
     parts = [weights, optimiser, *max(moments, key=sum), buffers, communication]
     overhead = calibration.fragmentation * sum(parts) / GIB + calibration.context
     weights, optimiser, gradients, activations, logits, buffers, communication = (part / GIB for part in parts)
@@ -166,14 +166,18 @@ def _logits(work: Work, layout: Layout, stack: Stack, tokens: float) -> float:
     return min(2, chunks) * whole / chunks + work.sizes.hidden * (2 * judged + 4 * vocab)
 
 
-def _transient(work: Work, layout: Layout, tokens: float, parameters: float, layers: int) -> tuple[float, float]:
+def _transient(
+    work: Work, layout: Layout, stack: Stack, tokens: float, parameters: float, layers: int
+) -> tuple[float, float]:
     """Workspaces, and what communication holds. ZeRO-3: two gathered layers (the one in use and the next), one layer's
     whole gradients, and the ends; in a pipeline, where gathering for each micro-batch would cost too much, the whole
-    stage's weights and gradients. Else: what pipeline stages pass on."""
+    stage's weights and gradients. Else: what pipeline stages pass on, and a bucket of gradients and one of weights, where
+    the stack copies them to exchange them."""
     sizes = work.sizes
     buffers = 4.0 * tokens * sizes.hidden / (layout.tp if layout.sp else 1)  # gradients of the residual stream
     if layout.zero < 3:
-        return buffers, 4.0 * tokens * sizes.hidden / layout.tp * (layout.pp > 1)
+        copied = (stack.reduced + 2) * min(stack.bucket, parameters) if layout.zero else 0.0
+        return buffers, copied + 4.0 * tokens * sizes.hidden / layout.tp * (layout.pp > 1)
     if layout.pp > 1:
         return buffers, (2 + 4) * parameters
     ends = sizes.embedding / layout.tp * (1 if work.model.tied else 2)

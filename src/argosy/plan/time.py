@@ -25,11 +25,14 @@ from argosy.plan.layer import (
     remade,
 )
 from argosy.plan.layout import Layout, Work, stage_layers
-from argosy.plan.links import Links, exchange, gather, group, reduce, send
+from argosy.plan.links import Links, exchange, gather, group, latency, reduce, send
 from argosy.plan.memory import stage_parameters
 
 OPTIMISER_BYTES = (
     34  # of a parameter: gradient read twice (norm and update), master and moments read and written, weight
+)
+SHARPNESS = (
+    5  # with which the slower of host and device sets the pace: 184 ms where either alone took 160 to 163, on an H200
 )
 READING = 12e-9  # seconds of a token, by the one thread that reads ahead: docs/benchmarks.md, a sample of 4,096 tokens
 ACTIVE = ("products", "attention", "element-wise", "launches", "recompute", "accumulation", "head")
@@ -114,27 +117,36 @@ def _layer_terms(
     stream = 2 * tokens * sizes.stream
     repeats = 1.0 if layout.recompute == "full" else 0.0
     reduces = (4 + 2 * repeats) * (1 - known.hidden(stack, "tensor")) - 2 * known.hidden(stack, "tensor-backward")
-    tensor = reduces * reduce(links, group(layout, "tp", cluster), stream) * _reduced_share(work, layout)
+    ranks = group(layout, "tp", cluster)
+    tensor = reduces * reduce(links, ranks, stream) * _reduced_share(work, layout)
     ring = group(layout, "cp", cluster)
     key_values = 4 * tokens * sizes.key_value / layout.tp * layout.cp
     context = gather(links, ring, key_values) * (3 + repeats)
     if "context" in stack.overlaps:  # around a ring, beside attention
         context = max(0.1 * context, context - forward.attention - backward.attention)
+    experts = (4 + 2 * repeats) * (1 - known.hidden(stack, "experts"))
+    experts *= _to_experts(work, layout, cluster, stack, links, stream)
     launched, busy = host_seconds(work, layout, stack, known), forward.total + backward.total + again
+    if launched:  # the host starts every collective too
+        launched += reduces * latency(links, ranks)
     return {
         "products": forward.products + backward.products,
         "attention": forward.attention + backward.attention,
         "element-wise": forward.elements + backward.elements,
         "recompute": again,
         "accumulation": accumulated_bytes(work, layout, stack) / rates.memory,
-        "launches": max(0.0, launched - busy),
+        "launches": _waited(launched, busy + tensor + context + experts),
         "tensor": tensor,
         "context": context,
-        "experts": (4 + 2 * repeats)
-        * _to_experts(work, layout, cluster, links, stream)
-        * (1 - known.hidden(stack, "experts")),
+        "experts": experts,
         "gather": _gathered(work, layout, cluster, links, known, max(busy, launched) + tensor),
     }
+
+
+def _waited(host: float, device: float) -> float:
+    """Seconds a device waits for the host that launches its kernels: the difference, where the host is slower, and somewhat
+    more where both take about as long, since now one of them is late and now the other."""
+    return float((host**SHARPNESS + device**SHARPNESS) ** (1 / SHARPNESS) - device)
 
 
 def _reduced_share(work: Work, layout: Layout) -> float:
@@ -147,17 +159,24 @@ def _reduced_share(work: Work, layout: Layout) -> float:
     return 0.5 + 0.5 * ((1 - share) + share * max(routed, float(moe.shared_experts > 0)))
 
 
-def _to_experts(work: Work, layout: Layout, cluster: Cluster, links: Links, stream: float) -> float:
-    """One all-to-all of a layer: a token goes to each of its experts, over the network once to each domain that has one."""
+def _to_experts(work: Work, layout: Layout, cluster: Cluster, stack: Stack, links: Links, stream: float) -> float:
+    """One all-to-all of a layer: a token goes to each of its experts, or once to each rank that has some, and over the network
+    once to each domain that has one."""
     moe = work.model.moe
     if moe is None:
         return 0.0
     ranks = group(layout, "ep", cluster)
     domains = ranks.size / ranks.near
-    reached = min(moe.top_k, domains * (1 - (1 - 1 / domains) ** moe.top_k)) if domains > 1 else 0
+    reached = _distinct(domains, moe.top_k) if domains > 1 else 0.0
     reached = min(reached, domains * moe.top_groups / moe.groups)
     sent = stream / layout.tp * work.sizes.expert_layers
-    return exchange(links, ranks, sent * moe.top_k, sent * reached * (domains - 1) / domains)
+    copies = _distinct(ranks.size, moe.top_k) if stack.routes_once else float(moe.top_k)
+    return exchange(links, ranks, sent * copies, sent * reached * (domains - 1) / domains)
+
+
+def _distinct(places: float, drawn: int) -> float:
+    """How many of the places so many draws hit, on average."""
+    return min(drawn, places * (1 - (1 - 1 / places) ** drawn))
 
 
 def _gathered(work: Work, layout: Layout, cluster: Cluster, links: Links, known: Calibration, compute: float) -> float:
