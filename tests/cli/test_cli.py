@@ -207,3 +207,9 @@ def test_names_and_terminals_that_are_not_utf8_end_in_no_traceback(tmp_path: Pat
     refused = run("prepare", ".", "--tokenizer", "bytes", "--output", "other")
     assert refused.returncode == 2
     assert r"\xff.jsonl' is not UTF-8" in refused.stderr
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_verb_does_its_work_where_nobody_listens(closed: str, tmp_path: Path) -> None:
+    line = f"{sys.executable} -m argosy config models {closed}"
+    assert subprocess.run(["sh", "-c", line], cwd=tmp_path, check=False).returncode == 0

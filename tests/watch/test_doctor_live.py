@@ -79,6 +79,24 @@ def test_a_rank_that_is_killed_is_named(write_spec: Write, tmp_path: Path) -> No
         said = verdict(run).verdict
     assert "rank 1" in said, said
     assert "SIGKILL" in said
+    for rank, end in (
+        (0, "Connection"),
+        (1, "it was ended, or crashed"),
+    ):  # the first was told so by the second's silence
+        log = (run / "logs" / "1" / f"{rank}.log").read_text()
+        assert log.startswith(f"-- argosy: rank {rank} of 2 on ")
+        assert end in log
+
+
+def test_one_process_that_crashes_has_said_where_in_its_log(write_spec: Write, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "tiny"
+    with training(write_spec(eval="off", log={"every": 5}, **STEPS), nproc=1) as trainer:
+        os.kill(rank_at_work(run, 0), signal.SIGSEGV)
+        assert trainer.wait(120) == -signal.SIGSEGV
+        wait(lambda: "it was ended, or crashed" in (run / "logs" / "1" / "0.log").read_text())
+        found = verdict(run)
+    assert found.verdict == "rank 0: native code of a rank crashed (logs/1/0.log)"
+    assert "in _run_steps" in (run / "logs" / "1" / "0.log").read_text()
 
 
 @pytest.mark.slow  # tests/record/test_alerts.py is its short form

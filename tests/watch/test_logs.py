@@ -195,3 +195,36 @@ def test_what_ranks_say_while_they_stop_as_asked_is_no_verdict(tmp_path: Path) -
     assert first(run).name == "stopped"
     write(run, "1.log", "slurmstepd: error: *** JOB 8 ON n3 CANCELLED AT 2026-11-12T01:01:01 DUE TO TIME LIMIT ***")
     assert first(run).name == "slurm-time-limit"  # who asked
+
+
+def test_only_the_newest_attempt_counts_and_of_it_the_last_start(tmp_path: Path) -> None:
+    run = started(tmp_path)
+    for attempt, lines in ((2, ("OSError: [Errno 28] No space left on device",)), (10, (OOM.format(1), "-- argosy: rank 1 of 2 on n1", LOST.format(1)))):  # fmt: skip
+        (run.root / "logs" / str(attempt)).mkdir(parents=True)
+        (run.root / "logs" / str(attempt) / "1.log").write_text("\n".join(lines))
+    found = diagnose(Run(run.root.name, run.root))
+    assert found[0].name == "nccl-remote-closed"
+    assert not {"disk-full", "cuda-oom"} & {finding.name for finding in found}
+
+
+def test_what_the_events_say_is_told_once_with_the_log_as_evidence(tmp_path: Path) -> None:
+    run = started(tmp_path)
+    event(run, "rank-died", rank=1, cause=OOM.format(1), error=OOM.format(1), phase="optimizer")
+    write(run, "1.log", OOM.format(1))
+    found = diagnose(Run(run.root.name, run.root))
+    assert [finding.name for finding in found].count("cuda-oom") == 1
+    assert any(line.startswith("logs/0/1.log: ") for line in found[0].evidence)
+
+
+def test_a_refusal_in_a_log_is_not_told_over_the_event_that_has_it(tmp_path: Path) -> None:
+    run = started(tmp_path)
+    event(run, "failed", rank=0, code="train.non-finite", cause="the loss is nan", fix="lower optim.lr")
+    write(run, "0.log", "error[train.non-finite]", "  cause  the loss is nan", "  fix    lower optim.lr")
+    assert first(run).verdict.startswith("rank 0 ended at step")
+
+
+def test_the_last_words_of_a_rank_that_was_killed_are_shown(tmp_path: Path) -> None:
+    run = started(tmp_path)
+    beat(run, 0, alive=False)
+    write(run, "0.log", "-- argosy: rank 0 of 1 on n1", "one", "two", "all is lost", "-- argosy: it was ended")
+    assert first(run).evidence[-1] == "logs/0/0.log: all is lost"

@@ -103,12 +103,22 @@ def main() -> None:
     # Read when torch starts, so it is set before any verb imports it: memory that was cut up can be joined again.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    _fill_standard_streams()
     if isinstance(sys.stdout, TextIOWrapper):  # a terminal without our characters, a file's name that is no text
         sys.stdout.reconfigure(errors="replace")
     try:
         app()
     except ArgosyError as error:
         _refuse(error)
+
+
+def _fill_standard_streams() -> None:
+    """Where we were started with one of them closed: the next file that is opened must not take its place."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(fd, True)
+    os.close(fd)
+    sys.stdout = sys.stdout or os.fdopen(1, "w")
+    sys.stderr = sys.stderr or os.fdopen(2, "w")
 
 
 def _refuse(error: ArgosyError) -> None:

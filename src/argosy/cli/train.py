@@ -68,7 +68,9 @@ def train(
         )
     resolved = resolve(path, overrides)
     from argosy.parallel.ranks import find_nodes, find_world
+    from argosy.record.rundir import RunDir
 
+    directory = RunDir(Path(resolved.spec.runs_dir) / resolved.spec.name)
     nodes = find_nodes(os.environ)
     world = find_world(os.environ) if nproc is None else nodes.with_ranks(nproc)
     if nproc is not None and not dry_run:
@@ -78,20 +80,22 @@ def train(
         if not is_open(resolved):  # the ranks find a layout themselves
             check_world(spec.parallel, world.size, world.source, spec.train.global_batch)
         from argosy.parallel.agent import start_ranks
-        from argosy.record.rundir import RunDir
 
         arguments = without_option(sys.argv[1:], "--nproc")
-        raise typer.Exit(start_ranks(nproc, nodes, arguments, RunDir(Path(spec.runs_dir) / spec.name), spec.fault))
-    from argosy.parallel.rank import run_as_rank
+        raise typer.Exit(start_ranks(nproc, nodes, arguments, directory, spec.fault))
+    from argosy.parallel.rank import keep_output, run_as_rank
+
+    output = None if dry_run else keep_output(directory, world)
     from argosy.train import run
 
     options = run.TrainOptions(fresh=fresh, archive=archive, quiet=quiet, profile=profile)
-    if dry_run:
+    if output is None:
         settled = run.settle(resolved, path, overrides, world_size or world.size)
         print("\n".join(run.dry_run(settled, options, world, world_size)))
         return
 
     def train_settled() -> int:
-        return run.train(run.settle(resolved, path, overrides, world.size), path, options)
+        with output:
+            return run.train(run.settle(resolved, path, overrides, world.size), path, options)
 
     raise typer.Exit(run_as_rank(train_settled, world.rank))

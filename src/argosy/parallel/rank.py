@@ -17,7 +17,10 @@ from contextlib import contextmanager
 
 from argosy.errors import EXIT_BUG, EXIT_DONE, EXIT_REFUSED, ArgosyError
 from argosy.parallel.rankfiles import RankFiles, agent, attempt, leave
+from argosy.parallel.ranks import World
 from argosy.record.heartbeat import Heartbeat
+from argosy.record.output import Output
+from argosy.record.rundir import RunDir
 
 STACK_SIGNAL = signal.SIGUSR2
 _PR_SET_PDEATHSIG = 1
@@ -41,6 +44,16 @@ def run_as_rank(function: Callable[[], int], rank: int) -> int:
             return EXIT_BUG
     leave(files.exit(rank), str(code))
     return EXIT_DONE
+
+
+def keep_output(run: RunDir, world: World) -> Output:
+    """From here on, whatever this rank says is also in its log: how it fails or crashes too, which it leaves to its agent or,
+    without one, tells itself."""
+    files = RankFiles.of(os.environ)
+    if files is None:
+        faulthandler.enable()
+    left = () if files is None else (files.error(world.rank), files.stacks(world.rank))
+    return Output(run.root, world.rank, world.size, left)
 
 
 def open_heartbeat(rank: int) -> Heartbeat:

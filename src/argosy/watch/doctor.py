@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from argosy.record.jsonl import Record
+from argosy.record.logs import last_words
 from argosy.watch.finding import (
     BESIDE,
     CONSEQUENCE,
@@ -47,7 +48,12 @@ def diagnose(run: Run, logs: Sequence[Path] = (), *, read_bytes: int = READ_BYTE
     found = [*_events(run), *ranks_now(run), *_numbers(run), *_disk(run), *_slow(run)]
     stands = any(finding.name in _STANDS for finding in found)
     state = "dead" if stands else run.state()
-    found += from_logs(run, logs, state=state, read_bytes=read_bytes)
+    for finding in from_logs(run, logs, state=state, read_bytes=read_bytes):
+        told = next((other for other in found if other.name == finding.name and other.weight >= finding.weight), None)
+        if told is None:
+            found.append(finding)
+        else:  # the run's events have it already
+            told.evidence.extend(finding.evidence)
     well = _well(run)
     said_why = any(finding.weight > well.weight for finding in found)
     if well.name != "dead" or not said_why:
@@ -101,7 +107,7 @@ def _died(event: Record, evidence: list[str], run: Run) -> Finding:
     known = _known([cause, *event.get("error", "").splitlines()])
     fix = known.fix if known else "the same command goes on from the last checkpoint; look at the rank's log"
     said = cause if known is None else known.cause + (against_plan(run) if known.name == "cuda-oom" else "")
-    evidence += [] if known is None else [f"  {cause}"]
+    evidence += last_words(run.root, int(event.get("rank", 0))) if known is None else [f"  {cause}"]
     return Finding(
         _weight(known, DEATH),
         f"rank {event.get('rank')} died at {_where(event)}: {said}",

@@ -13,7 +13,7 @@ from argosy.config.reader import read_yaml
 
 FILE = Path(__file__).parent / "failures.yaml"
 _LONGEST_LINE = 2000  # characters that are looked at
-_COLOUR = re.compile(r"\x1b\[[0-9;:]*[A-Za-z]")
+_COLOUR = re.compile(r"\x1b\[[0-9;:?]*[A-Za-z]")
 # How programs say which rank is speaking: torch's own prefix, NCCL's and gloo's texts, and ours.
 _RANK = re.compile(r"\[(?:default|rank|Rank |rank )(\d+)\]|\brank[ =](\d+)\b")
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 
+from argosy.record.logs import newest_attempt, of_last_start
 from argosy.watch.finding import CONSEQUENCE, KNOWN, NOTE, SETBACK, WARNING, Finding, called
 from argosy.watch.knowledge import Match, failures, matches
 from argosy.watch.runs import Run
@@ -22,6 +23,7 @@ _MOST_LINES = 30_000  # that are looked at, likewise; a line takes a tenth of a 
 _MOST_LOGS, _MOST_EVIDENCE = 256, 4
 _BEFORE_S = 30.0  # the start of an attempt, in which its logs may have begun
 _KINDS = (".log", ".txt", ".stacks", ".err", ".out", ".json")
+_REFUSAL = re.compile(r"error\[[\w.-]+\]")  # the first line of one
 _OF_RANK = re.compile(r"(?:^|rank[-_.]?)(\d+)\.")  # in the name of a log
 
 
@@ -45,7 +47,17 @@ def from_logs(run: Run, given: Sequence[Path], *, state: str, read_bytes: int = 
 
 @lru_cache(maxsize=2 * _MOST_LOGS)
 def _looked_at(path: Path, where: str, age: tuple[int, int], most_bytes: int, most_lines: int) -> tuple[Match, ...]:
-    return tuple(matches(suspects(path, most_bytes, most_lines), where))
+    lines = of_last_start(suspects(path, most_bytes, most_lines))
+    return tuple(matches(_without_refusals(lines), where))
+
+
+def _without_refusals(lines: Iterable[str]) -> Iterator[str]:
+    """What Argosy itself refuses is in the run's events, with more about it."""
+    refused = False
+    for line in lines:
+        refused = _REFUSAL.match(line) is not None or (refused and line.startswith("  "))
+        if not refused:
+            yield line
 
 
 def _shown(path: Path, where: str, age: tuple[int, int] | None, most_bytes: int, most_lines: int) -> Iterable[Match]:
@@ -93,14 +105,17 @@ def against_plan(run: Run) -> str:
 
 
 def _own_logs(run: Run) -> list[Path]:
-    """Of the newest attempt."""
-    begun = run.begun - _BEFORE_S
+    """Of the newest attempt: what its ranks said, and what else has changed since it began."""
+    newest, begun = newest_attempt(run.root), run.begun - _BEFORE_S
     found: list[tuple[float, Path]] = []
     for folder in ("logs", "debug"):
         for path in (run.root / folder).rglob("*"):
+            of_ranks = path.parent.name.isdecimal() and path.parent.parent == run.root / "logs"
             try:
-                if path.suffix in _KINDS and path.is_file() and (changed := path.stat().st_mtime) >= begun:
-                    found.append((changed, path))
+                if path.suffix in _KINDS and path.is_file():
+                    changed = path.stat().st_mtime
+                    if path.parent == newest if of_ranks else changed >= begun:
+                        found.append((changed, path))
             except OSError:
                 continue  # it went away
     return [path for _, path in sorted(found, reverse=True)[:_MOST_LOGS]]

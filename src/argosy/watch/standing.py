@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from argosy.record.jsonl import Record
+from argosy.record.logs import last_words
 from argosy.watch.finding import BESIDE, DEATH, STALL, Finding, called
 from argosy.watch.runs import Run, is_held
 
@@ -36,7 +37,7 @@ def ranks_now(run: Run) -> Iterator[Finding]:
             DEATH - 1,
             text,
             "look for the kernel's or Kubernetes' reason (dmesg, kubectl get events) and give it with --log; the same command goes on from the last checkpoint",
-            _lines(beats, [rank]),
+            [*_lines(beats, [rank]), *last_words(run.root, rank)],
             "rank-died",
         )
         return

@@ -1,0 +1,123 @@
+"""What this process writes to standard output and standard error, kept in the run directory as well: by Python, by C++ and CUDA, by
+the processes it starts, up to its last word.
+
+Both are led through a process of its own, `argosy.record.relay`, which passes everything on as it comes. A terminal is replaced by
+another one, so that bars and colours stay; anything else by a pipe. Should the relay end before us, we write where we wrote before.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import termios
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType, TracebackType
+
+from argosy.errors import ArgosyError
+from argosy.record import relay
+from argosy.record.relay import FAREWELL, FORGET, PIPE_BYTES, Begun, Order
+
+_FAREWELL_S = 10.0  # that our end waits for the relay's, as where a terminal is held
+
+
+class Output:
+    """Kept from here to the end of the process. Inside `with`, what a start says that is refused, or comes to its end, without
+    having trained, is not."""
+
+    def __init__(self, run: Path, rank: int = 0, ranks: int = 1, last_words: Sequence[Path] = ()) -> None:
+        self._pid = os.getpid()
+        self._before: dict[int, int] = {}  # where 1 and 2 went
+        self._relay: subprocess.Popen[bytes] | None = None
+        host, root, words = os.uname().nodename, str(run.absolute()), [str(path) for path in last_words]
+        try:
+            self._lead(Order(rank, ranks, self._pid, host, root, Begun.of(root), [], 2, words))
+        except OSError as error:
+            print(f"warning: no log of rank {rank} is kept: {error}", file=sys.stderr)
+            return
+        signal.signal(signal.SIGCHLD, self._child_ended)
+        signal.siginterrupt(signal.SIGCHLD, False)
+        atexit.register(self.close)
+
+    def _lead(self, order: Order) -> None:
+        """Both through one channel where they go to the same place: what is written first is then passed on first."""
+        same: dict[tuple[int, int], list[int]] = {}
+        for fd in (1, 2):
+            found = os.fstat(fd)
+            same.setdefault((found.st_dev, found.st_ino), []).append(fd)
+        with contextlib.ExitStack() as opened:
+            writers: dict[int, int] = {}
+            for fds in same.values():
+                reader, writer = _channel(fds[0])
+                opened.callback(os.close, reader)
+                opened.callback(os.close, writer)
+                self._before |= {fd: os.dup(fd) for fd in fds}
+                writers |= dict.fromkeys(fds, writer)
+                order.channels.append((reader, self._before[fds[0]]))
+            order = order._replace(warnings=self._before[2])
+            self._relay = subprocess.Popen(
+                [sys.executable, "-I", "-S", relay.__file__, json.dumps(order._asdict())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                pass_fds={fd for channel in order.channels for fd in channel} | {*self._before.values()},
+            )
+            for fd, writer in writers.items():
+                os.dup2(writer, fd)
+
+    def __enter__(self) -> Output:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if kind is None or issubclass(kind, ArgosyError):
+            self._tell(FORGET)
+
+    def _tell(self, word: bytes) -> None:
+        if self._relay is not None and self._relay.stdin is not None:
+            with contextlib.suppress(OSError):
+                os.write(self._relay.stdin.fileno(), word)
+
+    def _restore(self) -> None:
+        for fd, before in self._before.items():
+            os.dup2(before, fd)
+
+    def _child_ended(self, number: int, frame: FrameType | None) -> None:
+        if self._relay is not None and self._relay.poll() is not None:
+            self._relay = None
+            self._restore()
+            os.write(2, b"warning: the process that keeps this rank's log has ended; the run goes on without\n")
+
+    def close(self) -> None:
+        """Wait until all has been passed on. What is written later than this, the relay does not see."""
+        if self._relay is None or os.getpid() != self._pid:
+            return
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                stream.flush()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self._restore()
+        self._tell(FAREWELL)
+        if self._relay.stdin is not None and self._relay.stdout is not None:
+            self._relay.stdin.close()
+            select.select([self._relay.stdout], [], [], _FAREWELL_S)
+
+
+def _channel(like: int) -> tuple[int, int]:
+    """What is written to the second can be read from the first, byte for byte."""
+    if not os.isatty(like):
+        reader, writer = os.pipe()
+        if sys.platform == "linux":
+            with contextlib.suppress(OSError):  # there may be too many already
+                fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+        return reader, writer
+    reader, writer = os.openpty()
+    settings = termios.tcgetattr(writer)
+    settings[1] &= ~termios.OPOST  # the terminal itself sees to line ends
+    termios.tcsetattr(writer, termios.TCSANOW, settings)
+    return reader, writer
