@@ -23,7 +23,7 @@ _MOST_LINES = 30_000  # that are looked at, likewise; a line takes a tenth of a 
 _MOST_LOGS, _MOST_EVIDENCE = 256, 4
 _BEFORE_S = 30.0  # the start of an attempt, in which its logs may have begun
 _KINDS = (".log", ".txt", ".stacks", ".err", ".out", ".json")
-_REFUSAL = re.compile(r"error\[[\w.-]+\]")  # the first line of one
+_REFUSAL = re.compile(r"error\[([\w.-]+)\]")  # the first line of one
 _OF_RANK = re.compile(r"(?:^|rank[-_.]?)(\d+)\.")  # in the name of a log
 
 
@@ -32,9 +32,10 @@ def from_logs(run: Run, given: Sequence[Path], *, state: str, read_bytes: int = 
     own = {path: str(path.relative_to(run.root)) for path in _own_logs(run)}
     logs = {path: path.name for path in given} | own
     found: dict[str, list[tuple[Match, int | None]]] = {}
+    told = frozenset(str(event["code"]) for event in run.events() if "code" in event)
     each = read_bytes // max(1, len(logs)), max(300, min(_MOST_LINES, read_bytes >> 12) // max(1, len(logs)))
     for path, where in logs.items():
-        for match in _shown(path, where, _age(path) if path in own else None, *each):
+        for match in _looked_at(path, where, _age(path), told, *each) if path in own else _read(path, where, *each):
             found.setdefault(match.failure.name, []).append(
                 (match, match.rank if match.rank is not None else _rank_of(path))
             )
@@ -45,26 +46,24 @@ def from_logs(run: Run, given: Sequence[Path], *, state: str, read_bytes: int = 
             yield from _told(shown, run, state)
 
 
+def _read(path: Path, where: str, most_bytes: int, most_lines: int) -> Iterable[Match]:
+    return matches(suspects(path, most_bytes, most_lines), where)
+
+
 @lru_cache(maxsize=2 * _MOST_LOGS)
-def _looked_at(path: Path, where: str, age: tuple[int, int], most_bytes: int, most_lines: int) -> tuple[Match, ...]:
-    lines = of_last_start(suspects(path, most_bytes, most_lines))
-    return tuple(matches(_without_refusals(lines), where))
+def _looked_at(path: Path, where: str, age: object, told: frozenset[str], *most: int) -> tuple[Match, ...]:
+    """What is known of the lines of the run's own log; one that has not changed is not looked at again."""
+    return tuple(matches(_without_refusals(of_last_start(suspects(path, *most)), told), where))
 
 
-def _without_refusals(lines: Iterable[str]) -> Iterator[str]:
-    """What Argosy itself refuses is in the run's events, with more about it."""
+def _without_refusals(lines: Iterable[str], told: frozenset[str]) -> Iterator[str]:
+    """What Argosy itself refused is left to the run's events, where they tell of it."""
     refused = False
     for line in lines:
-        refused = _REFUSAL.match(line) is not None or (refused and line.startswith("  "))
+        found = _REFUSAL.match(line)
+        refused = (found is not None and found[1] in told) or (refused and line.startswith("  "))
         if not refused:
             yield line
-
-
-def _shown(path: Path, where: str, age: tuple[int, int] | None, most_bytes: int, most_lines: int) -> Iterable[Match]:
-    """What is known of the lines of a log; one that has not changed is not looked at again."""
-    if age is None:
-        return matches(suspects(path, most_bytes, most_lines), where)
-    return _looked_at(path, where, age, most_bytes, most_lines)
 
 
 def _age(path: Path) -> tuple[int, int] | None:
