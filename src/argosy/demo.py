@@ -171,11 +171,15 @@ def _command(path: Path, *overrides: str) -> list[str]:
 
 
 def _train_until_killed(path: Path, run: Path, at_step: int, most_seconds: float) -> int:
-    """Kill the training at a step, or when its time is up on a machine that became slower. Returns the step."""
+    """Kill the training at a step, or when its time is up on a machine that became slower; not before there is a checkpoint
+    to resume from, which may take a slow disk longer. Returns the step."""
     process = subprocess.Popen(_command(path))
     started, step = time.monotonic(), 0
     try:
-        while process.poll() is None and step < at_step and (step < 10 or time.monotonic() - started < most_seconds):
+        while process.poll() is None and (
+            not any((run / "checkpoints").glob("step-*"))
+            or (step < at_step and (step < 10 or time.monotonic() - started < most_seconds))
+        ):
             time.sleep(0.2)
             step = max(read_metrics(run / "metrics.jsonl"), default=0)
         process.send_signal(signal.SIGKILL)
