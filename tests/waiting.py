@@ -10,10 +10,16 @@ from typing import Any
 PATIENCE_S = 120.0  # nothing that is waited for takes so long, however busy the machine is
 
 
-def wait_for(what: Callable[[], Any], seconds: float = PATIENCE_S, otherwise: Callable[[], str] | None = None) -> Any:
+def wait_for(
+    what: Callable[[], Any],
+    seconds: float = PATIENCE_S,
+    otherwise: Callable[[], str] | None = None,
+    *,
+    every_s: float = 0.02,
+) -> Any:
     """The first answer of `what` that is true; `otherwise` says what is there instead, once patience ends."""
     deadline = time.monotonic() + seconds
     while not (found := what()):
         assert time.monotonic() < deadline, otherwise() if otherwise else "what the test waits for did not come to pass"
-        time.sleep(0.02)
+        time.sleep(every_s)
     return found

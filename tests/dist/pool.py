@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-CASE_S = 300.0  # a first case waits for its ranks to import torch
+CASE_S, JOIN_S = 300.0, 180.0  # a first case waits for its ranks to import torch
 
 
 class RankFailed(AssertionError):
@@ -88,7 +88,7 @@ def _serve(pipe: Connection) -> None:
         try:
             if n > 1:
                 found = dist.FileStore(store, n)
-                dist.init_process_group("gloo", store=found, rank=rank, world_size=n, timeout=timedelta(seconds=60))
+                dist.init_process_group("gloo", store=found, rank=rank, world_size=n, timeout=timedelta(seconds=JOIN_S))
             value = getattr(importlib.import_module(module), function)(*arguments)
             if n > 1:
                 dist.barrier()

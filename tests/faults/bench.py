@@ -29,7 +29,20 @@ from argosy.record.pulse import process_state
 STEPS, SAVED_EVERY = 40, 8
 PATIENCE_S = 600.0  # nothing here takes so long, even on a machine that is busy with other things
 INJECT = Path(__file__).parent / "inject"
+SOON = {"stall_after": "3s"}  # for faults that are to be noticed by it; elsewhere a busy machine must not look like one
 MODEL = {"family": "gpt", "layers": 2, "hidden": 32, "heads": 4, "vocab_size": 257, "dropout": 0.1}
+
+
+def planted(fault: str, **more: object) -> dict[str, str]:
+    """The environment of a process whose ranks have this fault; see `inject`."""
+    path = os.pathsep.join([str(INJECT), os.environ.get("PYTHONPATH", "")])
+    return {"ARGOSY_FAULT": fault, "PYTHONPATH": path} | {name: str(value) for name, value in more.items()}
+
+
+def held(step: int, until: Path) -> dict[str, str]:
+    """The first rank does not take this step before a file is there: so a run is not over, however fast the machine is, when
+    a test comes to disturb it."""
+    return planted(f"hold:0:{step}", ARGOSY_HOLD=until)
 
 
 @dataclass
@@ -62,7 +75,7 @@ class Bench:
             "eval": {"every": 10, "batches": 1},
             "checkpoint": {"every": SAVED_EVERY, "keep": 3},
             "log": {"every": 1},
-            "fault": {"stall_after": "3s", "backoff": "0.1s"},
+            "fault": {"stall_after": "5min", "backoff": "0.1s"},
         }
         for key, section in sections.items():
             spec[key] = spec.get(key, {}) | section if isinstance(section, dict) else section
@@ -124,7 +137,7 @@ class Run:
         command = [sys.executable, "-m", "argosy", "train", str(self.spec), "--quiet", *arguments]
         environ = os.environ | {"OMP_NUM_THREADS": "1"} | (env or {})
         if env and "ARGOSY_FAULT" in env:
-            environ["PYTHONPATH"] = os.pathsep.join([str(INJECT), environ.get("PYTHONPATH", "")])
+            environ |= planted(env["ARGOSY_FAULT"])
         self._log = log = self.spec.with_suffix(f".{len(list(self.spec.parent.glob('*.said')))}.said").open("w+")
         self.process = subprocess.Popen(command, cwd=self.spec.parent, env=environ, stdout=log, stderr=log, text=True)
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from argosy.errors import EXIT_BUG, EXIT_RESUMABLE
-from faults.bench import SAVED_EVERY, Bench, Outcome
+from faults.bench import SAVED_EVERY, SOON, Bench, Outcome
 
 
 def preempted(bench: Bench) -> Outcome:
@@ -56,7 +56,7 @@ def rank_killed(bench: Bench) -> Outcome:
 
 def rank_stopped(bench: Bench) -> Outcome:
     """SIGSTOP: named with its stack, which is saved before anything is ended."""
-    with bench.run("rank-stopped") as run:
+    with bench.run("rank-stopped", fault=SOON) as run:
         run.wait_step(13)
         step, at = run.newest(), run.signal(signal.SIGSTOP, rank=1)
         assert run.wait() == 0, run.said
@@ -75,7 +75,7 @@ def rank_stopped(bench: Bench) -> Outcome:
 
 def gil_held(bench: Bench) -> Outcome:
     """A native call that never returns and never lets go of the interpreter: no thread of that rank can speak for it."""
-    with bench.run("gil-held", env={"ARGOSY_FAULT": "gil:1:13"}) as run:
+    with bench.run("gil-held", env={"ARGOSY_FAULT": "gil:1:13"}, fault=SOON) as run:
         run.wait_step(12)
         at = time.time()
         assert run.wait() == 0, run.said
@@ -89,7 +89,7 @@ def gil_held(bench: Bench) -> Outcome:
 
 def one_rank_waits(bench: Bench) -> Outcome:
     """One rank waits for something; the others wait for it in a collective. It is the first that is named."""
-    with bench.run("one-rank-waits", env={"ARGOSY_FAULT": "sleep:1:13"}) as run:
+    with bench.run("one-rank-waits", env={"ARGOSY_FAULT": "sleep:1:13"}, fault=SOON) as run:
         run.wait_step(12)
         at = time.time()
         assert run.wait() == 0, run.said
@@ -131,7 +131,7 @@ def crash(bench: Bench) -> Outcome:
 
 def mismatch(bench: Bench) -> Outcome:
     """One rank leaves out a collective: said to be that, and not a rank that is slow."""
-    with bench.run("mismatch", env={"ARGOSY_FAULT": "skip-collective:1:13"}) as run:
+    with bench.run("mismatch", env={"ARGOSY_FAULT": "skip-collective:1:13"}, fault=SOON) as run:
         run.wait_step(12)
         at = time.time()
         assert run.wait() == 0, run.said

@@ -14,7 +14,7 @@ import pytest
 
 from argosy.errors import EXIT_REFUSED
 from argosy.record.jsonl import read_metrics
-from faults.bench import SAVED_EVERY, Bench, Outcome
+from faults.bench import SAVED_EVERY, SOON, Bench, Outcome
 from faults.storage import preloaded
 
 
@@ -54,7 +54,7 @@ def slow_last_save(bench: Bench) -> Outcome:
     with preloaded(bench, "checkpoints") as (env, orders):
         orders("slow 1000")
         steps = {"train": {"global_batch": 4, "steps": 5}, "checkpoint": {"every": 1}, "eval": "off"}
-        with bench.run("slow-last-save", env=env, **steps) as run:
+        with bench.run("slow-last-save", env=env, fault=SOON, **steps) as run:
             assert run.wait() == 0, run.said
             assert not run.events("stall"), run.events("stall")
             (last,) = (event for event in run.events("save") if event["step"] == 5)
@@ -84,7 +84,7 @@ def read_only(bench: Bench) -> Outcome:
 
 def clock_jump(bench: Bench) -> Outcome:
     """The wall clock goes forward by a day, and back: nobody is taken for dead."""
-    with preloaded(bench, "nowhere") as (env, orders), bench.run("clock-jump", env=env) as run:
+    with preloaded(bench, "nowhere") as (env, orders), bench.run("clock-jump", env=env, fault=SOON) as run:
         run.wait_step(10)
         orders("clock 86400")
         run.wait_step(20)

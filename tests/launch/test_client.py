@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +21,7 @@ from argosy.launch import runs
 from argosy.launch.api import Patience, connect
 from argosy.launch.conduct import EXIT_STAGE_FAILED, Conductor, look, stop
 from argosy.launch.placement import place
+from waiting import wait_for
 
 RUN = "techpulse-7b"
 TRAIN_ONLY = ["cluster.preflight=false", "data.train.0.prepare=null"]
@@ -52,9 +52,7 @@ def later(action: Callable[[], None], ready: Callable[[], bool]) -> threading.Th
     """The part of the cluster: act once something is there."""
 
     def wait() -> None:
-        deadline = time.monotonic() + 20
-        while not ready() and time.monotonic() < deadline:
-            time.sleep(0.02)
+        wait_for(ready)
         action()
 
     thread = threading.Thread(target=wait, daemon=True)
@@ -470,15 +468,15 @@ def test_following_a_log_waits_for_its_pod(server: ApiServer, launch: Callable[.
 
 
 def test_a_watch_that_ends_is_taken_up_again(server: ApiServer, launch: Callable[..., tuple[int, list[str]]]) -> None:
-    def slowly() -> None:
-        time.sleep(3)  # longer than one watch
+    def watches() -> int:
+        return len([request for request in server.requests if request[2].get("watch") == "true"])
+
+    def fail_and_end() -> None:
         server.faults = [0]
         server.condition("jobsets", RUN, "Completed")
 
-    later(slowly, lambda: ("jobsets", RUN) in server.objects)
-    code, _ = launch(*TRAIN_ONLY)
-    assert code == 0
-    assert len([r for r in server.requests if r[2].get("watch") == "true"]) > 1
+    later(fail_and_end, lambda: watches() > 1)
+    assert launch(*TRAIN_ONLY)[0] == 0
 
 
 def test_who_may_see_only_one_kind_of_job_sees_it(

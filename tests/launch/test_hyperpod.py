@@ -23,7 +23,9 @@ from argosy.launch.placement import place
 from argosy.launch.render import render
 from argosy.launch.targets.hyperpod import AGENT_LOGS, AGENT_PORT, AGENT_STATE
 from argosy.record.jsonl import read_metrics
+from faults.bench import held
 from ports import free_port
+from waiting import PATIENCE_S
 
 STEPS = 120
 SAGEMAKER = (*HYPERPOD, "cluster.operator=sagemaker")
@@ -82,8 +84,10 @@ class Agents:
         for old, new in replaced.items():
             words = [word.replace(old, new) for word in words]
             environment = {name: value.replace(old, new) for name, value in environment.items()}
-        paths = [*os.environ.get("PYTHONPATH", "").split(os.pathsep), str(self.packages)]
-        environment |= {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+        environment |= {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"} | held(
+            STEPS // 2, until=self.volume / "killed"
+        )
+        environment["PYTHONPATH"] += os.pathsep + str(self.packages)
         agent = [sys.executable, str(Path(__file__).with_name("hyperpodrun.py")), "--server-host=127.0.0.1"]
         with (own / "log").open("wb") as log:
             return subprocess.Popen(
@@ -120,7 +124,7 @@ class Agents:
             return None
 
     def until(self, ready: Callable[[], bool], otherwise: str) -> None:
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + PATIENCE_S
         while not ready():
             said = "\n".join(path.read_text(errors="replace")[-3000:] for path in self.volume.glob("pod-*/log"))
             assert time.monotonic() < deadline, f"{otherwise}:\n{said}"
@@ -161,6 +165,7 @@ def test_pods_under_hyperpods_agent_train_are_watched_and_go_on_after_a_fault(ag
     [agent] = [process.pid for process in agents.running[1:]]
     ranks = subprocess.run(["pgrep", "-P", str(agent)], capture_output=True, text=True, check=False)
     os.kill(int(ranks.stdout.split()[0]), signal.SIGKILL)
+    (agents.volume / "killed").touch()
     agents.wait(1, "faulted")
     for node in range(NODES):
         agents.ask(node, "/stop", {})

@@ -20,6 +20,7 @@ from argosy.launch.placement import place
 from argosy.launch.render import render
 from argosy.parallel.ranks import find_nodes
 from argosy.record.jsonl import read_metrics
+from faults.bench import held
 from ports import free_port
 from waiting import wait_for
 
@@ -59,7 +60,7 @@ class Pods:
         (volume / "spec" / "run.yaml").write_text(config["data"]["run.yaml"])
         self.running: dict[int, subprocess.Popen[bytes]] = {}
 
-    def start(self, node: int) -> None:
+    def start(self, node: int, **more: str) -> None:
         pod = self.templates[min(node, len(self.templates) - 1)]
         [container] = pod["containers"]
         environment = {entry["name"]: entry["value"] for entry in container["env"]}
@@ -78,7 +79,7 @@ class Pods:
         assert container["command"] == ["argosy"]
         with (self.volume / f"pod-{node}.log").open("ab") as log:
             self.running[node] = subprocess.Popen(
-                [sys.executable, "-m", "argosy", *words], cwd=self.volume, env=keep | environment,
+                [sys.executable, "-m", "argosy", *words], cwd=self.volume, env=keep | environment | more,
                 stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
 
@@ -147,9 +148,10 @@ SLOW = pytest.mark.slow  # they come back in one of the ways of the first two
 def test_two_pods_train_and_survive_the_death_of_one(target: str, pods: Callable[[str], Pods]) -> None:
     job = pods(target)
     for node in range(NODES):
-        job.start(node)
+        job.start(node, **held(STEPS - 2, until=job.volume / "killed"))
     job.wait_for_step(4)
     job.kill(1)
+    (job.volume / "killed").touch()
     if target in ("jobset", "trainjob", "indexed-job"):  # one failure ends every pod, and all are made anew
         job.stop(0)
         for node in range(NODES):
@@ -166,7 +168,7 @@ def test_two_pods_train_and_survive_the_death_of_one(target: str, pods: Callable
 def test_launched_again_on_another_number_of_nodes_it_goes_on(pods: Callable[..., Pods]) -> None:
     """The layout is left open: it follows the nodes, and the batch and the order of samples stay."""
     open_layout = {"parallel": {"micro_batch": 2}, "checkpoint": {"every": 100, "keep": 2}}
-    first = pods("jobset", **open_layout, train={"global_batch": 8, "steps": 400})
+    first = pods("jobset", **open_layout, train={"global_batch": 8, "steps": 100_000})
     for node in range(NODES):
         first.start(node)
     first.wait_for_step(4)

@@ -19,6 +19,7 @@ from argosy.launch.placement import place
 from argosy.launch.render import render, write
 from argosy.record.jsonl import read_metrics
 from ports import free_port
+from waiting import wait_for
 
 SLURM = shutil.which("slurmctld") and shutil.which("slurmd") and os.geteuid() == 0
 
@@ -85,7 +86,9 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     with (root / "log").open("w") as log:
         servers = [subprocess.Popen([name, "-D"], stdout=log, stderr=log) for name in ("slurmctld", "slurmd")]
         try:
-            _wait(lambda: "idle" in _ask("sinfo", "-h", "-o", "%T"), 60, lambda: (root / "log").read_text())
+            wait_for(
+                lambda: "idle" in _ask("sinfo", "-h", "-o", "%T"), 120, lambda: (root / "log").read_text(), every_s=0.3
+            )
             yield root
         finally:
             subprocess.run(["scancel", "--state=RUNNING"], check=False)
@@ -107,7 +110,7 @@ def test_a_run_goes_through_slurm_is_queued_again_when_its_time_is_up_and_ends_w
     spec = write_spec(
         cluster=cluster,
         data={"tokenizer": "bytes", "train": [source], "seq_len": 32, "split": [90, 10, 0]},
-        train={"global_batch": 8, "steps": 2000},
+        train={"global_batch": 8, "steps": 100_000},
         parallel={"dp_replicate": 2, "micro_batch": 4},
         eval=False,
         log={"every": 1},
@@ -117,28 +120,21 @@ def test_a_run_goes_through_slurm_is_queued_again_when_its_time_is_up_and_ends_w
     job = dict(line.split() for line in told.stdout.splitlines())["train"]
     metrics = tmp_path / "runs" / "tiny" / "metrics.jsonl"
     output = lambda: "\n".join(p.read_text() for p in tmp_path.rglob("*.out")) + _ask("scontrol", "show", "job", job)  # noqa: E731
-    _wait(lambda: metrics.exists() and max(read_metrics(metrics), default=0) >= 3, 150, output)
+    wait_for(lambda: metrics.exists() and max(read_metrics(metrics), default=0) >= 3, 150, output, every_s=0.3)
     assert "train" in argosy("status", spec).stdout
     subprocess.run(["scancel", "--signal=TERM", "--batch", job], check=True)  # what Slurm does when time runs out
-    _wait(lambda: "PENDING" in _ask("squeue", "-h", "-j", job, "-o", "%T"), 90, output)
+    wait_for(lambda: "PENDING" in _ask("squeue", "-h", "-j", job, "-o", "%T"), 120, output, every_s=0.3)
     assert list((tmp_path / "runs" / "tiny" / "checkpoints").glob("step-*")), output()
     saved = max(read_metrics(metrics))
     time.sleep(10)  # for the node to have forgotten the job's first start; Slurm itself waits two minutes
     subprocess.run(["scontrol", "update", f"jobid={job}", "StartTime=now"], check=True)
-    _wait(lambda: max(read_metrics(metrics)) > saved + 3, 200, output)
+    wait_for(lambda: max(read_metrics(metrics)) > saved + 3, 200, output, every_s=0.3)
     assert "back into the queue" in output()
     assert argosy("stop", spec).returncode == 0
-    _wait(lambda: not _ask("squeue", "-h", "-j", job, "-o", "%T").strip(), 90, output)
+    wait_for(lambda: not _ask("squeue", "-h", "-j", job, "-o", "%T").strip(), 120, output, every_s=0.3)
     assert list((tmp_path / "runs" / "tiny" / "checkpoints").glob("step-*"))
-    assert max(read_metrics(metrics)) < 2000
+    assert max(read_metrics(metrics)) < 100_000
     assert argosy("stop", spec).returncode == 2
-
-
-def _wait(ready: Callable[[], Any], seconds: float, otherwise: Callable[[], str]) -> None:
-    deadline = time.monotonic() + seconds
-    while not ready():
-        assert time.monotonic() < deadline, otherwise()
-        time.sleep(0.3)
 
 
 def _ask(*line: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 from argosy.record.heartbeat import Heartbeat, read_heartbeats
 from argosy.record.jsonl import read_jsonl
 from argosy.record.pulse import PAGE_BYTES, PHASES, Page, Progress
+from waiting import wait_for
 
 HOLD_THE_GIL = """
 import ctypes, sys
@@ -28,14 +30,16 @@ ctypes.PyDLL(None).sleep(600)  # unlike CDLL, PyDLL keeps the GIL
 """
 
 
-def wait_for(directory: Path, rank: int, **expected: Any) -> dict[str, Any]:
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        record = read_heartbeats(directory).get(rank, {})
-        if record and all(record[key] == value for key, value in expected.items()):
-            return record
-        time.sleep(0.02)
-    raise AssertionError(f"rank {rank} never had {expected}: {read_heartbeats(directory)}")
+def beat_of(directory: Path, rank: int, *, after: int = 0, **expected: Any) -> dict[str, Any]:
+    """The record of a rank, once it is as expected, `after` some beat."""
+
+    def look() -> dict[str, Any] | None:
+        record = read_heartbeats(directory).get(rank)
+        fits = record and record["beat"] > after and all(record[key] == value for key, value in expected.items())
+        return record if fits else None
+
+    found: dict[str, Any] = wait_for(look, otherwise=lambda: f"never {expected}: {read_heartbeats(directory)}")
+    return found
 
 
 def test_a_record_says_which_rank_is_where_and_that_it_has_ended(tmp_path: Path) -> None:
@@ -43,25 +47,25 @@ def test_a_record_says_which_rank_is_where_and_that_it_has_ended(tmp_path: Path)
         heartbeat.begin(20)
         heartbeat.publish(tmp_path / "heartbeat")
         heartbeat.enter("forward_backward", 21)
-        record = wait_for(tmp_path / "heartbeat", 1, phase="forward_backward")
+        record = beat_of(tmp_path / "heartbeat", 1, phase="forward_backward")
     assert (record["rank"], record["attempt"], record["step"], record["pid"]) == (1, 4, 21, os.getpid())
     assert record["alive"]
     assert record["memory_bytes"] > 2**20
     assert record.keys() >= {"host", "collective", "time", "monotonic", "beat", "progress", "phase_s", "state"}
-    assert wait_for(tmp_path / "heartbeat", 1, alive=False)["phase"] == "done"
+    assert beat_of(tmp_path / "heartbeat", 1, alive=False)["phase"] == "done"
 
 
 def test_beats_go_on_while_the_gil_is_held_and_while_the_rank_is_stopped_and_end_with_it(tmp_path: Path) -> None:
     rank = subprocess.Popen([sys.executable, "-c", HOLD_THE_GIL, str(tmp_path)])
     try:
-        first = wait_for(tmp_path, 3)
-        later = wait_for(tmp_path, 3, beat=first["beat"] + 2)
+        first = beat_of(tmp_path, 3)
+        later = beat_of(tmp_path, 3, after=first["beat"] + 1)
         assert (later["step"], later["phase"], later["progress"]) == (11, "data", first["progress"])
         assert later["phase_s"] > first["phase_s"]
         rank.send_signal(signal.SIGSTOP)
-        assert wait_for(tmp_path, 3, state="T")["alive"]
+        assert beat_of(tmp_path, 3, state="T")["alive"]
         rank.kill()
-        assert not wait_for(tmp_path, 3, alive=False)["alive"]
+        assert not beat_of(tmp_path, 3, alive=False)["alive"]
     finally:
         rank.kill()
         rank.wait()
@@ -75,21 +79,25 @@ def test_a_reader_never_sees_a_change_half_made(tmp_path: Path) -> None:
     assert reader.read() is None
     child = os.fork()
     if child == 0:
-        for number in range(100_000):
+        for number in itertools.count():  # until it is killed
             writer.write(Progress(number, number, number, number, number, PHASES[number % 8]))
-        os._exit(0)
-    seen = set()
-    while os.waitpid(child, os.WNOHANG) == (0, 0):
-        if (progress := reader.read()) is not None:
-            entered, *others, phase = progress
-            assert others == [entered] * 4
-            assert phase == PHASES[entered % 8]
-            seen.add(entered)
-    assert len(seen) > 10
-    os.close(fd)
+    seen = set[int]()
+    try:
+        while len(seen) < 100:
+            if (progress := reader.read()) is not None:
+                entered, *others, phase = progress
+                assert others == [entered] * 4
+                assert phase == PHASES[entered % 8]
+                seen.add(entered)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(fd)
 
 
-def test_the_longest_time_in_a_phase_leaves_out_the_first_step(tmp_path: Path) -> None:
+def test_the_longest_time_in_a_phase_leaves_out_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     page = tmp_path / "page"
     heartbeat = Heartbeat(page=page)
     with page.open("rb+") as file:
@@ -102,11 +110,12 @@ def test_the_longest_time_in_a_phase_leaves_out_the_first_step(tmp_path: Path) -
 
     heartbeat.begin(5)
     heartbeat.enter("data", 6)
-    time.sleep(0.05)
+    now += 60
     heartbeat.enter("data", 7)
     assert longest() == 0.0
+    now += 2
     heartbeat.enter("data", 8)
-    assert 0 < longest() < 0.05
+    assert longest() == 2.0
     heartbeat.close()
 
 
@@ -120,12 +129,12 @@ def test_standing_still_is_told_once_with_the_rank_that_is_furthest_behind_and_a
         heartbeat.begin(11)
         heartbeat.enter("forward_backward", 12)
         heartbeat.publish(beats, stalls=(events, 0.2))
-        first = wait_for(beats, 0)
-        wait_for(beats, 0, beat=first["beat"] + 3)
+        first = beat_of(beats, 0)
+        beat_of(beats, 0, after=first["beat"] + 2)
         told = list(read_jsonl(events))
         assert [(event["event"], event["alert"], event["rank"]) for event in told] == [("alert", "stall", 1)]
         assert "rank 1 on node7 is furthest behind, at step 11 in data" in told[0]["text"]
         heartbeat.enter("optimizer")
         beat = read_heartbeats(beats)[0]["beat"]
-        wait_for(beats, 0, beat=beat + 3)
+        beat_of(beats, 0, after=beat + 2)
         assert [event["step"] for event in read_jsonl(events)] == [12, 12]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
-import time
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from argosy.record import sensors as sensors_module
 from argosy.record.sensors import Sensors
+from waiting import wait_for
 
 ALL = {"utilisation": 0.97, "temperature": 71.0, "power_w": 412.5, "throttled": 1.0}
 
@@ -40,12 +42,11 @@ def card(**changes: Any) -> SimpleNamespace:
 
 def read(monkeypatch: pytest.MonkeyPatch, module: object, uuid: str = "GPU-1") -> dict[str, float]:
     monkeypatch.setitem(sys.modules, "pynvml", module)
-    sensors = Sensors(uuid, every_s=0.05)
-    deadline = time.monotonic() + 0.5
-    while not (found := sensors.read()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    sensors.close()
-    return found
+    sensors = Sensors(uuid)
+    try:
+        return wait_for(sensors.read)  # type: ignore[no-any-return]
+    finally:
+        sensors.close()
 
 
 def test_all_is_read_whichever_name_the_library_has_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,24 +89,28 @@ def test_a_part_of_a_card_is_read_at_the_whole_one(uuid: str, monkeypatch: pytes
 
 @pytest.mark.parametrize("function", ["nvmlInit", "nvmlDeviceGetHandleByUUID"])
 def test_without_a_driver_nothing_is_said(function: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert read(monkeypatch, card(**{function: refuse})) == {}
-    assert read(monkeypatch, None) == {}
+    for module in (card(**{function: refuse}), None):
+        monkeypatch.setitem(sys.modules, "pynvml", module)
+        before = threading.active_count()
+        assert Sensors("GPU-1").read() == {}
+        assert threading.active_count() == before  # and nobody is left to ask
 
 
 def test_a_reading_of_a_driver_that_no_longer_answers_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    stuck = []
+    asked, ended, now = [], threading.Event(), 1000.0
 
     def temperature(device: object, kind: int) -> int:
-        if stuck:
-            time.sleep(5)
-        stuck.append(device)
+        asked.append(device)
+        if len(asked) > 1:
+            ended.wait()
         return 71
 
     monkeypatch.setitem(sys.modules, "pynvml", card(nvmlDeviceGetTemperature=temperature))
+    monkeypatch.setattr(sensors_module, "time", SimpleNamespace(monotonic=lambda: now))
     sensors = Sensors("GPU-1", every_s=0.02)
-    time.sleep(0.05)
-    deadline = time.monotonic() + 3
-    while sensors.read() and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_for(lambda: len(asked) > 1)
+    assert sensors.read() == ALL
+    now += 1
     assert sensors.read() == {}
+    ended.set()
     sensors.close()

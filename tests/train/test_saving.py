@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,10 @@ from argosy.checkpoint.manifest import verify
 from argosy.checkpoint.store import listed, step_of
 from argosy.config.resolve import resolve
 from argosy.errors import EXIT_DONE, ArgosyError
-from argosy.record.jsonl import read_jsonl, read_metrics
+from argosy.record.jsonl import read_jsonl
 from argosy.train import saving
 from argosy.train.run import TrainOptions, train
+from waiting import wait_for
 
 Write = Callable[..., Path]
 
@@ -43,14 +43,12 @@ def same_tensors(one: Path, other: Path) -> bool:
 
 @pytest.fixture
 def slow_disk(tmp_path: Path) -> Iterator[None]:
-    """What is written beside training takes until the run has logged step 4."""
+    """What is written beside training takes until the save of step 4 was skipped for it."""
     write = saving.write
 
     def waiting(root: Path, *arguments: Any) -> Path:
-        while threading.current_thread() is not threading.main_thread() and 4 not in read_metrics(
-            root.parent / "metrics.jsonl"
-        ):
-            time.sleep(0.01)
+        if threading.current_thread() is not threading.main_thread():
+            wait_for(lambda: 4 in {event["step"] for event in events(root.parent, "save-skipped")})
         return write(root, *arguments)
 
     with patch.object(saving, "write", waiting):

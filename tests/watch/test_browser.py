@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import pytest
 
 from argosy.record.jsonl import JsonlWriter
 from record.run_dirs import log, make_run, record
+from waiting import wait_for
 from watch.conftest import Dashboard
 
 
@@ -28,13 +28,6 @@ def chart(page: Any, title: str) -> Any:
 def drawn_to(page: Any, title: str) -> str:
     """The points of a chart's first curve."""
     return str(chart(page, title).locator("polyline").first.get_attribute("points"))
-
-
-def wait(what: Callable[[], Any], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < deadline, "it did not come to pass"
-        time.sleep(0.1)
 
 
 def test_a_run_is_listed_opened_and_zoomed_by_mouse_and_keys(page: Any, dashboard: Dashboard, tmp_path: Path) -> None:
@@ -58,20 +51,20 @@ def test_a_run_is_listed_opened_and_zoomed_by_mouse_and_keys(page: Any, dashboar
     page.mouse.down()
     page.mouse.move(box["x"] + 0.7 * box["width"], box["y"] + 50, steps=4)
     page.mouse.up()
-    wait(lambda: drawn_to(page, "Loss") != whole)
+    wait_for(lambda: drawn_to(page, "Loss") != whole)
     assert "500" not in chart(page, "Loss").locator("text").all_text_contents()  # what is left begins near 1,000
     chart(page, "Loss").focus()
     page.keyboard.press("Escape")
-    wait(lambda: drawn_to(page, "Loss") == whole)
+    wait_for(lambda: drawn_to(page, "Loss") == whole)
     page.keyboard.press("+")
-    wait(lambda: drawn_to(page, "Loss") != whole)
+    wait_for(lambda: drawn_to(page, "Loss") != whole)
     zoomed = drawn_to(page, "Gradient norm")  # the other charts show the same steps
     chart(page, "Loss").focus()
     page.keyboard.press("Escape")
-    wait(lambda: drawn_to(page, "Gradient norm") != zoomed)
+    wait_for(lambda: drawn_to(page, "Gradient norm") != zoomed)
     heat = page.locator('[data-card="Ranks over time"]')
     heat.locator("select").select_option("own_s")
-    wait(lambda: "from 1 to 1.2" in heat.inner_text())
+    wait_for(lambda: "from 1 to 1.2" in heat.inner_text())
     page.locator("input[type=range]").fill("0.9")
     page.keyboard.press("g")
     page.get_by_role("link", name="sea").wait_for()
@@ -87,14 +80,14 @@ def test_a_chart_grows_while_a_training_runs_without_reloading(
     try:
         page.goto(f"{dashboard.address}/#/runs?run=tiny")
         page.reload()
-        wait(lambda: (tmp_path / "runs" / "tiny" / "metrics.jsonl").exists())
+        wait_for(lambda: (tmp_path / "runs" / "tiny" / "metrics.jsonl").exists())
         page.reload()
         chart(page, "Loss").locator("polyline").wait_for()
         page.problems.clear()  # before the run was there, the server said so
         assert page.locator(".tile .state").inner_text() == "running"
         page.evaluate("window.notReloaded = true")
         before = drawn_to(page, "Loss")
-        wait(lambda: drawn_to(page, "Loss") != before)
+        wait_for(lambda: drawn_to(page, "Loss") != before)
         assert page.evaluate("window.notReloaded")
     finally:
         trainer.send_signal(signal.SIGKILL)
@@ -111,7 +104,7 @@ def test_several_runs_are_compared_on_one_axis_with_their_specs_side_by_side(
     for name in ("warm", "hot"):
         page.get_by_label(f"compare {name}").check()
     page.get_by_role("button", name="Compare").click()
-    wait(lambda: chart(page, "Loss").locator("polyline").count() == 2)
+    wait_for(lambda: chart(page, "Loss").locator("polyline").count() == 2)
     differing = page.locator('[data-card="What differs in their specs"]')
     differing.wait_for()
     assert "optim.lr" in differing.inner_text()
@@ -128,11 +121,11 @@ def test_runs_are_sorted_by_a_click_or_a_key_on_a_heading(page: Any, dashboard: 
     def names() -> list[str]:
         return [str(name) for name in page.locator("tbody a").all_text_contents()]
 
-    wait(lambda: names() == ["a", "b", "c", "none"])
+    wait_for(lambda: names() == ["a", "b", "c", "none"])
     page.get_by_label("sort by step").click()
-    wait(lambda: names() == ["b", "c", "a", "none"])
+    wait_for(lambda: names() == ["b", "c", "a", "none"])
     page.keyboard.press("Enter")
-    wait(lambda: names() == ["a", "c", "b", "none"])
+    wait_for(lambda: names() == ["a", "c", "b", "none"])
     assert page.problems == []
 
 
@@ -191,10 +184,10 @@ def test_a_file_that_is_cut_or_grows_mid_line_is_shown_as_far_as_it_is_whole(
     before = drawn_to(page, "Loss")
     with run.metrics.open("ab") as file:
         file.write(b'.5, "tokens_per_s": 5, "lr": 1}\n')
-    wait(lambda: drawn_to(page, "Loss") != before)
+    wait_for(lambda: drawn_to(page, "Loss") != before)
     os.truncate(run.metrics, 0)
     log(run, [10, 20])
-    wait(lambda: "20" in page.locator(".tile", has_text="step").first.inner_text())
+    wait_for(lambda: "20" in page.locator(".tile", has_text="step").first.inner_text())
     assert page.problems == []
 
 
@@ -238,8 +231,8 @@ def test_a_run_of_very_many_steps_is_shown_whole_and_a_single_bad_step_in_it_fou
     page.goto(f"{dashboard.address}/#/runs?run=long")
     page.reload()
     chart(page, "Loss").locator("polyline").wait_for()
-    wait(lambda: page.locator(".tile .state").count() and "reading" not in page.locator(".tile").first.inner_text())
-    wait(lambda: len(drawn_to(page, "Loss").split()) == 600)
+    wait_for(lambda: page.locator(".tile .state").count() and "reading" not in page.locator(".tile").first.inner_text())
+    wait_for(lambda: len(drawn_to(page, "Loss").split()) == 600)
     assert chart(page, "Loss").locator("polygon.band").count() == 1  # what lies between the lowest and the highest
     assert "80" in chart(page, "Loss").locator("text").all_text_contents()  # the axis reaches up to the bad step
     box = chart(page, "Loss").bounding_box()
@@ -248,7 +241,7 @@ def test_a_run_of_very_many_steps_is_shown_whole_and_a_single_bad_step_in_it_fou
     page.mouse.down()
     page.mouse.move(left + width, box["y"] + 40, steps=2)
     page.mouse.up()
-    wait(lambda: page.evaluate("performance.getEntriesByType('resource').some(e => e.name.includes('from='))"))
+    wait_for(lambda: page.evaluate("performance.getEntriesByType('resource').some(e => e.name.includes('from='))"))
     assert page.problems == []
 
 
@@ -269,7 +262,7 @@ def test_the_ranks_of_a_run_that_is_over_are_shown_to_the_last_step_however_many
     page.goto(f"{dashboard.address}/#/runs?run=wide")
     page.reload()
     heat = page.locator('[data-card="Ranks over time"]')
-    wait(lambda: heat.count() and re.search("to (799|800);", heat.inner_text()))
+    wait_for(lambda: heat.count() and re.search("to (799|800);", heat.inner_text()))
     now = page.locator('[data-card="Ranks now"]')
     assert now.locator("tbody tr").first.inner_text().split()[:2] == ["37", "n4"]  # who is furthest behind comes first
     assert now.bounding_box()["height"] < 600
@@ -314,4 +307,4 @@ def test_the_content_can_be_skipped_to_with_keys_and_a_run_that_is_deleted_says_
     assert "there is no run" in page.locator(".problem").inner_text()
     log(make_run(tmp_path / "runs" / "sea"), range(10, 300, 10))  # and comes back without reloading
     page.locator(".problem").wait_for(state="detached")
-    wait(lambda: "290" in page.locator(".tiles").inner_text())
+    wait_for(lambda: "290" in page.locator(".tiles").inner_text())

@@ -20,6 +20,7 @@ from argosy.record.jsonl import read_jsonl
 from argosy.watch.doctor import diagnose
 from argosy.watch.finding import Finding
 from argosy.watch.runs import Run
+from waiting import wait_for
 
 Write = Callable[..., Path]
 TWO = {"parallel": {"dp_replicate": 2, "micro_batch": 4}, "eval": "off", "log": {"every": 5}}
@@ -39,17 +40,9 @@ def training(path: Path, *overrides: str, nproc: int = 2) -> Iterator[subprocess
         trainer.wait(30)
 
 
-def wait(what: Callable[[], Any], seconds: float = 120.0) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (found := what()):
-        assert time.monotonic() < deadline, "it did not come to pass"
-        time.sleep(0.1)
-    return found
-
-
 def rank_at_work(run: Path, rank: int) -> int:
     """The process of a rank, once it has made some steps."""
-    beat = wait(lambda: (b := read_heartbeats(run / "heartbeat").get(rank)) and b["step"] > 10 and b)
+    beat = wait_for(lambda: (b := read_heartbeats(run / "heartbeat").get(rank)) and b["step"] > 10 and b)
     return int(beat["pid"])
 
 
@@ -117,7 +110,7 @@ def test_a_rank_that_is_slow_is_named(write_spec: Write, tmp_path: Path) -> None
         brake = threading.Thread(target=slow_down, args=(pid,))
         brake.start()
         try:
-            wait(lambda: [e for e in events(run, "alert") if e["alert"] == "slow-rank"], 300)
+            wait_for(lambda: [e for e in events(run, "alert") if e["alert"] == "slow-rank"], 300)
         finally:
             stop.set()
             brake.join()

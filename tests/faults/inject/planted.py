@@ -56,6 +56,12 @@ def _sleep(take_step: Any, *step: Any, **options: Any) -> Any:
     time.sleep(600)
 
 
+def _hold(take_step: Any, *step: Any, **options: Any) -> Any:
+    while not os.path.exists(os.environ["ARGOSY_HOLD"]):
+        time.sleep(0.01)
+    return take_step(*step, **options)
+
+
 def _skip_collective(take_step: Any, *step: Any, **options: Any) -> Any:
     """The gradients of this step are not summed here: the next collective meets another one over there."""
     from argosy.parallel import data
@@ -110,6 +116,6 @@ def _eat_memory(take_step: Any, *step: Any, **options: Any) -> Any:
 
 
 FAULTS = {
-    "raise": _raise, "segfault": _segfault, "gil": _hold_the_gil, "sleep": _sleep, "skip-collective": _skip_collective,
+    "raise": _raise, "segfault": _segfault, "gil": _hold_the_gil, "sleep": _sleep, "hold": _hold, "skip-collective": _skip_collective,
     "eat-memory": _eat_memory, "nan": _nan, "spike": _spike, "flip": _flip_a_bit,
 }  # fmt: skip

@@ -1,6 +1,6 @@
 """Loaded by every Python process that has this directory on its path: plants the fault that ARGOSY_FAULT names.
 
-`name:rank:step` acts on one rank at one step, the first time it gets there; `name:rank:step:always` each time. `slow:rank:1.2` makes
+`hold:rank:step` waits for the file that ARGOSY_HOLD names. `name:rank:step` acts on one rank at one step, the first time it gets there; `name:rank:step:always` each time. `slow:rank:1.2` makes
 every step of a rank so much longer.
 """
 
