@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -120,19 +122,12 @@ def test_milestones_are_kept_beside_the_newest(write_spec: Write, tmp_path: Path
     assert steps(tmp_path / "runs" / "tiny") == [4, 8, 9, 10]
 
 
-def test_auto_saves_as_often_as_a_measured_save_is_worth(write_spec: Write, tmp_path: Path) -> None:
-    with patch.object(saving, "FIRST_S", 1e-9):
-        go(write_spec(), "checkpoint.every=auto", "checkpoint.mtbf=300d")
-        assert steps(tmp_path / "runs" / "tiny") == [
-            1,
-            6,
-        ]  # the first tells what one costs; the next would be minutes later
-        go(
-            write_spec(),
-            "name=often",
-            "checkpoint.every=auto",
-            "checkpoint.mtbf=0.000001s",
-            "checkpoint.keep=99",
-            "train.steps=40",
-        )
-    assert len(steps(tmp_path / "runs" / "often")) > 2
+@pytest.mark.parametrize(("seconds", "expected"), [(1.0, [1, 6]), (0.0, [1, 2, 3, 4, 5, 6])])
+def test_auto_saves_as_often_as_a_measured_save_is_worth(
+    write_spec: Write, tmp_path: Path, seconds: float, expected: list[int]
+) -> None:
+    """The first tells what one costs: the next would be hours later, or is free."""
+    clock = SimpleNamespace(perf_counter=itertools.count(0.0, seconds).__next__)
+    with patch.object(saving, "FIRST_S", 1e-9), patch.object(saving, "time", clock):
+        go(write_spec(), "checkpoint.every=auto", "checkpoint.mtbf=300d", "checkpoint.keep=9")
+    assert steps(tmp_path / "runs" / "tiny") == expected
