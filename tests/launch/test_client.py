@@ -454,6 +454,19 @@ def test_a_run_is_looked_for_where_it_was_launched(tmp_path: Path, monkeypatch: 
     assert runs.find(RUN, None, "pytorchjob").target == "pytorchjob"
 
 
+def test_the_log_of_a_run_on_this_machine_comes_from_its_directory(tmp_path: Path) -> None:
+    run = runs.find(str(tmp_path), None)
+    with pytest.raises(ArgosyError, match="has no logs of ranks"):
+        list(runs.logs(run, rank=0, follow=False, tail=None))
+    (tmp_path / "logs/2").mkdir(parents=True)
+    (tmp_path / "logs/2/3.first.log").write_text("one\ntwo\n")
+    (tmp_path / "logs/2/3.log").write_text("three\nfour")
+    assert list(runs.logs(run, rank=3, follow=False, tail=None)) == ["one", "two", "three", "four"]
+    assert list(runs.logs(run, rank=3, follow=False, tail=3)) == ["two", "three", "four"]
+    with pytest.raises(ArgosyError, match="has no log of rank 4, but those of 1 ranks, the last of them 3"):
+        list(runs.logs(run, rank=4, follow=False, tail=None))
+
+
 def test_following_a_log_waits_for_its_pod(server: ApiServer, launch: Callable[..., tuple[int, list[str]]]) -> None:
     launch(*TRAIN_ONLY, follow=False)
 

@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import termios
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from argosy.record.logs import last_words, newest_attempt
+from argosy.record.logs import last_words, newest_attempt, read_log
 from argosy.record.relay import ATTEMPTS_KEPT, BEGINNING, ENDING, MARK, Lines, Log, Order, forget_old
 
 RANK = """
@@ -268,3 +269,22 @@ def test_how_text_is_cut_up_on_its_way_does_not_matter(text: bytes, data: st.Dat
     assert expected.count(b"\n") in (text.count(b"\n"), text.count(b"\n") + 1)
     if not set(b"\r\x1b") & set(text):
         assert expected == (text if text.endswith(b"\n") or not text else text + b"\n")
+
+
+def test_a_log_is_followed_from_piece_to_piece_and_from_attempt_to_attempt_until_the_run_has_ended(
+    tmp_path: Path,
+) -> None:
+    run, lines = tmp_path / "run", list[str]()
+    run.mkdir()
+    reader = threading.Thread(target=lambda: lines.extend(read_log(run, 0, follow=True)))
+    reader.start()
+    said(run, "begin()\nfor i in range(4000): print(f'line {i} {\"x\" * 100}')", ranks=1 << 20)
+    said(run, "begin(); print('again', flush=True); time.sleep(1.5); print('over')")
+    assert reader.is_alive()
+    with (run / "events.jsonl").open("a") as events:
+        events.write('{"event":"done","step":3,"time":1}\n')
+    reader.join(60)
+    spoken = [line for line in lines if not line.startswith(MARK)]
+    assert spoken == [f"line {i} {'x' * 100}" for i in range(4000)] + ["again", "over"]
+    assert next(read_log(run, 0, tail=2)) == "over"
+    assert list(read_log(run, 1)) == []

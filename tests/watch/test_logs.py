@@ -228,3 +228,11 @@ def test_the_last_words_of_a_rank_that_was_killed_are_shown(tmp_path: Path) -> N
     beat(run, 0, alive=False)
     write(run, "0.log", "-- argosy: rank 0 of 1 on n1", "one", "two", "all is lost", "-- argosy: it was ended")
     assert first(run).evidence[-1] == "logs/0/0.log: all is lost"
+
+
+def test_of_very_many_ranks_the_one_that_fell_silent_first_is_heard(tmp_path: Path) -> None:
+    run = started(tmp_path)
+    for rank in range(300):
+        path = write(run, f"{rank}.log", OOM.format(7) if rank == 7 else WATCHDOG.format(rank))
+        os.utime(path, (time.time() + 60 + (0 if rank == 7 else rank),) * 2)
+    assert first(run).verdict.startswith("rank 7: a GPU ran out of memory")

@@ -36,10 +36,10 @@ def logs(
     namespace: Namespace = None,
     target: On = None,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on as lines come.")] = False,
-    rank: Annotated[int, typer.Option(min=0, help="The log of the pod that holds this rank.")] = 0,
+    rank: Annotated[int, typer.Option(min=0, help="Of this rank; on Kubernetes, of the pod that holds it.")] = 0,
     tail: Annotated[int | None, typer.Option(min=0, help="Only the last lines.")] = None,
 ) -> None:
-    """The log of a launched run; a lost connection is taken up again."""
+    """The log of a run: from its pods, where a lost connection is taken up again, or from its directory."""
     from argosy.launch.runs import find
     from argosy.launch.runs import logs as lines
 

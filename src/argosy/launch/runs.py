@@ -24,6 +24,7 @@ from argosy.launch.pod import RANKS, STAGE_LABEL
 from argosy.launch.states import State, pod_number
 from argosy.record.console import STEP_LINE, clock
 from argosy.record.jsonl import read_metrics
+from argosy.record.logs import newest_attempt, pieces, read_log
 
 _TAIL = 200
 _LIST = "`argosy ls` lists the runs of a namespace (-n NAMESPACE)"
@@ -91,11 +92,13 @@ def progress(run: Launched, cluster: Cluster | None) -> str | None:
 
 
 def logs(run: Launched, *, rank: int, follow: bool, tail: int | None) -> Iterator[str]:
-    """Of the pod that holds a rank. A lost connection is taken up again where it broke off."""
+    """Of the pod that holds a rank; elsewhere that of the rank itself, from the run directory. A lost connection is taken up again
+    where it broke off."""
     if run.target not in KUBERNETES:
-        raise _unknown(
-            run, f"{run.name} is not on Kubernetes: its log is where it was started, or in Slurm's output file", _WATCH
-        )
+        if not follow:  # it may yet begin
+            _require_log(run, rank)
+        yield from read_log(run.directory, rank, tail=tail, follow=follow)
+        return
     cluster = connect(run.namespace)
     since, seen = None, set[str]()
     while True:
@@ -116,6 +119,16 @@ def logs(run: Launched, *, rank: int, follow: bool, tail: int | None) -> Iterato
         if last:
             return
         time.sleep(1.0)
+
+
+def _require_log(run: Launched, rank: int) -> None:
+    attempt = newest_attempt(run.directory)
+    if attempt is None:
+        raise _unknown(run, f"{run.directory} has no logs of ranks: it has not begun, or is not seen from here", _WATCH)
+    if not pieces(attempt, rank):
+        others = sorted({int(path.name.partition(".")[0]) for path in attempt.glob("[0-9]*.log")})
+        held = f"those of {len(others)} ranks, the last of them {others[-1]}" if others else "none"
+        raise _unknown(run, f"{attempt} has no log of rank {rank}, but {held}", "give another --rank")
 
 
 def _pod_of(run: Launched, cluster: Cluster, rank: int) -> str:

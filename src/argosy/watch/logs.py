@@ -117,7 +117,9 @@ def _own_logs(run: Run) -> list[Path]:
                         found.append((changed, path))
             except OSError:
                 continue  # it went away
-    return [path for _, path in sorted(found, reverse=True)[:_MOST_LOGS]]
+    logs = [path for _, path in sorted(found, reverse=True)]
+    half = _MOST_LOGS // 2  # who fell silent first may be the cause, and who spoke last may say so
+    return logs if len(logs) <= _MOST_LOGS else [*logs[:half], *logs[-half:]]
 
 
 def _rank_of(path: Path) -> int | None:
