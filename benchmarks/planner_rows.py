@@ -28,6 +28,8 @@ from argosy.plan.time import step_time
 
 # Programs made of torch's own modules, which came with fused attention written for Ampere.
 PLAIN = "nano-?tron|nanogpt|picotron|internlm|olmo|colossal|litgpt|tinyllama|metaseq|lightning|hugging|torchtune"
+# Releases in which NVIDIA's recipes for mixtures replay whole steps, fuse experts' MLPs and hide what tokens wait for.
+LATER_RECIPES = r"\b(26\.(0[5-9]|1\d)|(2[7-9]|3\d)\.\d\d)"
 LONG = 4096  # tokens of a sequence
 MOST_SEQUENCES = 16  # in a micro-batch, where a source does not say
 
@@ -189,7 +191,8 @@ def _stack(cells: dict[str, str], gpu: Gpu) -> Stack:
         name = "megatron-2021" if early else "megatron-2022"
     else:
         name = "megatron" if re.search("megatron|nemo|mcore|megascale", said) or attention == "native" else "torch"
-        name = "nemo" if re.search(r"\bnemo\b|megatron-bridge", said) else name
+        if re.search(r"\bnemo\b|megatron-bridge", said):
+            name = "nemo-2026" if re.search(LATER_RECIPES, said) and value(cells, "moe_experts") else "nemo"
     stack = stacks[name]
     if name == "megatron-deepspeed" and "bf" in (cells.get("precision") or "").lower():
         wide = {"accumulated": 10, "reduced": 4, "gradient": 4, "gradient_once": 4, "widened": 0}

@@ -57,7 +57,7 @@ def test_our_own_engine_is_predicted_within_ten_per_cent_and_its_memory_within_f
 
 def test_rows_the_constants_never_saw_are_predicted_nearly_as_well(rows: ModuleType, accuracy: ModuleType) -> None:
     read, refused = rows.read_rows(BENCHMARKS / "planner_peers.csv")
-    assert len(read) == 497
+    assert len(read) == 520
     assert not refused
     timed = accuracy.timed(read)
     dense = [row for row in timed if row.dense and row.sixteen_bit]
@@ -140,6 +140,19 @@ def test_micro_batches_are_as_large_as_fits_without_recompute_where_a_row_says_n
     assert row.recomputed == 0
     [made_again], _ = rows.read_rows(write(tmp_path / "full.csv", recompute="full", **whole))
     assert made_again.layout.micro_batch > row.layout.micro_batch
+
+
+@pytest.mark.parametrize(
+    ("release", "experts", "stack"), [("26.04", 8, "nemo"), ("26.08", 8, "nemo-2026"), ("26.08", "", "nemo")]
+)
+def test_later_recipes_hide_what_tokens_wait_for(
+    tmp_path: Path, rows: ModuleType, release: str, experts: object, stack: str
+) -> None:
+    source, shape = f"Megatron-Bridge {release}", {"moe_experts": experts, "moe_topk": 2, "gated_mlp": 1}
+    [row], _ = rows.read_rows(
+        write(tmp_path / "rows.csv", gpu="GB200", gpus=64, source=source, ffn_hidden=4096, **shape)
+    )
+    assert row.stack.name == stack
 
 
 def test_a_model_compiled_whole_has_its_loss_fused(tmp_path: Path, rows: ModuleType) -> None:
