@@ -9,31 +9,20 @@ from __future__ import annotations
 import re
 from math import sqrt
 
+from planner_spelling import MEASURED, TEXTS, canonical, spelled
+
 from argosy.config.model import ModelSpec
+from argosy.config.presets import ALIASES, PRESETS
 from argosy.config.resolve import resolve_model
-from argosy.errors import ArgosyError
 from argosy.plan.hardware import Gpu
 
 MATTER = (
     "gpus", "gpus_per_node", "layers", "hidden", "heads", "kv_heads", "ffn_hidden", "gated_mlp", "vocab", "seq_len", "tp", "pp",
     "cp", "ep", "dp", "zero_stage", "sequence_parallel", "recompute", "micro_batch", "global_batch", "precision", "attn_impl",
 )  # fmt: skip
-FLAGS, WORDS = ("gated_mlp", "sequence_parallel"), ("recompute", "precision", "attn_impl")
-NUMBERS = (
-    *(column for column in MATTER if column not in (*FLAGS, *WORDS)),
-    "gpu_mem_gb",
-    "moe_experts",
-    "moe_topk",
-    "vpp",
-)
-MEASURED = (
-    "measured_step_s", "measured_tok_s_gpu", "measured_tflops_gpu", "measured_mfu", "measured_mem_gb", "params_b",
-)  # fmt: skip
-TEXTS = ("id", "source", "gpu", "internode", "model", "flops_convention", "notes")
-NOTHING = ("", "n/a", "na", "nan", "none", "null", "-", "?", "unknown", "auto")
-SHARDED = r"fsdp|full|hsdp"  # a `zero_stage` in words
+NUMBERS = ("gpu_mem_gb", "moe_experts", "moe_topk", "vpp")
 GATED = "llama|qwen|mistral|mixtral|deepseek|dsv3|internlm|gpt-?oss|olmo|kimi"
-MOST = 1e12  # of anything
+MOST_SEQUENCES = 2**17  # of a step: more of them are tokens
 USUAL_LENGTH = {"volta": 1024, "ampere": 2048, "hopper": 4096}
 USUAL_VOCABULARY = 50304
 USUAL_TOKENS = 2**21  # of a step
@@ -42,42 +31,16 @@ UNKNOWN_GPUS = 256  # where nothing says how many there were
 
 def complete(cells: dict[str, str], gpu: Gpu) -> tuple[dict[str, str], tuple[str, ...]]:
     """The row with numbers in its gaps, and the columns that had none."""
-    found = {column: _spelled(column, cells.get(column, "")) for column in (*TEXTS, *MATTER, *NUMBERS, *MEASURED)}
+    found = {column: spelled(column, cells.get(column, "")) for column in (*TEXTS, *MATTER, *NUMBERS, *MEASURED)}
+    if (batch := value(found, "global_batch")) > MOST_SEQUENCES:
+        found["global_batch"] = str(max(1, round(batch / (value(found, "seq_len") or _usual_length(gpu)))))
     gaps = tuple(column for column in MATTER if not found[column])
     for fill in (_shape, _axes, _batch, _sequence_parallel):
-        for column, value in fill(found, gpu).items():
+        for column, usual in fill(found, gpu).items():
             if not found.get(column):
-                found[column] = str(value)
+                found[column] = str(usual)
     known = "dp" not in gaps and "gpus" in gaps
     return found, tuple(column for column in gaps if not (known and column == "gpus"))
-
-
-def _spelled(column: str, text: str) -> str:
-    """As planner_published.csv spells it; what cannot be read is a gap."""
-    low = text.lower()
-    if column in TEXTS:
-        return text
-    if column == "recompute" and low:
-        nothing = low in (*NOTHING, "no", "0", "false", "off")
-        return "selective" if "sel" in low else "none" if nothing else "full"
-    if low in NOTHING:
-        return ""
-    if column in FLAGS:
-        return {"true": "1", "yes": "1", "1.0": "1", "false": "0", "no": "0", "0.0": "0"}.get(low, text)
-    if column == "zero_stage" and re.search(SHARDED, low):
-        return "3"
-    return _number(column, low) if column in (*NUMBERS, *MEASURED) else text
-
-
-def _number(column: str, text: str) -> str:
-    """The first number in what people write: 8, 8.0, 1,024, ~2, 64GB, 1e3. Nothing else than a stage may be 0."""
-    match = re.search(r"\d+\.?\d*(?:e[+-]?\d+)?", text.replace(",", ""))
-    if match is None or "-" in text[:1]:
-        return ""
-    number = float(match[0])
-    if column not in MEASURED:
-        number = round(number)
-    return f"{number:.15g}" if 0 < number < MOST or column == "zero_stage" else ""
 
 
 def value(cells: dict[str, str], column: str) -> float:
@@ -94,6 +57,8 @@ def _shape(cells: dict[str, str], gpu: Gpu) -> dict[str, object]:
             "layers": preset.layers, "hidden": preset.hidden, "vocab": preset.vocab_size, "gated_mlp": int(preset.gated),
             "ffn_hidden": preset.ffn if preset.moe is None else preset.moe.ffn,
         }  # fmt: skip
+        if preset.moe is not None:
+            usual |= {"moe_experts": preset.moe.experts, "moe_topk": preset.moe.top_k}
         heads, kv_heads = float(preset.heads), float(preset.kv_heads)
     else:
         layers, hidden = _depth_and_width(cells, name)
@@ -107,10 +72,8 @@ def _shape(cells: dict[str, str], gpu: Gpu) -> dict[str, object]:
 
 
 def _preset(name: str) -> ModelSpec | None:
-    try:
-        return resolve_model(name)
-    except ArgosyError:
-        return None
+    meant = next((preset for preset in (*PRESETS, *ALIASES) if canonical(preset) == canonical(name)), None)
+    return None if meant is None else resolve_model(meant)
 
 
 def _expert_width(cells: dict[str, str], layers: float, hidden: float) -> int:
@@ -160,11 +123,15 @@ def _batch(cells: dict[str, str], gpu: Gpu) -> dict[str, object]:
     tokens = value(cells, "measured_step_s") * value(cells, "measured_tok_s_gpu") * value(cells, "gpus")
     length, batch, dp = value(cells, "seq_len"), value(cells, "global_batch"), value(cells, "dp")
     if not length:
-        length = round(tokens / batch) if tokens and batch else USUAL_LENGTH.get(gpu.architecture or "", 8192)
+        length = round(tokens / batch) if tokens and batch else _usual_length(gpu)
     once = dp * value(cells, "micro_batch") * value(cells, "pp")
     usual = once if once and value(cells, "gpus") <= value(cells, "gpus_per_node") else 0
     usual = usual or max(1, round(USUAL_TOKENS / length / dp)) * dp
     return {"seq_len": length, "global_batch": round(tokens / length) if tokens else usual}
+
+
+def _usual_length(gpu: Gpu) -> int:
+    return USUAL_LENGTH.get(gpu.architecture or "", 8192)
 
 
 def _sequence_parallel(cells: dict[str, str], gpu: Gpu) -> dict[str, object]:

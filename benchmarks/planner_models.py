@@ -28,6 +28,8 @@ def work_of(cells: dict[str, str]) -> Work:
     if experts:
         shape |= _experts(cells, experts, shape["ffn"], said)
     precision = (cells.get("precision") or "bf16").lower()
+    if re.fullmatch(r"(fp|tf|float|bf)?-?32", precision):
+        raise ValueError(f"products in {precision} are not predicted")
     precision = "fp4" if "fp4" in precision else "fp8" if "8" in precision else "bf16"
     further = _number(r"mtp-num-layers=(\d+)", said, int("w/ mtp" in said))
     return Work(

@@ -222,9 +222,9 @@ def _attention(cells: dict[str, str], gpu: Gpu) -> str:
         return "native"  # Transformer Engine's own choice of kernel
     if re.search("unfused|softmax|local|eager", said):
         return "unfused"
-    if re.search("te|transformer|cudnn|flash-?(attn-?)?3", said):
+    if re.search(r"\bte\b|transformer|cudnn|flash[ -]?(attn|attention)?[ -]?v?3|\bfa-?3", said):
         return "native"
-    if "flash" in said:
+    if re.search(r"flash|xformers|memory[ -]efficient|sdpa|\bfa-?2?\b", said):
         return "flash"
     if re.search(PLAIN, f"{cells['id']} {cells['source']}".lower()):
         return "flash"

@@ -219,6 +219,55 @@ def test_other_spellings_mean_the_same(tmp_path: Path, rows: ModuleType) -> None
     assert (meant.layout, meant.filled) == (told.layout, told.filled)
 
 
+@pytest.mark.parametrize(
+    "cells",
+    [
+        {"seq_len": "8K"}, {"global_batch": "4M tokens"}, {"global_batch": 4194304}, {"measured_tok_s_gpu": "9k"}, {"gpus": "8 x 8"},
+        {"measured_tok_s_gpu": "", "measured_step_s": "7281.8 ms"}, {"model": "meta-llama/Meta-Llama-3.1-8B-Instruct"},
+        {"model": "Llama 3 8B"}, {"attn_impl": "FlashAttention-3"}, {"attn_impl": "FA3"}, {"precision": "BF16-mixed"},
+    ],
+)  # fmt: skip
+def test_units_and_names_are_read_as_people_write_them(
+    tmp_path: Path, rows: ModuleType, cells: dict[str, object]
+) -> None:
+    shape = {"layers": "", "hidden": "", "heads": "", "vocab": "", "seq_len": 8192, "global_batch": 512}
+    plain = {"gpu": "H100", "gpus": 64, "model": "llama3-8b", "measured_tok_s_gpu": 9000, **shape}
+    [told], _ = rows.read_rows(write(tmp_path / "plain.csv", **plain))
+    [meant], _ = rows.read_rows(write(tmp_path / "other.csv", **{**plain, **cells}))
+    assert (meant.work.model, meant.layout, meant.cluster.gpus) == (told.work.model, told.layout, 64)
+    assert (meant.work.seq_len, meant.work.global_batch) == (8192, 512)
+    assert meant.step_s == pytest.approx(told.step_s, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("said", "kernels"),
+    [
+        ("FlashAttention-2", "flash"),
+        ("SDPA", "flash"),
+        ("xformers", "flash"),
+        ("TE", "native"),
+        ("eager attention", "unfused"),
+    ],
+)
+def test_attention_is_known_by_the_words_people_write(
+    tmp_path: Path, rows: ModuleType, said: str, kernels: str
+) -> None:
+    [row], _ = rows.read_rows(write(tmp_path / "rows.csv", gpu="H100", gpus=8, attn_impl=said))
+    assert row.stack.attention == kernels
+
+
+def test_a_known_mixture_has_its_experts(tmp_path: Path, rows: ModuleType) -> None:
+    gaps = {"layers": "", "hidden": "", "heads": "", "vocab": "", "model": "Mixtral 8x7B"}
+    [row], _ = rows.read_rows(write(tmp_path / "rows.csv", gpu="H100", gpus=64, **gaps))
+    assert (row.work.model.moe.experts, row.work.model.moe.top_k) == (8, 2)
+
+
+def test_products_in_32_bits_are_listed_as_unreadable(tmp_path: Path, rows: ModuleType) -> None:
+    read, [(_, why)] = rows.read_rows(write(tmp_path / "rows.csv", gpu="V100", gpus=8, precision="fp32"))
+    assert not read
+    assert "fp32" in why
+
+
 def test_columns_in_any_order_case_and_company(tmp_path: Path, rows: ModuleType) -> None:
     [told], _ = rows.read_rows(write(tmp_path / "plain.csv", gpu="H100", gpus=8, tp=8))
     with (tmp_path / "plain.csv").open() as file:
