@@ -91,19 +91,20 @@ def _row(published: dict[str, str]) -> Row:
     cells, filled = complete(published, gpu)
     work = work_of(cells)
     stack = _stack(cells, gpu)
-    layout, recomputed = _layout(cells, filled, work, stack, gpu)
     gpus, per_node = int(value(cells, "gpus")), int(value(cells, "gpus_per_node"))
+    cluster = cluster_of(cells, gpu, gpus, per_node)
+    layout, recomputed = _layout(cells, filled, work, stack, cluster)
     step = step_seconds(cells, work, gpu, gpus)
     if "gpus" in filled and step:
-        layout = _as_slow(layout, step, work, stack, cluster_of(cells, gpu, gpus, per_node))
-        gpus = layout.gpus
+        layout = _as_slow(layout, step, work, stack, cluster)
+        cluster = cluster_of(cells, gpu, layout.gpus, per_node)
     notes = cells["notes"].lower()
     return Row(
         id=cells["id"],
         source=re.sub(r"-\d+$", "", cells["id"]),
         work=work,
         layout=layout,
-        cluster=cluster_of(cells, gpu, gpus, per_node),
+        cluster=cluster,
         stack=stack,
         recomputed=recomputed,
         step_s=step,
@@ -114,7 +115,9 @@ def _row(published: dict[str, str]) -> Row:
     )
 
 
-def _layout(cells: dict[str, str], filled: tuple[str, ...], work: Work, stack: Stack, gpu: Gpu) -> tuple[Layout, float]:
+def _layout(
+    cells: dict[str, str], filled: tuple[str, ...], work: Work, stack: Stack, cluster: Cluster
+) -> tuple[Layout, float]:
     """And the share of the layers that is recomputed."""
     notes = cells["notes"].lower()
     tp, pp, cp, ep, dp, vpp = (int(value(cells, column)) for column in ("tp", "pp", "cp", "ep", "dp", "vpp"))
@@ -128,10 +131,13 @@ def _layout(cells: dict[str, str], filled: tuple[str, ...], work: Work, stack: S
         recompute=cells["recompute"] or "full",  # type: ignore[arg-type]
         schedule=_schedule(notes) if pp > 1 else None,
     )  # fmt: skip
+    gpu = cluster.gpu
     if "zero_stage" in filled and not _fits(work, layout, stack, gpu):
         layout = replace(layout, zero=3)  # a run that was published did fit
     if "micro_batch" in filled:
-        layout = replace(layout, micro_batch=_usual_micro_batch(work, layout, stack, gpu, free="recompute" in filled))
+        layout = replace(
+            layout, micro_batch=_usual_micro_batch(work, layout, stack, cluster, free="recompute" in filled)
+        )
     return layout, _least_recomputed(work, layout, gpu, stack) if "recompute" in filled else 1.0
 
 
@@ -249,13 +255,22 @@ def _fits(work: Work, layout: Layout, stack: Stack, gpu: Gpu) -> bool:
     return _need(work, layout, stack) <= gpu.memory
 
 
-def _usual_micro_batch(work: Work, layout: Layout, stack: Stack, gpu: Gpu, *, free: bool) -> int:
-    """In a pipeline one sequence, or, where weights are gathered for every micro-batch, as many micro-batches as stages; else
-    as many sequences as fit, where recompute is `free` to choose without it, if any do."""
+def _usual_micro_batch(work: Work, layout: Layout, stack: Stack, cluster: Cluster, *, free: bool) -> int:
+    """As many sequences as fit, where recompute is `free` to choose without it, if any do. In a pipeline no more than it takes to be
+    about as fast as with any; or, where weights are gathered for every micro-batch, as many micro-batches as stages."""
     share = max(1, work.global_batch // layout.dp)
-    if layout.pp > 1:
-        return max(1, share // layout.pp) if stack.name.startswith("fsdp") else 1
-    sizes = [size for size in range(min(share, MOST_SEQUENCES), 0, -1) if share % size == 0]
+    if layout.pp > 1 and stack.name.startswith("fsdp"):
+        return max(1, share // layout.pp)
     ways: list[Recompute] = ["none", layout.recompute] if free else [layout.recompute]
-    tried = (replace(layout, micro_batch=size, recompute=way) for way in ways for size in sizes)
-    return next((one.micro_batch for one in tried if _fits(work, one, stack, gpu)), 1)
+    sizes = [size for size in range(min(share, MOST_SEQUENCES), 0, -1) if share % size == 0]
+    for way in ways:
+        tried = [replace(layout, micro_batch=size, recompute=way) for size in sizes]
+        if fitting := [one for one in tried if _fits(work, one, stack, cluster.gpu)]:
+            return fitting[0].micro_batch if layout.pp == 1 else _least_as_fast(work, fitting[::-1], stack, cluster)
+    return 1
+
+
+def _least_as_fast(work: Work, layouts: list[Layout], stack: Stack, cluster: Cluster) -> int:
+    """The first of ever larger micro-batches that is within a tenth of the fastest."""
+    times = [step_time(work, layout, cluster, stack, calibration()).total for layout in layouts]
+    return next(layout.micro_batch for layout, time in zip(layouts, times, strict=True) if time <= 1.1 * min(times))

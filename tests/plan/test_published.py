@@ -155,6 +155,14 @@ def test_later_recipes_hide_what_tokens_wait_for(
     assert row.stack.name == stack
 
 
+def test_a_pipelines_micro_batch_is_one_sequence_unless_more_are_much_faster(tmp_path: Path, rows: ModuleType) -> None:
+    layout = {"gpu": "A100", "gpus": 64, "tp": 8, "pp": 8, "recompute": "full"}
+    [large], _ = rows.read_rows(write(tmp_path / "large.csv", **layout, layers=80, hidden=12288, heads=96))
+    [small], _ = rows.read_rows(write(tmp_path / "small.csv", **layout, layers=16, hidden=1024, heads=16, seq_len=512))
+    assert large.layout.micro_batch == 1
+    assert small.layout.micro_batch > 1  # the host would be the limit
+
+
 def test_a_model_compiled_whole_has_its_loss_fused(tmp_path: Path, rows: ModuleType) -> None:
     cells = {"gpu": "A100", "gpus": 8, "source": "nanoGPT", "zero_stage": 0, "micro_batch": 1, "recompute": "none"}
     [eager], _ = rows.read_rows(write(tmp_path / "eager.csv", **cells))
