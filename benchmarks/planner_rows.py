@@ -201,8 +201,8 @@ def _stack(cells: dict[str, str], gpu: Gpu) -> Stack:
             name = "nemo-2026" if re.search(LATER_RECIPES, said) and value(cells, "moe_experts") else "nemo"
     stack = stacks[name]
     if name == "megatron-deepspeed" and "bf" in (cells.get("precision") or "").lower():
-        wide = {"accumulated": 10, "reduced": 4, "gradient": 4, "gradient_once": 4, "widened": 0}
-        stack = stack.model_copy(update=wide)  # its sums of bf16 gradients are 32-bit
+        wide = {"accumulated": 10, "reduced": 4, "gradient": 6, "gradient_once": 6, "widened": 0}
+        stack = stack.model_copy(update=wide)  # its sums of bf16 gradients are 32-bit, beside them
     if name == "torch" and "compile" in said:
         whole = stacks["fsdp-2025"]
         stack = stack.model_copy(update={"fused": True, "logit": whole.logit, "loss": whole.loss})
