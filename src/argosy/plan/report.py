@@ -13,7 +13,7 @@ FORMULAS = {
     "products": "m x layers x (forward + backward products), FLOPs / (peak x share reached x tiles and waves filled)",
     "attention": "FLOPs of the causal half (backward 2.5 x forward) / (peak x share reached)",
     "element-wise": "bytes of norms, residual sums, rotation and activation / memory bandwidth reached",
-    "launches": "what the host takes to launch a layer's kernels beyond their time on the GPU",
+    "launches": "what the host takes to launch a layer's kernels beyond their time on the GPU; some where both take as long",
     "recompute": "what the backward pass makes again: the forward pass, or its cheap operations",
     "accumulation": "bytes moved to add each micro-batch's gradients up, where the products do not / memory bandwidth reached",
     "head": "m x (output head's products + bytes of the loss), where the last stage is the slowest",
