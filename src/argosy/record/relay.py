@@ -33,6 +33,7 @@ _QUEUE = 4 << 20  # bytes that wait for the file system
 _LONGEST_LINE = 16 << 10
 PIPE_BYTES = 256 << 10  # read at once, so that no write of the rank is cut in two
 _ATOMIC = 4096  # bytes that a pipe takes together, however many ranks write to it
+_LOOK_S = 0.05
 _AGAIN_S = 5.0  # after a failure to write
 _FLUSH_S, _LAST_FLUSH_S = 2.0, 60.0  # for the log to be complete: while the rank waits for it to end, and after
 _ERASE = b"\x1b[2K"  # to a terminal: clear this line
@@ -165,7 +166,7 @@ class Keeper(threading.Thread):
         self._order, self._since = order, clock()
         self._looked: object = None
         self._queue: deque[bytes] = deque()
-        self._news, self._waiting = threading.Condition(), 0  # bytes
+        self._news, self._waiting, self._heard = threading.Condition(), 0, 0  # bytes
         self._left_out, self._unwritten = 0, 0  # bytes: for which there was no room in the queue, and on the disk
         self._again, self._warned, self._closed = 0.0, False, False
         self.forget, self.over = threading.Event(), threading.Event()
@@ -179,6 +180,12 @@ class Keeper(threading.Thread):
                 self._waiting += len(data)
                 self._queue.append(data)
                 self._news.notify_all()
+
+    def end(self) -> None:
+        """The rank has ended, and will not begin any more."""
+        with self._news:
+            self.over.set()
+            self._news.notify_all()
 
     def flush(self, within_s: float) -> None:
         with self._news:
@@ -207,7 +214,10 @@ class Keeper(threading.Thread):
     def _number(self) -> int | None:
         """Of this attempt, once it has begun. One that ends before counts as the next, unless it was refused."""
         every_s = min(15.0, max(1.0, self._order.ranks / 64))  # a shared file system has to bear all ranks
-        while not self.over.wait(every_s):
+        while not self.over.wait(_LOOK_S):
+            with self._news:  # what it says may be that it has begun
+                self._news.wait_for(lambda: self._waiting > self._heard or self.over.is_set(), every_s)
+                self._heard = self._waiting
             if (number := self._began()) is not None:
                 return number
         if (number := self._began(look_closely=True)) is not None:
@@ -317,7 +327,7 @@ class Relay:
         self._by_itself |= FAREWELL in told
         if told:
             return True
-        self._keeper.over.set()
+        self._keeper.end()
         while self._lines and (ready := select.select([*self._lines], [], [], 0)[0]):
             for source in ready:
                 self._pass_on(source)
