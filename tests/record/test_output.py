@@ -278,7 +278,8 @@ def test_a_log_is_followed_from_piece_to_piece_and_from_attempt_to_attempt_until
     run.mkdir()
     reader = threading.Thread(target=lambda: lines.extend(read_log(run, 0, follow=True)))
     reader.start()
-    said(run, "begin()\nfor i in range(4000): print(f'line {i} {\"x\" * 100}')", ranks=1 << 20)
+    does = "begin()\nfor i in range(4000): print(f'line {i} {\"x\" * 100}')\nsys.stdout.flush(); time.sleep(1.5)"
+    said(run, does, ranks=1 << 20)
     said(run, "begin(); print('again', flush=True); time.sleep(1.5); print('over')")
     assert reader.is_alive()
     with (run / "events.jsonl").open("a") as events:

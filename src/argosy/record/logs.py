@@ -31,36 +31,46 @@ def pieces(attempt: Path, rank: int) -> list[Path]:
 
 def read_log(run: Path, rank: int, *, tail: int | None = None, follow: bool = False) -> Iterator[str]:
     """The lines of the newest attempt, or the last of them; to be followed, also those to come until the run has ended."""
-    while not (found := _pieces_now(run, rank)) and follow and not _has_ended(run):
-        time.sleep(_LOOK_S)
     lines: deque[str] = deque(maxlen=tail)
-    file = None
-    for path in found:
-        file = path.open("rb")
-        lines.extend(_whole_lines(file, last=not follow))
+    at: tuple[Path, BinaryIO] | None = None  # an attempt, and a piece of its log
+    while (following := _next_piece(run, rank, at)) is not None:
+        at = following
+        lines.extend(_whole_lines(at[1], last=not follow))
     yield from lines
-    if follow and file is not None:
-        yield from _lines_to_come(run, f"{rank}.log", file, ended=bool(lines) and lines[-1].startswith(ENDING))
-
-
-def _pieces_now(run: Path, rank: int) -> list[Path]:
-    attempt = newest_attempt(run)
-    return [] if attempt is None else pieces(attempt, rank)
-
-
-def _lines_to_come(run: Path, name: str, file: BinaryIO, *, ended: bool) -> Iterator[str]:
-    """Of this file, and of the one that follows it when it is full or the run has begun anew."""
-    while not (ended and _has_ended(run)):
-        for line in _whole_lines(file):
+    ended = bool(lines) and lines[-1].startswith(ENDING)
+    while follow and not (ended and _has_ended(run)):
+        following = _next_piece(run, rank, at)  # before the rest of this one is read: nothing is added to it any more
+        for line in () if at is None else _whole_lines(at[1], last=following is not None):
             ended = line.startswith(ENDING)
             yield line
-        attempt = newest_attempt(run)
-        newest = None if attempt is None else attempt / name
-        if newest is None or not newest.exists() or os.path.samestat(newest.stat(), os.fstat(file.fileno())):
+        if following is None:
             time.sleep(_LOOK_S)
         else:
-            yield from _whole_lines(file, last=True)
-            file, ended = newest.open("rb"), False
+            at, ended = following, False
+
+
+def _next_piece(run: Path, rank: int, at: tuple[Path, BinaryIO] | None) -> tuple[Path, BinaryIO] | None:
+    """The piece that was begun after this one, which has another name since, or is gone; or the first of a later attempt."""
+    attempt = newest_attempt(run)
+    if attempt is None:
+        return None
+    found = pieces(attempt, rank)
+    place = -1
+    if at is not None and attempt == at[0]:
+        mine = os.fstat(at[1].fileno())
+        place = next((place for place, path in enumerate(found) if _is_same(path, mine)), 0)
+    try:
+        file = found[place + 1].open("rb")
+    except (IndexError, FileNotFoundError):  # there is none, or it gets another name just now
+        return None
+    return (attempt, file) if pieces(attempt, rank) == found else _next_piece(run, rank, at)
+
+
+def _is_same(path: Path, mine: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(path.stat(), mine)
+    except FileNotFoundError:
+        return False
 
 
 def _whole_lines(file: BinaryIO, *, last: bool = False) -> Iterator[str]:
