@@ -63,7 +63,9 @@ def _diagnose(run: Path, log: list[Path], as_json: bool) -> None:
         if not path.exists() or path.is_dir():
             raise ArgosyError("io.failed", f"{path} is not a file", key="--log", value=path, fix="name a text file")
     require_run(run)
-    found = diagnose(Run(run.resolve().name, run), log)
+    one = Run(run.resolve().name, run)
+    one.listen()
+    found = diagnose(one, log)
     if as_json:
         print(json.dumps([finding.as_dict() for finding in found]))
         return

@@ -40,5 +40,7 @@ def report(
 
     found = require_run(run)
     target = output or found.root / "report.html"
-    replace_file(target, page(Run(run.resolve().name, run)).encode())
+    one = Run(run.resolve().name, run)
+    one.listen()
+    replace_file(target, page(one).encode())
     print(target)

@@ -46,7 +46,7 @@ class Heartbeat:
     def publish(self, directory: Path, world_size: int = 1, *, stalls: tuple[Path, float] | None = None) -> None:
         """Write `directory/<rank>.json` from now on; with `stalls` also an alert to those events, where nothing moves for so many
         seconds. A failure to do so is no reason not to train."""
-        interval = min(15.0, max(1.0, world_size / 64))  # a shared file system has to bear all ranks
+        interval = interval_s(world_size)
         facts = {
             "rank": self._rank, "host": os.uname().nodename, "pid": os.getpid(), "attempt": self._attempt,
             "collective": None,
@@ -97,6 +97,11 @@ class Heartbeat:
         if kind is None:
             self.enter("done")
         self.close()
+
+
+def interval_s(ranks: int) -> float:
+    """Between two beats: a shared file system has to bear those of all ranks."""
+    return min(15.0, max(1.0, ranks / 64))
 
 
 def _memory(page: Path | None) -> int:

@@ -20,6 +20,7 @@ def watch(path: Path, *, once: bool) -> None:
     """Until the run ends or Ctrl-C; `once` shows what there is and leaves."""
     require_run(path)
     run = Run(path.resolve().name, path)
+    run.listen()
     if sys.stdout.isatty() and not once:
         _in_terminal(run)
     else:

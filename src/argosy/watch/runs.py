@@ -8,7 +8,6 @@ from __future__ import annotations
 import difflib
 import fcntl
 import os
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from argosy.record.heartbeat import read_heartbeats
 from argosy.record.jsonl import Record
 from argosy.record.rundir import RunDir
 from argosy.record.tail import Kept
+from argosy.watch.hearing import Hearing, listen
 from argosy.watch.heat import HeatMap
 from argosy.watch.reading import printable, readable, sound, table
 from argosy.watch.series import Series
@@ -85,7 +85,7 @@ class Run:
         self.name = readable(self.name)
         self.dir, self.series = RunDir(self.root), Series(self.root / "metrics.jsonl")
         self._events = Kept(self.dir.events, _MOST_EVENTS, _event)
-        self.heat = HeatMap(self.dir.ranks)
+        self.heat, self._hearing = HeatMap(self.dir.ranks), Hearing()
 
     def state(self) -> str:
         """done, running, stopped (asked to) or dead (without a word)."""
@@ -94,11 +94,10 @@ class Run:
             return "running"
         kind = None if last is None else str(last["event"])
         if kind in ("start", "resume", "restart", None):
-            heard = max(
-                (float(beat.get("time", 0)) for beat in self.heartbeats().values() if beat.get("alive")),
-                default=0.0,
-            )
-            return "running" if time.time() - heard < QUIET_AFTER_S else "dead" if kind or self._has_logged() else "new"
+            ages = (float(beat["age_s"]) for beat in self.heartbeats().values() if beat.get("alive"))
+            if min(ages, default=QUIET_AFTER_S) < QUIET_AFTER_S:
+                return "running"
+            return "dead" if kind or self._has_logged() else "new"
         return {"done": "done", "interrupted": "stopped"}.get(kind, "dead")
 
     def events(self) -> list[Record]:
@@ -116,7 +115,13 @@ class Run:
         return bool(self.series.last) and float(self.series.last.get("time") or 0.0) >= self.begun
 
     def heartbeats(self) -> dict[int, Record]:
-        return {rank: sound(beat) for rank, beat in read_heartbeats(self.dir.heartbeats).items()}
+        """With `age_s`, how long ago each was heard of."""
+        return self._hearing.note({rank: sound(beat) for rank, beat in read_heartbeats(self.dir.heartbeats).items()})
+
+    def listen(self) -> None:
+        """Before a run is judged by one look: whether it lives is not left to clocks, which may differ."""
+        if not is_held(self.root):
+            listen(self.heartbeats)
 
     def spec(self) -> dict[str, Any]:
         return table(self._json("resolved.json").get("spec"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 
 from argosy.record.jsonl import Record
@@ -42,11 +41,7 @@ def ranks_now(run: Run) -> Iterator[Finding]:
         )
         return
     alive = {rank: beat for rank, beat in beats.items() if beat.get("alive")}
-    silent = [
-        rank
-        for rank, beat in alive.items()
-        if time.time() - float(beat.get("time", 0)) > _STALE_S + 20 * len(beats) / 64
-    ]
+    silent = [rank for rank, beat in alive.items() if beat["age_s"] > _STALE_S + 20 * len(beats) / 64]
     heard = {rank: beat for rank, beat in alive.items() if rank not in silent}
     if silent and not stopped and (_still(run, heard) if heard else not held):
         yield _gone(beats, silent, list(heard))
@@ -56,10 +51,10 @@ def ranks_now(run: Run) -> Iterator[Finding]:
 
 def _gone(beats: dict[int, Record], silent: list[int], waiting: list[int]) -> Finding:
     """Ranks whose machine does not write their heart beats any more, and those that wait for them."""
-    last = max(float(beats[rank].get("time", 0)) for rank in silent)
+    age = min(float(beats[rank]["age_s"]) for rank in silent)
     hosts = ", ".join(sorted({str(beats[rank].get("host")) for rank in silent})[:4])
     rest = f"; {_waiting(waiting)} for {'it' if len(silent) == 1 else 'them'}" if waiting else ""
-    text = f"nobody has heard of {called(silent)} on {hosts} for {time.time() - last:.0f} s: the machine went away, or its file system did{rest}"
+    text = f"nobody has heard of {called(silent)} on {hosts} for {age:.0f} s: the machine went away, or its file system did{rest}"
     fix = f"check {hosts}; the same command goes on from the last checkpoint"
     return Finding(DEATH - 2, text, fix, _lines(beats, silent), "silent")
 
@@ -133,7 +128,7 @@ _DOING = {
 
 
 def _told(rank: int, beat: Record) -> str:
-    age = time.time() - float(beat.get("time", 0))
+    age = float(beat["age_s"])
     end = "" if beat.get("alive") else ", ended"
     return f"rank {rank} on {beat.get('host')}: step {beat.get('step')}, {beat.get('phase')} for {beat.get('phase_s', 0):.1f} s, process state {beat.get('state')}{end}, heard of {age:.0f} s ago"
 
