@@ -86,7 +86,8 @@ def test_one_process_that_crashes_has_said_where_in_its_log(write_spec: Write, t
     with training(write_spec(eval="off", log={"every": 5}, **STEPS), nproc=1) as trainer:
         os.kill(rank_at_work(run, 0), signal.SIGSEGV)
         assert trainer.wait(120) == -signal.SIGSEGV
-        wait_for(lambda: "it was ended, or crashed" in (run / "logs" / "1" / "0.log").read_text())
+        log = run / "logs" / "1" / "0.log"
+        wait_for(lambda: log.exists() and "it was ended, or crashed" in log.read_text())
         found = verdict(run)
     assert found.verdict == "rank 0: native code of a rank crashed (logs/1/0.log)"
     assert "in _run_steps" in (run / "logs" / "1" / "0.log").read_text()

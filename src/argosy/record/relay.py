@@ -198,7 +198,7 @@ class Keeper(threading.Thread):
                 self._closed, self._waiting = True, 0
                 self._news.notify_all()
             return
-        log: Log | None = None
+        log = self._write(None, attempt, b"")
         while True:
             with self._news:
                 self._news.wait_for(lambda: self._queue)
