@@ -14,11 +14,16 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 if not Path("/proc/driver/nvidia").exists():
     os.environ["TRITON_INTERPRET"] = "1"  # without a GPU kernels are interpreted; Triton reads this when it is imported
+
+# No property is about time: a busy machine is no counter-example.
+settings.register_profile("argosy", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("argosy")
 
 TINY_MODEL: dict[str, Any] = {
     "family": "llama",

@@ -41,6 +41,19 @@ def preempted_twice(bench: Bench) -> Outcome:
         return Outcome("ended at once, 143", detected_s=time.time() - at, steps_lost=run.newest() - SAVED_EVERY)
 
 
+def preempted_between(bench: Bench) -> Outcome:
+    """While it waits to start its ranks again: nobody is there to finish a step, and it leaves at once."""
+    with bench.run("preempted-between", env={"ARGOSY_FAULT": "raise:1:13"}, fault={"backoff": "10min"}) as run:
+        run.wait_event("restart")
+        at = run.signal(signal.SIGTERM)
+        assert run.wait() == EXIT_RESUMABLE, run.said
+        stopped = time.time() - at
+        run.start("--nproc", "2")
+        assert run.wait() == 0, run.said
+        assert run.result() == bench.undisturbed()
+        return Outcome("exit 75, then bit-equal", detected_s=stopped, steps_lost=12 - SAVED_EVERY)
+
+
 def rank_killed(bench: Bench) -> Outcome:
     """SIGKILL to one rank: noticed at once, all are started again, nothing differs in the end."""
     with bench.run("rank-killed") as run:

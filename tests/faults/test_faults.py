@@ -16,6 +16,7 @@ from faults.bench import Bench, Outcome
 FAULTS: dict[str, Callable[[Bench], Outcome]] = {
     "1 SIGTERM": of_ranks.preempted,
     "1 SIGTERM twice": of_ranks.preempted_twice,
+    "1 SIGTERM between two attempts": of_ranks.preempted_between,
     "2 SIGKILL to one rank": of_ranks.rank_killed,
     "2 SIGKILL to the supervisor": of_ranks.supervisor_killed,
     "2 the second node lost": of_nodes.second_node_lost,

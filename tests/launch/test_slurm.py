@@ -126,6 +126,7 @@ def test_a_run_goes_through_slurm_is_queued_again_when_its_time_is_up_and_ends_w
     wait_for(lambda: "PENDING" in _ask("squeue", "-h", "-j", job, "-o", "%T"), 120, output, every_s=0.3)
     assert list((tmp_path / "runs" / "tiny" / "checkpoints").glob("step-*")), output()
     saved = max(read_metrics(metrics))
+    wait_for(lambda: _ask("sinfo", "-h", "-o", "%T").split() == ["idle"], 120, output, every_s=0.3)
     time.sleep(10)  # for the node to have forgotten the job's first start; Slurm itself waits two minutes
     subprocess.run(["scontrol", "update", f"jobid={job}", "StartTime=now"], check=True)
     wait_for(lambda: max(read_metrics(metrics)) > saved + 3, 200, output, every_s=0.3)
