@@ -89,7 +89,14 @@ def block_files(cache: Path) -> list[Path]:
 
 
 def bytes_in(cache: Path) -> int:
-    return sum(p.stat().st_size for pattern in ("*.idx", "blocks/*/*") for p in cache.glob(f"argosy-*/{pattern}"))
+    """At one moment: those who still fetch ahead write and evict under this lock."""
+    held = 0
+    with (cache / "argosy-usage").open("ab") as usage:
+        fcntl.flock(usage, fcntl.LOCK_EX)
+        for path in (*cache.glob("argosy-*/*.idx"), *cache.glob("argosy-*/blocks/*/*")):
+            with contextlib.suppress(FileNotFoundError):  # a partial one that was given up
+                held += path.stat().st_size
+    return held
 
 
 def refusal_of(action: Callable[[], Any]) -> ArgosyError:
