@@ -107,8 +107,8 @@ CASES = [
 
 
 @cache
-def reference(model: str, keys: str) -> Trace:
-    return train_steps(model, keys, STEPS)
+def reference(model: str, keys: str, steps: int = STEPS) -> Trace:
+    return train_steps(model, keys, steps)
 
 
 def sized(layout: str) -> str:
@@ -118,9 +118,11 @@ def sized(layout: str) -> str:
     return layout if "pp=" in layout else f"{layout} model.layers=2"
 
 
-def run(pool: Pool, model: str, layout: str, how: Callable[..., Trace] = train_steps, *more: str) -> list[Trace]:
+def run(
+    pool: Pool, model: str, layout: str, how: Callable[..., Trace] = train_steps, *more: str, steps: int = STEPS
+) -> list[Trace]:
     ranks = spec_of(model, layout).parallel.world_size
-    traces: list[Trace] = pool.run(ranks, how, model, sized(layout), STEPS, *more)
+    traces: list[Trace] = pool.run(ranks, how, model, sized(layout), steps, *more)
     return traces
 
 
@@ -149,10 +151,11 @@ def test_a_layout_computes_what_one_process_does(pool: Pool, model: str, layout:
     ],
 )
 def test_muon_orthogonalises_whole_matrices(pool: Pool, model: str, layout: str) -> None:
-    """In bf16, so that the last bits of its gradients matter: the bounds are wider, and far below what shards would give."""
-    expected = reference(model, sized("optim.name=muon"))
-    for trace in run(pool, model, f"{layout} optim.name=muon"):
-        np.testing.assert_allclose(trace.losses, expected.losses, rtol=1e-4)
+    """In bf16, so that the last bits of its gradients matter: the bounds are wider, and far below what shards would give; and only a
+    few steps, before those bits send a token to another expert, as on some processors they do."""
+    expected = reference(model, sized("optim.name=muon"), steps=3)
+    for trace in run(pool, model, f"{layout} optim.name=muon", steps=3):
+        np.testing.assert_allclose(trace.losses, expected.losses, rtol=5e-5)
         for name, weight in expected.weights.items():
             np.testing.assert_allclose(trace.weights[name], weight, atol=1e-3, err_msg=name)
 
