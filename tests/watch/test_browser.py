@@ -161,9 +161,15 @@ def test_hostile_names_are_text_and_no_script_runs(page: Any, dashboard: Dashboa
             metrics.write(record(step) | {evil: 1.0 * step, "</script><script>window.owned=2</script>": 2.0})
     with JsonlWriter(run / "events.jsonl") as events:
         events.write({"event": evil, "step": 1, "time": 1.0, "text": evil})
+    (run / "logs/1").mkdir(parents=True)
+    (run / "logs/1/0.log").write_text(f"{evil}\n")
+    (run / "logs/1/1.log").write_text("rank one\n")
     page.reload()
     page.get_by_role("link", name=evil).click()
     page.locator('[data-card="Events"]').wait_for()
+    page.locator('[data-card="Log"] pre').get_by_text(evil).wait_for()
+    page.get_by_label("whose log is shown").select_option("1")
+    page.locator('[data-card="Log"] pre').get_by_text("rank one").wait_for()
     page.get_by_label("add a chart").select_option(evil)
     page.wait_for_timeout(300)
     assert page.evaluate("window.owned") is None

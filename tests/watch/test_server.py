@@ -199,3 +199,19 @@ def test_the_heat_map_drops_what_a_resumed_run_did_again_and_the_ranks_of_anothe
     assert heat.picture()["cells"] == [[0.5, 2.0], [0.5, 2.0], [2.0, 0.5], [2.0, 0.5]]
     assert write(range(50, 60, 10), [1.0, 1.0, 1.0]) == [50]
     assert HeatMap(tmp_path / "none").picture()["cells"] == []
+
+
+def test_the_end_of_a_ranks_log_is_shown_as_plain_text(dashboard: Dashboard, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "runs" / "sea")
+    log(run, [10])
+    (run.root / "logs/2").mkdir(parents=True)
+    (run.root / "logs/2/11.log").write_text(
+        "".join(f"line {i}\n" for i in range(9000)) + "\x1b[31mred\x1b[0m \x07bell\n"
+    )
+    (run.root / "logs/2/3.log").write_text("three\n")
+    with client(dashboard) as http:
+        found = http.get("/api/log", params={"run": "sea", "rank": 11}).json()
+        assert (found["ranks"], found["path"], len(found["lines"])) == ([3, 11], "logs/2/11.log", 200)
+        assert found["lines"][-2:] == ["line 8999", "red \ufffdbell"]
+        assert http.get("/api/log", params={"run": "sea", "rank": 4}).json()["lines"] == []
+        assert http.get("/api/log", params={"run": "sea", "rank": "../../3"}).status_code == 400

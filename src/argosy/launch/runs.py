@@ -24,7 +24,7 @@ from argosy.launch.pod import RANKS, STAGE_LABEL
 from argosy.launch.states import State, pod_number
 from argosy.record.console import STEP_LINE, clock
 from argosy.record.jsonl import read_metrics
-from argosy.record.logs import newest_attempt, pieces, read_log
+from argosy.record.logs import newest_attempt, pieces, ranks_with_logs, read_log
 
 _TAIL = 200
 _LIST = "`argosy ls` lists the runs of a namespace (-n NAMESPACE)"
@@ -126,7 +126,7 @@ def _require_log(run: Launched, rank: int) -> None:
     if attempt is None:
         raise _unknown(run, f"{run.directory} has no logs of ranks: it has not begun, or is not seen from here", _WATCH)
     if not pieces(attempt, rank):
-        others = sorted({int(path.name.partition(".")[0]) for path in attempt.glob("[0-9]*.log")})
+        others = ranks_with_logs(attempt)
         held = f"those of {len(others)} ranks, the last of them {others[-1]}" if others else "none"
         raise _unknown(run, f"{attempt} has no log of rank {rank}, but {held}", "give another --rank")
 

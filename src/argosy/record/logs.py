@@ -26,7 +26,12 @@ def newest_attempt(run: Path) -> Path | None:
 def pieces(attempt: Path, rank: int) -> list[Path]:
     """The files of a rank's log, in the order they were written in."""
     names = (f"{rank}.first.log", f"{rank}.before.log", f"{rank}.log")
-    return [attempt / name for name in names if (attempt / name).exists()]
+    return [attempt / name for name in names if (attempt / name).is_file()]
+
+
+def ranks_with_logs(attempt: Path) -> list[int]:
+    names = {path.name.removesuffix(".log") for path in attempt.glob("*.log")}
+    return sorted(int(name) for name in names if name.isdecimal())
 
 
 def read_log(run: Path, rank: int, *, tail: int | None = None, follow: bool = False) -> Iterator[str]:
@@ -94,17 +99,22 @@ def of_last_start(lines: list[str]) -> list[str]:
     return lines[begins[-1] :] if begins else lines
 
 
-def last_words(run: Path, rank: int, count: int = 3) -> list[str]:
-    """The last lines that a rank wrote, each with the name of its log."""
-    attempt = newest_attempt(run)
-    if attempt is None:
+def last_lines(path: Path) -> list[str]:
+    if not path.is_file():  # a pipe would keep us waiting
         return []
-    path = attempt / f"{rank}.log"
     try:
         with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, 2) - _END_BYTES))
+            start = max(0, file.seek(0, os.SEEK_END) - _END_BYTES)
+            file.seek(start)
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return []
-    said = [line for line in of_last_start(lines) if line.strip() and not line.startswith(MARK)]
+    return lines[1:] if start else lines  # the first may be half of one
+
+
+def last_words(run: Path, rank: int, count: int = 3) -> list[str]:
+    """The last lines that a rank wrote, each with the name of its log."""
+    attempt = newest_attempt(run)
+    path = run / "none" if attempt is None else attempt / f"{rank}.log"
+    said = [line for line in of_last_start(last_lines(path)) if line.strip() and not line.startswith(MARK)]
     return [f"{path.relative_to(run)}: {line[:300]}" for line in said[-count:]]

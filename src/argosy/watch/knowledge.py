@@ -13,7 +13,7 @@ from argosy.config.reader import read_yaml
 
 FILE = Path(__file__).parent / "failures.yaml"
 _LONGEST_LINE = 2000  # characters that are looked at
-_COLOUR = re.compile(r"\x1b\[[0-9;:?]*[A-Za-z]")
+COLOUR = re.compile(r"\x1b\[[0-9;:?]*[A-Za-z]")
 # How programs say which rank is speaking: torch's own prefix, NCCL's and gloo's texts, and ours.
 _RANK = re.compile(r"\[(?:default|rank|Rank |rank )(\d+)\]|\brank[ =](\d+)\b")
 
@@ -69,7 +69,7 @@ def matches(lines: Iterable[str], where: str) -> Iterator[Match]:
     rank that is named is another failure of the same kind."""
     seen: set[tuple[str, int | None]] = set()
     for line in lines:
-        line = _COLOUR.sub("", line[:_LONGEST_LINE]).strip()
+        line = COLOUR.sub("", line[:_LONGEST_LINE]).strip()
         small = line.lower()
         found = next((f for f in failures() if f.pattern.search(line if f.exact else small)), None)
         if found is None:

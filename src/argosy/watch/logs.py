@@ -10,10 +10,12 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
-from argosy.record.logs import newest_attempt, of_last_start
+from argosy.record.logs import last_lines, newest_attempt, of_last_start, ranks_with_logs
 from argosy.watch.finding import CONSEQUENCE, KNOWN, NOTE, SETBACK, WARNING, Finding, called
-from argosy.watch.knowledge import Match, failures, matches
+from argosy.watch.knowledge import COLOUR, Match, failures, matches
+from argosy.watch.reading import printable
 from argosy.watch.runs import Run
 from argosy.watch.suspects import suspects
 
@@ -21,6 +23,7 @@ _WEIGHTS = {"fatal": KNOWN, "setback": SETBACK, "consequence": CONSEQUENCE, "war
 READ_BYTES = 1 << 30  # of all logs together; it takes some seconds
 _MOST_LINES = 30_000  # that are looked at, likewise; a line takes a tenth of a millisecond
 _MOST_LOGS, _MOST_EVIDENCE = 256, 4
+_SHOWN_LINES = 200
 _BEFORE_S = 30.0  # the start of an attempt, in which its logs may have begun
 _KINDS = (".log", ".txt", ".stacks", ".err", ".out", ".json")
 _REFUSAL = re.compile(r"error\[([\w.-]+)\]")  # the first line of one
@@ -89,6 +92,16 @@ def _told(shown: list[tuple[Match, int | None]], run: Run, state: str) -> Iterat
     evidence = [f"{match.where}: {match.line[:300]}" for match, _ in shown[:_MOST_EVIDENCE]]
     evidence += [f"and in {len(shown) - _MOST_EVIDENCE} more places"] if len(shown) > _MOST_EVIDENCE else []
     yield Finding(weight, verdict, failure.fix, evidence, failure.name)
+
+
+def end_of_log(run: Run, rank: int) -> dict[str, Any]:
+    """For a page: the last lines of a rank in the newest attempt, as plain text, and which ranks have a log."""
+    attempt = newest_attempt(run.root)
+    if attempt is None:
+        return {"ranks": [], "lines": []}
+    path = attempt / f"{rank}.log"
+    lines = [printable(COLOUR.sub("", line)) for line in last_lines(path)[-_SHOWN_LINES:]]
+    return {"ranks": ranks_with_logs(attempt), "path": str(path.relative_to(run.root)), "lines": lines}
 
 
 def against_plan(run: Run) -> str:

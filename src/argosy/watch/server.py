@@ -32,6 +32,7 @@ from argosy.watch.doctor import diagnose
 from argosy.watch.facts import config_diff, config_rows, predicted, waterfall
 from argosy.watch.finding import FINE, STATES
 from argosy.watch.heat import RATIO
+from argosy.watch.logs import end_of_log
 from argosy.watch.runs import Run, find_runs
 
 PAGE = Path(__file__).parent / "page"
@@ -159,6 +160,9 @@ def make_app(root: Path, token: str) -> Starlette:
         Route("/api/curves", answers(curves)),
         Route("/api/ranks", answers(ranks)),
         Route("/api/verdict", answers(verdict)),
+        Route(
+            "/api/log", answers(lambda request: end_of_log(named(request), int(request.query_params.get("rank", 0))))
+        ),
         Route("/api/config", answers(lambda request: config_rows(named(request)))),
         Route("/api/diff", answers(lambda request: config_diff(several(request)))),
         Route("/api/plan", answers(lambda request: plan(request.query_params))),

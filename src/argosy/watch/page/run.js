@@ -2,6 +2,7 @@
 import { ask, el, table, amount, clock, count, figure, percent, short, when } from "./dom.js";
 import { eventTable } from "./events.js";
 import { Chart } from "./chart.js";
+import { rankLog } from "./log.js";
 import { heatMap, waterfall } from "./pictures.js";
 
 // title, metrics (drawn as one chart), options; `compared` is what several runs are compared by
@@ -87,6 +88,7 @@ export function runPage(main, names) {
       if (map.reading) version = null; // the rest is on its way: look again
       if (map.ranks.length > 1) cards.push(card("Ranks over time", true, heatColumns(map), heatMap(map)));
       cards.push(card("Events", true, one.events.length ? eventTable(one.events) : el("p", { class: "note" }, "none yet")));
+      if (await log.refresh()) cards.push(logCard);
       cards.push(await configCard());
     } else {
       const rows = await ask("diff", names.map((name) => ["run", name]));
@@ -115,6 +117,8 @@ export function runPage(main, names) {
     verdict.hidden = !first;
     if (first) verdict.replaceChildren(el("p", {}, first.verdict), first.fix ? el("p", { class: "soft" }, first.fix) : "", ...others.map((other) => el("p", { class: "soft" }, "also: " + other.verdict)));
   }
+
+  const log = rankLog(names[0]), logCard = card("Log", true, ...log.nodes); // kept, with what was chosen in it
 
   let openConfig = null;
   async function configCard() {
