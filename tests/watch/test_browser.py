@@ -240,7 +240,9 @@ def test_a_run_of_very_many_steps_is_shown_whole_and_a_single_bad_step_in_it_fou
     wait_for(lambda: page.locator(".tile .state").count() and "reading" not in page.locator(".tile").first.inner_text())
     wait_for(lambda: len(drawn_to(page, "Loss").split()) == 600)
     assert chart(page, "Loss").locator("polygon.band").count() == 1  # what lies between the lowest and the highest
-    assert "80" in chart(page, "Loss").locator("text").all_text_contents()  # the axis reaches up to the bad step
+    wait_for(
+        lambda: "80" in chart(page, "Loss").locator("text").all_text_contents()
+    )  # the axis reaches up to the bad step
     box = chart(page, "Loss").bounding_box()
     left, width = box["x"] + 0.55 * box["width"], 0.15 * box["width"]
     page.mouse.move(left, box["y"] + 40)
