@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from argosy.record.rundir import RunDir
+from argosy.watch import hearing
 from argosy.watch.doctor import diagnose
 from argosy.watch.hearing import Hearing
 from argosy.watch.runs import Run
@@ -49,22 +50,42 @@ def test_a_run_whose_clock_is_off_is_seen_to_live_and_not_beyond_its_death(off_s
     assert Run("run", run.root).state() == "dead"
 
 
-def test_a_run_by_our_own_clock_is_judged_at_once(tmp_path: Path) -> None:
-    run = started(tmp_path)
-    beat(run, 0)
-    one, began = Run("run", run.root), time.monotonic()
+class Clock:
+    """Of the machine that looks, in the hands of a test."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = time.time()
+        monkeypatch.setattr(hearing, "time", self)
+
+    def time(self) -> float:
+        return self.now
+
+    monotonic = time
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_a_run_by_our_own_clock_is_judged_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, clock = started(tmp_path), Clock(monkeypatch)
+    beat(run, 0, time=clock.now - 1)
+    one, began = Run("run", run.root), clock.now
     one.listen()
-    assert time.monotonic() - began < 5
+    assert clock.now == began
     assert one.state() == "running"
 
 
-def test_a_beat_that_came_between_two_looks_far_apart_is_as_old_as_it_says() -> None:
-    hearing = Hearing()
-    hearing.note({0: {"beat": 1, "time": time.time() - 90}})
-    time.sleep(0.5)
-    assert hearing.note({0: {"beat": 2, "time": time.time() - 0.2}})[0]["age_s"] < 0.45
-    assert (
-        hearing.note({0: {"beat": 3, "time": time.time() - 900}})[0]["age_s"] < 0.2
-    )  # by another clock: since the last look
-    time.sleep(0.3)
-    assert hearing.note({0: {"beat": 3, "time": time.time() - 900}})[0]["age_s"] >= 0.3
+def test_a_beat_that_came_between_two_looks_far_apart_is_as_old_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    ears = Hearing()
+
+    def age(number: int, told_s: float) -> float:
+        return float(ears.note({0: {"beat": number, "time": clock.now - told_s}})[0]["age_s"])
+
+    age(1, 90)
+    clock.sleep(50)
+    assert age(2, 20) == pytest.approx(20)
+    clock.sleep(10)
+    assert age(3, 900) == pytest.approx(10)  # by another clock: since the last look
+    clock.sleep(30)
+    assert age(3, 930) == pytest.approx(40)
