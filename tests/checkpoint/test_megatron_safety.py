@@ -64,7 +64,7 @@ class _Reduced:
 
 
 def _touch(path: Path) -> str:
-    return f"touch {path}"
+    return f'touch "{path}"'
 
 
 # Each makes a pickle that, obeyed, makes the file of the path it is given.
