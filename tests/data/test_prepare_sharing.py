@@ -95,6 +95,26 @@ def test_machines_do_not_change_the_bytes_and_the_last_one_writes_the_manifest(
     assert content(shared) == alone
 
 
+def test_machines_that_are_last_together_both_have_the_corpus(inputs: list[str], tmp_path: Path) -> None:
+    jobs = [
+        preparing.Job(
+            find_inputs(inputs),
+            ByteTokenizer(),
+            tmp_path / "shared",
+            PrepareOptions(workers=1, shards=2, machine=machine, machines=2),
+        )
+        for machine in (0, 1)
+    ]
+    for job in jobs:
+        with job.crew:
+            job.claim()
+            job.make_shards()
+    first, second = (job.finish() for job in jobs)  # each found all shards; the first cleared the parts away
+    assert first is not None
+    assert first == second
+    assert content(tmp_path / "shared") == make(inputs, tmp_path / "alone", workers=1, shards=2)
+
+
 def test_one_shard_keeps_the_order_of_the_inputs(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": f"{i}"}) + "\n" for i in range(400)))
     make([str(tmp_path / "x.jsonl")], tmp_path / "out", append_eod=False)

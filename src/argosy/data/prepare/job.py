@@ -30,7 +30,15 @@ import orjson
 
 from argosy.config.seeds import derive_seed
 from argosy.data.corpus.indexed import dtype_for
-from argosy.data.corpus.manifest import FILE_NAME, Manifest, Shard, Source, TokenizerFacts, write_manifest
+from argosy.data.corpus.manifest import (
+    FILE_NAME,
+    Manifest,
+    Shard,
+    Source,
+    TokenizerFacts,
+    read_manifest,
+    write_manifest,
+)
 from argosy.data.prepare.crew import Crew
 from argosy.data.prepare.join import Joiner, books_of, shard_name
 from argosy.data.prepare.parts import PartFacts, PartName, PartOptions, cannot_write, read_facts
@@ -205,14 +213,15 @@ class Job:
         return Joiner(self.parts, self.corpora, shard, dtype, shuffle_key=key)
 
     def finish(self) -> dict[Path, Manifest] | None:
-        """When every shard is there: the manifests. Any machine may be the last; all would write the same."""
+        """When every shard is there: the manifests. Any machine may be the last, or several at once; all would write the same."""
         paths = [books_of(self.parts, shard) for shard in range(self.options.shards)]
-        if not all(path.exists() for path in paths):
-            return None
-        documents = [orjson.loads(path.read_bytes()) for path in paths]
+        try:
+            documents = [orjson.loads(path.read_bytes()) for path in paths]
+            quarantine = b"".join(path.with_suffix(".quarantine.jsonl").read_bytes() for path in paths)
+        except FileNotFoundError:  # a shard is missing, or a machine that was last with us has cleared the parts away
+            return {corpus: read_manifest(corpus) for corpus in self.corpora} if self._is_corpus() else None
         facts = [PartFacts(**part) for document in documents for part in document["parts"]]
         quarantined: Counter[str] = sum((Counter(f.quarantined) for f in facts), Counter())
-        quarantine = b"".join(path.with_suffix(".quarantine.jsonl").read_bytes() for path in paths)
         for corpus in self.corpora:
             replace_file(corpus / QUARANTINE_FILE, quarantine)
         self._check_bad(sum(f.documents for f in facts), quarantined)
