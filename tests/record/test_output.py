@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import pty
@@ -22,6 +23,7 @@ from hypothesis import strategies as st
 from argosy.record.logs import last_words, newest_attempt, read_log
 from argosy.record.relay import ATTEMPTS_KEPT, BEGINNING, ENDING, MARK, Lines, Log, Order, forget_old
 
+SIZED = "import os, time\nwhile not os.get_terminal_size(1).columns: time.sleep(0.01)\n"
 RANK = """
 import os, subprocess, sys, time
 from pathlib import Path
@@ -107,26 +109,27 @@ def test_two_streams_stay_two(tmp_path: Path) -> None:
 
 
 def test_a_terminal_stays_a_terminal_and_bars_are_kept_as_they_were_seen_last(tmp_path: Path) -> None:
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 31, 97, 0, 0))
-    does = """begin(); patience = time.monotonic() + 60
-while os.get_terminal_size(1).columns != 97 and time.monotonic() < patience: time.sleep(0.02)
-print(sys.stdout.isatty(), sys.stderr.isatty(), os.get_terminal_size(1))
+    does = """begin(); print(sys.stdout.isatty(), sys.stderr.isatty(), os.get_terminal_size(1))
 for i in range(3): print(end=f"\\r\\x1b[2Kstep {i}", flush=True)
-print()"""
-    process = start(tmp_path / "run", does, stdin=theirs, stdout=theirs, stderr=theirs)
-    os.close(theirs)
+print(flush=True)
+while os.get_terminal_size(1).columns == 97: time.sleep(0.05)
+print(os.get_terminal_size(1))"""
+    (tmp_path / "run").mkdir()
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, [sys.executable, "-c", SIZED + RANK + does, str(tmp_path / "run"), "0", "1"])
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 31, 97, 0, 0))
     text = b""
-    while True:
-        try:
-            text += os.read(ours, 4096)
-        except OSError:  # the last of them has left
-            break
-    assert process.wait(60) == 0
-    size = "True True os.terminal_size(columns=97, lines=31)"
+    with contextlib.suppress(OSError):  # when the last of them has left
+        while data := os.read(terminal, 4096):
+            text += data
+            if b"step 2" in data:
+                fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 31, 55, 0, 0))
+    assert os.waitpid(pid, 0)[1] == 0
+    size = "os.terminal_size(columns={}, lines=31)"
     bar = "".join(f"\r\x1b[2Kstep {i}" for i in range(3))
-    assert text.decode() == f"{size}\r\n{bar}\r\n"
-    assert log(tmp_path / "run") == [size, "step 2"]
+    assert text.decode() == f"True True {size.format(97)}\r\n{bar}\r\n{size.format(55)}\r\n"
+    assert log(tmp_path / "run") == [f"True True {size.format(97)}", "step 2", size.format(55)]
 
 
 def test_one_that_speaks_without_end_is_kept_at_its_start_and_its_end(tmp_path: Path) -> None:

@@ -120,4 +120,5 @@ def _channel(like: int) -> tuple[int, int]:
     settings = termios.tcgetattr(writer)
     settings[1] &= ~termios.OPOST  # the terminal itself sees to line ends
     termios.tcsetattr(writer, termios.TCSANOW, settings)
+    fcntl.ioctl(writer, termios.TIOCSWINSZ, fcntl.ioctl(like, termios.TIOCGWINSZ, bytes(8)))
     return reader, writer

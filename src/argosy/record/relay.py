@@ -288,8 +288,8 @@ class Relay:
         self._addressees: dict[int, int | None] = dict(order.channels)
         self._lines = {source: Lines() for source in self._addressees}
         self._by_itself = False
-        self._fit_windows()
         signal.signal(signal.SIGWINCH, lambda number, frame: self._fit_windows())
+        self._fit_windows()
 
     def run(self) -> None:
         """Until the rank has ended, and whatever it started that may speak for it."""
