@@ -234,6 +234,30 @@ def test_killed_fifty_times_the_bytes_are_the_same(inputs: list[str], tmp_path: 
     kill_and_finish(inputs, tmp_path, 50)
 
 
+def test_started_twice_at_once_one_makes_the_corpus_and_the_other_waits_for_it(
+    inputs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two starts, the second comes while the first is at work."""
+    script, output = tmp_path / "script.py", tmp_path / "out"
+    script.write_text(COMMAND)
+    command = [sys.executable, str(script), str(output), *inputs]
+    second: list[subprocess.Popen[str]] = []
+    finish = preparing.Job.finish
+
+    def meanwhile(job: preparing.Job) -> object:
+        if not second:
+            second.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
+            assert second[0].stderr is not None
+            assert "waiting for it to end" in second[0].stderr.readline()
+        return finish(job)
+
+    monkeypatch.setattr(preparing.Job, "finish", meanwhile)
+    made = make(inputs, output, workers=1, shards=2)
+    assert second[0].communicate(timeout=60)[1] == ""
+    assert second[0].returncode == 0
+    assert content(output) == made == make(inputs, tmp_path / "alone", workers=1, shards=2)
+
+
 def test_a_worker_that_is_killed_ends_the_job_with_its_name_and_the_rest_is_kept(
     inputs: list[str], tmp_path: Path
 ) -> None:

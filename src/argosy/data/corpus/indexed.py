@@ -192,13 +192,15 @@ class Written:
 
 class IndexedWriter:
     """Writes a pair under temporary names; `finish` makes it appear, the `.idx` last. `blocks`: with the hashes of its
-    blocks beside it."""
+    blocks beside it. `mark`: in the temporary names, where others may be writing the same pair."""
 
-    def __init__(self, prefix: Path, dtype: np.dtype[Any], *, sync: bool = True, blocks: bool = False) -> None:
+    def __init__(
+        self, prefix: Path, dtype: np.dtype[Any], *, sync: bool = True, blocks: bool = False, mark: str = ""
+    ) -> None:
         self.prefix, self.dtype, self._sync = prefix, np.dtype(dtype).newbyteorder("<"), sync
         self._blocks = BlockHasher() if blocks else None
-        self._bin_temporary = bin_path(prefix).with_suffix(".bin.partial")
-        self._idx_temporary = idx_path(prefix).with_suffix(".idx.partial")
+        self._bin_temporary = bin_path(prefix).with_suffix(f".bin{mark}.partial")
+        self._idx_temporary = idx_path(prefix).with_suffix(f".idx{mark}.partial")
         self._file: BinaryIO = self._bin_temporary.open("wb")
         self._hash = hashlib.sha256()
         self._lengths = array("i")

@@ -41,6 +41,7 @@ from argosy.data.corpus.manifest import (
 )
 from argosy.data.prepare.crew import Crew
 from argosy.data.prepare.join import Joiner, books_of, shard_name
+from argosy.data.prepare.locks import is_there, lock_shards
 from argosy.data.prepare.parts import PartFacts, PartName, PartOptions, cannot_write, read_facts
 from argosy.data.text.inputs import InputFile, find_inputs, require_no_texts
 from argosy.data.text.tokenizer import Tokenizer
@@ -104,6 +105,8 @@ def prepare_files(
         return job.finish()
     except OSError as error:
         raise cannot_write(output, error.strerror or str(error)) from None
+    finally:
+        job.release()
 
 
 def _warn(text: str) -> None:
@@ -159,6 +162,8 @@ class Job:
         self.ends: dict[int, int] = {}  # group -> a block found to be past its end
         self.made: set[int] = set()  # groups whose parts an earlier attempt has made, where inputs have to arrive
         self.under_way: Counter[int] = Counter()  # group -> parts handed out and not finished
+        self._locks: int | None = None
+        self._done_elsewhere = False
 
     def claim(self) -> None:
         """Take the output directory: a new one, or one where the same job was left unfinished."""
@@ -168,13 +173,28 @@ class Job:
             self._settle(plan)
         self.parts.mkdir(parents=True, exist_ok=True)
         replace_file(plan, self._fingerprint())
+        self._locks = lock_shards(self.parts / "locks", self._dealt(), _warn)
+        if not is_there(self._locks, self.parts / "locks"):  # who had them has cleared the parts away
+            self.release()
+            self._done_elsewhere = self._is_corpus()
+            if not self._done_elsewhere:
+                self.claim()
+            return
         name, content = self.tokenizer.stored()
         for corpus in self.corpora:
             corpus.mkdir(exist_ok=True)
             replace_file(corpus / name, content)
 
+    def release(self) -> None:
+        if self._locks is not None:
+            os.close(self._locks)
+            self._locks = None
+
     def start_arrivals(self, arrivals: Arrivals) -> None:
         """Have the inputs come that are still needed, and wait for the first, to prove an engine on."""
+        if self._done_elsewhere:
+            arrivals.start([])
+            return
         self.made = {group for group in range(len(self.groups)) if self._is_made(group)}
         missing = [group for number, group in enumerate(self.groups) if number not in self.made]
         arrivals.start([file for group in missing for file in group])
@@ -184,7 +204,7 @@ class Job:
 
     def make_shards(self) -> None:
         """Make this machine's parts, and join those of each shard as they are finished."""
-        joiners = {shard: self._joiner(shard) for shard in self._my_shards()}
+        joiners = {} if self._done_elsewhere else {shard: self._joiner(shard) for shard in self._my_shards()}
         names = self._names(joiners)
         try:
             with Progress("prepare", self.crew.input_bytes, "B") as progress:
@@ -200,9 +220,13 @@ class Job:
             for joiner in joiners.values():
                 joiner.close()
 
+    def _dealt(self) -> range:
+        """The shards this machine makes."""
+        return range(self.options.machine, self.options.shards, self.options.machines)
+
     def _my_shards(self) -> Iterator[int]:
-        """Those this machine makes, less the ones an earlier attempt has finished."""
-        for shard in range(self.options.machine, self.options.shards, self.options.machines):
+        """Less the ones an earlier attempt has finished."""
+        for shard in self._dealt():
             if not books_of(self.parts, shard).exists():
                 yield shard
 

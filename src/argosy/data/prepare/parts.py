@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -133,7 +134,8 @@ class PartMaker:
 
     def _write(self, name: PartName, pieces: Iterator[Piece], parser: Parser) -> PartFacts:
         prefixes = [self.directory / name.pair(key) for key in range(len(self.options.keys))]
-        writers = [IndexedWriter(prefix, self.dtype, sync=False) for prefix in prefixes]
+        mark = f".{os.urandom(6).hex()}"  # a worker whose job was killed may still be at it
+        writers = [IndexedWriter(prefix, self.dtype, sync=False, mark=mark) for prefix in prefixes]
         bad: list[BadRecord] = []
         files: Counter[str] = Counter()
         input_bytes = 0
