@@ -214,6 +214,13 @@ def test_a_broken_kubeconfig_is_a_refusal(tmp_path: Path, monkeypatch: pytest.Mo
         connect("training")
 
 
+def test_a_name_that_is_nowhere_is_told_to_be_missing_here_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    with pytest.raises(ArgosyError, match=r"there is no runs/mistyped here, and no cluster is configured"):
+        runs.status(runs.find("mistyped", None))
+
+
 def test_who_may_see_no_job_is_not_told_that_there_is_none(server: ApiServer) -> None:
     server.forbidden = {"jobs", "jobsets", "pytorchjobs", "trainjobs", "hyperpodpytorchjobs"}
     with pytest.raises(ArgosyError, match="403"):

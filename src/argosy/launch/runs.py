@@ -61,7 +61,7 @@ def find(run: str, namespace: str | None, target: str | None = None) -> Launched
 def status(run: Launched) -> dict[str, Any]:
     """State of every stage, and how far training is."""
     if run.target in KUBERNETES:
-        cluster = connect(run.namespace)
+        cluster = _cluster(run)
         found = runs_in(cluster).get(run.name)
         if found is None:
             raise _unknown(run, f"namespace {cluster.namespace} has no run {run.name}")
@@ -99,7 +99,7 @@ def logs(run: Launched, *, rank: int, follow: bool, tail: int | None) -> Iterato
             _require_log(run, rank)
         yield from read_log(run.directory, rank, tail=tail, follow=follow)
         return
-    cluster = connect(run.namespace)
+    cluster = _cluster(run)
     since, seen = None, set[str]()
     while True:
         last = (
@@ -150,7 +150,7 @@ def end(run: Launched) -> list[str]:
         return _end_in_slurm(run)
     if run.target not in KUBERNETES:
         raise _unknown(run, f"{run.name} runs on this machine, if it does: Ctrl-C or SIGTERM ends it in order", _WATCH)
-    cluster = connect(run.namespace)
+    cluster = _cluster(run)
     stopped = stop(cluster, run.name)
     if not stopped:
         raise _unknown(run, f"namespace {cluster.namespace} has nothing of {run.name} to stop")
@@ -214,6 +214,16 @@ def _slurm(*line: str) -> str:
         ) from None
     except subprocess.CalledProcessError as error:
         raise ArgosyError("launch.slurm", f"{line[0]}: {error.stderr.strip()}", fix="see what Slurm says") from None
+
+
+def _cluster(run: Launched) -> Cluster:
+    """Where a run that is not seen here is to be found."""
+    try:
+        return connect(run.namespace)
+    except ArgosyError as error:
+        if run.namespace is not None or run.directory.is_dir():
+            raise
+        raise _unknown(run, f"there is no {run.directory} here, and {error.cause}", error.fix) from None
 
 
 def _unknown(run: Launched, cause: str, fix: str = _LIST) -> ArgosyError:
