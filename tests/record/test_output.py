@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from argosy.record.logs import last_words, newest_attempt, read_log
-from argosy.record.relay import ATTEMPTS_KEPT, BEGINNING, ENDING, MARK, Lines, Log, Order, forget_old
+from argosy.record.relay import ATTEMPTS_KEPT, BEGINNING, ENDING, MARK, Keeper, Lines, Log, Order, forget_old
 
 SIZED = "import os, time\nwhile not os.get_terminal_size(1).columns: time.sleep(0.01)\n"
 RANK = """
@@ -149,7 +149,7 @@ def test_one_that_speaks_without_end_is_kept_at_its_start_and_its_end(tmp_path: 
 
 def test_a_line_without_end_fills_no_disk(tmp_path: Path) -> None:
     order = Order(0, 1 << 20, 1, "here", str(tmp_path), (0, 0.0), [], 2, [])
-    file = Log(order, 1, "now")
+    file = Log(order, 1)
     file.write(b"x" * (2 << 20))
     (tmp_path / "logs/1/0.log").unlink()
     file.write(b"y" * (1 << 20))
@@ -169,6 +169,24 @@ def test_a_full_disk_costs_lines_of_the_log_and_nothing_else_and_is_told_once(tm
     assert [line for line in lines if not line.startswith("warning")] == ["one", "two", "three"]
     (warning,) = (line for line in lines if line.startswith("warning"))
     assert warning.startswith("warning: the log of rank 0 cannot be kept ([Errno 28] No space left on device")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="open files are counted in /proc")
+def test_a_disk_that_stays_full_takes_no_files_away_from_the_relay(tmp_path: Path) -> None:
+    full = tmp_path / "logs/1"
+    full.mkdir(parents=True)
+    (full / "0.log").symlink_to("/dev/full")
+    ours, theirs = os.pipe()
+    keeper = Keeper(Order(0, 1, 1, "here", str(tmp_path), (0, 0.0), [], theirs, []))
+    opened, log = [], None
+    for _ in range(5):
+        keeper._again = 0.0  # it is time to try once more
+        log = keeper._write(log, 1, b"one\n")
+        opened.append(len(os.listdir("/proc/self/fd")))
+    assert max(opened) == opened[0]
+    assert os.read(ours, 1000).count(b"warning") == 1
+    for fd in (ours, theirs):
+        os.close(fd)
 
 
 def test_a_file_system_that_does_not_answer_holds_up_nobody(tmp_path: Path) -> None:
@@ -202,6 +220,26 @@ for i in range(3): print(i, flush=True)"""
     assert process.returncode == 0
     assert text.count("the process that keeps this rank's log has ended") == 1
     assert text.splitlines()[1:] == ["0", "1", "2"]
+
+
+def test_where_the_relay_is_killed_and_nobody_reads_any_more_the_rank_goes_on(tmp_path: Path) -> None:
+    does = """begin(); input(); os.kill(output._relay.pid, 9)
+while output._relay is not None: time.sleep(0.01)
+os._exit(7)"""
+    ours, theirs = os.pipe()
+    process = start(tmp_path / "run", does, stdin=subprocess.PIPE, stdout=theirs)
+    for fd in (ours, theirs):
+        os.close(fd)
+    process.communicate(b"\n", timeout=60)
+    assert process.returncode == 7
+
+
+def test_a_fork_of_a_rank_knows_nothing_of_the_end_of_the_relay(tmp_path: Path) -> None:
+    does = """begin()
+if os.fork() == 0:
+    subprocess.run(["true"]); print("child", flush=True); os._exit(0)
+os.wait()"""
+    assert said(tmp_path / "run", does) == ("child\n", 0)
 
 
 def test_what_a_rank_started_is_heard_after_it_was_killed(tmp_path: Path) -> None:
@@ -296,3 +334,32 @@ def test_a_log_is_followed_from_piece_to_piece_and_from_attempt_to_attempt_until
     assert spoken == [f"line {i} {'x' * 100}" for i in range(4000)] + ["again", "over"]
     assert next(read_log(run, 0, tail=2)) == "over"
     assert list(read_log(run, 1)) == []
+
+
+@pytest.mark.parametrize("tail", [0, 1, None])
+def test_the_log_of_a_run_that_has_ended_is_followed_to_its_end_whoever_spoke_last(
+    tail: int | None, tmp_path: Path
+) -> None:
+    (tmp_path / "logs/1").mkdir(parents=True)
+    lines = [f"{BEGINNING}0 of 1", "one", f"{ENDING}ended by itself", "a process that outlived it"]
+    (tmp_path / "logs/1/0.log").write_text("\n".join(lines) + "\n")
+    (tmp_path / "events.jsonl").write_text('{"event":"start","time":1}\n{"event":"done","time":2}\n')
+    followed = list[str]()
+    reader = threading.Thread(
+        target=lambda: followed.extend(read_log(tmp_path, 0, tail=tail, follow=True)), daemon=True
+    )
+    reader.start()
+    reader.join(30)
+    assert not reader.is_alive()
+    assert followed == (lines if tail is None else lines[len(lines) - tail :])
+
+
+def test_a_log_is_followed_into_the_run_that_was_begun_anew_in_its_place(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    said(run, "begin(); print('first')")
+    followed = read_log(run, 0, follow=True)
+    assert next(followed).startswith(BEGINNING)
+    said(run, "run.rename(f'{run}.old'); run.mkdir(); begin(); print('fresh')")
+    with (run / "events.jsonl").open("a") as events:
+        events.write('{"event":"done","step":3,"time":1}\n')
+    assert [line for line in followed if not line.startswith(MARK)] == ["first", "fresh"]

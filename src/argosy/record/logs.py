@@ -38,20 +38,30 @@ def read_log(run: Path, rank: int, *, tail: int | None = None, follow: bool = Fa
     """The lines of the newest attempt, or the last of them; to be followed, also those to come until the run has ended."""
     lines: deque[str] = deque(maxlen=tail)
     at: tuple[Path, BinaryIO] | None = None  # an attempt, and a piece of its log
+    ended = False
     while (following := _next_piece(run, rank, at)) is not None:
         at = following
-        lines.extend(_whole_lines(at[1], last=not follow))
+        for line in _whole_lines(at[1], last=not follow):
+            ended = _is_over(line, ended)
+            lines.append(line)
     yield from lines
-    ended = bool(lines) and lines[-1].startswith(ENDING)
-    while follow and not (ended and _has_ended(run)):
+    while follow:
+        over = ended and _has_ended(run)  # before a next piece is looked for: there is none any more
         following = _next_piece(run, rank, at)  # before the rest of this one is read: nothing is added to it any more
         for line in () if at is None else _whole_lines(at[1], last=following is not None):
-            ended = line.startswith(ENDING)
+            ended = _is_over(line, ended)
             yield line
-        if following is None:
-            time.sleep(_LOOK_S)
+        if following is not None:
+            at = following
+        elif over:
+            return
         else:
-            at, ended = following, False
+            time.sleep(_LOOK_S)
+
+
+def _is_over(line: str, before: bool) -> bool:
+    """Whether the rank has ended, after this line: what it has started may speak longer than itself."""
+    return line.startswith(ENDING) or (before and not line.startswith(BEGINNING))
 
 
 def _next_piece(run: Path, rank: int, at: tuple[Path, BinaryIO] | None) -> tuple[Path, BinaryIO] | None:
@@ -63,7 +73,8 @@ def _next_piece(run: Path, rank: int, at: tuple[Path, BinaryIO] | None) -> tuple
     place = -1
     if at is not None and attempt == at[0]:
         mine = os.fstat(at[1].fileno())
-        place = next((place for place, path in enumerate(found) if _is_same(path, mine)), 0)
+        gone = 0 if found and found[0].name == f"{rank}.first.log" else -1  # the run was moved aside, and begun anew
+        place = next((place for place, path in enumerate(found) if _is_same(path, mine)), gone)
     try:
         file = found[place + 1].open("rb")
     except (IndexError, FileNotFoundError):  # there is none, or it gets another name just now

@@ -88,9 +88,11 @@ class Output:
             os.dup2(before, fd)
 
     def _child_ended(self, number: int, frame: FrameType | None) -> None:
-        if self._relay is not None and self._relay.poll() is not None:
-            self._relay = None
-            self._restore()
+        if self._relay is None or os.getpid() != self._pid or self._relay.poll() is None:
+            return
+        self._relay = None
+        self._restore()
+        with contextlib.suppress(OSError):  # which would be raised wherever the rank is just now
             os.write(2, b"warning: the process that keeps this rank's log has ended; the run goes on without\n")
 
     def close(self) -> None:

@@ -99,14 +99,11 @@ def _on_top(line: bytes) -> bytes:
 class Log:
     """A rank's file of an attempt. When it is full another one is begun; the first is kept, and the last two."""
 
-    def __init__(self, order: Order, attempt: int, begun: str) -> None:
+    def __init__(self, order: Order, attempt: int) -> None:
         self._order, self._fd, self._size, self._lost = order, -1, 0, 0
         self._piece = min(_LARGEST_PIECE, max(_LEAST_PIECE, _ALL_PIECES // order.ranks))
         self._directory = os.path.join(order.run, "logs", str(attempt))
         self._open()
-        self._append(
-            f"{BEGINNING}{order.rank} of {order.ranks} on {order.host}, process {order.pid}, {begun}\n".encode()
-        )
 
     def write(self, data: bytes) -> None:
         while len(data) > (room := self._piece - self._size):
@@ -163,7 +160,8 @@ class Keeper(threading.Thread):
 
     def __init__(self, order: Order) -> None:
         super().__init__(name="keeper", daemon=True)
-        self._order, self._since = order, clock()
+        self._order = order
+        self._first = f"{BEGINNING}{order.rank} of {order.ranks} on {order.host}, process {order.pid}, {clock()}\n"
         self._looked: object = None
         self._queue: deque[bytes] = deque()
         self._news, self._waiting, self._heard = threading.Condition(), 0, 0  # bytes
@@ -245,9 +243,12 @@ class Keeper(threading.Thread):
             return log
         try:
             if log is None:
-                log = Log(self._order, attempt, self._since)
+                log = Log(self._order, attempt)
                 if self._order.rank == 0:
                     forget_old(os.path.join(self._order.run, "logs"), attempt)
+            if self._first:
+                log.write(self._first.encode())
+                self._first = ""
             if self._unwritten:
                 log.write(_gap(self._unwritten))
                 self._unwritten = 0

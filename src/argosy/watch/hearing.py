@@ -42,7 +42,8 @@ class Hearing:
 def listen(heartbeats: Callable[[], dict[int, Record]]) -> None:
     """Until a beat is heard, where none is known to be recent: no longer than one takes."""
     beats = [beat for beat in heartbeats().values() if beat.get("alive")]
-    deadline = time.monotonic() + 1.5 * interval_s(len(beats)) + _STORAGE_S
+    between_s = interval_s(len(beats))
+    deadline = time.monotonic() + 1.5 * between_s + _STORAGE_S
     while beats and min(beat["age_s"] for beat in beats) > _DOUBTFUL_S and time.monotonic() < deadline:
-        time.sleep(0.2)
+        time.sleep(between_s / 5)
         beats = [beat for beat in heartbeats().values() if beat.get("alive")]

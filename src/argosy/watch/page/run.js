@@ -140,7 +140,10 @@ export function runPage(main, names) {
       more.replaceChildren(el("option", { value: "" }, "choose a metric"), ...[...found].sort().map((name) => el("option", { value: name }, name)));
     }
     drawTiles(runs);
-    if (now === version) return;
+    if (now === version) {
+      if (names.length === 1) await log.refresh(); // a rank may speak between two logged steps
+      return;
+    }
     version = now;
     if (!drawn.length) charts.replaceChildren(el("p", { class: "note" }, "nothing logged yet"));
     await Promise.all([...drawn.map(refresh), drawFacts(runs), judge()]);
