@@ -211,7 +211,7 @@ def test_a_reader_that_leaves_is_no_end_of_the_log(tmp_path: Path) -> None:
 
 def test_where_the_relay_is_killed_the_rank_goes_on_and_says_so_once(tmp_path: Path) -> None:
     does = """begin(); print("one", flush=True); input(); os.kill(output._relay.pid, 9)
-while output._relay is not None: time.sleep(0.01)
+while output._relay.returncode is None: time.sleep(0.01)
 for i in range(3): print(i, flush=True)"""
     process = start(tmp_path / "run", does, stdin=subprocess.PIPE)
     assert process.stdout is not None
@@ -224,7 +224,7 @@ for i in range(3): print(i, flush=True)"""
 
 def test_where_the_relay_is_killed_and_nobody_reads_any_more_the_rank_goes_on(tmp_path: Path) -> None:
     does = """begin(); input(); os.kill(output._relay.pid, 9)
-while output._relay is not None: time.sleep(0.01)
+while output._relay.returncode is None: time.sleep(0.01)
 os._exit(7)"""
     ours, theirs = os.pipe()
     process = start(tmp_path / "run", does, stdin=subprocess.PIPE, stdout=theirs)
@@ -234,12 +234,13 @@ os._exit(7)"""
     assert process.returncode == 7
 
 
-def test_a_fork_of_a_rank_knows_nothing_of_the_end_of_the_relay(tmp_path: Path) -> None:
-    does = """begin()
-if os.fork() == 0:
-    subprocess.run(["true"]); print("child", flush=True); os._exit(0)
-os.wait()"""
-    assert said(tmp_path / "run", does) == ("child\n", 0)
+def test_a_rank_that_is_writing_when_the_relay_is_killed_is_heard_to_its_end(tmp_path: Path) -> None:
+    does = """begin(); os.kill(output._relay.pid, signal.SIGSTOP)
+threading.Timer(0.5, os.kill, (output._relay.pid, signal.SIGKILL)).start()
+for i in range(10_000): print("x" * 50)  # more than a pipe takes
+sys.exit(7)"""
+    text, code = said(tmp_path / "run", f"import signal, threading\n{does}")
+    assert (text.count("x"), code) == (500_000, 7)
 
 
 def test_what_a_rank_started_is_heard_after_it_was_killed(tmp_path: Path) -> None:

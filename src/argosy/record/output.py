@@ -2,7 +2,8 @@
 the processes it starts, up to its last word.
 
 Both are led through a process of its own, `argosy.record.relay`, which passes everything on as it comes. A terminal is replaced by
-another one, so that bars and colours stay; anything else by a pipe. Should the relay end before us, we write where we wrote before.
+another one, so that bars and colours stay; anything else by a pipe. Should the relay end before us, we write where we wrote before, and
+a thread passes on what it has left behind: who is just writing is neither held up nor told of a broken pipe.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ import fcntl
 import json
 import os
 import select
-import signal
 import subprocess
 import sys
 import termios
+import threading
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 
 from argosy.errors import ArgosyError
 from argosy.record import relay
-from argosy.record.relay import FAREWELL, FORGET, PIPE_BYTES, Begun, Order
+from argosy.record.relay import FAREWELL, FORGET, PIPE_BYTES, Begun, Order, receive, send
 
 _FAREWELL_S = 10.0  # that our end waits for the relay's, as where a terminal is held
 
@@ -36,14 +37,15 @@ class Output:
         self._pid = os.getpid()
         self._before: dict[int, int] = {}  # where 1 and 2 went
         self._relay: subprocess.Popen[bytes] | None = None
+        self._channels: list[tuple[int, int]] = []  # where the relay reads, and where it writes
+        self._watcher: threading.Thread | None = None
+        self._leaving = False
         host, root, words = os.uname().nodename, str(run.absolute()), [str(path) for path in last_words]
         try:
             self._lead(Order(rank, ranks, self._pid, host, root, Begun.of(root), [], 2, words))
         except OSError as error:
             print(f"warning: no log of rank {rank} is kept: {error}", file=sys.stderr)
             return
-        signal.signal(signal.SIGCHLD, self._child_ended)
-        signal.siginterrupt(signal.SIGCHLD, False)
         atexit.register(self.close)
 
     def _lead(self, order: Order) -> None:
@@ -52,11 +54,11 @@ class Output:
         for fd in (1, 2):
             found = os.fstat(fd)
             same.setdefault((found.st_dev, found.st_ino), []).append(fd)
-        with contextlib.ExitStack() as opened:
+        with contextlib.ExitStack() as opened, contextlib.ExitStack() as readers:
             writers: dict[int, int] = {}
             for fds in same.values():
                 reader, writer = _channel(fds[0])
-                opened.callback(os.close, reader)
+                readers.callback(os.close, reader)
                 opened.callback(os.close, writer)
                 self._before |= {fd: os.dup(fd) for fd in fds}
                 writers |= dict.fromkeys(fds, writer)
@@ -68,8 +70,12 @@ class Output:
                 stdout=subprocess.PIPE,
                 pass_fds={fd for channel in order.channels for fd in channel} | {*self._before.values()},
             )
+            self._channels = order.channels
+            readers.pop_all()
             for fd, writer in writers.items():
                 os.dup2(writer, fd)
+        self._watcher = threading.Thread(target=self._outlive, args=(self._relay,), name="argosy-output", daemon=True)
+        self._watcher.start()
 
     def __enter__(self) -> Output:
         return self
@@ -87,27 +93,36 @@ class Output:
         for fd, before in self._before.items():
             os.dup2(before, fd)
 
-    def _child_ended(self, number: int, frame: FrameType | None) -> None:
-        if self._relay is None or os.getpid() != self._pid or self._relay.poll() is None:
+    def _outlive(self, relay: subprocess.Popen[bytes]) -> None:
+        """Take the relay's place where it ends before us."""
+        if relay.stdout is not None:
+            relay.stdout.read()  # until it closes it
+        if self._leaving:
             return
-        self._relay = None
         self._restore()
-        with contextlib.suppress(OSError):  # which would be raised wherever the rank is just now
-            os.write(2, b"warning: the process that keeps this rank's log has ended; the run goes on without\n")
+        send(2, b"warning: the process that keeps this rank's log has ended; the run goes on without\n")
+        relay.wait()
+        places = dict(self._channels)
+        while places:
+            for source in select.select([*places], [], [])[0]:
+                if data := receive(source):
+                    send(places[source], data)
+                else:
+                    del places[source]
 
     def close(self) -> None:
         """Wait until all has been passed on. What is written later than this, the relay does not see."""
-        if self._relay is None or os.getpid() != self._pid:
+        if self._relay is None or self._watcher is None or os.getpid() != self._pid:
             return
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 stream.flush()
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self._leaving = True
         self._restore()
         self._tell(FAREWELL)
-        if self._relay.stdin is not None and self._relay.stdout is not None:
+        if self._relay.stdin is not None:
             self._relay.stdin.close()
-            select.select([self._relay.stdout], [], [], _FAREWELL_S)
+        self._watcher.join(_FAREWELL_S)
 
 
 def _channel(like: int) -> tuple[int, int]:

@@ -283,6 +283,14 @@ def send(fd: int, data: bytes) -> bool:
     return True
 
 
+def receive(source: int) -> bytes:
+    """Nothing where there is nobody left to write."""
+    try:
+        return os.read(source, PIPE_BYTES)
+    except OSError:  # how a terminal ends
+        return b""
+
+
 class Relay:
     def __init__(self, order: Order) -> None:
         self._order, self._keeper = order, Keeper(order)
@@ -307,10 +315,7 @@ class Relay:
         self._keeper.flush(_LAST_FLUSH_S)
 
     def _pass_on(self, source: int) -> None:
-        try:
-            data = os.read(source, PIPE_BYTES)
-        except OSError:  # how a terminal ends
-            data = b""
+        data = receive(source)
         if not data:
             self._keeper.put(self._lines.pop(source).end())
             os.close(source)
