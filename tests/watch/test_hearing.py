@@ -89,3 +89,11 @@ def test_a_beat_that_came_between_two_looks_far_apart_is_as_old_as_it_says(monke
     assert age(3, 900) == pytest.approx(10)  # by another clock: since the last look
     clock.sleep(30)
     assert age(3, 930) == pytest.approx(40)
+
+
+def test_a_beat_from_the_future_does_not_come_alive_when_our_clock_gets_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    ears, last = Hearing(), {0: {"beat": 7, "time": clock.now + 600}}
+    for _ in range(10):
+        assert ears.note(last)[0]["age_s"] >= 300
+        clock.sleep(120)

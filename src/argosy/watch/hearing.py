@@ -18,9 +18,8 @@ _STORAGE_S = 5.0  # that a shared file system may take to show a change
 
 class Hearing:
     def __init__(self) -> None:
-        self._beats: dict[
-            int, tuple[object, float | None]
-        ] = {}  # the last of each rank, and when it was heard, if we know
+        # Of each rank the last beat, since when we know it, and whether it came while we looked.
+        self._beats: dict[int, tuple[object, float, bool]] = {}
         self._looked = time.monotonic()
 
     def note(self, beats: dict[int, Record]) -> dict[int, Record]:
@@ -32,11 +31,12 @@ class Hearing:
     def _age(self, rank: int, beat: Record, now: float, since: float) -> float:
         told = abs(time.time() - float(beat.get("time", 0.0)))  # one from the future is by another clock
         mark = (beat.get("host"), beat.get("pid"), beat.get("beat"))
-        before, heard = self._beats.get(rank, (None, None))
+        before, at, heard = self._beats.get(rank, (None, now, False))
         if before != mark:
-            heard = None if before is None else now - min(told, now - since)  # it came after our last look
-            self._beats[rank] = (mark, heard)
-        return told if heard is None else now - heard
+            heard = before is not None
+            at = now - min(told, now - since) if heard else now  # it came after our last look
+            self._beats[rank] = (mark, at, heard)
+        return now - at if heard else max(told, now - at)
 
 
 def listen(heartbeats: Callable[[], dict[int, Record]]) -> None:
