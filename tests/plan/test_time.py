@@ -34,6 +34,7 @@ def test_a_host_that_starts_kernels_one_by_one_is_the_limit_of_small_batches(
     predicted = step_time(work, layout, parse_cluster("1xH200"), stack, known)
     assert predicted.total == pytest.approx(measured, rel=0.10)
     assert time_of(work, layout, "1xH200").total < 0.75 * predicted.total  # started as a whole
+    assert time_of(work, layout, "1xH200").terms["launches"] == 0
     dropping = Work(resolve_model("gpt2-large", ["dropout=0.1"]), 1024, batch)
     assert time_of(dropping, layout, "1xH200").terms["launches"] > 0  # which is not done with dropout
 

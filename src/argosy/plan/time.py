@@ -146,7 +146,7 @@ def _layer_terms(
 def _waited(host: float, device: float) -> float:
     """Seconds a device waits for the host that launches its kernels: the difference, where the host is slower, and somewhat
     more where both take about as long, since now one of them is late and now the other."""
-    return float((host**SHARPNESS + device**SHARPNESS) ** (1 / SHARPNESS) - device)
+    return max(0.0, float((host**SHARPNESS + device**SHARPNESS) ** (1 / SHARPNESS)) - device)
 
 
 def _reduced_share(work: Work, layout: Layout) -> float:
