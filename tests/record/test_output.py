@@ -12,8 +12,6 @@ import subprocess
 import sys
 import termios
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,6 +20,7 @@ from hypothesis import strategies as st
 
 from argosy.record.logs import last_words, newest_attempt, read_log
 from argosy.record.relay import ATTEMPTS_KEPT, BEGINNING, ENDING, MARK, Keeper, Lines, Log, Order, forget_old
+from waiting import wait_for
 
 SIZED = "import os, time\nwhile not os.get_terminal_size(1).columns: time.sleep(0.01)\n"
 RANK = """
@@ -57,13 +56,6 @@ def log(run: Path, attempt: int = 1, name: str = "0.log") -> list[str]:
     return [line for line in lines if not line.startswith(MARK)]
 
 
-def until(what: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def test_python_and_native_code_and_other_processes_are_heard_in_their_order(tmp_path: Path) -> None:
     does = """begin(); print("one", flush=True); os.write(2, b"two\\n"); subprocess.run(["echo", "three"])
 print("four", file=sys.stderr); os.write(1, b"five"); sys.exit(7)"""
@@ -87,7 +79,7 @@ def test_the_last_words_of_one_that_dies_are_kept(does: str, ended_by: int, last
     text, code = said(tmp_path / "run", f"begin(); {does}")
     assert code == -ended_by
     path = tmp_path / "run/logs/1/0.log"
-    until(lambda: path.exists() and ENDING in path.read_text())
+    wait_for(lambda: path.exists() and ENDING in path.read_text())
     assert log(tmp_path / "run") == text.splitlines()
     assert any(line.startswith(last) for line in log(tmp_path / "run"))
     assert path.read_text().splitlines()[-1].startswith(f"{ENDING}was ended, or crashed")
@@ -248,7 +240,7 @@ def test_what_a_rank_started_is_heard_after_it_was_killed(tmp_path: Path) -> Non
     does = f"begin(); subprocess.Popen([sys.executable, '-c', {child!r}]); os.write(1, b'gone\\n'); os.kill(os.getpid(), 9)"
     text, _ = said(tmp_path / "run", does)
     assert text == "gone\nstill here\n"
-    until(lambda: log(tmp_path / "run") == ["gone", "still here"])
+    wait_for(lambda: log(tmp_path / "run") == ["gone", "still here"])
 
 
 def test_lines_of_many_ranks_are_not_mixed(tmp_path: Path) -> None:
