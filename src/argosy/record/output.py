@@ -96,7 +96,7 @@ class Output:
     def _outlive(self, relay: subprocess.Popen[bytes]) -> None:
         """Take the relay's place where it ends before us."""
         if relay.stdout is not None:
-            relay.stdout.read()  # until it closes it
+            os.read(relay.stdout.fileno(), 1)  # until it closes it; not by a buffer, whose lock an exit might need
         if self._leaving:
             return
         self._restore()
