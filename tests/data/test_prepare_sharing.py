@@ -234,6 +234,19 @@ def test_killed_fifty_times_the_bytes_are_the_same(inputs: list[str], tmp_path: 
     kill_and_finish(inputs, tmp_path, 50)
 
 
+def test_what_killed_processes_left_of_a_machines_parts_is_cleared_away(inputs: list[str], tmp_path: Path) -> None:
+    options = PrepareOptions(workers=1, shards=2, machine=1, machines=2)
+    job = preparing.Job(find_inputs(inputs), ByteTokenizer(), tmp_path, options)
+    job.claim()
+    names = [f"{group:05d}-{block:06d}.0.bin.0123ab.partial" for group in (0, 1) for block in (0, 1)]
+    for name in names:
+        (job.parts / name).touch()
+    job.release()
+    job.claim()
+    assert {path.name for path in job.parts.glob("*.partial")} == {names[0], names[3]}  # of the other machine's shard
+    job.release()
+
+
 def test_started_twice_at_once_one_makes_the_corpus_and_the_other_waits_for_it(
     inputs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,7 +42,7 @@ from argosy.data.corpus.manifest import (
 from argosy.data.prepare.crew import Crew
 from argosy.data.prepare.join import Joiner, books_of, shard_name
 from argosy.data.prepare.locks import is_there, lock_shards
-from argosy.data.prepare.parts import PartFacts, PartName, PartOptions, cannot_write, read_facts
+from argosy.data.prepare.parts import PartFacts, PartName, PartOptions, cannot_write, clear_unfinished, read_facts
 from argosy.data.text.inputs import InputFile, find_inputs, require_no_texts
 from argosy.data.text.tokenizer import Tokenizer
 from argosy.errors import ArgosyError
@@ -180,6 +180,7 @@ class Job:
             if not self._done_elsewhere:
                 self.claim()
             return
+        clear_unfinished(self.parts, lambda part: self.shard_of(part) in self._dealt())
         name, content = self.tokenizer.stored()
         for corpus in self.corpora:
             corpus.mkdir(exist_ok=True)

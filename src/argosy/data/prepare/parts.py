@@ -14,7 +14,7 @@ import errno
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -191,6 +191,14 @@ def _append_eod(ids: Tokens, lengths: Lengths, last: Lengths, eod: int | None) -
     out[keep] = ids
     out[eods] = eod
     return out, lengths
+
+
+def clear_unfinished(directory: Path, is_ours: Callable[[PartName], bool]) -> None:
+    """What processes that were killed have left of parts."""
+    for path in directory.glob("*.partial"):
+        group, block = path.name.partition(".")[0].split("-")
+        if is_ours(PartName(int(group), int(block))):
+            path.unlink(missing_ok=True)
 
 
 def read_facts(directory: Path, name: PartName) -> PartFacts | None:
