@@ -170,6 +170,8 @@ def test_hostile_names_are_text_and_no_script_runs(page: Any, dashboard: Dashboa
     page.locator('[data-card="Log"] pre').get_by_text(evil).wait_for()
     page.get_by_label("whose log is shown").select_option("1")
     page.locator('[data-card="Log"] pre').get_by_text("rank one").wait_for()
+    (run / "logs/1/1.log").write_text("rank one\nbetween two steps\n")
+    page.locator('[data-card="Log"] pre').get_by_text("between two steps").wait_for()
     page.get_by_label("add a chart").select_option(evil)
     page.wait_for_timeout(300)
     assert page.evaluate("window.owned") is None
