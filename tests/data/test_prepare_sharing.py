@@ -28,7 +28,7 @@ from argosy.data.prepare.job import PrepareOptions, prepare
 from argosy.data.prepare.parts import PartOptions
 from argosy.data.prepare.workers import Pool, recipe_of
 from argosy.data.text import engines
-from argosy.data.text.inputs import find_inputs
+from argosy.data.text.inputs import find_inputs, group_inputs
 from argosy.data.text.tokenizer import ByteTokenizer, JsonTokenizer, train_bpe
 from argosy.errors import ArgosyError
 
@@ -162,7 +162,7 @@ def test_every_worker_proves_its_engine(inputs: list[str], tmp_path: Path) -> No
     tokenizer = JsonTokenizer(train_bpe(["some text of no matter"] * 9, 300), "t")
     other = JsonTokenizer(train_bpe(["another text, so other ids"] * 9, 300), "t")
     options = PartOptions(("text",), True, False, 1 << 19)
-    groups = preparing.group_inputs(find_inputs(inputs), text_lines=False)
+    groups = group_inputs(find_inputs(inputs), text_lines=False)
     recipe = recipe_of(tokenizer, "fastokens", eod=None)
     for reference, content, fault in (
         (tokenizer, recipe.content, None),

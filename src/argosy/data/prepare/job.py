@@ -43,7 +43,7 @@ from argosy.data.prepare.crew import Crew
 from argosy.data.prepare.join import Joiner, books_of, shard_name
 from argosy.data.prepare.locks import is_there, lock_shards
 from argosy.data.prepare.parts import PartFacts, PartName, PartOptions, cannot_write, clear_unfinished, read_facts
-from argosy.data.text.inputs import InputFile, find_inputs, require_no_texts
+from argosy.data.text.inputs import InputFile, find_inputs, group_inputs, require_no_texts
 from argosy.data.text.tokenizer import Tokenizer
 from argosy.errors import ArgosyError
 from argosy.record.files import replace_file
@@ -408,21 +408,6 @@ def _check_keys(keys: Sequence[str], files: Sequence[InputFile]) -> None:
             value=", ".join(keys),
             fix="name each key once, for records that have it",
         )
-
-
-def group_inputs(files: Sequence[InputFile], text_lines: bool) -> list[list[InputFile]]:
-    """Each file alone, but for text files that are one document each: those are taken together up to a block's size."""
-    groups: list[list[InputFile]] = []
-    room = 0
-    for file in files:
-        together = file.is_text and not text_lines
-        if together and groups and room >= file.size and groups[-1][0].is_text:
-            groups[-1].append(file)
-            room -= file.size
-        else:
-            groups.append([file])
-            room = (8 << 20) - file.size if together else 0
-    return groups
 
 
 def _block_bytes(files: Sequence[InputFile]) -> int:

@@ -204,3 +204,18 @@ def require_known(files: list[InputFile], name: str) -> list[InputFile]:
             cause = f"the name {named!r} is not UTF-8, and a corpus keeps the names of its inputs as text"
             raise ArgosyError("data.bad-input", cause, fix="rename the file")
     return files
+
+
+def group_inputs(files: Sequence[InputFile], text_lines: bool) -> list[list[InputFile]]:
+    """Each file alone, but for text files that are one document each: those are taken together up to a block's size."""
+    groups: list[list[InputFile]] = []
+    room = 0
+    for file in files:
+        together = file.is_text and not text_lines
+        if together and groups and room >= file.size and groups[-1][0].is_text:
+            groups[-1].append(file)
+            room -= file.size
+        else:
+            groups.append([file])
+            room = (8 << 20) - file.size if together else 0
+    return groups

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
-from argosy.data.prepare.job import group_inputs
-from argosy.data.text.inputs import find_inputs
+from argosy.data.text.inputs import find_inputs, group_inputs
 from argosy.data.text.readers import open_blocks
 from argosy.data.text.records import texts_of
 from argosy.data.text.tokenizer import load_tokenizer, train_bpe
