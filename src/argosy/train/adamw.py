@@ -28,25 +28,22 @@ def adamw(spec: OptimSpec) -> Rule:
 def _one_pass(
     slots: Sequence[Slot], gradients: Sequence[Tensor], update: Update, spec: OptimSpec, weight_decay: float
 ) -> None:
-    from argosy.train.adamw_kernel import adamw_
+    from argosy.train.adamw_kernel import Row, adamw_
 
     betas = torch.stack([torch.full_like(update.count, beta, dtype=torch.float64) for beta in spec.betas])
-    corrections = (1 - betas**update.count).float()
-    for slot, gradient in zip(slots, gradients, strict=True):
-        adamw_(
-            slot.part,
-            slot.master,
-            gradient,
-            slot.state["exp_avg"],
-            slot.state["exp_avg_sq"],
-            scale=update.scale,
-            corrections=corrections,
-            skip=update.skip,
-            lr=update.lr,
-            betas=spec.betas,
-            eps=spec.eps,
-            weight_decay=weight_decay,
-        )
+    adamw_(
+        [
+            Row(slot.part, slot.master, gradient, slot.state["exp_avg"], slot.state["exp_avg_sq"])
+            for slot, gradient in zip(slots, gradients, strict=True)
+        ],
+        scale=update.scale,
+        corrections=(1 - betas**update.count).float(),
+        skip=update.skip,
+        lr=update.lr,
+        betas=spec.betas,
+        eps=spec.eps,
+        weight_decay=weight_decay,
+    )
 
 
 def _fused(
