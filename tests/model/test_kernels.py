@@ -19,7 +19,7 @@ from argosy.errors import ArgosyError  # noqa: E402
 from argosy.model.build import build_model  # noqa: E402
 from argosy.model.init import initialise  # noqa: E402
 from argosy.model.objective import Objective  # noqa: E402
-from argosy.model.ops import activation, choice, cross_entropy, fp8, heads, norm, permute, products  # noqa: E402
+from argosy.model.ops import activation, choice, cross_entropy, embedding, fp8, heads, norm, permute, products  # noqa: E402
 from argosy.model.ops.choice import kernels  # noqa: E402
 from argosy.model.positions import rope_tables  # noqa: E402
 
@@ -91,6 +91,14 @@ def test_activations(dtype: torch.dtype, kind: str, biased: bool) -> None:
 def test_gated_activations(dtype: torch.dtype, kind: str) -> None:
     inputs: dict[str, Tensor | None] = {"gate": 2 * torch.randn(7, 333), "up": torch.randn(7, 333)}
     both(lambda gate, up: activation.gated(kind, gate, up), inputs, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [48, 1100])
+def test_embedding(dtype: torch.dtype, width: int) -> None:
+    tokens = torch.randint(2, 90, (2, 90))
+    tokens[torch.rand(2, 90) < 0.8] = 1  # more uses of one row than one program adds up; of the last row none
+    both(lambda weight: embedding.embed(tokens.to(DEVICE), weight), {"weight": torch.randn(91, width)}, dtype)
 
 
 @dataclass

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from argosy.config.model import ModelSpec
 from argosy.model.dropout import Dropout
 from argosy.model.ops.activation import activate, gated
+from argosy.model.ops.embedding import embed
 from argosy.model.ops.fp8 import fp8_products
 from argosy.model.ops.heads import project_heads, rotate
 from argosy.model.ops.norm import add, add_norm, norm, split_norm
@@ -170,6 +171,13 @@ class PostNormBlock(Block):
         return x
 
 
+class Table(nn.Embedding):
+    """Vectors by number."""
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        return embed(numbers, self.weight)
+
+
 class Together(nn.Identity):
     """Where a layout that spreads the tokens of a sequence brings them together."""
 
@@ -180,9 +188,9 @@ class Embedding(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.dropout = Dropout(spec.dropout)
-        self.tokens = nn.Embedding(spec.vocab_size, spec.hidden)
-        self.positions = nn.Embedding(spec.max_seq_len, spec.hidden) if spec.positions == "learned" else None
-        self.types = nn.Embedding(spec.type_vocab_size, spec.hidden) if spec.type_vocab_size else None
+        self.tokens = Table(spec.vocab_size, spec.hidden)
+        self.positions = Table(spec.max_seq_len, spec.hidden) if spec.positions == "learned" else None
+        self.types = Table(spec.type_vocab_size, spec.hidden) if spec.type_vocab_size else None
         self.norm = Norm(spec, spec.hidden) if spec.architecture == "encoder" else None
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, types: Tensor | None = None) -> Tensor:

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from argosy.compat import gather_into
 from argosy.model.ops.cross_entropy import linear_cross_entropy, logits_gradient_, row_losses
+from argosy.model.ops.embedding import embed
 from argosy.model.output import Output
 from argosy.parallel.tensor.region import Region, gathered
 
@@ -41,7 +42,7 @@ def look_up(embedding: nn.Embedding, region: Region, tokens: Tensor) -> Tensor:
     weight = embedding.weight
     row = tokens - Rows.of(embedding.num_embeddings, region).first
     elsewhere = (row < 0) | (row >= weight.shape[0])
-    vectors = F.embedding(row.masked_fill(elsewhere, 0), weight).masked_fill(elsewhere[..., None], 0)
+    vectors = embed(row.masked_fill(elsewhere, 0), weight).masked_fill(elsewhere[..., None], 0)
     return region.leave(vectors)
 
 

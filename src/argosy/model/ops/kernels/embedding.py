@@ -1,0 +1,71 @@
+"""The gradient of a table of rows, of which each was used by some tokens: those of a row are sorted together, and added up in 32
+bits. A row that very many used is added up in parts, by as many programs, and the parts by one more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional as F
+
+_PART, _COLS = 64, 1024  # uses that one program adds up, and columns it does that for
+
+
+@triton.jit
+def _add_uses(
+    order, firsts, ends, rows, d_out, partial, d_weight, width, PART: tl.constexpr, COLS: tl.constexpr
+):  # fmt: skip
+    use = tl.program_id(0).to(tl.int64)
+    first, end = tl.load(firsts + use), tl.load(ends + use)
+    if (use - first) % PART == 0:  # else another program adds it up
+        col = tl.program_id(1) * COLS + tl.arange(0, COLS)
+        inside = col < width
+        total = tl.zeros((COLS,), tl.float32)
+        for other in range(use, tl.minimum(use + PART, end)):
+            token = tl.load(order + other).to(tl.int64)
+            total += tl.load(d_out + token * width + col, mask=inside, other=0.0).to(tl.float32)
+        if end - first > PART:
+            tl.store(partial + use * width + col, total, mask=inside)
+        else:
+            row = tl.load(rows + use).to(tl.int64)
+            tl.store(d_weight + row * width + col, total.to(d_weight.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _add_parts(firsts, ends, rows, partial, d_weight, width, PART: tl.constexpr, COLS: tl.constexpr):
+    use = tl.program_id(0).to(tl.int64)
+    first, end = tl.load(firsts + use), tl.load(ends + use)
+    if (use == first) & (end - first > PART):
+        col = tl.program_id(1) * COLS + tl.arange(0, COLS)
+        inside = col < width
+        total = tl.zeros((COLS,), tl.float32)
+        for part in range(first, end, PART):
+            total += tl.load(partial + part * width + col, mask=inside, other=0.0)
+        row = tl.load(rows + use).to(tl.int64)
+        tl.store(d_weight + row * width + col, total.to(d_weight.dtype.element_ty), mask=inside)
+
+
+class Embed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.table = weight.shape, weight.dtype
+        return F.embedding(tokens, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (tokens,) = ctx.saved_tensors
+        (height, width), dtype = ctx.table
+        d_out = gradients[0].contiguous()
+        d_weight = torch.zeros((height, width), dtype=dtype, device=d_out.device)
+        rows, order = tokens.flatten().int().sort(stable=True)
+        if len(rows):
+            firsts, ends = torch.searchsorted(rows, rows), torch.searchsorted(rows, rows, right=True)
+            partial = torch.empty((len(rows), width), dtype=torch.float32, device=d_out.device)  # mostly never touched
+            grid = (len(rows), triton.cdiv(width, _COLS))
+            _add_uses[grid](order, firsts, ends, rows, d_out, partial, d_weight, width, _PART, _COLS, num_warps=4)
+            _add_parts[grid](firsts, ends, rows, partial, d_weight, width, _PART, _COLS, num_warps=4)
+        return None, d_weight
