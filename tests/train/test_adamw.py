@@ -11,6 +11,7 @@ from argosy.model.ops.choice import kernels
 from argosy.train.adamw import adamw
 from argosy.train.slots import Slot, Update
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RULE = adamw(OptimSpec.model_validate({"lr": 0.01, "min_lr": 0.001}))
 CASES = [  # elements, precision of parameter and gradient, whether they begin where a wide load may not
     (4096, torch.bfloat16, torch.bfloat16, False),
@@ -27,7 +28,7 @@ def state() -> tuple[list[Slot], list[Tensor]]:
     generator = torch.Generator().manual_seed(1)
 
     def drawn(count: int, shifted: bool) -> Tensor:
-        return torch.rand(count + 1, generator=generator)[int(shifted) :][:count]
+        return torch.rand(count + 1, generator=generator).to(DEVICE)[int(shifted) :][:count]
 
     slots, gradients = [], []
     for count, parameter, gradient, shifted in CASES:
@@ -41,7 +42,7 @@ def state() -> tuple[list[Slot], list[Tensor]]:
 
 @pytest.mark.parametrize("skip", [0.0, 1.0])
 def test_parameters_of_any_length_place_and_precision_are_updated_at_once(skip: float) -> None:
-    update = Update(0.01, torch.tensor(0.5), torch.tensor(skip), torch.tensor(3.0))
+    update = Update(0.01, *torch.tensor([0.5, skip, 3.0], device=DEVICE).unbind())
     expected, found, before = state(), state(), state()
     with torch.no_grad():
         with kernels(False):
