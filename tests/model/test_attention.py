@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from typing import Any
 
 import pytest
@@ -10,10 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
+from argosy.errors import ArgosyError
 from argosy.model import attention
 from argosy.model.attention import BACKENDS, Case, Mask, choose_backend, explicit_bias
+from argosy.model.ops import flash
 from argosy.model.positions import alibi_slopes
 from argosy.model.share import Share
+from argosy.parallel.recompute import apply_recompute
+from model import flash_twin
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEADS, SEQ, HEAD_DIM = 4, 40, 16
@@ -66,6 +71,114 @@ def test_some_queries_get_what_they_get_among_all(mask: Mask, monkeypatch: pytes
         if name != "pieces" or mask.is_plain:
             found = run(name, mask, (share.take(q, 2), k, v), queries=share)
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+FLASH = DEVICE.type == "cuda" and flash.installed() is not None
+FLASH_DTYPE = torch.bfloat16 if FLASH else torch.float32
+FLASH_SHARES = [(mask, None) for mask in (Mask(True), Mask(False), Mask(True, window=1), Mask(True, window=7))] + [
+    (Mask(True, window), Share((1, 2), 4)) for window in (None, 1, 7)
+]
+
+
+@pytest.fixture
+def flash_or_twin(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not FLASH:
+        monkeypatch.setattr(flash, "_interface", lambda: flash_twin)
+
+
+@pytest.mark.usefixtures("flash_or_twin")
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize(("mask", "share"), FLASH_SHARES)
+def test_flash_gives_results_and_gradients_of_the_explicit_bias(mask: Mask, share: Share | None, kv_heads: int) -> None:
+    torch.manual_seed(1)
+    whole = Share((0,), 1)
+    q, k, v = (
+        torch.randn(2, SEQ, heads, HEAD_DIM, device=DEVICE, dtype=FLASH_DTYPE).transpose(1, 2).requires_grad_()
+        for heads in (HEADS, kv_heads, kv_heads)
+    )
+    found, expected = (
+        run(name, mask, ((share or whole).take(q, 2), k, v), dtype=FLASH_DTYPE, queries=share or whole)
+        for name in ("flash", "explicit")
+    )
+    near = {"rtol": 2e-2, "atol": 2e-2} if FLASH else {"rtol": 1e-4, "atol": 1e-5}
+    torch.testing.assert_close(found, expected, **near)
+    weights = torch.randn_like(expected)
+    pairs = zip(*(torch.autograd.grad((y * weights).sum(), (q, k, v)) for y in (found, expected)), strict=True)
+    for ours, theirs in pairs:
+        torch.testing.assert_close(ours, theirs, **near)
+
+
+@pytest.mark.usefixtures("flash_or_twin")
+def test_selective_recompute_keeps_what_flash_has_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Block(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return run("flash", Mask(True), (x.exp(), x, x), dtype=FLASH_DTYPE)
+
+    calls = []
+    interface = flash._interface()
+
+    class Counted:
+        _flash_attn_bwd = staticmethod(interface._flash_attn_bwd)
+
+        @staticmethod
+        def flash_attn_func(*args: Any, **options: Any) -> Any:
+            calls.append(1)
+            return interface.flash_attn_func(*args, **options)
+
+    monkeypatch.setattr(flash, "_interface", lambda: Counted)
+    torch.manual_seed(1)
+    x = torch.randn(2, HEADS, SEQ, HEAD_DIM, device=DEVICE, dtype=FLASH_DTYPE, requires_grad=True)
+    gradients = {}
+    for how in ("none", "selective", "full"):
+        calls.clear()
+        block = Block()
+        apply_recompute(block, how)
+        block(x).square().sum().backward()
+        assert len(calls) == (2 if how == "full" else 1)
+        gradients[how], x.grad = x.grad, None
+    assert torch.equal(gradients["none"], gradients["selective"])
+    assert torch.equal(gradients["none"], gradients["full"])
+
+
+@pytest.mark.usefixtures("flash_or_twin")
+def test_flash_is_compiled_whole() -> None:
+    torch.compiler.reset()
+    torch.manual_seed(1)
+    x = torch.randn(2, HEADS, SEQ, HEAD_DIM, device=DEVICE, dtype=FLASH_DTYPE, requires_grad=True)
+    attend = by_name("flash").prepare(case(Mask(True, window=7), dtype=FLASH_DTYPE), SEQ, None)
+
+    def work(x: Tensor) -> Tensor:
+        return attend(x * 2, x, x + 1).sin()
+
+    compiled = torch.compile(work, fullgraph=True, backend="aot_eager")
+    results = []
+    for how in (work, compiled):
+        y = how(x)
+        results.append((y, *torch.autograd.grad(y.sum(), x)))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-2 if FLASH else 1e-4, atol=1e-2 if FLASH else 1e-5)
+
+
+def test_flash_says_why_it_cannot() -> None:
+    gpu = torch.device("cuda")
+    for refused, mask, changes in (
+        ("dropout", Mask(True), {"dropout": 0.1}),
+        ("windows", Mask(True, slopes=SLOPES), {}),
+        ("windows", Mask(True, documents=DOCUMENTS), {}),
+        ("causal", Mask(False, window=7), {}),
+        ("causal", Mask(False), {"queries": Share((0,), 2)}),
+        ("GPU", Mask(True), {"device": torch.device("cpu")}),
+    ):
+        why = by_name("flash").refuses(case(mask, **{"device": gpu, "dtype": torch.bfloat16, **changes}))
+        assert why is not None
+        assert refused in why
+
+
+def test_a_flash_package_that_cannot_be_loaded_is_an_error_not_a_detour(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", None)
+    with pytest.raises(ArgosyError, match=r"cannot be loaded") as error:
+        flash._interface.__wrapped__()
+    assert error.value.code == "device.broken-package"
 
 
 @pytest.mark.parametrize("mask", MASKS)

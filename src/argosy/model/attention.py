@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from argosy.compat import compiled_flex_attention, flex_block_mask, sdpa_priority
 from argosy.model.dropout import drop
+from argosy.model.ops import flash
 from argosy.model.share import WHOLE, Share
 
 
@@ -98,6 +99,36 @@ def choose_backend(case: Case) -> Backend:
     return next(backend for backend in BACKENDS if backend.refuses(case) is None)
 
 
+def _flash_refuses(case: Case) -> str | None:
+    mask = case.mask
+    if case.dropout:
+        return "has no dropout"
+    if mask.slopes is not None or mask.documents is not None or mask.bias is not None:
+        return "only causal or bidirectional attention, and windows"
+    if mask.window is not None and not mask.causal:
+        return "a window only where attention is causal"
+    if not case.queries.is_whole and not mask.causal:
+        return "takes some of the queries only where attention is causal"
+    return flash.refusal(case.device, case.dtype, case.head_dim)
+
+
+def _flash(case: Case, seq: int, scale: float | None) -> Attend:
+    attend = partial(flash.flash_attention, causal=case.mask.causal, window=case.mask.window, scale=scale)
+    return attend if case.queries.is_whole else _by_pieces(case.queries, seq, attend)
+
+
+def _by_pieces(share: Share, seq: int, attend: Attend) -> Attend:
+    """Each piece of the queries on the keys up to its last, by an `attend` whose queries are the last of its keys."""
+    size = seq // share.of
+
+    def attend_each(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ends = [(piece + 1) * size for piece in share.pieces]
+        pieces = zip(ends, q.split(size, dim=2), strict=True)
+        return torch.cat([attend(queries, k[:, :, :end], v[:, :, :end]) for end, queries in pieces], dim=2)
+
+    return attend_each
+
+
 def _sdpa_refuses(case: Case) -> str | None:
     if case.dropout and not case.is_whole and case.device.type == "cpu":
         return "draws what it drops for the heads and queries it is given"  # on a GPU no two layouts draw alike anyway
@@ -123,24 +154,15 @@ def _pieces_refuse(case: Case) -> str | None:
 
 
 def _pieces(case: Case, seq: int, scale: float | None) -> Attend:
-    """Each piece of the queries on the keys up to its last, with a causal mask that ends where these do."""
     from torch.nn.attention.bias import causal_lower_right  # loads torch's compiler, which takes more than a second
 
-    size = seq // case.queries.of
-
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        done = []
-        for piece, queries in zip(case.queries.pieces, q.split(size, dim=2), strict=True):
-            keys = (piece + 1) * size
-            done.append(
-                F.scaled_dot_product_attention(
-                    queries, k[:, :, :keys], v[:, :, :keys], attn_mask=causal_lower_right(size, keys),
-                    dropout_p=case.dropout, scale=scale, enable_gqa=_grouped(q, k),
-                )
-            )  # fmt: skip
-        return torch.cat(done, dim=2)
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=causal_lower_right(q.shape[2], k.shape[2]), dropout_p=case.dropout, scale=scale,
+            enable_gqa=_grouped(q, k),
+        )  # fmt: skip
 
-    return attend
+    return _by_pieces(case.queries, seq, attend)
 
 
 def _flex_refuses(case: Case) -> str | None:
@@ -231,6 +253,7 @@ def _grouped(q: Tensor, k: Tensor) -> bool:
 
 
 BACKENDS = (
+    Backend("flash", _flash_refuses, _flash),
     Backend("sdpa", _sdpa_refuses, _sdpa),
     Backend("pieces", _pieces_refuse, _pieces),
     Backend("flex", _flex_refuses, _flex),

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn import functional as F
 
-from argosy.compat import sdpa_priority
 from argosy.errors import ArgosyError
+from argosy.model.attention import Mask, prepare_attention
 from argosy.model.ops.fp8 import fp8_products
 from argosy.plan.hardware import Gpu, gpu_of_device
 from argosy.plan.kernels import Rates, linear
@@ -97,12 +97,8 @@ def _attention_flops(sizes: Sizes) -> float:
 def _attention_seconds(device: torch.device, sizes: Sizes) -> float:
     shape = (sizes.tokens // sizes.seq_len, sizes.heads, sizes.seq_len, sizes.head_dim)
     q, k, v = (torch.randn(shape, dtype=torch.bfloat16, device=device, requires_grad=True) for _ in range(3))
-
-    def attend() -> torch.Tensor:
-        with sdpa_priority(device):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    return _paced(attend, device, sizes.seconds)
+    attend = prepare_attention(Mask(causal=True), q, sizes.seq_len, sizes.head_dim)
+    return _paced(lambda: attend(q, k, v), device, sizes.seconds)
 
 
 def _bytes_per_second(device: torch.device, sizes: Sizes) -> float:
