@@ -29,6 +29,7 @@ CASES = {
     "gpt2-large selective": [*GPT2, "parallel.recompute=selective"],
     "gpt2-large full": [*GPT2, "parallel.recompute=full"],
     "llama3-1b": LLAMA,
+    "llama3-1b deterministic": [*LLAMA, "train.deterministic=true"],
     "llama3-1b compiled": [*LLAMA, *COMPILED],
     "llama3-1b fp8": [*LLAMA, "train.precision=fp8"],
     "mpt-1b": MPT,

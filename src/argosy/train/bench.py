@@ -21,6 +21,7 @@ from argosy.config.layout import check_world
 from argosy.config.schema import RunSpec
 from argosy.data.synthetic import synthetic_batch, target_length
 from argosy.model.init import initial_weights
+from argosy.model.ops import flash
 from argosy.parallel.mesh import Mesh
 from argosy.parallel.precision import choose_precision
 from argosy.parallel.single import SingleDevice
@@ -75,6 +76,7 @@ class Bench:
             "active_parameters": parameters.active,
             "device": self.device,
             "torch": torch.__version__,
+            "flash_attn": flash.installed(),
             "precision": self.precision,
             "recompute": self.spec.parallel.recompute,
             "compile": self.spec.parallel.compile,
@@ -106,13 +108,13 @@ class Bench:
         layout += ["passes replayed as a CUDA graph"] if self.replayed else []
         parameters = count_parameters(spec.model)
         active = f" ({parameters.active:,} active)" if parameters.active != parameters.total else ""
+        software = f"torch {torch.__version__}" + (f", flash-attn-4 {flash.installed()}" if flash.installed() else "")
         worst, best = max(self.steps_ms), min(self.steps_ms)
         utilisation = "n/a: no dense peak is known for this device"
         if self.mfu is not None:
             utilisation = f"{self.mfu:.1%} of {self.peak} TFLOP/s, dense 16-bit"
         return [
-            f"{spec.model.preset or spec.model.family}, {parameters.total:,} parameters{active}, on {self.device}, "
-            f"torch {torch.__version__}",
+            f"{spec.model.preset or spec.model.family}, {parameters.total:,} parameters{active}, on {self.device}, {software}",
             f"{', '.join(layout)}; batch {spec.train.global_batch} x {spec.data.seq_len} tokens in micro-batches of "
             f"{spec.parallel.micro_batch}",
             "",

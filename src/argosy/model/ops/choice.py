@@ -1,6 +1,6 @@
 """Which of an operation's two forms runs: the Triton kernel where there is a GPU to run it, else plain torch.
 
-`ARGOSY_KERNELS=torch` turns the kernels off; `ARGOSY_KERNELS=triton` asks for them also on the CPU, where they run only
+`ARGOSY_KERNELS=torch` turns all kernels but torch's off; `ARGOSY_KERNELS=triton` asks for them also on the CPU, where they run only
 under Triton's interpreter (`TRITON_INTERPRET=1`): slow, and how the tests check them without a GPU. A compiled model
 uses plain torch, which the compiler fuses by itself.
 """
@@ -43,7 +43,12 @@ def kernels(on: bool) -> Iterator[None]:
 
 @cache
 def _available() -> bool:
-    return _asked() != "torch" and importlib.util.find_spec("triton") is not None
+    return not only_torch() and importlib.util.find_spec("triton") is not None
+
+
+def only_torch() -> bool:
+    """Whether all kernels but torch's are turned off."""
+    return _asked() == "torch"
 
 
 @cache
@@ -56,6 +61,6 @@ def _asked() -> str:
             key="ARGOSY_KERNELS",
             value=asked,
             origin="environment",
-            fix="ARGOSY_KERNELS=torch turns Argosy's own kernels off; unset it for the default",
+            fix="ARGOSY_KERNELS=torch turns all kernels but torch's off; unset it for the default",
         )
     return asked

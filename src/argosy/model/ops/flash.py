@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from argosy.errors import ArgosyError
+from argosy.model.ops.choice import only_torch
 
 _PACKAGE = "flash-attn-4"
 _ARCHITECTURES = (9, 10)  # compute capabilities, by their first number: Hopper, Blackwell
@@ -26,6 +27,8 @@ def refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | No
     """Why these kernels cannot work here, or None."""
     if device.type != "cuda":
         return "needs a GPU"
+    if only_torch():
+        return "ARGOSY_KERNELS=torch"
     if installed() is None:
         return f"{_PACKAGE} is not installed"
     if torch.cuda.get_device_capability(device)[0] not in _ARCHITECTURES:
@@ -58,6 +61,7 @@ class _Flash(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, scale: float | None
     ) -> Tensor:
+        out: Tensor
         out, lse = forward_pass(q, k, v, causal, window, scale)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.form = (causal, window, scale)
@@ -104,7 +108,7 @@ def backward_pass(
 @forward_pass.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, scale: float | None) -> tuple[Tensor, Tensor]:
     batch, seq, heads, _ = q.shape
-    return torch.empty_like(q), q.new_empty((batch, heads, seq), dtype=torch.float32)
+    return q.new_empty(q.shape), q.new_empty((batch, heads, seq), dtype=torch.float32)
 
 
 @backward_pass.register_fake
@@ -128,5 +132,5 @@ def _interface() -> Any:
         raise ArgosyError(
             "device.broken-package",
             f"{_PACKAGE} {installed()} is installed but cannot be loaded: {error}",
-            fix="pip install 'argosy[flash]' brings the parts it needs; pip uninstall flash-attn-4 does without it",
+            fix="pip install 'argosy[flash]' brings the parts it needs; ARGOSY_KERNELS=torch, or pip uninstall flash-attn-4, does without it",
         ) from error
