@@ -146,7 +146,7 @@ def add_each_(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -
 
 
 def sdpa_priority(device: torch.device) -> AbstractContextManager[None]:
-    """Which of torch's attention kernels to try, in order. On Hopper cuDNN's is 1.6 times as fast as flash; which one
+    """Which of torch's attention kernels to try, in order. On Hopper cuDNN's is 1.6 times as fast as torch's flash; which one
     torch would take by itself changes between versions."""
     if device.type != "cuda":
         return nullcontext()

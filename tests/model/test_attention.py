@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
+from argosy.compat import set_deterministic
 from argosy.errors import ArgosyError
 from argosy.model import attention
 from argosy.model.attention import BACKENDS, Case, Mask, choose_backend, explicit_bias
@@ -73,7 +74,7 @@ def test_some_queries_get_what_they_get_among_all(mask: Mask, monkeypatch: pytes
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-FLASH = DEVICE.type == "cuda" and flash.installed() is not None
+FLASH = flash.refusal(DEVICE, torch.bfloat16, HEAD_DIM) is None
 FLASH_DTYPE = torch.bfloat16 if FLASH else torch.float32
 FLASH_SHARES = [(mask, None) for mask in (Mask(True), Mask(False), Mask(True, window=1), Mask(True, window=7))] + [
     (Mask(True, window), Share((1, 2), 4)) for window in (None, 1, 7)
@@ -108,33 +109,61 @@ def test_flash_gives_results_and_gradients_of_the_explicit_bias(mask: Mask, shar
         torch.testing.assert_close(ours, theirs, **near)
 
 
+def watched(monkeypatch: pytest.MonkeyPatch) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The options of every forward and of every backward pass from now on."""
+    interface, forwards, backwards = flash._interface(), list[dict[str, Any]](), list[dict[str, Any]]()
+
+    class Watched:
+        @staticmethod
+        def flash_attn_func(*args: Any, **options: Any) -> Any:
+            forwards.append(options)
+            return interface.flash_attn_func(*args, **options)
+
+        @staticmethod
+        def _flash_attn_bwd(*args: Any, **options: Any) -> Any:
+            backwards.append(options)
+            return interface._flash_attn_bwd(*args, **options)
+
+    monkeypatch.setattr(flash, "_interface", lambda: Watched)
+    return forwards, backwards
+
+
+@pytest.mark.usefixtures("flash_or_twin")
+@pytest.mark.parametrize("repeatable", [True, False])
+def test_flash_is_told_whether_bits_must_repeat(repeatable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, backwards = watched(monkeypatch)
+    seq, share = 640, Share((3, 4), 8)  # on a GPU several blocks of keys, some of which no query sees
+    q, k, v = (
+        torch.randn(2, heads, seq, HEAD_DIM, device=DEVICE, dtype=FLASH_DTYPE, requires_grad=True)
+        for heads in (HEADS, 2, 2)
+    )
+    attend = by_name("flash").prepare(case(Mask(True, window=7), dtype=FLASH_DTYPE, queries=share), seq, None)
+    set_deterministic(repeatable)
+    try:
+        first, again = (torch.autograd.grad(attend(share.take(q, 2), k, v).square().sum(), (q, k, v)) for _ in range(2))
+    finally:
+        set_deterministic(False)
+    assert [options["deterministic"] for options in backwards] == [repeatable] * 4
+    if repeatable:
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
 @pytest.mark.usefixtures("flash_or_twin")
 def test_selective_recompute_keeps_what_flash_has_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     class Block(torch.nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return run("flash", Mask(True), (x.exp(), x, x), dtype=FLASH_DTYPE)
 
-    calls = []
-    interface = flash._interface()
-
-    class Counted:
-        _flash_attn_bwd = staticmethod(interface._flash_attn_bwd)
-
-        @staticmethod
-        def flash_attn_func(*args: Any, **options: Any) -> Any:
-            calls.append(1)
-            return interface.flash_attn_func(*args, **options)
-
-    monkeypatch.setattr(flash, "_interface", lambda: Counted)
+    forwards, _ = watched(monkeypatch)
     torch.manual_seed(1)
     x = torch.randn(2, HEADS, SEQ, HEAD_DIM, device=DEVICE, dtype=FLASH_DTYPE, requires_grad=True)
     gradients = {}
     for how in ("none", "selective", "full"):
-        calls.clear()
+        forwards.clear()
         block = Block()
         apply_recompute(block, how)
         block(x).square().sum().backward()
-        assert len(calls) == (2 if how == "full" else 1)
+        assert len(forwards) == (2 if how == "full" else 1)
         gradients[how], x.grad = x.grad, None
     assert torch.equal(gradients["none"], gradients["selective"])
     assert torch.equal(gradients["none"], gradients["full"])
@@ -159,9 +188,45 @@ def test_flash_is_compiled_whole() -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-2 if FLASH else 1e-4, atol=1e-2 if FLASH else 1e-5)
 
 
-def test_flash_says_why_it_cannot() -> None:
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package is installed, beside the GPU it was measured on."""
+    monkeypatch.setattr(flash, "INSTALLED", "4.0.0b36")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+
+@pytest.mark.usefixtures("hopper")
+def test_flash_is_taken_where_it_can_serve() -> None:
+    serves = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "head_dim": 64}
+    for mask in (Mask(True), Mask(False), Mask(True, window=7)):
+        assert choose_backend(case(mask, **serves)).name == "flash"
+    assert choose_backend(case(Mask(True), **serves, queries=Share((0,), 2))).name == "flash"
+    assert choose_backend(case(Mask(True, slopes=SLOPES), **serves)).name == "flex"
+
+
+@pytest.mark.parametrize("package", ["4.0.0b36", None])
+def test_a_back_end_is_chosen_inside_a_compiled_model(
+    package: str | None, hopper: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flash, "INSTALLED", package)
+    torch.compiler.reset()
+
+    asked = Case(Mask(True), torch.device("cuda"), torch.bfloat16, 64, 0.0)
+
+    def choose(x: Tensor) -> Tensor:
+        return x + (1 if choose_backend(asked).name == "flash" else 2)
+
+    compiled = torch.compile(choose, fullgraph=True, backend="aot_eager")
+    assert int(compiled(torch.tensor(0))) == (1 if package else 2)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_flash_says_why_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda")
     for refused, mask, changes in (
+        ("16-bit", Mask(True), {"dtype": torch.float32}),
+        ("multiple of 8", Mask(True), {"head_dim": 36}),
+        ("128", Mask(True), {"head_dim": 160}),
         ("dropout", Mask(True), {"dropout": 0.1}),
         ("windows", Mask(True, slopes=SLOPES), {}),
         ("windows", Mask(True, documents=DOCUMENTS), {}),
@@ -172,6 +237,13 @@ def test_flash_says_why_it_cannot() -> None:
         why = by_name("flash").refuses(case(mask, **{"device": gpu, "dtype": torch.bfloat16, **changes}))
         assert why is not None
         assert refused in why
+    with monkeypatch.context() as patched:
+        patched.setenv("ARGOSY_KERNELS", "torch")
+        assert flash.refusal(gpu, torch.bfloat16, 64) == "ARGOSY_KERNELS=torch"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert "capability" in str(flash.refusal(gpu, torch.bfloat16, 64))
+    monkeypatch.setattr(flash, "INSTALLED", None)
+    assert "not installed" in str(flash.refusal(gpu, torch.bfloat16, 64))
 
 
 def test_a_flash_package_that_cannot_be_loaded_is_an_error_not_a_detour(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,7 +161,7 @@ def test_cross_entropy(dtype: torch.dtype, z_loss: float, biased: bool, monkeypa
 def test_a_choice_of_kernels_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ARGOSY_KERNELS", "trition")
     with pytest.raises(ArgosyError, match="auto, torch, triton"):
-        choice._asked.__wrapped__()
+        choice._asked()
 
 
 def test_without_gradients_the_loss_alone_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:

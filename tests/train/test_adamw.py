@@ -11,6 +11,7 @@ from argosy.model.ops.choice import kernels
 from argosy.train.adamw import adamw
 from argosy.train.slots import Slot, Update
 
+pytest.importorskip("triton", reason="the kernels need triton, which the dev extra brings on Linux")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RULE = adamw(OptimSpec.model_validate({"lr": 0.01, "min_lr": 0.001}))
 CASES = [  # elements, precision of parameter and gradient, whether they begin where a wide load may not

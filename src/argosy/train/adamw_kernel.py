@@ -18,7 +18,11 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 4096  # elements a program updates
-_ALIGNED = 16  # bytes of a wide load, and elements that a parameter has a multiple of for its last one to be wide too
+_ALIGNED = tl.constexpr(
+    16
+)  # bytes of a wide load, and a parameter's elements a multiple, for its last one to be wide too
+# Columns of the table: the addresses of a `Row` in its order, how many elements it has, and the first program for it.
+_PARAMETER, _MASTER, _GRADIENT, _EXP_AVG, _EXP_AVG_SQ, _COUNT, _FIRST, _COLUMNS = (tl.constexpr(n) for n in range(8))
 
 
 class Row(NamedTuple):
@@ -32,13 +36,13 @@ class Row(NamedTuple):
 
     @property
     def aligned(self) -> bool:
-        return self.master.numel() % _ALIGNED == 0 and all(part.data_ptr() % _ALIGNED == 0 for part in self)
+        return self.master.numel() % _ALIGNED.value == 0 and all(part.data_ptr() % _ALIGNED.value == 0 for part in self)
 
 
 @triton.jit
 def _address(table, column: tl.constexpr, element: tl.constexpr, ALIGNED: tl.constexpr):
     where = tl.load(table + column).to(tl.pointer_type(element))
-    return tl.multiple_of(where, 16) if ALIGNED else where
+    return tl.multiple_of(where, _ALIGNED) if ALIGNED else where
 
 
 @triton.jit
@@ -47,16 +51,16 @@ def _update(
     parameter_type: tl.constexpr, gradient_type: tl.constexpr, ALIGNED: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     if tl.load(skip) == 0.0:
-        table += tl.load(row_of + tl.program_id(0)) * 7
-        count = tl.load(table + 5)
+        table += tl.load(row_of + tl.program_id(0)) * _COLUMNS
+        count = tl.load(table + _COUNT)
         if ALIGNED:
-            count = tl.multiple_of(count, 16)
-        at = (tl.program_id(0) - tl.load(table + 6)) * B + tl.arange(0, B)
+            count = tl.multiple_of(count, _ALIGNED)
+        at = (tl.program_id(0) - tl.load(table + _FIRST)) * B + tl.arange(0, B)
         inside = at < count
-        gradient = _address(table, 2, gradient_type, ALIGNED) + at
-        exp_avg = _address(table, 3, tl.float32, ALIGNED) + at
-        exp_avg_sq = _address(table, 4, tl.float32, ALIGNED) + at
-        master = _address(table, 1, tl.float32, ALIGNED) + at
+        gradient = _address(table, _GRADIENT, gradient_type, ALIGNED) + at
+        exp_avg = _address(table, _EXP_AVG, tl.float32, ALIGNED) + at
+        exp_avg_sq = _address(table, _EXP_AVG_SQ, tl.float32, ALIGNED) + at
+        master = _address(table, _MASTER, tl.float32, ALIGNED) + at
         g = tl.load(gradient, mask=inside, other=0.0).to(tl.float32) * tl.load(scale)
         m = tl.load(exp_avg, mask=inside, other=0.0)
         v = tl.load(exp_avg_sq, mask=inside, other=0.0)
@@ -68,7 +72,7 @@ def _update(
         tl.store(exp_avg_sq, v, mask=inside)
         tl.store(master, w, mask=inside)
         if parameter_type != tl.float32:
-            tl.store(_address(table, 0, parameter_type, ALIGNED) + at, w.to(parameter_type), mask=inside)
+            tl.store(_address(table, _PARAMETER, parameter_type, ALIGNED) + at, w.to(parameter_type), mask=inside)
 
 
 def adamw_(
@@ -99,7 +103,7 @@ _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 
 
 def _table(rows: Sequence[Row], firsts: Sequence[int], device: torch.device) -> Tensor:
-    """By row the addresses, the number of elements and the first program. The host does not wait for its transfer."""
+    """The columns named above, by row. The host does not wait for its transfer."""
     facts = [
         [*(part.data_ptr() for part in row), row.master.numel(), first] for row, first in zip(rows, firsts, strict=True)
     ]

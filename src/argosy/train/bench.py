@@ -68,6 +68,11 @@ class Bench:
     def over_floor(self) -> float | None:
         return self.step_ms / self.profile.floor if self.profile.floor else None
 
+    @property
+    def flash(self) -> str | None:
+        """The version of flash-attn-4, if its kernels ran."""
+        return flash.INSTALLED if any(flash.is_kernel(name) for name, _, _ in self.profile.kernels) else None
+
     def as_dict(self) -> dict[str, Any]:
         parameters = count_parameters(self.spec.model)
         return {
@@ -76,7 +81,7 @@ class Bench:
             "active_parameters": parameters.active,
             "device": self.device,
             "torch": torch.__version__,
-            "flash_attn": flash.installed(),
+            "flash_attn": self.flash,
             "precision": self.precision,
             "recompute": self.spec.parallel.recompute,
             "compile": self.spec.parallel.compile,
@@ -108,7 +113,7 @@ class Bench:
         layout += ["passes replayed as a CUDA graph"] if self.replayed else []
         parameters = count_parameters(spec.model)
         active = f" ({parameters.active:,} active)" if parameters.active != parameters.total else ""
-        software = f"torch {torch.__version__}" + (f", flash-attn-4 {flash.installed()}" if flash.installed() else "")
+        software = f"torch {torch.__version__}" + (f", flash-attn-4 {self.flash}" if self.flash else "")
         worst, best = max(self.steps_ms), min(self.steps_ms)
         utilisation = "n/a: no dense peak is known for this device"
         if self.mfu is not None:

@@ -51,7 +51,6 @@ def only_torch() -> bool:
     return _asked() == "torch"
 
 
-@cache
 def _asked() -> str:
     asked = os.environ.get("ARGOSY_KERNELS", "auto")
     if asked not in _CHOICES:

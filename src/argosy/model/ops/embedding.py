@@ -8,11 +8,11 @@ from torch.nn import functional as F
 from argosy.model.ops.choice import use_kernel
 
 
-def embed(tokens: Tensor, weight: Tensor) -> Tensor:
-    """weight[tokens], of weight [rows, width]."""
+def embed(numbers: Tensor, weight: Tensor) -> Tensor:
+    """weight[numbers], of weight [rows, width]."""
     if use_kernel(weight):
         from argosy.model.ops.kernels.embedding import Embed
 
-        result: Tensor = Embed.apply(tokens, weight)
+        result: Tensor = Embed.apply(numbers, weight)
         return result
-    return F.embedding(tokens, weight)
+    return F.embedding(numbers, weight)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -19,32 +19,39 @@ from argosy.errors import ArgosyError
 from argosy.model.ops.choice import only_torch
 
 _PACKAGE = "flash-attn-4"
-_ARCHITECTURES = (9, 10)  # compute capabilities, by their first number: Hopper, Blackwell
-_WIDEST_HEAD = 128
+_CAPABILITIES = (9, 10)  # by their first number: Hopper, and the Blackwell of data centres
+_WIDEST_HEAD, _HEAD_STEP = 128, 8
+
+
+def _version() -> str | None:
+    try:
+        return version(_PACKAGE)
+    except PackageNotFoundError:
+        return None
+
+
+INSTALLED: Final = _version()  # or None; asked for once, since a compiler would trip over the question
 
 
 def refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     """Why these kernels cannot work here, or None."""
     if device.type != "cuda":
         return "needs a GPU"
+    if INSTALLED is None:
+        return f"{_PACKAGE} is not installed"
     if only_torch():
         return "ARGOSY_KERNELS=torch"
-    if installed() is None:
-        return f"{_PACKAGE} is not installed"
-    if torch.cuda.get_device_capability(device)[0] not in _ARCHITECTURES:
-        return "needs Hopper or Blackwell"
+    if torch.cuda.get_device_capability(device)[0] not in _CAPABILITIES:
+        return "needs a GPU of compute capability 9 or 10"
     if dtype not in (torch.bfloat16, torch.float16):
         return "needs 16-bit floats"
-    return None if head_dim % 8 == 0 and head_dim <= _WIDEST_HEAD else "needs heads of 8, 16, .. 128"
+    fits = head_dim % _HEAD_STEP == 0 and head_dim <= _WIDEST_HEAD
+    return None if fits else f"needs heads of a multiple of {_HEAD_STEP}, {_WIDEST_HEAD} at most"
 
 
-@cache
-def installed() -> str | None:
-    """The version of the package, or None."""
-    try:
-        return version(_PACKAGE)
-    except PackageNotFoundError:
-        return None
+def is_kernel(name: str) -> bool:
+    """Whether a profiler's name is that of one of these kernels."""
+    return "flash_attncute" in name
 
 
 def flash_attention(
@@ -128,9 +135,9 @@ def _window(window: int | None) -> tuple[int | None, int | None]:
 def _interface() -> Any:
     try:
         return importlib.import_module("flash_attn.cute.interface")
-    except ImportError as error:
+    except (ImportError, OSError, RuntimeError) as error:  # the last two for libraries it cannot find
         raise ArgosyError(
             "device.broken-package",
-            f"{_PACKAGE} {installed()} is installed but cannot be loaded: {error}",
+            f"{_PACKAGE} {INSTALLED} is installed but cannot be loaded: {error}",
             fix="pip install 'argosy[flash]' brings the parts it needs; ARGOSY_KERNELS=torch, or pip uninstall flash-attn-4, does without it",
         ) from error

@@ -15,6 +15,13 @@ _PART, _COLS = 64, 1024  # uses that one program adds up, and columns it does th
 
 
 @triton.jit
+def _slot(use, first, PART: tl.constexpr):
+    """Where the part that begins with a use is kept. Of PART uses one after the other at most two begin a part: one that a row
+    began before them goes on with, and the first of another row."""
+    return 2 * (use // PART) + (use == first)
+
+
+@triton.jit
 def _add_uses(
     order, firsts, ends, rows, d_out, partial, d_weight, width, PART: tl.constexpr, COLS: tl.constexpr
 ):  # fmt: skip
@@ -28,7 +35,7 @@ def _add_uses(
             token = tl.load(order + other).to(tl.int64)
             total += tl.load(d_out + token * width + col, mask=inside, other=0.0).to(tl.float32)
         if end - first > PART:
-            tl.store(partial + use * width + col, total, mask=inside)
+            tl.store(partial + _slot(use, first, PART) * width + col, total, mask=inside)
         else:
             row = tl.load(rows + use).to(tl.int64)
             tl.store(d_weight + row * width + col, total.to(d_weight.dtype.element_ty), mask=inside)
@@ -43,7 +50,7 @@ def _add_parts(firsts, ends, rows, partial, d_weight, width, PART: tl.constexpr,
         inside = col < width
         total = tl.zeros((COLS,), tl.float32)
         for part in range(first, end, PART):
-            total += tl.load(partial + part * width + col, mask=inside, other=0.0)
+            total += tl.load(partial + _slot(part, first, PART) * width + col, mask=inside, other=0.0)
         row = tl.load(rows + use).to(tl.int64)
         tl.store(d_weight + row * width + col, total.to(d_weight.dtype.element_ty), mask=inside)
 
@@ -64,7 +71,8 @@ class Embed(torch.autograd.Function):
         rows, order = tokens.flatten().int().sort(stable=True)
         if len(rows):
             firsts, ends = torch.searchsorted(rows, rows), torch.searchsorted(rows, rows, right=True)
-            partial = torch.empty((len(rows), width), dtype=torch.float32, device=d_out.device)  # mostly never touched
+            slots = 2 * triton.cdiv(len(rows), _PART)
+            partial = torch.empty((slots, width), dtype=torch.float32, device=d_out.device)
             grid = (len(rows), triton.cdiv(width, _COLS))
             _add_uses[grid](order, firsts, ends, rows, d_out, partial, d_weight, width, _PART, _COLS, num_warps=4)
             _add_parts[grid](firsts, ends, rows, partial, d_weight, width, _PART, _COLS, num_warps=4)
