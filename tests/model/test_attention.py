@@ -37,11 +37,11 @@ def by_name(name: str) -> attention.Backend:
 
 
 def case(mask: Mask, **changes: Any) -> Case:
-    return Case(mask.within(SEQ), DEVICE, torch.float32, HEAD_DIM, 0.0)._replace(**changes)
+    return Case(mask.within(SEQ), DEVICE, torch.float32, HEAD_DIM, SEQ, 0.0)._replace(**changes)
 
 
 def run(name: str, mask: Mask, heads: tuple[Tensor, Tensor, Tensor], **changes: Any) -> Tensor:
-    return by_name(name).prepare(case(mask, **changes), SEQ, None)(*heads)
+    return by_name(name).prepare(case(mask, **changes), None)(*heads)
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
@@ -137,7 +137,7 @@ def test_flash_is_told_whether_bits_must_repeat(repeatable: bool, monkeypatch: p
         torch.randn(2, heads, seq, HEAD_DIM, device=DEVICE, dtype=FLASH_DTYPE, requires_grad=True)
         for heads in (HEADS, 2, 2)
     )
-    attend = by_name("flash").prepare(case(Mask(True, window=7), dtype=FLASH_DTYPE, queries=share), seq, None)
+    attend = by_name("flash").prepare(case(Mask(True, window=7), dtype=FLASH_DTYPE, queries=share, seq=seq), None)
     set_deterministic(repeatable)
     try:
         first, again = (torch.autograd.grad(attend(share.take(q, 2), k, v).square().sum(), (q, k, v)) for _ in range(2))
@@ -170,11 +170,29 @@ def test_selective_recompute_keeps_what_flash_has_computed(monkeypatch: pytest.M
 
 
 @pytest.mark.usefixtures("flash_or_twin")
+@pytest.mark.parametrize("tokens_first", [True, False])
+def test_the_operators_lay_their_results_where_a_compiler_expects_them(tokens_first: bool) -> None:
+    def heads(count: int) -> Tensor:
+        x = torch.randn(
+            2, *((SEQ, count) if tokens_first else (count, SEQ)), HEAD_DIM, device=DEVICE, dtype=FLASH_DTYPE
+        )
+        return x if tokens_first else x.transpose(1, 2)
+
+    q, k, v, d_out = heads(HEADS), heads(2), heads(2), heads(HEADS)
+    form = (True, 7, None)
+    out, lse = torch.ops.argosy.attention("flash", q, k, v, *form)
+    checked = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.argosy.attention, ("flash", q, k, v, *form), test_utils=checked)
+    operands = ("flash", d_out, q, k, v, out, lse, *form)
+    torch.library.opcheck(torch.ops.argosy.attention_backward, operands, test_utils=checked)
+
+
+@pytest.mark.usefixtures("flash_or_twin")
 def test_flash_is_compiled_whole() -> None:
     torch.compiler.reset()
     torch.manual_seed(1)
     x = torch.randn(2, HEADS, SEQ, HEAD_DIM, device=DEVICE, dtype=FLASH_DTYPE, requires_grad=True)
-    attend = by_name("flash").prepare(case(Mask(True, window=7), dtype=FLASH_DTYPE), SEQ, None)
+    attend = by_name("flash").prepare(case(Mask(True, window=7), dtype=FLASH_DTYPE), None)
 
     def work(x: Tensor) -> Tensor:
         return attend(x * 2, x, x + 1).sin()
@@ -211,7 +229,7 @@ def test_a_back_end_is_chosen_inside_a_compiled_model(
     monkeypatch.setattr(flash, "INSTALLED", package)
     torch.compiler.reset()
 
-    asked = Case(Mask(True), torch.device("cuda"), torch.bfloat16, 64, 0.0)
+    asked = Case(Mask(True), torch.device("cuda"), torch.bfloat16, 64, SEQ, 0.0)
 
     def choose(x: Tensor) -> Tensor:
         return x + (1 if choose_backend(asked).name == "flash" else 2)
@@ -255,7 +273,7 @@ def test_a_flash_package_that_cannot_be_loaded_is_an_error_not_a_detour(monkeypa
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_the_explicit_bias_says_for_each_pair_what_the_mask_says(mask: Mask) -> None:
-    bias = explicit_bias(case(mask), SEQ)
+    bias = explicit_bias(case(mask))
     full = torch.zeros(2, HEADS, SEQ, SEQ) + (0.0 if bias is None else bias.cpu())
     for row, query, key in itertools.product(range(2), range(SEQ), range(SEQ)):
         hidden = mask.causal and key > query

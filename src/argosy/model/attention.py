@@ -20,7 +20,8 @@ from torch.nn import functional as F
 
 from argosy.compat import compiled_flex_attention, flex_block_mask, sdpa_priority
 from argosy.model.dropout import drop
-from argosy.model.ops import flash
+from argosy.model.ops import flash, hopper
+from argosy.model.ops.attention import attend
 from argosy.model.share import WHOLE, Share
 
 
@@ -52,6 +53,7 @@ class Case(NamedTuple):
     device: torch.device
     dtype: torch.dtype
     head_dim: int
+    seq: int  # keys
     dropout: float
     heads: Share = WHOLE  # that are here
     queries: Share = WHOLE  # that are here, of the sequence whose keys are all here
@@ -67,7 +69,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # query, key, value [batch,
 class Backend(NamedTuple):
     name: str
     refuses: Callable[[Case], str | None]  # why it cannot serve a case, or None
-    prepare: Callable[[Case, int, float | None], Attend]  # for one forward pass: keys, scale (None: 1 / sqrt(head_dim))
+    prepare: Callable[[Case, float | None], Attend]  # for one forward pass; the scale, or None: 1 / sqrt(head_dim)
 
 
 class Prepare(Protocol):
@@ -91,12 +93,24 @@ def prepare_attention(
 ) -> Attend:
     """The function every layer of a forward pass over `seq` tokens, computed like x, calls; what they share is made here,
     once."""
-    case = Case(mask.within(seq), x.device, x.dtype, head_dim, dropout, heads, queries)
-    return choose_backend(case).prepare(case, seq, scale)
+    case = Case(mask.within(seq), x.device, x.dtype, head_dim, seq, dropout, heads, queries)
+    return choose_backend(case).prepare(case, scale)
 
 
 def choose_backend(case: Case) -> Backend:
     return next(backend for backend in BACKENDS if backend.refuses(case) is None)
+
+
+def _hopper_refuses(case: Case) -> str | None:
+    if case.dropout:
+        return "has no dropout"
+    if not case.mask.is_plain or not case.mask.causal or not case.queries.is_whole:
+        return "only plain causal attention of all queries"
+    return hopper.refusal(case.device, case.dtype, case.head_dim, case.seq)
+
+
+def _hopper(case: Case, scale: float | None) -> Attend:
+    return partial(attend, "hopper", causal=True, scale=scale)
 
 
 def _flash_refuses(case: Case) -> str | None:
@@ -112,17 +126,17 @@ def _flash_refuses(case: Case) -> str | None:
     return flash.refusal(case.device, case.dtype, case.head_dim)
 
 
-def _flash(case: Case, seq: int, scale: float | None) -> Attend:
-    attend = partial(flash.flash_attention, causal=case.mask.causal, window=case.mask.window, scale=scale)
-    return attend if case.queries.is_whole else _by_pieces(case.queries, seq, attend)
+def _flash(case: Case, scale: float | None) -> Attend:
+    by_flash = partial(attend, "flash", causal=case.mask.causal, window=case.mask.window, scale=scale)
+    return by_flash if case.queries.is_whole else _by_pieces(case, by_flash)
 
 
-def _by_pieces(share: Share, seq: int, attend: Attend) -> Attend:
+def _by_pieces(case: Case, attend: Attend) -> Attend:
     """Each piece of the queries on the keys up to its last, by an `attend` whose queries are the last of its keys."""
-    size = seq // share.of
+    size = case.seq // case.queries.of
 
     def attend_each(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        ends = [(piece + 1) * size for piece in share.pieces]
+        ends = [(piece + 1) * size for piece in case.queries.pieces]
         pieces = zip(ends, q.split(size, dim=2), strict=True)
         return torch.cat([attend(queries, k[:, :, :end], v[:, :, :end]) for end, queries in pieces], dim=2)
 
@@ -137,7 +151,7 @@ def _sdpa_refuses(case: Case) -> str | None:
     return None if case.mask.is_plain else "only plain causal or bidirectional attention"
 
 
-def _sdpa(case: Case, seq: int, scale: float | None) -> Attend:
+def _sdpa(case: Case, scale: float | None) -> Attend:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_priority(case.device):
             return F.scaled_dot_product_attention(
@@ -153,7 +167,7 @@ def _pieces_refuse(case: Case) -> str | None:
     return None if case.mask.is_plain and case.mask.causal else "only plain causal attention"
 
 
-def _pieces(case: Case, seq: int, scale: float | None) -> Attend:
+def _pieces(case: Case, scale: float | None) -> Attend:
     from torch.nn.attention.bias import causal_lower_right  # loads torch's compiler, which takes more than a second
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -162,7 +176,7 @@ def _pieces(case: Case, seq: int, scale: float | None) -> Attend:
             enable_gqa=_grouped(q, k),
         )  # fmt: skip
 
-    return _by_pieces(case.queries, seq, attend)
+    return _by_pieces(case, attend)
 
 
 def _flex_refuses(case: Case) -> str | None:
@@ -175,10 +189,10 @@ def _flex_refuses(case: Case) -> str | None:
     return "adds no bias tensor" if case.mask.bias is not None else None
 
 
-def _flex(case: Case, seq: int, scale: float | None) -> Attend:
+def _flex(case: Case, scale: float | None) -> Attend:
     mask = case.mask
     slopes, documents, window = mask.slopes, mask.documents, mask.window
-    places = None if case.queries.is_whole else case.queries.take(torch.arange(seq, device=case.device), 0)
+    places = None if case.queries.is_whole else case.queries.take(torch.arange(case.seq, device=case.device), 0)
 
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         query = query if places is None else places[query]
@@ -190,7 +204,11 @@ def _flex(case: Case, seq: int, scale: float | None) -> Attend:
         return seen
 
     unrestricted = not mask.causal and window is None and documents is None
-    blocks = None if unrestricted else flex_block_mask(visible, documents, case.queries.size_of(seq), seq, case.device)
+    blocks = (
+        None
+        if unrestricted
+        else flex_block_mask(visible, documents, case.queries.size_of(case.seq), case.seq, case.device)
+    )
     score_mod = None if slopes is None else _alibi(slopes, places)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -208,8 +226,8 @@ def _alibi(slopes: Tensor, places: Tensor | None) -> Callable[..., Tensor]:
     return alibi
 
 
-def _explicit(case: Case, seq: int, scale: float | None) -> Attend:
-    bias: Tensor | None = explicit_bias(case, seq)
+def _explicit(case: Case, scale: float | None) -> Attend:
+    bias: Tensor | None = explicit_bias(case)
     if case.dropout and not case.is_whole:
         return partial(_attend_dropping, case, bias, scale)
 
@@ -229,12 +247,12 @@ def _attend_dropping(case: Case, bias: Tensor | None, scale: float | None, q: Te
     return drop(shares, case.dropout, {1: case.heads, 2: case.queries}) @ v
 
 
-def explicit_bias(case: Case, seq: int) -> Tensor | None:
+def explicit_bias(case: Case) -> Tensor | None:
     """The mask as numbers to add to the scores, [1 or batch, 1 or heads, queries, seq]; None if there is nothing to add."""
     mask, queries = case.mask, case.queries
     if mask.is_plain and not mask.causal:
         return None
-    keys = torch.arange(seq, device=case.device)
+    keys = torch.arange(case.seq, device=case.device)
     distance = queries.take(keys, 0)[:, None] - keys[None, :]  # query - key
     bias = torch.zeros(1, 1, *distance.shape, device=case.device) if mask.bias is None else mask.bias.float()
     if mask.slopes is not None:
@@ -253,6 +271,7 @@ def _grouped(q: Tensor, k: Tensor) -> bool:
 
 
 BACKENDS = (
+    Backend("hopper", _hopper_refuses, _hopper),
     Backend("flash", _flash_refuses, _flash),
     Backend("sdpa", _sdpa_refuses, _sdpa),
     Backend("pieces", _pieces_refuse, _pieces),

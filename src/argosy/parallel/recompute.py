@@ -17,10 +17,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from argosy.compat import COSTLY_OPERATIONS
 from argosy.model.dropout import Dropout
-from argosy.model.ops.flash import OPERATIONS as FLASH_OPERATIONS
+from argosy.model.ops.attention import OPERATIONS as ATTENTION_OPERATIONS
 from argosy.model.ops.grouped import OPERATIONS as GROUPED_OPERATIONS
 
-_KEPT = COSTLY_OPERATIONS | FLASH_OPERATIONS | GROUPED_OPERATIONS
+_KEPT = COSTLY_OPERATIONS | ATTENTION_OPERATIONS | GROUPED_OPERATIONS
 
 
 def apply_recompute(block: nn.Module, how: str) -> None:

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 # In this order: attention kernels are made of products too.
 _KINDS = {
-    "attention": re.compile(r"cudnn|sdpa|fmha|flash|flex_attention|scaled_dot_product", re.IGNORECASE),
+    "attention": re.compile(r"cudnn|sdpa|fmha|flash|attention|scaled_dot_product", re.IGNORECASE),
     "gemm": re.compile(
         r"gemm|nvjet|cutlass|xmma|cublas|splitk|aten::(addmm|mm|bmm|baddbmm|_scaled_mm|_grouped_mm)$", re.IGNORECASE
     ),

@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 from torch import Tensor
@@ -29,6 +30,14 @@ def use_kernel(x: Tensor) -> bool:
     if torch.compiler.is_compiling():
         return False
     return _available() and (x.is_cuda or _asked() == "triton")
+
+
+def installed(package: str) -> str | None:
+    """The version of a package, or None. To be asked when a module is loaded: a compiler would trip over the question."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 @contextmanager

@@ -1,0 +1,69 @@
+"""Causal attention by Argosy's own kernels for Hopper, for heads of 64 and where bits need not repeat: faster than any other there.
+They are written in Gluon, whose form changes between versions of Triton: they run only with those they were measured with."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from argosy.model.ops.choice import installed, only_torch
+
+_TRITON: Final = installed("triton")
+_MEASURED = ("3.6.",)
+_CAPABILITY = 9
+_HEAD_DIM, _TOKENS = 64, 128  # of a head; that a sequence is a multiple of
+
+
+def refusal(device: torch.device, dtype: torch.dtype, head_dim: int, seq: int) -> str | None:
+    """Why these kernels cannot work here, or None."""
+    if device.type != "cuda":
+        return "needs a GPU"
+    if _TRITON is None or not _TRITON.startswith(_MEASURED):
+        return f"is measured with Triton {', '.join(v.rstrip('.') for v in _MEASURED)} only"
+    if only_torch():
+        return "ARGOSY_KERNELS=torch"
+    if torch.cuda.get_device_capability(device)[0] != _CAPABILITY:
+        return f"needs a GPU of compute capability {_CAPABILITY}"
+    if torch.are_deterministic_algorithms_enabled():
+        return "does not repeat bit for bit"
+    if dtype != torch.bfloat16:
+        return "needs bf16"
+    fits = head_dim == _HEAD_DIM and seq % _TOKENS == 0
+    return None if fits else f"needs heads of {_HEAD_DIM} and a multiple of {_TOKENS} tokens"
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    from argosy.model.ops.kernels.hopper_forward import attend
+
+    return attend(_rows(q), _rows(k), _rows(v), _scale(scale))
+
+
+def backward(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    window: int | None,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    from argosy.model.ops.kernels.hopper_backward import attend_backward
+
+    return attend_backward(_rows(d_out), _rows(q), _rows(k), _rows(v), out, lse, _scale(scale))
+
+
+def _scale(scale: float | None) -> float:
+    return _HEAD_DIM**-0.5 if scale is None else scale
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x [batch, seq, heads, head_dim] as the kernels fetch it: tokens at equal distances, everything in steps of 16 bytes."""
+    batch, token, head, column = x.stride()
+    even = token % 8 == 0 and head % 8 == 0 and x.data_ptr() % 16 == 0
+    return x if column == 1 and batch == x.shape[1] * token and even else x.contiguous()

@@ -1,0 +1,297 @@
+"""Causal attention on Hopper, backwards.
+
+A program has 128 keys of one key head, and goes through the queries that see them, 64 of one head at a time, of all heads that
+share these keys: the gradients of keys and values are summed in registers and written once. In it one warp fetches, and three
+groups of four warps compute. Two workers have 64 keys each, with
+
+    S = K Q^T    P = exp(S - lse)    dP = V dO^T    dS = P (dP - delta)    dV += P dO    dK += dS Q
+
+and hand dS to the third, which has dQ = dS^T K and adds it to a 32-bit sum in memory. Programs add in any order, so that the bits
+of dQ do not repeat. The sum is kept in the order in which threads have it, for wide additions; a last kernel sets it right.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from argosy.model.ops.kernels.hopper_forward import _WIDTH, _exp2, _fetch, described
+
+_SIDE = gl.constexpr(64)  # keys of a worker, queries of a step
+_WORKERS = gl.constexpr(2)
+_STAGES, _SLOTS = gl.constexpr(4), gl.constexpr(4)  # of queries fetched, of dS handed on
+_LOGS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+# The four values that a thread has of 16 rows and 8 columns are added to 16 bytes in a row.
+_ADD = gl.constexpr(
+    "red.global.add.v4.f32 [$8], {$4, $5, $6, $7}; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;"
+)
+_ADD_OPERANDS = gl.constexpr("=r,=r,=r,=r,f,f,f,f,l,l,l,l")
+_FULL_WAVE = 128  # programs at work together, about
+
+
+if hasattr(gl.shared_memory_descriptor, "reinterpret"):  # Triton 3.9's name for it
+
+    @gluon.jit
+    def _as_rows(logs, LAYOUT: gl.constexpr):
+        return logs.reinterpret(gl.float32, [2, _SIDE], LAYOUT)
+
+else:
+
+    @gluon.jit
+    def _as_rows(logs, LAYOUT: gl.constexpr):
+        return logs._reinterpret(gl.float32, [2, _SIDE], LAYOUT)
+
+
+@gluon.jit
+def _place(key_blocks, SECTION: gl.constexpr):
+    """(batch x key heads + key head, block of keys) of this program: the longest first, of SECTION key heads at a time."""
+    place = gl.program_id(0)
+    within = place % (SECTION * key_blocks)
+    return place // (SECTION * key_blocks) * SECTION + within % SECTION, within // SECTION
+
+
+@gluon.jit
+def _step(step, key_block, GROUP: gl.constexpr):
+    """(block of queries, head of the group): from the diagonal on, and programs begin with different heads, so that few add to the
+    same sums at a time."""
+    return key_block * _WORKERS + step // GROUP, (step + key_block) % GROUP
+
+
+@gluon.jit
+def _fetcher(
+    here, fetch, key_blocks, seq,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, SECTION: gl.constexpr,
+):  # fmt: skip
+    k_here, v_here, q_here, d_out_here, logs_here, _, kv_full, full, free, _, _ = here
+    q, k, v, d_out, logs, q_head, k_head, v_head, d_out_head = fetch
+    pair, key_block = _place(key_blocks, SECTION)
+    start = pair // KV_HEADS * seq
+    kv_head = pair % KV_HEADS
+    blocks = key_blocks * _WORKERS
+    mbarrier.expect(kv_full, 2 * _WORKERS * _SIDE * _WIDTH * 2)
+    for worker in gl.static_range(_WORKERS):
+        row = start + (key_block * _WORKERS + worker) * _SIDE
+        _fetch(k, [row, kv_head * k_head], kv_full, k_here.index(worker))
+        _fetch(v, [row, kv_head * v_head], kv_full, v_here.index(worker))
+    for step in range((blocks - key_block * _WORKERS) * GROUP):
+        block, member = _step(step, key_block, GROUP)
+        head = kv_head * GROUP + member
+        stage = step % _STAGES
+        row = start + block * _SIDE
+        mbarrier.wait(free.index(stage), ((step // _STAGES) & 1) ^ 1)
+        mbarrier.expect(full.index(stage), 2 * _SIDE * _WIDTH * 2 + 2 * _SIDE * 4)
+        _fetch(q, [row, head * q_head], full.index(stage), q_here.index(stage))
+        _fetch(logs, [(pair * GROUP + member) * blocks + block, 0], full.index(stage), logs_here.index(stage))
+        _fetch(d_out, [row, head * d_out_head], full.index(stage), d_out_here.index(stage))
+
+
+@gluon.jit
+def _adder(
+    here, sums, key_blocks, GROUP: gl.constexpr, SECTION: gl.constexpr,
+):  # fmt: skip
+    SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _WIDTH, 16])
+    k_here, _, _, _, _, ds_here, kv_full, _, _, ds_full, ds_free = here
+    pair, key_block = _place(key_blocks, SECTION)
+    blocks = key_blocks * _WORKERS
+    mbarrier.wait(kv_full, 0)
+    for step in range((blocks - key_block * _WORKERS) * GROUP):
+        block, member = _step(step, key_block, GROUP)
+        slot = step % _SLOTS
+        mbarrier.wait(ds_full.index(slot), (step // _SLOTS) & 1)
+        d_q = gl.zeros([_SIDE, _WIDTH], gl.float32, SUM)
+        d_q = warpgroup_mma(
+            ds_here.index(slot * _WORKERS).permute((1, 0)), k_here.index(0), d_q, use_acc=False, is_async=True
+        )
+        d_q = warpgroup_mma(ds_here.index(slot * _WORKERS + 1).permute((1, 0)), k_here.index(1), d_q, is_async=True)
+        d_q = warpgroup_mma_wait(0, deps=[d_q])
+        mbarrier.arrive(ds_free.index(slot), count=1)
+        row = gl.arange(0, _SIDE, gl.SliceLayout(1, SUM))[:, None]  # here, not before the loop, which has few registers
+        column = gl.arange(0, _WIDTH, gl.SliceLayout(0, SUM))[None, :]
+        inner = (((row // 16) * (_WIDTH // 8) + column // 8) * 32 + (row % 8) * 4 + (column % 8) // 2) * 4
+        target = sums + ((pair * GROUP + member) * blocks + block).to(gl.int64) * (_SIDE * _WIDTH)
+        gl.inline_asm_elementwise(
+            _ADD, _ADD_OPERANDS, [d_q, (target + inner).to(gl.int64)], dtype=gl.int32, is_pure=False, pack=4
+        )
+
+
+@gluon.jit
+def _work(
+    here, k, v, d_k, d_v, step, key_block, scale,
+    WORKER: gl.constexpr, GROUP: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _SIDE, 16])
+    SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _WIDTH, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, SUM, 2)
+    QUERIES: gl.constexpr = gl.SliceLayout(0, SCORES)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    _, _, q_here, d_out_here, logs_here, ds_here, _, full, free, ds_full, ds_free = here
+    nothing = gl.zeros([_SIDE, _SIDE], gl.float32, SCORES)
+    stage = step % _STAGES
+    slot = step % _SLOTS
+    logs = _as_rows(logs_here.index(stage), FLAT)
+    mbarrier.wait(full.index(stage), (step // _STAGES) & 1)
+    s = warpgroup_mma(k, q_here.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+    d_p = warpgroup_mma(v, d_out_here.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+    lse = logs.index(0).load(QUERIES)
+    s = warpgroup_mma_wait(1, deps=[s])
+    x = s * scale - lse[None, :]
+    if MASKED:
+        block, _ = _step(step, key_block, GROUP)
+        keys = (key_block * _WORKERS + WORKER) * _SIDE + gl.arange(0, _SIDE, gl.SliceLayout(1, SCORES))
+        x = gl.where(keys[:, None] <= (block * _SIDE + gl.arange(0, _SIDE, QUERIES))[None, :], x, -float("inf"))
+    p = _exp2(x)
+    delta = logs.index(1).load(QUERIES)
+    # This wait stands here so that the assembler does not move the one for d_p above the exponentials.
+    mbarrier.wait(ds_free.index(slot), ((step // _SLOTS) & 1) ^ 1)
+    d_p, p = warpgroup_mma_wait(0, deps=[d_p, p])
+    d_v = warpgroup_mma(gl.convert_layout(p.to(gl.bfloat16), LEFT), d_out_here.index(stage), d_v, is_async=True)
+    d_s = (p * (d_p - delta[None, :])).to(gl.bfloat16)
+    d_k = warpgroup_mma(gl.convert_layout(d_s, LEFT), q_here.index(stage), d_k, is_async=True)
+    ds_here.index(slot * _WORKERS + WORKER).store(d_s)
+    fence_async_shared()
+    mbarrier.arrive(ds_full.index(slot), count=1)
+    d_k, d_v = warpgroup_mma_wait(0, deps=[d_k, d_v])
+    mbarrier.arrive(free.index(stage), count=1)
+    return d_k, d_v
+
+
+@gluon.jit
+def _worker(
+    here, out, key_blocks, seq, scale, WORKER: gl.constexpr, KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr, SECTION: gl.constexpr,
+):  # fmt: skip
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _SIDE, 16])
+    SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _WIDTH, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
+    pair, key_block = _place(key_blocks, SECTION)
+    steps = (key_blocks - key_block) * _WORKERS * GROUP
+    mbarrier.wait(here[6], 0)
+    k = here[0].index(WORKER).load(LEFT)
+    v = here[1].index(WORKER).load(LEFT)
+    d_k = gl.zeros([_SIDE, _WIDTH], gl.float32, SUM)
+    d_v = gl.zeros([_SIDE, _WIDTH], gl.float32, SUM)
+    MASKED_STEPS: gl.constexpr = (WORKER + 1) * GROUP  # blocks up to the diagonal
+    for step in range(MASKED_STEPS):
+        d_k, d_v = _work(here, k, v, d_k, d_v, step, key_block, scale, WORKER, GROUP, True)
+    for step in range(MASKED_STEPS, steps):
+        d_k, d_v = _work(here, k, v, d_k, d_v, step, key_block, scale, WORKER, GROUP, False)
+    d_k_out, d_v_out, plain_scale = out
+    row = gl.arange(0, _SIDE, gl.SliceLayout(1, SUM))[:, None]
+    column = gl.arange(0, _WIDTH, gl.SliceLayout(0, SUM))[None, :]
+    token = pair // KV_HEADS * seq + (key_block * _WORKERS + WORKER) * _SIDE
+    first = token.to(gl.int64) * (KV_HEADS * _WIDTH) + pair % KV_HEADS * _WIDTH
+    gl.store(d_k_out + first + (row * (KV_HEADS * _WIDTH) + column), (d_k * plain_scale).to(gl.bfloat16))
+    gl.store(d_v_out + first + (row * (KV_HEADS * _WIDTH) + column), d_v.to(gl.bfloat16))
+
+
+@gluon.jit
+def _attention_backward(
+    q, k, v, d_out, logs, d_k_out, d_v_out, sums, key_blocks, seq, q_head, k_head, v_head, d_out_head, scale, plain_scale,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, SECTION: gl.constexpr,
+):  # fmt: skip
+    k_here = gl.allocate_shared_memory(gl.bfloat16, [_WORKERS, _SIDE, _WIDTH], k.layout)
+    v_here = gl.allocate_shared_memory(gl.bfloat16, [_WORKERS, _SIDE, _WIDTH], v.layout)
+    q_here = gl.allocate_shared_memory(gl.bfloat16, [_STAGES, _SIDE, _WIDTH], q.layout)
+    d_out_here = gl.allocate_shared_memory(gl.bfloat16, [_STAGES, _SIDE, _WIDTH], d_out.layout)
+    ds_here = gl.allocate_shared_memory(gl.bfloat16, [_SLOTS * _WORKERS, _SIDE, _SIDE], q.layout)
+    logs_here = gl.allocate_shared_memory(gl.float32, [_STAGES, 1, 2 * _SIDE], logs.layout)
+    kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    ds_full = gl.allocate_shared_memory(gl.int64, [_SLOTS, 1], mbarrier.MBarrierLayout())
+    ds_free = gl.allocate_shared_memory(gl.int64, [_SLOTS, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(kv_full, count=1)
+    for stage in gl.static_range(_STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(free.index(stage), count=_WORKERS)
+    for slot in gl.static_range(_SLOTS):
+        mbarrier.init(ds_full.index(slot), count=_WORKERS)
+        mbarrier.init(ds_free.index(slot), count=1)
+    fence_async_shared()
+    here = (k_here, v_here, q_here, d_out_here, logs_here, ds_here, kv_full, full, free, ds_full, ds_free)
+    fetch = (q, k, v, d_out, logs, q_head, k_head, v_head, d_out_head)
+    out = (d_k_out, d_v_out, plain_scale)
+    gl.warp_specialize([
+        (_worker, (here, out, key_blocks, seq, scale, 0, KV_HEADS, GROUP, SECTION)),
+        (_worker, (here, out, key_blocks, seq, scale, 1, KV_HEADS, GROUP, SECTION)),
+        (_adder, (here, sums, key_blocks, GROUP, SECTION)),
+        (_fetcher, (here, fetch, key_blocks, seq, KV_HEADS, GROUP, SECTION)),
+    ], [4, 4, 1], [208, 72, 24])  # fmt: skip
+
+
+@triton.jit
+def _attention_before(
+    out, d_out, lse, logs, sums, seq, heads, out_batch, out_token, out_head, d_out_batch, d_out_token, d_out_head,
+    WIDTH: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """For R queries of a head lse, to base 2, and delta, the sum of out x d_out, side by side; and zeros in the sums of dQ."""
+    head = tl.program_id(0) % heads
+    block = tl.program_id(0) // heads % (seq // R)
+    batch = (tl.program_id(0) // heads // (seq // R)).to(tl.int64)
+    token = (block * R + tl.arange(0, R)).to(tl.int64)
+    column = tl.arange(0, WIDTH)[None, :]
+    o = tl.load(out + batch * out_batch + head * out_head + token[:, None] * out_token + column).to(tl.float32)
+    d = tl.load(d_out + batch * d_out_batch + head * d_out_head + token[:, None] * d_out_token + column).to(tl.float32)
+    row = batch * heads + head
+    at = logs + (row * seq + block * R) * 2 + tl.arange(0, R)
+    tl.store(at, tl.load(lse + row * seq + token) * 1.4426950408889634)
+    tl.store(at + R, tl.sum(o * d, 1))
+    tl.store(sums + (row * seq + block * R) * WIDTH + tl.arange(0, R * WIDTH), tl.zeros([R * WIDTH], tl.float32))
+
+
+@triton.jit
+def _attention_after(sums, d_q, seq, heads, plain_scale, WIDTH: tl.constexpr, R: tl.constexpr):
+    """The sums of dQ for R queries of a head, which lie by 16 rows, 8 columns, row of 8, pair of columns, half of the 16 rows,
+    column of the pair."""
+    head = tl.program_id(0) % heads
+    block = tl.program_id(0) // heads % (seq // R)
+    batch = (tl.program_id(0) // heads // (seq // R)).to(tl.int64)
+    x = tl.load(sums + ((batch * heads + head) * seq + block * R) * WIDTH + tl.arange(0, R * WIDTH)) * plain_scale
+    x = tl.reshape(x.to(d_q.dtype.element_ty), [R // 16, WIDTH // 8, 8, 4, 2, 2])
+    x = tl.reshape(tl.permute(x, [0, 4, 2, 1, 3, 5]), [R, WIDTH])
+    token = batch * seq + block * R + tl.arange(0, R)
+    tl.store(d_q + token[:, None] * (heads * WIDTH) + head * WIDTH + tl.arange(0, WIDTH)[None, :], x)
+
+
+def attend_backward(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v [batch, seq, heads, head_dim], whose forward pass gave `out` and `lse`."""
+    batch, seq, heads, width = q.shape
+    kv_heads, side = k.shape[2], _SIDE.value
+    d_q = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    d_k, d_v = (torch.empty(k.shape, dtype=k.dtype, device=k.device) for _ in range(2))
+    sums = torch.empty(q.numel(), dtype=torch.float32, device=q.device)
+    logs = torch.empty((batch * heads * seq // side, 2 * side), dtype=torch.float32, device=q.device)
+    key_blocks = seq // (side * _WORKERS.value)
+    tiles = (batch * heads * (seq // side),)
+    _attention_before[tiles](
+        out, d_out, lse, logs, sums, seq, heads, *out.stride()[:3], *d_out.stride()[:3], width, side, num_warps=4
+    )
+    _attention_backward[(batch * kv_heads * key_blocks,)](
+        described(q, side), described(k, side), described(v, side), described(d_out, side),
+        TensorDescriptor(logs, list(logs.shape), [2 * side, 1], [1, 2 * side], _LOGS), d_k, d_v, sums, key_blocks, seq,
+        q.stride(2), k.stride(2), v.stride(2), d_out.stride(2), scale / math.log(2), scale,
+        kv_heads, heads // kv_heads, section(batch * kv_heads, key_blocks), num_warps=4,
+    )  # fmt: skip
+    _attention_after[tiles](sums, d_q, seq, heads, scale, width, side, num_warps=4)
+    return d_q, d_k, d_v
+
+
+def section(pairs: int, key_blocks: int) -> int:
+    """How many key heads to work on at a time, so that what they share stays cached: as many as fill the GPU, of equal sections."""
+    wanted = max(1, _FULL_WAVE // key_blocks)
+    return max(size for size in range(1, wanted + 1) if pairs % size == 0)

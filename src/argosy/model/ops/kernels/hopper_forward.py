@@ -1,0 +1,254 @@
+"""Causal attention on Hopper, forwards.
+
+A program has a processor to itself and takes tiles in turn, the longest first. In it one warp fetches blocks of keys and values
+into a ring in shared memory, and workers, four warps each, compute: a worker has 64 queries of one head, and heads that share
+their keys work on the same blocks. While one worker is busy with exponentials, the products of the others run.
+
+A stage of the ring holds block c of the keys and block c of the values. The product with the values comes a block late, so that
+both products of a turn run together; block c of the keys and block c - 1 of the values are done with, and fetched, at once.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from argosy.model.ops.products import processors
+
+_WIDTH = gl.constexpr(64)  # of a head
+_QUERIES, _KEYS = gl.constexpr(64), gl.constexpr(128)  # of a worker, of a block
+_WORKERS, _STAGES = gl.constexpr(3), gl.constexpr(4)
+_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+# Names that newer versions of Triton changed.
+_fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+_write = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+
+
+@gluon.jit
+def _exp2(x):
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _log2(x):
+    return gl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _tile_count(tiles):
+    """How many tiles this program takes: the i-th of each even round from the front, of each odd one from the back."""
+    programs = gl.num_programs(0)
+    rounds = tiles // programs
+    place = gl.where(rounds % 2 == 0, gl.program_id(0), programs - 1 - gl.program_id(0))
+    return rounds + (place < tiles % programs).to(gl.int32)
+
+
+@gluon.jit
+def _tile(turn, head_tiles, KV_HEADS: gl.constexpr):
+    """(batch x KV_HEADS + key head, which of its tiles, 0 being the longest) of this program's turn."""
+    programs = gl.num_programs(0)
+    place = gl.where(turn % 2 == 0, gl.program_id(0), programs - 1 - gl.program_id(0))
+    tile = turn * programs + place
+    within = tile % (KV_HEADS * head_tiles)
+    return tile // (KV_HEADS * head_tiles) * KV_HEADS + within % KV_HEADS, within // KV_HEADS
+
+
+@gluon.jit
+def _part(tile, worker, blocks, GROUP: gl.constexpr):
+    """(block of queries, head of the group) of a worker; a worker too many does the last one's work again."""
+    part = gl.minimum(tile * _WORKERS + worker, blocks * GROUP - 1)
+    return blocks - 1 - part // GROUP, part % GROUP
+
+
+@gluon.jit
+def _key_blocks(block):
+    """How many blocks of keys a block of queries sees."""
+    return (block * _QUERIES + _QUERIES - 1) // _KEYS + 1
+
+
+@gluon.jit
+def _fetcher(ring, fetch, KV_HEADS: gl.constexpr, GROUP: gl.constexpr):
+    q_here, k_here, v_here, q_full, q_free, k_full, v_full, free = ring
+    q, k, v, seq, q_head, k_head, v_head, tiles, head_tiles = fetch
+    blocks = seq // _QUERIES
+    count = 0  # blocks of keys fetched
+    late_stage = 0
+    late_row = 0
+    late_column = 0
+    for turn in range(_tile_count(tiles)):
+        pair, tile = _tile(turn, head_tiles, KV_HEADS)
+        start = pair // KV_HEADS * seq
+        kv_head = pair % KV_HEADS
+        longest, _ = _part(tile, 0, blocks, GROUP)
+        key_blocks = _key_blocks(longest)
+        for back in range(key_blocks):
+            row = start + (key_blocks - 1 - back) * _KEYS
+            stage = count % _STAGES
+            mbarrier.wait(free.index(stage), ((count // _STAGES) & 1) ^ 1)
+            mbarrier.expect(k_full.index(stage), _KEYS * _WIDTH * 2)
+            _fetch(k, [row, kv_head * k_head], k_full.index(stage), k_here.index(stage))
+            if count > 0:
+                mbarrier.expect(v_full.index(late_stage), _KEYS * _WIDTH * 2)
+                _fetch(v, [late_row, late_column], v_full.index(late_stage), v_here.index(late_stage))
+            if back == 0:
+                for worker in gl.static_range(_WORKERS):
+                    block, head = _part(tile, worker, blocks, GROUP)
+                    mbarrier.wait(q_free.index(worker), (turn & 1) ^ 1)
+                    mbarrier.expect(q_full.index(worker), _QUERIES * _WIDTH * 2)
+                    place = [start + block * _QUERIES, (kv_head * GROUP + head) * q_head]
+                    _fetch(q, place, q_full.index(worker), q_here.index(worker))
+            late_stage = stage
+            late_row = row
+            late_column = kv_head * v_head
+            count += 1
+    mbarrier.wait(free.index(count % _STAGES), ((count // _STAGES) & 1) ^ 1)
+    mbarrier.expect(v_full.index(late_stage), _KEYS * _WIDTH * 2)
+    _fetch(v, [late_row, late_column], v_full.index(late_stage), v_here.index(late_stage))
+
+
+@gluon.jit
+def _thread_sums(p):
+    """The row sums of what each of a row's four threads has: added up among them once, at the end."""
+    return gl.sum(gl.sum(p.reshape([_QUERIES, _KEYS // 8, 4, 2]), axis=3), axis=1)
+
+
+@gluon.jit
+def _worker(ring, work, WORKER: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr):
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _KEYS, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _WIDTH, 16])
+    SHARES: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
+    q_here, k_here, v_here, q_full, q_free, k_full, v_full, free = ring
+    out, lse, out_here, seq, out_head, tiles, head_tiles, scale = work
+    blocks = seq // _QUERIES
+    count = 0  # blocks of keys seen
+    queries = q_here.index(WORKER)
+    nothing = gl.zeros([_QUERIES, _KEYS], gl.float32, SCORES)
+    for turn in range(_tile_count(tiles)):
+        pair, tile = _tile(turn, head_tiles, KV_HEADS)
+        longest, _ = _part(tile, 0, blocks, GROUP)
+        block, head = _part(tile, WORKER, blocks, GROUP)
+        key_blocks = _key_blocks(block)
+        for _ in range(_key_blocks(longest) - key_blocks):  # that only others need
+            mbarrier.wait(k_full.index(count % _STAGES), (count // _STAGES) & 1)
+            mbarrier.arrive(free.index(count % _STAGES), count=1)
+            mbarrier.wait(v_full.index(count % _STAGES), (count // _STAGES) & 1)
+            count += 1
+        # The diagonal block, the only one with hidden keys.
+        stage = count % _STAGES
+        mbarrier.wait(q_full.index(WORKER), turn & 1)
+        mbarrier.wait(k_full.index(stage), (count // _STAGES) & 1)
+        s = warpgroup_mma(queries, k_here.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=[s])
+        mbarrier.arrive(free.index(stage), count=1)
+        rows = block * _QUERIES + gl.arange(0, _QUERIES, gl.SliceLayout(1, SCORES))
+        columns = (key_blocks - 1) * _KEYS + gl.arange(0, _KEYS, gl.SliceLayout(0, SCORES))
+        s = gl.where(rows[:, None] >= columns[None, :], s, -float("inf"))
+        highest = gl.max(s, axis=1)
+        p = _exp2(s * scale - (highest * scale)[:, None])
+        total = _thread_sums(p)
+        shares = gl.convert_layout(p.to(gl.bfloat16), SHARES)
+        o = gl.zeros([_QUERIES, _WIDTH], gl.float32, OUT)
+        for _ in range(key_blocks - 1):
+            late_stage = count % _STAGES
+            late_phase = (count // _STAGES) & 1
+            count += 1
+            stage = count % _STAGES
+            mbarrier.wait(k_full.index(stage), (count // _STAGES) & 1)
+            mbarrier.wait(v_full.index(late_stage), late_phase)
+            o = warpgroup_mma(shares, v_here.index(late_stage), o, is_async=True)
+            s = warpgroup_mma(queries, k_here.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+            o, s = warpgroup_mma_wait(0, deps=[o, s])
+            higher = gl.maximum(highest, gl.max(s, axis=1))
+            shrink = _exp2((highest - higher) * scale)
+            p = _exp2(s * scale - (higher * scale)[:, None])
+            total = total * gl.convert_layout(shrink, gl.SliceLayout(1, total.type.layout))[:, None]
+            total += _thread_sums(p)
+            highest = higher
+            shares = gl.convert_layout(p.to(gl.bfloat16), SHARES)
+            mbarrier.arrive(free.index(stage), count=1)
+            o = o * gl.convert_layout(shrink, gl.SliceLayout(1, OUT))[:, None]
+        mbarrier.arrive(q_free.index(WORKER), count=1)
+        mbarrier.wait(v_full.index(count % _STAGES), (count // _STAGES) & 1)
+        o = warpgroup_mma(shares, v_here.index(count % _STAGES), o, is_async=True)
+        o = warpgroup_mma_wait(0, deps=[o])
+        count += 1
+        whole = gl.convert_layout(gl.sum(total, axis=1), gl.SliceLayout(1, SCORES))
+        row = pair // KV_HEADS * KV_HEADS * GROUP + pair % KV_HEADS * GROUP + head  # of the logs: batch x heads + head
+        gl.store(lse + row.to(gl.int64) * seq + rows, (highest * scale + _log2(whole)) * 0.6931471805599453)
+        o = o * gl.convert_layout(1.0 / whole, gl.SliceLayout(1, OUT))[:, None]
+        tma.store_wait(0)
+        out_here.index(WORKER).store(o.to(gl.bfloat16))
+        fence_async_shared()
+        place = [pair // KV_HEADS * seq + block * _QUERIES, (pair % KV_HEADS * GROUP + head) * out_head]
+        _write(out, place, out_here.index(WORKER))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _attention_forward(
+    q, k, v, out, lse, seq, q_head, k_head, v_head, out_head, tiles, head_tiles, scale,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    q_here = gl.allocate_shared_memory(gl.bfloat16, [_WORKERS, _QUERIES, _WIDTH], q.layout)
+    out_here = gl.allocate_shared_memory(gl.bfloat16, [_WORKERS, _QUERIES, _WIDTH], out.layout)
+    k_here = gl.allocate_shared_memory(gl.bfloat16, [_STAGES, _KEYS, _WIDTH], k.layout)
+    v_here = gl.allocate_shared_memory(gl.bfloat16, [_STAGES, _KEYS, _WIDTH], v.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [_WORKERS, 1], mbarrier.MBarrierLayout())
+    q_free = gl.allocate_shared_memory(gl.int64, [_WORKERS, 1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    for worker in gl.static_range(_WORKERS):
+        mbarrier.init(q_full.index(worker), count=1)
+        mbarrier.init(q_free.index(worker), count=1)
+    for stage in gl.static_range(_STAGES):
+        mbarrier.init(k_full.index(stage), count=1)
+        mbarrier.init(v_full.index(stage), count=1)
+        mbarrier.init(free.index(stage), count=_WORKERS)
+    fence_async_shared()
+    ring = (q_here, k_here, v_here, q_full, q_free, k_full, v_full, free)
+    work = (out, lse, out_here, seq, out_head, tiles, head_tiles, scale)
+    fetch = (q, k, v, seq, q_head, k_head, v_head, tiles, head_tiles)
+    gl.warp_specialize([
+        (_worker, (ring, work, 0, KV_HEADS, GROUP)),
+        (_worker, (ring, work, 1, KV_HEADS, GROUP)),
+        (_worker, (ring, work, 2, KV_HEADS, GROUP)),
+        (_fetcher, (ring, fetch, KV_HEADS, GROUP)),
+    ], [4, 4, 1], [160, 160, 24])  # fmt: skip
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """(result, logs of the sums of exponentials [batch, heads, seq]) of q, k and v
+    [batch, seq, heads, head_dim]."""
+    batch, seq, heads, _ = q.shape
+    kv_heads = k.shape[2]
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty((batch, heads, seq), dtype=torch.float32, device=q.device)
+    head_tiles = triton.cdiv(seq // _QUERIES.value * (heads // kv_heads), _WORKERS.value)
+    tiles = head_tiles * batch * kv_heads
+    _attention_forward[(min(processors(q.device), tiles),)](
+        described(q, _QUERIES.value), described(k, _KEYS.value), described(v, _KEYS.value),
+        described(out, _QUERIES.value), lse, seq, q.stride(2), k.stride(2), v.stride(2), out.stride(2),
+        tiles, head_tiles, scale / math.log(2), kv_heads, heads // kv_heads, num_warps=4,
+    )  # fmt: skip
+    return out, lse
+
+
+def described(x: Tensor, rows: int) -> TensorDescriptor:
+    """x [batch, seq, heads, head_dim] as rows of tokens, in which head h begins h x its stride further on; cut into `rows`."""
+    batch, seq, heads, width = x.shape
+    shape = [batch * seq, (heads - 1) * x.stride(2) + width]
+    return TensorDescriptor(x, shape, [x.stride(1), 1], [rows, width], _LAYOUT)

@@ -1,0 +1,183 @@
+"""Argosy's attention kernels for Hopper. On such a GPU they run; elsewhere they are compiled for it, what is around them runs with
+their arithmetic in plain torch, and the kernels before and after them run in Triton's interpreter."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="the kernels need triton, which the dev extra brings on Linux")
+
+from argosy.model.attention import BACKENDS, Case, Mask, choose_backend
+from argosy.model.ops import hopper
+from argosy.model.ops.kernels import hopper_backward, hopper_forward
+from argosy.model.share import Share
+from model import flash_twin
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+HOPPER = hopper.refusal(DEVICE, torch.bfloat16, 64, 128) is None
+DTYPE = torch.bfloat16 if HOPPER else torch.float32
+ERROR = 1e-2 if HOPPER else 1e-5  # of a whole tensor, relative to its norm
+SHAPES = [(1, 128, 2, 1), (3, 384, 6, 2), (2, 256, 3, 3), (2, 640, 16, 2), (1, 1152, 7, 1)]
+SHAPES += [(4, 2048, 32, 8), (32, 1024, 20, 20)] if HOPPER else []
+
+
+@pytest.fixture
+def kernels_or_twin(monkeypatch: pytest.MonkeyPatch) -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        return flash_twin.flash_attn_func(
+            q, k, v, softmax_scale=scale, causal=True, window_size=(None, None), return_lse=True
+        )
+
+    def attend_backward(
+        d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return flash_twin._flash_attn_bwd(
+            q, k, v, out, d_out, lse, softmax_scale=scale, causal=True, window_size_left=None, window_size_right=None,
+            deterministic=False,
+        )  # fmt: skip
+
+    if not HOPPER:
+        monkeypatch.setattr(hopper_forward, "attend", attend)
+        monkeypatch.setattr(hopper_backward, "attend_backward", attend_backward)
+
+
+def case(mask: Mask, seq: int, queries: Share | None = None, dropout: float = 0.0, head_dim: int = 64) -> Case:
+    dtype = torch.bfloat16
+    return Case(mask, torch.device("cuda"), dtype, head_dim, seq, dropout, queries=queries or Share((0,), 1))
+
+
+@pytest.mark.usefixtures("kernels_or_twin")
+@pytest.mark.parametrize("scale", [None, 0.3])
+@pytest.mark.parametrize(("batch", "seq", "heads", "kv_heads"), SHAPES)
+def test_results_and_gradients_are_those_of_the_explicit_bias(
+    batch: int, seq: int, heads: int, kv_heads: int, scale: float | None
+) -> None:
+    torch.manual_seed(1)
+    together = torch.randn(batch, seq, kv_heads, heads // kv_heads + 2, 64, device=DEVICE, dtype=DTYPE)
+    q, k, v = together.split((heads // kv_heads, 1, 1), dim=3)
+    leaves = [t.flatten(2, 3).transpose(1, 2).detach().requires_grad_() for t in (q.contiguous(), k.contiguous(), v)]
+    weights = torch.randn(batch, heads, seq, 64, device=DEVICE)
+    asked = case(Mask(True), seq)._replace(device=DEVICE, dtype=DTYPE)
+    results = []
+    for name, dtype in (("hopper", DTYPE), ("explicit", torch.float32)):
+        backend = next(b for b in BACKENDS if b.name == name)
+        y = backend.prepare(asked._replace(dtype=dtype), scale)(*(leaf.to(dtype) for leaf in leaves))
+        results.append((y, *torch.autograd.grad((y.float() * weights).sum(), leaves)))
+    for ours, theirs in zip(*results, strict=True):
+        assert float((ours.float() - theirs.float()).norm() / theirs.float().norm()) < ERROR
+
+
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper, "_TRITON", "3.6.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_they_are_taken_where_they_can_serve() -> None:
+    assert choose_backend(case(Mask(True), 8192)).name == "hopper"
+    for refused in (
+        case(Mask(True), 8200),
+        case(Mask(True), 8192, head_dim=128),
+        case(Mask(True), 8192, dropout=0.1),
+        case(Mask(True), 8192, queries=Share((0,), 2)),
+        case(Mask(True, window=7), 8192),
+        case(Mask(False), 8192),
+        case(Mask(True), 8192)._replace(dtype=torch.float16),
+        case(Mask(True), 8192)._replace(device=torch.device("cpu")),
+    ):
+        assert choose_backend(refused).name != "hopper"
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_they_say_why_they_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    def why() -> str:
+        return str(hopper.refusal(torch.device("cuda"), torch.bfloat16, 64, 128))
+
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert "repeat" in why()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    assert "capability 9" in why()
+    with monkeypatch.context() as patched:
+        patched.setenv("ARGOSY_KERNELS", "torch")
+        assert why() == "ARGOSY_KERNELS=torch"
+    monkeypatch.setattr(hopper, "_TRITON", "3.9.0")
+    assert "Triton 3.6" in why()
+
+
+@pytest.mark.parametrize("pairs", [1, 6, 7, 32, 640])
+@pytest.mark.parametrize("key_blocks", [1, 8, 64, 500])
+def test_sections_are_equal_and_no_larger_than_fill_the_gpu(pairs: int, key_blocks: int) -> None:
+    section = hopper_backward.section(pairs, key_blocks)
+    assert pairs % section == 0
+    assert section == 1 or section * key_blocks <= 128
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+from argosy.model.ops.kernels import hopper_backward as backward, hopper_forward as forward
+
+def compiled(kernel, blocks, pointers, floats, constants):
+    signature = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(floats, "fp32") | pointers
+    signature |= {name: f"tensordesc<bf16[{rows}, 64],{forward._LAYOUT!r}>" for name, rows in blocks.items()}
+    signature |= dict.fromkeys(constants, "constexpr")
+    source = GluonASTSource(kernel, signature, constexprs=constants)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+
+heads = {"KV_HEADS": 8, "GROUP": 4}
+made = compiled(forward._attention_forward, {"q": 64, "k": 128, "v": 128, "out": 64}, {"lse": "*fp32"}, ["scale"], heads)
+assert made.asm["cubin"] and "wgmma" in made.asm["ptx"]
+logs = {"logs": f"tensordesc<fp32[1, 128],{backward._LOGS!r}>", "d_k_out": "*bf16", "d_v_out": "*bf16", "sums": "*fp32"}
+blocks = dict.fromkeys(["q", "k", "v", "d_out"], 64)
+made = compiled(backward._attention_backward, blocks, logs, ["scale", "plain_scale"], heads | {"SECTION": 2})
+assert made.asm["cubin"] and "red.global.add.v4.f32" in made.asm["ptx"]
+print("compiled")
+"""
+
+
+def test_they_compile_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    found = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, timeout=300)
+    assert "compiled" in found.stdout, found.stderr
+
+
+BESIDE = """
+import torch
+from argosy.model.ops.kernels.hopper_backward import _attention_after as after, _attention_before as before
+
+torch.manual_seed(1)
+batch, seq, heads = 2, 128, 3
+wide = torch.randn(batch, seq, heads, 80)
+out, d_out = wide[..., :64], torch.randn(batch, seq, heads, 64)
+lse, logs = torch.randn(batch, heads, seq), torch.full((batch * heads * seq // 64, 128), 7.0)
+sums = torch.full((batch * heads * seq * 64,), 7.0)
+grid = (batch * heads * seq // 64,)
+before[grid](out, d_out, lse, logs, sums, seq, heads, *out.stride()[:3], *d_out.stride()[:3], 64, 64)
+assert not sums.any()
+blocks = logs.view(batch, heads, -1, 2, 64)
+torch.testing.assert_close(blocks[..., 0, :].flatten(2), lse * 1.4426950408889634)
+torch.testing.assert_close(blocks[..., 1, :].flatten(2), (out * d_out).sum(-1).transpose(1, 2), rtol=1e-5, atol=1e-5)
+# As the adding warps place what they have: by the formula of their addresses, four values from each.
+row, column = torch.meshgrid(torch.arange(64), torch.arange(64), indexing="ij")
+place = (((row // 16) * 8 + column // 8) * 32 + (row % 8) * 4 + (column % 8) // 2) * 4 + row % 16 // 8 * 2 + column % 2
+assert torch.equal(place.flatten().sort().values, torch.arange(4096))
+wanted = torch.randn(batch, heads, seq // 64, 64, 64)
+sums.view(batch, heads, seq // 64, 4096)[..., place] = wanted
+d_q = torch.empty(batch, seq, heads, 64)
+after[grid](sums, d_q, seq, heads, 0.5, 64, 64)
+torch.testing.assert_close(d_q, (wanted * 0.5).flatten(2, 3).transpose(1, 2))
+print("equal")
+"""
+
+
+def test_what_is_prepared_before_and_set_right_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    found = subprocess.run([sys.executable, "-c", BESIDE], capture_output=True, text=True, timeout=300)
+    assert "equal" in found.stdout, found.stderr
