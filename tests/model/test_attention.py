@@ -207,13 +207,13 @@ def test_flash_is_compiled_whole() -> None:
 
 
 @pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+def flash_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The package is installed, beside the GPU it was measured on."""
     monkeypatch.setattr(flash, "INSTALLED", "4.0.0b36")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
 
 
-@pytest.mark.usefixtures("hopper")
+@pytest.mark.usefixtures("flash_installed")
 def test_flash_is_taken_where_it_can_serve() -> None:
     serves = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "head_dim": 64}
     for mask in (Mask(True), Mask(False), Mask(True, window=7)):
@@ -224,7 +224,7 @@ def test_flash_is_taken_where_it_can_serve() -> None:
 
 @pytest.mark.parametrize("package", ["4.0.0b36", None])
 def test_a_back_end_is_chosen_inside_a_compiled_model(
-    package: str | None, hopper: None, monkeypatch: pytest.MonkeyPatch
+    package: str | None, flash_installed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flash, "INSTALLED", package)
     torch.compiler.reset()
@@ -238,7 +238,7 @@ def test_a_back_end_is_chosen_inside_a_compiled_model(
     assert int(compiled(torch.tensor(0))) == (1 if package else 2)
 
 
-@pytest.mark.usefixtures("hopper")
+@pytest.mark.usefixtures("flash_installed")
 def test_flash_says_why_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda")
     for refused, mask, changes in (

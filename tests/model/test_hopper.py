@@ -21,9 +21,10 @@ from model import flash_twin
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HOPPER = hopper.refusal(DEVICE, torch.bfloat16, 64, 128) is None
 DTYPE = torch.bfloat16 if HOPPER else torch.float32
-ERROR = 1e-2 if HOPPER else 1e-5  # of a whole tensor, relative to its norm
-SHAPES = [(1, 128, 2, 1), (3, 384, 6, 2), (2, 256, 3, 3), (2, 640, 16, 2), (1, 1152, 7, 1)]
-SHAPES += [(4, 2048, 32, 8), (32, 1024, 20, 20)] if HOPPER else []
+ERROR = 3e-2 if HOPPER else 1e-4  # of any 64 tokens of a head, relative to their norm
+SHAPES = [(1, 128, 1, 1), (1, 128, 2, 1), (3, 384, 6, 2), (2, 256, 3, 3), (2, 640, 16, 2), (1, 1152, 7, 1)]
+# Where a program has many tiles, in rounds that end evenly and not.
+SHAPES += [(4, 2048, 32, 8), (32, 1024, 20, 20), (2, 512, 64, 64), (11, 384, 24, 4)] if HOPPER else []
 
 
 @pytest.fixture
@@ -69,7 +70,31 @@ def test_results_and_gradients_are_those_of_the_explicit_bias(
         y = backend.prepare(asked._replace(dtype=dtype), scale)(*(leaf.to(dtype) for leaf in leaves))
         results.append((y, *torch.autograd.grad((y.float() * weights).sum(), leaves)))
     for ours, theirs in zip(*results, strict=True):
-        assert float((ours.float() - theirs.float()).norm() / theirs.float().norm()) < ERROR
+        wrong, right = ((t.detach().float().unflatten(2, (-1, 64)).norm(dim=(3, 4))) for t in (ours - theirs, theirs))
+        assert float((wrong / right).max()) < ERROR
+
+
+@pytest.mark.usefixtures("kernels_or_twin")
+def test_all_but_the_gradient_of_the_queries_repeats() -> None:
+    q, k, v, d_out = (torch.randn(3, 1024, heads, 64, device=DEVICE, dtype=DTYPE) for heads in (48, 8, 8, 48))
+    runs = []
+    for _ in range(4):
+        out, lse = hopper.forward(q, k, v, True, None, None)
+        runs.append((out, lse, *hopper.backward(d_out, q, k, v, out, lse, True, None, None)[1:]))
+    assert all(torch.equal(first, other) for run in runs[1:] for first, other in zip(runs[0], run, strict=True))
+
+
+def test_the_kernels_get_tokens_at_equal_distances_in_steps_of_16_bytes() -> None:
+    together = torch.randn(2, 128, 4, 3 * 64).bfloat16()
+    for kept in (together[..., :64], together[..., 64:128], together[:1, ::2, ..., :64]):
+        assert hopper._rows(kept) is kept
+    shifted = torch.randn(2 * 128 * 4 * 64 + 1).bfloat16()[1:].view(2, 128, 4, 64)
+    same = torch.randn(4, 64).bfloat16().expand(2, 128, 4, 64)
+    for copied in (together[..., 1:65], together[:, :100, :, :64], together[..., :64].transpose(1, 2), shifted, same):
+        found = hopper._rows(copied)
+        assert torch.equal(found, copied)
+        assert found.is_contiguous()
+        assert found.data_ptr() % 16 == 0
 
 
 @pytest.fixture
@@ -116,6 +141,8 @@ def test_sections_are_equal_and_no_larger_than_fill_the_gpu(pairs: int, key_bloc
     section = hopper_backward.section(pairs, key_blocks)
     assert pairs % section == 0
     assert section == 1 or section * key_blocks <= 128
+    larger = [size for size in range(section + 1, pairs + 1) if pairs % size == 0]
+    assert all(size * key_blocks > 128 for size in larger)
 
 
 COMPILE = """

@@ -21,7 +21,7 @@ from argosy.config.layout import check_world
 from argosy.config.schema import RunSpec
 from argosy.data.synthetic import synthetic_batch, target_length
 from argosy.model.init import initial_weights
-from argosy.model.ops import flash
+from argosy.model.ops import flash, hopper
 from argosy.parallel.mesh import Mesh
 from argosy.parallel.precision import choose_precision
 from argosy.parallel.single import SingleDevice
@@ -69,9 +69,12 @@ class Bench:
         return self.step_ms / self.profile.floor if self.profile.floor else None
 
     @property
-    def flash(self) -> str | None:
-        """The version of flash-attn-4, if its kernels ran."""
-        return flash.INSTALLED if any(flash.is_kernel(name) for name, _, _ in self.profile.kernels) else None
+    def attention(self) -> str:
+        """Whose attention kernels ran."""
+        names = [name for name, _, _ in self.profile.kernels]
+        if any(map(flash.is_kernel, names)):
+            return f"flash-attn-4 {flash.INSTALLED}"
+        return "Argosy's own kernels" if any(map(hopper.is_kernel, names)) else "torch"
 
     def as_dict(self) -> dict[str, Any]:
         parameters = count_parameters(self.spec.model)
@@ -81,7 +84,7 @@ class Bench:
             "active_parameters": parameters.active,
             "device": self.device,
             "torch": torch.__version__,
-            "flash_attn": self.flash,
+            "attention": self.attention,
             "precision": self.precision,
             "recompute": self.spec.parallel.recompute,
             "compile": self.spec.parallel.compile,
@@ -113,7 +116,8 @@ class Bench:
         layout += ["passes replayed as a CUDA graph"] if self.replayed else []
         parameters = count_parameters(spec.model)
         active = f" ({parameters.active:,} active)" if parameters.active != parameters.total else ""
-        software = f"torch {torch.__version__}" + (f", flash-attn-4 {self.flash}" if self.flash else "")
+        software = f"torch {torch.__version__}"
+        software += f", attention by {self.attention}" if self.attention != "torch" else ""
         worst, best = max(self.steps_ms), min(self.steps_ms)
         utilisation = "n/a: no dense peak is known for this device"
         if self.mfu is not None:

@@ -2,7 +2,7 @@
 
 `ARGOSY_KERNELS=torch` turns all kernels but torch's off; `ARGOSY_KERNELS=triton` asks for them also on the CPU, where they run only
 under Triton's interpreter (`TRITON_INTERPRET=1`): slow, and how the tests check them without a GPU. A compiled model
-uses plain torch, which the compiler fuses by itself.
+uses plain torch, which the compiler fuses by itself, but for attention.
 """
 
 from __future__ import annotations

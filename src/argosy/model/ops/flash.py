@@ -24,8 +24,8 @@ INSTALLED: Final = installed(_PACKAGE)
 
 def refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     """Why these kernels cannot work here, or None."""
-    if device.type != "cuda":
-        return "needs a GPU"
+    if device.type != "cuda" or torch.version.hip is not None:
+        return "needs a GPU of NVIDIA's"
     if INSTALLED is None:
         return f"{_PACKAGE} is not installed"
     if only_torch():

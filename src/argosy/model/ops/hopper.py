@@ -1,4 +1,4 @@
-"""Causal attention by Argosy's own kernels for Hopper, for heads of 64 and where bits need not repeat: faster than any other there.
+"""Causal attention by Argosy's own kernels for Hopper, for heads of 64 and where bits need not repeat: the fastest over both passes.
 They are written in Gluon, whose form changes between versions of Triton: they run only with those they were measured with."""
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _HEAD_DIM, _TOKENS = 64, 128  # of a head; that a sequence is a multiple of
 
 def refusal(device: torch.device, dtype: torch.dtype, head_dim: int, seq: int) -> str | None:
     """Why these kernels cannot work here, or None."""
-    if device.type != "cuda":
-        return "needs a GPU"
+    if device.type != "cuda" or torch.version.hip is not None:
+        return "needs a GPU of NVIDIA's"
     if _TRITON is None or not _TRITON.startswith(_MEASURED):
         return f"is measured with Triton {', '.join(v.rstrip('.') for v in _MEASURED)} only"
     if only_torch():
@@ -32,6 +32,11 @@ def refusal(device: torch.device, dtype: torch.dtype, head_dim: int, seq: int) -
         return "needs bf16"
     fits = head_dim == _HEAD_DIM and seq % _TOKENS == 0
     return None if fits else f"needs heads of {_HEAD_DIM} and a multiple of {_TOKENS} tokens"
+
+
+def is_kernel(name: str) -> bool:
+    """Whether a profiler's name is that of one of these kernels."""
+    return name.startswith("_attention_")
 
 
 def forward(
@@ -65,5 +70,6 @@ def _scale(scale: float | None) -> float:
 def _rows(x: Tensor) -> Tensor:
     """x [batch, seq, heads, head_dim] as the kernels fetch it: tokens at equal distances, everything in steps of 16 bytes."""
     batch, token, head, column = x.stride()
-    even = token % 8 == 0 and head % 8 == 0 and x.data_ptr() % 16 == 0
-    return x if column == 1 and batch == x.shape[1] * token and even else x.contiguous()
+    even = token > 0 and token % 8 == 0 and head % 8 == 0 and x.data_ptr() % 16 == 0
+    fits = column == 1 and (len(x) == 1 or batch == x.shape[1] * token) and even
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
