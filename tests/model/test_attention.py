@@ -138,11 +138,12 @@ def test_flash_is_told_whether_bits_must_repeat(repeatable: bool, monkeypatch: p
         for heads in (HEADS, 2, 2)
     )
     attend = by_name("flash").prepare(case(Mask(True, window=7), dtype=FLASH_DTYPE, queries=share, seq=seq), None)
+    before = torch.are_deterministic_algorithms_enabled()
     set_deterministic(repeatable)
     try:
         first, again = (torch.autograd.grad(attend(share.take(q, 2), k, v).square().sum(), (q, k, v)) for _ in range(2))
     finally:
-        set_deterministic(False)
+        set_deterministic(before)
     assert [options["deterministic"] for options in backwards] == [repeatable] * 4
     if repeatable:
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))

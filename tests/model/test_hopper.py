@@ -101,6 +101,7 @@ def test_the_kernels_get_tokens_at_equal_distances_in_steps_of_16_bytes() -> Non
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "_TRITON", "3.6.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
 
 
 @pytest.mark.usefixtures("on_hopper")
