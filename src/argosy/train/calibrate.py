@@ -74,11 +74,11 @@ def measure(device: torch.device, gpu: Gpu, sizes: Sizes) -> Measured:
     x = torch.randn(sizes.tokens, sizes.width, dtype=torch.bfloat16, device=device, requires_grad=True)
     weight = torch.randn(sizes.outputs, sizes.width, dtype=torch.bfloat16, device=device, requires_grad=True)
     expected = sum(linear(ideal, sizes.tokens, sizes.width, sizes.outputs))
-    product = expected / _paced(lambda: F.linear(x, weight), device, sizes.seconds)
+    product = expected / paced(lambda: F.linear(x, weight), device, sizes.seconds)
     narrow = None
     if eight is not None:
         at_eight = sum(linear(replace(ideal, narrow=eight), sizes.tokens, sizes.width, sizes.outputs, narrow=True))
-        narrow = at_eight / _paced(lambda: fp8_products(x, [weight], [None])[0], device, sizes.seconds)
+        narrow = at_eight / paced(lambda: fp8_products(x, [weight], [None])[0], device, sizes.seconds)
     return Measured(
         gpu=gpu.name,
         torch=torch.__version__,
@@ -98,7 +98,7 @@ def _attention_seconds(device: torch.device, sizes: Sizes) -> float:
     shape = (sizes.tokens // sizes.seq_len, sizes.heads, sizes.seq_len, sizes.head_dim)
     q, k, v = (torch.randn(shape, dtype=torch.bfloat16, device=device, requires_grad=True) for _ in range(3))
     attend = prepare_attention(Mask(causal=True), q, sizes.seq_len, sizes.head_dim)
-    return _paced(lambda: attend(q, k, v), device, sizes.seconds)
+    return paced(lambda: attend(q, k, v), device, sizes.seconds)
 
 
 def _bytes_per_second(device: torch.device, sizes: Sizes) -> float:
@@ -107,10 +107,10 @@ def _bytes_per_second(device: torch.device, sizes: Sizes) -> float:
     def add() -> None:
         torch.add(a, b, out=out)
 
-    return 3 * a.numel() * a.element_size() / _paced(add, device, sizes.seconds)
+    return 3 * a.numel() * a.element_size() / paced(add, device, sizes.seconds)
 
 
-def _paced(work: Callable[[], torch.Tensor | None], device: torch.device, seconds: float) -> float:
+def paced(work: Callable[[], torch.Tensor | None], device: torch.device, seconds: float) -> float:
     """Seconds of `work`, with its backward pass where it has a result, at the pace that is kept: the second half counts."""
 
     def once() -> None:

@@ -1,0 +1,90 @@
+"""Causal attention alone, by every back end that this machine has for it: both passes at the pace the device can keep.
+
+    python benchmarks/attention.py [--seconds 0.7] [--repeatable] [--smoke]
+
+Prints milliseconds and TFLOP/s, half of the scores counted, and how far results and gradients of the first sample are from
+those of the written-out bias in 32-bit floats. `--smoke` takes tiny shapes, for a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from torch import Tensor
+
+from argosy.compat import set_deterministic
+from argosy.model.attention import BACKENDS, Backend, Case, Mask
+from argosy.train.calibrate import paced
+
+Shape = tuple[int, int, int, int, int]  # batch, tokens, heads, heads of keys, width of a head
+SHAPES: list[Shape] = [(4, 8192, 32, 8, 64), (32, 1024, 20, 20, 64), (2, 8192, 32, 8, 128), (16, 2048, 16, 16, 128)]
+TINY: list[Shape] = [(2, 256, 4, 2, 64)]
+EXACT = BACKENDS[-1]  # the written-out bias
+
+
+def drawn(shape: Shape, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    """Queries, keys, values and the gradient of the result, as a model's projections leave them."""
+    batch, seq, heads, kv_heads, width = shape
+    parts = (torch.randn(batch, seq, n, width, device=device, dtype=dtype) for n in (heads, kv_heads, kv_heads, heads))
+    return [part.transpose(1, 2) for part in parts]
+
+
+def passes(backend: Backend, case: Case, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> list[Tensor]:
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    out = backend.prepare(case, None)(*leaves)
+    return [out, *torch.autograd.grad(out, leaves, d_out)]
+
+
+def error(backend: Backend, case: Case, tensors: list[Tensor]) -> float:
+    first = [t[:1] for t in tensors]
+    found = passes(backend, case, *first)
+    exact = passes(EXACT, case._replace(dtype=torch.float32), *(t.float() for t in first))
+    return max(float((a.float() - b).detach().norm() / b.detach().norm()) for a, b in zip(found, exact, strict=True))
+
+
+def measure(backend: Backend, case: Case, tensors: list[Tensor], seconds: float) -> tuple[float, float]:
+    """Seconds of the forward and of the backward pass."""
+    attend = backend.prepare(case, None)
+    leaves = [t.detach().requires_grad_() for t in tensors[:3]]
+    out = attend(*leaves)
+
+    def forwards() -> None:
+        attend(*leaves)
+
+    def backwards() -> None:
+        torch.autograd.grad(out, leaves, tensors[3], retain_graph=True)
+
+    return paced(forwards, case.device, seconds), paced(backwards, case.device, seconds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=0.7, help="of each measurement; the second half counts")
+    parser.add_argument("--repeatable", action="store_true", help="only kernels that give the same bits each time")
+    parser.add_argument("--smoke", action="store_true", help="tiny shapes")
+    options = parser.parse_args()
+    set_deterministic(options.repeatable)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for shape in TINY if options.smoke else SHAPES:
+        batch, seq, heads, kv_heads, width = shape
+        case = Case(Mask(True), device, torch.bfloat16, width, seq, 0.0)
+        tensors = drawn(shape, device, case.dtype)
+        flops = 2 * batch * heads * seq * seq * width
+        print(f"{batch} x {seq}, {heads} on {kv_heads} heads of {width}, on {device.type}")
+        for backend in BACKENDS:
+            if why := backend.refuses(case):
+                print(f"  {backend.name:9} {why}")
+                continue
+            if backend is EXACT and not options.smoke:
+                continue  # it would need all scores at once
+            there, back = measure(backend, case, tensors, options.seconds)
+            print(
+                f"  {backend.name:9} {there * 1e3:.3f} ms ({flops / there / 1e12:.0f}) and {back * 1e3:.3f} "
+                f"({2.5 * flops / back / 1e12:.0f}), error {error(backend, case, tensors):.1e}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
