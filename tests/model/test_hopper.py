@@ -14,6 +14,7 @@ pytest.importorskip("triton", reason="the kernels need triton, which the dev ext
 
 from argosy.model.attention import BACKENDS, Case, Mask, choose_backend
 from argosy.model.ops import hopper
+from argosy.model.ops.attention import Form
 from argosy.model.ops.kernels import hopper_backward, hopper_forward
 from argosy.model.share import Share
 from model import flash_twin
@@ -81,8 +82,8 @@ def test_all_but_the_gradient_of_the_queries_repeats() -> None:
     q, k, v, d_out = (torch.randn(3, seq, heads, 64, device=DEVICE, dtype=DTYPE) for heads in sizes)
     runs = []
     for _ in range(4):
-        out, lse = hopper.forward(q, k, v, True, None, None)
-        runs.append((out, lse, *hopper.backward(d_out, q, k, v, out, lse, True, None, None)[1:]))
+        out, lse = hopper.forward(q, k, v, Form(True, None, None))
+        runs.append((out, lse, *hopper.backward(d_out, q, k, v, out, lse, Form(True, None, None))[1:]))
     assert all(torch.equal(first, other) for run in runs[1:] for first, other in zip(runs[0], run, strict=True))
 
 

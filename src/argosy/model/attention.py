@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from argosy.compat import compiled_flex_attention, flex_block_mask, sdpa_priority
 from argosy.model.dropout import drop
 from argosy.model.ops import flash, hopper
-from argosy.model.ops.attention import attend
+from argosy.model.ops.attention import Form, attend
 from argosy.model.share import WHOLE, Share
 
 
@@ -110,7 +110,7 @@ def _hopper_refuses(case: Case) -> str | None:
 
 
 def _hopper(case: Case, scale: float | None) -> Attend:
-    return partial(attend, "hopper", causal=True, scale=scale)
+    return partial(attend, "hopper", Form(True, None, scale))
 
 
 def _flash_refuses(case: Case) -> str | None:
@@ -127,7 +127,7 @@ def _flash_refuses(case: Case) -> str | None:
 
 
 def _flash(case: Case, scale: float | None) -> Attend:
-    by_flash = partial(attend, "flash", causal=case.mask.causal, window=case.mask.window, scale=scale)
+    by_flash = partial(attend, "flash", Form(case.mask.causal, case.mask.window, scale))
     return by_flash if case.queries.is_whole else _by_pieces(case, by_flash)
 
 

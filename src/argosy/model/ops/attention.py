@@ -3,7 +3,7 @@ them whole. They take heads where the projections leave them, [batch, seq, heads
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -11,25 +11,22 @@ from torch import Tensor
 from argosy.model.ops import flash, hopper
 
 
-class Kernels(Protocol):
-    """What computes both passes. Where there are more keys than queries, the queries are the last; a window is of so many keys."""
+class Form(NamedTuple):
+    """Where there are more keys than queries, the queries are the last."""
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, scale: float | None
-    ) -> tuple[Tensor, Tensor]:
+    causal: bool
+    window: int | None  # a query sees itself and so many keys, less one, before it
+    scale: float | None  # of the scores; None: 1 / sqrt(head_dim)
+
+
+class Kernels(Protocol):
+    """What computes both passes."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, form: Form) -> tuple[Tensor, Tensor]:
         """(result like q, logs of the sums of exponentials [batch, heads, seq])."""
 
     def backward(
-        self,
-        d_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        causal: bool,
-        window: int | None,
-        scale: float | None,
+        self, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, form: Form
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of q, k and v."""
 
@@ -37,30 +34,26 @@ class Kernels(Protocol):
 KERNELS: dict[str, Kernels] = {"flash": flash, "hopper": hopper}
 
 
-def attend(
-    kernels: str, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None = None, scale: float | None
-) -> Tensor:
+def attend(kernels: str, form: Form, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attention of q, k, v [batch, heads, seq, head_dim] by these kernels."""
     by_token = (t.transpose(1, 2) for t in (q, k, v))
-    out: Tensor = _Attend.apply(kernels, *by_token, causal, window, scale)
+    out: Tensor = _Attend.apply(kernels, form, *by_token)
     return out.transpose(1, 2)
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, kernels: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, scale: float | None
-    ) -> Tensor:
+    def forward(ctx: Any, kernels: str, form: Form, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out: Tensor
-        out, lse = _forward(kernels, q, k, v, causal, window, scale)
+        out, lse = _forward(kernels, q, k, v, *form)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.form = (kernels, causal, window, scale)
+        ctx.how = (kernels, form)
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        kernels, *form = ctx.form
-        return None, *_backward(kernels, gradients[0], *ctx.saved_tensors, *form), None, None, None
+        kernels, form = ctx.how
+        return None, None, *_backward(kernels, gradients[0], *ctx.saved_tensors, *form)
 
 
 # Results are contiguous, which they mostly are anyway: a compiler is told how they lie, and holds the operators to it.
@@ -68,7 +61,7 @@ class _Attend(torch.autograd.Function):
 def _forward(
     kernels: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    out, lse = KERNELS[kernels].forward(q, k, v, causal, window, scale)
+    out, lse = KERNELS[kernels].forward(q, k, v, Form(causal, window, scale))
     return out.contiguous(), lse.contiguous()
 
 
@@ -85,7 +78,7 @@ def _backward(
     window: int | None,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    d_q, d_k, d_v = KERNELS[kernels].backward(d_out, q, k, v, out, lse, causal, window, scale)
+    d_q, d_k, d_v = KERNELS[kernels].backward(d_out, q, k, v, out, lse, Form(causal, window, scale))
     return d_q.contiguous(), d_k.contiguous(), d_v.contiguous()
 
 

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import importlib
 from functools import cache
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 
 from argosy.errors import ArgosyError
 from argosy.model.ops.choice import installed, only_torch
+
+if TYPE_CHECKING:
+    from argosy.model.ops.attention import Form
 
 _PACKAGE = "flash-attn-4"
 _CAPABILITIES = (9, 10)  # by their first number: Hopper, and the Blackwell of data centres
@@ -43,30 +46,20 @@ def is_kernel(name: str) -> bool:
     return "flash_attncute" in name
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, scale: float | None
-) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, form: Form) -> tuple[Tensor, Tensor]:
     out, lse = _interface().flash_attn_func(
-        q, k, v, softmax_scale=scale, causal=causal, window_size=_window(window), return_lse=True
+        q, k, v, softmax_scale=form.scale, causal=form.causal, window_size=_window(form.window), return_lse=True
     )
     return out, lse
 
 
 def backward(
-    d_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    window: int | None,
-    scale: float | None,
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, form: Form
 ) -> tuple[Tensor, Tensor, Tensor]:
-    left, right = _window(window)
+    left, right = _window(form.window)
     d_q, d_k, d_v = _interface()._flash_attn_bwd(
-        q, k, v, out, d_out, lse, softmax_scale=scale, causal=causal, window_size_left=left, window_size_right=right,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
+        q, k, v, out, d_out, lse, softmax_scale=form.scale, causal=form.causal, window_size_left=left,
+        window_size_right=right, deterministic=torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
     return d_q, d_k, d_v
 

@@ -3,12 +3,15 @@ They are written in Gluon, whose form changes between versions of Triton: they r
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
 
 from argosy.model.ops.choice import installed, only_torch
+
+if TYPE_CHECKING:
+    from argosy.model.ops.attention import Form
 
 _TRITON: Final = installed("triton")
 _MEASURED = ("3.6.",)
@@ -39,32 +42,22 @@ def is_kernel(name: str) -> bool:
     return name.startswith("_attention_")
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, scale: float | None
-) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, form: Form) -> tuple[Tensor, Tensor]:
     from argosy.model.ops.kernels.hopper_forward import attend
 
-    return attend(_rows(q), _rows(k), _rows(v), _scale(scale))
+    return attend(_rows(q), _rows(k), _rows(v), _scale(form))
 
 
 def backward(
-    d_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    window: int | None,
-    scale: float | None,
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, form: Form
 ) -> tuple[Tensor, Tensor, Tensor]:
     from argosy.model.ops.kernels.hopper_backward import attend_backward
 
-    return attend_backward(_rows(d_out), _rows(q), _rows(k), _rows(v), out, lse, _scale(scale))
+    return attend_backward(_rows(d_out), _rows(q), _rows(k), _rows(v), out, lse, _scale(form))
 
 
-def _scale(scale: float | None) -> float:
-    return _HEAD_DIM**-0.5 if scale is None else scale
+def _scale(form: Form) -> float:
+    return _HEAD_DIM**-0.5 if form.scale is None else form.scale
 
 
 def _rows(x: Tensor) -> Tensor:
