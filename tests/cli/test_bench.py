@@ -26,6 +26,7 @@ def test_a_benchmark_of_each_family(argosy: Argosy, model: str) -> None:
     assert found["tokens_per_s"] == pytest.approx(4 * read / found["step_ms"] * 1000)
     assert len(found["steps_ms"]) == 2
     assert found["floor_ms"] == pytest.approx(found["kinds_ms"]["gemm"] + found["kinds_ms"]["attention"])
+    assert found["attention"] == "torch"
     assert 0 < found["floor_ms"] < found["floor_ms"] + found["kinds_ms"]["other"]
     assert found["mfu"] is None  # no dense peak is known for a CPU
     memory = found["memory_gib"]

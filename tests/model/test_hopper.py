@@ -13,10 +13,11 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the kernels need triton, which the dev extra brings on Linux")
 
 from argosy.model.attention import BACKENDS, Case, Mask, choose_backend
-from argosy.model.ops import hopper
+from argosy.model.ops import flash, hopper
 from argosy.model.ops.attention import Form
 from argosy.model.ops.kernels import hopper_backward, hopper_forward
 from argosy.model.share import Share
+from argosy.train.profile import kind_of
 from model import flash_twin
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -137,6 +138,16 @@ def test_they_say_why_they_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
         assert why() == "ARGOSY_KERNELS=torch"
     monkeypatch.setattr(hopper, "_TRITON", "3.9.0")
     assert "Triton 3.6" in why()
+
+
+def test_a_profiler_tells_whose_kernels_ran() -> None:
+    ours = [name for name in vars(hopper_forward) | vars(hopper_backward) if hopper.is_kernel(name)]
+    assert sorted(ours) == ["_attention_after", "_attention_backward", "_attention_before", "_attention_forward"]
+    theirs = "kernel_cutlass_kernel_flash_attncuteflash_bwd_sm90FlashAttentionBackwardSm90_object_at_0"
+    torchs = "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4>>"
+    assert [flash.is_kernel(name) for name in (theirs, torchs, *ours)] == [True, *[False] * 5]
+    assert not hopper.is_kernel(theirs)
+    assert {kind_of(name) for name in (theirs, torchs, *ours)} == {"attention"}
 
 
 @pytest.mark.parametrize("pairs", [1, 6, 7, 32, 640])

@@ -204,11 +204,8 @@ def _flex(case: Case, scale: float | None) -> Attend:
         return seen
 
     unrestricted = not mask.causal and window is None and documents is None
-    blocks = (
-        None
-        if unrestricted
-        else flex_block_mask(visible, documents, case.queries.size_of(case.seq), case.seq, case.device)
-    )
+    here = case.queries.size_of(case.seq)
+    blocks = None if unrestricted else flex_block_mask(visible, documents, here, case.seq, case.device)
     score_mod = None if slopes is None else _alibi(slopes, places)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

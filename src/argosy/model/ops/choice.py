@@ -50,6 +50,17 @@ def kernels(on: bool) -> Iterator[None]:
         _forced.pop()
 
 
+def gpu_refusal(device: torch.device, capabilities: tuple[int, ...]) -> str | None:
+    """Why kernels for NVIDIA's GPUs of these compute capabilities, by their first number, cannot work here, or None."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return "needs a GPU of NVIDIA's"
+    if only_torch():
+        return "ARGOSY_KERNELS=torch"
+    found = torch.cuda.get_device_capability(device)[0]
+    wanted = " or ".join(map(str, capabilities))
+    return None if found in capabilities else f"needs a GPU of compute capability {wanted}, and this has {found}"
+
+
 @cache
 def _available() -> bool:
     return not only_torch() and importlib.util.find_spec("triton") is not None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from argosy.errors import ArgosyError
-from argosy.model.ops.choice import installed, only_torch
+from argosy.model.ops.choice import gpu_refusal, installed
 
 if TYPE_CHECKING:
     from argosy.model.ops.attention import Form
@@ -27,18 +27,13 @@ INSTALLED: Final = installed(_PACKAGE)
 
 def refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     """Why these kernels cannot work here, or None."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return "needs a GPU of NVIDIA's"
     if INSTALLED is None:
         return f"{_PACKAGE} is not installed"
-    if only_torch():
-        return "ARGOSY_KERNELS=torch"
-    if torch.cuda.get_device_capability(device)[0] not in _CAPABILITIES:
-        return "needs a GPU of compute capability 9 or 10"
     if dtype not in (torch.bfloat16, torch.float16):
         return "needs 16-bit floats"
-    fits = head_dim % _HEAD_STEP == 0 and head_dim <= _WIDEST_HEAD
-    return None if fits else f"needs heads of a multiple of {_HEAD_STEP}, {_WIDEST_HEAD} at most"
+    if head_dim % _HEAD_STEP or head_dim > _WIDEST_HEAD:
+        return f"needs heads of a multiple of {_HEAD_STEP}, {_WIDEST_HEAD} at most"
+    return gpu_refusal(device, _CAPABILITIES)
 
 
 def is_kernel(name: str) -> bool:

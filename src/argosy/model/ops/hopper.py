@@ -8,27 +8,23 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
-from argosy.model.ops.choice import installed, only_torch
+from argosy.model.ops.choice import gpu_refusal, installed
 
 if TYPE_CHECKING:
     from argosy.model.ops.attention import Form
 
 _TRITON: Final = installed("triton")
 _MEASURED = ("3.6.",)
-_CAPABILITY = 9
+_CAPABILITIES = (9,)
 _HEAD_DIM, _TOKENS = 64, 128  # of a head; that a sequence is a multiple of
 
 
 def refusal(device: torch.device, dtype: torch.dtype, head_dim: int, seq: int) -> str | None:
     """Why these kernels cannot work here, or None."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return "needs a GPU of NVIDIA's"
     if _TRITON is None or not _TRITON.startswith(_MEASURED):
         return f"is measured with Triton {', '.join(v.rstrip('.') for v in _MEASURED)} only"
-    if only_torch():
-        return "ARGOSY_KERNELS=torch"
-    if torch.cuda.get_device_capability(device)[0] != _CAPABILITY:
-        return f"needs a GPU of compute capability {_CAPABILITY}"
+    if why := gpu_refusal(device, _CAPABILITIES):
+        return why
     if torch.are_deterministic_algorithms_enabled():
         return "does not repeat bit for bit"
     if dtype != torch.bfloat16:
