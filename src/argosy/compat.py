@@ -26,6 +26,10 @@ if tuple(int(part) for part in torch.__version__.split(".")[:2]) < OLDEST_TORCH:
         fix=f"pip install 'torch>={OLDEST_TORCH[0]}.{OLDEST_TORCH[1]}'",
     )
 
+# MKL's vector functions (exp, log, sin, erf, ..) make themselves ready at the first call. Where two threads make it together, one of them
+# may get 11 bits of accuracy instead of 24, and a run other bits than its twin. So one thread calls first, before anything else is computed.
+torch.ones(1).log()
+
 
 def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The 2-norm of all tensors together, with 32-bit sums whatever they are, and without a host sync."""
