@@ -17,7 +17,7 @@ def make_run(root: Path, *overrides: str) -> RunDir:
     """A run directory with its spec, named after the last part of `root`."""
     run = RunDir(root)
     root.mkdir(parents=True)
-    run.store(resolve(None, [*BASE, f"name={root.name}", *overrides]), None, {})
+    run.store(resolve(None, [*BASE, f"name={root.name}", *overrides]), None, {}, {})
     return run
 
 

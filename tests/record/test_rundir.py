@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import orjson
 import pytest
 
 from argosy.config.resolve import resolve
@@ -16,6 +17,7 @@ from argosy.record.rundir import RunDir
 
 Write = Callable[..., Path]
 FACTS = {"corpora": [{"documents": 40, "tokens": 999, "sha256": "abc"}], "eod_id": 256}
+MACHINE = {"torch": "2.13.0", "device": "NVIDIA H200", "flash-attn-4": None}
 
 
 def test_one_trainer_at_a_time_and_a_dead_one_does_not_count(tmp_path: Path) -> None:
@@ -46,7 +48,7 @@ def stored(write_spec: Write, tmp_path: Path) -> tuple[RunDir, Path]:
     path = write_spec()
     run = RunDir(tmp_path / "runs" / "tiny")
     run.open_for_training()
-    run.store(resolve(path), path, FACTS)
+    run.store(resolve(path), path, FACTS, MACHINE)
     return run, path
 
 
@@ -55,7 +57,7 @@ def stored(write_spec: Write, tmp_path: Path) -> tuple[RunDir, Path]:
 )
 def test_what_does_not_touch_past_steps_may_change(stored: tuple[RunDir, Path], change: str) -> None:
     run, path = stored
-    changes = run.compare(resolve(path, [change]), FACTS)
+    changes = run.compare(resolve(path, [change]), FACTS, MACHINE)
     assert any(change.split("=")[0] in line for line in changes)
 
 
@@ -65,18 +67,28 @@ def test_what_does_not_touch_past_steps_may_change(stored: tuple[RunDir, Path], 
 def test_what_would_make_it_another_run_is_refused(stored: tuple[RunDir, Path], change: str) -> None:
     run, path = stored
     with pytest.raises(ArgosyError) as refusal:
-        run.compare(resolve(path, [change]), FACTS)
+        run.compare(resolve(path, [change]), FACTS, MACHINE)
     assert refusal.value.code == "run.changed"
     assert change.split("=")[0] in refusal.value.cause
 
 
 def test_data_may_move_but_not_change(stored: tuple[RunDir, Path]) -> None:
     run, path = stored
-    assert run.compare(resolve(path, ["data.train=elsewhere"]), FACTS)
+    assert run.compare(resolve(path, ["data.train=elsewhere"]), FACTS, MACHINE)
     other = {"corpora": [FACTS["corpora"][0] | {"sha256": "def"}], "eod_id": 256}
     with pytest.raises(ArgosyError) as refusal:
-        run.compare(resolve(path), other)
+        run.compare(resolve(path), other, MACHINE)
     assert "sha256" in refusal.value.cause
+
+
+def test_what_computes_a_run_may_change_and_is_told(stored: tuple[RunDir, Path]) -> None:
+    run, path = stored
+    assert run.compare(resolve(path), FACTS, MACHINE | {"flash-attn-4": "4.0"}) == ["machine.flash-attn-4: None -> 4.0"]
+    assert run.compare(resolve(path), FACTS, MACHINE) == run.compare(resolve(path), FACTS, None) == []
+    document = orjson.loads(run.resolved_file.read_bytes())
+    del document["machine"]  # as of runs whose record did not have it yet
+    run.resolved_file.write_bytes(orjson.dumps(document))
+    assert run.compare(resolve(path), FACTS, MACHINE) == []
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b'{"spec": {}, "data": {}}', b'{"spec": [], "data": {}}', b"\xff"])

@@ -86,6 +86,23 @@ def test_a_corrupt_newest_checkpoint_costs_one_interval_and_changes_nothing(writ
     assert "step-00000006" in resumes[0]["notes"][0]
 
 
+def test_a_run_that_goes_on_with_other_threads_says_so(write_spec: Write, tmp_path: Path) -> None:
+    path, threads = write_spec(), torch.get_num_threads()
+    change = f"machine.threads: {threads} -> {threads + 1}"
+    go(path, "train.steps=4")
+    try:
+        torch.set_num_threads(threads + 1)
+        assert any(change in line for line in dry_run(resolve(path), TrainOptions()))
+        go(path)
+    finally:
+        torch.set_num_threads(threads)
+    go(path, "train.steps=8")
+    events = read_jsonl(tmp_path / "runs" / "tiny" / "events.jsonl")
+    first, second = (e["changes"] for e in events if e["event"] == "resume")
+    assert change in first
+    assert f"machine.threads: {threads + 1} -> {threads}" in second
+
+
 def test_micro_batches_do_not_change_the_run(write_spec: Write, tmp_path: Path) -> None:
     for name, micro in (("one", 8), ("many", 1)):
         go(write_spec(), f"name={name}", f"parallel.micro_batch={micro}")

@@ -22,7 +22,7 @@ from argosy.checkpoint.manifest import verify
 from argosy.checkpoint.store import listed
 from argosy.errors import EXIT_RESUMABLE
 from argosy.record.jsonl import read_jsonl, read_metrics
-from faults.bench import held
+from faults.bench import PATIENCE_S, held
 
 STEPS = 24
 MODEL = {"family": "gpt", "layers": 2, "hidden": 96, "heads": 4, "vocab_size": 257, "dropout": 0.1}
@@ -77,7 +77,7 @@ def kill_at(spec: Path, name: str, step: int, delay_s: float) -> None:
 
 
 def finish(spec: Path, name: str) -> Path:
-    assert start(spec, name).wait(timeout=120) == 0
+    assert start(spec, name).wait(timeout=PATIENCE_S) == 0
     return spec.parent / "runs" / name
 
 
@@ -119,7 +119,7 @@ def test_a_polite_signal_saves_this_step_and_asks_to_be_run_again(spec: Path, nu
         assert process.poll() is None
     process.send_signal(number)
     (spec.parent / "told").touch()
-    assert process.wait(timeout=60) == EXIT_RESUMABLE
+    assert process.wait(timeout=PATIENCE_S) == EXIT_RESUMABLE
     stopped_at = listed(run / "checkpoints")[0].name
     logged = max(read_metrics(run / "metrics.jsonl"))
     assert stopped_at == f"step-{logged:08d}"

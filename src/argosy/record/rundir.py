@@ -21,10 +21,11 @@ from argosy.record.files import replace_file
 
 # Keys that may differ when a run is continued. Everything else is held to what the run was started with.
 FREE_TO_CHANGE = ("runs_dir", "log.", "checkpoint.", "eval", "data.order_cache", "fault.", "cluster")
-# These change the numbers of the steps to come (the layout through rounding and dropout), and are recorded as changes.
+# These change the numbers of the steps to come (the layout and what computes it through rounding and dropout), and are recorded as
+# changes.
 CHANGES_LATER_STEPS = (
     "train.steps", "train.tokens", "train.samples", "train.epochs", "train.precision", "train.z_loss", "train.device",
-    "train.deterministic", "optim.", "parallel.", "guard",
+    "train.deterministic", "optim.", "parallel.", "guard", "machine.",
 )  # fmt: skip
 HELD = ("optim.name",)  # among them: one optimiser cannot go on from another's state
 
@@ -146,14 +147,18 @@ class RunDir:
         self.close()
         return target
 
-    def store(self, resolved: Resolved, source: Path | None, data: Facts, start: Facts | None = None) -> None:
-        """Keep what was asked, what it became, which data it was, and what it started from (once: it never changes)."""
+    def store(
+        self, resolved: Resolved, source: Path | None, data: Facts, machine: Facts, start: Facts | None = None
+    ) -> None:
+        """Keep what was asked, what it became, which data it was, what computes it, and what it started from (once: it never
+        changes)."""
         if start is None and self.resolved_file.exists():
             start = self._stored()["start"]
         document = {
             "spec": resolved.spec.model_dump(mode="json"),
             "origins": resolved.origins,
             "data": data,
+            "machine": machine,
             "start": start,
         }
         try:
@@ -176,7 +181,8 @@ class RunDir:
     def _stored(self) -> Facts:
         try:
             document = orjson.loads(self.resolved_file.read_bytes())
-            return {"spec": dict(document["spec"]), "data": dict(document["data"]), "start": document.get("start")}
+            found = {"spec": dict(document["spec"]), "data": dict(document["data"])}
+            return found | {name: document.get(name) for name in ("machine", "start")}
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise self._damaged(str(error)) from None
 
@@ -187,13 +193,15 @@ class RunDir:
             fix="restore it; or delete it, and the next `argosy train` writes it anew and goes on from the checkpoints",
         )
 
-    def compare(self, resolved: Resolved, data: Facts) -> list[str]:
-        """The allowed changes since the run was started, in words; a refusal where one is not allowed."""
+    def compare(self, resolved: Resolved, data: Facts, machine: Facts | None) -> list[str]:
+        """The allowed changes since the run was last started, in words; a refusal where one is not allowed. No `machine`: the run will
+        go on on another, of which nothing is known."""
         if not self.resolved_file.exists():
             return []
         stored = self._stored()
-        before = dict(flatten(stored["spec"])) | dict(flatten(stored["data"], "corpora"))
-        after = dict(flatten(resolved.spec.model_dump(mode="json"))) | dict(flatten(data, "corpora"))
+        known = stored["machine"] if machine else None
+        before = _flat(stored["spec"], stored["data"], known or machine or {})
+        after = _flat(resolved.spec.model_dump(mode="json"), data, machine or {})
         changed = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
         free: tuple[str, ...] = FREE_TO_CHANGE + CHANGES_LATER_STEPS
         if after.get("data.order") == "megatron":  # there the length decides the order of all samples
@@ -211,6 +219,10 @@ class RunDir:
                 fix="restore the values, or start another run: name=…, or --fresh --archive to move this one aside",
             )
         return [f"{key}: {before.get(key)} -> {after.get(key)}" for key in sorted(changed)]
+
+
+def _flat(spec: Facts, data: Facts, machine: Facts) -> Facts:
+    return dict(flatten(spec)) | dict(flatten(data, "corpora")) | dict(flatten(machine, "machine"))
 
 
 def _only_moved(key: str) -> bool:

@@ -1,4 +1,4 @@
-"""The device a run trains on, and the switches that make its arithmetic repeatable."""
+"""The device a run trains on, the switches that make its arithmetic repeatable, and what its bits depend on besides."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from argosy.compat import set_deterministic
 from argosy.config.schema import TrainSpec
 from argosy.errors import ArgosyError
+from argosy.model.ops.choice import installed
 from argosy.plan.hardware import Peak, dense_peak
 
 
@@ -52,6 +53,20 @@ def _own_gpu(local_rank: int) -> torch.device:
 def name_of(device: torch.device) -> str | None:
     """A GPU's name, as its driver gives it."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else None
+
+
+def machine_facts(device: torch.device) -> dict[str, str | int | None]:
+    """What computes here. Where one of these differs, so may the last bits of every number."""
+    if device.type == "cuda":
+        packages = {package: installed(package) for package in ("triton", "flash-attn-4")}
+        return {
+            "torch": torch.__version__,
+            "device": name_of(device),
+            "cudnn": torch.backends.cudnn.version(),
+            **packages,
+        }
+    kind = f"CPU with {torch.backends.cpu.get_cpu_capability()}"
+    return {"torch": torch.__version__, "device": kind, "threads": torch.get_num_threads()}
 
 
 def peak_of(device: torch.device) -> Peak | None:

@@ -35,7 +35,7 @@ from argosy.record.heartbeat import Heartbeat, clear_heartbeats
 from argosy.record.jsonl import JsonlWriter, now
 from argosy.record.rundir import RunDir
 from argosy.record.sinks.asked import require_packages
-from argosy.train.device import name_of, prepare_device
+from argosy.train.device import machine_facts, name_of, prepare_device
 from argosy.train.loop import Trainer
 from argosy.train.profile_steps import Window
 
@@ -116,9 +116,10 @@ def _open(run: RunDir, trainer: Trainer, resolved: Resolved, source: Path | None
         if options.fresh and occupied:
             print(f"the earlier run is now {run.archive()}")
             run.open_for_training()
-        changes = run.compare(resolved, trainer.data.facts()) if listed(run.checkpoints) else []
+        data, machine = trainer.data.facts(), machine_facts(trainer.device)
+        changes = run.compare(resolved, data, machine) if listed(run.checkpoints) else []
         start = trainer.start_from(run)
-        run.store(resolved, source, trainer.data.facts(), None if start is None else start.facts())
+        run.store(resolved, source, data, machine, None if start is None else start.facts())
         _store_plan(run, trainer)
         if trainer.data.tokenizer is not None:
             name, content = trainer.data.tokenizer.stored()
@@ -178,11 +179,13 @@ def dry_run(
     if elsewhere is None:
         require_packages(spec.log)
         check_world(spec.parallel, world.size, world.source, spec.train.global_batch)
-        layout = [f"device  {prepare_device(spec.train)}"]
+        device = prepare_device(spec.train)
+        layout = [f"device  {device}"]
+        machine = machine_facts(device) if world.size == 1 else None  # this process is none of the ranks
     else:
         from argosy.train.rehearsal import describe_rehearsal, rehearse
 
-        layout = describe_rehearsal(spec, rehearse(spec, elsewhere))
+        layout, machine = describe_rehearsal(spec, rehearse(spec, elsewhere)), None
     trainer = Trainer(spec, Mesh(torch.device("meta")))
     run = RunDir(Path(spec.runs_dir) / spec.name)
     _check_options(run, options)
@@ -190,7 +193,8 @@ def dry_run(
     notes: list[str] = []
     checkpoint = None if options.fresh else latest(run.checkpoints, report=notes.append)
     if checkpoint is not None:
-        run.compare(resolved, trainer.data.facts())
+        changes = run.compare(resolved, trainer.data.facts(), machine)
+        notes += [f"changed since the last start: {change}" for change in changes]
     elif (start := trainer.start_from(run)) is not None:
         notes.append(f"weights {start.where}, trained to step {start.step}")
     done = 0 if checkpoint is None else checkpoint.progress.step
