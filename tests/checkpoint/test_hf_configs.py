@@ -112,6 +112,42 @@ def test_a_changed_key_is_followed_or_refused(kind: str, tmp_path: Path) -> None
     check(kind, tmp_path, SHORT)
 
 
+# Found in the files of models people start from, and read by nothing in transformers.
+PASSED_OVER: dict[str, Config] = {
+    "bert-masked": {
+        "directionality": "bidi", "pooler_fc_size": 768, "pooler_num_attention_heads": 12, "pooler_num_fc_layers": 3,
+        "pooler_size_per_head": 128, "pooler_type": "first_token_transform", "eos_token_ids": 0, "xla_device": True,
+    },
+    "gpt2": {"_num_labels": 1},
+    "llama3": {
+        "is_llama_config": True, "rope_interleaved": False, "unsloth_fixed": True, "max_sequence_length": 2048,
+        "transformers.js_config": {"dtype": "q4"}, "_flash_attn_2_enabled": True, "mask_token_id": 3,
+    },
+    "qwen3_moe": {"use_qk_norm": True, "shared_expert_intermediate_size": 0, "qkv_bias": False},
+}  # fmt: skip
+REFUSED = {
+    "bert-masked": {"directionality": "left"},
+    "llama3": {"rope_interleaved": True},
+    "qwen3_moe": {"use_qk_norm": False, "shared_expert_intermediate_size": 16, "qkv_bias": True},
+}
+
+
+@pytest.mark.parametrize("kind", PASSED_OVER)
+def test_keys_that_published_models_carry_and_nobody_reads_are_passed_over(kind: str, tmp_path: Path) -> None:
+    model = MODELS[kind]()
+    config = json.loads(model.config.to_json_string(use_diff=False)) | {"architectures": [type(model).__name__]}
+    config |= PASSED_OVER[kind]
+    expected, found = theirs(config, tmp_path), ours(config, tmp_path)
+    assert expected is not None
+    assert found is not None
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    for key, value in REFUSED.get(kind, {}).items():
+        (tmp_path / "config.json").write_text(json.dumps(config | {key: value}))
+        with pytest.raises(ArgosyError) as refused:
+            open_hf(tmp_path)
+        assert (refused.value.code, refused.value.key) == ("hf.unsupported", key)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch: nothing to initialise where a size is 0
 @pytest.mark.parametrize("kind", MODELS)

@@ -70,6 +70,7 @@ def write_gpt2(spec: ModelSpec) -> Tree:
 
 
 def read_llama(keys: Keys) -> Tree:
+    keys.harmless("is_llama_config")  # SmolLM
     return read_gated(keys, kv_heads=None, head_dim=None, max_seq_len=2048) | {
         "attention_bias": keys.take("attention_bias", False),
         "mlp_bias": keys.take("mlp_bias", False),

@@ -10,12 +10,16 @@ from argosy.config.model import ModelSpec
 
 Tree = dict[str, Any]
 _WITH_PAIRS, _WITHOUT = "BertForPreTraining", "BertForMaskedLM"
+# Google's Chinese and multilingual models carry the settings of a pooler that no code has.
+_OLD_POOLER = ("fc_size", "num_attention_heads", "num_fc_layers", "size_per_head", "type")
 
 
 def read_bert(keys: Keys) -> Tree:
     keys.only("position_embedding_type", "absolute")
     keys.only("is_decoder", False)
     keys.only("add_cross_attention", False)
+    keys.only("directionality", "bidi")
+    keys.harmless(*(f"pooler_{name}" for name in _OLD_POOLER))
     return {
         "family": "bert",
         "layers": keys.take("num_hidden_layers", 12),

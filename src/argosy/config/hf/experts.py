@@ -41,6 +41,8 @@ def read_qwen3_moe(keys: Keys) -> Tree:
     )
     keys.harmless("router_aux_loss_coef", "max_window_layers")
     keys.only("decoder_sparse_step", 1)
+    keys.only("use_qk_norm", True)  # this and the next as Qwen3-Coder has them
+    keys.only("shared_expert_intermediate_size", 0)
     dense = keys.listing("mlp_only_layers")
     if set(dense) != set(range(len(dense))):
         raise keys.refuse("mlp_only_layers", dense, "only the first layers can be dense")

@@ -26,6 +26,7 @@ HARMLESS = frozenset(
         "id2label",
         "label2id",
         "num_labels",
+        "_num_labels",
         "problem_type",
         "finetuning_task",
         "task_specific_params",
@@ -37,6 +38,8 @@ HARMLESS = frozenset(
         "sep_token_id",
         "cls_token_id",
         "unk_token_id",
+        "mask_token_id",
+        "eos_token_ids",
         "decoder_start_token_id",
         "decoder_bos_token_id",
         "forced_bos_token_id",
@@ -77,6 +80,13 @@ HARMLESS = frozenset(
         "pretraining_tp",
         "tie_encoder_decoder",
         "output_router_logits",
+        # Written by programs that trained or repacked the model; transformers reads none of them.
+        "_flash_attn_2_enabled",
+        "max_sequence_length",
+        "transformers.js_config",
+        "unsloth_fixed",
+        "unsloth_version",
+        "xla_device",
     ]
 )
 
