@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from argosy.checkpoint.hf_files import open_hf
 from argosy.checkpoint.hf_import import import_hf
 from argosy.checkpoint.store import latest
 from argosy.errors import ArgosyError
@@ -114,6 +115,27 @@ def test_experts_that_are_stored_together_are_refused_with_the_way_to_part_them(
     save("mixtral", tmp_path / "hf", save_original_format=False)
     with pytest.raises(ArgosyError, match="experts are stored together"):
         import_hf(f"hf:{tmp_path / 'hf'}", tmp_path / "ours")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "other"),
+    [
+        ("llama3", "model.embed_tokens.weight", "lm_head.weight"),
+        ("t5", "shared.weight", "decoder.embed_tokens.weight"),
+        ("bert", "bert.embeddings.word_embeddings.weight", "cls.predictions.decoder.weight"),
+    ],
+)
+def test_a_tied_weight_is_found_under_any_of_its_names(kind: str, name: str, other: str, tmp_path: Path) -> None:
+    theirs = save(kind, tmp_path / "hf")
+    _edit(tmp_path / "hf", lambda w: w.update({other: w.pop(name)}))
+    found = open_hf(tmp_path / "hf")
+    assert torch.equal(found.read_theirs(name), theirs.state_dict()[name])
+
+
+def test_a_head_of_its_own_is_not_taken_for_the_embedding(llama: Path) -> None:
+    _edit(llama, lambda w: w.pop("model.embed_tokens.weight"))
+    with pytest.raises(ArgosyError, match=r"lacks model\.embed_tokens\.weight"):
+        open_hf(llama)
 
 
 def test_a_tied_head_that_differs_is_not_dropped(tmp_path: Path) -> None:

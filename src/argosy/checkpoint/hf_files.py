@@ -76,6 +76,12 @@ def open_hf(directory: Path) -> HfModel:
             if name in where:
                 raise _bad(f"{name} is in {where[name][0].path.name} and in {file.path.name}", _FETCH)
             where[name] = (file, stored)
+    # A tied weight may be stored under any of its names.
+    where |= {
+        original: where[copy]
+        for copy, original in family.copies.items()
+        if copy in where and copy not in needed and original not in where
+    }
     copied = {name: twin for name, twin in family.left_out.items() if name in needed and name not in where}
     where |= {name: where[twin] for name, twin in copied.items() if twin in where}
     if missing := [name for name in needed if name not in where]:
