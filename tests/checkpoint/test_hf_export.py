@@ -165,6 +165,36 @@ def test_experts_of_an_odd_width_are_compared_too(tmp_path: Path, trained: Any) 
     assert any("equal those of transformers" in note for note in found.notes)
 
 
+@pytest.mark.parametrize(
+    ("of_norms", "of_others", "written"),
+    [
+        (torch.bfloat16, torch.float16, "float32"),  # neither holds the other's numbers
+        (torch.float32, torch.bfloat16, "float32"),
+        (torch.float64, torch.float64, "float64"),
+    ],
+)
+def test_the_precision_in_the_config_holds_every_weight(
+    of_norms: torch.dtype, of_others: torch.dtype, written: str, tmp_path: Path
+) -> None:
+    save("llama", tmp_path / "hf")
+    path = tmp_path / "hf" / "model.safetensors"
+    weights = {name: t.to(of_norms if "norm" in name else of_others) for name, t in load_file(path).items()}
+    save_file(weights, path, {"format": "pt"})
+    assert export_hf(f"hf:{tmp_path / 'hf'}", tmp_path / "back", ExportOptions()).dtype == written
+    loaded = T.LlamaForCausalLM.from_pretrained(tmp_path / "back").state_dict()
+    assert all(torch.equal(loaded[name], t.to(loaded[name].dtype)) for name, t in weights.items())
+
+
+def test_weights_that_are_no_numbers_are_named_and_not_blamed_on_the_disk(tmp_path: Path) -> None:
+    save("llama", tmp_path / "hf")
+    weights = load_file(tmp_path / "hf" / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][3, 4] = float("nan")
+    save_file(weights, tmp_path / "hf" / "model.safetensors")
+    with pytest.raises(ArgosyError, match=r"layers\.1\.mlp\.up\.weight holds NaN"):
+        export_hf(f"hf:{tmp_path / 'hf'}", tmp_path / "back", ExportOptions())
+    assert not (tmp_path / "back").exists()
+
+
 def test_a_weight_that_the_precision_cannot_hold_is_named_and_nothing_is_written(tmp_path: Path) -> None:
     save("llama", tmp_path / "hf")
     weights = load_file(tmp_path / "hf" / "model.safetensors")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,6 @@ from argosy.record.console import volume
 from argosy.record.progress import Progress
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES.values()}
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def export_hf(where: str, to: Path, options: ExportOptions, *, dry_run: bool = F
     reader = Converter(source, spec, None if options.dtype is None else DTYPES[options.dtype])
     shards = _shards(reader.infos, options.shard_size)
     size = sum(info.nbytes for info in reader.infos.values())
-    dtype = _NAMES[max((info.dtype for info in reader.infos.values()), key=lambda one: one.itemsize)]
+    dtype = _name(reduce(torch.promote_types, (info.dtype for info in reader.infos.values())))  # it holds them all
     facts = Exported(
         where,
         source.step,
@@ -176,10 +176,14 @@ def _rounded(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
             "hf.unsupported",
             f"{name} holds {float(value.abs().max()):g}, and the largest number of {dtype} is {torch.finfo(dtype).max:g}",
             key="--dtype",
-            value=_NAMES[dtype],
+            value=_name(dtype),
             fix="--dtype bf16, which has the range of 32-bit floats",
         )
     return rounded
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _compare_logits(stage: Path, reader: Converter, memory: float) -> str:

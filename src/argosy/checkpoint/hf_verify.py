@@ -34,7 +34,10 @@ def compare_weights(directory: Path, ours: Callable[[str], Tensor]) -> None:
     """Read what was written as an import would, and hold it against our parameters."""
     written = open_hf(directory)
     for name in written.table:
-        if not torch.equal(written.read(name), ours(name)):
+        value = ours(name)
+        if value.isnan().any():  # equal to nothing, and so to be told apart from a bad disk
+            raise _differs(f"{name} holds NaN, and so would every logit", "export a checkpoint from before it did")
+        if not torch.equal(written.read(name), value):
             raise _differs(f"{name} was read back with other numbers", "check the disk, and export again")
 
 
