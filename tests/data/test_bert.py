@@ -237,6 +237,14 @@ def test_hidden_tokens_are_masked_replaced_or_kept_in_bert_s_shares() -> None:
     assert abs(where - 19 / 128).max() < 5 * np.sqrt(0.15 * 0.85 / 4000)  # every position alike
 
 
+def test_no_token_is_replaced_by_one_that_the_tokenizer_does_not_have() -> None:
+    """Rows that only pad the vocabulary are never inputs: an export leaves them out."""
+    made = replace(task(128), vocab_size=300, mask=250, words=200)
+    text = np.ones((2000, 128), bool)
+    shown, labels = made.hide(np.full(text.shape, 150), text, sample_keys(1, "mask", [0] * 2000, range(2000)))
+    assert set(shown[labels != IGNORED]) == set(range(200)) - {CLS, SEP, PAD} | {250}
+
+
 def test_ngrams_are_hidden_together_with_weights_of_one_over_n() -> None:
     text = np.ones((3000, 400), bool)
     keys = sample_keys(1, "mask", [0] * 3000, range(3000))

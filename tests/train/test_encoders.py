@@ -86,6 +86,11 @@ def test_batches_read_ahead_are_the_streams_own(spec: Path) -> None:
             assert all(np.array_equal(read.inputs[name], made.inputs[name]) for name in made.inputs)
 
 
+def test_bert_reads_no_token_beyond_the_tokenizers_and_the_special_ones(write_spec: Write, corpus: Path) -> None:
+    stream = open_data(resolve(spec_of("bert", write_spec, corpus), ["model.vocab_size=5000"]).spec).training()
+    assert set(np.unique(stream.batch(0, 200).tokens)) - set(range(257)) == {257, 258, 259, 260}
+
+
 def test_made_up_batches_have_the_shape_of_real_ones(spec: Path) -> None:
     resolved = resolve(spec).spec
     real, made_up = open_data(resolved).training().batch(0, 8), synthetic_batch(resolved)

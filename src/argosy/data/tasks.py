@@ -71,6 +71,7 @@ class Tasks:
             mask_rate=bert.mask_rate,
             max_ngram=bert.max_ngram,
             short_seq_prob=bert.short_seq_prob,
+            words=None if self.tokenizer is None else self.tokenizer.vocab_size,  # rows beyond it are padding
         )
 
     def _cloze(self, ict: IctSpec) -> InverseCloze:

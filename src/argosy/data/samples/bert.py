@@ -75,6 +75,7 @@ class MaskedLM:
     mask_rate: float = 0.15  # of the text's tokens
     max_ngram: int = 1  # tokens hidden together at most; n of them with a weight of 1 / n
     short_seq_prob: float = 0.1
+    words: int | None = None  # ids below it may stand in for a hidden token; without it, all of the vocabulary
 
     def __post_init__(self) -> None:
         special = (self.cls, self.sep, self.mask, self.pad)
@@ -131,8 +132,9 @@ class MaskedLM:
         chosen = self.choose(text, keys)
         draws = fractions(keys, 4 * tokens.shape[1])[:, 2 * tokens.shape[1] :]  # the first half chose the positions
         fate, replacement = np.split(draws, 2, axis=1)
-        special = sorted({self.cls, self.sep, self.mask, self.pad})
-        random = (replacement * (self.vocab_size - len(special))).astype(np.int64)
+        words = self.vocab_size if self.words is None else self.words
+        special = sorted(id_ for id_ in {self.cls, self.sep, self.mask, self.pad} if id_ < words)
+        random = (replacement * (words - len(special))).astype(np.int64)
         for id_ in special:  # in rising order: each id at or beyond a special one moves up past it
             random += random >= id_
         shown = np.where(fate < _MASKED, self.mask, np.where(fate < _MASKED + _REPLACED, random, tokens))
