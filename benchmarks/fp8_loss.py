@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from argosy.config.resolve import resolve
-from argosy.data.prepare.job import PrepareOptions, prepare
+from argosy.data.prepare.job import prepare
+from argosy.data.prepare.work import PrepareOptions
 from argosy.data.text.tokenizer import ByteTokenizer
 from argosy.errors import EXIT_DONE
 from argosy.record.jsonl import read_metrics

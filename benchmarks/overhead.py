@@ -135,7 +135,8 @@ class Alternating(Trainer):
 
 
 def corpus(folder: Path) -> Path:
-    from argosy.data.prepare.job import PrepareOptions, prepare
+    from argosy.data.prepare.job import prepare
+    from argosy.data.prepare.work import PrepareOptions
     from argosy.data.text.tokenizer import ByteTokenizer
 
     text = folder / "text.jsonl"

@@ -58,7 +58,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A corpus of 40 documents of pseudo-text as bytes, with a manifest."""
-    from argosy.data.prepare.job import PrepareOptions, prepare
+    from argosy.data.prepare.job import prepare
+    from argosy.data.prepare.work import PrepareOptions
     from argosy.data.text.tokenizer import ByteTokenizer
 
     root = tmp_path_factory.mktemp("corpus")

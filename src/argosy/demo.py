@@ -21,8 +21,9 @@ from pathlib import Path
 from argosy.config.resolve import resolve
 from argosy.config.seeds import derive_seed
 from argosy.data.corpus.manifest import FILE_NAME
-from argosy.data.prepare.job import PrepareOptions, prepare
+from argosy.data.prepare.job import prepare
 from argosy.data.prepare.report import describe
+from argosy.data.prepare.work import PrepareOptions
 from argosy.data.text.tokenizer import load_tokenizer, train_bpe
 from argosy.record.console import clock
 from argosy.record.jsonl import read_metrics

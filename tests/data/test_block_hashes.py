@@ -20,7 +20,8 @@ from argosy.data.corpus.corpus import open_corpus
 from argosy.data.corpus.manifest import read_manifest
 from argosy.data.corpus.merge import merge
 from argosy.data.corpus.verify import verify
-from argosy.data.prepare.job import PrepareOptions, prepare
+from argosy.data.prepare.job import prepare
+from argosy.data.prepare.work import PrepareOptions
 from argosy.data.remote.stream import open_streamed
 from argosy.data.text.tokenizer import ByteTokenizer
 from argosy.errors import ArgosyError

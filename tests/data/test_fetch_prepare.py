@@ -22,7 +22,8 @@ from loopback_hub import Hub
 from argosy.data.corpus.manifest import Manifest
 from argosy.data.fetch_prepare import fetch_and_prepare
 from argosy.data.prepare import crew
-from argosy.data.prepare.job import PrepareOptions, prepare
+from argosy.data.prepare.job import prepare
+from argosy.data.prepare.work import PrepareOptions
 from argosy.data.remote.fetch import BOOKS, Fetched, FetchOptions, fetch
 from argosy.data.remote.web import Patience
 from argosy.data.text.tokenizer import ByteTokenizer
@@ -163,7 +164,7 @@ import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # below a background job it would be ignored
 from pathlib import Path
 from argosy.data.fetch_prepare import fetch_and_prepare
-from argosy.data.prepare.job import PrepareOptions
+from argosy.data.prepare.work import PrepareOptions
 from argosy.data.remote.fetch import FetchOptions
 from argosy.data.text.tokenizer import ByteTokenizer
 raw, corpus, keep = sys.argv[1:]

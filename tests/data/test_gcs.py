@@ -15,7 +15,8 @@ from object_server import FaultyServer, from_buckets
 from stream_reader import batches, patient
 
 from argosy.data.corpus.corpus import open_corpus
-from argosy.data.prepare.job import PrepareOptions, prepare
+from argosy.data.prepare.job import prepare
+from argosy.data.prepare.work import PrepareOptions
 from argosy.data.remote.objects import ObjectStore
 from argosy.data.remote.stream import open_streamed
 from argosy.data.text.inputs import find_inputs

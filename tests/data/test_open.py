@@ -14,7 +14,8 @@ from argosy.config.resolve import resolve
 from argosy.data.corpus.indexed import IndexedWriter, dtype_for
 from argosy.data.loader import Loader
 from argosy.data.open import open_data
-from argosy.data.prepare.job import PrepareOptions, prepare
+from argosy.data.prepare.job import prepare
+from argosy.data.prepare.work import PrepareOptions
 from argosy.data.samples.masks import IGNORED
 from argosy.data.text.tokenizer import load_tokenizer, train_bpe
 from argosy.errors import ArgosyError

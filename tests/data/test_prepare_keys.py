@@ -13,8 +13,9 @@ import pytest
 from argosy.data.corpus.corpus import open_corpus
 from argosy.data.corpus.manifest import read_manifest
 from argosy.data.prepare import crew
-from argosy.data.prepare import job as preparing
-from argosy.data.prepare.job import PrepareOptions, corpora_of, prepare
+from argosy.data.prepare import work as preparing
+from argosy.data.prepare.job import prepare
+from argosy.data.prepare.work import PrepareOptions, corpora_of
 from argosy.data.text.tokenizer import ByteTokenizer
 from argosy.errors import ArgosyError
 from argosy.record.jsonl import read_jsonl

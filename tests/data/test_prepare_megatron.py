@@ -21,8 +21,9 @@ from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, Indexe
 
 from argosy.data.corpus.indexed import IndexedReader
 from argosy.data.prepare import crew
-from argosy.data.prepare import job as preparing
-from argosy.data.prepare.job import PrepareOptions, corpora_of, prepare
+from argosy.data.prepare import work as preparing
+from argosy.data.prepare.job import prepare
+from argosy.data.prepare.work import PrepareOptions, corpora_of
 from argosy.data.text.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, train_bpe
 
 

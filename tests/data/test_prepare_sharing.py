@@ -22,10 +22,11 @@ import zstandard
 
 from argosy.data.corpus.corpus import open_corpus
 from argosy.data.corpus.manifest import read_manifest
-from argosy.data.prepare import crew
+from argosy.data.prepare import crew, work
 from argosy.data.prepare import job as preparing
-from argosy.data.prepare.job import PrepareOptions, prepare
+from argosy.data.prepare.job import prepare
 from argosy.data.prepare.parts import PartOptions
+from argosy.data.prepare.work import PrepareOptions, Work
 from argosy.data.prepare.workers import Pool, recipe_of
 from argosy.data.text import engines
 from argosy.data.text.inputs import find_inputs, group_inputs
@@ -59,7 +60,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a few MB make many blocks."""
-    monkeypatch.setattr(preparing, "_block_bytes", lambda files: 1 << 19)
+    monkeypatch.setattr(work, "_block_bytes", lambda files: 1 << 19)
     monkeypatch.setattr(crew, "_INLINE_BYTES", 1 << 20)
 
 
@@ -98,10 +99,12 @@ def test_machines_do_not_change_the_bytes_and_the_last_one_writes_the_manifest(
 def test_machines_that_are_last_together_both_have_the_corpus(inputs: list[str], tmp_path: Path) -> None:
     jobs = [
         preparing.Job(
-            find_inputs(inputs),
-            ByteTokenizer(),
-            tmp_path / "shared",
-            PrepareOptions(workers=1, shards=2, machine=machine, machines=2),
+            Work(
+                find_inputs(inputs),
+                ByteTokenizer(),
+                tmp_path / "shared",
+                PrepareOptions(workers=1, shards=2, machine=machine, machines=2),
+            )
         )
         for machine in (0, 1)
     ]
@@ -109,7 +112,9 @@ def test_machines_that_are_last_together_both_have_the_corpus(inputs: list[str],
         with job.crew:
             job.claim()
             job.make_shards()
-    first, second = (job.finish() for job in jobs)  # each found all shards; the first cleared the parts away
+    first, second = (
+        preparing.finish(job.work) for job in jobs
+    )  # each found all shards; the first cleared the parts away
     assert first is not None
     assert first == second
     assert content(tmp_path / "shared") == make(inputs, tmp_path / "alone", workers=1, shards=2)
@@ -189,12 +194,13 @@ def test_an_unfinished_job_with_other_options_is_not_mixed_with_this_one(inputs:
 COMMAND = """
 import sys
 from pathlib import Path
-from argosy.data.prepare import crew, job as p
+from argosy.data.prepare import crew, work
+from argosy.data.prepare.job import prepare
 from argosy.data.text.tokenizer import ByteTokenizer
-p._block_bytes = lambda files: 1 << 19
+work._block_bytes = lambda files: 1 << 19
 crew._INLINE_BYTES = 1 << 20
 if __name__ == "__main__":
-    p.prepare(sys.argv[2:], ByteTokenizer(), Path(sys.argv[1]), p.PrepareOptions(workers=2, shards=2))
+    prepare(sys.argv[2:], ByteTokenizer(), Path(sys.argv[1]), work.PrepareOptions(workers=2, shards=2))
 """
 
 
@@ -236,14 +242,17 @@ def test_killed_fifty_times_the_bytes_are_the_same(inputs: list[str], tmp_path: 
 
 def test_what_killed_processes_left_of_a_machines_parts_is_cleared_away(inputs: list[str], tmp_path: Path) -> None:
     options = PrepareOptions(workers=1, shards=2, machine=1, machines=2)
-    job = preparing.Job(find_inputs(inputs), ByteTokenizer(), tmp_path, options)
+    job = preparing.Job(Work(find_inputs(inputs), ByteTokenizer(), tmp_path, options))
     job.claim()
     names = [f"{group:05d}-{block:06d}.0.bin.0123ab.partial" for group in (0, 1) for block in (0, 1)]
     for name in names:
-        (job.parts / name).touch()
+        (job.work.parts / name).touch()
     job.release()
     job.claim()
-    assert {path.name for path in job.parts.glob("*.partial")} == {names[0], names[3]}  # of the other machine's shard
+    assert {path.name for path in job.work.parts.glob("*.partial")} == {
+        names[0],
+        names[3],
+    }  # of the other machine's shard
     job.release()
 
 
@@ -255,16 +264,16 @@ def test_started_twice_at_once_one_makes_the_corpus_and_the_other_waits_for_it(
     script.write_text(COMMAND)
     command = [sys.executable, str(script), str(output), *inputs]
     second: list[subprocess.Popen[str]] = []
-    finish = preparing.Job.finish
+    finish = preparing.finish
 
-    def meanwhile(job: preparing.Job) -> object:
+    def meanwhile(work: Work) -> object:
         if not second:
             second.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
             assert second[0].stderr is not None
             assert "waiting for it to end" in second[0].stderr.readline()
-        return finish(job)
+        return finish(work)
 
-    monkeypatch.setattr(preparing.Job, "finish", meanwhile)
+    monkeypatch.setattr(preparing, "finish", meanwhile)
     made = make(inputs, output, workers=1, shards=2)
     assert second[0].communicate(timeout=60)[1] == ""
     assert second[0].returncode == 0

@@ -66,7 +66,8 @@ def damaged_shard(bench: Bench) -> Outcome:
 
 def swapped_corpus(bench: Bench) -> Outcome:
     """Other data under the path of a run that was stopped: named, and not mixed into it."""
-    from argosy.data.prepare.job import PrepareOptions, prepare
+    from argosy.data.prepare.job import prepare
+    from argosy.data.prepare.work import PrepareOptions
     from argosy.data.text.tokenizer import ByteTokenizer
 
     text = bench.root / "other.jsonl"

@@ -167,7 +167,8 @@ def test_other_data_under_the_same_path_is_noticed(write_spec: Write, tmp_path: 
     go(path)
     shutil.move(tmp_path / "copy", tmp_path / "moved")
     assert go(path, f"data.train={tmp_path / 'moved'}", "train.steps=8") == EXIT_DONE  # the same data elsewhere
-    from argosy.data.prepare.job import PrepareOptions, prepare
+    from argosy.data.prepare.job import prepare
+    from argosy.data.prepare.work import PrepareOptions
     from argosy.data.text.tokenizer import ByteTokenizer
 
     (tmp_path / "x.jsonl").write_text('{"text": "other text altogether, and long enough for a sample or two"}\n' * 60)

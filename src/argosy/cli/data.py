@@ -71,9 +71,9 @@ def prepare(
     import json
     import os
 
-    from argosy.data.prepare.job import PrepareOptions
     from argosy.data.prepare.job import prepare as run
     from argosy.data.prepare.report import describe, parse_share, preview
+    from argosy.data.prepare.work import PrepareOptions
     from argosy.data.text.tokenizer import load_tokenizer
 
     options = PrepareOptions(

@@ -76,8 +76,8 @@ def fetch(
         return
 
     from argosy.data.fetch_prepare import fetch_and_prepare
-    from argosy.data.prepare.job import PrepareOptions
     from argosy.data.prepare.report import describe
+    from argosy.data.prepare.work import PrepareOptions
     from argosy.data.text.tokenizer import load_tokenizer
 
     tokenizer_path, directory = wanted

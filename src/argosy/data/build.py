@@ -12,8 +12,9 @@ from pathlib import Path
 
 from argosy.config.schema import DataSource, PrepareSpec, RunSpec
 from argosy.data.corpus.manifest import FILE_NAME, read_manifest
-from argosy.data.prepare.job import PrepareOptions, prepare
+from argosy.data.prepare.job import prepare
 from argosy.data.prepare.report import describe
+from argosy.data.prepare.work import PrepareOptions
 from argosy.data.remote.fetch import FetchOptions, fetch
 from argosy.data.remote.sources import Choice, text_key
 from argosy.data.text.tokenizer import Tokenizer, load_tokenizer

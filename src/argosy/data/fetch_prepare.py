@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from argosy.data.corpus.manifest import Manifest
-from argosy.data.prepare.job import PrepareOptions, prepare_files
+from argosy.data.prepare.job import prepare_files
+from argosy.data.prepare.work import PrepareOptions
 from argosy.data.remote.fetch import Books, Fetched, FetchedFile, FetchOptions, Job, check_space, note
 from argosy.data.remote.hub import RemoteFile
 from argosy.data.remote.sources import find_files

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
-from argosy.data.prepare.parts import PartFacts, PartMaker, PartName, PartOptions
+from argosy.data.prepare.parts import PartFacts, PartMaker, PartName
 from argosy.data.prepare.sample import SAMPLE_BYTES, sample_texts
+from argosy.data.prepare.work import Work
 from argosy.data.prepare.workers import Pool, Recipe, recipe_of
 from argosy.data.text.engines import Encode, Proof, choose_engine, likely_engine
-from argosy.data.text.inputs import InputFile
-from argosy.data.text.tokenizer import JsonTokenizer, Tokenizer
+from argosy.data.text.tokenizer import JsonTokenizer
 
 _INLINE_BYTES = 4 << 20  # less than this is not worth starting processes for
 
@@ -23,21 +22,10 @@ _INLINE_BYTES = 4 << 20  # less than this is not worth starting processes for
 class Crew:
     """`with crew: … crew.run(names)`: entering it starts the workers, so that they load while there is other work."""
 
-    def __init__(
-        self,
-        parts: Path,
-        groups: list[list[InputFile]],
-        tokenizer: Tokenizer,
-        options: PartOptions,
-        *,
-        eod: int | None,
-        workers: int,
-        input_bytes: float,
-    ) -> None:
-        """`input_bytes`: how much of the inputs this machine is to read, about."""
-        self.parts, self.groups, self.tokenizer, self.options = parts, groups, tokenizer, options
-        self.eod, self.workers, self.input_bytes = eod, workers, input_bytes
-        self.sampled = groups  # to prove an engine on
+    def __init__(self, work: Work) -> None:
+        self.work, self.tokenizer = work, work.tokenizer
+        self.input_bytes = sum(file.size for file in work.files) / work.options.machines  # for this machine, about
+        self.sampled = work.groups  # to prove an engine on
         self._open: Pool | None = None
 
     def __enter__(self) -> Crew:
@@ -58,14 +46,14 @@ class Crew:
             return
         encode, said = self.engine_here()
         self._announce(encode is not None, said)
-        vocab_size, encode = self.tokenizer.vocab_size, encode or self.tokenizer.encode
-        maker = PartMaker(self.parts, self.groups, encode, vocab_size, self.eod, self.options)
+        work, vocab_size, encode = self.work, self.tokenizer.vocab_size, encode or self.tokenizer.encode
+        maker = PartMaker(work.parts, work.groups, encode, vocab_size, work.eod, work.part_options)
         for name in names:
             yield name, maker.make(name)
 
     @property
     def _is_pool(self) -> bool:
-        return self.workers > 1 and self.input_bytes >= _INLINE_BYTES
+        return self.work.options.workers > 1 and self.input_bytes >= _INLINE_BYTES
 
     def engine_here(self) -> tuple[Encode | None, str]:
         """(the engine for this process, None for the reference; what was found, in words)"""
@@ -74,7 +62,7 @@ class Crew:
 
         def proven(name: str) -> Encode:
             encode = self._recipe(name).encoder()
-            Proof.by(self.tokenizer, sample_texts(self.sampled, self.options)).check(encode)
+            Proof.by(self.tokenizer, sample_texts(self.sampled, self.work.part_options)).check(encode)
             return encode
 
         return choose_engine(self.tokenizer, proven)
@@ -87,8 +75,9 @@ class Crew:
     def _pool(self, engine: str | None) -> Pool:
         if self._open is None or self._open.engine != engine:
             self.__exit__()
+            work, recipe = self.work, self._recipe(engine)
             self._open = Pool(
-                self.workers, self.parts, self.groups, self._recipe(engine), self.options, sampled=self.sampled
+                work.options.workers, work.parts, work.groups, recipe, work.part_options, sampled=self.sampled
             )
         return self._open
 
@@ -98,4 +87,4 @@ class Crew:
             print(f"note: tokenizing with {said}", file=sys.stderr)
 
     def _recipe(self, engine: str | None) -> Recipe:
-        return recipe_of(self.tokenizer, engine, eod=self.eod)
+        return recipe_of(self.tokenizer, engine, eod=self.work.eod)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from argosy.data.corpus.indexed import dtype_for
 from argosy.data.corpus.manifest import Manifest
-from argosy.data.prepare.job import QUARANTINE_FILE, Job, PrepareOptions
+from argosy.data.prepare.job import Job
+from argosy.data.prepare.work import QUARANTINE_FILE, PrepareOptions, Work
 from argosy.data.text.inputs import find_inputs
 from argosy.data.text.tokenizer import Tokenizer
 from argosy.errors import ArgosyError
@@ -15,15 +15,16 @@ from argosy.errors import ArgosyError
 
 def preview(inputs: Sequence[str], tokenizer: Tokenizer, output: Path, options: PrepareOptions) -> str:
     """What `prepare` would do, having checked what can be checked without reading the text."""
-    job = Job(find_inputs(inputs), tokenizer, output, options)
-    eod = "no end-of-document token" if job.eod is None else f"id {job.eod} ends each document"
-    lines = [f"{file.path}  {file.size:,} bytes" for file in job.files]
-    total = sum(file.size for file in job.files)
-    dtype = dtype_for(tokenizer.vocab_size).name
-    where = ", ".join(str(corpus) for corpus in job.corpora)
-    lines.append(f"{len(job.files)} files, {total:,} bytes -> {where} ({options.shards} shards, {dtype} tokens)")
+    work = Work(find_inputs(inputs), tokenizer, output, options)
+    eod = "no end-of-document token" if work.eod is None else f"id {work.eod} ends each document"
+    lines = [f"{file.path}  {file.size:,} bytes" for file in work.files]
+    total = sum(file.size for file in work.files)
+    where = ", ".join(str(corpus) for corpus in work.corpora)
+    lines.append(
+        f"{len(work.files)} files, {total:,} bytes -> {where} ({options.shards} shards, {work.dtype.name} tokens)"
+    )
     lines.append(f"tokenizer {tokenizer.fingerprint[:12]}, {tokenizer.vocab_size:,} entries, {eod}")
-    lines.append(f"engine    {job.crew.engine_here()[1]}")
+    lines.append(f"engine    {Job(work).crew.engine_here()[1]}")
     return "\n".join(lines)
 
 

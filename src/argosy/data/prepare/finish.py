@@ -1,0 +1,83 @@
+"""The end of a job: when every shard is there, the quarantine files and the manifests. Any machine may be the last, or several at
+once; all would write the same."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import orjson
+
+from argosy.data.corpus.manifest import Manifest, Shard, Source, TokenizerFacts, read_manifest, write_manifest
+from argosy.data.prepare.join import books_of, shard_name
+from argosy.data.prepare.parts import PartFacts
+from argosy.data.prepare.work import QUARANTINE_FILE, Work
+from argosy.data.text.inputs import InputFile
+from argosy.errors import ArgosyError
+from argosy.record.files import replace_file
+
+
+def finish(work: Work) -> dict[Path, Manifest] | None:
+    """The manifest of each corpus. None: shards are missing."""
+    paths = [books_of(work.parts, shard) for shard in range(work.options.shards)]
+    try:
+        documents = [orjson.loads(path.read_bytes()) for path in paths]
+        quarantine = b"".join(path.with_suffix(".quarantine.jsonl").read_bytes() for path in paths)
+    except FileNotFoundError:  # a shard is missing, or a machine that was last with us has cleared the parts away
+        return {corpus: read_manifest(corpus) for corpus in work.corpora} if work.is_done() else None
+    facts = [PartFacts(**part) for document in documents for part in document["parts"]]
+    quarantined: Counter[str] = sum((Counter(f.quarantined) for f in facts), Counter())
+    for corpus in work.corpora:
+        replace_file(corpus / QUARANTINE_FILE, quarantine)
+    _check_bad(work, sum(f.documents for f in facts), quarantined)
+    manifests = {}
+    for key, corpus in enumerate(work.corpora):
+        manifests[corpus] = Manifest(
+            tokenizer=TokenizerFacts(
+                fingerprint=work.tokenizer.fingerprint,
+                vocab_size=work.tokenizer.vocab_size,
+                eod_id=work.eod,
+                file=work.tokenizer.stored()[0],
+            ),
+            append_eod=work.eod is not None,
+            dtype=work.dtype.name,
+            shards=[Shard(**document["shards"][key]) for document in documents],
+            sources=_sources(work.files, facts),
+            quarantined=dict(sorted(quarantined.items())),
+        )
+        write_manifest(corpus, manifests[corpus])
+    shutil.rmtree(work.parts, ignore_errors=True)
+    return manifests
+
+
+def _sources(files: list[InputFile], facts: list[PartFacts]) -> list[Source]:
+    documents: Counter[str] = Counter()
+    bad: Counter[str] = Counter()
+    for part in facts:
+        for file, (good, faulty) in part.files.items():
+            documents[file] += good
+            bad[file] += faulty
+    return [Source(path=f.path, bytes=f.size, documents=documents[f.path], quarantined=bad[f.path]) for f in files]
+
+
+def _check_bad(work: Work, good: int, quarantined: Counter[str]) -> None:
+    bad, records = quarantined.total(), good + quarantined.total()
+    allowed = work.options.max_bad
+    if good and bad <= allowed * records:
+        return
+    share = bad / max(1, records)
+    what = "no document could be used" if good == 0 else f"{share:.2%} is more than --max-bad {allowed:.2%}"
+    kinds = ", ".join(f"{kind} {count:,}" for kind, count in quarantined.most_common())
+    shutil.rmtree(work.parts, ignore_errors=True)
+    for corpus in work.corpora:
+        for shard in range(work.options.shards):
+            for path in corpus.glob(f"{shard_name(shard)}.*"):
+                path.unlink()
+    raise ArgosyError(
+        "data.bad-records",
+        f"{bad:,} of {records:,} records were quarantined ({kinds}): {what}"
+        if records
+        else "the inputs hold no record",
+        fix=f"see {work.corpora[0] / QUARANTINE_FILE}; is --key {', '.join(work.options.keys)} right?",
+    )

@@ -1,0 +1,130 @@
+"""What there is to prepare: inputs, cut into blocks, which are dealt to shards, and shards to machines.
+
+All of it follows from the inputs and the options alone, so every process and machine that is asked says the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+
+from argosy.data.corpus.indexed import dtype_for
+from argosy.data.corpus.manifest import FILE_NAME
+from argosy.data.prepare.parts import PartName, PartOptions
+from argosy.data.text.inputs import InputFile, group_inputs
+from argosy.data.text.tokenizer import Tokenizer
+from argosy.errors import ArgosyError
+
+QUARANTINE_FILE = "quarantine.jsonl"
+PARTS = ".parts"
+
+
+@dataclass(frozen=True)
+class PrepareOptions:
+    keys: tuple[str, ...] = ("text",)
+    append_eod: bool = True
+    text_lines: bool = False  # a .txt file holds a document a line, rather than being one
+    max_bad: float = 0.5  # share of records that may be quarantined
+    overwrite: bool = False
+    shards: int = 1
+    workers: int = field(default_factory=lambda: os.cpu_count() or 1)
+    machine: int = 0  # this machine is number `machine` of `machines` that share the work
+    machines: int = 1
+    shuffle_seed: int | None = None  # put the documents of each shard in a random order
+
+    def __post_init__(self) -> None:
+        if self.machine >= self.machines:
+            raise ArgosyError(
+                "config.bad-value",
+                f"{self.machines} machines are numbered from 0 to {self.machines - 1}",
+                key="--shard-index",
+                value=self.machine,
+                fix=f"--shard-index {self.machines - 1} or less, or a larger --shard-count",
+            )
+
+
+class Work:
+    def __init__(self, files: list[InputFile], tokenizer: Tokenizer, output: Path, options: PrepareOptions) -> None:
+        _check_keys(options.keys, files)
+        self.files, self.tokenizer, self.output, self.options = files, tokenizer, output, options
+        self.corpora = corpora_of(output, options.keys)
+        self.parts = output / PARTS
+        self.groups = group_inputs(files, options.text_lines)
+        self.part_options = PartOptions(
+            keys=options.keys,
+            append_eod=options.append_eod,
+            text_lines=options.text_lines,
+            block_bytes=_block_bytes(files),
+        )
+        # a tokenizer without one is refused before work starts
+        self.eod = tokenizer.eod_id if options.append_eod else None
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return dtype_for(self.tokenizer.vocab_size)
+
+    @property
+    def dealt(self) -> range:
+        """The shards this machine makes."""
+        return range(self.options.machine, self.options.shards, self.options.machines)
+
+    def shard_of(self, name: PartName) -> int:
+        """Blocks are dealt to shards in turn, each file starting with another one."""
+        return (name.group + name.block) % self.options.shards
+
+    def is_beyond(self, name: PartName) -> bool:
+        """Whether a block is past the end of its file. Of a compressed file or a table it shows only when one is read."""
+        first = self.groups[name.group][0]
+        if first.is_table or first.is_compressed:
+            return False
+        size = first.size if self.options.text_lines or not first.is_text else 1
+        return name.block * self.part_options.block_bytes >= max(1, size)
+
+    def fingerprint(self) -> bytes:
+        """Of all that decides the bytes of the corpus."""
+        facts = [
+            [(f.path, f.size) for f in self.files],
+            self.tokenizer.fingerprint,
+            self.eod,
+            asdict(self.part_options),
+        ]
+        facts += [self.options.shards, self.options.shuffle_seed]
+        return hashlib.sha256(repr(facts).encode()).hexdigest().encode()
+
+    def is_done(self) -> bool:
+        """Whether there is a finished corpus: the manifest of the last key is written last."""
+        return any((directory / FILE_NAME).exists() for directory in (self.output, self.corpora[-1]))
+
+
+def corpora_of(output: Path, keys: Sequence[str]) -> list[Path]:
+    """Where the corpus of each key goes: the directory itself for one key, else one named after the key inside it."""
+    if len(keys) == 1:
+        return [output]
+    names = (quote(key, safe="") for key in keys)  # a key may hold a slash
+    return [output / (f"%2E{name[1:]}" if name.startswith(".") else name) for name in names]
+
+
+def _check_keys(keys: Sequence[str], files: Sequence[InputFile]) -> None:
+    plain = next((file.path for file in files if file.is_text), None)
+    if len(keys) > 1 and (plain is not None or len(set(keys)) < len(keys)):
+        cause = f"{plain} is plain text, which has no keys" if plain is not None else "a key is named twice"
+        raise ArgosyError(
+            "config.bad-value",
+            cause,
+            key="--key",
+            value=", ".join(keys),
+            fix="name each key once, for records that have it",
+        )
+
+
+def _block_bytes(files: Sequence[InputFile]) -> int:
+    """A 64th of the whole, as a power of two between 4 and 64 MiB: enough blocks to share, not too many files."""
+    share = sum(file.size for file in files) // 64
+    return min(64 << 20, max(4 << 20, 1 << (share - 1).bit_length() if share else 0))
