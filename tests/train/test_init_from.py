@@ -169,6 +169,22 @@ def test_one_key_of_the_experts_is_changed_and_the_others_are_kept(tmp_path: Pat
     assert refused.value.key == "model.moe.top_k"
 
 
+def test_experts_that_had_no_biases_get_some_and_those_that_have_keep_them(tmp_path: Path, spec: Write) -> None:
+    save("mixtral", tmp_path / "hf")
+    start = f"hf:{tmp_path / 'hf'}"
+    run = _run(spec(start), "model.moe.bias_rate=0.25", "name=levelled")
+    assert {abs(float(b)) for b in _weights(run)["layers.1.mlp.router.bias"]} <= {0.0, 0.25}  # one step from zero
+    source = open_source(start)
+    torch.testing.assert_close(
+        _weights(run)["layers.1.mlp.router.weight"], source.read("layers.1.mlp.router.weight"), rtol=0, atol=1e-6
+    )
+    again = spec(str(run.root))
+    resolve(again, ["model.moe.bias_rate=0.5"])
+    with pytest.raises(ArgosyError) as refused:  # without its biases it would choose other experts
+        resolve(again, ["model.moe.bias_rate=null"])
+    assert (refused.value.code, refused.value.key) == ("config.conflict", "model.moe.bias_rate")
+
+
 def test_a_dry_run_says_what_it_starts_from(llama: str, spec: Write) -> None:
     assert any(llama in line for line in dry_run(resolve(spec(llama)), TrainOptions()))
 

@@ -157,7 +157,8 @@ def require_fit(source: Source, model: nn.Module, spec: ModelSpec) -> None:
 
 def starting_weights(source: Source, model: nn.Module, spec: ModelSpec, seed: int) -> Iterator[tuple[str, Tensor]]:
     """Every parameter of a model by name, from a source that fits. What it does not have is drawn as for a new model: rows
-    by which the vocabulary is larger, which never are inputs or labels, and what towers have beside an encoder."""
+    by which the vocabulary is larger, which never are inputs or labels, what towers have beside an encoder, and biases that
+    level experts, which begin at zero."""
     for name, parameter in model.named_parameters():
         there = _name_there(source, spec, name)
         value = initial_value(name, parameter.shape, spec, seed) if there is None else source.read(there)
@@ -171,6 +172,6 @@ def starting_weights(source: Source, model: nn.Module, spec: ModelSpec, seed: in
 def _name_there(source: Source, spec: ModelSpec, name: str) -> str | None:
     """The parameter of the source that one of the model begins as, if any."""
     if not becomes_towers(source.model, spec):
-        return name
+        return None if name.endswith("router.bias") and name not in source.infos else name
     _, _, inside = name.split(".", 2)  # of one of the towers
     return None if inside.startswith("projection.") else inside

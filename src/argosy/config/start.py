@@ -23,7 +23,7 @@ MODEL_FILE = "model.json"  # describes an imported model, as resolved.json descr
 RUN_FILE = "resolved.json"
 
 # Change how a model is trained, not what its weights mean.
-_FREE = ("preset", "dropout", "init_std", "moe.balance_loss", "moe.z_loss", "moe.bias_rate")
+_FREE = ("preset", "dropout", "init_std", "moe.balance_loss", "moe.z_loss")
 # Change what the weights compute, on purpose where the user wrote them: longer sequences are trained this way.
 _STRETCH = ("rope_theta", "rope_scaling", "window")
 
@@ -116,5 +116,6 @@ def differences(model: ModelSpec, start: ModelSpec) -> Iterator[tuple[str, Any, 
         mine, theirs = here.get(key), there.get(key)
         more_rows = key == "vocab_size" and model.vocab_size > start.vocab_size
         longer = key == "max_seq_len" and model.positions != "learned"
-        if mine != theirs and key not in _FREE and not more_rows and not longer:
+        levelled = key == "moe.bias_rate" and mine is not None  # biases that are new begin at zero
+        if mine != theirs and key not in _FREE and not (more_rows or longer or levelled):
             yield key, mine, theirs

@@ -36,7 +36,9 @@ class Tokenizer(Protocol):
     def encode(self, texts: Sequence[str]) -> tuple[Ids, Lengths]:
         """The ids of all texts back to back, and how many each has."""
 
-    def decode(self, ids: Iterable[int]) -> str: ...
+    def decode(self, ids: Iterable[int]) -> str:
+        """Their text; ids it does not have, which a model may have rows for, are left out."""
+
     def id_of(self, token: str) -> int | None:
         """The id of a token by its name, or None where there is none."""
 
@@ -152,7 +154,7 @@ class SentencePieceTokenizer:
         return _flat(self._engine.encode(list(texts), out_type=int))
 
     def decode(self, ids: Iterable[int]) -> str:
-        return str(self._engine.decode([int(i) for i in ids]))
+        return str(self._engine.decode([int(i) for i in ids if i < self.vocab_size]))
 
     def id_of(self, token: str) -> int | None:
         found = int(self._engine.piece_to_id(token))
