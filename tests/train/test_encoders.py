@@ -91,6 +91,15 @@ def test_bert_reads_no_token_beyond_the_tokenizers_and_the_special_ones(write_sp
     assert set(np.unique(stream.batch(0, 200).tokens)) - set(range(257)) == {257, 258, 259, 260}
 
 
+def test_another_corpus_is_read_with_the_runs_special_tokens(spec: Path, corpus: Path) -> None:
+    assert (
+        train(resolve(spec, ["train.steps=3", "data.split=[1,0,0]", "eval=off"]), spec, TrainOptions(quiet=True)) == 0
+    )
+    run = str(spec.parent / "runs" / "tiny")
+    own, other = (evaluate_run(run, split="train", batches=2, data=data)[0] for data in (None, str(corpus)))
+    assert (other.loss, other.tokens, other.metrics) == (own.loss, own.tokens, own.metrics)
+
+
 def test_made_up_batches_have_the_shape_of_real_ones(spec: Path) -> None:
     resolved = resolve(spec).spec
     real, made_up = open_data(resolved).training().batch(0, 8), synthetic_batch(resolved)

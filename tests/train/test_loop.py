@@ -215,6 +215,16 @@ def test_evaluation_counts_every_window_once_whatever_the_weights(write_spec: Wr
     assert len(set(places)) == whole.epoch_samples == 2 * whole.sets[0].count
 
 
+def test_another_corpus_is_read_in_samples_made_as_the_runs_are(
+    write_spec: Write, tmp_path: Path, corpus: Path
+) -> None:
+    made = {"seq_len": 32, "document_mask": True, "reset_positions": True, "mask_eod": True}
+    go(write_spec(data={"train": str(corpus), "split": [1, 0, 0]} | made, eval=False), "model.max_seq_len=64")
+    run = str(tmp_path / "runs" / "tiny")
+    own, other = (evaluate_run(run, split="train", batches=None, data=data)[0] for data in (None, str(corpus)))
+    assert (other.loss, other.tokens) == (own.loss, own.tokens)
+
+
 def test_a_dry_run_checks_everything_and_writes_nothing(write_spec: Write, tmp_path: Path) -> None:
     text = "\n".join(dry_run(resolve(write_spec()), TrainOptions()))
     assert "steps 1 to 6" in text

@@ -22,6 +22,14 @@ def evaluate(
     data: Annotated[
         str | None, typer.Option(help="Another corpus than the run's, all of it; for a model not trained here.")
     ] = None,
+    seq_len: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tokens in a sample of --data; default: as the run was trained, or for a model not trained here its "
+            "longest, at most 4096.",
+        ),
+    ] = None,
     batches: Annotated[int | None, typer.Option(min=1, help="Global batches; default: the whole split.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: as the run was trained.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -31,7 +39,7 @@ def evaluate(
 
     from argosy.train.evaluate import evaluate_run
 
-    result, step = evaluate_run(run, split=split.value, batches=batches, device=device, data=data)
+    result, step = evaluate_run(run, split=split.value, batches=batches, device=device, data=data, seq_len=seq_len)
     facts = {"run": run, "step": step, "split": result.split, "loss": result.loss, "perplexity": result.perplexity}
     facts |= {"tokens": result.tokens, "samples": result.samples}
     facts["metrics"] = result.metrics

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +19,11 @@ from argosy.data.samples.windows import Stream
 from argosy.errors import ArgosyError
 from argosy.parallel.mesh import Mesh
 from argosy.parallel.single import SingleDevice
-from argosy.train.session import load_model, make_engine
+from argosy.train.session import Loaded, load_model, make_engine
+
+# Of `data`: what a run's samples are, whichever corpus they are made from.
+_OF_SAMPLES = {"seq_len", "mask_eod", "document_mask", "reset_positions", "bert", "t5", "ict"}
+_LONGEST = 4096  # tokens in a sample for a model that was not trained here, unless asked for: some are for a million
 
 
 @dataclass(frozen=True)
@@ -79,11 +85,25 @@ def _sum_losses(engine: SingleDevice, stream: Stream, samples: int, batch: int) 
 
 
 def evaluate_run(
-    where: str, *, split: str, batches: int | None, device: str | None = None, data: str | None = None
+    where: str,
+    *,
+    split: str,
+    batches: int | None,
+    device: str | None = None,
+    data: str | None = None,
+    seq_len: int | None = None,
 ) -> tuple[Evaluation, int]:
     """(a model on one of its run's splits, or on the whole of another corpus; the step it was trained to)"""
+    if seq_len is not None and data is None:
+        raise ArgosyError(
+            "config.conflict",
+            "a run's own splits are read in samples of its own length",
+            key="--seq-len",
+            value=seq_len,
+            fix="leave it out, or give --data CORPUS",
+        )
     loaded = load_model(where, device=device)
-    spec = loaded.spec if data is None else _spec_on(where, data)
+    spec = loaded.spec if data is None else _spec_on(loaded, data, seq_len)
     if spec is None:
         raise ArgosyError(
             "config.missing-key",
@@ -111,10 +131,23 @@ def evaluate_run(
     return result, loaded.source.step
 
 
-def _spec_on(where: str, data: str) -> RunSpec:
-    """The spec of a run that would start there, with all of a corpus as its training split."""
-    need = ["train.global_batch=8", "train.steps=1", "optim.lr=1", "data.split=[1,0,0]", "eval=off"]
-    return resolve(None, [f"init_from={where}", f"data.train={data}", *need]).spec
+def _spec_on(loaded: Loaded, data: str, seq_len: int | None) -> RunSpec:
+    """The spec of a run that would start there, with all of a corpus as its training split, in samples made as those the
+    model was trained on."""
+    where, run = loaded.source.where, loaded.spec
+    keys: dict[str, Any] = {"init_from": where, "data.train": data, "data.split": [1, 0, 0], "eval": "off"}
+    keys |= {"train.steps": 1, "optim.lr": 1}
+    if run is None:
+        keys |= {"train.global_batch": 8, "data.seq_len": min(loaded.source.model.max_seq_len, _LONGEST)}
+    else:
+        keys |= {"train.global_batch": run.train.global_batch, "parallel.micro_batch": run.parallel.micro_batch}
+        made = run.data.model_dump(mode="json", include=_OF_SAMPLES)
+        keys |= {f"data.{key}": value for key, value in made.items() if value is not None}
+    if seq_len is not None:
+        keys["data.seq_len"] = seq_len
+    return resolve(
+        None, [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in keys.items()]
+    ).spec
 
 
 def unigram_entropy(stream: Stream, vocab_size: int) -> float:
