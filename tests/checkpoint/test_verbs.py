@@ -87,3 +87,14 @@ def test_an_average_is_the_mean_and_a_model_to_go_on_with(run: Path, tmp_path: P
     assert mean.vocab_size == sources[0].vocab_size
     with pytest.raises(ArgosyError, match="two checkpoints or more"):
         average([str(run)], tmp_path / "other")
+
+
+def test_models_whose_weights_only_have_the_same_shapes_are_not_averaged(
+    run: Path, write_spec: Write, tmp_path: Path
+) -> None:
+    path = write_spec(name="other")
+    overrides = ["model.heads=8", "model.kv_heads=4", "train.steps=2", "optim.warmup=0"]
+    assert train(resolve(path, overrides), path, TrainOptions(quiet=True)) == EXIT_DONE
+    with pytest.raises(ArgosyError, match=r"head_dim is 8 in .* and 4 in .*other") as refused:
+        average([str(run), str(tmp_path / "runs" / "other")], tmp_path / "mean")
+    assert refused.value.code == "checkpoint.mismatch"

@@ -15,7 +15,7 @@ from argosy.checkpoint.model_directory import write_model
 from argosy.checkpoint.source import Source, open_source
 from argosy.checkpoint.staging import require_space, staged
 from argosy.checkpoint.store import listed, require_names
-from argosy.config.start import model_root
+from argosy.config.start import differences, model_root
 from argosy.errors import ArgosyError
 from argosy.record.console import volume
 from argosy.record.progress import Progress
@@ -69,6 +69,12 @@ def _expanded(wheres: Sequence[str], last: int | None) -> list[str]:
 def _require_alike(sources: Sequence[Source]) -> None:
     first = sources[0]
     for other in sources[1:]:
+        for key, there, here in differences(other.model, first.model):
+            raise ArgosyError(
+                "checkpoint.mismatch",
+                f"{key} is {here!r} in {first.where} and {there!r} in {other.where}: their weights do not mean the same",
+                fix="average checkpoints of one model",
+            )
         require_names(other.infos.keys(), first.infos.keys(), Path(other.where))
         for name, info in first.infos.items():
             if other.infos[name].shape != info.shape:
