@@ -210,6 +210,37 @@ def test_an_imported_model_is_evaluated_on_a_corpus_it_is_given(llama: str, corp
         evaluate_run(str(tmp_path / "imported"), split="validation", batches=1)
 
 
+def test_a_model_for_very_long_texts_is_evaluated_in_samples_that_a_corpus_has(
+    llama: str, corpus: Path, tmp_path: Path
+) -> None:
+    config = tmp_path / "hf" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 131_072}))
+    found = {n: evaluate_run(llama, split="", batches=1, data=str(corpus), seq_len=n)[0] for n in (None, 48)}
+    assert (found[None].tokens % 4096, found[48].tokens) == (0, 8 * 48)
+    with pytest.raises(ArgosyError) as refused:
+        evaluate_run(llama, split="validation", batches=1, seq_len=48)
+    assert (refused.value.code, refused.value.key) == ("config.conflict", "--seq-len")
+
+
+def test_a_tokenizer_that_lies_there_in_two_forms_is_known_in_both(llama: str, tmp_path: Path) -> None:
+    import io
+
+    from argosy.data.text.tokenizer import load_tokenizer, train_bpe
+
+    sentencepiece = pytest.importorskip("sentencepiece")
+    for name in ("hf/tokenizer.model", "another.model"):
+        words, model = iter([f"words of {name} and more of them"] * 50), io.BytesIO()
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=words, model_writer=model, vocab_size=25, minloglevel=2
+        )
+        (tmp_path / name).write_bytes(model.getvalue())
+    (tmp_path / "hf" / "tokenizer.json").write_text(train_bpe(["some words"], 257))
+    source = open_source(llama)
+    assert source.reads(load_tokenizer(str(tmp_path / "hf" / "tokenizer.json")))
+    assert source.reads(load_tokenizer(str(tmp_path / "hf" / "tokenizer.model")))
+    assert not source.reads(load_tokenizer(str(tmp_path / "another.model")))
+
+
 def test_an_evaluation_on_another_tokenizers_data_says_so(
     llama: str, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

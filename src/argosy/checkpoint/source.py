@@ -51,7 +51,10 @@ class Source:
     def reads(self, data: Tokenizer | None) -> bool:
         """Whether data of that tokenizer means to the model what it says, as far as is known."""
         own = self.tokenizer()
-        return data is None or own is None or data.fingerprint == own.fingerprint
+        if data is None or own is None or data.fingerprint == own.fingerprint:
+            return True
+        _, content = data.stored()  # one tokenizer may lie there in two forms
+        return any(path.read_bytes() == content for path in _tokenizer_files(self.root))
 
     def misread(self) -> str:
         """What is to be said where it does not."""
@@ -92,10 +95,14 @@ def open_source(where: str, report: Callable[[str], None] = lambda text: None) -
 
 
 def _tokenizer_in(root: Path) -> Tokenizer | None:
+    path = next(_tokenizer_files(root), None)
+    return None if path is None else load_tokenizer(str(path))
+
+
+def _tokenizer_files(root: Path) -> Iterator[Path]:
     for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model"):
         if (root / name).exists() and (name != "vocab.json" or (root / "merges.txt").exists()):
-            return load_tokenizer(str(root / name))
-    return None
+            yield root / name
 
 
 def _special_ids(data: Mapping[str, Any], tokenizer: Tokenizer | None) -> dict[str, int]:
