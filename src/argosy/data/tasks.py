@@ -89,20 +89,33 @@ class Tasks:
 
     def _require_sentinels(self, t5: T5Spec, task: SpanCorruption) -> None:
         """The tokens below the first sentinel are sentinels too, and not words of the tokenizer."""
-        if self.tokenizer is None or not isinstance(t5.sentinel, str) or not t5.sentinel.endswith("0>"):
+        if self.tokenizer is None:
             return
-        for i in range(task.lengths.spans):
-            name = t5.sentinel.removesuffix("0>") + f"{i}>"
-            if self.tokenizer.id_of(name) != task.first_sentinel - i:
-                raise ArgosyError(
-                    "tokenizer.vocabulary",
-                    f"samples of {task.seq_len} tokens have {task.lengths.spans} spans, whose sentinels are the ids "
-                    f"{task.first_sentinel} down to {task.first_sentinel - task.lengths.spans + 1}; {name} is "
-                    f"{self.tokenizer.id_of(name)} in the tokenizer, not {task.first_sentinel - i}",
-                    key="data.t5.sentinel",
-                    value=t5.sentinel,
-                    fix="use a tokenizer with T5's sentinels, or give the id of the first of free ones",
-                )
+        used, entries = task.used_sentinels, self.tokenizer.vocab_size
+        wrong = None
+        if used[0] < entries <= used[-1]:  # the first are free ids beyond it
+            wrong = f"those below {entries} are words of the tokenizer"
+        elif isinstance(t5.sentinel, str) and t5.sentinel.endswith("0>"):
+            named = ((i, t5.sentinel.removesuffix("0>") + f"{i}>") for i in range(len(used)))
+            found = ((i, name, self.tokenizer.id_of(name)) for i, name in named)
+            wrong = next(
+                (
+                    f"{name} is {id_} in the tokenizer, not {used[-1] - i}"
+                    for i, name, id_ in found
+                    if id_ != used[-1] - i
+                ),
+                None,
+            )
+        if wrong is not None:
+            raise ArgosyError(
+                "tokenizer.vocabulary",
+                f"samples of {task.seq_len} tokens have {len(used)} spans, whose sentinels are the ids {used[-1]} down to "
+                f"{used[0]}; {wrong}",
+                key="data.t5.sentinel",
+                value=t5.sentinel,
+                fix="use a tokenizer with T5's sentinels, or give the highest of as many free ids, such as "
+                f"{entries + len(used) - 1}",
+            )
 
     def _ends_in_eod(self, corpus: Corpus) -> bool:
         if corpus.manifest is not None:

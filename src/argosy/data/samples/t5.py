@@ -121,6 +121,20 @@ class SpanCorruption:
                 f"only {self.first_sentinel - last + 1}",
                 "shorten data.seq_len, lengthen data.t5.mean_span, or use a tokenizer with more sentinels",
             )
+        for name, token in (("eos", self.eos), ("pad", self.decoder_start)):
+            if token in self.used_sentinels:
+                raise _refused(
+                    "data.t5.sentinel",
+                    self.first_sentinel,
+                    f"{lengths.spans} spans have the sentinels {self.first_sentinel} down to {self.used_sentinels[0]}, "
+                    f"and {token} among them is data.t5.{name}",
+                    f"give {lengths.spans} ids in a row that mean nothing else, the highest as data.t5.sentinel",
+                )
+
+    @property
+    def used_sentinels(self) -> range:
+        """The ids that stand for spans, lowest first."""
+        return range(self.first_sentinel - self.lengths.spans + 1, self.first_sentinel + 1)
 
     @property
     def text_len(self) -> int:
