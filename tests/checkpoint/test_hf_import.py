@@ -17,7 +17,9 @@ from safetensors.torch import load_file, save_file
 
 from argosy.checkpoint.hf_files import open_hf
 from argosy.checkpoint.hf_import import import_hf
+from argosy.checkpoint.source import open_source
 from argosy.checkpoint.store import latest
+from argosy.config.start import starting_model
 from argosy.errors import ArgosyError
 from argosy.train.session import load_model
 from checkpoint.full_disk import full_beyond
@@ -41,6 +43,13 @@ def test_an_imported_model_gives_the_same_logits(kind: str, tmp_path: Path) -> N
         with torch.no_grad():
             expected, found = theirs(input_ids=TOKENS).logits, model(TOKENS)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_a_home_directory_may_be_written_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    save("llama", tmp_path / "models" / "hf")
+    assert import_hf("hf:~/models/hf", tmp_path / "ours").model_type == "llama"
+    assert open_source("hf:~/models/hf").model == starting_model("hf:~/models/hf")
 
 
 def test_weights_keep_their_precision_and_carry_hashes(tmp_path: Path) -> None:

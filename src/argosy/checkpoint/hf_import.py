@@ -15,7 +15,7 @@ from argosy.checkpoint.source import hf_source
 from argosy.checkpoint.staging import require_space, staged
 from argosy.config.counts import count_parameters
 from argosy.config.hf import model_type_of
-from argosy.config.start import HF, MEGATRON
+from argosy.config.start import HF, MEGATRON, directory_of
 from argosy.errors import ArgosyError
 from argosy.record.console import volume
 from argosy.record.progress import Progress as Bar
@@ -61,7 +61,7 @@ def import_hf(source: str, to: Path, *, dry_run: bool = False) -> Imported:
             value=source,
             fix=f"write {HF}{source} for a Hugging Face directory, {MEGATRON}{source} for a checkpoint of Megatron-LM",
         )
-    directory = Path(source.removeprefix(HF))
+    directory = directory_of(source)
     model = open_hf(directory)
     infos = model.infos
     size = sum(info.nbytes for info in infos.values())

@@ -16,7 +16,15 @@ from argosy.checkpoint.store import latest, require_names
 from argosy.checkpoint.tensors import TensorInfo
 from argosy.config.hf import read_config
 from argosy.config.model import ModelSpec
-from argosy.config.start import HF, MODEL_FILE, becomes_towers, model_root, starting_model, stored_description
+from argosy.config.start import (
+    HF,
+    MODEL_FILE,
+    becomes_towers,
+    directory_of,
+    model_root,
+    starting_model,
+    stored_description,
+)
 from argosy.data.text.tokenizer import Tokenizer, load_tokenizer
 from argosy.errors import ArgosyError
 from argosy.model.init import initial_value
@@ -63,7 +71,7 @@ class Source:
 
 def open_source(where: str, report: Callable[[str], None] = lambda text: None) -> Source:
     if where.startswith(HF):
-        return hf_source(where, open_hf(Path(where.removeprefix(HF))))
+        return hf_source(where, open_hf(directory_of(where)))
     path = Path(where)
     root = model_root(path)
     checkpoint = latest(root / "checkpoints", report) if root == path else verify(path)

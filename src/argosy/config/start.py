@@ -28,6 +28,11 @@ _FREE = ("preset", "dropout", "init_std", "moe.balance_loss", "moe.z_loss")
 _STRETCH = ("rope_theta", "rope_scaling", "window")
 
 
+def directory_of(source: str) -> Path:
+    """Of a source that says what it is: no shell reads a `~` behind such a word."""
+    return Path(source.partition(":")[2]).expanduser()
+
+
 def model_root(path: Path) -> Path:
     """The directory that describes a model's checkpoint: its own, or that of the run it belongs to."""
     for root in (path, *([path.parent.parent] if path.parent.name == "checkpoints" else [])):
@@ -55,7 +60,7 @@ def stored_description(root: Path) -> dict[str, Any]:
 def starting_model(init_from: str) -> ModelSpec:
     """The model that lies there."""
     if init_from.startswith(HF):
-        directory = Path(init_from.removeprefix(HF))
+        directory = directory_of(init_from)
         return from_config(read_config(directory), str(directory / "config.json"))
     if init_from.startswith(MEGATRON):
         raise ArgosyError(

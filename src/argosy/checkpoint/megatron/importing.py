@@ -26,7 +26,7 @@ from argosy.config.counts import count_parameters
 from argosy.config.foreign.megatron_stored import model_from_arguments, most_padding
 from argosy.config.model import ModelSpec
 from argosy.config.resolve import resolve_model
-from argosy.config.start import MEGATRON
+from argosy.config.start import directory_of
 from argosy.data.text.tokenizer import Tokenizer, load_tokenizer
 from argosy.errors import ArgosyError
 from argosy.record.console import volume
@@ -95,7 +95,7 @@ def import_megatron(
 ) -> MegatronImported:
     """`model` is a preset, in place of the arguments in the checkpoint; `changes` are `key=value` over either. `masters`: take
     the optimiser's 32-bit weights where all are there."""
-    directory = find_iteration(Path(source.removeprefix(MEGATRON)))
+    directory = find_iteration(directory_of(source))
     stored = TorchDist(directory)
     words = None if tokenizer is None else load_tokenizer(tokenizer)
     spec, known = _model(directory, model, changes, words)
