@@ -15,7 +15,6 @@ from argosy.data.samples.t5 import SpanCorruption, SpanMaker
 from argosy.data.samples.windows import SampleStream, Windows
 from argosy.data.special import SpecialTokens
 from argosy.data.text.tokenizer import Tokenizer
-from argosy.errors import ArgosyError
 
 
 @dataclass(frozen=True)
@@ -47,17 +46,16 @@ class Tasks:
         return SampleStream(sets, weights, seed, SpanMaker(self.spec.model.vocab_size, seed, task))
 
     def span_corruption(self, t5: T5Spec) -> SpanCorruption:
-        task = SpanCorruption(
+        sentinels = self._special.sentinels(t5)
+        return SpanCorruption(
             self.spec.data.seq_len,
-            self._special.id_of("data.t5.sentinel", t5.sentinel),
+            sentinels[-1],
             self._special.id_of("data.t5.eos", t5.eos),
             decoder_start=self._special.id_of("data.t5.pad", t5.pad),
             noise_density=t5.noise_density,
             mean_span=t5.mean_span,
-            sentinels=t5.sentinels,
+            sentinels=len(sentinels),
         )
-        self._require_sentinels(t5, task)
-        return task
 
     def _masked(self, bert: BertSpec) -> MaskedLM:
         return MaskedLM(
@@ -86,36 +84,6 @@ class Tasks:
     @property
     def _special(self) -> SpecialTokens:
         return SpecialTokens(self.tokenizer, self.spec.model.vocab_size)
-
-    def _require_sentinels(self, t5: T5Spec, task: SpanCorruption) -> None:
-        """The tokens below the first sentinel are sentinels too, and not words of the tokenizer."""
-        if self.tokenizer is None:
-            return
-        used, entries = task.used_sentinels, self.tokenizer.vocab_size
-        wrong = None
-        if used[0] < entries <= used[-1]:  # the first are free ids beyond it
-            wrong = f"those below {entries} are words of the tokenizer"
-        elif isinstance(t5.sentinel, str) and t5.sentinel.endswith("0>"):
-            named = ((i, t5.sentinel.removesuffix("0>") + f"{i}>") for i in range(len(used)))
-            found = ((i, name, self.tokenizer.id_of(name)) for i, name in named)
-            wrong = next(
-                (
-                    f"{name} is {id_} in the tokenizer, not {used[-1] - i}"
-                    for i, name, id_ in found
-                    if id_ != used[-1] - i
-                ),
-                None,
-            )
-        if wrong is not None:
-            raise ArgosyError(
-                "tokenizer.vocabulary",
-                f"samples of {task.seq_len} tokens have {len(used)} spans, whose sentinels are the ids {used[-1]} down to "
-                f"{used[0]}; {wrong}",
-                key="data.t5.sentinel",
-                value=t5.sentinel,
-                fix="use a tokenizer with T5's sentinels, or give the highest of as many free ids, such as "
-                f"{entries + len(used) - 1}",
-            )
 
     def _ends_in_eod(self, corpus: Corpus) -> bool:
         if corpus.manifest is not None:

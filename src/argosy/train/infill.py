@@ -56,18 +56,19 @@ def write_spans(loaded: Loaded, tokenizer: Tokenizer, encode: Encode, prompt: st
     """What the decoder writes for the prompt, up to the token that ends it."""
     t5 = (loaded.spec.data.t5 if loaded.spec is not None else None) or T5Spec()
     special = SpecialTokens(tokenizer, loaded.source.model.vocab_size)
-    sentinel, eos, start = (special.id_of(f"data.t5.{r}", getattr(t5, r)) for r in ("sentinel", "eos", "pad"))
+    eos, start = (special.id_of(f"data.t5.{r}", getattr(t5, r)) for r in ("eos", "pad"))
+    sentinels = special.sentinels(t5)
     ids: list[int] = []
     for at, part in enumerate(_SENTINEL.split(prompt)):  # text, number of a sentinel, text, …
-        if at % 2 and int(part) >= t5.sentinels:
+        if at % 2 and int(part) >= len(sentinels):
             raise ArgosyError(
                 "config.bad-value",
-                f"there are {t5.sentinels} sentinels, <extra_id_0> to <extra_id_{t5.sentinels - 1}>",
+                f"there are {len(sentinels)} sentinels, <extra_id_0> to <extra_id_{len(sentinels) - 1}>",
                 key="--prompt",
                 value=f"<extra_id_{part}>",
                 fix="use one of them",
             )
-        ids += [sentinel - int(part)] if at % 2 else encode(part)
+        ids += [sentinels[-1] - int(part)] if at % 2 else encode(part)
     ids.append(eos)
     _require_room(loaded, len(ids))
     source = torch.tensor([ids], device=loaded.device)
@@ -79,7 +80,7 @@ def write_spans(loaded: Loaded, tokenizer: Tokenizer, encode: Encode, prompt: st
         stop=eos,
         device=loaded.device,
     )
-    return "".join(_named(written, tokenizer, range(sentinel - t5.sentinels + 1, sentinel + 1)))
+    return "".join(_named(written, tokenizer, sentinels))
 
 
 def _named(ids: Iterator[int], tokenizer: Tokenizer, sentinels: range) -> Iterator[str]:

@@ -117,9 +117,10 @@ class SpanCorruption:
                 "data.seq_len",
                 self.seq_len,
                 f"{self.seq_len} tokens hold {lengths.spans} spans ({lengths.noise} of {lengths.text} tokens in spans "
-                f"of {self.mean_span:g}); the sentinels {self.first_sentinel}, {self.first_sentinel - 1} … {last} name "
+                f"of {self.mean_span:g}); the sentinels {self.first_sentinel} down to {last} name "
                 f"only {self.first_sentinel - last + 1}",
-                "shorten data.seq_len, lengthen data.t5.mean_span, or use a tokenizer with more sentinels",
+                "shorten data.seq_len, lengthen data.t5.mean_span, or use a tokenizer with more sentinels, whose ids fall, or "
+                "more ids that are free",
             )
         for name, token in (("eos", self.eos), ("pad", self.decoder_start)):
             if token in self.used_sentinels:
