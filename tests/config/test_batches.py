@@ -48,6 +48,12 @@ def test_sizes_samples_and_steps_agree_with_counting(
         consumed += size
     assert batches.samples(steps) == consumed
     assert sizes == sorted(sizes)
+    back = 0
+    for number, size in enumerate(reversed(sizes)):
+        assert batches.steps_before(steps, back) == number
+        assert batches.steps_before(steps, back + 1) == number + 1
+        back += size
+    assert batches.steps_before(steps, consumed + 1) > steps
 
 
 @given(batch=st.integers(1, 1000), steps=st.integers(0, 10**6))

@@ -106,6 +106,22 @@ def test_a_growing_batch_is_counted_in_samples_and_tokens(write_spec: Write, tmp
     assert rates[6] == pytest.approx(1e-3)
 
 
+@pytest.mark.parametrize("decay", ["16sp", "512tok", "1ba"])
+def test_a_fall_in_samples_is_counted_from_the_end_where_the_batch_has_grown(write_spec: Write, decay: str) -> None:
+    path = write_spec(train=RAMP, optim={"lr": 1e-3, "schedule": "wsd", "decay": decay})
+    schedule = Trainer(resolve(path).spec, Mesh(torch.device("meta"))).schedule
+    assert schedule.decay == 1  # of 16 samples; the first steps, of 4, would be four
+    assert [schedule.lr(step) for step in (9, 10, 11)] == pytest.approx([1e-3, 1e-3, 1e-4])
+
+
+def test_a_fall_longer_than_the_run_is_refused_however_it_is_counted(write_spec: Write) -> None:
+    for decay in ("101sp", "13ba"):  # twelve steps take 100 samples
+        with pytest.raises(ArgosyError) as refusal:
+            resolve(write_spec(train=RAMP, optim={"lr": 1e-3, "schedule": "wsd", "decay": decay}))
+        assert refusal.value.key == "optim.decay"
+    assert resolve(write_spec(train=RAMP, optim={"lr": 1e-3, "schedule": "wsd", "decay": "100sp"})).spec.optim.decay
+
+
 @pytest.mark.parametrize(
     ("length", "steps"), [("train.samples=45", 9), ("train.tokens=1440", 9), ("train.samples=44", 8)]
 )

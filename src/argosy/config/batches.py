@@ -46,6 +46,14 @@ class Batches:
         stage = self._stages[max(0, later - 1)]
         return stage.first_step + -((stage.first_sample - samples) // stage.size)
 
+    def steps_before(self, end: int, samples: int) -> int:
+        """The last of `end` steps that consume so many samples, rounded up; more than `end` where they do not."""
+        total = self.samples(end)
+        if samples > total:
+            return end + self.steps(samples - total)
+        begin = self.steps(total - samples)
+        return end - (begin if self.samples(begin) == total - samples else begin - 1)
+
     def describe(self, seq_len: int) -> str:
         """Tokens in a step, and how many at first where the batch grows."""
         full = f"{self.global_batch * seq_len:,} tokens each"

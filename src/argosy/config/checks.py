@@ -177,8 +177,10 @@ def _check_schedule(spec: RunSpec, origins: Origins) -> None:
     _check_decay(spec, origins)
     steps = spec.train.length.steps(spec.train.batches, seq_len=spec.data.seq_len)
     if steps is not None:
-        lengths = [d.steps(spec.train.batches, seq_len=spec.data.seq_len) if d else 0 for d in given.values()]
-        check_phases(spec, warmup=lengths[0] or 0, decay=lengths[1] or 0, steps=steps, origins=origins)
+        batches, seq_len, decay = spec.train.batches, spec.data.seq_len, spec.optim.decay
+        warmup = spec.optim.warmup.steps(batches, seq_len=seq_len)
+        fall = None if decay is None else decay.steps(batches, seq_len=seq_len, until=steps)
+        check_phases(spec, warmup=warmup or 0, decay=fall or 0, steps=steps, origins=origins)
 
 
 def _check_decay(spec: RunSpec, origins: Origins) -> None:

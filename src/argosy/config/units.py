@@ -49,12 +49,17 @@ class Duration:
             return math.ceil(self.amount * epoch_samples)
         return None
 
-    def steps(self, batches: Batches, *, seq_len: int, epoch_samples: int | None = None) -> int | None:
-        """Optimiser steps that cover this duration (rounded up), or None where the unit is time."""
+    def steps(
+        self, batches: Batches, *, seq_len: int, epoch_samples: int | None = None, until: int | None = None
+    ) -> int | None:
+        """Optimiser steps that cover this duration (rounded up), or None where the unit is time: the first of a run, or
+        the last of one of `until` steps, which take more samples each where the batch grows."""
         if self.unit == "steps":
             return math.ceil(self.amount)
         samples = self.samples(seq_len=seq_len, epoch_samples=epoch_samples)
-        return None if samples is None else batches.steps(samples)
+        if samples is None:
+            return None
+        return batches.steps(samples) if until is None else batches.steps_before(until, samples)
 
 
 def parse_count(value: Any) -> Any:

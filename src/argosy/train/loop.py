@@ -58,7 +58,7 @@ class Trainer:
         self.batches = spec.train.batches
         self.steps = self._in_steps(spec.train.length) or 0
         warmup = self._in_steps(spec.optim.warmup) or 0
-        decay = 0 if spec.optim.decay is None else self._in_steps(spec.optim.decay) or 0
+        decay = 0 if spec.optim.decay is None else self._in_steps(spec.optim.decay, until=self.steps) or 0
         check_phases(spec, warmup=warmup, decay=decay, steps=self.steps)
         self.schedule = make_schedule(spec.optim, self.batches, steps=self.steps, warmup=warmup, decay=decay)
         self.model = make_model(spec, mesh)
@@ -333,8 +333,9 @@ class Trainer:
         if self.mesh.is_first:
             self.metrics.write(record)
 
-    def _in_steps(self, duration: Duration) -> int | None:
-        return duration.steps(self.batches, seq_len=self.spec.data.seq_len, epoch_samples=self.stream.epoch_samples)
+    def _in_steps(self, duration: Duration, until: int | None = None) -> int | None:
+        samples = self.stream.epoch_samples
+        return duration.steps(self.batches, seq_len=self.spec.data.seq_len, epoch_samples=samples, until=until)
 
     def _timer(self, every: Duration) -> Timer:
         samples = every.samples(seq_len=self.spec.data.seq_len, epoch_samples=self.stream.epoch_samples)
