@@ -45,7 +45,7 @@ def bench(
     """
     import json
 
-    from argosy.config.resolve import resolve, resolve_model
+    from argosy.config.resolve import resolve
 
     if calibrate:
         _calibrate(output)
@@ -54,27 +54,23 @@ def bench(
         raise ArgosyError(
             "config.missing-key", "nothing says what to time", key="MODEL", fix="name a preset, or add --calibrate"
         )
-    length = seq_len or resolve_model(model).max_seq_len
-    samples = batch or max(1, TOKENS // length)
-    spec = resolve(
-        None,
-        [
-            f"model.preset={model}",
-            "data.train=synthetic",
-            f"data.seq_len={length}",
-            f"train.global_batch={samples}",
-            f"train.steps={steps}",
-            "train.deterministic=false",
-            "optim.lr=1e-4",
-            f"parallel.micro_batch={micro_batch or samples}",
-            "eval=off",
-            *(overrides or []),
-        ],
-    ).spec
+    keys = [f"model.preset={model}", "data.train=synthetic", f"train.steps={steps}", "optim.lr=1e-4", "eval=off"]
+    keys += ["train.deterministic=false", *([] if seq_len is None else [f"data.seq_len={seq_len}"]), *(overrides or [])]
+    samples = batch or _samples(keys)
+    sizes = [f"train.global_batch={samples}", f"parallel.micro_batch={micro_batch or samples}"]
+    spec = resolve(None, [*sizes, *keys]).spec
     from argosy.train.bench import bench as run
 
     result = run(spec, steps=steps, warmup=warmup, trace=trace)
     print(json.dumps(result.as_dict()) if as_json else "\n".join(result.lines()))
+
+
+def _samples(keys: list[str]) -> int:
+    """That TOKENS make, however long a sample is by these keys."""
+    from argosy.config.resolve import resolve
+
+    any_size = ["train.global_batch=16", "parallel.micro_batch=16"]
+    return max(1, TOKENS // resolve(None, [*keys, *any_size]).spec.data.seq_len)
 
 
 def _calibrate(output: Path | None) -> None:
