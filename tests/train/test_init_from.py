@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,11 @@ import pytest
 import torch
 
 from argosy.checkpoint.hf_import import import_hf
-from argosy.checkpoint.source import open_source
+from argosy.checkpoint.source import open_source, starting_weights
 from argosy.checkpoint.store import latest
 from argosy.config.resolve import resolve
 from argosy.errors import ArgosyError
+from argosy.model.build import build_model
 from argosy.record.rundir import RunDir
 from argosy.train.evaluate import evaluate_run
 from argosy.train.run import TrainOptions, dry_run, train
@@ -103,14 +106,37 @@ def test_a_run_goes_on_when_what_it_started_from_is_gone(llama: str, spec: Write
     assert refused.value.key == "init_from"
 
 
-def test_a_larger_vocabulary_keeps_the_rows_and_draws_the_others(llama: str, spec: Write) -> None:
+def test_a_larger_vocabulary_keeps_the_rows_and_begins_the_others_as_their_mean(llama: str, spec: Write) -> None:
     run = _run(spec(llama, model={"vocab_size": 320}))
     source = open_source(llama)
     for name in ("embed.tokens.weight", "head.weight"):
-        rows = _weights(run)[name]
+        rows, there = _weights(run)[name], source.read(name)
         assert rows.shape == (320, 48)
-        torch.testing.assert_close(rows[:257], source.read(name), rtol=0, atol=1e-6)
-        assert 0.01 < float(rows[257:].std()) < 0.03
+        torch.testing.assert_close(rows[:257], there, rtol=0, atol=1e-6)
+        torch.testing.assert_close(rows[257:], there.mean(0).expand(63, 48), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("kind", "head"), [("gpt2", "embed.tokens.weight"), ("bert-untied", "output.weight")])
+def test_rows_that_pad_the_vocabulary_do_not_outweigh_the_words_of_a_trained_model(
+    kind: str, head: str, tmp_path: Path
+) -> None:
+    """Logits of a trained model are often all far below zero, as GPT-2's, which those of random rows are not."""
+    save(kind, tmp_path / "hf")
+    source = open_source(f"hf:{tmp_path / 'hf'}")
+    bias = "norm.bias" if kind == "gpt2" else "head.norm.bias"
+    low = torch.ones(48)
+    added = {head: low, bias: -low}
+    source = replace(source, read=lambda name, read=source.read: read(name) + added.get(name, 0.0))
+    tokens = torch.randint(0, 257, (4, 24), generator=torch.Generator().manual_seed(0))
+    loss = {}
+    for rows in (257, 320):
+        spec = source.model.model_copy(update={"vocab_size": rows})
+        model = build_model(spec).eval()
+        model.load_state_dict(dict(starting_weights(source, model, spec, seed=0)), strict=False)
+        with torch.no_grad():
+            assert float(model(tokens)[..., :257].max()) < -20
+            loss[rows] = float(model(tokens, tokens).cross_entropy) / tokens.numel()
+    assert loss[257] <= loss[320] <= loss[257] + math.log(320 / 257)
 
 
 @pytest.mark.parametrize(

@@ -171,14 +171,15 @@ def require_fit(source: Source, model: nn.Module, spec: ModelSpec) -> None:
 
 
 def starting_weights(source: Source, model: nn.Module, spec: ModelSpec, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter of a model by name, from a source that fits. What it does not have is drawn as for a new model: rows
-    by which the vocabulary is larger, which never are inputs or labels, what towers have beside an encoder, and biases that
-    level experts, which begin at zero."""
+    """Every parameter of a model by name, from a source that fits. What it does not have is drawn as for a new model: what
+    towers have beside an encoder, and biases that level experts, which begin at zero. Rows by which the vocabulary is larger
+    are the mean of the others. Their logits are then the mean of the others', so that k of them beside n add at most
+    log(1 + k / n) to a loss; drawn rows would have logits about zero, which in a trained model may be far above all others."""
     for name, parameter in model.named_parameters():
         there = _name_there(source, spec, name)
         value = initial_value(name, parameter.shape, spec, seed) if there is None else source.read(there)
         if value.shape != parameter.shape:
-            rows = initial_value(name, parameter.shape, spec, seed)
+            rows = value.float().mean(0).expand(parameter.shape).clone()
             rows[: len(value)] = value
             value = rows
         yield name, value
