@@ -19,7 +19,9 @@ from argosy.config.resolve import resolve
 from argosy.errors import ArgosyError
 from argosy.model.build import build_model
 from argosy.record.rundir import RunDir
+from argosy.train.decoding import Sampling
 from argosy.train.evaluate import evaluate_run
+from argosy.train.generate import sample
 from argosy.train.run import TrainOptions, dry_run, train
 from hf_models import save
 
@@ -265,6 +267,29 @@ def test_a_tokenizer_that_lies_there_in_two_forms_is_known_in_both(llama: str, t
     assert source.reads(load_tokenizer(str(tmp_path / "hf" / "tokenizer.json")))
     assert source.reads(load_tokenizer(str(tmp_path / "hf" / "tokenizer.model")))
     assert not source.reads(load_tokenizer(str(tmp_path / "another.model")))
+
+
+@pytest.mark.parametrize("template", ["<s> $A", "$A </s>", None])
+def test_an_imported_model_is_sampled_with_what_its_tokenizer_puts_in_front(
+    template: str | None, llama: str, tmp_path: Path
+) -> None:
+    from tokenizers import Tokenizer, models, processors
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+    engine = Tokenizer(models.BPE(vocab={chr(32 + n): n for n in range(90)} | {"<s>": 256, "</s>": 255}, merges=[]))
+    engine.add_special_tokens(["<s>", "</s>"])
+    if template is not None:
+        engine.post_processor = processors.TemplateProcessing(
+            single=template, special_tokens=[("<s>", 256), ("</s>", 255)]
+        )
+    engine.save(str(tmp_path / "hf" / "tokenizer.json"))
+    import_hf(llama, tmp_path / "imported")
+    ids = PreTrainedTokenizerFast(tokenizer_object=engine)("once", return_tensors="pt").input_ids
+    ids = ids[:, :-1] if template == "$A </s>" else ids  # a prompt is not at its end
+    theirs = LlamaForCausalLM.from_pretrained(tmp_path / "hf")
+    written = theirs.generate(ids, max_new_tokens=9, do_sample=False)[0].tolist()
+    found = sample(str(tmp_path / "imported"), "once", Sampling(tokens=9, temperature=0.0))
+    assert found == engine.decode(written[int(template == "<s> $A") :])
 
 
 def test_an_evaluation_on_another_tokenizers_data_says_so(

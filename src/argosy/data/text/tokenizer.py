@@ -42,6 +42,9 @@ class Tokenizer(Protocol):
     def id_of(self, token: str) -> int | None:
         """The id of a token by its name, or None where there is none."""
 
+    def opening(self) -> list[int]:
+        """What its own rules put in front of a text, as Llama's `<s>`; nothing we prepare has it."""
+
     def stored(self) -> tuple[str, bytes]:
         """(file name, content) to keep beside data and checkpoints; `load_tokenizer` reads it back."""
 
@@ -63,6 +66,9 @@ class ByteTokenizer:
 
     def id_of(self, token: str) -> int | None:
         return None
+
+    def opening(self) -> list[int]:
+        return []
 
     def stored(self) -> tuple[str, bytes]:
         return "tokenizer.json", json.dumps({"type": self.fingerprint}).encode()
@@ -120,6 +126,11 @@ class JsonTokenizer:
         found = self._engine.token_to_id(token)
         return None if found is None else int(found)
 
+    def opening(self) -> list[int]:
+        encoded = self._engine.encode("a")
+        front = [*encoded.special_tokens_mask, 0].index(0)
+        return [int(i) for i in encoded.ids[:front]]
+
     def stored(self) -> tuple[str, bytes]:
         return "tokenizer.json", self.text.encode()
 
@@ -159,6 +170,9 @@ class SentencePieceTokenizer:
     def id_of(self, token: str) -> int | None:
         found = int(self._engine.piece_to_id(token))
         return None if found == self._engine.unk_id() else found
+
+    def opening(self) -> list[int]:
+        return []
 
     def stored(self) -> tuple[str, bytes]:
         return "tokenizer.model", self._model
