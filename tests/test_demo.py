@@ -13,7 +13,7 @@ from argosy.record.jsonl import read_jsonl
 def test_the_demo_trains_is_killed_resumes_and_learns(
     argosy: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
-    result = argosy("demo", "--seconds", 5, timeout=280)
+    result = argosy("demo", "--seconds", 5, timeout=580)
     assert result.returncode == 0, result.stderr
     assert "killed at about step" in result.stdout
     assert "resuming from" in result.stdout
