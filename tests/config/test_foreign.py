@@ -50,6 +50,30 @@ MPT = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("words", "shape", "decay", "left"),
+    [
+        ("--lr-wsd-decay-iters 100 --lr-wsd-decay-style minus_sqrt", "sqrt", "100ba", None),
+        ("--lr-wsd-decay-iters 100 --lr-wsd-decay-style cosine", "cosine", "100ba", None),
+        ("--lr-wsd-decay-samples 6400 --lr-wsd-decay-style linear", "linear", "6400sp", None),
+        ("--lr-wsd-decay-iters 100", "linear", "100ba", "--lr-wsd-decay-style exponential"),  # what Megatron would do
+    ],
+)
+def test_the_shape_of_a_wsd_schedule_is_megatrons_or_said_not_to_be(
+    words: str, shape: str, decay: str, left: str | None, tmp_path: Path
+) -> None:
+    plain = GPT3.replace("--train-samples 146484375 --lr-decay-samples 126953125", "--train-iters 1000")
+    draft = from_megatron(plain.replace("--lr-decay-style cosine", f"--lr-decay-style WSD {words}"))
+    spec = resolve_text(draft.text("x"), tmp_path)
+    assert (spec.optim.schedule, spec.optim.decay_shape, str(spec.optim.decay)) == ("wsd", shape, decay)
+    assert [one for one in draft.left if "wsd" in one] == ([] if left is None else [f"{left}: the fall is linear here"])
+
+
+def test_a_norm_of_nought_is_no_clipping_as_it_is_to_megatron(tmp_path: Path) -> None:
+    draft = from_megatron(GPT3.replace("--clip-grad 1.0", "--clip-grad 0.0"))
+    assert resolve_text(draft.text("x"), tmp_path).optim.clip is None
+
+
 def test_the_arguments_of_a_well_known_job_become_a_run_spec(tmp_path: Path) -> None:
     draft = from_megatron(GPT3)
     spec = resolve_text(draft.text("x"), tmp_path)

@@ -60,10 +60,11 @@ _PLAIN: dict[str, tuple[str, Callable[[str], Any]]] = {
     "min-lr": ("optim.min_lr", _number),
     "weight-decay": ("optim.weight_decay", _number),
     "adam-eps": ("optim.eps", _number),
-    "clip-grad": ("optim.clip", _number),
+    "clip-grad": ("optim.clip", lambda text: _number(text) or None),
     "lr-warmup-iters": ("optim.warmup", _steps),
     "lr-warmup-samples": ("optim.warmup", lambda text: f"{int(text)}sp"),
     "lr-wsd-decay-iters": ("optim.decay", _steps),
+    "lr-wsd-decay-samples": ("optim.decay", lambda text: f"{int(text)}sp"),
     "micro-batch-size": ("parallel.micro_batch", int),
     "tensor-model-parallel-size": ("parallel.tp", int),
     "pipeline-model-parallel-size": ("parallel.pp", int),
@@ -128,12 +129,14 @@ _NEEDLESS = {
     "tokenizer-type": "the tokenizer's files say which it is",
     **dict.fromkeys(HANDLED, ""), "bf16": "", "fp16": "", "fp8-format": "", "lr-decay-iters": "", "lr-decay-samples": "",
     "train-data-path": "", "valid-data-path": "", "test-data-path": "", "data-path": "", "split": "",
-    "eval-interval": "", "eval-iters": "", "lr-decay-style": "",
+    "eval-interval": "", "eval-iters": "", "lr-decay-style": "", "lr-wsd-decay-style": "",
     "adam-beta1": "", "adam-beta2": "", "recompute-granularity": "", "save": "", "load": "", "optimizer": "",
     "rampup-batch-size": "", "lr-warmup-fraction": "", "vocab-file": "", "merge-file": "", "mask-prob": "",
     "num-layers-per-virtual-pipeline-stage": "", "num-virtual-stages-per-pipeline-rank": "",
 }  # fmt: skip
 
+
+_WSD_SHAPES = {"linear": "linear", "cosine": "cosine", "minus_sqrt": "sqrt"}  # Megatron's own default is exponential
 
 # Megatron's, where ours are others.
 _DEFAULTS: dict[str, Any] = {"optim.min_lr": 0.0, "optim.weight_decay": 0.01}
@@ -267,6 +270,11 @@ def _training(draft: Draft, given: dict[str, Values]) -> None:
     draft.set("optim.schedule", known.get(style, "cosine"))
     if style not in known:
         draft.left.append(f"--lr-decay-style {style}")
+    if style == "WSD":
+        shape = _one(given, "lr-wsd-decay-style", "exponential")
+        draft.set("optim.decay_shape", _WSD_SHAPES.get(shape, "linear"))
+        if shape not in _WSD_SHAPES:
+            draft.left.append(f"--lr-wsd-decay-style {shape}: the fall is linear here")
     betas = (("adam-beta1", "0.9"), ("adam-beta2", "0.999"))
     draft.set("optim.betas", [_read(name, given.get(name) or [default], _number) for name, default in betas])
     optimizer = _one(given, "optimizer", "adam")
