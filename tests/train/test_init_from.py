@@ -269,12 +269,14 @@ def test_a_tokenizer_that_lies_there_in_two_forms_is_known_in_both(llama: str, t
     assert not source.reads(load_tokenizer(str(tmp_path / "another.model")))
 
 
-@pytest.mark.parametrize("template", ["<s> $A", "$A </s>", None])
+@pytest.mark.parametrize(
+    ("template", "asked"), [("<s> $A", None), ("$A </s>", None), (None, None), ("<s> $A", False), (None, True)]
+)
 def test_an_imported_model_is_sampled_with_what_its_tokenizer_puts_in_front(
-    template: str | None, llama: str, tmp_path: Path
+    template: str | None, asked: bool | None, llama: str, tmp_path: Path
 ) -> None:
     from tokenizers import Tokenizer, models, processors
-    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import LlamaForCausalLM
 
     engine = Tokenizer(models.BPE(vocab={chr(32 + n): n for n in range(90)} | {"<s>": 256, "</s>": 255}, merges=[]))
     engine.add_special_tokens(["<s>", "</s>"])
@@ -283,13 +285,15 @@ def test_an_imported_model_is_sampled_with_what_its_tokenizer_puts_in_front(
             single=template, special_tokens=[("<s>", 256), ("</s>", 255)]
         )
     engine.save(str(tmp_path / "hf" / "tokenizer.json"))
+    if asked is not None:
+        (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": asked}))
     import_hf(llama, tmp_path / "imported")
-    ids = PreTrainedTokenizerFast(tokenizer_object=engine)("once", return_tensors="pt").input_ids
-    ids = ids[:, :-1] if template == "$A </s>" else ids  # a prompt is not at its end
+    opening = [256] if asked or (asked is None and template == "<s> $A") else []
+    ids = torch.tensor([opening + engine.encode("once", add_special_tokens=False).ids])
     theirs = LlamaForCausalLM.from_pretrained(tmp_path / "hf")
     written = theirs.generate(ids, max_new_tokens=9, do_sample=False)[0].tolist()
     found = sample(str(tmp_path / "imported"), "once", Sampling(tokens=9, temperature=0.0))
-    assert found == engine.decode(written[int(template == "<s> $A") :])
+    assert found == engine.decode(written[len(opening) :])
 
 
 def test_an_evaluation_on_another_tokenizers_data_says_so(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import orjson
 from torch import Tensor, nn
 
 from argosy.checkpoint.hf_files import HfModel, open_hf
@@ -55,6 +56,13 @@ class Source:
     def tokenizer(self) -> Tokenizer | None:
         """The one kept beside the weights."""
         return _tokenizer_in(self.root)
+
+    def opening(self, tokenizer: Tokenizer) -> list[int]:
+        """The token that begins a text by the model's config, where the tokenizer's settings or its own rules put it."""
+        begins = self.token_ids.get("bos_token_id")
+        asked = _tokenizer_settings(self.root).get("add_bos_token")
+        there = begins in tokenizer.opening() if asked is None else bool(asked)
+        return [begins] if there and isinstance(begins, int) else []
 
     def reads(self, data: Tokenizer | None) -> bool:
         """Whether data of that tokenizer means to the model what it says, as far as is known."""
@@ -111,6 +119,14 @@ def _tokenizer_files(root: Path) -> Iterator[Path]:
     for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model"):
         if (root / name).exists() and (name != "vocab.json" or (root / "merges.txt").exists()):
             yield root / name
+
+
+def _tokenizer_settings(root: Path) -> dict[str, Any]:
+    """Those of transformers' own class; nothing where they cannot be read, as they decide little."""
+    try:
+        return dict(orjson.loads((root / "tokenizer_config.json").read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return {}
 
 
 def _special_ids(data: Mapping[str, Any], tokenizer: Tokenizer | None) -> dict[str, int]:

@@ -33,7 +33,7 @@ def _go_on(loaded: Loaded, tokenizer: Tokenizer, prompt: str, options: Sampling)
     """The prompt and what comes after it."""
     eod = loaded.source.eod_id
     prompt_ids = _encode(tokenizer, prompt)
-    opening = _opening(loaded, tokenizer)
+    opening = loaded.source.opening(tokenizer) if loaded.spec is None else []  # no run's data has it
     if not (opening or prompt_ids) and eod is None:
         raise ArgosyError(
             "tokenizer.no-eod",
@@ -45,12 +45,6 @@ def _go_on(loaded: Loaded, tokenizer: Tokenizer, prompt: str, options: Sampling)
     limit = loaded.source.model.max_seq_len
     written = list(generate(loaded.model, ids, options, limit=limit, stop=eod, device=loaded.device))
     return tokenizer.decode(prompt_ids + written)
-
-
-def _opening(loaded: Loaded, tokenizer: Tokenizer) -> list[int]:
-    """What a model that was not trained here expects in front of a text, by its config and its tokenizer alike."""
-    begins = None if loaded.spec is not None else loaded.source.token_ids.get("bos_token_id")
-    return [token for token in tokenizer.opening() if token == begins]
 
 
 def _encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
