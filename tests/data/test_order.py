@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from argosy.data.samples.megatron_blend import MegatronBlend
 from argosy.data.samples.order import Blend, apportion, permute
 
 WEIGHTS = st.lists(st.floats(1e-4, 1e4), min_size=1, max_size=12)
@@ -44,6 +50,30 @@ def test_a_blend_gives_each_corpus_its_samples_in_turn_without_gap_or_repeat(wei
         assert position == expected[c]
         expected[c] += 1
     assert np.array_equal(expected, apportion(blend.weights, start + 1500))
+
+
+@pytest.mark.parametrize(("blend", "block"), [(Blend, 1 << 10), (lambda w: MegatronBlend(w, 1 << 20), 1 << 16)])
+def test_threads_that_ask_at_once_are_told_what_one_is(blend: Callable[[list[float]], Any], block: int) -> None:
+    asked = [np.arange(first * block, first * block + 64) for first in (0, 3, 1, 2)]
+    expected = [blend([0.5, 0.3, 0.2]).locate(indices) for indices in asked]
+    shared, wrong = blend([0.5, 0.3, 0.2]), []
+
+    def ask(first: int) -> None:
+        for number in (n % len(asked) for n in range(first, first + 12)):
+            if not np.array_equal(shared.locate(asked[number]), expected[number]):
+                wrong.append(number)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=ask, args=(first,)) for first in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert wrong == []
 
 
 @given(WEIGHTS, st.integers(0, 3000))

@@ -9,6 +9,7 @@ window in use.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -68,7 +69,7 @@ def _check_weights(weights: Sequence[float]) -> None:
 
 
 class MegatronBlend:
-    """Sample i of a BlendedDataset -> (set, sample of that set)."""
+    """Sample i of a BlendedDataset -> (set, sample of that set), for any number of threads, as `Blend` is."""
 
     def __init__(self, weights: Sequence[float], size: int | None) -> None:
         """`size` samples in proportion to the weights, or with None weights[d] samples of each set d, no more."""
@@ -81,6 +82,7 @@ class MegatronBlend:
         else:
             self.weights = np.array(normalise(weights))
         self._checkpoints: list[_Counts] = [np.zeros(len(weights))]  # [set], at each multiple of _WINDOW
+        self._counting = threading.RLock()
         self._window = -1
         self._set: Indices = np.zeros(0, np.int64)
         self._local: Indices = np.zeros(0, np.int64)
@@ -96,18 +98,20 @@ class MegatronBlend:
             return np.zeros(len(indices), np.int64), indices
         sets, local = np.empty(len(indices), np.int64), np.empty(len(indices), np.int64)
         windows = indices // _WINDOW
-        for window in np.unique(windows).tolist():
-            if window != self._window:
-                self._fill(window)
-            here = windows == window
-            sets[here] = self._set[indices[here] % _WINDOW]
-            local[here] = self._local[indices[here] % _WINDOW]
+        with self._counting:
+            for window in np.unique(windows).tolist():
+                if window != self._window:
+                    self._fill(window)
+                here = windows == window
+                sets[here] = self._set[indices[here] % _WINDOW]
+                local[here] = self._local[indices[here] % _WINDOW]
         return sets, local
 
     def counts(self, total: int) -> Indices:
         """How many of the first `total` samples each set gives."""
         window, rest = divmod(total, _WINDOW)
-        self._reach(window)
+        with self._counting:
+            self._reach(window)
         found = self._checkpoints[window].astype(np.int64)
         if rest:
             sets, _ = self.locate(np.arange(window * _WINDOW, total))

@@ -45,35 +45,34 @@ def mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 class Blend:
-    """Sample i -> (corpus, how many samples that corpus has given before)."""
+    """Sample i -> (corpus, how many samples that corpus has given before). Any number of threads may ask: a reader that hangs is
+    left behind when a run rewinds, and may yet go on beside the new one."""
 
     def __init__(self, weights: Sequence[float]) -> None:
         self.weights = np.asarray(weights, np.float64) / np.sum(weights)
-        self._block = -1
-        self._corpus: Indices = np.zeros(0, np.int64)
-        self._local: Indices = np.zeros(0, np.int64)
+        self._filled: tuple[int, Indices, Indices] = (-1, np.zeros(0, np.int64), np.zeros(0, np.int64))
 
     def locate(self, indices: Indices) -> tuple[Indices, Indices]:
         if len(self.weights) == 1:
             return np.zeros(len(indices), np.int64), indices
         corpus, local = np.empty(len(indices), np.int64), np.empty(len(indices), np.int64)
         for block in np.unique(indices // _BLOCK):
-            if block != self._block:
-                self._fill(int(block))
+            filled = self._filled
+            if block != filled[0]:
+                filled = self._filled = (int(block), *self._fill(int(block)))
             here = indices // _BLOCK == block
-            corpus[here] = self._corpus[indices[here] % _BLOCK]
-            local[here] = self._local[indices[here] % _BLOCK]
+            corpus[here], local[here] = (part[indices[here] % _BLOCK] for part in filled[1:])
         return corpus, local
 
-    def _fill(self, block: int) -> None:
+    def _fill(self, block: int) -> tuple[Indices, Indices]:
         """One block, in turn: the next sample comes from the corpus furthest behind its share."""
         given = apportion(self.weights, block * _BLOCK)
-        self._corpus, self._local = np.empty(_BLOCK, np.int64), np.empty(_BLOCK, np.int64)
+        corpus, local = np.empty(_BLOCK, np.int64), np.empty(_BLOCK, np.int64)
         for i in range(_BLOCK):
             turn = int(np.argmin((given + 0.5) / self.weights))
-            self._corpus[i], self._local[i] = turn, given[turn]
+            corpus[i], local[i] = turn, given[turn]
             given[turn] += 1
-        self._block = block
+        return corpus, local
 
 
 def apportion(weights: npt.NDArray[np.float64], total: int) -> Indices:
