@@ -87,6 +87,7 @@ CODES: Final[dict[str, str]] = {
     "launch.slurm": "Slurm's commands are not here, or refused the job.",
     "launch.storage": "The shared volume cannot be made as described.",
     "device.unavailable": "The device asked for is not present on this machine.",
+    "device.out-of-memory": "The device has less memory than the model, or a step of it, takes.",
     "device.broken-package": "An optional package for the device is installed and cannot be loaded.",
     "device.old-torch": "The installed torch is older than Argosy supports.",
     "plan.bad-cluster": "A cluster is not a number and a node type, as 2xp4d.24xlarge.",

@@ -245,17 +245,6 @@ def test_a_model_too_large_for_memory_is_compared_as_far_as_it_fits(
     assert any("were not compared" in note for note in found.notes)
 
 
-def test_the_memory_there_is_is_that_of_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hf_verify, "_CONTAINER", tmp_path)
-    on_machine = hf_verify.available_memory()
-    (tmp_path / "memory.max").write_text("max\n")
-    (tmp_path / "memory.current").write_text("700000\n")
-    (tmp_path / "memory.stat").write_text("anon 400000\ninactive_file 250000\n")
-    assert hf_verify.available_memory() == pytest.approx(on_machine, rel=0.5)
-    (tmp_path / "memory.max").write_text("1000000\n")
-    assert hf_verify.available_memory() == 550_000
-
-
 @pytest.mark.parametrize("kind", ["gpt2", "qwen3_moe", "bert", "t5-1.1"])
 def test_every_kind_of_model_can_be_compared_in_part(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

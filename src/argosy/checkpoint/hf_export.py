@@ -21,13 +21,7 @@ from torch import Tensor
 from argosy.checkpoint.assets import copy_assets
 from argosy.checkpoint.hf_files import INDEX, SINGLE
 from argosy.checkpoint.hf_tokenizer import write_tokenizer
-from argosy.checkpoint.hf_verify import (
-    available_memory,
-    compare_logits,
-    compare_weights,
-    missing_for_logits,
-    what_fits,
-)
+from argosy.checkpoint.hf_verify import compare_logits, compare_weights, missing_for_logits, what_fits
 from argosy.checkpoint.source import TOKEN_KEYS, Source, open_source
 from argosy.checkpoint.staging import require_space, staged
 from argosy.checkpoint.tensors import TensorInfo, write_stream
@@ -39,6 +33,7 @@ from argosy.errors import ArgosyError
 from argosy.model.build import build_model
 from argosy.model.hf import Entry, entries
 from argosy.record.console import volume
+from argosy.record.host_memory import available_memory
 from argosy.record.progress import Progress
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -23,10 +23,10 @@ from argosy.config.hf import read_config
 from argosy.config.model import ModelSpec
 from argosy.errors import ArgosyError
 from argosy.model.build import build_model
+from argosy.record.host_memory import available_memory
 
 TOLERANCE = 1e-4  # of the largest logit; two programs in 32-bit floats differ by 1e-6
 _OVERHEAD = 2  # of a model's weights: the file is in memory as well while it is loaded
-_CONTAINER = Path("/sys/fs/cgroup")
 _ROWS = 1024  # of the vocabulary, where a model is cut
 
 
@@ -113,29 +113,6 @@ def _their_logits(directory: Path, spec: ModelSpec, tokens: Tensor) -> Tensor:
 
 def _decoder_side(spec: ModelSpec, tokens: Tensor, name: str) -> dict[str, Tensor]:
     return {name: tokens.flip(1)} if spec.architecture == "encoder-decoder" else {}
-
-
-def available_memory() -> float:
-    """Bytes that can be taken without swapping, or beyond what this container may; without limit where nobody says."""
-    return min(_left_on_machine(), _left_in_container())
-
-
-def _left_on_machine() -> float:
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return float(next(line.split()[1] for line in lines if line.startswith("MemAvailable"))) * 1024
-    except (OSError, StopIteration):
-        return float("inf")
-
-
-def _left_in_container() -> float:
-    """Files that were read and could be forgotten count as used there, and are not."""
-    try:
-        limit, used = (float((_CONTAINER / name).read_text()) for name in ("memory.max", "memory.current"))
-        facts = dict(line.split() for line in (_CONTAINER / "memory.stat").read_text().splitlines())
-        return max(0.0, limit - used + float(facts["inactive_file"]))
-    except (OSError, ValueError, KeyError):  # no container, or one whose limit is the word "max"
-        return float("inf")
 
 
 def _differs(cause: str, fix: str) -> ArgosyError:

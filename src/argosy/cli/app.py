@@ -47,9 +47,24 @@ class Verbs(TyperGroup):
             where = f"{error.filename}: " if error.filename else ""
             cause = f"{where}{error.strerror or error}"
             raise ArgosyError("io.failed", cause, fix="check the path, its permissions and free space") from error
+        except (MemoryError, RuntimeError) as error:
+            if not ran_out_of_memory(error):
+                raise
+            raise ArgosyError(
+                "device.out-of-memory",
+                str(error).partition("\n")[0] or "this process was given no more memory",
+                fix="take less at once: a smaller parallel.micro_batch, parallel.recompute=selective or full; `argosy plan` "
+                "shows what fills the memory",
+            ) from error
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             raise typer.Exit(128 + signal.SIGINT) from None
+
+
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Told by torch's words, so that a verb without torch need not import it."""
+    words = str(error)
+    return isinstance(error, MemoryError) or "DefaultCPUAllocator" in words or "out of memory" in words
 
 
 app = typer.Typer(

@@ -12,6 +12,7 @@ from argosy.config.schema import TrainSpec
 from argosy.errors import ArgosyError
 from argosy.model.ops.choice import installed
 from argosy.plan.hardware import Peak, dense_peak
+from argosy.record.host_memory import available_memory
 
 
 def prepare_device(spec: TrainSpec, asked: str | None = None, *, local_rank: int | None = None) -> torch.device:
@@ -72,6 +73,13 @@ def machine_facts(device: torch.device) -> dict[str, str | int | None]:
 def peak_of(device: torch.device) -> Peak | None:
     name = name_of(device)
     return None if name is None else dense_peak(name)
+
+
+def memory_of(device: torch.device) -> float:
+    """Bytes: of the whole GPU; of a CPU's, what can still be taken."""
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    return available_memory()
 
 
 def peak_memory_gib(device: torch.device) -> float:

@@ -1,4 +1,8 @@
-"""Where the memory of a training device goes: what is kept between steps, and what a step needs on top at its peak."""
+"""Where the memory of a training device goes: what is kept between steps, and what a step needs on top at its peak.
+
+A model that is larger than its device by what it keeps alone is refused before it is built. On a CPU nothing else would: memory
+is promised there that is not to be had, until the kernel ends some process, not always this one.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from argosy.config.counts import count_parameters
+from argosy.config.schema import RunSpec
+from argosy.errors import ArgosyError
 from argosy.parallel.shards import local
-from argosy.train.device import peak_memory_gib
+from argosy.train.device import memory_of, peak_memory_gib
 from argosy.train.optimizer import Optimizer
 
 
@@ -27,14 +34,39 @@ class Memory:
         return max(0.0, self.peak - self.parameters - self.gradients - self.optimiser)
 
     def __str__(self) -> str:
+        unit, scale = ("GiB", 1) if self.peak >= 1 else ("MiB", 1024)
+        peak, parameters, gradients, optimiser, rest = (
+            f"{part * scale:.3g}" if part * scale < 10 else f"{part * scale:,.1f}"
+            for part in (self.peak, self.parameters, self.gradients, self.optimiser, self.rest)
+        )
         return (
-            f"{self.peak:.2f} GiB at its peak: parameters {self.parameters:.2f}, gradients {self.gradients:.2f}, "
-            f"optimiser {self.optimiser:.2f}, activations and the rest {self.rest:.2f}"
+            f"{peak} {unit} at its peak: parameters {parameters}, gradients {gradients}, optimiser {optimiser}, "
+            f"activations and the rest {rest}"
         )
 
     def as_dict(self) -> dict[str, float]:
         parts = {"parameters": self.parameters, "gradients": self.gradients, "optimiser": self.optimiser}
         return {key: round(value, 3) for key, value in ({"peak": self.peak} | parts | {"rest": self.rest}).items()}
+
+
+def require_memory(spec: RunSpec, device: torch.device, *, ranks: int = 1) -> None:
+    """Of weights, gradients and optimiser a rank keeps at least its share among the `ranks` of one replica."""
+    each = (
+        16 if spec.optim.name == "adamw" else 12
+    )  # bytes: Muon keeps one moment of most parameters, AdamW two of each
+    parameters = count_parameters(spec.model).total
+    need, there = parameters * each / ranks, memory_of(device)
+    if need > there:
+        among = "" if ranks == 1 else f" over {ranks} ranks"
+        raise ArgosyError(
+            "device.out-of-memory",
+            f"{parameters:,} parameters x {each} bytes (weights, gradients, optimiser){among} are {need / 2**30:,.1f} GiB, before any "
+            f"activation, and {'this machine' if device.type == 'cpu' else 'the GPU'} has {there / 2**30:,.1f}",
+            key="model",
+            value=spec.model.preset or spec.model.family,
+            fix="a smaller model, or more ranks to share it (parallel.dp_shard, tp, pp); `argosy plan` finds a layout, and "
+            "`argosy train --dry-run --world-size N` checks one for other machines",
+        )
 
 
 def measure_memory(model: nn.Module, optimizer: Optimizer, device: torch.device, *, accumulated: bool) -> Memory:

@@ -37,6 +37,7 @@ from argosy.record.rundir import RunDir
 from argosy.record.sinks.asked import require_packages
 from argosy.train.device import machine_facts, name_of, prepare_device
 from argosy.train.loop import Trainer
+from argosy.train.memory import require_memory
 from argosy.train.profile_steps import Window
 
 
@@ -180,6 +181,7 @@ def dry_run(
         require_packages(spec.log)
         check_world(spec.parallel, world.size, world.source, spec.train.global_batch)
         device = prepare_device(spec.train)
+        require_memory(spec, device, ranks=world.size // spec.parallel.dp_replicate)
         layout = [f"device  {device}"]
         machine = machine_facts(device) if world.size == 1 else None  # this process is none of the ranks
     else:

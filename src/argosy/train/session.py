@@ -23,6 +23,7 @@ from argosy.parallel.precision import apply_precision, choose_precision, evaluat
 from argosy.parallel.single import SingleDevice
 from argosy.record.rundir import RunDir
 from argosy.train.device import prepare_device
+from argosy.train.memory import require_memory
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ def open_checked_data(spec: RunSpec) -> RunData:
 def make_model(spec: RunSpec, mesh: Mesh) -> nn.Module:
     """What this rank has of the model, with uninitialised weights, in the precision of the spec. One that will be sharded has
     no memory yet: a device need not hold all of it."""
+    if mesh.device.type != "meta":
+        require_memory(spec, mesh.device, ranks=mesh.world_size // spec.parallel.dp_replicate)
     pipeline = mesh.along("pp")
     model = build_model(spec.model, "meta" if mesh.is_sharded or pipeline is not None else mesh.device)
     if pipeline is not None:
