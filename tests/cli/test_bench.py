@@ -9,7 +9,7 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from argosy.train.profile import kind_of
+from argosy.train.profile import kind_of, write_trace
 
 Argosy = Callable[..., "CompletedProcess[str]"]
 TINY = ["model.layers=2", "model.hidden=32", "model.heads=2", "model.kv_heads=2", "model.head_dim=16", "model.ffn=64"]
@@ -47,7 +47,51 @@ def test_the_table_and_the_trace(argosy: Argosy, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     for word in ("bf16", "tokens/s", "n/a", "floor", "the host waited 0 times"):
         assert word in done.stdout
+    assert "profiler_start" not in done.stderr
     assert "argosy step" in (tmp_path / "trace.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        (["gpt2", "data.train=corpus"], "data.train"),
+        (["gpt2", "data.document_mask=true"], "data.document_mask"),
+        (["gpt2", "train.tokens=1M"], "train.tokens"),
+        (["gpt2", "checkpoint.keep=1"], "checkpoint.keep"),
+        (["gpt2", "--batch", "2", "train.global_batch=4"], "train.global_batch"),
+        (["gpt2", "--seq-len", "64", "data.seq_len=32"], "data.seq_len"),
+        (["gpt2", "-o", "found.json"], "--output"),
+        (["gpt2", "--calibrate"], "--calibrate"),
+        (["--calibrate", "--batch", "4"], "--calibrate"),
+    ],
+)
+def test_what_a_benchmark_would_not_use_is_refused(argosy: Argosy, arguments: list[str], key: str) -> None:
+    done = argosy("bench", *arguments, "--json")
+    assert done.returncode == 2
+    error = json.loads(done.stdout)["error"]
+    assert (error["code"], error["key"]) == ("config.conflict", key)
+
+
+def test_a_misspelt_key_of_a_benchmark_is_told_from_one_it_would_not_use(argosy: Argosy) -> None:
+    done = argosy("bench", "gpt2", "train.precison=bf16")
+    assert done.returncode == 2
+    assert "did you mean train.precision?" in done.stderr
+
+
+def test_a_trace_that_cannot_be_written_is_refused_before_anything_is_timed(argosy: Argosy, tmp_path: Path) -> None:
+    done = argosy("bench", "gpt2", *TINY, "--trace", tmp_path / "nowhere" / "trace.json")
+    assert done.returncode == 2
+    assert "error[io.failed]" in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_trace_that_was_cut_short_is_no_trace(tmp_path: Path) -> None:
+    class Full:
+        def export_chrome_trace(self, path: str) -> None:
+            Path(path).write_text('{"traceEvents": [{"name": "aten::mm"')
+
+    with pytest.raises(OSError, match="to its end"):
+        write_trace(Full(), tmp_path / "trace.json")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

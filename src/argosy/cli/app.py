@@ -118,6 +118,7 @@ def main() -> None:
     # Read when torch starts, so it is set before any verb imports it: memory that was cut up can be joined again.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler tells of its own start and end
     _fill_standard_streams()
     if isinstance(sys.stdout, TextIOWrapper):  # a terminal without our characters, a file's name that is no text
         sys.stdout.reconfigure(errors="replace")

@@ -30,6 +30,14 @@ def require_run(path: Path | None) -> Path:
     return path
 
 
+def require_writable(path: Path) -> None:
+    """Before work whose result is to be written there; what the operating system says is the refusal."""
+    is_new = not path.exists()
+    path.open("ab").close()
+    if is_new:
+        path.unlink()
+
+
 def without_option(arguments: list[str], name: str) -> list[str]:
     """A command line without one of its options and that option's value."""
     kept, skip = [], False

@@ -7,9 +7,8 @@ from typing import Annotated
 
 import typer
 
+from argosy.cli.arguments import require_writable
 from argosy.errors import ArgosyError
-
-TOKENS = 16_384  # of a step, unless --batch says otherwise
 
 
 def bench(
@@ -45,35 +44,46 @@ def bench(
     """
     import json
 
-    from argosy.config.resolve import resolve
+    from argosy.config.benchmark import benchmark_spec
 
     if calibrate:
+        _require_alone(model, overrides, batch, micro_batch, seq_len, trace)
         _calibrate(output)
         return
     if model is None:
         raise ArgosyError(
             "config.missing-key", "nothing says what to time", key="MODEL", fix="name a preset, or add --calibrate"
         )
-    keys = [f"model.preset={model}", "data.train=synthetic", f"train.steps={steps}", "optim.lr=1e-4", "eval=off"]
-    keys += ["train.deterministic=false", *([] if seq_len is None else [f"data.seq_len={seq_len}"]), *(overrides or [])]
-    samples = batch or _samples(keys)
-    sizes = [f"train.global_batch={samples}", f"parallel.micro_batch={micro_batch or samples}"]
-    spec = resolve(None, [*sizes, *keys]).spec
+    if output is not None:
+        raise ArgosyError(
+            "config.conflict",
+            "-o is where --calibrate writes; what a benchmark finds is printed",
+            key="--output",
+            value=output,
+            fix=f"add --calibrate, or write --json > {output}",
+        )
+    spec = benchmark_spec(model, overrides or [], steps=steps, batch=batch, micro_batch=micro_batch, seq_len=seq_len)
+    if trace is not None:
+        require_writable(trace)
     from argosy.train.bench import bench as run
 
     result = run(spec, steps=steps, warmup=warmup, trace=trace)
     print(json.dumps(result.as_dict()) if as_json else "\n".join(result.lines()))
 
 
-def _samples(keys: list[str]) -> int:
-    """That TOKENS make, however long a sample is by these keys."""
-    from argosy.config.resolve import resolve
-
-    any_size = ["train.global_batch=16", "parallel.micro_batch=16"]
-    return max(1, TOKENS // resolve(None, [*keys, *any_size]).spec.data.seq_len)
+def _require_alone(model: str | None, *others: object) -> None:
+    if model is not None or any(others):
+        raise ArgosyError(
+            "config.conflict",
+            "--calibrate times products of its own, and no model",
+            key="--calibrate",
+            fix="leave out the model and its options, or --calibrate",
+        )
 
 
 def _calibrate(output: Path | None) -> None:
+    if output is not None:
+        require_writable(output)
     import torch
 
     from argosy.train.calibrate import calibrate

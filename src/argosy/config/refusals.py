@@ -112,6 +112,17 @@ def _keys_of(section: str) -> list[str]:
     return list(model.model_fields)
 
 
+def is_key(key: str) -> bool:
+    """Whether the run spec has it, as a value or a section."""
+    model: Any = RunSpec
+    for part in key.split("."):
+        field = getattr(model, "model_fields", {}).get(part)
+        if field is None:
+            return False
+        model = section_of(field.annotation)
+    return True
+
+
 def _elsewhere(name: str) -> str | None:
     """A key that exists in another section: `lr` at the top level is optim.lr."""
     places = [f"{top}.{name}" for top in RunSpec.model_fields if _has_section(top) and name in _keys_of(top)]

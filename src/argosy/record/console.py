@@ -131,6 +131,11 @@ def amount(number: float) -> str:
     return f"{number:.3g}"
 
 
+def digits(value: float) -> str:
+    """Three that count, at least: 0.0174, 1.44, 57.3, 1,234.5"""
+    return f"{value:,.1f}" if value >= 10 else f"{value:.3g}"
+
+
 def volume(size: float) -> str:
     """Bytes: 1234567890 -> 1.23GB"""
     return amount(size).replace("B", "G") + "B"

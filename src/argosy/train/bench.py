@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -26,6 +27,8 @@ from argosy.parallel.mesh import Mesh
 from argosy.parallel.precision import choose_precision
 from argosy.parallel.single import SingleDevice
 from argosy.plan.hardware import Peak
+from argosy.record.console import digits
+from argosy.record.progress import Progress
 from argosy.train.device import peak_of, prepare_device
 from argosy.train.memory import Memory, measure_memory
 from argosy.train.optimizer import Optimizer
@@ -129,7 +132,7 @@ class Bench:
             "",
             f"step       {self.step_ms:,.1f} ms, the median of {len(self.steps_ms)} (best {best:,.1f}, worst {worst:,.1f})",
             f"tokens/s   {self.tokens_per_s:,.0f}",
-            f"TFLOP/s    {self.tflops:,.2f} ({FLOPS_CONVENTION})",
+            f"TFLOP/s    {digits(self.tflops)} ({FLOPS_CONVENTION})",
             f"MFU        {utilisation}",
             f"memory     {self.memory}",
             f"floor      {self.profile.floor:,.1f} ms: products {kinds['gemm']:,.1f}, attention {kinds['attention']:,.1f}, as "
@@ -156,12 +159,17 @@ def bench(spec: RunSpec, *, steps: int, warmup: int, trace: Path | None = None) 
         result = take_step(engine, optimizer, batch, step=done, lr=spec.optim.lr).result
         return result.loss_sum / result.tokens
 
-    for _ in range(warmup):
-        loss = step()
+    with Progress("warming up", warmup, " steps") as progress:  # kernels are compiled here
+        for _ in range(warmup):
+            loss = step()
+            progress.advance(1)
     clock = _Clock(device)
-    for _ in range(steps):
-        loss = step()
-        clock.tick()
+    with Progress("timing", steps, " steps") if device.type == "cpu" else nullcontext() as shown:
+        for _ in range(steps):
+            loss = step()
+            clock.tick()
+            if shown is not None:  # a GPU is not waited for, so that nothing is known of its steps
+                shown.advance(1)
     accumulated = engine.accumulates(len(batch.tokens))
     return Bench(
         spec=spec,

@@ -16,6 +16,7 @@ from argosy.config.counts import count_parameters
 from argosy.config.schema import RunSpec
 from argosy.errors import ArgosyError
 from argosy.parallel.shards import local
+from argosy.record.console import digits
 from argosy.train.device import memory_of, peak_memory_gib
 from argosy.train.optimizer import Optimizer
 
@@ -36,8 +37,7 @@ class Memory:
     def __str__(self) -> str:
         unit, scale = ("GiB", 1) if self.peak >= 1 else ("MiB", 1024)
         peak, parameters, gradients, optimiser, rest = (
-            f"{part * scale:.3g}" if part * scale < 10 else f"{part * scale:,.1f}"
-            for part in (self.peak, self.parameters, self.gradients, self.optimiser, self.rest)
+            digits(part * scale) for part in (self.peak, self.parameters, self.gradients, self.optimiser, self.rest)
         )
         return (
             f"{peak} {unit} at its peak: parameters {parameters}, gradients {gradients}, optimiser {optimiser}, "

@@ -6,6 +6,7 @@ removes. On a CPU the operations themselves are timed.
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -53,7 +54,7 @@ def profile_step(step: Callable[[], object], device: torch.device, trace: Path |
         if on_gpu:
             torch.cuda.synchronize(device)
     if trace is not None:
-        found.export_chrome_trace(str(trace))
+        write_trace(found, trace)
     events = found.events() or []
     where = "CUDA" if on_gpu else "CPU"
     times: dict[str, tuple[float, int]] = {}
@@ -70,6 +71,16 @@ def profile_step(step: Callable[[], object], device: torch.device, trace: Path |
     span = next(e.time_range for e in events if e.name == _STEP and e.device_type.name == "CPU")
     waits = [e for e in events if e.name in _WAITS and span.start <= e.time_range.start <= span.end]
     return StepProfile(kinds, kernels, len(waits))
+
+
+def write_trace(found: profile, path: Path) -> None:
+    """The profiler does not raise where it cannot write, but then its text has no end."""
+    path.write_bytes(b"")
+    found.export_chrome_trace(str(path))
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 16))
+        if not file.read().rstrip().endswith(b"}"):
+            raise OSError(errno.EIO, "the trace could not be written to its end", str(path))
 
 
 def kind_of(kernel: str) -> str:

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from argosy.compat import memory_history, record_memory_history
 from argosy.errors import ArgosyError
-from argosy.train.profile import kind_of
+from argosy.train.profile import kind_of, write_trace
 
 _COMMUNICATION = re.compile(r"nccl|gloo|c10d|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all", re.IGNORECASE)
 
@@ -91,7 +91,7 @@ class Profiling:
         trace = self._root / f"trace-rank{self._rank}.json"
         try:
             self._root.mkdir(exist_ok=True)
-            profiler.export_chrome_trace(str(trace))
+            write_trace(profiler, trace)
             if on_gpu:
                 (self._root / f"memory-rank{self._rank}.json").write_bytes(memory_history(self._device))
                 record_memory_history(False)
