@@ -288,3 +288,27 @@ def test_the_bias_of_a_head_of_its_own_is_found_under_either_name(name: str, tmp
 def test_of_two_sets_of_weights_the_one_transformers_loads_is_read(llama: Path, tmp_path: Path) -> None:
     (llama / "model.safetensors.index.json").write_text('{"weight_map": {"x": "model-00001-of-00001.safetensors"}}')
     assert import_hf(f"hf:{llama}", tmp_path / "ours").files == 1
+
+
+def test_a_directory_that_is_not_there_is_told_from_one_without_a_config(tmp_path: Path) -> None:
+    with pytest.raises(ArgosyError, match="there is no directory") as refused:
+        import_hf(f"hf:{tmp_path / 'gpt2'}", tmp_path / "ours")
+    assert "hf download" in refused.value.fix
+    (tmp_path / "gpt2").mkdir()
+    with pytest.raises(ArgosyError, match=r"has no config\.json"):
+        import_hf(f"hf:{tmp_path / 'gpt2'}", tmp_path / "ours")
+
+
+def test_a_model_without_a_tokenizer_says_so(llama: Path, tmp_path: Path) -> None:
+    (llama / "tokenizer_config.json").write_text("{}")  # settings of a tokenizer are none
+    assert "it has no tokenizer" in import_hf(f"hf:{llama}", tmp_path / "bare").describe(done=True)
+    (llama / "tokenizer.json").write_text("{}")
+    assert "it has no tokenizer" not in import_hf(f"hf:{llama}", tmp_path / "ours").describe(done=True)
+
+
+def test_a_checkpoint_that_is_not_there_is_not_called_damaged(llama: Path, tmp_path: Path) -> None:
+    import_hf(f"hf:{llama}", tmp_path / "ours")
+    with pytest.raises(ArgosyError) as refused:
+        open_source(str(tmp_path / "ours" / "checkpoints" / "step-00000007"))
+    assert refused.value.code == "run.not-found"
+    assert "step-00000000" in refused.value.fix

@@ -122,6 +122,7 @@ def test_a_pattern_that_matches_nothing_is_refused() -> None:
     with pytest.raises(ArgosyError) as refusal:
         Optimizer(model(), OptimSpec(lr=1.0, min_lr=0.1, no_decay=["embd.*"]))
     assert refusal.value.key == "optim.no_decay"
+    assert "did you mean embed.*" in refusal.value.fix
 
 
 def test_dropout_depends_on_the_step_not_on_the_process() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from argosy.checkpoint.assets import copy_assets, listed_assets
 from argosy.checkpoint.hf_files import check_hashes, open_hf
 from argosy.checkpoint.model_directory import counted, write_model
-from argosy.checkpoint.source import hf_source
+from argosy.checkpoint.source import hf_source, tokenizer_files
 from argosy.checkpoint.staging import require_space, staged
 from argosy.config.counts import count_parameters
 from argosy.config.hf import model_type_of
@@ -33,6 +33,7 @@ class Imported:
     unused: list[str]
     copied: dict[str, str]  # their names
     assets: list[str]
+    tokenizer: bool
 
     def describe(self, *, done: bool) -> str:
         lines = [
@@ -40,6 +41,8 @@ class Imported:
             f"  {self.model_type}: {self.parameters:,} parameters, {volume(self.bytes)} of weights",
             f"  tokenizer and settings: {', '.join(self.assets) or 'none'}",
         ]
+        if not self.tokenizer:
+            lines.append("  it has no tokenizer: text cannot be sampled, and data cannot be held against it")
         if self.unused:
             lines.append(
                 f"  left out, as the model does not use them: {', '.join(self.unused[:4])}" + _more(self.unused)
@@ -76,6 +79,7 @@ def import_hf(source: str, to: Path, *, dry_run: bool = False) -> Imported:
         model.unused,
         model.copied,
         [path.name for path in listed_assets(directory)],
+        any(tokenizer_files(directory)),
     )
     require_space(to, size)
     if dry_run:

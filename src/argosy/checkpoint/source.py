@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from argosy.checkpoint.hf_files import HfModel, open_hf
 from argosy.checkpoint.manifest import Checkpoint, verify
-from argosy.checkpoint.store import latest, require_names
+from argosy.checkpoint.store import latest, listed, require_names
 from argosy.checkpoint.tensors import TensorInfo
 from argosy.config.hf import read_config
 from argosy.config.model import ModelSpec
@@ -70,7 +70,7 @@ class Source:
         if data is None or own is None or data.fingerprint == own.fingerprint:
             return True
         _, content = data.stored()  # one tokenizer may lie there in two forms
-        return any(path.read_bytes() == content for path in _tokenizer_files(self.root))
+        return any(path.read_bytes() == content for path in tokenizer_files(self.root))
 
     def misread(self) -> str:
         """What is to be said where it does not."""
@@ -82,6 +82,13 @@ def open_source(where: str, report: Callable[[str], None] = lambda text: None) -
         return hf_source(where, open_hf(directory_of(where)))
     path = Path(where)
     root = model_root(path)
+    if not path.exists():
+        there = [entry.name for entry in listed(root / "checkpoints")]
+        raise ArgosyError(
+            "run.not-found",
+            f"{root} has no checkpoint {path.name}",
+            fix=f"it has {', '.join(there)}" if there else "train it first",
+        )
     checkpoint = latest(root / "checkpoints", report) if root == path else verify(path)
     if checkpoint is None:
         raise ArgosyError(
@@ -111,11 +118,11 @@ def open_source(where: str, report: Callable[[str], None] = lambda text: None) -
 
 
 def _tokenizer_in(root: Path) -> Tokenizer | None:
-    path = next(_tokenizer_files(root), None)
+    path = next(tokenizer_files(root), None)
     return None if path is None else load_tokenizer(str(path))
 
 
-def _tokenizer_files(root: Path) -> Iterator[Path]:
+def tokenizer_files(root: Path) -> Iterator[Path]:
     for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model"):
         if (root / name).exists() and (name != "vocab.json" or (root / "merges.txt").exists()):
             yield root / name

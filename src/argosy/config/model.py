@@ -98,7 +98,8 @@ class RopeScaling(Section):
             raise ValueError("llama3 scaling needs original_seq_len: give the length first trained on, as 8192")
         if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
-                f"high_freq_factor {self.high_freq_factor:g} is not above low_freq_factor {self.low_freq_factor:g}"
+                f"high_freq_factor {self.high_freq_factor:g} is not above low_freq_factor {self.low_freq_factor:g}: "
+                "Llama 3 has 4 and 1"
             )
         return self
 
@@ -182,9 +183,14 @@ class ModelSpec(Section):
     @model_validator(mode="after")
     def _check_shape(self) -> ModelSpec:
         if self.heads % self.kv_heads:
-            raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
+            raise ValueError(
+                f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}: "
+                f"set model.kv_heads to {self.heads}, or to what divides it"
+            )
         if self.positions == "rope" and self.head_dim % 2:
-            raise ValueError(f"rotary positions need an even head_dim, not {self.head_dim}")
+            raise ValueError(
+                f"rotary positions need an even head_dim, not {self.head_dim}: set model.head_dim, or hidden and heads"
+            )
         self._check_family()
         self._check_experts()
         return self

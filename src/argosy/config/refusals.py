@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from argosy.config.model import ModelSpec
+from argosy.config.presets import PRESETS
 from argosy.config.schema import RunSpec
 from argosy.errors import ArgosyError
 
@@ -65,13 +66,19 @@ def _explain(item: Any, key: str) -> tuple[str, str, str]:
         fix = did_you_mean(name, known, section) or _elsewhere(name) or f"known here: {', '.join(sorted(known))}"
         return f"{name!r} is not a key of {section or 'the run spec'}", fix, "config.unknown-key"
     if kind == "missing" and isinstance(item["loc"][-1], int):
-        return "the list is too short", _meaning(key.rpartition(".")[0]), "config.bad-value"
+        return (
+            f"the list is too short: it has no item {name}, counted from 0",
+            _meaning(key.rpartition(".")[0]),
+            "config.bad-value",
+        )
     if kind == "too_short":
         return "the list is empty", "give at least one", "config.bad-value"
     if kind == "literal_error":
         known = [part.strip(" '") for part in re.split(r",| or ", item["ctx"]["expected"])]
-        close = did_you_mean(str(item["input"]), known)
-        return f"{item['input']!r} is not one of {', '.join(known)}", close or f"use {known[0]}", "config.bad-value"
+        given = str(item["input"])
+        close = _preset_of(given) if key == "model.family" else None
+        close = close or did_you_mean(given, known, cutoff=0.5) or "choose one of them"
+        return f"{given!r} is not one of {', '.join(known)}", close, "config.bad-value"
     if kind == "string_pattern_mismatch":
         rule = "only letters, digits, '.', '_' and '-' can be used, 63 at most, a letter or digit first"
         return rule, "choose another", "config.bad-value"
@@ -133,8 +140,14 @@ def _has_section(top: str) -> bool:
     return section_of(RunSpec.model_fields[top].annotation) is not None
 
 
-def did_you_mean(word: str, known: Sequence[str], section: str = "") -> str | None:
-    close = difflib.get_close_matches(word.lower(), known, n=2, cutoff=0.6)
+def _preset_of(family: str) -> str | None:
+    """Many families are presets of another: mistral is a llama with a window."""
+    close = difflib.get_close_matches(family.lower(), PRESETS, n=1, cutoff=0.7)
+    return f"a preset has it: model.preset={close[0]}" if close else None
+
+
+def did_you_mean(word: str, known: Sequence[str], section: str = "", cutoff: float = 0.6) -> str | None:
+    close = difflib.get_close_matches(word.lower(), known, n=2, cutoff=cutoff)
     prefix = f"{section}." if section else ""
     return f"did you mean {' or '.join(prefix + c for c in close)}?" if close else None
 

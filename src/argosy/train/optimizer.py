@@ -6,12 +6,13 @@ writes the parameters from them after each update. Weights and state go to and c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
 
+from argosy.config.refusals import did_you_mean
 from argosy.config.schema import MuonSpec, OptimSpec
 from argosy.config.survival import GuardSpec
 from argosy.errors import ArgosyError
@@ -190,10 +191,18 @@ def require_matches(spec: OptimSpec, names: Collection[str]) -> None:
     for key, pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             first, *_, last = names
+            close = did_you_mean(pattern, sorted({shape for name in names for shape in _shapes(name)}))
             raise ArgosyError(
                 "config.bad-value",
                 f"the pattern {pattern!r} matches none of the {len(names)} parameters, such as {first} and {last}",
                 key=f"optim.{key}",
                 value=pattern,
-                fix="use shell patterns on parameter names, as embed.* or *.bias",
+                fix=f"{close} " * (close is not None) + "use shell patterns on parameter names, as embed.* or *.bias",
             )
+
+
+def _shapes(name: str) -> Iterator[str]:
+    """Patterns that would match it, one for each word of it from either end; numbers of layers are no words."""
+    words = name.split(".")
+    yield from (".".join(words[: i + 1]) + ".*" for i in range(len(words) - 1) if not words[i].isdigit())
+    yield from ("*." + ".".join(words[-i:]) for i in range(1, len(words)) if not words[-i].isdigit())

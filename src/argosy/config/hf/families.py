@@ -59,10 +59,12 @@ def read_config(directory: Path) -> Tree:
     try:
         document = orjson.loads(path.read_bytes())
     except FileNotFoundError:
+        is_there = directory.is_dir()
         raise ArgosyError(
             "hf.bad-files",
-            f"{directory} has no {CONFIG}",
-            fix="give the directory of a downloaded model, with config.json and *.safetensors",
+            f"{directory} has no {CONFIG}" if is_there else f"there is no directory {directory}",
+            fix="give the directory of a downloaded model, with config.json and *.safetensors"
+            + ("" if is_there else f": `hf download OWNER/NAME --local-dir {directory}` fetches one from the Hub"),
         ) from None
     except (OSError, ValueError) as error:
         raise ArgosyError("hf.bad-files", f"{path} cannot be read: {error}", fix="fetch it again") from None
@@ -76,7 +78,9 @@ def from_config(document: Mapping[str, Any], where: str = CONFIG) -> ModelSpec:
     keys = Keys(document, where)
     kind = keys.take("model_type", None)
     if kind not in _FAMILIES:
-        raise keys.refuse("model_type", kind, f"Argosy knows {', '.join(_FAMILIES)}")
+        raise keys.refuse(
+            "model_type", kind, f"Argosy knows {', '.join(_FAMILIES)}", fix="choose a model of one of these"
+        )
     tree = _FAMILIES[kind].read(keys)
     keys.finish()
     base = FAMILIES[tree["family"]]

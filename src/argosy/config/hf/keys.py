@@ -158,11 +158,12 @@ class Keys:
             if asks and key not in self._seen and key not in HARMLESS:
                 raise self.refuse(key, value, "Argosy does not know it, and it may change what the model computes")
 
-    def refuse(self, key: str, value: Any, why: str) -> ArgosyError:
+    def refuse(self, key: str, value: Any, why: str, fix: str | None = None) -> ArgosyError:
         return ArgosyError(
             "hf.unsupported",
             f"{self.where} has {key} = {value!r}: {why}",
             key=key,
             value=value,
-            fix="choose a model without it; if you know it changes no numbers, take it out of a copy of config.json",
+            fix=fix
+            or "choose a model without it; if you know it changes no numbers, take it out of a copy of config.json",
         )
