@@ -44,3 +44,15 @@ def test_the_scales_are_those_of_gpt2() -> None:
     assert float(found["layers.0.mlp.down.weight"].std()) == pytest.approx(0.02 / math.sqrt(6), rel=0.05)
     assert bool((found["layers.0.attn_norm.weight"] == 1).all())
     assert bool((found["layers.0.attn.qkv.bias"] == 0).all())
+
+
+@pytest.mark.parametrize("preset", ["t5-small", "t5-v1.1-small"])
+def test_a_fresh_t5_guesses_evenly_with_a_head_of_its_own_or_without(preset: str) -> None:
+    """What it is trained from: a loss a little above that of saying every token is as likely as another."""
+    spec = resolve_model(preset, [*SIZES, "layers=2", "decoder_layers=2", "dropout=0"])
+    model = build_model(spec)
+    initialise(model, spec, seed=1)
+    tokens = torch.randint(0, 500, (4, 16), generator=torch.Generator().manual_seed(0))
+    logits = model(tokens, decoder_tokens=tokens.flip(1))
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+    assert float(loss.detach()) == pytest.approx(math.log(500), abs=1.0)

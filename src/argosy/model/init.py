@@ -13,7 +13,6 @@ from argosy.config.seeds import derive_seed
 
 # The projections that write into the residual stream start smaller, so that its variance does not grow with depth.
 _INTO_RESIDUAL = ("attn.out.weight", "mlp.down.weight", "experts.down", "shared.down.weight")
-_EMBEDDINGS = ("embed.tokens.weight", "head.weight")
 
 
 def initialise(model: nn.Module, spec: ModelSpec, seed: int) -> None:
@@ -46,9 +45,10 @@ def initial_value(name: str, shape: torch.Size, spec: ModelSpec, seed: int) -> T
 
 
 def _t5_std(name: str, shape: torch.Size, spec: ModelSpec) -> Tensor | float:
-    """T5's: 1 / sqrt(inputs) for a matrix, 1 for the embeddings; queries are smaller by the root of a head's width, by
-    which T5 does not divide the scores."""
-    if name.endswith(_EMBEDDINGS):
+    """T5's: 1 / sqrt(inputs) for a matrix, 1 for the embedding; queries are smaller by the root of a head's width, by
+    which T5 does not divide the scores. A head of its own is such a matrix, as T5 1.1 was trained: drawn like the embedding,
+    as transformers has it, its logits would begin as wide as the root of the model."""
+    if name.endswith("embed.tokens.weight"):
         return spec.init_std
     inputs = spec.hidden if name.endswith("relative.weight") else shape[-1]
     std = spec.init_std / math.sqrt(inputs)
