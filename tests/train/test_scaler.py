@@ -137,6 +137,17 @@ def test_an_overflow_in_training_is_skipped_counted_and_shown(write_spec: Write,
     assert metrics[60]["loss"] < metrics[1]["loss"]
 
 
+def test_a_run_that_is_rewound_to_its_start_has_its_first_scale_again() -> None:
+    built, optimizer = fp16()
+    for _ in range(40):
+        for parameter in built.parameters():
+            parameter.grad = torch.full_like(parameter, float("inf"))
+        optimizer.step(tokens=1, lr=0.01)
+    assert optimizer.report()["loss_scale"] < MINIMUM
+    optimizer.reset()
+    assert optimizer.numbers() == fp16()[1].numbers()
+
+
 def test_overflow_that_no_scale_cures_is_refused_with_the_weights_unharmed(write_spec: Write) -> None:
     trainer = Trainer(
         resolve(write_spec(train={"global_batch": 8, "steps": 8, "precision": "fp16"})).spec, Mesh(torch.device("cpu"))

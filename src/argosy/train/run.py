@@ -181,7 +181,6 @@ def dry_run(
         require_packages(spec.log)
         check_world(spec.parallel, world.size, world.source, spec.train.global_batch)
         device = prepare_device(spec.train)
-        require_memory(spec, device, ranks=world.size // spec.parallel.dp_replicate)
         layout = [f"device  {device}"]
         machine = machine_facts(device) if world.size == 1 else None  # this process is none of the ranks
     else:
@@ -189,6 +188,8 @@ def dry_run(
 
         layout, machine = describe_rehearsal(spec, rehearse(spec, elsewhere)), None
     trainer = Trainer(spec, Mesh(torch.device("meta")))
+    if elsewhere is None:
+        require_memory(spec, device, ranks=world.size // spec.parallel.dp_replicate)
     run = RunDir(Path(spec.runs_dir) / spec.name)
     _check_options(run, options)
     run.require_writable()

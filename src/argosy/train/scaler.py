@@ -40,7 +40,7 @@ class LossScaler:
         return {"loss_scale": float(self.scale), "good_steps": float(self._good), "patience": float(self._patience)}
 
     def load(self, numbers: Mapping[str, float]) -> None:
-        """A run that used another precision so far has none of them, and starts afresh."""
-        if "loss_scale" in numbers:
-            for tensor, name in ((self.scale, "loss_scale"), (self._good, "good_steps"), (self._patience, "patience")):
-                tensor.fill_(numbers[name])
+        """A run that is rewound to its start, or used another precision so far, has none of them, and starts afresh."""
+        self.scale.fill_(numbers.get("loss_scale", INITIAL))
+        self._good.fill_(numbers.get("good_steps", 0.0))
+        self._patience.fill_(numbers.get("patience", HYSTERESIS))
