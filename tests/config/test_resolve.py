@@ -104,6 +104,7 @@ def test_auto_micro_batch_divides_the_batch_and_stays_within_its_tokens(spec: Pa
         ("lr=1", "config.unknown-key", "lr", "optim.lr"),
         ("data.train.0.wieght=1", "config.unknown-key", "data.train.0.wieght", "weight"),
         ("model.moe={experts: 2, topk: 1}", "config.unknown-key", "model.moe.topk", "top_k"),
+        ("model.moe={experts: 2, top_k: 3, ffn: 16}", "config.arithmetic", "model.moe.top_k", "at most 2"),
         ("model=gpt5", "config.unknown-preset", "model.preset", "gpt"),
         ("train.global_batch=yes", "config.bad-value", "train.global_batch", ""),
         ("train.global_batch=true", "config.bad-value", "train.global_batch", ""),
@@ -163,6 +164,12 @@ def test_bad_input_is_refused_with_key_cause_and_fix(
     assert (error.code, error.key) == (code, key)
     assert hint in error.fix + error.cause
     assert error.fix
+
+
+def test_the_targets_of_a_t5_in_8_bits_are_told_without_a_number_that_is_not_known(spec: Path) -> None:
+    error = refusal(spec, "model=t5-small", "train.precision=fp8", "train.global_batch=4")
+    assert "targets may be of any length, and micro_batch 4" in error.cause
+    assert "parallel.micro_batch=16" in error.fix
 
 
 def test_positions_that_alibi_does_not_have_are_not_reset(spec: Path) -> None:

@@ -300,7 +300,7 @@ def test_the_unigram_entropy_is_that_of_the_labels(write_spec: Write) -> None:
     assert unigram_entropy(stream, 257) == pytest.approx(float(-(shares * shares.log()).sum()))
 
 
-def test_samples_repeat_with_their_seed(write_spec: Write, tmp_path: Path) -> None:
+def test_samples_repeat_with_their_seed(write_spec: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     go(write_spec())
     run = tmp_path / "runs" / "tiny"
     first = sample(str(run), "abc", Sampling(tokens=12, seed=1))
@@ -310,6 +310,7 @@ def test_samples_repeat_with_their_seed(write_spec: Write, tmp_path: Path) -> No
         str(run), "", Sampling(tokens=5, temperature=0, seed=9)
     )
     assert sample(str(run), "a" * 100, Sampling(tokens=3)).startswith("a" * 100)  # longer than the model's positions
+    assert "of the prompt's 100 tokens the model reads the last 32" in capsys.readouterr().err
 
 
 def test_sampling_respects_its_options() -> None:

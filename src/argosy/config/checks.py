@@ -130,10 +130,14 @@ def _check_fp8(spec: RunSpec, origins: Origins) -> None:
         if spec.train.precision != "fp8" or tokens % FP8_ALIGNMENT == 0:
             continue
         needed = FP8_ALIGNMENT // math.gcd(length, FP8_ALIGNMENT)
+        product = f"micro_batch {spec.parallel.micro_batch} x {name} {length} = {tokens}"
+        if name == "targets":
+            product = (
+                f"T5's targets may be of any length, and micro_batch {spec.parallel.micro_batch} is no multiple of it"
+            )
         raise ArgosyError(
             "config.arithmetic",
-            f"8-bit products need a multiple of {FP8_ALIGNMENT} tokens in a forward pass; micro_batch {spec.parallel.micro_batch} x "
-            f"{name} {length} = {tokens}",
+            f"8-bit products need a multiple of {FP8_ALIGNMENT} tokens in a forward pass; {product}",
             key="train.precision",
             value="fp8",
             origin=origins.get("train.precision"),

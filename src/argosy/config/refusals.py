@@ -9,7 +9,6 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from argosy.config.model import ModelSpec
 from argosy.config.presets import PRESETS
 from argosy.config.schema import RunSpec
 from argosy.errors import ArgosyError
@@ -40,8 +39,8 @@ def refusal_of(error: ValidationError, origins: dict[str, str], prefix: str = ""
         found = [item for item in found if item["type"] != "missing"]
     key = _dotted(first["loc"], prefix)
     cause, fix, code = _explain(first, key)
-    if key == "model" and first["type"] == "value_error":
-        key = _culprit(cause, origins)
+    if key in ("model", "model.moe") and first["type"] == "value_error":
+        key = _culprit(cause, key, origins)
     if others := [f"{_dotted(item['loc'], prefix)}: {_explain(item, '')[0]}" for item in found[1:6]]:
         cause += "\nalso: " + "\n      ".join(others)
     value = None if first["type"] in ("missing", "extra_forbidden", "value_error") else first.get("input")
@@ -50,11 +49,12 @@ def refusal_of(error: ValidationError, origins: dict[str, str], prefix: str = ""
     return ArgosyError(code, cause, key=key or None, value=value, origin=_origin_of(key, origins), fix=fix)
 
 
-def _culprit(cause: str, origins: dict[str, str]) -> str:
-    """Of the model's keys that a refusal is about, the one the user wrote."""
-    named = [f"model.{word}" for word in re.findall(r"[a-z_]+", cause) if word in ModelSpec.model_fields]
+def _culprit(cause: str, section: str, origins: dict[str, str]) -> str:
+    """Of the section's keys that a refusal is about, the one the user wrote."""
+    known = _keys_of(section)
+    named = [f"{section}.{word}" for word in re.findall(r"[a-z_]+", cause) if word in known]
     written = [key for key in named if not origins.get(key, "preset").startswith(("preset", "family", "derived"))]
-    return (written or named or ["model"])[0]
+    return (written or named or [section])[0]
 
 
 def _explain(item: Any, key: str) -> tuple[str, str, str]:

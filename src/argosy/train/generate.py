@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from argosy.checkpoint.source import Source
 from argosy.data.text.tokenizer import Tokenizer
 from argosy.errors import ArgosyError
@@ -43,6 +45,8 @@ def _go_on(loaded: Loaded, tokenizer: Tokenizer, prompt: str, options: Sampling)
         )
     ids = opening + prompt_ids or [eod or 0]  # with no prompt, start as a document starts
     limit = loaded.source.model.max_seq_len
+    if len(ids) > limit:
+        print(f"note: of the prompt's {len(ids):,} tokens the model reads the last {limit:,}", file=sys.stderr)
     written = list(generate(loaded.model, ids, options, limit=limit, stop=eod, device=loaded.device))
     return tokenizer.decode(prompt_ids + written)
 
