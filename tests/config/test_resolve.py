@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from argosy.config.other_names import OTHER_NAMES
+from argosy.config.refusals import is_key
 from argosy.config.resolve import resolve
 from argosy.errors import ArgosyError
 
@@ -102,6 +104,14 @@ def test_auto_micro_batch_divides_the_batch_and_stays_within_its_tokens(spec: Pa
         ("optim.lrr=1", "config.unknown-key", "optim.lrr", "optim.lr"),
         ("optm={lr: 1}", "config.unknown-key", "optm", "optim"),
         ("lr=1", "config.unknown-key", "lr", "optim.lr"),
+        ("optim.learning_rate=1", "config.unknown-key", "optim.learning_rate", "here it is set by optim.lr:"),
+        (
+            "model.num_attention_heads=1",
+            "config.unknown-key",
+            "model.num_attention_heads",
+            "here it is set by model.heads:",
+        ),
+        ("batch-size=1", "config.unknown-key", "batch-size", "here it is set by train.global_batch:"),
         ("data.train.0.wieght=1", "config.unknown-key", "data.train.0.wieght", "weight"),
         ("model.moe={experts: 2, topk: 1}", "config.unknown-key", "model.moe.topk", "top_k"),
         ("model.moe={experts: 2, top_k: 3, ffn: 16}", "config.arithmetic", "model.moe.top_k", "at most 2"),
@@ -238,3 +248,10 @@ def test_a_value_of_the_wrong_type_is_answered_with_what_the_key_is_for(spec: Pa
     assert refused.key == "optim.lr"
     assert "it should be a valid number, not the text 'fast'" in str(refused)
     assert "peak learning rate" in str(refused)
+
+
+def test_names_of_other_programs_lead_to_keys_that_exist_and_hide_none_of_ours() -> None:
+    for theirs, ours in OTHER_NAMES.items():
+        section = ours.rpartition(".")[0]
+        assert is_key(ours)
+        assert not is_key(f"{section}.{theirs}")

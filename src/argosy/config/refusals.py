@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from argosy.config.other_names import OTHER_NAMES
 from argosy.config.presets import PRESETS
 from argosy.config.schema import RunSpec
 from argosy.errors import ArgosyError
@@ -63,7 +64,8 @@ def _explain(item: Any, key: str) -> tuple[str, str, str]:
     if kind == "extra_forbidden":
         section = key.rpartition(".")[0]
         known = _keys_of(section)
-        fix = did_you_mean(name, known, section) or _elsewhere(name) or f"known here: {', '.join(sorted(known))}"
+        fix = _by_another_name(name) or did_you_mean(name, known, section) or _elsewhere(name)
+        fix = fix or f"known here: {', '.join(sorted(known))}"
         return f"{name!r} is not a key of {section or 'the run spec'}", fix, "config.unknown-key"
     if kind == "missing" and isinstance(item["loc"][-1], int):
         return (
@@ -102,13 +104,18 @@ def _explain(item: Any, key: str) -> tuple[str, str, str]:
 
 def _meaning(key: str) -> str:
     """What the key is for, from the schema; where it is not found there, where to look."""
+    described = _described(key)
+    return f"change the value; {key}: {described}" if described else "see `argosy config reference`"
+
+
+def _described(key: str) -> str:
     model: Any = RunSpec
     described = ""
     for part in key.split("."):
         field = getattr(model, "model_fields", {}).get(part)
         if field is not None:
             described, model = field.description or described, section_of(field.annotation)
-    return f"change the value; {key}: {described}" if described else "see `argosy config reference`"
+    return described
 
 
 def _keys_of(section: str) -> list[str]:
@@ -128,6 +135,11 @@ def is_key(key: str) -> bool:
             return False
         model = section_of(field.annotation)
     return True
+
+
+def _by_another_name(name: str) -> str | None:
+    ours = OTHER_NAMES.get(name.lower().replace("-", "_"))
+    return f"here it is set by {ours}: {_described(ours)}" if ours else None
 
 
 def _elsewhere(name: str) -> str | None:
