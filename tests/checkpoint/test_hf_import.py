@@ -50,6 +50,8 @@ def test_a_home_directory_may_be_written_short(tmp_path: Path, monkeypatch: pyte
     save("llama", tmp_path / "models" / "hf")
     assert import_hf("hf:~/models/hf", tmp_path / "ours").model_type == "llama"
     assert open_source("hf:~/models/hf").model == starting_model("hf:~/models/hf")
+    with pytest.raises(ArgosyError, match="~nobody-of-that-name"):
+        import_hf("hf:~nobody-of-that-name/hf", tmp_path / "other")
 
 
 def test_weights_keep_their_precision_and_carry_hashes(tmp_path: Path) -> None:

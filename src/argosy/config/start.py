@@ -6,6 +6,7 @@ Only descriptions are read here; `argosy.checkpoint.source` reads the weights.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ _STRETCH = ("rope_theta", "rope_scaling", "window")
 
 def directory_of(source: str) -> Path:
     """Of a source that says what it is: no shell reads a `~` behind such a word."""
-    return Path(source.partition(":")[2]).expanduser()
+    return Path(os.path.expanduser(source.partition(":")[2]))  # pathlib's own raises where there is no such user
 
 
 def model_root(path: Path) -> Path:
