@@ -6,7 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -113,6 +113,8 @@ def evaluate_run(
         )
     split = split if data is None else "train"
     opened = open_data(spec)
+    if opened.tokenizer is None:  # of a bare .bin/.idx pair nothing is known but that it is for this model
+        opened = replace(opened, tokenizer=loaded.source.tokenizer())
     if not loaded.source.reads(opened.tokenizer):
         print(f"note: {loaded.source.misread()}", file=sys.stderr)
     sets = opened.each(split)
