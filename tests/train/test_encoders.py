@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from argosy.checkpoint.average import average
 from argosy.config.batches import Batches
 from argosy.config.resolve import resolve
 from argosy.data.loader import Loader
@@ -98,6 +99,19 @@ def test_another_corpus_is_read_with_the_runs_special_tokens(spec: Path, corpus:
     run = str(spec.parent / "runs" / "tiny")
     own, other = (evaluate_run(run, split="train", batches=2, data=data)[0] for data in (None, str(corpus)))
     assert (other.loss, other.tokens, other.metrics) == (own.loss, own.tokens, own.metrics)
+
+
+@pytest.mark.parametrize("kind", ["bert", "t5"])
+def test_an_average_is_evaluated_and_sampled_as_the_run_it_is_of(kind: str, write_spec: Write, corpus: Path) -> None:
+    path = spec_of(kind, write_spec, corpus)
+    assert train(resolve(path), path, TrainOptions(quiet=True)) == 0
+    run, mean = str(path.parent / "runs" / "tiny"), str(path.parent / "mean")
+    average([f"{run}/checkpoints/step-00000006"] * 2, Path(mean))
+    for data in (None, str(corpus)):
+        of_run, of_mean = (evaluate_run(model, split="validation", batches=1, data=data)[0] for model in (run, mean))
+        assert of_mean == of_run
+    texts = [sample(model, "bac [MASK]de <extra_id_0>!", Sampling(tokens=4)) for model in (run, mean)]
+    assert texts[0] == texts[1]
 
 
 def test_made_up_batches_have_the_shape_of_real_ones(spec: Path) -> None:

@@ -1,7 +1,7 @@
 """A model that is no run, as `import` and `average` make it:
 
 DIR/
-  model.json                     the model spec, where it came from, its token ids
+  model.json                     the model spec, where it came from, its token ids, and the spec of the run that trained it, if any
   tokenizer.json …               the tokenizer's files and generation settings, as they were
   checkpoints/step-00000000/     the weights, without optimiser; hashed as every checkpoint is
 """
@@ -37,6 +37,7 @@ def write_model(
         "vocab_size": like.vocab_size,
         "eod_id": like.eod_id,
         "token_ids": like.token_ids,
+        "spec": like.run,
     }
     (directory / MODEL_FILE).write_bytes(orjson.dumps(description, option=orjson.OPT_INDENT_2))
 

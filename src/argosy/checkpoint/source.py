@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+from pydantic import ValidationError
 from torch import Tensor, nn
 
 from argosy.checkpoint.hf_files import HfModel, open_hf
@@ -17,6 +18,7 @@ from argosy.checkpoint.store import latest, listed, require_names
 from argosy.checkpoint.tensors import TensorInfo
 from argosy.config.hf import read_config
 from argosy.config.model import ModelSpec
+from argosy.config.schema import RunSpec
 from argosy.config.start import (
     HF,
     MODEL_FILE,
@@ -44,6 +46,7 @@ class Source:
     vocab_size: int  # rows that are no padding, as far as the model's own files say
     eod_id: int | None
     token_ids: dict[str, Any]  # in Hugging Face's names
+    run: dict[str, Any] | None = None  # spec of the run that trained it; None: it was not trained here
 
     @property
     def step(self) -> int:
@@ -52,6 +55,13 @@ class Source:
     def facts(self) -> dict[str, Any]:
         """What a run that starts here remembers of it."""
         return {"from": self.where, "step": self.step, "vocab_size": self.vocab_size, "token_ids": self.token_ids}
+
+    def run_spec(self) -> RunSpec | None:
+        try:
+            return None if self.run is None else RunSpec.model_validate(self.run)
+        except ValidationError as error:
+            cause = f"{self.root} describes no run: {error.errors()[0]['msg']}"
+            raise ArgosyError("run.damaged", cause, fix="restore it from a backup") from None
 
     def tokenizer(self) -> Tokenizer | None:
         """The one kept beside the weights."""
@@ -114,6 +124,7 @@ def open_source(where: str, report: Callable[[str], None] = lambda text: None) -
         else max(started.get("vocab_size", 0), *(i + 1 for i in special.values()), 0),
         eod_id=document.get("eod_id") if imported else (document.get("data") or {}).get("eod_id"),
         token_ids=dict(document.get("token_ids") or started.get("token_ids") or {}) | _their_roles(model, special),
+        run=document.get("spec"),
     )
 
 

@@ -21,7 +21,6 @@ from argosy.parallel.mesh import Mesh
 from argosy.parallel.pipeline.stages import cut, part_of
 from argosy.parallel.precision import apply_precision, choose_precision, evaluation_precision
 from argosy.parallel.single import SingleDevice
-from argosy.record.rundir import RunDir
 from argosy.train.device import prepare_device
 from argosy.train.memory import require_memory
 
@@ -31,7 +30,7 @@ class Loaded:
     """A trained model, ready to evaluate or to sample from."""
 
     source: Source
-    spec: RunSpec | None  # of the run it was trained by; None for one that was imported
+    spec: RunSpec | None  # of the run it was trained by, or of the first of an average; None for one that was imported
     model: nn.Module
     device: torch.device
 
@@ -100,8 +99,7 @@ def _replayable(spec: RunSpec, device: torch.device) -> bool:
 def load_model(where: str, *, device: str | None = None) -> Loaded:
     """The newest good checkpoint of a run, one checkpoint of it, or an imported model, in a model on a device."""
     source = open_source(where, report=lambda text: print(text, file=sys.stderr))
-    run = RunDir(source.root)
-    spec = run.load_spec() if run.resolved_file.exists() else None
+    spec = source.run_spec()
     train = spec.train if spec is not None else TrainSpec(global_batch=1)
     on = prepare_device(train, device)
     model = build_model(source.model, on)
