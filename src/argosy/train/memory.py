@@ -51,9 +51,7 @@ class Memory:
 
 def require_memory(spec: RunSpec, device: torch.device, *, ranks: int = 1) -> None:
     """Of weights, gradients and optimiser a rank keeps at least its share among the `ranks` of one replica."""
-    each = (
-        16 if spec.optim.name == "adamw" else 12
-    )  # bytes: Muon keeps one moment of most parameters, AdamW two of each
+    each = 16 if spec.optim.name == "adamw" else 12  # bytes: of two moments Muon keeps one of most parameters
     parameters = count_parameters(spec.model).total
     need, there = parameters * each / ranks, memory_of(device)
     if need > there:
