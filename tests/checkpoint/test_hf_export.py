@@ -185,12 +185,13 @@ def test_the_precision_in_the_config_holds_every_weight(
     assert all(torch.equal(loaded[name], t.to(loaded[name].dtype)) for name, t in weights.items())
 
 
-def test_weights_that_are_no_numbers_are_named_and_not_blamed_on_the_disk(tmp_path: Path) -> None:
+@pytest.mark.parametrize("value", ["nan", "-inf"])
+def test_weights_that_are_no_numbers_are_named_and_not_blamed_on_disk_or_conversion(value: str, tmp_path: Path) -> None:
     save("llama", tmp_path / "hf")
     weights = load_file(tmp_path / "hf" / "model.safetensors")
-    weights["model.layers.1.mlp.up_proj.weight"][3, 4] = float("nan")
+    weights["model.layers.1.mlp.up_proj.weight"][3, 4] = float(value)
     save_file(weights, tmp_path / "hf" / "model.safetensors")
-    with pytest.raises(ArgosyError, match=r"layers\.1\.mlp\.up\.weight holds NaN"):
+    with pytest.raises(ArgosyError, match=r"layers\.1\.mlp\.up\.weight holds NaN or an infinity"):
         export_hf(f"hf:{tmp_path / 'hf'}", tmp_path / "back", ExportOptions())
     assert not (tmp_path / "back").exists()
 

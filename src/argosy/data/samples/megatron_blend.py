@@ -82,7 +82,7 @@ class MegatronBlend:
         else:
             self.weights = np.array(normalise(weights))
         self._checkpoints: list[_Counts] = [np.zeros(len(weights))]  # [set], at each multiple of _WINDOW
-        self._counting = threading.RLock()
+        self._counting = threading.Lock()
         self._window = -1
         self._set: Indices = np.zeros(0, np.int64)
         self._local: Indices = np.zeros(0, np.int64)
