@@ -248,6 +248,9 @@ def test_a_model_for_very_long_texts_is_evaluated_in_samples_that_a_corpus_has(
     with pytest.raises(ArgosyError) as refused:
         evaluate_run(llama, split="validation", batches=1, seq_len=48)
     assert (refused.value.code, refused.value.key) == ("config.conflict", "--seq-len")
+    with pytest.raises(ArgosyError) as refused:
+        evaluate_run(llama, split="", batches=1, data=str(corpus), seq_len=131_073)
+    assert (refused.value.code, refused.value.key) == ("config.arithmetic", "--seq-len")
 
 
 def test_a_tokenizer_that_lies_there_in_two_forms_is_known_in_both(llama: str, tmp_path: Path) -> None:

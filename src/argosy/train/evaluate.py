@@ -136,11 +136,19 @@ def evaluate_run(
 def _spec_on(loaded: Loaded, data: str, seq_len: int | None) -> RunSpec:
     """The spec of a run that would start there, with all of a corpus as its training split, in samples made as those the
     model was trained on."""
-    where, run = loaded.source.where, loaded.spec
+    where, run, longest = loaded.source.where, loaded.spec, loaded.source.model.max_seq_len
+    if seq_len is not None and seq_len > longest:
+        raise ArgosyError(
+            "config.arithmetic",
+            f"samples of {seq_len:,} tokens are longer than the model's {longest:,} positions",
+            key="--seq-len",
+            value=seq_len,
+            fix=f"--seq-len {longest} or less",
+        )
     keys: dict[str, Any] = {"init_from": where, "data.train": data, "data.split": [1, 0, 0], "eval": "off"}
     keys |= {"train.steps": 1, "optim.lr": 1}
     if run is None:
-        keys |= {"train.global_batch": 8, "data.seq_len": min(loaded.source.model.max_seq_len, _LONGEST)}
+        keys |= {"train.global_batch": 8, "data.seq_len": min(longest, _LONGEST)}
     else:
         keys |= {"train.global_batch": run.train.global_batch, "parallel.micro_batch": run.parallel.micro_batch}
         made = run.data.model_dump(mode="json", include=_OF_SAMPLES)
