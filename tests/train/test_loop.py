@@ -15,6 +15,7 @@ from argosy.config.resolve import resolve
 from argosy.data.open import open_data, set_names
 from argosy.errors import EXIT_DONE, ArgosyError
 from argosy.record.jsonl import read_jsonl, read_metrics
+from argosy.train import device
 from argosy.train.decoding import Sampling, choose
 from argosy.train.evaluate import evaluate_run, unigram_entropy
 from argosy.train.generate import sample
@@ -103,6 +104,15 @@ def test_a_run_that_goes_on_with_other_threads_says_so(write_spec: Write, tmp_pa
     first, second = (e["changes"] for e in events if e["event"] == "resume")
     assert change in first
     assert f"machine.threads: {others} -> {threads}" in second
+
+
+def test_what_computes_on_a_gpu_is_told_with_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "name_of", lambda _: "NVIDIA H200")
+    usual = device.machine_facts(torch.device("cuda"))
+    assert (usual["device"], usual["torch"]) == ("NVIDIA H200", torch.__version__)
+    monkeypatch.setenv("ARGOSY_KERNELS", "torch")
+    other = device.machine_facts(torch.device("cuda"))
+    assert {key for key in usual if usual[key] != other[key]} == {"kernels"}
 
 
 def test_micro_batches_do_not_change_the_run(write_spec: Write, tmp_path: Path) -> None:

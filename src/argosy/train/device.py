@@ -10,7 +10,8 @@ import torch
 from argosy.compat import set_deterministic
 from argosy.config.schema import TrainSpec
 from argosy.errors import ArgosyError
-from argosy.model.ops.choice import installed
+from argosy.model.ops import flash
+from argosy.model.ops.choice import installed, only_torch
 from argosy.plan.hardware import Peak, dense_peak
 from argosy.record.host_memory import available_memory
 
@@ -59,12 +60,13 @@ def name_of(device: torch.device) -> str | None:
 def machine_facts(device: torch.device) -> dict[str, str | int | None]:
     """What computes here. Where one of these differs, so may the last bits of every number."""
     if device.type == "cuda":
-        packages = {package: installed(package) for package in ("triton", "flash-attn-4")}
         return {
             "torch": torch.__version__,
             "device": name_of(device),
             "cudnn": torch.backends.cudnn.version(),
-            **packages,
+            "triton": installed("triton"),
+            "flash-attn-4": flash.INSTALLED,
+            "kernels": "torch" if only_torch() else "auto",
         }
     kind = f"CPU with {torch.backends.cpu.get_cpu_capability()}"
     return {"torch": torch.__version__, "device": kind, "threads": torch.get_num_threads()}
