@@ -37,11 +37,11 @@ def kernels_or_twin(monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
     def attend_backward(
-        d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+        d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, *, repeatable: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         return flash_twin._flash_attn_bwd(
             q, k, v, out, d_out, lse, softmax_scale=scale, causal=True, window_size_left=None, window_size_right=None,
-            deterministic=False,
+            deterministic=repeatable,
         )  # fmt: skip
 
     if not HOPPER:
@@ -77,14 +77,20 @@ def test_results_and_gradients_are_those_of_the_explicit_bias(
 
 
 @pytest.mark.usefixtures("kernels_or_twin")
-def test_all_but_the_gradient_of_the_queries_repeats() -> None:
-    seq, shared = (1024, 8) if HOPPER else (128, 1)
-    sizes = (6 * shared, shared, shared, 6 * shared)
-    q, k, v, d_out = (torch.randn(3, seq, heads, 64, device=DEVICE, dtype=DTYPE) for heads in sizes)
+# More programs than processors, of one head and of many; queries that share keys, and none that do.
+@pytest.mark.parametrize(
+    ("batch", "seq", "heads", "kv_heads"), [(3, 1024, 48, 8), (1, 32768, 4, 2), (16, 1024, 12, 12)] if HOPPER else [(3, 128, 6, 1)]
+)  # fmt: skip
+def test_results_and_gradients_repeat_where_bits_must(
+    batch: int, seq: int, heads: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    sizes = (heads, kv_heads, kv_heads, heads)
+    q, k, v, d_out = (torch.randn(batch, seq, n, 64, device=DEVICE, dtype=DTYPE) for n in sizes)
     runs = []
-    for _ in range(4):
+    for _ in range(20 if HOPPER else 2):
         out, lse = hopper.forward(q, k, v, Form(True, None, None))
-        runs.append((out, lse, *hopper.backward(d_out, q, k, v, out, lse, Form(True, None, None))[1:]))
+        runs.append((out, lse, *hopper.backward(d_out, q, k, v, out, lse, Form(True, None, None))))
     assert all(torch.equal(first, other) for run in runs[1:] for first, other in zip(runs[0], run, strict=True))
 
 
@@ -105,7 +111,6 @@ def test_the_kernels_get_tokens_at_equal_distances_in_steps_of_16_bytes() -> Non
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "_TRITON", "3.6.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
 
 
 @pytest.mark.usefixtures("on_hopper")
@@ -129,8 +134,6 @@ def test_they_say_why_they_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     def why() -> str:
         return str(hopper.refusal(torch.device("cuda"), torch.bfloat16, 64, 128))
 
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert "repeat" in why()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     assert "capability 9" in why()
     with monkeypatch.context() as patched:
@@ -176,10 +179,13 @@ def compiled(kernel, blocks, pointers, floats, constants):
 heads = {"KV_HEADS": 8, "GROUP": 4}
 made = compiled(forward._attention_forward, {"q": 64, "k": 128, "v": 128, "out": 64}, {"lse": "*fp32"}, ["scale"], heads)
 assert made.asm["cubin"] and "wgmma" in made.asm["ptx"]
-logs = {"logs": f"tensordesc<fp32[1, 128],{backward._LOGS!r}>", "d_k_out": "*bf16", "d_v_out": "*bf16", "sums": "*fp32"}
+logs = {"logs": f"tensordesc<fp32[1, 128],{backward._LOGS!r}>", "d_k_out": "*bf16", "d_v_out": "*bf16", "sums": "*fp32", "turns": "*i32"}
 blocks = dict.fromkeys(["q", "k", "v", "d_out"], 64)
-made = compiled(backward._attention_backward, blocks, logs, ["scale", "plain_scale"], heads | {"SECTION": 2})
-assert made.asm["cubin"] and "red.global.add.v4.f32" in made.asm["ptx"]
+for repeatable in (False, True):
+    constants = heads | {"SECTION": 2, "REPEATABLE": repeatable}
+    made = compiled(backward._attention_backward, blocks, logs, ["scale", "plain_scale"], constants)
+    assert made.asm["cubin"] and "red.global.add.v4.f32" in made.asm["ptx"]
+    assert ("red.release.gpu" in made.asm["ptx"]) == repeatable
 print("compiled")
 """
 
@@ -199,10 +205,10 @@ batch, seq, heads = 2, 128, 3
 wide = torch.randn(batch, seq, heads, 80)
 out, d_out = wide[..., :64], torch.randn(batch, seq, heads, 64)
 lse, logs = torch.randn(batch, heads, seq), torch.full((batch * heads * seq // 64, 128), 7.0)
-sums = torch.full((batch * heads * seq * 64,), 7.0)
+sums, turns = torch.full((batch * heads * seq * 64,), 7.0), torch.full((batch * heads * seq // 64 * 4,), 7, dtype=torch.int32)
 grid = (batch * heads * seq // 64,)
-before[grid](out, d_out, lse, logs, sums, seq, heads, *out.stride()[:3], *d_out.stride()[:3], 64, 64)
-assert not sums.any()
+before[grid](out, d_out, lse, logs, sums, turns, seq, heads, *out.stride()[:3], *d_out.stride()[:3], 64, 64, 4)
+assert not sums.any() and not turns.any()
 blocks = logs.view(batch, heads, -1, 2, 64)
 torch.testing.assert_close(blocks[..., 0, :].flatten(2), lse * 1.4426950408889634)
 torch.testing.assert_close(blocks[..., 1, :].flatten(2), (out * d_out).sum(-1).transpose(1, 2), rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Causal attention by Argosy's own kernels for Hopper, for heads of 64 and where bits need not repeat: the fastest over both passes.
+"""Causal attention by Argosy's own kernels for Hopper, for heads of 64: the fastest over both passes, also where bits must repeat.
 They are written in Gluon, whose form changes between versions of Triton: they run only with those they were measured with."""
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ def refusal(device: torch.device, dtype: torch.dtype, head_dim: int, seq: int) -
         return f"is measured with Triton {', '.join(v.rstrip('.') for v in _MEASURED)} only"
     if why := gpu_refusal(device, _CAPABILITIES):
         return why
-    if torch.are_deterministic_algorithms_enabled():
-        return "does not repeat bit for bit"
     if dtype != torch.bfloat16:
         return "needs bf16"
     fits = head_dim == _HEAD_DIM and seq % _TOKENS == 0
@@ -49,7 +47,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     from argosy.model.ops.kernels.hopper_backward import attend_backward
 
-    return attend_backward(_rows(d_out), _rows(q), _rows(k), _rows(v), out, lse, _scale(form))
+    repeatable = torch.are_deterministic_algorithms_enabled()
+    return attend_backward(_rows(d_out), _rows(q), _rows(k), _rows(v), out, lse, _scale(form), repeatable=repeatable)
 
 
 def _scale(form: Form) -> float:

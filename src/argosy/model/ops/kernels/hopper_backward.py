@@ -6,8 +6,13 @@ groups of four warps compute. Two workers have 64 keys each, with
 
     S = K Q^T    P = exp(S - lse)    dP = V dO^T    dS = P (dP - delta)    dV += P dO    dK += dS Q
 
-and hand dS to the third, which has dQ = dS^T K and adds it to a 32-bit sum in memory. Programs add in any order, so that the bits
-of dQ do not repeat. The sum is kept in the order in which threads have it, for wide additions; a last kernel sets it right.
+and hand dS to the third, which has dQ = dS^T K and adds it to a 32-bit sum in memory. The sum is kept in the order in which threads
+have it, for wide additions; a last kernel sets it right.
+
+Where bits must repeat, programs add to a sum in a fixed order: the last keys first. A counter per warp and block of queries says how
+many have added. Programs with the last keys start first, so that a program only ever waits for programs started before it, and cannot
+deadlock. In step they do not wait at all: program j adds to block 2j + s at step s, and program j - 1 reaches that block two blocks
+later. The counter is read before the matmul, and written one step late beside the next matmul, so that neither latency is exposed.
 """
 
 from __future__ import annotations
@@ -33,12 +38,24 @@ from argosy.model.ops.kernels.hopper_forward import _WIDTH, _exp2, _fetch, descr
 _SIDE = gl.constexpr(64)  # keys of a worker, queries of a step
 _WORKERS = gl.constexpr(2)
 _STAGES, _SLOTS = gl.constexpr(4), gl.constexpr(4)  # of queries fetched, of dS handed on
+_TURNS = gl.constexpr(4)  # counters of a block of queries: one for each warp that adds
 _LOGS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 # The four values that a thread has of 16 rows and 8 columns are added to 16 bytes in a row.
 _ADD = gl.constexpr(
     "red.global.add.v4.f32 [$8], {$4, $5, $6, $7}; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;"
 )
 _ADD_OPERANDS = gl.constexpr("=r,=r,=r,=r,f,f,f,f,l,l,l,l")
+# Braces make registers and labels local. Relaxed reads are enough: additions happen in L2 and cannot start before the read is done.
+_READ_TURN = gl.constexpr("ld.relaxed.gpu.global.u32 $0, [$1];")
+_AWAIT_TURN = gl.constexpr(
+    "{ .reg .pred late; mov.u32 $0, $1; again: setp.ne.u32 late, $0, $3; @!late bra ready;"
+    " ld.relaxed.gpu.global.u32 $0, [$2]; bra again; ready: }"
+)
+# The barrier orders the additions of all lanes before the release by one of them.
+_END_TURN = gl.constexpr(
+    "{ .reg .pred ends; bar.warp.sync 0xffffffff; setp.ne.u32 ends, $2, 0;"
+    " @ends red.release.gpu.global.add.u32 [$1], 1; mov.u32 $0, 0; }"
+)
 _FULL_WAVE = 128  # programs at work together, about
 
 
@@ -56,28 +73,35 @@ else:
 
 
 @gluon.jit
-def _place(key_blocks, SECTION: gl.constexpr):
-    """(batch x key heads + key head, block of keys) of this program: the longest first, of SECTION key heads at a time."""
+def _place(key_blocks, SECTION: gl.constexpr, REPEATABLE: gl.constexpr):
+    """(batch x key heads + key head, block of keys) of this program, SECTION key heads at a time: the longest first, which balances
+    best, or the shortest first where sums have an order."""
     place = gl.program_id(0)
     within = place % (SECTION * key_blocks)
-    return place // (SECTION * key_blocks) * SECTION + within % SECTION, within // SECTION
+    key_block = within // SECTION
+    if REPEATABLE:
+        key_block = key_blocks - 1 - key_block
+    return place // (SECTION * key_blocks) * SECTION + within % SECTION, key_block
 
 
 @gluon.jit
-def _step(step, key_block, GROUP: gl.constexpr):
-    """(block of queries, head of the group): from the diagonal on, and programs begin with different heads, so that few add to the
-    same sums at a time."""
-    return key_block * _WORKERS + step // GROUP, (step + key_block) % GROUP
+def _step(step, key_block, GROUP: gl.constexpr, REPEATABLE: gl.constexpr):
+    """(block of queries, head of the group): from the diagonal on. Without an order programs begin with different heads, so that few
+    add to the same sums at a time."""
+    member = step % GROUP
+    if not REPEATABLE:
+        member = (step + key_block) % GROUP
+    return key_block * _WORKERS + step // GROUP, member
 
 
 @gluon.jit
 def _fetcher(
     here, fetch, key_blocks, seq,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, SECTION: gl.constexpr,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, SECTION: gl.constexpr, REPEATABLE: gl.constexpr,
 ):  # fmt: skip
     k_here, v_here, q_here, d_out_here, logs_here, _, kv_full, full, free, _, _ = here
     q, k, v, d_out, logs, q_head, k_head, v_head, d_out_head = fetch
-    pair, key_block = _place(key_blocks, SECTION)
+    pair, key_block = _place(key_blocks, SECTION, REPEATABLE)
     start = pair // KV_HEADS * seq
     kv_head = pair % KV_HEADS
     blocks = key_blocks * _WORKERS
@@ -87,7 +111,7 @@ def _fetcher(
         _fetch(k, [row, kv_head * k_head], kv_full, k_here.index(worker))
         _fetch(v, [row, kv_head * v_head], kv_full, v_here.index(worker))
     for step in range((blocks - key_block * _WORKERS) * GROUP):
-        block, member = _step(step, key_block, GROUP)
+        block, member = _step(step, key_block, GROUP, REPEATABLE)
         head = kv_head * GROUP + member
         stage = step % _STAGES
         row = start + block * _SIDE
@@ -100,37 +124,60 @@ def _fetcher(
 
 @gluon.jit
 def _adder(
-    here, sums, key_blocks, GROUP: gl.constexpr, SECTION: gl.constexpr,
+    here, sums, turns, key_blocks, GROUP: gl.constexpr, SECTION: gl.constexpr, REPEATABLE: gl.constexpr,
 ):  # fmt: skip
     SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _WIDTH, 16])
     k_here, _, _, _, _, ds_here, kv_full, _, _, ds_full, ds_free = here
-    pair, key_block = _place(key_blocks, SECTION)
+    pair, key_block = _place(key_blocks, SECTION, REPEATABLE)
     blocks = key_blocks * _WORKERS
+    # One element per thread: the counters of its warp, which has the same rows of a block in every program.
+    thread = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
+    counters = (turns + thread // 32).to(gl.int64)
+    last = counters
     mbarrier.wait(kv_full, 0)
     for step in range((blocks - key_block * _WORKERS) * GROUP):
-        block, member = _step(step, key_block, GROUP)
+        block, member = _step(step, key_block, GROUP, REPEATABLE)
         slot = step % _SLOTS
+        tile = (pair * GROUP + member) * blocks + block
+        turn = counters + tile.to(gl.int64) * (_TURNS * 4)
+        seen = thread
+        if REPEATABLE:
+            seen = gl.inline_asm_elementwise(_READ_TURN, "=r,l", [turn], dtype=gl.int32, is_pure=False, pack=1)
         mbarrier.wait(ds_full.index(slot), (step // _SLOTS) & 1)
         d_q = gl.zeros([_SIDE, _WIDTH], gl.float32, SUM)
         d_q = warpgroup_mma(
             ds_here.index(slot * _WORKERS).permute((1, 0)), k_here.index(0), d_q, use_acc=False, is_async=True
         )
         d_q = warpgroup_mma(ds_here.index(slot * _WORKERS + 1).permute((1, 0)), k_here.index(1), d_q, is_async=True)
+        if REPEATABLE:
+            ends = ((thread % 32 == 0) & (step > 0)).to(gl.int32)
+            gl.inline_asm_elementwise(_END_TURN, "=r,l,r", [last, ends], dtype=gl.int32, is_pure=False, pack=1)
+            last = turn
         d_q = warpgroup_mma_wait(0, deps=[d_q])
         mbarrier.arrive(ds_free.index(slot), count=1)
         row = gl.arange(0, _SIDE, gl.SliceLayout(1, SUM))[:, None]  # here, not before the loop, which has few registers
         column = gl.arange(0, _WIDTH, gl.SliceLayout(0, SUM))[None, :]
         inner = (((row // 16) * (_WIDTH // 8) + column // 8) * 32 + (row % 8) * 4 + (column % 8) // 2) * 4
-        target = sums + ((pair * GROUP + member) * blocks + block).to(gl.int64) * (_SIDE * _WIDTH)
+        target = sums + tile.to(gl.int64) * (_SIDE * _WIDTH)
+        if REPEATABLE:
+            before = gl.full(
+                [128], block // _WORKERS - key_block, gl.int32, thread.type.layout
+            )  # programs with later keys
+            gl.inline_asm_elementwise(
+                _AWAIT_TURN, "=&r,r,l,r", [seen, turn, before], dtype=gl.int32, is_pure=False, pack=1
+            )
         gl.inline_asm_elementwise(
             _ADD, _ADD_OPERANDS, [d_q, (target + inner).to(gl.int64)], dtype=gl.int32, is_pure=False, pack=4
         )
+    if REPEATABLE:
+        ends = (thread % 32 == 0).to(gl.int32)
+        gl.inline_asm_elementwise(_END_TURN, "=r,l,r", [last, ends], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def _work(
     here, k, v, d_k, d_v, step, key_block, scale,
-    WORKER: gl.constexpr, GROUP: gl.constexpr, MASKED: gl.constexpr,
+    WORKER: gl.constexpr, GROUP: gl.constexpr, REPEATABLE: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _SIDE, 16])
     SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _WIDTH, 16])
@@ -149,7 +196,7 @@ def _work(
     s = warpgroup_mma_wait(1, deps=[s])
     x = s * scale - lse[None, :]
     if MASKED:
-        block, _ = _step(step, key_block, GROUP)
+        block, _ = _step(step, key_block, GROUP, REPEATABLE)
         keys = (key_block * _WORKERS + WORKER) * _SIDE + gl.arange(0, _SIDE, gl.SliceLayout(1, SCORES))
         x = gl.where(keys[:, None] <= (block * _SIDE + gl.arange(0, _SIDE, QUERIES))[None, :], x, -float("inf"))
     p = _exp2(x)
@@ -171,12 +218,12 @@ def _work(
 @gluon.jit
 def _worker(
     here, out, key_blocks, seq, scale, WORKER: gl.constexpr, KV_HEADS: gl.constexpr,
-    GROUP: gl.constexpr, SECTION: gl.constexpr,
+    GROUP: gl.constexpr, SECTION: gl.constexpr, REPEATABLE: gl.constexpr,
 ):  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _SIDE, 16])
     SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _WIDTH, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
-    pair, key_block = _place(key_blocks, SECTION)
+    pair, key_block = _place(key_blocks, SECTION, REPEATABLE)
     steps = (key_blocks - key_block) * _WORKERS * GROUP
     mbarrier.wait(here[6], 0)
     k = here[0].index(WORKER).load(LEFT)
@@ -185,9 +232,9 @@ def _worker(
     d_v = gl.zeros([_SIDE, _WIDTH], gl.float32, SUM)
     MASKED_STEPS: gl.constexpr = (WORKER + 1) * GROUP  # blocks up to the diagonal
     for step in range(MASKED_STEPS):
-        d_k, d_v = _work(here, k, v, d_k, d_v, step, key_block, scale, WORKER, GROUP, True)
+        d_k, d_v = _work(here, k, v, d_k, d_v, step, key_block, scale, WORKER, GROUP, REPEATABLE, True)
     for step in range(MASKED_STEPS, steps):
-        d_k, d_v = _work(here, k, v, d_k, d_v, step, key_block, scale, WORKER, GROUP, False)
+        d_k, d_v = _work(here, k, v, d_k, d_v, step, key_block, scale, WORKER, GROUP, REPEATABLE, False)
     d_k_out, d_v_out, plain_scale = out
     row = gl.arange(0, _SIDE, gl.SliceLayout(1, SUM))[:, None]
     column = gl.arange(0, _WIDTH, gl.SliceLayout(0, SUM))[None, :]
@@ -199,8 +246,8 @@ def _worker(
 
 @gluon.jit
 def _attention_backward(
-    q, k, v, d_out, logs, d_k_out, d_v_out, sums, key_blocks, seq, q_head, k_head, v_head, d_out_head, scale, plain_scale,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, SECTION: gl.constexpr,
+    q, k, v, d_out, logs, d_k_out, d_v_out, sums, turns, key_blocks, seq, q_head, k_head, v_head, d_out_head, scale, plain_scale,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, SECTION: gl.constexpr, REPEATABLE: gl.constexpr,
 ):  # fmt: skip
     k_here = gl.allocate_shared_memory(gl.bfloat16, [_WORKERS, _SIDE, _WIDTH], k.layout)
     v_here = gl.allocate_shared_memory(gl.bfloat16, [_WORKERS, _SIDE, _WIDTH], v.layout)
@@ -225,19 +272,20 @@ def _attention_backward(
     fetch = (q, k, v, d_out, logs, q_head, k_head, v_head, d_out_head)
     out = (d_k_out, d_v_out, plain_scale)
     gl.warp_specialize([
-        (_worker, (here, out, key_blocks, seq, scale, 0, KV_HEADS, GROUP, SECTION)),
-        (_worker, (here, out, key_blocks, seq, scale, 1, KV_HEADS, GROUP, SECTION)),
-        (_adder, (here, sums, key_blocks, GROUP, SECTION)),
-        (_fetcher, (here, fetch, key_blocks, seq, KV_HEADS, GROUP, SECTION)),
+        (_worker, (here, out, key_blocks, seq, scale, 0, KV_HEADS, GROUP, SECTION, REPEATABLE)),
+        (_worker, (here, out, key_blocks, seq, scale, 1, KV_HEADS, GROUP, SECTION, REPEATABLE)),
+        (_adder, (here, sums, turns, key_blocks, GROUP, SECTION, REPEATABLE)),
+        (_fetcher, (here, fetch, key_blocks, seq, KV_HEADS, GROUP, SECTION, REPEATABLE)),
     ], [4, 4, 1], [208, 72, 24])  # fmt: skip
 
 
 @triton.jit
 def _attention_before(
-    out, d_out, lse, logs, sums, seq, heads, out_batch, out_token, out_head, d_out_batch, d_out_token, d_out_head,
-    WIDTH: tl.constexpr, R: tl.constexpr,
+    out, d_out, lse, logs, sums, turns, seq, heads, out_batch, out_token, out_head, d_out_batch, d_out_token, d_out_head,
+    WIDTH: tl.constexpr, R: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
-    """For R queries of a head lse, to base 2, and delta, the sum of out x d_out, side by side; and zeros in the sums of dQ."""
+    """For R queries of a head lse, to base 2, and delta, the sum of out x d_out, side by side; zeros in the sums of dQ and in the
+    counters of who added to them."""
     head = tl.program_id(0) % heads
     block = tl.program_id(0) // heads % (seq // R)
     batch = (tl.program_id(0) // heads // (seq // R)).to(tl.int64)
@@ -250,6 +298,7 @@ def _attention_before(
     tl.store(at, tl.load(lse + row * seq + token) * 1.4426950408889634)
     tl.store(at + R, tl.sum(o * d, 1))
     tl.store(sums + (row * seq + block * R) * WIDTH + tl.arange(0, R * WIDTH), tl.zeros([R * WIDTH], tl.float32))
+    tl.store(turns + (row * (seq // R) + block) * TURNS + tl.arange(0, TURNS), tl.zeros([TURNS], tl.int32))
 
 
 @triton.jit
@@ -267,25 +316,28 @@ def _attention_after(sums, d_q, seq, heads, plain_scale, WIDTH: tl.constexpr, R:
 
 
 def attend_backward(
-    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, *, repeatable: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v [batch, seq, heads, head_dim], whose forward pass gave `out` and `lse`."""
+    """The gradients of q, k and v [batch, seq, heads, head_dim], whose forward pass gave `out` and `lse`; with the same bits each time
+    if `repeatable`."""
     batch, seq, heads, width = q.shape
     kv_heads, side = k.shape[2], _SIDE.value
     d_q = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     d_k, d_v = (torch.empty(k.shape, dtype=k.dtype, device=k.device) for _ in range(2))
     sums = torch.empty(q.numel(), dtype=torch.float32, device=q.device)
     logs = torch.empty((batch * heads * seq // side, 2 * side), dtype=torch.float32, device=q.device)
+    turns = torch.empty(batch * heads * (seq // side) * _TURNS.value, dtype=torch.int32, device=q.device)
     key_blocks = seq // (side * _WORKERS.value)
     tiles = (batch * heads * (seq // side),)
     _attention_before[tiles](
-        out, d_out, lse, logs, sums, seq, heads, *out.stride()[:3], *d_out.stride()[:3], width, side, num_warps=4
-    )
+        out, d_out, lse, logs, sums, turns, seq, heads, *out.stride()[:3], *d_out.stride()[:3], width, side,
+        _TURNS.value, num_warps=4,
+    )  # fmt: skip
     _attention_backward[(batch * kv_heads * key_blocks,)](
         described(q, side), described(k, side), described(v, side), described(d_out, side),
-        TensorDescriptor(logs, list(logs.shape), [2 * side, 1], [1, 2 * side], _LOGS), d_k, d_v, sums, key_blocks, seq,
+        TensorDescriptor(logs, list(logs.shape), [2 * side, 1], [1, 2 * side], _LOGS), d_k, d_v, sums, turns, key_blocks, seq,
         q.stride(2), k.stride(2), v.stride(2), d_out.stride(2), scale / math.log(2), scale,
-        kv_heads, heads // kv_heads, section(batch * kv_heads, key_blocks), num_warps=4,
+        kv_heads, heads // kv_heads, section(batch * kv_heads, key_blocks), repeatable, num_warps=4,
     )  # fmt: skip
     _attention_after[tiles](sums, d_q, seq, heads, scale, width, side, num_warps=4)
     return d_q, d_k, d_v
