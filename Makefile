@@ -9,7 +9,10 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PIP    := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
+# Runs a set-up command quietly: its output goes to the log, whose end is shown if the command fails.
+LOG    := $(VENV)/install.log
+QUIET   = >$(LOG) 2>&1 || { status=$$?; tail -n 40 $(LOG); echo "Set-up failed; all of its output is in $(LOG)"; exit $$status; }
 
 .PHONY: demo test check faults storm bench docs clean
 
@@ -42,17 +45,18 @@ docs: $(VENV)/.dev
 $(VENV)/.python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Argosy needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) -V). Try: make PYTHON=python3.12"; exit 2; }
-	$(PYTHON) -m venv $(VENV)
+	@mkdir -p $(VENV)
+	@$(PYTHON) -m venv $(VENV) $(QUIET)
 	@touch $@
 
 $(VENV)/.core: $(VENV)/.python pyproject.toml constraints.txt
 	@echo "Installing Argosy into $(VENV) (about a minute the first time)"
-	@$(PIP) --editable .
+	@$(PIP) --editable . $(QUIET)
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.core
 	@echo "Installing the development tools into $(VENV)"
-	@$(PIP) --editable '.[dev]'
+	@$(PIP) --editable '.[dev]' $(QUIET)
 	@touch $@
 
 clean:
