@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -226,6 +227,23 @@ def mm_float32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if a.is_cuda and a.dtype == b.dtype != torch.float32:
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()
+
+
+def cpu_matmul_support(dtype: torch.dtype) -> Literal["native", "emulated", "missing"]:
+    """How this CPU multiplies matrices of a 16-bit `dtype`, from its instruction set and not from a timing, which another
+    process on the same cores would change.
+
+    `native` has instructions for it. `emulated` is oneDNN converting to fp32 and back, at about 5 times the time of fp32.
+    `missing` is torch's own scalar loops, at 40 to 400 times.
+    """
+    bf16 = dtype == torch.bfloat16
+    supported = torch.ops.mkldnn._is_mkldnn_bf16_supported if bf16 else torch.ops.mkldnn._is_mkldnn_fp16_supported
+    if not torch.backends.mkldnn.is_available() or not supported():
+        return "missing"
+    # On ARM, and for fp16 on x86, oneDNN asks for the instructions themselves; for bf16 on x86 it asks for AVX-512 alone.
+    x86 = platform.machine() in ("x86_64", "AMD64")
+    has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return "emulated" if bf16 and x86 and not has_bf16 else "native"
 
 
 def _operations(*names: str) -> frozenset[Any]:

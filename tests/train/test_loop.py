@@ -108,10 +108,10 @@ def test_a_run_that_goes_on_with_other_threads_says_so(write_spec: Write, tmp_pa
 
 def test_what_computes_on_a_gpu_is_told_with_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "name_of", lambda _: "NVIDIA H200")
-    usual = device.machine_facts(torch.device("cuda"))
+    usual = device.machine_facts(torch.device("cuda"), "auto")
     assert (usual["device"], usual["torch"]) == ("NVIDIA H200", torch.__version__)
     monkeypatch.setenv("ARGOSY_KERNELS", "torch")
-    other = device.machine_facts(torch.device("cuda"))
+    other = device.machine_facts(torch.device("cuda"), "auto")
     assert {key for key in usual if usual[key] != other[key]} == {"kernels"}
 
 

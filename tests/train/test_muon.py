@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from argosy import compat
 from argosy.config.resolve import resolve, resolve_model
 from argosy.config.schema import MuonSpec, OptimSpec
 from argosy.errors import ArgosyError
@@ -42,6 +43,16 @@ def run(
 
 def gradients(*shape: int) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=torch.Generator().manual_seed(n)) for n in range(3)]
+
+
+def test_iterations_are_in_fp32_on_a_cpu_without_kernels_for_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    [matrix, *_] = gradients(8, 16)
+    found = {}
+    for support in ("native", "emulated", "missing"):
+        monkeypatch.setattr(compat, "cpu_matmul_support", lambda _, support=support: support)
+        found[support] = orthogonalise(matrix, 5)
+    assert [x.dtype for x in found.values()] == [torch.bfloat16, torch.bfloat16, torch.float32]
+    assert torch.allclose(found["missing"], found["native"].float(), atol=0.05)
 
 
 @pytest.mark.parametrize("shape", [(32, 32), (16, 48), (48, 16)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from argosy import compat
 from argosy.checkpoint.store import latest
 from argosy.config.resolve import resolve, resolve_model
 from argosy.config.schema import OptimSpec
@@ -21,14 +23,22 @@ from argosy.model.build import build_model
 from argosy.model.init import initial_value, initial_weights, initialise
 from argosy.model.ops.choice import kernels
 from argosy.parallel import precision as precision_module
-from argosy.parallel.precision import DTYPES, apply_precision, choose_precision, describe_precision
+from argosy.parallel.precision import (
+    DTYPES,
+    apply_precision,
+    choose_precision,
+    describe_precision,
+    evaluation_precision,
+    slow_precision,
+)  # fmt: skip
 from argosy.parallel.single import SingleDevice
-from argosy.record.jsonl import read_metrics
+from argosy.record.jsonl import read_jsonl, read_metrics
 from argosy.train.decoding import Sampling
 from argosy.train.evaluate import evaluate_run
 from argosy.train.generate import sample
 from argosy.train.optimizer import Optimizer
-from argosy.train.run import TrainOptions, train
+from argosy.train.run import TrainOptions, dry_run, train
+from argosy.train.session import load_model
 
 Write = Callable[..., Path]
 SPEC = resolve_model("gpt2", ["layers=2", "hidden=32", "heads=2", "vocab_size=64", "max_seq_len=16"])
@@ -189,7 +199,10 @@ def test_a_resumed_run_is_bit_equal(write_spec: Write, precision: str) -> None:
     assert outcome(go(path, "name=cut", *common)) == expected
 
 
-def test_evaluation_and_sampling_use_the_runs_precision_and_weights_are_saved_in_32_bits(write_spec: Write) -> None:
+def test_evaluation_and_sampling_use_the_runs_precision_and_weights_are_saved_in_32_bits(
+    write_spec: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compat, "cpu_matmul_support", lambda _: "native")
     run = go(write_spec(), "train.precision=bf16")
     found = latest(run / "checkpoints", print)
     assert found is not None
@@ -202,6 +215,7 @@ def test_evaluation_and_sampling_use_the_runs_precision_and_weights_are_saved_in
 def test_a_run_in_8_bit_products_is_evaluated_on_devices_that_have_none(
     write_spec: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(compat, "cpu_matmul_support", lambda _: "native")
     run = go(write_spec(), "train.precision=fp8", "model.hidden=64")
     logged = read_metrics(run / "metrics.jsonl")[6]["validation_loss"]
 
@@ -210,6 +224,56 @@ def test_a_run_in_8_bit_products_is_evaluated_on_devices_that_have_none(
 
     monkeypatch.setattr(precision_module, "apply_fp8", refuse)
     assert evaluate_run(str(run), split="validation", batches=2)[0].loss == logged
+
+
+@pytest.mark.parametrize("precision", LOW)
+@pytest.mark.parametrize(("support", "told"), [("missing", "matmul, more for larger"), ("emulated", "emulates")])
+def test_a_precision_the_cpu_has_no_instructions_for_is_told_with_the_fix(
+    precision: str, support: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compat, "cpu_matmul_support", lambda _: support)
+    warning = slow_precision(precision, CPU)
+    assert warning is not None
+    assert told in warning
+    assert warning.startswith(f"{precision} on this CPU")
+    assert "train.precision=fp32" in warning
+    assert slow_precision("auto", CPU) is slow_precision("fp32", CPU) is None
+    assert evaluation_precision(precision, CPU) == "fp32" or support == "emulated"
+    monkeypatch.setattr(compat, "cpu_matmul_support", lambda _: "native")
+    assert slow_precision(precision, CPU) is None
+
+
+def test_a_cpu_without_16_bit_floats_warns_when_it_trains_and_evaluates_in_fp32(
+    write_spec: Write, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(compat, "cpu_matmul_support", lambda _: "missing")
+    path = write_spec()
+    assert any(
+        "train.precision=fp32" in line for line in dry_run(resolve(path, ["train.precision=bf16"]), TrainOptions())
+    )
+    resolved = resolve(path, ["train.precision=bf16", "train.steps=4"])
+    assert train(resolved, path, TrainOptions()) == 0
+    assert "warning: bf16 on this CPU" in capsys.readouterr().out
+    run = Path(resolved.spec.runs_dir) / resolved.spec.name
+    assert load_model(str(run)).model.embed.tokens.weight.dtype == torch.float32
+    assert "trained in bf16, computed in fp32" in capsys.readouterr().err
+    monkeypatch.setattr(compat, "cpu_matmul_support", lambda _: "native")
+    go(path, "train.precision=bf16")
+    events = list(read_jsonl(run / "events.jsonl"))
+    assert [event["event"] for event in events if event["event"] == "precision"] == ["precision"]
+    [resumed] = [event for event in events if event["event"] == "resume"]
+    assert "machine.precision: bf16 (missing in this CPU) -> bf16" in resumed["changes"]
+    assert load_model(str(run)).model.embed.tokens.weight.dtype == torch.bfloat16
+
+
+def test_a_run_from_before_precision_was_recorded_has_not_changed_it(write_spec: Write) -> None:
+    run = go(write_spec(), "train.steps=4")
+    stored = json.loads((run / "resolved.json").read_text())
+    assert stored["machine"].pop("precision") == "fp32"
+    (run / "resolved.json").write_text(json.dumps(stored))
+    go(write_spec())
+    [resumed] = [event for event in read_jsonl(run / "events.jsonl") if event["event"] == "resume"]
+    assert not [change for change in resumed["changes"] if change.startswith("machine.")]
 
 
 def test_precision_may_change_when_a_run_goes_on(write_spec: Write) -> None:

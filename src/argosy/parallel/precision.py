@@ -4,19 +4,26 @@ Parameters are kept on the device in the training precision, and everything comp
 autocast. What needs more bits says so where it is computed (norms, rotary tables and losses are 32-bit inside), and the
 optimiser keeps 32-bit masters. With fp8, parameters are bf16 and the products of the layers multiply 8-bit floats;
 embeddings, norms and the head stay bf16.
+
+A CPU may lack instructions for 16-bit floats. Training keeps the precision it was asked for and warns; evaluation and
+sampling, whose precision was chosen for another device, use fp32 there.
 """
 
 from __future__ import annotations
 
+import time
+
 import torch
 from torch import nn
 
+from argosy import compat
 from argosy.config.checks import FP8_ALIGNMENT
 from argosy.errors import ArgosyError
 from argosy.model.layers import Linear
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 _FP8_CAPABILITY = (8, 9)  # Ada and Hopper are the first with 8-bit products
+_SIDE = 48  # of the matmul that is timed
 
 
 def choose_precision(asked: str, device: torch.device) -> str:
@@ -37,8 +44,56 @@ def choose_precision(asked: str, device: torch.device) -> str:
 
 
 def evaluation_precision(asked: str, device: torch.device) -> str:
-    """What a model that was trained with `asked` is evaluated in: 8-bit products are for training, on any device."""
-    return choose_precision("bf16" if asked == "fp8" else asked, device)
+    """What a model that was trained with `asked` is evaluated in: 8-bit products are for training, on any device, and a CPU
+    without kernels for 16-bit floats uses fp32."""
+    chosen = choose_precision("bf16" if asked == "fp8" else asked, device)
+    return "fp32" if _support(chosen, device) == "missing" else chosen
+
+
+def recorded_precision(asked: str, device: torch.device) -> str:
+    """The precision in words that are the same on every machine with the same arithmetic, for the run's record."""
+    chosen = choose_precision(asked, device)
+    support = _support(chosen, device)
+    return chosen if support == "native" else f"{chosen} ({support} in this CPU)"
+
+
+def slow_precision(asked: str, device: torch.device) -> str | None:
+    """A warning if the precision costs much more time than fp32 on this CPU, with the fix; None otherwise."""
+    chosen = choose_precision(asked, device)
+    support = _support(chosen, device)
+    if support == "native":
+        return None
+    dtype = _name(chosen)
+    cost = "several times the time of fp32: oneDNN emulates them"
+    if support == "missing":
+        cost = f"many times the time of fp32: {_slowdown(chosen):.0f} times for a {_SIDE} x {_SIDE} matmul, more for larger ones"
+    return f"{chosen} on this CPU, which has no {dtype} instructions, takes {cost}; train.precision=fp32 avoids it"
+
+
+def _name(precision: str) -> str:
+    return "bf16" if DTYPES[precision] == torch.bfloat16 else precision
+
+
+def _support(precision: str, device: torch.device) -> str:
+    """`native`, `emulated` or `missing`, as `compat.cpu_matmul_support` says it."""
+    if device.type != "cpu" or precision == "fp32":
+        return "native"
+    return compat.cpu_matmul_support(DTYPES[precision])
+
+
+def _slowdown(precision: str) -> float:
+    """The time of a small matmul in a precision over that in fp32, the best of a few each. It is small enough for one thread:
+    several wait for each other on a busy machine."""
+
+    def best(dtype: torch.dtype) -> float:
+        a, seconds = torch.ones(_SIDE, _SIDE, dtype=dtype), []
+        for _ in range(5):
+            started = time.perf_counter()
+            a @ a
+            seconds.append(time.perf_counter() - started)
+        return min(seconds)
+
+    return best(DTYPES[precision]) / best(torch.float32)
 
 
 def apply_precision(model: nn.Module, precision: str, *, masters: bool = False) -> None:

@@ -199,8 +199,9 @@ class RunDir:
         if not self.resolved_file.exists():
             return []
         stored = self._stored()
-        known = stored["machine"] if machine else None
-        before = _flat(stored["spec"], stored["data"], known or machine or {})
+        # A fact of the machine that an older Argosy did not record counts as unchanged.
+        known = {**machine, **(stored["machine"] or {})} if machine else {}
+        before = _flat(stored["spec"], stored["data"], known)
         after = _flat(resolved.spec.model_dump(mode="json"), data, machine or {})
         changed = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
         free: tuple[str, ...] = FREE_TO_CHANGE + CHANGES_LATER_STEPS

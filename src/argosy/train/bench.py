@@ -8,6 +8,7 @@ kernels, taken in the same run: what no fusion can remove.
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from argosy.data.synthetic import synthetic_batch, target_length
 from argosy.model.init import initial_weights
 from argosy.model.ops import flash, hopper
 from argosy.parallel.mesh import Mesh
-from argosy.parallel.precision import choose_precision
+from argosy.parallel.precision import choose_precision, slow_precision
 from argosy.parallel.single import SingleDevice
 from argosy.plan.hardware import Peak
 from argosy.record.console import digits
@@ -149,6 +150,8 @@ class Bench:
 def bench(spec: RunSpec, *, steps: int, warmup: int, trace: Path | None = None) -> Bench:
     device = prepare_device(spec.train)
     precision = choose_precision(spec.train.precision, device)
+    if slow := slow_precision(spec.train.precision, device):
+        print(f"warning: {slow}", file=sys.stderr)
     engine, optimizer = start(spec, device)
     batch = engine.place(synthetic_batch(spec))
     done = 0

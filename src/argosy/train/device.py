@@ -12,6 +12,7 @@ from argosy.config.schema import TrainSpec
 from argosy.errors import ArgosyError
 from argosy.model.ops import flash
 from argosy.model.ops.choice import installed, only_torch
+from argosy.parallel.precision import recorded_precision
 from argosy.plan.hardware import Peak, dense_peak
 from argosy.record.host_memory import available_memory
 
@@ -57,19 +58,25 @@ def name_of(device: torch.device) -> str | None:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else None
 
 
-def machine_facts(device: torch.device) -> dict[str, str | int | None]:
-    """What computes here. Where one of these differs, so may the last bits of every number."""
+def machine_facts(device: torch.device, precision: str) -> dict[str, str | int | None]:
+    """What computes here, and what `train.precision` became. Where one of these differs, so may the last bits of every number."""
     if device.type == "cuda":
         return {
             "torch": torch.__version__,
             "device": name_of(device),
+            "precision": recorded_precision(precision, device),
             "cudnn": torch.backends.cudnn.version(),
             "triton": installed("triton"),
             "flash-attn-4": flash.INSTALLED,
             "kernels": "torch" if only_torch() else "auto",
         }
     kind = f"CPU with {torch.backends.cpu.get_cpu_capability()}"
-    return {"torch": torch.__version__, "device": kind, "threads": torch.get_num_threads()}
+    return {
+        "torch": torch.__version__,
+        "device": kind,
+        "precision": recorded_precision(precision, device),
+        "threads": torch.get_num_threads(),
+    }
 
 
 def peak_of(device: torch.device) -> Peak | None:

@@ -24,7 +24,7 @@ from argosy.errors import EXIT_DONE, EXIT_RESUMABLE
 from argosy.model.init import initial_weights
 from argosy.parallel.agreement import Agreement
 from argosy.parallel.mesh import Mesh
-from argosy.parallel.precision import choose_precision, describe_precision
+from argosy.parallel.precision import choose_precision, describe_precision, slow_precision
 from argosy.record.console import Console, open_console
 from argosy.record.heartbeat import Heartbeat, Phase
 from argosy.record.jsonl import JsonlWriter, Record, now, read_metrics
@@ -100,6 +100,7 @@ class Trainer:
         self._tell([*notes, *self._opening(first), *(f"changed since the last start: {c}" for c in changes)], console)
         self._tell([] if self.profile is None else self.profile.passed(first), console)
         self._tell_bubble(first, console)
+        self._tell_slow_precision(first, console)
         try:
             with Interrupt(quiet=not self.mesh.is_first) as interrupt:
                 self.agreement.listen(interrupt)
@@ -132,6 +133,11 @@ class Trainer:
             console.note(f"warning: {text}" if long else text)
             if long:
                 self._event("bubble", step, warning=text)
+
+    def _tell_slow_precision(self, step: int, console: Console) -> None:
+        if self.mesh.is_first and (text := slow_precision(self.spec.train.precision, self.device)):
+            console.note(f"warning: {text}")
+            self._event("precision", step, warning=text)
 
     def _telemetry(self, first: int, rewound: bool) -> Telemetry:
         meter = Meter(

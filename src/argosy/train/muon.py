@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from argosy.compat import copy_
 from argosy.config.schema import MuonSpec
 from argosy.model.layers import Attention, CrossAttention
+from argosy.parallel.precision import DTYPES, evaluation_precision
 from argosy.parallel.shards import with_whole
 from argosy.train.slots import Rule, Slot, Update
 
@@ -91,8 +92,8 @@ def _scale(matrix: Tensor, spec: MuonSpec) -> float:
 
 
 def orthogonalise(matrix: Tensor, steps: int) -> Tensor:
-    """About U V^T of each matrix U S V^T in [.., out, in], in bf16."""
-    x = matrix.bfloat16().reshape(-1, *matrix.shape[-2:])
+    """About U V^T of each matrix U S V^T in [.., out, in], in bf16; in fp32 on a CPU without kernels for bf16."""
+    x = matrix.to(DTYPES[evaluation_precision("bf16", matrix.device)]).reshape(-1, *matrix.shape[-2:])
     tall = x.shape[1] > x.shape[2]
     if tall:
         x = x.mT

@@ -24,6 +24,7 @@ from argosy.config.start import MODEL_FILE
 from argosy.config.watching import LogSpec
 from argosy.errors import ArgosyError
 from argosy.parallel.mesh import Mesh, joined
+from argosy.parallel.precision import slow_precision
 from argosy.parallel.rank import open_heartbeat
 from argosy.parallel.rankfiles import RankFiles
 from argosy.parallel.ranks import World, find_world
@@ -117,7 +118,7 @@ def _open(run: RunDir, trainer: Trainer, resolved: Resolved, source: Path | None
         if options.fresh and occupied:
             print(f"the earlier run is now {run.archive()}")
             run.open_for_training()
-        data, machine = trainer.data.facts(), machine_facts(trainer.device)
+        data, machine = trainer.data.facts(), machine_facts(trainer.device, trainer.spec.train.precision)
         changes = run.compare(resolved, data, machine) if listed(run.checkpoints) else []
         start = trainer.start_from(run)
         run.store(resolved, source, data, machine, None if start is None else start.facts())
@@ -182,7 +183,10 @@ def dry_run(
         check_world(spec.parallel, world.size, world.source, spec.train.global_batch)
         device = prepare_device(spec.train)
         layout = [f"device  {device}"]
-        machine = machine_facts(device) if world.size == 1 else None  # this process is none of the ranks
+        if slow := slow_precision(spec.train.precision, device):
+            layout.append(f"warning: {slow}")
+        # With several ranks, this process is none of them.
+        machine = machine_facts(device, spec.train.precision) if world.size == 1 else None
     else:
         from argosy.train.rehearsal import describe_rehearsal, rehearse
 

@@ -103,7 +103,11 @@ def load_model(where: str, *, device: str | None = None) -> Loaded:
     train = spec.train if spec is not None else TrainSpec(global_batch=1)
     on = prepare_device(train, device)
     model = build_model(source.model, on)
-    apply_precision(model, evaluation_precision(train.precision, on))
+    precision = evaluation_precision(train.precision, on)
+    if precision == "fp32" != choose_precision(train.precision, on):
+        why = f"note: trained in {train.precision}, computed in fp32: this CPU has no instructions for 16-bit floats"
+        print(why, file=sys.stderr)
+    apply_precision(model, precision)
     require_fit(source, model, source.model)
     parameters = dict(model.named_parameters())
     with torch.no_grad():
