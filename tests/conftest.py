@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import random
 import subprocess
 import sys
@@ -15,6 +16,8 @@ import numpy as np
 import pytest
 import yaml
 from hypothesis import HealthCheck, settings
+
+from programs import not_available
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -35,7 +38,13 @@ TINY_MODEL: dict[str, Any] = {
 }
 
 
+LEFT_OUT = not_available(platform.machine())
+collect_ignore = [file for file, _ in LEFT_OUT]
+
+
 def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:
+    for file, program in LEFT_OUT:
+        terminalreporter.write_line(f"not available on {platform.machine()}: {program}; tests/{file} was left out")
     if os.environ.get("CI") and terminalreporter.stats.get("skipped"):
         terminalreporter.write_line("a skipped test is a failure in CI: install what it needs in .ci/run", red=True)
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import sys
+import json
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -18,6 +16,8 @@ from argosy.launch.render import render
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted(path for path in (ROOT / "examples").rglob("*.yaml") if "\ncluster:" in path.read_text())
 GPU_EXAMPLE = ROOT / "examples" / "eks-llama2-7b.yaml"
+CHART = ROOT / "charts" / "argosy"
+VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
 HYPERPOD = ("cluster.cloud=hyperpod", "cluster.namespace=hyperpod-ns-a")
 
 
@@ -39,9 +39,18 @@ CASES = cases()
 NAMES = [case[0] for case in CASES]
 
 
-def tool(name: str) -> str | None:
-    """A program, also where it comes with a Python package of this environment."""
-    return shutil.which(name, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+def changed(**parts: Any) -> dict[str, Any]:
+    """The chart's values with some replaced; a key is a path joined by two underscores."""
+    values: dict[str, Any] = json.loads(json.dumps(VALUES))
+    for part, keys in parts.items():
+        node = values[part]
+        for key, value in keys.items():
+            *parents, last = key.split("__")
+            inner = node
+            for parent in parents:
+                inner = inner[parent]
+            inner[last] = value
+    return values
 
 
 @cache

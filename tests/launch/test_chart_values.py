@@ -1,0 +1,37 @@
+"""The Helm chart's values: their schema is the run spec's, and refuses what would be ignored."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+from rendering import CHART, VALUES, changed
+
+from argosy.launch.chart import values_schema
+
+
+def test_the_schema_of_values_is_made_from_the_run_specs() -> None:
+    stored = (CHART / "values.schema.json").read_text()
+    assert stored == json.dumps(values_schema(), indent=1) + "\n", (
+        "python -m argosy.launch.chart > …/values.schema.json"
+    )
+    jsonschema.Draft7Validator.check_schema(values_schema())
+    jsonschema.validate(VALUES, values_schema(), jsonschema.Draft7Validator)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"run": {"modle": "gpt3-1.3b"}},
+        {"run": {"model": "gpt3-1.3bb"}},
+        {"run": {"cluster__node": 4}},
+        {"run": {"cluster__target": "pytorch-job"}},
+        {"claim": {"create": "yes"}},
+        {"dashboard": {"prot": 1}},
+    ],
+)
+def test_values_that_would_be_ignored_are_refused(parts: dict[str, dict[str, Any]]) -> None:
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(changed(**parts), values_schema(), jsonschema.Draft7Validator)
