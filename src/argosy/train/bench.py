@@ -190,17 +190,17 @@ def bench(spec: RunSpec, *, steps: int, warmup: int, trace: Path | None = None) 
 
 
 def seconds_per_step(spec: RunSpec, steps: int) -> float:
-    """What a step of a run, with its own data, takes on this machine: the fastest of a few."""
+    """The seconds a step of a run, with its own data, takes on this machine: the median of `steps`, after one to warm up."""
     device = prepare_device(spec.train)
     stream = open_checked_data(spec).training()
     engine, optimizer = start(spec, device)
     seconds = []
-    for step in range(1, steps + 1):
+    for step in range(steps + 1):
         started = time.perf_counter()
         batch = stream.batch(0, spec.train.global_batch)
-        float(take_step(engine, optimizer, batch, step=step, lr=spec.optim.lr).grad_norm)
+        float(take_step(engine, optimizer, batch, step=step + 1, lr=spec.optim.lr).grad_norm)
         seconds.append(time.perf_counter() - started)
-    return min(seconds)
+    return statistics.median(seconds[1:])
 
 
 def start(spec: RunSpec, device: torch.device) -> tuple[SingleDevice, Optimizer]:

@@ -1,0 +1,309 @@
+"""What `argosy demo` does, step by step, within a time.
+
+The corpus is written on the spot, so nothing is downloaded. Training runs as `argosy train` in a process of its own;
+half-way that process is killed with SIGKILL and the same command is run again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from argosy.config.resolve import resolve
+from argosy.data.corpus.manifest import FILE_NAME
+from argosy.data.prepare.job import prepare
+from argosy.data.prepare.report import describe
+from argosy.data.prepare.work import PrepareOptions
+from argosy.data.text.tokenizer import load_tokenizer, train_bpe
+from argosy.demo.sizes import Size, choose_size, steps_within
+from argosy.demo.stories import OPENING, stories
+from argosy.record.console import clock
+from argosy.record.jsonl import read_metrics
+from argosy.record.plot import plot
+from argosy.record.rundir import RunDir
+
+if TYPE_CHECKING:
+    from argosy.train.decoding import Sampling
+
+VOCABULARY = 1024
+STORIES = 6000
+SAMPLE_TOKENS = 90
+TAIL_STEPS = 25  # the evaluation and the sample at the end cost about as much
+REPLACEMENT = "\ufffd"  # bytes that are no character
+RUN_SPEC = """\
+# Written by `argosy demo`. Change it, rename the run, and train your own: argosy train {path}
+name: demo
+runs_dir: {runs}
+model:
+  family: llama
+  layers: {size.layers}
+  hidden: {size.hidden}
+  heads: {size.heads}
+  vocab_size: {vocabulary}
+data:
+  train: {corpus}
+  split: [99, 1, 0]
+  seq_len: 128
+train:
+  global_batch: {size.global_batch}
+  steps: {steps}
+optim:
+  lr: {size.lr}
+  schedule: wsd          # stays at the peak, then falls: the run may be lengthened before that
+  warmup: {warmup}
+  decay: {decay}
+eval:
+  every: {every}
+  batches: 4
+checkpoint:
+  every: {save_every}
+log:
+  every: 5
+"""
+
+
+@dataclass
+class Pace:
+    """The time the demo may take, and how much of it is gone."""
+
+    seconds: float
+    start_s: float = 0.0  # of a training process, before its first step
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def left(self) -> float:
+        return self.seconds - (time.monotonic() - self.began)
+
+
+def run_demo(directory: Path, seconds: int) -> None:
+    """Everything the demo does, in the order a user would."""
+    pace = Pace(seconds)
+    directory.mkdir(parents=True, exist_ok=True)
+    _title(1, "A corpus: small stories, written on the spot")
+    corpus = _make_corpus(directory)
+
+    _title(2, f"A run spec: a model sized to this machine, all within about {clock(seconds)}")
+    spec_path = directory / "run.yaml"
+    runs = directory / "runs"
+    if (runs / "demo").exists():
+        last = RunDir(runs / "demo")
+        last.open_for_training()  # not while another demo is training in it
+        print(f"the run of the last demo is now {last.archive()}")
+    steps = _write_spec(spec_path, runs, corpus, pace)
+    before = _untrained(spec_path)
+
+    _title(3, "Training, killed half-way (SIGKILL), and resumed by the same command")
+    started = time.monotonic()
+    reached = _train_until_killed(spec_path, runs / "demo", steps // 2, pace.left * 0.4)
+    steps = _train_the_rest(spec_path, runs / "demo", steps, reached, pace)
+    print(f"training took {clock(time.monotonic() - started)}")
+
+    _title(4, "What it learned")
+    _report(runs / "demo")
+
+    _title(5, f"What it writes after '{OPENING}'")
+    print(side_by_side(("before training", before), (f"after {steps} steps", _sample(runs / "demo"))))
+    print(_next_commands(spec_path, runs / "demo", steps))
+    print(f"\nThe demo took {clock(pace.seconds - pace.left)}.")
+
+
+def _make_corpus(directory: Path) -> Path:
+    corpus, source = directory / "stories", directory / "stories.jsonl"
+    if (corpus / FILE_NAME).exists():
+        print(f"{corpus} is there from the last demo")
+        return corpus
+    texts = list(stories(STORIES))
+    with source.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
+    print(f"{source}: {len(texts):,} stories, {source.stat().st_size:,} bytes. The first one:\n")
+    print(textwrap.indent(textwrap.fill(texts[0], 76), "  | ") + "\n")
+
+    tokenizer = directory / "tokenizer.json"
+    started = time.monotonic()
+    tokenizer.write_text(train_bpe(iter(texts), VOCABULARY), encoding="utf-8")
+    print(f"{tokenizer}: byte-level BPE of {VOCABULARY:,}, trained in {clock(time.monotonic() - started)}")
+    made = prepare([str(source)], load_tokenizer(str(tokenizer)), corpus, PrepareOptions())
+    for directory, manifest in (made or {}).items():
+        print(describe(manifest, directory))
+    return corpus
+
+
+def _write_spec(path: Path, runs: Path, corpus: Path, pace: Pace) -> int:
+    """Choose the model and the number of steps that fit the time on this machine, and write the run spec."""
+
+    def write(size: Size, steps: int) -> None:
+        text = RUN_SPEC.format(
+            path=path, runs=runs, corpus=corpus, vocabulary=VOCABULARY, steps=steps, size=size,
+            warmup=max(1, steps // 20), decay=max(1, steps // 4), every=max(5, steps // 5),
+            save_every=max(5, steps // 10),
+        )  # fmt: skip
+        path.write_text(text, encoding="utf-8")
+
+    started = time.monotonic()
+    from argosy.train.bench import seconds_per_step
+
+    # Most of a process's start is this import; there are two of them, and each also opens data and model.
+    pace.start_s = 1.5 * (time.monotonic() - started)
+
+    def measure(size: Size) -> float:
+        write(size, 1000)
+        return seconds_per_step(resolve(path).spec, steps=3)
+
+    size, step_s = choose_size(pace.left - 2 * pace.start_s, measure)
+    steps = steps_within(pace.left - 2 * pace.start_s - TAIL_STEPS * step_s, 1.1 * step_s)
+    write(size, steps)
+    print(f"{path}: {steps} steps of {step_s:.3f} s on this machine\n")
+    print(path.read_text(encoding="utf-8"))
+    return steps
+
+
+def _command(path: Path, *overrides: str) -> list[str]:
+    print(f"$ argosy train {' '.join([str(path), *overrides])}", flush=True)
+    return [sys.executable, "-m", "argosy", "train", str(path), *overrides]
+
+
+def _train_until_killed(path: Path, run: Path, at_step: int, most_seconds: float) -> int:
+    """Kill the training at a step, or when its time is up on a machine that became slower; not before there is a checkpoint
+    to resume from, which may take a slow disk longer. Returns the step."""
+    process = subprocess.Popen(_command(path))
+    started, step = time.monotonic(), 0
+    try:
+        while process.poll() is None and (
+            not any((run / "checkpoints").glob("step-*"))
+            or (step < at_step and (step < 10 or time.monotonic() - started < most_seconds))
+        ):
+            time.sleep(0.2)
+            step = max(read_metrics(run / "metrics.jsonl"), default=0)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    except KeyboardInterrupt:
+        process.wait()
+        raise
+    show_cursor = "\x1b[?25h" if sys.stdout.isatty() else ""  # the killed process could not put its terminal back
+    print(f"{show_cursor}\n^^^ killed at about step {step} (exit status {process.returncode})\n", flush=True)
+    return step
+
+
+def _train_the_rest(path: Path, run: Path, steps: int, reached: int, pace: Pace) -> int:
+    """The same command again. Where the machine turned out much slower or faster than when it was measured, the length
+    is changed, and that is said. Returns the number of steps."""
+    overrides = []
+    step_s = _measured_step_s(run)
+    if step_s is not None:
+        left = pace.left - pace.start_s - TAIL_STEPS * step_s
+        fits = reached + steps_within(left, 1.1 * step_s, fewest=10)
+        if not 0.7 < (fits - reached) / max(1, steps - reached) < 1.5:
+            faster = "faster" if fits > steps else "slower"
+            print(f"the machine is {faster} now than when it was measured: {fits} steps instead of {steps}")
+            steps = fits
+            overrides = [f"train.steps={steps}", f"optim.decay={max(1, (steps - reached) // 2)}"]
+    code = subprocess.run(_command(path, *overrides), check=False).returncode
+    if code:
+        sys.exit(code)
+    return steps
+
+
+def _measured_step_s(run: Path) -> float | None:
+    """Seconds a step took in the run so far, with all that belongs to it; None if too little is known."""
+    times = [(step, record["time"]) for step, record in read_metrics(run / "metrics.jsonl").items() if "loss" in record]
+    if len(times) < 2:
+        return None
+    (first, began), (last, ended) = times[0], times[-1]
+    return float(ended - began) / (last - first)
+
+
+def _report(run: Path) -> None:
+    from argosy.data.open import open_data
+    from argosy.train.evaluate import evaluate_run, unigram_entropy
+
+    metrics = read_metrics(run / "metrics.jsonl")
+    losses = [(float(step), record["loss"]) for step, record in metrics.items() if "loss" in record]
+    validation = [(float(step), r["validation_loss"]) for step, r in metrics.items() if "validation_loss" in r]
+    width = max(40, min(72, shutil.get_terminal_size().columns - 12))
+    print(plot(losses, marks=validation, width=width, y_label="loss (nats a token); ● validation", x_label="steps"))
+    spec = RunDir(run).load_spec()
+    entropy = unigram_entropy(open_data(spec).whole("validation"), spec.model.vocab_size)
+    result, step = evaluate_run(str(run), split="validation", batches=None)
+    bits = result.loss / math.log(2)
+    print(
+        f"\nvalidation loss after step {step}: {result.loss:.3f} nats a token over {result.tokens:,} tokens ({bits:.2f} bits)"
+    )
+    print(f"unigram entropy of the same text:  {entropy:.3f} (the best a model without context can do)")
+    if result.loss > entropy - 0.5:
+        print("not well below it yet: this machine had time for few steps; `argosy demo --seconds 180` gives it more")
+
+
+def _sampling(tokens: int = SAMPLE_TOKENS) -> Sampling:
+    from argosy.train.decoding import Sampling
+
+    return Sampling(tokens=tokens, temperature=0.5, seed=7)
+
+
+def _sample(run: Path) -> str:
+    from argosy.train.generate import sample
+
+    return sample(str(run), OPENING, _sampling())
+
+
+def _untrained(path: Path) -> str:
+    """What the model of a run spec writes with its initial weights."""
+    from argosy.data.open import open_data
+    from argosy.train.bench import start
+    from argosy.train.decoding import generate
+    from argosy.train.device import prepare_device
+
+    spec = resolve(path).spec
+    device = prepare_device(spec.train)
+    tokenizer = open_data(spec).tokenizer
+    assert tokenizer is not None
+    engine, _ = start(spec, device)
+    ids = [int(i) for i in tokenizer.encode([OPENING])[0]]
+    written = generate(
+        engine.model.eval(), ids, _sampling(SAMPLE_TOKENS // 2), limit=spec.model.max_seq_len, stop=None, device=device
+    )
+    return tokenizer.decode(ids + list(written))
+
+
+def side_by_side(*texts: tuple[str, str]) -> str:
+    """Titled texts in columns next to each other."""
+    width = (max(60, min(100, shutil.get_terminal_size().columns)) - 4) // len(texts)
+    columns = [
+        [title, "─" * len(title), *textwrap.wrap(" ".join(_printable(text).split()), width - 2)]
+        for title, text in texts
+    ]
+    rows = zip_longest(*columns, fillvalue="")
+    return "\n".join("  | " + "".join(f"{cell:<{width}}" for cell in row).rstrip() for row in rows)
+
+
+def _printable(text: str) -> str:
+    """The text with a dot for each character a terminal could not show."""
+    return "".join(c if c.isspace() or (c.isprintable() and c != REPLACEMENT) else "·" for c in text)
+
+
+def _next_commands(spec: Path, run: Path, steps: int) -> str:
+    argosy = "argosy" if shutil.which("argosy") else f"{os.path.relpath(Path(sys.executable).parent)}/argosy"
+    rows = [
+        (f"sample {run} --prompt '{OPENING}'", "more of what it writes"),
+        (f"eval {run}", "its loss on held-out text"),
+        (f"train {spec} train.steps={2 * steps}", "go on training the same run"),
+        (f"config show {spec}", "every value and where it came from"),
+        ("config models", "real models, with their true sizes"),
+        ("data prepare FILES --tokenizer T --output DIR", "your own text"),
+    ]
+    width = max(len(command) for command, _ in rows)
+    return "\n".join(["", "Next:", *(f"  {argosy} {command:<{width}}   {what}" for command, what in rows)])
+
+
+def _title(number: int, text: str) -> None:
+    print(f"\n── {number}/5 {text} {'─' * max(0, 72 - len(text))}", flush=True)
