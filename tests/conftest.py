@@ -112,7 +112,7 @@ def argosy(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
 
     def run(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "argosy", *(str(a) for a in arguments)]
-        options = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 120} | options
+        options = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 500} | options
         return subprocess.run(command, check=False, **options)
 
     return run

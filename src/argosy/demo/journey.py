@@ -15,6 +15,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -26,7 +27,7 @@ from argosy.data.prepare.job import prepare
 from argosy.data.prepare.report import describe
 from argosy.data.prepare.work import PrepareOptions
 from argosy.data.text.tokenizer import load_tokenizer, train_bpe
-from argosy.demo.sizes import Size, choose_size, steps_within
+from argosy.demo.sizes import FEWEST_STEPS, SIZES, Size, choose_size, steps_within
 from argosy.demo.stories import OPENING, stories
 from argosy.record.console import clock
 from argosy.record.jsonl import read_metrics
@@ -79,6 +80,7 @@ class Pace:
 
     seconds: float
     start_s: float = 0.0  # of a training process, before its first step
+    one_thread: bool = False  # cores are busy with other work, and threads would wait for each other
     began: float = field(default_factory=time.monotonic)
 
     @property
@@ -105,7 +107,7 @@ def run_demo(directory: Path, seconds: int) -> None:
 
     _title(3, "Training, killed half-way (SIGKILL), and resumed by the same command")
     started = time.monotonic()
-    reached = _train_until_killed(spec_path, runs / "demo", steps // 2, pace.left * 0.4)
+    reached = _train_until_killed(spec_path, runs / "demo", steps // 2, pace)
     steps = _train_the_rest(spec_path, runs / "demo", steps, reached, pace)
     print(f"training took {clock(time.monotonic() - started)}")
 
@@ -160,6 +162,7 @@ def _write_spec(path: Path, runs: Path, corpus: Path, pace: Pace) -> int:
         write(size, 1000)
         return seconds_per_step(resolve(path).spec, steps=3)
 
+    pace.one_thread = _one_thread_is_faster(lambda: measure(SIZES[0]))
     size, step_s = choose_size(pace.left - 2 * pace.start_s, measure)
     steps = steps_within(pace.left - 2 * pace.start_s - TAIL_STEPS * step_s, 1.1 * step_s)
     write(size, steps)
@@ -168,15 +171,35 @@ def _write_spec(path: Path, runs: Path, corpus: Path, pace: Pace) -> int:
     return steps
 
 
-def _command(path: Path, *overrides: str) -> list[str]:
-    print(f"$ argosy train {' '.join([str(path), *overrides])}", flush=True)
-    return [sys.executable, "-m", "argosy", "train", str(path), *overrides]
+def _one_thread_is_faster(seconds_per_step: Callable[[], float]) -> bool:
+    """Whether a small step takes less than half the time with one thread, as on cores that other programs use too. Leaves torch
+    with the threads that are faster."""
+    import torch
+
+    threads = torch.get_num_threads()
+    if threads == 1:
+        return False
+    several = seconds_per_step()
+    torch.set_num_threads(1)
+    if seconds_per_step() < 0.5 * several:
+        return True
+    torch.set_num_threads(threads)
+    return False
 
 
-def _train_until_killed(path: Path, run: Path, at_step: int, most_seconds: float) -> int:
+def _start_training(path: Path, pace: Pace, *overrides: str) -> subprocess.Popen[bytes]:
+    """`argosy train` in a process of its own, as a user would type it."""
+    setting = {"OMP_NUM_THREADS": "1"} if pace.one_thread else {}
+    words = [*(f"{key}={value}" for key, value in setting.items()), "argosy", "train", str(path), *overrides]
+    print(f"$ {' '.join(words)}", flush=True)
+    return subprocess.Popen([sys.executable, "-m", "argosy", "train", str(path), *overrides], env=os.environ | setting)
+
+
+def _train_until_killed(path: Path, run: Path, at_step: int, pace: Pace) -> int:
     """Kill the training at a step, or when its time is up on a machine that became slower; not before there is a checkpoint
     to resume from, which may take a slow disk longer. Returns the step."""
-    process = subprocess.Popen(_command(path))
+    most_seconds = 0.4 * pace.left
+    process = _start_training(path, pace)
     started, step = time.monotonic(), 0
     try:
         while process.poll() is None and (
@@ -202,13 +225,13 @@ def _train_the_rest(path: Path, run: Path, steps: int, reached: int, pace: Pace)
     step_s = _measured_step_s(run)
     if step_s is not None:
         left = pace.left - pace.start_s - TAIL_STEPS * step_s
-        fits = reached + steps_within(left, 1.1 * step_s, fewest=10)
+        fits = reached + steps_within(left, 1.1 * step_s, fewest=max(10, FEWEST_STEPS - reached))
         if not 0.7 < (fits - reached) / max(1, steps - reached) < 1.5:
             faster = "faster" if fits > steps else "slower"
             print(f"the machine is {faster} now than when it was measured: {fits} steps instead of {steps}")
             steps = fits
             overrides = [f"train.steps={steps}", f"optim.decay={max(1, (steps - reached) // 2)}"]
-    code = subprocess.run(_command(path, *overrides), check=False).returncode
+    code = _start_training(path, pace, *overrides).wait()
     if code:
         sys.exit(code)
     return steps

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 ENOUGH_STEPS = 400
 MOST_STEPS = 1500
-FEWEST_STEPS = 40
+FEWEST_STEPS = 100  # whole sentences come with fewer, stories do not
 
 
 @dataclass(frozen=True)
