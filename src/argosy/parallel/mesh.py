@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from argosy.compat import divided, flattened
+from argosy.compat import divided, flattened, refuse_pickled_messages
 from argosy.config.layout import AXES, check_world
 from argosy.config.schema import ParallelSpec
 from argosy.errors import EXIT_REFUSED, ArgosyError
@@ -154,6 +154,7 @@ def joined(parallel: ParallelSpec, world: World, device: torch.device) -> Iterat
     os.environ.setdefault("MASTER_ADDR", world.address)
     os.environ.setdefault("MASTER_PORT", str(world.port))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    refuse_pickled_messages()
     dist.init_process_group(backend, rank=world.rank, world_size=world.size, timeout=TIMEOUT)
     try:
         yield make_mesh(parallel, device)

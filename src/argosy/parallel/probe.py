@@ -5,7 +5,6 @@ Bus bandwidth is what the slowest link carries, 2 (n - 1) / n x bytes / time for
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import socket
@@ -17,11 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from argosy.compat import refuse_pickled_messages
 from argosy.parallel.ranks import World
+from argosy.parallel.team import all_gather_json
 
 _BYTES = {"cuda": 1 << 30, "cpu": 1 << 22}
 _ROUNDS = 5
-_MESSAGE = 1 << 16  # bytes a rank may say
 
 
 def probe(world: World, ranks_per_node: int, report: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -36,9 +36,10 @@ def probe(world: World, ranks_per_node: int, report: Sequence[dict[str, Any]]) -
         return {"nodes": {socket.gethostname(): list(report)}, "measured": [], "transport": None, "collnet": False}
     os.environ.setdefault("MASTER_ADDR", world.address)
     os.environ.setdefault("MASTER_PORT", str(world.port))
+    refuse_pickled_messages()
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", rank=world.rank, world_size=world.size)
     try:
-        said = _gather({"host": socket.gethostname(), "report": list(report)}, world.size)
+        said = all_gather_json({"host": socket.gethostname(), "report": list(report)})
         hosts = [entry["host"] for entry in said[::ranks_per_node]]
         names = [f"{host}#{n}" if hosts.count(host) > 1 else host for n, host in enumerate(hosts)]
         nodes = {name: said[n * ranks_per_node]["report"] for n, name in enumerate(names)}
@@ -63,7 +64,7 @@ def _measure(world: World, per_node: int, names: list[str], device: torch.device
         ranks = [node * per_node + n for node in (left, right) for n in range(per_node)]
         group = dist.new_group(ranks)
         rate = _bus_bandwidth(group, len(ranks), device) if world.rank in ranks else 0.0
-        rates = _gather({"rate": rate}, world.size)
+        rates = all_gather_json({"rate": rate})
         found.append((f"{names[left]} + {names[right]}", max(entry["rate"] for entry in rates)))
     return found
 
@@ -85,16 +86,6 @@ def _bus_bandwidth(group: dist.ProcessGroup | None, ranks: int, device: torch.de
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _gather(document: dict[str, Any], ranks: int) -> list[dict[str, Any]]:
-    """What every rank says, as JSON in tensors: nothing is unpickled."""
-    text = json.dumps(document).encode()[:_MESSAGE]
-    mine = torch.zeros(_MESSAGE, dtype=torch.uint8)
-    mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    all_of_them = [torch.zeros(_MESSAGE, dtype=torch.uint8) for _ in range(ranks)]
-    dist.all_gather(all_of_them, mine)
-    return [json.loads(bytes(other.tolist()).rstrip(b"\0")) for other in all_of_them]
 
 
 def _read(log: Path) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,13 +23,13 @@ from argosy.model.objective import Loss, Objective, Stream
 from argosy.parallel.data import DataParallel
 from argosy.parallel.fsdp import reduce_everything, reduce_nothing
 from argosy.parallel.mesh import SUM_AXES, Mesh
-from argosy.parallel.pipeline.messages import Form
 from argosy.parallel.pipeline.order import Action, forward_order, training_order, with_messages
 from argosy.parallel.pipeline.runtime import Key, Pass, Runtime
 from argosy.parallel.pipeline.shared import SharedWeights
 from argosy.parallel.pipeline.stages import Stages, part_of
 from argosy.parallel.shards import norm_of
 from argosy.parallel.single import Result, Sums
+from argosy.parallel.team import all_gather_json
 
 _Micro = tuple[Batch, int]  # a micro-batch: where it is, and its first sample there
 
@@ -55,7 +54,8 @@ class PipelineParallel(DataParallel):
         self._runtime = Runtime(self._pipeline, stages.ranks, mesh.device)
         self._shared = SharedWeights(model, stages, self._pipeline)
         self._actions = cache(self._make_actions)
-        self._reported: dict[bool, tuple[list[str], Form | None]] = {}  # training or not: metrics, loads of experts
+        # By training or not: the names of the metrics, and the shape of the experts' loads.
+        self._reported: dict[bool, tuple[list[str], tuple[int, ...] | None]] = {}
 
     def forward_backward(self, batch: Batch, step: int, loss_scale: Tensor | float = 1.0) -> Result:
         self.enter("communication")
@@ -139,16 +139,15 @@ class PipelineParallel(DataParallel):
                 load = report.expert_load if load is None else load + report.expert_load
         if training not in self._reported:
             self._reported[training] = self._agree(metrics, load)
-        names, form = self._reported[training]
-        if load is None and form is not None:
-            load = torch.zeros(form.shape, dtype=form.dtype, device=self.device)
+        names, shape = self._reported[training]
+        if load is None and shape is not None:
+            load = torch.zeros(shape, dtype=torch.int64, device=self.device)
         zero = torch.zeros((), device=self.device)
         return Result(total, self._totals.tokens, {name: metrics.get(name, zero) for name in names}, load)
 
-    def _agree(self, metrics: Sums, load: Tensor | None) -> tuple[list[str], Form | None]:
-        """What is reported by any rank of the pipeline."""
-        mine = list(metrics), None if load is None else Form(tuple(load.shape), load.dtype)
-        theirs: list[Any] = [None] * dist.get_world_size(self._pipeline)
-        dist.all_gather_object(theirs, mine, group=self._pipeline)
-        names = sorted({name for found, _ in theirs for name in found})
-        return names, next((form for _, form in theirs if form is not None), None)
+    def _agree(self, metrics: Sums, load: Tensor | None) -> tuple[list[str], tuple[int, ...] | None]:
+        """Return the names of the metrics that any rank of the pipeline reports, and the shape of the experts' loads."""
+        mine = {"metrics": list(metrics), "load": None if load is None else list(load.shape)}
+        theirs = all_gather_json(mine, self._pipeline)
+        names = sorted({name for said in theirs for name in said["metrics"]})
+        return names, next((tuple(said["load"]) for said in theirs if said["load"] is not None), None)
