@@ -31,10 +31,11 @@ def activation_name(spec: ModelSpec) -> str:
 def read_gpt2(keys: Keys) -> Tree:
     keys.only("scale_attn_weights", True)
     keys.only("scale_attn_by_inverse_layer_idx", False)
-    keys.only("add_cross_attention", False)
-    keys.harmless("reorder_and_upcast_attn", "n_ctx")  # the first only changes rounding
-    keys.harmless(
-        *(f"summary_{name}" for name in ("type", "use_proj", "activation", "proj_to_labels", "first_dropout"))
+    keys.ignore("it changes the rounding of attention scores only", "reorder_and_upcast_attn")
+    keys.ignore("an older name of n_positions, which transformers does not read", "n_ctx")
+    keys.ignore(
+        "it is of GPT2DoubleHeadsModel's second head",
+        *(f"summary_{name}" for name in ("type", "use_proj", "activation", "proj_to_labels", "first_dropout")),
     )
     return {
         "family": "gpt",
@@ -70,7 +71,8 @@ def write_gpt2(spec: ModelSpec) -> Tree:
 
 
 def read_llama(keys: Keys) -> Tree:
-    keys.harmless("is_llama_config")  # SmolLM
+    keys.ignore("SmolLM's name for its own class", "is_llama_config")
+    keys.only("rope_interleaved", False)  # SmolLM; transformers reads neither
     return read_gated(keys, kv_heads=None, head_dim=None, max_seq_len=2048) | {
         "attention_bias": keys.take("attention_bias", False),
         "mlp_bias": keys.take("mlp_bias", False),
@@ -193,14 +195,15 @@ def read_mpt(keys: Keys) -> Tree:
     held: tuple[tuple[Any, ...], ...] = (
         ("attn_type", "multihead_attention"), ("alibi", True), ("alibi_bias_max", 8), ("clip_qkv", None),
         ("softmax_scale", None), ("prefix_lm", False), ("qk_ln", False), ("attn_uses_sequence_id", False),
-        ("rope", False), ("sliding_window_size", -1), ("fused_qkv", True),  # and below: as LLM-Foundry writes them
+        ("rope", False), ("sliding_window_size", -1), ("fused_qkv", True), ("nope", False), ("qk_gn", False),  # and below: as LLM-Foundry writes them
     )  # fmt: skip
     for key, *allowed in held:
         attention.only(key, *allowed)
-    attention.harmless("attn_impl", "rope_theta", "rope_impl", "rope_dail_config", "rope_hf_config")
+    attention.ignore("it chooses a kernel", "attn_impl")
+    attention.ignore("rope is off", "rope_theta", "rope_impl", "rope_dail_config", "rope_hf_config")
     temperature = attention.section("attn_temperature_tuning")
     temperature.only("attn_scale", 0.0)
-    temperature.harmless("floor_scale")
+    temperature.ignore("attn_scale is 0", "floor_scale")
     temperature.finish()
     dropout = keys.same("resid_pdrop", "emb_pdrop", default=0.0)
     if attention.take("attn_pdrop", 0) != dropout:
@@ -213,9 +216,11 @@ def read_mpt(keys: Keys) -> Tree:
     )  # fmt: skip
     for key, *allowed in held:
         keys.only(key, *allowed)
-    # transformers' MPT has no learned positions whatever the key says; the rest steers LLM-Foundry, not the model.
-    keys.harmless("learned_pos_emb", "init_device", "init_config", "verbose", "tokenizer_name", "auto_map")
-    keys.harmless("use_pad_tok_in_ffn")
+    keys.ignore("transformers' MPT has no learned positions whatever it says", "learned_pos_emb")
+    keys.ignore(
+        "it steers LLM-Foundry, not the model",
+        *("init_device", "init_config", "verbose", "tokenizer_name", "auto_map", "use_pad_tok_in_ffn"),
+    )
     eps = keys.take("layer_norm_epsilon", 1e-5)
     keys.only("norm_eps", eps)
     return {

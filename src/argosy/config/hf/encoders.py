@@ -16,10 +16,8 @@ _OLD_POOLER = ("fc_size", "num_attention_heads", "num_fc_layers", "size_per_head
 
 def read_bert(keys: Keys) -> Tree:
     keys.only("position_embedding_type", "absolute")
-    keys.only("is_decoder", False)
-    keys.only("add_cross_attention", False)
     keys.only("directionality", "bidi")
-    keys.harmless(*(f"pooler_{name}" for name in _OLD_POOLER))
+    keys.ignore("no code has that pooler", *(f"pooler_{name}" for name in _OLD_POOLER))
     return {
         "family": "bert",
         "layers": keys.take("num_hidden_layers", 12),
@@ -73,7 +71,7 @@ def read_t5(keys: Keys) -> Tree:
     keys.only("relative_attention_num_buckets", 32)
     keys.only("relative_attention_max_distance", 128)
     keys.only("is_encoder_decoder", True)
-    keys.harmless("is_decoder")
+    keys.ignore("transformers sets it for each of the two stacks", "is_decoder")
     activation, function = keys.choice("feed_forward_proj", _T5_ACTIVATIONS, "relu")
     keys.only("dense_act_fn", function)  # where a file has them, they win over feed_forward_proj
     keys.only("is_gated_act", activation.endswith("glu"))

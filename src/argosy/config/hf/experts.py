@@ -1,5 +1,9 @@
-"""Mixtures of experts: mixtral and qwen3_moe. The weights of their auxiliary losses are not ours (theirs are of one loss over
-all layers, Mixtral's not divided by the experts of a token), and only matter in training: they are passed over."""
+"""Mixtures of experts: mixtral and qwen3_moe.
+
+Both have one balance loss over the routers of all layers together, `router_aux_loss_coef` times a sum that is `top_k` when
+loads are level. Ours is a sum over layers, each 1 when level. So `moe.balance_loss` = coef x top_k / layers with experts:
+the same loss when level, and the same gradient wherever the layers have the same loads, as with one layer.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +11,40 @@ from typing import Any
 
 from argosy.config.hf.decoders import read_gated, write_gated
 from argosy.config.hf.keys import Keys
-from argosy.config.model import ModelSpec
+from argosy.config.model import ModelSpec, MoESpec
 
 Tree = dict[str, Any]
+_FLAG = (
+    "transformers adds its balance loss only where it also returns the routers' logits; Argosy whenever it has a weight"
+)
+_DIGITS = 12  # of a weight, so that what was divided and multiplied again is what it was
+
+
+def read_balance(keys: Keys, moe: Tree, layers: int) -> float:
+    """Return our weight of the balance loss."""
+    keys.ignore(_FLAG, "output_router_logits")
+    coef = keys.take("router_aux_loss_coef", 0.001)
+    if isinstance(coef, bool) or not isinstance(coef, int | float):
+        raise keys.refuse("router_aux_loss_coef", coef, "a number belongs here")
+    routed = layers - moe.get("dense_layers", 0)
+    top_k = keys.count("num_experts_per_tok", moe["top_k"])
+    return float(f"{coef * top_k / max(1, routed):.{_DIGITS}g}")
+
+
+def write_balance(spec: ModelSpec, moe: MoESpec) -> float:
+    """Return their weight of the balance loss, the inverse of `read_balance`."""
+    return float(f"{moe.balance_loss * (spec.layers - moe.dense_layers) / moe.top_k:.{_DIGITS}g}")
 
 
 def read_mixtral(keys: Keys) -> Tree:
     common = read_gated(keys, kv_heads=8, head_dim=None, max_seq_len=131072, ffn=14336, eps=1e-5, theta=1e6)
     keys.only("router_jitter_noise", 0.0)
-    keys.harmless("router_aux_loss_coef")
     moe = {
         "experts": keys.take("num_local_experts", 8),
         "top_k": keys.take("num_experts_per_tok", 2),
         "ffn": common["ffn"],
     }
+    moe["balance_loss"] = read_balance(keys, moe, common["layers"])
     return common | {"window": keys.take("sliding_window", None), "moe": moe}
 
 
@@ -31,6 +55,7 @@ def write_mixtral(spec: ModelSpec) -> Tree:
             "intermediate_size": spec.moe.ffn,
             "num_local_experts": spec.moe.experts,
             "num_experts_per_tok": spec.moe.top_k,
+            "router_aux_loss_coef": write_balance(spec, spec.moe),
         }
     return document
 
@@ -39,10 +64,11 @@ def read_qwen3_moe(keys: Keys) -> Tree:
     common = read_gated(
         keys, kv_heads=4, head_dim=None, max_seq_len=32768, vocab=151936, ffn=6144, layers=24, hidden=2048
     )
-    keys.harmless("router_aux_loss_coef", "max_window_layers")
+    keys.ignore("Qwen3-MoE's window, where it has one, is of all layers", "max_window_layers")
     keys.only("decoder_sparse_step", 1)
-    keys.only("use_qk_norm", True)  # this and the next as Qwen3-Coder has them
+    keys.only("use_qk_norm", True)  # this and the next two as Qwen3-Coder has them
     keys.only("shared_expert_intermediate_size", 0)
+    keys.only("qkv_bias", False)
     dense = keys.listing("mlp_only_layers")
     if set(dense) != set(range(len(dense))):
         raise keys.refuse("mlp_only_layers", dense, "only the first layers can be dense")
@@ -55,6 +81,7 @@ def read_qwen3_moe(keys: Keys) -> Tree:
         "norm_topk": keys.take("norm_topk_prob", False),
         "dense_layers": len(dense),
     }
+    moe["balance_loss"] = read_balance(keys, moe, common["layers"])
     return common | {
         "qk_norm": True,
         "attention_bias": keys.take("attention_bias", False),
@@ -77,6 +104,7 @@ def write_qwen3_moe(spec: ModelSpec) -> Tree:
             "num_experts_per_tok": spec.moe.top_k,
             "moe_intermediate_size": spec.moe.ffn,
             "norm_topk_prob": spec.moe.norm_topk,
+            "router_aux_loss_coef": write_balance(spec, spec.moe),
             "decoder_sparse_step": 1,
             "mlp_only_layers": list(range(spec.moe.dense_layers)),
         }

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import orjson
 from pydantic import ValidationError
 
 from argosy.config.hf import decoders, encoders, experts
@@ -16,11 +15,12 @@ from argosy.config.hf.keys import Keys
 from argosy.config.model import ModelSpec
 from argosy.config.presets import FAMILIES
 from argosy.errors import ArgosyError
+from argosy.untrusted import read_object
 
 Tree = dict[str, Any]
 CONFIG = "config.json"
 # Of no effect on what a trained model computes: an export may lose them, and says so.
-TRAINING_ONLY = frozenset({"preset", "dropout", "init_std", "pair", "moe.balance_loss", "moe.z_loss"})
+TRAINING_ONLY = frozenset({"preset", "dropout", "init_std", "pair", "moe.z_loss"})
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def read_config(directory: Path) -> Tree:
     """config.json of a Hugging Face model directory."""
     path = directory / CONFIG
     try:
-        document = orjson.loads(path.read_bytes())
+        return read_object(path, within=directory)
     except FileNotFoundError:
         is_there = directory.is_dir()
         raise ArgosyError(
@@ -68,9 +68,6 @@ def read_config(directory: Path) -> Tree:
         ) from None
     except (OSError, ValueError) as error:
         raise ArgosyError("hf.bad-files", f"{path} cannot be read: {error}", fix="fetch it again") from None
-    if not isinstance(document, dict):
-        raise ArgosyError("hf.bad-files", f"{path} holds no keys and values", fix="fetch it again")
-    return document
 
 
 def from_config(document: Mapping[str, Any], where: str = CONFIG) -> ModelSpec:
@@ -94,6 +91,14 @@ def from_config(document: Mapping[str, Any], where: str = CONFIG) -> ModelSpec:
             f"{where} describes no model: {place} {first['msg'].removeprefix('Value error, ')}".replace("  ", " "),
             fix="check the file against the model it came with",
         ) from None
+
+
+def key_fates(kind: str) -> dict[str, str]:
+    """Return what becomes of each key of a kind of config: "read", "held" to what we compute, or why it is ignored."""
+    keys = Keys({"model_type": kind}, CONFIG)
+    _FAMILIES[kind].read(keys)
+    keys.finish()
+    return keys.fates
 
 
 def to_config(spec: ModelSpec) -> Tree:

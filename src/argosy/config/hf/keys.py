@@ -1,5 +1,6 @@
-"""A config.json read key by key: every key is taken over, held to the values we can represent, or known to be harmless.
-One that is none of these is refused, since it may change what the model computes."""
+"""A config.json read key by key: every key is taken over, held to the values we can represent, or ignored for a stated reason.
+One that is none of these is refused, since it may change what the model computes or how it is trained. So a key that a new
+version of transformers adds cannot be dropped."""
 
 from __future__ import annotations
 
@@ -8,99 +9,59 @@ from typing import Any
 
 from argosy.errors import ArgosyError
 
-# About files, tokens, labels, caches and generation, not about what a forward pass computes.
-HARMLESS = frozenset(
-    [
-        "model_type",
-        "architectures",
-        "transformers_version",
-        "_name_or_path",
-        "name_or_path",
-        "dtype",
-        "torch_dtype",
-        "use_cache",
-        "return_dict",
-        "output_hidden_states",
-        "output_attentions",
-        "output_past",
-        "id2label",
-        "label2id",
-        "num_labels",
-        "_num_labels",
-        "problem_type",
-        "finetuning_task",
-        "task_specific_params",
-        "chunk_size_feed_forward",
-        "is_encoder_decoder",
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-        "sep_token_id",
-        "cls_token_id",
-        "unk_token_id",
-        "mask_token_id",
-        "eos_token_ids",
-        "decoder_start_token_id",
-        "decoder_bos_token_id",
-        "forced_bos_token_id",
-        "forced_eos_token_id",
-        "max_length",
-        "min_length",
-        "do_sample",
-        "early_stopping",
-        "num_beams",
-        "num_beam_groups",
-        "diversity_penalty",
-        "temperature",
-        "top_k",
-        "top_p",
-        "typical_p",
-        "repetition_penalty",
-        "length_penalty",
-        "no_repeat_ngram_size",
-        "encoder_no_repeat_ngram_size",
-        "bad_words_ids",
-        "num_return_sequences",
-        "output_scores",
-        "return_dict_in_generate",
-        "remove_invalid_values",
-        "suppress_tokens",
-        "begin_suppress_tokens",
-        "exponential_decay_length_penalty",
-        "prefix",
-        "tokenizer_class",
-        "torchscript",
-        "use_bfloat16",
-        "tf_legacy_loss",
-        "gradient_checkpointing",
-        "attn_implementation",
-        "_attn_implementation",
-        "_attn_implementation_autoset",
-        "classifier_dropout",
-        "pretraining_tp",
-        "tie_encoder_decoder",
-        "output_router_logits",
-        # Written by programs that trained or repacked the model; transformers reads none of them.
-        "_flash_attn_2_enabled",
-        "max_sequence_length",
-        "transformers.js_config",
-        "unsloth_fixed",
-        "unsloth_version",
-        "xla_device",
-    ]
+READ, HELD = "read", "held"
+_IGNORED_BECAUSE: dict[str, tuple[str, ...]] = {
+    "it names the file, its author's program, or the class that loads it": (
+        "model_type", "architectures", "transformers_version", "_name_or_path", "name_or_path", "tokenizer_class",
+        "_flash_attn_2_enabled", "max_sequence_length", "transformers.js_config", "unsloth_fixed", "unsloth_version",
+        "xla_device", "tf_legacy_loss", "use_bfloat16", "finetuning_task", "task_specific_params",
+    ),
+    "weights keep the precision they are stored in; train.precision says what they are trained in": ("dtype", "torch_dtype"),
+    "it chooses what transformers returns, keeps or recomputes, not what it computes": (
+        "use_cache", "return_dict", "output_hidden_states", "output_attentions", "output_past", "gradient_checkpointing",
+        "attn_implementation", "_attn_implementation", "_attn_implementation_autoset", "_experts_implementation",
+        "chunk_size_feed_forward", "pretraining_tp",
+    ),
+    "it is of a classification head, which no language model has": (
+        "id2label", "label2id", "num_labels", "_num_labels", "problem_type", "classifier_dropout",
+    ),
+    "token ids are kept beside the model spec; they decide which tokens a sample has, not what a model makes of them": (
+        "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id", "unk_token_id", "mask_token_id",
+        "eos_token_ids", "decoder_start_token_id", "decoder_bos_token_id", "forced_bos_token_id", "forced_eos_token_id",
+    ),
+    "it is of generation": (
+        "max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty",
+        "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size",
+        "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "output_scores", "return_dict_in_generate",
+        "remove_invalid_values", "suppress_tokens", "begin_suppress_tokens", "exponential_decay_length_penalty", "prefix",
+    ),
+}  # fmt: skip
+# Without effect in every family, with the reason. A family's reader adds what has none there (`Keys.ignore`).
+IGNORED = {key: reason for reason, keys in _IGNORED_BECAUSE.items() for key in keys}
+# Keys of every config class that mean another model unless they are as here.
+_HELD: tuple[tuple[str, Any], ...] = (
+    ("is_encoder_decoder", False),
+    ("is_decoder", False),
+    ("add_cross_attention", False),
+    ("cross_attention_hidden_size", None),
+    ("tie_encoder_decoder", False),
+    ("torchscript", False),  # transformers 4 copies tied weights then, so that training moves them apart
+    ("pruned_heads", {}),
 )
 
 
 class Keys:
+    """The keys of one JSON object. `fates` says what became of each: "read", "held", or why it is ignored."""
+
     def __init__(self, document: Mapping[str, Any], where: str) -> None:
         self.where = where
+        self.fates: dict[str, str] = dict(IGNORED)
         self._document = document
-        self._seen: set[str] = set()
 
     def take(self, key: str, default: Any, *, null: bool = False) -> Any:
         """The value of a key, or what a missing one means. A key set to nothing is refused, unless that is a value of its own
         (`null`) or what a missing key means: no default of ours is put in place of one of theirs."""
-        self._seen.add(key)
+        self.fates[key] = READ
         value = self._document.get(key, default)
         if value is None and default is not None and not null:
             raise self.refuse(key, None, f"a value belongs here, such as {default!r}")
@@ -130,6 +91,7 @@ class Keys:
     def only(self, key: str, *allowed: Any) -> None:
         """Held to the values we can represent; the first of them is what a missing key means."""
         value = self.take(key, allowed[0], null=None in allowed)
+        self.fates[key] = HELD
         if value not in allowed:
             raise self.refuse(key, value, f"only {' or '.join(repr(word) for word in allowed)} can be represented")
 
@@ -148,15 +110,19 @@ class Keys:
             raise self.refuse(key, value, "a set of keys belongs here")
         return Keys(value, f"{self.where}: {key}")
 
-    def harmless(self, *keys: str) -> None:
-        self._seen.update(keys)
+    def ignore(self, reason: str, *keys: str) -> None:
+        """Pass over keys that have no effect on what Argosy computes, for this reason."""
+        self.fates |= dict.fromkeys(keys, reason)
 
     def finish(self) -> None:
-        """Refuse what nobody looked at. A key that is set to nothing asks for nothing."""
+        """Refuse what nobody looked at. A key that is null asks for nothing."""
+        for key, allowed in _HELD:
+            if key not in self.fates:
+                self.only(key, allowed)
         for key, value in self._document.items():
-            asks = value is not None and value is not False and value != {} and value != []
-            if asks and key not in self._seen and key not in HARMLESS:
-                raise self.refuse(key, value, "Argosy does not know it, and it may change what the model computes")
+            if value is not None and key not in self.fates:
+                why = "Argosy does not know it, and it may change what the model computes or how it is trained"
+                raise self.refuse(key, value, why)
 
     def refuse(self, key: str, value: Any, why: str, fix: str | None = None) -> ArgosyError:
         return ArgosyError(

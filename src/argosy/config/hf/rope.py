@@ -14,7 +14,7 @@ def read_rope(keys: Keys, *, theta: float = 10_000.0, max_seq_len: int) -> dict[
     keys.only("partial_rotary_factor", 1.0, None)
     old, new = keys.section("rope_scaling"), keys.section("rope_parameters")
     rope = old if keys.take("rope_scaling", None) else new
-    (new if rope is old else old).harmless(*_KEYS)  # transformers, too, lets the older form win
+    (new if rope is old else old).ignore("transformers, too, lets the older form win", *_KEYS)
     theta = rope.take("rope_theta", theta)
     rope.only("partial_rotary_factor", 1.0, None)
     old_name = rope.take("type", "default")
