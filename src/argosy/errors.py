@@ -43,6 +43,7 @@ CODES: Final[dict[str, str]] = {
     "data.output-exists": "The output directory already holds a prepared corpus.",
     "data.truncated": "A `.bin` file ended before the tokens its `.idx` promises.",
     "tokenizer.not-found": "The tokenizer file does not exist or cannot be read as a tokenizer.",
+    "tokenizer.failed": "The tokenizer fails on a text, as with a pattern that takes exponential time.",
     "tokenizer.no-eod": "The tokenizer has no end-of-document token that is known or was named.",
     "tokenizer.mismatch": "The data was prepared with another tokenizer than the run uses.",
     "tokenizer.vocabulary": "A token id does not fit in the model's vocabulary.",

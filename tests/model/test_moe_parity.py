@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from argosy.config.hf import from_config
 from argosy.config.model import ModelSpec
 from argosy.config.resolve import resolve_model
 from argosy.model.build import build_model
@@ -153,6 +154,43 @@ def test_the_balance_loss_is_theirs_for_each_expert_of_a_token(pair: Pair) -> No
         logits = x.flatten(0, 1) @ layer.router.weight.t()
         theirs = load_balancing_loss_func((logits,), moe.experts, moe.top_k)
         assert float(layer(x, None)[1].balance) == pytest.approx(float(theirs) / moe.top_k, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_training_with_the_weight_of_a_config_is_training_in_transformers(kind: str, tmp_path: Path) -> None:
+    """The balance loss included: with one layer of experts the two losses are one."""
+    torch.manual_seed(0)
+    sizes = {
+        "num_hidden_layers": 1, "hidden_size": 48, "vocab_size": 101, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 12, "num_experts_per_tok": 3, "router_aux_loss_coef": 0.7, "output_router_logits": True,
+    }  # fmt: skip
+    own = {
+        "mixtral": {"num_local_experts": 6, "intermediate_size": 24},
+        "qwen3_moe": {"num_experts": 6, "moe_intermediate_size": 24, "norm_topk_prob": True},
+    }
+    make = {"mixtral": (T.MixtralForCausalLM, T.MixtralConfig), "qwen3_moe": (T.Qwen3MoeForCausalLM, T.Qwen3MoeConfig)}
+    theirs = make[kind][0](make[kind][1](**sizes, **own[kind])).train()
+    with torch.no_grad():
+        for tensor in theirs.state_dict().values():
+            tensor.normal_(0.0, 0.2)
+    theirs.save_pretrained(tmp_path)
+    spec = from_config(theirs.config.to_dict())
+    ours = build_model(spec)
+    ours.load_state_dict(from_hf(entries(spec), load_file(tmp_path / "model.safetensors")))
+    tokens, labels = torch.randint(0, 101, (2, 2, 17))
+    theirs(input_ids=tokens, labels=labels, shift_labels=labels).loss.backward()
+    # As training does it: the sum is differentiated, and its gradient divided once.
+    ours(tokens, labels, Objective()).total.backward()
+    expected = gradients_by_our_names(Pair(spec, ours, theirs, tmp_path), tmp_path / "gradients")
+    for name, parameter in ours.named_parameters():
+        scale = float(expected[name].abs().max())
+        torch.testing.assert_close(
+            parameter.grad / labels.numel(),
+            expected[name],
+            rtol=1e-4,
+            atol=1e-5 * scale,
+            msg=lambda m, n=name: f"{n}: {m}",
+        )
 
 
 def gradients_by_our_names(pair: Pair, where: Path) -> dict[str, Tensor]:

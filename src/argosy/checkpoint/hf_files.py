@@ -6,13 +6,14 @@ shape is named. Pickled weights are never opened.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import orjson
 import torch
 from torch import Tensor
 
@@ -22,6 +23,7 @@ from argosy.config.model import ModelSpec
 from argosy.errors import ArgosyError
 from argosy.model.build import build_model
 from argosy.model.hf import Entry, entries, family_of
+from argosy.untrusted import MIB, open_regular, read_object, read_regular, resolve_inside
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _FETCH = "fetch the model again"
@@ -52,7 +54,14 @@ class HfModel:
 
     def read_theirs(self, name: str) -> Tensor:
         file, stored = self.where[name]
-        return file.read(stored)
+        tensor = file.read(stored)
+        if not tensor.isfinite().all():
+            bad = int((~tensor.isfinite()).sum())
+            raise _bad(
+                f"{name} in {file.path.name} holds {bad:,} numbers of {tensor.numel():,} that are NaN or infinite",
+                "fetch the model again, or take another one: whatever starts from these weights is NaN",
+            )
+        return tensor
 
     def _shape(self, entry: Entry) -> Tensor:
         parts = {}
@@ -65,7 +74,7 @@ class HfModel:
 
 def open_hf(directory: Path) -> HfModel:
     spec = from_config(read_config(directory), str(directory / "config.json"))
-    files = [TensorFile(path, code="hf.bad-files", fix=_FETCH) for path in _paths(directory)]
+    files = [_opened(path, directory) for path in _paths(directory)]
     table = {entry.ours: entry for entry in entries(spec)}
     needed = {theirs: entry for entry in table.values() for theirs in entry.theirs}
     family = family_of(spec)
@@ -108,7 +117,7 @@ def check_hashes(model: HfModel) -> int:
     for path, promised in ((file.path, _promised_hash(file.path)) for file in model.files):
         if promised is None:
             continue
-        with path.open("rb") as content:
+        with open_regular(path, within=model.directory) as content:
             found = hashlib.file_digest(content, "sha256").hexdigest()
         if found != promised:
             raise _bad(f"{path} has SHA-256 {found[:16]}…, it was published with {promised[:16]}…", _FETCH)
@@ -120,23 +129,23 @@ def _promised_hash(path: Path) -> str | None:
     """The Hub's cache names a large file by its SHA-256; a download into a directory notes it as the `etag`."""
     names = [path.resolve().name]
     note = path.parent / ".cache" / "huggingface" / "download" / f"{path.name}.metadata"
-    if note.is_file():
-        names += note.read_text(encoding="utf-8", errors="replace").split()
+    with contextlib.suppress(OSError):
+        names += read_regular(note, MIB, within=path.parent).decode(errors="replace").split()
     return next((name for name in names if re.fullmatch(r"[0-9a-f]{64}", name)), None)
 
 
 def _paths(directory: Path) -> Iterator[Path]:
-    if (directory / SINGLE).exists():  # also where there is an index: transformers then does not look at it
+    if os.path.lexists(directory / SINGLE):  # also where there is an index: transformers then does not look at it
         yield directory / SINGLE
     elif (directory / INDEX).exists():
         try:
-            names = set(orjson.loads((directory / INDEX).read_bytes())["weight_map"].values())
+            names = set(read_object(directory / INDEX, 256 * MIB, within=directory)["weight_map"].values())
         except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
             raise _bad(f"{directory / INDEX} is not an index of shards: {error}", _FETCH) from None
         for name in sorted(names, key=str):
             if not isinstance(name, str) or Path(name).name != name:
                 raise _bad(f"{directory / INDEX} names {name!r}, which is no file beside it", _FETCH)
-            if not (directory / name).is_file():
+            if not os.path.lexists(directory / name):
                 raise _bad(f"{directory} lacks the shard {name}", _FETCH)
             yield directory / name
     elif pickled := sorted([*directory.glob("pytorch_model*.bin"), *directory.glob("*.pt"), *directory.glob("*.pth")]):
@@ -147,6 +156,14 @@ def _paths(directory: Path) -> Iterator[Path]:
         )
     else:
         raise _bad(f"{directory} has neither {SINGLE} nor {INDEX}", _FETCH)
+
+
+def _opened(path: Path, directory: Path) -> TensorFile:
+    try:
+        real = resolve_inside(path, directory)
+    except OSError as error:
+        raise _bad(f"{path} cannot be used: {error.strerror}", _FETCH) from None
+    return TensorFile(path, code="hf.bad-files", fix=_FETCH, opened=real)
 
 
 def _check_shapes(model: HfModel) -> None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from argosy.checkpoint.assets import copy_assets, listed_assets
+from argosy.checkpoint.assets import check_assets, copy_assets, listed_assets, tokenizer_files
 from argosy.checkpoint.hf_files import check_hashes, open_hf
 from argosy.checkpoint.model_directory import counted, write_model
-from argosy.checkpoint.source import hf_source, tokenizer_files
+from argosy.checkpoint.source import hf_source
 from argosy.checkpoint.staging import require_space, staged
 from argosy.config.counts import count_parameters
 from argosy.config.hf import model_type_of
+from argosy.config.hf.experts import BALANCE_RULE
 from argosy.config.start import HF, MEGATRON, directory_of
 from argosy.errors import ArgosyError
 from argosy.record.console import volume
@@ -34,6 +35,7 @@ class Imported:
     copied: dict[str, str]  # their names
     assets: list[str]
     tokenizer: bool
+    balance_loss: float | None = None  # our weight, of a model with experts
 
     def describe(self, *, done: bool) -> str:
         lines = [
@@ -43,6 +45,8 @@ class Imported:
         ]
         if not self.tokenizer:
             lines.append("  it has no tokenizer: text cannot be sampled, and data cannot be held against it")
+        if self.balance_loss is not None:
+            lines.append(f"  balance loss: {BALANCE_RULE} = {self.balance_loss:g} (model.moe.balance_loss)")
         if self.unused:
             lines.append(
                 f"  left out, as the model does not use them: {', '.join(self.unused[:4])}" + _more(self.unused)
@@ -66,6 +70,7 @@ def import_hf(source: str, to: Path, *, dry_run: bool = False) -> Imported:
         )
     directory = directory_of(source)
     model = open_hf(directory)
+    check_assets(directory)
     infos = model.infos
     size = sum(info.nbytes for info in infos.values())
     facts = Imported(
@@ -80,6 +85,7 @@ def import_hf(source: str, to: Path, *, dry_run: bool = False) -> Imported:
         model.copied,
         [path.name for path in listed_assets(directory)],
         any(tokenizer_files(directory)),
+        None if model.spec.moe is None else model.spec.moe.balance_loss,
     )
     require_space(to, size)
     if dry_run:

@@ -26,10 +26,12 @@ from argosy.checkpoint.hashing import hash_file
 from argosy.checkpoint.stored import INDEX, FileName, StoredTensors, Strict
 from argosy.errors import ArgosyError
 from argosy.parallel.team import ALONE, Team
+from argosy.untrusted import MIB, read_regular
 
 MANIFEST, STATE = "manifest.json", "state.json"
 WEIGHTS, OPTIMIZER = "weights", "optimizer"  # groups of tensors
 FORMAT, VERSION = "argosy-checkpoint", 2
+_LARGEST = 256 * MIB  # of manifest.json and state.json; a guard's window is a few kB
 _THREADS = min(4, os.cpu_count() or 1)
 _Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 _Whole = Annotated[int, Field(ge=0, lt=2**63)]
@@ -122,7 +124,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
                 raise corrupt(f"{file} has {size:,} bytes, its manifest says {promised.bytes:,}")
         if not {STATE} <= files.keys() or not any(name.startswith(WEIGHTS) for name in files):
             raise corrupt(f"{path / MANIFEST} does not list every file")
-        state = _State.model_validate_json((path / STATE).read_bytes())
+        state = _State.model_validate_json(read_regular(path / STATE, _LARGEST, within=path))
     except ValidationError as error:
         where = path / (STATE if error.title == "_State" else MANIFEST)
         raise corrupt(f"{where}: {error.errors()[0]['msg']}") from None
@@ -173,7 +175,7 @@ def _hash(path: Path, algorithm: str) -> str:
 
 def _read_manifest(path: Path) -> tuple[int, dict[str, Written], str]:
     """The step, what the files should be, and how they are hashed."""
-    content = path.read_bytes()
+    content = read_regular(path, _LARGEST, within=path.parent)
     document = orjson.loads(content)
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise ValueError(f"{MANIFEST} is not a checkpoint's")

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import orjson
 from pydantic import ValidationError
 from torch import Tensor, nn
 
+from argosy.checkpoint.assets import tokenizer_files
 from argosy.checkpoint.hf_files import HfModel, open_hf
 from argosy.checkpoint.manifest import Checkpoint, verify
 from argosy.checkpoint.store import latest, listed, require_names
@@ -28,9 +28,10 @@ from argosy.config.start import (
     starting_model,
     stored_description,
 )
-from argosy.data.text.tokenizer import Tokenizer, load_tokenizer
+from argosy.data.text.tokenizer import LARGEST_TOKENIZER, Tokenizer, load_tokenizer
 from argosy.errors import ArgosyError
 from argosy.model.init import initial_value
+from argosy.untrusted import read_object, read_regular
 
 TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 
@@ -80,7 +81,9 @@ class Source:
         if data is None or own is None or data.fingerprint == own.fingerprint:
             return True
         _, content = data.stored()  # one tokenizer may lie there in two forms
-        return any(path.read_bytes() == content for path in tokenizer_files(self.root))
+        return any(
+            read_regular(path, LARGEST_TOKENIZER, within=self.root) == content for path in tokenizer_files(self.root)
+        )
 
     def misread(self) -> str:
         """What is to be said where it does not."""
@@ -129,21 +132,15 @@ def open_source(where: str, report: Callable[[str], None] = lambda text: None) -
 
 
 def _tokenizer_in(root: Path) -> Tokenizer | None:
-    path = next(tokenizer_files(root), None)
-    return None if path is None else load_tokenizer(str(path))
-
-
-def tokenizer_files(root: Path) -> Iterator[Path]:
-    for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model"):
-        if (root / name).exists() and (name != "vocab.json" or (root / "merges.txt").exists()):
-            yield root / name
+    path = next(iter(tokenizer_files(root)), None)
+    return None if path is None else load_tokenizer(str(path), within=root)
 
 
 def _tokenizer_settings(root: Path) -> dict[str, Any]:
     """Those of transformers' own class; nothing where they cannot be read, as they decide little."""
     try:
-        return dict(orjson.loads((root / "tokenizer_config.json").read_bytes()))
-    except (OSError, ValueError, TypeError):
+        return read_object(root / "tokenizer_config.json", within=root)
+    except (OSError, ValueError):
         return {}
 
 

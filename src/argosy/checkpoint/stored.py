@@ -19,8 +19,10 @@ from argosy.checkpoint.plan import Stored, key_of
 from argosy.checkpoint.tensors import TensorFile, TensorInfo
 from argosy.errors import ArgosyError
 from argosy.parallel.boxes import Box, tiled, whole_box
+from argosy.untrusted import MIB, read_regular
 
 INDEX = "tensors.json"
+_LARGEST = 1024 * MIB  # of tensors.json
 # Plain names: nothing can lead outside the directory.
 FileName = Annotated[str, Field(pattern=r"^[a-z]{1,32}(-\d{5,8}-of-\d{5,8})?\.(safetensors|json)$")]
 _Size = Annotated[int, Field(ge=0, lt=2**62)]
@@ -89,7 +91,7 @@ class StoredTensors(Mapping[str, Tensor]):
 
     def _indexed(self) -> dict[str, _Tensor]:
         try:
-            index = _Index.model_validate_json((self._directory / INDEX).read_bytes())
+            index = _Index.model_validate_json(read_regular(self._directory / INDEX, _LARGEST, within=self._directory))
         except ValidationError as error:
             raise _corrupt(self._directory, str(error.errors()[0]["msg"])) from None
         except OSError as error:

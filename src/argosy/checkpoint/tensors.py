@@ -22,6 +22,7 @@ from torch import Tensor
 from argosy.checkpoint.disk import Written, write_bytes
 from argosy.errors import ArgosyError
 from argosy.parallel.boxes import Box, whole_box
+from argosy.untrusted import open_regular
 
 _NAMES = {
     torch.float32: "F32",
@@ -114,11 +115,19 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 class TensorFile:
     """A safetensors file of which only what is asked for is read. The header is checked against the file's size."""
 
-    def __init__(self, path: Path, *, code: str = "checkpoint.corrupt", fix: str = "use another checkpoint") -> None:
-        self.path, self._code, self._fix = path, code, fix
+    def __init__(
+        self,
+        path: Path,
+        *,
+        code: str = "checkpoint.corrupt",
+        fix: str = "use another checkpoint",
+        opened: Path | None = None,
+    ) -> None:
+        """`opened`: where the file really lies, if `path`, which messages name, is a link."""
+        self.path, self._code, self._fix, self._opened = path, code, fix, opened or path
         try:
-            size = path.stat().st_size
-            with path.open("rb") as file:
+            with open_regular(self._opened) as file:
+                size = os.fstat(file.fileno()).st_size
                 length = int.from_bytes(file.read(8), "little")
                 if not 2 <= length <= min(_LONGEST_HEADER, size - 8):
                     raise self._bad(f"its {size:,} bytes do not begin with a header")
@@ -158,7 +167,7 @@ class TensorFile:
     def read_box(self, name: str, box: Box) -> Tensor:
         """Part of a tensor. What is read is what the part takes, in as few reads as make sense."""
         try:
-            return read_span(self.path, self._start + self._offsets[name], self.infos[name], box)
+            return read_span(self._opened, self._start + self._offsets[name], self.infos[name], box)
         except EOFError:
             raise self._bad(f"it ended inside {name}") from None
         except OSError as error:
@@ -172,7 +181,7 @@ def read_span(path: Path, start: int, info: TensorInfo, box: Box) -> Tensor:
     """A box of a tensor whose numbers lie in a file from byte `start` on; an EOFError where the file is shorter."""
     result = torch.empty(box.shape, dtype=info.dtype)
     shape, box, target = (info.shape, box, result) if info.shape else ((1,), Box((0,), (1,)), result.view(1))
-    with path.open("rb", buffering=0) as file:
+    with open_regular(path, buffering=0) as file:
         for first, rows, inner in _spans(shape, box, info.dtype.itemsize, target):
             whole = rows.shape[1:] == inner and rows.is_contiguous()
             content = rows if whole else torch.empty(len(rows), *inner, dtype=info.dtype)

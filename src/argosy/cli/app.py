@@ -47,6 +47,11 @@ class Verbs(TyperGroup):
             where = f"{error.filename}: " if error.filename else ""
             cause = f"{where}{error.strerror or error}"
             raise ArgosyError("io.failed", cause, fix="check the path, its permissions and free space") from error
+        except UnicodeEncodeError as error:  # a name or an argument that is no UTF-8 text got to where text is needed
+            cause = f"{error.object[:80]!a} cannot be written in {error.encoding}: {error.reason}"
+            raise ArgosyError(
+                "config.bad-value", cause, fix="use UTF-8 text; in a POSIX locale, set PYTHONUTF8=1"
+            ) from error
         except (MemoryError, RuntimeError) as error:
             if not ran_out_of_memory(error):
                 raise
@@ -120,8 +125,9 @@ def main() -> None:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler tells of its own start and end
     _fill_standard_streams()
-    if isinstance(sys.stdout, TextIOWrapper):  # a terminal without our characters, a file's name that is no text
-        sys.stdout.reconfigure(errors="replace")
+    for stream, errors in ((sys.stdout, "replace"), (sys.stderr, "backslashreplace")):
+        if isinstance(stream, TextIOWrapper):  # a terminal without our characters, a file's name that is no text
+            stream.reconfigure(errors=errors)
     try:
         app()
     except ArgosyError as error:

@@ -16,13 +16,14 @@ from typing import Any
 from pydantic import ValidationError
 
 from argosy.config.checks import check
+from argosy.config.hf.experts import BALANCE_RULE
 from argosy.config.model import ModelSpec
 from argosy.config.presets import ALIASES, FAMILIES, PRESETS
 from argosy.config.reader import parse_value, read_yaml
 from argosy.config.refusals import did_you_mean, kind_of, refusal_of, section_of
 from argosy.config.schema import RunSpec
 from argosy.config.stages import SEVERAL_STAGES
-from argosy.config.start import check_start, remembered_model, starting_model
+from argosy.config.start import HF, check_start, remembered_model, starting_model
 from argosy.errors import ArgosyError
 
 Tree = dict[str, Any]
@@ -260,8 +261,10 @@ def _start(tree: Tree, origins: dict[str, str]) -> ModelSpec | None:
 def _expand_start(tree: Tree, origins: dict[str, str], start: ModelSpec) -> None:
     base = start.model_dump(mode="json", exclude_none=True)
     tree["model"] = _laid_over(base, tree.get("model") or {})
+    from_hub = str(tree.get("init_from")).startswith(HF)
     for key, _ in flatten(base, "model"):
-        origins.setdefault(key, "init_from")
+        converted = from_hub and key == "model.moe.balance_loss"
+        origins.setdefault(key, f"init_from: {BALANCE_RULE}" if converted else "init_from")
 
 
 def _derive(tree: Tree, origins: dict[str, str]) -> None:

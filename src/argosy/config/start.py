@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import orjson
 from pydantic import ValidationError
 
 from argosy.config.hf import from_config, leaves, read_config
 from argosy.config.model import ModelSpec
 from argosy.errors import ArgosyError
+from argosy.untrusted import read_object
 
 HF = "hf:"
 MEGATRON = "megatron:"
@@ -53,8 +53,8 @@ def stored_description(root: Path) -> dict[str, Any]:
     """The JSON object that describes the run or the imported model in `root`."""
     path = root / (MODEL_FILE if (root / MODEL_FILE).exists() else RUN_FILE)
     try:
-        return dict(orjson.loads(path.read_bytes()))
-    except (OSError, ValueError, TypeError) as error:
+        return read_object(path, within=root)
+    except (OSError, ValueError) as error:
         raise ArgosyError("run.damaged", f"{path} cannot be read: {error}", fix="restore it from a backup") from None
 
 

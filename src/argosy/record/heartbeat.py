@@ -25,6 +25,7 @@ import orjson
 
 from argosy.record import pulse
 from argosy.record.pulse import PAGE_BYTES, Page, Progress
+from argosy.untrusted import MIB, read_object
 
 Phase = Literal["start", "load", "data", "forward_backward", "optimizer", "evaluate", "save", "last_save", "done"]
 _FAREWELL_S = 2.0
@@ -122,7 +123,7 @@ def read_heartbeats(directory: Path) -> dict[int, dict[str, Any]]:
     found: dict[int, dict[str, Any]] = {}
     for file in directory.glob("*.json"):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            record = orjson.loads(file.read_bytes())
+            record = read_object(file, MIB, within=directory)
             found[int(record["rank"])] = record
     return dict(sorted(found.items()))
 

@@ -17,6 +17,8 @@ from typing import Any
 
 import orjson
 
+from argosy.untrusted import open_regular
+
 Record = dict[str, Any]
 
 
@@ -69,7 +71,7 @@ def read_jsonl(path: Path) -> Iterator[Record]:
     """Whole records in order; a broken or unfinished line is passed over."""
     if not path.exists():
         return
-    with path.open("rb") as lines:
+    with open_regular(path) as lines:
         for line in lines:
             if not line.endswith(b"\n"):
                 return

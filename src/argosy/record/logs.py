@@ -11,6 +11,7 @@ from typing import BinaryIO
 
 from argosy.record.jsonl import read_jsonl
 from argosy.record.relay import BEGINNING, ENDING, MARK
+from argosy.untrusted import open_regular
 
 _END_BYTES = 64 << 10  # of a log, in which its last lines are
 _LOOK_S = 0.5
@@ -76,7 +77,7 @@ def _next_piece(run: Path, rank: int, at: tuple[Path, BinaryIO] | None) -> tuple
         gone = 0 if found and found[0].name == f"{rank}.first.log" else -1  # the run was moved aside, and begun anew
         place = next((place for place, path in enumerate(found) if _is_same(path, mine)), gone)
     try:
-        file = found[place + 1].open("rb")
+        file = open_regular(found[place + 1], within=run)
     except (IndexError, FileNotFoundError):  # there is none, or it gets another name just now
         return None
     return (attempt, file) if pieces(attempt, rank) == found else _next_piece(run, rank, at)
@@ -110,11 +111,10 @@ def of_last_start(lines: list[str]) -> list[str]:
     return lines[begins[-1] :] if begins else lines
 
 
-def last_lines(path: Path) -> list[str]:
-    if not path.is_file():  # a pipe would keep us waiting
-        return []
+def last_lines(path: Path, run: Path) -> list[str]:
+    """Return the last lines of a log of `run`; none where it is no regular file, or a link out of the run."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path, within=run) as file:
             start = max(0, file.seek(0, os.SEEK_END) - _END_BYTES)
             file.seek(start)
             lines = file.read().decode(errors="replace").splitlines()
@@ -127,5 +127,5 @@ def last_words(run: Path, rank: int, count: int = 3) -> list[str]:
     """The last lines that a rank wrote, each with the name of its log."""
     attempt = newest_attempt(run)
     path = run / "none" if attempt is None else attempt / f"{rank}.log"
-    said = [line for line in of_last_start(last_lines(path)) if line.strip() and not line.startswith(MARK)]
+    said = [line for line in of_last_start(last_lines(path, run)) if line.strip() and not line.startswith(MARK)]
     return [f"{path.relative_to(run)}: {line[:300]}" for line in said[-count:]]

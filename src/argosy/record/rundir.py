@@ -18,6 +18,7 @@ from argosy.config.resolve import LENGTH_KEYS, Resolved, flatten
 from argosy.config.schema import RunSpec
 from argosy.errors import ArgosyError
 from argosy.record.files import replace_file
+from argosy.untrusted import read_object
 
 # Keys that may differ when a run is continued. Everything else is held to what the run was started with.
 FREE_TO_CHANGE = ("runs_dir", "log.", "checkpoint.", "eval", "data.order_cache", "fault.", "cluster")
@@ -180,7 +181,7 @@ class RunDir:
 
     def _stored(self) -> Facts:
         try:
-            document = orjson.loads(self.resolved_file.read_bytes())
+            document = read_object(self.resolved_file, within=self.root)
             found = {"spec": dict(document["spec"]), "data": dict(document["data"])}
             return found | {name: document.get(name) for name in ("machine", "start")}
         except (OSError, KeyError, TypeError, ValueError) as error:

@@ -15,6 +15,7 @@ from typing import BinaryIO
 import orjson
 
 from argosy.record.jsonl import Record
+from argosy.untrusted import open_regular
 
 _LONGEST_MARK = 4096  # bytes of a line, by which a file is known again: its number changes on some shared disks
 
@@ -48,7 +49,7 @@ class Tail:
         """New records, each with the place behind it; `offset` moves along. A broken line is passed over, and one that is
         not finished yet is left for later."""
         try:
-            file = self.path.open("rb")
+            file = open_regular(self.path, within=self.path.parent)
         except OSError:
             return
         with file:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from argosy.checkpoint.source import Source
@@ -15,6 +16,7 @@ from argosy.train.session import Loaded, load_model
 def sample(where: str, prompt: str, options: Sampling, device: str | None = None) -> str:
     """What the newest checkpoint makes of the prompt: a decoder goes on from it, BERT fills in its masks, T5 writes what
     belongs in its spans."""
+    prompt = _utf8(prompt)
     loaded = load_model(where, device=device)
     tokenizer = source_tokenizer(loaded.source)
     kind = loaded.source.model.samples
@@ -52,11 +54,32 @@ def _go_on(loaded: Loaded, tokenizer: Tokenizer, prompt: str, options: Sampling)
 
 
 def _encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    return [int(i) for i in tokenizer.encode([prompt])[0]]
+
+
+def _utf8(prompt: str) -> str:
+    """Return a prompt from the command line as text.
+
+    Where the locale's encoding is not UTF-8, as in POSIX's, Python keeps the bytes it cannot name as surrogates.
+    """
     try:
-        return [int(i) for i in tokenizer.encode([prompt])[0]]
+        prompt.encode()
+        return prompt
     except UnicodeEncodeError:
+        pass
+    try:
+        return os.fsencode(prompt).decode()
+    except UnicodeError as error:
+        wrong = (
+            f"byte 0x{error.object[error.start]:02x} at {error.start}"
+            if isinstance(error, UnicodeDecodeError)
+            else error
+        )
         raise ArgosyError(
-            "config.bad-value", "the prompt is not UTF-8 text", key="--prompt", fix="check its encoding"
+            "config.bad-value",
+            f"the prompt is not UTF-8 text: {wrong}",
+            key="--prompt",
+            fix="give UTF-8 text, as `iconv -t utf-8` makes it",
         ) from None
 
 

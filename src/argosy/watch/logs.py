@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from argosy.record.logs import last_lines, newest_attempt, of_last_start, ranks_with_logs
+from argosy.untrusted import resolve_inside
 from argosy.watch.finding import CONSEQUENCE, KNOWN, NOTE, SETBACK, WARNING, Finding, called
 from argosy.watch.knowledge import COLOUR, Match, failures, matches
 from argosy.watch.reading import printable
@@ -100,7 +101,7 @@ def end_of_log(run: Run, rank: int) -> dict[str, Any]:
     if attempt is None:
         return {"ranks": [], "lines": []}
     path = attempt / f"{rank}.log"
-    lines = [printable(COLOUR.sub("", line)) for line in last_lines(path)[-_SHOWN_LINES:]]
+    lines = [printable(COLOUR.sub("", line)) for line in last_lines(path, run.root)[-_SHOWN_LINES:]]
     return {"ranks": ranks_with_logs(attempt), "path": str(path.relative_to(run.root)), "lines": lines}
 
 
@@ -124,7 +125,8 @@ def _own_logs(run: Run) -> list[Path]:
         for path in (run.root / folder).rglob("*"):
             of_ranks = path.parent.name.isdecimal() and path.parent.parent == run.root / "logs"
             try:
-                if path.suffix in _KINDS and path.is_file():
+                # A link out of the run would put a file of this user into a page or report that others read.
+                if path.suffix in _KINDS and resolve_inside(path, run.root).is_file():
                     changed = path.stat().st_mtime
                     if path.parent == newest if of_ranks else changed >= begun:
                         found.append((changed, path))

@@ -12,14 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from argosy.errors import ArgosyError
 from argosy.record.alerts import TROUBLE
 from argosy.record.heartbeat import read_heartbeats
 from argosy.record.jsonl import Record
 from argosy.record.rundir import RunDir
 from argosy.record.tail import Kept
+from argosy.untrusted import read_object
 from argosy.watch.hearing import Hearing, listen
 from argosy.watch.heat import HeatMap
 from argosy.watch.reading import printable, readable, sound, table
@@ -143,10 +142,9 @@ class Run:
 
     def _json(self, name: str) -> dict[str, Any]:
         try:
-            document = orjson.loads((self.root / name).read_bytes())
+            return read_object(self.root / name, within=self.root)
         except (OSError, ValueError):
             return {}
-        return document if isinstance(document, dict) else {}
 
     def summary(self) -> dict[str, Any]:
         """For a list of runs."""
@@ -198,7 +196,7 @@ def _about(checkpoint: Path) -> dict[str, Any] | None:
 def is_held(root: Path) -> bool:
     """Whether a trainer on this machine holds the run's lock."""
     try:
-        fd = os.open(root / ".lock", os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(root / ".lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
     except OSError:
         return False
     try:

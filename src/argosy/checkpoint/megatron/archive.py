@@ -7,6 +7,7 @@ is read as data, says where in the file the numbers are, and their checksum is c
 from __future__ import annotations
 
 import io
+import os
 import struct
 import zipfile
 import zlib
@@ -22,6 +23,7 @@ from torch import Tensor
 from argosy.checkpoint.megatron.pickles import Beside, Name, Note, UnreadableError, read_pickle
 from argosy.checkpoint.tensors import TensorInfo, read_span
 from argosy.parallel.boxes import Box
+from argosy.untrusted import open_regular
 
 _PIECE = 8 * 2**20  # bytes checked at once
 _LOCAL_HEADER = 30  # bytes before the name of an archive's member
@@ -63,7 +65,7 @@ class StoredNumbers:
 
 def locate_tensor(place: Place) -> StoredNumbers:
     """The one tensor of an archive, its bytes compared with their checksum. Faults are UnreadableError and OSError."""
-    with place.path.open("rb") as file:
+    with open_regular(place.path) as file:
         archive = _open(file, place)
         info, key, first = _described(read_pickle(_pickle_of(archive, 2**20), _TENSOR_NAMES.__contains__))
         member = _member(archive, f"data/{key}")
@@ -76,8 +78,8 @@ def locate_tensor(place: Place) -> StoredNumbers:
 
 def read_value(path: Path, allowed: Callable[[str], bool], limit: int) -> Any:
     """What a file of `torch.save` says apart from its tensors, as `read_pickle` gives it."""
-    with path.open("rb") as file:
-        archive = _open(file, Place(path, 0, path.stat().st_size))
+    with open_regular(path, within=path.parent) as file:
+        archive = _open(file, Place(path, 0, os.fstat(file.fileno()).st_size))
         return read_pickle(_pickle_of(archive, limit), allowed)
 
 

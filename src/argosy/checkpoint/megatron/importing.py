@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from argosy.checkpoint.megatron.archive import read_value
 from argosy.checkpoint.megatron.masters import with_masters
 from argosy.checkpoint.megatron.pickles import Note, UnknownNameError, UnreadableError
@@ -31,6 +29,7 @@ from argosy.data.text.tokenizer import Tokenizer, load_tokenizer
 from argosy.errors import ArgosyError
 from argosy.record.console import volume
 from argosy.record.progress import Progress as Bar
+from argosy.untrusted import MIB, read_object, read_regular
 
 COMMON, FORMAT, LATEST = "common.pt", "metadata.json", "latest_checkpointed_iteration.txt"
 _LARGEST = 2**28  # bytes of the pickle in common.pt
@@ -141,7 +140,7 @@ def find_iteration(directory: Path) -> Path:
             _require_format(place)
             return place
     if (directory / LATEST).is_file():
-        text = (directory / LATEST).read_text(encoding="utf-8", errors="replace")[:64].strip()
+        text = read_regular(directory / LATEST, MIB, within=directory).decode(errors="replace")[:64].strip()
         name = f"iter_{int(text):07d}" if text.isascii() and text.isdigit() else text
         if name == "release" or name.startswith("iter_"):
             return find_iteration(directory / name)
@@ -160,8 +159,8 @@ def _require_format(directory: Path) -> None:
     if not path.is_file():
         return
     try:
-        kind = orjson.loads(path.read_bytes())["sharded_backend"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        kind = read_object(path, within=directory)["sharded_backend"]
+    except (OSError, ValueError, KeyError) as error:
         raise ArgosyError("megatron.bad-files", f"{path} cannot be read: {error}", fix="copy it again") from None
     if kind != "torch_dist":
         raise _unsupported(directory, f"its format is {kind!r}")

@@ -21,6 +21,7 @@ from argosy.checkpoint.megatron.pickles import Name, Note, UnknownNameError, Unr
 from argosy.checkpoint.tensors import TensorInfo
 from argosy.errors import ArgosyError
 from argosy.parallel.boxes import Box, tiled
+from argosy.untrusted import read_regular
 
 METADATA = ".metadata"
 _LARGEST = 2**29  # bytes of .metadata
@@ -74,9 +75,7 @@ class TorchDist:
         self._sizes: dict[str, int] = {}  # of the files
         path = directory / METADATA
         try:
-            if path.is_symlink() or path.stat().st_size > _LARGEST:
-                raise self.bad(METADATA, "it is a link, or larger than a description can be")
-            document = read_pickle(path.read_bytes(), _known)
+            document = read_pickle(read_regular(path, _LARGEST, within=directory), _known)
         except OSError as error:
             raise self.bad(METADATA, error.strerror or str(error)) from None
         except UnreadableError as error:

@@ -134,7 +134,7 @@ def _qwen_window(keys: Keys, layers: int) -> int | None:
         return None
     if not (on and window):
         raise keys.refuse("layer_types", kinds, f"use_sliding_window is {on!r} and sliding_window {window!r}")
-    return int(window)
+    return keys.count("sliding_window", 4096)
 
 
 def read_gated(

@@ -75,6 +75,12 @@ def read_t5(keys: Keys) -> Tree:
     activation, function = keys.choice("feed_forward_proj", _T5_ACTIVATIONS, "relu")
     keys.only("dense_act_fn", function)  # where a file has them, they win over feed_forward_proj
     keys.only("is_gated_act", activation.endswith("glu"))
+    # Our samples begin a target with the padding token, as every published T5 does.
+    pad = keys.take("pad_token_id", 0, null=True)
+    if (start := keys.take("decoder_start_token_id", None)) not in (pad, None):
+        raise keys.refuse(
+            "decoder_start_token_id", start, f"pad_token_id is {pad!r}, and Argosy begins a target with that"
+        )
     # A head of its own goes with logits that are not scaled; transformers 5 only keeps the latter.
     tied = keys.take("tie_word_embeddings", True, null=True) is not False
     scaled = keys.take("scale_decoder_outputs", tied)

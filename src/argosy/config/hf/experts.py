@@ -14,6 +14,7 @@ from argosy.config.hf.keys import Keys
 from argosy.config.model import ModelSpec, MoESpec
 
 Tree = dict[str, Any]
+BALANCE_RULE = "router_aux_loss_coef x top_k / layers with experts"
 _FLAG = (
     "transformers adds its balance loss only where it also returns the routers' logits; Argosy whenever it has a weight"
 )
@@ -72,7 +73,9 @@ def read_qwen3_moe(keys: Keys) -> Tree:
     dense = keys.listing("mlp_only_layers")
     if set(dense) != set(range(len(dense))):
         raise keys.refuse("mlp_only_layers", dense, "only the first layers can be dense")
-    window = keys.take("sliding_window", 4096, null=True) if keys.take("use_sliding_window", False) else None
+    window = keys.take("sliding_window", 4096, null=True)
+    if not keys.take("use_sliding_window", False):
+        window = None
     experts = keys.take("num_local_experts", 128)  # transformers 5's name for it
     moe = {
         "experts": keys.take("num_experts", experts),

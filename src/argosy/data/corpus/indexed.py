@@ -35,6 +35,7 @@ import numpy.typing as npt
 from argosy.data.corpus.block_hashes import BlockHasher, blocks_path
 from argosy.errors import ArgosyError
 from argosy.record.files import replace_file
+from argosy.untrusted import open_regular
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -133,7 +134,8 @@ class IndexedReader:
     def _open_bin(self) -> int:
         path = bin_path(self.prefix)
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            with open_regular(path, buffering=0) as file:
+                fd = os.dup(file.fileno())
         except OSError as error:
             raise ArgosyError("data.not-found", f"{path} cannot be opened: {error.strerror}", fix=_RESTORE) from None
         found, promised = os.fstat(fd).st_size, self.tokens * self.dtype.itemsize
@@ -149,7 +151,7 @@ class IndexedReader:
 
 def _open_index(path: Path) -> tuple[np.dtype[Any], int, int, mmap.mmap | bytes]:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             if size < HEADER.size:
                 raise _bad_index(path, f"it has {size} bytes, fewer than its {HEADER.size}-byte header")

@@ -13,8 +13,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from argosy.errors import ArgosyError
 from argosy.record.files import replace_file
+from argosy.untrusted import MIB, read_regular
 
 FILE_NAME = "manifest.json"
+_LARGEST = 1024 * MIB
 PlainName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")]
 
 
@@ -73,7 +75,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 def read_manifest(directory: Path) -> Manifest:
     path = directory / FILE_NAME
     try:
-        return Manifest.model_validate_json(path.read_bytes())
+        return Manifest.model_validate_json(read_regular(path, _LARGEST))
     except OSError as error:
         raise ArgosyError(
             "data.bad-manifest", f"{path} cannot be read: {error.strerror}", fix="check the path"

@@ -10,12 +10,14 @@ from __future__ import annotations
 import hashlib
 import importlib
 import io
+import os
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from argosy.errors import ArgosyError
+from argosy.untrusted import MIB, open_regular, read_regular
 
 INDEX = "index.json"
 MOST_BYTES = 1 << 32  # of a shard: offsets are u32
@@ -66,7 +68,7 @@ def bad_mds(path: Path, what: str, fix: str = "copy the file again, or make the 
 def read_index(directory: Path) -> list[ShardFacts]:
     path = directory / INDEX
     try:
-        return _Index.model_validate_json(path.read_bytes()).shards
+        return _Index.model_validate_json(read_regular(path, 1024 * MIB)).shards
     except OSError as error:
         splits = sorted(str(found.parent) for found in directory.glob(f"*/{INDEX}"))
         raise ArgosyError(
@@ -95,8 +97,9 @@ def read_shard(directory: Path, shard: ShardFacts) -> bytes:
 
 def _read_checked(path: Path, facts: FileFacts) -> bytes:
     try:
-        size = path.stat().st_size
-        data = path.read_bytes() if size == facts.bytes else b""
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            data = file.read() if size == facts.bytes else b""
     except OSError as error:
         raise bad_mds(path, f"it cannot be read: {error.strerror}", fix="copy the whole data set again") from None
     if size != facts.bytes:

@@ -26,9 +26,11 @@ from argosy.data.corpus.corpus import Corpus
 from argosy.data.corpus.indexed import CODES, HEADER, MAGIC, bin_path, idx_path
 from argosy.data.corpus.manifest import FILE_NAME, Manifest, write_manifest
 from argosy.data.corpus.pairs import open_pairs
+from argosy.data.text.tokenizer import LARGEST_TOKENIZER
 from argosy.errors import ArgosyError
 from argosy.record.files import replace_file
 from argosy.record.progress import Progress
+from argosy.untrusted import open_regular, read_regular
 
 _CHUNK = 64 << 20  # bytes handed to the kernel at a time
 _QUARANTINE = "quarantine.jsonl"  # as `argosy data prepare` names it
@@ -245,7 +247,7 @@ class _Merge:
         self._join_quarantines(made)
         stored = manifests[0].tokenizer.file
         made.append(self.output / stored)
-        replace_file(self.output / stored, (self.corpora[0].path / stored).read_bytes(), sync=True)
+        replace_file(self.output / stored, read_regular(self.corpora[0].path / stored, LARGEST_TOKENIZER), sync=True)
         self._remove_stale()
         write_manifest(self.output, _merge_manifests(manifests))
 
@@ -294,7 +296,7 @@ def _slices(entries: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
 
 def _append_file(source: Path, target: BinaryIO, advance: Callable[[float], None]) -> None:
     """Append a whole file by the cheapest way that works here: kernel copy, sendfile, then read and write."""
-    with source.open("rb", buffering=0) as file:
+    with open_regular(source, buffering=0) as file:
         size, done = os.fstat(file.fileno()).st_size, 0
         ways = [_copy_range, _send, _read_and_write] if hasattr(os, "copy_file_range") else [_read_and_write]
         while done < size:

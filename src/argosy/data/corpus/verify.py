@@ -26,6 +26,7 @@ from argosy.data.corpus.pairs import Pairs, find_pairs
 from argosy.data.text.tokenizer import load_tokenizer
 from argosy.errors import ArgosyError
 from argosy.record.progress import Progress
+from argosy.untrusted import open_regular
 
 _BLOCK = 8 << 20  # bytes of a file in memory at a time, for each worker
 Advance = Callable[[int], None]
@@ -129,14 +130,15 @@ class _PairCheck:
             self._read_digests(blocks_path(self.prefix), self.promised.blocks_sha256)
         for file, check in ((idx_path(self.prefix), self._check_index), (bin_path(self.prefix), self._check_tokens)):
             try:
-                with file.open("rb", buffering=0) as opened:
+                with open_regular(file, buffering=0) as opened:
                     check(opened, file)
             except OSError as error:
                 self._fault(file, f"cannot be read: {error.strerror or error}")
 
     def _read_digests(self, path: Path, promised: str) -> None:
         try:
-            content = path.read_bytes()
+            with open_regular(path) as opened:
+                content = opened.read()
         except OSError as error:
             return self._fault(path, f"cannot be read: {error.strerror or error}")
         if (found := hashlib.sha256(content).hexdigest()) != promised:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import multiprocessing
+import multiprocessing  # noqa: TID251 - pipes to children of this process, which run our code and nobody else can open
 import os
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection, wait  # noqa: TID251 - as above
 from pathlib import Path
 from typing import Any
 

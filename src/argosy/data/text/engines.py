@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 import numpy as np
 import orjson
 
-from argosy.data.text.tokenizer import Ids, JsonTokenizer, Lengths, Tokenizer
+from argosy.data.text.tokenizer import Ids, JsonTokenizer, Lengths, Tokenizer, panics_as_errors, tokenizer_faults
+from argosy.errors import ArgosyError
 
 # Leading white space before contractions, form feeds, control tokens as text, other scripts, digits, combining marks,
 # emoji with joiners, long runs, zero-width characters, lone carriage returns.
@@ -79,9 +80,16 @@ class EngineFault(Exception):
 
 def load_engine(name: str, tokenizer_json: str, special_in_text: bool) -> Encode:
     try:
-        return ENGINES[name](tokenizer_json, special_in_text)
+        with panics_as_errors():
+            encode = ENGINES[name](tokenizer_json, special_in_text)
     except Exception as error:
         raise EngineFault(f"cannot load this tokenizer ({error})") from error
+
+    def guarded(texts: Sequence[str]) -> tuple[Ids, Lengths]:
+        with tokenizer_faults(name):
+            return encode(texts)
+
+    return guarded
 
 
 @dataclass(frozen=True)
@@ -100,8 +108,8 @@ class Proof:
     def check(self, encode: Encode) -> None:
         try:
             ids, lengths = encode(self.texts)
-        except Exception as error:
-            raise EngineFault(f"fails on hard strings ({error})") from error
+        except ArgosyError as error:
+            raise EngineFault(f"fails on hard strings ({error.cause})") from error
         if np.array_equal(lengths, self.lengths) and np.array_equal(ids, self.ids):
             return
         theirs, ours = (np.split(i, np.cumsum(n)[:-1]) for i, n in ((ids, lengths), (self.ids, self.lengths)))

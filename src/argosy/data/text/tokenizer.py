@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import orjson
 
 from argosy.data.text.inputs import require
 from argosy.errors import ArgosyError
+from argosy.untrusted import MIB, read_object, read_regular
 
+LARGEST_TOKENIZER = 512 * MIB  # of a tokenizer's file; the largest published ones have 40
 Ids = npt.NDArray[np.uint32]
 Lengths = npt.NDArray[np.int64]
 EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<eod>", "</s>", "<eos>", "[EOS]", "[SEP]")
@@ -81,7 +85,8 @@ class JsonTokenizer:
         from tokenizers import Tokenizer as Engine
 
         try:
-            self._engine = Engine.from_str(text)
+            with panics_as_errors():
+                self._engine = Engine.from_str(text)
         except Exception as error:  # noqa: BLE001 - the library raises nothing narrower
             raise ArgosyError(
                 "tokenizer.not-found",
@@ -116,23 +121,57 @@ class JsonTokenizer:
         )
 
     def encode(self, texts: Sequence[str]) -> tuple[Ids, Lengths]:
-        encoded = [item.ids for item in self._engine.encode_batch_fast(list(texts), add_special_tokens=False)]
+        with tokenizer_faults(self.name):
+            encoded = [item.ids for item in self._engine.encode_batch_fast(list(texts), add_special_tokens=False)]
         return _flat(encoded)
 
     def decode(self, ids: Iterable[int]) -> str:
-        return str(self._engine.decode([int(i) for i in ids], skip_special_tokens=False))
+        with tokenizer_faults(self.name):
+            return str(self._engine.decode([int(i) for i in ids], skip_special_tokens=False))
 
     def id_of(self, token: str) -> int | None:
         found = self._engine.token_to_id(token)
         return None if found is None else int(found)
 
     def opening(self) -> list[int]:
-        encoded = self._engine.encode("a")
+        with tokenizer_faults(self.name):
+            encoded = self._engine.encode("a")
         front = [*encoded.special_tokens_mask, 0].index(0)
         return [int(i) for i in encoded.ids[:front]]
 
     def stored(self) -> tuple[str, bytes]:
         return "tokenizer.json", self.text.encode()
+
+
+@contextmanager
+def tokenizer_faults(name: str) -> Iterator[None]:
+    """Turn whatever a library fails with on a text into a refusal that names the tokenizer."""
+    try:
+        with panics_as_errors():
+            yield
+    except Exception as error:  # noqa: BLE001 - the libraries raise nothing narrower
+        slow = "retry-limit" in str(error)
+        why = "; a pattern in its pre_tokenizer or normalizer takes exponential time (backtracking)" if slow else ""
+        raise ArgosyError(
+            "tokenizer.failed",
+            f"{name} fails on a text: {error}{why}",
+            key="tokenizer",
+            value=name,
+            fix="use another tokenizer, or rewrite the pattern without nested repetition, such as (a+)+"
+            if slow
+            else "use another tokenizer, or leave the text out",
+        ) from None
+
+
+@contextmanager
+def panics_as_errors() -> Iterator[None]:
+    """Raise a panic of a library written in Rust as a RuntimeError: by itself it is no `Exception` and ends the process."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__module__ != "pyo3_runtime":
+            raise
+        raise RuntimeError(str(error)) from None
 
 
 class SentencePieceTokenizer:
@@ -178,9 +217,11 @@ class SentencePieceTokenizer:
         return "tokenizer.model", self._model
 
 
-def load_tokenizer(name: str, eod: str | None = None, *, special_in_text: bool = False) -> Tokenizer:
+def load_tokenizer(
+    name: str, eod: str | None = None, *, special_in_text: bool = False, within: Path | None = None
+) -> Tokenizer:
     """`bytes`; a tokenizer.json; a SentencePiece `.model`; a GPT-2 vocab.json beside its merges.txt; or a directory that
-    holds one of them."""
+    holds one of them. `within`: the directory its links may not lead out of."""
     if name == "bytes":
         if eod is not None:
             raise ArgosyError(
@@ -196,12 +237,12 @@ def load_tokenizer(name: str, eod: str | None = None, *, special_in_text: bool =
         known = ("tokenizer.json", "tokenizer.model", "vocab.json")
         path = next((path / file for file in known if (path / file).exists()), path / known[0])
     try:
-        content = path.read_bytes()
+        content = read_regular(path, LARGEST_TOKENIZER, within=within)
         if path.suffix == ".model":
             return SentencePieceTokenizer(content, str(path))
         text = content.decode("utf-8")
         if path.name.endswith("vocab.json"):
-            text = _from_vocabulary(path)
+            text = _from_vocabulary(path, within)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ArgosyError(
@@ -241,11 +282,14 @@ def _byte_level_bpe(**model: Any) -> Any:
     return engine
 
 
-def _from_vocabulary(vocab: Path) -> str:
+def _from_vocabulary(vocab: Path, within: Path | None) -> str:
     """GPT-2's two files as one tokenizer.json."""
     merges = vocab.with_name(vocab.name.replace("vocab.json", "merges.txt"))
-    entries = json.loads(vocab.read_text(encoding="utf-8"))
-    lines = merges.read_text(encoding="utf-8").splitlines()
+    try:
+        entries = read_object(vocab, LARGEST_TOKENIZER, within=within)
+    except orjson.JSONDecodeError as error:
+        raise _not_a_vocabulary(vocab, str(error)) from None
+    lines = read_regular(merges, LARGEST_TOKENIZER, within=within).decode("utf-8").splitlines()
     pairs = [
         (left, right)
         for line in lines
@@ -253,9 +297,21 @@ def _from_vocabulary(vocab: Path) -> str:
         for left, _, right in [line.partition(" ")]
         if right
     ]
-    engine = _byte_level_bpe(vocab=entries, merges=pairs)
+    try:
+        with panics_as_errors():
+            engine = _byte_level_bpe(vocab=entries, merges=pairs)
+    except Exception as error:  # noqa: BLE001 - the library raises nothing narrower
+        raise _not_a_vocabulary(vocab, str(error)) from None
     engine.add_special_tokens([name for name in EOD_NAMES if name in entries])
     return str(engine.to_str())
+
+
+def _not_a_vocabulary(vocab: Path, why: str) -> ArgosyError:
+    return ArgosyError(
+        "tokenizer.not-found",
+        f"{vocab} and the merges.txt beside it are no vocabulary: {why}",
+        fix="copy both files again, or give a tokenizer.json",
+    )
 
 
 def _flat(encoded: Sequence[Sequence[int]]) -> tuple[Ids, Lengths]:

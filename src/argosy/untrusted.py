@@ -1,0 +1,116 @@
+"""Opening files that somebody else may have made: model directories, checkpoints, corpora, tokenizers, run directories.
+
+Two things are never done with them. A path that is no regular file is not opened: reading a FIFO waits for a writer for ever,
+and opening a device can have effects. A symbolic link is not followed out of the directory it came with, because what it
+leads to, readable to this user only, would land in a copy that others may read. The exception is the Hub's cache, whose
+snapshots are links into `blobs` beside them.
+
+Every refusal is an `OSError` with the reason in `strerror`, so that callers report it as they report any unreadable file.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import orjson
+
+MIB = 1 << 20
+_KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a directory",
+}
+_BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+
+
+def open_regular(path: Path, *, within: Path | None = None, buffering: int = -1) -> BinaryIO:
+    """Open a regular file for reading.
+
+    Args:
+        path: the file; links are followed.
+        within: the directory that links may not lead out of; None allows any target.
+        buffering: as in `open`.
+
+    Raises:
+        OSError: it cannot be opened, is not a regular file, or leads out of `within`.
+    """
+    real = path if within is None else resolve_inside(path, within)
+    _require_regular(path, os.stat(real).st_mode)
+    # After `resolve_inside` a link can only be there if somebody has just put it there.
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if within is None else os.O_NOFOLLOW)
+    descriptor = os.open(real, flags)
+    try:
+        _require_regular(path, os.fstat(descriptor).st_mode)
+        return cast(BinaryIO, os.fdopen(descriptor, "rb", buffering))
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_regular(path: Path, limit: int, *, within: Path | None = None) -> bytes:
+    """Return the content of a regular file of at most `limit` bytes; `within` as in `open_regular`."""
+    with open_regular(path, within=within) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit:
+            raise _refused(path, f"it has {size:,} bytes, and at most {limit:,} are expected here", errno.EFBIG)
+        content = bytearray()
+        # A file that grows meanwhile is still read up to the limit only.
+        while piece := file.read(limit + 1 - len(content)):
+            content += piece
+        if len(content) > limit:
+            raise _refused(path, f"it grew beyond {limit:,} bytes while it was read", errno.EFBIG)
+        return bytes(content)
+
+
+def read_object(path: Path, limit: int = 64 * MIB, *, within: Path | None = None) -> dict[str, Any]:
+    """Return the JSON object a file holds; a ValueError says why it holds none."""
+    document = orjson.loads(read_regular(path, limit, within=within))
+    if not isinstance(document, dict):
+        raise ValueError(f"it holds a JSON {type(document).__name__}, not an object")
+    return document
+
+
+def resolve_inside(path: Path, directory: Path) -> Path:
+    """Return where `path` really lies, if that is in `directory` or among the blobs of a Hub cache."""
+    real, root = path.resolve(strict=True), directory.resolve(strict=True)
+    if real.is_relative_to(root) or _is_blob(real, root):
+        return real
+    raise _refused(path, f"it is a link to {real}, outside {directory}", errno.EPERM)
+
+
+def _is_blob(real: Path, root: Path) -> bool:
+    """Tell whether a file is a blob of the repository that `root` is a snapshot of, or of the user's own Hub cache.
+
+    Older versions of `hf download --local-dir` left links into the user's cache.
+    """
+    if real.parent.name != "blobs" or _BLOB.fullmatch(real.name) is None:
+        return False
+    repository = real.parent.parent
+    if root.parent == repository / "snapshots":
+        return True
+    return repository.name.startswith("models--") and repository.parent == _hub_cache().resolve()
+
+
+def _hub_cache() -> Path:
+    """The directory in which huggingface_hub keeps models, by its own rules."""
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = os.environ.get("HF_HOME") or os.path.join(cache, "huggingface")
+    return Path(os.path.expanduser(os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")))
+
+
+def _require_regular(path: Path, mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        raise _refused(
+            path, f"it is {_KINDS.get(stat.S_IFMT(mode), 'something else')}, not a regular file", errno.EINVAL
+        )
+
+
+def _refused(path: Path, why: str, number: int) -> OSError:
+    return OSError(number, why, str(path))

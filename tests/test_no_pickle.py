@@ -1,0 +1,139 @@
+"""No pickle: the lint that `make check` runs refuses every way to read or send one, and ranks exchange none."""
+
+from __future__ import annotations
+
+import datetime
+import io
+import json
+import pickle
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+from argosy import compat
+from argosy.parallel.team import all_gather_json
+
+ROOT = Path(__file__).parents[1]
+PLANTED = [
+    "import pickle",
+    "import _pickle",
+    "from pickle import loads",
+    "import shelve",
+    "import marshal",
+    "import dill",
+    "import cloudpickle",
+    "import joblib",
+    "import multiprocessing",
+    "import torch\n\ntorch.load('x')",
+    "import torch\n\ntorch.save({}, 'x')",
+    "from torch import load",
+    "import numpy as np\n\nnp.load('x', allow_pickle=True)",
+    "import torch.distributed as dist\n\ndist.all_gather_object([], 1)",
+    "import torch.distributed as dist\n\ndist.broadcast_object_list([])",
+    "from torch.distributed import gather_object",
+    "from torch.distributed.distributed_c10d import scatter_object_list",
+    "import torch.distributed.checkpoint as dcp",
+    "from concurrent.futures import ProcessPoolExecutor",
+]
+
+
+def test_the_lint_refuses_every_planted_pickle_and_nothing_else(tmp_path: Path) -> None:
+    """With ruff's settings as `make check` has them."""
+    clean = "import numpy as np\nimport torch\n\nprint(torch.zeros(1), np.zeros(1))"
+    names = {f"planted_{number}.py": code for number, code in enumerate(PLANTED)} | {"clean.py": clean}
+    for name, code in names.items():
+        (tmp_path / name).write_text(code + "\n")
+    command = [sys.executable, "-m", "ruff", "check", "--config", str(ROOT / "pyproject.toml"), "--select", "TID251"]
+    done = subprocess.run([*command, "--output-format", "json", str(tmp_path)], capture_output=True, text=True)
+    found = {Path(fault["filename"]).name for fault in json.loads(done.stdout) if fault["code"] == "TID251"}
+    assert {names[name] for name in found} == set(PLANTED)
+    assert "TID251" in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]["lint"]["select"]
+
+
+def test_make_check_runs_the_lint() -> None:
+    recipe = (ROOT / "Makefile").read_text().partition("\ncheck:")[2].partition("\n\n")[0]
+    assert "ruff check ." in recipe
+
+
+class Bomb:
+    def __reduce__(self) -> Any:
+        return print, ("a pickle was run",)
+
+
+@pytest.fixture
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A process group of one rank, whose object collectives are as torch has them until a test seals them."""
+    monkeypatch.setattr(distributed_c10d, "_pickler", pickle.Pickler)
+    monkeypatch.setattr(distributed_c10d, "_unpickler", pickle.Unpickler)
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_ranks_exchange_json_and_torchs_object_collectives_are_shut(capsys: pytest.CaptureFixture[str]) -> None:
+    said = {"metrics": ["loss", "ä"], "load": [2, 4], "none": None}
+    assert all_gather_json(said) == [said]
+    found: list[Any] = [None]
+    compat.refuse_pickled_messages()
+    for objects in (lambda: dist.all_gather_object(found, Bomb()), lambda: dist.broadcast_object_list([Bomb()], 0)):
+        with pytest.raises(RuntimeError, match="never pickles"):
+            objects()
+    assert "a pickle was run" not in capsys.readouterr().out
+
+
+class Backend:
+    """A store of one state, as torch's C10dRendezvousBackend keeps it."""
+
+    name = "test"
+
+    def __init__(self, state: bytes | None = None) -> None:
+        self.state = state
+
+    def get_state(self) -> Any:
+        return None if self.state is None else (self.state, 1)
+
+    def set_state(self, state: bytes, token: Any = None) -> Any:
+        self.state = state
+        return state, 1, True
+
+
+def holder(backend: Any) -> Any:
+    settings = dynamic_rendezvous.RendezvousSettings("run", 1, 2, dynamic_rendezvous.RendezvousTimeout(), datetime.timedelta(seconds=60), 3)  # fmt: skip
+    return dynamic_rendezvous._BackendRendezvousStateHolder(backend, settings)
+
+
+def test_the_state_of_a_rendezvous_is_json_and_a_planted_pickle_is_not_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(dynamic_rendezvous, "pickle", pickle)
+    compat.use_json_rendezvous()
+    backend = Backend()
+    one, node = holder(backend), dynamic_rendezvous._NodeDesc("host-ä", 12, 0)
+    state, now = one.state, datetime.datetime.now(datetime.UTC)
+    state.round, state.complete, state.deadline = 3, True, now
+    state.participants, state.last_heartbeats = {node: 0}, {node: now}
+    state.wait_list, state.redundancy_list = {dynamic_rendezvous._NodeDesc("b", 1, 2)}, set()
+    expected = dict(vars(state))
+    one.mark_dirty()
+    one.sync()
+    assert backend.state is not None
+    assert backend.state.startswith(b"{")
+    other = holder(backend)
+    other.sync()
+    found = dict(vars(other.state))
+    # A node that waits without a heart beat is dropped by torch itself.
+    assert found | {"wait_list": expected["wait_list"]} == expected
+    content = io.BytesIO()
+    pickle.Pickler(content).dump(Bomb())
+    for planted in (content.getvalue(), b"{}", b"[1]", b'{"round": 1}', b"\xff"):
+        with pytest.raises(dynamic_rendezvous.RendezvousStateError):
+            holder(Backend(planted)).sync()
+    assert "a pickle was run" not in capsys.readouterr().out
