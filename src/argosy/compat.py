@@ -326,7 +326,8 @@ def refuse_pickled_messages() -> None:
     def refuse(*_: Any) -> Any:
         raise RuntimeError("ranks exchange tensors and JSON, never pickles: see argosy.parallel.team")
 
-    distributed_c10d._pickler = distributed_c10d._unpickler = refuse
+    for name in ("_pickler", "_unpickler"):
+        setattr(distributed_c10d, name, refuse)
 
 
 class _RendezvousJson:
@@ -375,7 +376,7 @@ def use_json_rendezvous() -> None:
     """
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
-    dynamic_rendezvous.pickle = _RendezvousJson
+    dynamic_rendezvous.pickle = _RendezvousJson  # type: ignore[assignment, attr-defined]
 
 
 @contextmanager

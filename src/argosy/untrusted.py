@@ -15,7 +15,7 @@ import os
 import re
 import stat
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 import orjson
 
@@ -48,7 +48,7 @@ def open_regular(path: Path, *, within: Path | None = None, buffering: int = -1)
     descriptor = os.open(real, flags)
     try:
         _require_regular(path, os.fstat(descriptor).st_mode)
-        return cast(BinaryIO, os.fdopen(descriptor, "rb", buffering))
+        return os.fdopen(descriptor, "rb", buffering)
     except BaseException:
         os.close(descriptor)
         raise

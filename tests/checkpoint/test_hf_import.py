@@ -20,6 +20,7 @@ from argosy.checkpoint.hf_import import import_hf
 from argosy.checkpoint.source import open_source
 from argosy.checkpoint.store import latest
 from argosy.config.start import starting_model
+from argosy.data.text.tokenizer import train_bpe
 from argosy.errors import ArgosyError
 from argosy.train.session import load_model
 from checkpoint.full_disk import full_beyond
@@ -304,7 +305,7 @@ def test_a_directory_that_is_not_there_is_told_from_one_without_a_config(tmp_pat
 def test_a_model_without_a_tokenizer_says_so(llama: Path, tmp_path: Path) -> None:
     (llama / "tokenizer_config.json").write_text("{}")  # settings of a tokenizer are none
     assert "it has no tokenizer" in import_hf(f"hf:{llama}", tmp_path / "bare").describe(done=True)
-    (llama / "tokenizer.json").write_text("{}")
+    (llama / "tokenizer.json").write_text(train_bpe(["some words"], 257))
     assert "it has no tokenizer" not in import_hf(f"hf:{llama}", tmp_path / "ours").describe(done=True)
 
 

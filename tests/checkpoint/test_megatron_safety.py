@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import pickle
 import shutil
 import struct
@@ -318,3 +319,23 @@ def test_the_numbers_are_those_that_were_saved(good: Path) -> None:
     stored = TorchDist(good / "iter_0000100")
     for name, tensor in megatron_state(SPEC, WEIGHTS, stacked=True, padded=16).items():
         assert torch.equal(stored.read_box(name, whole_box(tuple(tensor.shape))), tensor)
+
+
+@pytest.mark.timeout(120)  # a FIFO that is opened waits for ever
+@pytest.mark.parametrize("file", [".metadata", "common.pt", "metadata.json", "__0_0.distcp"])
+def test_a_fifo_is_refused_and_not_waited_for(file: str, copy: Path, tmp_path: Path) -> None:
+    (copy / file).unlink(missing_ok=True)
+    os.mkfifo(copy / file)
+    with pytest.raises(ArgosyError) as refused:
+        import_megatron(f"megatron:{copy}", tmp_path / "ours", changes=["vocab_size=10"])
+    assert file in refused.value.cause
+
+
+def test_weights_that_are_no_numbers_are_named(tmp_path: Path) -> None:
+    weights = {name: tensor.clone() for name, tensor in WEIGHTS.items()}
+    weights["norm.weight"][2] = float("nan")
+    state = megatron_state(SPEC, weights, stacked=True, padded=16)
+    write_checkpoint(tmp_path / "run", state, arguments=arguments_of(SPEC, 16))
+    with pytest.raises(ArgosyError, match=r"norm.weight holds 1 numbers of 8 that are NaN"):
+        import_megatron(f"megatron:{tmp_path / 'run'}", tmp_path / "ours", changes=["vocab_size=10"])
+    assert not (tmp_path / "ours").exists()

@@ -7,7 +7,6 @@ shape is named. Pickled weights are never opened.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import re
 from collections.abc import Iterator
@@ -17,13 +16,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from argosy.checkpoint.tensors import TensorFile, TensorInfo
+from argosy.checkpoint.hashing import hash_file
+from argosy.checkpoint.tensors import TensorFile, TensorInfo, require_finite
 from argosy.config.hf import from_config, read_config
 from argosy.config.model import ModelSpec
 from argosy.errors import ArgosyError
 from argosy.model.build import build_model
 from argosy.model.hf import Entry, entries, family_of
-from argosy.untrusted import MIB, open_regular, read_object, read_regular, resolve_inside
+from argosy.untrusted import MIB, read_object, read_regular, resolve_inside
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _FETCH = "fetch the model again"
@@ -54,14 +54,7 @@ class HfModel:
 
     def read_theirs(self, name: str) -> Tensor:
         file, stored = self.where[name]
-        tensor = file.read(stored)
-        if not tensor.isfinite().all():
-            bad = int((~tensor.isfinite()).sum())
-            raise _bad(
-                f"{name} in {file.path.name} holds {bad:,} numbers of {tensor.numel():,} that are NaN or infinite",
-                "fetch the model again, or take another one: whatever starts from these weights is NaN",
-            )
-        return tensor
+        return require_finite(f"{name} in {file.path.name}", file.read(stored), "hf.bad-files")
 
     def _shape(self, entry: Entry) -> Tensor:
         parts = {}
@@ -117,8 +110,7 @@ def check_hashes(model: HfModel) -> int:
     for path, promised in ((file.path, _promised_hash(file.path)) for file in model.files):
         if promised is None:
             continue
-        with open_regular(path, within=model.directory) as content:
-            found = hashlib.file_digest(content, "sha256").hexdigest()
+        found = hash_file(resolve_inside(path, model.directory), "sha256")
         if found != promised:
             raise _bad(f"{path} has SHA-256 {found[:16]}…, it was published with {promised[:16]}…", _FETCH)
         checked += 1

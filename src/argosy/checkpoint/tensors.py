@@ -177,6 +177,17 @@ class TensorFile:
         return ArgosyError(self._code, f"{self.path} is not a good safetensors file: {why}", fix=self._fix)
 
 
+def require_finite(name: str, tensor: Tensor, code: str) -> Tensor:
+    """Return the tensor, or refuse weights that are no numbers: training, evaluation and samples would all be NaN."""
+    if not (finite := tensor.isfinite()).all():
+        raise ArgosyError(
+            code,
+            f"{name} holds {int((~finite).sum()):,} numbers of {tensor.numel():,} that are NaN or infinite",
+            fix="copy the model again, or take another one: whatever starts from these weights is NaN",
+        )
+    return tensor
+
+
 def read_span(path: Path, start: int, info: TensorInfo, box: Box) -> Tensor:
     """A box of a tensor whose numbers lie in a file from byte `start` on; an EOFError where the file is shorter."""
     result = torch.empty(box.shape, dtype=info.dtype)

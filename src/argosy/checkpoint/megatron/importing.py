@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from argosy.checkpoint.megatron.archive import read_value
 from argosy.checkpoint.megatron.masters import with_masters
 from argosy.checkpoint.megatron.pickles import Note, UnknownNameError, UnreadableError
@@ -20,6 +22,7 @@ from argosy.checkpoint.megatron.torch_dist import METADATA, TorchDist, unsafe
 from argosy.checkpoint.model_directory import counted, write_model
 from argosy.checkpoint.source import Source
 from argosy.checkpoint.staging import require_space, staged
+from argosy.checkpoint.tensors import require_finite
 from argosy.config.counts import count_parameters
 from argosy.config.foreign.megatron_stored import model_from_arguments, most_padding
 from argosy.config.model import ModelSpec
@@ -121,9 +124,11 @@ def import_megatron(
     require_space(to, size)
     if dry_run:
         return found
-    like = Source(
-        source, spec, infos, lambda one: table[one].read(stored), directory, None, spec.vocab_size, _eod(words), {}
-    )
+
+    def read(one: str) -> Tensor:
+        return require_finite(one, table[one].read(stored), "megatron.bad-files")
+
+    like = Source(source, spec, infos, read, directory, None, spec.vocab_size, _eod(words), {})
     with staged(to) as stage:
         with Bar("import", size, "B") as bar:
             write_model(stage, like, source, infos, counted(like.read, bar))
