@@ -7,6 +7,7 @@ memory at a time.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,7 +162,7 @@ def find_iteration(directory: Path) -> Path:
 
 def _require_format(directory: Path) -> None:
     path = directory / FORMAT
-    if not path.is_file():
+    if not os.path.lexists(path):
         return
     try:
         kind = read_object(path, within=directory)["sharded_backend"]
