@@ -30,6 +30,7 @@ CODES: Final[dict[str, str]] = {
     "data.bad-manifest": "A prepared corpus has a manifest that cannot be used.",
     "data.empty-split": "A split holds no document, or too few tokens for one sample.",
     "data.bad-input": "The input to `argosy data prepare` cannot be used.",
+    "data.input-changed": "An input of `argosy data prepare` was truncated, appended to, rewritten or replaced since the job was planned.",
     "data.bad-records": "More records were quarantined than allowed, or no good document was left.",
     "data.write-failed": "Prepared data could not be written: the disk is full, or the directory read-only.",
     "data.fetch-failed": "Remote data could not be fetched: the server kept failing, asked for too long a wait, or sent other content.",

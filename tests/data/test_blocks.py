@@ -90,7 +90,7 @@ def test_damaged_compression_is_an_error_and_never_a_quiet_end(tmp_path: Path, s
         content = bytearray(b'{"text": "plain"}\n')
     Path(file.path).write_bytes(content)
     with pytest.raises((OSError, EOFError, __import__("zlib").error)):
-        read(file, 1 << 20)
+        read(InputFile(file.path, len(content)), 1 << 20)
 
 
 def test_small_text_files_are_documents_of_one_block(tmp_path: Path) -> None:

@@ -259,12 +259,13 @@ def test_a_store_that_cannot_be_listed_is_refused_whatever_its_library_raises(mo
     class NoCredentialsError(Exception):
         pass
 
-    def connect(url: str) -> None:
+    def connect(url: str, **options: object) -> None:
         raise NoCredentialsError("Unable to locate credentials")
 
     monkeypatch.setattr("fsspec.core.url_to_fs", connect)
-    with pytest.raises(ArgosyError, match="cannot be listed: Unable to locate credentials"):
+    with pytest.raises(ArgosyError, match="cannot be read: NoCredentialsError: Unable to locate") as refused:
         find_inputs(["s3://bucket/a.jsonl"])
+    assert "AWS_ACCESS_KEY_ID" in refused.value.fix
 
 
 def test_no_corpus_is_made_among_texts(tmp_path: Path) -> None:

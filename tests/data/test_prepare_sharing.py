@@ -174,7 +174,7 @@ def test_every_worker_proves_its_engine(inputs: list[str], tmp_path: Path) -> No
         (other, recipe.content, "differs from the reference on"),
         (tokenizer, b"{}", "cannot load this tokenizer"),
     ):
-        pool = Pool(2, tmp_path, groups, replace(recipe, content=content), options, sampled=groups)
+        pool = Pool(2, tmp_path, replace(recipe, content=content), options, sampled=groups)
         try:
             with contextlib.nullcontext() if fault is None else pytest.raises(engines.EngineFault, match=fault):
                 pool.prove(reference)

@@ -39,7 +39,7 @@ def fetch_and_prepare(
     """Fetch to `output` and make `corpus` of it at the same time."""
     web = Web(options.patience)
     files = find_files(names, options.choice, web, note)
-    inputs = [InputFile(str(output / file.path), file.size) for file in files]
+    inputs = [InputFile(str(output / file.path), file.size, file.identity) for file in files]
     for file in inputs:
         require_known([file] if file.is_known else [], file.path)
     arriving = _Arriving(web, files, output, options.workers, keep=keep)

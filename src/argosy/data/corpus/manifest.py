@@ -43,10 +43,14 @@ class Shard(_Part):
 
 
 class Source(_Part):
+    """An input as it was read. Corpora of earlier versions have neither `version` nor `content`."""
+
     path: str
     bytes: int
     documents: int
     quarantined: int
+    version: str | None = None  # the modification time, ETag, generation or hash it had
+    content: str | None = None  # BLAKE2b of the BLAKE2b of what was read of each block, in the order of the blocks
 
 
 class Manifest(_Part):

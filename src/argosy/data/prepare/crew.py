@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from argosy.data.prepare.parts import PartFacts, PartMaker, PartName
 from argosy.data.prepare.sample import SAMPLE_BYTES, sample_texts
 from argosy.data.prepare.work import Work
-from argosy.data.prepare.workers import Pool, Recipe, recipe_of
+from argosy.data.prepare.workers import Pool, Recipe, Task, recipe_of
 from argosy.data.text.engines import Encode, Proof, choose_engine, likely_engine
 from argosy.data.text.tokenizer import JsonTokenizer
 
@@ -20,7 +20,7 @@ _INLINE_BYTES = 4 << 20  # less than this is not worth starting processes for
 
 
 class Crew:
-    """`with crew: … crew.run(names)`: entering it starts the workers, so that they load while there is other work."""
+    """`with crew: … crew.run(tasks)`: entering it starts the workers, so that they load while there is other work."""
 
     def __init__(self, work: Work) -> None:
         self.work, self.tokenizer = work, work.tokenizer
@@ -37,19 +37,19 @@ class Crew:
         if self._open is not None:
             self._open.close()
 
-    def run(self, names: Iterator[PartName]) -> Iterator[tuple[PartName, PartFacts]]:
+    def run(self, tasks: Iterator[Task]) -> Iterator[tuple[PartName, PartFacts]]:
         """The parts, as they are finished."""
         if self._is_pool:
             pool, said = choose_engine(self.tokenizer, self._proven_pool)
             self._announce(pool is not None, said)
-            yield from (pool or self._pool(None)).run(names)
+            yield from (pool or self._pool(None)).run(tasks)
             return
         encode, said = self.engine_here()
         self._announce(encode is not None, said)
         work, vocab_size, encode = self.work, self.tokenizer.vocab_size, encode or self.tokenizer.encode
-        maker = PartMaker(work.parts, work.groups, encode, vocab_size, work.eod, work.part_options)
-        for name in names:
-            yield name, maker.make(name)
+        maker = PartMaker(work.parts, encode, vocab_size, work.eod, work.part_options)
+        for name, group in tasks:
+            yield name, maker.make(name, group)
 
     @property
     def _is_pool(self) -> bool:
@@ -76,9 +76,7 @@ class Crew:
         if self._open is None or self._open.engine != engine:
             self.__exit__()
             work, recipe = self.work, self._recipe(engine)
-            self._open = Pool(
-                work.options.workers, work.parts, work.groups, recipe, work.part_options, sampled=self.sampled
-            )
+            self._open = Pool(work.options.workers, work.parts, recipe, work.part_options, sampled=self.sampled)
         return self._open
 
     def _announce(self, is_fast: bool, said: str) -> None:

@@ -3,6 +3,7 @@ once; all would write the same."""
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -26,7 +27,8 @@ def finish(work: Work) -> dict[Path, Manifest] | None:
         quarantine = b"".join(path.with_suffix(".quarantine.jsonl").read_bytes() for path in paths)
     except FileNotFoundError:  # a shard is missing, or a machine that was last with us has cleared the parts away
         return {corpus: read_manifest(corpus) for corpus in work.corpora} if work.is_done() else None
-    facts = [PartFacts(**part) for document in documents for part in document["parts"]]
+    named = {part.pop("name"): part for document in documents for part in document["parts"]}
+    facts = [PartFacts(**named[name]) for name in sorted(named)]
     quarantined: Counter[str] = sum((Counter(f.quarantined) for f in facts), Counter())
     for corpus in work.corpora:
         replace_file(corpus / QUARANTINE_FILE, quarantine)
@@ -54,11 +56,23 @@ def finish(work: Work) -> dict[Path, Manifest] | None:
 def _sources(files: list[InputFile], facts: list[PartFacts]) -> list[Source]:
     documents: Counter[str] = Counter()
     bad: Counter[str] = Counter()
+    digests = {file.path: hashlib.blake2b(digest_size=16) for file in files}
     for part in facts:
-        for file, (good, faulty) in part.files.items():
+        for file, (good, faulty, digest) in part.files.items():
             documents[file] += good
             bad[file] += faulty
-    return [Source(path=f.path, bytes=f.size, documents=documents[f.path], quarantined=bad[f.path]) for f in files]
+            digests[file].update(bytes.fromhex(digest))
+    return [
+        Source(
+            path=f.path,
+            bytes=f.size,
+            documents=documents[f.path],
+            quarantined=bad[f.path],
+            version=f.version or None,
+            content=digests[f.path].hexdigest(),
+        )
+        for f in files
+    ]
 
 
 def _check_bad(work: Work, good: int, quarantined: Counter[str]) -> None:

@@ -20,6 +20,7 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -31,6 +32,8 @@ from argosy.data.prepare.join import Joiner, books_of
 from argosy.data.prepare.locks import is_there, lock_shards
 from argosy.data.prepare.parts import PartName, cannot_write, clear_unfinished, read_facts
 from argosy.data.prepare.work import QUARANTINE_FILE, PrepareOptions, Work
+from argosy.data.prepare.workers import Task
+from argosy.data.text.input_files import fingerprint_now, require_same
 from argosy.data.text.inputs import InputFile, find_inputs, require_no_texts
 from argosy.data.text.tokenizer import Tokenizer
 from argosy.errors import ArgosyError
@@ -106,7 +109,7 @@ class Job:
         if work.is_done() or plan.exists():
             self._settle(plan)
         work.parts.mkdir(parents=True, exist_ok=True)
-        replace_file(plan, work.fingerprint())
+        replace_file(plan, work.plan.content())
         self._locks = lock_shards(work.parts / "locks", work.dealt, _warn)
         if not is_there(self._locks, work.parts / "locks"):  # who had them has cleared the parts away
             self.release()
@@ -131,19 +134,17 @@ class Job:
             arrivals.start([])
             return
         self.made = {group for group in range(len(self.work.groups)) if self._is_made(group)}
-        missing = [group for number, group in enumerate(self.work.groups) if number not in self.made]
-        arrivals.start([file for group in missing for file in group])
-        self.crew.sampled = missing[:1]
-        for group in missing[:1]:
-            arrivals.wait(group)
+        missing = [number for number in range(len(self.work.groups)) if number not in self.made]
+        arrivals.start([file for number in missing for file in self.work.groups[number]])
+        self.crew.sampled = [self._group(number) for number in missing[:1]]
 
     def make_shards(self) -> None:
         """Make this machine's parts, and join those of each shard as they are finished."""
         joiners = {} if self._done_elsewhere else {shard: self._joiner(shard) for shard in self._my_shards()}
-        names = self._names(joiners)
+        tasks = self._tasks(joiners)
         try:
             with Progress("prepare", self.crew.input_bytes, "B") as progress:
-                for name, facts in self.crew.run(names) if joiners else ():
+                for name, facts in self.crew.run(tasks) if joiners else ():
                     if facts.past_end:
                         self.ends[name.group] = min(name.block, self.ends.get(name.group, name.block))
                     joiners[self.work.shard_of(name)].add(name, facts)
@@ -166,13 +167,12 @@ class Job:
         key = None if seed is None else derive_seed(seed, "shuffle", shard)
         return Joiner(self.work.parts, self.work.corpora, shard, self.work.dtype, shuffle_key=key)
 
-    def _names(self, joiners: dict[int, Joiner]) -> Iterator[PartName]:
-        """The parts of some shards, in order. How many blocks a compressed file or a table has shows only when one is
+    def _tasks(self, joiners: dict[int, Joiner]) -> Iterator[Task]:
+        """The parts of some shards and their inputs, in order. How many blocks a compressed file or a table has shows only when one is
         past its end."""
         for group in range(len(self.work.groups)):
             self.under_way[group] = 1  # for this loop, which may hand out more
-            if self.arrivals is not None and group not in self.made:
-                self.arrivals.wait(self.work.groups[group])
+            files = self._group(group)
             for block in itertools.count():
                 name = PartName(group, block)
                 if block >= self.ends.get(group, block + 1) or self.work.is_beyond(name):
@@ -181,8 +181,19 @@ class Job:
                 if joiner is not None:
                     joiner.expect(name)
                     self.under_way[group] += 1
-                    yield name
+                    yield name, files
             self._finished_part(group)
+
+    def _group(self, number: int) -> list[InputFile]:
+        """The files of a group as they are read. One that had to arrive has a fingerprint of its own on this disk."""
+        group = self.work.groups[number]
+        if self.arrivals is None or number in self.made:
+            return group
+        self.arrivals.wait(group)
+        here = [fingerprint_now(file) for file in group]
+        for file, arrived in zip(group, here, strict=True):
+            require_same(replace(file, version=""), arrived)
+        return here
 
     def _finished_part(self, group: int) -> None:
         self.under_way[group] -= 1
@@ -205,19 +216,23 @@ class Job:
         return True
 
     def _settle(self, plan: Path) -> None:
-        work, finished = self.work, self.work.is_done()
-        if finished:  # a kill between the manifest and the end of the job leaves them
+        """Go on with the parts of the same job, or clear away what `--overwrite` may replace."""
+        work = self.work
+        if work.is_done():  # a kill between the manifest and the end of the job leaves the parts
             shutil.rmtree(work.parts, ignore_errors=True)
-        if not finished and plan.read_bytes() == work.fingerprint():
-            return  # go on where the last attempt stopped
-        if not work.options.overwrite:
-            raise ArgosyError(
-                "data.output-exists" if finished else "data.other-plan",
-                f"{work.output} already holds a {'prepared corpus' if finished else 'half-made one with other inputs or options'}",
+            refusal: ArgosyError | None = ArgosyError(
+                "data.output-exists",
+                f"{work.output} already holds a prepared corpus",
                 key="--output",
                 value=str(work.output),
                 fix="choose another directory, or pass --overwrite to replace it",
             )
+        else:
+            refusal = work.plan.difference(plan.read_bytes(), work.output)
+        if refusal is None:
+            return  # go on where the last attempt stopped
+        if not work.options.overwrite:
+            raise refusal
         for directory in {work.output, *work.corpora}:
             (directory / FILE_NAME).unlink(missing_ok=True)  # from here until the end the directory is not a corpus
             (directory / QUARANTINE_FILE).unlink(missing_ok=True)

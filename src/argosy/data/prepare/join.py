@@ -89,7 +89,7 @@ class Joiner:
         replace_file(books.with_suffix(".quarantine.jsonl"), quarantine)
         facts = {
             "shards": [asdict(pair) | {"name": shard_name(self.shard)} for pair in written],
-            "parts": [asdict(f) for _, f in self._joined],
+            "parts": [asdict(f) | {"name": str(name)} for name, f in self._joined],
         }
         replace_file(books, orjson.dumps(facts))
         for name in names:  # the shard has it all

@@ -10,13 +10,13 @@ bytes whoever makes them, which is what makes the corpus independent of workers,
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import orjson
@@ -24,14 +24,13 @@ import orjson
 from argosy.data.corpus.indexed import IndexedReader, IndexedWriter, Tokens, bin_path, dtype_for
 from argosy.data.text.blocks import Blocks, Piece
 from argosy.data.text.engines import Encode
+from argosy.data.text.input_files import check_unchanged
 from argosy.data.text.inputs import InputFile
-from argosy.data.text.readers import open_blocks
+from argosy.data.text.readers import open_blocks, read_block
 from argosy.data.text.records import BadRecord, Parser, Sentences
 from argosy.data.text.tokenizer import Lengths
 from argosy.errors import ArgosyError
 from argosy.record.files import replace_file
-
-_CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # never the input's fault
 
 
 @dataclass(frozen=True, order=True)
@@ -56,7 +55,7 @@ class PartFacts:
     input_bytes: int
     sha256: list[str]  # of each key's .bin, so that a part from before a crash can be believed
     quarantined: dict[str, int]
-    files: dict[str, tuple[int, int]]  # file -> documents, quarantined
+    files: dict[str, tuple[int, int, str]]  # file -> documents, quarantined, hash of what was read
     past_end: bool = False  # there is no such block
 
 
@@ -86,46 +85,38 @@ class PartMaker:
     def __init__(
         self,
         directory: Path,
-        groups: list[list[InputFile]],
         encode: Encode,
         vocab_size: int,
         eod: int | None,
         options: PartOptions,
     ) -> None:
-        self.directory, self.groups, self.encode, self.eod, self.options = directory, groups, encode, eod, options
+        self.directory, self.encode, self.eod, self.options = directory, encode, eod, options
         self.dtype = dtype_for(vocab_size)
         self._open: tuple[int, int, Blocks, Parser] | None = None  # group, next block, its reader and parser
 
-    def make(self, name: PartName) -> PartFacts:
+    def make(self, name: PartName, group: list[InputFile]) -> PartFacts:
+        """Make the part of a block of `group`, unless it is there. It counts only if the inputs stayed what they were."""
         finished = read_facts(self.directory, name)
         if finished is not None:
             return finished
+        blocks, parser = self._reader(name, group)
+        pieces = read_block(blocks, name.block, group)
         try:
-            blocks, parser = self._reader(name)
-            pieces = blocks.block(name.block)
             if pieces is None:
                 facts = PartFacts(0, 0, 0, [], {}, {}, past_end=True)
             else:
                 facts = self._write(name, pieces, parser)
+            check_unchanged(group)
             replace_file(self.directory / f"{name}.json", orjson.dumps(asdict(facts)))
-        except (OSError, EOFError) as error:
-            reason = getattr(error, "strerror", None) or str(error)
-            if getattr(error, "errno", None) in _CANNOT_WRITE:
-                raise cannot_write(self.directory.parent, reason) from None
-            file = self.groups[name.group][0].path
-            raise ArgosyError(
-                "data.bad-input", f"{file}, block {name.block}: {reason}", fix="check the file, then run it again"
-            ) from None
+        except OSError as error:
+            raise cannot_write(self.directory.parent, error.strerror or str(error)) from error
         return facts
 
-    def _reader(self, name: PartName) -> tuple[Blocks, Parser]:
+    def _reader(self, name: PartName, group: list[InputFile]) -> tuple[Blocks, Parser]:
         if self._open is None or self._open[0] != name.group or self._open[1] > name.block:
             options = self.options
             opened = open_blocks(
-                self.groups[name.group],
-                keys=options.keys,
-                block_bytes=options.block_bytes,
-                text_lines=options.text_lines,
+                group, keys=options.keys, block_bytes=options.block_bytes, text_lines=options.text_lines
             )
         else:
             opened = self._open[2:]
@@ -138,9 +129,11 @@ class PartMaker:
         writers = [IndexedWriter(prefix, self.dtype, sync=False, mark=mark) for prefix in prefixes]
         bad: list[BadRecord] = []
         files: Counter[str] = Counter()
+        digests: dict[str, Any] = {}
         input_bytes = 0
         try:
             for piece in pieces:
+                digests.setdefault(piece.file, hashlib.blake2b(digest_size=16)).update(piece.content)
                 documents, faults = parser.parse(piece)
                 for writer, of_key in zip(writers, documents, strict=True):
                     self._add(writer, of_key)
@@ -161,7 +154,7 @@ class PartMaker:
             input_bytes=input_bytes,
             sha256=[pair.bin_sha256 for pair in written],
             quarantined=dict(Counter(record.kind for record in bad)),
-            files={file: (files[file], faults_by_file[file]) for file in sorted(files.keys() | faults_by_file.keys())},
+            files={file: (files[file], faults_by_file[file], digests[file].hexdigest()) for file in sorted(digests)},
         )
 
     def _add(self, writer: IndexedWriter, documents: list[Sentences]) -> None:

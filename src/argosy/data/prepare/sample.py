@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from argosy.data.prepare.parts import PartOptions
 from argosy.data.text.inputs import InputFile
-from argosy.data.text.readers import open_blocks
+from argosy.data.text.readers import open_blocks, read_block
 from argosy.data.text.records import texts_of
 
 SAMPLE_BYTES = 200_000  # the reference is slow
@@ -27,4 +27,4 @@ def sample_texts(groups: list[list[InputFile]], options: PartOptions) -> list[st
 def _first_texts(groups: list[list[InputFile]], options: PartOptions) -> Iterator[str]:
     for group in groups[:_GROUPS]:
         blocks, parser = open_blocks(group, keys=options.keys, block_bytes=1 << 16, text_lines=options.text_lines)
-        yield from texts_of(blocks.block(0) or iter(()), parser)
+        yield from texts_of(read_block(blocks, 0, group) or iter(()), parser)

@@ -18,6 +18,7 @@ import numpy as np
 from argosy.data.corpus.indexed import dtype_for
 from argosy.data.corpus.manifest import FILE_NAME
 from argosy.data.prepare.parts import PartName, PartOptions
+from argosy.data.prepare.plan import Plan
 from argosy.data.text.inputs import InputFile, group_inputs
 from argosy.data.text.tokenizer import Tokenizer
 from argosy.errors import ArgosyError
@@ -87,16 +88,13 @@ class Work:
         size = first.size if self.options.text_lines or not first.is_text else 1
         return name.block * self.part_options.block_bytes >= max(1, size)
 
-    def fingerprint(self) -> bytes:
-        """Of all that decides the bytes of the corpus."""
-        facts = [
-            [(f.path, f.size) for f in self.files],
-            self.tokenizer.fingerprint,
-            self.eod,
-            asdict(self.part_options),
-        ]
+    @property
+    def plan(self) -> Plan:
+        """All that decides the bytes of the corpus."""
+        facts = [self.tokenizer.fingerprint, self.eod, asdict(self.part_options)]
         facts += [self.options.shards, self.options.shuffle_seed]
-        return hashlib.sha256(repr(facts).encode()).hexdigest().encode()
+        options = hashlib.sha256(repr(facts).encode()).hexdigest()
+        return Plan.of(options, self.files, with_inodes=self.options.machines == 1)
 
     def is_done(self) -> bool:
         """Whether there is a finished corpus: the manifest of the last key is written last."""

@@ -36,6 +36,17 @@ _NO_CREDENTIALS = (
     "ClientAuthenticationError",
     "DefaultCredentialsError",
 )
+_AZURE = "AZURE_STORAGE_CONNECTION_STRING, or AZURE_STORAGE_ACCOUNT_NAME with AZURE_STORAGE_ACCOUNT_KEY or _SAS_TOKEN"
+_GOOGLE = "GOOGLE_APPLICATION_CREDENTIALS, or `gcloud auth application-default login`"
+_CREDENTIALS = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; for a public bucket FSSPEC_S3_ANON=true",
+    "gs": _GOOGLE,
+    "gcs": _GOOGLE,
+    "az": _AZURE,
+    "abfs": _AZURE,
+    "abfss": _AZURE,
+}
+_USUAL = ("s3", "gs", "az", "abfs", "https", "http", "hf", "file")
 _VERSION_KEYS = ("ETag", "etag", "generation", "Last-Modified", "LastModified", "last_modified", "mtime", "created")
 _OPTIONS: dict[str, dict[str, Any]] = {"s3": {"config_kwargs": {"retries": {"max_attempts": 0}}}}
 
@@ -68,7 +79,7 @@ class ObjectStore:
         self._system, self._root = self._connect()
 
     def name(self, name: str) -> str:
-        return f"{self.url}/{name}"
+        return f"{self.url}/{name}" if name else self.url
 
     def facts(self, name: str) -> ObjectFacts:
         def look() -> ObjectFacts:
@@ -80,19 +91,39 @@ class ObjectStore:
                     f"the server of {self.name(name)} does not answer range requests (Accept-Ranges: none)",
                     fix="serve the corpus from object storage, or copy it to a local disk",
                 )
-            size = info.get("size")
-            version = next((f"{key}={info[key]}" for key in _VERSION_KEYS if info.get(key)), "")
-            return ObjectFacts(None if size is None else int(size), version)
+            return _facts_of(info)
 
         return self._patiently(name, look)
 
-    def read(self, name: str, start: int, count: int, version: str = "") -> bytes:
-        """Exactly `count` bytes from `start` on. Where the back end can, only of the version of the object given."""
+    def listing(self, pattern: str = "") -> dict[str, ObjectFacts]:
+        """The objects below this URL, or those that match a pattern below it, by their names relative to it. The name is
+        empty where the URL is an object itself."""
+
+        def look() -> dict[str, ObjectFacts]:
+            self._system.invalidate_cache()
+            if pattern:
+                entries = self._system.glob(f"{self._root}/{pattern}", detail=True)
+            elif self._system.isdir(self._root):
+                entries = self._system.find(self._root, detail=True)
+            else:
+                entries = {self._root: self._system.info(self._root)}
+            files = {path: info for path, info in entries.items() if info.get("type", "file") == "file"}
+            return {path.removeprefix(self._root).lstrip("/"): _facts_of(info) for path, info in files.items()}
+
+        return self._patiently(pattern, look)
+
+    def read(
+        self, name: str, start: int, count: int, version: str = "", recheck: Callable[[], None] | None = None
+    ) -> bytes:
+        """Exactly `count` bytes from `start` on. Where the back end can, only of the version of the object given.
+        `recheck` is called when bytes are missing; it raises if the object is another by now."""
         options = self._pinned(version)
 
         def get() -> bytes:
             body: bytes = self._call("cat_file", name, start=start, end=start + count, **options)
             if len(body) != count:
+                if recheck is not None:
+                    recheck()
                 raise _WrongLength(f"{len(body):,} bytes came where {count:,} were asked for (from byte {start:,})")
             return body
 
@@ -123,18 +154,24 @@ class ObjectStore:
 
     def _connect(self) -> tuple[Any, str]:
         options = _OPTIONS.get(self._scheme, {})
+        if self._scheme not in (known := self._fsspec.available_protocols()):
+            raise ArgosyError(
+                "data.bad-input",
+                f"{self.url}: {self._scheme}:// is no kind of address that is known here",
+                fix=f"known: {', '.join(scheme for scheme in _USUAL if scheme in known)}",
+            )
         try:
             system, root = self._fsspec.core.url_to_fs(self.url, **options, skip_instance_cache=bool(options))
         except ImportError as error:
             raise ArgosyError(
                 "data.missing-extra", f"{self.url}: {error}", fix="pip install 'argosy[remote]'"
             ) from None
-        except (ValueError, OSError) as error:
-            raise ArgosyError(
-                "data.fetch-failed",
-                f"{self.url} cannot be opened: {error}",
-                fix="check the address and the credentials",
-            ) from None
+        except Exception as error:
+            # Every back end has classes of its own for what it lacks; most lack credentials, some of them as a ValueError.
+            fault = _judge(error)
+            if isinstance(error, (ValueError, OSError)):
+                fault = _Fault("credentials", str(error))
+            raise self._refusal("", fault) from error
         if self._scheme == "s3":
             system.retries = 1
         return system, str(root).rstrip("/")
@@ -190,8 +227,15 @@ class ObjectStore:
             )
         fix = "check the address and the request"
         if fault.kind == "credentials":
-            fix = f"give credentials that may read it, in the environment of {self._scheme}'s own tools"
+            fix = "set credentials that may read it in the environment"
+            fix += f": {_CREDENTIALS[self._scheme]}" if self._scheme in _CREDENTIALS else ""
         return ArgosyError("data.fetch-failed", f"{self.name(name)} cannot be read: {fault.what}", fix=fix)
+
+
+def _facts_of(info: dict[str, Any]) -> ObjectFacts:
+    size = info.get("size")
+    version = next((f"{key}={info[key]}" for key in _VERSION_KEYS if info.get(key)), "")
+    return ObjectFacts(None if size is None else int(size), version)
 
 
 class _WrongLength(Exception):

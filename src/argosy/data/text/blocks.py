@@ -14,7 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from argosy.data.text.inputs import InputFile, decompressed, open_input
+from argosy.data.text.input_files import decompressed, open_input
+from argosy.data.text.inputs import InputFile
 
 PIECE = 1 << 20  # bytes read and tokenised at a time
 MAX_RECORD = 64 << 20
@@ -29,6 +30,7 @@ class Piece:
     records: list[bytes] | list[dict[str, Any]]
     places: list[int]
     size: int  # bytes of the file as it is stored, about
+    content: bytes  # what was read, decompressed: a fingerprint is made of it
     too_long: tuple[int, int] | None = None  # place and size of a last record that was passed over
 
 
@@ -101,6 +103,7 @@ class LineBlocks:
 def _split(name: str, data: bytes, start: int, size: int, too_long: tuple[int, int] | None) -> Piece:
     if start == 0 and data.startswith(BOM):
         data, start = data[len(BOM) :], len(BOM)
+    content = data
     records, places, at = [], [], start
     for line in data.split(b"\n"):
         records.append(line)
@@ -109,7 +112,7 @@ def _split(name: str, data: bytes, start: int, size: int, too_long: tuple[int, i
     if records and not records[-1]:  # after the last line's end
         records.pop()
         places.pop()
-    return Piece(name, records, places, size, too_long)
+    return Piece(name, records, places, size, content, too_long)
 
 
 class FileBlocks:
@@ -126,6 +129,6 @@ class FileBlocks:
             with open_input(file) as raw, decompressed(raw, file) as stream:
                 data = stream.read(MAX_RECORD + 1)
             if len(data) > MAX_RECORD:
-                yield Piece(file.path, [], [], file.size, too_long=(0, file.size))
+                yield Piece(file.path, [], [], file.size, data, too_long=(0, file.size))
             else:
-                yield Piece(file.path, [data.removeprefix(BOM)], [0], file.size)
+                yield Piece(file.path, [data.removeprefix(BOM)], [0], file.size, data)

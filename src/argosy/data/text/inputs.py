@@ -1,18 +1,21 @@
-"""The files a corpus is made from: local paths, globs and directories, or remote ones through fsspec.
+"""The files a corpus is made from: local paths, globs and directories, or remote ones.
 
 Remote names carry a scheme (`s3://`, `gs://`, `az://`, `https://`, `hf://`); credentials come from the environment,
-never from the name. The order of the files is fixed by their names, so that the same inputs give the same corpus.
+never from the name. The order of the files is fixed by their names, so that the same inputs give the same corpus. Each file
+carries the fingerprint it had when it was listed (`argosy.data.text.input_files` refuses it once that changes).
 """
 
 from __future__ import annotations
 
 import importlib
-import io
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
+
+import numpy as np
 
 from argosy.errors import ArgosyError
 
@@ -25,14 +28,35 @@ _MADE_BY_US = ("manifest.json", ".parts")  # a directory with one of these is a 
 
 @dataclass(frozen=True)
 class InputFile:
-    """One file, with the size it had when it was listed."""
+    """One file, with the fingerprint it had when it was listed.
+
+    Args:
+        path: The name the user knows it by; it goes into the manifest.
+        size: Bytes as stored.
+        version: The modification time of a local file, the ETag, generation, hash or time of a remote one. It changes when
+            the content does. Empty: not known, only the size is compared.
+        inode: The inode of a local file; 0 where the file system does not keep inodes.
+        address: Where the bytes are read if not at `path`: a URL, or the path of a local copy.
+    """
 
     path: str
     size: int
+    version: str = ""
+    inode: int = 0
+    address: str = ""
+
+    @property
+    def location(self) -> str:
+        return self.address or self.path
 
     @property
     def is_remote(self) -> bool:
-        return "://" in self.path
+        return "://" in self.location
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether the bytes lie in a private copy that nobody else changes."""
+        return bool(self.address) and not self.is_remote
 
     @property
     def is_known(self) -> bool:
@@ -56,68 +80,11 @@ def find_inputs(names: Sequence[str], report: Callable[[str], None] | None = Non
     else they hold is reported."""
     found: list[InputFile] = []
     for name in names:
-        found.extend(_remote(name) if "://" in name else _local(name, report))
+        local = name.removeprefix("file://")
+        found.extend(_remote(name, report) if "://" in local else _local(local, report))
     if not found:
         raise ArgosyError("data.bad-input", "no input was named", fix="give files, directories or globs")
     return found
-
-
-def open_input(file: InputFile) -> BinaryIO:
-    """The bytes as stored, seekable."""
-    if not file.is_remote:
-        return Path(file.path).open("rb")
-    return cast(BinaryIO, _fsspec().open(file.path, "rb", block_size=8 << 20).open())
-
-
-def decompressed(raw: BinaryIO, file: InputFile) -> BinaryIO:
-    """The bytes of a file as its name says they are compressed, or as they are. Reads forward only."""
-    if not file.is_compressed:
-        return raw
-    if file.path.endswith(".gz"):
-        import gzip
-
-        return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
-    return cast(BinaryIO, io.BufferedReader(ZstdStream(raw, file.path), buffer_size=1 << 20))
-
-
-class ZstdStream(io.RawIOBase):
-    """A zstandard file of one or more frames, decompressed; a file cut short is an error, never a quiet end."""
-
-    def __init__(self, raw: BinaryIO, name: str) -> None:
-        import zstandard
-
-        self._raw, self._name, self._codec = raw, name, zstandard
-        self._frame = self._new_frame()
-        self._compressed, self._ready, self._in_frame = b"", memoryview(b""), False
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, target: Any) -> int:
-        while not self._ready:
-            if not self._compressed:
-                self._compressed = self._raw.read(1 << 20)
-                if not self._compressed:
-                    if self._in_frame:
-                        raise EOFError(f"{self._name} ends in the middle of a zstandard frame")
-                    return 0
-            self._decompress()
-        count = min(len(target), len(self._ready))
-        target[:count] = self._ready[:count]
-        self._ready = self._ready[count:]
-        return count
-
-    def _decompress(self) -> None:
-        try:
-            self._ready = memoryview(self._frame.decompress(self._compressed))
-        except self._codec.ZstdError as error:
-            raise OSError(f"{self._name} is not zstandard data: {error}") from None
-        self._in_frame, self._compressed = True, b""
-        if self._frame.eof:
-            self._compressed, self._frame, self._in_frame = self._frame.unused_data, self._new_frame(), False
-
-    def _new_frame(self) -> Any:
-        return self._codec.ZstdDecompressor().decompressobj()
 
 
 def require(module: str, extra: str, purpose: str) -> Any:
@@ -132,10 +99,6 @@ def require(module: str, extra: str, purpose: str) -> Any:
         ) from None
 
 
-def _fsspec() -> Any:
-    return require("fsspec", "remote", "reading remote files")
-
-
 def require_no_texts(output: Path, ours: str) -> None:
     """Refuse to make a corpus among texts: as parts of a corpus they would never be found again, and could be replaced."""
     texts = sorted(p.name for p in output.glob("*") if p.name.endswith(SUFFIXES) and p.name != ours)
@@ -143,6 +106,25 @@ def require_no_texts(output: Path, ours: str) -> None:
         cause = f"{output} holds texts, such as {texts[0]}, and a corpus needs a directory of its own"
         fix = f"--output {output / 'corpus'}"
         raise ArgosyError("data.bad-input", cause, key="--output", value=str(output), fix=fix)
+
+
+def local_input(path: str) -> InputFile:
+    """The file at `path` with the fingerprint it has now."""
+    facts = os.stat(path)
+    inode = facts.st_ino if _keeps_inodes(facts.st_dev) else 0
+    return InputFile(path, facts.st_size, f"mtime={np.datetime64(facts.st_mtime_ns, 'ns')}", inode)
+
+
+@lru_cache(maxsize=64)
+def _keeps_inodes(device: int) -> bool:
+    """False for FUSE mounts: those of object stores number a file anew each time it is looked up."""
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()]
+    except OSError:
+        return True
+    kinds = [fields[fields.index("-") + 1] for fields in mounts if fields[2] == number and "-" in fields]
+    return not any(kind.startswith("fuse") for kind in kinds)
 
 
 def _local(name: str, report: Callable[[str], None] | None) -> list[InputFile]:
@@ -154,42 +136,22 @@ def _local(name: str, report: Callable[[str], None] | None) -> list[InputFile]:
         if report is not None and len(inside) < len(files):
             other = sorted(set(files) - set(inside))
             report(f"{name}: {len(other)} files of other kinds are passed over, such as {other[0].name}")
-        return require_known([InputFile(str(p), p.stat().st_size) for p in inside], name)
+        return require_known([local_input(str(p)) for p in inside], name)
     if path.is_file():
-        return require_known([InputFile(name, path.stat().st_size)] if name.endswith(SUFFIXES) else [], name)
+        return require_known([local_input(name)] if name.endswith(SUFFIXES) else [], name)
     if any(character in name for character in "*?["):
         root = Path(path.anchor) if path.is_absolute() else Path()
         pattern = str(path.relative_to(path.anchor)) if path.is_absolute() else name
         matches = sorted(p for p in root.glob(pattern) if p.is_file() and p.name.endswith(SUFFIXES))
-        return require_known([InputFile(str(p), p.stat().st_size) for p in matches], name)
+        return require_known([local_input(str(p)) for p in matches], name)
     raise ArgosyError("data.not-found", f"there is no {name}", fix=f"check the path; {Path.cwd()} is where it begins")
 
 
-def _remote(name: str) -> list[InputFile]:
-    fsspec = _fsspec()
-    try:
-        system, path = fsspec.core.url_to_fs(name)
-        scheme = name.partition("://")[0]
-        if any(character in path for character in "*?["):
-            entries = system.glob(path, detail=True)
-        elif system.isdir(path):
-            entries = system.find(path, detail=True)
-        else:
-            entries = {path: system.info(path)}
-    except ImportError as error:
-        raise ArgosyError("data.missing-extra", f"{name}: {error}", fix="pip install 'argosy[remote]'") from None
-    except Exception as error:
-        raise ArgosyError(
-            "data.not-found",
-            f"{name} cannot be listed: {error or type(error).__name__}",
-            fix="check the name, and the store's credentials in the environment",
-        ) from error
-    files = [
-        InputFile(path if "://" in path else f"{scheme}://{path}", int(info.get("size") or 0))
-        for path, info in sorted(entries.items())
-        if info.get("type", "file") == "file" and path.endswith(SUFFIXES)
-    ]
-    return require_known(files, name)
+def _remote(name: str, report: Callable[[str], None] | None) -> list[InputFile]:
+    # Imported late: this needs packages that local inputs do not.
+    from argosy.data.remote.inputs import find_remote
+
+    return require_known([file for file in find_remote(name, report) if file.is_known], name)
 
 
 def require_known(files: list[InputFile], name: str) -> list[InputFile]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from argosy.data.text.blocks import Blocks, FileBlocks, LineBlocks
+from argosy.data.text.blocks import Blocks, FileBlocks, LineBlocks, Piece
+from argosy.data.text.input_files import check_unchanged, reading
 from argosy.data.text.inputs import InputFile
-from argosy.data.text.records import Parser
+from argosy.data.text.records import Parser, texts_of
 from argosy.data.text.tables import TableBlocks
 
 
@@ -15,8 +16,33 @@ def open_blocks(
 ) -> tuple[Blocks, Parser]:
     """`group` is one file, or several small text files that are one document each. Plain text has no keys."""
     first = group[0]
-    if first.is_table:
-        return TableBlocks(first, block_bytes, keys), Parser(keys)
-    if not first.is_text:
-        return LineBlocks(first, block_bytes), Parser(keys)
-    return LineBlocks(first, block_bytes) if text_lines else FileBlocks(group), Parser(None)
+    with reading(group):
+        if first.is_table:
+            return TableBlocks(first, block_bytes, keys), Parser(keys)
+        if not first.is_text:
+            return LineBlocks(first, block_bytes), Parser(keys)
+        return LineBlocks(first, block_bytes) if text_lines else FileBlocks(group), Parser(None)
+
+
+def read_block(blocks: Blocks, index: int, group: Sequence[InputFile]) -> Iterator[Piece] | None:
+    """The pieces of a block, or None past the end. Content that cannot be read is refused with the name of its file."""
+    where = f", block {index}"
+    with reading(group, where):
+        pieces = blocks.block(index)
+    return None if pieces is None else _guarded(pieces, group, where)
+
+
+def _guarded(pieces: Iterator[Piece], group: Sequence[InputFile], where: str) -> Iterator[Piece]:
+    with reading(group, where):
+        yield from pieces
+
+
+def all_texts(groups: Sequence[Sequence[InputFile]], keys: Sequence[str]) -> Iterator[str]:
+    """The good texts of all inputs, which must stay the same until they are read."""
+    for group in groups:
+        blocks, parser = open_blocks(group, keys=keys, block_bytes=1 << 24, text_lines=False)
+        index = 0
+        while (pieces := read_block(blocks, index, group)) is not None:
+            yield from texts_of(pieces, parser)
+            index += 1
+        check_unchanged(group)

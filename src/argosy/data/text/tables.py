@@ -11,8 +11,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import orjson
+
 from argosy.data.text.blocks import PIECE, Piece
-from argosy.data.text.inputs import InputFile, open_input, require
+from argosy.data.text.input_files import open_input, reading
+from argosy.data.text.inputs import InputFile, require
 from argosy.errors import ArgosyError
 
 _MAX_ROWS = 4096  # read at a time
@@ -35,13 +38,11 @@ class TableBlocks:
     def __init__(self, file: InputFile, block_bytes: int, keys: Sequence[str]) -> None:
         parquet = require("pyarrow.parquet", "data", "reading parquet")
         self.file, self.keys = file, list(keys)
-        try:
-            # A small buffer streams the pages of a column; without one a whole column of a row group is held.
-            self._table = parquet.ParquetFile(open_input(file), buffer_size=1 << 20, pre_buffer=False)
-        except (OSError, ValueError) as error:
-            raise ArgosyError(
-                "data.bad-input", f"{file.path} is not a parquet file: {error}", fix="check the file"
-            ) from None
+        with reading([file], " is not a parquet file"):
+            # A small buffer streams the pages of a column; without one a whole column of a row group is held. Columns
+            # are read in turns, so what is read around each must stay small too.
+            stored = open_input(file, buffer=1 << 20)
+            self._table = parquet.ParquetFile(stored, buffer_size=1 << 20, pre_buffer=False)
         for key in keys:
             self._check_column(key)
         self._spans = list(_spans(self._table.metadata, self.keys, block_bytes))
@@ -64,8 +65,9 @@ class TableBlocks:
             for batch in _halved(next(self._batches)):
                 first = span.first_row + self._row - span.skip
                 self._row += len(batch)
-                places = list(range(first, first + len(batch)))
-                yield Piece(self.file.path, batch.to_pylist(), places, round(len(batch) * stored))
+                places, rows = list(range(first, first + len(batch))), batch.to_pylist()
+                content = orjson.dumps(rows, default=repr, option=orjson.OPT_NON_STR_KEYS)
+                yield Piece(self.file.path, rows, places, round(len(batch) * stored), content)
 
     def _check_column(self, key: str) -> None:
         fields = {field.name: field for field in self._table.schema_arrow}

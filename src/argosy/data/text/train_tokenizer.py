@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
 from argosy.data.text.inputs import find_inputs, group_inputs
-from argosy.data.text.readers import open_blocks
-from argosy.data.text.records import texts_of
+from argosy.data.text.readers import all_texts
 from argosy.data.text.tokenizer import load_tokenizer, train_bpe
 from argosy.errors import ArgosyError
 from argosy.record.files import replace_file
@@ -27,15 +26,7 @@ def train_tokenizer_on(
             fix="choose another, or pass --overwrite",
         )
 
-    def texts() -> Iterator[str]:
-        for group in group_inputs(find_inputs(inputs), text_lines=False):
-            blocks, parser = open_blocks(group, keys=keys, block_bytes=1 << 24, text_lines=False)
-            index = 0
-            while (pieces := blocks.block(index)) is not None:
-                yield from texts_of(pieces, parser)
-                index += 1
-
-    documents = texts()
+    documents = all_texts(group_inputs(find_inputs(inputs), text_lines=False), keys)
     first = next(documents, None)
     if first is None:
         raise ArgosyError("data.bad-records", "no document could be used", fix=f"is --key {', '.join(keys)} right?")

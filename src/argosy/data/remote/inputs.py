@@ -1,0 +1,116 @@
+"""Remote inputs of `argosy data prepare`: found, fingerprinted and read by range.
+
+`s3://`, `gs://`, `az://` and whatever else fsspec knows are read through `ObjectStore`, `https://`, `http://` and
+`hf://datasets/…` through the HTTP client that also fetches. Both retry what can pass, and refuse the rest with the address.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+from argosy.data.remote.objects import ObjectFacts, ObjectStore
+from argosy.data.remote.web_inputs import find_on_hub, find_on_web, look_on_web, read_from_web
+from argosy.data.text.input_files import input_changed, require_same
+from argosy.data.text.inputs import InputFile
+from argosy.errors import ArgosyError
+
+Report = Callable[[str], None] | None
+_WEB = ("http", "https")
+
+
+def find_remote(name: str, report: Report) -> list[InputFile]:
+    """The files that a URL, a prefix or a pattern stands for, in the order of their names, each with its fingerprint."""
+    scheme = name.partition("://")[0]
+    if scheme == "hf":
+        return find_on_hub(name)
+    if scheme in _WEB:
+        return find_on_web(name, _listed, report)
+    return [InputFile(url, facts.size or 0, facts.version) for url, facts in _listed(name)]
+
+
+def _listed(name: str) -> Iterator[tuple[str, ObjectFacts]]:
+    """The objects of a pattern, below a prefix, or the one of that name."""
+    base, pattern = name.rstrip("/"), ""
+    if wildcard := re.search(r"[*?\[]", name):
+        base = name[: wildcard.start()].rpartition("/")[0]
+        pattern = name[len(base) + 1 :]
+    store = ObjectStore(base)
+    for below, facts in sorted(store.listing(pattern).items()):
+        yield (f"{base}/{below}" if below else base), facts
+
+
+def look_again(file: InputFile) -> InputFile:
+    """`file` with the size and version that its server tells now."""
+    if file.location.startswith(("http://", "https://")):
+        return look_on_web(file)
+    store, name = _store_of(file.location)
+    try:
+        facts = store.facts(name)
+    except ArgosyError as error:
+        if error.code == "data.not-found":
+            raise input_changed(file, "it is no longer there") from None
+        raise
+    return replace(file, size=facts.size or 0, version=facts.version)
+
+
+def _read(file: InputFile, start: int, count: int) -> bytes:
+    if file.location.startswith(("http://", "https://")):
+        return read_from_web(file, start, count)
+    store, name = _store_of(file.location)
+
+    def require_unchanged() -> None:
+        require_same(file, look_again(file))
+
+    try:
+        return store.read(name, start, count, recheck=require_unchanged)
+    except ArgosyError as error:
+        if error.code in ("data.not-found", "data.corrupt"):
+            require_unchanged()
+        raise
+
+
+def _store_of(url: str) -> tuple[ObjectStore, str]:
+    directory, _, name = url.rpartition("/")
+    return _store(directory), name
+
+
+@lru_cache(maxsize=64)
+def _store(directory: str) -> ObjectStore:
+    return ObjectStore(directory)
+
+
+class RemoteInput(io.RawIOBase):
+    """An object as a seekable file of the size it had when it was listed. Each read is one range request."""
+
+    def __init__(self, file: InputFile) -> None:
+        self._file, self._at = file, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._file.size}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def readinto(self, target: Any) -> int:
+        count = min(len(target), self._file.size - self._at)
+        if count <= 0:
+            return 0
+        content = _read(self._file, self._at, count)
+        if len(content) != count:
+            raise input_changed(self._file, f"{len(content):,} bytes came where {count:,} were asked for")
+        target[:count] = content
+        self._at += count
+        return count

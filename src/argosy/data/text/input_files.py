@@ -1,0 +1,164 @@
+"""The bytes of inputs, held against the fingerprint each input had when the job was planned.
+
+A job reads an input in many blocks, from many processes, over hours, and again after a kill. If the input changes meanwhile,
+the corpus would equal neither version, so a read that comes up short is refused, and so is an input whose size,
+modification time, inode or ETag is another when a part is finished.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, BinaryIO, cast
+
+from argosy.data.text.inputs import InputFile, local_input
+from argosy.errors import ArgosyError
+
+LINE_BUFFER = 1 << 20
+# A remote input is asked for this many bytes at once: fewer cost a round trip each, more cost memory.
+REMOTE_BUFFER = 8 << 20
+
+
+def open_input(file: InputFile, buffer: int | None = None) -> io.BufferedReader:
+    """The bytes as stored, seekable.
+
+    Raises:
+        ArgosyError: `data.input-changed`, here or while reading, if the file ends before the size it had.
+    """
+    raw: io.RawIOBase
+    if file.is_remote:
+        from argosy.data.remote.inputs import RemoteInput
+
+        raw = RemoteInput(file)
+    else:
+        check_unchanged([file])
+        raw = _LocalInput(file)
+    return io.BufferedReader(raw, buffer or (REMOTE_BUFFER if file.is_remote else LINE_BUFFER))
+
+
+class _LocalInput(io.FileIO):
+    """A local file that was promised a size; ending earlier is a refusal, never a quiet end."""
+
+    def __init__(self, file: InputFile) -> None:
+        super().__init__(file.location)
+        self._file = file
+
+    def readinto(self, target: Any) -> int:
+        count = super().readinto(target) or 0
+        if not count and len(target) and self.tell() < self._file.size:
+            raise input_changed(self._file, f"it ended at byte {self.tell():,} of {self._file.size:,}")
+        return count
+
+    def readall(self) -> bytes:
+        content = super().readall() or b""
+        if self.tell() < self._file.size:
+            raise input_changed(self._file, f"it ended at byte {self.tell():,} of {self._file.size:,}")
+        return content
+
+
+def check_unchanged(files: Sequence[InputFile]) -> None:
+    """Refuse inputs that are no longer what they were when they were listed."""
+    for file in files:
+        if not file.is_copy:
+            require_same(file, fingerprint_now(file))
+
+
+def fingerprint_now(file: InputFile) -> InputFile:
+    """`file` with the size and version it has now."""
+    if file.is_remote:
+        from argosy.data.remote.inputs import look_again
+
+        return look_again(file)
+    try:
+        now = local_input(file.location)
+    except OSError as error:
+        raise input_changed(file, f"it can no longer be read: {error.strerror}") from None
+    return replace(file, size=now.size, version=now.version, inode=now.inode)
+
+
+def require_same(before: InputFile, now: InputFile, *, since: str = "while it was being prepared") -> None:
+    """Refuse a file whose fingerprint differs, with each difference."""
+    differences = []
+    if before.size != now.size:
+        differences.append(f"size {before.size:,} -> {now.size:,} bytes")
+    if before.version and before.version != now.version:
+        differences.append(f"{before.version} -> {now.version or 'unknown'}")
+    if before.inode and now.inode and before.inode != now.inode:
+        differences.append(f"inode {before.inode} -> {now.inode}, so it is another file of that name")
+    if differences:
+        raise input_changed(before, "; ".join(differences), since=since)
+
+
+def input_changed(file: InputFile, what: str, *, since: str = "while it was being prepared") -> ArgosyError:
+    return ArgosyError(
+        "data.input-changed",
+        f"{file.path} changed {since}: {what}",
+        fix="leave the inputs alone until the corpus is made, then start over with --overwrite (or remove the unfinished corpus)",
+    )
+
+
+@contextlib.contextmanager
+def reading(files: Sequence[InputFile], where: str = "") -> Iterator[None]:
+    """Turn what readers raise on damaged content into a refusal that names the file; a change of the file comes first."""
+    try:
+        yield
+    except (OSError, EOFError, zlib.error, ValueError) as error:
+        check_unchanged(files)
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise ArgosyError(
+            "data.bad-input", f"{files[0].path}{where}: {reason}", fix="check the file, then run it again"
+        ) from error
+
+
+def decompressed(raw: BinaryIO, file: InputFile) -> BinaryIO:
+    """The bytes of a file as its name says they are compressed, or as they are. Reads forward only."""
+    if not file.is_compressed:
+        return raw
+    if file.path.endswith(".gz"):
+        import gzip
+
+        return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
+    return cast(BinaryIO, io.BufferedReader(ZstdStream(raw, file.path), buffer_size=1 << 20))
+
+
+class ZstdStream(io.RawIOBase):
+    """A zstandard file of one or more frames, decompressed; a file cut short is an error, never a quiet end."""
+
+    def __init__(self, raw: BinaryIO, name: str) -> None:
+        import zstandard
+
+        self._raw, self._name, self._codec = raw, name, zstandard
+        self._frame = self._new_frame()
+        self._compressed, self._ready, self._in_frame = b"", memoryview(b""), False
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, target: Any) -> int:
+        while not self._ready:
+            if not self._compressed:
+                self._compressed = self._raw.read(1 << 20)
+                if not self._compressed:
+                    if self._in_frame:
+                        raise EOFError(f"{self._name} ends in the middle of a zstandard frame")
+                    return 0
+            self._decompress()
+        count = min(len(target), len(self._ready))
+        target[:count] = self._ready[:count]
+        self._ready = self._ready[count:]
+        return count
+
+    def _decompress(self) -> None:
+        try:
+            self._ready = memoryview(self._frame.decompress(self._compressed))
+        except self._codec.ZstdError as error:
+            raise OSError(f"{self._name} is not zstandard data: {error}") from None
+        self._in_frame, self._compressed = True, b""
+        if self._frame.eof:
+            self._compressed, self._frame, self._in_frame = self._frame.unused_data, self._new_frame(), False
+
+    def _new_frame(self) -> Any:
+        return self._codec.ZstdDecompressor().decompressobj()
