@@ -139,7 +139,8 @@ class Handler(BaseHTTPRequestHandler):
         first = int(asked[1]) if asked and self.headers.get("If-Range", tag) == tag else 0
         if fault := hub.fault_for(path):
             return fault(self, content, first)
-        self.send_content(content, first, tag=tag, one_byte=bool(asked and asked[2]), pace=hub.pace)
+        last = int(asked[2]) if asked and asked[2] else None
+        self.send_content(content, first, tag=tag, last=last, pace=hub.pace)
 
     def send_content(
         self,
@@ -149,16 +150,17 @@ class Handler(BaseHTTPRequestHandler):
         tag: str = "",
         limit: int | None = None,
         pace: float = 0,
-        one_byte: bool = False,
+        last: int | None = None,
     ) -> None:
-        if first > len(content) or (one_byte and not content):
+        ranged = last is not None
+        if first > len(content) or (ranged and first >= len(content)):
             return self.answer(416, headers={"Content-Range": f"bytes */{len(content)}"})
-        rest = content[:1] if one_byte else content[first:]
-        self.send_response(206 if first or one_byte else 200)
+        rest = content[first : last + 1 if last is not None else None]
+        self.send_response(206 if first or ranged else 200)
         self.send_header("Content-Length", str(len(rest)))
         if tag:
             self.send_header("ETag", tag)
-        if first or one_byte:
+        if first or ranged:
             self.send_header("Content-Range", f"bytes {first}-{first + len(rest) - 1}/{len(content)}")
         self.end_headers()
         rest = rest[:limit]

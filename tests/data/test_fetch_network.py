@@ -201,7 +201,7 @@ def test_a_plain_url_is_continued_only_while_it_is_the_same_file(hub: Hub, tmp_p
     old, new = noise(9000, 1), noise(9000, 2)
     hub.plain["x.jsonl"] = old
     url = f"{hub.url}/plain/x.jsonl?sig=secret"
-    tag_only = [lambda handler, content, first: handler.send_content(content, 0, one_byte=True, tag='"a"')]
+    tag_only = [lambda handler, content, first: handler.send_content(content, 0, last=0, tag='"a"')]
     hub.faults["/plain/x.jsonl"] = [*tag_only, bad.truncated(4000), *[bad.status(500)] * 6]
     assert refused(tmp_path, url).code == "data.fetch-failed"
     assert (tmp_path / "x.jsonl.partial").read_bytes() == old[:4000]
@@ -227,7 +227,7 @@ def test_a_plain_url_is_continued_only_while_it_is_the_same_file(hub: Hub, tmp_p
 def test_a_plain_url_that_is_cut_short_is_continued_with_its_tag(hub: Hub, tmp_path: Path) -> None:
     hub.plain["x.jsonl"] = noise(9000, 1)
     whole = [lambda handler, content, first: handler.send_content(
-        content, 0, one_byte=True, tag=f'"{hashlib.sha256(content).hexdigest()[:16]}"')]  # fmt: skip
+        content, 0, last=0, tag=f'"{hashlib.sha256(content).hexdigest()[:16]}"')]  # fmt: skip
     hub.faults["/plain/x.jsonl"] = [*whole, bad.truncated(4000)]
     go(tmp_path, f"{hub.url}/plain/x.jsonl")
     assert stored(tmp_path) == {"x.jsonl": hub.plain["x.jsonl"]}

@@ -9,6 +9,7 @@ import re
 import socket
 import threading
 import time
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -84,7 +85,7 @@ class WebServer:
         if habits.etag:
             headers["ETag"] = f'"{hashlib.md5(content).hexdigest()}"'
         if habits.time:
-            headers["Last-Modified"] = f"Mon, 16 Nov 2026 07:00:{sum(content) % 60:02d} GMT"
+            headers["Last-Modified"] = f"Mon, 16 Nov 2026 07:00:{zlib.crc32(content) % 60:02d} GMT"
         if habits.content_type:
             headers["Content-Type"] = habits.content_type
         asked = re.fullmatch(r"bytes=(\d+)-(\d+)", request.headers.get("Range", ""))
@@ -111,6 +112,8 @@ class WebServer:
         for key, value in [*headers.items(), told.get(length, ("Connection", "close"))]:
             request.send_header(key, value)
         request.end_headers()
+        if request.command == "HEAD":
+            return
         if cut:
             content = content[: len(content) // 2]
         if length == "chunked" and content:

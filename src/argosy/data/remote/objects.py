@@ -267,7 +267,7 @@ def _judge(error: BaseException) -> _Fault:
         return _Fault("passing", f"no answer in time ({type(error).__name__})")
     if any(isinstance(link, (ConnectionError, _WrongLength)) for link in chain):
         return _Fault("passing", what)
-    if isinstance(error, PermissionError):
+    if isinstance(error, PermissionError) or str(error).startswith("Forbidden: "):  # gcsfs's way to say 403
         return _Fault("credentials", what)
     if isinstance(error, (FileNotFoundError, NotADirectoryError, IsADirectoryError)):
         # fsspec's HTTP says so of any failure of its look at an object, with the true cause behind it
