@@ -39,7 +39,7 @@ CODES: Final[dict[str, str]] = {
     "data.bad-mds": "An MDS data set is damaged, names files outside its directory, or has a column that is not safe to read.",
     "data.cannot-merge": "The inputs of a merge differ in a way that one corpus cannot hold.",
     "data.missing-extra": "An optional Python package is needed for this input.",
-    "data.worker-died": "A worker process of `argosy data prepare` was killed, most often for lack of memory.",
+    "data.worker-died": "A worker process of `argosy data prepare` was killed or crashed, most often for lack of memory.",
     "data.other-plan": "The output directory holds an unfinished preparation with other inputs or options.",
     "data.output-exists": "The output directory already holds a prepared corpus.",
     "data.truncated": "A `.bin` file ended before the tokens its `.idx` promises.",

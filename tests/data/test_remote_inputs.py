@@ -19,8 +19,10 @@ import zstandard
 from fetching import HASTE, loopback_hub  # noqa: F401
 from loopback_hub import Hub
 from object_server import FaultyServer, azure_connection, azurite, from_buckets, moto, upload
+from typer.testing import CliRunner
 from web_server import WebServer, web_server
 
+from argosy.cli.app import app
 from argosy.data.corpus.manifest import read_manifest
 from argosy.data.prepare import crew, work
 from argosy.data.prepare.job import prepare
@@ -28,7 +30,7 @@ from argosy.data.prepare.work import PrepareOptions
 from argosy.data.remote import inputs as remote_inputs
 from argosy.data.remote import web_inputs
 from argosy.data.remote.web import Web
-from argosy.data.text.inputs import find_inputs
+from argosy.data.text.inputs import find_inputs, local_path
 from argosy.data.text.records import Parser
 from argosy.data.text.tokenizer import ByteTokenizer
 from argosy.data.text.train_tokenizer import train_tokenizer_on
@@ -48,7 +50,7 @@ def raw(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "b.jsonl.gz").write_bytes(gzip.compress(lines(30), mtime=0))
     (root / "c.json.gz").write_bytes(gzip.compress(lines(5), mtime=0))
     (root / "d.jsonl.zst").write_bytes(zstandard.compress(lines(30)))
-    (root / "e.txt").write_bytes("a document\nof two lines".encode())
+    (root / "e.txt").write_bytes(b"a document\nof two lines")
     (root / "f.txt.gz").write_bytes(gzip.compress(b"another", mtime=0))
     (root / "g.txt.zst").write_bytes(zstandard.compress(b"a third"))
     table = pyarrow.table({"text": [f"row {i}" for i in range(30)], "other": list(range(30))})
@@ -59,7 +61,7 @@ def raw(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _surroundings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Small blocks, short patience, no proxy, and no store that was opened for another test."""
-    monkeypatch.setattr(work, "_block_bytes", lambda files: 1 << 10)
+    monkeypatch.setattr(work, "_block_bytes", lambda files: 1 << 12)
     impatient = Web(HASTE)
     monkeypatch.setattr(web_inputs, "web", lambda: impatient)
     monkeypatch.setenv("no_proxy", "*")
@@ -77,7 +79,7 @@ def make(names: list[str], output: Path, **options: Any) -> dict[str, bytes]:
 @pytest.fixture(scope="module")
 def expected(raw: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(work, "_block_bytes", lambda files: 1 << 10)
+        patch.setattr(work, "_block_bytes", lambda files: 1 << 12)
         return make([str(raw)], tmp_path_factory.mktemp("expected") / "corpus")
 
 
@@ -231,6 +233,22 @@ def test_a_store_that_refuses_is_named_and_not_asked_again(google: FaultyServer,
 def test_an_unknown_kind_of_address_is_refused() -> None:
     error = refused(lambda: find_inputs(["ftps://host/a.jsonl"]))
     assert (error.code, "s3" in error.fix) == ("data.bad-input", True)
+
+
+def test_where_only_a_local_path_will_do_an_address_is_refused(tmp_path: Path) -> None:
+    verbs = [
+        "inspect",
+        "verify",
+        "convert --output x",
+        "merge --output x",
+        "prepare in.jsonl --tokenizer bytes --output",
+    ]
+    for verb in [*verbs, "prepare in.jsonl --output x --tokenizer"]:
+        ended = CliRunner().invoke(app, ["data", *verb.split(), "s3://bucket/corpus"])
+        assert isinstance(ended.exception, ArgosyError), verb
+        assert "s3://bucket/corpus is remote" in ended.exception.cause
+    assert local_path("file:///a/b") == Path("/a/b")
+    assert local_path(tmp_path / "x") == tmp_path / "x"
 
 
 def test_a_file_url_is_a_local_path(raw: Path, expected: dict[str, bytes], tmp_path: Path) -> None:

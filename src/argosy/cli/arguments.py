@@ -20,6 +20,15 @@ def run_and_overrides(arguments: list[str] | None) -> tuple[Path | None, list[st
     return (default if default.exists() else None), rest
 
 
+def local(value: Path | list[Path] | None) -> Path | list[Path] | None:
+    """Typer callback for paths that must be local: an address is refused rather than taken for a directory."""
+    from argosy.data.text.inputs import local_path
+
+    if isinstance(value, Path):
+        return local_path(value)
+    return value and [local_path(path) for path in value]
+
+
 def require_run(path: Path | None) -> Path:
     if path is None:
         raise ArgosyError(

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from argosy.cli import data_build, data_corpus, data_fetch
+from argosy.cli.arguments import local
 
 app = typer.Typer(help="From text to tokens, and what can be done with them.", no_args_is_help=True)
 app.command("fetch")(data_fetch.fetch)
@@ -36,7 +37,7 @@ def prepare(
             help="tokenizer.json, SentencePiece .model, vocab.json beside merges.txt, their directory, or `bytes`."
         ),
     ],
-    output: Annotated[Path, typer.Option(help="The corpus directory to make.")],
+    output: Annotated[Path, typer.Option(callback=local, help="The corpus directory to make.")],
     key: Annotated[
         list[str],
         typer.Option(help=f"{KEY_HELP} Given several times, each key becomes a corpus of its own, OUTPUT/KEY."),
@@ -108,7 +109,7 @@ def prepare(
 def train_tokenizer(
     inputs: Inputs,
     vocab_size: Annotated[int, typer.Option(min=257, help="Entries, the end-of-document token included.")],
-    output: Annotated[Path, typer.Option(help="The tokenizer.json to write.")],
+    output: Annotated[Path, typer.Option(callback=local, help="The tokenizer.json to write.")],
     key: Annotated[
         list[str], typer.Option(help=f"{KEY_HELP} Given several times, the texts of all are learnt from.")
     ] = ["text"],  # noqa: B006 - typer copies it

@@ -8,8 +8,11 @@ from typing import Annotated
 
 import typer
 
+from argosy.cli.arguments import local
+
 Corpus = Annotated[
-    Path, typer.Argument(help="A corpus directory, a directory of .bin/.idx pairs, or one pair's prefix.")
+    Path,
+    typer.Argument(callback=local, help="A corpus directory, a directory of .bin/.idx pairs, or one pair's prefix."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check the inputs and say what would be made, write nothing.")]
@@ -72,9 +75,14 @@ def verify(
 
 def merge(
     inputs: Annotated[
-        list[Path], typer.Argument(help="Corpus directories, directories of pairs, or prefixes, in the order to merge.")
+        list[Path],
+        typer.Argument(
+            callback=local, help="Corpus directories, directories of pairs, or prefixes, in the order to merge."
+        ),
     ],
-    output: Annotated[Path, typer.Option(help="The corpus directory to make, or the prefix of the pair.")],
+    output: Annotated[
+        Path, typer.Option(callback=local, help="The corpus directory to make, or the prefix of the pair.")
+    ],
     pair: Annotated[
         bool | None,
         typer.Option(
@@ -95,9 +103,12 @@ def merge(
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(help="An MDS directory (with index.json), a corpus, or a pair's prefix.")],
+    source: Annotated[
+        Path, typer.Argument(callback=local, help="An MDS directory (with index.json), a corpus, or a pair's prefix.")
+    ],
     output: Annotated[
-        Path, typer.Option(help="From MDS: the corpus directory or prefix to make. To MDS: the directory.")
+        Path,
+        typer.Option(callback=local, help="From MDS: the corpus directory or prefix to make. To MDS: the directory."),
     ],
     column: Annotated[str, typer.Option(help="The MDS column that holds the tokens.")] = "tokens",
     bytes_dtype: Annotated[

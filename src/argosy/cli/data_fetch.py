@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from argosy.cli.arguments import local
+
 
 def fetch(
     names: Annotated[
@@ -16,7 +18,7 @@ def fetch(
             "file or pattern; or an http(s) URL, with #sha256=… to have it checked."
         ),
     ],
-    output: Annotated[Path, typer.Option(help="The directory for the files.")],
+    output: Annotated[Path, typer.Option(callback=local, help="The directory for the files.")],
     config: Annotated[
         str | None, typer.Option(help="Part of the data set; c4: en if not given; oscar: a language, as de.")
     ] = None,
@@ -35,7 +37,9 @@ def fetch(
         typer.Option("--prepare", help="Make a corpus of the files as they arrive; needs --tokenizer and --corpus."),
     ] = False,
     tokenizer: Annotated[str | None, typer.Option(help="With --prepare: as for `argosy data prepare`.")] = None,
-    corpus: Annotated[Path | None, typer.Option(help="With --prepare: the corpus directory to make.")] = None,
+    corpus: Annotated[
+        Path | None, typer.Option(callback=local, help="With --prepare: the corpus directory to make.")
+    ] = None,
     key: Annotated[
         str | None, typer.Option(help="With --prepare: the key that holds the text; default: the data set's own.")
     ] = None,

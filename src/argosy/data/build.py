@@ -17,6 +17,7 @@ from argosy.data.prepare.report import describe
 from argosy.data.prepare.work import PrepareOptions
 from argosy.data.remote.fetch import FetchOptions, fetch
 from argosy.data.remote.sources import Choice, text_key
+from argosy.data.text.inputs import local_path
 from argosy.data.text.tokenizer import Tokenizer, load_tokenizer
 from argosy.errors import ArgosyError
 
@@ -63,7 +64,7 @@ def build(spec: RunSpec, share: Share, only: str | None = None) -> Iterator[str]
         )
     tokenizer = load_tokenizer(_tokenizer_of(spec))
     for source, recipe in recipes:
-        corpus = Path(source.path.removeprefix("file://"))
+        corpus = local_path(source.path)
         if (corpus / FILE_NAME).exists():
             _require_same_tokenizer(corpus, tokenizer)
             yield f"{corpus}: there already"
@@ -81,7 +82,7 @@ def raw_directory(source: DataSource, recipe: PrepareSpec) -> str:
 def _fetch(recipe: PrepareSpec, source: DataSource, share: Share) -> str:
     choice = Choice(recipe.config, recipe.split, recipe.revision, recipe.sample)
     options = FetchOptions(choice, machine=share.index, machines=share.count)
-    return fetch([str(recipe.fetch)], Path(raw_directory(source, recipe)), options).describe()
+    return fetch([str(recipe.fetch)], local_path(raw_directory(source, recipe)), options).describe()
 
 
 def _prepare(recipe: PrepareSpec, source: DataSource, corpus: Path, tokenizer: Tokenizer, share: Share) -> str:

@@ -20,6 +20,7 @@ from argosy.errors import ArgosyError
 
 _SAMPLE_RUNS, _RUN_TOKENS = 64, 1 << 18  # the vocabulary is looked at in this many stretches of this many tokens
 _SHOWN_TOKENS, _SHOWN_CHARACTERS = 400, 240
+_SHOWN_SOURCES = 3
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Facts:
     vocabulary: Vocabulary
     duplicates: Duplicates
     tokenizer: str | None  # its fingerprint
+    sources: list[dict[str, object]]  # the inputs, as the manifest keeps them
     shown: list[Shown]
 
     def as_dict(self) -> dict[str, object]:
@@ -80,6 +82,7 @@ class Facts:
             f"duplicates   {self.duplicates.describe()}",
             f"length       mean {self.mean_length:,.1f}, shortest {self.shortest:,}, longest {self.longest:,} tokens",
             "percentiles  " + "  ".join(f"{name} {value:,}" for name, value in self.percentiles.items()),
+            *self._sources(),
             "",
             "tokens per document",
             draw(self.histogram),
@@ -87,6 +90,16 @@ class Facts:
         for shown in self.shown:
             lines += ["", f"document {shown.document:,} ({shown.tokens:,} tokens)", "  " + printable(shown.text)]
         return "\n".join(lines)
+
+    def _sources(self) -> list[str]:
+        """The first inputs with the versions they had, one a line."""
+        lines = [
+            f"{source['path']}  {source['bytes']:,} bytes, {source['version'] or 'version not kept'}"
+            for source in self.sources[:_SHOWN_SOURCES]
+        ]
+        if len(self.sources) > _SHOWN_SOURCES:
+            lines.append(f"and {len(self.sources) - _SHOWN_SOURCES:,} more: --json lists them")
+        return [f"{'' if number else 'made from':<13}{line}" for number, line in enumerate(lines)]
 
     def _vocabulary(self) -> str:
         seen = self.vocabulary
@@ -128,6 +141,7 @@ def _facts(corpus: Corpus, tokenizer: Tokenizer | None, sample: int, show: int) 
         vocabulary=_vocabulary(corpus, tokenizer),
         duplicates=estimate_duplicates(corpus, counts, sample=sample),
         tokenizer=tokenizer.fingerprint if tokenizer else manifest.tokenizer.fingerprint if manifest else None,
+        sources=[source.model_dump() for source in manifest.sources] if manifest else [],
         shown=_show(corpus, tokenizer, show) if tokenizer else [],
     )
 

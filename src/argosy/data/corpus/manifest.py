@@ -50,7 +50,7 @@ class Source(_Part):
     documents: int
     quarantined: int
     version: str | None = None  # the modification time, ETag, generation or hash it had
-    content: str | None = None  # BLAKE2b of the BLAKE2b of what was read of each block, in the order of the blocks
+    content: str | None = None  # of what was read: BLAKE2b over the CRC-32 of each block's records
 
 
 class Manifest(_Part):

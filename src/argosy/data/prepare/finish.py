@@ -58,10 +58,10 @@ def _sources(files: list[InputFile], facts: list[PartFacts]) -> list[Source]:
     bad: Counter[str] = Counter()
     digests = {file.path: hashlib.blake2b(digest_size=16) for file in files}
     for part in facts:
-        for file, (good, faulty, digest) in part.files.items():
+        for file, (good, faulty, checksum) in part.files.items():
             documents[file] += good
             bad[file] += faulty
-            digests[file].update(bytes.fromhex(digest))
+            digests[file].update(checksum.to_bytes(4, "big"))
     return [
         Source(
             path=f.path,

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import orjson
@@ -55,7 +55,7 @@ class PartFacts:
     input_bytes: int
     sha256: list[str]  # of each key's .bin, so that a part from before a crash can be believed
     quarantined: dict[str, int]
-    files: dict[str, tuple[int, int, str]]  # file -> documents, quarantined, hash of what was read
+    files: dict[str, tuple[int, int, int]]  # file -> documents, quarantined, CRC-32 of what was read
     past_end: bool = False  # there is no such block
 
 
@@ -129,11 +129,11 @@ class PartMaker:
         writers = [IndexedWriter(prefix, self.dtype, sync=False, mark=mark) for prefix in prefixes]
         bad: list[BadRecord] = []
         files: Counter[str] = Counter()
-        digests: dict[str, Any] = {}
+        checksums: dict[str, int] = {}
         input_bytes = 0
         try:
             for piece in pieces:
-                digests.setdefault(piece.file, hashlib.blake2b(digest_size=16)).update(piece.content)
+                checksums[piece.file] = zlib.crc32(piece.content, checksums.get(piece.file, 0))
                 documents, faults = parser.parse(piece)
                 for writer, of_key in zip(writers, documents, strict=True):
                     self._add(writer, of_key)
@@ -154,7 +154,7 @@ class PartMaker:
             input_bytes=input_bytes,
             sha256=[pair.bin_sha256 for pair in written],
             quarantined=dict(Counter(record.kind for record in bad)),
-            files={file: (files[file], faults_by_file[file], digests[file].hexdigest()) for file in sorted(digests)},
+            files={file: (files[file], faults_by_file[file], checksums[file]) for file in sorted(checksums)},
         )
 
     def _add(self, writer: IndexedWriter, documents: list[Sentences]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -97,6 +98,23 @@ def require(module: str, extra: str, purpose: str) -> Any:
             f"{purpose} needs the Python package {module.partition('.')[0]}",
             fix=f"pip install 'argosy[{extra}]'",
         ) from None
+
+
+def local_path(name: str | Path) -> Path:
+    """`name` as a path on this machine; `file://` is one, and other addresses are refused.
+
+    A `Path` of an address has lost one of its slashes, and would be taken for a relative directory.
+    """
+    address = re.fullmatch(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", str(name))
+    if address is None:
+        return Path(name)
+    if address[1] == "file":
+        return Path("/", address[2])
+    raise ArgosyError(
+        "data.bad-input",
+        f"{address[1]}://{address[2]} is remote, and only a local path will do here",
+        fix="copy it to a local disk, or mount it; inputs of `prepare` and corpora of `train` (with a cache) may be remote",
+    )
 
 
 def require_no_texts(output: Path, ours: str) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from argosy.data.text.inputs import require
+from argosy.data.text.inputs import local_path, require
 from argosy.errors import ArgosyError
 from argosy.untrusted import MIB, read_object, read_regular
 
@@ -232,7 +232,7 @@ def load_tokenizer(
                 fix="leave --eod out",
             )
         return ByteTokenizer()
-    path = Path(name)
+    path = local_path(name)
     if path.is_dir():
         known = ("tokenizer.json", "tokenizer.model", "vocab.json")
         path = next((path / file for file in known if (path / file).exists()), path / known[0])
