@@ -12,6 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
+from meanwhile import when_reading
 
 from argosy.data.corpus.manifest import Manifest, read_manifest
 from argosy.data.prepare import crew, work
@@ -21,7 +22,6 @@ from argosy.data.prepare.work import PrepareOptions
 from argosy.data.text import inputs as inputs_module
 from argosy.data.text.input_files import open_input
 from argosy.data.text.inputs import local_input
-from argosy.data.text.records import Parser
 from argosy.data.text.tokenizer import ByteTokenizer
 from argosy.data.text.train_tokenizer import train_tokenizer_on
 from argosy.errors import ArgosyError
@@ -85,19 +85,6 @@ def make(path: Path, output: Path, **options: object) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in output.iterdir()}
 
 
-def once(monkeypatch: pytest.MonkeyPatch, change: Callable[[], None]) -> None:
-    """Have something happen after the first records of a job were read."""
-    parse, done = Parser.parse, []
-
-    def and_change(self: Parser, piece: object) -> object:
-        if not done:
-            done.append(1)
-            change()
-        return parse(self, piece)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Parser, "parse", and_change)
-
-
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_change_while_a_file_is_read_is_refused_with_its_name(
@@ -105,7 +92,7 @@ def test_a_change_while_a_file_is_read_is_refused_with_its_name(
 ) -> None:
     path = write(tmp_path / f"in{kind}")
     size = path.stat().st_size
-    once(monkeypatch, lambda: change(path))
+    when_reading(monkeypatch, lambda _: change(path))
     error = refused(lambda: make(path, tmp_path / "out"))
     assert error.code == "data.input-changed"
     assert str(path) in error.cause
@@ -240,7 +227,7 @@ def make_source(tmp_path: Path, path: Path) -> str | None:
 
 def test_a_tokenizer_is_not_trained_on_a_file_that_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "in.jsonl")
-    once(monkeypatch, lambda: truncate(path))
+    when_reading(monkeypatch, lambda _: truncate(path))
     error = refused(lambda: train_tokenizer_on([str(path)], 300, tmp_path / "t.json", ["text"], overwrite=False))
     assert (error.code, str(path) in error.cause) == ("data.input-changed", True)
     assert not (tmp_path / "t.json").exists()

@@ -19,6 +19,7 @@ import pytest
 import zstandard
 from fetching import HASTE, loopback_hub  # noqa: F401
 from loopback_hub import Hub
+from meanwhile import when_reading
 
 from argosy.data.corpus.manifest import Manifest
 from argosy.data.fetch_prepare import fetch_and_prepare
@@ -28,7 +29,6 @@ from argosy.data.prepare.work import PrepareOptions
 from argosy.data.remote.fetch import BOOKS, Fetched, FetchOptions, fetch
 from argosy.data.remote.web import Patience
 from argosy.data.text.blocks import Piece
-from argosy.data.text.records import Parser
 from argosy.data.text.tokenizer import ByteTokenizer
 from argosy.errors import ArgosyError
 from waiting import PATIENCE_S, wait_for
@@ -155,19 +155,17 @@ def test_a_file_that_cannot_come_ends_the_job_and_the_next_run_goes_on(
 def test_a_file_that_changes_after_it_arrived_is_refused(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parse, done = Parser.parse, []
+    changed: list[str] = []
 
-    def and_change(self: Parser, piece: Piece) -> object:
-        if not done:
-            done.append(piece.file)
-            Path(piece.file).write_bytes(Path(piece.file).read_bytes().replace(b"word", b"wurd"))
-        return parse(self, piece)
+    def change(piece: Piece) -> None:
+        changed.append(piece.file)
+        Path(piece.file).write_bytes(Path(piece.file).read_bytes().replace(b"word", b"wurd"))
 
-    monkeypatch.setattr(Parser, "parse", and_change)
+    when_reading(monkeypatch, change)
     with pytest.raises(ArgosyError) as refusal:
         stream(tmp_path / "raw", tmp_path / "corpus")
     assert refusal.value.code == "data.input-changed"
-    assert done[0] in refusal.value.cause
+    assert changed[0] in refusal.value.cause
 
 
 def test_a_file_of_unknown_kind_is_refused_before_anything_is_fetched(hub: Hub, tmp_path: Path) -> None:

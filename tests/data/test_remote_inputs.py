@@ -18,6 +18,7 @@ import pytest
 import zstandard
 from fetching import HASTE, loopback_hub  # noqa: F401
 from loopback_hub import Hub
+from meanwhile import when_reading
 from object_server import FaultyServer, azure_connection, azurite, from_buckets, moto, upload
 from typer.testing import CliRunner
 from web_server import WebServer, web_server
@@ -30,8 +31,7 @@ from argosy.data.prepare.work import PrepareOptions
 from argosy.data.remote import inputs as remote_inputs
 from argosy.data.remote import web_inputs
 from argosy.data.remote.web import Web
-from argosy.data.text.inputs import find_inputs, local_path
-from argosy.data.text.records import Parser
+from argosy.data.text.inputs import InputFile, find_inputs, local_path
 from argosy.data.text.tokenizer import ByteTokenizer
 from argosy.data.text.train_tokenizer import train_tokenizer_on
 from argosy.errors import ArgosyError
@@ -87,18 +87,6 @@ def refused(action: Callable[[], object]) -> ArgosyError:
     with pytest.raises(ArgosyError) as refusal:
         action()
     return refusal.value
-
-
-def when_reading(monkeypatch: pytest.MonkeyPatch, change: Callable[[], None]) -> None:
-    parse, done = Parser.parse, []
-
-    def and_change(self: Parser, piece: Any) -> Any:
-        if not done:
-            done.append(1)
-            change()
-        return parse(self, piece)
-
-    monkeypatch.setattr(Parser, "parse", and_change)
 
 
 # Object stores
@@ -173,7 +161,7 @@ def test_an_object_that_changes_is_refused(
         else:
             s3.pipe_file("bucket/changing.jsonl", content[::-1] if change == "replaced" else content[:3000])
 
-    when_reading(monkeypatch, happen)
+    when_reading(monkeypatch, lambda _: happen())
     error = refused(lambda: make(["s3://bucket/changing.jsonl"], tmp_path / "corpus"))
     assert error.code == "data.input-changed"
     assert "s3://bucket/changing.jsonl changed while it was being prepared" in error.cause
@@ -328,7 +316,7 @@ def test_a_server_that_keeps_failing_is_refused_with_the_url(
     raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, code: str
 ) -> None:
     with web_server(raw) as server:
-        when_reading(monkeypatch, lambda: server.habits.faults.extend([fault] * 50))
+        when_reading(monkeypatch, lambda _: server.habits.faults.extend([fault] * 50))
         error = refused(lambda: make([f"{server.url}/a.jsonl", f"{server.url}/d.jsonl.zst"], tmp_path / "corpus"))
     assert error.code == code
     assert server.url in error.cause
@@ -358,10 +346,22 @@ def test_a_web_input_that_changes_is_refused(
             file.write_bytes(file.read_bytes().replace(b"word", b"wurd")[: 3000 if change == "shorter" else None])
 
     with web_server(tmp_path / "served", **habits) as server:
-        when_reading(monkeypatch, happen)
+        when_reading(monkeypatch, lambda _: happen())
         error = refused(lambda: make([f"{server.url}/a.jsonl"], tmp_path / "corpus"))
         assert error.code == "data.input-changed"
         assert f"{server.url}/a.jsonl" in error.cause
+
+
+def test_brackets_of_a_host_are_no_pattern(raw: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def find(url: str, report: object) -> InputFile:
+        asked.append(url)
+        return InputFile(url, 0)
+
+    monkeypatch.setattr(web_inputs, "_find", find)
+    find_inputs(["http://[::1]:8000/a.jsonl"])
+    assert asked == ["http://[::1]:8000/a.jsonl"]
 
 
 def test_a_query_is_not_kept_in_a_corpus(raw: Path) -> None:

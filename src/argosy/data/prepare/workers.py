@@ -176,7 +176,7 @@ class Raised:
     refusal: dict[str, Any] | None
 
     @classmethod
-    def of(cls, error: Exception) -> Raised:
+    def of(cls, error: BaseException) -> Raised:
         refusal = error.as_dict() if isinstance(error, ArgosyError) else None
         return cls(type(error).__name__, "".join(traceback.format_exception(error)), refusal)
 
@@ -191,7 +191,7 @@ class Raised:
 def _send_result(connection: Connection, make: Callable[..., Any], *arguments: Any) -> None:
     try:
         answer = make(*arguments)
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is shown by the parent
+    except BaseException as error:  # noqa: BLE001 - the parent shows it; a panic in Rust is no Exception
         answer = Raised.of(error)
     connection.send(answer)
 
@@ -255,7 +255,7 @@ def _proven(recipe: Recipe, connection: Connection) -> Encode | None:
     except EngineFault as fault:
         connection.send(str(fault))
         return None
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is shown by the parent
+    except BaseException as error:  # noqa: BLE001 - the parent shows it; a panic in Rust is no Exception
         connection.send(Raised.of(error))
         return None
     connection.send(None)

@@ -30,13 +30,22 @@ def find_remote(name: str, report: Report) -> list[InputFile]:
         return find_on_hub(name)
     if scheme in _WEB:
         return find_on_web(name, _listed, report)
-    return [InputFile(url, facts.size or 0, facts.version) for url, facts in _listed(name)]
+    return [InputFile(url, _size(url, facts), facts.version) for url, facts in _listed(name)]
+
+
+def _size(url: str, facts: ObjectFacts) -> int:
+    if facts.size is None:
+        raise ArgosyError(
+            "data.fetch-failed", f"the store does not say how large {url} is", fix="copy it to a local disk first"
+        )
+    return facts.size
 
 
 def _listed(name: str) -> Iterator[tuple[str, ObjectFacts]]:
     """The objects of a pattern, below a prefix, or the one of that name."""
     base, pattern = name.rstrip("/"), ""
-    if wildcard := re.search(r"[*?\[]", name):
+    # Not in the host: an IPv6 address has brackets.
+    if wildcard := re.compile(r"[*?\[]").search(name, name.find("/", name.find("://") + 3)):
         base = name[: wildcard.start()].rpartition("/")[0]
         pattern = name[len(base) + 1 :]
     store = ObjectStore(base)
@@ -55,7 +64,7 @@ def look_again(file: InputFile) -> InputFile:
         if error.code == "data.not-found":
             raise input_changed(file, "it is no longer there") from None
         raise
-    return replace(file, size=facts.size or 0, version=facts.version)
+    return replace(file, size=_size(file.location, facts), version=facts.version)
 
 
 def _read(file: InputFile, start: int, count: int) -> bytes:

@@ -51,7 +51,7 @@ def find_on_web(name: str, listed: Callable[[str], Iterable[tuple[str, object]]]
             fix="fetch it first: argosy data fetch URL --output raw, then prepare raw",
         )
     urls = [name]
-    if name.endswith("/") or re.search(r"[*\[]", name):
+    if name.endswith("/") or re.search(r"[*\[]", urlsplit(name).path):
         urls = [url for url, _ in listed(name) if url.endswith(SUFFIXES)]
     elif not name.endswith(SUFFIXES):
         return []
