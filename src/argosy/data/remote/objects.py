@@ -154,7 +154,8 @@ class ObjectStore:
 
     def _connect(self) -> tuple[Any, str]:
         options = _OPTIONS.get(self._scheme, {})
-        if self._scheme not in (known := self._fsspec.available_protocols()):
+        known = {*self._fsspec.available_protocols(), *self._fsspec.registry}
+        if self._scheme not in known:
             raise ArgosyError(
                 "data.bad-input",
                 f"{self.url}: {self._scheme}:// is no kind of address that is known here",
