@@ -8,9 +8,9 @@ from typing import Any
 import jsonschema
 import pytest
 
+from argosy.config.json_schema import published_schema
 from argosy.config.reader import read_yaml
 from argosy.config.resolve import resolve
-from argosy.config.schema import published_schema
 
 SCHEMA = published_schema()
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").rglob("*.yaml"))

@@ -6,27 +6,41 @@ import gc
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from argosy.config.batches import Batches
 from argosy.config.resolve import resolve
+from argosy.config.schema import OptimSpec, RampupSpec, RunSpec
 from argosy.errors import ArgosyError
 from argosy.parallel.mesh import Mesh
 from argosy.record.jsonl import read_metrics
 from argosy.train.collection import EVERY, StepwiseCollection
 from argosy.train.loop import Trainer
 from argosy.train.run import TrainOptions, dry_run, train
-from argosy.train.schedule import Schedule
+from argosy.train.schedule import Schedule, make_schedule
 
 Write = Callable[..., Path]
 RAMP = {"global_batch": 16, "steps": 12, "batch_rampup": {"start": 4, "increment": 4, "samples": 60}}
 
 
+@pytest.fixture(scope="module")
+def base() -> RunSpec:
+    keys = ["model=gpt2-xl", "data.train=x", "data.seq_len=8", "parallel.micro_batch=1"]
+    return resolve(None, [*keys, "train.global_batch=1", "train.steps=1", "optim.lr=1"]).spec
+
+
+def schedule_of(base: RunSpec, kind: str, *, steps: int, batch: int = 1, ramp: Any = None, **optim: Any) -> Schedule:
+    train = base.train.model_copy(update={"global_batch": batch, "batch_rampup": ramp, "steps": steps})
+    rates = OptimSpec.model_validate({"schedule": kind, **optim})
+    return make_schedule(base.model_copy(update={"train": train, "optim": rates}), steps=steps, epoch_samples=0)
+
+
 @pytest.mark.parametrize("kind", ["cosine", "linear", "constant"])
-def test_the_schedule_rises_peaks_and_lands(kind: str) -> None:
-    schedule = Schedule(kind, peak=1.0, final=0.1, warmup=10, steps=100)
+def test_the_schedule_rises_peaks_and_lands(kind: str, base: RunSpec) -> None:
+    schedule = schedule_of(base, kind, lr=1.0, min_lr=0.1, warmup=10, steps=100)
     rates = [schedule.lr(step) for step in range(100)]
     assert rates[0] == pytest.approx(0.1)
     assert rates[9] == rates[10] == 1.0
@@ -38,13 +52,13 @@ def test_the_schedule_rises_peaks_and_lands(kind: str) -> None:
     assert schedule.lr(500) == pytest.approx(rates[-1])
 
 
-def test_inverse_square_root_has_its_closed_form_and_a_floor() -> None:
-    schedule = Schedule("inverse_sqrt", peak=2.0, final=0.5, warmup=10, steps=1000)
+def test_inverse_square_root_has_its_closed_form_and_a_floor(base: RunSpec) -> None:
+    schedule = schedule_of(base, "inverse_sqrt", lr=2.0, min_lr=0.5, warmup=10, steps=1000)
     assert [schedule.lr(step) for step in (0, 9, 10)] == pytest.approx([0.2, 2.0, 2.0])
     for step in (11, 40, 100):
         assert schedule.lr(step) == pytest.approx(2.0 * math.sqrt(10 / step))
     assert schedule.lr(999) == 0.5
-    assert Schedule("inverse_sqrt", 2.0, 0.0, warmup=0, steps=10).lr(4) == pytest.approx(1.0)
+    assert schedule_of(base, "inverse_sqrt", lr=2.0, min_lr=0.0, steps=10).lr(4) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(
@@ -53,10 +67,11 @@ def test_inverse_square_root_has_its_closed_form_and_a_floor() -> None:
         ("linear", lambda d: 1 - d),
         ("cosine", lambda d: (1 + math.cos(math.pi * d)) / 2),
         ("sqrt", lambda d: 1 - math.sqrt(d)),
+        ("exponential", lambda d: 2 * 0.5**d - 1),
     ],
 )
-def test_wsd_stays_and_falls_over_its_decay(shape: str, left: Callable[[float], float]) -> None:
-    schedule = Schedule("wsd", peak=1.0, final=0.1, warmup=10, steps=100, decay=20, decay_shape=shape)
+def test_wsd_stays_and_falls_over_its_decay(shape: str, left: Callable[[float], float], base: RunSpec) -> None:
+    schedule = schedule_of(base, "wsd", lr=1.0, min_lr=0.1, warmup=10, steps=100, decay=20, decay_shape=shape)
     assert [schedule.lr(step) for step in (9, 10, 50, 79)] == [1.0] * 4
     for number in range(1, 21):  # the k-th of the last 20 steps
         assert schedule.lr(79 + number) == pytest.approx(0.1 + 0.9 * left(number / 20))
@@ -64,15 +79,15 @@ def test_wsd_stays_and_falls_over_its_decay(shape: str, left: Callable[[float], 
 
 
 @pytest.mark.parametrize("kind", ["cosine", "linear", "inverse_sqrt", "wsd"])
-def test_without_a_ramp_samples_and_steps_give_the_same_bits(kind: str) -> None:
-    by_steps = Schedule(kind, 3e-4, 3e-5, warmup=7, steps=90, decay=30)
-    by_samples = Schedule(kind, 3e-4, 3e-5, warmup=7, steps=90, decay=30, batches=Batches(24))
+def test_without_a_ramp_samples_and_steps_give_the_same_bits(kind: str, base: RunSpec) -> None:
+    optim = {"lr": 3e-4, "min_lr": 3e-5, "warmup": 7, "decay": 30, "steps": 90}
+    by_steps, by_samples = schedule_of(base, kind, **optim), schedule_of(base, kind, batch=24, **optim)
     assert [by_steps.lr(step) for step in range(90)] == [by_samples.lr(step) for step in range(90)]
 
 
-def test_while_the_batch_grows_the_schedule_follows_the_samples() -> None:
-    batches = Batches(16, (4, 4, 60))
-    schedule = Schedule("linear", peak=1.0, final=0.0, warmup=0, steps=30, batches=batches)
+def test_while_the_batch_grows_the_schedule_follows_the_samples(base: RunSpec) -> None:
+    batches, ramp = Batches(16, (4, 4, 60)), RampupSpec(start=4, increment=4, samples=60)
+    schedule = schedule_of(base, "linear", lr=1.0, min_lr=0.0, steps=30, batch=16, ramp=ramp)
     last = batches.samples(29)
     for step in range(30):
         assert schedule.lr(step) == pytest.approx(1 - batches.samples(step) / last)
@@ -110,7 +125,7 @@ def test_a_growing_batch_is_counted_in_samples_and_tokens(write_spec: Write, tmp
 def test_a_fall_in_samples_is_counted_from_the_end_where_the_batch_has_grown(write_spec: Write, decay: str) -> None:
     path = write_spec(train=RAMP, optim={"lr": 1e-3, "schedule": "wsd", "decay": decay})
     schedule = Trainer(resolve(path).spec, Mesh(torch.device("meta"))).schedule
-    assert schedule.decay == 1  # of 16 samples; the first steps, of 4, would be four
+    # One step of 16 samples; of the first steps, of 4, it would be four.
     assert [schedule.lr(step) for step in (9, 10, 11)] == pytest.approx([1e-3, 1e-3, 1e-4])
 
 

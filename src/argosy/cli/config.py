@@ -41,7 +41,7 @@ def schema() -> None:
     """The JSON Schema of a run spec, for editors."""
     import json
 
-    from argosy.config.schema import published_schema
+    from argosy.config.json_schema import published_schema
 
     print(json.dumps(published_schema(), indent=2))
 

@@ -10,6 +10,7 @@ import math
 
 from argosy.config.data_checks import check_data
 from argosy.config.layout import check_layout
+from argosy.config.lr_phases import check_schedule
 from argosy.config.schema import RunSpec
 from argosy.errors import ArgosyError
 
@@ -26,7 +27,7 @@ def check(spec: RunSpec, origins: Origins) -> None:
     _check_fp8(spec, origins)
     check_data(spec, origins)
     _check_optimiser(spec, origins)
-    _check_schedule(spec, origins)
+    check_schedule(spec, origins)
 
 
 def _check_length(spec: RunSpec, origins: Origins) -> None:
@@ -154,78 +155,4 @@ def _check_optimiser(spec: RunSpec, origins: Origins) -> None:
             key="optim.muon",
             origin=origins.get("optim.muon"),
             fix="optim.name=muon, or leave the section out",
-        )
-
-
-def _check_schedule(spec: RunSpec, origins: Origins) -> None:
-    if spec.optim.min_lr > spec.optim.lr:
-        raise ArgosyError(
-            "config.arithmetic",
-            f"the final learning rate {spec.optim.min_lr:g} is above the peak {spec.optim.lr:g}",
-            key="optim.min_lr",
-            value=spec.optim.min_lr,
-            origin=origins.get("optim.min_lr"),
-            fix=f"optim.min_lr={spec.optim.lr / 10:g}",
-        )
-    given = {"optim.warmup": spec.optim.warmup, "optim.decay": spec.optim.decay}
-    for key, duration in given.items():
-        if duration is not None and duration.unit == "seconds":
-            raise ArgosyError(
-                "config.bad-value",
-                f"the learning rate is a function of the step, so {key.removeprefix('optim.')} cannot be a time",
-                key=key,
-                value=str(duration),
-                origin=origins.get(key),
-                fix="give it in steps (200ba) or tokens (300M)",
-            )
-    _check_decay(spec, origins)
-    steps = spec.train.length.steps(spec.train.batches, seq_len=spec.data.seq_len)
-    if steps is not None:
-        batches, seq_len, decay = spec.train.batches, spec.data.seq_len, spec.optim.decay
-        warmup = spec.optim.warmup.steps(batches, seq_len=seq_len)
-        fall = None if decay is None else decay.steps(batches, seq_len=seq_len, until=steps)
-        check_phases(spec, warmup=warmup or 0, decay=fall or 0, steps=steps, origins=origins)
-
-
-def _check_decay(spec: RunSpec, origins: Origins) -> None:
-    optim = spec.optim
-    if optim.schedule == "wsd" and optim.decay is None:
-        raise ArgosyError(
-            "config.missing-key",
-            "a wsd schedule stays at the peak until its decay begins, and no decay is given",
-            key="optim.decay",
-            fix="a tenth to a fifth of the run is common: optim.decay=2000 (steps) or 10B (tokens)",
-        )
-    for key, value in (("optim.decay", optim.decay), ("optim.decay_shape", optim.decay_shape)):
-        if optim.schedule != "wsd" and value is not None:
-            raise ArgosyError(
-                "config.conflict",
-                f"{key} belongs to the wsd schedule, and this one is {optim.schedule}",
-                key=key,
-                value=str(value),
-                origin=origins.get(key),
-                fix="optim.schedule=wsd, or leave the key out",
-            )
-
-
-def check_phases(spec: RunSpec, *, warmup: int, decay: int, steps: int, origins: Origins | None = None) -> None:
-    """The parts of the schedule against the whole. Again once the data is open, for lengths in epochs."""
-    origins = origins or {}
-    if warmup and warmup >= steps:
-        raise ArgosyError(
-            "config.arithmetic",
-            f"the warm-up of {warmup} steps is not shorter than the run of {steps} steps",
-            key="optim.warmup",
-            value=str(spec.optim.warmup),
-            origin=origins.get("optim.warmup"),
-            fix=f"optim.warmup={max(0, steps // 10)}",
-        )
-    if warmup + decay > steps:
-        raise ArgosyError(
-            "config.arithmetic",
-            f"warm-up and decay do not fit in the run: {warmup} + {decay} = {warmup + decay} steps, and it has {steps}",
-            key="optim.decay",
-            value=str(spec.optim.decay),
-            origin=origins.get("optim.decay"),
-            fix=f"optim.decay={steps - warmup} or less",
         )

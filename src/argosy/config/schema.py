@@ -1,18 +1,18 @@
 """The run spec as types: what may be written in a run.yaml, with its defaults and one-line descriptions.
 
-`argosy config schema` publishes it as JSON Schema, and docs/run-spec.md is made from the same descriptions.
+`argosy config schema` publishes it as JSON Schema (`config/json_schema.py`), and docs/run-spec.md is made from the same
+descriptions.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from argosy.config.batches import Batches
 from argosy.config.cluster import ClusterSpec
 from argosy.config.model import ModelSpec, Section
-from argosy.config.presets import ALIASES, PRESETS
 from argosy.config.survival import FaultSpec, GuardSpec
 from argosy.config.units import (
     Bytes,
@@ -205,12 +205,22 @@ class OptimSpec(Section):
     warmup: DurationOrNone = Field(
         Duration(0.0, "steps"), description="linear rise to the peak, as 200ba or 300M tokens"
     )
+    warmup_init: NotNegative | None = Field(
+        None,
+        description="learning rate of the first step; the step after the warm-up then has the peak, as Megatron's. Unless "
+        "given, the first step has lr / warmup steps, and the last one of the warm-up the peak",
+    )
     schedule: Literal["cosine", "linear", "constant", "inverse_sqrt", "wsd"] = Field(
         "cosine", description="from the peak to min_lr; wsd: stay at the peak, then fall over the last `decay`"
     )
     decay: DurationOrNull = Field(None, description="wsd: how long the fall is, as 2000ba or 10B tokens")
-    decay_shape: Literal["linear", "cosine", "sqrt"] | None = Field(
-        None, description="wsd: how it falls; linear unless given. sqrt: fast at first"
+    decay_end: DurationOrNull = Field(
+        None,
+        description="how far into training the learning rate reaches min_lr, before the run's end or after it; it stays there. "
+        "Unless given, the run's last step has min_lr",
+    )
+    decay_shape: Literal["linear", "cosine", "sqrt", "exponential"] | None = Field(
+        None, description="wsd: how it falls; linear unless given. sqrt: 1 - sqrt(x); exponential: 2 x 0.5^x - 1"
     )
     betas: tuple[Fraction, Fraction] = Field((0.9, 0.95), description="Adam's decay rates")
     eps: PositiveNumber = Field(1e-8, description="Adam's epsilon")
@@ -329,68 +339,3 @@ class RunSpec(Section):
 
 # Required once resolved, but filled in from other keys when the user leaves them out.
 DERIVED_KEYS = {"ParallelSpec": ["micro_batch"], "DataSpec": ["seq_len"], "OptimSpec": ["min_lr"]}
-
-
-def published_schema() -> dict[str, Any]:
-    """The JSON Schema of a run.yaml as users write it, shorthands included."""
-    schema = RunSpec.model_json_schema()
-    definitions = schema["$defs"]
-    # What a preset, the family or another key supplies need not be written.
-    for section, derived in DERIVED_KEYS.items():
-        required = definitions[section]["required"]
-        definitions[section]["required"] = [key for key in required if key not in derived]
-    for section in ("ModelSpec", "MoESpec"):
-        definitions[section]["required"] = []
-    schema["required"] = [key for key in schema["required"] if key not in ("parallel", "model")]
-    schema["anyOf"] = [{"required": ["model"]}, {"required": ["init_from"]}]
-    names = sorted([*PRESETS, *ALIASES])
-    shorthands: dict[str, Any] = {
-        "model": {"enum": names, "description": "a preset"},
-        "parallel": {"enum": ["auto", None]},
-        "eval": {"enum": ["off", "no", "on", "yes", False, True, None]},
-        "guard": {"enum": ["off", "no", "on", "yes", False, True, None]},
-        "fault": {"type": "null"},
-        "checkpoint": {"type": "null"},
-        "log": {"type": "null"},
-    }
-    for key, shorthand in shorthands.items():
-        schema["properties"][key] = {"anyOf": [shorthand, schema["properties"][key]]}
-    definitions["ModelSpec"]["properties"]["preset"]["enum"] = [*names, None]
-    source = {"$ref": "#/$defs/DataSource"}
-    definitions["DataSpec"]["properties"]["train"] = {
-        "description": "the corpora, one or more",
-        "anyOf": [
-            {"type": "string"},
-            source,
-            {"type": "array", "minItems": 1, "items": {"anyOf": [{"type": "string"}, source]}},
-        ],
-    }
-    _also(definitions["DataSpec"], "split", {"type": "string", "pattern": r"^[\d.]+,[\d.]+,[\d.]+$"})
-    _also(definitions["ParallelSpec"], "micro_batch", {"enum": ["auto", None]})
-    _also(definitions["ClusterSpec"], "storage", {"type": "string", "description": "name of an existing claim"})
-    may_be_null = {"DataSpec": ["seq_len"], "OptimSpec": ["min_lr"], "ModelSpec": ["kv_heads", "head_dim", "ffn"]}
-    for section, keys in may_be_null.items():
-        for key in keys:
-            _also(definitions[section], key, {"type": "null"})
-    _plain_defaults(schema)
-    schema["title"] = "Argosy run spec"
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | schema
-
-
-def _also(section: dict[str, Any], key: str, shorthand: dict[str, Any]) -> None:
-    section["properties"][key] = {"anyOf": [shorthand, section["properties"][key]]}
-
-
-def _plain_defaults(node: Any) -> None:
-    """Durations as they are written, not as they are kept."""
-    if isinstance(node, dict):
-        default = node.get("default")
-        if isinstance(default, dict) and default.keys() == {"amount", "unit"}:
-            node["default"] = str(Duration(**default))
-        elif isinstance(default, dict):
-            del node["default"]  # of a section: each of its keys has its own
-        for child in node.values():
-            _plain_defaults(child)
-    elif isinstance(node, list):
-        for child in node:
-            _plain_defaults(child)

@@ -49,6 +49,16 @@ class Duration:
             return math.ceil(self.amount * epoch_samples)
         return None
 
+    def exact_samples(self, batches: Batches, *, seq_len: int, epoch_samples: int | None = None) -> float | None:
+        """Samples in this duration, not rounded, or None where the unit is time or the epoch's size is not known."""
+        if self.unit == "steps":
+            return batches.samples(math.ceil(self.amount))
+        if self.unit == "tokens":
+            return self.amount / seq_len
+        if self.unit == "epochs":
+            return None if epoch_samples is None else self.amount * epoch_samples
+        return self.amount if self.unit == "samples" else None
+
     def steps(
         self, batches: Batches, *, seq_len: int, epoch_samples: int | None = None, until: int | None = None
     ) -> int | None:

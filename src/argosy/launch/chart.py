@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from argosy.config.schema import published_schema
+from argosy.config.json_schema import published_schema
 from argosy.launch.placement import KUBERNETES
 
 _TEXT = {"type": "string"}

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from argosy.checkpoint.source import Source, open_source, require_fit, starting_weights
 from argosy.checkpoint.store import listed
-from argosy.config.checks import check_phases
 from argosy.config.counts import describe_size, training_flops_per_token
 from argosy.config.layout import describe_layout
+from argosy.config.lr_phases import check_phases
 from argosy.config.pipeline import describe_bubble
 from argosy.config.schema import RunSpec
 from argosy.config.units import Duration
@@ -57,10 +57,8 @@ class Trainer:
         self.validation = self.data.each("validation") if spec.eval is not None else None
         self.batches = spec.train.batches
         self.steps = self._in_steps(spec.train.length) or 0
-        warmup = self._in_steps(spec.optim.warmup) or 0
-        decay = 0 if spec.optim.decay is None else self._in_steps(spec.optim.decay, until=self.steps) or 0
-        check_phases(spec, warmup=warmup, decay=decay, steps=self.steps)
-        self.schedule = make_schedule(spec.optim, self.batches, steps=self.steps, warmup=warmup, decay=decay)
+        check_phases(spec, steps=self.steps, epoch_samples=self.stream.epoch_samples)
+        self.schedule = make_schedule(spec, steps=self.steps, epoch_samples=self.stream.epoch_samples)
         self.model = make_model(spec, mesh)
         self.engine = make_engine(spec, self.model, mesh)
         scaled = choose_precision(spec.train.precision, self.device) == "fp16"
@@ -339,9 +337,9 @@ class Trainer:
         if self.mesh.is_first:
             self.metrics.write(record)
 
-    def _in_steps(self, duration: Duration, until: int | None = None) -> int | None:
+    def _in_steps(self, duration: Duration) -> int | None:
         samples = self.stream.epoch_samples
-        return duration.steps(self.batches, seq_len=self.spec.data.seq_len, epoch_samples=samples, until=until)
+        return duration.steps(self.batches, seq_len=self.spec.data.seq_len, epoch_samples=samples)
 
     def _timer(self, every: Duration) -> Timer:
         samples = every.samples(seq_len=self.spec.data.seq_len, epoch_samples=self.stream.epoch_samples)
