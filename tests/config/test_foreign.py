@@ -55,8 +55,8 @@ MPT = {
     [
         ("--lr-wsd-decay-iters 100 --lr-wsd-decay-style minus_sqrt", "sqrt", "100ba", None),
         ("--lr-wsd-decay-iters 100 --lr-wsd-decay-style cosine", "cosine", "100ba", None),
-        ("--lr-wsd-decay-samples 6400 --lr-wsd-decay-style linear", "linear", "6400sp", None),
-        ("--lr-wsd-decay-iters 100", "linear", "100ba", "--lr-wsd-decay-style exponential"),  # what Megatron would do
+        ("--lr-wsd-decay-iters 100", "exponential", "100ba", None),  # Megatron's default
+        ("--lr-wsd-decay-iters 100 --lr-wsd-decay-style other", "linear", "100ba", "--lr-wsd-decay-style other"),
     ],
 )
 def test_the_shape_of_a_wsd_schedule_is_megatrons_or_said_not_to_be(
@@ -78,16 +78,15 @@ def test_the_arguments_of_a_well_known_job_become_a_run_spec(tmp_path: Path) -> 
     draft = from_megatron(GPT3)
     spec = resolve_text(draft.text("x"), tmp_path)
     assert (spec.model.layers, spec.model.hidden, spec.model.heads, spec.data.seq_len) == (36, 4096, 32, 2048)
-    assert (spec.train.samples, spec.train.global_batch, spec.train.precision) == (146484375, 288, "fp16")
+    assert (spec.train.samples, spec.train.global_batch, spec.train.precision) == (146484375 // 288 * 288, 288, "fp16")
     assert (spec.parallel.tp, spec.parallel.recompute, spec.parallel.micro_batch) == (8, "selective", 1)
     assert str(spec.optim.warmup) == "183105sp"
     assert spec.optim.betas == (0.9, 0.95)
     assert spec.data.tokenizer == "/fsx/gpt2"
     assert spec.model.positions == "learned"
     assert spec.model.dropout == 0.1  # Megatron's own default
-    unknown, decay = draft.left
-    assert unknown == "--no-such-option 7"
-    assert decay.startswith("--lr-decay-samples 126953125: the schedule ends with the run, after 146484375 samples")
+    assert (str(spec.optim.decay_end), spec.optim.warmup_init) == ("126953125sp", 0.0)
+    assert draft.left == ["--no-such-option 7"]
 
 
 LLAMA3 = """pretrain_gpt.py --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
@@ -141,6 +140,7 @@ def test_an_argument_that_is_said_to_be_read_changes_something(words: str) -> No
         "adam-beta1",
         "eval-interval",
         "bf16",
+        "lr-decay-iters",
     }
     for name in re.findall(r"--([a-z0-9-]+)", words.partition(".py")[2]):
         if name in quiet and name not in pairs | defaults:
@@ -212,10 +212,10 @@ def test_corpora_come_with_weights_or_without(words: str, corpora: list[dict[str
     assert from_megatron(f"--num-layers 2 --data-path {words}").get("data.train") == corpora
 
 
-def test_a_warm_up_longer_than_the_run_is_said() -> None:
-    draft = from_megatron("--num-layers 2 --train-iters 100 --lr-decay-iters 430000 --lr-warmup-fraction .01")
-    assert draft.get("optim.warmup") == "1ba"
-    assert any("4300 iters, more than the run has" in item for item in draft.left)
+def test_a_warm_up_of_an_unknown_number_of_samples_is_said() -> None:
+    draft = from_megatron("--num-layers 2 --train-iters 100 --lr-warmup-fraction .01")
+    assert draft.get("optim.warmup") is None
+    assert any(item.startswith("--lr-warmup-fraction 0.01: of a schedule whose samples") for item in draft.left)
 
 
 def test_benchmark_mode_is_one_switch(tmp_path: Path) -> None:

@@ -68,6 +68,11 @@ class Batches:
         return [stage.size for stage in self._stages]
 
     @property
+    def stages(self) -> list[tuple[int, int]]:
+        """(samples consumed before, size) of each stage of steps of one size."""
+        return [(stage.first_sample, stage.size) for stage in self._stages]
+
+    @property
     def _increments(self) -> int:
         start, increment, _ = self.rampup or (self.global_batch, 1, 1)
         return (self.global_batch - start) // increment

@@ -45,7 +45,7 @@ _HANDLED = (
     "model.pretrained_model_name_or_path", "model.pretrained", "model.attn_config.alibi", "model.attn_config.alibi_bias_max", "model.attn_config.rope",
     "model.attn_config.rope_theta", "model.attn_config.attn_type", "model.attn_config.sliding_window_size", "tokenizer.name",
     "train_loader.dataset.remote", "train_loader.dataset.local", "train_loader.dataset.split", "optimizer.name",
-    "scheduler.name", "scheduler.alpha_f", "scheduler.t_warmup", "max_duration", "precision", "eval_subset_num_batches",
+    "scheduler.name", "scheduler.alpha_f", "scheduler.t_warmup", "scheduler.t_max", "max_duration", "precision", "eval_subset_num_batches",
     "device_train_microbatch_size", "save_folder", "fsdp_config", "callbacks", "eval_loader", "loggers.tensorboard",
     "variables", "data_local", "data_remote", "tokenizer_name", "max_seq_len", "global_seed",
 )  # fmt: skip
@@ -203,7 +203,6 @@ def _data(draft: Draft, flat: Leaves) -> None:
 
 def _training(draft: Draft, flat: Leaves) -> None:
     _length(draft, str(flat.get("max_duration", "")))
-    _warmup(draft, str(flat.get("scheduler.t_warmup", "0ba")))
     precision = {"amp_bf16": "bf16", "amp_fp16": "fp16", "fp32": "fp32", "amp_fp8": "fp8"}
     asked = flat.get("precision", "amp_bf16")
     draft.set("train.precision", precision.get(asked, "bf16"))
@@ -222,6 +221,17 @@ def _training(draft: Draft, flat: Leaves) -> None:
         )
     if "algorithms.gradient_clipping.clipping_threshold" not in flat:
         draft.set("optim.clip", None)
+    _schedule(draft, flat)
+    micro = flat.get("device_train_microbatch_size", "auto")
+    if isinstance(micro, int):
+        draft.set("parallel.micro_batch", micro)
+    else:
+        draft.notes.append(f"device_train_microbatch_size: {micro}: left to the planner, as the rest of `parallel`")
+
+
+def _schedule(draft: Draft, flat: Leaves) -> None:
+    """Composer's rate starts at 0, has the peak once the warm-up is consumed, and its last value after `t_max`, the run's length
+    unless given: so the last step of a run does not have it."""
     schedules = {"cosine_with_warmup": "cosine", "linear_decay_with_warmup": "linear", "constant_with_warmup": "constant",
                  "inv_sqrt_with_warmup": "inverse_sqrt"}  # fmt: skip
     schedule = str(flat.get("scheduler.name", "cosine_with_warmup"))
@@ -230,11 +240,14 @@ def _training(draft: Draft, flat: Leaves) -> None:
         draft.left.append(f"scheduler.name: {schedule}: cosine takes its place")
     if draft.get("optim.lr"):
         draft.set("optim.min_lr", flat.get("scheduler.alpha_f", 0.0) * draft.get("optim.lr"))
-    micro = flat.get("device_train_microbatch_size", "auto")
-    if isinstance(micro, int):
-        draft.set("parallel.micro_batch", micro)
-    else:
-        draft.notes.append(f"device_train_microbatch_size: {micro}: left to the planner, as the rest of `parallel`")
+    if (warmup := _time(draft, flat, "scheduler.t_warmup", "0ba")) is not None and not re.match(r"0[a-z]", warmup):
+        draft.set("optim.warmup", warmup)
+        draft.set("optim.warmup_init", 0.0)
+    if draft.get("optim.schedule") not in ("cosine", "linear"):
+        if "scheduler.t_max" in flat:
+            draft.left.append(f"scheduler.t_max: {flat['scheduler.t_max']}: {schedule} has no end here")
+    elif (end := _time(draft, flat, "scheduler.t_max", "1dur")) is not None:
+        draft.set("optim.decay_end", end)
 
 
 def _length(draft: Draft, duration: str) -> None:
@@ -246,17 +259,20 @@ def _length(draft: Draft, duration: str) -> None:
     draft.set(f"train.{unit}", int(float(match[1].replace("_", ""))))
 
 
-def _warmup(draft: Draft, warmup: str) -> None:
-    """`0.02dur` is a share of the run."""
-    share = re.fullmatch(r"([\d.]+)dur", warmup)
+def _time(draft: Draft, flat: Leaves, key: str, default: str) -> str | None:
+    """A duration; `0.02dur` is a share of the run, rounded down to its own unit as Composer does."""
+    text = str(flat.get(key, default))
+    share = re.fullmatch(r"([\d.]+)dur", text)
     if share is None:
-        draft.set("optim.warmup", warmup)
-        return
+        return text
     for unit, suffix in {"steps": "ba", "tokens": "tok", "samples": "sp"}.items():
         if (length := draft.get(f"train.{unit}")) is not None:
-            draft.set("optim.warmup", f"{round(float(share[1]) * length)}{suffix}")
-            return
-    draft.left.append(f"scheduler.t_warmup: {warmup}: of a run whose steps are not known from its epochs")
+            return f"{int(float(share[1]) * length)}{suffix}"
+    if (length := draft.get("train.epochs")) is not None:
+        return f"{float(share[1]) * length:.17g}ep"
+    if key in flat:
+        draft.left.append(f"{key}: {text}: of a run whose length is not known")
+    return None
 
 
 def _evaluation(draft: Draft, flat: Leaves) -> None:

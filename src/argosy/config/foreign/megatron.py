@@ -11,15 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 from argosy.config.foreign.draft import Draft
-from argosy.config.foreign.megatron_model import HANDLED, describe_model, family_of
+from argosy.config.foreign.megatron_model import MODEL_ARGUMENTS, describe_model, family_of
+from argosy.config.foreign.megatron_schedule import SCHEDULE_ARGUMENTS, describe_schedule
+from argosy.config.foreign.megatron_words import Values, first_word, number, read_value
 from argosy.errors import ArgosyError
-
-Values = list[str]
-
-
-def _number(text: str) -> int | float:
-    value = float(text)
-    return int(value) if value.is_integer() and "." not in text and "e" not in text.lower() else value
 
 
 def _steps(text: str) -> str:
@@ -37,34 +32,25 @@ _PLAIN: dict[str, tuple[str, Callable[[str], Any]]] = {
     "max-position-embeddings": ("model.max_seq_len", int),
     "vocab-size": ("model.vocab_size", int),
     "padded-vocab-size": ("model.vocab_size", int),
-    "rotary-base": ("model.rope_theta", _number),
-    "norm-epsilon": ("model.norm_eps", _number),
-    "init-method-std": ("model.init_std", _number),
+    "rotary-base": ("model.rope_theta", number),
+    "norm-epsilon": ("model.norm_eps", number),
+    "init-method-std": ("model.init_std", number),
     "encoder-num-layers": ("model.layers", int),
     "decoder-num-layers": ("model.decoder_layers", int),
     "num-experts": ("model.moe.experts", int),
     "moe-router-topk": ("model.moe.top_k", int),
     "moe-ffn-hidden-size": ("model.moe.ffn", int),
-    "moe-aux-loss-coeff": ("model.moe.balance_loss", _number),
-    "moe-z-loss-coeff": ("model.moe.z_loss", _number),
+    "moe-aux-loss-coeff": ("model.moe.balance_loss", number),
+    "moe-z-loss-coeff": ("model.moe.z_loss", number),
     "seq-length": ("data.seq_len", int),
     "encoder-seq-length": ("data.seq_len", int),
-    "short-seq-prob": ("data.bert.short_seq_prob", _number),
+    "short-seq-prob": ("data.bert.short_seq_prob", number),
     "tokenizer-model": ("data.tokenizer", str),
     "data-cache-path": ("data.order_cache", str),
     "global-batch-size": ("train.global_batch", int),
-    "train-iters": ("train.steps", int),
-    "train-samples": ("train.samples", int),
     "seed": ("train.seed", int),
-    "lr": ("optim.lr", _number),
-    "min-lr": ("optim.min_lr", _number),
-    "weight-decay": ("optim.weight_decay", _number),
-    "adam-eps": ("optim.eps", _number),
-    "clip-grad": ("optim.clip", lambda text: _number(text) or None),
-    "lr-warmup-iters": ("optim.warmup", _steps),
-    "lr-warmup-samples": ("optim.warmup", lambda text: f"{int(text)}sp"),
-    "lr-wsd-decay-iters": ("optim.decay", _steps),
-    "lr-wsd-decay-samples": ("optim.decay", lambda text: f"{int(text)}sp"),
+    "adam-eps": ("optim.eps", number),
+    "clip-grad": ("optim.clip", lambda text: number(text) or None),
     "micro-batch-size": ("parallel.micro_batch", int),
     "tensor-model-parallel-size": ("parallel.tp", int),
     "pipeline-model-parallel-size": ("parallel.pp", int),
@@ -127,19 +113,13 @@ _NEEDLESS = {
     "moe-grouped-gemm": "kernels are chosen by what the device has",
     "moe-token-dispatcher-type": "tokens go to their experts' ranks by all-to-all",
     "tokenizer-type": "the tokenizer's files say which it is",
-    **dict.fromkeys(HANDLED, ""), "bf16": "", "fp16": "", "fp8-format": "", "lr-decay-iters": "", "lr-decay-samples": "",
+    **dict.fromkeys((*MODEL_ARGUMENTS, *SCHEDULE_ARGUMENTS), ""), "bf16": "", "fp16": "", "fp8-format": "",
     "train-data-path": "", "valid-data-path": "", "test-data-path": "", "data-path": "", "split": "",
-    "eval-interval": "", "eval-iters": "", "lr-decay-style": "", "lr-wsd-decay-style": "",
+    "eval-interval": "", "eval-iters": "",
     "adam-beta1": "", "adam-beta2": "", "recompute-granularity": "", "save": "", "load": "", "optimizer": "",
-    "rampup-batch-size": "", "lr-warmup-fraction": "", "vocab-file": "", "merge-file": "", "mask-prob": "",
+    "vocab-file": "", "merge-file": "", "mask-prob": "",
     "num-layers-per-virtual-pipeline-stage": "", "num-virtual-stages-per-pipeline-rank": "",
 }  # fmt: skip
-
-
-_WSD_SHAPES = {"linear": "linear", "cosine": "cosine", "minus_sqrt": "sqrt"}  # Megatron's own default is exponential
-
-# Megatron's, where ours are others.
-_DEFAULTS: dict[str, Any] = {"optim.min_lr": 0.0, "optim.weight_decay": 0.01}
 
 
 def from_megatron(command: str) -> Draft:
@@ -147,12 +127,10 @@ def from_megatron(command: str) -> Draft:
     script, given = _arguments(command)
     family = family_of(script, given)
     draft = Draft({"name": "from-megatron"})
-    for key, value in _DEFAULTS.items():
-        draft.set(key, value)
     for name, values in given.items():
         if name in _PLAIN:
             key, read = _PLAIN[name]
-            draft.set(key, _read(name, values, read))
+            draft.set(key, read_value(name, values, read))
         elif name in _SWITCHES:
             draft.set(*_SWITCHES[name])
         elif name in _NEEDLESS:
@@ -196,22 +174,6 @@ def _arguments(command: str) -> tuple[str, dict[str, Values]]:
     return script, found
 
 
-def _read(name: str, values: Values, read: Callable[[str], Any]) -> Any:
-    try:
-        return read(values[0])
-    except (ValueError, IndexError):
-        raise ArgosyError(
-            "config.bad-value",
-            f"--{name} {' '.join(values)} cannot be read",
-            key=f"--{name}",
-            fix="variables have to be filled in",
-        ) from None
-
-
-def _one(given: dict[str, Values], name: str, default: str = "") -> str:
-    return (given.get(name) or [default])[0]
-
-
 def _data(draft: Draft, family: str, given: dict[str, Values]) -> None:
     words = given.get("data-path") or given.get("train-data-path") or []
     if not words:
@@ -224,18 +186,18 @@ def _data(draft: Draft, family: str, given: dict[str, Values]) -> None:
             "--valid-data-path and --test-data-path: held-out documents are a share of each corpus (data.split)"
         )
     shares = " ".join(given.get("split") or ["969,30,1"]).replace(",", " ").split()
-    draft.set("data.split", [_read("split", [share], float) for share in shares] + [0.0] * (3 - len(shares)))
+    draft.set("data.split", [read_value("split", [share], float) for share in shares] + [0.0] * (3 - len(shares)))
     if "vocab-file" in given and "merge-file" in given:
-        draft.set("data.tokenizer", _one(given, "vocab-file").rpartition("/")[0] or ".")
+        draft.set("data.tokenizer", first_word(given, "vocab-file").rpartition("/")[0] or ".")
         draft.notes.append("data.tokenizer is the directory of --vocab-file, with merges.txt beside it")
     elif "vocab-file" in given:
-        draft.left.append(f"--vocab-file {_one(given, 'vocab-file')}: data.tokenizer is a tokenizer.json")
+        draft.left.append(f"--vocab-file {first_word(given, 'vocab-file')}: data.tokenizer is a tokenizer.json")
     if "mask-prob" in given:
         rate = {"bert": "data.bert.mask_rate", "t5": "data.t5.noise_density"}.get(family)
         if rate is None:
-            draft.left.append(f"--mask-prob {_one(given, 'mask-prob')}")
+            draft.left.append(f"--mask-prob {first_word(given, 'mask-prob')}")
         else:
-            draft.set(rate, _read("mask-prob", given["mask-prob"], _number))
+            draft.set(rate, read_value("mask-prob", given["mask-prob"], number))
     if family in ("gpt", "llama"):
         draft.set("data.order", "megatron")
         draft.notes.append(
@@ -247,7 +209,7 @@ def _corpora(words: Values) -> list[dict[str, Any]]:
     """`w1 p1 w2 p2 …`, or only paths, which are then weighed by their size."""
     weights = [word for word in words[::2] if word.replace(".", "", 1).replace("e-", "", 1).isdigit()]
     if len(weights) * 2 == len(words):
-        return [{"path": path, "weight": _number(weight)} for weight, path in zip(weights, words[1::2], strict=True)]
+        return [{"path": path, "weight": number(weight)} for weight, path in zip(weights, words[1::2], strict=True)]
     if weights:
         raise ArgosyError(
             "config.bad-value",
@@ -259,72 +221,28 @@ def _corpora(words: Values) -> list[dict[str, Any]]:
 
 
 def _training(draft: Draft, given: dict[str, Values]) -> None:
-    style = _one(given, "lr-decay-style", "linear")
-    known = {
-        "cosine": "cosine",
-        "linear": "linear",
-        "constant": "constant",
-        "inverse-square-root": "inverse_sqrt",
-        "WSD": "wsd",
-    }
-    draft.set("optim.schedule", known.get(style, "cosine"))
-    if style not in known:
-        draft.left.append(f"--lr-decay-style {style}")
-    if style == "WSD":
-        shape = _one(given, "lr-wsd-decay-style", "exponential")
-        draft.set("optim.decay_shape", _WSD_SHAPES.get(shape, "linear"))
-        if shape not in _WSD_SHAPES:
-            draft.left.append(f"--lr-wsd-decay-style {shape}: the fall is linear here")
     betas = (("adam-beta1", "0.9"), ("adam-beta2", "0.999"))
-    draft.set("optim.betas", [_read(name, given.get(name) or [default], _number) for name, default in betas])
-    optimizer = _one(given, "optimizer", "adam")
+    draft.set("optim.betas", [read_value(name, given.get(name) or [default], number) for name, default in betas])
+    optimizer = first_word(given, "optimizer", "adam")
     draft.set("optim.name", "muon" if optimizer == "muon" else "adamw")
     if optimizer not in ("adam", "muon"):
         draft.left.append(f"--optimizer {optimizer}: AdamW takes its place")
     precision = [name for name in ("fp8-format", "bf16", "fp16") if name in given]
     draft.set("train.precision", precision[0].removesuffix("-format") if precision else "fp32")
-    _decay(draft, given)
     _pipeline(draft, given)
-    if "rampup-batch-size" in given:
-        start, increment, samples = (_read("rampup-batch-size", [w], int) for w in given["rampup-batch-size"][:3])
-        draft.set("train.batch_rampup", {"start": start, "increment": increment, "samples": samples})
-    if _one(given, "recompute-granularity") in ("full", "selective"):
-        draft.set("parallel.recompute", _one(given, "recompute-granularity"))
+    describe_schedule(draft, given)
+    if first_word(given, "recompute-granularity") in ("full", "selective"):
+        draft.set("parallel.recompute", first_word(given, "recompute-granularity"))
     _evaluation(draft, given)
-    where = _one(given, "save") or _one(given, "load")
+    where = first_word(given, "save") or first_word(given, "load")
     if where:
         runs, _, name = where.rstrip("/").rpartition("/")
         draft.set("name", "".join(c if c.isalnum() or c in "._-" else "-" for c in name) or "from-megatron")
         draft.set("runs_dir", runs or ".")
         draft.notes.append(
             "--save and --load: a run has one directory, and always goes on from its newest checkpoint; to start from what "
-            f"Megatron saved, `argosy ckpt import megatron:{_one(given, 'load') or where} --to DIR` and init_from=DIR"
+            f"Megatron saved, `argosy ckpt import megatron:{first_word(given, 'load') or where} --to DIR` and init_from=DIR"
         )
-
-
-def _decay(draft: Draft, given: dict[str, Values]) -> None:
-    """Megatron's schedule may end before the run or after it, and its warm-up may be a share of the schedule."""
-    unit, suffix = ("samples", "sp") if "train-samples" in given else ("iters", "ba")
-    whole = draft.get("train.samples" if unit == "samples" else "train.steps")
-    decay = _read(name, given[name], int) if (name := f"lr-decay-{unit}") in given else whole
-    if decay != whole:
-        why = f"the schedule ends with the run, after {whole} {unit}; its end changes the learning rate of every step"
-        draft.left.append(f"--{name} {decay}: {why}")
-    elif name in given:
-        draft.notes.append(f"--{name}: the schedule ends with the run")
-    if "lr-warmup-fraction" not in given:
-        return
-    if decay is None:
-        draft.left.append(f"--lr-warmup-fraction {_one(given, 'lr-warmup-fraction')}: of a schedule of no known length")
-        return
-    fraction = _read("lr-warmup-fraction", given["lr-warmup-fraction"], float)
-    warmup = round(fraction * decay)
-    if whole is not None and warmup >= whole:
-        draft.left.append(
-            f"--lr-warmup-fraction {fraction:g}: {warmup} {unit}, more than the run has; it is of the run here"
-        )
-        warmup = round(fraction * whole)
-    draft.set("optim.warmup", f"{warmup}{suffix}")
 
 
 def _pipeline(draft: Draft, given: dict[str, Values]) -> None:
@@ -334,10 +252,10 @@ def _pipeline(draft: Draft, given: dict[str, Values]) -> None:
         draft.notes.append(f"parallel.dp_shard is the least that ep {experts} needs: make it what your GPUs allow")
     ranks, layers = draft.get("parallel.pp", 1), draft.get("model.layers", 0)
     if "num-layers-per-virtual-pipeline-stage" in given:
-        each = _read("num-layers-per-virtual-pipeline-stage", given["num-layers-per-virtual-pipeline-stage"], int)
+        each = read_value("num-layers-per-virtual-pipeline-stage", given["num-layers-per-virtual-pipeline-stage"], int)
         stages = layers // ranks // each
     elif "num-virtual-stages-per-pipeline-rank" in given:
-        stages = _read("num-virtual-stages-per-pipeline-rank", given["num-virtual-stages-per-pipeline-rank"], int)
+        stages = read_value("num-virtual-stages-per-pipeline-rank", given["num-virtual-stages-per-pipeline-rank"], int)
     else:
         return
     if stages > 1:
@@ -346,10 +264,10 @@ def _pipeline(draft: Draft, given: dict[str, Values]) -> None:
 
 
 def _evaluation(draft: Draft, given: dict[str, Values]) -> None:
-    iterations = _read("eval-iters", given.get("eval-iters") or ["100"], int)
+    iterations = read_value("eval-iters", given.get("eval-iters") or ["100"], int)
     split = draft.get("data.split")
     if iterations == 0 or (split is not None and split[1] == 0):
         draft.set("eval", "off")
         return
     draft.set("eval.batches", iterations)
-    draft.set("eval.every", _read("eval-interval", given.get("eval-interval") or ["1000"], _steps))
+    draft.set("eval.every", read_value("eval-interval", given.get("eval-interval") or ["1000"], _steps))

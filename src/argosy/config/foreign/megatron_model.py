@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from argosy.config.foreign.draft import Draft
+from argosy.config.foreign.megatron_words import Arguments, first_word
 from argosy.errors import ArgosyError
 
-Arguments = dict[str, list[str]]
 # Read here, several of them together.
-HANDLED = (
+MODEL_ARGUMENTS = (
     "position-embedding-type", "use-rotary-position-embeddings", "normalization", "disable-bias-linear", "swiglu",
     "hidden-dropout", "attention-dropout", "openai-gelu", "no-bias-gelu-fusion", "bert-no-binary-head", "rotary-percent",
     "use-rope-scaling", "rope-scaling-factor", "rotary-seq-len-interpolation-factor", "moe-router-load-balancing-type",
@@ -47,32 +47,30 @@ def describe_model(draft: Draft, family: str, given: Arguments) -> None:
     if draft.get("model.norm_eps") is None:
         draft.set("model.norm_eps", 1e-5)  # Megatron's, whatever the family's own is
     _grouped(draft, given)
-    dropouts = {float(_one(given, name, "0.1")) for name in ("hidden-dropout", "attention-dropout")}
+    dropouts = {float(first_word(given, name, "0.1")) for name in ("hidden-dropout", "attention-dropout")}
     draft.set("model.dropout", min(dropouts))
     if len(dropouts) > 1:
         draft.notes.append(f"dropout is one number here: {min(dropouts):g} of {sorted(dropouts)}")
     if draft.get("model.vocab_size") is None:
         guess = (
-            32000 if _one(given, "tokenizer-type") == "Llama2Tokenizer" else {"bert": 30592, "t5": 32128}.get(family)
+            32000
+            if first_word(given, "tokenizer-type") == "Llama2Tokenizer"
+            else {"bert": 30592, "t5": 32128}.get(family)
         )
         draft.set("model.vocab_size", guess or 50304)
         draft.notes.append("model.vocab_size is a guess, Megatron takes it from the tokenizer: set your tokenizer's")
 
 
-def _one(given: Arguments, name: str, default: str = "") -> str:
-    return (given.get(name) or [default])[0]
-
-
 def _rope(given: Arguments) -> bool:
-    return _one(given, "position-embedding-type") == "rope" or "use-rotary-position-embeddings" in given
+    return first_word(given, "position-embedding-type") == "rope" or "use-rotary-position-embeddings" in given
 
 
 def _rms(given: Arguments) -> bool:
-    return _one(given, "normalization") == "RMSNorm"
+    return first_word(given, "normalization") == "RMSNorm"
 
 
 def _decoder(draft: Draft, given: Arguments) -> None:
-    positions = _one(given, "position-embedding-type", "learned_absolute")
+    positions = first_word(given, "position-embedding-type", "learned_absolute")
     if not _rope(given) and positions != "learned_absolute":
         draft.left.append(f"--position-embedding-type {positions}: learned positions take its place")
     draft.set("model.positions", "rope" if _rope(given) else "learned")
@@ -98,14 +96,14 @@ def _gelu(given: Arguments) -> str:
 
 
 def _rotary(draft: Draft, given: Arguments) -> None:
-    if float(_one(given, "rotary-percent", "1")) != 1:
-        draft.left.append(f"--rotary-percent {_one(given, 'rotary-percent')}: positions turn the whole head")
+    if float(first_word(given, "rotary-percent", "1")) != 1:
+        draft.left.append(f"--rotary-percent {first_word(given, 'rotary-percent')}: positions turn the whole head")
     if "use-rope-scaling" in given:
-        factor = float(_one(given, "rope-scaling-factor", "8"))
+        factor = float(first_word(given, "rope-scaling-factor", "8"))
         scaling = {"kind": "llama3", "factor": factor, "original_seq_len": _LLAMA3_SEQ_LEN}
         draft.set("model.rope_scaling", scaling)
     elif "rotary-seq-len-interpolation-factor" in given:
-        factor = float(_one(given, "rotary-seq-len-interpolation-factor"))
+        factor = float(first_word(given, "rotary-seq-len-interpolation-factor"))
         draft.set("model.rope_scaling", {"kind": "linear", "factor": factor})
 
 
@@ -116,7 +114,7 @@ def _experts(draft: Draft, given: Arguments) -> None:
     for key, value in (("top_k", 2), ("ffn", inner), ("balance_loss", 0.0)):
         if draft.get(f"model.moe.{key}") is None:
             draft.set(f"model.moe.{key}", value)
-    balancing = _one(given, "moe-router-load-balancing-type", "aux_loss")
+    balancing = first_word(given, "moe-router-load-balancing-type", "aux_loss")
     if balancing == "none":
         draft.set("model.moe.balance_loss", 0.0)
     elif balancing != "aux_loss":
@@ -137,7 +135,7 @@ def _bert(draft: Draft, given: Arguments) -> None:
 
 
 def _t5(draft: Draft, given: Arguments) -> None:
-    positions = _one(given, "position-embedding-type", "learned_absolute")
+    positions = first_word(given, "position-embedding-type", "learned_absolute")
     if positions != "relative":
         draft.left.append(f"--position-embedding-type {positions}: T5 has relative positions here, as the paper's")
     if not _rms(given):
