@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron_blending import megatron_blends_as_on_x86
 
 from argosy.config.resolve import resolve
 from argosy.data.corpus.corpus import Corpus
@@ -17,7 +21,9 @@ from argosy.data.open import open_data
 from argosy.data.samples.megatron_stream import MegatronStream
 from argosy.data.samples.windows import BatchMaker
 from argosy.errors import ArgosyError
-from argosy.train.run import TrainOptions, train
+from argosy.train.run import TrainOptions, dry_run, train
+
+__all__ = ["megatron_blends_as_on_x86"]  # a fixture for all tests here
 
 
 class Tokenizer:
@@ -25,23 +31,31 @@ class Tokenizer:
     pad, eod, vocab_size = 0, 0, 500
 
 
-def write(prefix: Path, seed: int, documents: int = 60) -> IndexedReader:
+def write(prefix: Path, seed: int, documents: int = 60, sequences: int = 1) -> IndexedReader:
+    """Documents of up to so many sequences."""
     rng = np.random.default_rng(seed)
     writer = IndexedWriter(prefix, dtype_for(500))
     for length in rng.integers(1, 90, documents):
-        writer.add_document([rng.integers(1, 500, length)])
+        parts = 1 if sequences == 1 else int(rng.integers(1, sequences + 1))
+        writer.add_document([rng.integers(1, 500, length) for _ in range(parts)])
     writer.finish()
     return IndexedReader(prefix)
 
 
-def megatron(prefixes: list[Path], weights: list[float] | None, size: int, seed: int) -> list[np.ndarray]:
+def megatron(
+    prefixes: list[Path], weights: list[float] | None, size: int | None, seed: int, split: int = 0
+) -> list[np.ndarray]:
+    """The samples of a split; without a size, one epoch of them."""
+    sizes: list[int | None] = [0, 0, 0]
+    sizes[split] = size
     config = GPTDatasetConfig(
         random_seed=seed, sequence_length=32, blend=([str(p) for p in prefixes], weights), split="90,10,0",
         tokenizer=Tokenizer(), reset_position_ids=False, reset_attention_mask=False,
         eod_mask_loss=False, create_attention_mask=False, mid_level_dataset_surplus=0.005,
     )  # fmt: skip
-    built = BlendedMegatronDatasetBuilder(GPTDataset, [size, 0, 0], lambda: True, config).build()[0]
-    return [np.append(built[i]["tokens"].numpy(), built[i]["labels"].numpy()[-1]) for i in range(size)]
+    built = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()[split]
+    items = [built[i] for i in range(len(built) if size is None else size)]
+    return [np.append(item["tokens"].numpy(), item["labels"].numpy()[-1]) for item in items]
 
 
 @pytest.mark.parametrize("weights", [None, [0.3, 0.7], [5.0, 1.0]])
@@ -53,6 +67,85 @@ def test_samples_equal_megatrons(tmp_path: Path, weights: list[float] | None, si
     ours = stream.batch(0, size)
     rows = np.concatenate([ours.tokens, ours.labels[:, -1:]], axis=1)
     assert np.array_equal(rows, np.stack(megatron(prefixes, weights, size, 7)))
+
+
+@pytest.mark.parametrize("sequences", [1, 4])
+def test_an_evaluation_reads_megatrons_validation_samples(tmp_path: Path, sequences: int) -> None:
+    """One epoch of the validation split: of a source alone, and of all of them blended."""
+    prefixes = [tmp_path / "a", tmp_path / "b"]
+    corpora = [Corpus(p, [write(p, i, sequences=sequences)], None) for i, p in enumerate(prefixes)]
+    for chosen in ([0], [1], [0, 1]):
+        stream = MegatronStream(
+            [corpora[i] for i in chosen],
+            (90, 10, 0),
+            None,
+            seq_len=32,
+            num_samples=None,
+            seed=7,
+            maker=BatchMaker(500),
+            split="validation",
+        )
+        ours = stream.batch(0, stream.epoch_samples)
+        rows = np.concatenate([ours.tokens, ours.labels[:, -1:]], axis=1)
+        assert np.array_equal(rows, np.stack(megatron([prefixes[i] for i in chosen], None, None, 7, split=1)))
+
+
+BLENDS = st.lists(
+    st.tuples(st.lists(st.integers(1, 40), min_size=8, max_size=30), st.floats(0.05, 5)), min_size=1, max_size=3
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(BLENDS, st.booleans(), st.integers(1, 9), st.integers(1, 40), st.integers(2, 12))
+@example([([5] * 8, 1.0), ([7] * 8, 1.0)], False, 4, 40, 4)  # longer than an epoch, without weights
+def test_every_sample_of_a_run_can_be_read_or_it_is_refused_at_the_start(
+    sets: list[tuple[list[int], float]], weighted: bool, batch: int, steps: int, seq_len: int
+) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        corpora = []
+        for number, (lengths, _) in enumerate(sets):
+            prefix = Path(directory) / f"set{number}"
+            writer = IndexedWriter(prefix, dtype_for(500))
+            for length in lengths:
+                writer.add_document([np.arange(1, length + 1)])
+            writer.finish()
+            corpora.append(Corpus(prefix, [IndexedReader(prefix)], None))
+        weights = [weight for _, weight in sets] if weighted else None
+        options = {"seq_len": seq_len, "num_samples": batch * steps, "seed": 3, "maker": BatchMaker(500)}
+        epoch = [(sum(lengths[: round(len(lengths) * 0.9)]) - 1) // seq_len for lengths, _ in sets]
+        if not weighted and len(sets) > 1 and (batch * steps > sum(epoch) or min(epoch) < 1):
+            with pytest.raises(ArgosyError):
+                MegatronStream(corpora, (90, 10, 0), weights, **options)
+            return
+        try:
+            stream = MegatronStream(corpora, (90, 10, 0), weights, **options)
+        except ArgosyError:
+            # Megatron's margin can be too small for a blend of few samples, and is refused as Megatron refuses it.
+            assert weighted
+            return
+        for step in range(steps):
+            assert stream.batch(step * batch, batch).tokens.shape == (batch, seq_len)
+
+
+def test_a_blend_shorter_than_the_run_is_refused_by_a_dry_run_with_its_numbers(
+    write_spec: Callable[..., Path], tmp_path: Path
+) -> None:
+    for number, name in enumerate("ab"):
+        write(tmp_path / name, number)
+    sources = [{"path": str(tmp_path / name)} for name in "ab"]
+    data = {"train": sources, "seq_len": 32, "split": [90, 10, 0], "order": "megatron"}
+    path = write_spec(data=data, train={"global_batch": 8, "steps": 50})
+    with pytest.raises(ArgosyError) as refusal:
+        dry_run(resolve(path, ["model.vocab_size=500"]), TrainOptions())
+    counts = [(sum(IndexedReader(tmp_path / name).lengths[:54].tolist()) - 1) // 32 for name in "ab"]
+    assert refusal.value.key == "data.train"
+    assert (
+        f"takes 400 samples; without weights Megatron's blend gives every sample once: {counts[0]} + {counts[1]} = "
+        in (refusal.value.cause)
+    )
+    weights = [{**source, "weight": count} for source, count in zip(sources, counts, strict=True)]
+    path = write_spec(data={**data, "train": weights}, train={"global_batch": 8, "steps": 50})
+    assert dry_run(resolve(path, ["model.vocab_size=500"]), TrainOptions())
 
 
 def test_shards_read_as_the_merged_pair_would(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from argosy.config.schema import DataSource, FimSpec, RunSpec
-from argosy.data.corpus.corpus import Corpus, open_corpus
+from argosy.data.corpus.corpus import Corpus, Split, open_corpus
 from argosy.data.samples.fim import FillInTheMiddle
-from argosy.data.samples.megatron_stream import MegatronStream
+from argosy.data.samples.megatron_stream import MegatronStream, split_by_sequence
 from argosy.data.samples.windows import BatchMaker, SampleStream, Stream, Windows
 from argosy.data.tasks import Tasks
 from argosy.data.text.tokenizer import Tokenizer, load_tokenizer
@@ -33,11 +33,17 @@ class RunData:
         """The training split, blended by the weights of the run spec, in the order it asks for."""
         weights = [source.weight for source in self.spec.data.train if source.weight is not None]
         if self.spec.data.order == "megatron":
-            return self._megatron(weights or None)
+            return self._megatron("train", self.corpora, weights or None, self._training_samples(), fim=True)
         return self._stream("train", self.corpora, weights or None, fim=True)
 
+    def split(self, corpus: Corpus, name: str) -> Split:
+        """What training and evaluation may read of a corpus: no token is in two splits."""
+        shares = self.spec.data.split
+        by_sequence = self.spec.data.order == "megatron"
+        return (split_by_sequence(corpus, shares) if by_sequence else corpus.split(shares))[name]
+
     def whole(self, split: str) -> Stream:
-        """A split without weights: its first `epoch_samples` samples are every window once."""
+        """A split without weights: its first `epoch_samples` samples are every sample once."""
         return self._stream(split, self.corpora, None, fim=False)
 
     def each(self, split: str) -> dict[str, Stream]:
@@ -65,22 +71,33 @@ class RunData:
             return tasks.spans(split, corpora, weights)
         if self.spec.model.samples in ("bert", "ict"):
             return tasks.documents(split, corpora, weights)
-        sets = [Windows(corpus, corpus.split(data.split)[split], data.seq_len) for corpus in corpora]
+        if data.order == "megatron":
+            return self._megatron(split, corpora, None, None, fim=fim)
+        sets = [Windows(corpus, self.split(corpus, split), data.seq_len) for corpus in corpora]
         return SampleStream(sets, weights, self.spec.train.seed, self._maker(fim=fim))
 
-    def _megatron(self, weights: list[float] | None) -> MegatronStream:
-        data, train = self.spec.data, self.spec.train
-        steps = train.length.steps(train.batches, seq_len=data.seq_len, epoch_samples=self.whole("train").epoch_samples)
+    def _megatron(
+        self, split: str, corpora: list[Corpus], weights: list[float] | None, num_samples: int | None, *, fim: bool
+    ) -> MegatronStream:
+        """So many samples, or one epoch of each corpus."""
+        data = self.spec.data
         return MegatronStream(
-            self.corpora,
+            corpora,
             data.split,
             weights,
             seq_len=data.seq_len,
-            num_samples=train.batches.samples(steps or 0),
-            seed=train.seed,
-            maker=self._maker(fim=True),
+            num_samples=num_samples,
+            seed=self.spec.train.seed,
+            maker=self._maker(fim=fim),
+            split=split,
             cache_dir=None if data.order_cache is None else Path(data.order_cache),
         )
+
+    def _training_samples(self) -> int:
+        """Samples that the whole run takes: Megatron's order depends on it."""
+        data, train = self.spec.data, self.spec.train
+        epoch = sum(max(0, self.split(corpus, "train").tokens - 1) // data.seq_len for corpus in self.corpora)
+        return train.batches.samples(train.length.steps(train.batches, seq_len=data.seq_len, epoch_samples=epoch) or 0)
 
     def _maker(self, *, fim: bool) -> BatchMaker:
         data = self.spec.data

@@ -205,7 +205,7 @@ def dry_run(
     elif (start := trainer.start_from(run)) is not None:
         notes.append(f"weights {start.where}, trained to step {start.step}")
     done = 0 if checkpoint is None else checkpoint.progress.step
-    tokens = sum(corpus.split(spec.data.split)["train"].tokens for corpus in trainer.data.corpora)
+    tokens = sum(trainer.data.split(corpus, "train").tokens for corpus in trainer.data.corpora)
     left = (
         f"steps {done + 1} to {trainer.steps}"
         if done < trainer.steps

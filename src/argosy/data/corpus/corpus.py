@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -67,13 +68,11 @@ class Corpus:
 
     def split(self, shares: tuple[float, float, float]) -> dict[str, Split]:
         """Contiguous ranges of documents in file order, cut as Megatron cuts them: round(share x documents)."""
-        total, running, splits = sum(shares), 0.0, {}
-        for name, share in zip(SPLITS, shares, strict=True):
-            first = round(running / total * self.documents)
-            running += share
-            last = round(running / total * self.documents)
-            splits[name] = Split(name, first, last, self._token_at(first), self._token_at(last))
-        return splits
+        # Added one by one: `sum` rounds otherwise from Python 3.12 on, which could move a bound by a document.
+        running = list(accumulate(shares, initial=0.0))
+        bounds = [round(share / running[-1] * self.documents) for share in running]
+        tokens = [self._token_at(document) for document in bounds]
+        return {name: Split(name, *bounds[at : at + 2], *tokens[at : at + 2]) for at, name in enumerate(SPLITS)}
 
     def max_token(self) -> int:
         """The largest token id: from the manifest, or by looking; at every token, or at an even sample of a large

@@ -58,9 +58,10 @@ class MegatronSamples:
         extra_token: bool = True,
         cache_dir: Path | None = None,
         name: str = "train",
+        where: str = "the corpus",
     ) -> None:
         """`lengths` are the tokens of each sequence of the split, `num_samples` the fewest samples to make (None: one
-        epoch). `extra_token` draws the token after the last, which the labels need. `name` is for refusals."""
+        epoch). `extra_token` draws the token after the last, which the labels need. `name` and `where` are for refusals."""
         _check_numbers(seq_len=seq_len, num_samples=num_samples, seed=seed)
         self.seq_len, self.num_samples, self.seed = seq_len, num_samples, seed
         self._lengths, self._extra = lengths, int(extra_token)
@@ -68,10 +69,11 @@ class MegatronSamples:
         if self.tokens == 0 or (num_samples is None and self.tokens < seq_len + self._extra):
             raise ArgosyError(
                 "data.empty-split",
-                f"the {name} split has {len(lengths):,} sequences = {self.tokens:,} tokens; one sample of data.seq_len "
+                f"the {name} split of {where} has {len(lengths):,} sequences = {self.tokens:,} tokens; one sample of data.seq_len "
                 f"{seq_len} needs {seq_len + self._extra:,}" + (" (with the token after it)" if extra_token else ""),
                 key="data.split",
-                fix=f"give {name} a larger share, add data, or shorten data.seq_len",
+                fix=f"give {name} a larger share, add data, or shorten data.seq_len"
+                + ("; `eval: off` needs no validation split" if name == "validation" else ""),
             )
         self.epochs = 1
         if num_samples is not None:
@@ -227,6 +229,3 @@ def _write_cache(directory: Path, fingerprint: bytes, arrays: Sequence[npt.NDArr
 
 def _cache_path(directory: Path, fingerprint: bytes) -> Path:
     return directory / f"megatron-order-{fingerprint.hex()[:32]}.npy"
-
-
-# Blending

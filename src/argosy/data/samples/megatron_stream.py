@@ -1,8 +1,11 @@
-"""Training samples in Megatron-core's order: the stream `data.order: megatron` trains on.
+"""Samples in Megatron-core's order: the streams that `data.order: megatron` trains on and evaluates on.
 
 Same seed, same files, same number of samples asked for: the same samples, in the same places, as its GPTDataset and
 BlendedDataset give. How many are asked for decides the epochs and so the whole order, which is why a run in this order
-cannot change its length. Each process computes the order alone; nothing waits for rank 0.
+cannot change its length. An evaluation asks for one epoch. Each process computes the order alone; nothing waits for rank 0.
+
+Splits are cut by sequence, as Megatron cuts them, for every split alike: a corpus whose documents have several sequences can
+have one that is partly trained on, but no token is in two splits.
 """
 
 from __future__ import annotations
@@ -14,27 +17,40 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from argosy.data.corpus.corpus import SPLITS, Corpus
+from argosy.data.corpus.corpus import SPLITS, Corpus, Split
 from argosy.data.samples.megatron_blend import MegatronBlend, plan_blend
 from argosy.data.samples.megatron_order import MegatronSamples, split_ranges
 from argosy.data.samples.order import Indices
 from argosy.data.samples.windows import Batch, BatchMaker
+from argosy.errors import ArgosyError
+
+
+def split_by_sequence(corpus: Corpus, shares: Sequence[float]) -> dict[str, Split]:
+    """The splits as Megatron cuts them; `first` and `last` count sequences."""
+    lengths = np.concatenate([shard.lengths for shard in corpus.shards])
+    starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    ranges = zip(SPLITS, split_ranges(shares, len(lengths)), strict=True)
+    return {name: Split(name, first, last, int(starts[first]), int(starts[last])) for name, (first, last) in ranges}
 
 
 class MegatronSet:
     """One corpus as one of Megatron's data sets: its sequences in file order, across shards."""
 
     def __init__(
-        self, corpus: Corpus, shares: tuple[float, float, float], split: str, *, seq_len: int, num_samples: int | None,
-        seed: int, cache_dir: Path | None,
-    ) -> None:  # fmt: skip
+        self, corpus: Corpus, split: Split, *, seq_len: int, num_samples: int | None, seed: int, cache_dir: Path | None
+    ) -> None:
         self.corpus = corpus
-        lengths = np.concatenate([shard.lengths for shard in corpus.shards])
-        first, last = split_ranges(shares, len(lengths))[SPLITS.index(split)]
-        ends = np.cumsum(lengths, dtype=np.int64)
-        self._starts = (ends - lengths)[first:last]  # where each sequence of the split begins in the corpus
+        lengths = np.concatenate([shard.lengths for shard in corpus.shards])[split.first : split.last]
+        # Where each sequence of the split begins in the corpus.
+        self._starts = split.start + np.cumsum(lengths, dtype=np.int64) - lengths
         self.samples = MegatronSamples(
-            lengths[first:last], seq_len=seq_len, num_samples=num_samples, seed=seed, cache_dir=cache_dir, name=split
+            lengths,
+            seq_len=seq_len,
+            num_samples=num_samples,
+            seed=seed,
+            cache_dir=cache_dir,
+            name=split.name,
+            where=str(corpus.path),
         )
         self.count = len(self.samples)
         if self.samples.cache_problem is not None:
@@ -52,7 +68,7 @@ class MegatronSet:
 
 
 class MegatronStream:
-    """As `SampleStream`, but finite: it holds the samples that were asked for."""
+    """As `SampleStream`, but finite: it holds the samples that were asked for, or one epoch of each corpus."""
 
     def __init__(
         self,
@@ -61,27 +77,36 @@ class MegatronStream:
         weights: Sequence[float] | None,
         *,
         seq_len: int,
-        num_samples: int,
+        num_samples: int | None,
         seed: int,
         maker: BatchMaker,
+        split: str = "train",
         cache_dir: Path | None = None,
     ) -> None:
         self.seq_len, self._maker = seq_len, maker
-        plan = plan_blend(weights, num_samples) if weights is not None else None
+        plan = plan_blend(weights, num_samples) if weights is not None and num_samples is not None else None
         alone = len(corpora) == 1 and plan is None
         asked: list[int | None] = (
             list(plan.num_samples) if plan is not None else [num_samples if alone else None] * len(corpora)
         )
         self.sets = [
-            MegatronSet(corpus, shares, "train", seq_len=seq_len, num_samples=n, seed=seed, cache_dir=cache_dir)
+            MegatronSet(
+                corpus, split_by_sequence(corpus, shares)[split], seq_len=seq_len, num_samples=n, seed=seed, cache_dir=cache_dir
+            )
             for corpus, n in zip(corpora, asked, strict=True)
-        ]
-        counts = [len(s.samples) for s in self.sets]
+        ]  # fmt: skip
+        counts = [s.count for s in self.sets]
+        self._blend: MegatronBlend | None = None
         if plan is not None:
-            self._blend: MegatronBlend | None = MegatronBlend(plan.weights, plan.size)
+            self._blend = MegatronBlend(plan.weights, plan.size)
             self._blend.refuse_oversampling(counts)
-        else:
-            self._blend = None if alone else MegatronBlend(counts, min(num_samples, sum(counts)))
+        elif not alone:
+            self._blend = MegatronBlend(counts, None if num_samples is None else min(num_samples, sum(counts)))
+        if num_samples is not None and len(self) < num_samples:
+            raise _too_short(counts, len(self), num_samples)
+
+    def __len__(self) -> int:
+        return self.sets[0].count if self._blend is None else len(self._blend)
 
     @property
     def epoch_samples(self) -> int:
@@ -112,3 +137,16 @@ class MegatronStream:
     def epochs_after(self, samples: int) -> list[float]:
         given = [samples] if self._blend is None else self._blend.counts(min(samples, len(self._blend))).tolist()
         return [n * self.seq_len / s.samples.tokens for n, s in zip(given, self.sets, strict=True)]
+
+
+def _too_short(counts: Sequence[int], blended: int, asked: int) -> ArgosyError:
+    """Megatron's own run ends with its data there, in the middle: without weights it makes one epoch of each set."""
+    sizes = " + ".join(f"{count:,}" for count in counts)
+    weights = ", ".join(str(count) for count in counts)
+    return ArgosyError(
+        "config.arithmetic",
+        f"the run takes {asked:,} samples; without weights Megatron's blend gives every sample once: {sizes} = {blended:,}",
+        key="data.train",
+        fix=f"give every corpus a weight, as its samples for the same shares ({weights}): Megatron then repeats them; or train "
+        f"for {blended:,} samples or fewer, or with data.order=argosy",
+    )

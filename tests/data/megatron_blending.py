@@ -1,0 +1,58 @@
+"""Megatron's rule of blending as x86 computes it: product and difference rounded one after the other.
+
+Megatron's compiled helper leaves it to the compiler whether `weight * sample - count` is one fused multiply-add. It is on ARM,
+and with -mfma on x86, and then ties such as those of the weights 0.1, 0.2, 0.3 and 0.4 are broken otherwise. Python never fuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from megatron.core.datasets import helpers
+
+TIES = (0.1, 0.2, 0.3, 0.4)
+
+
+def _fill(sets: Any, local: Any, weights: Sequence[float], limits: Sequence[float]) -> None:
+    """The loop of helpers.cpp. A set that has given its limit is left out."""
+    counts, numbers = [0.0] * len(weights), range(len(weights))
+    for sample in range(len(sets)):
+        place, chosen, most = max(float(sample), 1.0), -1, -float("inf")
+        for number in numbers:
+            product = weights[number] * place
+            error = product - counts[number]
+            if error > most and counts[number] < limits[number]:
+                chosen, most = number, error
+        sets[sample], local[sample] = chosen, int(counts[chosen])
+        counts[chosen] += 1.0
+
+
+def blending_indices(sets: Any, local: Any, weights: Any, num_datasets: int, size: int, verbose: bool) -> None:
+    assert (len(weights), len(sets)) == (num_datasets, size)
+    _fill(sets, local, weights.tolist(), [float("inf")] * num_datasets)
+
+
+def exhaustive_blending_indices(sets: Any, local: Any, sizes: Any, num_datasets: int) -> None:
+    total = float(sizes.sum())
+    _fill(sets, local, [size / total for size in sizes.tolist()], sizes.tolist())
+
+
+def is_fused() -> bool:
+    """Whether Megatron's helper was compiled to another order on this machine."""
+    sets, local = np.zeros((2, 1000), np.int16), np.zeros((2, 1000), np.int64)
+    for row, build in enumerate((helpers.build_blending_indices, blending_indices)):
+        build(sets[row], local[row], np.array(TIES), len(TIES), 1000, False)
+    return not np.array_equal(sets[0], sets[1])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def megatron_blends_as_on_x86() -> Any:
+    """Megatron's own helper where it does not fuse; elsewhere its rule in Python takes the helper's place, in its builder too."""
+    with pytest.MonkeyPatch.context() as patch:
+        if is_fused():
+            patch.setattr(helpers, "build_blending_indices", blending_indices)
+            patch.setattr(helpers, "build_exhaustive_blending_indices", exhaustive_blending_indices)
+        yield
