@@ -32,12 +32,12 @@ def _fill(sets: Any, local: Any, weights: Sequence[float], limits: Sequence[floa
 
 def blending_indices(sets: Any, local: Any, weights: Any, num_datasets: int, size: int, verbose: bool) -> None:
     assert (len(weights), len(sets)) == (num_datasets, size)
-    _fill(sets, local, weights.tolist(), [float("inf")] * num_datasets)
+    _fill(sets, local, np.asarray(weights).tolist(), [float("inf")] * num_datasets)
 
 
 def exhaustive_blending_indices(sets: Any, local: Any, sizes: Any, num_datasets: int) -> None:
-    total = float(sizes.sum())
-    _fill(sets, local, [size / total for size in sizes.tolist()], sizes.tolist())
+    limits = np.asarray(sizes).tolist()
+    _fill(sets, local, [limit / float(sum(limits)) for limit in limits], limits)
 
 
 def is_fused() -> bool:

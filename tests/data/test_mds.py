@@ -182,6 +182,68 @@ def test_plain_bytes_read_as_the_wrong_type_are_noticed(tmp_path: Path) -> None:
     assert read_pair(tmp_path / "out") == [[[50000, 50001, 50002, 0]]]
 
 
+WORDS = np.random.default_rng(5)
+PAST_16_BITS = [WORDS.integers(0, 128_256, size).tolist() for size in (64, 128, 32)]
+CORPORA = {
+    "gpt2": [np.minimum(WORDS.zipf(1.3, size), 50_256).tolist() for size in (64, 96, 32, 128)],
+    "llama3": PAST_16_BITS,
+    "padded": [[*WORDS.integers(1, 32_000, size).tolist(), *[0] * (256 - size)] for size in (40, 21, 90, 13, 7)],
+    "bytes": [WORDS.integers(32, 257, size).tolist() for size in (100, 40, 200)],
+    "zero and one": [WORDS.integers(0, 2, size).tolist() for size in (128, 256)],
+    "dna": [WORDS.integers(0, 6, size).tolist() for size in (128, 256)],
+    "all padding": [[0] * 64, [0] * 32],
+    "short": [[7, 0], [9, 0, 0, 0]],
+    "millions": [WORDS.integers(0, 40_000_000, size).tolist() for size in (128, 64)],
+    "hashes": [WORDS.integers(0, 2**31, size).tolist() for size in (512, 640)],
+}
+TYPES = {"uint16": 2, "int32": 4, "uint32": 4, "int64": 8}
+
+
+@pytest.mark.parametrize("name", CORPORA)
+@pytest.mark.parametrize("written", TYPES)
+def test_ids_read_as_the_type_they_were_written_in_are_never_refused(tmp_path: Path, name: str, written: str) -> None:
+    documents = CORPORA[name]
+    if max(max(document) for document in documents) > np.iinfo(written).max:
+        return
+    for size_limit in (400, 1 << 20):  # many small shards, or one
+        mds = write_mds(tmp_path / f"{size_limit}", documents, "bytes", bytes_dtype=written, size_limit=size_limit)
+        assert read(mds, bytes_dtype=written) == documents
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama3", "padded", "bytes"])
+@pytest.mark.parametrize("written", TYPES)
+@pytest.mark.parametrize("asked", TYPES)
+@pytest.mark.parametrize("size_limit", [400, 1 << 20])
+def test_ids_read_as_another_type_are_refused_with_the_right_one(
+    tmp_path: Path, name: str, written: str, asked: str, size_limit: int
+) -> None:
+    documents = CORPORA[name]
+    if TYPES[asked] == TYPES[written] or max(max(document) for document in documents) > np.iinfo(written).max:
+        return
+    mds = write_mds(tmp_path / "mds", documents, "bytes", bytes_dtype=written, size_limit=size_limit)
+    with pytest.raises(ArgosyError) as refusal:
+        convert(mds, tmp_path / "out", ConvertOptions(bytes_dtype=asked))
+    assert not list(tmp_path.glob("out*"))
+    assert (refusal.value.code, refusal.value.key) == ("data.bad-mds", "--bytes-dtype")
+    fitting = refusal.value.fix.removeprefix("--bytes-dtype ")
+    assert TYPES[fitting] == TYPES[written]
+    with pytest.raises(ArgosyError):
+        convert(mds, tmp_path / "out", ConvertOptions(bytes_dtype=asked), dry_run=True)
+
+
+def test_a_shard_of_another_type_is_noticed(tmp_path: Path) -> None:
+    """As a data set that was merged from two has."""
+    mds = write_mds(tmp_path / "x", CORPORA["gpt2"] * 20, "bytes", bytes_dtype="uint16")
+    wide = write_mds(tmp_path / "wide", CORPORA["gpt2"] * 20, "bytes", bytes_dtype="int64")
+    index, second = (json.loads((path / "index.json").read_text()) for path in (mds, wide))
+    second["shards"][0]["raw_data"]["basename"] = "wide.mds"
+    shutil.copy(wide / "shard.00000.mds", mds / "wide.mds")
+    index["shards"] += second["shards"]
+    (mds / "index.json").write_text(json.dumps(index))
+    with pytest.raises(ArgosyError, match=r"wide\.mds.*is not uint16"):
+        read(mds, bytes_dtype="uint16")
+
+
 def test_what_mds_cannot_hold_is_told(tmp_path: Path) -> None:
     write_pair(tmp_path / "x", [[[1, 2], [3]], [[]], [[4]]])
     result = convert(tmp_path / "x", tmp_path / "mds", ConvertOptions())

@@ -125,11 +125,12 @@ class DataSpec(Section):
     )
     train: list[DataSource] = Field(min_length=1, description="the corpora, one or more")
     split: tuple[NotNegative, NotNegative, NotNegative] = Field(
-        (98.0, 2.0, 0.0), description="relative shares of documents for training, validation and test"
+        (98.0, 2.0, 0.0),
+        description="relative shares of documents (order megatron: sequences) for training, validation and test",
     )
     order: Literal["argosy", "megatron"] = Field(
         "argosy",
-        description="of training samples: ours needs no index; megatron's is bit-exact to its GPTDataset and blends",
+        description="of samples: ours needs no index; megatron's is bit-exact to its GPTDataset and blends, and splits by sequence",
     )
     order_cache: str | None = Field(None, description="a directory that keeps megatron's shuffled order between starts")
     mask_eod: bool = Field(False, description="take no loss on the first token of a document that follows another")

@@ -103,12 +103,17 @@ class _FromMds:
     def __init__(self, source: Path, output: Path, options: ConvertOptions) -> None:
         self.source, self.output, self.options = source, output, options
         self.bytes_dtype = options.bytes_dtype or _FOUNDRY
-        self.reader = MdsReader(source, column=options.column, bytes_dtype=self.bytes_dtype)
+        self.tokenizer = load_tokenizer(options.tokenizer, options.eod) if options.tokenizer else None
+        self.reader = MdsReader(
+            source,
+            column=options.column,
+            bytes_dtype=self.bytes_dtype,
+            vocab_size=self.tokenizer.vocab_size if self.tokenizer else None,
+        )
         if options.bytes_dtype is not None and self.reader.encoding != "bytes":
             raise _idle_bytes_dtype(
                 options.bytes_dtype, f"column {options.column!r} is stored as {self.reader.encoding}"
             )
-        self.tokenizer = load_tokenizer(options.tokenizer, options.eod) if options.tokenizer else None
         if self.tokenizer is None and output.suffix in (".bin", ".idx"):
             self.output = output.with_suffix("")
         self.prefix = self.output / _SHARD if self.tokenizer else self.output
@@ -120,6 +125,7 @@ class _FromMds:
         if any(file.exists() for file in made) and not self.options.overwrite:
             raise _output_exists(self.output)
         if dry_run:
+            next(self.reader.documents(), None)  # its first shard is read, and the type of its ids checked
             return self._result(self.reader.samples, 0, ["the tokens are counted when they are read"])
         self.prefix.parent.mkdir(parents=True, exist_ok=True)
         (self.output / FILE_NAME).unlink(missing_ok=True)
@@ -179,7 +185,7 @@ class _FromMds:
         return found if found is not None and found in CODES and found.itemsize <= 4 else np.dtype("<i4")
 
     def _check(self, flat: Tokens, lengths: Integers, first: int) -> None:
-        """Ids the output can hold. Bytes read as the wrong type are noticed here: their ids are beyond any vocabulary."""
+        """Refuse ids that the output cannot hold. Bytes read as the wrong type mostly did not come so far (`mds_types`)."""
         limit = self.tokenizer.vocab_size if self.tokenizer else int(np.iinfo(self.dtype).max) + 1
         if len(flat) and (int(flat.min()) < 0 or int(flat.max()) >= limit):
             at = int(np.argmax((flat < 0) | (flat >= limit)))

@@ -25,8 +25,10 @@ import numpy.typing as npt
 
 from argosy.data.corpus.indexed import Tokens
 from argosy.data.corpus.mds_files import COMPRESSIONS, INDEX, MOST_BYTES, ShardFacts, bad_mds, read_index, read_shard
+from argosy.data.corpus.mds_types import check_type
 from argosy.record.files import replace_file
 
+_JUDGED = 1 << 12  # bytes of ids that are enough to tell their type
 SIZE_LIMIT = 1 << 26  # bytes of a shard before compression, MosaicML's default
 _VALUE_TYPES = {8: "u1", 9: "i1", 16: "<u2", 17: "<i2", 32: "<u4", 33: "<i4", 64: "<u8", 65: "<i8"}
 _INTEGERS = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
@@ -35,8 +37,11 @@ _INTEGERS = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "i
 class MdsReader:
     """The token column of an MDS data set, sample by sample. One shard is in memory at a time."""
 
-    def __init__(self, directory: Path, *, column: str = "tokens", bytes_dtype: str = "int64") -> None:
+    def __init__(
+        self, directory: Path, *, column: str = "tokens", bytes_dtype: str = "int64", vocab_size: int | None = None
+    ) -> None:
         self.directory, self.column, self.bytes_dtype = directory, column, bytes_dtype
+        self.vocab_size = vocab_size
         self.shards = read_index(directory)
         for shard in self.shards:
             self._check(shard)
@@ -57,8 +62,9 @@ class MdsReader:
 
     def documents(self, advance: Callable[[float], None] = lambda _: None) -> Iterator[Tokens]:
         """The tokens of each sample; `advance` is told the bytes of each finished shard."""
+        unjudged: list[memoryview] = []  # of shards too small to tell their type from
         for shard in self.shards:
-            yield from self._samples(shard)
+            yield from self._samples(shard, unjudged)
             advance((shard.zip_data or shard.raw_data).bytes)
 
     def _encoding(self, shard: ShardFacts) -> str:
@@ -84,12 +90,26 @@ class MdsReader:
             raise bad_mds(path, f"compression {shard.compression!r} is not one of {', '.join(COMPRESSIONS)}")
         array_dtype(path, self.column, self._encoding(shard), self.bytes_dtype)
 
-    def _samples(self, shard: ShardFacts) -> Iterator[Tokens]:
+    def _samples(self, shard: ShardFacts, unjudged: list[memoryview]) -> Iterator[Tokens]:
         path = self.directory / shard.raw_data.basename
+        encoding = self._encoding(shard)
+        dtype, shape = array_dtype(path, self.column, encoding, self.bytes_dtype)
+        values = list(self._values(path, shard))
+        if encoding == "bytes" and dtype is not None:
+            unjudged.extend(values)
+            check_type(path, unjudged, dtype, self.vocab_size, self.column)
+            if sum(len(value) for value in unjudged) >= _JUDGED:
+                unjudged.clear()
+        for number, value in enumerate(values):
+            try:
+                yield _decode(value, dtype, shape) if encoding != "bytes" else np.frombuffer(value, dtype)
+            except ValueError as error:
+                raise bad_mds(path, f"column {self.column!r} of sample {number}: {error}") from None
+
+    def _values(self, path: Path, shard: ShardFacts) -> Iterator[memoryview]:
+        """The bytes of the column in each sample."""
         data = read_shard(self.directory, shard)
         offsets = _offsets(path, data, shard.samples)
-        dtype, shape = array_dtype(path, self.column, self._encoding(shard), self.bytes_dtype)
-        is_array = self._encoding(shard) != "bytes"
         place = shard.column_names.index(self.column)
         variable = [not size for size in shard.column_sizes]
         slot = sum(variable[:place])  # of this column's size among the sizes at the head of a sample
@@ -103,13 +123,9 @@ class MdsReader:
                 raise bad_mds(path, f"sample {number} has {end - start} bytes, too few for the sizes of its columns")
             sizes = sizes_at(view, start)
             begin = start + 4 * heads + fixed_before + sum(sizes[:slot])
-            value = view[begin : begin + (own_size or sizes[slot])]
             if begin + (own_size or sizes[slot]) > end:
                 raise bad_mds(path, f"column {self.column!r} of sample {number} reaches past the end of the sample")
-            try:
-                yield _decode(value, dtype, shape) if is_array else np.frombuffer(value, dtype)
-            except ValueError as error:
-                raise bad_mds(path, f"column {self.column!r} of sample {number}: {error}") from None
+            yield view[begin : begin + (own_size or sizes[slot])]
 
 
 def array_dtype(

@@ -182,7 +182,8 @@ class MegatronBlend:
         """Each lane's counts after `steps` samples, and the sets they came from, [step, lane].
 
         The error of a set is its share of the samples so far less what it gave; the largest gives next, the first of
-        equals. Product and difference are rounded one after the other, as in Megatron's doubles.
+        equals. Product and difference are rounded one after the other, as Megatron's are on x86 and as numpy's are on every
+        machine; one fused multiply-add, as Megatron's compiler makes of them on ARM, breaks ties otherwise.
         """
         picks = np.empty((steps if record else 0, len(begin)), np.int16)
         given, rows = counts.reshape(-1), np.arange(len(begin)) * counts.shape[1]
