@@ -299,7 +299,7 @@ def test_a_blend_far_from_its_beginning(sets: int, size: int, digest: str) -> No
 
 
 def test_ties_are_broken_as_on_x86_on_every_machine() -> None:
-    """Recorded from megatron-core 0.16.1's helper on x86. On ARM the helper fuses and gives other samples, the first at once."""
+    """Recorded from megatron-core 0.16.1's helper on x86. Fused, 396 of the 1,000 come from another set."""
     sets, _ = MegatronBlend(TIES, 1000).locate(np.arange(1000))
     assert sets[:24].tolist() == [3, 2, 1, 0, 3, 2, 3, 1, 2, 3, 0, 3, 2, 1, 3, 2, 3, 1, 2, 3, 0, 3, 2, 1]
     expected = "71891fceb95382cd107c3f0d7cfa469c11fcb7ef1e6c3beff9344eaf3a3eeedc"
