@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from argosy.echo import VALUE_LIMIT, capped, redact, shorten
+
 EXIT_DONE: Final = 0
 EXIT_BUG: Final = 1
 EXIT_REFUSED: Final = 2  # the user must change something
@@ -52,6 +54,7 @@ CODES: Final[dict[str, str]] = {
     "run.not-found": "The run directory does not exist, or holds no checkpoint.",
     "run.unwritable": "The run directory cannot be written to.",
     "run.changed": "The model, the data, the batch or the seed differ from those the run was started with.",
+    "run.checkpoints-gone": "The run has saved checkpoints, and none of them is there any more.",
     "run.damaged": "The run directory's own record of its spec cannot be read.",
     "run.busy": "Another process is training in this run directory.",
     "checkpoint.corrupt": "No checkpoint of the run passes its integrity check.",
@@ -123,11 +126,11 @@ class ArgosyError(Exception):
     ) -> None:
         if code not in CODES:
             raise KeyError(f"error code {code!r} is not in argosy.errors.CODES")
-        super().__init__(cause)
         self.code = code
-        self.cause = cause
-        self.fix = fix
-        self.key = key
+        self.cause = capped(cause)
+        self.fix = capped(fix)
+        self.key = None if key is None else capped(key)
+        super().__init__(self.cause)
         self.value = value
         self.origin = origin
 
@@ -136,7 +139,7 @@ class ArgosyError(Exception):
         return {
             "code": self.code,
             "key": self.key,
-            "value": None if self.value is None else str(self.value),
+            "value": None if self.value is None else capped(str(self.value)),
             "origin": self.origin,
             "cause": self.cause,
             "fix": self.fix,
@@ -145,7 +148,7 @@ class ArgosyError(Exception):
     def __str__(self) -> str:
         lines = [f"error[{self.code}]"]
         if self.key is not None:
-            shown = "" if self.value is None else f" = {_shorten(self.value)}"
+            shown = "" if self.value is None else f" = {_shown(self.value)}"
             where = "" if self.origin is None else f"   ({self.origin})"
             lines.append(f"  key    {self.key}{shown}{where}")
         lines.append(_labelled("cause", self.cause))
@@ -157,9 +160,9 @@ def _labelled(label: str, text: str) -> str:
     return f"  {label:<7}" + text.replace("\n", "\n         ")
 
 
-def _shorten(value: object, limit: int = 120) -> str:
-    text = repr(value) if isinstance(value, str) else str(value)
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+def _shown(value: object) -> str:
+    text = redact(value) if isinstance(value, str) else redact(str(value))
+    return shorten(repr(text) if isinstance(value, str) else text, VALUE_LIMIT)
 
 
 def errors_page() -> str:

@@ -6,6 +6,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import TextIOWrapper
 from typing import Any
 
@@ -29,13 +31,25 @@ from argosy.cli import (
     train,
     watch,
 )  # fmt: skip
+from argosy.echo import capped
 from argosy.errors import EXIT_REFUSED, ArgosyError
+
+# The base of BadParameter: of click, or of the copy of click that newer versions of Typer bring.
+_USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
 
 
 class Verbs(TyperGroup):
     """Runs a verb, and ends well where the world does not go along with it."""
 
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        with _short_usage_errors():
+            return super().make_context(*args, **kwargs)
+
     def invoke(self, ctx: Any) -> Any:
+        with _short_usage_errors():
+            return self._invoke(ctx)
+
+    def _invoke(self, ctx: Any) -> Any:
         try:
             result = super().invoke(ctx)
             sys.stdout.flush()
@@ -64,6 +78,16 @@ class Verbs(TyperGroup):
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             raise typer.Exit(128 + signal.SIGINT) from None
+
+
+@contextmanager
+def _short_usage_errors() -> Iterator[None]:
+    """A usage error repeats a wrong argument whole, however long it is."""
+    try:
+        yield
+    except _USAGE_ERROR as error:
+        error.message = capped(error.message)
+        raise
 
 
 def ran_out_of_memory(error: BaseException) -> bool:

@@ -88,7 +88,7 @@ def train(
     output = None if dry_run else keep_output(directory, world)
     from argosy.train import run
 
-    options = run.TrainOptions(fresh=fresh, archive=archive, quiet=quiet, profile=profile)
+    options = run.TrainOptions(fresh=fresh, archive=archive, quiet=quiet, profile=profile, ends_process=True)
     if output is None:
         settled = run.settle(resolved, path, overrides, world_size or world.size)
         print("\n".join(run.dry_run(settled, options, world, world_size)))

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -43,13 +43,14 @@ def start_ranks(nproc: int, nodes: Nodes, arguments: Sequence[str], run: RunDir,
     with tempfile.TemporaryDirectory(prefix="argosy-ranks-") as scratch:
         supervisor = Supervisor(Path(scratch), run, fault)
         supervisor.begin()
-        restore = _take_signals(supervisor)
+        _take_signals(supervisor)
         try:
             return _run_agents(nproc, nodes, arguments, supervisor)
         except KeyboardInterrupt:
             return supervisor.stopped_between()
         finally:
-            restore()
+            # The handlers stay: a signal while this process leaves does not change its exit code.
+            supervisor.ended = True
             RankFiles.forget()
 
 
@@ -142,14 +143,9 @@ def _missing(nodes: Nodes, spec: FaultSpec, error: Exception) -> str:
     )
 
 
-def _take_signals(supervisor: Supervisor) -> Callable[[], None]:
+def _take_signals(supervisor: Supervisor) -> None:
     def forward(number: int, frame: FrameType | None) -> None:
         supervisor.forward(number)
 
-    previous = {number: signal.signal(number, forward) for number in _PASSED_ON}
-
-    def restore() -> None:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-    return restore
+    for number in _PASSED_ON:
+        signal.signal(number, forward)

@@ -72,6 +72,7 @@ class Supervisor:
     attempt: int = 0
     signals: list[int] = field(default_factory=list)  # that asked for a stop
     trouble: Trouble | None = None
+    ended: bool = False  # the exit code is decided
     _restarts: int = 0  # since the last new checkpoint
     _at_step: Counter[int] = field(default_factory=Counter)
     _first: int = -1
@@ -81,6 +82,7 @@ class Supervisor:
     _oom_kills: int = 0
     _shown: set[str] = field(default_factory=set)
     _started: float = field(default_factory=time.time)
+    _asked_at: float = 0.0  # wall clock of the first signal
 
     def begin(self) -> None:
         """Before the ranks of an attempt are started."""
@@ -100,7 +102,11 @@ class Supervisor:
         return bool(self._pages)
 
     def forward(self, number: int) -> None:
-        """A signal that asks for a stop, to the ranks. They have all the time they need; a second ends them at once."""
+        """A signal that asks for a stop, to the ranks. They have all the time they need; a second ends them at once. When all of
+        them have ended, there is nobody left to stop."""
+        if self.ended:
+            return
+        self._asked_at = self._asked_at or time.time()
         self.signals.append(number)
         pids = self.files.pids()
         if not pids:
@@ -274,8 +280,10 @@ class Supervisor:
         return self._stop_code()
 
     def _stop_code(self) -> int:
-        saved = any(self.run.checkpoints.glob("step-*"))
-        return EXIT_RESUMABLE if len(self.signals) == 1 and saved else 128 + self.signals[-1]
+        """Resumable where one stop was asked for and there is a checkpoint, or where one was saved since, however often."""
+        saved = [path.stat().st_mtime for path in self.run.checkpoints.glob("step-*")]
+        resumable = saved and (len(self.signals) == 1 or max(saved) >= self._asked_at)
+        return EXIT_RESUMABLE if resumable else 128 + self.signals[-1]
 
     def _stop(self, text: str) -> bool:
         self._say(text)

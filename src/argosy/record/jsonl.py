@@ -32,6 +32,8 @@ class JsonlWriter:
     def write(self, record: Record) -> None:
         line = orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n"
         try:
+            if self._fd is not None and os.fstat(self._fd).st_nlink == 0:
+                self.close()  # somebody deleted the file: what is written to it would be lost
             if self._fd is None:
                 self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
                 self._mid_line = _ends_mid_line(self._fd)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import fcntl
 import os
+import uuid
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import orjson
 from pydantic import ValidationError
@@ -18,6 +19,7 @@ from argosy.config.resolve import LENGTH_KEYS, Resolved, flatten
 from argosy.config.schema import RunSpec
 from argosy.errors import ArgosyError
 from argosy.record.files import replace_file
+from argosy.record.versions import earlier_versions, version_at
 from argosy.untrusted import read_object
 
 # Keys that may differ when a run is continued. Everything else is held to what the run was started with.
@@ -124,19 +126,36 @@ class RunDir:
             os.close(self._lock)
             self._lock = None
 
+    def lost(self) -> Literal["deleted", "moved"] | None:
+        """What became of the directory whose lock we hold: None where it is in its place. Costs two calls of the system."""
+        if self._lock is None:
+            return None
+        try:
+            there: os.stat_result | None = os.stat(self.root / ".lock")
+        except OSError:
+            there = None
+        try:
+            ours = os.fstat(self._lock)
+        except OSError:  # a network file system forgets files that another machine deleted
+            return "deleted" if there is None else "moved"
+        if there is not None and os.path.samestat(ours, there):
+            return None if self.checkpoints.is_dir() else "deleted"
+        return "deleted" if there is None and ours.st_nlink == 0 else "moved"
+
+    def recreate(self) -> None:
+        """Make a directory that was deleted once more, and take its lock."""
+        self.close()
+        self.open_for_training()
+        self.heartbeats.mkdir(exist_ok=True)
+
     def require_ours(self) -> None:
         """Refuse to write into a directory that has taken the place of the one whose lock we hold."""
-        if self._lock is not None:
-            try:
-                same = os.path.samestat(os.fstat(self._lock), os.stat(self.root / ".lock"))
-            except OSError:
-                same = False
-            if not same:
-                raise ArgosyError(
-                    "run.busy",
-                    f"{self.root} was moved or replaced while this run was training",
-                    fix="move it back, and run it again",
-                )
+        if self.lost() == "moved":
+            raise ArgosyError(
+                "run.busy",
+                f"{self.root} was moved or replaced while this run was training",
+                fix="move it back, and run it again",
+            )
 
     def archive(self) -> Path:
         """Move an earlier run of the same name out of the way, never deleting it. Its lock must be held: a run that is
@@ -149,25 +168,66 @@ class RunDir:
         return target
 
     def store(
-        self, resolved: Resolved, source: Path | None, data: Facts, machine: Facts, start: Facts | None = None
+        self,
+        resolved: Resolved,
+        source: Path | None,
+        data: Facts,
+        machine: Facts,
+        start: Facts | None = None,
+        *,
+        step: int = 0,
+        oldest: int = 0,
+        identity: str | None = None,
     ) -> None:
         """Keep what was asked, what it became, which data it was, what computes it, and what it started from (once: it never
-        changes)."""
-        if start is None and self.resolved_file.exists():
-            start = self._stored()["start"]
-        document = {
+        changes). It holds from the step after `step` on; what made the steps before, from that of the `oldest` checkpoint, is kept.
+        `identity` is that of the run, where its checkpoints know it and the record is new."""
+        stored = self._stored() if self.resolved_file.exists() else None
+        document: Facts = {
+            "id": (stored or {}).get("id") or identity or uuid.uuid4().hex,
             "spec": resolved.spec.model_dump(mode="json"),
             "origins": resolved.origins,
             "data": data,
             "machine": machine,
-            "start": start,
+            "start": start if start is not None or stored is None else stored["start"],
         }
+        document["earlier"] = [] if stored is None else earlier_versions(stored, document, step, oldest)
         try:
             if source is not None:
                 replace_file(self.spec_file, source.read_bytes())
-            replace_file(self.resolved_file, orjson.dumps(document, option=orjson.OPT_INDENT_2), sync=True)
+            self._replace(document)
         except OSError as error:
             raise self._unwritable(error.strerror or str(error)) from None
+
+    def _replace(self, document: Facts) -> None:
+        replace_file(self.resolved_file, orjson.dumps(document, option=orjson.OPT_INDENT_2), sync=True)
+
+    def require_room(self) -> None:
+        """Refuse a directory in which the record cannot be replaced, by replacing it with itself."""
+        try:
+            replace_file(self.resolved_file, self.resolved_file.read_bytes(), sync=True)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise self._unwritable(error.strerror or str(error)) from None
+
+    @property
+    def identity(self) -> str | None:
+        """Of the run, as its checkpoints carry it; None where it was begun before there was one, or cannot be read."""
+        try:
+            found = self._stored()["id"]
+            return found if isinstance(found, str) else None
+        except ArgosyError:
+            return None
+
+    def spec_at(self, step: int) -> RunSpec | None:
+        """The spec that made `step`, or None where it cannot be read by this version of Argosy."""
+        if not self.resolved_file.exists():
+            return None
+        try:
+            return RunSpec.model_validate(version_at(self._stored(), step)["spec"])
+        except ValidationError:
+            return None
 
     def load_spec(self) -> RunSpec:
         try:
@@ -183,7 +243,8 @@ class RunDir:
         try:
             document = read_object(self.resolved_file, within=self.root)
             found = {"spec": dict(document["spec"]), "data": dict(document["data"])}
-            return found | {name: document.get(name) for name in ("machine", "start")}
+            earlier = [dict(version) for version in document.get("earlier", [])]
+            return found | {name: document.get(name) for name in ("machine", "start", "id")} | {"earlier": earlier}
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise self._damaged(str(error)) from None
 
@@ -194,15 +255,16 @@ class RunDir:
             fix="restore it; or delete it, and the next `argosy train` writes it anew and goes on from the checkpoints",
         )
 
-    def compare(self, resolved: Resolved, data: Facts, machine: Facts | None) -> list[str]:
-        """The allowed changes since the run was last started, in words; a refusal where one is not allowed. No `machine`: the run will
-        go on on another, of which nothing is known."""
+    def compare(self, resolved: Resolved, data: Facts, machine: Facts | None, *, step: int | None = None) -> list[str]:
+        """The allowed changes since `step` was made, in words; a refusal where one is not allowed. No `step`: since the last one.
+        No `machine`: the run will go on on another, of which nothing is known."""
         if not self.resolved_file.exists():
             return []
         stored = self._stored()
+        made = version_at(stored, step)
         # A fact of the machine that an older Argosy did not record counts as unchanged.
-        known = {**machine, **(stored["machine"] or {})} if machine else {}
-        before = _flat(stored["spec"], stored["data"], known)
+        known = {**machine, **(made["machine"] or {})} if machine else {}
+        before = _flat(made["spec"], stored["data"], known)
         after = _flat(resolved.spec.model_dump(mode="json"), data, machine or {})
         changed = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
         free: tuple[str, ...] = FREE_TO_CHANGE + CHANGES_LATER_STEPS

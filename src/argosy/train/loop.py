@@ -35,12 +35,14 @@ from argosy.train.evaluate import evaluate
 from argosy.train.interrupt import Interrupt
 from argosy.train.memory import measure_memory
 from argosy.train.meter import Meter
+from argosy.train.opening import Opening
 from argosy.train.optimizer import Optimizer
 from argosy.train.profile_steps import Profiling, Window
 from argosy.train.replicas import Replicas
 from argosy.train.rewind import Rewind, passing, require_finite, require_rewinds_left, watch_numbers
 from argosy.train.saving import Saving, first_interval
-from argosy.train.schedule import make_schedule
+from argosy.train.schedule import Schedule, make_schedule
+from argosy.train.schedule_change import schedule_notes
 from argosy.train.session import make_engine, make_model, open_checked_data, parameter_names, whole_model
 from argosy.train.step import Step, take_step
 from argosy.train.telemetry import Taken, Telemetry
@@ -57,8 +59,7 @@ class Trainer:
         self.validation = self.data.each("validation") if spec.eval is not None else None
         self.batches = spec.train.batches
         self.steps = self._in_steps(spec.train.length) or 0
-        check_phases(spec, steps=self.steps, epoch_samples=self.stream.epoch_samples)
-        self.schedule = make_schedule(spec, steps=self.steps, epoch_samples=self.stream.epoch_samples)
+        self.schedule = self._schedule(spec)
         self.model = make_model(spec, mesh)
         self.engine = make_engine(spec, self.model, mesh)
         scaled = choose_precision(spec.train.precision, self.device) == "fp16"
@@ -70,6 +71,20 @@ class Trainer:
         self.replicas = Replicas(spec.guard, mesh, self.optimizer, self._timer)
         self.profile: Window | None = None  # steps to look at with torch's profiler
 
+    def _schedule(self, spec: RunSpec) -> Schedule:
+        """The learning-rate schedule of a spec for this data: this run's, or the one it had before."""
+        steps = self._in_steps(spec.train.length) or 0
+        epoch_samples = self.stream.epoch_samples
+        check_phases(spec, steps=steps, epoch_samples=epoch_samples)
+        return make_schedule(spec, steps=steps, epoch_samples=epoch_samples)
+
+    def schedule_notes(self, run: RunDir, step: int, changes: list[str]) -> list[str]:
+        """What the changes do to the learning rate of a run that goes on after `step` steps."""
+        before = run.spec_at(step) if changes else None
+        if before is None:
+            return []
+        return schedule_notes(self._schedule(before), self.schedule, self.spec.optim, step, changes)
+
     def start_from(self, run: RunDir) -> Source | None:
         """What `init_from` names, where the run has no checkpoint of its own yet."""
         self.start = None
@@ -78,13 +93,26 @@ class Trainer:
             require_fit(self.start, whole_model(self.spec), self.spec.model)
         return self.start
 
-    def fit(self, run: RunDir, metrics: JsonlWriter, events: JsonlWriter, changes: list[str], quiet: bool) -> int:
+    def fit(
+        self,
+        run: RunDir,
+        metrics: JsonlWriter,
+        events: JsonlWriter,
+        opened: tuple[Opening, list[str]] | None,
+        *,
+        quiet: bool,
+        ends_process: bool = False,
+    ) -> int:
+        """Train to the end of the run or to a signal. `opened`: on the first rank, the run's record and what is worth saying of it."""
         self.run, self.metrics, self.events = run, metrics, events
+        self.opening: Opening | None = None if opened is None else opened[0]
+        notes: list[str] = [] if opened is None else opened[1]
         self.saving = Saving(run, self.spec.checkpoint, self.optimizer, self.saves, self.agreement, self._event)
-        notes: list[str] = []
         self.heartbeat.enter("load")
         first = self._restore(notes)
         self.heartbeat.begin(first)
+        changes = [] if self.opening is None else self.opening.changes(first)
+        notes += self.schedule_notes(run, first, changes)
         if first >= self.steps:
             if self.mesh.is_first:
                 print(
@@ -100,11 +128,12 @@ class Trainer:
         self._tell_bubble(first, console)
         self._tell_slow_precision(first, console)
         try:
-            with Interrupt(quiet=not self.mesh.is_first) as interrupt:
+            with Interrupt(quiet=not self.mesh.is_first, hold=ends_process) as interrupt:
                 self.agreement.listen(interrupt)
                 self.saving.prepare()
                 self._evaluate_if_missed(first, console)
                 last = self._run(first, console)
+                interrupt.settle()
                 self.agreement.close()
         finally:
             self.saving.close()
@@ -178,6 +207,7 @@ class Trainer:
                 console.advance(step)
                 collection.after(step)
                 if step == first + 1:
+                    self._tell([] if self.opening is None else self.opening.store_taken(first), console)
                     self._tell_memory(step, console)
 
                 self.agreement.after_step()
@@ -204,6 +234,7 @@ class Trainer:
 
     def _log(self, step: int, done: Step, lr: float, loader: Loader, console: Console) -> None:
         """Wait for the device, and put the step on the record."""
+        self._look_after_directory(step, console)
         tokens = self.consumed_samples * self.spec.data.seq_len
         record, alerts = self.telemetry.record(
             Taken(step, done, lr, waited_s=loader.waited_s, samples=self.consumed_samples, tokens=tokens)
@@ -217,6 +248,12 @@ class Trainer:
             console.note(f"alert at step {step}: {alert['text']}")
         if self.optimizer.guard is None:
             require_finite(record, self.spec)
+
+    def _look_after_directory(self, step: int, console: Console) -> None:
+        text = None if self.opening is None else self.opening.look(step - 1)
+        if text is not None:
+            self._event("alert", step, alert="directory", text=text)
+            console.note(f"ALERT at step {step}: {text}")
 
     def _skipping(self, step: int) -> bool:
         """Whether this step was left out for its numbers, which is put on the record: nothing is saved in such a streak, so that
@@ -290,6 +327,8 @@ class Trainer:
         )  # which waits for the files, and may take much longer
         tokens = self.consumed_samples * self.spec.data.seq_len
         about = {"tokens": tokens, "loss": self.loss, "layout": describe_layout(self.spec.parallel)}
+        if self.mesh.is_first:
+            about["run"] = self.run.identity
         self._tell(self.saving.save(step, self.consumed_samples, last=last, **about), console)
 
     def _tell(self, notes: list[str], console: Console) -> None:

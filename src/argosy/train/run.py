@@ -15,6 +15,7 @@ import orjson
 import torch
 
 from argosy.checkpoint.assets import copy_assets
+from argosy.checkpoint.source import Source
 from argosy.checkpoint.store import latest, listed
 from argosy.config.counts import describe_size
 from argosy.config.layout import check_world
@@ -39,6 +40,7 @@ from argosy.record.sinks.asked import require_packages
 from argosy.train.device import machine_facts, name_of, prepare_device
 from argosy.train.loop import Trainer
 from argosy.train.memory import require_memory
+from argosy.train.opening import Opening
 from argosy.train.profile_steps import Window
 
 
@@ -48,6 +50,7 @@ class TrainOptions:
     archive: bool = False  # with fresh: move the earlier run aside
     quiet: bool = False
     profile: str | None = None  # steps to look at with torch's profiler, as 10:13
+    ends_process: bool = False  # the process ends with the run: once that is saved, no signal changes its exit code
 
 
 def settle(resolved: Resolved, source: Path | None, overrides: Sequence[str], ranks: int) -> Resolved:
@@ -72,7 +75,7 @@ def train(resolved: Resolved, source: Path | None, options: TrainOptions) -> int
         trainer = Trainer(spec, mesh, heartbeat)  # refuses whatever can be refused before the run directory is touched
         trainer.profile = None if options.profile is None else Window.parse(options.profile, trainer.steps)
         run = RunDir(Path(spec.runs_dir) / spec.name)
-        changes = mesh.on_first(lambda: _open(run, trainer, resolved, source, options))
+        opened = mesh.on_first(lambda: _open(run, trainer, resolved, source, options))
         try:
             stalls = (run.events, spec.log.alerts.stall_s) if mesh.is_first else None
             heartbeat.publish(run.heartbeats, world.size, stalls=stalls)
@@ -85,7 +88,7 @@ def train(resolved: Resolved, source: Path | None, options: TrainOptions) -> int
                 JsonlWriter(run.events) as events,
                 _told(events, mesh, heartbeat),
             ):
-                return trainer.fit(run, metrics, events, changes or [], options.quiet)
+                return trainer.fit(run, metrics, events, opened, quiet=options.quiet, ends_process=options.ends_process)
         finally:
             run.close()
 
@@ -108,9 +111,11 @@ def _told(events: JsonlWriter, mesh: Mesh, heartbeat: Heartbeat) -> Iterator[Non
         raise
 
 
-def _open(run: RunDir, trainer: Trainer, resolved: Resolved, source: Path | None, options: TrainOptions) -> list[str]:
-    """The run directory with its lock held, an earlier run moved aside if that was asked for, and all of this one's facts in
-    it. Returns what changed since it was started."""
+def _open(
+    run: RunDir, trainer: Trainer, resolved: Resolved, source: Path | None, options: TrainOptions
+) -> tuple[Opening, list[str]]:
+    """The run directory with its lock held, an earlier run moved aside if that was asked for, and checked to be one that can go on.
+    Returns its record, and what is worth knowing about it."""
     _check_options(run, options)
     occupied = run.holds_a_run
     run.open_for_training()
@@ -118,21 +123,31 @@ def _open(run: RunDir, trainer: Trainer, resolved: Resolved, source: Path | None
         if options.fresh and occupied:
             print(f"the earlier run is now {run.archive()}")
             run.open_for_training()
-        data, machine = trainer.data.facts(), machine_facts(trainer.device, trainer.spec.train.precision)
-        changes = run.compare(resolved, data, machine) if listed(run.checkpoints) else []
+        machine = machine_facts(trainer.device, trainer.spec.train.precision)
+        opening = Opening(run, resolved, source, trainer.data.facts(), machine)
+        notes = opening.check()
         start = trainer.start_from(run)
-        run.store(resolved, source, data, machine, None if start is None else start.facts())
-        _store_plan(run, trainer)
-        if trainer.data.tokenizer is not None:
-            name, content = trainer.data.tokenizer.stored()
-            replace_file(run.root / name, content)
-        if start is not None and start.reads(trainer.data.tokenizer):
-            copy_assets(start.root, run.root)
+        opening.start = None if start is None else start.facts()
+        opening.beside = lambda: _store_beside(run, trainer, start)
+        if listed(run.checkpoints):
+            run.require_room()
+        else:
+            opening.store(0)
         clear_heartbeats(run.heartbeats)
     except BaseException:
         run.close()
         raise
-    return changes
+    return opening, notes
+
+
+def _store_beside(run: RunDir, trainer: Trainer, start: Source | None) -> None:
+    """The prediction, the tokenizer, and what belongs to the model the run started from."""
+    _store_plan(run, trainer)
+    if trainer.data.tokenizer is not None:
+        name, content = trainer.data.tokenizer.stored()
+        replace_file(run.root / name, content)
+    if start is not None and start.reads(trainer.data.tokenizer):
+        copy_assets(start.root, run.root)
 
 
 def _store_plan(run: RunDir, trainer: Trainer) -> None:
@@ -198,10 +213,13 @@ def dry_run(
     _check_options(run, options)
     run.require_writable()
     notes: list[str] = []
+    opening = Opening(run, resolved, None, trainer.data.facts(), machine)
+    notes += [] if options.fresh else opening.check()
     checkpoint = None if options.fresh else latest(run.checkpoints, report=notes.append)
     if checkpoint is not None:
-        changes = run.compare(resolved, trainer.data.facts(), machine)
+        changes = opening.changes(checkpoint.progress.step)
         notes += [f"changed since the last start: {change}" for change in changes]
+        notes += trainer.schedule_notes(run, checkpoint.progress.step, changes)
     elif (start := trainer.start_from(run)) is not None:
         notes.append(f"weights {start.where}, trained to step {start.step}")
     done = 0 if checkpoint is None else checkpoint.progress.step
