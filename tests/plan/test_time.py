@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy.config.resolve import resolve_model
+from argosy.config.resolve import resolve, resolve_model
 from argosy.config.schema import ParallelSpec
 from argosy.config.stages import bubble
+from argosy.plan.advise import predict
 from argosy.plan.calibration import calibration
 from argosy.plan.hardware import find_gpu, parse_cluster
-from argosy.plan.kernels import efficiency
+from argosy.plan.kernels import Rates, efficiency
 from argosy.plan.layout import Layout, Recompute, Schedule, Work
 from argosy.plan.links import group
+from argosy.plan.muon import newton_schulz
 from argosy.plan.time import StepTime, step_time
 
 
@@ -176,3 +179,66 @@ def test_attention_written_for_ampere_leaves_hopper_half_idle() -> None:
     ampere, hopper = (known.rates(find_gpu(name), old, "bf16").attention for name in ("A100-80", "H100"))
     assert hopper / ampere == pytest.approx(989 / 312 / 2)
     assert known.rates(find_gpu("H100"), known.stacks["argosy"], "bf16").attention > 2 * hopper
+
+
+def test_muon_takes_its_iterations_and_keeps_less(tmp_path: Path) -> None:
+    """The optimiser of a run spec is planned: the same run with Muon has a longer step, a smaller state and a smaller checkpoint."""
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "model: llama3-8b\ndata: {train: synthetic, seq_len: 4096}\ntrain: {global_batch: 64, steps: 100}\noptim: {lr: 1e-4}\n"
+        "parallel: {dp_shard: 16, micro_batch: 1, recompute: full}\n"
+    )
+    plans = [predict(resolve(path, [f"optim.name={name}"]).spec, "2xp5.48xlarge") for name in ("adamw", "muon")]
+    assert plans[0] is not None
+    assert plans[1] is not None
+    adamw, muon = plans
+    assert muon["terms_s"]["optimiser"] > 2 * adamw["terms_s"]["optimiser"]
+    assert muon["memory_gib"][0]["optimiser"] < 0.65 * adamw["memory_gib"][0]["optimiser"]
+    assert muon["checkpoint_gb"] < 0.8 * adamw["checkpoint_gb"]
+    more = predict(resolve(path, ["optim.name=muon", "optim.muon.ns_steps=10"]).spec, "2xp5.48xlarge")
+    assert more is not None
+    assert more["terms_s"]["optimiser"] > 1.5 * muon["terms_s"]["optimiser"]
+
+
+def test_newton_schulz_has_the_products_of_its_formula() -> None:
+    """X X^T, its square and that times X: 4 m^2 n + 2 m^3 FLOPs an iteration, at the pace of large products."""
+    rates = Rates(sms=132, product=6e14, narrow=6e14, attention=3e14, memory=1e20)
+    rows, columns = 4096, 14336
+    flops = 5 * (4 * rows**2 * columns + 2 * rows**3)
+    assert newton_schulz(rates, columns, rows, 5) == pytest.approx(flops / rates.product, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("override", "term"),
+    [("parallel.reduce=bf16", "gradients"), ("parallel.reshard=false", "gather"), ("train.precision=fp32", "memory")],
+)
+def test_keys_of_a_run_spec_that_change_time_or_memory_are_read(override: str, term: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "model: llama3-8b\ndata: {train: synthetic, seq_len: 4096}\ntrain: {global_batch: 64, steps: 100}\noptim: {lr: 1e-4}\n"
+        "parallel: {dp_shard: 16, micro_batch: 1}\n"
+    )
+    copies = ["parallel.dp_shard=1", "parallel.dp_replicate=16"] if term == "gradients" else []
+    plain, other = (predict(resolve(path, [*copies, *more]).spec, "2xp5.48xlarge") for more in ([], [override]))
+    assert plain is not None
+    assert other is not None
+    if term == "memory":
+        assert other["memory_gib"][0]["activations"] == pytest.approx(
+            2 * plain["memory_gib"][0]["activations"], rel=0.01
+        )
+        assert any("fp32" in warning for warning in other["warnings"])
+    else:
+        assert other["terms_s"][term] < plain["terms_s"][term]
+
+
+def test_a_batch_that_grows_has_fewer_tokens(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "model: gpt2\ndata: {train: synthetic, seq_len: 1024}\noptim: {lr: 1e-4}\n"
+        "train: {global_batch: 64, steps: 50000, batch_rampup: {start: 16, increment: 16, samples: 960000}}\n"
+    )
+    plan = predict(resolve(path).spec, "1xH100")
+    full = predict(resolve(path, ["train.batch_rampup=null"]).spec, "1xH100")
+    assert plan is not None
+    assert full is not None
+    assert plan["days"] < full["days"]

@@ -35,6 +35,9 @@ def launch(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Write the rendered files and plan.json to this directory.")
     ] = None,
+    oversized: Annotated[
+        bool, typer.Option("--oversized", help="Although the planner says that it does not fit into the GPUs' memory.")
+    ] = False,
     stage: Annotated[StageName | None, typer.Option(help="Only this one.")] = None,
     detach: Annotated[
         bool, typer.Option("--detach", help="Return when the last stage is started, rather than when it ends.")
@@ -54,7 +57,7 @@ def launch(
 
     path, overrides = run_and_overrides(arguments)
     path = require_run(path)
-    placed = place(path, overrides, target)
+    placed = place(path, overrides, target, oversized=oversized)
     if dry_run or output is not None:
         files = render(placed)
     if output is not None:

@@ -20,11 +20,14 @@ TARGETS_PER_SOURCE = 114 / 512  # tokens, as T5 corrupts: 15% in spans of 3
 @dataclass(frozen=True)
 class ParameterCount:
     """`total` is what is stored; `active` is what one token uses (smaller only with experts); `matmul` is the part of
-    `active` that multiplies each token, with the output head counted even where it is tied."""
+    `active` that multiplies each token, with the output head counted even where it is tied. `matrices` is the part of `total` in
+    matrices inside the layers, and `fixed` what no gradient trains."""
 
     total: int
     active: int
     matmul: int
+    matrices: int = 0
+    fixed: int = 0
 
 
 def count_parameters(spec: ModelSpec) -> ParameterCount:
@@ -40,6 +43,7 @@ def count_parameters(spec: ModelSpec) -> ParameterCount:
         idle = 0
     else:
         matmul, other, idle = _stack(spec)
+    matrices = matmul
     if spec.retrieval is not None:
         return _towers(spec, spec.retrieval, embedding, matmul, other)
     if spec.architecture == "encoder":
@@ -52,7 +56,15 @@ def count_parameters(spec: ModelSpec) -> ParameterCount:
         other += norm_parameters(spec)
 
     total = embedding + matmul + other + (0 if spec.tied else head)
-    return ParameterCount(total=total, active=total - idle, matmul=matmul - idle + head)
+    return ParameterCount(
+        total=total, active=total - idle, matmul=matmul - idle + head, matrices=matrices, fixed=_fixed(spec)
+    )
+
+
+def _fixed(spec: ModelSpec) -> int:
+    """Biases that level the load of experts: a rule of their own moves them."""
+    moe = spec.moe
+    return 0 if moe is None or moe.bias_rate is None else (spec.layers - moe.dense_layers) * moe.experts
 
 
 def _towers(spec: ModelSpec, retrieval: RetrievalSpec, embedding: int, matmul: int, other: int) -> ParameterCount:
@@ -61,7 +73,8 @@ def _towers(spec: ModelSpec, retrieval: RetrievalSpec, embedding: int, matmul: i
     if retrieval.projection is not None:
         other += spec.hidden * retrieval.projection + retrieval.projection
     tower = embedding + matmul + other
-    return ParameterCount(total=tower * (1 if retrieval.shared else 2), active=tower, matmul=matmul)
+    towers = 1 if retrieval.shared else 2
+    return ParameterCount(total=tower * towers, active=tower, matmul=matmul, matrices=matmul * towers)
 
 
 def describe_size(spec: ModelSpec) -> str:
@@ -149,7 +162,7 @@ def _stack(spec: ModelSpec) -> tuple[int, int, int]:
         expert = mlp_parameters(spec, moe.ffn)[0]
         router = spec.hidden * (moe.experts + moe.shared_gate)
         matmul += moe_layers * ((moe.experts + moe.shared_experts) * expert + router)
-        other += moe_layers * (0 if moe.bias_rate is None else moe.experts)
+        other += _fixed(spec)
         idle = moe_layers * (moe.experts - moe.top_k) * expert
     return matmul, other, idle
 

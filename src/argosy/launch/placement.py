@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from argosy.config.cluster import ClusterSpec, StorageSpec
-from argosy.config.layout import check_world
+from argosy.config.layout import check_world, describe_layout
 from argosy.config.resolve import Resolved, resolve
 from argosy.config.schema import RunSpec
 from argosy.errors import ArgosyError
@@ -62,8 +62,10 @@ class Placement:
         return self.cluster.storage
 
 
-def place(path: Path, overrides: Sequence[str] = (), target: str | None = None) -> Placement:
-    """Read a run spec, and put it on its cluster."""
+def place(
+    path: Path, overrides: Sequence[str] = (), target: str | None = None, *, oversized: bool = False
+) -> Placement:
+    """Read a run spec, and put it on its cluster; one that the planner says does not fit there only where `oversized` insists."""
     added = [] if target is None else [f"cluster.target={target}"]
     resolved = resolve(path, [*overrides, *added], elsewhere=True)
     if resolved.spec.cluster is None:
@@ -119,7 +121,31 @@ def place(path: Path, overrides: Sequence[str] = (), target: str | None = None) 
     )
     if cluster.target in KUBERNETES:
         _check_kubernetes(placed)
+    if not oversized:
+        _check_memory(placed)
     return placed
+
+
+def _check_memory(placed: Placement) -> None:
+    """Refuse a layout that runs out of memory, before nodes are held for it."""
+    prediction = placed.prediction
+    if prediction is None or prediction["fits"]:
+        return
+    stage, need = max(enumerate(prediction["memory_gib"]), key=lambda one: float(one[1]["device"]))
+    parts = " + ".join(
+        f"{name} {value:,.1f}" for name, value in need.items() if name not in ("allocated", "device") and value >= 0.05
+    )
+    layout, cluster = placed.spec.parallel, placed.cluster
+    raise ArgosyError(
+        "plan.does-not-fit",
+        f"a rank of {'stage ' + str(stage) + ' of ' if layout.pp > 1 else ''}this layout ({describe_layout(layout)}) needs "
+        f"{need['device']:,.1f} GiB, and a GPU of {cluster.instance} has {prediction['card_gib']:g}: {parts}",
+        key="parallel",
+        value=describe_layout(layout),
+        origin=placed.resolved.origins.get("parallel.dp_shard"),
+        fix="leave `parallel` out, and the planner finds a layout that fits, or says how many GPUs it takes; a smaller "
+        "parallel.micro_batch, parallel.recompute=full, more cluster.nodes; --oversized launches it all the same",
+    )
 
 
 def gib(quantity: str) -> int:

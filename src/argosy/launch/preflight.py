@@ -18,9 +18,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from argosy.config.counts import count_parameters
 from argosy.config.resolve import resolve
 from argosy.config.schema import RunSpec
+from argosy.config.state import checkpoint_bytes
 from argosy.errors import EXIT_DONE, EXIT_REFUSED
 from argosy.launch.fabric import card_count, choose_fabric
 from argosy.launch.placement import KUBERNETES, gib
@@ -31,7 +31,6 @@ _PROBE_BYTES = 128 * _MIB
 _MEMLOCK = 16 * _GIB  # what RDMA may pin; below it the first connection fails with a message about memory
 _LEAST_SHM = 1 * _GIB
 _CLOCK_S = 5.0
-_CHECKPOINT_BYTES = 14  # of a parameter: weights, masters, both moments
 _INFINIBAND = Path("/sys/class/infiniband")
 
 
@@ -64,7 +63,7 @@ class Wanted:
     @classmethod
     def of(cls, spec: RunSpec, instance: Instance | None, fabric: str, environ: Mapping[str, str]) -> Wanted:
         cluster = spec.cluster
-        saved = _CHECKPOINT_BYTES * count_parameters(spec.model).total * (spec.checkpoint.keep + 1)
+        saved = checkpoint_bytes(spec.model, spec.optim.name) * (spec.checkpoint.keep + 1)
         if cluster is None:
             return cls(storage=Path(spec.runs_dir), needed_bytes=saved)
         gpus = cluster.gpus if cluster.gpus is not None else (instance.gpus if instance is not None else None)

@@ -8,10 +8,10 @@ from math import ceil
 from pathlib import Path
 from typing import Any, get_args
 
-from argosy.config.counts import count_parameters
 from argosy.config.refusals import did_you_mean
 from argosy.config.resolve import resolve, resolve_model
-from argosy.config.schema import ParallelSpec, RunSpec
+from argosy.config.schema import MuonSpec, ParallelSpec, RunSpec
+from argosy.config.state import least_state_bytes
 from argosy.config.units import parse_count
 from argosy.errors import ArgosyError
 from argosy.plan.calibration import calibration
@@ -24,7 +24,7 @@ from argosy.plan.search import Candidate, Found, evaluate, search, warnings
 STACK = "argosy"
 CHOICES: dict[str, tuple[str, ...]] = {"recompute": get_args(Recompute), "schedule": get_args(Schedule)}
 DEFAULT_CLUSTER = "1xH100"
-STATE_BYTES, FOR_STATE = 18, 0.8  # of a parameter, fully sharded; share of a card that its state may take
+FOR_STATE = 0.8  # share of a card that the state of a fully sharded model may take
 DEFAULT_TOKENS = 2**20  # of a step, where no batch is given
 
 
@@ -182,7 +182,7 @@ def _no_such_products(precision: str, cluster: Cluster) -> ArgosyError:
 def _nothing(question: Question, found: Found) -> ArgosyError:
     work, cluster = question.work, question.cluster
     if found.nearest is not None:
-        need, state = found.nearest.fullest.device, STATE_BYTES * count_parameters(work.model).total / GIB
+        need, state = found.nearest.fullest.device, least_state_bytes(work.model, work.optimizer) / GIB
         least = ceil(state / (FOR_STATE * cluster.gpu.memory))
         more = f"about {least:,} or more such GPUs" if least > cluster.gpus else "more GPUs"
         return ArgosyError(
@@ -211,12 +211,20 @@ def _nothing(question: Question, found: Found) -> ArgosyError:
 
 def _work_of(spec: RunSpec, global_batch: int | None, seq_len: int | None, precision: str | None) -> Work:
     chosen = precision or ("bf16" if spec.train.precision == "auto" else spec.train.precision)
-    return Work(spec.model, seq_len or spec.data.seq_len, global_batch or spec.train.global_batch, _precision(chosen))
+    muon = spec.optim.muon
+    return Work(
+        spec.model, seq_len or spec.data.seq_len, global_batch or spec.train.global_batch, _precision(chosen),
+        optimizer=spec.optim.name,
+        muon_steps=MuonSpec().ns_steps if muon is None else muon.ns_steps,
+        reduced=2.0 if spec.parallel.reduce == "bf16" else None,
+        reshard=spec.parallel.reshard or spec.parallel.pp > 1,
+        replayed=spec.parallel.graph == "auto" and spec.parallel.compile == "off" and not spec.data.document_mask,
+    )  # fmt: skip
 
 
 def _tokens_of(spec: RunSpec) -> int | None:
     steps = spec.train.length.steps(spec.train.batches, seq_len=spec.data.seq_len)
-    return None if steps is None else steps * spec.train.global_batch * spec.data.seq_len
+    return None if steps is None else spec.train.batches.samples(steps) * spec.data.seq_len
 
 
 def _asked(parallel: ParallelSpec, cluster: Cluster) -> Layout | None:

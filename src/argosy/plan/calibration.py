@@ -36,6 +36,7 @@ class Stack(Section):
     gradient: float
     gradient_once: float
     widened: float = 0.0
+    sharded_masters: bool = False
     optimiser: float
     logit: float
     loss: float

@@ -144,7 +144,7 @@ def accumulated_bytes(work: Work, layout: Layout, stack: Stack) -> float:
 def host_seconds(work: Work, layout: Layout, stack: Stack, known: Calibration) -> float:
     """Seconds of the host for one layer and micro-batch: its modules forward, and twice as much backward. None where a
     recording is replayed; where that leaves experts out, what they add to a layer."""
-    if stack.replays and layout.gpus == 1 and not work.model.dropout:
+    if stack.replays and work.replayed and layout.gpus == 1 and not work.model.dropout:
         return 0.0
     again = 0
     if layout.recompute == "full":

@@ -119,6 +119,11 @@ class Work:
     precision: str = "bf16"
     latent: Latent | None = None
     next_tokens: int = 0
+    optimizer: str = "adamw"
+    muon_steps: int = 5  # Newton-Schulz iterations
+    reduced: float | None = None  # bytes of a gradient while ranks sum it up; None: the stack's own
+    reshard: bool = True  # with ZeRO-3: gathered weights of a layer are let go of after its forward pass
+    replayed: bool = True  # the host may start the kernels of a pass as a whole, where the stack can
 
     @property
     def tokens(self) -> int:
@@ -140,7 +145,7 @@ class Work:
         return head / layers[-1]
 
     def __hash__(self) -> int:
-        return hash((id(self.model), self.seq_len, self.global_batch, self.precision, self.latent, self.next_tokens))
+        return hash((id(self.model), self.seq_len, self.global_batch, self.precision, self.latent, self.next_tokens))  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,14 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from math import ceil
 
+from argosy.config.state import WIDE, state_bytes
 from argosy.plan.calibration import Calibration, Stack
 from argosy.plan.hardware import GIB
 from argosy.plan.layout import Layout, Work, stage_layers
 
+ORTHOGONALISING = (
+    20  # bytes of a matrix's number while Muon works on it: gradient, direction and result in 32 bits, two copies in 16
+)
 LOSS_CHUNK = GIB  # of logits at a time, where the loss is made in chunks
 
 
@@ -59,15 +63,19 @@ def stage_memory(work: Work, layout: Layout, stack: Stack, calibration: Calibrat
     layers = stage_layers(work, layout, levelled=stack.levelled)[stage]
     first, last = layout.ends(stage)
     dense, experts = stage_parameters(work, layout, layers, first=first, last=last)
-    weights, gradients, optimiser = _state(work, layout, stack, dense, experts)
+    matrices = layers * (work.sizes.attention + work.sizes.mlp) / layout.tp
+    weights, gradients, optimiser = _state(work, layout, stack, dense, experts, matrices)
     tokens = work.seq_len * layout.micro_batch / layout.cp
-    kept, again = _activations(work, layout, stack, stage, layers, tokens)
-    logits = _logits(work, layout, stack, tokens) if last else 0.0
+    wide = 2.0 if work.precision == "fp32" else 1.0  # against the 16 bits that activations are counted in
+    kept, again = (wide * part for part in _activations(work, layout, stack, stage, layers, tokens))
+    logits = wide * _logits(work, layout, stack, tokens) if last else 0.0
     moments = [(gradients, kept + again, logits), (gradients + optimiser * stack.widened / stack.optimiser, 0.0, 0.0)]
     if stack.chunked_loss:
         begun = gradients if work.micro_batches(layout) > 1 else 0.0
         moments = [(begun, kept, logits), (begun, kept + again, 0.0), (gradients, again, 0.0)]
-    buffers, communication = _transient(work, layout, stack, tokens, dense + experts, layers)
+    if work.optimizer == "muon":
+        moments.append((gradients + ORTHOGONALISING * _largest_matrix(work, layout), 0.0, 0.0))
+    buffers, communication = (wide * part for part in _transient(work, layout, stack, tokens, dense + experts, layers))
     parts = [weights, optimiser, *max(moments, key=sum), buffers, communication]
     overhead = calibration.fragmentation * sum(parts) / GIB + calibration.context
     weights, optimiser, gradients, activations, logits, buffers, communication = (part / GIB for part in parts)
@@ -90,15 +98,34 @@ def stage_parameters(work: Work, layout: Layout, layers: int, *, first: bool, la
     return dense, routed
 
 
-def _state(work: Work, layout: Layout, stack: Stack, dense: float, experts: float) -> tuple[float, float, float]:
-    """Bytes of weights, gradients and optimiser, each sharded as the ZeRO stage says."""
+def _state(
+    work: Work, layout: Layout, stack: Stack, dense: float, experts: float, matrices: float
+) -> tuple[float, float, float]:
+    """Bytes of weights, gradients and optimiser, each sharded as the ZeRO stage says. `matrices` of the dense parameters, and all of the
+    experts', are Muon's where that is the optimiser."""
     once = work.micro_batches(layout) == 1 and layout.shards * layout.copies == 1  # else they are summed in more bits
-    each = (stack.weight, stack.gradient_once if once else stack.gradient, stack.optimiser)
+    weight, gradient, optimiser = stack.weight, stack.gradient_once if once else stack.gradient, stack.optimiser
+    if work.precision == "fp32" or (stack.sharded_masters and layout.zero >= 3):  # a parameter is its own master
+        weight, gradient, optimiser = WIDE, max(gradient, WIDE), state_bytes("adamw")
     shards = [layout.shards if layout.zero >= stage else 1 for stage in (3, 2, 1)]
-    return tuple(  # type: ignore[return-value]
-        size * (dense / shard + experts / (1 if shard == 1 else layout.expert_shards(shard)))
-        for size, shard in zip(each, shards, strict=True)
-    )
+
+    def spread(of_dense: float, of_experts: float, shard: int) -> float:
+        return of_dense / shard + of_experts / (1 if shard == 1 else layout.expert_shards(shard))
+
+    held = [
+        size * spread(dense, experts, shard) for size, shard in zip((weight, gradient, optimiser), shards, strict=True)
+    ]
+    if work.optimizer == "muon":
+        held[2] -= (state_bytes("adamw") - state_bytes("muon")) * spread(matrices, experts, shards[2])
+    return held[0], held[1], held[2]
+
+
+def _largest_matrix(work: Work, layout: Layout) -> float:
+    """Numbers of the largest matrix that Muon takes at once: whole, and of experts as many as a rank holds."""
+    model, moe = work.model, work.model.moe
+    widths = [model.ffn, model.heads * model.head_dim]
+    stacked = 0.0 if moe is None else moe.experts / layout.ep * moe.ffn
+    return model.hidden * max(*widths, stacked)
 
 
 def in_flight(layout: Layout, micro_batches: int, stage: int) -> float:
@@ -182,4 +209,5 @@ def _transient(
         return buffers, (2 + 4) * parameters
     ends = sizes.embedding / layout.tp * (1 if work.model.tied else 2)
     layer = (parameters - ends) / layers
-    return buffers, 2 * (2 * layer) + 4 * layer + 2 * ends
+    gathered = 2 * layer if work.reshard else layers * layer
+    return buffers, 2 * gathered + 4 * layer + 2 * ends

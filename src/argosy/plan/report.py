@@ -7,7 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from argosy.config.counts import FLOPS_CONVENTION, describe_size
-from argosy.plan.search import Candidate, Found, checkpoint_bytes, warnings
+from argosy.config.state import checkpoint_bytes
+from argosy.plan.search import Candidate, Found, warnings
 
 FORMULAS = {
     "products": "m x layers x (forward + backward products), FLOPs / (peak x share reached x tiles and waves filled)",
@@ -24,7 +25,7 @@ FORMULAS = {
     "pipeline": "m x vpp x 2 sends of 2 x tokens x hidden / tp bytes",
     "gradients": "reduction over data-parallel ranks, or copies of a sharded model, less what the last backward pass hides",
     "bubble": "(sum of the stages' times - the slowest's) / vpp; a third of that with zbv and dualpipev",
-    "optimiser": "34 bytes of each parameter held / memory bandwidth reached",
+    "optimiser": "34 bytes of each parameter held / memory bandwidth reached; muon: Newton-Schulz products of whole matrices, and their gathers",
     "data": "12 ns for each token a data-parallel rank reads ahead, less the rest of the step",
     "outside": "a step's own overhead: taking a batch that was read ahead, logging, synchronisation",
     "waiting": "for the slowest node: a share for each doubling of nodes",
@@ -65,6 +66,7 @@ def as_dict(candidate: Candidate, tokens: int | None) -> dict[str, Any]:
         "terms_s": {name: round(value, 6) for name, value in candidate.time.terms.items()},
         "memory_gib": [stage.as_dict() for stage in candidate.stages],
         "card_gib": candidate.cluster.gpu.memory,
+        "checkpoint_gb": round(checkpoint_bytes(candidate.work.model, candidate.work.optimizer) / 1e9, 3),
         "days": None if length is None else round(length[0], 3),
         "dollars": None if length is None or length[1] is None else round(length[1], 2),
         "warnings": list(warnings(candidate)),
@@ -74,15 +76,15 @@ def as_dict(candidate: Candidate, tokens: int | None) -> dict[str, Any]:
 def header(candidate: Candidate, found: Found | None, tokens: int | None, storage: float) -> list[str]:
     work, cluster = candidate.work, candidate.cluster
     price = "" if cluster.price is None else f", ${cluster.price:,.2f} an hour"
-    size = checkpoint_bytes(work) / 1e9
+    size = checkpoint_bytes(work.model, work.optimizer) / 1e9
     sample = f"{work.seq_len:,}"
     if work.sizes.decoder.targets:
         sample = f"({work.seq_len:,} + {round(work.seq_len * work.sizes.decoder.targets):,})"
     lines = [
         f"model       {describe_size(work.model)}",
         f"cluster     {cluster.name}: {cluster.gpus} x {cluster.gpu.name}, {cluster.nodes} node{'s' if cluster.nodes > 1 else ''}{price}",
-        f"step        {work.global_batch:,} x {sample} = {work.tokens:,} tokens, {work.precision}",
-        f"checkpoint  {size:,.1f} GB (weights, masters, moments): {size / storage:,.0f} s at {storage:g} GB/s",
+        f"step        {work.global_batch:,} x {sample} = {work.tokens:,} tokens, {work.precision}, {work.optimizer}",
+        f"checkpoint  {size:,.1f} GB (32-bit weights, {'moments' if work.optimizer == 'adamw' else 'momentum and moments'}): {size / storage:,.0f} s at {storage:g} GB/s",
     ]
     if tokens is not None:
         lines.append(f"run         {tokens:,} tokens, {-(-tokens // work.tokens):,} steps")

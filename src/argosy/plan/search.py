@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from argosy.config.counts import count_parameters
 from argosy.config.stages import SEVERAL_STAGES
 from argosy.plan.calibration import Calibration, Stack
 from argosy.plan.hardware import Cluster
@@ -164,11 +163,6 @@ def _divisors(number: int) -> tuple[int, ...]:
     return tuple(n for n in range(1, number + 1) if number % n == 0)
 
 
-def checkpoint_bytes(work: Work) -> int:
-    """Weights, masters and both moments."""
-    return 14 * count_parameters(work.model).total
-
-
 def warnings(candidate: Candidate) -> Iterator[str]:
     """What a reader should know before paying for this layout."""
     layout, cluster, work = candidate.layout, candidate.cluster, candidate.work
@@ -190,5 +184,7 @@ def warnings(candidate: Candidate) -> Iterator[str]:
         )
     if work.precision == "bf16" and "bf16" not in cluster.gpu.dense:
         yield f"a {cluster.gpu.name} has no bf16: train.precision=fp16, with its loss scale, takes the time planned here"
+    if work.precision == "fp32":
+        yield "fp32: memory is that of 32-bit numbers, and time that of 16-bit products, which is too short by far"
     if candidate.mfu < 0.2:
         yield f"MFU {candidate.mfu:.1%}: most of what is paid for idles"

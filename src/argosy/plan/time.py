@@ -27,6 +27,7 @@ from argosy.plan.layer import (
 from argosy.plan.layout import Layout, Work, stage_layers
 from argosy.plan.links import Links, exchange, gather, group, latency, reduce, send
 from argosy.plan.memory import stage_parameters
+from argosy.plan.muon import muon_seconds
 
 OPTIMISER_BYTES = (
     34  # of a parameter: gradient read twice (norm and update), master and moments read and written, weight
@@ -184,7 +185,8 @@ def _gathered(work: Work, layout: Layout, cluster: Cluster, links: Links, known:
     to them. A pipeline keeps its weights for all micro-batches."""
     if layout.zero < 3 or layout.pp > 1:
         return 0.0
-    moved = 3 * gather(links, group(layout, "shards", cluster), 2 * layer_parameters(work, layout))
+    times = 3 if work.reshard else 2
+    moved = times * gather(links, group(layout, "shards", cluster), 2 * layer_parameters(work, layout))
     return max(0.0, moved - compute) + known.constants["interference"] * min(moved, compute)
 
 
@@ -202,12 +204,15 @@ def _once(
     ranks = shards.size if layout.zero else 1
     of_experts = ranks if ranks == 1 else layout.expert_shards(ranks)
     optimiser = OPTIMISER_BYTES * (dense / ranks + experts / of_experts) / rates.memory
+    if work.optimizer == "muon":
+        optimiser += muon_seconds(work, layout, cluster, links, rates, layers)
+    reduced = stack.reduced if work.reduced is None else work.reduced
     exchanged = 0.0
     if layout.copies > 1:  # a rank's piece, summed over the copies
-        exchanged += reduce(links, group(layout, "copies", cluster), stack.reduced * own / ranks)
+        exchanged += reduce(links, group(layout, "copies", cluster), reduced * own / ranks)
     if layout.zero == 0:
-        exchanged += reduce(links, shards, stack.reduced * own)
+        exchanged += reduce(links, shards, reduced * own)
     elif layout.zero < 3 or layout.pp > 1:
-        exchanged += gather(links, shards, stack.reduced * own) + gather(links, shards, 2 * own)
+        exchanged += gather(links, shards, reduced * own) + gather(links, shards, 2 * own)
     what = "copies" if layout.copies > 1 and layout.pp == 1 and "copies" in stack.overlaps else "gradients"
     return max(0.0, exchanged - known.hidden(stack, what) * backward), optimiser

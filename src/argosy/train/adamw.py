@@ -9,6 +9,7 @@ from torch import Tensor
 
 from argosy.compat import copy_, fused_adamw_
 from argosy.config.schema import OptimSpec
+from argosy.config.state import STATE
 from argosy.model.ops.choice import use_kernel
 from argosy.train.slots import Rule, Slot, Update
 
@@ -22,7 +23,7 @@ def adamw(spec: OptimSpec) -> Rule:
         if held:
             run([slots[n] for n in held], [gradients[n] for n in held], update, spec, weight_decay)
 
-    return Rule(("exp_avg", "exp_avg_sq"), apply)
+    return Rule(STATE["adamw"], apply)
 
 
 def _one_pass(

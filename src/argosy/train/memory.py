@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from argosy.config.counts import count_parameters
 from argosy.config.schema import RunSpec
+from argosy.config.state import least_state_bytes
 from argosy.errors import ArgosyError
 from argosy.parallel.shards import local
 from argosy.record.console import digits
@@ -51,14 +52,13 @@ class Memory:
 
 def require_memory(spec: RunSpec, device: torch.device, *, ranks: int = 1) -> None:
     """Of weights, gradients and optimiser a rank keeps at least its share among the `ranks` of one replica."""
-    each = 16 if spec.optim.name == "adamw" else 12  # bytes: of two moments Muon keeps one of most parameters
-    parameters = count_parameters(spec.model).total
-    need, there = parameters * each / ranks, memory_of(device)
+    parameters, whole = count_parameters(spec.model).total, least_state_bytes(spec.model, spec.optim.name)
+    need, there = whole / ranks, memory_of(device)
     if need > there:
         among = "" if ranks == 1 else f" over {ranks} ranks"
         raise ArgosyError(
             "device.out-of-memory",
-            f"{parameters:,} parameters x {each} bytes (weights, gradients, optimiser){among} are {need / 2**30:,.1f} GiB, before any "
+            f"{parameters:,} parameters x {whole / parameters:.3g} bytes (weights, gradients, optimiser){among} are {need / 2**30:,.1f} GiB, before any "
             f"activation, and {'this machine' if device.type == 'cpu' else 'the GPU'} has {there / 2**30:,.1f}",
             key="model",
             value=spec.model.preset or spec.model.family,

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from argosy.compat import copy_
 from argosy.config.schema import MuonSpec
+from argosy.config.state import STATE
 from argosy.model.layers import Attention, CrossAttention
 from argosy.parallel.precision import DTYPES, evaluation_precision
 from argosy.parallel.shards import with_whole
@@ -50,7 +51,7 @@ def muon(spec: MuonSpec, heads: Mapping[str, Heads]) -> Rule:
         if slots[0].separate:
             copy_([slot.part for slot in slots], [slot.master for slot in slots])
 
-    return Rule(("momentum",), apply)
+    return Rule(STATE["muon"], apply)
 
 
 def muon_matrices(model: nn.Module) -> tuple[set[str], dict[str, Heads]]:
