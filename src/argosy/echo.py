@@ -29,11 +29,13 @@ _SECRETS: Final = [
     for pattern, flags in (
         (rf"()(?:{_TOKENS})[A-Za-z0-9_-]*", 0),
         (rf"({_HOOKS})[^\s'\"<>]+", 0),
-        # At the last @ of an address's first part: a password may hold one itself, and a user name alone may be a token.
-        (r"(://)[^/\s'\"@]+(?:@[^/\s'\"@]+)*(?=@)", 0),
+        # Up to the last @ before the path: a password may hold one itself. Without a colon it may be a container (abfs://box@account).
+        (r"(://)[^/\s'\"@:]*:[^/\s'\"]+(?=@)", 0),
+        (r"(https?://)[^/\s'\"]+(?=@)", re.I),
         (r"([?&;](?:sig|signature|x-(?:amz|goog)-(?:signature|credential|security-token)|[\w-]{0,40}(?:token|secret|password|key))=)[^&\s'\"]+", re.I),
         (r"(AccountKey=|SharedAccessSignature=)[^;\s'\"]+", re.I),
-        (rf"(\b(?!TOKENIZERS_PARALLELISM\b)\w{{0,60}}(?:{_NAMES})\w{{0,60}}=)(?!\s)['\"]?[^\s'\"&;]+", 0),
+        # As a shell sets it; a reference to another variable or to a Kubernetes Secret is none.
+        (rf"((?<![\w.])(?!TOKENIZERS_PARALLELISM)\w{{0,60}}(?:{_NAMES})\w{{0,60}}=['\"]?)(?![\s$`])[^\s'\"&;]+", 0),
     )
 ]  # fmt: skip
 

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 from argosy.config.other_names import OTHER_NAMES
 from argosy.config.presets import PRESETS
 from argosy.config.schema import RunSpec
+from argosy.config.secrets import WEBHOOK
 from argosy.errors import ArgosyError
 
 
@@ -45,7 +46,7 @@ def refusal_of(error: ValidationError, origins: dict[str, str], prefix: str = ""
     if others := [f"{_dotted(item['loc'], prefix)}: {_explain(item, '')[0]}" for item in found[1:6]]:
         cause += "\nalso: " + "\n      ".join(others)
     value = None if first["type"] in ("missing", "extra_forbidden", "value_error") else first.get("input")
-    if isinstance(value, dict | list) and len(str(value)) > 100:
+    if key == WEBHOOK or (isinstance(value, dict | list) and len(str(value)) > 100):
         value = None
     return ArgosyError(code, cause, key=key or None, value=value, origin=_origin_of(key, origins), fix=fix)
 

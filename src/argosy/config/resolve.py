@@ -22,6 +22,7 @@ from argosy.config.presets import ALIASES, FAMILIES, PRESETS
 from argosy.config.reader import parse_value, read_yaml
 from argosy.config.refusals import did_you_mean, kind_of, refusal_of, section_of
 from argosy.config.schema import RunSpec
+from argosy.config.secrets import without_secrets
 from argosy.config.stages import SEVERAL_STAGES
 from argosy.config.start import HF, check_start, remembered_model, starting_model
 from argosy.errors import ArgosyError
@@ -40,8 +41,8 @@ class Resolved:
     origins: dict[str, str]
 
     def rows(self) -> Iterator[tuple[str, Any, str]]:
-        """(dotted key, value, origin) of every leaf."""
-        for key, value in flatten(self.spec.model_dump(mode="json")):
+        """(dotted key, value, origin) of every leaf, without secrets."""
+        for key, value in flatten(without_secrets(self.spec.model_dump(mode="json"))):
             yield key, value, self.origins[key]
 
 

@@ -90,7 +90,7 @@ def place(
     ranks = cluster.ranks or gpus or 1
     overrides = tuple(overrides)
     source = path.read_text(encoding="utf-8")
-    refuse_secrets(source, overrides, cluster)
+    refuse_secrets(source, overrides, resolved.spec)
     planned_on = _planned_on(resolved, instance, cluster, gpus)
     chosen = open_layout(resolved, planned_on, ranks * cluster.nodes)
     if chosen:

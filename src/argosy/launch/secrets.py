@@ -6,33 +6,32 @@ was submitted in.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 
-from argosy.config.cluster import ClusterSpec
+from argosy.config.schema import RunSpec
+from argosy.config.secrets import WEBHOOK
+from argosy.echo import looks_secret, names_secret
 from argosy.errors import ArgosyError
 
-_LOOKS_SECRET = re.compile(
-    r"hf_[A-Za-z0-9]{16,}|AKIA[0-9A-Z]{16}|gh[pousr]_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|glpat-[\w-]{20,}"
-    r"|AccountKey=[A-Za-z0-9+/]{20,}|[?&]sig=[A-Za-z0-9%]{20,}|-----BEGIN [A-Z ]*PRIVATE KEY|://[^/\s:@]+:[^/\s:@]+@"
-)
-_SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSW|API_?KEY|ACCESS_KEY|CREDENTIAL|ACCOUNT_KEY|SAS", re.IGNORECASE)
-_HARMLESS = {"TOKENIZERS_PARALLELISM"}
 
-
-def refuse_secrets(text: str, overrides: Iterable[str], cluster: ClusterSpec) -> None:
+def refuse_secrets(text: str, overrides: Iterable[str], spec: RunSpec) -> None:
     """Nothing that is rendered, stored in the run directory or shown in a process list may hold a secret."""
     for number, line in enumerate(text.splitlines(), start=1):
-        if _LOOKS_SECRET.search(line):
+        if looks_secret(line):
             raise _refusal(f"line {number} of the run spec holds what looks like a secret", None)
     for override in overrides:
-        if _LOOKS_SECRET.search(override):
+        if looks_secret(override):
             raise _refusal("it holds what looks like a secret", override.partition("=")[0])
-    for name in cluster.env:
-        if _SECRET_NAME.search(name) and name not in _HARMLESS:
+    cluster, webhook = spec.cluster, spec.log.alerts.webhook
+    for name in {} if cluster is None else cluster.env:
+        if names_secret(name):
             raise _refusal(
                 f"{name} is the name of a secret, and would stand in every rendered file", f"cluster.env.{name}"
             )
+    if webhook is not None and not webhook.startswith("env:") and (cluster is None or cluster.target != "local"):
+        raise _refusal(
+            "whoever has the address can post to it, and it would stand in every rendered file: write env:NAME", WEBHOOK
+        )
 
 
 def _refusal(cause: str, key: str | None) -> ArgosyError:

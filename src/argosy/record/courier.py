@@ -24,7 +24,9 @@ from pathlib import Path
 import orjson
 
 from argosy.config.schema import RunSpec
+from argosy.config.secrets import without_secrets
 from argosy.config.watching import LogSpec
+from argosy.echo import address_only, capped
 from argosy.errors import ArgosyError
 from argosy.record.files import replace_file
 from argosy.record.heartbeat import read_heartbeats
@@ -49,6 +51,9 @@ def carried(run: RunDir, spec: LogSpec) -> Iterator[None]:
     command = [sys.executable, "-m", "argosy.record.courier", str(run.root)]
     try:
         courier = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        if courier.stdin is not None:  # the spec in the run directory has no secrets, and this one may
+            courier.stdin.write(spec.model_dump_json().encode() + b"\n")
+            courier.stdin.flush()
     except OSError as error:
         print(f"warning: no sink is served: {error}", file=sys.stderr)
         yield
@@ -73,14 +78,15 @@ def _wait_for(courier: subprocess.Popen[bytes]) -> None:
 
 
 class Courier:
-    def __init__(self, root: Path, *, patience_s: float = 1.0) -> None:
+    def __init__(self, root: Path, log: LogSpec | None = None, *, patience_s: float = 1.0) -> None:
+        """`log`: what the trainer was asked for; unless given, what is stored of it, which has no secrets."""
         self.run = RunDir(root)
         spec = self.run.load_spec()
-        self._spec, self._patience_s = spec.log, patience_s
+        self._spec, self._patience_s = log or spec.log, patience_s
         self._places = root / "sinks"
         self._places.mkdir(exist_ok=True)
         self._events = JsonlWriter(self.run.events)
-        self.sinks = list(asked_sinks(spec.log, self._facts(spec)))
+        self.sinks = list(asked_sinks(self._spec, self._facts(spec)))
         self.ending = threading.Event()
         self._threads = [threading.Thread(target=self._carry, args=(s,), name=s.name, daemon=True) for s in self.sinks]
 
@@ -99,9 +105,7 @@ class Courier:
         kept = self._places / "run-id"
         if not kept.exists():
             replace_file(kept, uuid.uuid4().hex[:16].encode())
-        told = spec.model_dump(mode="json")
-        if spec.log.alerts.webhook is not None:
-            told["log"]["alerts"]["webhook"] = "set"  # whoever has the address can post to it
+        told = without_secrets(spec.model_dump(mode="json"))
         return RunFacts(self.run.root, spec.name, kept.read_text(), told)
 
     def _carry(self, sink: Sink) -> None:
@@ -160,6 +164,8 @@ class Courier:
             replace_file(place, orjson.dumps({"offset": offset, "newest": sink.newest}))
 
     def _event(self, kind: str, sink: str, text: str) -> None:
+        webhook = self._spec.alerts.webhook
+        text = capped(text if webhook is None else text.replace(webhook, address_only(webhook)))
         print(f"{'warning: ' if kind == 'sink-down' else ''}{text}", file=sys.stderr)
         self._events.write({"event": kind, "step": self._step(), "time": now(), "sink": sink, "text": text})
 
@@ -172,7 +178,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)  # meant for the trainer, whose end ends this too
     with contextlib.suppress(OSError):
         os.nice(5)
-    courier = _begin(Path(sys.argv[1]))
+    courier = _begin(Path(sys.argv[1]), _asked())
     if courier is not None:
         courier.start()
         _trainer_ended(None)
@@ -180,7 +186,15 @@ def main() -> None:
     os._exit(0)  # threads of a sink's library may be stuck
 
 
-def _begin(root: Path) -> Courier | None:
+def _asked() -> LogSpec | None:
+    """What the trainer writes first; None where it ended before that."""
+    line = b""
+    while not line.endswith(b"\n") and (more := os.read(0, 1 << 16)):
+        line += more
+    return LogSpec.model_validate_json(line) if line.endswith(b"\n") else None
+
+
+def _begin(root: Path, log: LogSpec | None) -> Courier | None:
     """One courier at a time: that of an attempt that died may still have something to send, and hold a port. Where the disk is
     full, the run's id there cannot be kept, and it is tried again; None where the run ends before that."""
     with contextlib.suppress(OSError):
@@ -188,7 +202,7 @@ def _begin(root: Path) -> Courier | None:
         fcntl.flock(lock, fcntl.LOCK_EX)  # held until this process ends
     while True:
         try:
-            return Courier(root)
+            return Courier(root, log)
         except OSError as error:
             print(f"warning: no sink is served yet: {error}", file=sys.stderr)
         if _trainer_ended(_LONGEST_WAIT_S):
@@ -196,7 +210,7 @@ def _begin(root: Path) -> Courier | None:
 
 
 def _trainer_ended(within_s: float | None) -> bool:
-    """The trainer holds the other end of standard input open, and writes nothing."""
+    """The trainer holds the other end of standard input open, and writes nothing more."""
     return bool(select.select([0], [], [], within_s)[0])
 
 

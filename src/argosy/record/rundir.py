@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from argosy.config.resolve import LENGTH_KEYS, Resolved, flatten
 from argosy.config.schema import RunSpec
+from argosy.config.secrets import source_without_secrets, without_secrets
 from argosy.errors import ArgosyError
 from argosy.record.files import replace_file
 from argosy.record.versions import earlier_versions, version_at
@@ -185,7 +186,7 @@ class RunDir:
         stored = self._stored() if self.resolved_file.exists() else None
         document: Facts = {
             "id": (stored or {}).get("id") or identity or uuid.uuid4().hex,
-            "spec": resolved.spec.model_dump(mode="json"),
+            "spec": without_secrets(resolved.spec.model_dump(mode="json")),
             "origins": resolved.origins,
             "data": data,
             "machine": machine,
@@ -194,7 +195,7 @@ class RunDir:
         document["earlier"] = [] if stored is None else earlier_versions(stored, document, step, oldest)
         try:
             if source is not None:
-                replace_file(self.spec_file, source.read_bytes())
+                replace_file(self.spec_file, source_without_secrets(source.read_text(encoding="utf-8")).encode())
             self._replace(document)
         except OSError as error:
             raise self._unwritable(error.strerror or str(error)) from None
@@ -264,8 +265,8 @@ class RunDir:
         made = version_at(stored, step)
         # A fact of the machine that an older Argosy did not record counts as unchanged.
         known = {**machine, **(made["machine"] or {})} if machine else {}
-        before = _flat(made["spec"], stored["data"], known)
-        after = _flat(resolved.spec.model_dump(mode="json"), data, machine or {})
+        before = _flat(without_secrets(made["spec"]), stored["data"], known)
+        after = _flat(without_secrets(resolved.spec.model_dump(mode="json")), data, machine or {})
         changed = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
         free: tuple[str, ...] = FREE_TO_CHANGE + CHANGES_LATER_STEPS
         if after.get("data.order") == "megatron":  # there the length decides the order of all samples

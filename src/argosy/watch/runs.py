@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from argosy.config.secrets import without_secrets
 from argosy.errors import ArgosyError
 from argosy.record.alerts import TROUBLE
 from argosy.record.heartbeat import read_heartbeats
@@ -123,7 +124,7 @@ class Run:
             listen(self.heartbeats)
 
     def spec(self) -> dict[str, Any]:
-        return table(self._json("resolved.json").get("spec"))
+        return table(without_secrets(self._json("resolved.json").get("spec")))
 
     def origins(self) -> dict[str, str]:
         return table(self._json("resolved.json").get("origins"))
