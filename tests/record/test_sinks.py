@@ -23,7 +23,8 @@ from typing import Any
 import pytest
 
 import waiting
-from argosy.record.courier import Courier
+from argosy.config.watching import AlertsSpec, LogSpec
+from argosy.record.courier import Courier, carried
 from argosy.record.jsonl import JsonlWriter, read_jsonl
 from argosy.record.rundir import RunDir
 from ports import free_port
@@ -334,6 +335,18 @@ def test_a_webhook_is_told_of_alerts_and_not_of_everything(tmp_path: Path, monke
         "hook, step 7: the loss is nan",
         "hook, step 9: save-failed: No space left on device",
     ]
+
+
+def test_a_webhook_written_in_the_spec_is_told_and_stored_nowhere(tmp_path: Path) -> None:
+    """The process that posts is told the address by the trainer: the run directory does not have it."""
+    with Receiver() as receiver:
+        address = f"http://127.0.0.1:{receiver.port}/T0KEN"
+        run = make_run(tmp_path / "hook", f"log.alerts.webhook={address}")
+        with carried(run, LogSpec(alerts=AlertsSpec(webhook=address))), JsonlWriter(run.events) as events:
+            events.write({"event": "alert", "step": 7, "time": 2.0, "alert": "nan", "text": "the loss is nan"})
+    assert [json.loads(body)["text"] for body in receiver.bodies] == ["hook, step 7: the loss is nan"]
+    for file in run.root.rglob("*"):
+        assert not file.is_file() or b"T0KEN" not in file.read_bytes(), file
 
 
 def test_a_webhook_that_fails_in_between_tells_nobody_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ Dropout, gradient accumulation, evaluation and saving are on. The short form kil
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import random
 import signal
@@ -108,6 +109,26 @@ def test_killed_at_random_moments_many_times_is_bit_equal(spec: Path) -> None:
             process.kill()
             process.wait()
         assert outcome(finish(spec, name)) == expected
+
+
+def test_signals_after_the_last_save_do_not_change_the_exit_code(spec: Path) -> None:
+    """A storm of them, from the moment the save is announced to the end of the process."""
+    process = start(spec, "stormed", **held(8, until=spec.parent / "told"))
+    run = spec.parent / "runs" / "stormed"
+    while len(list(read_jsonl(run / "metrics.jsonl"))) < 3:
+        time.sleep(0.005)
+        assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    (spec.parent / "told").touch()
+    while not any(event["event"] == "interrupted" for event in read_jsonl(run / "events.jsonl")):
+        time.sleep(0.001)
+        assert process.poll() is None
+    for number in itertools.cycle((signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)):
+        if process.poll() is not None:
+            break
+        process.send_signal(number)
+        time.sleep(0.001)
+    assert process.returncode == EXIT_RESUMABLE
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])

@@ -49,8 +49,10 @@ def start_ranks(nproc: int, nodes: Nodes, arguments: Sequence[str], run: RunDir,
         except KeyboardInterrupt:
             return supervisor.stopped_between()
         finally:
-            # The handlers stay: a signal while this process leaves does not change its exit code.
+            # A signal while this process leaves does not change its exit code.
             supervisor.ended = True
+            for number in _PASSED_ON:
+                signal.signal(number, signal.SIG_IGN)
             RankFiles.forget()
 
 

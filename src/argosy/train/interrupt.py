@@ -45,10 +45,9 @@ class Interrupt:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if self._settled and self._hold:
-            return
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            # An ending interpreter takes its own handlers back, but not what the system ignores.
+            signal.signal(number, signal.SIG_IGN if self._settled and self._hold else handler)
 
     def settle(self) -> None:
         """The last step is saved: from now on signals change nothing."""
