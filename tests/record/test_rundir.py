@@ -128,3 +128,12 @@ def test_an_earlier_run_is_moved_never_deleted(stored: tuple[RunDir, Path]) -> N
     second = run.archive()
     assert first != second
     assert (first / "resolved.json").exists()
+
+
+def test_a_long_value_is_shortened_where_a_change_is_told(stored: tuple[RunDir, Path]) -> None:
+    run, path = stored
+    (change,) = run.compare(resolve(path, [f"log.sinks.wandb={'x' * 50_000}"]), FACTS, MACHINE)
+    assert "characters left out" in change
+    with pytest.raises(ArgosyError) as refusal:
+        run.compare(resolve(path, [f"data.tokenizer={'x' * 50_000}", "train.seed=7"]), FACTS, MACHINE)
+    assert len(str(refusal.value)) < 2_000

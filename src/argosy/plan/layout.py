@@ -145,7 +145,7 @@ class Work:
         return head / layers[-1]
 
     def __hash__(self) -> int:
-        return hash((id(self.model), self.seq_len, self.global_batch, self.precision, self.latent, self.next_tokens))  # fmt: skip
+        return hash((id(self.model), self.seq_len, self.global_batch, self.precision, self.latent, self.next_tokens))
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,8 @@ class JsonlWriter:
         line = orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n"
         try:
             if self._fd is not None and os.fstat(self._fd).st_nlink == 0:
-                self.close()  # somebody deleted the file: what is written to it would be lost
+                self.close()  # what is written to a deleted file would be lost
+                print(f"warning: {self.path} was deleted while it was written; it is begun anew", file=sys.stderr)
             if self._fd is None:
                 self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
                 self._mid_line = _ends_mid_line(self._fd)

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from argosy.config.resolve import LENGTH_KEYS, Resolved, flatten
 from argosy.config.schema import RunSpec
 from argosy.config.secrets import source_without_secrets, without_secrets
+from argosy.echo import VALUE_LIMIT, shorten
 from argosy.errors import ArgosyError
 from argosy.record.files import replace_file
 from argosy.record.versions import earlier_versions, version_at
@@ -274,7 +275,9 @@ class RunDir:
         refused = sorted(key for key in changed if (key in HELD or not key.startswith(free)) and not _only_moved(key))
         if refused:
             key = refused[0]
-            differences = "\n".join(f"{k}: was {before.get(k)!r}, now {after.get(k)!r}" for k in refused)
+            differences = "\n".join(
+                f"{k}: was {_shown(repr(before.get(k)))}, now {_shown(repr(after.get(k)))}" for k in refused
+            )
             raise ArgosyError(
                 "run.changed",
                 f"{self.root} was started with other values, and going on would mix two runs:\n{differences}",
@@ -283,7 +286,11 @@ class RunDir:
                 origin=resolved.origins.get(key),
                 fix="restore the values, or start another run: name=…, or --fresh --archive to move this one aside",
             )
-        return [f"{key}: {before.get(key)} -> {after.get(key)}" for key in sorted(changed)]
+        return [f"{key}: {_shown(before.get(key))} -> {_shown(after.get(key))}" for key in sorted(changed)]
+
+
+def _shown(value: Any) -> str:
+    return shorten(str(value), VALUE_LIMIT)
 
 
 def _flat(spec: Facts, data: Facts, machine: Facts) -> Facts:

@@ -207,7 +207,7 @@ class Trainer:
                 console.advance(step)
                 collection.after(step)
                 if step == first + 1:
-                    self._tell([] if self.opening is None else self.opening.store_taken(first), console)
+                    self._tell(self._store_changes(first), console)
                     self._tell_memory(step, console)
 
                 self.agreement.after_step()
@@ -248,6 +248,10 @@ class Trainer:
             console.note(f"alert at step {step}: {alert['text']}")
         if self.optimizer.guard is None:
             require_finite(record, self.spec)
+
+    def _store_changes(self, first: int) -> list[str]:
+        """The spec of a run that goes on is stored once a step was taken with it; that of a new one was stored when it began."""
+        return self.opening.store_taken(first) if self.opening is not None and first else []
 
     def _look_after_directory(self, step: int, console: Console) -> None:
         text = None if self.opening is None else self.opening.look(step - 1)
