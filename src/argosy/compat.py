@@ -34,11 +34,16 @@ if tuple(int(part) for part in torch.__version__.split(".")[:2]) < OLDEST_TORCH:
 torch.ones(1).log()
 
 
-def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The 2-norm of all tensors together, with 32-bit sums whatever they are, and without a host sync."""
-    norms = torch._foreach_norm(list(tensors), 2, dtype=torch.float32)
-    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
-    return total
+# Elements whose squares are added at a time on a CPU, where the 64-bit copy of a whole embedding would take twice its memory.
+_SQUARED_TOGETHER = 1 << 20
+
+
+def square_sum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of the squares of all elements, in 64 bits whatever the tensors are, and without a host sync."""
+    if not tensors[0].is_cuda:
+        tensors = [part for tensor in tensors for part in tensor.reshape(-1).split(_SQUARED_TOGETHER)]
+    norms = torch._foreach_norm(list(tensors), 2, dtype=torch.float64)
+    return torch.stack(norms).square().sum()
 
 
 def flattened(mesh: DeviceMesh) -> DeviceMesh:

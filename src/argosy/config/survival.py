@@ -31,7 +31,10 @@ class GuardSpec(Section):
     """What is done about steps whose numbers are not to be trusted. `guard: off` applies every step."""
 
     window: Positive = Field(128, description="steps whose loss and gradient norm say what is usual")
-    sigma: PositiveNumber = Field(6.0, description="standard deviations above the mean that make a spike")
+    sigma: PositiveNumber | None = Field(
+        None,
+        description="skip also what is so many standard deviations above the mean of the window, which heavy-tailed healthy runs are too; null: only what no healthy run has",
+    )
     skips: Positive = Field(8, description="steps in a row to skip, before the run is rewound past their samples")
     rewinds: Whole = Field(2, description="times to rewind, before the run stops")
     replica_check: DurationOrNull = Field(

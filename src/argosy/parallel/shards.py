@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-from argosy.compat import gather_into, total_norm
+from argosy.compat import gather_into, square_sum
 
 
 def is_spread(tensor: Tensor) -> TypeGuard[DTensor]:
@@ -72,20 +72,25 @@ def with_whole(part: Tensor, like: Tensor, function: Callable[[Tensor], Tensor],
 
 
 def norm_of(tensors: Sequence[Tensor]) -> Tensor:
-    """The 2-norm of all tensors together. Those cut along the same axes are summed over these; the others are whole on
-    every rank, and count once."""
-    if not any(is_spread(tensor) for tensor in tensors):
-        return total_norm(tensors)
+    """The 2-norm of all tensors together, rounded once, to 32 bits. See `square_sum_of` for how shards count."""
+    return square_sum_of(tensors).sqrt().float()
+
+
+def square_sum_of(tensors: Sequence[Tensor]) -> Tensor:
+    """The sum of the squares of all elements, in 64 bits. Tensors cut along the same axes are summed over these; the others are
+    whole on every rank, and count once.
+
+    With 32-bit sums the norm of one and the same gradient depended on how many elements a rank holds: 0.7% at 38 M elements."""
     together: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
     for tensor in tensors:
         together.setdefault(tuple(cut.group for cut in cuts_of(tensor)), []).append(local(tensor))
     squares = []
     for groups, parts in together.items():
-        square = total_norm(parts).square()
+        square = square_sum(parts)
         for group in groups:
             dist.all_reduce(square, group=group)
         squares.append(square)
-    return torch.stack(squares).sum().sqrt()
+    return torch.stack(squares).sum()
 
 
 class Cut(NamedTuple):

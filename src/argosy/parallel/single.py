@@ -65,7 +65,7 @@ class SingleDevice:
     def forward_backward(self, batch: Batch, step: int, loss_scale: Tensor | float = 1.0) -> Result:
         """Add the gradients of the summed loss of `batch`, times `loss_scale`, to the parameters."""
         self._prepare_gradients(torch.float32 if self.accumulates(len(batch.tokens)) else None)
-        total, metrics, objective = torch.zeros((), device=self.device), Sums(), self._objective(batch, loss_scale)
+        total, metrics, objective = zero_sum(self.device), Sums(), self._objective(batch, loss_scale)
         load: Tensor | None = None
         firsts = range(0, len(batch.tokens), self.micro_batch)
         for micro, first in enumerate(firsts, start=self._first_micro(len(firsts))):
@@ -84,7 +84,7 @@ class SingleDevice:
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Result:
         self.model.eval()
-        total, metrics, objective = torch.zeros((), device=self.device), Sums(), self._objective(batch)
+        total, metrics, objective = zero_sum(self.device), Sums(), self._objective(batch)
         for first in range(0, len(batch.tokens), self.micro_batch):
             loss = self._loss(batch, first, objective)
             total += loss.cross_entropy
@@ -137,7 +137,14 @@ class SingleDevice:
 def _unmeasured(part: str) -> None: ...
 
 
+def zero_sum(device: torch.device) -> Tensor:
+    """The start of a sum over micro-batches, of which there may be thousands: in 64 bits."""
+    return torch.zeros((), dtype=torch.float64, device=device)
+
+
 class Sums(dict[str, Tensor]):
+    """Sums over micro-batches by name, in 64 bits."""
+
     def add(self, metrics: dict[str, Tensor]) -> None:
         for name, value in metrics.items():
-            self[name] = self[name] + value if name in self else value
+            self[name] = self[name] + value if name in self else value.double()

@@ -32,7 +32,7 @@ _RANK_SPANS = (30, 100, 200)
 _LEAST_LATE_S = 1e-3  # a step: ranks that are later by less hold up nobody
 
 # Events that say something is wrong, `alert` being what the rules here make; and those that are news to whoever is not looking.
-TROUBLE = frozenset(("alert", "stall", "rank-died", "save-failed", "non-finite", "failed", "gave-up"))
+TROUBLE = frozenset(("alert", "skip", "rewind", "stall", "rank-died", "save-failed", "non-finite", "failed", "gave-up"))
 NEWS = TROUBLE | {"restart", "interrupted", "done", "sink-down"}
 
 

@@ -110,6 +110,8 @@ def describe(record: Record, *, short: bool = False) -> str:
         parts += [f"grad norm {figure('grad_norm', '.3f')}", f"lr {figure('lr', '.2e')}"]
     if record.get("loss_scale") is not None:
         parts.append(f"loss scale {figure('loss_scale', 'g')}, {figure('skipped', '.0f')} skipped")
+    elif record.get("skipped"):
+        parts.append(f"{figure('skipped', '.0f')} skipped")
     parts.append(f"{amount(record.get('tokens_per_s') or 0.0)} tok/s")
     if not short:
         of = f"% of {record.get('peak')}" if record.get("mfu") is not None else ""

@@ -1,15 +1,28 @@
-"""Steps whose numbers are not to be trusted are skipped: a NaN or an infinity, or a loss or gradient norm far above the usual.
+"""Skip steps whose numbers are not to be trusted: a NaN, an infinity, or a spike that no healthy run has.
 
-Usual is what the last `window` steps had: a spike lies more than `sigma` standard deviations above their mean, and more than
-`sigma` percent, so that a run whose loss hardly moves is not taken for one that jumps. A spike enters the window as if it had
-been at the limit: one cannot blind the guard, and a level that has really changed is accepted after a few.
+Gradient norms of healthy runs are heavy-tailed: one rare document in a batch of one gives 100 times the median norm, and a loss far
+above that of guessing. Clipping bounds what such a step can do. So by default the guard compares with the extremes of the run, not
+with its mean, and only once `window` steps are known:
+
+- A gradient norm 1,000 times the largest the run has ever had is a fault by itself: a flipped bit, a loss scale left in.
+- A norm twice the largest of the last `window` steps is a fault where the loss agrees: a mean over at least 8 samples that is 1.25
+  times the highest loss the run has ever had, and 1.25 times that of guessing, log(vocabulary). The batch as a whole is then
+  predicted worse than by guessing, which samples drawn at random from a blend do not do together: a corrupted batch, wrong
+  labels, broken weights.
+
+Such a spike enters neither window nor extremes: the next step has the same limits, and after `skips` in a row the run is rewound.
+
+`guard.sigma` asks for a stricter rule instead: loss or norm more than `sigma` standard deviations above the mean of the window, and
+more than `sigma` percent. There a spike enters the window as if it had been at the limit: one cannot blind the guard, and a level
+that has really changed is accepted after a few.
 
 All of it is arithmetic on the device, on numbers every rank has alike: the update is multiplied by nothing, and the host learns
-of it when a step is logged. The window is part of a checkpoint, so that a resumed run decides as one that never stopped.
+of it when a step is logged. Window and extremes are part of a checkpoint, so that a resumed run decides as one that never stopped.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -18,8 +31,14 @@ from torch import Tensor
 
 from argosy.config.survival import GuardSpec
 
-_FLOOR = 0.01  # a standard deviation counts as at least this share of the mean
-_REMEMBERED = 64  # skipped steps kept on the device until the host asks
+# Multiples of the highest loss of the run, of the largest norm of the window, and of the largest norm of the run.
+HIGH_LOSS, HIGH_NORM, ABSURD_NORM = 1.25, 2.0, 1000.0
+# Samples in a step from which on its loss counts: one rare document among them cannot bring the mean above the limit.
+FEWEST_SAMPLES = 8
+# With `sigma`: a standard deviation counts as at least this share of the mean.
+_FLOOR = 0.01
+# Skipped steps kept on the device until the host asks.
+_REMEMBERED = 64
 
 
 class Skipped(NamedTuple):
@@ -33,14 +52,25 @@ class Skipped(NamedTuple):
 
     @property
     def reason(self) -> str:
-        limits = (self.loss, self.loss_limit), (self.grad_norm, self.norm_limit)
-        return "spike" if all(abs(value) < float("inf") for value, _ in limits) else "non-finite"
+        return "spike" if math.isfinite(self.loss) and math.isfinite(self.grad_norm) else "non-finite"
+
+    @property
+    def cause(self) -> str:
+        """The numbers that decided."""
+        if self.reason == "non-finite":
+            return f"the loss is {self.loss:.5g} and the gradient norm {self.grad_norm:.5g}"
+        pairs = ("loss", self.loss, self.loss_limit), ("gradient norm", self.grad_norm, self.norm_limit)
+        above = [f"{name} {value:.5g} is above the limit {limit:.5g}" for name, value, limit in pairs if value > limit]
+        beside = [f"{name} is {value:.5g}" for name, value, limit in pairs if value <= limit]
+        return " and ".join(above + beside)
 
 
 class Guard:
-    def __init__(self, spec: GuardSpec, device: torch.device) -> None:
-        self.spec = spec
+    def __init__(self, spec: GuardSpec, device: torch.device, *, guessing: float = 0.0) -> None:
+        """`guessing` is the loss of a model that knows nothing, log(vocabulary)."""
+        self.spec, self._guessing = spec, guessing
         self._window = torch.zeros(2, spec.window, device=device)  # loss and gradient norm of the last steps
+        self._highest = torch.zeros(2, device=device)  # loss and gradient norm, of all steps that were not skipped
         self._places = torch.arange(spec.window, device=device)
         self._entered = torch.zeros((), dtype=torch.int64, device=device)
         self._streak = torch.zeros((), dtype=torch.int64, device=device)  # skipped in a row, up to now
@@ -50,26 +80,45 @@ class Guard:
         self.rewinds = 0
         self.passed: list[tuple[int, int]] = []  # (samples consumed before, samples passed over)
 
-    def judge(self, step: int, loss: Tensor, norm: Tensor, excused: Tensor) -> Tensor:
-        """1 where the step is to be skipped, else 0. `excused` says that somebody else deals with it, and it is not usual."""
+    def judge(self, step: int, loss: Tensor, norm: Tensor, excused: Tensor, samples: int) -> Tensor:
+        """1 where the step of so many samples is to be skipped, else 0. `excused` says that somebody else deals with it, and it is
+        not usual."""
         values = torch.stack([loss.float(), norm.float()])
-        mean = self._window.mean(1)
-        deviation = torch.maximum(self._window.std(1, correction=0), _FLOOR * mean.abs())
-        full = self._entered >= self.spec.window
-        limits = torch.where(full, mean + self.spec.sigma * deviation, torch.inf)
-        finite = values.isfinite().all()
-        bad = ~(finite & (values <= limits).all()) & ~excused
+        sigma = self.spec.sigma
+        limits = self._limits_by_extremes(values, samples) if sigma is None else self._limits_by_deviation(sigma)
+        limits = torch.where(self._entered >= self.spec.window, limits, torch.inf)
+        above, finite = values > limits, values.isfinite().all()
+        spike = above[1] if sigma is None else above.any()
+        bad = ~(finite & ~spike) & ~excused
 
-        place = self._entered % self.spec.window
-        enters = (self._places == place) & finite & ~excused
-        self._window = torch.where(enters, torch.minimum(values, limits)[:, None], self._window)
-        self._entered += finite & ~excused
+        usual = finite & ~excused & (~spike if sigma is None else True)
+        entering = values if sigma is None else torch.minimum(values, limits)
+        enters = (self._places == self._entered % self.spec.window) & usual
+        self._window = torch.where(enters, entering[:, None], self._window)
+        self._highest = torch.where(usual, torch.maximum(entering, self._highest), self._highest)
+        self._entered += usual
         self._streak = torch.where(bad, self._streak + 1, torch.where(excused, self._streak, 0))
         row = torch.cat([torch.full_like(values[:1], step), values, limits]).double()
         here = (self._skipped % _REMEMBERED == torch.arange(_REMEMBERED, device=row.device)) & bad
         self._remembered = torch.where(here[:, None], row, self._remembered)
         self._skipped += bad
         return bad.float()
+
+    def _limits_by_extremes(self, values: Tensor, samples: int) -> Tensor:
+        """The limits of loss and norm. Only the norm decides; its limit is lower where the loss is above its own."""
+        alone = ABSURD_NORM * self._highest[1]
+        if samples < FEWEST_SAMPLES:
+            limits = torch.stack([torch.full_like(alone, torch.inf), alone])
+        else:
+            loss = HIGH_LOSS * self._highest[0].clamp(min=self._guessing)
+            together = HIGH_NORM * self._window[1].amax()
+            limits = torch.stack([loss, torch.where(values[0] > loss, together, alone)])
+        # Steps without any gradient say nothing about what is usual.
+        return torch.where(limits > 0, limits, torch.inf)
+
+    def _limits_by_deviation(self, sigma: float) -> Tensor:
+        mean = self._window.mean(1)
+        return mean + sigma * torch.maximum(self._window.std(1, correction=0), _FLOOR * mean.abs())
 
     def report(self) -> tuple[list[Skipped], int]:
         """(steps skipped since the last report, the newest 64 at most; how many in a row up to now); waits for the device."""
@@ -84,9 +133,10 @@ class Guard:
         """Where in the stream the next sample is: past those that were passed over."""
         return consumed_samples + sum(count for at, count in self.passed if at <= consumed_samples)
 
-    def rewound(self, rewinds: int, passed: list[tuple[int, int]]) -> None:
+    def rewound(self, rewinds: int, passed: list[tuple[int, int]], skipped: int) -> None:
         """The run begins again from a checkpoint whose state was loaded: what is known by now, it did not know."""
-        self.rewinds, self.passed = rewinds, passed
+        self.rewinds, self.passed, self._told = rewinds, passed, skipped
+        self._skipped.fill_(skipped)
         self._streak.zero_()
 
     @property
@@ -102,6 +152,8 @@ class Guard:
             "guard/streak": float(self._streak),
             "guard/skipped": float(self._skipped),
             "guard/rewinds": float(self.rewinds),
+            "guard/highest/loss": float(self._highest[0]),
+            "guard/highest/norm": float(self._highest[1]),
         }
         for n, (at, count) in enumerate(self.passed):
             found |= {f"guard/passed/{n}/at": float(at), f"guard/passed/{n}/count": float(count)}
@@ -111,7 +163,7 @@ class Guard:
 
     def load(self, numbers: Mapping[str, float]) -> None:
         """A run that had no guard so far, or another window, starts afresh."""
-        for tensor in (self._window, self._entered, self._streak, self._skipped):
+        for tensor in (self._window, self._highest, self._entered, self._streak, self._skipped):
             tensor.zero_()
         if numbers.get("guard/window") == self.spec.window:
             self._entered.fill_(int(numbers["guard/entered"]))
@@ -120,6 +172,10 @@ class Guard:
             held = min(int(self._entered), self.spec.window)
             rows = [[numbers[f"guard/{kind}/{n}"] for n in range(held)] for kind in ("loss", "norm")]
             self._window[:, :held] = torch.tensor(rows)
+            # A checkpoint made before records were kept has only the window.
+            self._highest.copy_(self._window.amax(1))
+            for n, kind in enumerate(("loss", "norm")):
+                self._highest[n] = numbers.get(f"guard/highest/{kind}", float(self._highest[n]))
         self.rewinds = int(numbers.get("guard/rewinds", 0))
         self.passed = []
         while (at := numbers.get(f"guard/passed/{len(self.passed)}/at")) is not None:

@@ -7,6 +7,7 @@ was never disturbed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from torch import Tensor
@@ -39,7 +40,14 @@ from argosy.train.opening import Opening
 from argosy.train.optimizer import Optimizer
 from argosy.train.profile_steps import Profiling, Window
 from argosy.train.replicas import Replicas
-from argosy.train.rewind import Rewind, passing, require_finite, require_rewinds_left, watch_numbers
+from argosy.train.rewind import (
+    Rewind,
+    describe_skips,
+    passing,
+    require_finite,
+    require_rewinds_left,
+    watch_numbers,
+)
 from argosy.train.saving import Saving, first_interval
 from argosy.train.schedule import Schedule, make_schedule
 from argosy.train.schedule_change import schedule_notes
@@ -64,7 +72,10 @@ class Trainer:
         self.engine = make_engine(spec, self.model, mesh)
         scaled = choose_precision(spec.train.precision, self.device) == "fp16"
         names = parameter_names(spec) if mesh.size("pp") > 1 else None
-        self.optimizer = Optimizer(self.model, spec.optim, scaled=scaled, guard=spec.guard, names=names)
+        guessing = math.log(spec.model.vocab_size)
+        self.optimizer = Optimizer(
+            self.model, spec.optim, scaled=scaled, guard=spec.guard, guessing=guessing, names=names
+        )
         self.agreement, self.heartbeat = Agreement(mesh), heartbeat or Heartbeat(mesh.rank)
         self.saves, self.logs = self._timer(first_interval(spec.checkpoint)), self._timer(spec.log.every)
         self.evaluations = self._timer(spec.eval.every) if spec.eval is not None else None
@@ -138,6 +149,7 @@ class Trainer:
         finally:
             self.saving.close()
             console.close()
+        self._tell_skips(last, console)
         if last < self.steps:
             self._event("interrupted", last, signal=self.agreement.asked)
             console.note(f"stopped at step {last} of {self.steps}, saved; run the same command again to go on")
@@ -216,7 +228,7 @@ class Trainer:
                 saving = last or self.saving.due(step)
                 if last or saving or self.logs.due(step):  # the one place that waits for the device
                     self._log(step, done, lr, loader, console)
-                    saving = (not self._skipping(step) and saving) or last
+                    saving = (not self._skipping(step, console) and saving) or last
                 self.replicas.check(step, saving)
                 if self.agreement.asked is None and self._evaluation_due(step):
                     with telemetry.pause("evaluation"):
@@ -259,11 +271,16 @@ class Trainer:
             self._event("alert", step, alert="directory", text=text)
             console.note(f"ALERT at step {step}: {text}")
 
-    def _skipping(self, step: int) -> bool:
+    def _skipping(self, step: int, console: Console) -> bool:
         """Whether this step was left out for its numbers, which is put on the record: nothing is saved in such a streak, so that
         the newest checkpoint is from before it."""
         guard = self.optimizer.guard
-        return guard is not None and watch_numbers(guard, step, self.batches, self._event) > 0
+        return guard is not None and watch_numbers(guard, step, self.batches, self._event, console.note) > 0
+
+    def _tell_skips(self, step: int, console: Console) -> None:
+        guard = self.optimizer.guard
+        if guard is not None and (text := describe_skips(guard, step)) is not None:
+            console.note(text)
 
     def _rewind(self, rewind: Rewind, console: Console) -> int:
         """Back to the newest checkpoint. Returns its step."""
@@ -271,12 +288,12 @@ class Trainer:
         if guard is None:
             raise rewind
         require_rewinds_left(guard, rewind, self.spec)
-        rewinds, passed = guard.rewinds + 1, passing(guard, rewind, self.batches)
+        rewinds, passed, skipped = guard.rewinds + 1, passing(guard, rewind, self.batches), guard.skipped
         notes: list[str] = []
         self.heartbeat.enter("load")
         self.optimizer.reset()
         first = self._restore(notes)
-        guard.rewound(rewinds, passed)
+        guard.rewound(rewinds, passed, skipped)
         self.heartbeat.begin(first)
         self._event("rewind", rewind.step, to=first, reason=rewind.reason, ranks=rewind.ranks, passed=passed)
         for note in (f"step {rewind.step} ({rewind.reason}): rewound to step {first}", *notes):

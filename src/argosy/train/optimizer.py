@@ -34,10 +34,11 @@ class Optimizer:
         *,
         scaled: bool | None = None,
         guard: GuardSpec | None = None,
+        guessing: float = 0.0,
         names: Collection[str] | None = None,
     ) -> None:
         """`scaled`: whether the loss is to be scaled; unless given, where the parameters are fp16. `guard`: which steps are
-        skipped for their numbers. `names`: of all parameters, where `model` is only a part."""
+        skipped for their numbers, given the loss of `guessing`. `names`: of all parameters, where `model` is only a part."""
         require_matches(spec, names or [name for name, _ in model.named_parameters()])
         self._slots, self._groups = _group(model, spec)
         # A model may keep state that it changes itself. It is saved and loaded with the weights.
@@ -49,7 +50,7 @@ class Optimizer:
         self.skip = torch.zeros_like(self._updates)  # 1 where the last step was skipped
         scaled = first.dtype == torch.float16 if scaled is None else scaled
         self._scaler = LossScaler(first.device) if scaled else None
-        self.guard = None if guard is None else Guard(guard, first.device)
+        self.guard = None if guard is None else Guard(guard, first.device, guessing=guessing)
 
     def loss_scale(self, tokens: int) -> Tensor | float:
         """What a summed loss over about `tokens` tokens is to be multiplied with; the same is to be given to `step`."""
@@ -62,11 +63,13 @@ class Optimizer:
         lr: float,
         loss_scale: Tensor | float = 1.0,
         loss_sum: Tensor | None = None,
+        samples: int = 1,
         step: int = 0,
         norm: Norm | None = None,
     ) -> Tensor:
-        """Divide the summed gradients by `tokens` and by their scale, clip, update, clear. A guard reads `loss_sum` and the
-        norm. Returns the norm before clipping; `norm` is how that of all gradients is found where this rank has only some."""
+        """Divide the summed gradients by `tokens` and by their scale, clip, update, clear. A guard reads the norm, and
+        `loss_sum`, over `samples` samples. Returns the norm before clipping; `norm` is how that of all gradients is found
+        where this rank has only some."""
         parameters = {name: slot.parameter for name, slot in self._slots.items()}
         divisor = loss_scale * tokens
         gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
@@ -81,7 +84,7 @@ class Optimizer:
             excused = torch.zeros_like(grad_norm, dtype=torch.bool)
             if self._scaler is not None:  # a lower scale may yet do
                 excused = (skip > 0) & (self._scaler.scale >= MINIMUM)
-            skip = torch.maximum(skip, self.guard.judge(step, loss_sum / tokens, grad_norm, excused))
+            skip = torch.maximum(skip, self.guard.judge(step, loss_sum / tokens, grad_norm, excused, samples))
         self._steps, self.skip = self._steps + 1, skip
         self._updates += 1 - skip
         for group in self._groups:

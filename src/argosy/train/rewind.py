@@ -29,8 +29,10 @@ class Rewind(Exception):
     ranks: tuple[int, ...] = ()
 
 
-def watch_numbers(guard: Guard, step: int, batches: Batches, event: Callable[..., None]) -> int:
-    """Put skipped steps on the record; rewind where there are too many in a row. Returns how many there are."""
+def watch_numbers(
+    guard: Guard, step: int, batches: Batches, event: Callable[..., None], tell: Callable[[str], None]
+) -> int:
+    """Put skipped steps on the record and the console; rewind where there are too many in a row. Returns how many there are."""
     skipped, streak = guard.report()
     for one in skipped:
         first = guard.position(batches.samples(one.step - 1))
@@ -41,11 +43,28 @@ def watch_numbers(guard: Guard, step: int, batches: Batches, event: Callable[...
             "loss_limit": one.loss_limit,
             "norm_limit": one.norm_limit,
         }
-        event("skip", one.step, reason=one.reason, samples=samples, **{k: _told(v) for k, v in facts.items()})
+        text = f"skipped, weights unchanged: {one.cause}"
+        told = {key: _told(value) for key, value in facts.items()}
+        event("skip", one.step, text=text, reason=one.reason, samples=samples, **told)
+        tell(
+            f"warning: step {one.step} {text}. Look at samples {samples[0]} to {samples[1]}; "
+            f"{guard.spec.skips} skipped steps in a row rewind the run, guard=off applies every step"
+        )
     if streak >= guard.spec.skips:
         reason = skipped[-1].reason if skipped else "spike"
         raise Rewind(step, reason, first_bad=step - streak + 1)
     return streak
+
+
+def describe_skips(guard: Guard, steps: int) -> str | None:
+    """The guard's part in a run, for its last lines; nothing where it had none."""
+    if not guard.skipped and not guard.rewinds:
+        return None
+    rewinds = f", and rewound the run {guard.rewinds} times" if guard.rewinds else ""
+    return (
+        f"the guard skipped {guard.skipped} of {steps} steps{rewinds}; "
+        "events.jsonl has their losses, gradient norms, limits and samples"
+    )
 
 
 def passing(guard: Guard, rewind: Rewind, batches: Batches) -> list[tuple[int, int]]:
@@ -74,7 +93,7 @@ def require_rewinds_left(guard: Guard, rewind: Rewind, spec: RunSpec) -> None:
         f"{guard.skipped} steps in all; events.jsonl has their losses and samples",
         key="optim.lr",
         value=spec.optim.lr,
-        fix="lower optim.lr or lengthen optim.warmup; if only the data has changed, guard.sigma or guard: off let it pass"
+        fix="lower optim.lr or lengthen optim.warmup; if only the data has changed, guard: off lets it pass"
         + ("; or train.precision=bf16, whose range is wider" if spec.train.precision == "fp16" else ""),
     )
 

@@ -36,7 +36,13 @@ def take_step(
     result = engine.forward_backward(batch, step, loss_scale)
     enter("optimizer")
     grad_norm = optimizer.step(
-        tokens=result.tokens, lr=lr, loss_scale=loss_scale, loss_sum=result.loss_sum, step=step, norm=engine.norm
+        tokens=result.tokens,
+        lr=lr,
+        loss_scale=loss_scale,
+        loss_sum=result.loss_sum,
+        samples=len(batch.tokens) * engine.data_ranks,
+        step=step,
+        norm=engine.norm,
     )
     if result.expert_load is not None:
         balance_experts(engine.model, torch.where(optimizer.skip > 0, 0, result.expert_load))  # no load moves nothing

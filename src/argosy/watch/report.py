@@ -23,7 +23,7 @@ _CHARTS = (
     ("Learning rate", ("lr",)), ("Step time, s", ("time/forward_backward", "time/optimizer", "time/communication", "time/data")),
     ("Memory, GiB", ("memory_gib",)),
 )  # fmt: skip
-_INCIDENTS = TROUBLE | {"restart", "resume", "rewind", "skip", "interrupted", "sink-down"}
+_INCIDENTS = TROUBLE | {"restart", "resume", "interrupted", "sink-down"}
 _STYLE = """
 :root{color-scheme:light dark;--ink:#1d2125;--soft:#5c656e;--line:#dfe2e6;--paper:#fff;--c0:#1f5fbf;--c1:#c2410c;--c2:#0f766e;--c3:#7c3aed}
 @media (prefers-color-scheme:dark){:root{--ink:#e6e8ea;--soft:#9aa4ad;--line:#30363c;--paper:#14171a;--c0:#79aaff;--c1:#ff9a6b;--c2:#4fd1c5;--c3:#b79bff}}
@@ -114,6 +114,7 @@ def _facts(run: Run) -> list[tuple[object, ...]]:
     )
     if best is not None:
         rows.append(("best validation loss", _number(best)))
+    rows.append(("steps skipped by the guard", sum(event["event"] == "skip" for event in run.events())))
     again = sum(event["event"] in ("resume", "rewind") for event in run.events())
     rows.append(("times it went on from a checkpoint", again))
     rows.append(("checkpoints", ", ".join(c["name"] for c in run.checkpoints()[:6]) or "none"))

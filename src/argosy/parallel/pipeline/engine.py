@@ -27,8 +27,8 @@ from argosy.parallel.pipeline.order import Action, forward_order, training_order
 from argosy.parallel.pipeline.runtime import Key, Pass, Runtime
 from argosy.parallel.pipeline.shared import SharedWeights
 from argosy.parallel.pipeline.stages import Stages, part_of
-from argosy.parallel.shards import norm_of
-from argosy.parallel.single import Result, Sums
+from argosy.parallel.shards import square_sum_of
+from argosy.parallel.single import Result, Sums, zero_sum
 from argosy.parallel.team import all_gather_json
 
 _Micro = tuple[Batch, int]  # a micro-batch: where it is, and its first sample there
@@ -100,9 +100,9 @@ class PipelineParallel(DataParallel):
 
     def norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
         own = [gradient for name, gradient in gradients.items() if name not in self._shared.copies]
-        square = norm_of(own).square()
+        square = square_sum_of(own)
         self.mesh.sum_(square, "pp")
-        return square.sqrt()
+        return square.sqrt().float()
 
     def _run(self, forward: Pass, micros: Sequence[_Micro], *, training: bool) -> dict[Key, Loss | Stream]:
         actions = self._actions(len(micros), training)
@@ -129,7 +129,7 @@ class PipelineParallel(DataParallel):
 
     def _joined(self, reports: Sequence[Loss | Stream], *, training: bool) -> Result:
         """What this rank's stages report of all micro-batches, with a zero for what only other ranks report."""
-        total, metrics = torch.zeros((), device=self.device), Sums()
+        total, metrics = zero_sum(self.device), Sums()
         load: Tensor | None = None
         for report in reports:
             metrics.add(report.metrics)
@@ -142,7 +142,7 @@ class PipelineParallel(DataParallel):
         names, shape = self._reported[training]
         if load is None and shape is not None:
             load = torch.zeros(shape, dtype=torch.int64, device=self.device)
-        zero = torch.zeros((), device=self.device)
+        zero = zero_sum(self.device)
         return Result(total, self._totals.tokens, {name: metrics.get(name, zero) for name in names}, load)
 
     def _agree(self, metrics: Sums, load: Tensor | None) -> tuple[list[str], tuple[int, ...] | None]:

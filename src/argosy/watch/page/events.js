@@ -1,7 +1,7 @@
 // Events as a table, newest first: what happened in words, then whatever else the event carries.
 import { el, short, table, when } from "./dom.js";
 
-const BAD = { alert: "warn", "sink-down": "warn", skip: "warn", "save-failed": "bad", stall: "bad", "rank-died": "bad", "non-finite": "bad", failed: "bad", "gave-up": "bad" };
+const BAD = { alert: "warn", "sink-down": "warn", skip: "warn", rewind: "warn", "save-failed": "bad", stall: "bad", "rank-died": "bad", "non-finite": "bad", failed: "bad", "gave-up": "bad" };
 const SAID = ["text", "cause", "reason", "path"], LONG = ["stack", "error"], KNOWN = new Set(["event", "step", "time", "alert", ...SAID, ...LONG]);
 
 export function eventTable(list) {

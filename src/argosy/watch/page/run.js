@@ -70,6 +70,7 @@ export function runPage(main, names) {
       tile(percent(last.goodput), "goodput"), tile(last.cost === undefined ? "n/a" : "$" + last.cost.toFixed(2), "cost so far"),
       tile(state === "running" ? clock(last.eta_s) : "n/a", "ETA"),
     ];
+    if (last.skipped) all.push(tile(el("span", { class: "warn" }, count(last.skipped)), "steps skipped"));
     if (last.slowest_rank !== undefined) all.push(tile(`${last.slowest_rank} (+${percent(last.rank_spread)})`, "slowest rank"));
     tiles.replaceChildren(...(names.length > 1 ? [] : all));
   }
