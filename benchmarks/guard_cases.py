@@ -249,22 +249,22 @@ def _flip_weight(step: Any, engine: Any, optimizer: Any, batch: Any, vocabulary:
     return step(engine, optimizer, batch)
 
 
-_EIGHT = _batch(8, 32)
+_SIXTEEN = _batch(16, 32)
 FAULTS: dict[str, Fault] = {
     "nan-llama": Fault([], _on_gradients(_nan)),
     "nan-moe": Fault(_MOE, _on_gradients(_nan)),
     "scaled-65536-llama": Fault([], _on_gradients(partial(_scale, 65536.0))),
     "scaled-65536-gpt-batch-1": Fault([*_GPT, *_batch(1)], _on_gradients(partial(_scale, 65536.0))),
-    "scaled-65536-t5": Fault([*_T5, *_EIGHT], _on_gradients(partial(_scale, 65536.0))),
+    "scaled-65536-t5": Fault([*_T5, *_SIXTEEN], _on_gradients(partial(_scale, 65536.0))),
     "flipped-gradient-llama": Fault([], _on_gradients(partial(_flip_gradient, 30))),
     "flipped-gradient-gpt": Fault(_GPT, _on_gradients(partial(_flip_gradient, 30))),
     "flipped-weight": Fault([], _flip_weight, lasts=8, rewinds=1),
     "flipped-weight-gpt": Fault(_GPT, _flip_weight, lasts=8, rewinds=1),
-    "corrupted-batch-llama": Fault(_EIGHT, _noise_tokens),
-    "corrupted-batch-gpt": Fault([*_GPT, *_EIGHT], _noise_tokens),
-    "corrupted-batch-moe": Fault([*_MOE, *_EIGHT], _noise_tokens),
-    "corrupted-batch-no-clip": Fault([*_EIGHT, "optim.clip=null"], _noise_tokens),
-    "label-noise-burst-llama": Fault(_EIGHT, _noise_labels, lasts=4),
+    "corrupted-batch-llama": Fault(_SIXTEEN, _noise_tokens),
+    "corrupted-batch-gpt": Fault([*_GPT, *_SIXTEEN], _noise_tokens),
+    "corrupted-batch-moe": Fault([*_MOE, *_SIXTEEN], _noise_tokens),
+    "corrupted-batch-no-clip": Fault([*_SIXTEEN, "optim.clip=null"], _noise_tokens),
+    "label-noise-burst-llama": Fault(_SIXTEEN, _noise_labels, lasts=4),
     "label-noise-burst-bert": Fault([*_BERT, *_batch(32, 32)], _noise_labels, lasts=4),
     "label-noise-burst-t5": Fault([*_T5, *_batch(16, 32)], _noise_labels, lasts=4),
 }  # fmt: skip

@@ -34,16 +34,28 @@ if tuple(int(part) for part in torch.__version__.split(".")[:2]) < OLDEST_TORCH:
 torch.ones(1).log()
 
 
-# Elements whose squares are added at a time on a CPU, where the 64-bit copy of a whole embedding would take twice its memory.
-_SQUARED_TOGETHER = 1 << 20
+# Elements of a CPU tensor whose squares are added in 32 bits. One sum over all of them is 0.7% off for 38 M elements; blocks are as fast.
+_BLOCK = 256
 
 
 def square_sum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum of the squares of all elements, in 64 bits whatever the tensors are, and without a host sync."""
-    if not tensors[0].is_cuda:
-        tensors = [part for tensor in tensors for part in tensor.reshape(-1).split(_SQUARED_TOGETHER)]
-    norms = torch._foreach_norm(list(tensors), 2, dtype=torch.float64)
-    return torch.stack(norms).square().sum()
+    """The sum of the squares of all elements of tensors on one device, in 64 bits, without a host sync.
+
+    Squares are added in 32 bits inside blocks and in 64 bits from there on. On a GPU the blocks are those of torch's kernel, one of
+    65,536 elements for each thread block; on a CPU torch has none."""
+    if tensors[0].is_cuda:
+        norms = torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float32))
+    else:
+        norms = torch.cat([norm for tensor in tensors for norm in _block_norms(tensor.reshape(-1))])
+    return norms.double().square().sum()
+
+
+def _block_norms(flat: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The norm of each whole block, and that of the rest."""
+    count = len(flat) // _BLOCK
+    blocks, rest = flat[: count * _BLOCK].view(count, _BLOCK), flat[count * _BLOCK :]
+    yield torch.linalg.vector_norm(blocks, dim=1, dtype=torch.float32)
+    yield torch.linalg.vector_norm(rest, dtype=torch.float32).reshape(1)
 
 
 def flattened(mesh: DeviceMesh) -> DeviceMesh:
