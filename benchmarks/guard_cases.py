@@ -166,8 +166,9 @@ class Fault:
 
     keys: list[str]
     hurt: Callable[..., Any]
-    lasts: int = 1  # steps that have to be skipped
+    lasts: int = 1  # steps with the fault, or that it spoils
     rewinds: int = 0
+    skipped: bool = True  # or only told, by an alert
 
     def plant(self, first: int, vocabulary: int) -> None:
         """Put the fault around the trainer's steps, once: after a rewind the same steps are healthy."""
@@ -229,11 +230,11 @@ def _scale(factor: float, gradients: list[Any]) -> None:
 
 
 def _flip(bit: int, tensor: Any) -> None:
-    """One bit of the largest 32-bit number."""
+    """One bit of the largest 32-bit number below 1: its exponent begins with a 0."""
     import torch
 
     flat = tensor.detach().view(-1)
-    at = flat.abs().argmax()
+    at = torch.where(flat.abs() < 1, flat.abs(), 0).argmax()
     flat[at : at + 1].view(torch.int32).bitwise_xor_(1 << bit)
 
 
@@ -266,5 +267,5 @@ FAULTS: dict[str, Fault] = {
     "corrupted-batch-no-clip": Fault([*_SIXTEEN, "optim.clip=null"], _noise_tokens),
     "label-noise-burst-llama": Fault(_SIXTEEN, _noise_labels, lasts=4),
     "label-noise-burst-bert": Fault([*_BERT, *_batch(32, 32)], _noise_labels, lasts=4),
-    "label-noise-burst-t5": Fault([*_T5, *_batch(16, 32)], _noise_labels, lasts=4),
+    "label-noise-burst-t5": Fault([*_T5, *_batch(16, 32)], _noise_labels, lasts=4, skipped=False),
 }  # fmt: skip

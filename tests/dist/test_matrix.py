@@ -8,6 +8,7 @@ from functools import cache
 import numpy as np
 import pytest
 
+from dist.norms import spread_norm
 from dist.pool import Pool
 from dist.training import DECODERS, ENCODERS, Trace, spec_of, train_broken, train_compiled, train_steps
 
@@ -136,6 +137,12 @@ def require_equal(model: str, layout: str, traces: list[Trace]) -> None:
         for name, weight in trace.weights.items():
             np.testing.assert_allclose(weight, expected.weights[name], rtol=1e-4, atol=1e-4, err_msg=name)
     assert {name for trace in traces for name in trace.weights} == expected.weights.keys()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_norm_of_what_is_spread_is_that_of_64_bit_sums_over_the_whole(pool: Pool, ranks: int) -> None:
+    for found, expected in pool.run(ranks, spread_norm, ranks):
+        assert found == pytest.approx(expected, rel=1e-7)
 
 
 @pytest.mark.parametrize(("model", "layout"), CASES)

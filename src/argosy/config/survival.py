@@ -33,7 +33,8 @@ class GuardSpec(Section):
     window: Positive = Field(128, description="steps whose loss and gradient norm say what is usual")
     sigma: PositiveNumber | None = Field(
         None,
-        description="skip also what is so many standard deviations above the mean of the window, which heavy-tailed healthy runs are too; null: only what no healthy run has",
+        description="skip also what is so many standard deviations above the mean of the window, as 6, though healthy steps are too; "
+        "null: only what no healthy run shows",
     )
     skips: Positive = Field(8, description="steps in a row to skip, before the run is rewound past their samples")
     rewinds: Whole = Field(2, description="times to rewind, before the run stops")
