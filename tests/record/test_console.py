@@ -25,6 +25,12 @@ def test_utilisation_names_its_peak() -> None:
     assert "MFU 41.2% of H200 989" in describe(RECORD | {"mfu": 0.412, "peak": "H200 989"})
 
 
+def test_skipped_steps_are_counted_with_and_without_a_loss_scale() -> None:
+    assert "skipped" not in describe(RECORD)
+    assert "| 2 skipped |" in describe(RECORD | {"skipped": 2})
+    assert "loss scale 1024, 2 skipped" in describe(RECORD | {"skipped": 2, "loss_scale": 1024.0})
+
+
 @pytest.mark.parametrize(
     ("number", "text"), [(5, "5"), (1234, "1.23K"), (2.5e6, "2.5M"), (3e9, "3B"), (1.2e12, "1.2T")]
 )

@@ -212,6 +212,21 @@ def test_a_report_is_one_file_that_loads_and_runs_nothing(tmp_path: Path, argosy
     assert sum(tag == "svg" for tag, _ in tags.found) >= 5
 
 
+def test_a_skipped_step_is_told_with_its_numbers_wherever_a_run_is_shown(tmp_path: Path) -> None:
+    run = some_run(tmp_path)
+    text = "skipped, weights unchanged: gradient norm 3001 is above the limit 3000 and loss is 5"
+    with JsonlWriter(run.dir.events) as events:
+        events.write({"event": "skip", "step": 310, "time": 3.0, "text": text, "reason": "spike", "samples": [1, 8]})
+    run = Run("sea", run.root)
+    run.series.update()
+    assert text in page(run)
+    assert "<td>steps skipped by the guard</td><td>1</td>" in page(run)
+    assert (run.summary()["skips"], run.summary()["alerts"]) == (1, 2)
+    console = Console(width=200, height=60, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(screen(run, 200, 60))
+    assert f"step 310 skip {text}" in console.export_text()
+
+
 def test_names_in_a_report_are_text(tmp_path: Path) -> None:
     evil = "<script>alert(1)"
     run = tmp_path / evil

@@ -114,7 +114,7 @@ def _facts(run: Run) -> list[tuple[object, ...]]:
     )
     if best is not None:
         rows.append(("best validation loss", _number(best)))
-    rows.append(("steps skipped by the guard", sum(event["event"] == "skip" for event in run.events())))
+    rows.append(("steps skipped by the guard", run.skips()))
     again = sum(event["event"] in ("resume", "rewind") for event in run.events())
     rows.append(("times it went on from a checkpoint", again))
     rows.append(("checkpoints", ", ".join(c["name"] for c in run.checkpoints()[:6]) or "none"))

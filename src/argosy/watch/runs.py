@@ -150,7 +150,7 @@ class Run:
     def summary(self) -> dict[str, Any]:
         """For a list of runs."""
         last = self.series.last
-        keys = ("step", "steps", "loss", "tokens", "tokens_per_s", "mfu", "peak", "goodput", "cost", "eta_s", "time", "memory_gib", "step_s", "grad_norm", "lr", "tflops", "tokens_per_s_gpu", "spent", "data_wait", "rank_spread", "slowest_rank", "skipped")  # fmt: skip
+        keys = ("step", "steps", "loss", "tokens", "tokens_per_s", "mfu", "peak", "goodput", "cost", "eta_s", "time", "memory_gib", "step_s", "grad_norm", "lr", "tflops", "tokens_per_s_gpu", "spent", "data_wait", "rank_spread", "slowest_rank")  # fmt: skip
         return {
             "name": self.name,
             "state": self.state(),
@@ -159,7 +159,12 @@ class Run:
             "reading": self._reading(),
             "last": {key: last[key] for key in keys if key in last},
             "alerts": sum(event.get("event") in TROUBLE for event in self.events()),
+            "skips": self.skips(),
         }
+
+    def skips(self) -> int:
+        """Steps the guard skipped, those that were taken again after a rewind included."""
+        return sum(event.get("event") == "skip" for event in self.events())
 
     def _has_logged(self) -> bool:
         try:

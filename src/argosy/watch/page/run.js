@@ -62,7 +62,7 @@ export function runPage(main, names) {
   function tile(value, label) { return el("div", { class: "tile" }, el("b", {}, value), el("span", {}, label)); }
 
   function drawTiles(runs) {
-    const { last, state, reading } = runs[0];
+    const { last, state, reading, skips } = runs[0];
     const all = [
       tile(el("span", { class: "state " + state }, state), reading ? `reading, ${percent(reading)}` : last.time ? when(last.time) + " UTC" : "no log yet"),
       tile(last.step === undefined ? "n/a" : `${count(last.step)} / ${count(last.steps)}`, "step"), tile(figure(last.loss), "loss"),
@@ -70,7 +70,7 @@ export function runPage(main, names) {
       tile(percent(last.goodput), "goodput"), tile(last.cost === undefined ? "n/a" : "$" + last.cost.toFixed(2), "cost so far"),
       tile(state === "running" ? clock(last.eta_s) : "n/a", "ETA"),
     ];
-    if (last.skipped) all.push(tile(el("span", { class: "warn" }, count(last.skipped)), "steps skipped"));
+    if (skips) all.push(tile(el("span", { class: "warn" }, count(skips)), "skipped by the guard"));
     if (last.slowest_rank !== undefined) all.push(tile(`${last.slowest_rank} (+${percent(last.rank_spread)})`, "slowest rank"));
     tiles.replaceChildren(...(names.length > 1 ? [] : all));
   }
