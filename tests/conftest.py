@@ -21,6 +21,9 @@ from programs import not_available
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Two threads that wait for each other on busy cores make a step of a tiny model take up to five times as long. Processes that tests
+# start inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 if not Path("/proc/driver/nvidia").exists():
     os.environ["TRITON_INTERPRET"] = "1"  # without a GPU kernels are interpreted; Triton reads this when it is imported
 

@@ -29,6 +29,7 @@ class Schedule:
     first: float | None  # rate of the first step; None: what one step of the warm-up gives
     phases: LrPhases
     batches: Batches
+    steps: int  # length of the run
 
     def lr(self, step: int) -> float:
         """The learning rate of the optimiser step after `step` steps."""
@@ -62,4 +63,4 @@ def make_schedule(spec: RunSpec, *, steps: int, epoch_samples: int) -> Schedule:
     if phases is None:
         raise AssertionError("checked when the spec was resolved: no phase is a time")
     shape = optim.decay_shape or "linear" if optim.schedule == "wsd" else optim.schedule
-    return Schedule(optim.schedule, shape, optim.lr, optim.min_lr, optim.warmup_init, phases, spec.train.batches)
+    return Schedule(optim.schedule, shape, optim.lr, optim.min_lr, optim.warmup_init, phases, spec.train.batches, steps)
