@@ -8,7 +8,7 @@ import platform
 import random
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, settings
 
+from forking import ForkServer
 from programs import not_available
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -109,13 +110,26 @@ def write_spec(tmp_path: Path, corpus: Path) -> Callable[..., Path]:
     return write
 
 
-@pytest.fixture
-def argosy(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run the command in a process of its own, as a user would, from an empty directory."""
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[ForkServer]:
+    server = ForkServer()
+    yield server
+    server.close()
 
-    def run(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "argosy", *(str(a) for a in arguments)]
-        options = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 500} | options
-        return subprocess.run(command, check=False, **options)
+
+@pytest.fixture
+def argosy(tmp_path: Path, fork_server: ForkServer) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run the command as a user would, in an empty directory; with options of `subprocess.run` in an interpreter of its own."""
+
+    def run(
+        *arguments: object, cwd: Path = tmp_path, timeout: float = 120, **options: Any
+    ) -> subprocess.CompletedProcess[str]:
+        words = [str(a) for a in arguments]
+        if not options:
+            return fork_server.run(words, cwd, timeout)
+        options = {"capture_output": True, "text": True} | options
+        return subprocess.run(
+            [sys.executable, "-m", "argosy", *words], check=False, cwd=cwd, timeout=timeout, **options
+        )
 
     return run

@@ -54,8 +54,9 @@ class Pool:
             return False, "the process ended"
 
     def _grow(self, ranks: int) -> None:
-        """A process is started when a case first needs it."""
-        context = multiprocessing.get_context("spawn")
+        """A process is started when a case first needs it: forked from one that has imported torch and computed nothing."""
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["argosy.train.run", "torch.distributed.tensor", "torch.distributed.fsdp"])
         while len(self._processes) < ranks:
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs,), daemon=True)

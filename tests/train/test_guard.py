@@ -194,9 +194,9 @@ def poison(monkeypatch: pytest.MonkeyPatch, *batches: int) -> None:
     current: list[Any] = []
     fit = loop.Trainer.fit
 
-    def remembered(self: Any, *arguments: Any) -> int:
+    def remembered(self: Any, *arguments: Any, **options: Any) -> int:
         current.append(self)
-        return fit(self, *arguments)
+        return fit(self, *arguments, **options)
 
     monkeypatch.setattr(loop.Trainer, "fit", remembered)
     monkeypatch.setattr(loop, "take_step", poisoned)

@@ -289,7 +289,8 @@ def _untrained(path: Path) -> str:
     spec = resolve(path).spec
     device = prepare_device(spec.train)
     tokenizer = open_data(spec).tokenizer
-    assert tokenizer is not None
+    if tokenizer is None:
+        raise AssertionError("the demo prepared its corpus with a tokenizer")
     engine, _ = start(spec, device)
     ids = [int(i) for i in tokenizer.encode([OPENING])[0]]
     written = generate(

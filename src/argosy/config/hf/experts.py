@@ -18,7 +18,8 @@ BALANCE_RULE = "router_aux_loss_coef x top_k / layers with experts"
 _FLAG = (
     "transformers adds its balance loss only where it also returns the routers' logits; Argosy whenever it has a weight"
 )
-_DIGITS = 12  # of a weight, so that what was divided and multiplied again is what it was
+# Significant digits of our weight and of theirs. Theirs has more, so that a weight that was divided and multiplied again is what it was.
+_DIGITS, _THEIR_DIGITS = 12, 15
 
 
 def read_balance(keys: Keys, moe: Tree, layers: int) -> float:
@@ -34,7 +35,7 @@ def read_balance(keys: Keys, moe: Tree, layers: int) -> float:
 
 def write_balance(spec: ModelSpec, moe: MoESpec) -> float:
     """Return their weight of the balance loss, the inverse of `read_balance`."""
-    return float(f"{moe.balance_loss * (spec.layers - moe.dense_layers) / moe.top_k:.{_DIGITS}g}")
+    return float(f"{moe.balance_loss * (spec.layers - moe.dense_layers) / moe.top_k:.{_THEIR_DIGITS}g}")
 
 
 def read_mixtral(keys: Keys) -> Tree:
