@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
-from argosy import compat
+from argosy.compat import messages
 from argosy.parallel.team import all_gather_json
 
 ROOT = Path(__file__).parents[1]
@@ -82,7 +82,7 @@ def test_ranks_exchange_json_and_torchs_object_collectives_are_shut(capsys: pyte
     said = {"metrics": ["loss", "ä"], "load": [2, 4], "none": None}
     assert all_gather_json(said) == [said]
     found: list[Any] = [None]
-    compat.refuse_pickled_messages()
+    messages.refuse_pickled_messages()
     for objects in (lambda: dist.all_gather_object(found, Bomb()), lambda: dist.broadcast_object_list([Bomb()], 0)):
         with pytest.raises(RuntimeError, match="never pickles"):
             objects()
@@ -114,7 +114,7 @@ def test_the_state_of_a_rendezvous_is_json_and_a_planted_pickle_is_not_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(dynamic_rendezvous, "pickle", pickle)
-    compat.use_json_rendezvous()
+    messages.use_json_rendezvous()
     backend = Backend()
     one, node = holder(backend), dynamic_rendezvous._NodeDesc("host-ä", 12, 0)
     state, now = one.state, datetime.datetime.now(datetime.UTC)

@@ -97,7 +97,8 @@ def _run_agent(nproc: int, nodes: Nodes, arguments: Sequence[str], supervisor: S
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.rendezvous import registry
 
-    from argosy.compat import elastic_agent, use_json_rendezvous
+    from argosy.compat import elastic_agent
+    from argosy.compat.messages import use_json_rendezvous
 
     use_json_rendezvous()
     rendezvous = registry.get_rendezvous_handler(_meeting(nodes, supervisor.spec))

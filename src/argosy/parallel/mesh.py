@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from argosy.compat import divided, flattened, refuse_pickled_messages
+from argosy.compat import divided, flattened
+from argosy.compat.messages import refuse_pickled_messages
 from argosy.config.layout import AXES, check_world
 from argosy.config.schema import ParallelSpec
 from argosy.errors import EXIT_REFUSED, ArgosyError

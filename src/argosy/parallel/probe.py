@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from argosy.compat import refuse_pickled_messages
+from argosy.compat.messages import refuse_pickled_messages
 from argosy.parallel.ranks import World
 from argosy.parallel.team import all_gather_json
 
