@@ -15,7 +15,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -27,7 +26,7 @@ from argosy.data.prepare.job import prepare
 from argosy.data.prepare.report import describe
 from argosy.data.prepare.work import PrepareOptions
 from argosy.data.text.tokenizer import load_tokenizer, train_bpe
-from argosy.demo.sizes import FEWEST_STEPS, SIZES, Size, choose_size, steps_within
+from argosy.demo.sizes import FEWEST_STEPS, Size, choose_size, steps_within
 from argosy.demo.stories import OPENING, stories
 from argosy.record.console import clock
 from argosy.record.jsonl import read_metrics
@@ -80,7 +79,7 @@ class Pace:
 
     seconds: float
     start_s: float = 0.0  # of a training process, before its first step
-    one_thread: bool = False  # cores are busy with other work, and threads would wait for each other
+    one_thread: bool = False  # more threads would mostly wait for each other: a small model, or busy cores
     began: float = field(default_factory=time.monotonic)
 
     @property
@@ -153,6 +152,8 @@ def _write_spec(path: Path, runs: Path, corpus: Path, pace: Pace) -> int:
         path.write_text(text, encoding="utf-8")
 
     started = time.monotonic()
+    import torch
+
     from argosy.train.bench import seconds_per_step
 
     # Most of a process's start is this import; there are two of them, and each also opens data and model.
@@ -162,29 +163,20 @@ def _write_spec(path: Path, runs: Path, corpus: Path, pace: Pace) -> int:
         write(size, 1000)
         return seconds_per_step(resolve(path).spec, steps=3)
 
-    pace.one_thread = _one_thread_is_faster(lambda: measure(SIZES[0]))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     size, step_s = choose_size(pace.left - 2 * pace.start_s, measure)
+    if threads > 1:
+        torch.set_num_threads(threads)
+        together_s = measure(size)
+        pace.one_thread = 1.33 * together_s > step_s
+        step_s = step_s if pace.one_thread else together_s
+        torch.set_num_threads(1 if pace.one_thread else threads)
     steps = steps_within(pace.left - 2 * pace.start_s - TAIL_STEPS * step_s, 1.1 * step_s)
     write(size, steps)
     print(f"{path}: {steps} steps of {step_s:.3f} s on this machine\n")
     print(path.read_text(encoding="utf-8"))
     return steps
-
-
-def _one_thread_is_faster(seconds_per_step: Callable[[], float]) -> bool:
-    """Whether a small step takes less than half the time with one thread, as on cores that other programs use too. Leaves torch
-    with the threads that are faster."""
-    import torch
-
-    threads = torch.get_num_threads()
-    if threads == 1:
-        return False
-    several = seconds_per_step()
-    torch.set_num_threads(1)
-    if seconds_per_step() < 0.5 * several:
-        return True
-    torch.set_num_threads(threads)
-    return False
 
 
 def _start_training(path: Path, pace: Pace, *overrides: str) -> subprocess.Popen[bytes]:
