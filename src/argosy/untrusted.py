@@ -93,7 +93,7 @@ def _is_blob(real: Path, root: Path) -> bool:
     if real.parent.name != "blobs" or _BLOB.fullmatch(real.name) is None:
         return False
     repository = real.parent.parent
-    if root.parent == repository / "snapshots":
+    if repository / "snapshots" in root.parents:
         return True
     return repository.name.startswith("models--") and repository.parent == _hub_cache().resolve()
 

@@ -49,8 +49,13 @@ def lr_phases(spec: RunSpec, *, steps: int, epoch_samples: int | None = None) ->
     last = max(0, steps - 1)
     fall_end: float = batches.samples(last) if end is None else end
     if optim.schedule == "wsd":
-        start = batches.samples(max(0, last - fall)) if end is None else max(0, end - exact_fall)
-        return LrPhases(rise_end, start, fall_end)
+        if end is None:
+            return LrPhases(rise_end, batches.samples(max(0, last - fall)), fall_end)
+        if decay.unit == "steps":
+            # The last steps of the schedule, which take more samples each than the first ones where the batch grows.
+            end_step = batches.steps(math.ceil(end))
+            exact_fall = batches.samples(end_step) - batches.samples(max(0, end_step - fall))
+        return LrPhases(rise_end, max(0, end - exact_fall), fall_end)
     if optim.schedule == "inverse_sqrt":
         first: float = batches.samples(1) if optim.warmup_init is None else 1
         return LrPhases(rise_end, max(rise_end, first), math.inf if end is None else end)

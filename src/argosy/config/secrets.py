@@ -12,11 +12,13 @@ from typing import Any
 import orjson
 
 from argosy.config.reader import parse_yaml
-from argosy.echo import CUT, address_only, names_secret, redact
+from argosy.echo import CUT, address_only, names_secret, redact, redact_address
 from argosy.errors import ArgosyError
 
 WEBHOOK = "log.alerts.webhook"  # whoever has the address can post to it
 _VARIABLES = "cluster.env."
+# Names, paths and addresses: a folder called `disk-0000-…` is no key, and later commands read them from the copy.
+_ADDRESSES = ("name", "runs_dir", "init_from", "data.")
 
 
 def without_secrets(tree: Any, key: str = "") -> Any:
@@ -31,7 +33,7 @@ def without_secrets(tree: Any, key: str = "") -> Any:
         return address_only(tree)
     if key.startswith(_VARIABLES) and names_secret(key.removeprefix(_VARIABLES)):
         return CUT
-    return redact(tree)
+    return redact_address(tree) if key.startswith(_ADDRESSES) else redact(tree)
 
 
 def source_without_secrets(text: str) -> str:

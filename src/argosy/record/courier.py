@@ -25,7 +25,6 @@ import orjson
 
 from argosy.config.schema import RunSpec
 from argosy.config.secrets import without_secrets
-from argosy.config.watching import LogSpec
 from argosy.echo import address_only, capped
 from argosy.errors import ArgosyError
 from argosy.record.files import replace_file
@@ -43,9 +42,9 @@ _TRAINER_WAITS_S, _SILENTLY_S = 20.0, 2.0
 
 
 @contextlib.contextmanager
-def carried(run: RunDir, spec: LogSpec) -> Iterator[None]:
+def carried(run: RunDir, spec: RunSpec) -> Iterator[None]:
     """While a run trains: its record is carried to the sinks that were asked for, if any."""
-    if not spec.sinks.asked and spec.alerts.webhook is None:
+    if not spec.log.sinks.asked and spec.log.alerts.webhook is None:
         yield
         return
     command = [sys.executable, "-m", "argosy.record.courier", str(run.root)]
@@ -78,11 +77,12 @@ def _wait_for(courier: subprocess.Popen[bytes]) -> None:
 
 
 class Courier:
-    def __init__(self, root: Path, log: LogSpec | None = None, *, patience_s: float = 1.0) -> None:
-        """`log`: what the trainer was asked for; unless given, what is stored of it, which has no secrets."""
+    def __init__(self, root: Path, spec: RunSpec | None = None, *, patience_s: float = 1.0) -> None:
+        """`spec`: what the trainer was asked for; unless given, what is stored of it, which has no secrets, and for a run that goes on is
+        that of the start before."""
         self.run = RunDir(root)
-        spec = self.run.load_spec()
-        self._spec, self._patience_s = log or spec.log, patience_s
+        spec = spec or self.run.load_spec()
+        self._spec, self._patience_s = spec.log, patience_s
         self._places = root / "sinks"
         self._places.mkdir(exist_ok=True)
         self._events = JsonlWriter(self.run.events)
@@ -186,15 +186,15 @@ def main() -> None:
     os._exit(0)  # threads of a sink's library may be stuck
 
 
-def _asked() -> LogSpec | None:
+def _asked() -> RunSpec | None:
     """What the trainer writes first; None where it ended before that."""
     line = b""
     while not line.endswith(b"\n") and (more := os.read(0, 1 << 16)):
         line += more
-    return LogSpec.model_validate_json(line) if line.endswith(b"\n") else None
+    return RunSpec.model_validate_json(line) if line.endswith(b"\n") else None
 
 
-def _begin(root: Path, log: LogSpec | None) -> Courier | None:
+def _begin(root: Path, spec: RunSpec | None) -> Courier | None:
     """One courier at a time: that of an attempt that died may still have something to send, and hold a port. Where the disk is
     full, the run's id there cannot be kept, and it is tried again; None where the run ends before that."""
     with contextlib.suppress(OSError):
@@ -202,8 +202,8 @@ def _begin(root: Path, log: LogSpec | None) -> Courier | None:
         fcntl.flock(lock, fcntl.LOCK_EX)  # held until this process ends
     while True:
         try:
-            return Courier(root, log)
-        except OSError as error:
+            return Courier(root, spec)
+        except (OSError, ArgosyError) as error:
             print(f"warning: no sink is served yet: {error}", file=sys.stderr)
         if _trainer_ended(_LONGEST_WAIT_S):
             return None

@@ -32,7 +32,7 @@ class JsonlWriter:
     def write(self, record: Record) -> None:
         line = orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n"
         try:
-            if self._fd is not None and os.fstat(self._fd).st_nlink == 0:
+            if self._fd is not None and os.fstat(self._fd).st_nlink == 0 and not self.path.exists():
                 self.close()  # what is written to a deleted file would be lost
                 print(f"warning: {self.path} was deleted while it was written; it is begun anew", file=sys.stderr)
             if self._fd is None:

@@ -77,8 +77,8 @@ def _next_piece(run: Path, rank: int, at: tuple[Path, BinaryIO] | None) -> tuple
         gone = 0 if found and found[0].name == f"{rank}.first.log" else -1  # the run was moved aside, and begun anew
         place = next((place for place, path in enumerate(found) if _is_same(path, mine)), gone)
     try:
-        file = open_regular(found[place + 1], within=run)
-    except (IndexError, FileNotFoundError):  # there is none, or it gets another name just now
+        file = open_regular(found[place + 1], within=run / "logs")
+    except (IndexError, OSError):  # there is none, it gets another name just now, or it is no log
         return None
     return (attempt, file) if pieces(attempt, rank) == found else _next_piece(run, rank, at)
 
@@ -112,9 +112,10 @@ def of_last_start(lines: list[str]) -> list[str]:
 
 
 def last_lines(path: Path, run: Path) -> list[str]:
-    """Return the last lines of a log of `run`; none where it is no regular file, or a link out of the run."""
+    """Return the last lines of a log of `run`; none where it is no regular file, or a link out of
+    the folder of the run it lies in, which may itself be a link."""
     try:
-        with open_regular(path, within=run) as file:
+        with open_regular(path, within=run / path.relative_to(run).parts[0]) as file:
             start = max(0, file.seek(0, os.SEEK_END) - _END_BYTES)
             file.seek(start)
             lines = file.read().decode(errors="replace").splitlines()

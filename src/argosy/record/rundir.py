@@ -172,7 +172,7 @@ class RunDir:
     def store(
         self,
         resolved: Resolved,
-        source: Path | None,
+        source: str | None,
         data: Facts,
         machine: Facts,
         start: Facts | None = None,
@@ -181,7 +181,7 @@ class RunDir:
         oldest: int = 0,
         identity: str | None = None,
     ) -> None:
-        """Keep what was asked, what it became, which data it was, what computes it, and what it started from (once: it never
+        """Keep what was asked (`source`, the text of the run spec), what it became, which data it was, what computes it, and what it started from (once: it never
         changes). It holds from the step after `step` on; what made the steps before, from that of the `oldest` checkpoint, is kept.
         `identity` is that of the run, where its checkpoints know it and the record is new."""
         stored = self._stored() if self.resolved_file.exists() else None
@@ -195,9 +195,9 @@ class RunDir:
         }
         document["earlier"] = [] if stored is None else earlier_versions(stored, document, step, oldest)
         try:
-            if source is not None:
-                replace_file(self.spec_file, source_without_secrets(source.read_text(encoding="utf-8")).encode())
             self._replace(document)
+            if source is not None:
+                replace_file(self.spec_file, source_without_secrets(source).encode())
         except OSError as error:
             raise self._unwritable(error.strerror or str(error)) from None
 
@@ -244,8 +244,9 @@ class RunDir:
     def _stored(self) -> Facts:
         try:
             document = read_object(self.resolved_file, within=self.root)
-            found = {"spec": dict(document["spec"]), "data": dict(document["data"])}
-            earlier = [dict(version) for version in document.get("earlier", [])]
+            # An older Argosy stored secrets too: they go no further.
+            found = {"spec": without_secrets(dict(document["spec"])), "data": dict(document["data"])}
+            earlier = [dict(e) | {"spec": without_secrets(dict(e["spec"]))} for e in document.get("earlier", [])]
             return found | {name: document.get(name) for name in ("machine", "start", "id")} | {"earlier": earlier}
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise self._damaged(str(error)) from None

@@ -27,7 +27,7 @@ class Opening:
 
     run: RunDir
     resolved: Resolved
-    source: Path | None
+    source: str | None  # the text of the run spec, as it was when the run was started
     data: Facts
     machine: Facts | None  # None: the run will go on on another, of which nothing is known
     start: Facts | None = None

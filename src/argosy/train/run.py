@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +22,6 @@ from argosy.config.layout import check_world
 from argosy.config.resolve import Resolved
 from argosy.config.schema import TrainSpec
 from argosy.config.start import MODEL_FILE
-from argosy.config.watching import LogSpec
 from argosy.errors import ArgosyError
 from argosy.parallel.mesh import Mesh, joined
 from argosy.parallel.precision import slow_precision
@@ -81,9 +80,8 @@ def train(resolved: Resolved, source: Path | None, options: TrainOptions) -> int
             heartbeat.publish(run.heartbeats, world.size, stalls=stalls)
             if not mesh.is_first:
                 trainer.start_from(run)
-            log = spec.log if mesh.is_first else LogSpec()
             with (
-                carried(run, log),
+                carried(run, spec) if mesh.is_first else nullcontext(),
                 JsonlWriter(run.metrics) as metrics,
                 JsonlWriter(run.events) as events,
                 _told(events, mesh, heartbeat),
@@ -124,7 +122,8 @@ def _open(
             print(f"the earlier run is now {run.archive()}")
             run.open_for_training()
         machine = machine_facts(trainer.device, trainer.spec.train.precision)
-        opening = Opening(run, resolved, source, trainer.data.facts(), machine)
+        text = None if source is None else source.read_text(encoding="utf-8")
+        opening = Opening(run, resolved, text, trainer.data.facts(), machine)
         notes = opening.check()
         start = trainer.start_from(run)
         opening.start = None if start is None else start.facts()

@@ -126,7 +126,7 @@ def _own_logs(run: Run) -> list[Path]:
             of_ranks = path.parent.name.isdecimal() and path.parent.parent == run.root / "logs"
             try:
                 # A link out of the run would put a file of this user into a page or report that others read.
-                if path.suffix in _KINDS and resolve_inside(path, run.root).is_file():
+                if path.suffix in _KINDS and resolve_inside(path, run.root / folder).is_file():
                     changed = path.stat().st_mtime
                     if path.parent == newest if of_ranks else changed >= begun:
                         found.append((changed, path))

@@ -37,7 +37,7 @@ from argosy.data.text.input_files import fingerprint_now, require_same
 from argosy.data.text.inputs import InputFile, find_inputs, require_no_texts
 from argosy.data.text.tokenizer import Tokenizer
 from argosy.errors import ArgosyError
-from argosy.record.files import replace_file
+from argosy.record.files import create_file, replace_file
 from argosy.record.progress import Progress
 
 
@@ -109,7 +109,8 @@ class Job:
         if work.is_done() or plan.exists():
             self._settle(plan)
         work.parts.mkdir(parents=True, exist_ok=True)
-        replace_file(plan, work.plan.content())
+        if not create_file(plan, work.plan.content()):
+            self._settle(plan)  # another machine has just begun: its inputs have to be the same
         self._locks = lock_shards(work.parts / "locks", work.dealt, _warn)
         if not is_there(self._locks, work.parts / "locks"):  # who had them has cleared the parts away
             self.release()

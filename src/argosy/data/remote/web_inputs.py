@@ -161,8 +161,10 @@ class _Answer:
         self.version = next((f"{key}={value}" for key, value in named if value), "")
 
     def is_encoded(self, url: str) -> bool:
-        """Whether the body is not the file. Servers also call a .gz file one that is encoded with gzip: that is the file."""
-        return self.encoding != "identity" and not url.endswith(".gz")
+        """Whether the body is not the file. Servers also call a .gz file one that is encoded with gzip, and a .zst file one that is
+        encoded with zstd: those are the files."""
+        own = {"gzip": (".gz",), "zstd": (".zst", ".zstd")}.get(self.encoding, ())
+        return self.encoding != "identity" and not url.endswith(own)
 
 
 def _copied(url: str, response: http.client.HTTPResponse, facts: _Answer, report: Report) -> InputFile:
@@ -174,6 +176,7 @@ def _copied(url: str, response: http.client.HTTPResponse, facts: _Answer, report
             for chunk in _body(url, again, _Answer(again)):
                 second.update(chunk)
             if second.hexdigest() != digest:
+                _copies.pop().close()
                 raise Transient("the body has no stated length, and differed when it was read a second time")
     if report is not None:
         report(f"{shown(url)}: the server does not serve ranges of it; copied {size:,} bytes to {path}")

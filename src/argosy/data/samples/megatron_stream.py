@@ -122,7 +122,9 @@ class MegatronStream:
         )
 
     def locate(self, indices: Indices) -> tuple[Indices, Indices]:
-        """(corpus, Megatron's sample number in it) of each sample index."""
+        """(corpus, Megatron's sample number in it) of each sample index. Past the end it starts over: a run that passed over samples,
+        because it was rewound, takes as many more than Megatron made."""
+        indices = indices % len(self)
         if self._blend is None:
             return np.zeros(len(indices), np.int64), indices
         return self._blend.locate(indices)

@@ -59,15 +59,27 @@ class TableBlocks:
                 batch_size=span.step, row_groups=list(span.groups), columns=self.keys, use_threads=False
             )
         while self._row < span.skip:
-            self._row += len(next(self._batches))
+            self._row += len(self._next_batch())
         stored = self.file.size / max(1, self._table.metadata.num_rows)
         while self._row < span.skip + span.rows:
-            for batch in _halved(next(self._batches)):
+            for batch in _halved(self._next_batch()):
                 first = span.first_row + self._row - span.skip
                 self._row += len(batch)
                 places, rows = list(range(first, first + len(batch))), batch.to_pylist()
                 content = orjson.dumps(rows, default=repr, option=orjson.OPT_NON_STR_KEYS)
                 yield Piece(self.file.path, rows, places, round(len(batch) * stored), content)
+
+    def _next_batch(self) -> Any:
+        """Raise a ValueError where the file is damaged or has what pyarrow cannot read."""
+        from pyarrow.lib import ArrowException
+
+        try:
+            batch = next(self._batches, None)
+        except ArrowException as error:
+            raise ValueError(str(error)) from error
+        if batch is None:
+            raise ValueError("its pages hold fewer rows than its footer says")
+        return batch
 
     def _check_column(self, key: str) -> None:
         fields = {field.name: field for field in self._table.schema_arrow}
