@@ -19,9 +19,8 @@ QUIET   = >$(LOG) 2>&1 || { status=$$?; tail -n 40 $(LOG); echo "Set-up failed; 
 demo: $(VENV)/.core
 	@$(BIN)/argosy demo
 
-# Three workers for two cores: one of them is waiting most of the time, for a process it started.
 test: check
-	$(BIN)/python -m pytest -m "not slow" --numprocesses 3 --dist loadfile
+	$(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

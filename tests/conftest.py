@@ -68,6 +68,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _forget_file_systems() -> Iterator[None]:
+    """fsspec keeps file systems by their arguments: one would still speak to the server that another file of tests had started."""
+    yield
+    if (known := sys.modules.get("fsspec.registry")) is not None:
+        for system in set(known._registry.values()):
+            system.clear_instance_cache()
+
+
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A corpus of 40 documents of pseudo-text as bytes, with a manifest."""

@@ -48,6 +48,27 @@ def test_no_copy_of_a_spec_holds_a_secret(name: str) -> None:
         assert parse_yaml(shown, "x")[0] == clean
 
 
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"name": "task-specific-pretraining-run-3"},
+        {"runs_dir": "/mnt/disk-0000-shared-pretraining/runs"},
+        {"data": {"train": [{"path": "/data/TOKENS=1T/corpus"}]}},
+        {"init_from": "/mnt/sk-0000-shared-pretraining-models/x"},
+    ],
+)
+def test_names_and_paths_that_only_look_like_secrets_are_kept(tree: dict[str, Any]) -> None:
+    """Later commands read them from the copy."""
+    assert without_secrets(tree) == tree
+
+
+def test_a_private_key_is_cut_out_whole_and_a_long_token_to_its_end() -> None:
+    key = f"-----BEGIN RSA PRIVATE KEY-----\n{PART}\n{PART}\n-----END RSA PRIVATE KEY-----"
+    assert PART not in redact(f"before {key} after")
+    assert redact(f"before {key} after").endswith("*** after")
+    assert "aaaa" not in capped("https://b/k?X-Amz-Security-Token=" + "a" * 2000)
+
+
 def test_a_secret_written_with_escapes_is_not_copied_either() -> None:
     written = "".join(f"\\x{ord(letter):02x}" for letter in PART)
     text = f'# by hand\nlog: {{alerts: {{webhook: "https://hooks.example/{written}"}}}}\n'
@@ -86,7 +107,7 @@ def test_what_is_shown_and_stored_of_a_run_has_no_secret(write_spec: Write, tmp_
     run = RunDir(tmp_path / "runs" / "tiny")
     run.open_for_training()
     found = resolve(path)
-    run.store(found, path, {"corpora": []}, {})
+    run.store(found, path.read_text(), {"corpora": []}, {})
     assert run.load_spec().log.alerts.webhook == "https://hooks.example/***"
     for file in run.root.iterdir():
         assert PART not in (file.read_text() if file.is_file() else "")

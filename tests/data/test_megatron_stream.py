@@ -69,6 +69,17 @@ def test_samples_equal_megatrons(tmp_path: Path, weights: list[float] | None, si
     assert np.array_equal(rows, np.stack(megatron(prefixes, weights, size, 7)))
 
 
+@pytest.mark.parametrize("weights", [[0.3, 0.7], None])
+def test_samples_past_the_end_are_those_of_the_beginning(tmp_path: Path, weights: list[float] | None) -> None:
+    """A run that was rewound passes over samples, and takes as many more than Megatron made."""
+    prefixes = [tmp_path / "a", tmp_path / "b"] if weights else [tmp_path / "a"]
+    corpora = [Corpus(p, [write(p, i)], None) for i, p in enumerate(prefixes)]
+    stream = MegatronStream(corpora, (90, 10, 0), weights, seq_len=32, num_samples=20, seed=7, maker=BatchMaker(500))
+    end = len(stream)
+    past, first = stream.batch(end - 1, 3).tokens, stream.batch(0, 2).tokens
+    assert np.array_equal(past[1:], first)
+
+
 @pytest.mark.parametrize("sequences", [1, 4])
 def test_an_evaluation_reads_megatrons_validation_samples(tmp_path: Path, sequences: int) -> None:
     """One epoch of the validation split: of a source alone, and of all of them blended."""

@@ -48,7 +48,7 @@ def stored(write_spec: Write, tmp_path: Path) -> tuple[RunDir, Path]:
     path = write_spec()
     run = RunDir(tmp_path / "runs" / "tiny")
     run.open_for_training()
-    run.store(resolve(path), path, FACTS, MACHINE)
+    run.store(resolve(path), path.read_text(), FACTS, MACHINE)
     return run, path
 
 

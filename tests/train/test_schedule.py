@@ -129,6 +129,13 @@ def test_a_fall_in_samples_is_counted_from_the_end_where_the_batch_has_grown(wri
     assert [schedule.lr(step) for step in (9, 10, 11)] == pytest.approx([1e-3, 1e-3, 1e-4])
 
 
+def test_a_fall_in_steps_before_decay_end_is_of_the_steps_there(write_spec: Write) -> None:
+    optim = {"lr": 1e-3, "min_lr": 0, "schedule": "wsd", "decay": "2ba", "decay_end": "11ba"}
+    schedule = Trainer(resolve(write_spec(train=RAMP, optim=optim)).spec, Mesh(torch.device("meta"))).schedule
+    # Steps 10 and 11, of 12 and 16 samples; of the first steps, of 4, it would be half of one.
+    assert [schedule.lr(step) for step in (8, 9, 10, 11)] == pytest.approx([1e-3, 1e-3, 1e-3 * 16 / 28, 0.0])
+
+
 def test_a_fall_longer_than_the_run_is_refused_however_it_is_counted(write_spec: Write) -> None:
     for decay in ("101sp", "13ba"):  # twelve steps take 100 samples
         with pytest.raises(ArgosyError) as refusal:

@@ -71,7 +71,7 @@ class TableBlocks:
 
     def _next_batch(self) -> Any:
         """Raise a ValueError where the file is damaged or has what pyarrow cannot read."""
-        from pyarrow.lib import ArrowException
+        from pyarrow.lib import ArrowException  # type: ignore[import-untyped]
 
         try:
             batch = next(self._batches, None)
