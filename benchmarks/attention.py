@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from argosy.compat import set_deterministic
+from argosy.measure.calibrate import paced
 from argosy.model.attention import BACKENDS, Backend, Case, Mask
-from argosy.train.calibrate import paced
 
 Shape = tuple[int, int, int, int, int]  # batch, tokens, heads, heads of keys, width of a head
 SHAPES: list[Shape] = [(4, 8192, 32, 8, 64), (32, 1024, 20, 20, 64), (2, 8192, 32, 8, 128), (16, 2048, 16, 16, 128)]

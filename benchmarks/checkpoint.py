@@ -27,11 +27,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from argosy.checkpoint.manifest import OPTIMIZER, WEIGHTS, Progress, verify
-from argosy.checkpoint.plan import make_plan
+from argosy.checkpoint.manifest import OPTIMIZER, WEIGHTS, TrainProgress, verify
 from argosy.checkpoint.save import contents, write
+from argosy.checkpoint.save_plan import make_plan
 from argosy.checkpoint.snapshot import Snapshot
-from argosy.parallel.team import ALONE
+from argosy.parallel.host_group import ALONE
 
 Groups = dict[str, dict[str, torch.Tensor]]
 ROUNDS = 3  # of dd and of ours in turn, of which the best of each counts
@@ -79,7 +79,7 @@ def ours(groups: Groups, root: Path, snapshot: Snapshot) -> dict[str, float]:
     started = time.perf_counter()
     files = snapshot.take(contents(plan, groups, ALONE))
     stall = time.perf_counter() - started
-    thread = threading.Thread(target=write, args=(root, Progress(1, 1), files, plan, ALONE))
+    thread = threading.Thread(target=write, args=(root, TrainProgress(1, 1), files, plan, ALONE))
     started = time.perf_counter()
     thread.start()
     thread.join()
@@ -136,7 +136,7 @@ def measure(millions: int, directory: Path) -> dict[str, Any]:
     for step, (kind, start) in enumerate((("thread", in_thread), ("process", in_process)), 1):
         os.sync()
         found[f"turns_per_s_beside_{kind}"] = turns(
-            partial(start, partial(write, root, Progress(step, 1), staged, plan, ALONE))
+            partial(start, partial(write, root, TrainProgress(step, 1), staged, plan, ALONE))
         )
     shutil.rmtree(root)
     del staged, snapshot

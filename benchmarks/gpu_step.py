@@ -39,7 +39,7 @@ CASES = {
 
 def run_case(name: str, steps: int) -> dict[str, object]:
     from argosy.config.resolve import resolve
-    from argosy.train.bench import bench
+    from argosy.measure.step_bench import bench
 
     batch = next(o.split("=")[1] for o in CASES[name] if o.startswith("train.global_batch"))
     common = ["data.train=synthetic", "optim.lr=1e-4", "eval=off", f"train.steps={steps}", "train.deterministic=false"]

@@ -120,7 +120,7 @@ def _children(pid: int) -> list[int]:
 
 def _courier() -> int:
     for pid in _children(os.getpid()):
-        if b"argosy.record.courier" in Path(f"/proc/{pid}/cmdline").read_bytes():
+        if b"argosy.record.sink_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
             return pid
     raise SystemExit("the process that serves the sinks is not there")
 

@@ -11,7 +11,7 @@ import re
 from planner_gaps import value
 
 from argosy.plan.hardware import Gpu
-from argosy.plan.layout import Work
+from argosy.plan.layouts import Work
 
 HALVED = r"(?<!not )(?<!not causal-)halved|causal half|causal only"
 REMADE = "hfu|hardware|with recompute|4 passes"

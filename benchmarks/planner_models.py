@@ -10,7 +10,7 @@ from planner_gaps import value
 
 from argosy.config.model import ModelSpec
 from argosy.config.presets import FAMILIES
-from argosy.plan.layout import Latent, Work
+from argosy.plan.layouts import Latent, Work
 
 HEAD_DIMS = {"qwen3": 128, "gpt-oss": 64, "gptoss": 64, "nemotron-340b": 192, "gemma": 256}
 LATENT = r"multi-latent|\bmla\b|deepseek-?v[23]|dsv[23]|kimi-?k2|moonlight"

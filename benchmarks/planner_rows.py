@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from argosy.errors import ArgosyError
 from argosy.plan.calibration import Stack, calibration
 from argosy.plan.hardware import Cluster, Gpu
-from argosy.plan.layout import Layout, Recompute, Schedule, Work
+from argosy.plan.layouts import Layout, Recompute, Schedule, Work
 from argosy.plan.memory import memory_of
 from argosy.plan.time import step_time
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from argosy.config.resolve import resolve
 from argosy.data.samples.masks import IGNORED
-from argosy.train.bench import start, synthetic_batch
+from argosy.measure.step_bench import start, synthetic_batch
 from argosy.train.device import prepare_device
 from argosy.train.step import take_step
 

@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from argosy.compat import messages
-from argosy.parallel.team import all_gather_json
+from argosy.parallel.host_group import all_gather_json
 
 ROOT = Path(__file__).parents[1]
 PLANTED = [

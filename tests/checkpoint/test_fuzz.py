@@ -17,12 +17,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from argosy.checkpoint.load import load_into
-from argosy.checkpoint.manifest import Progress, finish, verify
-from argosy.checkpoint.plan import Stored
+from argosy.checkpoint.manifest import TrainProgress, finish, verify
+from argosy.checkpoint.save_plan import Stored
 from argosy.checkpoint.stored import index_of
 from argosy.checkpoint.tensors import TensorInfo, write_tensors
 from argosy.errors import ArgosyError
-from argosy.parallel.boxes import Box
+from argosy.parallel.slices import Box
 
 TENSORS = {"a": torch.arange(12.0).view(4, 3), "b": torch.arange(6.0), "c": torch.tensor(3.0)}
 NAME = "step-00000007"
@@ -44,7 +44,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "c": [(1, Box((), ()))],
         }
         stored[group] = {name: Stored(TensorInfo.of(TENSORS[name]), part) for name, part in parts.items()}
-    finish(place, Progress(7, 56), files, index_of(stored, 2))
+    finish(place, TrainProgress(7, 56), files, index_of(stored, 2))
     return place
 
 

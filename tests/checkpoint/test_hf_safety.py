@@ -23,15 +23,15 @@ from argosy.checkpoint.hf_import import import_hf
 from argosy.checkpoint.manifest import read_checkpoint
 from argosy.checkpoint.source import open_source
 from argosy.config.start import stored_description
+from argosy.data.corpus.corpus_manifest import read_manifest
 from argosy.data.corpus.indexed import IndexedReader
-from argosy.data.corpus.manifest import read_manifest
 from argosy.data.text.tokenizer import load_tokenizer
 from argosy.errors import ArgosyError
 from argosy.record.heartbeat import read_heartbeats
 from argosy.record.tail import Tail
 from argosy.untrusted import read_regular
-from argosy.watch.logs import end_of_log, from_logs
-from argosy.watch.runs import Run, is_held
+from argosy.watch.log_causes import end_of_log, from_logs
+from argosy.watch.run_list import Run, is_held
 from hf_models import save
 
 SECRET = "root:$6$a-hash-that-nobody-else-may-read"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from argosy.checkpoint.manifest import Progress, verify
+from argosy.checkpoint.manifest import TrainProgress, verify
 from argosy.checkpoint.save import save
 from argosy.checkpoint.store import latest, listed, prune, step_of, sweep
 
@@ -21,7 +21,7 @@ PLACE = str(Path("argosy") / "checkpoint")
 
 def save_step(root: Path, step: int) -> None:
     tensors = {"w": torch.full((3, 4), float(step)), "v": torch.arange(5.0) * step}
-    save(root, Progress(step, step * 8), tensors, tensors)
+    save(root, TrainProgress(step, step * 8), tensors, tensors)
     prune(root, 1, newest=step)
 
 

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from argosy.checkpoint.listing import list_run
-from argosy.checkpoint.manifest import Progress
+from argosy.checkpoint.manifest import TrainProgress
 from argosy.checkpoint.save import save
 
 
 def _run(root: Path) -> Path:
     for step in (1, 2, 3):
-        save(root / "checkpoints", Progress(step, 8 * step), {"w": torch.ones(4)}, {"m": torch.ones(4)})
+        save(root / "checkpoints", TrainProgress(step, 8 * step), {"w": torch.ones(4)}, {"m": torch.ones(4)})
     (root / "resolved.json").write_text("{}")
     return root
 

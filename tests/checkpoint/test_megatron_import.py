@@ -20,7 +20,7 @@ from torch.distributed import checkpoint
 from torch.distributed.checkpoint import FileSystemReader
 from typer.testing import CliRunner
 
-from argosy.checkpoint.megatron.importing import find_iteration, import_megatron
+from argosy.checkpoint.megatron.import_megatron import find_iteration, import_megatron
 from argosy.checkpoint.megatron.torch_dist import TorchDist
 from argosy.checkpoint.store import latest
 from argosy.cli.app import app
@@ -29,7 +29,7 @@ from argosy.config.resolve import resolve, resolve_model
 from argosy.errors import ArgosyError
 from argosy.model.build import build_model
 from argosy.model.init import initial_value
-from argosy.parallel.boxes import Box
+from argosy.parallel.slices import Box
 from argosy.train.session import load_model
 from checkpoint.full_disk import full_beyond
 from megatron_files import arguments_of, halves, megatron_state, whole, write_checkpoint
@@ -383,7 +383,7 @@ def test_one_layer_of_a_stack_is_read_without_the_others(tmp_path: Path) -> None
 MEASURE = """
 import sys
 from pathlib import Path
-from argosy.checkpoint.megatron.importing import import_megatron
+from argosy.checkpoint.megatron.import_megatron import import_megatron
 def peak():  # of this program alone: what getrusage says includes the one that started it
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
 root = Path(sys.argv[1])

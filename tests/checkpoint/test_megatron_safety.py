@@ -22,14 +22,14 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from argosy.checkpoint.megatron.importing import import_megatron
+from argosy.checkpoint.megatron.import_megatron import import_megatron
 from argosy.checkpoint.megatron.pickles import Note, UnreadableError, read_pickle
 from argosy.checkpoint.megatron.torch_dist import TorchDist
 from argosy.checkpoint.store import latest
 from argosy.config.resolve import resolve_model
 from argosy.errors import ArgosyError
 from argosy.model.build import build_model
-from argosy.parallel.boxes import whole_box
+from argosy.parallel.slices import whole_box
 from megatron_files import arguments_of, megatron_state, write_checkpoint
 
 SPEC = resolve_model(

@@ -17,12 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from argosy.checkpoint.manifest import Checkpoint, Progress, verify
+from argosy.checkpoint.manifest import Checkpoint, TrainProgress, verify
 from argosy.checkpoint.save import save
 from argosy.checkpoint.store import latest, listed, prune
 from argosy.checkpoint.tensors import TensorFile, read_tensors, write_tensors
 from argosy.errors import ArgosyError
-from argosy.parallel.boxes import Box
+from argosy.parallel.slices import Box
 
 
 def tensors(value: float) -> dict[str, torch.Tensor]:
@@ -30,7 +30,7 @@ def tensors(value: float) -> dict[str, torch.Tensor]:
 
 
 def save_step(root: Path, step: int, keep: int = 10) -> Path:
-    path = save(root, Progress(step, step * 8), tensors(step), tensors(-step))
+    path = save(root, TrainProgress(step, step * 8), tensors(step), tensors(-step))
     prune(root, keep, newest=step)
     return path
 
@@ -43,7 +43,7 @@ def test_what_is_saved_comes_back_bit_for_bit(tmp_path: Path) -> None:
     save_step(tmp_path, 7)
     found = newest(tmp_path)
     assert found is not None
-    assert found.progress == Progress(7, 56)
+    assert found.progress == TrainProgress(7, 56)
     for name, tensor in tensors(7).items():
         assert torch.equal(found.weights()[name], tensor)
         assert torch.equal(found.optimizer()[name], -tensor)

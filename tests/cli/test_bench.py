@@ -9,7 +9,7 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from argosy.train.profile import kind_of, write_trace
+from argosy.train.kernel_profile import kind_of, write_trace
 
 Argosy = Callable[..., "CompletedProcess[str]"]
 TINY = ["model.layers=2", "model.hidden=32", "model.heads=2", "model.kv_heads=2", "model.head_dim=16", "model.ffn=64"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from argosy.config.reader import MAX_BYTES, parse_yaml, read_yaml
+from argosy.config.yaml_reader import MAX_BYTES, parse_yaml, read_yaml
 from argosy.errors import ArgosyError
 
 

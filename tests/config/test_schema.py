@@ -9,8 +9,8 @@ import jsonschema
 import pytest
 
 from argosy.config.json_schema import published_schema
-from argosy.config.reader import read_yaml
 from argosy.config.resolve import resolve
+from argosy.config.yaml_reader import read_yaml
 
 SCHEMA = published_schema()
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").rglob("*.yaml"))

@@ -12,9 +12,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy.config.reader import parse_yaml
 from argosy.config.resolve import resolve
 from argosy.config.secrets import source_without_secrets, without_secrets
+from argosy.config.yaml_reader import parse_yaml
 from argosy.echo import capped, looks_secret, redact, shorten
 from argosy.errors import ArgosyError
 

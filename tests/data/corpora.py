@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from argosy.data.corpus.corpus_manifest import Manifest, Shard, Source, TokenizerFacts, write_manifest
 from argosy.data.corpus.indexed import IndexedReader, IndexedWriter, Written
-from argosy.data.corpus.manifest import Manifest, Shard, Source, TokenizerFacts, write_manifest
 from argosy.data.text.tokenizer import ByteTokenizer
 
 Documents = Sequence[Sequence[Sequence[int]]]

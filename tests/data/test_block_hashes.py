@@ -17,7 +17,7 @@ from stream_reader import patient
 
 from argosy.data.corpus.block_hashes import BLOCK, DIGEST, BlockHasher, blocks_of, wrong_blocks
 from argosy.data.corpus.corpus import open_corpus
-from argosy.data.corpus.manifest import read_manifest
+from argosy.data.corpus.corpus_manifest import read_manifest
 from argosy.data.corpus.merge import merge
 from argosy.data.corpus.verify import verify
 from argosy.data.prepare.job import prepare

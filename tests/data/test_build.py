@@ -12,8 +12,8 @@ from fetching import HASTE, loopback_hub  # noqa: F401 - a fixture
 from loopback_hub import Hub
 
 from argosy.config.resolve import resolve
-from argosy.data.build import Share, build, share_of
-from argosy.data.corpus.manifest import read_manifest
+from argosy.data.build_corpora import Share, build, share_of
+from argosy.data.corpus.corpus_manifest import read_manifest
 from argosy.data.remote.fetch import FetchOptions, fetch
 from argosy.data.remote.sources import Choice
 from argosy.errors import ArgosyError

@@ -14,7 +14,7 @@ import pytest
 import zstandard
 from meanwhile import when_reading
 
-from argosy.data.corpus.manifest import Manifest, read_manifest
+from argosy.data.corpus.corpus_manifest import Manifest, read_manifest
 from argosy.data.prepare import crew, work
 from argosy.data.prepare import job as preparing
 from argosy.data.prepare.job import prepare

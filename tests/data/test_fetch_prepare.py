@@ -21,7 +21,7 @@ from fetching import HASTE, loopback_hub  # noqa: F401
 from loopback_hub import Hub
 from meanwhile import when_reading
 
-from argosy.data.corpus.manifest import Manifest
+from argosy.data.corpus.corpus_manifest import Manifest
 from argosy.data.fetch_prepare import fetch_and_prepare
 from argosy.data.prepare import crew
 from argosy.data.prepare.job import prepare

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 from argosy.cli import data_corpus
 from argosy.data.corpus.convert import Converted, ConvertOptions, convert
-from argosy.data.corpus.manifest import read_manifest
+from argosy.data.corpus.corpus_manifest import read_manifest
 from argosy.data.corpus.mds import MdsReader, MdsWriter
 from argosy.data.corpus.verify import verify
 from argosy.errors import ArgosyError

@@ -21,7 +21,8 @@ from argosy.data.open import open_data
 from argosy.data.samples.megatron_stream import MegatronStream
 from argosy.data.samples.windows import BatchMaker
 from argosy.errors import ArgosyError
-from argosy.train.run import TrainOptions, dry_run, train
+from argosy.measure.dry_run import dry_run
+from argosy.train.run import TrainOptions, train
 
 __all__ = ["megatron_blends_as_on_x86"]  # a fixture for all tests here
 

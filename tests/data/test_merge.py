@@ -21,8 +21,8 @@ from typer.testing import CliRunner
 from argosy.cli import data_corpus
 from argosy.data.corpus import merge as merge_module
 from argosy.data.corpus.corpus import open_corpus
+from argosy.data.corpus.corpus_manifest import read_manifest
 from argosy.data.corpus.indexed import bin_path, idx_path
-from argosy.data.corpus.manifest import read_manifest
 from argosy.data.corpus.merge import merge
 from argosy.data.corpus.verify import verify
 from argosy.errors import ArgosyError

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from argosy.data.corpus.corpus import open_corpus
-from argosy.data.corpus.manifest import read_manifest
+from argosy.data.corpus.corpus_manifest import read_manifest
 from argosy.data.prepare.job import prepare
 from argosy.data.prepare.parts import PartMaker
-from argosy.data.prepare.report import parse_share
+from argosy.data.prepare.prepare_report import parse_share
 from argosy.data.prepare.work import PrepareOptions
 from argosy.data.text import blocks
 from argosy.data.text.inputs import find_inputs

@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from argosy.data.corpus.corpus import open_corpus
-from argosy.data.corpus.manifest import read_manifest
+from argosy.data.corpus.corpus_manifest import read_manifest
 from argosy.data.prepare import crew
 from argosy.data.prepare import work as preparing
 from argosy.data.prepare.job import prepare

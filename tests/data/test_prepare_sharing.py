@@ -21,7 +21,7 @@ import pytest
 import zstandard
 
 from argosy.data.corpus.corpus import open_corpus
-from argosy.data.corpus.manifest import read_manifest
+from argosy.data.corpus.corpus_manifest import read_manifest
 from argosy.data.prepare import crew, work
 from argosy.data.prepare import job as preparing
 from argosy.data.prepare.job import prepare

@@ -24,12 +24,11 @@ from typer.testing import CliRunner
 from web_server import WebServer, web_server
 
 from argosy.cli.app import app
-from argosy.data.corpus.manifest import read_manifest
+from argosy.data.corpus.corpus_manifest import read_manifest
 from argosy.data.prepare import crew, work
 from argosy.data.prepare.job import prepare
 from argosy.data.prepare.work import PrepareOptions
-from argosy.data.remote import inputs as remote_inputs
-from argosy.data.remote import web_inputs
+from argosy.data.remote import remote_inputs, web_inputs
 from argosy.data.remote.web import Web
 from argosy.data.text.inputs import InputFile, find_inputs, local_path
 from argosy.data.text.tokenizer import ByteTokenizer

@@ -26,7 +26,7 @@ from argosy.config.batches import Batches
 from argosy.data.corpus.corpus import open_corpus
 from argosy.data.loader import Loader
 from argosy.data.remote import cache as cache_module
-from argosy.data.remote import reader as reader_module
+from argosy.data.remote import shard_reader as reader_module
 from argosy.data.remote.ahead import ReadAhead
 from argosy.data.remote.cache import SEAL, BlockCache
 from argosy.data.remote.shared_files import unlink

@@ -10,14 +10,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from argosy.checkpoint.load import load_into
-from argosy.checkpoint.manifest import OPTIMIZER, WEIGHTS, Progress
-from argosy.checkpoint.plan import make_plan
+from argosy.checkpoint.manifest import OPTIMIZER, WEIGHTS, TrainProgress
+from argosy.checkpoint.save_plan import make_plan
 from argosy.checkpoint.save import contents, save
 from argosy.checkpoint.store import latest
 from argosy.model.init import initial_weights
 from argosy.parallel.mesh import Mesh, make_mesh
 from argosy.parallel.shards import local, whole
-from argosy.parallel.team import make_team
+from argosy.parallel.host_group import make_host_group
 from argosy.train.optimizer import Optimizer
 from argosy.train.session import make_engine, make_model
 from dist.training import batch_of, share_of, spec_of, take_step
@@ -48,26 +48,26 @@ def train_and_save(model: str, layout: str, root: str) -> State:
     """A step of training, so that the optimiser has a state, saved; and what was saved, whole."""
     optimizer, engine, mesh = _session(model, layout)
     take_step(engine, optimizer, share_of(batch_of(model, 1), mesh), step=1, lr=1e-2)
-    save(Path(root), Progress(1, 16, optimizer.numbers()), optimizer.weights(), optimizer.tensors(), make_team())
+    save(Path(root), TrainProgress(1, 16, optimizer.numbers()), optimizer.weights(), optimizer.tensors(), make_host_group())
     return _whole(optimizer)
 
 
 def load_saved(model: str, layout: str, root: str) -> State:
     """What a fresh session of this layout has after loading."""
     optimizer, _, _ = _session(model, layout)
-    team = make_team()
-    found = latest(Path(root), report=print, team=team)
+    hosts = make_host_group()
+    found = latest(Path(root), report=print, hosts=hosts)
     assert found is not None
-    load_into(found.weights(), optimizer.weights(), found.path, team)
-    load_into(found.optimizer(), optimizer.tensors(), found.path, team)
+    load_into(found.weights(), optimizer.weights(), found.path, hosts)
+    load_into(found.optimizer(), optimizer.tensors(), found.path, hosts)
     return _whole(optimizer)
 
 
 def bytes_to_write(model: str, layout: str) -> tuple[int, int]:
     """(what this rank writes, what the state takes in all)"""
     optimizer, _, _ = _session(model, layout)
-    groups, team = _groups(optimizer), make_team()
-    files = contents(make_plan(groups, team), groups, team)
+    groups, hosts = _groups(optimizer), make_host_group()
+    files = contents(make_plan(groups, hosts), groups, hosts)
     mine = sum(tensor.nbytes for content in files.values() for tensor in content.tensors)
     return mine, sum(t.numel() * local(t).element_size() for tensors in groups.values() for t in tensors.values())
 
@@ -93,11 +93,11 @@ def save_two_ways_cut(root: str, tp_dim: int, fsdp: bool, stages: bool) -> None:
         if fsdp:
             fully_shard(layer, mesh=mesh["dp"])
         tensors = {"cut": layer.weight.detach(), "plain": torch.arange(3.0), "number": torch.tensor(7.0)}
-    save(Path(root), Progress(1, 16), tensors, tensors, make_team())
-    team, empty = make_team(), {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-    found = latest(Path(root), report=print, team=team)
+    save(Path(root), TrainProgress(1, 16), tensors, tensors, make_host_group())
+    hosts, empty = make_host_group(), {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    found = latest(Path(root), report=print, hosts=hosts)
     assert found is not None
-    load_into(found.weights(), empty, found.path, team)
+    load_into(found.weights(), empty, found.path, hosts)
     assert all(torch.equal(local(empty[name]), local(tensor)) for name, tensor in tensors.items())
 
 

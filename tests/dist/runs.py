@@ -15,10 +15,10 @@ from argosy.config.schema import ParallelSpec
 from argosy.data.loader import Loader
 from argosy.data.open import open_data
 from argosy.parallel.mesh import Mesh, make_mesh
-from argosy.parallel.ranks import World
+from argosy.supervise.world import World
 from argosy.parallel.replicas import odd_replicas
 from argosy.train import run as runs
-from argosy.train.evaluate import evaluate
+from argosy.train.validation import evaluate
 from argosy.train.loop import Trainer
 
 

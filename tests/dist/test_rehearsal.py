@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from argosy.errors import ArgosyError
 from argosy.parallel.mesh import make_mesh
-from argosy.train.rehearsal import Part, describe_rehearsal, hold, rehearse
+from argosy.measure.rehearsal import Part, describe_rehearsal, hold, rehearse
 from dist.pool import Pool
 from dist.training import spec_of
 
@@ -48,7 +48,8 @@ def test_another_number_of_ranks_is_refused_with_both_numbers() -> None:
 
 def test_a_dry_run_of_any_size_needs_no_ranks(write_spec: object, tmp_path: Path) -> None:
     from argosy.config.resolve import resolve
-    from argosy.train.run import TrainOptions, dry_run
+    from argosy.measure.dry_run import dry_run
+    from argosy.train.run import TrainOptions
 
     path = write_spec()  # type: ignore[operator]
     lines = dry_run(resolve(path, ["parallel.dp_shard=8", "parallel.micro_batch=1"]), TrainOptions(), elsewhere=8)

@@ -18,8 +18,8 @@ from rendering import objects_of, pods_of
 from argosy.errors import EXIT_DONE, EXIT_RESUMABLE
 from argosy.launch.placement import place
 from argosy.launch.render import render
-from argosy.parallel.ranks import find_nodes
 from argosy.record.jsonl import read_metrics
+from argosy.supervise.world import find_nodes
 from faults.bench import held
 from ports import free_port
 from waiting import wait_for

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from argosy.model.ops.fp8 import FORWARD, GRADIENT, fp8_products, quantise
+from argosy.model.ops.fp8 import FORWARD, GRADIENT, fp8_matmuls, quantise
 
 
 def _far(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -18,7 +18,7 @@ def test_a_product_is_within_the_rounding_of_its_factors_at_any_magnitude(magnit
     x = (magnitude * torch.randn(3, 32, 64)).requires_grad_()
     weight, bias = torch.randn(48, 64, requires_grad=True), (magnitude * torch.randn(48)).requires_grad_()
     d_y = torch.randn(3, 32, 48) / magnitude
-    (y,) = fp8_products(x, [weight], [bias])
+    (y,) = fp8_matmuls(x, [weight], [bias])
     y.backward(d_y)
     exact = x.detach() @ weight.detach().t() + bias.detach()
     assert _far(y.detach(), exact) < 0.05  # two factors of 3 bits each
@@ -48,7 +48,7 @@ def test_two_products_of_one_input_are_as_each_alone() -> None:
         torch.manual_seed(3)
         x = torch.randn(8, 32, requires_grad=True)
         weights = [torch.randn(16, 32, requires_grad=True) for _ in range(2)]
-        outputs = [y for group in groups for y in fp8_products(x, [weights[i] for i in group], [None] * len(group))]
+        outputs = [y for group in groups for y in fp8_matmuls(x, [weights[i] for i in group], [None] * len(group))]
         torch.autograd.backward(outputs, d_ys)
         return [*outputs, x.grad, *(weight.grad for weight in weights)]
 

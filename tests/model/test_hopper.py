@@ -14,10 +14,10 @@ pytest.importorskip("triton", reason="the kernels need triton, which the dev ext
 
 from argosy.model.attention import BACKENDS, Case, Mask, choose_backend
 from argosy.model.ops import flash, hopper
-from argosy.model.ops.attention import Form
+from argosy.model.ops.attention_backends import Form
 from argosy.model.ops.kernels import hopper_backward, hopper_forward
 from argosy.model.share import Share
-from argosy.train.profile import kind_of
+from argosy.train.kernel_profile import kind_of
 from model import flash_twin
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

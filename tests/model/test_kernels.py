@@ -19,7 +19,7 @@ from argosy.errors import ArgosyError  # noqa: E402
 from argosy.model.build import build_model  # noqa: E402
 from argosy.model.init import initialise  # noqa: E402
 from argosy.model.objective import Objective  # noqa: E402
-from argosy.model.ops import activation, choice, cross_entropy, embedding, fp8, heads, norm, permute, products  # noqa: E402
+from argosy.model.ops import activation, choice, cross_entropy, embedding, fp8, heads, matmul, norm, permute  # noqa: E402
 from argosy.model.ops.choice import kernels  # noqa: E402
 from argosy.model.positions import rope_tables  # noqa: E402
 
@@ -214,7 +214,7 @@ def test_a_whole_model_is_the_same_with_and_without_kernels(preset: str) -> None
 def test_products_of_one_input(dtype: torch.dtype) -> None:
     x, first, second = torch.randn(2, 6, 8), torch.randn(5, 8), torch.randn(7, 8)
     both(
-        lambda x, first, second, bias: products.products(x, [first, second], [None, bias]),
+        lambda x, first, second, bias: matmul.matmuls(x, [first, second], [None, bias]),
         {"x": x, "first": first, "second": second, "bias": torch.randn(7)},
         dtype,
     )
@@ -224,9 +224,9 @@ def test_products_of_one_input(dtype: torch.dtype) -> None:
 def test_a_weight_gradient_cut_along_the_tokens_is_that_of_all(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(products, "split_of", lambda *_: 4)
+    monkeypatch.setattr(matmul, "split_of", lambda *_: 4)
     x, weight = torch.randn(2, 6, 8), torch.randn(5, 8)
-    both(lambda x, weight: products.products(x, [weight], [None])[0], {"x": x, "weight": weight}, dtype)
+    both(lambda x, weight: matmul.matmuls(x, [weight], [None])[0], {"x": x, "weight": weight}, dtype)
 
 
 @pytest.mark.parametrize(
@@ -237,8 +237,8 @@ def test_a_weight_gradient_is_cut_only_where_its_tiles_leave_processors_idle(
     shape: tuple[int, int], split: int
 ) -> None:
     """On the 132 processors of an H200; the fastest cuts measured there."""
-    assert products.split_of(*shape, 32768, 132) == split
-    assert products.split_of(*shape, 32767, 132) == 1  # tokens that cannot be cut evenly
+    assert matmul.split_of(*shape, 32768, 132) == split
+    assert matmul.split_of(*shape, 32767, 132) == 1  # tokens that cannot be cut evenly
 
 
 @pytest.mark.parametrize("dtype", [fp8.FORWARD, fp8.GRADIENT])
@@ -265,7 +265,7 @@ def test_what_is_no_number_is_not_rounded_to_one(what: float, on: bool) -> None:
     x, weight = torch.randn(16, 32, device=DEVICE).bfloat16(), torch.randn(16, 32, device=DEVICE).bfloat16()
     x[3, 5] = what
     with kernels(on):
-        assert not fp8.fp8_products(x, [weight], [None])[0].isfinite().any()
+        assert not fp8.fp8_matmuls(x, [weight], [None])[0].isfinite().any()
         torch.testing.assert_close(activation.activate("relu", x, None), F.relu(x), equal_nan=True)
 
 

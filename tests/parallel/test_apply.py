@@ -138,7 +138,7 @@ def test_a_model_that_is_not_compiled_does_not_wait_for_the_compiler_to_load() -
 import sys
 from argosy.config.resolve import resolve
 from argosy.data.synthetic import synthetic_batch
-from argosy.train.bench import start
+from argosy.measure.step_bench import start
 from argosy.train.device import prepare_device
 from argosy.train.step import take_step
 keys = ["model={family: llama, layers: 1, hidden: 8, heads: 1, vocab_size: 16}", "data.train=synthetic", "data.seq_len=4"]

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from argosy.config.pipeline import describe_bubble
 from argosy.config.resolve import resolve, resolve_model
 from argosy.config.schema import ParallelSpec
-from argosy.config.stages import V_SHAPED, bubble, split_costs, split_layers
+from argosy.config.stage_layers import V_SHAPED, bubble, split_costs, split_layers
 from argosy.model.build import build_model
-from argosy.parallel.pipeline.order import Action, Orders, forward_order, sources, training_order, with_messages
-from argosy.parallel.pipeline.stages import cut, part_of
+from argosy.parallel.pipeline.schedules import Action, Orders, forward_order, sources, training_order, with_messages
+from argosy.parallel.pipeline.stage_cut import cut, part_of
 
 TIMES = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # as the matrix products of a layer have them
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved-1f1b", 2), ("interleaved-1f1b", 3), ("zbv", 2), ("dualpipev", 2)]

@@ -10,7 +10,7 @@ from argosy.config.resolve import resolve_model
 from argosy.plan.advise import Advice, Question, answer
 from argosy.plan.calibration import calibration
 from argosy.plan.hardware import parse_cluster
-from argosy.plan.layout import Layout, Work
+from argosy.plan.layouts import Layout, Work
 from argosy.plan.log import read_log
 from argosy.plan.search import evaluate, warnings
 

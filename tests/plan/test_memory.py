@@ -10,7 +10,7 @@ from argosy.config.counts import count_parameters
 from argosy.config.model import ModelSpec
 from argosy.config.resolve import resolve_model
 from argosy.plan.calibration import calibration
-from argosy.plan.layout import Latent, Layout, Work, stage_layers, violations
+from argosy.plan.layouts import Latent, Layout, Work, stage_layers, violations
 from argosy.plan.memory import StageMemory, in_flight, memory_of, stage_parameters
 
 

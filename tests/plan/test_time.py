@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from argosy.config.resolve import resolve, resolve_model
 from argosy.config.schema import ParallelSpec
-from argosy.config.stages import bubble
+from argosy.config.stage_layers import bubble
 from argosy.plan.advise import predict
 from argosy.plan.calibration import calibration
 from argosy.plan.hardware import find_gpu, parse_cluster
 from argosy.plan.kernels import Rates, efficiency
-from argosy.plan.layout import Layout, Recompute, Schedule, Work
+from argosy.plan.layouts import Layout, Recompute, Schedule, Work
 from argosy.plan.links import group
 from argosy.plan.muon import newton_schulz
 from argosy.plan.time import StepTime, step_time

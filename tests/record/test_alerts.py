@@ -12,7 +12,7 @@ import pytest
 
 from argosy.config.watching import AlertsSpec
 from argosy.record.alerts import Alerts
-from argosy.record.ranks import COLUMNS, Ranks
+from argosy.record.rank_columns import COLUMNS, Ranks
 
 RNG = np.random.default_rng
 

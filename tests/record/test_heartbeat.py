@@ -15,7 +15,7 @@ import pytest
 
 from argosy.record.heartbeat import Heartbeat, read_heartbeats
 from argosy.record.jsonl import read_jsonl
-from argosy.record.pulse import PAGE_BYTES, PHASES, Page, Progress
+from argosy.record.pulse import PAGE_BYTES, PHASES, Page, RankProgress
 from waiting import wait_for
 
 HOLD_THE_GIL = """
@@ -80,7 +80,7 @@ def test_a_reader_never_sees_a_change_half_made(tmp_path: Path) -> None:
     child = os.fork()
     if child == 0:
         for number in itertools.count():  # until it is killed
-            writer.write(Progress(number, number, number, number, number, PHASES[number % 8]))
+            writer.write(RankProgress(number, number, number, number, number, PHASES[number % 8]))
     seen = set[int]()
     try:
         while len(seen) < 100:

@@ -24,9 +24,9 @@ import pytest
 
 import waiting
 from argosy.config.watching import AlertsSpec, LogSpec
-from argosy.record.courier import Courier, carried
 from argosy.record.jsonl import JsonlWriter, read_jsonl
 from argosy.record.rundir import RunDir
+from argosy.record.sink_process import Courier, carried
 from ports import free_port
 from record.run_dirs import log, make_run
 
@@ -464,7 +464,7 @@ def test_a_courier_waits_for_the_one_before_it(tmp_path: Path) -> None:
     log(run, [10])
     with (run.root / ".courier").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)  # that of an attempt that died, which is not done yet
-        command = [sys.executable, "-m", "argosy.record.courier", str(run.root)]
+        command = [sys.executable, "-m", "argosy.record.sink_process", str(run.root)]
         second = subprocess.Popen(command, stdin=subprocess.PIPE)
         with pytest.raises(subprocess.TimeoutExpired):
             second.communicate(timeout=3)

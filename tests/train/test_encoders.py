@@ -20,14 +20,14 @@ from argosy.data.open import open_data
 from argosy.data.samples.masks import IGNORED
 from argosy.data.synthetic import synthetic_batch
 from argosy.errors import ArgosyError
+from argosy.infer.decoding import Sampling
+from argosy.infer.evaluate_run import evaluate_run
+from argosy.infer.generate import sample
 from argosy.model.build import build_model
 from argosy.model.init import initialise
 from argosy.parallel.mesh import Mesh
 from argosy.parallel.single import SingleDevice
 from argosy.record.jsonl import read_metrics
-from argosy.train.decoding import Sampling
-from argosy.train.evaluate import evaluate_run
-from argosy.train.generate import sample
 from argosy.train.run import TrainOptions, train
 from argosy.train.session import make_engine
 

@@ -19,6 +19,10 @@ from argosy.config.resolve import resolve, resolve_model
 from argosy.config.schema import OptimSpec
 from argosy.data.samples.windows import Batch
 from argosy.errors import ArgosyError
+from argosy.infer.decoding import Sampling
+from argosy.infer.evaluate_run import evaluate_run
+from argosy.infer.generate import sample
+from argosy.measure.dry_run import dry_run
 from argosy.model.build import build_model
 from argosy.model.init import initial_value, initial_weights, initialise
 from argosy.model.ops.choice import kernels
@@ -33,11 +37,8 @@ from argosy.parallel.precision import (
 )  # fmt: skip
 from argosy.parallel.single import SingleDevice
 from argosy.record.jsonl import read_jsonl, read_metrics
-from argosy.train.decoding import Sampling
-from argosy.train.evaluate import evaluate_run
-from argosy.train.generate import sample
 from argosy.train.optimizer import Optimizer
-from argosy.train.run import TrainOptions, dry_run, train
+from argosy.train.run import TrainOptions, train
 from argosy.train.session import load_model
 
 Write = Callable[..., Path]

@@ -13,10 +13,11 @@ import pytest
 from argosy.checkpoint.store import latest, listed
 from argosy.config.resolve import resolve
 from argosy.errors import ArgosyError
+from argosy.measure.dry_run import dry_run
 from argosy.record.jsonl import read_jsonl, read_metrics
 from argosy.record.rundir import RunDir
 from argosy.train import loop
-from argosy.train.run import TrainOptions, dry_run, train
+from argosy.train.run import TrainOptions, train
 
 Write = Callable[..., Path]
 QUIET = TrainOptions(quiet=True)

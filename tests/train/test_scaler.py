@@ -12,6 +12,7 @@ from torch import nn
 
 from argosy.config.resolve import resolve, resolve_model
 from argosy.config.schema import OptimSpec
+from argosy.console.training_lines import describe
 from argosy.data.samples.windows import Batch
 from argosy.errors import ArgosyError
 from argosy.model.build import build_model
@@ -20,7 +21,6 @@ from argosy.model.ops.choice import kernels
 from argosy.parallel.mesh import Mesh
 from argosy.parallel.precision import apply_precision
 from argosy.parallel.single import SingleDevice
-from argosy.record.console import describe
 from argosy.record.jsonl import read_metrics
 from argosy.train import scaler as module
 from argosy.train.loop import Trainer

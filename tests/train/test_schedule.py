@@ -15,11 +15,12 @@ from argosy.config.batches import Batches
 from argosy.config.resolve import resolve
 from argosy.config.schema import OptimSpec, RampupSpec, RunSpec
 from argosy.errors import ArgosyError
+from argosy.measure.dry_run import dry_run
 from argosy.parallel.mesh import Mesh
 from argosy.record.jsonl import read_metrics
 from argosy.train.collection import EVERY, StepwiseCollection
 from argosy.train.loop import Trainer
-from argosy.train.run import TrainOptions, dry_run, train
+from argosy.train.run import TrainOptions, train
 from argosy.train.schedule import Schedule, make_schedule
 
 Write = Callable[..., Path]

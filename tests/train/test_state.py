@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from argosy.checkpoint.manifest import Progress
+from argosy.checkpoint.manifest import TrainProgress
 from argosy.checkpoint.save import save
 from argosy.config.model import ModelSpec
 from argosy.config.resolve import resolve_model
@@ -18,7 +18,7 @@ from argosy.config.state import checkpoint_bytes
 from argosy.model.build import build_model
 from argosy.parallel.precision import apply_precision
 from argosy.plan.calibration import calibration
-from argosy.plan.layout import Layout, Work
+from argosy.plan.layouts import Layout, Work
 from argosy.plan.memory import stage_memory
 from argosy.train.optimizer import Optimizer
 
@@ -53,7 +53,7 @@ def test_a_checkpoint_is_as_large_as_planned(name: str, precision: str, optimize
     model = build_model(spec, torch.device("cpu"))
     apply_precision(model, precision)
     state = Optimizer(model, OptimSpec(lr=1e-3, min_lr=1e-4, name=optimizer))
-    saved = save(tmp_path, Progress(1, 8), state.weights(), state.tensors())
+    saved = save(tmp_path, TrainProgress(1, 8), state.weights(), state.tensors())
     assert tensor_bytes(saved) == checkpoint_bytes(spec, optimizer)
 
 
@@ -68,8 +68,8 @@ def planned(model: ModelSpec, optimizer: str, precision: str, layout: Layout) ->
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_weights_and_optimiser_are_planned_as_a_rank_holds_them(precision: str, optimizer: str) -> None:
+    from argosy.measure.rehearsal import hold, rehearse
     from argosy.parallel.mesh import Mesh
-    from argosy.train.rehearsal import hold, rehearse
 
     spec = run_spec(precision, optimizer)
     one = hold(spec, Mesh(torch.device("meta")))

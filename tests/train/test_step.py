@@ -15,7 +15,7 @@ from argosy.data.samples.windows import Batch
 from argosy.errors import ArgosyError
 from argosy.model.build import build_model
 from argosy.model.init import initialise
-from argosy.parallel.pinned import copied
+from argosy.parallel.pinned_memory import copied
 from argosy.parallel.single import SingleDevice
 from argosy.train.optimizer import Optimizer, undecayed
 

@@ -20,7 +20,7 @@ class Dashboard:
     def __init__(self, root: Path) -> None:
         import uvicorn
 
-        from argosy.watch.dash import _listen
+        from argosy.watch.dashboard import _listen
         from argosy.watch.server import make_app
 
         listener = _listen(0)

@@ -11,8 +11,8 @@ import pytest
 
 from argosy.record.jsonl import JsonlWriter
 from argosy.record.rundir import RunDir
-from argosy.watch.doctor import diagnose
-from argosy.watch.runs import Run
+from argosy.watch.diagnosis import diagnose
+from argosy.watch.run_list import Run
 from record.run_dirs import log, make_run
 
 

@@ -17,9 +17,9 @@ import pytest
 
 from argosy.record.heartbeat import read_heartbeats
 from argosy.record.jsonl import read_jsonl
-from argosy.watch.doctor import diagnose
+from argosy.watch.diagnosis import diagnose
 from argosy.watch.finding import Finding
-from argosy.watch.runs import Run
+from argosy.watch.run_list import Run
 from waiting import wait_for
 
 Write = Callable[..., Path]

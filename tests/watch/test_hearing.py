@@ -12,9 +12,9 @@ import pytest
 
 from argosy.record.rundir import RunDir
 from argosy.watch import hearing
-from argosy.watch.doctor import diagnose
+from argosy.watch.diagnosis import diagnose
 from argosy.watch.hearing import Hearing
-from argosy.watch.runs import Run
+from argosy.watch.run_list import Run
 from watch.test_doctor import beat, started
 
 

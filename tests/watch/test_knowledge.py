@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from argosy.record.jsonl import JsonlWriter
-from argosy.watch.doctor import diagnose
+from argosy.watch.diagnosis import diagnose
 from argosy.watch.knowledge import Failure, failures, matches
-from argosy.watch.runs import Run
+from argosy.watch.run_list import Run
 from record.run_dirs import log, make_run
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from argosy.record.rundir import RunDir
-from argosy.watch.doctor import diagnose
+from argosy.watch.diagnosis import diagnose
 from argosy.watch.finding import Finding
-from argosy.watch.runs import Run
+from argosy.watch.run_list import Run
 from argosy.watch.suspects import suspects
 from watch.test_doctor import beat, event, started
 

@@ -15,12 +15,12 @@ import pytest
 from rich.console import Console
 
 from argosy.record.jsonl import JsonlWriter
-from argosy.watch.doctor import diagnose
+from argosy.watch.diagnosis import diagnose
 from argosy.watch.live import watch
 from argosy.watch.picture import Curve, line_chart
 from argosy.watch.reading import printable
-from argosy.watch.report import page
-from argosy.watch.runs import Run
+from argosy.watch.run_list import Run
+from argosy.watch.run_report import page
 from argosy.watch.screen import screen
 from record.run_dirs import log, make_run
 from watch.conftest import TOKEN, Dashboard

@@ -16,9 +16,9 @@ from argosy.checkpoint.source import Source, open_source
 from argosy.checkpoint.staging import require_space, staged
 from argosy.checkpoint.store import listed, require_names
 from argosy.config.start import differences, model_root
+from argosy.console.formats import volume
+from argosy.console.progress_bar import ProgressBar
 from argosy.errors import ArgosyError
-from argosy.record.console import volume
-from argosy.record.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def average(wheres: Sequence[str], to: Path, *, last: int | None = None, dry_run
     require_space(to, size)
     if dry_run:
         return facts
-    with staged(to) as stage, Progress("average", size, "B") as bar:
+    with staged(to) as stage, ProgressBar("average", size, "B") as bar:
         write_model(stage, first, f"average of {', '.join(facts.sources)}", first.infos, _mean(sources, bar))
         copy_assets(first.root, stage)
     return facts
@@ -85,7 +85,7 @@ def _require_alike(sources: Sequence[Source]) -> None:
                 )
 
 
-def _mean(sources: Sequence[Source], bar: Progress) -> Callable[[str], Tensor]:
+def _mean(sources: Sequence[Source], bar: ProgressBar) -> Callable[[str], Tensor]:
     def one(name: str) -> Tensor:
         info = sources[0].infos[name]
         total = torch.zeros(info.shape, dtype=torch.float64)

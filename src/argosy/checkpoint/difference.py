@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from argosy.checkpoint.source import Source, open_source
-from argosy.record.console import amount
-from argosy.record.progress import Progress
+from argosy.console.formats import amount
+from argosy.console.progress_bar import ProgressBar
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def compare(first: str, second: str, *, optimizer: bool = False) -> Difference:
     one, other = _readers(open_source(first), optimizer), _readers(open_source(second), optimizer)
     shared = [name for name in one if name in other]
     reshaped, moved, same = [], [], 0
-    with Progress("diff", len(shared), " tensors") as bar:
+    with ProgressBar("diff", len(shared), " tensors") as bar:
         for name in shared:
             a, b = one[name](), other[name]()
             bar.advance(1)

@@ -29,12 +29,12 @@ from argosy.config.counts import count_parameters
 from argosy.config.hf import CONFIG, export_gap, to_config
 from argosy.config.model import ModelSpec
 from argosy.config.units import parse_bytes
+from argosy.console.formats import volume
+from argosy.console.progress_bar import ProgressBar
 from argosy.errors import ArgosyError
+from argosy.host_memory import available_memory
 from argosy.model.build import build_model
 from argosy.model.hf import Entry, entries
-from argosy.record.console import volume
-from argosy.record.host_memory import available_memory
-from argosy.record.progress import Progress
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -114,7 +114,7 @@ def export_hf(where: str, to: Path, options: ExportOptions, *, dry_run: bool = F
     if dry_run:
         return facts
     with staged(to) as stage:
-        with Progress("export", size, "B") as bar:
+        with ProgressBar("export", size, "B") as bar:
             _write_weights(stage, shards, _counted(reader.theirs, bar))
         ids = source.token_ids
         if source.eod_id is not None and "eos_token_id" not in ids:  # where a document ends, the next one begins
@@ -233,7 +233,7 @@ def _write_weights(stage: Path, shards: dict[str, dict[str, TensorInfo]], make: 
         _write_json(stage / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def _counted(make: Callable[[str], Tensor], bar: Progress) -> Callable[[str], Tensor]:
+def _counted(make: Callable[[str], Tensor], bar: ProgressBar) -> Callable[[str], Tensor]:
     def one(name: str) -> Tensor:
         tensor = make(name)
         bar.advance(tensor.nbytes)

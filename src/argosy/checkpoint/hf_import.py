@@ -17,9 +17,9 @@ from argosy.config.counts import count_parameters
 from argosy.config.hf import model_type_of
 from argosy.config.hf.experts import BALANCE_RULE
 from argosy.config.start import HF, MEGATRON, directory_of
+from argosy.console.formats import volume
+from argosy.console.progress_bar import ProgressBar
 from argosy.errors import ArgosyError
-from argosy.record.console import volume
-from argosy.record.progress import Progress as Bar
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def import_hf(source: str, to: Path, *, dry_run: bool = False) -> Imported:
         return facts
     with staged(to) as stage:
         hashed = check_hashes(model)
-        with Bar("import", size, "B") as bar:
+        with ProgressBar("import", size, "B") as bar:
             write_model(stage, hf_source(source, model), source, infos, counted(model.read, bar))
         copy_assets(directory, stage)
     return Imported(**{**facts.__dict__, "files_hashed": hashed})

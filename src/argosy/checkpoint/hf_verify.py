@@ -22,8 +22,8 @@ from argosy.config.counts import count_parameters
 from argosy.config.hf import read_config
 from argosy.config.model import ModelSpec
 from argosy.errors import ArgosyError
+from argosy.host_memory import available_memory
 from argosy.model.build import build_model
-from argosy.record.host_memory import available_memory
 
 TOLERANCE = 1e-4  # of the largest logit; two programs in 32-bit floats differ by 1e-6
 _OVERHEAD = 2  # of a model's weights: the file is in memory as well while it is loaded

@@ -10,8 +10,8 @@ from typing import Any
 from argosy.checkpoint.manifest import MANIFEST, Checkpoint, read_checkpoint, verify
 from argosy.checkpoint.store import listed, step_of
 from argosy.config.start import MODEL_FILE, model_root
+from argosy.console.formats import amount, clock, volume
 from argosy.errors import ArgosyError
-from argosy.record.console import amount, clock, volume
 
 
 @dataclass(frozen=True)

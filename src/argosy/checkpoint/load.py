@@ -12,15 +12,15 @@ from torch import Tensor
 from argosy.checkpoint.store import require_names
 from argosy.checkpoint.stored import StoredTensors
 from argosy.errors import ArgosyError
-from argosy.parallel.boxes import held_boxes
-from argosy.parallel.team import ALONE, Team
+from argosy.parallel.host_group import ALONE, HostGroup
+from argosy.parallel.slices import held_boxes
 
 
 @torch.no_grad()
-def load_into(stored: StoredTensors, tensors: Mapping[str, Tensor], where: Path, team: Team = ALONE) -> None:
+def load_into(stored: StoredTensors, tensors: Mapping[str, Tensor], where: Path, hosts: HostGroup = ALONE) -> None:
     """Fill what this rank has of the tensors. All ranks together must have every stored name, and no other."""
-    messages = team.gather(orjson.dumps(list(tensors)))
-    names: list[str] = orjson.loads(team.tell(orjson.dumps(sorted({n for m in messages for n in orjson.loads(m)}))))
+    messages = hosts.gather(orjson.dumps(list(tensors)))
+    names: list[str] = orjson.loads(hosts.tell(orjson.dumps(sorted({n for m in messages for n in orjson.loads(m)}))))
     require_names(stored.keys(), set(names), where)
     for name, tensor in tensors.items():
         found, wanted = stored.infos[name].shape, tuple(tensor.shape)

@@ -25,7 +25,7 @@ from argosy.checkpoint.disk import Written, write_bytes
 from argosy.checkpoint.hashing import hash_file
 from argosy.checkpoint.stored import INDEX, FileName, StoredTensors, Strict
 from argosy.errors import ArgosyError
-from argosy.parallel.team import ALONE, Team
+from argosy.parallel.host_group import ALONE, HostGroup
 from argosy.untrusted import MIB, read_regular
 
 MANIFEST, STATE = "manifest.json", "state.json"
@@ -38,7 +38,7 @@ _Whole = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 @dataclass(frozen=True)
-class Progress:
+class TrainProgress:
     """Where a run stands. Everything else about the loader, the schedule and the randomness follows from it."""
 
     step: int
@@ -83,7 +83,7 @@ class _State(Strict):
 @dataclass(frozen=True)
 class Checkpoint:
     path: Path
-    progress: Progress
+    progress: TrainProgress
     files: dict[str, Written]
     algorithm: str  # of the hashes
 
@@ -98,7 +98,7 @@ class Checkpoint:
         return sum(file.bytes for file in self.files.values())
 
 
-def finish(directory: Path, progress: Progress, files: dict[str, Written], index: bytes | None = None) -> None:
+def finish(directory: Path, progress: TrainProgress, files: dict[str, Written], index: bytes | None = None) -> None:
     """Make a checkpoint of tensor files already written: index, state, and last the manifest."""
     small = {STATE: orjson.dumps(asdict(progress), option=orjson.OPT_INDENT_2)} | ({INDEX: index} if index else {})
     files = files | {name: write_file(directory / name, content) for name, content in small.items()}
@@ -135,19 +135,19 @@ def read_checkpoint(path: Path) -> Checkpoint:
         raise corrupt(f"{path / MANIFEST} does not list every file")
     if not path.name == f"step-{step:08d}" or state.step != step:
         raise corrupt(f"{path} says step {step} in its manifest and {state.step} in its state")
-    return Checkpoint(path, Progress(**state.model_dump()), files, algorithm)
+    return Checkpoint(path, TrainProgress(**state.model_dump()), files, algorithm)
 
 
-def verify(path: Path, team: Team = ALONE) -> Checkpoint:
+def verify(path: Path, hosts: HostGroup = ALONE) -> Checkpoint:
     """Check every file against the manifest, each rank some of them; refuse with the file and both hashes."""
     found, refusal = None, None
     try:
         found = read_checkpoint(path)
-        _check_hashes(found, sorted(found.files)[team.rank :: team.size])
+        _check_hashes(found, sorted(found.files)[hosts.rank :: hosts.size])
     except ArgosyError as error:
         refusal = error
-    faults = team.gather(b"" if refusal is None else orjson.dumps([refusal.code, refusal.cause, refusal.fix]))
-    told = team.tell(next((fault for fault in faults if fault), b""))
+    faults = hosts.gather(b"" if refusal is None else orjson.dumps([refusal.code, refusal.cause, refusal.fix]))
+    told = hosts.tell(next((fault for fault in faults if fault), b""))
     if told:
         code, cause, fix = orjson.loads(told)
         raise ArgosyError(code, cause, fix=fix)

@@ -14,12 +14,12 @@ from pathlib import Path
 import orjson
 from torch import Tensor
 
-from argosy.checkpoint.manifest import WEIGHTS, Progress, finish
+from argosy.checkpoint.manifest import WEIGHTS, TrainProgress, finish
 from argosy.checkpoint.source import Source
 from argosy.checkpoint.stored import file_of
 from argosy.checkpoint.tensors import TensorInfo, write_stream
 from argosy.config.start import MODEL_FILE
-from argosy.record.progress import Progress as Bar
+from argosy.console.progress_bar import ProgressBar
 
 
 def write_model(
@@ -28,7 +28,7 @@ def write_model(
     """With weights that are made one at a time, of the model that `like` describes."""
     place, file = directory / "checkpoints" / "step-00000000", file_of(WEIGHTS, 0, 1)
     place.mkdir(parents=True)
-    finish(place, Progress(0, 0), {file: write_stream(place / file, infos, make)})
+    finish(place, TrainProgress(0, 0), {file: write_stream(place / file, infos, make)})
     description = {
         "format": "argosy-model",
         "version": 1,
@@ -42,7 +42,7 @@ def write_model(
     (directory / MODEL_FILE).write_bytes(orjson.dumps(description, option=orjson.OPT_INDENT_2))
 
 
-def counted(read: Callable[[str], Tensor], bar: Bar) -> Callable[[str], Tensor]:
+def counted(read: Callable[[str], Tensor], bar: ProgressBar) -> Callable[[str], Tensor]:
     """The same, with each tensor's bytes shown on a bar."""
 
     def one(name: str) -> Tensor:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from argosy.checkpoint.store import latest, remove, step_of, superfluous
 from argosy.config.start import model_root
+from argosy.console.formats import volume
 from argosy.errors import ArgosyError
-from argosy.record.console import volume
 
 
 @dataclass(frozen=True)

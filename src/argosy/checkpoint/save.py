@@ -16,13 +16,13 @@ from pathlib import Path
 from torch import Tensor
 
 from argosy.checkpoint.disk import Written, write_bytes
-from argosy.checkpoint.manifest import OPTIMIZER, WEIGHTS, Progress, finish, sync_directory
-from argosy.checkpoint.plan import Groups, Plan, key_of, make_plan
+from argosy.checkpoint.manifest import OPTIMIZER, WEIGHTS, TrainProgress, finish, sync_directory
+from argosy.checkpoint.save_plan import Groups, Plan, key_of, make_plan
 from argosy.checkpoint.store import remove
 from argosy.checkpoint.stored import file_of, index_of
 from argosy.checkpoint.tensors import TensorInfo, bytes_of, header_of
 from argosy.errors import ArgosyError
-from argosy.parallel.team import ALONE, Team
+from argosy.parallel.host_group import ALONE, HostGroup
 
 
 @dataclass(frozen=True)
@@ -34,15 +34,19 @@ class Content:
 
 
 def save(
-    root: Path, progress: Progress, weights: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], team: Team = ALONE
+    root: Path,
+    progress: TrainProgress,
+    weights: Mapping[str, Tensor],
+    optimizer: Mapping[str, Tensor],
+    hosts: HostGroup = ALONE,
 ) -> Path:
     """Save at once, straight from the tensors; of several ranks, each has to."""
     groups = {WEIGHTS: weights, OPTIMIZER: optimizer}
-    plan = make_plan(groups, team)
-    return write(root, progress, contents(plan, groups, team), plan, team)
+    plan = make_plan(groups, hosts)
+    return write(root, progress, contents(plan, groups, hosts), plan, hosts)
 
 
-def contents(plan: Plan, groups: Groups, team: Team) -> dict[str, Content]:
+def contents(plan: Plan, groups: Groups, hosts: HostGroup) -> dict[str, Content]:
     """The files of this rank by name, sharing the tensors' memory."""
     found: dict[str, Content] = {}
     for group in groups:
@@ -50,35 +54,35 @@ def contents(plan: Plan, groups: Groups, team: Team) -> dict[str, Content]:
         chunks = sorted(
             (chunk for chunk in plan.mine if chunk.group == group), key=lambda c: -groups[group][c.name].element_size()
         )
-        if chunks or team.size == 1:
+        if chunks or hosts.size == 1:
             infos, tensors = {}, []
             for chunk in chunks:
                 whole = groups[group][chunk.name]
                 key = key_of(chunk.name, chunk.box, TensorInfo.of(whole))
                 infos[key] = TensorInfo(whole.dtype, chunk.box.shape)
                 tensors.append(chunk.of(whole))
-            found[file_of(group, team.rank, team.size)] = Content(header_of(infos), tensors)
+            found[file_of(group, hosts.rank, hosts.size)] = Content(header_of(infos), tensors)
     return found
 
 
-def write(root: Path, progress: Progress, files: Mapping[str, Content], plan: Plan, team: Team) -> Path:
+def write(root: Path, progress: TrainProgress, files: Mapping[str, Content], plan: Plan, hosts: HostGroup) -> Path:
     """Write this rank's files; when all have, make a checkpoint of them. What fails on one rank fails on all."""
     final = root / f"step-{progress.step:08d}"
     partial = root / f".{final.name}.partial"
-    fault = team.tell(_attempt(lambda: _make_empty(partial)) if team.is_first else b"")
+    fault = hosts.tell(_attempt(lambda: _make_empty(partial)) if hosts.is_first else b"")
     told: list[bytes] = []
     if not fault:
         written: dict[str, Written] = {}
         fault = _attempt(lambda: written.update(_write_files(partial, files)))
-        told = team.gather(json.dumps([fault.decode(), written]).encode())
-    if team.is_first and told:
+        told = hosts.gather(json.dumps([fault.decode(), written]).encode())
+    if hosts.is_first and told:
         answers = [json.loads(message) for message in told]
         fault = next((text.encode() for text, _ in answers if text), b"")
         every = {name: Written(*one) for _, found in answers for name, one in found.items()}
-        fault = fault or _attempt(lambda: _commit(partial, final, progress, every, plan, team))
-    fault = team.tell(fault)
+        fault = fault or _attempt(lambda: _commit(partial, final, progress, every, plan, hosts))
+    fault = hosts.tell(fault)
     if fault:
-        if team.is_first:
+        if hosts.is_first:
             shutil.rmtree(partial, ignore_errors=True)
         raise ArgosyError(
             "checkpoint.save-failed",
@@ -97,8 +101,10 @@ def _write_files(partial: Path, files: Mapping[str, Content]) -> dict[str, Writt
     return written
 
 
-def _commit(partial: Path, final: Path, progress: Progress, files: dict[str, Written], plan: Plan, team: Team) -> None:
-    index = index_of(plan.stored, team.size) if plan.stored is not None and team.size > 1 else None
+def _commit(
+    partial: Path, final: Path, progress: TrainProgress, files: dict[str, Written], plan: Plan, hosts: HostGroup
+) -> None:
+    index = index_of(plan.stored, hosts.size) if plan.stored is not None and hosts.size > 1 else None
     finish(partial, progress, files, index)
     remove(final)  # only ever a copy of the same step that failed its check, or from which the run was wound back
     partial.rename(final)

@@ -16,23 +16,23 @@ import orjson
 
 from argosy.checkpoint.manifest import Checkpoint, verify
 from argosy.errors import ArgosyError
-from argosy.parallel.team import ALONE, Team
+from argosy.parallel.host_group import ALONE, HostGroup
 
 _NAME = re.compile(r"step-(\d{8,})")
 
 
 def latest(
-    root: Path, report: Callable[[str], None], *, set_aside: bool = False, team: Team = ALONE
+    root: Path, report: Callable[[str], None], *, set_aside: bool = False, hosts: HostGroup = ALONE
 ) -> Checkpoint | None:
     """The newest checkpoint that passes its check, or None where there is none at all. Bad ones are reported and, once
     a good one is found, renamed (`set_aside`), so that they never count as checkpoints again. If only bad ones are
     left, that is a refusal."""
     faults = []
     bad: list[Path] = []
-    names: list[str] = orjson.loads(team.tell(orjson.dumps([path.name for path in listed(root)])))
+    names: list[str] = orjson.loads(hosts.tell(orjson.dumps([path.name for path in listed(root)])))
     for path in (root / name for name in names):
         try:
-            found = verify(path, team)
+            found = verify(path, hosts)
         except ArgosyError as error:
             if error.code != "checkpoint.corrupt":
                 raise
@@ -40,7 +40,7 @@ def latest(
             bad.append(path)
             report(f"{path.name} is not used: {error.cause}")
             continue
-        for damaged in bad if set_aside and team.is_first else ():
+        for damaged in bad if set_aside and hosts.is_first else ():
             damaged.rename(_free_name(damaged))
         return found
     if faults:

@@ -15,10 +15,10 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
-from argosy.checkpoint.plan import Stored, key_of
+from argosy.checkpoint.save_plan import Stored, key_of
 from argosy.checkpoint.tensors import TensorFile, TensorInfo
 from argosy.errors import ArgosyError
-from argosy.parallel.boxes import Box, tiled, whole_box
+from argosy.parallel.slices import Box, tiled, whole_box
 from argosy.untrusted import MIB, read_regular
 
 INDEX = "tensors.json"

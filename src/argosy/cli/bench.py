@@ -65,7 +65,7 @@ def bench(
     spec = benchmark_spec(model, overrides or [], steps=steps, batch=batch, micro_batch=micro_batch, seq_len=seq_len)
     if trace is not None:
         require_writable(trace)
-    from argosy.train.bench import bench as run
+    from argosy.measure.step_bench import bench as run
 
     result = run(spec, steps=steps, warmup=warmup, trace=trace)
     print(json.dumps(result.as_dict()) if as_json else "\n".join(result.lines()))
@@ -86,7 +86,7 @@ def _calibrate(output: Path | None) -> None:
         require_writable(output)
     import torch
 
-    from argosy.train.calibrate import calibrate
+    from argosy.measure.calibrate import calibrate
 
     text = calibrate(torch.device("cuda" if torch.cuda.is_available() else "cpu")).document()
     if output is None:

@@ -145,7 +145,7 @@ def import_model(
     import json
     from dataclasses import asdict
 
-    from argosy.checkpoint.importing import import_model
+    from argosy.checkpoint.import_model import import_model
 
     found = import_model(
         source, to, model=model, changes=changes or (), tokenizer=tokenizer, masters=masters, dry_run=dry_run

@@ -22,6 +22,6 @@ def dash(
     Listens on this machine only, and prints the link with its token. It reads run directories and changes nothing, so it
     works on a shared file system, while a run trains and after it died.
     """
-    from argosy.watch.dash import serve
+    from argosy.watch.dashboard import serve
 
     serve(root, port=port, token=token)

@@ -73,7 +73,7 @@ def prepare(
     import os
 
     from argosy.data.prepare.job import prepare as run
-    from argosy.data.prepare.report import describe, parse_share, preview
+    from argosy.data.prepare.prepare_report import describe, parse_share, preview
     from argosy.data.prepare.work import PrepareOptions
     from argosy.data.text.tokenizer import load_tokenizer
 

@@ -26,8 +26,8 @@ def build(
     share the work by their number: `argosy launch` starts them so.
     """
     from argosy.config.resolve import resolve
-    from argosy.data.build import build as run
-    from argosy.data.build import share_of
+    from argosy.data.build_corpora import build as run
+    from argosy.data.build_corpora import share_of
 
     path, overrides = run_and_overrides(arguments)
     spec = resolve(require_run(path), overrides, elsewhere=True).spec

@@ -80,7 +80,7 @@ def fetch(
         return
 
     from argosy.data.fetch_prepare import fetch_and_prepare
-    from argosy.data.prepare.report import describe
+    from argosy.data.prepare.prepare_report import describe
     from argosy.data.prepare.work import PrepareOptions
     from argosy.data.text.tokenizer import load_tokenizer
 

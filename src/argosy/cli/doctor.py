@@ -53,10 +53,10 @@ def _diagnose(run: Path, log: list[Path], as_json: bool) -> None:
     import json
 
     from argosy.errors import ArgosyError
-    from argosy.watch.doctor import diagnose
+    from argosy.watch.diagnosis import diagnose
     from argosy.watch.finding import STATES
     from argosy.watch.reading import printable
-    from argosy.watch.runs import Run, require_run
+    from argosy.watch.run_list import Run, require_run
 
     log = [Path("/dev/stdin") if path == Path("-") else path for path in log]
     for path in log:
@@ -85,9 +85,9 @@ def _on_every_rank(nproc: int) -> int:
     import tempfile
 
     from argosy.config.survival import FaultSpec
-    from argosy.parallel.agent import start_ranks
-    from argosy.parallel.ranks import find_nodes
     from argosy.record.rundir import RunDir
+    from argosy.supervise.agent import start_ranks
+    from argosy.supervise.world import find_nodes
 
     words = without_option(sys.argv[1:], "--nproc")
     with tempfile.TemporaryDirectory(prefix="argosy-preflight-") as nowhere:
@@ -100,9 +100,9 @@ def _preflight(arguments: list[str], as_json: bool) -> int:
     wanted = wanted_of(arguments, os.environ)
     if "ARGOSY_RANKS" not in os.environ:
         return finish(wanted, check_node(wanted), None, as_json=as_json)
-    from argosy.parallel.probe import probe
-    from argosy.parallel.rank import run_as_rank
-    from argosy.parallel.ranks import find_world
+    from argosy.measure.bandwidth import probe
+    from argosy.supervise.rank_process import run_as_rank
+    from argosy.supervise.world import find_world
 
     world = find_world(os.environ)
     per_node = int(os.environ["LOCAL_WORLD_SIZE"])

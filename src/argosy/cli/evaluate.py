@@ -37,7 +37,7 @@ def evaluate(
     """The loss of the newest checkpoint of a run on one of its splits: of all its data, and of each source."""
     import json
 
-    from argosy.train.evaluate import evaluate_run
+    from argosy.infer.evaluate_run import evaluate_run
 
     result, step = evaluate_run(run, split=split.value, batches=batches, device=device, data=data, seq_len=seq_len)
     facts = {"run": run, "step": step, "split": result.split, "loss": result.loss, "perplexity": result.perplexity}

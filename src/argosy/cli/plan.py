@@ -55,8 +55,8 @@ def plan(
     import json
 
     from argosy.plan.advise import Question, answer
+    from argosy.plan.figure import write_plot
     from argosy.plan.log import read_log
-    from argosy.plan.plot import write_plot
 
     measured = None if log is None else read_log(log)
     question = Question.read(

@@ -25,8 +25,8 @@ def sample(
     """Text from the newest checkpoint of a run, or from another model."""
     import json
 
-    from argosy.train.decoding import Sampling
-    from argosy.train.generate import sample as write
+    from argosy.infer.decoding import Sampling
+    from argosy.infer.generate import sample as write
 
     text = write(run, prompt, Sampling(tokens, temperature, top_k, seed), device)
     print(json.dumps({"text": text}) if as_json else text)

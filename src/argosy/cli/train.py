@@ -67,8 +67,8 @@ def train(
             fix="add --dry-run, or leave it out",
         )
     resolved = resolve(path, overrides)
-    from argosy.parallel.ranks import find_nodes, find_world
     from argosy.record.rundir import RunDir
+    from argosy.supervise.world import find_nodes, find_world
 
     directory = RunDir(Path(resolved.spec.runs_dir) / resolved.spec.name)
     nodes = find_nodes(os.environ)
@@ -79,19 +79,21 @@ def train(
         spec = resolved.spec
         if not is_open(resolved):  # the ranks find a layout themselves
             check_world(spec.parallel, world.size, world.source, spec.train.global_batch)
-        from argosy.parallel.agent import start_ranks
+        from argosy.supervise.agent import start_ranks
 
         arguments = without_option(sys.argv[1:], "--nproc")
         raise typer.Exit(start_ranks(nproc, nodes, arguments, directory, spec.fault))
-    from argosy.parallel.rank import keep_output, run_as_rank
+    from argosy.supervise.rank_process import keep_output, run_as_rank
 
     output = None if dry_run else keep_output(directory, world)
     from argosy.train import run
 
     options = run.TrainOptions(fresh=fresh, archive=archive, quiet=quiet, profile=profile, ends_process=True)
     if output is None:
+        from argosy.measure.dry_run import dry_run as check
+
         settled = run.settle(resolved, path, overrides, world_size or world.size)
-        print("\n".join(run.dry_run(settled, options, world, world_size)))
+        print("\n".join(check(settled, options, world, world_size)))
         return
 
     def train_settled() -> int:

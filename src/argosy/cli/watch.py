@@ -34,9 +34,9 @@ def report(
 
     One HTML file that loads nothing from elsewhere and runs no scripts; a browser prints it to PDF.
     """
-    from argosy.record.files import replace_file
-    from argosy.watch.report import page
-    from argosy.watch.runs import Run, require_run
+    from argosy.files import replace_file
+    from argosy.watch.run_list import Run, require_run
+    from argosy.watch.run_report import page
 
     found = require_run(run)
     target = output or found.root / "report.html"

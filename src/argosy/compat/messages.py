@@ -16,7 +16,7 @@ def refuse_pickled_messages() -> None:
     from torch.distributed import distributed_c10d
 
     def refuse(*_: Any) -> Any:
-        raise RuntimeError("ranks exchange tensors and JSON, never pickles: see argosy.parallel.team")
+        raise RuntimeError("ranks exchange tensors and JSON, never pickles: see argosy.parallel.host_group")
 
     for name in ("_pickler", "_unpickler"):
         setattr(distributed_c10d, name, refuse)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argosy.config.schema import RunSpec
-from argosy.config.stages import SEVERAL_STAGES, V_SHAPED, bubble, count_layers
+from argosy.config.stage_layers import SEVERAL_STAGES, V_SHAPED, bubble, count_layers
 from argosy.errors import ArgosyError
 
 Origins = dict[str, str]

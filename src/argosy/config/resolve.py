@@ -19,12 +19,12 @@ from argosy.config.checks import check
 from argosy.config.hf.experts import BALANCE_RULE
 from argosy.config.model import ModelSpec
 from argosy.config.presets import ALIASES, FAMILIES, PRESETS
-from argosy.config.reader import parse_value, read_yaml
 from argosy.config.refusals import did_you_mean, kind_of, refusal_of, section_of
 from argosy.config.schema import RunSpec
 from argosy.config.secrets import without_secrets
-from argosy.config.stages import SEVERAL_STAGES
+from argosy.config.stage_layers import SEVERAL_STAGES
 from argosy.config.start import HF, check_start, remembered_model, starting_model
+from argosy.config.yaml_reader import parse_value, read_yaml
 from argosy.errors import ArgosyError
 
 Tree = dict[str, Any]

@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 
-from argosy.config.reader import parse_yaml
+from argosy.config.yaml_reader import parse_yaml
 from argosy.echo import CUT, address_only, names_secret, redact, redact_address
 from argosy.errors import ArgosyError
 

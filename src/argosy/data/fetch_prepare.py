@@ -12,7 +12,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from argosy.data.corpus.manifest import Manifest
+from argosy.data.corpus.corpus_manifest import Manifest
 from argosy.data.prepare.job import prepare_files
 from argosy.data.prepare.work import PrepareOptions
 from argosy.data.remote.fetch import Books, Fetched, FetchedFile, FetchOptions, Job, check_space, note

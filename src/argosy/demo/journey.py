@@ -21,20 +21,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from argosy.config.resolve import resolve
-from argosy.data.corpus.manifest import FILE_NAME
+from argosy.console.braille_plot import plot
+from argosy.console.formats import clock
+from argosy.data.corpus.corpus_manifest import FILE_NAME
 from argosy.data.prepare.job import prepare
-from argosy.data.prepare.report import describe
+from argosy.data.prepare.prepare_report import describe
 from argosy.data.prepare.work import PrepareOptions
 from argosy.data.text.tokenizer import load_tokenizer, train_bpe
 from argosy.demo.sizes import FEWEST_STEPS, Size, choose_size, steps_within
 from argosy.demo.stories import OPENING, stories
-from argosy.record.console import clock
 from argosy.record.jsonl import read_metrics
-from argosy.record.plot import plot
 from argosy.record.rundir import RunDir
 
 if TYPE_CHECKING:
-    from argosy.train.decoding import Sampling
+    from argosy.infer.decoding import Sampling
 
 VOCABULARY = 1024
 STORIES = 6000
@@ -154,7 +154,7 @@ def _write_spec(path: Path, runs: Path, corpus: Path, pace: Pace) -> int:
     started = time.monotonic()
     import torch
 
-    from argosy.train.bench import seconds_per_step
+    from argosy.measure.step_bench import seconds_per_step
 
     # Most of a process's start is this import; there are two of them, and each also opens data and model.
     pace.start_s = 1.5 * (time.monotonic() - started)
@@ -240,7 +240,7 @@ def _measured_step_s(run: Path) -> float | None:
 
 def _report(run: Path) -> None:
     from argosy.data.open import open_data
-    from argosy.train.evaluate import evaluate_run, unigram_entropy
+    from argosy.infer.evaluate_run import evaluate_run, unigram_entropy
 
     metrics = read_metrics(run / "metrics.jsonl")
     losses = [(float(step), record["loss"]) for step, record in metrics.items() if "loss" in record]
@@ -260,13 +260,13 @@ def _report(run: Path) -> None:
 
 
 def _sampling(tokens: int = SAMPLE_TOKENS) -> Sampling:
-    from argosy.train.decoding import Sampling
+    from argosy.infer.decoding import Sampling
 
     return Sampling(tokens=tokens, temperature=0.5, seed=7)
 
 
 def _sample(run: Path) -> str:
-    from argosy.train.generate import sample
+    from argosy.infer.generate import sample
 
     return sample(str(run), OPENING, _sampling())
 
@@ -274,8 +274,8 @@ def _sample(run: Path) -> str:
 def _untrained(path: Path) -> str:
     """What the model of a run spec writes with its initial weights."""
     from argosy.data.open import open_data
-    from argosy.train.bench import start
-    from argosy.train.decoding import generate
+    from argosy.infer.decoding import generate
+    from argosy.measure.step_bench import start
     from argosy.train.device import prepare_device
 
     spec = resolve(path).spec

@@ -1,7 +1,7 @@
 """What one node is checked for before a run is trusted to it: GPUs, limits, devices, storage, names, clock, secrets.
 
 Each check says what it found, and what to do where that is not enough. Nothing here needs torch; how fast the nodes reach each
-other is measured by their ranks (`argosy.parallel.probe`), and judged here.
+other is measured by their ranks (`argosy.measure.bandwidth`), and judged here.
 """
 
 from __future__ import annotations

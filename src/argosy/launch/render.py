@@ -11,6 +11,7 @@ import yaml
 
 from argosy import __version__
 from argosy.config.layout import describe_layout
+from argosy.files import replace_file
 from argosy.launch.placement import KUBERNETES, Placement
 from argosy.launch.pod import Manifest, labels
 from argosy.launch.stages import DATA_STAGES, Stage, command, stages_of
@@ -22,7 +23,6 @@ from argosy.launch.targets.local import local_files
 from argosy.launch.targets.pytorchjob import pytorch_job, resumed_by_hyperpod
 from argosy.launch.targets.slurm import slurm_files
 from argosy.launch.targets.trainjob import train_job
-from argosy.record.files import replace_file
 
 PLAN = "plan.json"
 

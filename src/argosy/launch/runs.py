@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from argosy.config.resolve import resolve
+from argosy.console.formats import clock
+from argosy.console.training_lines import STEP_LINE
 from argosy.errors import ArgosyError
 from argosy.launch.api import Cluster, connect
 from argosy.launch.conduct import look, runs_in, selector, stop
@@ -22,9 +24,8 @@ from argosy.launch.names import object_name
 from argosy.launch.placement import KUBERNETES
 from argosy.launch.pod import RANKS, STAGE_LABEL
 from argosy.launch.states import State, pod_number
-from argosy.record.console import STEP_LINE, clock
 from argosy.record.jsonl import read_metrics
-from argosy.record.logs import newest_attempt, pieces, ranks_with_logs, read_log
+from argosy.record.rank_logs import newest_attempt, pieces, ranks_with_logs, read_log
 
 _TAIL = 200
 _LIST = "`argosy ls` lists the runs of a namespace (-n NAMESPACE)"

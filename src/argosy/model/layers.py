@@ -18,10 +18,10 @@ from argosy.config.model import ModelSpec
 from argosy.model.dropout import Dropout
 from argosy.model.ops.activation import activate, gated
 from argosy.model.ops.embedding import embed
-from argosy.model.ops.fp8 import fp8_products
+from argosy.model.ops.fp8 import fp8_matmuls
 from argosy.model.ops.heads import project_heads, rotate
+from argosy.model.ops.matmul import matmuls
 from argosy.model.ops.norm import add, add_norm, norm, split_norm
-from argosy.model.ops.products import products
 from argosy.model.positions import Across, Context
 
 
@@ -37,7 +37,7 @@ class Linear(nn.Linear):
 def multiply(x: Tensor, layers: Sequence[Linear], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     """The products of one input with several layers, which share what can be shared."""
     rounded = layers[0].fp8 and layers[0].training
-    return (fp8_products if rounded else products)(x, [layer.weight for layer in layers], biases)
+    return (fp8_matmuls if rounded else matmuls)(x, [layer.weight for layer in layers], biases)
 
 
 class Norm(nn.Module):

@@ -25,7 +25,7 @@ from argosy.compat.messages import refuse_pickled_messages
 from argosy.config.layout import AXES, check_world
 from argosy.config.schema import ParallelSpec
 from argosy.errors import EXIT_REFUSED, ArgosyError
-from argosy.parallel.ranks import World
+from argosy.supervise.world import World
 
 DATA_AXES = ("dp_replicate", "dp_shard")  # whose ranks have other samples
 SUM_AXES = (*DATA_AXES, "cp")  # whose ranks have other tokens: losses and gradients are summed over them

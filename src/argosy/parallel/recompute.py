@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from argosy.compat import COSTLY_OPERATIONS
 from argosy.model.dropout import Dropout
-from argosy.model.ops.attention import OPERATIONS as ATTENTION_OPERATIONS
+from argosy.model.ops.attention_backends import OPERATIONS as ATTENTION_OPERATIONS
 from argosy.model.ops.grouped import OPERATIONS as GROUPED_OPERATIONS
 
 _KEPT = COSTLY_OPERATIONS | ATTENTION_OPERATIONS | GROUPED_OPERATIONS

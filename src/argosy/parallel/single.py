@@ -16,9 +16,9 @@ from argosy.compat import accumulate_in
 from argosy.config.seeds import derive_seed
 from argosy.data.samples.windows import Batch
 from argosy.model.objective import Loss, Objective
-from argosy.parallel.dropout import DropoutSeeds
-from argosy.parallel.pinned import copied, tensors_of
-from argosy.parallel.replay import Replays
+from argosy.parallel.cuda_graphs import CudaGraphs
+from argosy.parallel.dropout_seeds import DropoutSeeds
+from argosy.parallel.pinned_memory import copied, tensors_of
 from argosy.parallel.shards import norm_of
 
 
@@ -42,11 +42,11 @@ class SingleDevice:
         self.micro_batch, self.seed, self.z_loss = micro_batch, seed, z_loss
         self.enter: Callable[[str], None] = _unmeasured  # told which part of a step begins
         self._dropout = DropoutSeeds(model)
-        self.replays: Replays | None = None
+        self.replays: CudaGraphs | None = None
 
     def replay(self) -> None:
         """Record passes and replay them, where the host is slower than the device."""
-        self.replays = Replays(self._learn, self.model.parameters(), self.device)
+        self.replays = CudaGraphs(self._learn, self.model.parameters(), self.device)
 
     def news(self) -> list[str]:
         """What there is to tell since this was last asked."""

@@ -16,9 +16,9 @@ from argosy.config.units import parse_count
 from argosy.errors import ArgosyError
 from argosy.plan.calibration import calibration
 from argosy.plan.hardware import GIB, Cluster, parse_cluster
-from argosy.plan.layout import Layout, Recompute, Schedule, Work, violations
+from argosy.plan.layouts import Layout, Recompute, Schedule, Work, violations
 from argosy.plan.log import Log, judge
-from argosy.plan.report import as_dict, distinct, explain, header, table, why_lost
+from argosy.plan.plan_report import as_dict, distinct, explain, header, table, why_lost
 from argosy.plan.search import Candidate, Found, evaluate, search, warnings
 
 STACK = "argosy"

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from argosy.config.model import Section
-from argosy.config.reader import read_yaml
+from argosy.config.yaml_reader import read_yaml
 from argosy.errors import ArgosyError
 from argosy.plan.hardware import Cluster, Gpu
 from argosy.plan.kernels import Rates

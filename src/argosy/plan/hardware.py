@@ -17,9 +17,9 @@ from typing import Any, Literal, TypeVar
 from pydantic import Field, ValidationError
 
 from argosy.config.model import Section
-from argosy.config.reader import read_yaml
 from argosy.config.refusals import did_you_mean
 from argosy.config.units import NotNegative, Positive, PositiveNumber, Whole
+from argosy.config.yaml_reader import read_yaml
 from argosy.errors import ArgosyError
 
 FACTS = Path(__file__).parent / "facts" / "hardware.yaml"

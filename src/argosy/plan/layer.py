@@ -8,7 +8,7 @@ from math import ceil
 
 from argosy.plan.calibration import Calibration, Stack
 from argosy.plan.kernels import LINE, Rates, linear, product
-from argosy.plan.layout import Layout, Work
+from argosy.plan.layouts import Layout, Work
 
 BACKWARD_ATTENTION = 2.5  # five products for the two of the forward pass
 BACKWARD_ELEMENTS = 1.7  # bytes of the backward pass's element-wise kernels against the forward's

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import log2
 
 from argosy.plan.hardware import Cluster
-from argosy.plan.layout import Layout
+from argosy.plan.layouts import Layout
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from math import ceil
 from argosy.config.state import WIDE, state_bytes
 from argosy.plan.calibration import Calibration, Stack
 from argosy.plan.hardware import GIB
-from argosy.plan.layout import Layout, Work, stage_layers
+from argosy.plan.layouts import Layout, Work, stage_layers
 
 ORTHOGONALISING = (
     20  # bytes of a matrix's number while Muon works on it: gradient, direction and result in 32 bits, two copies in 16

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from argosy.plan.hardware import Cluster
 from argosy.plan.kernels import Rates, product
-from argosy.plan.layout import Layout, Work
+from argosy.plan.layouts import Layout, Work
 from argosy.plan.links import Links, gather, group
 
 _GATHERED = 4  # bytes of a number of the direction

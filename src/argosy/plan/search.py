@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from argosy.config.stages import SEVERAL_STAGES
+from argosy.config.stage_layers import SEVERAL_STAGES
 from argosy.plan.calibration import Calibration, Stack
 from argosy.plan.hardware import Cluster
-from argosy.plan.layout import Layout, Recompute, Work, violations
+from argosy.plan.layouts import Layout, Recompute, Work, violations
 from argosy.plan.memory import StageMemory, memory_of, stage_memory
 from argosy.plan.time import StepTime, step_time
 

@@ -24,7 +24,7 @@ from argosy.plan.layer import (
     layer_passes,
     remade,
 )
-from argosy.plan.layout import Layout, Work, stage_layers
+from argosy.plan.layouts import Layout, Work, stage_layers
 from argosy.plan.links import Links, exchange, gather, group, latency, reduce, send
 from argosy.plan.memory import stage_parameters
 from argosy.plan.muon import muon_seconds

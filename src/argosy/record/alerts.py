@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from argosy.config.watching import AlertsSpec
 from argosy.record.jsonl import Record
 from argosy.record.noise import lasting
-from argosy.record.ranks import Ranks
+from argosy.record.rank_columns import Ranks
 from argosy.record.spikes import Spikes
 
 Ratios = NDArray[np.float32]

@@ -24,7 +24,7 @@ from typing import Any, Literal
 import orjson
 
 from argosy.record import pulse
-from argosy.record.pulse import PAGE_BYTES, Page, Progress
+from argosy.record.pulse import PAGE_BYTES, Page, RankProgress
 from argosy.untrusted import MIB, read_object
 
 Phase = Literal["start", "load", "data", "forward_backward", "optimizer", "evaluate", "save", "last_save", "done"]
@@ -39,7 +39,7 @@ class Heartbeat:
         self._rank, self._attempt = rank, attempt
         self._fd = _memory(page)
         self._page = Page(self._fd)
-        self._progress = Progress(0, 0, 0, time.monotonic(), 0.0, "start")
+        self._progress = RankProgress(0, 0, 0, time.monotonic(), 0.0, "start")
         self._longest: dict[str, float] = {}
         self._writer: subprocess.Popen[bytes] | None = None
         self._page.write(self._progress)
@@ -69,7 +69,7 @@ class Heartbeat:
             self._longest[before.phase] = max(self._longest.get(before.phase, 0.0), now - before.since)
         step = before.step if step is None else step
         longest = self._longest.get(phase, 0.0)
-        self._progress = Progress(before.entered + 1, step, before.first, now, longest, phase)
+        self._progress = RankProgress(before.entered + 1, step, before.first, now, longest, phase)
         self._page.write(self._progress)
 
     @property

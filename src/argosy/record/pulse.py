@@ -23,7 +23,7 @@ PAGE_BYTES = 4096
 _LAYOUT = struct.Struct("<QQqqddQ")  # sequence, entered, step, first, since, longest, phase
 
 
-class Progress(NamedTuple):
+class RankProgress(NamedTuple):
     """Where a rank is."""
 
     entered: int  # phases so far: a number that grows while the rank moves
@@ -41,7 +41,7 @@ class Page:
         self._memory = mmap.mmap(fd, PAGE_BYTES)
         self._sequence = 0
 
-    def write(self, progress: Progress) -> None:
+    def write(self, progress: RankProgress) -> None:
         entered, step, first, since, longest, phase = progress
         fields = (entered, step, first, since, longest, PHASES.index(phase))
         self._sequence += 2
@@ -49,12 +49,12 @@ class Page:
         _LAYOUT.pack_into(self._memory, 0, self._sequence - 1, *fields)
         struct.pack_into("<Q", self._memory, 0, self._sequence)
 
-    def read(self) -> Progress | None:
+    def read(self) -> RankProgress | None:
         """None where nothing was written yet."""
         for _ in range(100):
             before, entered, step, first, since, longest, phase = _LAYOUT.unpack_from(self._memory, 0)
             if before % 2 == 0 and struct.unpack_from("<Q", self._memory, 0)[0] == before:
-                return Progress(entered, step, first, since, longest, PHASES[phase]) if before else None
+                return RankProgress(entered, step, first, since, longest, PHASES[phase]) if before else None
             time.sleep(0.0001)
         return None
 
@@ -69,7 +69,7 @@ def process_state(pid: int) -> tuple[str, int] | None:
         return None
 
 
-def _beat(progress: Progress, facts: dict[str, Any], beat: int, trainer: int) -> dict[str, Any]:
+def _beat(progress: RankProgress, facts: dict[str, Any], beat: int, trainer: int) -> dict[str, Any]:
     state, resident = process_state(trainer) or ("?", 0)
     now = time.monotonic()
     return facts | {
@@ -104,7 +104,7 @@ class Stalls:
         self._events, self._heartbeats, self._after_s = events, heartbeats, after_s
         self._told = -1
 
-    def look(self, progress: Progress) -> None:
+    def look(self, progress: RankProgress) -> None:
         seconds = time.monotonic() - progress.since
         if (
             progress.phase == "done"

@@ -20,7 +20,7 @@ from argosy.config.schema import RunSpec
 from argosy.config.secrets import source_without_secrets, without_secrets
 from argosy.echo import VALUE_LIMIT, shorten
 from argosy.errors import ArgosyError
-from argosy.record.files import replace_file
+from argosy.files import replace_file
 from argosy.record.versions import earlier_versions, version_at
 from argosy.untrusted import read_object
 

@@ -10,11 +10,11 @@ import torch
 from argosy.compat import set_deterministic
 from argosy.config.schema import TrainSpec
 from argosy.errors import ArgosyError
+from argosy.host_memory import available_memory
 from argosy.model.ops import flash
 from argosy.model.ops.choice import installed, only_torch
 from argosy.parallel.precision import recorded_precision
 from argosy.plan.hardware import Peak, dense_peak
-from argosy.record.host_memory import available_memory
 
 
 def prepare_device(spec: TrainSpec, asked: str | None = None, *, local_rank: int | None = None) -> torch.device:

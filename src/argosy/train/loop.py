@@ -20,26 +20,25 @@ from argosy.config.lr_phases import check_phases
 from argosy.config.pipeline import describe_bubble
 from argosy.config.schema import RunSpec
 from argosy.config.units import Duration
+from argosy.console.training_lines import Console, open_console
 from argosy.data.loader import Loader
 from argosy.errors import EXIT_DONE, EXIT_RESUMABLE
 from argosy.model.init import initial_weights
 from argosy.parallel.agreement import Agreement
 from argosy.parallel.mesh import Mesh
 from argosy.parallel.precision import choose_precision, describe_precision, slow_precision
-from argosy.record.console import Console, open_console
 from argosy.record.heartbeat import Heartbeat, Phase
 from argosy.record.jsonl import JsonlWriter, Record, now, read_metrics
 from argosy.record.rundir import RunDir
 from argosy.train.collection import StepwiseCollection
 from argosy.train.device import peak_of
-from argosy.train.evaluate import evaluate
+from argosy.train.device_memory import measure_memory
 from argosy.train.interrupt import Interrupt
-from argosy.train.memory import measure_memory
 from argosy.train.meter import Meter
 from argosy.train.opening import Opening
 from argosy.train.optimizer import Optimizer
 from argosy.train.profile_steps import Profiling, Window
-from argosy.train.replicas import Replicas
+from argosy.train.replica_check import Replicas
 from argosy.train.rewind import (
     Rewind,
     describe_skips,
@@ -55,6 +54,7 @@ from argosy.train.session import make_engine, make_model, open_checked_data, par
 from argosy.train.step import Step, take_step
 from argosy.train.telemetry import Taken, Telemetry
 from argosy.train.timer import Timer
+from argosy.train.validation import evaluate
 
 
 class Trainer:

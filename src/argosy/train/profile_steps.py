@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from argosy.compat import memory_history, record_memory_history
 from argosy.errors import ArgosyError
-from argosy.train.profile import kind_of, write_trace
+from argosy.train.kernel_profile import kind_of, write_trace
 
 _COMMUNICATION = re.compile(r"nccl|gloo|c10d|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all", re.IGNORECASE)
 

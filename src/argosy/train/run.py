@@ -16,29 +16,26 @@ import torch
 
 from argosy.checkpoint.assets import copy_assets
 from argosy.checkpoint.source import Source
-from argosy.checkpoint.store import latest, listed
-from argosy.config.counts import describe_size
+from argosy.checkpoint.store import listed
 from argosy.config.layout import check_world
 from argosy.config.resolve import Resolved
 from argosy.config.schema import TrainSpec
 from argosy.config.start import MODEL_FILE
 from argosy.errors import ArgosyError
+from argosy.files import replace_file
 from argosy.parallel.mesh import Mesh, joined
-from argosy.parallel.precision import slow_precision
-from argosy.parallel.rank import open_heartbeat
-from argosy.parallel.rankfiles import RankFiles
-from argosy.parallel.ranks import World, find_world
 from argosy.plan.advise import predict
 from argosy.plan.auto import cluster_of, is_open, settle_layout
-from argosy.record.courier import carried
-from argosy.record.files import replace_file
 from argosy.record.heartbeat import Heartbeat, clear_heartbeats
 from argosy.record.jsonl import JsonlWriter, now
 from argosy.record.rundir import RunDir
+from argosy.record.sink_process import carried
 from argosy.record.sinks.asked import require_packages
+from argosy.supervise.rank_files import RankFiles
+from argosy.supervise.rank_process import open_heartbeat
+from argosy.supervise.world import find_world
 from argosy.train.device import machine_facts, name_of, prepare_device
 from argosy.train.loop import Trainer
-from argosy.train.memory import require_memory
 from argosy.train.opening import Opening
 from argosy.train.profile_steps import Window
 
@@ -114,7 +111,7 @@ def _open(
 ) -> tuple[Opening, list[str]]:
     """The run directory with its lock held, an earlier run moved aside if that was asked for, and checked to be one that can go on.
     Returns its record, and what is worth knowing about it."""
-    _check_options(run, options)
+    check_options(run, options)
     occupied = run.holds_a_run
     run.open_for_training()
     try:
@@ -160,7 +157,7 @@ def _store_plan(run: RunDir, trainer: Trainer) -> None:
         replace_file(run.plan_file, orjson.dumps({"cluster": cluster, **prediction}, option=orjson.OPT_INDENT_2))
 
 
-def _check_options(run: RunDir, options: TrainOptions) -> None:
+def check_options(run: RunDir, options: TrainOptions) -> None:
     if (run.root / MODEL_FILE).exists():
         raise ArgosyError(
             "run.exists",
@@ -184,55 +181,3 @@ def _check_options(run: RunDir, options: TrainOptions) -> None:
             value=run.root.name,
             fix="give another name=…, or --fresh --archive to move the earlier run aside; without --fresh it goes on",
         )
-
-
-def dry_run(
-    resolved: Resolved, options: TrainOptions, world: World | None = None, elsewhere: int | None = None
-) -> list[str]:
-    """Every check that `train` makes before its first step among the ranks of `world`, and what it would do; nothing is written.
-    With so many ranks `elsewhere`, what each would hold, and no question of this machine's device."""
-    spec, world = resolved.spec, world or World()
-    if elsewhere is None:
-        require_packages(spec.log)
-        check_world(spec.parallel, world.size, world.source, spec.train.global_batch)
-        device = prepare_device(spec.train)
-        layout = [f"device  {device}"]
-        if slow := slow_precision(spec.train.precision, device):
-            layout.append(f"warning: {slow}")
-        # With several ranks, this process is none of them.
-        machine = machine_facts(device, spec.train.precision) if world.size == 1 else None
-    else:
-        from argosy.train.rehearsal import describe_rehearsal, rehearse
-
-        layout, machine = describe_rehearsal(spec, rehearse(spec, elsewhere)), None
-    trainer = Trainer(spec, Mesh(torch.device("meta")))
-    if elsewhere is None:
-        require_memory(spec, device, ranks=world.size // spec.parallel.dp_replicate)
-    run = RunDir(Path(spec.runs_dir) / spec.name)
-    _check_options(run, options)
-    run.require_writable()
-    notes: list[str] = []
-    opening = Opening(run, resolved, None, trainer.data.facts(), machine)
-    notes += [] if options.fresh else opening.check()
-    checkpoint = None if options.fresh else latest(run.checkpoints, report=notes.append)
-    if checkpoint is not None:
-        changes = opening.changes(checkpoint.progress.step)
-        notes += [f"changed since the last start: {change}" for change in changes]
-        notes += trainer.schedule_notes(run, checkpoint.progress.step, changes)
-    elif (start := trainer.start_from(run)) is not None:
-        notes.append(f"weights {start.where}, trained to step {start.step}")
-    done = 0 if checkpoint is None else checkpoint.progress.step
-    tokens = sum(trainer.data.split(corpus, "train").tokens for corpus in trainer.data.corpora)
-    left = (
-        f"steps {done + 1} to {trainer.steps}"
-        if done < trainer.steps
-        else f"nothing: all {trainer.steps} steps are done"
-    )
-    return [
-        f"model   {describe_size(spec.model)}",
-        f"data    {tokens:,} training tokens, {trainer.stream.epoch_samples:,} samples of {spec.data.seq_len}",
-        f"train   {left}, {trainer.batches.describe(spec.data.seq_len)}",
-        f"run     {run.root}" + (f" goes on from step {done}" if done else " starts at step 0"),
-        *layout,
-        *notes,
-    ]

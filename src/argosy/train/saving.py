@@ -20,16 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from argosy.checkpoint.load import load_into
-from argosy.checkpoint.manifest import OPTIMIZER, WEIGHTS, Progress
-from argosy.checkpoint.plan import Plan, make_plan
+from argosy.checkpoint.manifest import OPTIMIZER, WEIGHTS, TrainProgress
 from argosy.checkpoint.save import Content, contents, write
+from argosy.checkpoint.save_plan import Plan, make_plan
 from argosy.checkpoint.snapshot import Snapshot
 from argosy.checkpoint.store import latest, listed, prune, step_of, sweep
 from argosy.config.schema import CheckpointSpec
 from argosy.config.units import Duration
 from argosy.errors import ArgosyError
 from argosy.parallel.agreement import Agreement
-from argosy.parallel.team import make_team
+from argosy.parallel.host_group import make_host_group
 from argosy.record.jsonl import now
 from argosy.record.rundir import RunDir
 from argosy.train.optimizer import Optimizer
@@ -70,19 +70,19 @@ class Saving:
         """`event(kind, step, **facts)` puts something on the record."""
         self._run, self._spec, self._optimizer, self._event = run, spec, optimizer, event
         self._timer, self._agreement = timer, agreement
-        self._team, self._snapshot = make_team(), Snapshot()
+        self._team, self._snapshot = make_host_group(), Snapshot()
         self._plan: Plan | None = None
         self._writing: _Writing | None = None
         self._begun = self._ended = self._failures = 0
         self._retry_at = math.inf
         agreement.follow(lambda: self._ended)
 
-    def restore(self, notes: list[str]) -> Progress | None:
+    def restore(self, notes: list[str]) -> TrainProgress | None:
         """Weights and optimiser from the newest good checkpoint, and where it stands; None where there is none."""
         self.finish()
         if self._team.is_first:
             sweep(self._run.checkpoints)
-        checkpoint = latest(self._run.checkpoints, report=notes.append, set_aside=True, team=self._team)
+        checkpoint = latest(self._run.checkpoints, report=notes.append, set_aside=True, hosts=self._team)
         if checkpoint is None:
             return None
         optimizer, progress = self._optimizer, checkpoint.progress
@@ -118,7 +118,7 @@ class Saving:
         if self._team.is_first:
             self._run.require_ours()
         started = time.perf_counter()
-        progress = Progress(step, consumed_samples, self._optimizer.numbers(), {"time": now(), **about})
+        progress = TrainProgress(step, consumed_samples, self._optimizer.numbers(), {"time": now(), **about})
         files = self._files()
         beside = self._spec.mode == "async" and not last
         if beside:
@@ -147,7 +147,7 @@ class Saving:
         if self._writing is not None and self._writing.thread is not None:
             self._writing.thread.join(RETRY_S)
 
-    def _write(self, writing: _Writing, progress: Progress, files: dict[str, Content]) -> None:
+    def _write(self, writing: _Writing, progress: TrainProgress, files: dict[str, Content]) -> None:
         started = time.perf_counter()
         try:
             if self._plan is None:

@@ -18,11 +18,11 @@ from argosy.data.open import RunData, open_data
 from argosy.model.build import build_model
 from argosy.parallel.apply import apply_layout
 from argosy.parallel.mesh import Mesh
-from argosy.parallel.pipeline.stages import cut, part_of
+from argosy.parallel.pipeline.stage_cut import cut, part_of
 from argosy.parallel.precision import apply_precision, choose_precision, evaluation_precision
 from argosy.parallel.single import SingleDevice
 from argosy.train.device import prepare_device
-from argosy.train.memory import require_memory
+from argosy.train.device_memory import require_memory
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,11 @@ from argosy.plan.hardware import facts
 from argosy.record.alerts import Alerts
 from argosy.record.jsonl import JsonlWriter, Record, now
 from argosy.record.ledger import PRODUCTIVE, Ledger, process_started
-from argosy.record.ranks import Ranks
+from argosy.record.rank_columns import Ranks
 from argosy.record.rundir import RunDir
 from argosy.record.sensors import FIELDS, Sensors
 from argosy.train.device import peak_memory_gib
-from argosy.train.memory import Memory
+from argosy.train.device_memory import Memory
 from argosy.train.meter import Meter
 from argosy.train.phases import COMMUNICATION, Phases
 from argosy.train.step import Step

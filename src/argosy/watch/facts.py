@@ -7,7 +7,7 @@ from typing import Any
 
 from argosy.config.resolve import flatten
 from argosy.record.ledger import MEANING, PARTS, PRODUCTIVE
-from argosy.watch.runs import Run
+from argosy.watch.run_list import Run
 
 
 def waterfall(last: dict[str, Any]) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from argosy.record.jsonl import Record
-from argosy.record.ranks import COLUMNS, Ranks
+from argosy.record.rank_columns import COLUMNS, Ranks
 from argosy.watch.following import Following
 
 RATIO = "ratio"  # a rank's own work over its peers'

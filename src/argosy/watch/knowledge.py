@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from argosy.config.reader import read_yaml
+from argosy.config.yaml_reader import read_yaml
 
 FILE = Path(__file__).parent / "failures.yaml"
 _LONGEST_LINE = 2000  # characters that are looked at

@@ -7,10 +7,10 @@ import threading
 import time
 from pathlib import Path
 
-from argosy.record.console import describe
+from argosy.console.training_lines import describe
 from argosy.record.tail import Tail
 from argosy.watch.reading import figures, is_number, printable, sound
-from argosy.watch.runs import Run, require_run
+from argosy.watch.run_list import Run, require_run
 from argosy.watch.screen import screen, told
 
 _EVERY_S, _READ_S = 1.0, 0.5

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from argosy.record.console import amount
+from argosy.console.formats import amount
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 520, 200, 56, 10, 10, 24
 _TICKS = 5  # at most

@@ -12,13 +12,13 @@ from rich.layout import Layout
 from rich.panel import Panel
 from rich.text import Text
 
+from argosy.console.braille_plot import plot
+from argosy.console.formats import amount, clock
 from argosy.record.alerts import TROUBLE
-from argosy.record.console import amount, clock
 from argosy.record.jsonl import Record
 from argosy.record.ledger import PARTS
-from argosy.record.plot import plot
 from argosy.watch.reading import printable
-from argosy.watch.runs import Run
+from argosy.watch.run_list import Run
 
 _FACTS_ROWS = len(PARTS) + 2  # with the frame
 _FEWEST_EVENTS_ROWS, _FEWEST_CURVE_ROWS = 5, 7

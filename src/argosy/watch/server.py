@@ -28,12 +28,12 @@ from argosy.config.presets import ALIASES, PRESETS
 from argosy.errors import ArgosyError
 from argosy.plan.advise import Question, answer
 from argosy.plan.hardware import facts
-from argosy.watch.doctor import diagnose
+from argosy.watch.diagnosis import diagnose
 from argosy.watch.facts import config_diff, config_rows, predicted, waterfall
 from argosy.watch.finding import FINE, STATES
 from argosy.watch.heat import RATIO
-from argosy.watch.logs import end_of_log
-from argosy.watch.runs import Run, find_runs
+from argosy.watch.log_causes import end_of_log
+from argosy.watch.run_list import Run, find_runs
 
 PAGE = Path(__file__).parent / "page"
 COOKIE = "argosy_token"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from argosy.record.jsonl import Record
-from argosy.record.logs import last_words
+from argosy.record.rank_logs import last_words
 from argosy.watch.finding import BESIDE, DEATH, STALL, Finding, called
-from argosy.watch.runs import Run, is_held
+from argosy.watch.run_list import Run, is_held
 
 _LEAST_S, _FIRST_S, _FIRST_DATA_S = (
     20.0,

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from argosy.checkpoint.megatron.table import Part, Piece
 from argosy.checkpoint.megatron.torch_dist import TorchDist
+from argosy.checkpoint.megatron.weight_names import Part, Piece
 from argosy.checkpoint.tensors import TensorInfo
 from argosy.errors import ArgosyError
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from argosy.config.foreign.draft import Draft
-from argosy.config.reader import read_yaml
+from argosy.config.yaml_reader import read_yaml
 from argosy.errors import ArgosyError
 
 Leaves = dict[str, Any]

@@ -16,17 +16,17 @@ from typing import Any
 
 import numpy as np
 
+from argosy.console.progress_bar import ProgressBar
 from argosy.data.corpus.corpus import Corpus
+from argosy.data.corpus.corpus_manifest import FILE_NAME, Manifest, Shard, Source, TokenizerFacts, write_manifest
 from argosy.data.corpus.indexed import CODES, IndexedWriter, Tokens, Written, bin_path, dtype_for, idx_path
 from argosy.data.corpus.lengths import Integers, document_lengths
-from argosy.data.corpus.manifest import FILE_NAME, Manifest, Shard, Source, TokenizerFacts, write_manifest
 from argosy.data.corpus.mds import SIZE_LIMIT, MdsReader, MdsWriter, array_dtype
 from argosy.data.corpus.mds_files import INDEX
 from argosy.data.corpus.pairs import open_pairs
 from argosy.data.text.tokenizer import Tokenizer, load_tokenizer
 from argosy.errors import ArgosyError
-from argosy.record.files import replace_file
-from argosy.record.progress import Progress
+from argosy.files import replace_file
 
 _FOUNDRY = "int64"  # how llm-foundry writes ids as bytes, and reads them unless told otherwise
 ENCODINGS = ("ndarray:uint16", "ndarray:int32", "bytes")  # of a token column, as written
@@ -140,7 +140,7 @@ class _FromMds:
         all_end = True
         done = 0
         try:
-            with Progress("convert", self.reader.bytes, "B") as progress:
+            with ProgressBar("convert", self.reader.bytes, "B") as progress:
                 for batch in _batches(self.reader.documents(progress.advance)):
                     flat = np.concatenate(batch)
                     lengths = np.array([len(tokens) for tokens in batch], np.int64)
@@ -242,7 +242,7 @@ class _ToMds:
                 zstd_level=self.level,
                 size_limit=self.options.size_limit,
             )
-            with Progress("convert", tokens, "tokens") as progress:
+            with ProgressBar("convert", tokens, "tokens") as progress:
                 for sample in self._samples(corpus):
                     writer.add(sample)
                     progress.advance(len(sample))

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from argosy.data.corpus.corpus_manifest import FILE_NAME, Manifest, read_manifest
 from argosy.data.corpus.indexed import IndexedReader, Tokens
-from argosy.data.corpus.manifest import FILE_NAME, Manifest, read_manifest
 from argosy.errors import ArgosyError
 
 SPLITS = ("train", "validation", "test")

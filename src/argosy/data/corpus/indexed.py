@@ -34,7 +34,7 @@ import numpy.typing as npt
 
 from argosy.data.corpus.block_hashes import BlockHasher, blocks_path
 from argosy.errors import ArgosyError
-from argosy.record.files import replace_file
+from argosy.files import replace_file
 from argosy.untrusted import open_regular
 
 MAGIC = b"MMIDIDX\x00\x00"

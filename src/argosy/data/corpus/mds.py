@@ -26,7 +26,7 @@ import numpy.typing as npt
 from argosy.data.corpus.indexed import Tokens
 from argosy.data.corpus.mds_files import COMPRESSIONS, INDEX, MOST_BYTES, ShardFacts, bad_mds, read_index, read_shard
 from argosy.data.corpus.mds_types import check_type
-from argosy.record.files import replace_file
+from argosy.files import replace_file
 
 _JUDGED = 1 << 12  # bytes of ids that are enough to tell their type
 SIZE_LIMIT = 1 << 26  # bytes of a shard before compression, MosaicML's default

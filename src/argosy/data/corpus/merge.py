@@ -21,15 +21,15 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from argosy.console.progress_bar import ProgressBar
 from argosy.data.corpus.block_hashes import blocks_path
 from argosy.data.corpus.corpus import Corpus
+from argosy.data.corpus.corpus_manifest import FILE_NAME, Manifest, write_manifest
 from argosy.data.corpus.indexed import CODES, HEADER, MAGIC, bin_path, idx_path
-from argosy.data.corpus.manifest import FILE_NAME, Manifest, write_manifest
 from argosy.data.corpus.pairs import open_pairs
 from argosy.data.text.tokenizer import LARGEST_TOKENIZER
 from argosy.errors import ArgosyError
-from argosy.record.files import replace_file
-from argosy.record.progress import Progress
+from argosy.files import replace_file
 from argosy.untrusted import open_regular, read_regular
 
 _CHUNK = 64 << 20  # bytes handed to the kernel at a time
@@ -187,7 +187,7 @@ class _Merge:
     def run(self) -> None:
         made: list[Path] = []
         try:
-            with Progress("merge", sum(r.tokens * r.dtype.itemsize for r in self.readers), "B") as progress:
+            with ProgressBar("merge", sum(r.tokens * r.dtype.itemsize for r in self.readers), "B") as progress:
                 if self.pair:
                     self._write_pair(made, progress.advance)
                 else:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from argosy.data.corpus.corpus import Corpus, open_corpus
+from argosy.data.corpus.corpus_manifest import FILE_NAME, Manifest, read_manifest
 from argosy.data.corpus.indexed import IndexedReader, bin_path, idx_path
-from argosy.data.corpus.manifest import FILE_NAME, Manifest, read_manifest
 from argosy.errors import ArgosyError
 
 

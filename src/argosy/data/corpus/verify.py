@@ -19,13 +19,13 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from argosy.console.progress_bar import ProgressBar
 from argosy.data.corpus.block_hashes import BLOCK, DIGEST, blocks_of, blocks_path, wrong_blocks
+from argosy.data.corpus.corpus_manifest import Manifest, Shard
 from argosy.data.corpus.indexed import DTYPES, HEADER, MAGIC, bin_path, idx_path
-from argosy.data.corpus.manifest import Manifest, Shard
 from argosy.data.corpus.pairs import Pairs, find_pairs
 from argosy.data.text.tokenizer import load_tokenizer
 from argosy.errors import ArgosyError
-from argosy.record.progress import Progress
 from argosy.untrusted import open_regular
 
 _BLOCK = 8 << 20  # bytes of a file in memory at a time, for each worker
@@ -84,7 +84,7 @@ def verify(path: Path, *, workers: int = 1) -> Report:
     files = [file for prefix in pairs.prefixes for file in (bin_path(prefix), idx_path(prefix))]
     sizes = [file.stat().st_size for file in files if file.is_file()]
     lock = threading.Lock()
-    with Progress("verify", sum(sizes), "B") as progress, ThreadPoolExecutor(workers) as pool:
+    with ProgressBar("verify", sum(sizes), "B") as progress, ThreadPoolExecutor(workers) as pool:
 
         def advance(done: int) -> None:
             with lock:

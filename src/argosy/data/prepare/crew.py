@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 
 from argosy.data.prepare.parts import PartFacts, PartMaker, PartName
-from argosy.data.prepare.sample import SAMPLE_BYTES, sample_texts
+from argosy.data.prepare.preview import SAMPLE_BYTES, sample_texts
 from argosy.data.prepare.work import Work
 from argosy.data.prepare.workers import Pool, Recipe, Task, recipe_of
 from argosy.data.text.engines import Encode, Proof, choose_engine, likely_engine

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import orjson
 
-from argosy.data.corpus.manifest import Manifest, Shard, Source, TokenizerFacts, read_manifest, write_manifest
+from argosy.data.corpus.corpus_manifest import Manifest, Shard, Source, TokenizerFacts, read_manifest, write_manifest
 from argosy.data.prepare.join import books_of, shard_name
 from argosy.data.prepare.parts import PartFacts
 from argosy.data.prepare.work import QUARANTINE_FILE, Work
 from argosy.data.text.inputs import InputFile
 from argosy.errors import ArgosyError
-from argosy.record.files import replace_file
+from argosy.files import replace_file
 
 
 def finish(work: Work) -> dict[Path, Manifest] | None:

@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Protocol
 
 from argosy.config.seeds import derive_seed
-from argosy.data.corpus.manifest import FILE_NAME, Manifest
+from argosy.console.progress_bar import ProgressBar
+from argosy.data.corpus.corpus_manifest import FILE_NAME, Manifest
 from argosy.data.prepare.crew import Crew
 from argosy.data.prepare.finish import finish
 from argosy.data.prepare.join import Joiner, books_of
@@ -37,8 +38,7 @@ from argosy.data.text.input_files import fingerprint_now, require_same
 from argosy.data.text.inputs import InputFile, find_inputs, require_no_texts
 from argosy.data.text.tokenizer import Tokenizer
 from argosy.errors import ArgosyError
-from argosy.record.files import create_file, replace_file
-from argosy.record.progress import Progress
+from argosy.files import create_file, replace_file
 
 
 def prepare(
@@ -144,7 +144,7 @@ class Job:
         joiners = {} if self._done_elsewhere else {shard: self._joiner(shard) for shard in self._my_shards()}
         tasks = self._tasks(joiners)
         try:
-            with Progress("prepare", self.crew.input_bytes, "B") as progress:
+            with ProgressBar("prepare", self.crew.input_bytes, "B") as progress:
                 for name, facts in self.crew.run(tasks) if joiners else ():
                     if facts.past_end:
                         self.ends[name.group] = min(name.block, self.ends.get(name.group, name.block))

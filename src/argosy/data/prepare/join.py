@@ -16,7 +16,7 @@ import orjson
 from argosy.data.corpus.indexed import IndexedReader, IndexedWriter, Written, bin_path, idx_path
 from argosy.data.prepare.parts import PartFacts, PartName
 from argosy.data.samples.order import permute
-from argosy.record.files import replace_file
+from argosy.files import replace_file
 
 
 def shard_name(shard: int) -> str:

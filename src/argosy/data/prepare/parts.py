@@ -30,7 +30,7 @@ from argosy.data.text.readers import open_blocks, read_block
 from argosy.data.text.records import BadRecord, Parser, Sentences
 from argosy.data.text.tokenizer import Lengths
 from argosy.errors import ArgosyError
-from argosy.record.files import replace_file
+from argosy.files import replace_file
 
 
 @dataclass(frozen=True, order=True)

@@ -15,10 +15,10 @@ from urllib.parse import quote
 
 import numpy as np
 
+from argosy.data.corpus.corpus_manifest import FILE_NAME
 from argosy.data.corpus.indexed import dtype_for
-from argosy.data.corpus.manifest import FILE_NAME
 from argosy.data.prepare.parts import PartName, PartOptions
-from argosy.data.prepare.plan import Plan
+from argosy.data.prepare.work_plan import Plan
 from argosy.data.text.inputs import InputFile, group_inputs
 from argosy.data.text.tokenizer import Tokenizer
 from argosy.errors import ArgosyError

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from argosy.data.prepare.parts import PartFacts, PartMaker, PartName, PartOptions
-from argosy.data.prepare.sample import sample_texts
+from argosy.data.prepare.preview import sample_texts
 from argosy.data.text.engines import Encode, EngineFault, Proof, load_engine
 from argosy.data.text.inputs import InputFile
 from argosy.data.text.tokenizer import ByteTokenizer, JsonTokenizer, SentencePieceTokenizer, Tokenizer

@@ -32,7 +32,7 @@ from pathlib import Path
 
 from argosy.data.remote.shared_files import FLAGS, entries, file_sha256, fits, is_idle, is_same, pread, unlink
 from argosy.errors import ArgosyError
-from argosy.record.files import replace_file
+from argosy.files import replace_file
 
 SEAL = 32  # bytes of sha256 after the content of a block
 _CORPUS = re.compile(r"argosy-[0-9a-f]{32}")

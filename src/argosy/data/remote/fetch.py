@@ -26,14 +26,14 @@ from typing import Any, Protocol
 
 import orjson
 
+from argosy.console.formats import volume
+from argosy.console.progress_bar import ProgressBar
 from argosy.data.remote.download import Download, explain, hash_file
 from argosy.data.remote.hub import Hub, RemoteFile
 from argosy.data.remote.sources import Choice, find_files
 from argosy.data.remote.web import BadStatus, Patience, Web, refuse
 from argosy.errors import ArgosyError
-from argosy.record.console import volume
 from argosy.record.jsonl import read_jsonl
-from argosy.record.progress import Progress
 
 BOOKS = ".fetch.jsonl"
 PARTIAL = ".partial"
@@ -181,14 +181,14 @@ class Job:
         gate: Gate | None = None,
     ) -> None:
         self.web, self.files, self.output, self.books, self.gate = web, files, output, books, gate
-        self._progress: Progress | None = None
+        self._progress: ProgressBar | None = None
         self._counting = threading.Lock()
         self._hashes: dict[str, str] = {}
 
     def run(self, workers: int) -> Fetched:
         missing = self.missing()
         check_space(self.output, self.files, missing)
-        with Progress("fetch", sum(file.size for file in self.files), "B") as self._progress:
+        with ProgressBar("fetch", sum(file.size for file in self.files), "B") as self._progress:
             self._advance(sum(file.size for file in self.files) - sum(file.size for file in missing))
             for _ in self.fetch_all(missing, workers):
                 continue

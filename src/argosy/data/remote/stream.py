@@ -29,12 +29,12 @@ import numpy as np
 
 from argosy.data.corpus.block_hashes import DIGEST, blocks_of, blocks_path
 from argosy.data.corpus.corpus import Corpus
+from argosy.data.corpus.corpus_manifest import FILE_NAME, Manifest, Shard, read_manifest
 from argosy.data.corpus.indexed import HEADER
-from argosy.data.corpus.manifest import FILE_NAME, Manifest, Shard, read_manifest
 from argosy.data.remote.ahead import Key, ReadAhead
 from argosy.data.remote.cache import SEAL, BlockCache
 from argosy.data.remote.objects import ObjectStore
-from argosy.data.remote.reader import StreamedReader
+from argosy.data.remote.shard_reader import StreamedReader
 from argosy.errors import ArgosyError
 
 BLOCK_WHOLE = 1 << 20  # bytes of a block where the corpus fits in the cache

@@ -30,7 +30,7 @@ def open_input(file: InputFile, buffer: int | None = None) -> io.BufferedReader:
     """
     raw: io.RawIOBase
     if file.is_remote:
-        from argosy.data.remote.inputs import RemoteInput
+        from argosy.data.remote.remote_inputs import RemoteInput
 
         raw = RemoteInput(file)
     else:
@@ -69,7 +69,7 @@ def check_unchanged(files: Sequence[InputFile]) -> None:
 def fingerprint_now(file: InputFile) -> InputFile:
     """`file` with the size and version it has now."""
     if file.is_remote:
-        from argosy.data.remote.inputs import look_again
+        from argosy.data.remote.remote_inputs import look_again
 
         return look_again(file)
     try:

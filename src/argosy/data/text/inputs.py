@@ -167,7 +167,7 @@ def _local(name: str, report: Callable[[str], None] | None) -> list[InputFile]:
 
 def _remote(name: str, report: Callable[[str], None] | None) -> list[InputFile]:
     # Imported late: this needs packages that local inputs do not.
-    from argosy.data.remote.inputs import find_remote
+    from argosy.data.remote.remote_inputs import find_remote
 
     return require_known([file for file in find_remote(name, report) if file.is_known], name)
 

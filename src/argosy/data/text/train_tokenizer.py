@@ -10,7 +10,7 @@ from argosy.data.text.inputs import find_inputs, group_inputs
 from argosy.data.text.readers import all_texts
 from argosy.data.text.tokenizer import load_tokenizer, train_bpe
 from argosy.errors import ArgosyError
-from argosy.record.files import replace_file
+from argosy.files import replace_file
 
 
 def train_tokenizer_on(

@@ -8,11 +8,11 @@ follows from the planner's step time. So the first rank of every node prints tho
 from __future__ import annotations
 
 from argosy.config.units import Duration
+from argosy.console.training_lines import EVERY_NODE, STEP_LINE, STEP_LINES
 from argosy.launch.names import require_room
 from argosy.launch.placement import Placement
 from argosy.launch.pod import Manifest, job_metadata, literal, nvlink_domain, pod_template
 from argosy.launch.stages import SPEC_FILE
-from argosy.record.console import EVERY_NODE, STEP_LINE, STEP_LINES
 
 AGENT_PORT = 8080
 AGENT_LOGS = "/tmp/hyperpod"

@@ -11,7 +11,7 @@ from argosy.model.ops.choice import use_kernel
 def activate(kind: str, y: Tensor, bias: Tensor | None) -> Tensor:
     """kind(y + bias), for `gelu`, `gelu_tanh` and `relu`."""
     if use_kernel(y):
-        from argosy.model.ops.kernels.activation import Activate
+        from argosy.model.ops.kernels.activation_kernel import Activate
 
         result: Tensor = Activate.apply(y, bias, kind)
         return result
@@ -26,7 +26,7 @@ def gated(kind: str, gate: Tensor, up: Tensor, weight: Tensor | None = None) -> 
     """silu(gate) x up (`swiglu`), or gelu_tanh(gate) x up (`geglu`); times `weight` [rows], where the rows have weights."""
     inner = "silu" if kind == "swiglu" else "gelu_tanh"
     if use_kernel(gate):
-        from argosy.model.ops.kernels.activation import Gated, WeightedGated
+        from argosy.model.ops.kernels.activation_kernel import Gated, WeightedGated
 
         result: Tensor = (
             Gated.apply(gate, up, inner) if weight is None else WeightedGated.apply(gate, up, weight, inner)

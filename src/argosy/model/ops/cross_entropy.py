@@ -107,7 +107,7 @@ def hide_from_compiler() -> None:
 def scaled(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """tensor x factor, in another precision."""
     if use_kernel(tensor):
-        from argosy.model.ops.kernels.cross_entropy import scaled as fused
+        from argosy.model.ops.kernels.cross_entropy_kernel import scaled as fused
 
         return fused(tensor, factor, dtype)
     return (tensor * factor).to(dtype)
@@ -123,7 +123,7 @@ def chunk_rows(rows: int, row_bytes: int) -> int:
 def softmax_loss_(logits: Tensor, labels: Tensor, z_loss: float, with_gradient: bool) -> tuple[Tensor, Tensor, Tensor]:
     """(losses, cross-entropies, gradient of the logits) a row; the logits are overwritten."""
     if use_kernel(logits):
-        from argosy.model.ops.kernels.cross_entropy import softmax_loss_ as fused
+        from argosy.model.ops.kernels.cross_entropy_kernel import softmax_loss_ as fused
 
         return fused(logits, labels, z_loss, with_gradient)
     full, column = logits.float(), labels.clamp(min=0)[:, None]

@@ -11,7 +11,7 @@ from argosy.model.ops.choice import use_kernel
 def embed(numbers: Tensor, weight: Tensor) -> Tensor:
     """weight[numbers], of weight [rows, width]."""
     if use_kernel(weight):
-        from argosy.model.ops.kernels.embedding import Embed
+        from argosy.model.ops.kernels.embedding_kernel import Embed
 
         result: Tensor = Embed.apply(numbers, weight)
         return result

@@ -16,7 +16,7 @@ from argosy.errors import ArgosyError
 from argosy.model.ops.choice import gpu_refusal, installed
 
 if TYPE_CHECKING:
-    from argosy.model.ops.attention import Form
+    from argosy.model.ops.attention_backends import Form
 
 _PACKAGE = "flash-attn-4"
 _CAPABILITIES = (9, 10)  # by their first number: Hopper, and the Blackwell of data centres

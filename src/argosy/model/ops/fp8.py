@@ -35,7 +35,7 @@ class Quantised(NamedTuple):
     scale: Tensor  # 0-dimensional, 32-bit: x = scale x values
 
 
-def fp8_products(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+def fp8_matmuls(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     """x weight^T + bias for every weight [out, in] of x [.., in], which is rounded once for all."""
     found: tuple[Tensor, ...] = _Fp8Products.apply(x, len(weights), *weights, *biases)
     return found
@@ -44,7 +44,7 @@ def fp8_products(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor |
 def quantise(x: Tensor, dtype: torch.dtype) -> Quantised:
     """x [rows, cols] in 8 bits, both ways."""
     if use_kernel(x):
-        from argosy.model.ops.kernels.fp8 import quantise as fused
+        from argosy.model.ops.kernels.fp8_kernel import quantise as fused
 
         return Quantised(*fused(x, dtype))
     largest = torch.finfo(dtype).max

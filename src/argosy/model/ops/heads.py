@@ -29,7 +29,7 @@ def project_heads(
     """Query, key and value [batch, heads, seq, head_dim] of x [batch, seq, hidden]; `group` query heads share a key."""
     bias = qkv.bias
     if use_kernel(x) and _power_of_two(head_dim):
-        from argosy.model.ops.kernels.heads import SplitHeads
+        from argosy.model.ops.kernels.heads_kernel import SplitHeads
 
         # The product adds the bias for nothing; its gradient is summed where the parts are joined again.
         product = qkv(x, None if bias is None else bias.detach())

@@ -11,7 +11,7 @@ from torch import Tensor
 from argosy.model.ops.choice import gpu_refusal, installed
 
 if TYPE_CHECKING:
-    from argosy.model.ops.attention import Form
+    from argosy.model.ops.attention_backends import Form
 
 _TRITON: Final = installed("triton")
 _MEASURED = ("3.6.",)

@@ -39,7 +39,7 @@ def add(x: Tensor, y: Tensor, y_bias: Tensor | None) -> Tensor:
     if y_bias is None:
         return x + y
     if use_kernel(x):
-        from argosy.model.ops.kernels.norm import Add
+        from argosy.model.ops.kernels.norm_kernel import Add
 
         result: Tensor = Add.apply(x, y, y_bias)
         return result
@@ -55,7 +55,7 @@ def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, rms: bool)
 def _fused(
     x: Tensor, y: Tensor | None, y_bias: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, rms: bool
 ) -> tuple[Tensor, Tensor]:
-    from argosy.model.ops.kernels.norm import AddNorm
+    from argosy.model.ops.kernels.norm_kernel import AddNorm
 
     total, out = AddNorm.apply(x, y, y_bias, weight, bias, eps, rms)
     return total, out

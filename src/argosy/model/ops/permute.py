@@ -72,7 +72,7 @@ class _GatherSum(torch.autograd.Function):
 def gather_sum(source: Tensor, index: Tensor) -> Tensor:
     """For each i the sum over j of source[index[i, j]]: [rows, width] and [n, j] -> [n, width]."""
     if source.shape[1] > 1 and use_kernel(source):
-        from argosy.model.ops.kernels.permute import gather_sum as fused
+        from argosy.model.ops.kernels.permute_kernel import gather_sum as fused
 
         return fused(source, index)
     picked = source.index_select(0, index.flatten())

@@ -22,14 +22,14 @@ from argosy.data.samples.windows import Batch
 from argosy.model.objective import Loss, Objective, Stream
 from argosy.parallel.data import DataParallel
 from argosy.parallel.fsdp import reduce_everything, reduce_nothing
+from argosy.parallel.host_group import all_gather_json
 from argosy.parallel.mesh import SUM_AXES, Mesh
-from argosy.parallel.pipeline.order import Action, forward_order, training_order, with_messages
 from argosy.parallel.pipeline.runtime import Key, Pass, Runtime
+from argosy.parallel.pipeline.schedules import Action, forward_order, training_order, with_messages
 from argosy.parallel.pipeline.shared import SharedWeights
-from argosy.parallel.pipeline.stages import Stages, part_of
+from argosy.parallel.pipeline.stage_cut import Stages, part_of
 from argosy.parallel.shards import square_sum_of
 from argosy.parallel.single import Result, Sums, zero_sum
-from argosy.parallel.team import all_gather_json
 
 _Micro = tuple[Batch, int]  # a micro-batch: where it is, and its first sample there
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from argosy.model.objective import Loss, Stream
 from argosy.model.ops.later import Later, separable, weights_later
-from argosy.parallel.pipeline.messages import Form, Mail, Pending
-from argosy.parallel.pipeline.order import Action
+from argosy.parallel.pipeline.schedules import Action
+from argosy.parallel.pipeline.stage_messages import Form, Mail, Pending
 
 Key = tuple[int, int]  # stage, micro-batch
 

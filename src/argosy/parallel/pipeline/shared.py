@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from argosy.compat import copy_
-from argosy.parallel.pipeline.stages import Stages
+from argosy.parallel.pipeline.stage_cut import Stages
 from argosy.parallel.shards import local
 
 

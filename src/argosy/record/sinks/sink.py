@@ -1,6 +1,6 @@
 """What a sink is: something that takes the records of a run in order, and may fail at any time.
 
-Sinks run in a process of their own (`argosy.record.courier`) and read the same files as everybody else. A sink that fails
+Sinks run in a process of their own (`argosy.record.sink_process`) and read the same files as everybody else. A sink that fails
 is opened anew and given the same records again, so that `send` may meet records it has seen. When the step of a record is
 not above that of the one before, the run went back to a checkpoint: what was sent for that step and later ones no longer holds.
 """

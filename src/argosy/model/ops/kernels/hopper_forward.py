@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from argosy.model.ops.products import processors
+from argosy.model.ops.matmul import processors
 
 _WIDTH = gl.constexpr(64)  # of a head
 _QUERIES, _KEYS = gl.constexpr(64), gl.constexpr(128)  # of a worker, of a block

@@ -1,0 +1,1 @@
+"""What a person sees in a terminal: progress, step lines, plots and number formats."""

@@ -1,0 +1,125 @@
+"""`argosy data build`: the corpora a run spec says how to make, as far as they are not there yet.
+
+A directory with a manifest is finished, whoever made it; so the same command can be run again at any time, by one process
+or by several that share the work by their number (pods of an Indexed Job, tasks of a Slurm array). Nothing else marks work as done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from argosy.config.schema import DataSource, PrepareSpec, RunSpec
+from argosy.data.corpus.corpus_manifest import FILE_NAME, read_manifest
+from argosy.data.prepare.job import prepare
+from argosy.data.prepare.prepare_report import describe
+from argosy.data.prepare.work import PrepareOptions
+from argosy.data.remote.fetch import FetchOptions, fetch
+from argosy.data.remote.sources import Choice, text_key
+from argosy.data.text.inputs import local_path
+from argosy.data.text.tokenizer import Tokenizer, load_tokenizer
+from argosy.errors import ArgosyError
+
+_INDEXES = ("JOB_COMPLETION_INDEX", "SLURM_ARRAY_TASK_ID")
+_COUNT = "ARGOSY_WORKERS"
+
+
+@dataclass(frozen=True)
+class Share:
+    """This process is number `index` of `count` that share the work."""
+
+    index: int = 0
+    count: int = 1
+
+
+def share_of(environ: Mapping[str, str]) -> Share:
+    """As Kubernetes and Slurm number the workers they start."""
+    found = next((name for name in _INDEXES if name in environ), None)
+    if found is None or _COUNT not in environ:
+        return Share()
+    try:
+        share = Share(int(environ[found]), int(environ[_COUNT]))
+    except ValueError:
+        share = Share(-1, 0)
+    if not 0 <= share.index < share.count:
+        raise ArgosyError(
+            "launch.environment",
+            f"{found} is {environ[found]!r} and {_COUNT} is {environ[_COUNT]!r}: the first counts from 0 to one less than the second",
+            key=found,
+            fix="leave these variables to the launcher, or unset them",
+        )
+    return share
+
+
+def build(spec: RunSpec, share: Share, only: str | None = None) -> Iterator[str]:
+    """Fetch and prepare what is missing; says what it did. `only`: one of fetch and prepare."""
+    recipes = [(source, source.prepare) for source in spec.data.train if source.prepare is not None]
+    if not recipes:
+        raise ArgosyError(
+            "config.missing-key",
+            "no corpus of this run spec says how it is made",
+            key="data.train.0.prepare",
+            fix="data: {train: [{path: corpus, prepare: {fetch: c4, config: en, split: train_small}}]}",
+        )
+    tokenizer = load_tokenizer(_tokenizer_of(spec))
+    for source, recipe in recipes:
+        corpus = local_path(source.path)
+        if (corpus / FILE_NAME).exists():
+            _require_same_tokenizer(corpus, tokenizer)
+            yield f"{corpus}: there already"
+            continue
+        if recipe.fetch is not None and only != "prepare":
+            yield _fetch(recipe, source, share)
+        if only != "fetch":
+            yield _prepare(recipe, source, corpus, tokenizer, share)
+
+
+def raw_directory(source: DataSource, recipe: PrepareSpec) -> str:
+    return recipe.raw or f"{source.path.removeprefix('file://').rstrip('/')}.raw"
+
+
+def _fetch(recipe: PrepareSpec, source: DataSource, share: Share) -> str:
+    choice = Choice(recipe.config, recipe.split, recipe.revision, recipe.sample)
+    options = FetchOptions(choice, machine=share.index, machines=share.count)
+    return fetch([str(recipe.fetch)], local_path(raw_directory(source, recipe)), options).describe()
+
+
+def _prepare(recipe: PrepareSpec, source: DataSource, corpus: Path, tokenizer: Tokenizer, share: Share) -> str:
+    key = recipe.key or ("text" if recipe.fetch is None else text_key([recipe.fetch]))
+    options = PrepareOptions(
+        keys=(key,),
+        shards=recipe.shards,
+        shuffle_seed=recipe.shuffle,
+        machine=share.index,
+        machines=share.count,
+    )
+    inputs = recipe.inputs or [raw_directory(source, recipe)]
+    made = prepare(inputs, tokenizer, corpus, options)
+    if made is None:
+        return (
+            f"{corpus}: the shards of worker {share.index} of {share.count} are done; the last one writes the manifest"
+        )
+    return "\n".join(describe(manifest, directory) for directory, manifest in made.items())
+
+
+def _tokenizer_of(spec: RunSpec) -> str:
+    if spec.data.tokenizer is None:
+        raise ArgosyError(
+            "config.missing-key",
+            "a corpus cannot be made without a tokenizer",
+            key="data.tokenizer",
+            fix="data.tokenizer=PATH to a tokenizer.json, vocab.json beside merges.txt, or `bytes`",
+        )
+    return spec.data.tokenizer
+
+
+def _require_same_tokenizer(corpus: Path, tokenizer: Tokenizer) -> None:
+    made_with = read_manifest(corpus).tokenizer.fingerprint
+    if made_with != tokenizer.fingerprint:
+        raise ArgosyError(
+            "tokenizer.mismatch",
+            f"{corpus} is there, made with tokenizer {made_with[:12]}; the run spec's is {tokenizer.fingerprint[:12]}",
+            key="data.tokenizer",
+            fix="another path for the corpus, or the tokenizer it was made with",
+        )

@@ -1,0 +1,92 @@
+"""The manifest of a prepared corpus: what it was made from and with, and the hash of every file.
+
+It is written last, so a directory with a manifest is complete. Reading it trusts nothing: names that lead out of the
+directory are refused.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from argosy.errors import ArgosyError
+from argosy.files import replace_file
+from argosy.untrusted import MIB, read_regular
+
+FILE_NAME = "manifest.json"
+_LARGEST = 1024 * MIB
+PlainName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TokenizerFacts(_Part):
+    fingerprint: str
+    vocab_size: int
+    eod_id: int | None
+    file: PlainName  # the copy kept beside the shards
+
+
+class Shard(_Part):
+    name: PlainName
+    documents: int
+    sequences: int
+    tokens: int
+    max_token: int
+    bin_sha256: str
+    idx_sha256: str
+    blocks_sha256: str | None = None  # of NAME.blocks, the hashes of its blocks; corpora of earlier versions have none
+
+
+class Source(_Part):
+    """An input as it was read. Corpora of earlier versions have neither `version` nor `content`."""
+
+    path: str
+    bytes: int
+    documents: int
+    quarantined: int
+    version: str | None = None  # the modification time, ETag, generation or hash it had
+    content: str | None = None  # of what was read: BLAKE2b over the CRC-32 of each block's records
+
+
+class Manifest(_Part):
+    format: Literal["argosy-corpus"] = "argosy-corpus"
+    version: Literal[1] = 1
+    tokenizer: TokenizerFacts
+    append_eod: bool
+    dtype: str
+    shards: Annotated[list[Shard], Field(min_length=1)]
+    sources: list[Source]
+    quarantined: dict[str, int]
+
+    @property
+    def documents(self) -> int:
+        return sum(shard.documents for shard in self.shards)
+
+    @property
+    def tokens(self) -> int:
+        return sum(shard.tokens for shard in self.shards)
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    replace_file(directory / FILE_NAME, manifest.model_dump_json(indent=2).encode() + b"\n", sync=True)
+
+
+def read_manifest(directory: Path) -> Manifest:
+    path = directory / FILE_NAME
+    try:
+        return Manifest.model_validate_json(read_regular(path, _LARGEST))
+    except OSError as error:
+        raise ArgosyError(
+            "data.bad-manifest", f"{path} cannot be read: {error.strerror}", fix="check the path"
+        ) from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise ArgosyError(
+            "data.bad-manifest", f"{path}: {where}: {first['msg']}", fix="prepare the corpus again, or restore the file"
+        ) from None

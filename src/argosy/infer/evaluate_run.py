@@ -1,0 +1,109 @@
+"""`argosy eval`: the loss of a trained model on a split of its run, or on another corpus."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from argosy.config.resolve import resolve
+from argosy.config.schema import RunSpec
+from argosy.data.open import open_data
+from argosy.data.samples.windows import Stream
+from argosy.errors import ArgosyError
+from argosy.parallel.mesh import Mesh
+from argosy.train.session import Loaded, load_model, make_engine
+from argosy.train.validation import Evaluation, evaluate
+
+# Of `data`: what a run's samples are, whichever corpus they are made from.
+_OF_SAMPLES = {"seq_len", "mask_eod", "document_mask", "reset_positions", "bert", "t5", "ict"}
+_LONGEST = 4096  # tokens in a sample for a model that was not trained here, unless asked for: some are for a million
+
+
+def evaluate_run(
+    where: str,
+    *,
+    split: str,
+    batches: int | None,
+    device: str | None = None,
+    data: str | None = None,
+    seq_len: int | None = None,
+) -> tuple[Evaluation, int]:
+    """(a model on one of its run's splits, or on the whole of another corpus; the step it was trained to)"""
+    if seq_len is not None and data is None:
+        raise ArgosyError(
+            "config.conflict",
+            "a run's own splits are read in samples of its own length",
+            key="--seq-len",
+            value=seq_len,
+            fix="leave it out, or give --data CORPUS",
+        )
+    loaded = load_model(where, device=device)
+    spec = loaded.spec if data is None else _spec_on(loaded, data, seq_len)
+    if spec is None:
+        raise ArgosyError(
+            "config.missing-key",
+            f"{where} was not trained here, and has no data of its own",
+            key="--data",
+            fix="name a corpus prepared with its tokenizer: --data CORPUS",
+        )
+    split = split if data is None else "train"
+    opened = open_data(spec)
+    if opened.tokenizer is None:  # of a bare .bin/.idx pair nothing is known but that it is for this model
+        opened = replace(opened, tokenizer=loaded.source.tokenizer())
+    if not loaded.source.reads(opened.tokenizer):
+        print(f"note: {loaded.source.misread()}", file=sys.stderr)
+    sets = opened.each(split)
+    batch = spec.train.global_batch
+    samples = sum(stream.epoch_samples for stream in sets.values()) if batches is None else batches * batch
+    if samples < 1:
+        raise ArgosyError(
+            "config.bad-value",
+            "no batch to evaluate",
+            key="--batches",
+            value=batches,
+            fix="--batches 1 or more, or leave it out",
+        )
+    engine = make_engine(spec, loaded.model, Mesh(loaded.device))
+    result = evaluate(engine, sets, samples=samples, batch=batch, split=split if data is None else data)
+    return result, loaded.source.step
+
+
+def _spec_on(loaded: Loaded, data: str, seq_len: int | None) -> RunSpec:
+    """The spec of a run that would start there, with all of a corpus as its training split, in samples made as those the
+    model was trained on."""
+    where, run, longest = loaded.source.where, loaded.spec, loaded.source.model.max_seq_len
+    if seq_len is not None and seq_len > longest:
+        raise ArgosyError(
+            "config.arithmetic",
+            f"samples of {seq_len:,} tokens are longer than the model's {longest:,} positions",
+            key="--seq-len",
+            value=seq_len,
+            fix=f"--seq-len {longest} or less",
+        )
+    keys: dict[str, Any] = {"init_from": where, "data.train": data, "data.split": [1, 0, 0], "eval": "off"}
+    keys |= {"train.steps": 1, "optim.lr": 1}
+    if run is None:
+        keys |= {"train.global_batch": 8, "data.seq_len": min(longest, _LONGEST)}
+    else:
+        keys |= {"train.global_batch": run.train.global_batch, "parallel.micro_batch": run.parallel.micro_batch}
+        made = run.data.model_dump(mode="json", include=_OF_SAMPLES)
+        keys |= {f"data.{key}": value for key, value in made.items() if value is not None}
+    if seq_len is not None:
+        keys["data.seq_len"] = seq_len
+    return resolve(
+        None, [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in keys.items()]
+    ).spec
+
+
+def unigram_entropy(stream: Stream, vocab_size: int) -> float:
+    """Nats a token of the best model that ignores context: what a trained one has to beat."""
+    counts = np.zeros(vocab_size, np.int64)
+    for first in range(0, stream.epoch_samples, 64):
+        labels = stream.batch(first, min(64, stream.epoch_samples - first)).labels
+        counts += np.bincount(labels[labels >= 0].ravel(), minlength=vocab_size)
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum())

@@ -1,0 +1,97 @@
+"""Text from a trained run: what its newest checkpoint makes of a prompt."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from argosy.checkpoint.source import Source
+from argosy.data.text.tokenizer import Tokenizer
+from argosy.errors import ArgosyError
+from argosy.infer.decoding import Sampling, generate
+from argosy.infer.infill import fill_masks, write_spans
+from argosy.train.session import Loaded, load_model
+
+
+def sample(where: str, prompt: str, options: Sampling, device: str | None = None) -> str:
+    """What the newest checkpoint makes of the prompt: a decoder goes on from it, BERT fills in its masks, T5 writes what
+    belongs in its spans."""
+    prompt = _utf8(prompt)
+    loaded = load_model(where, device=device)
+    tokenizer = source_tokenizer(loaded.source)
+    kind = loaded.source.model.samples
+    if kind == "ict":
+        raise ArgosyError(
+            "model.no-text",
+            f"{where} is a retriever: it compares queries with blocks, and writes no text",
+            key="model.retrieval",
+            fix="`argosy eval` has its accuracy; sample from a decoder, a BERT or a T5",
+        )
+    if kind != "windows":
+        fill = fill_masks if kind == "bert" else write_spans
+        return fill(loaded, tokenizer, lambda text: _encode(tokenizer, text), prompt, options)
+    return _go_on(loaded, tokenizer, prompt, options)
+
+
+def _go_on(loaded: Loaded, tokenizer: Tokenizer, prompt: str, options: Sampling) -> str:
+    """The prompt and what comes after it."""
+    eod = loaded.source.eod_id
+    prompt_ids = _encode(tokenizer, prompt)
+    opening = loaded.source.opening(tokenizer) if loaded.spec is None else []  # no run's data has it
+    if not (opening or prompt_ids) and eod is None:
+        raise ArgosyError(
+            "tokenizer.no-eod",
+            "without an end-of-document token there is nothing to start from",
+            key="--prompt",
+            fix="give a --prompt",
+        )
+    ids = opening + prompt_ids or [eod or 0]  # with no prompt, start as a document starts
+    limit = loaded.source.model.max_seq_len
+    if len(ids) > limit:
+        print(f"note: of the prompt's {len(ids):,} tokens the model reads the last {limit:,}", file=sys.stderr)
+    written = list(generate(loaded.model, ids, options, limit=limit, stop=eod, device=loaded.device))
+    return tokenizer.decode(prompt_ids + written)
+
+
+def _encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    return [int(i) for i in tokenizer.encode([prompt])[0]]
+
+
+def _utf8(prompt: str) -> str:
+    """Return a prompt from the command line as text.
+
+    Where the locale's encoding is not UTF-8, as in POSIX's, Python keeps the bytes it cannot name as surrogates.
+    """
+    try:
+        prompt.encode()
+        return prompt
+    except UnicodeEncodeError:
+        pass
+    try:
+        return os.fsencode(prompt).decode()
+    except UnicodeError as error:
+        wrong = (
+            f"byte 0x{error.object[error.start]:02x} at {error.start}"
+            if isinstance(error, UnicodeDecodeError)
+            else error
+        )
+        raise ArgosyError(
+            "config.bad-value",
+            f"the prompt is not UTF-8 text: {wrong}",
+            key="--prompt",
+            fix="give UTF-8 text, as `iconv -t utf-8` makes it",
+        ) from None
+
+
+def source_tokenizer(source: Source) -> Tokenizer:
+    """The tokenizer kept beside the weights."""
+    found = source.tokenizer()
+    if found is None:
+        raise ArgosyError(
+            "tokenizer.not-found",
+            f"{source.root} keeps no tokenizer: a run on a bare .bin/.idx pair, or a model imported without one",
+            key="data.tokenizer",
+            fix="name the tokenizer in the run spec as data.tokenizer and run `argosy train` on it again; or put "
+            f"tokenizer.json into {source.root}",
+        )
+    return found

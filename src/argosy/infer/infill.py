@@ -1,0 +1,107 @@
+"""Text from models that do not write on: BERT names hidden tokens, T5 writes what belongs in marked spans.
+
+The prompt of a BERT holds its mask token, `[MASK]` or whatever data.bert.mask names, wherever a token is to be filled in;
+that of a T5 may hold sentinels, `<extra_id_0>` and so on, for which it writes `<extra_id_0>` and the text it stands for.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+
+import torch
+
+from argosy.config.schema import BertSpec, T5Spec
+from argosy.config.seeds import derive_seed
+from argosy.data.special import SpecialTokens
+from argosy.data.text.tokenizer import Tokenizer
+from argosy.errors import ArgosyError
+from argosy.infer.decoding import Sampling, choose, generate
+from argosy.train.session import Loaded
+
+Encode = Callable[[str], list[int]]
+_SENTINEL = re.compile(r"<extra_id_(\d+)>")
+
+
+@torch.no_grad()
+def fill_masks(loaded: Loaded, tokenizer: Tokenizer, encode: Encode, prompt: str, options: Sampling) -> str:
+    """The prompt with a token in place of each mask; all are chosen at once, each knowing nothing of the others."""
+    bert = (loaded.spec.data.bert if loaded.spec is not None else None) or BertSpec()
+    special = SpecialTokens(tokenizer, loaded.source.model.vocab_size)
+    cls, sep, mask, pad = (special.id_of(f"data.bert.{r}", getattr(bert, r)) for r in ("cls", "sep", "mask", "pad"))
+    name = bert.mask if isinstance(bert.mask, str) else "[MASK]"
+    first, *others = (encode(part) for part in prompt.split(name))
+    if not others:
+        raise ArgosyError(
+            "config.bad-value",
+            f"this model fills in hidden tokens, and there is no {name} in the prompt",
+            key="--prompt",
+            value=prompt,
+            fix=f"--prompt 'Paris is the {name} of France.'",
+        )
+    ids = [cls, *first]
+    for part in others:
+        ids += [mask, *part]
+    ids.append(sep)
+    _require_room(loaded, len(ids))
+    logits = loaded.model(torch.tensor([ids], device=loaded.device))[0].float().cpu()
+    logits[:, [cls, sep, mask, pad]] = -torch.inf
+    generator = torch.Generator().manual_seed(derive_seed(options.seed, "sample"))
+    filled = [choose(logits[at], options, generator) if id_ == mask else id_ for at, id_ in enumerate(ids)]
+    return tokenizer.decode(filled[1:-1])
+
+
+@torch.no_grad()
+def write_spans(loaded: Loaded, tokenizer: Tokenizer, encode: Encode, prompt: str, options: Sampling) -> str:
+    """What the decoder writes for the prompt, up to the token that ends it."""
+    t5 = (loaded.spec.data.t5 if loaded.spec is not None else None) or T5Spec()
+    special = SpecialTokens(tokenizer, loaded.source.model.vocab_size)
+    eos, start = (special.id_of(f"data.t5.{r}", getattr(t5, r)) for r in ("eos", "pad"))
+    sentinels = special.sentinels(t5)
+    ids: list[int] = []
+    for at, part in enumerate(_SENTINEL.split(prompt)):  # text, number of a sentinel, text, …
+        if at % 2 and int(part) >= len(sentinels):
+            raise ArgosyError(
+                "config.bad-value",
+                f"there are {len(sentinels)} sentinels, <extra_id_0> to <extra_id_{len(sentinels) - 1}>",
+                key="--prompt",
+                value=f"<extra_id_{part}>",
+                fix="use one of them",
+            )
+        ids += [sentinels[-1] - int(part)] if at % 2 else encode(part)
+    ids.append(eos)
+    _require_room(loaded, len(ids))
+    source = torch.tensor([ids], device=loaded.device)
+    written = generate(
+        lambda tokens: loaded.model(source, decoder_tokens=tokens),
+        [start],
+        options,
+        limit=loaded.source.model.max_seq_len,
+        stop=eos,
+        device=loaded.device,
+    )
+    return "".join(_named(written, tokenizer, sentinels))
+
+
+def _named(ids: Iterator[int], tokenizer: Tokenizer, sentinels: range) -> Iterator[str]:
+    """The text, with sentinels by their names even where the tokenizer does not know them."""
+    text: list[int] = []
+    for id_ in ids:
+        if id_ in sentinels:
+            yield tokenizer.decode(text)
+            yield f"<extra_id_{sentinels[-1] - id_}>"
+            text = []
+        else:
+            text.append(id_)
+    yield tokenizer.decode(text)
+
+
+def _require_room(loaded: Loaded, length: int) -> None:
+    longest = loaded.source.model.max_seq_len
+    if length > longest:
+        raise ArgosyError(
+            "config.arithmetic",
+            f"the prompt is {length} tokens with those around it, the model reads {longest}",
+            key="--prompt",
+            fix="shorten it",
+        )

@@ -1,0 +1,151 @@
+"""The forward and backward pass of a micro-batch, recorded once as a CUDA graph and from then on started as a whole.
+
+A GPU that is given few tokens at a time is done with its kernels sooner than the host can start them, some two thousand in
+a step. A recording starts them all at once. It reads and writes fixed places in memory: inputs are copied to where it reads
+them, losses are copied from where it writes them, and the gradients it makes are handed to the parameters each time.
+The kernels, their order and their numbers are those of an ordinary pass.
+
+The second pass is timed. If the GPU is still at work long after the host has started everything, the host is not what the
+step waits for, and nothing is recorded.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from argosy.model.objective import Loss, Objective
+
+Inputs = dict[str, Tensor]
+Pass = Callable[[Inputs, Objective], Loss]  # adds to the gradients
+
+_TAIL = 0.1  # of a pass: what the GPU may still need once the host is done, where the host is the limit
+_MOST = 4  # recordings: each keeps the memory of its gradients
+
+
+@dataclass
+class Recording:
+    inputs: Inputs
+    objective: Objective
+    loss: Loss
+    graph: Any  # of torch.cuda: has `replay`
+    gradients: list[Tensor | None]
+    more: dict[object, Recording] = field(default_factory=dict)  # passes that add to these gradients
+
+
+class CudaGraphs:
+    """In the place of a pass: the pass itself at first, its recording later."""
+
+    def __init__(self, run: Pass, parameters: Iterable[nn.Parameter], device: torch.device) -> None:
+        self._run, self._device = run, device
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._passes, self._recorded = 0, 0
+        self._pool: Any = None  # of memory, shared by the recordings, which never run at the same time
+        self._first: dict[object, Recording] = {}  # passes that find no gradients
+        self._begun: Recording | None = None  # the one that made the gradients there are
+        self.wanted: bool | None = None  # not known yet
+        self.news: list[str] = []  # to be told
+
+    def __call__(self, inputs: Inputs, objective: Objective) -> Loss:
+        self._passes += 1
+        begins = all(parameter.grad is None for parameter in self._parameters)
+        if begins:
+            self._begun = None
+        if self._passes == 2:
+            return self._timed(inputs, objective)
+        if not self.wanted or (self._begun is None and not begins):
+            return self._run(inputs, objective)
+        known = self._first if self._begun is None else self._begun.more
+        key = _form(inputs, objective, self._parameters)
+        if key not in known and (self._recorded == _MOST or not self._record(known, key, inputs, objective)):
+            return self._run(inputs, objective)
+        recording = known[key]
+        if begins:
+            self._begun = recording
+        return self._replay(recording, inputs, objective)
+
+    def _timed(self, inputs: Inputs, objective: Objective) -> Loss:
+        torch.cuda.synchronize(self._device)
+        started = time.perf_counter()
+        loss = self._run(inputs, objective)
+        host = time.perf_counter()
+        torch.cuda.synchronize(self._device)
+        ended = time.perf_counter()
+        self.wanted = ended - host < _TAIL * (ended - started)
+        if self.wanted:
+            self.news.append(
+                f"the host needs {1000 * (host - started):.0f} ms to start the kernels of a pass, which the GPU has done by then: "
+                "from now on they are started as a whole (parallel.graph=off: one by one)"
+            )
+        return loss
+
+    def _record(self, known: dict[object, Recording], key: object, inputs: Inputs, objective: Objective) -> bool:
+        """Whether it could be recorded. The pass has not run yet."""
+        before = [parameter.grad for parameter in self._parameters]
+        try:
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
+            known[key] = record(self._run, inputs, objective, self._parameters, self._pool)
+        except RuntimeError as problem:  # out of memory, or an operation that cannot be recorded
+            self.wanted = False
+            self.news.append(f"kernels are started one by one: the pass cannot be recorded ({_first_line(problem)})")
+            self._hand(before)
+            return False
+        self._recorded += 1
+        return True
+
+    def _replay(self, recording: Recording, inputs: Inputs, objective: Objective) -> Loss:
+        for name, tensor in inputs.items():
+            recording.inputs[name].copy_(tensor)
+        for held, given in zip(_numbers(recording.objective), _numbers(objective), strict=True):
+            held.copy_(given)
+        recording.graph.replay()
+        self._hand(recording.gradients)
+        return _detached(recording.loss, Tensor.clone)
+
+    def _hand(self, gradients: list[Tensor | None]) -> None:
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+
+def record(run: Pass, inputs: Inputs, objective: Objective, parameters: list[nn.Parameter], pool: Any) -> Recording:
+    """What `run` does, without doing it. Other threads go on using the device: only this one must not while it records."""
+    inputs = {name: tensor.clone() for name, tensor in inputs.items()}
+    objective = _held(objective)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        loss = run(inputs, objective)
+    return Recording(inputs, objective, _detached(loss, Tensor.detach), graph, [p.grad for p in parameters])
+
+
+def _form(inputs: Inputs, objective: Objective, parameters: list[nn.Parameter]) -> object:
+    """Passes alike in this are the same kernels."""
+    shapes = tuple((name, tensor.shape, tensor.dtype) for name, tensor in inputs.items())
+    constants = tuple(value for value in vars(objective).values() if not isinstance(value, Tensor))
+    return shapes, constants, len(_numbers(objective)), parameters[0].grad_dtype
+
+
+def _numbers(objective: Objective) -> list[Tensor]:
+    """What of it is on the device, and may be another number in each pass."""
+    return [value for value in vars(objective).values() if isinstance(value, Tensor)]
+
+
+def _held(objective: Objective) -> Objective:
+    copies: dict[str, Any] = {
+        name: value.clone() for name, value in vars(objective).items() if isinstance(value, Tensor)
+    }
+    return replace(objective, **copies)
+
+
+def _detached(loss: Loss, of: Callable[[Tensor], Tensor]) -> Loss:
+    load = None if loss.expert_load is None else of(loss.expert_load)
+    metrics = {name: of(value.detach()) for name, value in loss.metrics.items()}
+    return Loss(loss.total.detach(), of(loss.cross_entropy.detach()), metrics, load)
+
+
+def _first_line(problem: Exception) -> str:
+    return str(problem).split("\n", 1)[0]

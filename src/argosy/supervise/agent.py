@@ -1,0 +1,154 @@
+"""The ranks of a run on this machine, started by torch's elastic agent and watched by a supervisor: `argosy train --nproc 4`.
+
+The ranks run the same command without `--nproc`, and find their place in the environment. On several nodes the agents find
+each other where rank 0 listens. When one of them starts its ranks again, all do; a node that was lost is waited for.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from argosy.config.survival import FaultSpec
+from argosy.errors import EXIT_DONE, EXIT_RESUMABLE
+from argosy.record.rundir import RunDir
+from argosy.supervise.rank_files import RankFiles
+from argosy.supervise.supervisor import Supervisor
+from argosy.supervise.world import Nodes
+
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # to the ranks, which stop in order
+_TRY_AGAIN_S = 2.0  # after a node that others wait for was not found
+
+
+def start_ranks(nproc: int, nodes: Nodes, arguments: Sequence[str], run: RunDir, fault: FaultSpec) -> int:
+    """Run `argosy` with these arguments in `nproc` processes on this node. Returns the exit code of them all."""
+    _load_quietly()
+    from argosy.compat import FLIGHT_RECORD
+
+    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # what there is to say, the supervisor says
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # Ctrl-C and SIGTERM are ours
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # each attempt gets a store of its own, whoever came back
+    for name, value in FLIGHT_RECORD.items():
+        os.environ.setdefault(name, value)
+    with tempfile.TemporaryDirectory(prefix="argosy-ranks-") as scratch:
+        supervisor = Supervisor(Path(scratch), run, fault)
+        supervisor.begin()
+        _take_signals(supervisor)
+        try:
+            return _run_agents(nproc, nodes, arguments, supervisor)
+        except KeyboardInterrupt:
+            return supervisor.stopped_between()
+        finally:
+            # A signal while this process leaves does not change its exit code.
+            supervisor.ended = True
+            for number in _PASSED_ON:
+                signal.signal(number, signal.SIG_IGN)
+            RankFiles.forget()
+
+
+def _load_quietly() -> None:
+    """Load torch without its warnings about peers that are gone, which come with a page of native stack; ranks keep theirs."""
+    given = os.environ.get("TORCH_CPP_LOG_LEVEL")
+    os.environ["TORCH_CPP_LOG_LEVEL"] = given or "ERROR"  # read once, while it loads
+    import torch.distributed  # noqa: F401
+
+    if given is None:
+        del os.environ["TORCH_CPP_LOG_LEVEL"]
+
+
+def _run_agents(nproc: int, nodes: Nodes, arguments: Sequence[str], supervisor: Supervisor) -> int:
+    """An agent, and another one when the nodes have lost each other."""
+    from torch.distributed import DistError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
+
+    lost_at = time.monotonic()
+    while True:
+        try:
+            failed = _run_agent(nproc, nodes, arguments, supervisor)
+        except (RendezvousError, DistError) as error:
+            if (code := supervisor.ended_elsewhere()) is not None:
+                return code
+            if supervisor.has_run:
+                lost_at = time.monotonic()
+            if supervisor.signals or time.monotonic() > lost_at + supervisor.spec.nodes_wait:
+                print(_missing(nodes, supervisor.spec, error), file=sys.stderr)
+                return EXIT_RESUMABLE
+            time.sleep(_TRY_AGAIN_S)
+            supervisor.begin_again()
+            continue
+        if failed and supervisor.trouble is not None:
+            return supervisor.trouble.code
+        return max(supervisor.files.exit_codes(), default=EXIT_DONE)
+
+
+def _run_agent(nproc: int, nodes: Nodes, arguments: Sequence[str], supervisor: Supervisor) -> bool:
+    """Whether it ended in failure."""
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.rendezvous import registry
+
+    from argosy.compat import elastic_agent
+    from argosy.compat.messages import use_json_rendezvous
+
+    use_json_rendezvous()
+    rendezvous = registry.get_rendezvous_handler(_meeting(nodes, supervisor.spec))
+    spec = WorkerSpec(
+        role="rank",
+        local_world_size=nproc,
+        entrypoint=sys.executable,
+        args=("-m", "argosy", *arguments),
+        rdzv_handler=rendezvous,
+        max_restarts=1,  # the supervisor counts
+        monitor_interval=0.1,
+        local_addr="localhost" if nodes.count == 1 else None,
+    )
+    logs = DefaultLogsSpecs(log_dir=str(supervisor.scratch / "torch"))
+    try:
+        result = elastic_agent(spec, logs, supervisor).run()
+        return result is not None and result.is_failed()
+    finally:
+        rendezvous.shutdown()
+
+
+def _meeting(nodes: Nodes, spec: FaultSpec) -> Any:
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+    alone = nodes.count == 1
+    return RendezvousParameters(
+        backend="c10d",
+        endpoint="localhost:0" if alone else f"{nodes.address}:{nodes.port}",
+        run_id=uuid.uuid4().hex if alone else "argosy",
+        min_nodes=nodes.count,
+        max_nodes=nodes.count,
+        local_addr="localhost" if alone else None,
+        is_host=str(nodes.index == 0),
+        join_timeout=str(max(1, int(spec.nodes_wait))),
+        read_timeout=str(max(1, min(60, int(spec.nodes_wait)))),
+    )
+
+
+def _missing(nodes: Nodes, spec: FaultSpec, error: Exception) -> str:
+    return (
+        f"the {nodes.count} nodes did not find each other at {nodes.address}:{nodes.port} within {spec.nodes_wait:g}s "
+        f"(fault.nodes_wait); this is node {nodes.index}, and "
+        + ("at least one of the others is missing" if nodes.index == 0 else "node 0, where the others listen, may be")
+        + f": {error}"
+    )
+
+
+def _take_signals(supervisor: Supervisor) -> None:
+    def forward(number: int, frame: FrameType | None) -> None:
+        supervisor.forward(number)
+
+    for number in _PASSED_ON:
+        signal.signal(number, forward)

@@ -1,0 +1,28 @@
+"""What a rank holds of a tensor that FSDP has cut after tensor parallelism had."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from argosy.parallel.slices import Box, held_boxes
+from argosy.parallel.shards import local, part_of, whole
+from argosy.parallel.cutting import cut_parameters
+
+
+def held(dp: int, tp: int, rows: int, dim: int) -> list[Box]:
+    """The boxes, once found to be what is there."""
+    mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+    values = torch.arange(rows * 12.0).view(rows, 12)
+    layer = nn.Linear(12, rows, bias=False)
+    layer.weight = nn.Parameter(values.clone())
+    cut_parameters(layer, {"weight": dim}, mesh["tp"])
+    fully_shard(layer, mesh=mesh["dp"])
+    weight = next(layer.parameters())
+    assert torch.equal(local(weight), part_of(values, weight))
+    assert torch.equal(whole(weight), values)
+    boxes = held_boxes(weight)
+    assert all(torch.equal(found.of(weight), values[found.box.slices]) for found in boxes)
+    return [found.box for found in boxes]

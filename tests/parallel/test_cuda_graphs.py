@@ -1,0 +1,162 @@
+"""Passes that are recorded and replayed give the gradients and losses of ordinary ones. Without a GPU a stand-in for the recorder
+runs the pass again on the recording's own memory, which is what a replay does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from argosy.model.objective import Loss, Objective
+from argosy.parallel import cuda_graphs as replay
+from argosy.parallel.cuda_graphs import CudaGraphs, Inputs, Pass, Recording
+
+CPU = torch.device("cpu")
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 3)
+        self.unused = nn.Parameter(torch.zeros(2))
+
+    def learn(self, inputs: Inputs, objective: Objective) -> Loss:
+        y = self.inner(inputs["tokens"]).square().sum()
+        total = y * objective.scale + objective.z_loss * y
+        total.backward()
+        return Loss(total, y.detach(), {"doubled": 2 * y.detach()}, None)
+
+
+@dataclass
+class Rerun:
+    run: Pass
+    inputs: Inputs
+    objective: Objective
+    loss: Loss
+    parameters: list[nn.Parameter]
+    gradients: list[Tensor | None]  # before the pass
+    made: list[Tensor | None]
+
+    def replay(self) -> None:
+        for parameter, before in zip(self.parameters, self.gradients, strict=True):
+            parameter.grad = before
+        loss = self.run(self.inputs, self.objective)
+        for parameter, mine in zip(self.parameters, self.made, strict=True):
+            if mine is not None and parameter.grad is not mine:
+                mine.copy_(parameter.grad)
+        self.loss.cross_entropy.copy_(loss.cross_entropy)
+        for name, value in loss.metrics.items():
+            self.loss.metrics[name].copy_(value)
+
+
+def rerun(run: Pass, inputs: Inputs, objective: Objective, parameters: list[nn.Parameter], pool: object) -> Recording:
+    inputs = {name: tensor.clone() for name, tensor in inputs.items()}
+    objective = replay._held(objective)
+    before = [p.grad for p in parameters]
+    values = [None if g is None else g.clone() for g in before]
+    loss = run(inputs, objective)
+    made = [p.grad for p in parameters]
+    for gradient, value in zip(before, values, strict=True):  # a recording does nothing yet
+        if gradient is not None and value is not None:
+            gradient.copy_(value)
+    return Recording(inputs, objective, loss, Rerun(run, inputs, objective, loss, parameters, before, made), made)
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The recordings that were made."""
+    made: list[object] = []
+
+    def count(*arguments: object) -> Recording:
+        made.append(arguments)
+        return rerun(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(replay, "record", count)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(replay, "_TAIL", 1.1)  # so that the host is always the limit
+    return made
+
+
+def step(model: Model, run: Pass, seed: int, micros: int, rows: int = 5) -> tuple[list[Tensor], list[Loss]]:
+    """Gradients of a step over some micro-batches, and the losses as they were found at the end of it."""
+    draw = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.grad = None
+    losses = []
+    for _ in range(micros):
+        inputs = {"tokens": torch.randn(rows, 4, generator=draw)}
+        losses.append(run(inputs, Objective(scale=torch.rand((), generator=draw), z_loss=0.5)))
+    assert model.unused.grad is None
+    return [p.grad.clone() for p in model.inner.parameters() if p.grad is not None], losses
+
+
+def test_every_step_has_the_numbers_of_ordinary_passes(recorded: list[object]) -> None:
+    torch.manual_seed(0)
+    model = Model()
+    replays = CudaGraphs(model.learn, model.parameters(), CPU)
+    for number, micros in enumerate((1, 1, 1, 3, 1, 2, 3, 4), start=1):
+        found, losses = step(model, replays, number, micros)
+        expected, ordinary = step(model, model.learn, number, micros)
+        for a, b in zip(found, expected, strict=True):
+            assert torch.equal(a, b)
+        for one, other in zip(losses, ordinary, strict=True):
+            assert torch.equal(one.cross_entropy, other.cross_entropy)
+            assert torch.equal(one.metrics["doubled"], other.metrics["doubled"])
+        with torch.no_grad():  # weights change in place, as an optimiser changes them
+            model.inner.weight.mul_(1.1)
+    assert len(recorded) == 2, "one recording for the first micro-batch of a step, one for those that add to it"
+
+
+def test_a_pass_whose_first_gradients_were_not_recorded_is_not_replayed_onto_them(recorded: list[object]) -> None:
+    torch.manual_seed(0)
+    model = Model()
+    replays = CudaGraphs(model.learn, model.parameters(), CPU)
+    found, _ = step(model, replays, 1, 4)  # the second pass, which is timed, is in the midst of the step
+    expected, _ = step(model, model.learn, 1, 4)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert not recorded
+
+
+def test_other_shapes_get_recordings_of_their_own_and_only_a_few(recorded: list[object]) -> None:
+    torch.manual_seed(0)
+    model = Model()
+    replays = CudaGraphs(model.learn, model.parameters(), CPU)
+    for number in range(1, 12):
+        rows = 3 + number % 7
+        found, _ = step(model, replays, number, 1, rows)
+        expected, _ = step(model, model.learn, number, 1, rows)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert len(recorded) == replay._MOST
+
+
+def test_nothing_is_recorded_where_the_device_is_the_limit(
+    recorded: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replay, "_TAIL", 0.0)
+    model = Model()
+    replays = CudaGraphs(model.learn, model.parameters(), CPU)
+    for number in range(6):
+        step(model, replays, number, 2)
+    assert not recorded
+    assert not replays.news
+
+
+def test_a_pass_that_cannot_be_recorded_runs_and_says_why(
+    recorded: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Model()
+    replays = CudaGraphs(model.learn, model.parameters(), CPU)
+
+    def refuse(run: Pass, inputs: Inputs, objective: Objective, parameters: list[nn.Parameter], pool: object) -> None:
+        run(inputs, objective)  # leaves gradients that no one may see
+        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+    monkeypatch.setattr(replay, "record", refuse)
+    for number in range(1, 6):
+        found, _ = step(model, replays, number, 2)
+        expected, _ = step(model, model.learn, number, 2)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert replays.news[-1].endswith("cannot be recorded (operation not permitted when stream is capturing)")
