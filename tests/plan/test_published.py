@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 import csv
-import importlib
 from pathlib import Path
 from statistics import mean
-from types import ModuleType
 
 import pytest
+from benchmarks.planner import accuracy, machines, rows
 
 from argosy.plan.calibration import calibration
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+MEASUREMENTS = Path(rows.__file__).parent
 
 
-@pytest.fixture
-def rows(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    return importlib.import_module("planner_rows")
-
-
-@pytest.fixture
-def accuracy(rows: ModuleType) -> ModuleType:
-    return importlib.import_module("planner_accuracy")
-
-
-def test_published_rows_are_predicted_as_well_as_is_promised(rows: ModuleType, accuracy: ModuleType) -> None:
-    read, refused = rows.read_rows(BENCHMARKS / "planner_published.csv")
+def test_published_rows_are_predicted_as_well_as_is_promised() -> None:
+    read, refused = rows.read_rows(MEASUREMENTS / "published.csv")
     assert len(read) == 672
     assert not refused
     known, timed = calibration(), accuracy.timed(read)
@@ -43,10 +31,8 @@ def test_published_rows_are_predicted_as_well_as_is_promised(rows: ModuleType, a
     assert len(wrong) <= 2  # of those that ran
 
 
-def test_our_own_engine_is_predicted_within_ten_per_cent_and_its_memory_within_five(
-    rows: ModuleType, accuracy: ModuleType
-) -> None:
-    read, refused = rows.read_rows(BENCHMARKS / "planner_own.csv")
+def test_our_own_engine_is_predicted_within_ten_per_cent_and_its_memory_within_five() -> None:
+    read, refused = rows.read_rows(MEASUREMENTS / "own.csv")
     assert len(read) >= 29
     assert not refused
     known = calibration()
@@ -55,8 +41,8 @@ def test_our_own_engine_is_predicted_within_ten_per_cent_and_its_memory_within_f
         assert accuracy.gibibytes(row, known) == pytest.approx(row.memory, rel=0.05), row.id
 
 
-def test_rows_the_constants_never_saw_are_predicted_nearly_as_well(rows: ModuleType, accuracy: ModuleType) -> None:
-    read, refused = rows.read_rows(BENCHMARKS / "planner_peers.csv")
+def test_rows_the_constants_never_saw_are_predicted_nearly_as_well() -> None:
+    read, refused = rows.read_rows(MEASUREMENTS / "peers.csv")
     assert len(read) == 520
     assert not refused
     timed = accuracy.timed(read)
@@ -69,8 +55,8 @@ def test_rows_the_constants_never_saw_are_predicted_nearly_as_well(rows: ModuleT
 
 @pytest.mark.parametrize("column", ["measured_tflops_gpu", "measured_mfu"])
 @pytest.mark.parametrize("source", ["foundry", "sc21", "mlm-2020", "korth", "mlm-fp8", "bridge"])
-def test_flops_say_the_time_in_the_convention_they_are_counted_in(rows: ModuleType, source: str, column: str) -> None:
-    with (BENCHMARKS / "planner_published.csv").open(newline="") as file:
+def test_flops_say_the_time_in_the_convention_they_are_counted_in(source: str, column: str) -> None:
+    with (MEASUREMENTS / "published.csv").open(newline="") as file:
         told = [row for row in csv.DictReader(file) if row["id"].startswith(f"{source}-") and row[column]]
     told = [row for row in told if row["measured_step_s"] and "gpt-oss" not in row["model"]][:20]
     other = {"measured_step_s": "", "measured_tok_s_gpu": "", "measured_tflops_gpu": "", "measured_mfu": ""}
@@ -81,7 +67,7 @@ def test_flops_say_the_time_in_the_convention_they_are_counted_in(rows: ModuleTy
 
 
 def write(path: Path, **cells: object) -> Path:
-    with (BENCHMARKS / "planner_published.csv").open() as file:
+    with (MEASUREMENTS / "published.csv").open() as file:
         columns = next(csv.reader(file))
     shape = {"layers": 32, "hidden": 4096, "heads": 32, "vocab": 32000, "seq_len": 2048, "global_batch": 512}
     row = {"id": "new-001", "source": "somewhere", "model": "a model", "measured_tok_s_gpu": 3000, **shape, **cells}
@@ -114,8 +100,6 @@ def write(path: Path, **cells: object) -> Path:
 )
 def test_what_a_row_leaves_out_is_filled_sensibly(
     tmp_path: Path,
-    rows: ModuleType,
-    accuracy: ModuleType,
     cells: dict[str, object],
     gpu: str,
     stack: str,
@@ -133,7 +117,7 @@ def test_what_a_row_leaves_out_is_filled_sensibly(
 
 
 def test_micro_batches_are_as_large_as_fits_without_recompute_where_a_row_says_neither(
-    tmp_path: Path, rows: ModuleType
+    tmp_path: Path,
 ) -> None:
     whole = {"gpu": "H100", "gpus": 8, "dp": 8, "seq_len": 4096, "global_batch": 128}
     [row], _ = rows.read_rows(write(tmp_path / "rows.csv", **whole))
@@ -145,9 +129,7 @@ def test_micro_batches_are_as_large_as_fits_without_recompute_where_a_row_says_n
 @pytest.mark.parametrize(
     ("release", "experts", "stack"), [("26.04", 8, "nemo"), ("26.08", 8, "nemo-2026"), ("26.08", "", "nemo")]
 )
-def test_later_recipes_hide_what_tokens_wait_for(
-    tmp_path: Path, rows: ModuleType, release: str, experts: object, stack: str
-) -> None:
+def test_later_recipes_hide_what_tokens_wait_for(tmp_path: Path, release: str, experts: object, stack: str) -> None:
     source, shape = f"Megatron-Bridge {release}", {"moe_experts": experts, "moe_topk": 2, "gated_mlp": 1}
     [row], _ = rows.read_rows(
         write(tmp_path / "rows.csv", gpu="GB200", gpus=64, source=source, ffn_hidden=4096, **shape)
@@ -155,7 +137,7 @@ def test_later_recipes_hide_what_tokens_wait_for(
     assert row.stack.name == stack
 
 
-def test_a_pipelines_micro_batch_is_one_sequence_unless_more_are_much_faster(tmp_path: Path, rows: ModuleType) -> None:
+def test_a_pipelines_micro_batch_is_one_sequence_unless_more_are_much_faster(tmp_path: Path) -> None:
     layout = {"gpu": "A100", "gpus": 64, "tp": 8, "pp": 8, "recompute": "full"}
     [large], _ = rows.read_rows(write(tmp_path / "large.csv", **layout, layers=80, hidden=12288, heads=96))
     [small], _ = rows.read_rows(write(tmp_path / "small.csv", **layout, layers=16, hidden=1024, heads=16, seq_len=512))
@@ -163,7 +145,7 @@ def test_a_pipelines_micro_batch_is_one_sequence_unless_more_are_much_faster(tmp
     assert small.layout.micro_batch > 1  # the host would be the limit
 
 
-def test_a_model_compiled_whole_has_its_loss_fused(tmp_path: Path, rows: ModuleType) -> None:
+def test_a_model_compiled_whole_has_its_loss_fused(tmp_path: Path) -> None:
     cells = {"gpu": "A100", "gpus": 8, "source": "nanoGPT", "zero_stage": 0, "micro_batch": 1, "recompute": "none"}
     [eager], _ = rows.read_rows(write(tmp_path / "eager.csv", **cells))
     [compiled], _ = rows.read_rows(write(tmp_path / "compiled.csv", notes="torch.compile", **cells))
@@ -171,14 +153,14 @@ def test_a_model_compiled_whole_has_its_loss_fused(tmp_path: Path, rows: ModuleT
     assert compiled.stack.loss < eager.stack.loss
 
 
-def test_a_row_that_cannot_be_read_is_named(tmp_path: Path, rows: ModuleType) -> None:
+def test_a_row_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     read, [(name, why)] = rows.read_rows(write(tmp_path / "rows.csv", gpu="a GPU nobody knows", gpus=8))
     assert (read, name) == ([], "new-001")
     assert "no GPU named" in why
 
 
 @pytest.mark.parametrize("column", ["gpus", "tp", "pp", "cp", "dp", "seq_len", "global_batch", "gpus_per_node"])
-def test_what_the_rest_of_a_row_settles_is_not_guessed(tmp_path: Path, rows: ModuleType, column: str) -> None:
+def test_what_the_rest_of_a_row_settles_is_not_guessed(tmp_path: Path, column: str) -> None:
     whole = {
         "gpu": "A100", "gpus": 64, "gpus_per_node": 8, "tp": 8, "pp": 4, "cp": 1, "dp": 2, "seq_len": 2048, "global_batch": 512,
         "micro_batch": 1, "recompute": "full", "measured_step_s": 5.4613, "measured_tok_s_gpu": 3000,
@@ -190,7 +172,7 @@ def test_what_the_rest_of_a_row_settles_is_not_guessed(tmp_path: Path, rows: Mod
 
 
 def test_so_many_gpus_as_the_pace_needs_where_a_row_does_not_say(
-    tmp_path: Path, rows: ModuleType, accuracy: ModuleType
+    tmp_path: Path,
 ) -> None:
     told = {"gpu": "H100", "gpus_per_node": 8, "tp": 8, "pp": 1, "cp": 1, "micro_batch": 1, "recompute": "full"}
     [known], _ = rows.read_rows(write(tmp_path / "known.csv", gpus=64, dp=8, **told))
@@ -202,7 +184,7 @@ def test_so_many_gpus_as_the_pace_needs_where_a_row_does_not_say(
     assert not accuracy.timed([found])  # which says nothing of how well time is predicted
 
 
-def test_a_known_name_gives_the_shape(tmp_path: Path, rows: ModuleType) -> None:
+def test_a_known_name_gives_the_shape(tmp_path: Path) -> None:
     gaps = {"layers": "", "hidden": "", "heads": "", "vocab": ""}
     [row], _ = rows.read_rows(write(tmp_path / "rows.csv", gpu="H100", gpus=8, model="llama3-8b", **gaps))
     model = row.work.model
@@ -212,7 +194,7 @@ def test_a_known_name_gives_the_shape(tmp_path: Path, rows: ModuleType) -> None:
     assert "neither layers and hidden nor a known model" in why
 
 
-def test_other_spellings_mean_the_same(tmp_path: Path, rows: ModuleType) -> None:
+def test_other_spellings_mean_the_same(tmp_path: Path) -> None:
     plain = {"gpu": "H100", "gpus": 8, "tp": 8, "sequence_parallel": 1, "recompute": "full", "micro_batch": ""}
     other = {
         "gpus": " 8.0",
@@ -235,9 +217,7 @@ def test_other_spellings_mean_the_same(tmp_path: Path, rows: ModuleType) -> None
         {"model": "Llama 3 8B"}, {"attn_impl": "FlashAttention-3"}, {"attn_impl": "FA3"}, {"precision": "BF16-mixed"},
     ],
 )  # fmt: skip
-def test_units_and_names_are_read_as_people_write_them(
-    tmp_path: Path, rows: ModuleType, cells: dict[str, object]
-) -> None:
+def test_units_and_names_are_read_as_people_write_them(tmp_path: Path, cells: dict[str, object]) -> None:
     shape = {"layers": "", "hidden": "", "heads": "", "vocab": "", "seq_len": 8192, "global_batch": 512}
     plain = {"gpu": "H100", "gpus": 64, "model": "llama3-8b", "measured_tok_s_gpu": 9000, **shape}
     [told], _ = rows.read_rows(write(tmp_path / "plain.csv", **plain))
@@ -257,26 +237,24 @@ def test_units_and_names_are_read_as_people_write_them(
         ("eager attention", "unfused"),
     ],
 )
-def test_attention_is_known_by_the_words_people_write(
-    tmp_path: Path, rows: ModuleType, said: str, kernels: str
-) -> None:
+def test_attention_is_known_by_the_words_people_write(tmp_path: Path, said: str, kernels: str) -> None:
     [row], _ = rows.read_rows(write(tmp_path / "rows.csv", gpu="H100", gpus=8, attn_impl=said))
     assert row.stack.attention == kernels
 
 
-def test_a_known_mixture_has_its_experts(tmp_path: Path, rows: ModuleType) -> None:
+def test_a_known_mixture_has_its_experts(tmp_path: Path) -> None:
     gaps = {"layers": "", "hidden": "", "heads": "", "vocab": "", "model": "Mixtral 8x7B"}
     [row], _ = rows.read_rows(write(tmp_path / "rows.csv", gpu="H100", gpus=64, **gaps))
     assert (row.work.model.moe.experts, row.work.model.moe.top_k) == (8, 2)
 
 
-def test_products_in_32_bits_are_listed_as_unreadable(tmp_path: Path, rows: ModuleType) -> None:
+def test_products_in_32_bits_are_listed_as_unreadable(tmp_path: Path) -> None:
     read, [(_, why)] = rows.read_rows(write(tmp_path / "rows.csv", gpu="V100", gpus=8, precision="fp32"))
     assert not read
     assert "fp32" in why
 
 
-def test_columns_in_any_order_case_and_company(tmp_path: Path, rows: ModuleType) -> None:
+def test_columns_in_any_order_case_and_company(tmp_path: Path) -> None:
     [told], _ = rows.read_rows(write(tmp_path / "plain.csv", gpu="H100", gpus=8, tp=8))
     with (tmp_path / "plain.csv").open() as file:
         [cells] = csv.DictReader(file)
@@ -288,7 +266,7 @@ def test_columns_in_any_order_case_and_company(tmp_path: Path, rows: ModuleType)
     assert (meant.layout, meant.work.model, meant.cluster) == (told.layout, told.work.model, told.cluster)
 
 
-def test_so_many_parameters_give_a_shape(tmp_path: Path, rows: ModuleType) -> None:
+def test_so_many_parameters_give_a_shape(tmp_path: Path) -> None:
     gaps = {"layers": "", "hidden": "", "heads": "", "model": "gpt-175b"}
     [row], _ = rows.read_rows(write(tmp_path / "rows.csv", gpu="A100", gpus=512, tp=8, pp=8, **gaps))
     assert (row.work.model.layers, row.work.model.hidden) == (96, 12288)
@@ -301,11 +279,11 @@ def test_so_many_parameters_give_a_shape(tmp_path: Path, rows: ModuleType) -> No
         ("GH200 480GB", "GH200"), ("GB200 NVL72", "GB200"), ("RTX 4090", "RTX-4090"), ("L40S", "L40S"), ("V100S", "V100-32"),
     ],
 )  # fmt: skip
-def test_a_gpu_is_known_by_the_words_people_write(rows: ModuleType, said: str, gpu: str) -> None:
-    assert importlib.import_module("planner_machines").gpu_of({"gpu": said}).name == gpu
+def test_a_gpu_is_known_by_the_words_people_write(said: str, gpu: str) -> None:
+    assert machines.gpu_of({"gpu": said}).name == gpu
 
 
-def test_notes_say_what_has_no_column(tmp_path: Path, rows: ModuleType) -> None:
+def test_notes_say_what_has_no_column(tmp_path: Path) -> None:
     said = "MLA q_lora1536 kv_lora512; 3 dense layers ffn18432 + 1 shared expert; w/ MTP; expert-tensor-parallel-size=1; DualPipe"
     shape = {"model": "deepseek-v3", "layers": 61, "hidden": 7168, "heads": 128, "kv_heads": 128, "ffn_hidden": 2048}
     experts = {"moe_experts": 256, "moe_topk": 8, "tp": 2, "pp": 8, "ep": 64, "gated_mlp": 1}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from planner_gaps import value
+from benchmarks.planner.gaps import value
 
 from argosy.plan.hardware import Gpu
 from argosy.plan.layouts import Work

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from math import inf, log
 from pathlib import Path
 
-from planner_gaps import complete, value
-from planner_machines import cluster_of, gpu_of
-from planner_measured import step_seconds
-from planner_models import work_of
+from benchmarks.planner.gaps import complete, value
+from benchmarks.planner.machines import cluster_of, gpu_of
+from benchmarks.planner.measured import step_seconds
+from benchmarks.planner.models import work_of
 from pydantic import ValidationError
 
 from argosy.errors import ArgosyError

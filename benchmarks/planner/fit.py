@@ -14,7 +14,7 @@ from dataclasses import replace
 from math import exp, log, sqrt
 from statistics import mean
 
-from planner_rows import Row
+from benchmarks.planner.rows import Row
 
 from argosy.plan.calibration import Calibration
 from argosy.plan.time import step_time

@@ -1,9 +1,9 @@
-"""How well the planner predicts published measurements: `python benchmarks/planner_accuracy.py [CSV...] [--fit] [--folds] [--gaps]`.
+"""How well the planner predicts published measurements: `python -m benchmarks.planner [CSV...] [--fit] [--folds] [--gaps]`.
 
 By source: rows predicted, mean and median absolute error of step time and of memory, and how layouts are ranked: in every
 group of rows that differ only in layout, Kendall's tau and the regret of the layout we would pick. Feasibility: rows
 that ran and are said not to fit, and rows that ran out of memory and are said to fit. Rows that cannot be predicted are
-listed with the reason. `--fit` fits the constants of time and prints them (planner_fit.py); `--folds` fits five times, each
+listed with the reason. `--fit` fits the constants of time and prints them (fit.py); `--folds` fits five times, each
 time without a fifth of the sources, and shows the error on those; `--gaps` empties one column after the other.
 """
 
@@ -17,9 +17,9 @@ from itertools import combinations
 from pathlib import Path
 from statistics import mean, median
 
-from planner_fit import PRIOR_WEIGHT, errors, fit, folds, seconds
-from planner_gaps import MATTER
-from planner_rows import Row, read_rows, rows_of
+from benchmarks.planner.fit import PRIOR_WEIGHT, errors, fit, folds, seconds
+from benchmarks.planner.gaps import MATTER
+from benchmarks.planner.rows import Row, read_rows, rows_of
 
 from argosy.plan.calibration import Calibration, calibration
 from argosy.plan.memory import memory_of
@@ -125,7 +125,7 @@ def gaps(paths: Sequence[Path], known: Calibration) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("csv", nargs="*", type=Path, default=[HERE / "planner_published.csv", HERE / "planner_own.csv"])
+    parser.add_argument("csv", nargs="*", type=Path, default=[HERE / "published.csv", HERE / "own.csv"])
     parser.add_argument("--fit", action="store_true", help="fit the constants of time to the rows, and print them")
     parser.add_argument("--folds", action="store_true", help="show the error on sources the fit has not seen")
     parser.add_argument("--prior-weight", type=float, default=PRIOR_WEIGHT, help="how much the fit holds to its priors")
@@ -150,7 +150,3 @@ def main() -> None:
         gaps(asked.csv, known)
     if asked.folds:
         folds(timed(rows), known, asked.prior_weight)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """What a published row leaves out, as far as the row itself settles it or one value was usual: the shape of a model with a known
 name, the axis that is left when the others and the GPUs are known, the length or batch that step time and pace imply.
 
-What has to fit on a card (micro-batch, sharding, recompute) is filled where memory is known, in planner_rows.py.
+What has to fit on a card (micro-batch, sharding, recompute) is filled where memory is known, in rows.py.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from math import sqrt
 
-from planner_spelling import MEASURED, TEXTS, canonical, spelled
+from benchmarks.planner.spelling import MEASURED, TEXTS, canonical, spelled
 
 from argosy.config.model import ModelSpec
 from argosy.config.presets import ALIASES, PRESETS

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from planner_gaps import value
+from benchmarks.planner.gaps import value
 
 from argosy.config.model import ModelSpec
 from argosy.config.presets import FAMILIES

@@ -31,7 +31,7 @@ MOST = 1e12  # of anything
 
 
 def spelled(column: str, text: str) -> str:
-    """As planner_published.csv spells it."""
+    """As published.csv spells it."""
     low = text.lower()
     if column in TEXTS:
         return text
