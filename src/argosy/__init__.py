@@ -1,3 +1,56 @@
-"""Argosy: from raw text to a trained language model. One program, one run spec, from one CPU to thousands of GPUs."""
+"""Argosy: from raw text to a trained language model. One program, one run spec, from one CPU to thousands of GPUs.
+
+The public Python API is what `__all__` names; `docs/python.md` describes it. Names are loaded when they are first used,
+so that `import argosy` imports neither torch nor numpy.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from argosy.api.datasets import CorpusDataset as CorpusDataset
+    from argosy.api.datasets import SampleDataset as SampleDataset
+    from argosy.api.models import generate_text as generate_text
+    from argosy.api.models import load_model as load_model
+    from argosy.api.models import load_tokenizer as load_tokenizer
+    from argosy.api.runs import Metrics as Metrics
+    from argosy.api.runs import Plan as Plan
+    from argosy.api.runs import PlannedLayout as PlannedLayout
+    from argosy.api.runs import plan_run as plan_run
+    from argosy.api.runs import read_metrics as read_metrics
+    from argosy.api.runs import resolve_run as resolve_run
+    from argosy.config.schema import RunSpec as RunSpec
+    from argosy.errors import ArgosyError as ArgosyError
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "ArgosyError": "argosy.errors",
+    "CorpusDataset": "argosy.api.datasets",
+    "Metrics": "argosy.api.runs",
+    "Plan": "argosy.api.runs",
+    "PlannedLayout": "argosy.api.runs",
+    "RunSpec": "argosy.config.schema",
+    "SampleDataset": "argosy.api.datasets",
+    "generate_text": "argosy.api.models",
+    "load_model": "argosy.api.models",
+    "load_tokenizer": "argosy.api.models",
+    "plan_run": "argosy.api.runs",
+    "read_metrics": "argosy.api.runs",
+    "resolve_run": "argosy.api.runs",
+}
+__all__ = ["__version__", *sorted(_HOMES)]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'argosy' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -7,8 +7,9 @@ refusal can point at the line.
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,9 +47,15 @@ class Resolved:
             yield key, value, self.origins[key]
 
 
-def resolve(path: Path | None, overrides: Sequence[str] = (), *, elsewhere: bool = False) -> Resolved:
-    """`elsewhere`: the run's files lie on another machine, so that what it starts from cannot be compared here."""
-    tree, origins = _read(path)
+def resolve(
+    source: Path | Mapping[str, Any] | None, overrides: Sequence[str] = (), *, elsewhere: bool = False
+) -> Resolved:
+    """Resolve a run.yaml, or the same keys as a dict, with `key=value` overrides.
+
+    Args:
+        elsewhere: the run's files lie on another machine, so that what it starts from cannot be compared here.
+    """
+    tree, origins = _read(source)
     _expand_shorthands(tree)
     for override in overrides:
         _apply_override(tree, origins, override)
@@ -94,9 +101,13 @@ def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield prefix, tree
 
 
-def _read(path: Path | None) -> tuple[Tree, dict[str, str]]:
-    if path is None:
+def _read(source: Path | Mapping[str, Any] | None) -> tuple[Tree, dict[str, str]]:
+    if source is None:
         return {}, {}
+    if isinstance(source, Mapping):
+        given: Tree = json.loads(json.dumps(source, default=str))
+        return given, {key: "python" for key, _ in flatten(given)}
+    path = source
     tree, lines = read_yaml(path)
     if not tree:
         raise ArgosyError("config.bad-yaml", f"{path} is empty", fix="start with `model: gpt2`")

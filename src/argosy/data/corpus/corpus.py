@@ -63,6 +63,10 @@ class Corpus:
             start, count, shard = start + here, count - here, shard + 1
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
+    def token_range(self, document: int) -> tuple[int, int]:
+        """Return the first token of a document, and the one after its last."""
+        return self._token_at(document), self._token_at(document + 1)
+
     def prefetch(self, ranges: Sequence[tuple[int, int]]) -> None:
         """What will be read next, as (start, count), nearest first. Local files need no announcement."""
 
