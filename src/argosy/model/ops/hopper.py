@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from argosy.model.ops.attention_backends import Form
 
 _TRITON: Final = installed("triton")
-_MEASURED = ("3.6.",)
+_MEASURED = ("3.6.", "3.7.", "3.9.")
 _CAPABILITIES = (9,)
 _HEAD_DIM, _TOKENS = 64, 128  # of a head; that a sequence is a multiple of
 
