@@ -12,8 +12,8 @@ from math import sqrt
 from benchmarks.planner.spelling import MEASURED, TEXTS, canonical, spelled
 
 from argosy.config.model import ModelSpec
-from argosy.config.presets import ALIASES, PRESETS
 from argosy.config.resolve import resolve_model
+from argosy.families.registry import ALIASES, PRESETS
 from argosy.plan.hardware import Gpu
 
 MATTER = (

@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.planner.gaps import value
 
 from argosy.config.model import ModelSpec
-from argosy.config.presets import FAMILIES
+from argosy.families.registry import FAMILIES
 from argosy.plan.layouts import Latent, Work
 
 HEAD_DIMS = {"qwen3": 128, "gpt-oss": 64, "gptoss": 64, "nemotron-340b": 192, "gemma": 256}
@@ -59,7 +59,7 @@ def _shape(cells: dict[str, str]) -> dict[str, Any]:
         for column in ("layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab", "seq_len")
     )
     shape: dict[str, Any] = {
-        **FAMILIES[family], "family": family, "layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads,
+        **FAMILIES[family].defaults, "family": family, "layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads,
         "ffn": ffn, "vocab_size": vocab, "max_seq_len": seq_len,
     }  # fmt: skip
     head_dim = next((size for part, size in HEAD_DIMS.items() if part in name), None)

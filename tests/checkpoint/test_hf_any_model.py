@@ -12,14 +12,14 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from argosy.checkpoint.hf_export import ExportOptions, export_hf
+from argosy.checkpoint.hf.hf_export import ExportOptions, export_hf
 from argosy.checkpoint.model_directory import write_model
 from argosy.checkpoint.source import Source
 from argosy.checkpoint.tensors import TensorInfo
-from argosy.config.hf import to_config
 from argosy.config.model import ModelSpec
-from argosy.config.presets import FAMILIES
 from argosy.errors import ArgosyError
+from argosy.families.hf_config import to_config
+from argosy.families.registry import FAMILIES
 from argosy.model.build import build_model
 
 LLAMA3 = {"kind": "llama3", "factor": 4, "original_seq_len": 8, "low_freq_factor": 1, "high_freq_factor": 3}
@@ -69,7 +69,7 @@ def test_any_model_is_exported_as_it_computes_or_refused_by_key(seed: int, tmp_p
     rng, kinds, refused = random.Random(seed), set(), []
     for _ in range(30):
         try:
-            spec = ModelSpec.model_validate(FAMILIES[(keys := drawn(rng))["family"]] | keys)
+            spec = ModelSpec.model_validate(FAMILIES[(keys := drawn(rng))["family"]].defaults | keys)
         except ValidationError:
             continue
         try:

@@ -14,7 +14,7 @@ import torch
 import transformers as T
 from torch import Tensor
 
-from argosy.checkpoint.hf_files import open_hf
+from argosy.checkpoint.hf.hf_files import open_hf
 from argosy.errors import ArgosyError
 from argosy.model.build import build_model
 from hf_models import MODELS

@@ -13,9 +13,9 @@ import transformers as T
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from argosy.checkpoint import hf_verify
-from argosy.checkpoint.hf_export import ExportOptions, export_hf
-from argosy.checkpoint.hf_import import import_hf
+from argosy.checkpoint.hf import hf_verify
+from argosy.checkpoint.hf.hf_export import ExportOptions, export_hf
+from argosy.checkpoint.hf.hf_import import import_hf
 from argosy.checkpoint.source import open_source
 from argosy.config.resolve import resolve
 from argosy.data.text.tokenizer import ByteTokenizer

@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from argosy.checkpoint.hf_files import open_hf
-from argosy.checkpoint.hf_import import import_hf
+from argosy.checkpoint.hf.hf_files import open_hf
+from argosy.checkpoint.hf.hf_import import import_hf
 from argosy.checkpoint.source import open_source
 from argosy.checkpoint.store import latest
 from argosy.config.start import starting_model
@@ -217,8 +217,8 @@ MEASURE = """
 import sys
 from pathlib import Path
 from transformers import LlamaForCausalLM
-from argosy.checkpoint.hf_export import ExportOptions, export_hf
-from argosy.checkpoint.hf_import import import_hf
+from argosy.checkpoint.hf.hf_export import ExportOptions, export_hf
+from argosy.checkpoint.hf.hf_import import import_hf
 def peak():  # of this program alone: what getrusage says includes the one that started it
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
 root, before = Path(sys.argv[1]), peak()
@@ -231,10 +231,10 @@ SHARD = 120_000_000
 
 
 def test_importing_and_exporting_take_less_memory_than_two_shards(tmp_path: Path) -> None:
+    from argosy.checkpoint.hf.hf_convert import entries
     from argosy.checkpoint.tensors import TensorInfo, write_stream
-    from argosy.config.hf import from_config
+    from argosy.families.hf_config import from_config
     from argosy.model.build import build_model
-    from argosy.model.hf import entries
 
     spec = from_config(LARGE)
     sizes = dict(build_model(spec, "meta").named_parameters())

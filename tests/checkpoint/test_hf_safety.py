@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
-from argosy.checkpoint.hf_export import ExportOptions, export_hf
-from argosy.checkpoint.hf_files import open_hf
-from argosy.checkpoint.hf_import import import_hf
+from argosy.checkpoint.hf.hf_export import ExportOptions, export_hf
+from argosy.checkpoint.hf.hf_files import open_hf
+from argosy.checkpoint.hf.hf_import import import_hf
 from argosy.checkpoint.manifest import read_checkpoint
 from argosy.checkpoint.source import open_source
 from argosy.config.start import stored_description

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import transformers as T
 
-from argosy.config.hf import export_gap, from_config, to_config
 from argosy.config.resolve import resolve_model
 from argosy.errors import ArgosyError
+from argosy.families.hf_config import export_gap, from_config, to_config
 
 LLAMA3 = {
     "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,

@@ -12,9 +12,9 @@ import torch
 import transformers as T
 from torch import Tensor
 
-from argosy.config.hf import export_gap, from_config, key_fates, to_config
-from argosy.config.hf.keys import HELD, READ
 from argosy.errors import ArgosyError
+from argosy.families.hf_config import export_gap, from_config, key_fates, to_config
+from argosy.families.hf_keys import HELD, READ
 from hf_models import MODELS
 
 Config = dict[str, Any]

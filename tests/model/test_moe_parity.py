@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from argosy.config.hf import from_config
+from argosy.checkpoint.hf.hf_convert import entries, from_hf, to_hf
 from argosy.config.model import ModelSpec
 from argosy.config.resolve import resolve_model
+from argosy.families.hf_config import from_config
 from argosy.model.build import build_model
 from argosy.model.decoder import Decoder
-from argosy.model.hf import entries, from_hf, to_hf
 from argosy.model.objective import Objective
 
 T = transformers

@@ -9,11 +9,11 @@ import torch
 import transformers
 from torch.nn import functional as F
 
-from argosy.config.hf import from_config
+from argosy.checkpoint.hf.hf_convert import entries, from_hf, to_hf
 from argosy.config.model import ModelSpec
 from argosy.config.resolve import resolve_model
+from argosy.families.hf_config import from_config
 from argosy.model.build import build_model
-from argosy.model.hf import entries, from_hf, to_hf
 from argosy.model.init import initialise
 from argosy.model.objective import Objective
 from argosy.model.positions import rope_frequencies, rope_tables

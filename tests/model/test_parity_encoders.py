@@ -10,11 +10,11 @@ import transformers
 from torch import Tensor
 from torch.nn import functional as F
 
+from argosy.checkpoint.hf.hf_convert import entries, from_hf, to_hf
 from argosy.config.model import ModelSpec
 from argosy.config.resolve import resolve_model
 from argosy.data.samples.masks import IGNORED
 from argosy.model.build import build_model
-from argosy.model.hf import entries, from_hf, to_hf
 from argosy.model.init import initialise
 from argosy.model.objective import Objective
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from argosy.checkpoint.hf_import import import_hf
+from argosy.checkpoint.hf.hf_import import import_hf
 from argosy.checkpoint.source import open_source, starting_weights
 from argosy.checkpoint.store import latest
 from argosy.config.resolve import resolve

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from argosy.checkpoint.hf_import import Imported, import_hf
+from argosy.checkpoint.hf.hf_import import Imported, import_hf
 from argosy.checkpoint.megatron.import_megatron import MegatronImported, import_megatron
 from argosy.config.start import MEGATRON
 from argosy.errors import ArgosyError

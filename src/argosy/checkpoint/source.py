@@ -12,11 +12,10 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from argosy.checkpoint.assets import tokenizer_files
-from argosy.checkpoint.hf_files import HfModel, open_hf
+from argosy.checkpoint.hf.hf_files import HfModel, open_hf
 from argosy.checkpoint.manifest import Checkpoint, verify
 from argosy.checkpoint.store import latest, listed, require_names
 from argosy.checkpoint.tensors import TensorInfo
-from argosy.config.hf import read_config
 from argosy.config.model import ModelSpec
 from argosy.config.schema import RunSpec
 from argosy.config.start import (
@@ -30,6 +29,7 @@ from argosy.config.start import (
 )
 from argosy.data.text.tokenizer import LARGEST_TOKENIZER, Tokenizer, load_tokenizer
 from argosy.errors import ArgosyError
+from argosy.families.hf_config import read_config
 from argosy.model.init import initial_value
 from argosy.untrusted import read_object, read_regular
 

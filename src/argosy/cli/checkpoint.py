@@ -185,7 +185,7 @@ def export_model(
     import json
     from dataclasses import asdict
 
-    from argosy.checkpoint.hf_export import ExportOptions, export_hf, shard_bytes
+    from argosy.checkpoint.hf.hf_export import ExportOptions, export_hf, shard_bytes
 
     options = ExportOptions(
         dtype=None if dtype is None else dtype.value,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from argosy.config.presets import ALIASES, PRESETS
 from argosy.config.schema import DERIVED_KEYS, RunSpec
 from argosy.config.units import Duration
+from argosy.families.registry import ALIASES, PRESETS
 
 
 def published_schema() -> dict[str, Any]:

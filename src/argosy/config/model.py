@@ -1,7 +1,7 @@
 """The model spec: one description from which every family is built, counted, planned and exported.
 
 A family (`gpt`, `llama`, `mpt`, `bert`, `t5`) fixes the structural choices; a preset adds the sizes; a run spec may
-override any of them. `argosy.config.presets` holds both tables.
+override any of them. `argosy.families` holds both.
 """
 
 from __future__ import annotations

@@ -10,10 +10,10 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from argosy.config.other_names import OTHER_NAMES
-from argosy.config.presets import PRESETS
 from argosy.config.schema import RunSpec
 from argosy.config.secrets import WEBHOOK
 from argosy.errors import ArgosyError
+from argosy.families.registry import PRESETS
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:

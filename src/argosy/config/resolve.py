@@ -17,9 +17,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from argosy.config.checks import check
-from argosy.config.hf.experts import BALANCE_RULE
 from argosy.config.model import ModelSpec
-from argosy.config.presets import ALIASES, FAMILIES, PRESETS
 from argosy.config.refusals import did_you_mean, kind_of, refusal_of, section_of
 from argosy.config.schema import RunSpec
 from argosy.config.secrets import without_secrets
@@ -27,6 +25,8 @@ from argosy.config.stage_layers import SEVERAL_STAGES
 from argosy.config.start import HF, check_start, remembered_model, starting_model
 from argosy.config.yaml_reader import parse_value, read_yaml
 from argosy.errors import ArgosyError
+from argosy.families.experts import BALANCE_RULE
+from argosy.families.registry import ALIASES, FAMILIES, PRESETS
 
 Tree = dict[str, Any]
 AUTO_MICRO_BATCH_TOKENS = 16_384  # what `parallel: auto` puts through one forward pass on one device
@@ -238,7 +238,7 @@ def _expand_model(tree: Tree, origins: dict[str, str], start: ModelSpec | None =
             )
         row = PRESETS[preset] | {"preset": preset}
     family = user.get("family", row.get("family"))
-    base = FAMILIES.get(family, {}) if isinstance(family, str) else {}
+    base = FAMILIES[family].defaults if isinstance(family, str) and family in FAMILIES else {}
     tree["model"] = _laid_over(base | row, user) | ({"preset": preset} if preset is not None else {})
     for source, label in ((row, f"preset {preset}"), (base, f"family {family}")):
         for key, _ in flatten(source, "model"):

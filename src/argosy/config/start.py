@@ -13,9 +13,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from argosy.config.hf import from_config, leaves, read_config
 from argosy.config.model import ModelSpec
 from argosy.errors import ArgosyError
+from argosy.families.hf_config import from_config, leaves, read_config
 from argosy.untrusted import read_object
 
 HF = "hf:"

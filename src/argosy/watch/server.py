@@ -24,8 +24,8 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, RedirectResponse, Response
 from starlette.routing import Route
 
-from argosy.config.presets import ALIASES, PRESETS
 from argosy.errors import ArgosyError
+from argosy.families.registry import ALIASES, PRESETS
 from argosy.plan.advise import Question, answer
 from argosy.plan.hardware import facts
 from argosy.watch.diagnosis import diagnose

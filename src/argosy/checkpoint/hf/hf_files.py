@@ -17,12 +17,14 @@ import torch
 from torch import Tensor
 
 from argosy.checkpoint.hashing import hash_file
+from argosy.checkpoint.hf.hf_convert import entries, to_ours, to_theirs
 from argosy.checkpoint.tensors import TensorFile, TensorInfo, require_finite
-from argosy.config.hf import from_config, read_config
 from argosy.config.model import ModelSpec
 from argosy.errors import ArgosyError
+from argosy.families.hf_config import from_config, read_config
+from argosy.families.registry import family_of
+from argosy.families.weight_table import Entry
 from argosy.model.build import build_model
-from argosy.model.hf import Entry, entries, family_of
 from argosy.untrusted import MIB, read_object, read_regular, resolve_inside
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -50,7 +52,7 @@ class HfModel:
     def read(self, name: str) -> Tensor:
         """One of our parameters."""
         entry = self.table[name]
-        return entry.to_ours({theirs: self.read_theirs(theirs) for theirs in entry.theirs})
+        return to_ours(entry, {theirs: self.read_theirs(theirs) for theirs in entry.theirs})
 
     def read_theirs(self, name: str) -> Tensor:
         file, stored = self.where[name]
@@ -62,7 +64,7 @@ class HfModel:
             file, stored = self.where[theirs]
             info = file.infos[stored]
             parts[theirs] = torch.empty(info.shape, dtype=info.dtype, device="meta")
-        return entry.to_ours(parts)
+        return to_ours(entry, parts)
 
 
 def open_hf(directory: Path) -> HfModel:
@@ -70,7 +72,7 @@ def open_hf(directory: Path) -> HfModel:
     files = [_opened(path, directory) for path in _paths(directory)]
     table = {entry.ours: entry for entry in entries(spec)}
     needed = {theirs: entry for entry in table.values() for theirs in entry.theirs}
-    family = family_of(spec)
+    family = family_of(spec).stored
     where: dict[str, tuple[TensorFile, str]] = {}
     for file in files:
         for stored in file.infos:
@@ -161,7 +163,7 @@ def _opened(path: Path, directory: Path) -> TensorFile:
 def _check_shapes(model: HfModel) -> None:
     wanted = {name: p.shape for name, p in build_model(model.spec, "meta").state_dict().items()}
     for name, entry in model.table.items():
-        for theirs, part in entry.to_theirs(torch.empty(wanted[name], device="meta")).items():
+        for theirs, part in to_theirs(entry, torch.empty(wanted[name], device="meta")).items():
             file, stored = model.where[theirs]
             info = file.infos[stored]
             if info.shape != part.shape:
@@ -176,7 +178,7 @@ def _check_shapes(model: HfModel) -> None:
 def _check_copies(model: HfModel, names: list[str]) -> None:
     """Tied weights that were stored twice are the same numbers, or the model is not tied."""
     for name in names:
-        original = family_of(model.spec).copies[name]
+        original = family_of(model.spec).stored.copies[name]
         if not torch.equal(model.read_theirs(name), model.read_theirs(original)):
             raise _bad(
                 f"{name} differs from {original}, and config.json says that they are one (tie_word_embeddings)",

@@ -19,22 +19,23 @@ import torch
 from torch import Tensor
 
 from argosy.checkpoint.assets import copy_assets
-from argosy.checkpoint.hf_files import INDEX, SINGLE
-from argosy.checkpoint.hf_tokenizer import write_tokenizer
-from argosy.checkpoint.hf_verify import compare_logits, compare_weights, missing_for_logits, what_fits
+from argosy.checkpoint.hf.hf_convert import entries, to_theirs
+from argosy.checkpoint.hf.hf_files import INDEX, SINGLE
+from argosy.checkpoint.hf.hf_tokenizer import write_tokenizer
+from argosy.checkpoint.hf.hf_verify import compare_logits, compare_weights, missing_for_logits, what_fits
 from argosy.checkpoint.source import TOKEN_KEYS, Source, open_source
 from argosy.checkpoint.staging import require_space, staged
 from argosy.checkpoint.tensors import TensorInfo, write_stream
 from argosy.config.counts import count_parameters
-from argosy.config.hf import CONFIG, export_gap, to_config
 from argosy.config.model import ModelSpec
 from argosy.config.units import parse_bytes
 from argosy.console.formats import volume
 from argosy.console.progress_bar import ProgressBar
 from argosy.errors import ArgosyError
+from argosy.families.hf_config import CONFIG, export_gap, to_config
+from argosy.families.weight_table import Entry
 from argosy.host_memory import available_memory
 from argosy.model.build import build_model
-from argosy.model.hf import Entry, entries
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -146,7 +147,7 @@ class Converter:
         for entry in entries(spec):
             stored = source.infos[entry.ours].dtype
             ours = torch.empty(self._shapes[entry.ours], dtype=dtype or stored, device="meta")
-            for name, part in entry.to_theirs(ours).items():
+            for name, part in to_theirs(entry, ours).items():
                 self._entries[name], self.infos[name] = entry, TensorInfo.of(part)
         self._made: dict[str, Tensor] = {}
 
@@ -160,7 +161,7 @@ class Converter:
         """Those made of one parameter are asked for one after the other, so that it is read and converted once."""
         if name not in self._made:
             entry = self._entries[name]
-            self._made = entry.to_theirs(self.ours(entry.ours))
+            self._made = to_theirs(entry, self.ours(entry.ours))
         return self._made.pop(name)
 
 

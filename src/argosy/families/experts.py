@@ -7,13 +7,14 @@ the same loss when level, and the same gradient wherever the layers have the sam
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
 
-from argosy.config.hf.decoders import read_gated, write_gated
-from argosy.config.hf.keys import Keys
 from argosy.config.model import ModelSpec, MoESpec
+from argosy.families.family import Tree
+from argosy.families.gated import read_gated, write_gated
+from argosy.families.hf_keys import Keys
+from argosy.families.weight_table import Entry, Stacked
 
-Tree = dict[str, Any]
 BALANCE_RULE = "router_aux_loss_coef x top_k / layers with experts"
 _FLAG = (
     "transformers adds its balance loss only where it also returns the routers' logits; Argosy whenever it has a weight"
@@ -113,3 +114,30 @@ def write_qwen3_moe(spec: ModelSpec) -> Tree:
             "mlp_only_layers": list(range(spec.moe.dense_layers)),
         }
     return document
+
+
+def _is_mixtral(spec: ModelSpec) -> bool:
+    """Whether Mixtral's own class computes this model: a plain softmax router and its experts, in every layer."""
+    moe = spec.moe
+    if moe is None or spec.qk_norm or not moe.norm_topk or moe.dense_layers or moe.shared_experts:
+        return False
+    return moe.router == "softmax" and moe.routed_scale == 1 and moe.groups == 1 and moe.bias_rate is None
+
+
+def experts_table(spec: ModelSpec, moe: MoESpec, ours: str, theirs: str) -> Iterator[Entry]:
+    """The MoE `ours` of a layer, in their layer `theirs`."""
+    mixtral = _is_mixtral(spec)
+    theirs += ".block_sparse_moe" if mixtral else ".mlp"
+    yield Entry(f"{ours}.router.weight", (f"{theirs}.gate.weight",))
+    if moe.bias_rate is not None:
+        yield Entry(f"{ours}.router.bias", (f"{theirs}.gate.e_score_correction_bias",))
+    for name, short in (("gate", "w1"), ("up", "w3"), ("down", "w2")):
+        of_each = tuple(
+            f"{theirs}.experts.{e}.{short if mixtral else name + '_proj'}.weight" for e in range(moe.experts)
+        )
+        yield Entry(f"{ours}.experts.{name}", of_each, Stacked())
+    shared = "shared_expert" if moe.shared_gate else "shared_experts"  # Qwen2-MoE's, DeepSeek's
+    for name in ("gate", "up", "down") if moe.shared_experts else ():
+        yield Entry(f"{ours}.shared.{name}.weight", (f"{theirs}.{shared}.{name}_proj.weight",))
+    if moe.shared_gate:
+        yield Entry(f"{ours}.shared_gate.weight", (f"{theirs}.shared_expert_gate.weight",))

@@ -7,9 +7,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from argosy.config.model import ModelSpec
 from argosy.errors import ArgosyError
 
 READ, HELD = "read", "held"
+ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
+_ACTIVATION_NAMES = {"gelu_tanh": "gelu_new", "gelu": "gelu", "relu": "relu"}
 _IGNORED_BECAUSE: dict[str, tuple[str, ...]] = {
     "it names the file, its author's program, or the class that loads it": (
         "model_type", "architectures", "transformers_version", "_name_or_path", "name_or_path", "tokenizer_class",
@@ -133,3 +136,16 @@ class Keys:
             fix=fix
             or "choose a model without it; if you know it changes no numbers, take it out of a copy of config.json",
         )
+
+
+def activation_name(spec: ModelSpec) -> str:
+    """Their word for the activation of an MLP without a gate."""
+    if spec.activation not in _ACTIVATION_NAMES:
+        raise ArgosyError(
+            "hf.unsupported",
+            f"in Hugging Face's class for the family {spec.family} the MLP has no gate",
+            key="model.activation",
+            value=spec.activation,
+            fix=f"only a model with {' or '.join(_ACTIVATION_NAMES)} can be exported",
+        )
+    return _ACTIVATION_NAMES[spec.activation]

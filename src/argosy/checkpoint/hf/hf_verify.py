@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from argosy.checkpoint.hf_files import open_hf
+from argosy.checkpoint.hf.hf_files import open_hf
 from argosy.config.counts import count_parameters
-from argosy.config.hf import read_config
 from argosy.config.model import ModelSpec
 from argosy.errors import ArgosyError
+from argosy.families.hf_config import read_config
 from argosy.host_memory import available_memory
 from argosy.model.build import build_model
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from argosy.config.hf.keys import Keys
 from argosy.config.model import ModelSpec
+from argosy.families.hf_keys import Keys
 
 
 def read_rope(keys: Keys, *, theta: float = 10_000.0, max_seq_len: int) -> dict[str, Any]:

@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from argosy.checkpoint.assets import check_assets, copy_assets, listed_assets, tokenizer_files
-from argosy.checkpoint.hf_files import check_hashes, open_hf
+from argosy.checkpoint.hf.hf_files import check_hashes, open_hf
 from argosy.checkpoint.model_directory import counted, write_model
 from argosy.checkpoint.source import hf_source
 from argosy.checkpoint.staging import require_space, staged
 from argosy.config.counts import count_parameters
-from argosy.config.hf import model_type_of
-from argosy.config.hf.experts import BALANCE_RULE
 from argosy.config.start import HF, MEGATRON, directory_of
 from argosy.console.formats import volume
 from argosy.console.progress_bar import ProgressBar
 from argosy.errors import ArgosyError
+from argosy.families.experts import BALANCE_RULE
+from argosy.families.hf_config import model_type_of
 
 
 @dataclass(frozen=True)

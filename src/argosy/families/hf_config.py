@@ -1,56 +1,38 @@
-"""Which reader and writer a model has, and whether a model of ours can be written at all: what is written is read back,
-and whatever came out different has no place in their config."""
+"""Hugging Face's config.json to a model spec and back, without torch or transformers.
+
+Whatever decides the numbers a model computes, or how it is trained, is either taken over or refused by its name and value;
+what does not is on an explicit list with the reason. A key that is missing has the default of transformers' own config class.
+A config that we write is read back, and whatever comes out different has no place in it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from argosy.config.hf import decoders, encoders, experts
-from argosy.config.hf.keys import Keys
 from argosy.config.model import ModelSpec
-from argosy.config.presets import FAMILIES
 from argosy.errors import ArgosyError
+from argosy.families.family import HfFormat, Tree
+from argosy.families.hf_keys import Keys
+from argosy.families.registry import FAMILIES, family_of
 from argosy.untrusted import read_object
 
-Tree = dict[str, Any]
 CONFIG = "config.json"
 # Of no effect on what a trained model computes: an export may lose them, and says so.
 TRAINING_ONLY = frozenset({"preset", "dropout", "init_std", "pair", "moe.z_loss"})
 
 
-@dataclass(frozen=True)
-class _Family:
-    read: Callable[[Keys], Tree]
-    write: Callable[[ModelSpec], Tree]
-
-
-_FAMILIES = {
-    "gpt2": _Family(decoders.read_gpt2, decoders.write_gpt2),
-    "llama": _Family(decoders.read_llama, decoders.write_llama),
-    "mistral": _Family(decoders.read_mistral, decoders.write_mistral),
-    "qwen3": _Family(decoders.read_qwen3, decoders.write_qwen3),
-    "mixtral": _Family(experts.read_mixtral, experts.write_mixtral),
-    "qwen3_moe": _Family(experts.read_qwen3_moe, experts.write_qwen3_moe),
-    "mpt": _Family(decoders.read_mpt, decoders.write_mpt),
-    "bert": _Family(encoders.read_bert, encoders.write_bert),
-    "t5": _Family(encoders.read_t5, encoders.write_t5),
+FORMATS: dict[str, HfFormat] = {
+    kind: hf_format for family in FAMILIES.values() for kind, hf_format in family.formats.items()
 }
 
 
 def model_type_of(spec: ModelSpec) -> str:
-    """Their name for the kind of model a spec describes."""
-    if spec.family != "llama":
-        return "gpt2" if spec.family == "gpt" else spec.family
-    if spec.moe is not None:
-        return "qwen3_moe" if spec.qk_norm else "mixtral"
-    if spec.qk_norm:
-        return "qwen3"
-    return "mistral" if spec.window is not None else "llama"
+    """Return Hugging Face's name for the kind of model a spec describes."""
+    return family_of(spec).model_type(spec)
 
 
 def read_config(directory: Path) -> Tree:
@@ -74,13 +56,13 @@ def from_config(document: Mapping[str, Any], where: str = CONFIG) -> ModelSpec:
     """The model spec of a config.json, or a refusal that names the key that cannot be represented."""
     keys = Keys(document, where)
     kind = keys.take("model_type", None)
-    if kind not in _FAMILIES:
+    if kind not in FORMATS:
         raise keys.refuse(
-            "model_type", kind, f"Argosy knows {', '.join(_FAMILIES)}", fix="choose a model of one of these"
+            "model_type", kind, f"Argosy knows {', '.join(FORMATS)}", fix="choose a model of one of these"
         )
-    tree = _FAMILIES[kind].read(keys)
+    tree = FORMATS[kind].read(keys)
     keys.finish()
-    base = FAMILIES[tree["family"]]
+    base = FAMILIES[tree["family"]].defaults
     try:
         return ModelSpec.model_validate(base | {key: value for key, value in tree.items() if value is not None})
     except ValidationError as error:
@@ -96,7 +78,7 @@ def from_config(document: Mapping[str, Any], where: str = CONFIG) -> ModelSpec:
 def key_fates(kind: str) -> dict[str, str]:
     """Return what becomes of each key of a kind of config: "read", "held" to what we compute, or why it is ignored."""
     keys = Keys({"model_type": kind}, CONFIG)
-    _FAMILIES[kind].read(keys)
+    FORMATS[kind].read(keys)
     keys.finish()
     return keys.fates
 
@@ -104,9 +86,7 @@ def key_fates(kind: str) -> dict[str, str]:
 def to_config(spec: ModelSpec) -> Tree:
     """config.json of a model, without what only its weights and tokenizer know; a refusal where it would not say all."""
     kind = model_type_of(spec)
-    if kind not in _FAMILIES:
-        raise ArgosyError("hf.unsupported", f"a {kind} model cannot be exported", key="model", fix="export another")
-    document = {"model_type": kind, **_FAMILIES[kind].write(spec)}
+    document = {"model_type": kind, **FORMATS[kind].write(spec)}
     gap = {key: pair for key, pair in export_gap(spec, document).items() if key not in TRAINING_ONLY}
     if gap:
         key, (ours, theirs) = next(iter(gap.items()))

@@ -1,0 +1,66 @@
+"""What a model family declares: its structure, its named sizes, and its place in Hugging Face's files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from argosy.config.model import ModelSpec
+from argosy.families.hf_keys import Keys
+from argosy.families.weight_table import Entry
+
+Row = dict[str, Any]  # keys of a model spec
+Tree = dict[str, Any]  # keys of a config.json
+
+
+@dataclass(frozen=True)
+class HfFormat:
+    """Reader and writer of the config.json of one `model_type`."""
+
+    read: Callable[[Keys], Row]
+    write: Callable[[ModelSpec], Tree]
+
+
+@dataclass(frozen=True)
+class StoredNames:
+    """What a file may hold beside the table's names: copies of tied weights, names of older versions, buffers.
+
+    `prefix` is missing from the names where the model was saved without its head. `copies` are tensors that must equal
+    another, and are written by nobody. `unused` are those a model may do without. `left_out` are stored only where they
+    differ from another.
+    """
+
+    prefix: str = ""
+    copies: dict[str, str] = field(default_factory=dict)
+    unused: str = r"(?!)"
+    left_out: dict[str, str] = field(default_factory=dict)
+    renamed: dict[str, str] = field(default_factory=dict)
+
+    def name_of(self, stored: str, known: Collection[str]) -> str:
+        """The name that the table has for a tensor of a file."""
+        for pattern, name in self.renamed.items():
+            stored = re.sub(pattern, name, stored)
+        return f"{self.prefix}{stored}" if stored not in known and f"{self.prefix}{stored}" in known else stored
+
+    def may_lack(self, name: str) -> bool:
+        return re.search(self.unused, name) is not None
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model family. `argosy.families.registry` lists them all.
+
+    `defaults` are the structural keys of a model spec, `presets` its named sizes. `formats` has a reader and writer for each
+    Hugging Face `model_type` the family covers, and `model_type` says which of them describes a given model. `table` lists where
+    each of our parameters lies in their files.
+    """
+
+    name: str
+    defaults: Row
+    presets: dict[str, Row]
+    formats: dict[str, HfFormat]
+    model_type: Callable[[ModelSpec], str]
+    table: Callable[[ModelSpec], Iterator[Entry]]
+    stored: StoredNames = StoredNames()

@@ -1,0 +1,31 @@
+"""Every model family, once; and the presets of all of them.
+
+Names of presets say what people call a model, never how large it is: sizes are computed from the rows by
+`argosy.config.counts` (Azure's "375m" example has 65 M parameters, and `argosy config models` says so).
+"""
+
+from __future__ import annotations
+
+from argosy.config.model import ModelSpec
+from argosy.families.bert import BERT
+from argosy.families.family import Family, Row
+from argosy.families.gpt import GPT
+from argosy.families.llama import LLAMA
+from argosy.families.mpt import MPT
+from argosy.families.t5 import T5
+
+FAMILIES: dict[str, Family] = {family.name: family for family in (GPT, MPT, LLAMA, BERT, T5)}
+PRESETS: dict[str, Row] = {name: row for family in FAMILIES.values() for name, row in family.presets.items()}
+
+# The bare labels of the two cloud examples, so that their own commands can be followed word for word.
+ALIASES: dict[str, str] = {
+    label: f"gpt3-{label}"
+    for label in (
+        "125m", "375m", "857m", "1.3b", "13b", "30b", "175b",
+        "1.7b", "3.6b", "7.5b", "18.4b", "39.1b", "76.1b", "145.6b", "310.1b",
+    )
+}  # fmt: skip
+
+
+def family_of(spec: ModelSpec) -> Family:
+    return FAMILIES[spec.family]
