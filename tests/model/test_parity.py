@@ -13,6 +13,7 @@ from argosy.checkpoint.hf.hf_convert import entries, from_hf, to_hf
 from argosy.config.model import ModelSpec
 from argosy.config.resolve import resolve_model
 from argosy.families.hf_config import from_config
+from argosy.families.layers import attention_kind
 from argosy.model.build import build_model
 from argosy.model.init import initialise
 from argosy.model.objective import Objective
@@ -207,6 +208,9 @@ def test_angles_of_far_tokens_are_theirs_to_the_last_bit(head_dim: int, scaling:
         )  # fmt: skip
         positions = torch.tensor([[0, 1, 77, 4095, 131071]])
         expected = LlamaRotaryEmbedding(config)(torch.zeros(1), positions)
-        found = rope_tables(positions, rope_frequencies(from_config(config.to_dict()), torch.device("cpu")))
+        spec = from_config(config.to_dict())
+        found = rope_tables(
+            positions, rope_frequencies(head_dim, attention_kind(spec, local=False), torch.device("cpu"))
+        )
         for ours, theirs in zip(found, expected, strict=True):
             assert torch.equal(ours, theirs[..., : head_dim // 2])

@@ -29,6 +29,7 @@ from argosy.config.start import (
 )
 from argosy.data.text.tokenizer import LARGEST_TOKENIZER, Tokenizer, load_tokenizer
 from argosy.errors import ArgosyError
+from argosy.families.architecture import architecture_of
 from argosy.families.hf_config import read_config
 from argosy.model.init import initial_value
 from argosy.untrusted import read_object, read_regular
@@ -160,7 +161,7 @@ def _special_ids(data: Mapping[str, Any], tokenizer: Tokenizer | None) -> dict[s
 def _their_roles(model: ModelSpec, special: Mapping[str, int]) -> dict[str, int]:
     roles = {"pad": "pad_token_id", "eos": "eos_token_id", "cls": "cls_token_id", "sep": "sep_token_id"}
     found = {name: special[role] for role, name in roles.items() if role in special}
-    if model.architecture == "encoder-decoder" and "pad" in special:
+    if architecture_of(model).two_sequences and "pad" in special:
         found["decoder_start_token_id"] = special["pad"]
     return found
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from argosy.config.model import ModelSpec, RetrievalSpec
+from argosy.config.model import ModelSpec
+from argosy.families.architecture import architecture_of
+from argosy.families.layers import NORMS_OF_A_BLOCK
+from argosy.families.registry import plan_of
 
 FLOPS_CONVENTION = "6 x active matmul parameters + attention, halved where causal; no recompute"
-RELATIVE_BUCKETS = 32  # T5's relative position buckets
-PREDICTED_SHARE = 0.15  # of the tokens, as BERT hides them: only there is the head asked
 TARGETS_PER_SOURCE = 114 / 512  # tokens, as T5 corrupts: 15% in spans of 3
 
 
@@ -31,50 +32,32 @@ class ParameterCount:
 
 
 def count_parameters(spec: ModelSpec) -> ParameterCount:
+    kind = architecture_of(spec)
     embedding = spec.vocab_size * spec.hidden
     if spec.positions == "learned":
         embedding += spec.max_seq_len * spec.hidden
     if spec.type_vocab_size:
         embedding += spec.type_vocab_size * spec.hidden
-    head = spec.vocab_size * spec.hidden
-
-    if spec.architecture == "encoder-decoder":
-        matmul, other = _encoder_decoder(spec)
-        idle = 0
-    else:
-        matmul, other, idle = _stack(spec)
-    matrices = matmul
-    if spec.retrieval is not None:
-        return _towers(spec, spec.retrieval, embedding, matmul, other)
-    if spec.architecture == "encoder":
-        matmul += spec.hidden * spec.hidden  # the masked-LM transform
-        other += norm_parameters(spec)  # embedding norm
-        other += spec.hidden + norm_parameters(spec) + spec.vocab_size  # transform bias and norm, output bias
-        if spec.judges_pairs:
-            other += spec.hidden * spec.hidden + spec.hidden + 2 * spec.hidden + 2  # pooler and classifier
-    elif spec.architecture == "decoder":
-        other += norm_parameters(spec)
-
-    total = embedding + matmul + other + (0 if spec.tied else head)
+    matmul, other, idle = _blocks(spec)
+    matrices, ends = matmul, kind.ends(spec)
+    matmul += ends.matmul
+    other += ends.norms * norm_parameters(spec) + ends.other
+    head = spec.vocab_size * spec.hidden if kind.has_vocabulary else 0
+    one = embedding + matmul + other + (0 if spec.tied else head)
+    towers = kind.towers(spec)  # a token passes through one of them
     return ParameterCount(
-        total=total, active=total - idle, matmul=matmul - idle + head, matrices=matrices, fixed=_fixed(spec)
+        total=one * towers,
+        active=one - idle,
+        matmul=matmul - idle + head,
+        matrices=matrices * towers,
+        fixed=_fixed(spec),
     )
 
 
 def _fixed(spec: ModelSpec) -> int:
-    """Biases that level the load of experts: a rule of their own moves them."""
+    """Count the biases that level the load of experts: a rule of their own moves them."""
     moe = spec.moe
     return 0 if moe is None or moe.bias_rate is None else (spec.layers - moe.dense_layers) * moe.experts
-
-
-def _towers(spec: ModelSpec, retrieval: RetrievalSpec, embedding: int, matmul: int, other: int) -> ParameterCount:
-    """A token passes through one of them; only the first of a sequence through the projection."""
-    other += norm_parameters(spec)  # embedding norm
-    if retrieval.projection is not None:
-        other += spec.hidden * retrieval.projection + retrieval.projection
-    tower = embedding + matmul + other
-    towers = 1 if retrieval.shared else 2
-    return ParameterCount(total=tower * towers, active=tower, matmul=matmul, matrices=matmul * towers)
 
 
 def describe_size(spec: ModelSpec) -> str:
@@ -89,43 +72,49 @@ def training_flops_per_token(spec: ModelSpec, seq_len: int | None = None, target
 
     For T5 a sample is `seq_len` encoder tokens and `target_len` decoder tokens, and the figure is for the average one.
     """
-    seq = seq_len or spec.max_seq_len
+    seq, kind = seq_len or spec.max_seq_len, architecture_of(spec)
     width = spec.heads * spec.head_dim
-    if spec.architecture == "encoder-decoder":
+    if kind.two_sequences:
         return _encoder_decoder_flops(spec, seq, target_len or max(1, round(seq * TARGETS_PER_SOURCE)))
-    keys = float(seq) if spec.architecture == "encoder" else _causal_keys(seq, spec.window)
-    attention = 4 * width * keys * spec.layers  # scores and their product with the values, two FLOPs each
+    attention = 4 * width * sum(layer_keys(spec, seq))  # scores and their product with the values, two FLOPs each
     matmul: float = count_parameters(spec).matmul
-    if spec.architecture == "encoder" and spec.retrieval is None:
-        matmul -= (1 - PREDICTED_SHARE) * (spec.hidden + spec.vocab_size) * spec.hidden  # head and its transform
+    if kind.has_vocabulary:
+        matmul -= (1 - kind.predicted) * (kind.ends(spec).matmul + spec.vocab_size * spec.hidden)
     return 3 * (2 * matmul + attention)
 
 
 def layer_flops(spec: ModelSpec, seq_len: int, target_len: int | None = None) -> tuple[list[float], float]:
     """(forward FLOPs of each layer for one sample, an encoder's layers before its decoder's; those of the output head)"""
-    width = spec.heads * spec.head_dim
+    width, kind = spec.heads * spec.head_dim, architecture_of(spec)
     attention, dense = attention_parameters(spec)[0], mlp_parameters(spec, spec.ffn)[0]
     head = 2.0 * spec.hidden * spec.vocab_size * seq_len
-    if spec.architecture == "encoder-decoder":
+    if kind.two_sequences:
         target = target_len or max(1, round(seq_len * TARGETS_PER_SOURCE))
-        encoder, decoder = _sides_flops(spec, seq_len, target)
-        layers = [encoder] * spec.layers + [decoder] * (spec.decoder_layers or spec.layers)
-        return layers, head * target / seq_len
-    if spec.architecture == "encoder":
-        keys, head = float(seq_len), PREDICTED_SHARE * (head + 2.0 * spec.hidden**2 * seq_len)
-    else:
-        keys = _causal_keys(seq_len, spec.window)
+        each = zip(kind.stacks(spec), _sides_flops(spec, seq_len, target), strict=True)
+        return [flops for count, flops in each for _ in range(count)], head * target / seq_len
+    head = kind.predicted * (head + 2.0 * kind.ends(spec).matmul * seq_len)
     moe, sparse = spec.moe, 0
     if moe is not None:
         expert = mlp_parameters(spec, moe.ffn)[0]
         sparse = (moe.top_k + moe.shared_experts) * expert + spec.hidden * (moe.experts + moe.shared_gate)
     first = spec.layers if moe is None else moe.dense_layers
     mlps = [dense] * first + [sparse] * (spec.layers - first)
-    return [seq_len * (2 * (attention + mlp) + 4 * width * keys) for mlp in mlps], head
+    each_keys = layer_keys(spec, seq_len)
+    return [
+        seq_len * (2 * (attention + mlp) + 4 * width * keys) for mlp, keys in zip(mlps, each_keys, strict=True)
+    ], head
+
+
+def layer_keys(spec: ModelSpec, seq: int) -> list[float]:
+    """Return how many keys a query sees on average in each layer: all of the sequence, or, where attention is causal, half of it
+    and less where the layer's window cuts it."""
+    plan = plan_of(spec)
+    if not architecture_of(spec).causal:
+        return [float(seq)] * len(plan)
+    return [_causal_keys(seq, layer.attention.window) for layer in plan]
 
 
 def _causal_keys(seq: int, window: int | None) -> float:
-    """Keys a query sees on average: half the sequence, less where a window cuts it."""
     reach = min(seq, window or seq)
     return reach - reach * reach / (2 * seq)
 
@@ -148,41 +137,33 @@ def mlp_parameters(spec: ModelSpec, ffn: int) -> tuple[int, int]:
     return (inputs + 1) * spec.hidden * ffn, (inputs * ffn + spec.hidden) if spec.mlp_bias else 0
 
 
-def _stack(spec: ModelSpec) -> tuple[int, int, int]:
-    """(matmul, other, idle) of all blocks; idle counts the experts a token does not visit."""
-    attention_matmul, attention_other = attention_parameters(spec)
-    dense_matmul, dense_other = mlp_parameters(spec, spec.ffn)
-    moe_layers = 0 if spec.moe is None else spec.layers - spec.moe.dense_layers
-    dense_layers = spec.layers - moe_layers
-    matmul = spec.layers * attention_matmul + dense_layers * dense_matmul
-    other = spec.layers * (attention_other + 2 * norm_parameters(spec)) + dense_layers * dense_other
-    idle = 0
-    if spec.moe is not None:
-        moe = spec.moe
-        expert = mlp_parameters(spec, moe.ffn)[0]
-        router = spec.hidden * (moe.experts + moe.shared_gate)
-        matmul += moe_layers * ((moe.experts + moe.shared_experts) * expert + router)
-        other += _fixed(spec)
-        idle = moe_layers * (moe.experts - moe.top_k) * expert
-    return matmul, other, idle
-
-
-def _encoder_decoder(spec: ModelSpec) -> tuple[int, int]:
+def _blocks(spec: ModelSpec) -> tuple[int, int, int]:
+    """Return (matmul, other, idle) parameters of the blocks of all stacks; idle counts the experts a token does not visit."""
     attention, attention_other = attention_parameters(spec)
-    mlp, mlp_other = mlp_parameters(spec, spec.ffn)
-    across_other = attention_other - (2 * norm_parameters(spec, spec.head_dim) if spec.qk_norm else 0)
-    decoder_layers = spec.decoder_layers or spec.layers
-    matmul = spec.layers * (attention + mlp) + decoder_layers * (2 * attention + mlp)
-    other = spec.layers * (attention_other + mlp_other) + decoder_layers * (attention_other + across_other + mlp_other)
-    norms = (2 * spec.layers + 3 * decoder_layers + 2) * norm_parameters(spec)
-    return matmul, other + norms + 2 * RELATIVE_BUCKETS * spec.heads
+    dense, dense_other = mlp_parameters(spec, spec.ffn)
+    plan, moe = plan_of(spec), spec.moe
+    sparse_layers = 0 if moe is None else spec.layers - moe.dense_layers
+    dense_layers = len(plan) - sparse_layers
+    matmul = len(plan) * attention + dense_layers * dense
+    norms = sum(NORMS_OF_A_BLOCK[layer.norms] for layer in plan)
+    other = len(plan) * attention_other + norms * norm_parameters(spec) + dense_layers * dense_other
+    for across in architecture_of(spec).stacks(spec)[1:]:  # layers that also look at what the first stack made
+        query_norms = 2 * norm_parameters(spec, spec.head_dim) if spec.qk_norm else 0
+        matmul += across * attention
+        other += across * (attention_other - query_norms + norm_parameters(spec))
+    if moe is None:
+        return matmul, other, 0
+    expert = mlp_parameters(spec, moe.ffn)[0]
+    router = spec.hidden * (moe.experts + moe.shared_gate)
+    matmul += sparse_layers * ((moe.experts + moe.shared_experts) * expert + router)
+    return matmul, other + _fixed(spec), sparse_layers * (moe.experts - moe.top_k) * expert
 
 
 def _encoder_decoder_flops(spec: ModelSpec, source: int, target: int) -> float:
     encoder, decoder = _sides_flops(spec, source, target)
-    decoder_layers = spec.decoder_layers or spec.layers
+    encoder_layers, decoder_layers = architecture_of(spec).stacks(spec)
     head = target * 2 * spec.vocab_size * spec.hidden
-    return 3 * (spec.layers * encoder + decoder_layers * decoder + head) / (source + target)
+    return 3 * (encoder_layers * encoder + decoder_layers * decoder + head) / (source + target)
 
 
 def _sides_flops(spec: ModelSpec, source: int, target: int) -> tuple[float, float]:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from argosy.config.pipeline import check_pipeline
 from argosy.config.schema import ParallelSpec, RunSpec
 from argosy.errors import ArgosyError
+from argosy.families.architecture import architecture_of
 
 Origins = dict[str, str]
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # from the slowest links to the fastest
@@ -52,12 +53,8 @@ def _cuts(spec: RunSpec) -> Iterator[_Cut]:
 def check_layout(spec: RunSpec, origins: Origins) -> None:
     """Each axis against what it cuts."""
     model, parallel = spec.model, spec.parallel
-    if parallel.cp > 1 and model.architecture != "decoder":
-        why = {
-            "encoder": "an encoder judges a sequence as a whole, by its first token or by positions in it",
-            "encoder-decoder": "an encoder-decoder has two sequences, which look at each other",
-        }
-        cause = f"context parallelism cuts the sequences of decoders only: {why[model.architecture]}"
+    if parallel.cp > 1 and (why := architecture_of(model).uncuttable) is not None:
+        cause = f"context parallelism cuts the sequences of decoders only: {why}"
         raise _refusal("cp", parallel.cp, cause, "1, and more dp_shard", origins)
     if parallel.ep > 1 and model.moe is None:
         raise _refusal("ep", parallel.ep, "the model has no experts to spread", 1, origins)

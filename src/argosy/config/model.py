@@ -139,7 +139,16 @@ class ModelSpec(Section):
 
     qk_norm: bool = Field(False, description="normalise each query and key head (Qwen3)")
     window: Positive | None = Field(None, description="sliding attention window, in tokens")
+    global_every: Positive | None = Field(
+        None, description="with a window: every so many layers, one sees the whole sequence (Gemma 3: 6)"
+    )
+    query_pre_attn_scalar: PositiveNumber | None = Field(
+        None, description="attention scores are divided by its square root; head_dim unless given"
+    )
     rope_theta: PositiveNumber = Field(ROPE_THETA, description="base of the rotary frequencies")
+    local_rope_theta: PositiveNumber | None = Field(
+        None, description="base of the rotary frequencies in layers with a window, unscaled; rope_theta unless given"
+    )
     rope_scaling: RopeScaling | None = Field(None, description="rotary frequencies for longer sequences")
     dropout: Fraction = Field(0.0, description="on embeddings, attention and residuals")
     init_std: PositiveNumber = Field(
@@ -215,6 +224,11 @@ class ModelSpec(Section):
                 f"rope_theta {self.rope_theta:g} is of rotary positions, and these are {self.positions!r}: "
                 f"leave it out, or set model.rope_theta={ROPE_THETA:g}"
             )
+        for key in ("global_every", "local_rope_theta"):
+            if getattr(self, key) is not None and (self.window is None or self.positions != "rope"):
+                raise ValueError(
+                    f"{key} is for layers with a window and rotary positions: set model.window, or leave it out"
+                )
         if self.norm == "rmsnorm" and self.norm_bias:
             raise ValueError("a norm of kind rmsnorm has no norm_bias: set model.norm_bias=false")
         only = {"type_vocab_size": "encoder", "pair": "encoder", "retrieval": "encoder"}
@@ -245,6 +259,11 @@ class ModelSpec(Section):
     @property
     def gated(self) -> bool:
         return self.activation in ("swiglu", "geglu")
+
+    @property
+    def norm_start(self) -> float:
+        """Return the initial value of a norm's weights."""
+        return 1.0
 
     @property
     def samples(self) -> Literal["windows", "bert", "t5", "ict"]:

@@ -12,14 +12,15 @@ from math import inf
 from argosy.config.counts import layer_flops
 from argosy.config.model import ModelSpec
 from argosy.config.schema import ParallelSpec
+from argosy.families.architecture import architecture_of
 
 V_SHAPED = ("zbv", "dualpipev")  # two stages a rank, down the ranks and up again: the first has both ends of the model
 SEVERAL_STAGES = ("interleaved-1f1b", *V_SHAPED)  # that need more than one a rank
 
 
 def count_layers(model: ModelSpec) -> int:
-    """Of both stacks, where there are two."""
-    return model.layers + ((model.decoder_layers or model.layers) if model.architecture == "encoder-decoder" else 0)
+    """Return the number of layers of all stacks."""
+    return sum(architecture_of(model).stacks(model))
 
 
 def rank_of_stage(schedule: str, ranks: int, stage: int) -> int:

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from argosy.config.model import ModelSpec
 from argosy.errors import ArgosyError
+from argosy.families.architecture import ENCODER, RETRIEVER, architecture_of
 from argosy.families.hf_config import from_config, leaves, read_config
 from argosy.untrusted import read_object
 
@@ -112,7 +113,7 @@ def check_start(model: ModelSpec, start: ModelSpec, origins: dict[str, str]) -> 
 
 def becomes_towers(start: ModelSpec, model: ModelSpec) -> bool:
     """Whether an encoder without towers is what the towers of a retriever begin as. Its heads are then left behind."""
-    return model.retrieval is not None and start.architecture == "encoder" and start.retrieval is None
+    return (architecture_of(start), architecture_of(model)) == (ENCODER, RETRIEVER)
 
 
 def differences(model: ModelSpec, start: ModelSpec) -> Iterator[tuple[str, Any, Any]]:

@@ -4,10 +4,12 @@ judges no pairs; everything has a bias."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from argosy.config.model import ModelSpec
 from argosy.families.family import Family, HfFormat, Row, StoredNames, Tree
 from argosy.families.hf_keys import ACTIVATIONS, Keys, activation_name
+from argosy.families.layers import plan_layers
 from argosy.families.weight_table import SAME, Entry, Layout, QueryKeyValue, Twice
 
 _WITH_PAIRS, _WITHOUT = "BertForPreTraining", "BertForMaskedLM"
@@ -134,4 +136,5 @@ BERT = Family(
         unused=r"embeddings\.position_ids$|^cls\.seq_relationship\.|^bert\.pooler\.",  # heads of a model without pairs
         renamed={r"LayerNorm\.gamma$": "LayerNorm.weight", r"LayerNorm\.beta$": "LayerNorm.bias"},
     ),
+    plan=partial(plan_layers, norms="post"),
 )

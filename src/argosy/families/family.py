@@ -9,6 +9,7 @@ from typing import Any
 
 from argosy.config.model import ModelSpec
 from argosy.families.hf_keys import Keys
+from argosy.families.layers import LayerPlan, plan_layers
 from argosy.families.weight_table import Entry
 
 Row = dict[str, Any]  # keys of a model spec
@@ -54,7 +55,7 @@ class Family:
 
     `defaults` are the structural keys of a model spec, `presets` its named sizes. `formats` has a reader and writer for each
     Hugging Face `model_type` the family covers, and `model_type` says which of them describes a given model. `table` lists where
-    each of our parameters lies in their files.
+    each of our parameters lies in their files. `plan` describes every layer, those of all stacks in order.
     """
 
     name: str
@@ -64,3 +65,4 @@ class Family:
     model_type: Callable[[ModelSpec], str]
     table: Callable[[ModelSpec], Iterator[Entry]]
     stored: StoredNames = StoredNames()
+    plan: Callable[[ModelSpec], tuple[LayerPlan, ...]] = plan_layers

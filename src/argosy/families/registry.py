@@ -10,6 +10,7 @@ from argosy.config.model import ModelSpec
 from argosy.families.bert import BERT
 from argosy.families.family import Family, Row
 from argosy.families.gpt import GPT
+from argosy.families.layers import LayerPlan
 from argosy.families.llama import LLAMA
 from argosy.families.mpt import MPT
 from argosy.families.t5 import T5
@@ -29,3 +30,8 @@ ALIASES: dict[str, str] = {
 
 def family_of(spec: ModelSpec) -> Family:
     return FAMILIES[spec.family]
+
+
+def plan_of(spec: ModelSpec) -> tuple[LayerPlan, ...]:
+    """Return the layer plan of a model, the layers of all its stacks in order."""
+    return family_of(spec).plan(spec)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from argosy.config.model import ModelSpec
+from argosy.families.architecture import ENCODER_DECODER
 from argosy.families.family import Family, HfFormat, Row, StoredNames, Tree
 from argosy.families.hf_keys import Keys
+from argosy.families.layers import LayerPlan, attention_kind
 from argosy.families.weight_table import Entry, KeyValue, QueryKeyValue
 
 DEFAULTS: Row = {
@@ -149,6 +152,12 @@ def _block(spec: ModelSpec, ours: str, theirs: str, *, decoder: bool) -> Iterato
     yield Entry(f"{ours}.mlp.down.weight", (f"{dense}.wo.weight",))
 
 
+def _plan(spec: ModelSpec) -> tuple[LayerPlan, ...]:
+    """T5 does not divide its scores: the initial weights of the queries are smaller instead."""
+    kind = replace(attention_kind(spec, local=False), scale=1.0)
+    return (LayerPlan(kind),) * sum(ENCODER_DECODER.stacks(spec))
+
+
 T5 = Family(
     "t5",
     DEFAULTS,
@@ -166,4 +175,5 @@ T5 = Family(
         # Version 1.0 stores a bias for cross attention that its own code never reads.
         unused=r"^decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight$",
     ),
+    plan=_plan,
 )

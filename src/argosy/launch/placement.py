@@ -17,6 +17,7 @@ from argosy.config.layout import check_world, describe_layout
 from argosy.config.resolve import Resolved, resolve
 from argosy.config.schema import RunSpec
 from argosy.errors import ArgosyError
+from argosy.families.architecture import architecture_of
 from argosy.launch.fabric import check_sharp, choose_fabric, nic_request
 from argosy.launch.names import object_name
 from argosy.launch.secrets import refuse_secrets
@@ -191,7 +192,7 @@ def _planned_on(resolved: Resolved, instance: Instance | None, cluster: ClusterS
     """The cluster as the planner names it, where it knows the nodes and the model."""
     if instance is None or gpus != instance.gpus or (cluster.ranks or gpus) != gpus:
         return None
-    return None if resolved.spec.model.architecture == "encoder-decoder" else f"{cluster.nodes}x{instance.name}"
+    return f"{cluster.nodes}x{instance.name}" if architecture_of(resolved.spec.model).planned else None
 
 
 def _check_kubernetes(placed: Placement) -> None:

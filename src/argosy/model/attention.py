@@ -76,7 +76,15 @@ class Prepare(Protocol):
     """How a model makes its attention; a layout in which a sequence is spread over ranks puts its own in place."""
 
     def __call__(
-        self, mask: Mask, x: Tensor, seq: int, head_dim: int, *, dropout: float = 0.0, heads: Share = WHOLE
+        self,
+        mask: Mask,
+        x: Tensor,
+        seq: int,
+        head_dim: int,
+        *,
+        dropout: float = 0.0,
+        scale: float | None = None,
+        heads: Share = WHOLE,
     ) -> Attend: ...
 
 

@@ -6,12 +6,14 @@ from torch import Tensor, nn
 
 from argosy.config.model import ModelSpec
 from argosy.data.samples.masks import IGNORED
+from argosy.families.layers import LayerPlan
+from argosy.families.registry import plan_of
 from argosy.model.attention import Prepare, prepare_attention
 from argosy.model.layers import AttentionBlock, Block, Embedding, Norm
 from argosy.model.moe import Report, SparseBlock, sum_reports
 from argosy.model.objective import Loss, Objective, Stream
 from argosy.model.output import Output
-from argosy.model.positions import make_context
+from argosy.model.positions import make_contexts
 from argosy.model.share import WHOLE, Share
 
 
@@ -25,7 +27,10 @@ class Decoder(nn.Module):
         super().__init__()
         self.spec = spec
         self.embed = Embedding(spec)
-        self.layers = nn.ModuleDict({str(i): _block(spec, i) for i in range(spec.layers)})
+        plan = plan_of(spec)
+        self.attention_kinds = list(dict.fromkeys(layer.attention for layer in plan))
+        self.kind_of_layer = [self.attention_kinds.index(layer.attention) for layer in plan]
+        self.layers = nn.ModuleDict({str(i): _block(spec, layer, i) for i, layer in enumerate(plan)})
         self.norm: Norm | None = Norm(spec, spec.hidden)  # None: the end of the model is elsewhere
         self.head = None if spec.tied else nn.Linear(spec.hidden, spec.vocab_size, bias=False)
         self.predict = Output()
@@ -48,12 +53,15 @@ class Decoder(nn.Module):
             counted = (labels != IGNORED).sum()
         scale = None if counted is None else counted * objective.scale
         x = self.embed(tokens, positions) if stream is None else stream[0]
-        context = make_context(
-            self.spec, x, seq=tokens.shape[1], positions=positions, documents=documents, training=self.training,
+        needed = {self.kind_of_layer[int(index)] for index in self.layers}
+        kinds = {number: self.attention_kinds[number] for number in needed}
+        contexts = make_contexts(
+            self.spec, kinds, x, seq=tokens.shape[1], positions=positions, documents=documents, training=self.training,
             scale=scale, heads=self.heads, prepare=self.prepare_attention,
         )  # fmt: skip
         reports: dict[int, Report] = {}
-        for block in self.layers.values():
+        for index, block in self.layers.items():
+            context = contexts[self.kind_of_layer[int(index)]]
             if isinstance(block, SparseBlock):
                 x, reports[block.row] = block(x, context)
             else:
@@ -76,8 +84,8 @@ class Decoder(nn.Module):
         return sum_reports(reports, self.spec.layers - self.spec.moe.dense_layers, counted)
 
 
-def _block(spec: ModelSpec, index: int) -> AttentionBlock:
+def _block(spec: ModelSpec, layer: LayerPlan, index: int) -> AttentionBlock:
     moe = spec.moe
     if moe is None or index < moe.dense_layers:
-        return Block(spec)
-    return SparseBlock(spec, moe, index - moe.dense_layers)
+        return Block(spec, layer)
+    return SparseBlock(spec, layer, moe, index - moe.dense_layers)

@@ -11,11 +11,12 @@ from torch.nn import functional as F
 
 from argosy.config.model import ModelSpec
 from argosy.data.samples.masks import IGNORED
+from argosy.families.registry import plan_of
 from argosy.model.layers import Embedding, Linear, Norm, PostNormBlock, Together
 from argosy.model.objective import Loss, Objective, Stream
 from argosy.model.ops.activation import activate
 from argosy.model.output import Output
-from argosy.model.positions import make_context
+from argosy.model.positions import make_contexts
 from argosy.model.share import WHOLE, Share
 
 
@@ -28,7 +29,9 @@ class Encoder(nn.Module):
         super().__init__()
         self.spec = spec
         self.embed = Embedding(spec)
-        self.layers = nn.ModuleDict({str(i): PostNormBlock(spec) for i in range(spec.layers)})
+        plan = plan_of(spec)
+        self.attention = plan[0].attention
+        self.layers = nn.ModuleDict({str(i): PostNormBlock(spec, layer) for i, layer in enumerate(plan)})
 
     def forward(
         self,
@@ -40,9 +43,10 @@ class Encoder(nn.Module):
     ) -> Tensor:
         """`padding_mask` [batch, seq] is False for padding; `stream` is what earlier layers made that are elsewhere."""
         x: Tensor = self.embed(tokens, types=token_types) if stream is None else stream[0]
-        context = make_context(
-            self.spec, x, seq=tokens.shape[1], documents=padding_mask, training=self.training, heads=self.heads
-        )
+        context = make_contexts(
+            self.spec, {0: self.attention}, x, seq=tokens.shape[1], documents=padding_mask, training=self.training,
+            heads=self.heads,
+        )[0]  # fmt: skip
         for block in self.layers.values():
             x = block(x, context)
         return x

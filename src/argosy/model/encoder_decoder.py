@@ -7,10 +7,14 @@ are smaller instead. Where the output embedding is the input's, hidden states ar
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
-from argosy.config.counts import RELATIVE_BUCKETS
 from argosy.config.model import ModelSpec
+from argosy.families.architecture import RELATIVE_BUCKETS
+from argosy.families.layers import LayerPlan
+from argosy.families.registry import plan_of
 from argosy.model.attention import Attend, Mask, prepare_attention
 from argosy.model.dropout import Dropout
 from argosy.model.layers import Block, Embedding, Norm, Together
@@ -25,11 +29,12 @@ class Stack(nn.Module):
 
     heads: Share = WHOLE  # that are computed here; set by `argosy.parallel`
 
-    def __init__(self, spec: ModelSpec, layers: int, *, decoder: bool) -> None:
+    def __init__(self, spec: ModelSpec, plan: Sequence[LayerPlan], *, decoder: bool) -> None:
         super().__init__()
         self.spec, self.decoder = spec, decoder
+        self.scale = plan[0].attention.scale
         self.relative = nn.Embedding(RELATIVE_BUCKETS, spec.heads)
-        self.layers = nn.ModuleDict({str(i): Block(spec, across=decoder) for i in range(layers)})
+        self.layers = nn.ModuleDict({str(i): Block(spec, layer, across=decoder) for i, layer in enumerate(plan)})
         self.norm: Norm | None = Norm(spec, spec.hidden)  # None: the end of the stack is elsewhere
         self.dropout = Dropout(spec.dropout)
         self.together = Together()
@@ -49,7 +54,7 @@ class Stack(nn.Module):
 
     def _attend(self, mask: Mask, x: Tensor, seq: int) -> Attend:
         dropout = self.spec.dropout if self.training else 0.0
-        return prepare_attention(mask, x, seq, self.spec.head_dim, dropout=dropout, scale=1.0, heads=self.heads)
+        return prepare_attention(mask, x, seq, self.spec.head_dim, dropout=dropout, scale=self.scale, heads=self.heads)
 
 
 class EncoderDecoder(nn.Module):
@@ -60,8 +65,10 @@ class EncoderDecoder(nn.Module):
         super().__init__()
         self.spec = spec
         self.embed = Embedding(spec)
-        self.encoder: Stack | None = Stack(spec, spec.layers, decoder=False)  # None: all of it is elsewhere
-        self.decoder: Stack | None = Stack(spec, spec.decoder_layers or spec.layers, decoder=True)
+        plan = plan_of(spec)
+        # None: all of the stack is in other pipeline stages
+        self.encoder: Stack | None = Stack(spec, plan[: spec.layers], decoder=False)
+        self.decoder: Stack | None = Stack(spec, plan[spec.layers :], decoder=True)
         self.head = None if spec.tied else nn.Linear(spec.hidden, spec.vocab_size, bias=False)
         self.predict = Output()
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from argosy.config.model import ModelSpec
 from argosy.config.seeds import derive_seed
+from argosy.families.architecture import architecture_of
 
 # The projections that write into the residual stream start smaller, so that its variance does not grow with depth.
 _INTO_RESIDUAL = ("attn.out.weight", "mlp.down.weight", "experts.down", "shared.down.weight")
@@ -33,10 +34,10 @@ def initial_value(name: str, shape: torch.Size, spec: ModelSpec, seed: int) -> T
     if name.endswith(".bias"):
         return torch.zeros(shape)
     if name.split(".")[-2].endswith("norm"):
-        return torch.ones(shape)
+        return torch.full(shape, spec.norm_start)
     generator = torch.Generator().manual_seed(derive_seed(seed, "init", name))
     value = torch.empty(shape).normal_(0.0, 1.0, generator=generator)
-    if spec.architecture == "encoder-decoder":
+    if architecture_of(spec).fan_in_init:
         return value.mul_(_t5_std(name, shape, spec))
     std = spec.init_std
     if name.endswith(_INTO_RESIDUAL):

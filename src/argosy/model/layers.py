@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from argosy.config.model import ModelSpec
+from argosy.families.architecture import architecture_of
+from argosy.families.layers import LayerPlan
 from argosy.model.dropout import Dropout
 from argosy.model.ops.activation import activate, gated
 from argosy.model.ops.embedding import embed
@@ -123,21 +125,24 @@ class MLP(nn.Module):
 
 class AttentionBlock(nn.Module):
     """The first half of a block, x + attn(norm(x)), and the norm that what comes next reads; in the decoder of an
-    encoder-decoder also attention to what the encoder made."""
+    encoder-decoder also attention to what the encoder made. With sandwich norms, what is added is normalised before."""
 
-    def __init__(self, spec: ModelSpec, *, across: bool = False) -> None:
+    def __init__(self, spec: ModelSpec, layer: LayerPlan, *, across: bool = False) -> None:
         super().__init__()
+        sandwich = layer.norms == "sandwich"
         self.dropout = Dropout(spec.dropout)
         self.attn_norm = Norm(spec, spec.hidden)
         self.attn = Attention(spec)
+        self.attn_post_norm = Norm(spec, spec.hidden) if sandwich else None
         self.cross_norm = Norm(spec, spec.hidden) if across else None
         self.cross = CrossAttention(spec) if across else None
         self.mlp_norm = Norm(spec, spec.hidden)
+        self.mlp_post_norm = Norm(spec, spec.hidden) if sandwich else None
 
     def attend(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         """(the residual stream after attention, its norm)"""
         x, h = self.attn_norm.split(x)
-        y, bias = self.drop(self.attn(h, context), self.attn.out.bias)
+        y, bias = self.drop(*normed(self.attn_post_norm, self.attn(h, context), self.attn.out.bias))
         if self.cross is not None and self.cross_norm is not None and context.across is not None:
             x, h = self.cross_norm.add(x, y, bias)
             y, bias = self.drop(self.cross(h, context.across), self.cross.out.bias)
@@ -150,16 +155,24 @@ class AttentionBlock(nn.Module):
         return self.dropout(y if bias is None else y + bias), None
 
 
+def normed(norm: Norm | None, y: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The product with its bias, normalised; or both as they are, where there is no norm."""
+    if norm is None:
+        return y, bias
+    out: Tensor = norm(y if bias is None else y + bias)
+    return out, None
+
+
 class Block(AttentionBlock):
     """Attention and MLP, each added to the residual stream: x + attn(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, spec: ModelSpec, *, across: bool = False) -> None:
-        super().__init__(spec, across=across)
+    def __init__(self, spec: ModelSpec, layer: LayerPlan, *, across: bool = False) -> None:
+        super().__init__(spec, layer, across=across)
         self.mlp = MLP(spec)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         x, h = self.attend(x, context)
-        return add(x, *self.drop(self.mlp(h), self.mlp.down.bias))
+        return add(x, *self.drop(*normed(self.mlp_post_norm, self.mlp(h), self.mlp.down.bias)))
 
 
 class PostNormBlock(Block):
@@ -191,7 +204,7 @@ class Embedding(nn.Module):
         self.tokens = Table(spec.vocab_size, spec.hidden)
         self.positions = Table(spec.max_seq_len, spec.hidden) if spec.positions == "learned" else None
         self.types = Table(spec.type_vocab_size, spec.hidden) if spec.type_vocab_size else None
-        self.norm = Norm(spec, spec.hidden) if spec.architecture == "encoder" else None
+        self.norm = Norm(spec, spec.hidden) if architecture_of(spec).normed_embedding else None
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, types: Tensor | None = None) -> Tensor:
         x: Tensor = self.tokens(tokens)

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from argosy.compat import add_each_, mm_float32, passed_on
 from argosy.config.model import ModelSpec, MoESpec
-from argosy.model.layers import MLP, AttentionBlock
+from argosy.families.layers import LayerPlan
+from argosy.model.layers import MLP, AttentionBlock, normed
 from argosy.model.ops.activation import activate, gated
 from argosy.model.ops.grouped import grouped_linear
 from argosy.model.ops.norm import add
@@ -138,15 +139,15 @@ class MoE(nn.Module):
 class SparseBlock(AttentionBlock):
     """Attention and experts, each added to the residual stream. It also returns what the experts report."""
 
-    def __init__(self, spec: ModelSpec, moe: MoESpec, row: int) -> None:
-        super().__init__(spec)
+    def __init__(self, spec: ModelSpec, layer: LayerPlan, moe: MoESpec, row: int) -> None:
+        super().__init__(spec, layer)
         self.row = row  # of the loads: which of the model's layers with experts this is
         self.mlp = MoE(spec, moe)
 
     def forward(self, x: Tensor, context: Context) -> tuple[Tensor, Report]:
         x, h = self.attend(x, context)
         y, report = self.mlp(h, context.scale)
-        return add(x, *self.drop(y, None)), report
+        return add(x, *self.drop(*normed(self.mlp_post_norm, y, None))), report
 
 
 def balance_loss(routing: Routing, load: Tensor) -> Tensor:

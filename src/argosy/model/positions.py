@@ -7,13 +7,15 @@ nothing has to be saved, moved or sharded.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from argosy.config.counts import RELATIVE_BUCKETS
 from argosy.config.model import ModelSpec
+from argosy.families.architecture import RELATIVE_BUCKETS, architecture_of
+from argosy.families.layers import AttentionKind
 from argosy.model.attention import Attend, Mask, Prepare, prepare_attention
 from argosy.model.ops.heads import Rope
 from argosy.model.share import WHOLE, Share
@@ -39,8 +41,9 @@ class Context:
     across: Across | None = None  # in the decoder of an encoder-decoder
 
 
-def make_context(
+def make_contexts(
     spec: ModelSpec,
+    kinds: Mapping[int, AttentionKind],
     x: Tensor,
     *,
     seq: int,
@@ -50,34 +53,38 @@ def make_context(
     scale: Tensor | None = None,
     heads: Share = WHOLE,
     prepare: Prepare = prepare_attention,
-) -> Context:
-    """For the embedded tokens x [batch, seq, hidden], or a share of them; `seq` is what attention sees, by the `heads` there
-    are here. `positions` [1 or batch, seq] restart where documents do."""
+) -> dict[int, Context]:
+    """Make one context for each kind of attention, numbered as the kinds are: layers of one kind share theirs.
+
+    Args:
+        x: the embedded tokens [batch, seq, hidden], or a share of them.
+        seq: the number of tokens that attention sees, by the `heads` there are here.
+        positions: [1 or batch, seq], which restart where documents do.
+    """
     device = x.device
-    rope = None
+    where = None
     if spec.positions == "rope":
         where = torch.arange(seq, device=device)[None] if positions is None else positions
-        rope = rope_tables(where, rope_frequencies(spec, device))
-    mask = Mask(
-        causal=spec.architecture == "decoder",
-        window=spec.window,
-        slopes=heads.take(alibi_slopes(spec.heads, device), 0) if spec.positions == "alibi" else None,
-        documents=documents,
-    )
-    dropout = spec.dropout if training else 0.0
-    attend = prepare(mask, x, seq, spec.head_dim, dropout=dropout, heads=heads)
-    return Context(rope, attend, scale)
+    slopes = heads.take(alibi_slopes(spec.heads, device), 0) if spec.positions == "alibi" else None
+    dropout, causal = spec.dropout if training else 0.0, architecture_of(spec).causal
+    contexts = {}
+    for number, kind in kinds.items():
+        rope = None if where is None else rope_tables(where, rope_frequencies(spec.head_dim, kind, device))
+        mask = Mask(causal=causal, window=kind.window, slopes=slopes, documents=documents)
+        attend = prepare(mask, x, seq, spec.head_dim, dropout=dropout, scale=kind.scale, heads=heads)
+        contexts[number] = Context(rope, attend, scale)
+    return contexts
 
 
-def rope_frequencies(spec: ModelSpec, device: torch.device) -> Tensor:
+def rope_frequencies(head_dim: int, kind: AttentionKind, device: torch.device) -> Tensor:
     """Radians a token for each pair of a head's dimensions. [head_dim / 2]
 
     Step by step as everybody computes them: what the last bit of a frequency adds to the angle of token 100,000 is in the
     third digit, and weights were trained with these.
     """
-    exponents = torch.arange(0, spec.head_dim, 2, device=device, dtype=torch.float32) / spec.head_dim
-    frequencies: Tensor = 1.0 / spec.rope_theta**exponents
-    scaling = spec.rope_scaling
+    exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
+    frequencies: Tensor = 1.0 / kind.rope_theta**exponents
+    scaling = kind.rope_scaling
     if scaling is None:
         return frequencies
     stretched = frequencies / scaling.factor

@@ -39,8 +39,9 @@ class Tower(nn.Module):
 class Retriever(nn.Module):
     """Blocks [batch, seq] and queries [batch, query] to scores [queries, blocks], or, with labels, to the loss."""
 
-    def __init__(self, spec: ModelSpec, retrieval: RetrievalSpec) -> None:
+    def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
+        retrieval = spec.retrieval or RetrievalSpec()
         self.spec, self.shared = spec, retrieval.shared
         names = ("shared",) if retrieval.shared else ("query", "block")
         self.towers = nn.ModuleDict({name: Tower(spec, retrieval.projection) for name in names})

@@ -92,9 +92,19 @@ def cut_inputs(inputs: dict[str, Tensor], objective: Objective, cut: Cut) -> tup
 
 
 def _gathering(
-    cut: Cut, mask: Mask, x: Tensor, seq: int, head_dim: int, *, dropout: float = 0.0, heads: Share = WHOLE
+    cut: Cut,
+    mask: Mask,
+    x: Tensor,
+    seq: int,
+    head_dim: int,
+    *,
+    dropout: float = 0.0,
+    scale: float | None = None,
+    heads: Share = WHOLE,
 ) -> Attend:
-    attend = prepare_attention(mask, x, seq * cut.ranks, head_dim, dropout=dropout, heads=heads, queries=cut.share)
+    attend = prepare_attention(
+        mask, x, seq * cut.ranks, head_dim, dropout=dropout, scale=scale, heads=heads, queries=cut.share
+    )
 
     def attend_all(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         every_k, every_v = cut.joined(gather(torch.stack((k, v)), cut.group)).unbind()
@@ -104,11 +114,21 @@ def _gathering(
 
 
 def _swapping(
-    cut: Cut, mask: Mask, x: Tensor, seq: int, head_dim: int, *, dropout: float = 0.0, heads: Share = WHOLE
+    cut: Cut,
+    mask: Mask,
+    x: Tensor,
+    seq: int,
+    head_dim: int,
+    *,
+    dropout: float = 0.0,
+    scale: float | None = None,
+    heads: Share = WHOLE,
 ) -> Attend:
     if mask.slopes is not None:
         mask = replace(mask, slopes=cut.heads.take(mask.slopes, 0))
-    attend = prepare_attention(mask, x, seq * cut.ranks, head_dim, dropout=dropout, heads=cut.heads.inside(heads))
+    attend = prepare_attention(
+        mask, x, seq * cut.ranks, head_dim, dropout=dropout, scale=scale, heads=cut.heads.inside(heads)
+    )
 
     def attend_some(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = (_shareable(t, q.shape[1], cut.ranks) for t in (k, v))

@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
+from argosy.config.counts import layer_keys
+from argosy.families.architecture import architecture_of
 from argosy.plan.calibration import Calibration, Stack
 from argosy.plan.kernels import LINE, Rates, linear, product
 from argosy.plan.layouts import Layout, Work
@@ -103,13 +105,11 @@ def _attention(
 
 
 def _keys(work: Work) -> float:
-    """Keys a query sees on average."""
+    """Return how many keys a query sees on average, over all layers."""
     model, seq = work.model, work.seq_len
-    if model.architecture == "decoder":
-        reach = min(seq, model.window or seq)
-        return reach - reach * reach / (2 * seq)
-    if model.architecture == "encoder":
-        return float(seq)
+    if not architecture_of(model).two_sequences:
+        keys = layer_keys(model, seq)
+        return sum(keys) / len(keys)
     decoder, targets = work.sizes.decoder, work.sizes.decoder.targets
     return seq * decoder.mean(1, targets * targets / 2 + targets) / decoder.mean(1, 2 * targets)
 

@@ -19,6 +19,9 @@ from argosy.config.counts import (
 )
 from argosy.config.model import ModelSpec
 from argosy.config.stage_layers import V_SHAPED
+from argosy.families.architecture import architecture_of
+from argosy.families.layers import NORMS_OF_A_BLOCK
+from argosy.families.registry import plan_of
 
 Recompute = Literal["none", "selective", "full"]
 Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "zbv", "dualpipev"]
@@ -194,9 +197,9 @@ def sizes_of(model: ModelSpec, latent: Latent | None = None, next_tokens: int = 
         expert = mlp_parameters(model, moe.ffn)[0]
         shared = moe.shared_experts * expert + model.hidden * moe.experts
     embedding = model.vocab_size * model.hidden
-    layers, decoder = model.layers + next_tokens, Decoder()
-    if model.architecture == "encoder-decoder":
-        layers += model.decoder_layers or model.layers
+    kind, decoder = architecture_of(model), Decoder()
+    layers = sum(kind.stacks(model)) + next_tokens
+    if kind.two_sequences:
         decoder = Decoder(1 - model.layers / layers, TARGETS_PER_SOURCE)
     targets = decoder.targets
     query, key_value = model.heads * model.head_dim, model.kv_heads * model.head_dim
@@ -216,7 +219,7 @@ def sizes_of(model: ModelSpec, latent: Latent | None = None, next_tokens: int = 
         expert_layers=share,
         other=attention_other * decoder.mean(1, 2)
         + (1 - share) * dense_other
-        + decoder.mean(2, 3) * norm_parameters(model),
+        + (decoder.mean(2, 3) + NORMS_OF_A_BLOCK[plan_of(model)[0].norms] - 2) * norm_parameters(model),
         embedding=embedding + (model.max_seq_len * model.hidden if model.positions == "learned" else 0),
         head=embedding,
         mlp_width=(1 - share) * model.ffn * decoder.mean(1, targets)
@@ -276,7 +279,7 @@ def violations(work: Work, layout: Layout, gpus: int) -> Iterator[str]:
         yield f"{layout.schedule} has two stages on each rank, not {layout.vpp}"
     if layout.schedule == "dualpipev" and work.micro_batches(layout) < 2 * layout.pp:
         yield f"{work.micro_batches(layout)} micro-batches are fewer than 2 x pp {layout.pp}, as dualpipev needs"
-    if layout.cp > 1 and model.architecture != "decoder":
+    if layout.cp > 1 and architecture_of(model).uncuttable is not None:
         yield f"cp {layout.cp} cuts the sequences of decoders only"
     if work.seq_len % (layout.cp * (2 if layout.cp > 1 else 1) * (layout.tp if layout.sp else 1)):
         yield f"seq_len {work.seq_len} is not divisible by cp {layout.cp}" + (f" x tp {layout.tp}" if layout.sp else "")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from argosy.config.stage_layers import SEVERAL_STAGES
+from argosy.families.architecture import architecture_of
 from argosy.plan.calibration import Calibration, Stack
 from argosy.plan.hardware import Cluster
 from argosy.plan.layouts import Layout, Recompute, Work, violations
@@ -124,7 +125,7 @@ def layouts(work: Work, cluster: Cluster) -> Iterator[Layout]:
     of whole key/value heads, experts over ranks that shard, the micro-batches a rank's share of the batch allows, and
     pipelines of up to eight stages a rank. None recomputes."""
     model, gpus = work.model, cluster.gpus
-    long = work.seq_len >= 8192 and model.architecture == "decoder"
+    long = work.seq_len >= 8192 and architecture_of(model).uncuttable is None
     experts = [1] if model.moe is None else [n for n in _divisors(model.moe.experts) if n <= gpus]
     for tp in [n for n in _divisors(gpus) if n <= cluster.domain and model.kv_heads % n == 0]:
         for pp in [n for n in _divisors(gpus // tp) if n <= work.sizes.layers]:

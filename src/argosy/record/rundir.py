@@ -267,7 +267,7 @@ class RunDir:
         made = version_at(stored, step)
         # A fact of the machine that an older Argosy did not record counts as unchanged.
         known = {**machine, **(made["machine"] or {})} if machine else {}
-        before = _flat(without_secrets(made["spec"]), stored["data"], known)
+        before = _flat(_with_new_keys(without_secrets(made["spec"])), stored["data"], known)
         after = _flat(without_secrets(resolved.spec.model_dump(mode="json")), data, machine or {})
         changed = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
         free: tuple[str, ...] = FREE_TO_CHANGE + CHANGES_LATER_STEPS
@@ -296,6 +296,14 @@ def _shown(value: Any) -> str:
 
 def _flat(spec: Facts, data: Facts, machine: Facts) -> Facts:
     return dict(flatten(spec)) | dict(flatten(data, "corpora")) | dict(flatten(machine, "machine"))
+
+
+def _with_new_keys(spec: Facts) -> Facts:
+    """Return a stored spec with the defaults of keys that Argosy did not have yet when it was stored."""
+    try:
+        return without_secrets(RunSpec.model_validate(spec).model_dump(mode="json"))
+    except ValidationError:
+        return spec
 
 
 def _only_moved(key: str) -> bool:

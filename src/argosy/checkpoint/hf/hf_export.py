@@ -32,6 +32,7 @@ from argosy.config.units import parse_bytes
 from argosy.console.formats import volume
 from argosy.console.progress_bar import ProgressBar
 from argosy.errors import ArgosyError
+from argosy.families.architecture import architecture_of
 from argosy.families.hf_config import CONFIG, export_gap, to_config
 from argosy.families.weight_table import Entry
 from argosy.host_memory import available_memory
@@ -123,7 +124,7 @@ def export_hf(where: str, to: Path, options: ExportOptions, *, dry_run: bool = F
         _write_json(stage / CONFIG, config | ids | {"dtype": dtype, "torch_dtype": dtype})
         copy_assets(source.root, stage)
         notes += write_tokenizer(source, spec, stage)
-        if spec.architecture != "encoder" and not (stage / "generation_config.json").exists():
+        if architecture_of(spec).writes_text and not (stage / "generation_config.json").exists():
             known = {key: value for key, value in (config | ids).items() if key in TOKEN_KEYS}
             _write_json(stage / "generation_config.json", {"_from_model_config": True, **known})
         if options.verify:

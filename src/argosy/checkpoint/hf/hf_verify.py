@@ -21,6 +21,7 @@ from argosy.checkpoint.hf.hf_files import open_hf
 from argosy.config.counts import count_parameters
 from argosy.config.model import ModelSpec
 from argosy.errors import ArgosyError
+from argosy.families.architecture import architecture_of
 from argosy.families.hf_config import read_config
 from argosy.host_memory import available_memory
 from argosy.model.build import build_model
@@ -112,7 +113,7 @@ def _their_logits(directory: Path, spec: ModelSpec, tokens: Tensor) -> Tensor:
 
 
 def _decoder_side(spec: ModelSpec, tokens: Tensor, name: str) -> dict[str, Tensor]:
-    return {name: tokens.flip(1)} if spec.architecture == "encoder-decoder" else {}
+    return {name: tokens.flip(1)} if architecture_of(spec).two_sequences else {}
 
 
 def _differs(cause: str, fix: str) -> ArgosyError:

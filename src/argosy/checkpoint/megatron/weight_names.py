@@ -19,6 +19,7 @@ from argosy.checkpoint.megatron.torch_dist import TorchDist
 from argosy.checkpoint.tensors import TensorInfo
 from argosy.config.model import ModelSpec
 from argosy.errors import ArgosyError
+from argosy.families.architecture import architecture_of
 from argosy.model.build import build_model
 from argosy.parallel.slices import Box
 
@@ -82,7 +83,7 @@ class Part:
 
 def make_table(spec: ModelSpec, stored: Mapping[str, TensorInfo], where: str) -> dict[str, Part]:
     """By our name, in the model's order. A tensor that is missing, left over or of another shape is refused by its name."""
-    if spec.architecture != "decoder" or spec.positions not in ("learned", "rope"):
+    if not architecture_of(spec).causal or spec.positions not in ("learned", "rope"):
         raise _unsupported(
             where, f"a {spec.architecture} with {spec.positions} positions is not among Megatron's GPT models"
         )

@@ -47,6 +47,8 @@ def add(x: Tensor, y: Tensor, y_bias: Tensor | None) -> Tensor:
 
 
 def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, rms: bool) -> Tensor:
+    if weight.dtype != x.dtype:
+        return _norm(x.to(weight.dtype), weight, bias, eps, rms).to(x.dtype)
     if rms:
         return F.rms_norm(x, x.shape[-1:], weight, eps)
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)

@@ -15,16 +15,7 @@ from torch import nn
 from argosy.config.model import ModelSpec
 from argosy.config.schema import ParallelSpec
 from argosy.config.stage_layers import rank_of_stage, split_layers
-
-
-@dataclass(frozen=True)
-class _Anatomy:
-    """The modules of a model, in the order a token passes through them."""
-
-    begin: tuple[str, ...]
-    blocks: tuple[str, ...]
-    end: tuple[str, ...]
-    beside: dict[str, tuple[str, ...]]  # what a block needs in its stage besides
+from argosy.families.architecture import architecture_of
 
 
 @dataclass(frozen=True)
@@ -51,7 +42,7 @@ class Stages:
 
 def cut(model: ModelSpec, parallel: ParallelSpec, seq_len: int) -> Stages:
     """The stages of a layout."""
-    anatomy = _decoder(model) if model.architecture == "decoder" else _with_encoder(model)
+    anatomy = architecture_of(model).modules(model)
     count = parallel.pp * parallel.vpp
     stages = []
     for stage, layers in enumerate(split_layers(model, count, seq_len)):
@@ -78,24 +69,3 @@ def part_of(module: nn.Module, kept: Iterable[str], path: str = "") -> nn.Module
         elif not isinstance(module, nn.ModuleDict):
             part._modules[name] = None
     return part
-
-
-def _embedding(path: str) -> tuple[str, ...]:
-    return tuple(f"{path}.{module}" for module in ("tokens", "positions", "types", "norm"))
-
-
-def _decoder(model: ModelSpec) -> _Anatomy:
-    blocks = tuple(f"layers.{i}" for i in range(model.layers))
-    return _Anatomy(_embedding("embed"), blocks, ("norm", "embed.tokens" if model.tied else "head"), {})
-
-
-def _with_encoder(model: ModelSpec) -> _Anatomy:
-    encoder = tuple(f"encoder.layers.{i}" for i in range(model.layers))
-    if model.architecture == "encoder":
-        output = "encoder.embed.tokens" if model.tied else "output"
-        return _Anatomy(_embedding("encoder.embed"), encoder, ("head", "pair", output), {})
-    decoder = tuple(f"decoder.layers.{i}" for i in range(model.decoder_layers or model.layers))
-    beside: dict[str, tuple[str, ...]] = dict.fromkeys(encoder, ("encoder.relative",))
-    beside |= dict.fromkeys(decoder, ("decoder.relative",)) | {encoder[-1]: ("encoder.relative", "encoder.norm")}
-    end = ("decoder.norm", "embed.tokens" if model.tied else "head")
-    return _Anatomy(_embedding("embed"), encoder + decoder, end, beside)

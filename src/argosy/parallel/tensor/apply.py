@@ -47,6 +47,7 @@ CUT: dict[type[nn.Module], dict[str, int]] = {
     MaskedLM: {"output.weight": 0},
 }
 _NORM = ("weight", "bias")
+_BLOCK_NORMS = ("attn_norm", "attn_post_norm", "cross_norm", "mlp_norm", "mlp_post_norm")
 # Whole parameters inside the cut part, where each rank has some heads or a part of every expert.
 INSIDE: dict[type[nn.Module], tuple[str, ...]] = {
     Attention: tuple(f"{norm}.{name}" for norm in ("q_norm", "k_norm") for name in _NORM),
@@ -55,7 +56,7 @@ INSIDE: dict[type[nn.Module], tuple[str, ...]] = {
 # Those outside of it, where with sequence parallelism each rank has some tokens.
 OUTSIDE: dict[type[nn.Module], tuple[str, ...]] = {
     AttentionBlock: (
-        *(f"{norm}.{name}" for norm in ("attn_norm", "cross_norm", "mlp_norm") for name in _NORM),
+        *(f"{norm}.{name}" for norm in _BLOCK_NORMS for name in _NORM),
         "attn.out.bias",
         "cross.out.bias",
     ),

@@ -1,0 +1,149 @@
+"""The architectures a model may have: decoder, encoder, retriever, encoder-decoder. Every room that treats them differently asks
+one of these objects, and none compares names.
+
+They are facts, without torch: the modules that a pipeline cuts, the layers that are counted, the tasks that fit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from argosy.config.model import ModelSpec
+
+RELATIVE_BUCKETS = 32  # T5's relative position buckets
+PREDICTED_SHARE = 0.15  # tokens that BERT hides: only there is the head asked
+
+
+@dataclass(frozen=True)
+class Modules:
+    """The names of a model's modules, in the order a token passes through them."""
+
+    begin: tuple[str, ...]
+    blocks: tuple[str, ...]
+    end: tuple[str, ...]
+    beside: dict[str, tuple[str, ...]] = field(default_factory=dict)  # what a block needs in its pipeline stage besides
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Parameters outside the blocks and the embedding: a matrix that multiplies each token, norms, and others."""
+
+    matmul: int = 0
+    norms: int = 0
+    other: int = 0
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """`uncuttable` says why context parallelism cannot cut its sequences, where it cannot. `planned` is False where the planner
+    does not know it well enough to choose a layout. `predicted` is the share of the tokens that the output head judges."""
+
+    name: str
+    tasks: tuple[str, ...]  # it can be trained on; the first is its own
+    causal: bool = False
+    writes_text: bool = True  # one token after another
+    two_sequences: bool = False
+    has_vocabulary: bool = True  # an output head over it
+    normed_embedding: bool = False
+    fan_in_init: bool = False  # initial weights by the width of each matrix's input, as T5 has them
+    uncuttable: str | None = None
+    planned: bool = True
+    predicted: float = 1.0
+
+    def stacks(self, spec: ModelSpec) -> tuple[int, ...]:
+        """Return the number of layers of each stack, the encoder's first."""
+        return (spec.layers,)
+
+    def towers(self, spec: ModelSpec) -> int:
+        """Return how many copies of everything the model has."""
+        return 1
+
+    def ends(self, spec: ModelSpec) -> Ends:
+        raise NotImplementedError
+
+    def modules(self, spec: ModelSpec) -> Modules:
+        raise NotImplementedError
+
+
+class _Decoder(Architecture):
+    def ends(self, spec: ModelSpec) -> Ends:
+        return Ends(norms=1)
+
+    def modules(self, spec: ModelSpec) -> Modules:
+        return Modules(_embedding("embed"), _blocks("layers", spec.layers), ("norm", _output(spec, "embed", "head")))
+
+
+class _Encoder(Architecture):
+    def ends(self, spec: ModelSpec) -> Ends:
+        """The embedding's norm, the head's transform with its norm and biases, and the pooler and classifier of pairs."""
+        other = spec.hidden + spec.vocab_size
+        if spec.judges_pairs:
+            other += spec.hidden * spec.hidden + spec.hidden + 2 * spec.hidden + 2
+        return Ends(matmul=spec.hidden * spec.hidden, norms=2, other=other)
+
+    def modules(self, spec: ModelSpec) -> Modules:
+        output = _output(spec, "encoder.embed", "output")
+        return Modules(
+            _embedding("encoder.embed"), _blocks("encoder.layers", spec.layers), ("head", "pair", output)
+        )  # fmt: skip
+
+
+class _Retriever(_Encoder):
+    def towers(self, spec: ModelSpec) -> int:
+        return 1 if spec.retrieval is None or spec.retrieval.shared else 2
+
+    def ends(self, spec: ModelSpec) -> Ends:
+        """The embedding's norm, and the projection, which only the first token of a sequence passes through."""
+        width = spec.retrieval.projection if spec.retrieval is not None else None
+        return Ends(norms=1, other=0 if width is None else spec.hidden * width + width)
+
+
+class _EncoderDecoder(Architecture):
+    def stacks(self, spec: ModelSpec) -> tuple[int, ...]:
+        return spec.layers, spec.decoder_layers or spec.layers
+
+    def ends(self, spec: ModelSpec) -> Ends:
+        return Ends(norms=2, other=2 * RELATIVE_BUCKETS * spec.heads)
+
+    def modules(self, spec: ModelSpec) -> Modules:
+        """A stack's relative positions are in every stage that has one of its blocks."""
+        first, second = self.stacks(spec)
+        encoder, decoder = _blocks("encoder.layers", first), _blocks("decoder.layers", second)
+        beside: dict[str, tuple[str, ...]] = dict.fromkeys(encoder, ("encoder.relative",))
+        beside |= dict.fromkeys(decoder, ("decoder.relative",)) | {encoder[-1]: ("encoder.relative", "encoder.norm")}
+        end = ("decoder.norm", _output(spec, "embed", "head"))
+        return Modules(_embedding("embed"), encoder + decoder, end, beside)
+
+
+def _embedding(path: str) -> tuple[str, ...]:
+    return tuple(f"{path}.{module}" for module in ("tokens", "positions", "types", "norm"))
+
+
+def _blocks(path: str, layers: int) -> tuple[str, ...]:
+    return tuple(f"{path}.{i}" for i in range(layers))
+
+
+def _output(spec: ModelSpec, embedding: str, own: str) -> str:
+    return f"{embedding}.tokens" if spec.tied else own
+
+
+_JUDGED_WHOLE = "an encoder judges a sequence as a whole, by its first token or by positions in it"
+DECODER = _Decoder("decoder", tasks=("causal-lm",), causal=True)
+ENCODER = _Encoder(
+    "encoder", tasks=("masked-lm",), writes_text=False, normed_embedding=True, uncuttable=_JUDGED_WHOLE,
+    predicted=PREDICTED_SHARE,
+)  # fmt: skip
+RETRIEVER = _Retriever(
+    "retriever", tasks=("inverse-cloze",), writes_text=False, has_vocabulary=False, normed_embedding=True,
+    uncuttable=_JUDGED_WHOLE, predicted=PREDICTED_SHARE,
+)  # fmt: skip
+ENCODER_DECODER = _EncoderDecoder(
+    "encoder-decoder", tasks=("span-corruption",), two_sequences=True, fan_in_init=True, planned=False,
+    uncuttable="an encoder-decoder has two sequences, which look at each other",
+)  # fmt: skip
+_BY_KEY = {kind.name: kind for kind in (DECODER, ENCODER, ENCODER_DECODER)}
+
+
+def architecture_of(spec: ModelSpec) -> Architecture:
+    """Return the architecture of a model: the one its key names, or a retriever, which is an encoder with `retrieval`."""
+    return RETRIEVER if spec.retrieval is not None else _BY_KEY[spec.architecture]
