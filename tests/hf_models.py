@@ -34,6 +34,13 @@ DECODERS: dict[str, Callable[[], Any]] = {
     ),
     "mistral": lambda: T.MistralForCausalLM(T.MistralConfig(**_gated(sliding_window=9))),
     "qwen3": lambda: T.Qwen3ForCausalLM(T.Qwen3Config(**_gated(head_dim=16))),
+    "gemma3_text": lambda: T.Gemma3ForCausalLM(
+        T.Gemma3TextConfig(
+            **_gated(head_dim=16, query_pre_attn_scalar=11, sliding_window=9),
+            layer_types=["sliding_attention", "full_attention"],
+            rope_scaling={"rope_type": "linear", "factor": 8.0},
+        )
+    ),
     "mpt": lambda: T.MptForCausalLM(
         T.MptConfig(d_model=48, n_heads=4, n_layers=2, vocab_size=257, max_seq_len=64, eos_token_id=256)
     ),

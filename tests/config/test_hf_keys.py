@@ -18,7 +18,7 @@ from argosy.families.hf_keys import HELD, READ
 from hf_models import MODELS
 
 Config = dict[str, Any]
-KINDS = ("gpt2", "llama", "mistral", "qwen3", "mpt", "mixtral", "qwen3_moe", "bert", "t5")
+KINDS = ("gpt2", "llama", "mistral", "qwen3", "gemma3_text", "mpt", "mixtral", "qwen3_moe", "bert", "t5")
 TOKENS = torch.randint(3, 257, (2, 12), generator=torch.Generator().manual_seed(1))
 # Part of the file's frame: it says which reader is used, or is transformers' own.
 FRAME = {"model_type", "transformers_version"}
@@ -40,6 +40,8 @@ BESIDE: dict[tuple[str, str], Config] = {
     ("qwen3", "use_sliding_window"): {"sliding_window": 8, "max_window_layers": 0, "layer_types": None},
     ("qwen3_moe", "sliding_window"): {"use_sliding_window": True},
     ("qwen3", "num_hidden_layers"): {"layer_types": None},
+    ("gemma3_text", "num_hidden_layers"): {"layer_types": None},
+    ("gemma3_text", "_sliding_window_pattern"): {"layer_types": None},
     ("qwen3_moe", "use_sliding_window"): {"sliding_window": 8},
 }  # fmt: skip
 # A value that another key allows; all else is changed by its type.

@@ -181,6 +181,8 @@ def _reference(spec: ModelSpec) -> torch.nn.Module:
         return t.MptForCausalLM(
             t.MptConfig(d_model=spec.hidden, n_heads=spec.heads, n_layers=spec.layers, vocab_size=spec.vocab_size)
         )
+    if spec.family == "gemma3":
+        return t.Gemma3ForCausalLM(t.Gemma3TextConfig(**gqa))
     if spec.retrieval is not None:
         width = spec.retrieval.projection
         towers = [t.BertModel(t.BertConfig(**sizes), add_pooling_layer=False) for _ in range(2)]

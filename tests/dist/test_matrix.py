@@ -97,6 +97,10 @@ ONE_MODEL = {  # what is no matter of the model is tried on one
     "pp=2 tp=2": "t5",
     "pp=2 tp=2 sp=false": "bert",
     "pp=2 dp_shard=2 tp=2 model.dropout=0.1": "gpt",
+    "tp=2 dp_shard=2 recompute=selective": "gemma",
+    "pp=2 schedule=interleaved-1f1b micro_batch=4": "gemma",
+    "cp=2 recompute=full": "gemma",
+    "cp=2 cp_kind=ulysses tp=2 recompute=full": "gemma",
     "pp=2 cp=2 tp=2": "llama",
 }
 CASES = [

@@ -35,6 +35,8 @@ MODELS = {
     "packed": [
         "model.preset=llama3-8b", *_SIZES, "kv_heads=2", "window=6", "qk_norm=true",
     ],
+    # Two kinds of attention in turn, with rotary positions of their own, and norms on both sides.
+    "gemma": ["model.preset=gemma3-1b", *_SIZES, "kv_heads=2", "head_dim=8", "window=6", "global_every=2"],
     "bert": ["model.preset=bert-base", *_SIZES, "dropout=0"],
     "t5": ["model.preset=t5-small", *_SIZES, "decoder_layers=2", "head_dim=8", "init_std=1", "dropout=0"],
     "ict": ["model.preset=ict-base", *_SIZES, "dropout=0", "retrieval={projection: 12}", "data.ict.query_len=8"],

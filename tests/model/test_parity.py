@@ -109,6 +109,26 @@ CASES: dict[str, tuple[str, list[str], Any]] = {
             )
         ),
     ),
+    "gemma3": (
+        "gemma3-1b",
+        [
+            "heads=6",
+            "kv_heads=2",
+            "ffn=80",
+            "head_dim=16",
+            "window=7",
+            "global_every=2",
+            "query_pre_attn_scalar=11",
+            "rope_scaling={kind: linear, factor: 8}",
+        ],
+        lambda: T.Gemma3ForCausalLM(
+            T.Gemma3TextConfig(
+                **_llama_like(head_dim=16, query_pre_attn_scalar=11, sliding_window=7, sliding_window_pattern=2),
+                pad_token_id=None,  # the row of a padding token gets no gradient
+                rope_scaling={"rope_type": "linear", "factor": 8.0},
+            )
+        ),
+    ),
     "mpt": (
         "mpt-125m",
         ["heads=4"],

@@ -1,6 +1,6 @@
 """The model spec: one description from which every family is built, counted, planned and exported.
 
-A family (`gpt`, `llama`, `mpt`, `bert`, `t5`) fixes the structural choices; a preset adds the sizes; a run spec may
+A family (`gpt`, `llama`, `mpt`, `gemma3`, `bert`, `t5`) fixes the structural choices; a preset adds the sizes; a run spec may
 override any of them. `argosy.families` holds both.
 """
 
@@ -114,7 +114,9 @@ class RetrievalSpec(Section):
 class ModelSpec(Section):
     """The architecture. Sizes not given follow from the others, and are shown as derived."""
 
-    family: Literal["gpt", "llama", "mpt", "bert", "t5"] = Field(description="structural defaults to start from")
+    family: Literal["gpt", "llama", "mpt", "gemma3", "bert", "t5"] = Field(
+        description="structural defaults to start from"
+    )
     preset: str | None = Field(None, description="a named model; see `argosy config models`")
     layers: Depth = Field(description="transformer blocks (in the encoder, for T5)")
     hidden: Positive = Field(description="width of the residual stream")
@@ -130,6 +132,7 @@ class ModelSpec(Section):
     norm: Literal["layernorm", "rmsnorm"] = Field(description="normalisation")
     norm_bias: bool = Field(description="whether norms have a bias")
     norm_eps: PositiveNumber = Field(description="added to the variance in norms")
+    norm_centred: bool = Field(False, description="whether weights of norms are offsets from one (Gemma)")
     activation: Literal["gelu", "gelu_tanh", "relu", "swiglu", "geglu"] = Field(
         description="MLP non-linearity; swiglu and geglu are gated"
     )
@@ -137,12 +140,13 @@ class ModelSpec(Section):
     mlp_bias: bool = Field(description="biases in the MLP")
     tied: bool = Field(description="whether the output head reuses the token embedding")
 
+    embed_scale: bool = Field(False, description="multiply token vectors by sqrt(hidden) (Gemma)")
     qk_norm: bool = Field(False, description="normalise each query and key head (Qwen3)")
     window: Positive | None = Field(None, description="sliding attention window, in tokens")
     global_every: Positive | None = Field(
         None, description="with a window: every so many layers, one sees the whole sequence (Gemma 3: 6)"
     )
-    query_pre_attn_scalar: PositiveNumber | None = Field(
+    query_pre_attn_scalar: Positive | None = Field(
         None, description="attention scores are divided by its square root; head_dim unless given"
     )
     rope_theta: PositiveNumber = Field(ROPE_THETA, description="base of the rotary frequencies")
@@ -263,7 +267,7 @@ class ModelSpec(Section):
     @property
     def norm_start(self) -> float:
         """Return the initial value of a norm's weights."""
-        return 1.0
+        return 0.0 if self.norm_centred else 1.0
 
     @property
     def samples(self) -> Literal["windows", "bert", "t5", "ict"]:

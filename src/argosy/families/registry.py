@@ -9,13 +9,14 @@ from __future__ import annotations
 from argosy.config.model import ModelSpec
 from argosy.families.bert import BERT
 from argosy.families.family import Family, Row
+from argosy.families.gemma3 import GEMMA3
 from argosy.families.gpt import GPT
 from argosy.families.layers import LayerPlan
 from argosy.families.llama import LLAMA
 from argosy.families.mpt import MPT
 from argosy.families.t5 import T5
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (GPT, MPT, LLAMA, BERT, T5)}
+FAMILIES: dict[str, Family] = {family.name: family for family in (GPT, MPT, LLAMA, GEMMA3, BERT, T5)}
 PRESETS: dict[str, Row] = {name: row for family in FAMILIES.values() for name, row in family.presets.items()}
 
 # The bare labels of the two cloud examples, so that their own commands can be followed word for word.

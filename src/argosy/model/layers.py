@@ -48,17 +48,23 @@ class Norm(nn.Module):
         self.rms, self.eps = spec.norm == "rmsnorm", spec.norm_eps
         self.weight = nn.Parameter(torch.empty(width))
         self.bias = nn.Parameter(torch.empty(width)) if spec.norm_bias else None
+        self.centred = spec.norm_centred
+
+    @property
+    def scale(self) -> Tensor:
+        """What the normalised numbers are multiplied by. An offset from one is added in 32 bits: 16 would round it away."""
+        return 1 + self.weight.float() if self.centred else self.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        return norm(x, self.weight, self.bias, eps=self.eps, rms=self.rms)
+        return norm(x, self.scale, self.bias, eps=self.eps, rms=self.rms)
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(x, its norm)."""
-        return split_norm(x, self.weight, self.bias, eps=self.eps, rms=self.rms)
+        return split_norm(x, self.scale, self.bias, eps=self.eps, rms=self.rms)
 
     def add(self, x: Tensor, y: Tensor, y_bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """(x + y + y_bias, its norm)."""
-        return add_norm(x, y, y_bias, self.weight, self.bias, eps=self.eps, rms=self.rms)
+        return add_norm(x, y, y_bias, self.scale, self.bias, eps=self.eps, rms=self.rms)
 
 
 class Attention(nn.Module):
@@ -201,6 +207,7 @@ class Embedding(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.dropout = Dropout(spec.dropout)
+        self.scale = spec.hidden**0.5 if spec.embed_scale else None
         self.tokens = Table(spec.vocab_size, spec.hidden)
         self.positions = Table(spec.max_seq_len, spec.hidden) if spec.positions == "learned" else None
         self.types = Table(spec.type_vocab_size, spec.hidden) if spec.type_vocab_size else None
@@ -208,6 +215,8 @@ class Embedding(nn.Module):
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, types: Tensor | None = None) -> Tensor:
         x: Tensor = self.tokens(tokens)
+        if self.scale is not None:
+            x = x * torch.tensor(self.scale, dtype=x.dtype)  # rounded as the weights are, as Gemma was trained
         if self.positions is not None:
             where = torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions
             x = x + self.positions(where)
