@@ -18,6 +18,7 @@ from argosy.config.schema import DataSource, RunSpec
 from argosy.data.corpus.indexed import IndexedWriter, dtype_for
 from argosy.data.open import open_data
 from argosy.errors import ArgosyError
+from argosy.tasks.registry import task_of
 
 SPLITS = ("train", "validation", "test")
 # Documents of several sequences, as sentence-split corpora have, and of one; nothing ends a document but the index.
@@ -75,11 +76,11 @@ def tokens_of(spec: RunSpec, split: str) -> set[int]:
         with contextlib.suppress(ArgosyError):
             for stream in make():
                 # Every token has its own id, its place in the corpora; BERT's samples also hold random ones.
-                for samples in stream.sets if spec.model.samples == "bert" else []:
+                for samples in stream.sets if task_of(spec).section == "bert" else []:
                     start = sum(corpus.tokens for corpus in data.corpora[: data.corpora.index(samples.corpus)])
                     for part in samples.ranges(np.arange(samples.count)):
                         found |= {1 + start + token for token in part}
-                if spec.model.samples != "bert":
+                if task_of(spec).section != "bert":
                     batch = stream.batch(0, min(stream.epoch_samples, 36))
                     extra = [a for name, a in batch.inputs.items() if name.endswith("_tokens")]
                     found |= {

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tokenizers import Tokenizer, models
 
-from argosy.config.schema import T5Spec
 from argosy.data.special import SpecialTokens
 from argosy.data.text.tokenizer import ByteTokenizer, JsonTokenizer
+from argosy.tasks.span_corruption import T5Spec, sentinels
 
 
 def tokenizer_of(*names: str) -> JsonTokenizer:
@@ -15,14 +15,14 @@ def tokenizer_of(*names: str) -> JsonTokenizer:
 
 def test_sentinels_are_those_that_the_tokenizer_names_one_below_the_other() -> None:
     falling = tokenizer_of("a", "b", "<extra_id_2>", "<extra_id_1>", "<extra_id_0>", "c")
-    assert SpecialTokens(falling, 6).sentinels(T5Spec()) == range(2, 5)
-    assert SpecialTokens(falling, 6).sentinels(T5Spec(sentinels=2)) == range(3, 5)
+    assert sentinels(SpecialTokens(falling, 6), T5Spec()) == range(2, 5)
+    assert sentinels(SpecialTokens(falling, 6), T5Spec(sentinels=2)) == range(3, 5)
     rising = tokenizer_of("a", "<extra_id_0>", "<extra_id_1>")
-    assert SpecialTokens(rising, 3).sentinels(T5Spec()) == range(1, 2)
+    assert sentinels(SpecialTokens(rising, 3), T5Spec()) == range(1, 2)
 
 
 def test_sentinels_that_are_free_ids_end_where_words_begin() -> None:
-    assert SpecialTokens(ByteTokenizer(), 300).sentinels(T5Spec(sentinel=299)) == range(257, 300)
-    assert SpecialTokens(ByteTokenizer(), 300).sentinels(T5Spec(sentinel=299, sentinels=10)) == range(290, 300)
-    assert SpecialTokens(ByteTokenizer(), 300).sentinels(T5Spec(sentinel=9)) == range(10)  # named on purpose
-    assert SpecialTokens(None, 300).sentinels(T5Spec(sentinel=299)) == range(200, 300)
+    assert sentinels(SpecialTokens(ByteTokenizer(), 300), T5Spec(sentinel=299)) == range(257, 300)
+    assert sentinels(SpecialTokens(ByteTokenizer(), 300), T5Spec(sentinel=299, sentinels=10)) == range(290, 300)
+    assert sentinels(SpecialTokens(ByteTokenizer(), 300), T5Spec(sentinel=9)) == range(10)  # named on purpose
+    assert sentinels(SpecialTokens(None, 300), T5Spec(sentinel=299)) == range(200, 300)

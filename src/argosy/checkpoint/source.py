@@ -32,6 +32,7 @@ from argosy.errors import ArgosyError
 from argosy.families.architecture import architecture_of
 from argosy.families.hf_config import read_config
 from argosy.model.init import initial_value
+from argosy.tasks.registry import TASKS
 from argosy.untrusted import read_object, read_regular
 
 TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
@@ -148,9 +149,9 @@ def _tokenizer_settings(root: Path) -> dict[str, Any]:
 def _special_ids(data: Mapping[str, Any], tokenizer: Tokenizer | None) -> dict[str, int]:
     """The tokens that samples of encoders are made with, by role. They may be ids that the tokenizer does not have."""
     found: dict[str, int] = {}
-    for section in ("bert", "t5", "ict"):
-        for role in ("cls", "sep", "mask", "pad", "sentinel", "eos"):
-            token = (data.get(section) or {}).get(role)
+    for task in TASKS.values():
+        for role in task.roles:
+            token = (data.get(task.section) or {}).get(role)
             if isinstance(token, str):
                 token = None if tokenizer is None else tokenizer.id_of(token)
             if token is not None:

@@ -13,6 +13,7 @@ from argosy.config.layout import check_layout
 from argosy.config.lr_phases import check_schedule
 from argosy.config.schema import RunSpec
 from argosy.errors import ArgosyError
+from argosy.tasks.registry import task_of
 
 Origins = dict[str, str]
 FP8_ALIGNMENT = 16  # the hardware's: every dimension of a product of 8-bit floats is a multiple of it
@@ -121,18 +122,15 @@ def _check_sequence(spec: RunSpec, origins: Origins) -> None:
 
 
 def _check_fp8(spec: RunSpec, origins: Origins) -> None:
-    lengths = {"seq_len": spec.data.seq_len}
-    if spec.data.ict is not None:
-        lengths["query_len"] = spec.data.ict.query_len
-    if spec.data.t5 is not None:
-        lengths["targets"] = 1  # how many there are is not known here: any number of rows of 16 will do
-    for name, length in lengths.items():
+    others = {key.rpartition(".")[2]: length for key, length in task_of(spec).other_lengths(spec).items()}
+    for name, known in {"seq_len": spec.data.seq_len, **others}.items():
+        length = known or 1  # where it is not known here, any number of rows of 16 will do
         tokens = spec.parallel.micro_batch * length
         if spec.train.precision != "fp8" or tokens % FP8_ALIGNMENT == 0:
             continue
         needed = FP8_ALIGNMENT // math.gcd(length, FP8_ALIGNMENT)
         product = f"micro_batch {spec.parallel.micro_batch} x {name} {length} = {tokens}"
-        if name == "targets":
+        if known is None:
             product = (
                 f"T5's targets may be of any length, and micro_batch {spec.parallel.micro_batch} is no multiple of it"
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argosy.config.schema import RunSpec
 from argosy.errors import ArgosyError
+from argosy.tasks.registry import SECTIONS, task_of
 
 Origins = dict[str, str]
 
@@ -19,82 +20,16 @@ def check_data(spec: RunSpec, origins: Origins) -> None:
 
 def _check_samples(spec: RunSpec, origins: Origins) -> None:
     """Keys for samples of another kind than the model's would be ignored."""
-    data, model = spec.data, spec.model
-    for section in ("bert", "t5", "ict"):
-        if getattr(data, section) is not None and section != model.samples:
+    task = task_of(spec)
+    for section in SECTIONS:
+        if getattr(spec.data, section) is not None and section != task.section:
             raise ArgosyError(
                 "config.conflict",
-                f"data.{section} describes samples this model is not trained on: it reads {_samples_of(spec)}",
+                f"data.{section} describes samples this model is not trained on: it reads {task.samples}",
                 key=f"data.{section}",
                 fix=f"leave data.{section} out, or choose another model",
             )
-    if model.samples == "windows":
-        if data.reset_positions and model.positions == "alibi" and not data.document_mask:
-            raise ArgosyError(
-                "config.conflict",
-                "ALiBi knows the distance of two tokens and no positions, so that there is nothing to reset",
-                key="data.reset_positions",
-                value=True,
-                origin=origins.get("data.reset_positions"),
-                fix="data.document_mask=true, which keeps documents apart, or leave data.reset_positions out",
-            )
-        return
-    for key, default in (
-        ("order", "argosy"), ("order_cache", None), ("fim", None), ("mask_eod", False), ("document_mask", False),
-        ("reset_positions", False),
-    ):  # fmt: skip
-        if getattr(data, key) != default:
-            raise ArgosyError(
-                "config.conflict",
-                f"data.{key} is for decoders, which read windows of the token stream; this model reads {_samples_of(spec)}",
-                key=f"data.{key}",
-                value=str(getattr(data, key)),
-                origin=origins.get(f"data.{key}"),
-                fix="leave it out",
-            )
-    if model.samples == "ict":
-        _check_retrieval(spec, origins)
-
-
-def _check_retrieval(spec: RunSpec, origins: Origins) -> None:
-    data, model = spec.data, spec.model
-    if spec.train.z_loss:
-        raise ArgosyError(
-            "config.conflict",
-            "the z-loss is of logits over a vocabulary, and a model with retrieval has none",
-            key="train.z_loss",
-            value=spec.train.z_loss,
-            origin=origins.get("train.z_loss"),
-            fix="leave it out",
-        )
-    if data.ict is not None and data.ict.query_len > model.max_seq_len:
-        raise ArgosyError(
-            "config.arithmetic",
-            f"queries of {data.ict.query_len} tokens are longer than the model's {model.max_seq_len} positions",
-            key="data.ict.query_len",
-            value=data.ict.query_len,
-            origin=origins.get("data.ict.query_len"),
-            fix=f"data.ict.query_len={model.max_seq_len}, or less",
-        )
-    if spec.parallel.micro_batch < 2:
-        raise ArgosyError(
-            "config.arithmetic",
-            "a query's wrong answers are the other blocks of its micro-batch: with a micro_batch of 1 there are none",
-            key="parallel.micro_batch",
-            value=spec.parallel.micro_batch,
-            origin=origins.get("parallel.micro_batch"),
-            fix="as large a micro_batch as fits, and a global_batch that is a multiple of it",
-        )
-
-
-def _samples_of(spec: RunSpec) -> str:
-    kinds = {
-        "windows": "windows of the token stream",
-        "bert": "masked segments (data.bert)",
-        "t5": "corrupted spans (data.t5)",
-        "ict": "queries and blocks (data.ict)",
-    }
-    return kinds[spec.model.samples]
+    task.check(spec, origins)
 
 
 def _check_split(spec: RunSpec, origins: Origins) -> None:

@@ -10,6 +10,7 @@ from argosy.config.pipeline import check_pipeline
 from argosy.config.schema import ParallelSpec, RunSpec
 from argosy.errors import ArgosyError
 from argosy.families.architecture import architecture_of
+from argosy.tasks.registry import task_of
 
 Origins = dict[str, str]
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # from the slowest links to the fastest
@@ -107,8 +108,9 @@ def _check_shares_of_tensors(spec: RunSpec, origins: Origins) -> None:
         cause = f"a vocabulary of {rows} in parts of {-(-rows // tp)} leaves nothing for the last of tp {tp} ranks"
         raise _refusal("tp", tp, cause, _nearest(spec, "tp"), origins)
     check_shares(spec.parallel, spec.data.seq_len, "data.seq_len", origins)
-    if spec.data.ict is not None:
-        check_shares(spec.parallel, spec.data.ict.query_len, "data.ict.query_len", origins)
+    for key, length in task_of(spec).other_lengths(spec).items():
+        if length is not None:
+            check_shares(spec.parallel, length, key, origins)
 
 
 def check_shares(parallel: ParallelSpec, seq_len: int, what: str, origins: Origins | None = None) -> None:

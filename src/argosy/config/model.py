@@ -270,14 +270,5 @@ class ModelSpec(Section):
         return 0.0 if self.norm_centred else 1.0
 
     @property
-    def samples(self) -> Literal["windows", "bert", "t5", "ict"]:
-        """What the model is trained on: windows of the token stream, or what the section of `data` of that name says."""
-        if self.architecture == "decoder":
-            return "windows"
-        if self.architecture == "encoder-decoder":
-            return "t5"
-        return "bert" if self.retrieval is None else "ict"
-
-    @property
     def judges_pairs(self) -> bool:
         return self.pair in ("nsp", "sop")

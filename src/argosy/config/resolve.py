@@ -27,6 +27,7 @@ from argosy.config.yaml_reader import parse_value, read_yaml
 from argosy.errors import ArgosyError
 from argosy.families.experts import BALANCE_RULE
 from argosy.families.registry import ALIASES, FAMILIES, PRESETS
+from argosy.tasks.registry import TASKS
 
 Tree = dict[str, Any]
 AUTO_MICRO_BATCH_TOKENS = 16_384  # what `parallel: auto` puts through one forward pass on one device
@@ -289,7 +290,7 @@ def _derive(tree: Tree, origins: dict[str, str]) -> None:
         elif model.get("max_seq_len") is None and _as_number(data.get("seq_len")) is not None:
             model["max_seq_len"] = data["seq_len"]
             origins["model.max_seq_len"] = "derived: data.seq_len"
-        if (section := _samples_section(model)) is not None and data.get(section) is None:
+        if (section := _task_section(model, data)) is not None and data.get(section) is None:
             data[section] = {}  # all of its defaults
     if isinstance(optim, dict) and optim.get("min_lr") is None and (lr := _as_number(optim.get("lr"))) is not None:
         optim["min_lr"] = lr / 10
@@ -313,11 +314,12 @@ def _derive_layout(parallel: Tree, train: Any, data: Any, origins: dict[str, str
         origins["parallel.reshard"] = "derived: parallel.pp"
 
 
-def _samples_section(model: Tree) -> str | None:
-    """The section of `data` that says how this model's samples are made."""
-    if model.get("architecture") == "encoder":
-        return "bert" if model.get("retrieval") is None else "ict"
-    return "t5" if model.get("architecture") == "encoder-decoder" else None
+def _task_section(model: Tree, data: Tree) -> str | None:
+    """Return the section of `data` that says how this run's samples are made."""
+    kind = "retriever" if model.get("retrieval") is not None else model.get("architecture")
+    fits = [task for task in TASKS.values() if kind in [fitting.name for fitting in task.architectures]]
+    asked = [task for task in fits if task.name == data.get("task")]
+    return next((task.section for task in (asked or fits)), None)
 
 
 def _auto_micro_batch(train: Any, data: Any, parallel: Tree) -> int:

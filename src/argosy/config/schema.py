@@ -31,8 +31,8 @@ from argosy.config.units import (
     Whole,
 )
 from argosy.config.watching import LogSpec
-
-Share = Annotated[float, Field(ge=0, le=1), NotBool]
+from argosy.tasks.causal_lm import FimSpec
+from argosy.tasks.registry import TaskSections
 
 
 class PrepareSpec(Section):
@@ -64,61 +64,8 @@ class DataSource(Section):
     prepare: PrepareSpec | None = Field(None, description="how it is made; without it the corpus must be there")
 
 
-class FimSpec(Section):
-    """Fill-in-the-middle: some training documents are cut in three and rearranged (code models)."""
-
-    rate: Share = Field(0.5, description="share of documents that are rearranged")
-    spm_rate: Share = Field(0.5, description="of those, suffix before prefix")
-    prefix: str = Field("<|fim_prefix|>", description="the token before the prefix")
-    middle: str = Field("<|fim_middle|>", description="the token before the middle")
-    suffix: str = Field("<|fim_suffix|>", description="the token before the suffix")
-
-
-SpecialToken = str | Whole  # by its name in the tokenizer, or by its id, which then may lie beyond the tokenizer's
-
-
-class BertSpec(Section):
-    """Masked language modelling: the samples of an encoder. The defaults are BERT's."""
-
-    mask_rate: Annotated[float, Field(gt=0, le=1), NotBool] = Field(
-        0.15, description="share of the text's tokens to predict"
-    )
-    max_ngram: Positive = Field(1, description="tokens hidden together at most")
-    short_seq_prob: Share = Field(0.1, description="share of samples that are a random shorter stretch")
-    cls: SpecialToken = Field("[CLS]", description="the token a sample begins with, or its id")
-    sep: SpecialToken = Field("[SEP]", description="the token behind each segment, or its id")
-    mask: SpecialToken = Field("[MASK]", description="the token shown in place of hidden ones, or its id")
-    pad: SpecialToken = Field("[PAD]", description="the token that fills a sample up, or its id")
-
-
-class T5Spec(Section):
-    """Span corruption: the samples of an encoder-decoder. The defaults are T5's."""
-
-    noise_density: Annotated[float, Field(gt=0, lt=1), NotBool] = Field(
-        0.15, description="share of the text's tokens to predict"
-    )
-    mean_span: Annotated[float, Field(ge=1), NotBool] = Field(3.0, description="tokens in a corrupted span, on average")
-    sentinel: SpecialToken = Field(
-        "<extra_id_0>", description="the token for the first span, or its id; the next ones have the ids below it"
-    )
-    sentinels: Positive = Field(100, description="how many there are")
-    eos: SpecialToken = Field("</s>", description="the token that ends inputs and targets, or its id")
-    pad: SpecialToken = Field("<pad>", description="the token the decoder starts from, or its id")
-
-
-class IctSpec(Section):
-    """Inverse cloze: the samples of a two-tower encoder (`model.retrieval`). Blocks have `data.seq_len` tokens."""
-
-    query_len: Positive = Field(64, description="tokens in a query, [CLS] and [SEP] included")
-    query_in_block: Share = Field(0.1, description="share of samples whose query stays in its block")
-    cls: SpecialToken = Field("[CLS]", description="the token a query or block begins with, or its id")
-    sep: SpecialToken = Field("[SEP]", description="the token behind it, or its id")
-    pad: SpecialToken = Field("[PAD]", description="the token that fills it up, or its id")
-
-
-class DataSpec(Section):
-    """The corpus and how it is cut into samples: windows of the token stream for a decoder, and what `bert`, `t5` or
-    `ict` describe for the other models."""
+class CorporaSpec(Section):
+    """The corpora, their splits, and how windows of their tokens are read."""
 
     tokenizer: str | None = Field(
         None, description="tokenizer.json, or `bytes`; default: the one stored with the prepared data"
@@ -137,9 +84,12 @@ class DataSpec(Section):
     fim: FimSpec | None = Field(None, description="fill-in-the-middle, on training samples")
     document_mask: bool = Field(False, description="attention does not cross the end of a document inside a sample")
     reset_positions: bool = Field(False, description="positions restart at each document inside a sample")
-    bert: BertSpec | None = Field(None, description="masked language modelling (an encoder's samples)")
-    t5: T5Spec | None = Field(None, description="span corruption (an encoder-decoder's samples)")
-    ict: IctSpec | None = Field(None, description="inverse cloze (a retriever's samples)")
+
+
+class DataSpec(TaskSections, CorporaSpec):
+    """The corpus and how it is cut into samples: windows of the token stream for a decoder, and what `bert`, `t5` or
+    `ict` describe for the other models."""
+
     seq_len: Positive = Field(description="tokens in a sample; the model's max_seq_len unless given")
 
 

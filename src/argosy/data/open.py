@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from argosy.config.schema import DataSource, FimSpec, RunSpec
+from argosy.config.schema import DataSource, RunSpec
 from argosy.data.corpus.corpus import Corpus, Split, open_corpus
-from argosy.data.samples.fim import FillInTheMiddle
-from argosy.data.samples.megatron_stream import MegatronStream, split_by_sequence
-from argosy.data.samples.windows import BatchMaker, SampleStream, Stream, Windows
-from argosy.data.tasks import Tasks
+from argosy.data.samples.megatron_stream import split_by_sequence
+from argosy.data.samples.windows import Stream
 from argosy.data.text.tokenizer import Tokenizer, load_tokenizer
 from argosy.errors import ArgosyError
+from argosy.tasks.registry import task_of
+from argosy.tasks.task import Opened
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,7 @@ class RunData:
     def training(self) -> Stream:
         """The training split, blended by the weights of the run spec, in the order it asks for."""
         weights = [source.weight for source in self.spec.data.train if source.weight is not None]
-        if self.spec.data.order == "megatron":
-            return self._megatron("train", self.corpora, weights or None, self._training_samples(), fim=True)
-        return self._stream("train", self.corpora, weights or None, fim=True)
+        return self._stream("train", self.corpora, weights or None, training=True)
 
     def split(self, corpus: Corpus, name: str) -> Split:
         """What training and evaluation may read of a corpus: no token is in two splits."""
@@ -44,95 +42,28 @@ class RunData:
 
     def whole(self, split: str) -> Stream:
         """A split without weights: its first `epoch_samples` samples are every sample once."""
-        return self._stream(split, self.corpora, None, fim=False)
+        return self._stream(split, self.corpora, None, training=False)
 
     def each(self, split: str) -> dict[str, Stream]:
         """A split of each source alone, by name: what losses are reported for."""
         names = set_names([source.path for source in self.spec.data.train])
         return {
-            name: self._stream(split, [corpus], None, fim=False)
+            name: self._stream(split, [corpus], None, training=False)
             for name, corpus in zip(names, self.corpora, strict=True)
         }
 
     @property
     def target_len(self) -> int | None:
-        """Tokens of the decoder's side of a sample, where there are two sides."""
-        t5 = self.spec.data.t5
-        return None if t5 is None else Tasks(self.spec, self.tokenizer, self._eod_id()).span_corruption(t5).target_len
+        """Return the tokens of the decoder's side of a sample, where there are two sides."""
+        return task_of(self.spec).target_len(self.spec)
 
     def facts(self) -> dict[str, Any]:
         """What a run remembers of its data: which corpora they were, and the id that ends a document."""
         return {"corpora": [corpus.facts() for corpus in self.corpora], "eod_id": self._eod_id()}
 
-    def _stream(self, split: str, corpora: list[Corpus], weights: list[float] | None, *, fim: bool) -> Stream:
-        """Of the samples the model is trained on."""
-        data, tasks = self.spec.data, Tasks(self.spec, self.tokenizer, self._eod_id())
-        if self.spec.model.samples == "t5":
-            return tasks.spans(split, corpora, weights)
-        if self.spec.model.samples in ("bert", "ict"):
-            return tasks.documents(split, corpora, weights)
-        if data.order == "megatron":
-            return self._megatron(split, corpora, None, None, fim=fim)
-        sets = [Windows(corpus, self.split(corpus, split), data.seq_len) for corpus in corpora]
-        return SampleStream(sets, weights, self.spec.train.seed, self._maker(fim=fim))
-
-    def _megatron(
-        self, split: str, corpora: list[Corpus], weights: list[float] | None, num_samples: int | None, *, fim: bool
-    ) -> MegatronStream:
-        """So many samples, or one epoch of each corpus."""
-        data = self.spec.data
-        return MegatronStream(
-            corpora,
-            data.split,
-            weights,
-            seq_len=data.seq_len,
-            num_samples=num_samples,
-            seed=self.spec.train.seed,
-            maker=self._maker(fim=fim),
-            split=split,
-            cache_dir=None if data.order_cache is None else Path(data.order_cache),
-        )
-
-    def _training_samples(self) -> int:
-        """Samples that the whole run takes: Megatron's order depends on it."""
-        data, train = self.spec.data, self.spec.train
-        epoch = sum(max(0, self.split(corpus, "train").tokens - 1) // data.seq_len for corpus in self.corpora)
-        return train.batches.samples(train.length.steps(train.batches, seq_len=data.seq_len, epoch_samples=epoch) or 0)
-
-    def _maker(self, *, fim: bool) -> BatchMaker:
-        data = self.spec.data
-        eod = self._eod_id()
-        needs = [key for key in ("mask_eod", "document_mask", "reset_positions", "fim") if getattr(data, key)]
-        if eod is None and needs:
-            raise ArgosyError(
-                "tokenizer.no-eod",
-                "the end of a document cannot be told: the data was prepared without an end-of-document token",
-                key=f"data.{needs[0]}",
-                fix="prepare the data with --append-eod, or leave the key out",
-            )
-        return BatchMaker(
-            vocab_size=self.spec.model.vocab_size,
-            seed=self.spec.train.seed,
-            fim=self._fill_in_the_middle(data.fim, eod) if fim and data.fim is not None and eod is not None else None,
-            masked_eod=eod if data.mask_eod else None,
-            parting_eod=eod if data.document_mask else None,
-            restarting_eod=eod if data.reset_positions else None,
-        )
-
-    def _fill_in_the_middle(self, fim: FimSpec, eod: int) -> FillInTheMiddle:
-        ids = {}
-        for role in ("prefix", "middle", "suffix"):
-            found = None if self.tokenizer is None else self.tokenizer.id_of(getattr(fim, role))
-            if found is None or found >= self.spec.model.vocab_size:
-                raise ArgosyError(
-                    "tokenizer.vocabulary",
-                    f"the tokenizer has no token {getattr(fim, role)!r}, or its id is beyond the model's vocabulary",
-                    key=f"data.fim.{role}",
-                    value=getattr(fim, role),
-                    fix="name three special tokens of the tokenizer",
-                )
-            ids[role] = found
-        return FillInTheMiddle(**ids, eod=eod, rate=fim.rate, spm_rate=fim.spm_rate)
+    def _stream(self, split: str, corpora: list[Corpus], weights: list[float] | None, *, training: bool) -> Stream:
+        opened = Opened(self.spec, self.tokenizer, self._eod_id())
+        return task_of(self.spec).stream(opened, split, corpora, weights, training=training)
 
     def _eod_id(self) -> int | None:
         for corpus in self.corpora:

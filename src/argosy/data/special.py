@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from argosy.config.schema import SpecialToken, T5Spec
 from argosy.data.text.tokenizer import Tokenizer
 from argosy.errors import ArgosyError
+from argosy.tasks.task import SpecialToken
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,3 @@ class SpecialTokens:
             fix=f"name a token of the tokenizer, or give an id that is free (its own end at {entries - 1:,}) and below "
             f"model.vocab_size {self.vocab_size:,}, enlarging that if need be",
         )
-
-    def sentinels(self, t5: T5Spec) -> range:
-        """T5's, the lowest id first, which is the last of them: as many as the spec says, or as are nothing else."""
-        first = self.id_of("data.t5.sentinel", t5.sentinel)
-        count = min(t5.sentinels, first + 1)
-        if self.tokenizer is not None and isinstance(t5.sentinel, str) and t5.sentinel.endswith("0>"):
-            names = [f"{t5.sentinel.removesuffix('0>')}{i}>" for i in range(count)]
-            count = next((i for i, name in enumerate(names) if self.tokenizer.id_of(name) != first - i), count)
-        elif self.tokenizer is not None and first >= self.tokenizer.vocab_size:  # a free id, and below are words
-            count = min(count, first - self.tokenizer.vocab_size + 1)
-        return range(first - count + 1, first + 1)

@@ -1,7 +1,7 @@
 """The architectures a model may have: decoder, encoder, retriever, encoder-decoder. Every room that treats them differently asks
 one of these objects, and none compares names.
 
-They are facts, without torch: the modules that a pipeline cuts, the layers that are counted, the tasks that fit.
+They are facts, without torch: the modules that a pipeline cuts, the layers that are counted, what fits and what does not.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ class Architecture:
     does not know it well enough to choose a layout. `predicted` is the share of the tokens that the output head judges."""
 
     name: str
-    tasks: tuple[str, ...]  # it can be trained on; the first is its own
     causal: bool = False
     writes_text: bool = True  # one token after another
     two_sequences: bool = False
@@ -128,17 +127,17 @@ def _output(spec: ModelSpec, embedding: str, own: str) -> str:
 
 
 _JUDGED_WHOLE = "an encoder judges a sequence as a whole, by its first token or by positions in it"
-DECODER = _Decoder("decoder", tasks=("causal-lm",), causal=True)
+DECODER = _Decoder("decoder", causal=True)
 ENCODER = _Encoder(
-    "encoder", tasks=("masked-lm",), writes_text=False, normed_embedding=True, uncuttable=_JUDGED_WHOLE,
+    "encoder", writes_text=False, normed_embedding=True, uncuttable=_JUDGED_WHOLE,
     predicted=PREDICTED_SHARE,
 )  # fmt: skip
 RETRIEVER = _Retriever(
-    "retriever", tasks=("inverse-cloze",), writes_text=False, has_vocabulary=False, normed_embedding=True,
+    "retriever", writes_text=False, has_vocabulary=False, normed_embedding=True,
     uncuttable=_JUDGED_WHOLE, predicted=PREDICTED_SHARE,
 )  # fmt: skip
 ENCODER_DECODER = _EncoderDecoder(
-    "encoder-decoder", tasks=("span-corruption",), two_sequences=True, fan_in_init=True, planned=False,
+    "encoder-decoder", two_sequences=True, fan_in_init=True, planned=False,
     uncuttable="an encoder-decoder has two sequences, which look at each other",
 )  # fmt: skip
 _BY_KEY = {kind.name: kind for kind in (DECODER, ENCODER, ENCODER_DECODER)}

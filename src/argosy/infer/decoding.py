@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -21,19 +21,24 @@ class Sampling:
 
 @torch.no_grad()
 def generate(
-    model: Callable[[Tensor], Tensor],
+    model: Callable[..., Tensor],
     ids: list[int],
     options: Sampling,
     *,
     limit: int,
     stop: int | None,
     device: torch.device,
+    beside: Callable[[range], Mapping[str, list[int]]] = lambda shown: {},
 ) -> Iterator[int]:
-    """Tokens after `ids`, of which the model is shown the last `limit`."""
+    """Yield the tokens after `ids`. The model is shown the last `limit` tokens, and what `beside` gives for their places in the
+    text."""
     generator = torch.Generator().manual_seed(derive_seed(options.seed, "sample"))
     history = list(ids)
     for _ in range(options.tokens):
-        logits: Tensor = model(torch.tensor([history[-limit:]], device=device))[0, -1].float().cpu()
+        shown = range(max(0, len(history) - limit), len(history))
+        inputs = {name: torch.tensor([row], device=device) for name, row in beside(shown).items()}
+        tokens = torch.tensor([history[shown.start :]], device=device)
+        logits = model(tokens, **inputs)[0, -1].float().cpu()
         token = choose(logits, options, generator)
         if token == stop:
             return

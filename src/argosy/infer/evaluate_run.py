@@ -15,11 +15,12 @@ from argosy.data.open import open_data
 from argosy.data.samples.windows import Stream
 from argosy.errors import ArgosyError
 from argosy.parallel.mesh import Mesh
+from argosy.tasks.registry import SECTIONS
 from argosy.train.session import Loaded, load_model, make_engine
 from argosy.train.validation import Evaluation, evaluate
 
 # Of `data`: what a run's samples are, whichever corpus they are made from.
-_OF_SAMPLES = {"seq_len", "mask_eod", "document_mask", "reset_positions", "bert", "t5", "ict"}
+_OF_SAMPLES = {"seq_len", "mask_eod", "document_mask", "reset_positions", "task", *SECTIONS}
 _LONGEST = 4096  # tokens in a sample for a model that was not trained here, unless asked for: some are for a million
 
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
+from typing import Any
 
 from argosy.checkpoint.source import Source
 from argosy.data.text.tokenizer import Tokenizer
 from argosy.errors import ArgosyError
 from argosy.infer.decoding import Sampling, generate
 from argosy.infer.infill import fill_masks, write_spans
+from argosy.tasks.registry import own_task, task_of
+from argosy.tasks.task import Task
 from argosy.train.session import Loaded, load_model
 
 
@@ -19,21 +23,21 @@ def sample(where: str, prompt: str, options: Sampling, device: str | None = None
     prompt = _utf8(prompt)
     loaded = load_model(where, device=device)
     tokenizer = source_tokenizer(loaded.source)
-    kind = loaded.source.model.samples
-    if kind == "ict":
+    task = own_task(loaded.source.model) if loaded.spec is None else task_of(loaded.spec)
+    if task.writes is None:
         raise ArgosyError(
             "model.no-text",
             f"{where} is a retriever: it compares queries with blocks, and writes no text",
             key="model.retrieval",
             fix="`argosy eval` has its accuracy; sample from a decoder, a BERT or a T5",
         )
-    if kind != "windows":
-        fill = fill_masks if kind == "bert" else write_spans
-        return fill(loaded, tokenizer, lambda text: _encode(tokenizer, text), prompt, options)
-    return _go_on(loaded, tokenizer, prompt, options)
+    if task.writes == "continuation":
+        return _go_on(loaded, task, tokenizer, prompt, options)
+    fill = fill_masks if task.writes == "masks" else write_spans
+    return fill(loaded, tokenizer, lambda text: _encode(tokenizer, text), prompt, options)
 
 
-def _go_on(loaded: Loaded, tokenizer: Tokenizer, prompt: str, options: Sampling) -> str:
+def _go_on(loaded: Loaded, task: Task[Any], tokenizer: Tokenizer, prompt: str, options: Sampling) -> str:
     """The prompt and what comes after it."""
     eod = loaded.source.eod_id
     prompt_ids = _encode(tokenizer, prompt)
@@ -49,7 +53,8 @@ def _go_on(loaded: Loaded, tokenizer: Tokenizer, prompt: str, options: Sampling)
     limit = loaded.source.model.max_seq_len
     if len(ids) > limit:
         print(f"note: of the prompt's {len(ids):,} tokens the model reads the last {limit:,}", file=sys.stderr)
-    written = list(generate(loaded.model, ids, options, limit=limit, stop=eod, device=loaded.device))
+    beside = partial(task.prompt_inputs, len(ids))
+    written = list(generate(loaded.model, ids, options, limit=limit, stop=eod, device=loaded.device, beside=beside))
     return tokenizer.decode(prompt_ids + written)
 
 

@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from argosy.config.schema import BertSpec, T5Spec
 from argosy.config.seeds import derive_seed
 from argosy.data.special import SpecialTokens
 from argosy.data.text.tokenizer import Tokenizer
 from argosy.errors import ArgosyError
 from argosy.infer.decoding import Sampling, choose, generate
+from argosy.tasks.masked_lm import BertSpec
+from argosy.tasks.span_corruption import T5Spec
+from argosy.tasks.span_corruption import sentinels as sentinels_of
 from argosy.train.session import Loaded
 
 Encode = Callable[[str], list[int]]
@@ -57,7 +59,7 @@ def write_spans(loaded: Loaded, tokenizer: Tokenizer, encode: Encode, prompt: st
     t5 = (loaded.spec.data.t5 if loaded.spec is not None else None) or T5Spec()
     special = SpecialTokens(tokenizer, loaded.source.model.vocab_size)
     eos, start = (special.id_of(f"data.t5.{r}", getattr(t5, r)) for r in ("eos", "pad"))
-    sentinels = special.sentinels(t5)
+    sentinels = sentinels_of(special, t5)
     ids: list[int] = []
     for at, part in enumerate(_SENTINEL.split(prompt)):  # text, number of a sentinel, text, …
         if at % 2 and int(part) >= len(sentinels):

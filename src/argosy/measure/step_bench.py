@@ -23,13 +23,14 @@ from argosy.config.layout import check_world
 from argosy.config.schema import RunSpec
 from argosy.console.formats import digits
 from argosy.console.progress_bar import ProgressBar
-from argosy.data.synthetic import synthetic_batch, target_length
+from argosy.data.synthetic import synthetic_batch
 from argosy.model.init import initial_weights
 from argosy.model.ops import flash, hopper
 from argosy.parallel.mesh import Mesh
 from argosy.parallel.precision import choose_precision, slow_precision
 from argosy.parallel.single import SingleDevice
 from argosy.plan.hardware import Peak
+from argosy.tasks.registry import task_of
 from argosy.train.device import peak_of, prepare_device
 from argosy.train.device_memory import Memory, measure_memory
 from argosy.train.kernel_profile import StepProfile, kind_of, profile_step
@@ -180,7 +181,7 @@ def bench(spec: RunSpec, *, steps: int, warmup: int, trace: Path | None = None) 
         precision=precision,
         steps_ms=clock.intervals_ms(),
         tokens=batch.read_tokens,
-        flops_per_token=training_flops_per_token(spec.model, spec.data.seq_len, target_length(spec)),
+        flops_per_token=training_flops_per_token(spec.model, spec.data.seq_len, task_of(spec).target_len(spec)),
         peak=peak_of(device),
         memory=measure_memory(engine.model, optimizer, device, accumulated=accumulated),
         profile=profile_step(step, device, trace),

@@ -20,6 +20,7 @@ from argosy.plan.layouts import Layout, Recompute, Schedule, Work, violations
 from argosy.plan.log import Log, judge
 from argosy.plan.plan_report import as_dict, distinct, explain, header, table, why_lost
 from argosy.plan.search import Candidate, Found, evaluate, search, warnings
+from argosy.tasks.registry import masks_vary
 
 STACK = "argosy"
 CHOICES: dict[str, tuple[str, ...]] = {"recompute": get_args(Recompute), "schedule": get_args(Schedule)}
@@ -218,7 +219,7 @@ def _work_of(spec: RunSpec, global_batch: int | None, seq_len: int | None, preci
         muon_steps=MuonSpec().ns_steps if muon is None else muon.ns_steps,
         reduced=2.0 if spec.parallel.reduce == "bf16" else None,
         reshard=spec.parallel.reshard or spec.parallel.pp > 1,
-        replayed=spec.parallel.graph == "auto" and spec.parallel.compile == "off" and not spec.data.document_mask,
+        replayed=spec.parallel.graph == "auto" and spec.parallel.compile == "off" and not masks_vary(spec),
     )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from argosy.parallel.mesh import Mesh
 from argosy.parallel.pipeline.stage_cut import cut, part_of
 from argosy.parallel.precision import apply_precision, choose_precision, evaluation_precision
 from argosy.parallel.single import SingleDevice
+from argosy.tasks.registry import masks_vary
 from argosy.train.device import prepare_device
 from argosy.train.device_memory import require_memory
 
@@ -90,10 +91,10 @@ def make_engine(spec: RunSpec, model: nn.Module, mesh: Mesh) -> SingleDevice:
 
 
 def _replayable(spec: RunSpec, device: torch.device) -> bool:
-    """Whether every pass is the same kernels. Dropout is not: it is seeded anew for each block of each pass. Document masks may
-    be, but no GPU has yet shown that they replay with the same bits."""
+    """Whether every pass is the same kernels. Dropout is not: it is seeded anew for each block of each pass. Masks that differ from sample to sample
+    may be, but no GPU has yet shown that they replay with the same bits."""
     asked = device.type == "cuda" and spec.parallel.graph == "auto" and spec.parallel.compile == "off"
-    return asked and not spec.model.dropout and not spec.data.document_mask
+    return asked and not spec.model.dropout and not masks_vary(spec)
 
 
 def load_model(where: str, *, device: str | None = None) -> Loaded:

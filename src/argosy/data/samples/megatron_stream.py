@@ -21,7 +21,7 @@ from argosy.data.corpus.corpus import SPLITS, Corpus, Split
 from argosy.data.samples.megatron_blend import MegatronBlend, plan_blend
 from argosy.data.samples.megatron_order import MegatronSamples, split_ranges
 from argosy.data.samples.order import Indices
-from argosy.data.samples.windows import Batch, BatchMaker
+from argosy.data.samples.windows import Batch, Maker
 from argosy.errors import ArgosyError
 
 
@@ -79,7 +79,7 @@ class MegatronStream:
         seq_len: int,
         num_samples: int | None,
         seed: int,
-        maker: BatchMaker,
+        maker: Maker,
         split: str = "train",
         cache_dir: Path | None = None,
     ) -> None:

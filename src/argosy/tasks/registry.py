@@ -1,0 +1,69 @@
+"""Every task, once: its object, its name in `data.task`, and its section of `data`."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from argosy.config.model import ModelSpec, Section
+from argosy.errors import ArgosyError
+from argosy.families.architecture import Architecture, architecture_of
+from argosy.tasks.causal_lm import CausalLM
+from argosy.tasks.inverse_cloze import IctSpec, InverseClozeTask
+from argosy.tasks.masked_lm import BertSpec, MaskedLMTask
+from argosy.tasks.span_corruption import SpanCorruptionTask, T5Spec
+from argosy.tasks.task import Run, Task
+
+# The first that fits an architecture is its own.
+TASKS: dict[str, Task[Any]] = {
+    task.name: task for task in (CausalLM(), MaskedLMTask(), SpanCorruptionTask(), InverseClozeTask())
+}
+TaskName = Literal["causal-lm", "masked-lm", "span-corruption", "inverse-cloze"]
+
+
+class TaskSections(Section):
+    """What `data` has for tasks: which one, and the settings of each."""
+
+    task: TaskName | None = Field(
+        None, description="what the model is trained on; unless given, its architecture's own task"
+    )
+    bert: BertSpec | None = Field(None, description="masked language modelling (an encoder's samples)")
+    t5: T5Spec | None = Field(None, description="span corruption (an encoder-decoder's samples)")
+    ict: IctSpec | None = Field(None, description="inverse cloze (a retriever's samples)")
+
+
+SECTIONS = tuple(task.section for task in TASKS.values() if task.section is not None)
+
+
+def tasks_for(architecture: Architecture) -> list[Task[Any]]:
+    """Return the tasks an architecture can be trained on, its own first."""
+    return [task for task in TASKS.values() if architecture in task.architectures]
+
+
+def own_task(model: ModelSpec) -> Task[Any]:
+    """Return the task a model is trained on unless a run asks for another."""
+    return tasks_for(architecture_of(model))[0]
+
+
+def masks_vary(run: Run) -> bool:
+    """Return whether who sees whom in a sample depends on the batch."""
+    return bool(run.data.document_mask) or task_of(run).masks_vary
+
+
+def task_of(run: Run) -> Task[Any]:
+    """Return the task of a run, or a refusal that lists those its model can do."""
+    if run.data.task is None:
+        return own_task(run.model)
+    architecture = architecture_of(run.model)
+    task = TASKS[run.data.task]
+    if architecture not in task.architectures:
+        fits = [other.name for other in tasks_for(architecture)]
+        raise ArgosyError(
+            "config.conflict",
+            f"{task.name} is no task for the architecture {architecture.name}",
+            key="data.task",
+            value=task.name,
+            fix=f"data.task={' or '.join(fits)}, or choose another model",
+        )
+    return task

@@ -1,0 +1,93 @@
+"""Span corruption, T5's task: an encoder-decoder writes what spans of a text that were replaced by sentinels stood for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+
+from argosy.config.model import Section
+from argosy.config.units import NotBool, Positive
+from argosy.families.architecture import ENCODER_DECODER
+from argosy.tasks.task import Opened, Run, SpecialToken, Task
+
+if TYPE_CHECKING:
+    from argosy.data.corpus.corpus import Corpus
+    from argosy.data.samples.windows import Batch, Stream
+    from argosy.data.special import SpecialTokens
+
+
+class T5Spec(Section):
+    """Span corruption: the samples of an encoder-decoder. The defaults are T5's."""
+
+    noise_density: Annotated[float, Field(gt=0, lt=1), NotBool] = Field(
+        0.15, description="share of the text's tokens to predict"
+    )
+    mean_span: Annotated[float, Field(ge=1), NotBool] = Field(3.0, description="tokens in a corrupted span, on average")
+    sentinel: SpecialToken = Field(
+        "<extra_id_0>", description="the token for the first span, or its id; the next ones have the ids below it"
+    )
+    sentinels: Positive = Field(100, description="how many there are")
+    eos: SpecialToken = Field("</s>", description="the token that ends inputs and targets, or its id")
+    pad: SpecialToken = Field("<pad>", description="the token the decoder starts from, or its id")
+
+
+class SpanCorruptionTask(Task[T5Spec]):
+    name = "span-corruption"
+    samples = "corrupted spans (data.t5)"
+    architectures = (ENCODER_DECODER,)
+    section = "t5"
+    settings_type = T5Spec
+    roles = ("sentinel", "eos", "pad")
+    writes = "spans"
+
+    def other_lengths(self, run: Run) -> dict[str, int | None]:
+        return {"targets": None}
+
+    def target_len(self, run: Run) -> int | None:
+        from argosy.data.samples.t5 import lengths_for
+
+        t5 = self.settings(run)
+        return lengths_for(run.data.seq_len, t5.noise_density, t5.mean_span).targets
+
+    def stream(
+        self, opened: Opened, split: str, corpora: Sequence[Corpus], weights: Sequence[float] | None, *, training: bool
+    ) -> Stream:
+        """Windows of the token stream, just so long that their corrupted form fills data.seq_len."""
+        from argosy.data.samples.t5 import SpanCorruption, SpanMaker
+        from argosy.data.samples.windows import SampleStream, Windows
+
+        run, special, t5 = opened.run, opened.special, self.settings(opened.run)
+        names = sentinels(special, t5)
+        how = SpanCorruption(
+            run.data.seq_len,
+            names[-1],
+            special.id_of("data.t5.eos", t5.eos),
+            decoder_start=special.id_of("data.t5.pad", t5.pad),
+            noise_density=t5.noise_density,
+            mean_span=t5.mean_span,
+            sentinels=len(names),
+        )
+        sets = [Windows(corpus, corpus.split(run.data.split)[split], how.text_len) for corpus in corpora]
+        return SampleStream(sets, weights, run.train.seed, SpanMaker(run.model.vocab_size, run.train.seed, how))
+
+    def synthetic(self, run: Run, draw: Callable[[int], Any]) -> Batch:
+        from argosy.data.samples.windows import Batch
+
+        tokens, target = draw(run.data.seq_len), draw(self.target_len(run) or 1)
+        return Batch(tokens, target, {"decoder_tokens": target})
+
+
+def sentinels(special: SpecialTokens, t5: T5Spec) -> range:
+    """Return the ids of the sentinels, the lowest first, which is the last of them: as many as the spec says, or as are nothing
+    else."""
+    tokenizer = special.tokenizer
+    first = special.id_of("data.t5.sentinel", t5.sentinel)
+    count = min(t5.sentinels, first + 1)
+    if tokenizer is not None and isinstance(t5.sentinel, str) and t5.sentinel.endswith("0>"):
+        names = [f"{t5.sentinel.removesuffix('0>')}{i}>" for i in range(count)]
+        count = next((i for i, name in enumerate(names) if tokenizer.id_of(name) != first - i), count)
+    elif tokenizer is not None and first >= tokenizer.vocab_size:  # a free id, and below are words
+        count = min(count, first - tokenizer.vocab_size + 1)
+    return range(first - count + 1, first + 1)

@@ -1,0 +1,70 @@
+"""Every task is registered once, fits some architecture, and a run can ask for any that its model can do and for no other."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+
+from argosy.config.resolve import resolve
+from argosy.config.schema import DataSpec, RunSpec
+from argosy.data.synthetic import synthetic_batch
+from argosy.errors import ArgosyError
+from argosy.families.architecture import DECODER, ENCODER, ENCODER_DECODER, RETRIEVER
+from argosy.tasks.registry import SECTIONS, TASKS, TaskName, task_of, tasks_for
+
+PRESETS = {"gpt2": "causal-lm", "bert-base": "masked-lm", "t5-small": "span-corruption", "ict-base": "inverse-cloze"}
+
+
+def run(preset: str, *keys: str) -> RunSpec:
+    return resolve(
+        None, [f"model={preset}", "data.train=corpus", "train.global_batch=4", "train.steps=1", "optim.lr=1e-3", *keys]
+    ).spec
+
+
+def test_the_names_and_sections_of_the_run_spec_are_those_of_the_tasks() -> None:
+    assert set(get_args(TaskName)) == set(TASKS)
+    assert set(SECTIONS) < set(DataSpec.model_fields)
+    for task in TASKS.values():
+        if task.section is not None:
+            assert set(task.roles) < set(task.settings_type.model_fields)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_run_that_names_no_task_has_its_architectures_own(preset: str) -> None:
+    assert task_of(run(preset)).name == PRESETS[preset]
+    assert run(preset).data.task is None
+    assert task_of(run(preset, f"data.task={PRESETS[preset]}")).name == PRESETS[preset]
+
+
+def test_every_architecture_has_a_task() -> None:
+    for architecture in (DECODER, ENCODER, RETRIEVER, ENCODER_DECODER):
+        assert tasks_for(architecture)
+
+
+@pytest.mark.parametrize(
+    ("preset", "task"),
+    [(preset, task) for preset, own in PRESETS.items() for task in TASKS if DECODER not in TASKS[task].architectures and task != own],
+)  # fmt: skip
+def test_a_task_the_model_cannot_do_is_refused_with_those_it_can(preset: str, task: str) -> None:
+    with pytest.raises(ArgosyError, match="is no task for the architecture") as refused:
+        run(preset, f"data.task={task}")
+    assert PRESETS[preset] in (refused.value.fix or "")
+
+
+def test_an_unknown_task_is_refused() -> None:
+    with pytest.raises(ArgosyError, match="causal-lm"):
+        run("gpt2", "data.task=guessing")
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_synthetic_batch_has_the_inputs_the_task_gives_its_model(preset: str) -> None:
+    inputs: dict[str, set[str]] = {
+        "gpt2": set(),
+        "bert-base": {"token_types", "padding_mask", "predicted", "pair_labels"},
+        "t5-small": {"decoder_tokens"},
+        "ict-base": {"padding_mask", "query_tokens", "query_padding_mask"},
+    }
+    batch: Any = synthetic_batch(run(preset, "data.seq_len=32"))
+    assert set(batch.inputs) == inputs[preset]
+    assert len(batch.tokens) == 4
