@@ -192,14 +192,14 @@ def _compiled_flex() -> Callable[..., Any]:
 
 def flex_block_mask(
     visible: Callable[..., torch.Tensor],
-    documents: torch.Tensor | None,
+    by_sample: torch.Tensor | None,
     queries: int,
     keys: int,
     device: torch.device,
 ) -> Any:
-    """Which blocks of keys each block of queries needs: the same for all heads, and for the whole batch unless documents
-    differ."""
-    batch = None if documents is None else documents.shape[0]
+    """Which blocks of keys each block of queries needs: the same for all heads, and for the whole batch unless samples differ in
+    what `by_sample` [batch, ..] says."""
+    batch = None if by_sample is None else by_sample.shape[0]
     return create_block_mask(visible, batch, None, queries, keys, device=device)
 
 

@@ -1,7 +1,7 @@
 """Who may look at whom, and the back ends that compute it.
 
-A `Mask` says what is asked: causal or not, a sliding window, documents that do not see each other, ALiBi slopes, an
-additive bias. `BACKENDS` is the table of ways to compute it, fastest first; each declares what it can serve, and the
+A `Mask` says what is asked: causal or not, a sliding window, documents that do not see each other, how far ahead each query
+sees, ALiBi slopes, an additive bias. `BACKENDS` is the table of ways to compute it, fastest first; each declares what it can serve, and the
 first that can is taken. The last one writes the whole mask out as an additive bias: it serves everything, everywhere,
 and is what the others are tested against.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -24,6 +24,8 @@ from argosy.model.ops import flash, hopper
 from argosy.model.ops.attention_backends import Form, attend
 from argosy.model.share import WHOLE, Share
 
+MASK_INPUTS = ("documents", "reach")  # inputs of a model, [batch, seq], that only masks are made of
+
 
 @dataclass(frozen=True)
 class Mask:
@@ -33,17 +35,20 @@ class Mask:
     window: int | None = None  # a query sees itself and the window - 1 keys before it
     slopes: Tensor | None = None  # ALiBi: subtracts slope x distance from the score  # [heads]
     documents: Tensor | None = None  # only equal ids see each other  # [batch, seq]
+    # The last key each query sees, where that is not itself: beyond it nothing is seen. A window counts keys behind a query only.
+    reach: Tensor | None = None  # [batch, seq]
     bias: Tensor | None = None  # added to the scores; may be trained  # [1 or batch, heads, queries, keys]
 
     def within(self, queries: int) -> Mask:
         """The same, without a window that is too wide to matter."""
         if self.window is None or self.window < queries:
             return self
-        return Mask(self.causal, None, self.slopes, self.documents, self.bias)
+        return replace(self, window=None)
 
     @property
     def is_plain(self) -> bool:
-        return self.window is None and self.slopes is None and self.documents is None and self.bias is None
+        restrictions = (self.window, self.slopes, self.documents, self.reach, self.bias)
+        return all(restriction is None for restriction in restrictions)
 
 
 class Case(NamedTuple):
@@ -125,7 +130,7 @@ def _flash_refuses(case: Case) -> str | None:
     mask = case.mask
     if case.dropout:
         return "has no dropout"
-    if mask.slopes is not None or mask.documents is not None or mask.bias is not None:
+    if any(given is not None for given in (mask.slopes, mask.documents, mask.reach, mask.bias)):
         return "only causal or bidirectional attention, and windows"
     if mask.window is not None and not mask.causal:
         return "a window only where attention is causal"
@@ -199,21 +204,26 @@ def _flex_refuses(case: Case) -> str | None:
 
 def _flex(case: Case, scale: float | None) -> Attend:
     mask = case.mask
-    slopes, documents, window = mask.slopes, mask.documents, mask.window
+    slopes, documents, window, reach = mask.slopes, mask.documents, mask.window, mask.reach
     places = None if case.queries.is_whole else case.queries.take(torch.arange(case.seq, device=case.device), 0)
 
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         query = query if places is None else places[query]
-        seen = query >= key if mask.causal else query >= 0
+        if reach is not None:
+            seen = reach[batch, query] >= key
+        else:
+            seen = query >= key if mask.causal else query >= 0
         if window is not None:
             seen = seen & (query - key < window)
         if documents is not None:
             seen = seen & (documents[batch, query] == documents[batch, key])
         return seen
 
-    unrestricted = not mask.causal and window is None and documents is None
+    unrestricted = not mask.causal and window is None and documents is None and reach is None
     here = case.queries.size_of(case.seq)
-    blocks = None if unrestricted else flex_block_mask(visible, documents, here, case.seq, case.device)
+    blocks = None if unrestricted else flex_block_mask(
+        visible, documents if reach is None else reach, here, case.seq, case.device
+    )  # fmt: skip
     score_mod = None if slopes is None else _alibi(slopes, places)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -263,6 +273,8 @@ def explicit_bias(case: Case) -> Tensor | None:
     if mask.slopes is not None:
         bias = bias - mask.slopes[None, :, None, None] * distance
     hidden = (distance < 0 if mask.causal else torch.zeros_like(distance, dtype=torch.bool))[None, None]
+    if mask.reach is not None:
+        hidden = keys > queries.take(mask.reach, 1)[:, None, :, None]
     if mask.window is not None:
         hidden = hidden | (distance >= mask.window)
     if mask.documents is not None:

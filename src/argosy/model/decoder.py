@@ -44,9 +44,11 @@ class Decoder(nn.Module):
         *,
         stream: tuple[Tensor, ...] | None = None,
         documents: Tensor | None = None,
+        reach: Tensor | None = None,
         positions: Tensor | None = None,
     ) -> Tensor | Loss | Stream:
-        """`stream` is what the earlier layers made, where they are elsewhere."""
+        """`stream` is what the earlier layers made, where they are elsewhere. `documents` and `reach` [batch, seq] say who sees whom,
+        as `argosy.model.attention.Mask` has them."""
         objective = objective or Objective()
         counted = objective.counted
         if counted is None and labels is not None:
@@ -56,8 +58,8 @@ class Decoder(nn.Module):
         needed = {self.kind_of_layer[int(index)] for index in self.layers}
         kinds = {number: self.attention_kinds[number] for number in needed}
         contexts = make_contexts(
-            self.spec, kinds, x, seq=tokens.shape[1], positions=positions, documents=documents, training=self.training,
-            scale=scale, heads=self.heads, prepare=self.prepare_attention,
+            self.spec, kinds, x, seq=tokens.shape[1], positions=positions, documents=documents, reach=reach,
+            training=self.training, scale=scale, heads=self.heads, prepare=self.prepare_attention,
         )  # fmt: skip
         reports: dict[int, Report] = {}
         for index, block in self.layers.items():

@@ -49,6 +49,7 @@ def make_contexts(
     seq: int,
     positions: Tensor | None = None,
     documents: Tensor | None = None,
+    reach: Tensor | None = None,
     training: bool = False,
     scale: Tensor | None = None,
     heads: Share = WHOLE,
@@ -60,6 +61,7 @@ def make_contexts(
         x: the embedded tokens [batch, seq, hidden], or a share of them.
         seq: the number of tokens that attention sees, by the `heads` there are here.
         positions: [1 or batch, seq], which restart where documents do.
+        documents, reach: of the whole sequence, as `Mask` has them.
     """
     device = x.device
     where = None
@@ -70,7 +72,7 @@ def make_contexts(
     contexts = {}
     for number, kind in kinds.items():
         rope = None if where is None else rope_tables(where, rope_frequencies(spec.head_dim, kind, device))
-        mask = Mask(causal=causal, window=kind.window, slopes=slopes, documents=documents)
+        mask = Mask(causal=causal, window=kind.window, slopes=slopes, documents=documents, reach=reach)
         attend = prepare(mask, x, seq, spec.head_dim, dropout=dropout, scale=kind.scale, heads=heads)
         contexts[number] = Context(rope, attend, scale)
     return contexts

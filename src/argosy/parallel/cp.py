@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from argosy.data.samples.masks import IGNORED
-from argosy.model.attention import Attend, Mask, Prepare, prepare_attention
+from argosy.model.attention import MASK_INPUTS, Attend, Mask, Prepare, prepare_attention
 from argosy.model.decoder import Decoder
 from argosy.model.dropout import Dropout
 from argosy.model.moe import MoE
@@ -83,11 +83,11 @@ def apply_cp(model: nn.Module, mesh: Mesh, kind: str) -> None:
 
 
 def cut_inputs(inputs: dict[str, Tensor], objective: Objective, cut: Cut) -> tuple[dict[str, Tensor], Objective]:
-    """This rank's part of a micro-batch. Documents stay whole: they are what keys are told apart by."""
+    """Return this rank's part of a micro-batch. What masks are made of stays whole, since keys are."""
     counted = (inputs["labels"] != IGNORED).sum()
     seq, device = inputs["tokens"].shape[1], inputs["tokens"].device
     whole = {"positions": torch.arange(seq, device=device)[None]} | inputs
-    parts = {name: value if name == "documents" else cut.share.take(value, 1) for name, value in whole.items()}
+    parts = {name: value if name in MASK_INPUTS else cut.share.take(value, 1) for name, value in whole.items()}
     return parts, replace(objective, counted=counted)
 
 
