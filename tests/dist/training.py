@@ -37,6 +37,8 @@ MODELS = {
     ],
     # Two kinds of attention in turn, with rotary positions of their own, and norms on both sides.
     "gemma": ["model.preset=gemma3-1b", *_SIZES, "kv_heads=2", "head_dim=8", "window=6", "global_every=2"],
+    # A prefix of each sample seen both ways.
+    "prefix": ["model.preset=llama3-8b", *_SIZES, "kv_heads=2", "data.task=prefix-lm"],
     "bert": ["model.preset=bert-base", *_SIZES, "dropout=0"],
     "t5": ["model.preset=t5-small", *_SIZES, "decoder_layers=2", "head_dim=8", "init_std=1", "dropout=0"],
     "ict": ["model.preset=ict-base", *_SIZES, "dropout=0", "retrieval={projection: 12}", "data.ict.query_len=8"],
@@ -78,6 +80,8 @@ def batch_of(model: str, step: int) -> Batch:
         labels[row, valid:] = IGNORED
     if model in ENCODERS:
         return _encoder_batch(model, rng, tokens, labels, np.arange(SEQ) < np.maximum(lengths, 1)[:, None])
+    if model == "prefix":
+        return Batch(tokens, labels, {"reach": np.maximum(np.arange(SEQ), lengths[:, None] // 2)})
     if model != "packed":
         return Batch(tokens, labels)
     starts = rng.random((BATCH, SEQ)) < 0.2

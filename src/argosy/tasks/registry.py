@@ -12,14 +12,15 @@ from argosy.families.architecture import Architecture, architecture_of
 from argosy.tasks.causal_lm import CausalLM
 from argosy.tasks.inverse_cloze import IctSpec, InverseClozeTask
 from argosy.tasks.masked_lm import BertSpec, MaskedLMTask
+from argosy.tasks.prefix_lm import PrefixLM, PrefixSpec
 from argosy.tasks.span_corruption import SpanCorruptionTask, T5Spec
 from argosy.tasks.task import Run, Task
 
 # The first that fits an architecture is its own.
 TASKS: dict[str, Task[Any]] = {
-    task.name: task for task in (CausalLM(), MaskedLMTask(), SpanCorruptionTask(), InverseClozeTask())
+    task.name: task for task in (CausalLM(), PrefixLM(), MaskedLMTask(), SpanCorruptionTask(), InverseClozeTask())
 }
-TaskName = Literal["causal-lm", "masked-lm", "span-corruption", "inverse-cloze"]
+TaskName = Literal["causal-lm", "prefix-lm", "masked-lm", "span-corruption", "inverse-cloze"]
 
 
 class TaskSections(Section):
@@ -27,6 +28,9 @@ class TaskSections(Section):
 
     task: TaskName | None = Field(
         None, description="what the model is trained on; unless given, its architecture's own task"
+    )
+    prefix: PrefixSpec | None = Field(
+        None, description="prefix language modelling (a decoder's samples, with `task: prefix-lm`)"
     )
     bert: BertSpec | None = Field(None, description="masked language modelling (an encoder's samples)")
     t5: T5Spec | None = Field(None, description="span corruption (an encoder-decoder's samples)")
