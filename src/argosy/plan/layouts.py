@@ -202,6 +202,7 @@ def sizes_of(model: ModelSpec, latent: Latent | None = None, next_tokens: int = 
     if kind.two_sequences:
         decoder = Decoder(1 - model.layers / layers, TARGETS_PER_SOURCE)
     targets = decoder.targets
+    more_norms = NORMS_OF_A_BLOCK[plan_of(model)[0].norms] - 2  # behind attention and MLP, which keep their inputs too
     query, key_value = model.heads * model.head_dim, model.kv_heads * model.head_dim
     if latent is not None:  # queries and keys are wider than values; their mean gives the same FLOPs and bytes
         query = key_value = model.heads * (model.head_dim + latent.rotary // 2)
@@ -209,7 +210,7 @@ def sizes_of(model: ModelSpec, latent: Latent | None = None, next_tokens: int = 
     return Sizes(
         layers=layers,
         hidden=model.hidden,
-        stream=model.hidden * decoder.mean(1, 1.5 * targets),  # three blocks instead of two
+        stream=model.hidden * decoder.mean(1, 1.5 * targets) * (1 + more_norms / 4),  # three blocks instead of two
         query=query * decoder.mean(1, 2 * targets),  # of itself, and across
         key_value=key_value * decoder.mean(1, targets + 1),
         latent=0 if latent is None else latent.width,
@@ -219,7 +220,7 @@ def sizes_of(model: ModelSpec, latent: Latent | None = None, next_tokens: int = 
         expert_layers=share,
         other=attention_other * decoder.mean(1, 2)
         + (1 - share) * dense_other
-        + (decoder.mean(2, 3) + NORMS_OF_A_BLOCK[plan_of(model)[0].norms] - 2) * norm_parameters(model),
+        + (decoder.mean(2, 3) + more_norms) * norm_parameters(model),
         embedding=embedding + (model.max_seq_len * model.hidden if model.positions == "learned" else 0),
         head=embedding,
         mlp_width=(1 - share) * model.ffn * decoder.mean(1, targets)

@@ -23,6 +23,7 @@ from argosy.config.model import ModelSpec
 from argosy.errors import ArgosyError
 from argosy.families.architecture import architecture_of
 from argosy.families.hf_config import read_config
+from argosy.families.registry import plan_of
 from argosy.host_memory import available_memory
 from argosy.model.build import build_model
 
@@ -76,8 +77,10 @@ def what_fits(spec: ModelSpec, allowed: float) -> ModelSpec:
 
 
 def _least(spec: ModelSpec) -> int:
-    """Layers among which there is one of each kind."""
-    return 1 if spec.moe is None else spec.moe.dense_layers + 1
+    """Return the number of first layers among which there is one of each kind."""
+    plan = plan_of(spec)
+    kinds = 1 + max(plan.index(layer) for layer in set(plan))
+    return kinds if spec.moe is None else max(kinds, spec.moe.dense_layers + 1)
 
 
 def _need(spec: ModelSpec) -> float:
