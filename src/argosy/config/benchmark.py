@@ -9,10 +9,12 @@ from argosy.config.refusals import is_key
 from argosy.config.resolve import resolve
 from argosy.config.schema import RunSpec
 from argosy.errors import ArgosyError
+from argosy.tasks.registry import SECTIONS
 
 TOKENS = 16_384  # of a step, unless a batch is given
 _USED = (
-    *("model", "optim", "parallel", "data.seq_len", "data.bert", "data.t5", "data.ict"),
+    *("model", "optim", "parallel", "data.seq_len", "data.task"),
+    *(f"data.{section}" for section in SECTIONS),
     *("train.precision", "train.z_loss", "train.seed", "train.device", "train.deterministic"),
 )
 _OPTIONS = {
