@@ -27,7 +27,7 @@ def test_every_so_many_layers_one_is_global_with_its_own_rotary_base() -> None:
     assert [layer.attention.rope_scaling is None for layer in plan] == [True, True, False, True, True, False]
 
 
-@pytest.mark.parametrize("preset", [name for name, row in PRESETS.items() if "global_every" not in row])
+@pytest.mark.parametrize("preset", [name for name in PRESETS if resolve_model(name).global_every is None])
 def test_layers_that_are_alike_share_one_attention_context(preset: str) -> None:
     assert len({layer.attention for layer in plan_of(resolve_model(preset))}) == 1
 

@@ -112,7 +112,12 @@ def test_a_directory_that_was_moved_away_is_not_written_to(stored: tuple[RunDir,
 def test_a_run_goes_on_that_was_stored_before_a_key_existed(stored: tuple[RunDir, Path]) -> None:
     run, path = stored
     document = orjson.loads(run.resolved_file.read_bytes())
-    for section, key in (("model", "norm_centred"), ("model", "embed_scale"), ("model", "global_every"), ("data", "task")):
+    for section, key in (
+        ("model", "norm_centred"),
+        ("model", "embed_scale"),
+        ("model", "global_every"),
+        ("data", "task"),
+    ):
         del document["spec"][section][key]
     run.resolved_file.write_bytes(orjson.dumps(document))
     assert run.compare(resolve(path), FACTS, MACHINE) == []
