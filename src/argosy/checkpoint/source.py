@@ -151,7 +151,7 @@ def _special_ids(data: Mapping[str, Any], tokenizer: Tokenizer | None) -> dict[s
     found: dict[str, int] = {}
     for task in TASKS.values():
         for role in task.roles:
-            token = (data.get(task.section) or {}).get(role)
+            token = (data.get(task.section or "") or {}).get(role)
             if isinstance(token, str):
                 token = None if tokenizer is None else tokenizer.id_of(token)
             if token is not None:

@@ -69,7 +69,8 @@ def _read_pattern(keys: Keys, layers: int) -> int:
     """Every so many layers, one is global. The list of layers wins over the number that older files have."""
     pattern = keys.count("sliding_window_pattern", keys.count("_sliding_window_pattern", GLOBAL_EVERY))
     kinds = keys.listing("layer_types") or _layer_types(pattern, layers)
-    for every in (pattern, *range(1, layers + 2)):
+    candidates: list[int] = [pattern, *range(1, layers + 2)]
+    for every in candidates:
         if every > 0 and kinds == _layer_types(every, layers):
             return every
     raise keys.refuse(

@@ -301,9 +301,10 @@ def _flat(spec: Facts, data: Facts, machine: Facts) -> Facts:
 def _with_new_keys(spec: Facts) -> Facts:
     """Return a stored spec with the defaults of keys that Argosy did not have yet when it was stored."""
     try:
-        return without_secrets(RunSpec.model_validate(spec).model_dump(mode="json"))
+        filled: Facts = without_secrets(RunSpec.model_validate(spec).model_dump(mode="json"))
     except ValidationError:
         return spec
+    return filled
 
 
 def _only_moved(key: str) -> bool:
