@@ -231,7 +231,7 @@ SHARD = 120_000_000
 
 
 def test_importing_and_exporting_take_less_memory_than_two_shards(tmp_path: Path) -> None:
-    from argosy.checkpoint.hf.hf_convert import entries
+    from argosy.checkpoint.hf.hf_convert import entries, to_theirs
     from argosy.checkpoint.tensors import TensorInfo, write_stream
     from argosy.families.hf_config import from_config
     from argosy.model.build import build_model
@@ -240,7 +240,7 @@ def test_importing_and_exporting_take_less_memory_than_two_shards(tmp_path: Path
     sizes = dict(build_model(spec, "meta").named_parameters())
     theirs: dict[str, TensorInfo] = {}
     for entry in entries(spec):
-        parts = entry.to_theirs(sizes[entry.ours].to(torch.bfloat16))
+        parts = to_theirs(entry, sizes[entry.ours].to(torch.bfloat16))
         theirs |= {name: TensorInfo.of(part) for name, part in parts.items()}
     shards: list[dict[str, TensorInfo]] = [{}]
     for name, info in theirs.items():
