@@ -324,7 +324,7 @@ def test_tensors_that_are_not_the_models_are_named(change: Any, says: str, tmp_p
         ({"apply_layernorm_1p": True}, "megatron.unsupported", "apply_layernorm_1p"),
         ({"position_embedding_type": "yarn"}, "megatron.unsupported", "'yarn'.*'learned_absolute' or 'rope'"),
         ({"hidden_size": None}, "megatron.unsupported", "hidden_size"),
-        ({"position_embedding_type": None, "add_position_embedding": False}, "megatron.unsupported", "told no positions"),
+        ({"position_embedding_type": None, "add_position_embedding": False}, "megatron.unsupported", "without position embeddings"),
         ({"num_query_groups": 3}, "config.bad-value", "multiple of kv_heads"),
     ],
 )  # fmt: skip

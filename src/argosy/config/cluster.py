@@ -1,7 +1,7 @@
-"""Where a run is launched: the `cluster` section of the run spec.
+"""The `cluster` section of the run spec: where a run is launched.
 
-One section serves a laptop, Slurm and every kind of Kubernetes job. It names things (claims, queues, secrets, images); what
-an instance type has in GPUs, cards and memory is in the hardware facts, and may be overridden here.
+One section serves a laptop, Slurm and every kind of Kubernetes job. It names claims, queues, secrets and images. The GPUs,
+network cards and memory of an instance type come from the hardware facts, and can be overridden here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ DnsName = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$"
 Quantity = Annotated[str, Field(pattern=r"^[1-9][0-9]*(Mi|Gi|Ti|Pi)$")]
 AbsolutePath = Annotated[str, Field(pattern=r"^/[A-Za-z0-9._/-]+$")]
 SecretKey = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]*/[A-Za-z0-9._-]+$")]
-InterfaceName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]*$")]  # one: Gloo takes no list and no `^`
+# A single interface: Gloo takes neither a list nor an exclusion with `^`.
+InterfaceName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]*$")]
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 

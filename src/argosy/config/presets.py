@@ -1,7 +1,7 @@
-"""Named models: the structural choices of each family, and the sizes of each preset.
+"""Model presets: the structure of each family, and the sizes of each preset.
 
-Names say what people call a model, never how large it is: sizes are computed from these rows by
-`argosy.config.counts` (Azure's "375m" example has 65 M parameters, and `argosy config models` says so).
+A preset has the name people use for the model, which may be wrong about its size. `argosy.config.counts` computes the size from
+these rows: Azure's "375m" example has 65 M parameters, and `argosy config models` prints 65 M.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _t5_1_1(layers: int, hidden: int, heads: int, ffn: int) -> Row:
 
 
 PRESETS: dict[str, Row] = {
-    # GPT-3: the paper's table, with the head counts that divide the width.
+    # GPT-3: the table of the paper, with head counts that divide the hidden size.
     "gpt3-125m": _gpt(12, 768, 12),
     "gpt3-345m": _gpt(24, 1024, 16, seq=1024),
     "gpt3-357m": _gpt(24, 1024, 16),
@@ -101,10 +101,10 @@ PRESETS: dict[str, Row] = {
     "gpt3-13b": _gpt(40, 5120, 40),
     "gpt3-30b": _gpt(48, 7168, 56),
     "gpt3-175b": _gpt(96, 12288, 96),
-    # Sizes of the Azure Megatron-LM example whose labels are not their parameter counts.
+    # Sizes of the Azure Megatron-LM example. Their labels are not their parameter counts.
     "gpt3-375m": _gpt(12, 512, 8),
     "gpt3-857m": _gpt(24, 1024, 16),
-    # Table 1 of the Megatron-LM scaling paper (arXiv 2104.04473), as the HyperPod example lists it; vocabulary padded to 51,200.
+    # Table 1 of the Megatron-LM scaling paper (arXiv 2104.04473), as the HyperPod example lists it. The vocabulary is padded to 51,200.
     "gpt3-1.7b": _gpt(24, 2304, 24, vocab=51200),
     "gpt3-3.6b": _gpt(30, 3072, 32, vocab=51200),
     "gpt3-7.5b": _gpt(36, 4096, 32, vocab=51200),
@@ -117,7 +117,7 @@ PRESETS: dict[str, Row] = {
     "gpt2-medium": _gpt(24, 1024, 16, seq=1024),
     "gpt2-large": _gpt(36, 1280, 20, seq=1024),
     "gpt2-xl": _gpt(48, 1600, 25, seq=1024),
-    # MPT, with the shapes of LLM-Foundry's pretraining recipes.
+    # MPT: the shapes of LLM-Foundry's pretraining recipes.
     "mpt-125m": _mpt(12, 768, 12),
     "mpt-350m": _mpt(24, 1024, 16),
     "mpt-760m": _mpt(24, 1536, 12),
@@ -143,7 +143,7 @@ PRESETS: dict[str, Row] = {
     "qwen3-0.6b": _qwen3(28, 1024, 16, 8, 3072, tied=True),
     "qwen3-8b": _qwen3(36, 4096, 32, 8, 12288),
     "qwen3-30b-a3b": _qwen3(48, 2048, 32, 4, 6144, moe={"experts": 128, "top_k": 8, "ffn": 768, "balance_loss": 0.001}),
-    # DeepSeek-MoE's shape: fine-grained experts, two shared, a dense first layer; plain multi-head attention.
+    # DeepSeek-MoE: fine-grained experts, two shared experts, a dense first layer, multi-head attention.
     "deepseek-moe-16b": _llama(
         28, 2048, 16, 16, 10944, vocab_size=102400, norm_eps=1e-6,
         moe={
@@ -151,11 +151,11 @@ PRESETS: dict[str, Row] = {
             "balance_loss": 0.001,
         },
     ),
-    # A small mixture of eight for benchmarks, named by its counts: 3.55 B parameters, 1.14 B of them active.
+    # A small mixture of eight experts for benchmarks, named by its counts: 3.55 B parameters, 1.14 B of them active.
     "moe-3.5b-a1.1b": _llama(16, 2048, 16, 8, 4096, moe={"experts": 8, "top_k": 2, "ffn": 4096}),
     "bert-base": _bert(12, 768, 12),
     "bert-large": _bert(24, 1024, 16),
-    # Retrieval by the inverse cloze task, as ORQA has it: BERT twice, vectors of 128.
+    # Retrieval by the inverse cloze task (ICT) as in ORQA: two BERT encoders, embeddings of size 128.
     "ict-base": _bert(12, 768, 12) | {"pair": "none", "retrieval": {"projection": 128}},
     "ict-large": _bert(24, 1024, 16) | {"pair": "none", "retrieval": {"projection": 128}},
     "t5-small": _t5(6, 512, 8, 64, 2048),
@@ -163,7 +163,7 @@ PRESETS: dict[str, Row] = {
     "t5-large": _t5(24, 1024, 16, 64, 4096),
     "t5-3b": _t5(24, 1024, 32, 128, 16384),
     "t5-11b": _t5(24, 1024, 128, 128, 65536),
-    # T5 1.1: a gated MLP, an output head of its own.
+    # T5 1.1: a gated MLP and an untied output head.
     "t5-v1.1-small": _t5_1_1(8, 512, 6, 1024),
     "t5-v1.1-base": _t5_1_1(12, 768, 12, 2048),
     "t5-v1.1-large": _t5_1_1(24, 1024, 16, 2816),
@@ -171,7 +171,7 @@ PRESETS: dict[str, Row] = {
     "t5-v1.1-xxl": _t5_1_1(24, 4096, 64, 10240),
 }  # fmt: skip
 
-# The bare labels of the two cloud examples, so that their own commands can be followed word for word.
+# The bare labels of the two cloud examples, so that a user can follow their commands word for word.
 ALIASES: dict[str, str] = {
     label: f"gpt3-{label}"
     for label in (
