@@ -1,4 +1,4 @@
-"""argosy bench"""
+"""The `argosy bench` command."""
 
 from __future__ import annotations
 

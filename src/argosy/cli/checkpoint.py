@@ -1,4 +1,4 @@
-"""argosy ckpt: the checkpoints of a run, and import and export of models."""
+"""The `argosy ckpt` commands: checkpoints of a run, and import and export of models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""argosy config show | models | schema | reference | from-megatron | from-foundry"""
+"""The `argosy config` commands: show, models, schema, reference, from-megatron, from-foundry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""argosy dash"""
+"""The `argosy dash` command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""argosy data prepare | train-tokenizer"""
+"""The `argosy data prepare` and `train-tokenizer` commands, and the group `argosy data`."""
 
 from __future__ import annotations
 

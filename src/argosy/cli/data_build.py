@@ -1,4 +1,4 @@
-"""argosy data build"""
+"""The `argosy data build` command."""
 
 from __future__ import annotations
 

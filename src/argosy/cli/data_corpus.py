@@ -1,4 +1,4 @@
-"""argosy data inspect | verify | merge | convert"""
+"""The `argosy data inspect`, `verify`, `merge` and `convert` commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""argosy data fetch"""
+"""The `argosy data fetch` command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""argosy demo"""
+"""The `argosy demo` command."""
 
 from __future__ import annotations
 

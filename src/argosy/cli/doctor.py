@@ -1,4 +1,4 @@
-"""argosy doctor"""
+"""The `argosy doctor` command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""argosy eval"""
+"""The `argosy eval` command."""
 
 from __future__ import annotations
 

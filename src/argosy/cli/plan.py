@@ -1,4 +1,4 @@
-"""argosy plan"""
+"""The `argosy plan` command."""
 
 from __future__ import annotations
 

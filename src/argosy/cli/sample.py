@@ -1,4 +1,4 @@
-"""argosy sample"""
+"""The `argosy sample` command."""
 
 from __future__ import annotations
 

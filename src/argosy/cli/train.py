@@ -1,4 +1,4 @@
-"""argosy train"""
+"""The `argosy train` command."""
 
 from __future__ import annotations
 

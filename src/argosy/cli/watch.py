@@ -1,4 +1,4 @@
-"""argosy watch and argosy report"""
+"""The `argosy watch` and `argosy report` commands."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class StorageSpec(Section):
 
 
 class SlurmSpec(Section):
-    """What Slurm needs to know beside nodes and GPUs."""
+    """Slurm options besides nodes and GPUs."""
 
     partition: str | None = Field(None, description="--partition")
     account: str | None = Field(None, description="--account")
@@ -75,7 +75,7 @@ class WorkersSpec(Section):
 
 
 class ClusterSpec(Section):
-    """Where a run is launched, and as what. `argosy launch` reads it; training does not."""
+    """The cluster on which `argosy launch` starts a run. Training does not read it."""
 
     cloud: Cloud = Field("generic", description="chooses resource names, fabric settings, node labels")
     target: Target = Field("jobset", description="what starts the pods or processes")
