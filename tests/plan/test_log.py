@@ -60,7 +60,7 @@ def test_a_line_stands_for_the_steps_since_the_one_before(tmp_path: Path) -> Non
 def test_what_is_no_log_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "log"
     path.write_text(content)
-    with pytest.raises(ArgosyError, match="no line of a step"):
+    with pytest.raises(ArgosyError, match="no line with a step time"):
         read_log(path)
     with pytest.raises(ArgosyError, match="cannot be read"):
         read_log(tmp_path / "missing")
