@@ -55,8 +55,8 @@ def test_a_corpus_with_a_manifest_is_left_alone(recipe: Callable[..., Path], tmp
     spec = resolve(recipe()).spec
     list(build(spec, Share()))
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "corpus").iterdir()}
-    assert list(build(spec, Share())) == [f"{tmp_path / 'corpus'}: there already"]
-    assert list(build(spec, Share(), "fetch")) == [f"{tmp_path / 'corpus'}: there already"]
+    assert list(build(spec, Share())) == [f"{tmp_path / 'corpus'}: already exists"]
+    assert list(build(spec, Share(), "fetch")) == [f"{tmp_path / 'corpus'}: already exists"]
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "corpus").iterdir()}
 
 
@@ -74,7 +74,7 @@ def test_another_tokenizer_is_refused(recipe: Callable[..., Path], tmp_path: Pat
     manifest = tmp_path / "corpus" / "manifest.json"
     stored = read_manifest(tmp_path / "corpus").tokenizer.fingerprint
     manifest.write_text(manifest.read_text().replace(stored, "0" * len(stored)))
-    with pytest.raises(ArgosyError, match="made with tokenizer 0000") as refused:
+    with pytest.raises(ArgosyError, match="prepared with tokenizer 0000") as refused:
         list(build(resolve(path).spec, Share()))
     assert refused.value.code == "tokenizer.mismatch"
 

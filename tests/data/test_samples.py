@@ -116,7 +116,7 @@ def test_the_loader_places_each_batch_in_its_own_thread(tmp_path: Path) -> None:
 
 
 def test_a_read_that_hangs_does_not_hold_up_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader_module, "_FAREWELL_S", 0.2)
+    monkeypatch.setattr(loader_module, "_JOIN_TIMEOUT_S", 0.2)
     stream = stream_of(Corpus(tmp_path, [make(tmp_path / "a", [500])], None))
     hang = threading.Event()
 

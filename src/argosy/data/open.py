@@ -1,7 +1,7 @@
-"""Opening the data of a run spec: corpora, tokenizer and splits, with every check that needs the files.
+"""Open the data of a run spec: corpora, tokenizer and splits, with every check that needs the files.
 
-All refusals happen here, before a model is built or a device is held: missing or truncated files, a tokenizer that is
-not the one the data was made with, ids beyond the model's vocabulary, splits too small for a sample.
+All refusals happen here, before a model is built or a device is allocated: missing or truncated files, a tokenizer other
+than the one that prepared the data, ids beyond the model's vocabulary, splits too small for one sample.
 """
 
 from __future__ import annotations
@@ -23,31 +23,32 @@ from argosy.errors import ArgosyError
 
 @dataclass(frozen=True)
 class RunData:
-    """The opened corpora of a run; streams of samples are made from it, one for each split."""
+    """The opened corpora of a run, from which sample streams are built, one for each split."""
 
     spec: RunSpec
     corpora: list[Corpus]
-    tokenizer: Tokenizer | None  # None for a bare Megatron pair with no data.tokenizer: enough to train, not to sample
+    # None for a bare Megatron pair without data.tokenizer, which is enough to train but not to sample.
+    tokenizer: Tokenizer | None
 
     def training(self) -> Stream:
-        """The training split, blended by the weights of the run spec, in the order it asks for."""
+        """Return the stream of the training split, blended by the weights of the run spec, in the order of `data.order`."""
         weights = [source.weight for source in self.spec.data.train if source.weight is not None]
         if self.spec.data.order == "megatron":
             return self._megatron("train", self.corpora, weights or None, self._training_samples(), fim=True)
         return self._stream("train", self.corpora, weights or None, fim=True)
 
     def split(self, corpus: Corpus, name: str) -> Split:
-        """What training and evaluation may read of a corpus: no token is in two splits."""
+        """Return one split of a corpus. No token belongs to two splits."""
         shares = self.spec.data.split
         by_sequence = self.spec.data.order == "megatron"
         return (split_by_sequence(corpus, shares) if by_sequence else corpus.split(shares))[name]
 
     def whole(self, split: str) -> Stream:
-        """A split without weights: its first `epoch_samples` samples are every sample once."""
+        """Return a stream of all corpora without weights: its first `epoch_samples` samples are every sample once."""
         return self._stream(split, self.corpora, None, fim=False)
 
     def each(self, split: str) -> dict[str, Stream]:
-        """A split of each source alone, by name: what losses are reported for."""
+        """Return one stream per source, by name, so that evaluation can report a loss for each source."""
         names = set_names([source.path for source in self.spec.data.train])
         return {
             name: self._stream(split, [corpus], None, fim=False)
@@ -56,16 +57,16 @@ class RunData:
 
     @property
     def target_len(self) -> int | None:
-        """Tokens of the decoder's side of a sample, where there are two sides."""
+        """The decoder sequence length of an encoder-decoder sample, else None."""
         t5 = self.spec.data.t5
         return None if t5 is None else Tasks(self.spec, self.tokenizer, self._eod_id()).span_corruption(t5).target_len
 
     def facts(self) -> dict[str, Any]:
-        """What a run remembers of its data: which corpora they were, and the id that ends a document."""
+        """Return what a run records about its data: the identity of each corpus, and the end-of-document id."""
         return {"corpora": [corpus.facts() for corpus in self.corpora], "eod_id": self._eod_id()}
 
     def _stream(self, split: str, corpora: list[Corpus], weights: list[float] | None, *, fim: bool) -> Stream:
-        """Of the samples the model is trained on."""
+        """Return a stream of the sample type that the model is trained on."""
         data, tasks = self.spec.data, Tasks(self.spec, self.tokenizer, self._eod_id())
         if self.spec.model.samples == "t5":
             return tasks.spans(split, corpora, weights)
@@ -79,7 +80,7 @@ class RunData:
     def _megatron(
         self, split: str, corpora: list[Corpus], weights: list[float] | None, num_samples: int | None, *, fim: bool
     ) -> MegatronStream:
-        """So many samples, or one epoch of each corpus."""
+        """Return `num_samples` samples in Megatron's order, or one epoch of each corpus if that is None."""
         data = self.spec.data
         return MegatronStream(
             corpora,
@@ -94,7 +95,7 @@ class RunData:
         )
 
     def _training_samples(self) -> int:
-        """Samples that the whole run takes: Megatron's order depends on it."""
+        """Return the number of samples in the whole run. Megatron's order depends on it."""
         data, train = self.spec.data, self.spec.train
         epoch = sum(max(0, self.split(corpus, "train").tokens - 1) // data.seq_len for corpus in self.corpora)
         return train.batches.samples(train.length.steps(train.batches, seq_len=data.seq_len, epoch_samples=epoch) or 0)
@@ -106,7 +107,7 @@ class RunData:
         if eod is None and needs:
             raise ArgosyError(
                 "tokenizer.no-eod",
-                "the end of a document cannot be told: the data was prepared without an end-of-document token",
+                "document boundaries are unknown: the data was prepared without an end-of-document token",
                 key=f"data.{needs[0]}",
                 fix="prepare the data with --append-eod, or leave the key out",
             )
@@ -145,6 +146,7 @@ class RunData:
 
 
 def open_data(spec: RunSpec) -> RunData:
+    """Open all corpora and the tokenizer of a run spec, and check them against each other and the model."""
     corpora = [_open_source(source) for source in spec.data.train]
     data = RunData(spec, corpora, _tokenizer(spec, corpora))
     _check_vocabulary(spec, data)
@@ -152,7 +154,7 @@ def open_data(spec: RunSpec) -> RunData:
 
 
 def set_names(paths: Sequence[str]) -> list[str]:
-    """Short names for sources in metrics: the last part of each path, numbered from the second of a name on."""
+    """Return a short unique name per source for metrics: the last path component, with -2, -3, … for repeated names."""
     names: list[str] = []
     for path in paths:
         last = PurePosixPath(path.partition("://")[2] or path).name or path
@@ -167,13 +169,14 @@ def set_names(paths: Sequence[str]) -> list[str]:
 def _open_source(source: DataSource) -> Corpus:
     if source.cache is None:
         return open_corpus(Path(source.path))
-    from argosy.data.remote.stream import open_streamed  # needs fsspec, which local data does not
+    # Imported late: it needs fsspec, which local data does not.
+    from argosy.data.remote.stream import open_streamed
 
     return open_streamed(source.path, Path(source.cache), source.cache_limit)
 
 
 def _tokenizer(spec: RunSpec, corpora: list[Corpus]) -> Tokenizer | None:
-    """The run's tokenizer, held against the fingerprint that each prepared corpus carries."""
+    """Return the run's tokenizer. Refuse one whose fingerprint differs from that of a prepared corpus."""
     chosen = load_tokenizer(spec.data.tokenizer) if spec.data.tokenizer is not None else None
     for corpus in corpora:
         if corpus.manifest is None:
