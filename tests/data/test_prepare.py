@@ -227,7 +227,7 @@ def test_what_is_passed_over_is_said(tmp_path: Path, capsys: pytest.CaptureFixtu
     for name in ("a.jsonl", "notes.md", ".hidden.jsonl"):
         (tmp_path / "in" / name).write_bytes(GOOD)
     prepare([str(tmp_path / "in")], ByteTokenizer(), tmp_path / "out", PrepareOptions())
-    assert "2 files of other kinds are passed over" in capsys.readouterr().err
+    assert "2 files of other kinds are skipped" in capsys.readouterr().err
     assert texts(tmp_path / "out") == ["hello"]
 
 
