@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from argosy.cli import data_corpus
 from argosy.data.corpus import verify as verify_module
-from argosy.data.corpus.verify import Report, verify
+from argosy.data.corpus.verify import VerifyReport, verify
 from argosy.errors import ArgosyError
 
 SHARDS = [[text_document("abc"), [[]], [[1, 2], [3]]], [text_document("defg")], []]
@@ -36,7 +36,7 @@ def poke(path: Path, offset: int, content: bytes) -> None:
     path.write_bytes(data)
 
 
-def words(report: Report) -> str:
+def words(report: VerifyReport) -> str:
     return "\n".join(map(str, report.faults))
 
 
