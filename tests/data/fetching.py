@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from loopback_hub import Hub
 
-from argosy.data.remote.fetch import BOOKS, Fetched, FetchOptions, fetch
+from argosy.data.remote.fetch import JOURNAL, Fetched, FetchOptions, fetch
 from argosy.data.remote.sources import Choice
-from argosy.data.remote.web import Patience
+from argosy.data.remote.web import RetryPolicy
 from argosy.errors import ArgosyError
 
 TOKEN = "hf_canary_0123456789"
-HASTE = Patience(attempts=6, first_delay=0.01, longest_delay=0.05, longest_asked=5, timeout=20.0)
+HASTE = RetryPolicy(attempts=6, first_delay=0.01, max_delay=0.05, max_retry_after=5, timeout=20.0)
 C4 = "allenai/c4"
 CARD = {
     "configs": [
@@ -65,8 +65,8 @@ def one_file(hub: Hub, size: int = 20_000) -> tuple[str, bytes]:
     return "one/file", content
 
 
-def go(output: Path, *names: str, workers: int = 2, patience: Patience = HASTE, **choice: object) -> Fetched:
-    return fetch(names, output, FetchOptions(Choice(**choice), workers, patience))  # type: ignore[arg-type]
+def go(output: Path, *names: str, workers: int = 2, retry_policy: RetryPolicy = HASTE, **choice: object) -> Fetched:
+    return fetch(names, output, FetchOptions(Choice(**choice), workers, retry_policy))  # type: ignore[arg-type]
 
 
 def refused(output: Path, *names: str, **options: object) -> ArgosyError:
@@ -77,7 +77,7 @@ def refused(output: Path, *names: str, **options: object) -> ArgosyError:
 
 def stored(output: Path) -> dict[str, bytes]:
     """All finished files."""
-    files = (path for path in output.rglob("*") if path.is_file() and path.name != BOOKS)
+    files = (path for path in output.rglob("*") if path.is_file() and path.name != JOURNAL)
     return {str(path.relative_to(output)): path.read_bytes() for path in files if path.suffix != ".partial"}
 
 

@@ -18,8 +18,8 @@ from argosy.data.samples.windows import SampleStream, Windows
 BLOCK = 4096
 
 
-def patient(url: str, patience_s: float = 60.0, attempt_s: float = 1.0) -> ObjectStore:
-    return ObjectStore(url, patience_s=patience_s, attempt_s=attempt_s)
+def patient(url: str, retry_timeout_s: float = 60.0, attempt_s: float = 1.0) -> ObjectStore:
+    return ObjectStore(url, retry_timeout_s=retry_timeout_s, attempt_s=attempt_s)
 
 
 def samples(corpus: Corpus, seq_len: int = 64) -> SampleStream:

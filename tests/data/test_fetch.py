@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 from argosy.cli import data_fetch
 from argosy.data.remote import fetch as fetch_module
-from argosy.data.remote.fetch import BOOKS, Books, Fetched, FetchOptions, preview
+from argosy.data.remote.fetch import JOURNAL, Fetched, FetchJournal, FetchOptions, preview
 from argosy.data.remote.sources import Choice, find_files, split_of, text_key
 from argosy.data.remote.web import Web
 from argosy.errors import ArgosyError
@@ -155,7 +155,7 @@ def test_one_downloader_at_a_time_and_the_second_finds_the_work_done(hub: Hub, t
     hub.pace = 0.05
     results: list[Fetched] = []
     threads = [threading.Thread(target=lambda: results.append(go(tmp_path, "c4"))) for _ in range(3)]
-    with Books(tmp_path):
+    with FetchJournal(tmp_path):
         for thread in threads:
             thread.start()
         time.sleep(0.2)
@@ -191,8 +191,8 @@ def test_killed_at_any_moment_the_next_run_ends_with_the_same_bytes(hub: Hub, tm
         child.stdout.close()
         whole = wanted(hub, C4, "en/c4-train")
         assert all(whole[name] == content for name, content in stored(tmp_path).items())
-    with (tmp_path / BOOKS).open("ab") as books:
-        books.write(b'{"path": "en/c4-tr')  # as a kill may leave it
+    with (tmp_path / JOURNAL).open("ab") as journal:
+        journal.write(b'{"path": "en/c4-tr')  # as a kill may leave it
     hub.pace = 0
     go(tmp_path, "c4")
     assert stored(tmp_path) == whole
@@ -201,7 +201,7 @@ def test_killed_at_any_moment_the_next_run_ends_with_the_same_bytes(hub: Hub, tm
 
 
 def test_a_preview_writes_nothing_and_gives_the_size(hub: Hub, tmp_path: Path) -> None:
-    plan = preview(["c4"], tmp_path / "out", FetchOptions(Choice(sample=2), patience=HASTE))
+    plan = preview(["c4"], tmp_path / "out", FetchOptions(Choice(sample=2), retry_policy=HASTE))
     assert "2 files, 40,000 bytes (40" in plan.describe_plan()
     assert not (tmp_path / "out").exists()
 

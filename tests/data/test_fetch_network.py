@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from loopback_hub import Hub
 
 from argosy.data.remote import web as web_module
-from argosy.data.remote.fetch import BOOKS
-from argosy.data.remote.web import Patience, Stopped, Web, is_forbidden
+from argosy.data.remote.fetch import JOURNAL
+from argosy.data.remote.web import RetryPolicy, Stopped, Web, is_forbidden
 from waiting import wait_for
 
 
@@ -43,7 +43,7 @@ def test_troubles_of_the_network_do_not_show_in_the_bytes(hub: Hub, tmp_path: Pa
     name, content = one_file(hub)
     hub.faults["big.jsonl.zst"] = list(faults)
     hub.faults["one/file/tree/" + bad.COMMIT] = [bad.status(500), bad.truncated(1), bad.status(429)]
-    go(tmp_path, name, patience=replace(HASTE, timeout=1.0))
+    go(tmp_path, name, retry_policy=replace(HASTE, timeout=1.0))
     assert stored(tmp_path) == {"big.jsonl.zst": content}
     assert not hub.faults["big.jsonl.zst"]
     assert not list(tmp_path.rglob("*.partial"))
@@ -154,11 +154,11 @@ def test_the_token_goes_to_the_hub_alone(
     sent = {(request.host, "authorization" in request.headers) for request in hub.requests}
     assert sent == {(f"127.0.0.1:{hub.port}", True), (f"localhost:{hub.content_port}", False)}
     hub.next_page = f"{hub.content_url}/api/datasets/steal"
-    assert "goes on at another host" in str(refused(tmp_path, "c4"))
+    assert "continues on another host" in str(refused(tmp_path, "c4"))
     monkeypatch.setenv("HF_ENDPOINT", "http://mirror.example")
     leak = str(refused(tmp_path, name))
     assert "in the clear" in leak
-    written = leak + "".join(capfd.readouterr()) + (tmp_path / BOOKS).read_text()
+    written = leak + "".join(capfd.readouterr()) + (tmp_path / JOURNAL).read_text()
     assert TOKEN not in written
 
 
@@ -174,7 +174,7 @@ def test_listed_names_cannot_leave_the_directory(hub: Hub, tmp_path: Path, name:
     hub.faults["/tree/" + bad.COMMIT + "/train"] = [answer]
     error = refused(tmp_path / "out", "evil/set")
     assert "unsafe name" in error.cause
-    assert [path.name for path in tmp_path.rglob("*")] == ["out", BOOKS]
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", JOURNAL]
 
 
 @pytest.mark.parametrize(
@@ -215,13 +215,13 @@ def test_a_plain_url_is_continued_only_while_it_is_the_same_file(hub: Hub, tmp_p
     (tmp_path / "y.jsonl.partial").write_bytes(new[:100])  # not ours
     hub.plain["empty.txt"] = b""
     digest = hashlib.sha256(old).hexdigest()
-    with (tmp_path / BOOKS).open("ab") as books:
-        books.write(b'{"path": "y.js')  # as a kill may leave it
+    with (tmp_path / JOURNAL).open("ab") as journal:
+        journal.write(b'{"path": "y.js')  # as a kill may leave it
     both = f"{hub.url}/plain/empty.txt", f"{hub.url}/plain/y.jsonl#sha256={digest}"
     go(tmp_path, *both, workers=1)
     assert go(tmp_path, *both).new_bytes == 0
     assert stored(tmp_path) == {"x.jsonl": new, "y.jsonl": old, "empty.txt": b""}
-    assert "secret" not in (tmp_path / BOOKS).read_text()
+    assert "secret" not in (tmp_path / JOURNAL).read_text()
 
 
 def test_a_plain_url_that_is_cut_short_is_continued_with_its_tag(hub: Hub, tmp_path: Path) -> None:
@@ -260,7 +260,7 @@ def test_urls_that_lead_elsewhere_or_hold_secrets_are_refused(hub: Hub, tmp_path
 def test_a_failure_ends_the_other_downloads_at_once_and_keeps_the_rest(hub: Hub, tmp_path: Path) -> None:
     hub.faults["00001-of-01024.json.gz"] = [bad.stalled(3000, 600.0)]
     hub.faults["00002-of-01024.json.gz"] = [bad.status(404)]
-    refused(tmp_path, "c4", workers=3, patience=Patience(attempts=3, first_delay=0.3, timeout=600))
+    refused(tmp_path, "c4", workers=3, retry_policy=RetryPolicy(attempts=3, first_delay=0.3, timeout=600))
     hub.faults.clear()
     go(tmp_path, "c4")
     assert stored(tmp_path) == wanted(hub, C4, "en/c4-train")

@@ -26,8 +26,8 @@ from argosy.data.fetch_prepare import fetch_and_prepare
 from argosy.data.prepare import crew
 from argosy.data.prepare.job import prepare
 from argosy.data.prepare.work import PrepareOptions
-from argosy.data.remote.fetch import BOOKS, Fetched, FetchOptions, fetch
-from argosy.data.remote.web import Patience
+from argosy.data.remote.fetch import JOURNAL, Fetched, FetchOptions, fetch
+from argosy.data.remote.web import RetryPolicy
 from argosy.data.text.blocks import Piece
 from argosy.data.text.tokenizer import ByteTokenizer
 from argosy.errors import ArgosyError
@@ -53,15 +53,15 @@ def _texts(hub: Hub) -> None:
 
 
 def stream(
-    raw: Path, corpus: Path, *, keep: bool = True, shards: int = 2, workers: int = 1, patience: Patience = HASTE
+    raw: Path, corpus: Path, *, keep: bool = True, shards: int = 2, workers: int = 1, retry_policy: RetryPolicy = HASTE
 ) -> tuple[Fetched, Manifest]:
     options = PrepareOptions(shards=shards, workers=workers)
-    fetch_options = FetchOptions(workers=2, patience=patience)
+    fetch_options = FetchOptions(workers=2, retry_policy=retry_policy)
     return fetch_and_prepare([REPO], raw, fetch_options, ByteTokenizer(), corpus, options, keep=keep)
 
 
 def in_two_steps(raw: Path, corpus: Path, shards: int = 2) -> dict[str, bytes]:
-    fetched = fetch([REPO], raw, FetchOptions(workers=2, patience=HASTE))
+    fetched = fetch([REPO], raw, FetchOptions(workers=2, retry_policy=HASTE))
     prepare([file.path for file in fetched.files], ByteTokenizer(), corpus, PrepareOptions(shards=shards))
     return files_of(corpus)
 
@@ -86,7 +86,7 @@ def test_the_corpus_is_the_one_that_fetching_first_gives(
     assert fetched.new_bytes == fetched.bytes == sum(map(len, hub.files[REPO].values()))
     assert all(file.sha256 for file in fetched.files)
     left = {path.name for path in (tmp_path / "raw").rglob("*") if path.is_file()}
-    assert left == ({Path(file.path).name for file in fetched.files} if keep else set()) | {BOOKS}
+    assert left == ({Path(file.path).name for file in fetched.files} if keep else set()) | {JOURNAL}
 
 
 def test_a_file_is_prepared_while_the_next_ones_are_still_to_come(hub: Hub, tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_a_file_is_prepared_while_the_next_ones_are_still_to_come(hub: Hub, tmp_
     hub.faults["007.jsonl.gz"] = [hold]
     watcher = threading.Thread(target=watch)
     watcher.start()
-    stream(tmp_path / "raw", tmp_path / "corpus", patience=replace(HASTE, timeout=2 * PATIENCE_S))
+    stream(tmp_path / "raw", tmp_path / "corpus", retry_policy=replace(HASTE, timeout=2 * PATIENCE_S))
     watcher.join()
     assert held == [True]
 
@@ -123,7 +123,7 @@ def test_without_keeping_files_no_more_are_fetched_ahead_than_said(hub: Hub, tmp
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    options = FetchOptions(workers=2, patience=HASTE)
+    options = FetchOptions(workers=2, retry_policy=HASTE)
     fetch_and_prepare(
         ["many/files"], tmp_path / "raw", options, ByteTokenizer(), tmp_path / "corpus", PrepareOptions(), keep=False
     )
@@ -172,7 +172,7 @@ def test_a_file_of_unknown_kind_is_refused_before_anything_is_fetched(hub: Hub, 
     hub.plain["readme.html"] = b"<html>"
     with pytest.raises(ArgosyError) as refusal:
         fetch_and_prepare(
-            [f"{hub.url}/plain/readme.html"], tmp_path / "raw", FetchOptions(patience=HASTE), ByteTokenizer(),
+            [f"{hub.url}/plain/readme.html"], tmp_path / "raw", FetchOptions(retry_policy=HASTE), ByteTokenizer(),
             tmp_path / "corpus", PrepareOptions(),
         )  # fmt: skip
     assert refusal.value.code == "data.bad-input"

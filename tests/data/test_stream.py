@@ -28,7 +28,7 @@ from argosy.data.loader import Loader
 from argosy.data.remote import cache as cache_module
 from argosy.data.remote import shard_reader as reader_module
 from argosy.data.remote.ahead import ReadAhead
-from argosy.data.remote.cache import SEAL, BlockCache
+from argosy.data.remote.cache import CHECKSUM_BYTES, BlockCache
 from argosy.data.remote.shared_files import unlink
 from argosy.data.remote.stream import BLOCK_PART, BLOCK_WHOLE, open_streamed
 from argosy.errors import ArgosyError
@@ -54,7 +54,7 @@ pytest.importorskip("aiohttp", reason="pip install 'argosy[remote]'")
 
 SHARDS = 3
 INDEX_BYTES = SHARDS * (34 + 12 * 40 + 8 * 41)
-SMALL = INDEX_BYTES + 12 * (BLOCK + SEAL)  # of about 60 blocks
+SMALL = INDEX_BYTES + 12 * (BLOCK + CHECKSUM_BYTES)  # of about 60 blocks
 
 
 @pytest.fixture(autouse=True)
@@ -235,7 +235,7 @@ def test_retry_after_is_honoured(server: FaultyServer) -> None:
 
 @pytest.mark.parametrize("fault", ["500", "hang", "truncate", "short", "long", "reset", "429"])
 def test_patience_ends_with_the_object_and_the_last_error(server: FaultyServer, fault: str) -> None:
-    store = patient(f"{server.url}/corpus", patience_s=0.5, attempt_s=0.3)
+    store = patient(f"{server.url}/corpus", retry_timeout_s=0.5, attempt_s=0.3)
     server.fault = lambda path: fault
     began = time.monotonic()
     refusal = refusal_of(lambda: store.read("shard-00000.bin", 0, 100))
@@ -324,7 +324,7 @@ def test_a_whole_shard_is_checked_once_for_each_cache(local: Path, tmp_path: Pat
         corpus.read(0, corpus.tokens)
         wait_for(lambda: len(list(tmp_path.glob("cache/argosy-*/blocks/*/whole"))) == SHARDS)
         corpus.close()
-    seals = [p.read_bytes()[:SEAL].hex() for p in sorted(tmp_path.glob("cache/argosy-*/blocks/*/whole"))]
+    seals = [p.read_bytes()[:CHECKSUM_BYTES].hex() for p in sorted(tmp_path.glob("cache/argosy-*/blocks/*/whole"))]
     assert corpus.manifest is not None
     assert seals == [shard.bin_sha256 for shard in corpus.manifest.shards]
 
@@ -356,7 +356,7 @@ def _named(keys: list[tuple[int, int]]) -> list[tuple[str, int]]:
 def test_no_more_is_fetched_ahead_than_there_is_room_for(server: FaultyServer, tmp_path: Path) -> None:
     corpus = open_streamed(f"{server.url}/corpus", tmp_path / "cache", SMALL, block_bytes=BLOCK)
     corpus.prefetch([(0, corpus.tokens)])
-    room = SMALL // 2 // (BLOCK + SEAL)
+    room = SMALL // 2 // (BLOCK + CHECKSUM_BYTES)
     wait_for(lambda: len(block_files(tmp_path / "cache")) == room)
     time.sleep(0.2)  # for more that should not come
     assert len(block_files(tmp_path / "cache")) == room
@@ -384,11 +384,14 @@ def test_what_went_wrong_ahead_is_raised_where_the_block_is_read() -> None:
 def test_a_limit_of_less_than_a_few_blocks_is_refused_with_its_arithmetic(local: Path, tmp_path: Path) -> None:
     refusal = refusal_of(lambda: open_streamed(f"file://{local}", tmp_path / "cache", 100_000))
     assert refusal.code == "config.arithmetic"
-    assert f"{INDEX_BYTES:,} bytes for its .idx and .blocks files + 8 blocks x {BLOCK_PART + SEAL:,}" in refusal.cause
+    assert (
+        f"{INDEX_BYTES:,} bytes for its .idx and .blocks files + 8 blocks x {BLOCK_PART + CHECKSUM_BYTES:,}"
+        in refusal.cause
+    )
 
 
 def test_a_limit_that_holds_the_whole_corpus_is_enough_however_small(local: Path, tmp_path: Path) -> None:
-    whole = INDEX_BYTES + open_corpus(local).tokens * 2 + SHARDS * SEAL
+    whole = INDEX_BYTES + open_corpus(local).tokens * 2 + SHARDS * CHECKSUM_BYTES
     refusal = refusal_of(lambda: open_streamed(f"file://{local}", tmp_path / "cache", whole - 1))
     assert refusal.fix.startswith(f"cache_limit of {whole:,} or more")
     corpus = open_streamed(f"file://{local}", tmp_path / "cache", whole)
@@ -404,7 +407,7 @@ def test_blocks_are_larger_where_the_whole_corpus_fits(local: Path, tmp_path: Pa
 
 
 def test_the_blocks_used_longest_ago_make_room(tmp_path: Path) -> None:
-    cache = BlockCache(tmp_path, 10 * (100 + SEAL))
+    cache = BlockCache(tmp_path, 10 * (100 + CHECKSUM_BYTES))
     corpus = cache.open_corpus("0" * 32)
     paths = [f"{corpus}/blocks/a-{'0' * 16}-100/{i:08d}" for i in range(14)]
     for i, path in enumerate(paths[:10]):

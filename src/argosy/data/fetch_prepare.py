@@ -15,7 +15,7 @@ from pathlib import Path
 from argosy.data.corpus.corpus_manifest import Manifest
 from argosy.data.prepare.job import prepare_files
 from argosy.data.prepare.work import PrepareOptions
-from argosy.data.remote.fetch import Books, Fetched, FetchedFile, FetchOptions, Job, check_space, note
+from argosy.data.remote.fetch import Fetched, FetchedFile, FetchJob, FetchJournal, FetchOptions, check_space, note
 from argosy.data.remote.hub import RemoteFile
 from argosy.data.remote.sources import find_files
 from argosy.data.remote.web import Stopped, Web
@@ -49,7 +49,7 @@ def fetch_and_prepare(
         prepare_options: The options of `argosy data prepare`.
         keep: Keep the downloaded files. Otherwise each file is deleted once it is prepared.
     """
-    web = Web(options.patience)
+    web = Web(options.retry_policy)
     files = find_files(names, options.choice, web, note)
     inputs = [InputFile(str(output / file.path), file.size, file.identity) for file in files]
     for file in inputs:
@@ -137,9 +137,9 @@ class _Downloads:
 
     def _run(self) -> None:
         try:
-            with Books(self.output) as books:
+            with FetchJournal(self.output) as journal:
                 wanted = [file for file in self.files if self._path(file) in self._place]
-                job = Job(self.web, wanted, self.output, books, gate=None if self.keep else self)
+                job = FetchJob(self.web, wanted, self.output, journal, gate=None if self.keep else self)
                 missing = job.missing()
                 if self.keep:
                     check_space(self.output, wanted, missing)
@@ -147,7 +147,7 @@ class _Downloads:
                 for file in job.fetch_all(missing, self.workers):
                     self._new_bytes += file.size
                     self._arrived({self._path(file)})
-                self._hashes = {path: str(line["sha256"]) for path, line in books.lines.items() if "sha256" in line}
+                self._hashes = {path: str(line["sha256"]) for path, line in journal.lines.items() if "sha256" in line}
         except BaseException as error:  # noqa: BLE001 - `wait` raises it
             with self._change:
                 self._failure = error
