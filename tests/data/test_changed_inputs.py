@@ -15,8 +15,8 @@ import zstandard
 from meanwhile import when_reading
 
 from argosy.data.corpus.corpus_manifest import Manifest, read_manifest
-from argosy.data.prepare import crew, work
 from argosy.data.prepare import job as preparing
+from argosy.data.prepare import part_runner, work
 from argosy.data.prepare.job import prepare
 from argosy.data.prepare.work import PrepareOptions
 from argosy.data.text import inputs as inputs_module
@@ -151,7 +151,7 @@ def test_a_change_is_seen_by_other_processes_and_crosses_from_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(work, "_block_bytes", lambda files: 500)
-    monkeypatch.setattr(crew, "_INLINE_BYTES", 0)
+    monkeypatch.setattr(part_runner, "_INLINE_BYTES", 0)
     # Many more blocks than workers: most are handed out after the first part was joined.
     path, add, added = write(tmp_path / "in.jsonl", count=400), preparing.Joiner.add, []
 

@@ -23,7 +23,7 @@ from meanwhile import when_reading
 
 from argosy.data.corpus.corpus_manifest import Manifest
 from argosy.data.fetch_prepare import fetch_and_prepare
-from argosy.data.prepare import crew
+from argosy.data.prepare import part_runner
 from argosy.data.prepare.job import prepare
 from argosy.data.prepare.work import PrepareOptions
 from argosy.data.remote.fetch import JOURNAL, Fetched, FetchOptions, fetch
@@ -76,7 +76,7 @@ def files_of(corpus: Path) -> dict[str, bytes]:
 def test_the_corpus_is_the_one_that_fetching_first_gives(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: bool, workers: int
 ) -> None:
-    monkeypatch.setattr(crew, "_INLINE_BYTES", 0)
+    monkeypatch.setattr(part_runner, "_INLINE_BYTES", 0)
     expected = in_two_steps(tmp_path / "raw", tmp_path / "expected")
     (tmp_path / "raw").rename(tmp_path / "fetched-first")
     fetched, manifest = stream(tmp_path / "raw", tmp_path / "corpus", keep=keep, workers=workers)
@@ -136,7 +136,7 @@ def test_without_keeping_files_no_more_are_fetched_ahead_than_said(hub: Hub, tmp
 def test_a_file_that_cannot_come_ends_the_job_and_the_next_run_goes_on(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:
-    monkeypatch.setattr(crew, "_INLINE_BYTES", 0)
+    monkeypatch.setattr(part_runner, "_INLINE_BYTES", 0)
     expected = in_two_steps(tmp_path / "raw", tmp_path / "expected")
     (tmp_path / "raw").rename(tmp_path / "fetched-first")
     hub.faults["006.jsonl"] = [lambda handler, body, start: handler.answer(503)] * HASTE.attempts

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
 
 from argosy.data.corpus.indexed import IndexedReader
-from argosy.data.prepare import crew
+from argosy.data.prepare import part_runner
 from argosy.data.prepare import work as preparing
 from argosy.data.prepare.job import prepare
 from argosy.data.prepare.work import PrepareOptions, corpora_of
@@ -84,7 +84,7 @@ def test_the_bytes_are_megatrons(
 def test_workers_and_a_fast_engine_write_megatrons_bytes_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many blocks, several files, two processes: still the bytes of one process that reads line by line."""
     monkeypatch.setattr(preparing, "_block_bytes", lambda files: 1 << 16)
-    monkeypatch.setattr(crew, "_INLINE_BYTES", 1 << 16)
+    monkeypatch.setattr(part_runner, "_INLINE_BYTES", 1 << 16)
     texts = [f"document {i}: one word and another, é {'more ' * (i % 90)}" for i in range(3000)]
     for number in range(3):
         lines = [json.dumps({"text": text}) for text in texts[number * 1000 : (number + 1) * 1000]]

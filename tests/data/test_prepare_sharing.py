@@ -22,12 +22,12 @@ import zstandard
 
 from argosy.data.corpus.corpus import open_corpus
 from argosy.data.corpus.corpus_manifest import read_manifest
-from argosy.data.prepare import crew, work
 from argosy.data.prepare import job as preparing
+from argosy.data.prepare import part_runner, work
 from argosy.data.prepare.job import prepare
 from argosy.data.prepare.parts import PartOptions
 from argosy.data.prepare.work import PrepareOptions, Work
-from argosy.data.prepare.workers import Pool, recipe_of
+from argosy.data.prepare.workers import Pool, encoder_spec
 from argosy.data.text import engines
 from argosy.data.text.inputs import find_inputs, group_inputs
 from argosy.data.text.tokenizer import ByteTokenizer, JsonTokenizer, train_bpe
@@ -61,7 +61,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a few MB make many blocks."""
     monkeypatch.setattr(work, "_block_bytes", lambda files: 1 << 19)
-    monkeypatch.setattr(crew, "_INLINE_BYTES", 1 << 20)
+    monkeypatch.setattr(part_runner, "_INLINE_BYTES", 1 << 20)
 
 
 def content(directory: Path) -> dict[str, bytes]:
@@ -98,7 +98,7 @@ def test_machines_do_not_change_the_bytes_and_the_last_one_writes_the_manifest(
 
 def test_machines_that_are_last_together_both_have_the_corpus(inputs: list[str], tmp_path: Path) -> None:
     jobs = [
-        preparing.Job(
+        preparing.PrepareJob(
             Work(
                 find_inputs(inputs),
                 ByteTokenizer(),
@@ -109,7 +109,7 @@ def test_machines_that_are_last_together_both_have_the_corpus(inputs: list[str],
         for machine in (0, 1)
     ]
     for job in jobs:
-        with job.crew:
+        with job.runner:
             job.claim()
             job.make_shards()
     first, second = (
@@ -168,13 +168,13 @@ def test_every_worker_proves_its_engine(inputs: list[str], tmp_path: Path) -> No
     other = JsonTokenizer(train_bpe(["another text, so other ids"] * 9, 300), "t")
     options = PartOptions(("text",), True, False, 1 << 19)
     groups = group_inputs(find_inputs(inputs), text_lines=False)
-    recipe = recipe_of(tokenizer, "fastokens", eod=None)
+    spec = encoder_spec(tokenizer, "fastokens", eod=None)
     for reference, content, fault in (
-        (tokenizer, recipe.content, None),
-        (other, recipe.content, "differs from the reference on"),
+        (tokenizer, spec.content, None),
+        (other, spec.content, "differs from the reference on"),
         (tokenizer, b"{}", "cannot load this tokenizer"),
     ):
-        pool = Pool(2, tmp_path, replace(recipe, content=content), options, sampled=groups)
+        pool = Pool(2, tmp_path, replace(spec, content=content), options, sampled=groups)
         try:
             with contextlib.nullcontext() if fault is None else pytest.raises(engines.EngineFault, match=fault):
                 pool.prove(reference)
@@ -194,11 +194,11 @@ def test_an_unfinished_job_with_other_options_is_not_mixed_with_this_one(inputs:
 COMMAND = """
 import sys
 from pathlib import Path
-from argosy.data.prepare import crew, work
+from argosy.data.prepare import part_runner, work
 from argosy.data.prepare.job import prepare
 from argosy.data.text.tokenizer import ByteTokenizer
 work._block_bytes = lambda files: 1 << 19
-crew._INLINE_BYTES = 1 << 20
+part_runner._INLINE_BYTES = 1 << 20
 if __name__ == "__main__":
     prepare(sys.argv[2:], ByteTokenizer(), Path(sys.argv[1]), work.PrepareOptions(workers=2, shards=2))
 """
@@ -242,7 +242,7 @@ def test_killed_fifty_times_the_bytes_are_the_same(inputs: list[str], tmp_path: 
 
 def test_what_killed_processes_left_of_a_machines_parts_is_cleared_away(inputs: list[str], tmp_path: Path) -> None:
     options = PrepareOptions(workers=1, shards=2, machine=1, machines=2)
-    job = preparing.Job(Work(find_inputs(inputs), ByteTokenizer(), tmp_path, options))
+    job = preparing.PrepareJob(Work(find_inputs(inputs), ByteTokenizer(), tmp_path, options))
     job.claim()
     names = [f"{group:05d}-{block:06d}.0.bin.0123ab.partial" for group in (0, 1) for block in (0, 1)]
     for name in names:

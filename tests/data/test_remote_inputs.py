@@ -25,7 +25,7 @@ from web_server import WebServer, web_server
 
 from argosy.cli.app import app
 from argosy.data.corpus.corpus_manifest import read_manifest
-from argosy.data.prepare import crew, work
+from argosy.data.prepare import part_runner, work
 from argosy.data.prepare.job import prepare
 from argosy.data.prepare.work import PrepareOptions
 from argosy.data.remote import remote_inputs, web_inputs
@@ -143,7 +143,7 @@ def test_s3_inputs_of_every_format_give_the_local_corpus(
 def test_s3_inputs_are_read_by_worker_processes(
     s3: Any, expected: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(crew, "_INLINE_BYTES", 0)
+    monkeypatch.setattr(part_runner, "_INLINE_BYTES", 0)
     assert make(["s3://bucket/raw"], tmp_path / "corpus", workers=2) == expected
 
 
@@ -276,7 +276,7 @@ def test_web_inputs_of_every_format_give_the_local_corpus(raw: Path, tmp_path: P
 def test_web_inputs_are_read_by_worker_processes(
     raw: Path, expected: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranges: bool
 ) -> None:
-    monkeypatch.setattr(crew, "_INLINE_BYTES", 0)
+    monkeypatch.setattr(part_runner, "_INLINE_BYTES", 0)
     with web_server(raw, ranges=ranges) as server:
         assert make(urls(server, raw), tmp_path / "corpus", workers=2) == expected
         whole = [path for _, path in server.asked]
