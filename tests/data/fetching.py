@@ -1,4 +1,4 @@
-"""Shared by the tests of `argosy data fetch`: a loopback Hub with the data sets our users fetch, and short ways to fetch."""
+"""Helpers of the `argosy data fetch` tests: a loopback Hub with common data sets, and short functions to fetch from it."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def refused(output: Path, *names: str, **options: object) -> ArgosyError:
 
 
 def stored(output: Path) -> dict[str, bytes]:
-    """All finished files."""
+    """Return all finished files by name."""
     files = (path for path in output.rglob("*") if path.is_file() and path.name != JOURNAL)
     return {str(path.relative_to(output)): path.read_bytes() for path in files if path.suffix != ".partial"}
 

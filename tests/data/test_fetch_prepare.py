@@ -1,4 +1,4 @@
-"""`argosy data fetch --prepare`: files are prepared as they arrive, and the corpus is the one fetching first would give."""
+"""`argosy data fetch --prepare` prepares files as they arrive, and gives the same corpus as fetching first."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FILES = 8
 
 @pytest.fixture(autouse=True)
 def _texts(hub: Hub) -> None:
-    """Files of every kind but tables, with bad records among the good ones."""
+    """Fill the Hub with files of every type except tables, with bad records among the good ones."""
     dice = random.Random(1)
     for number in range(FILES):
         lines = [json.dumps({"text": "word " * dice.randrange(1, 200) + str(i)}) for i in range(60)]
@@ -67,7 +67,7 @@ def in_two_steps(raw: Path, corpus: Path, shards: int = 2) -> dict[str, bytes]:
 
 
 def files_of(corpus: Path) -> dict[str, bytes]:
-    """All of a corpus but the versions of its sources: files fetched beforehand have a time, others what the Hub tells."""
+    """Return the files of a corpus without the versions of its sources: local files have a time, Hub files a hash."""
     return {path.name: re.sub(rb'"version": "[^"]+"', b"", path.read_bytes()) for path in corpus.iterdir()}
 
 
@@ -129,7 +129,8 @@ def test_without_keeping_files_no_more_are_fetched_ahead_than_said(hub: Hub, tmp
     )
     done.set()
     watcher.join()
-    assert 0 < most <= 2 * 2 + 3  # ahead, the one being prepared, and the books
+    # Prefetched files, the one being prepared, and the journal.
+    assert 0 < most <= 2 * 2 + 3
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -147,9 +148,8 @@ def test_a_file_that_cannot_come_ends_the_job_and_the_next_run_goes_on(
     before = len(hub.asked("/content/"))
     stream(tmp_path / "raw", tmp_path / "corpus", keep=False)
     assert files_of(tmp_path / "corpus") == expected
-    assert not [
-        r for r in hub.asked("/content/")[before:] if "000.jsonl" in r.path
-    ]  # it was made, and not fetched again
+    # All its parts existed, so it was not fetched again.
+    assert not [r for r in hub.asked("/content/")[before:] if "000.jsonl" in r.path]
 
 
 def test_a_file_that_changes_after_it_arrived_is_refused(
@@ -214,7 +214,8 @@ def test_killed_again_and_again_the_bytes_are_the_same(hub: Hub, tmp_path: Path,
     hub.pace = 0.0
     if not (corpus / "manifest.json").exists():
         stream(raw, corpus, keep=keep == "keep")
-    shutil.rmtree(corpus / ".parts", ignore_errors=True)  # a kill may leave it behind a manifest
+    # A kill may leave it behind a finished corpus.
+    shutil.rmtree(corpus / ".parts", ignore_errors=True)
     assert {name: content for name, content in files_of(corpus).items() if not name.startswith(".")} == expected
 
 
@@ -224,6 +225,7 @@ def test_ctrl_c_ends_it_at_once_and_keeps_what_came(hub: Hub, tmp_path: Path) ->
     child = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     wait_for(lambda: hub.asked("/content/some/text//train/005"))
     child.send_signal(signal.SIGINT)
-    child.communicate(timeout=30)  # its own patience with a silent server is twice that
+    # The process's own timeout for a silent server is twice that.
+    child.communicate(timeout=30)
     assert child.returncode != 0
     assert len(list((tmp_path / "raw").rglob("00[0-4]*"))) >= 4

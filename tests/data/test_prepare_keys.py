@@ -1,4 +1,4 @@
-"""Several keys: a corpus for each, all of the same records in the same order."""
+"""Several keys give one corpus each, with the same records in the same order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bytes of a corpus do not depend on how many processes or machines made it, nor on how often they were killed."""
+"""The bytes of a corpus do not depend on the number of processes or machines, nor on how often they were killed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from argosy.errors import ArgosyError
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Some MB in every format, with bad records here and there."""
+    """Write some MB in every format, with bad records here and there."""
     root = tmp_path_factory.mktemp("inputs")
     rng = random.Random(0)
 
@@ -59,7 +59,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a few MB make many blocks."""
+    """Make blocks small, so that a few MB are many blocks."""
     monkeypatch.setattr(work, "_block_bytes", lambda files: 1 << 19)
     monkeypatch.setattr(part_runner, "_INLINE_BYTES", 1 << 20)
 
@@ -112,9 +112,8 @@ def test_machines_that_are_last_together_both_have_the_corpus(inputs: list[str],
         with job.runner:
             job.claim()
             job.make_shards()
-    first, second = (
-        preparing.finish(job.work) for job in jobs
-    )  # each found all shards; the first cleared the parts away
+    # Both find all shards; the first one removes the parts.
+    first, second = (preparing.finish(job.work) for job in jobs)
     assert first is not None
     assert first == second
     assert content(tmp_path / "shared") == make(inputs, tmp_path / "alone", workers=1, shards=2)
@@ -205,8 +204,10 @@ if __name__ == "__main__":
 
 
 def kill_and_finish(inputs: list[str], root: Path, kills: int) -> None:
-    """Kill the job at random moments, each time starting it again, and over again once it was done: whenever it is done,
-    its bytes are those of a job left alone. Only kills that found it at work are counted."""
+    """Kill the job at random moments and start it again. Whenever it finishes, its bytes equal those of an undisturbed job.
+
+    Only kills that hit a running job are counted.
+    """
     script, rng = root / "script.py", random.Random(0)
     script.write_text(COMMAND)
     command = [sys.executable, str(script)]
@@ -225,7 +226,8 @@ def kill_and_finish(inputs: list[str], root: Path, kills: int) -> None:
         if not kills and not (output / "manifest.json").exists():
             subprocess.run([*command, str(output), *inputs], check=True)
         if (output / "manifest.json").exists():
-            shutil.rmtree(output / ".parts", ignore_errors=True)  # a kill may leave it behind a manifest
+            # A kill may leave it behind a finished corpus.
+            shutil.rmtree(output / ".parts", ignore_errors=True)
             assert content(output) == expected
             done += 1
 
@@ -249,17 +251,15 @@ def test_what_killed_processes_left_of_a_machines_parts_is_cleared_away(inputs: 
         (job.work.parts / name).touch()
     job.release()
     job.claim()
-    assert {path.name for path in job.work.parts.glob("*.partial")} == {
-        names[0],
-        names[3],
-    }  # of the other machine's shard
+    # Those of the other machine's shard stay.
+    assert {path.name for path in job.work.parts.glob("*.partial")} == {names[0], names[3]}
     job.release()
 
 
 def test_started_twice_at_once_one_makes_the_corpus_and_the_other_waits_for_it(
     inputs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two starts, the second comes while the first is at work."""
+    """The second of two processes starts while the first is at work."""
     script, output = tmp_path / "script.py", tmp_path / "out"
     script.write_text(COMMAND)
     command = [sys.executable, str(script), str(output), *inputs]

@@ -1,4 +1,4 @@
-"""What happens in a worker process is shown as what it is: a refusal, a bug with its traceback, or a death by a signal."""
+"""Failures in a worker process are reported as what they are: a refusal, a bug with its traceback, or a death by a signal."""
 
 from __future__ import annotations
 
