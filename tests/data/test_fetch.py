@@ -96,7 +96,7 @@ def test_splits_are_read_from_names(path: str, split: str | None) -> None:
         ("slimpajama", {"split": "tests"}, "did you mean test?", "train, validation"),
         ("slimpyjama", {}, "did you mean slimpajama?", "owner/name"),
         ("nobody/nothing", {}, "there is no data set nobody/nothing", "HF_TOKEN"),
-        ("hf://datasets/allenai/c4/fr", {}, "is or holds no file", "tree/main"),
+        ("hf://datasets/allenai/c4/fr", {}, "matches no file", "tree/main"),
         ("hf://datasets/allenai/c4/en", {"split": "train"}, "already says", "--split"),
         ("s3://bucket/x.jsonl", {}, "cannot be fetched", "prepare"),
     ],

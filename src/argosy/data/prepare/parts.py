@@ -88,7 +88,7 @@ def cannot_write(output: Path, reason: str) -> ArgosyError:
 
 
 class PartMaker:
-    """Makes parts with one tokenizer. It keeps the current input open, because blocks are requested in ascending order."""
+    """A maker of parts with one tokenizer. It keeps the current input open, because blocks are requested in ascending order."""
 
     def __init__(
         self,

@@ -154,7 +154,7 @@ class FetchJournal:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            note(f"another fetch is at work in {self.path.parent}; waiting for it")
+            note(f"another fetch is running in {self.path.parent}; waiting for it")
             fcntl.flock(self._fd, fcntl.LOCK_EX)
         # A kill can truncate the last line. End it, so that the reader skips it.
         if (size := os.fstat(self._fd).st_size) and os.pread(self._fd, 1, size - 1) != b"\n":

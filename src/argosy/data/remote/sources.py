@@ -239,7 +239,7 @@ def _by_path(name: str, choice: Choice, hub: Hub) -> list[RemoteFile]:
     data_set = hub.find(parts[1], unquote(parts[2] or "") or choice.revision or "main")
     found = _matching(hub, data_set, (parts[3] or "").strip("/"))
     if not found:
-        refuse(f"{name} is or holds no file", f"see {hub.web.hub}/datasets/{parts[1]}/tree/main")
+        refuse(f"{name} matches no file", f"see {hub.web.hub}/datasets/{parts[1]}/tree/main")
     return [hub.remote_file(data_set, entry) for entry in found[: choice.sample]]
 
 

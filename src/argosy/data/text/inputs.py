@@ -117,7 +117,7 @@ def local_path(name: str | Path) -> Path:
         return Path("/", address[2])
     raise ArgosyError(
         "data.bad-input",
-        f"{address[1]}://{address[2]} is remote, and only a local path will do here",
+        f"{address[1]}://{address[2]} is remote; a local path is required here",
         fix="copy it to a local disk, or mount it; inputs of `prepare` and corpora of `train` (with a cache) may be remote",
     )
 
@@ -126,7 +126,7 @@ def require_no_texts(output: Path, ours: str) -> None:
     """Refuse an output directory that holds input texts: they would be taken for files of the corpus and could be overwritten."""
     texts = sorted(p.name for p in output.glob("*") if p.name.endswith(SUFFIXES) and p.name != ours)
     if texts:
-        cause = f"{output} holds texts, such as {texts[0]}, and a corpus needs a directory of its own"
+        cause = f"{output} contains input texts such as {texts[0]}; a corpus needs its own directory"
         fix = f"--output {output / 'corpus'}"
         raise ArgosyError("data.bad-input", cause, key="--output", value=str(output), fix=fix)
 
@@ -167,7 +167,9 @@ def _local(name: str, report: Callable[[str], None] | None) -> list[InputFile]:
         pattern = str(path.relative_to(path.anchor)) if path.is_absolute() else name
         matches = sorted(p for p in root.glob(pattern) if p.is_file() and p.name.endswith(SUFFIXES))
         return require_known([local_input(str(p)) for p in matches], name)
-    raise ArgosyError("data.not-found", f"there is no {name}", fix=f"check the path; {Path.cwd()} is where it begins")
+    raise ArgosyError(
+        "data.not-found", f"there is no {name}", fix=f"check the path; relative paths start at {Path.cwd()}"
+    )
 
 
 def _remote(name: str, report: Callable[[str], None] | None) -> list[InputFile]:
@@ -186,7 +188,7 @@ def require_known(files: list[InputFile], name: str) -> list[InputFile]:
     """
     if not files:
         raise ArgosyError(
-            "data.bad-input", f"{name} is or holds no file of a known kind", fix=f"known: {', '.join(SUFFIXES)}"
+            "data.bad-input", f"{name} has no file of a supported type", fix=f"supported: {', '.join(SUFFIXES)}"
         )
     for file in files:
         named = os.fsencode(file.path)
