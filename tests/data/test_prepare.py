@@ -274,7 +274,7 @@ def test_no_corpus_is_made_among_texts(tmp_path: Path) -> None:
     source = tmp_path / "shard-0.jsonl"
     source.write_bytes(GOOD)
     for options in (PrepareOptions(), PrepareOptions(overwrite=True)):
-        with pytest.raises(ArgosyError, match="a corpus needs a directory of its own"):
+        with pytest.raises(ArgosyError, match="a corpus needs its own directory"):
             prepare([str(source)], ByteTokenizer(), tmp_path, options)
     assert [path.name for path in tmp_path.iterdir()] == [source.name]
     prepare([str(tmp_path)], ByteTokenizer(), tmp_path / "corpus", PrepareOptions())
