@@ -7,6 +7,7 @@ block and exits with `EXIT_REFUSED`; anything else that escapes is a bug of ours
 
 from __future__ import annotations
 
+import sys
 from typing import Final
 
 from argosy.echo import VALUE_LIMIT, capped, redact, shorten
@@ -184,4 +185,4 @@ def errors_page() -> str:
 
 
 if __name__ == "__main__":
-    print(errors_page(), end="")
+    sys.stdout.write(errors_page())

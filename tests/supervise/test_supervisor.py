@@ -103,7 +103,9 @@ def _forget() -> Any:
     RankFiles.forget()
 
 
-def test_one_step_that_kills_it_again_and_again_is_not_tried_for_ever(tmp_path: Path, capfd: Any) -> None:
+def test_one_step_that_kills_it_again_and_again_is_not_tried_for_ever(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     attempts = Attempts(tmp_path, same_step=3)
     error = "Traceback (most recent call last):\nValueError: broken"
     ends = [attempts.end(step=7, first=first, error=error) for first in (0, 5, 5)]
@@ -111,7 +113,7 @@ def test_one_step_that_kills_it_again_and_again_is_not_tried_for_ever(tmp_path: 
     assert attempts.events() == ["rank-died", "restart"] * 2 + ["rank-died", "gave-up"]
     assert attempts.supervisor.trouble is not None
     assert attempts.supervisor.trouble.code == EXIT_BUG
-    said = capfd.readouterr().err
+    said = caplog.text
     assert said.count("Traceback") == 1
     assert "step 7 has ended it 3 times" in said
 
@@ -133,12 +135,12 @@ def test_waits_between_restarts_double_up_to_a_minute(tmp_path: Path) -> None:
     assert waits == [1.5, 3, 6, 12, 24, 48, 60, 60]
 
 
-def test_a_refusal_is_told_and_never_tried_again(tmp_path: Path, capfd: Any) -> None:
+def test_a_refusal_is_told_and_never_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     attempts = Attempts(tmp_path)
     assert not attempts.end(step=0, error="error[config.bad-value]\n  cause  no", code=EXIT_REFUSED)
     assert attempts.supervisor.trouble is not None
     assert attempts.supervisor.trouble.code == EXIT_REFUSED
-    assert "rank 0: error[config.bad-value]" in capfd.readouterr().err
+    assert "rank 0: error[config.bad-value]" in caplog.text
     assert attempts.events() == []
 
 

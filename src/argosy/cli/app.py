@@ -36,6 +36,7 @@ from argosy.cli import (
 )  # fmt: skip
 from argosy.echo import capped
 from argosy.errors import EXIT_REFUSED, ArgosyError
+from argosy.log_handler import install_log_handler
 
 # The base class of BadParameter: click's, or that of the copy of click in newer versions of Typer.
 _USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
@@ -159,6 +160,7 @@ def main() -> None:
         # A terminal may lack our characters, and a file name may not be text.
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors=errors)
+    install_log_handler()
     try:
         app()
     except ArgosyError as error:

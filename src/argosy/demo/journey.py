@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from argosy.config.resolve import resolve
 from argosy.console.braille_plot import plot
 from argosy.console.formats import clock
+from argosy.console.output import say
 from argosy.data.corpus.corpus_manifest import FILE_NAME
 from argosy.data.prepare.job import prepare
 from argosy.data.prepare.prepare_report import describe
@@ -100,7 +101,7 @@ def run_demo(directory: Path, seconds: int) -> None:
     if (runs / "demo").exists():
         last = RunDir(runs / "demo")
         last.open_for_training()  # not while another demo is training in it
-        print(f"the run of the last demo is now {last.archive()}")
+        say(f"the run of the last demo is now {last.archive()}")
     steps = _write_spec(spec_path, runs, corpus, pace)
     before = _untrained(spec_path)
 
@@ -108,35 +109,35 @@ def run_demo(directory: Path, seconds: int) -> None:
     started = time.monotonic()
     reached = _train_until_killed(spec_path, runs / "demo", steps // 2, pace)
     steps = _train_the_rest(spec_path, runs / "demo", steps, reached, pace)
-    print(f"training took {clock(time.monotonic() - started)}")
+    say(f"training took {clock(time.monotonic() - started)}")
 
     _title(4, "What it learned")
     _report(runs / "demo")
 
     _title(5, f"What it writes after '{OPENING}'")
-    print(side_by_side(("before training", before), (f"after {steps} steps", _sample(runs / "demo"))))
-    print(_next_commands(spec_path, runs / "demo", steps))
-    print(f"\nThe demo took {clock(pace.seconds - pace.left)}.")
+    say(side_by_side(("before training", before), (f"after {steps} steps", _sample(runs / "demo"))))
+    say(_next_commands(spec_path, runs / "demo", steps))
+    say(f"\nThe demo took {clock(pace.seconds - pace.left)}.")
 
 
 def _make_corpus(directory: Path) -> Path:
     corpus, source = directory / "stories", directory / "stories.jsonl"
     if (corpus / FILE_NAME).exists():
-        print(f"{corpus} is there from the last demo")
+        say(f"{corpus} is there from the last demo")
         return corpus
     texts = list(stories(STORIES))
     with source.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
-    print(f"{source}: {len(texts):,} stories, {source.stat().st_size:,} bytes. The first one:\n")
-    print(textwrap.indent(textwrap.fill(texts[0], 76), "  | ") + "\n")
+    say(f"{source}: {len(texts):,} stories, {source.stat().st_size:,} bytes. The first one:\n")
+    say(textwrap.indent(textwrap.fill(texts[0], 76), "  | ") + "\n")
 
     tokenizer = directory / "tokenizer.json"
     started = time.monotonic()
     tokenizer.write_text(train_bpe(iter(texts), VOCABULARY), encoding="utf-8")
-    print(f"{tokenizer}: byte-level BPE of {VOCABULARY:,}, trained in {clock(time.monotonic() - started)}")
+    say(f"{tokenizer}: byte-level BPE of {VOCABULARY:,}, trained in {clock(time.monotonic() - started)}")
     made = prepare([str(source)], load_tokenizer(str(tokenizer)), corpus, PrepareOptions())
     for directory, manifest in (made or {}).items():
-        print(describe(manifest, directory))
+        say(describe(manifest, directory))
     return corpus
 
 
@@ -174,8 +175,8 @@ def _write_spec(path: Path, runs: Path, corpus: Path, pace: Pace) -> int:
         torch.set_num_threads(1 if pace.one_thread else threads)
     steps = steps_within(pace.left - 2 * pace.start_s - TAIL_STEPS * step_s, 1.1 * step_s)
     write(size, steps)
-    print(f"{path}: {steps} steps of {step_s:.3f} s on this machine\n")
-    print(path.read_text(encoding="utf-8"))
+    say(f"{path}: {steps} steps of {step_s:.3f} s on this machine\n")
+    say(path.read_text(encoding="utf-8"))
     return steps
 
 
@@ -183,7 +184,7 @@ def _start_training(path: Path, pace: Pace, *overrides: str) -> subprocess.Popen
     """`argosy train` in a process of its own, as a user would type it."""
     setting = {"OMP_NUM_THREADS": "1"} if pace.one_thread else {}
     words = [*(f"{key}={value}" for key, value in setting.items()), "argosy", "train", str(path), *overrides]
-    print(f"$ {' '.join(words)}", flush=True)
+    say(f"$ {' '.join(words)}")
     return subprocess.Popen([sys.executable, "-m", "argosy", "train", str(path), *overrides], env=os.environ | setting)
 
 
@@ -206,7 +207,7 @@ def _train_until_killed(path: Path, run: Path, at_step: int, pace: Pace) -> int:
         process.wait()
         raise
     show_cursor = "\x1b[?25h" if sys.stdout.isatty() else ""  # the killed process could not put its terminal back
-    print(f"{show_cursor}\n^^^ killed at about step {step} (exit status {process.returncode})\n", flush=True)
+    say(f"{show_cursor}\n^^^ killed at about step {step} (exit status {process.returncode})\n")
     return step
 
 
@@ -220,7 +221,7 @@ def _train_the_rest(path: Path, run: Path, steps: int, reached: int, pace: Pace)
         fits = reached + steps_within(left, 1.1 * step_s, fewest=max(10, FEWEST_STEPS - reached))
         if not 0.7 < (fits - reached) / max(1, steps - reached) < 1.5:
             faster = "faster" if fits > steps else "slower"
-            print(f"the machine is {faster} now than when it was measured: {fits} steps instead of {steps}")
+            say(f"the machine is {faster} now than when it was measured: {fits} steps instead of {steps}")
             steps = fits
             overrides = [f"train.steps={steps}", f"optim.decay={max(1, (steps - reached) // 2)}"]
     code = _start_training(path, pace, *overrides).wait()
@@ -246,17 +247,17 @@ def _report(run: Path) -> None:
     losses = [(float(step), record["loss"]) for step, record in metrics.items() if "loss" in record]
     validation = [(float(step), r["validation_loss"]) for step, r in metrics.items() if "validation_loss" in r]
     width = max(40, min(72, shutil.get_terminal_size().columns - 12))
-    print(plot(losses, marks=validation, width=width, y_label="loss (nats a token); ● validation", x_label="steps"))
+    say(plot(losses, marks=validation, width=width, y_label="loss (nats a token); ● validation", x_label="steps"))
     spec = RunDir(run).load_spec()
     entropy = unigram_entropy(open_data(spec).whole("validation"), spec.model.vocab_size)
     result, step = evaluate_run(str(run), split="validation", batches=None)
     bits = result.loss / math.log(2)
-    print(
+    say(
         f"\nvalidation loss after step {step}: {result.loss:.3f} nats a token over {result.tokens:,} tokens ({bits:.2f} bits)"
     )
-    print(f"unigram entropy of the same text:  {entropy:.3f} (the best a model without context can do)")
+    say(f"unigram entropy of the same text:  {entropy:.3f} (the best a model without context can do)")
     if result.loss > entropy - 0.5:
-        print("not well below it yet: this machine had time for few steps; `argosy demo --seconds 180` gives it more")
+        say("not well below it yet: this machine had time for few steps; `argosy demo --seconds 180` gives it more")
 
 
 def _sampling(tokens: int = SAMPLE_TOKENS) -> Sampling:
@@ -322,4 +323,4 @@ def _next_commands(spec: Path, run: Path, steps: int) -> str:
 
 
 def _title(number: int, text: str) -> None:
-    print(f"\n── {number}/5 {text} {'─' * max(0, 72 - len(text))}", flush=True)
+    say(f"\n── {number}/5 {text} {'─' * max(0, 72 - len(text))}")

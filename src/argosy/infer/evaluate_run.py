@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from argosy.parallel.mesh import Mesh
 from argosy.train.session import Loaded, load_model, make_engine
 from argosy.train.validation import Evaluation, evaluate
 
+_log = logging.getLogger(__name__)
 # Of `data`: what a run's samples are, whichever corpus they are made from.
 _OF_SAMPLES = {"seq_len", "mask_eod", "document_mask", "reset_positions", "bert", "t5", "ict"}
 _LONGEST = 4096  # tokens in a sample for a model that was not trained here, unless asked for: some are for a million
@@ -55,7 +56,7 @@ def evaluate_run(
     if opened.tokenizer is None:  # of a bare .bin/.idx pair nothing is known but that it is for this model
         opened = replace(opened, tokenizer=loaded.source.tokenizer())
     if not loaded.source.reads(opened.tokenizer):
-        print(f"note: {loaded.source.misread()}", file=sys.stderr)
+        _log.info("%s", loaded.source.misread())
     sets = opened.each(split)
     batch = spec.train.global_batch
     samples = sum(stream.epoch_samples for stream in sets.values()) if batches is None else batches * batch

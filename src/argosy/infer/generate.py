@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import os
-import sys
 
 from argosy.checkpoint.source import Source
 from argosy.data.text.tokenizer import Tokenizer
@@ -11,6 +11,8 @@ from argosy.errors import ArgosyError
 from argosy.infer.decoding import Sampling, generate
 from argosy.infer.infill import fill_masks, write_spans
 from argosy.train.session import Loaded, load_model
+
+_log = logging.getLogger(__name__)
 
 
 def sample(where: str, prompt: str, options: Sampling, device: str | None = None) -> str:
@@ -48,7 +50,7 @@ def _go_on(loaded: Loaded, tokenizer: Tokenizer, prompt: str, options: Sampling)
     ids = opening + prompt_ids or [eod or 0]  # with no prompt, start as a document starts
     limit = loaded.source.model.max_seq_len
     if len(ids) > limit:
-        print(f"note: of the prompt's {len(ids):,} tokens the model reads the last {limit:,}", file=sys.stderr)
+        _log.info("%s", f"of the prompt's {len(ids):,} tokens the model reads the last {limit:,}")
     written = list(generate(loaded.model, ids, options, limit=limit, stop=eod, device=loaded.device))
     return tokenizer.decode(prompt_ids + written)
 

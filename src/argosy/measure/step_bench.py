@@ -7,8 +7,8 @@ kernels, taken in the same run: what no fusion can remove.
 
 from __future__ import annotations
 
+import logging
 import statistics
-import sys
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -36,6 +36,8 @@ from argosy.train.kernel_profile import StepProfile, kind_of, profile_step
 from argosy.train.optimizer import Optimizer
 from argosy.train.session import make_engine, make_model, open_checked_data
 from argosy.train.step import take_step
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,7 @@ def bench(spec: RunSpec, *, steps: int, warmup: int, trace: Path | None = None) 
     device = prepare_device(spec.train)
     precision = choose_precision(spec.train.precision, device)
     if slow := slow_precision(spec.train.precision, device):
-        print(f"warning: {slow}", file=sys.stderr)
+        _log.warning("%s", slow)
     engine, optimizer = start(spec, device)
     batch = engine.place(synthetic_batch(spec))
     done = 0

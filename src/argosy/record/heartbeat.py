@@ -12,6 +12,7 @@ rank ends, well or not, the last record says `alive: false`. The writer is `argo
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from argosy.untrusted import MIB, read_object
 
 Phase = Literal["start", "load", "data", "forward_backward", "optimizer", "evaluate", "save", "last_save", "done"]
 _FAREWELL_S = 2.0
+_log = logging.getLogger(__name__)
 
 
 class Heartbeat:
@@ -60,7 +62,7 @@ class Heartbeat:
                 [sys.executable, "-I", "-S", pulse.__file__, *arguments], stdin=subprocess.PIPE, pass_fds=(self._fd,)
             )
         except OSError as error:
-            print(f"warning: no heartbeat is written: {error}", file=sys.stderr)
+            _log.warning("no heartbeat is written: %s", error)
 
     def enter(self, phase: Phase, step: int | None = None) -> None:
         """The rank begins a phase, of a step unless it is the same one."""

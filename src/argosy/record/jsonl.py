@@ -7,8 +7,8 @@ and writing is tried again with the next record.
 
 from __future__ import annotations
 
+import logging
 import os
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +20,7 @@ import orjson
 from argosy.untrusted import open_regular
 
 Record = dict[str, Any]
+_log = logging.getLogger(__name__)
 
 
 class JsonlWriter:
@@ -34,7 +35,7 @@ class JsonlWriter:
         try:
             if self._fd is not None and os.fstat(self._fd).st_nlink == 0 and not self.path.exists():
                 self.close()  # what is written to a deleted file would be lost
-                print(f"warning: {self.path} was deleted while it was written; it is begun anew", file=sys.stderr)
+                _log.warning("%s was deleted while it was written; it is begun anew", self.path)
             if self._fd is None:
                 self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
                 self._mid_line = _ends_mid_line(self._fd)
@@ -62,7 +63,7 @@ class JsonlWriter:
     def _announce(self, error: OSError) -> None:
         self.lost += 1
         if self.lost == 1:
-            print(f"warning: {self.path} cannot be written ({error}); the run goes on without it", file=sys.stderr)
+            _log.warning("%s cannot be written (%s); the run goes on without it", self.path, error)
 
 
 def _ends_mid_line(fd: int) -> bool:

@@ -115,7 +115,8 @@ class Stalls:
         self._told = progress.entered
         alert = {"event": "alert", "step": progress.step, "time": round(time.time(), 3), "alert": "stall"}
         alert |= self._behind(seconds)
-        print(f"alert at step {progress.step}: {alert['text']}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"alert at step {progress.step}: {alert['text']}\n")
+        sys.stderr.flush()
         try:
             with open(self._events, "ab", buffering=0) as file:
                 file.write(json.dumps(alert).encode() + b"\n")

@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import select
 import subprocess
@@ -27,6 +28,7 @@ from argosy.record import relay
 from argosy.record.relay import FAREWELL, FORGET, PIPE_BYTES, Begun, Order, receive, send
 
 _FAREWELL_S = 10.0  # that our end waits for the relay's, as where a terminal is held
+_log = logging.getLogger(__name__)
 
 
 class Output:
@@ -44,7 +46,7 @@ class Output:
         try:
             self._lead(Order(rank, ranks, self._pid, host, root, Begun.of(root), [], 2, words))
         except OSError as error:
-            print(f"warning: no log of rank {rank} is kept: {error}", file=sys.stderr)
+            _log.warning("no log of rank %d is kept: %s", rank, error)
             return
         atexit.register(self.close)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import select
 import signal
@@ -28,6 +29,7 @@ from argosy.config.secrets import without_secrets
 from argosy.echo import address_only, capped
 from argosy.errors import ArgosyError
 from argosy.files import replace_file
+from argosy.log_handler import install_log_handler
 from argosy.record.heartbeat import read_heartbeats
 from argosy.record.jsonl import JsonlWriter, now
 from argosy.record.rundir import RunDir
@@ -39,6 +41,7 @@ _LOOK_S = 1.0
 _LONGEST_WAIT_S = 60.0  # between two tries of a sink that is down
 _FAREWELL_S = 60.0  # for sinks that answer to take the rest
 _TRAINER_WAITS_S, _SILENTLY_S = 20.0, 2.0
+_log = logging.getLogger("argosy.record.sink_process")  # the process itself knows this module as __main__
 
 
 @contextlib.contextmanager
@@ -54,7 +57,7 @@ def carried(run: RunDir, spec: RunSpec) -> Iterator[None]:
             courier.stdin.write(spec.model_dump_json().encode() + b"\n")
             courier.stdin.flush()
     except OSError as error:
-        print(f"warning: no sink is served: {error}", file=sys.stderr)
+        _log.warning("no sink is served: %s", error)
         yield
         return
     try:
@@ -71,7 +74,7 @@ def _wait_for(courier: subprocess.Popen[bytes]) -> None:
     try:
         courier.wait(_SILENTLY_S)
     except subprocess.TimeoutExpired:
-        print(f"the sinks are taking the rest of the record, for {_TRAINER_WAITS_S:.0f}s at most", file=sys.stderr)
+        _log.info("the sinks are taking the rest of the record, for %.0fs at most", _TRAINER_WAITS_S)
         with contextlib.suppress(subprocess.TimeoutExpired):
             courier.wait(_TRAINER_WAITS_S)
 
@@ -166,7 +169,7 @@ class Courier:
     def _event(self, kind: str, sink: str, text: str) -> None:
         webhook = self._spec.alerts.webhook
         text = capped(text if webhook is None else text.replace(webhook, address_only(webhook)))
-        print(f"{'warning: ' if kind == 'sink-down' else ''}{text}", file=sys.stderr)
+        _log.log(logging.WARNING if kind == "sink-down" else logging.INFO, "%s", text)
         self._events.write({"event": kind, "step": self._step(), "time": now(), "sink": sink, "text": text})
 
     def _step(self) -> int:
@@ -174,6 +177,7 @@ class Courier:
 
 
 def main() -> None:
+    install_log_handler()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # meant for the trainer, whose end ends this too
     with contextlib.suppress(OSError):
@@ -204,7 +208,7 @@ def _begin(root: Path, spec: RunSpec | None) -> Courier | None:
         try:
             return Courier(root, spec)
         except (OSError, ArgosyError) as error:
-            print(f"warning: no sink is served yet: {error}", file=sys.stderr)
+            _log.warning("no sink is served yet: %s", error)
         if _trainer_ended(_LONGEST_WAIT_S):
             return None
 

@@ -26,6 +26,7 @@ from argosy.supervise.supervisor import Supervisor
 from argosy.supervise.world import Nodes
 
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # to the ranks, which stop in order
+_log = logging.getLogger(__name__)
 _TRY_AGAIN_S = 2.0  # after a node that others wait for was not found
 
 
@@ -81,7 +82,7 @@ def _run_agents(nproc: int, nodes: Nodes, arguments: Sequence[str], supervisor: 
             if supervisor.has_run:
                 lost_at = time.monotonic()
             if supervisor.signals or time.monotonic() > lost_at + supervisor.spec.nodes_wait:
-                print(_missing(nodes, supervisor.spec, error), file=sys.stderr)
+                _log.error("%s", _missing(nodes, supervisor.spec, error))
                 return EXIT_RESUMABLE
             time.sleep(_TRY_AGAIN_S)
             supervisor.begin_again()

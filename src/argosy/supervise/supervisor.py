@@ -8,10 +8,10 @@ new checkpoint, and where one step kills it again and again.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import signal
-import sys
 import time
 from collections import Counter, deque
 from collections.abc import Mapping
@@ -26,6 +26,7 @@ from argosy.record.rundir import RunDir
 from argosy.supervise.evidence import Witness, claim, keep, mismatch, question, suspect, telling_thread
 from argosy.supervise.rank_files import RankFiles
 
+_log = logging.getLogger(__name__)
 _PATIENCE = 4.0  # times the longest that a phase has taken
 _LONGEST_WAIT_S = 60.0
 _LOOK_S = 0.1
@@ -296,7 +297,7 @@ class Supervisor:
         return codes[found[-1]["event"]] if found else None
 
     def _say(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+        _log.error("%s", text)
 
     def _event(self, kind: str, step: int, **facts: object) -> None:
         if self.run.root.is_dir():

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import socket
-import sys
 from pathlib import Path
 
+from argosy.console.output import say
 from argosy.errors import ArgosyError
+
+_log = logging.getLogger(__name__)
 
 
 def serve(root: Path, *, port: int, token: str | None) -> None:
@@ -27,13 +30,12 @@ def serve(root: Path, *, port: int, token: str | None) -> None:
     token = token or secrets.token_urlsafe(24)
     listener = _listen(port)
     link = f"http://127.0.0.1:{listener.getsockname()[1]}/?token={token}"
-    print(
-        f"runs in {root}: {link}\nCtrl-C ends it. From another machine: ssh -L {listener.getsockname()[1]}:127.0.0.1:{listener.getsockname()[1]} HOST",
-        flush=True,
+    say(
+        f"runs in {root}: {link}\nCtrl-C ends it. From another machine: ssh -L {listener.getsockname()[1]}:127.0.0.1:{listener.getsockname()[1]} HOST"
     )
     config = uvicorn.Config(make_app(root, token), log_level="warning", access_log=False)
     uvicorn.Server(config).run(sockets=[listener])
-    print("the dashboard is closed", file=sys.stderr)
+    _log.info("the dashboard is closed")
 
 
 def _listen(port: int) -> socket.socket:

@@ -7,6 +7,7 @@ import threading
 import time
 from pathlib import Path
 
+from argosy.console.output import say
 from argosy.console.training_lines import describe
 from argosy.record.tail import Tail
 from argosy.watch.reading import figures, is_number, printable, sound
@@ -32,9 +33,9 @@ def _lines(run: Run, once: bool) -> None:
     while True:
         state = run.state()  # before reading, so that what came last is not missed
         for _, line in sorted([*_steps(metrics), *_events(events)], key=lambda item: item[0]):
-            print(line, flush=True)
+            say(line)
         if once or state in ("done", "stopped", "dead"):
-            print(f"{printable(run.name)} is {state}", flush=True)
+            say(f"{printable(run.name)} is {state}")
             return
         time.sleep(_EVERY_S)
 

@@ -8,13 +8,15 @@ W&B's own; no key is read, kept or sent by us.
 
 from __future__ import annotations
 
-import sys
+import logging
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from argosy.record.jsonl import Record
 from argosy.record.sinks.sink import AT_ONCE, RunFacts, missing, numbers, outcome
+
+_log = logging.getLogger(__name__)
 
 
 class WandB:
@@ -78,10 +80,7 @@ class WandB:
             try:
                 self._start(rewound_to=step)
             except self._wandb.errors.Error as error:
-                print(
-                    f"warning: W&B does not rewind this run ({error}); it keeps the dead attempt's points",
-                    file=sys.stderr,
-                )
+                _log.warning("W&B does not rewind this run (%s); it keeps the dead attempt's points", error)
             else:
                 return
         self._start()
