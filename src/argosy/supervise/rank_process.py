@@ -17,7 +17,7 @@ from contextlib import contextmanager
 
 from argosy.errors import EXIT_BUG, EXIT_DONE, EXIT_REFUSED, ArgosyError
 from argosy.record.heartbeat import Heartbeat
-from argosy.record.rank_output import Output
+from argosy.record.rank_output import RankOutput
 from argosy.record.rundir import RunDir
 from argosy.supervise.rank_files import RankFiles, agent, attempt, leave
 from argosy.supervise.world import World
@@ -46,14 +46,14 @@ def run_as_rank(function: Callable[[], int], rank: int) -> int:
     return EXIT_DONE
 
 
-def keep_output(run: RunDir, world: World) -> Output:
+def keep_output(run: RunDir, world: World) -> RankOutput:
     """From here on, whatever this rank says is also in its log: how it fails or crashes too, which it leaves to its agent or,
     without one, tells itself."""
     files = RankFiles.of(os.environ)
     if files is None:
         faulthandler.enable()
     left = () if files is None else (files.error(world.rank), files.stacks(world.rank))
-    return Output(run.root, world.rank, world.size, left)
+    return RankOutput(run.root, world.rank, world.size, left)
 
 
 def open_heartbeat(rank: int) -> Heartbeat:

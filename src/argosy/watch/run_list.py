@@ -18,7 +18,7 @@ from argosy.record.alerts import TROUBLE
 from argosy.record.heartbeat import read_heartbeats
 from argosy.record.jsonl import Record
 from argosy.record.rundir import RunDir
-from argosy.record.tail import Kept
+from argosy.record.tail import RecentRecords
 from argosy.untrusted import read_object
 from argosy.watch.hearing import Hearing, listen
 from argosy.watch.heat import HeatMap
@@ -84,7 +84,7 @@ class Run:
     def __post_init__(self) -> None:
         self.name = readable(self.name)
         self.dir, self.series = RunDir(self.root), Series(self.root / "metrics.jsonl")
-        self._events = Kept(self.dir.events, _MOST_EVENTS, _event)
+        self._events = RecentRecords(self.dir.events, _MOST_EVENTS, _event)
         self.heat, self._hearing = HeatMap(self.dir.ranks), Hearing()
 
     def state(self) -> str:
