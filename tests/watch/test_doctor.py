@@ -1,4 +1,4 @@
-"""The doctor on run directories: what heart beats, events and figures say."""
+"""The doctor's findings from heartbeats, events and metrics of run directories."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def test_a_stopped_process_is_the_one_to_blame(tmp_path: Path) -> None:
 
 
 def test_a_slow_but_moving_run_is_not_called_hung(tmp_path: Path) -> None:
-    run = started(tmp_path)  # its steps take 10 s
+    # Its steps take 10 s.
+    run = started(tmp_path)
     for rank in range(4):
         beat(run, rank, phase_s=45.0)
     assert verdict(run).startswith("nothing is wrong: the run is training")
@@ -117,7 +118,8 @@ def test_overflowing_loss_scales_are_counted(tmp_path: Path) -> None:
     with JsonlWriter(run.metrics) as metrics:
         for step in range(4, 60):
             metrics.write({"step": step, "steps": 99, "time": 1.0, "loss": 4.0, "loss_scale": 1.0, "skipped": 3})
-    assert diagnose(Run("half", run.root))[0].name == "dead"  # it has found its scale
+    # The loss scale has been found.
+    assert diagnose(Run("half", run.root))[0].name == "dead"
     with JsonlWriter(run.metrics) as metrics:
         metrics.write({"step": 60, "time": 1.0, "loss": 4.0, "loss_scale": "x", "skipped": "many"})
     assert diagnose(Run("half", run.root))[0].name == "dead"
@@ -140,7 +142,8 @@ def test_logs_from_elsewhere_can_be_given(tmp_path: Path) -> None:
 
 def test_what_is_over_is_not_the_verdict(tmp_path: Path) -> None:
     run = make_run(tmp_path / "sea")
-    log(run, range(10, 1000, 10))  # a hundred seconds between two logs
+    # 100 seconds between two logs.
+    log(run, range(10, 1000, 10))
     with JsonlWriter(run.events) as events:
         events.write({"event": "start", "step": 0, "time": 1_700_000_000.0})
         for step in (100, 300):
