@@ -1,7 +1,7 @@
-"""What `argosy demo` does, step by step, within a time.
+"""The steps of `argosy demo`, within a given time.
 
-The corpus is written on the spot, so nothing is downloaded. Training runs as `argosy train` in a process of its own;
-half-way that process is killed with SIGKILL and the same command is run again.
+The corpus is generated on the spot, so nothing is downloaded. Training runs as `argosy train` in a child process, which is
+killed half-way with SIGKILL and started again by the same command.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ if TYPE_CHECKING:
 VOCABULARY = 1024
 STORIES = 6000
 SAMPLE_TOKENS = 90
-TAIL_STEPS = 25  # the evaluation and the sample at the end cost about as much
-REPLACEMENT = "\ufffd"  # bytes that are no character
+# Time for the final evaluation and sample, in steps.
+TAIL_STEPS = 25
+# The replacement character, for bytes that are no valid text.
+REPLACEMENT = "\ufffd"
 RUN_SPEC = """\
 # Written by `argosy demo`. Change it, rename the run, and train your own: argosy train {path}
 name: demo
@@ -76,11 +78,15 @@ log:
 
 @dataclass
 class Pace:
-    """The time the demo may take, and how much of it is gone."""
+    """The time that the demo may take, and what is left of it.
+
+    start_s: seconds from the start of a training process to its first step.
+    one_thread: more threads would mostly wait for each other, because the model is small or the cores are busy.
+    """
 
     seconds: float
-    start_s: float = 0.0  # of a training process, before its first step
-    one_thread: bool = False  # more threads would mostly wait for each other: a small model, or busy cores
+    start_s: float = 0.0
+    one_thread: bool = False
     began: float = field(default_factory=time.monotonic)
 
     @property
@@ -89,7 +95,7 @@ class Pace:
 
 
 def run_demo(directory: Path, seconds: int) -> None:
-    """Everything the demo does, in the order a user would."""
+    """Run the demo, in the order a user would."""
     pace = Pace(seconds)
     directory.mkdir(parents=True, exist_ok=True)
     _title(1, "A corpus: small stories, written on the spot")
@@ -100,7 +106,8 @@ def run_demo(directory: Path, seconds: int) -> None:
     runs = directory / "runs"
     if (runs / "demo").exists():
         last = RunDir(runs / "demo")
-        last.open_for_training()  # not while another demo is training in it
+        # Refuses if another demo is training in it.
+        last.open_for_training()
         say(f"the run of the last demo is now {last.archive()}")
     steps = _write_spec(spec_path, runs, corpus, pace)
     before = _untrained(spec_path)
@@ -142,7 +149,7 @@ def _make_corpus(directory: Path) -> Path:
 
 
 def _write_spec(path: Path, runs: Path, corpus: Path, pace: Pace) -> int:
-    """Choose the model and the number of steps that fit the time on this machine, and write the run spec."""
+    """Choose a model and a number of steps that fit the time on this machine, and write the run spec."""
 
     def write(size: Size, steps: int) -> None:
         text = RUN_SPEC.format(
@@ -157,7 +164,7 @@ def _write_spec(path: Path, runs: Path, corpus: Path, pace: Pace) -> int:
 
     from argosy.measure.step_bench import seconds_per_step
 
-    # Most of a process's start is this import; there are two of them, and each also opens data and model.
+    # The import is most of a process's start time; the rest is opening data and model. There are two starts.
     pace.start_s = 1.5 * (time.monotonic() - started)
 
     def measure(size: Size) -> float:
@@ -181,7 +188,7 @@ def _write_spec(path: Path, runs: Path, corpus: Path, pace: Pace) -> int:
 
 
 def _start_training(path: Path, pace: Pace, *overrides: str) -> subprocess.Popen[bytes]:
-    """`argosy train` in a process of its own, as a user would type it."""
+    """Start `argosy train` as a child process, as a user would type it."""
     setting = {"OMP_NUM_THREADS": "1"} if pace.one_thread else {}
     words = [*(f"{key}={value}" for key, value in setting.items()), "argosy", "train", str(path), *overrides]
     say(f"$ {' '.join(words)}")
@@ -189,8 +196,10 @@ def _start_training(path: Path, pace: Pace, *overrides: str) -> subprocess.Popen
 
 
 def _train_until_killed(path: Path, run: Path, at_step: int, pace: Pace) -> int:
-    """Kill the training at a step, or when its time is up on a machine that became slower; not before there is a checkpoint
-    to resume from, which may take a slow disk longer. Returns the step."""
+    """Start training and kill it at a step, or when its time is up on a slower machine. Returns the last logged step.
+
+    The kill waits for the first checkpoint, which may take long on a slow disk.
+    """
     most_seconds = 0.4 * pace.left
     process = _start_training(path, pace)
     started, step = time.monotonic(), 0
@@ -206,14 +215,17 @@ def _train_until_killed(path: Path, run: Path, at_step: int, pace: Pace) -> int:
     except KeyboardInterrupt:
         process.wait()
         raise
-    show_cursor = "\x1b[?25h" if sys.stdout.isatty() else ""  # the killed process could not put its terminal back
+    # The killed process could not restore the terminal.
+    show_cursor = "\x1b[?25h" if sys.stdout.isatty() else ""
     say(f"{show_cursor}\n^^^ killed at about step {step} (exit status {process.returncode})\n")
     return step
 
 
 def _train_the_rest(path: Path, run: Path, steps: int, reached: int, pace: Pace) -> int:
-    """The same command again. Where the machine turned out much slower or faster than when it was measured, the length
-    is changed, and that is said. Returns the number of steps."""
+    """Run the same command again to the end. Returns the number of steps.
+
+    If the machine is much slower or faster than when it was measured, the length is changed, with a message.
+    """
     overrides = []
     step_s = _measured_step_s(run)
     if step_s is not None:
@@ -231,7 +243,7 @@ def _train_the_rest(path: Path, run: Path, steps: int, reached: int, pace: Pace)
 
 
 def _measured_step_s(run: Path) -> float | None:
-    """Seconds a step took in the run so far, with all that belongs to it; None if too little is known."""
+    """Return the seconds a step took in the run so far, with data, saves and evaluations; None if too few steps were logged."""
     times = [(step, record["time"]) for step, record in read_metrics(run / "metrics.jsonl").items() if "loss" in record]
     if len(times) < 2:
         return None
@@ -273,7 +285,7 @@ def _sample(run: Path) -> str:
 
 
 def _untrained(path: Path) -> str:
-    """What the model of a run spec writes with its initial weights."""
+    """Return the text that the model of a run spec generates with its initial weights."""
     from argosy.data.open import open_data
     from argosy.infer.decoding import generate
     from argosy.measure.step_bench import start
@@ -293,7 +305,7 @@ def _untrained(path: Path) -> str:
 
 
 def side_by_side(*texts: tuple[str, str]) -> str:
-    """Titled texts in columns next to each other."""
+    """Return titled texts in columns next to each other."""
     width = (max(60, min(100, shutil.get_terminal_size().columns)) - 4) // len(texts)
     columns = [
         [title, "─" * len(title), *textwrap.wrap(" ".join(_printable(text).split()), width - 2)]
@@ -304,7 +316,7 @@ def side_by_side(*texts: tuple[str, str]) -> str:
 
 
 def _printable(text: str) -> str:
-    """The text with a dot for each character a terminal could not show."""
+    """Return the text with a dot for each character that a terminal cannot show."""
     return "".join(c if c.isspace() or (c.isprintable() and c != REPLACEMENT) else "·" for c in text)
 
 

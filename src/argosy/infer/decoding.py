@@ -1,4 +1,4 @@
-"""One token after another, drawn from the distribution a model gives."""
+"""Autoregressive sampling: one token after another from the model's distribution."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def generate(
     stop: int | None,
     device: torch.device,
 ) -> Iterator[int]:
-    """Tokens after `ids`, of which the model is shown the last `limit`."""
+    """Yield tokens after `ids`. The model sees the last `limit` tokens."""
     generator = torch.Generator().manual_seed(derive_seed(options.seed, "sample"))
     history = list(ids)
     for _ in range(options.tokens):
@@ -42,7 +42,8 @@ def generate(
 
 
 def choose(logits: Tensor, options: Sampling, generator: torch.Generator) -> int:
-    if options.temperature < 1e-4:  # as good as greedy, and dividing by it would overflow
+    # This is as good as greedy, and dividing by it would overflow.
+    if options.temperature < 1e-4:
         return int(logits.argmax())
     if options.top_k:
         values, tokens = logits.topk(min(options.top_k, len(logits)))
