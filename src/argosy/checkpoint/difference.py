@@ -16,7 +16,7 @@ from argosy.console.progress_bar import ProgressBar
 
 @dataclass(frozen=True)
 class Moved:
-    """How far one tensor moved.
+    """The difference of one tensor between two models.
 
     changed: elements that differ.
     largest: largest absolute difference.

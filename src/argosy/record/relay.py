@@ -59,7 +59,7 @@ class RelayOptions(NamedTuple):
 
 
 class Starts(NamedTuple):
-    """How many start and resume events a run has, and the time of the last one."""
+    """The number of start and resume events of a run, and the time of the last one."""
 
     number: int
     time: float
