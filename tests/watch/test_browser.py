@@ -145,7 +145,7 @@ def test_a_run_in_trouble_says_so_at_the_top_and_one_without_figures_says_that(
     page.goto(f"{dashboard.address}/#/runs?run=sunk")
     page.reload()
     page.locator(".verdict").wait_for()
-    assert "rank 3 stood still" in page.locator(".verdict").inner_text()
+    assert "rank 3 made no progress" in page.locator(".verdict").inner_text()
     assert "it reads from a file" in page.locator('[data-card="Events"]').inner_text()
     page.get_by_text("stack", exact=True).click()
     assert page.get_by_text("File b.py, line 2").is_visible()

@@ -68,7 +68,7 @@ def test_a_rank_that_ended_without_a_word_is_named(tmp_path: Path) -> None:
     run = started(tmp_path)
     beat(run, 0)
     beat(run, 1, alive=False, time=time.time() - 5)
-    assert verdict(run).startswith("rank 1 on node1 ended without a word at step 31")
+    assert verdict(run).startswith("rank 1 on node1 ended without a message at step 31")
 
 
 def test_what_the_supervisor_found_comes_first(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_what_the_supervisor_found_comes_first(tmp_path: Path) -> None:
     first = diagnose(Run("sick", run.root))[0]
     assert (
         first.verdict
-        == "rank 3 stood still for 61 s at step 31 in data: rank 5 waits in all_gather, which rank 3 has not begun"
+        == "rank 3 made no progress for 61 s at step 31 in data: rank 5 waits in all_gather, which rank 3 has not begun"
     )
     assert "  File a.py line 3" in first.evidence
 
@@ -169,7 +169,7 @@ def test_the_ranks_of_a_node_that_went_away_are_named_and_not_those_that_wait_fo
     for rank in (4, 5):
         beat(run, rank, host="node9", phase_s=0.2, longest_s=0.4, time=time.time() - 210)
     said = diagnose(Run("sick", run.root))[0]
-    assert said.verdict.startswith("nobody has heard of ranks 4, 5 on node9 for 210 s")
+    assert said.verdict.startswith("no heartbeat of ranks 4, 5 on node9 for 210 s")
     assert said.verdict.endswith("ranks 0, 1, 2, 3 wait for them")
     assert said.evidence[0].startswith("rank 4 on node9")
 

@@ -60,7 +60,7 @@ def test_a_rank_that_hangs_is_named(write_spec: Write, tmp_path: Path) -> None:
         os.kill(rank_at_work(run, 1), signal.SIGSTOP)
         trainer.wait(120)
         said = verdict(run).verdict
-    assert said.startswith("rank 1 stood still"), said
+    assert said.startswith("rank 1 made no progress"), said
     assert "is stopped" in said
 
 

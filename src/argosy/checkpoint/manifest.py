@@ -155,12 +155,12 @@ def verify(path: Path, hosts: HostGroup = ALONE) -> Checkpoint:
     except ArgosyError as error:
         refusal = error
     faults = hosts.gather(b"" if refusal is None else orjson.dumps([refusal.code, refusal.cause, refusal.fix]))
-    told = hosts.tell(next((fault for fault in faults if fault), b""))
-    if told:
-        code, cause, fix = orjson.loads(told)
+    first_fault = hosts.tell(next((fault for fault in faults if fault), b""))
+    if first_fault:
+        code, cause, fix = orjson.loads(first_fault)
         raise ArgosyError(code, cause, fix=fix)
     if found is None:
-        raise AssertionError("whoever has no checkpoint has told a fault")
+        raise AssertionError("a rank without a checkpoint has reported a fault")
     return found
 
 

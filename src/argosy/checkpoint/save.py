@@ -71,13 +71,13 @@ def write(root: Path, progress: TrainProgress, files: Mapping[str, Content], pla
     final = root / f"step-{progress.step:08d}"
     partial = root / f".{final.name}.partial"
     fault = hosts.tell(_attempt(lambda: _make_empty(partial)) if hosts.is_first else b"")
-    told: list[bytes] = []
+    messages: list[bytes] = []
     if not fault:
         written: dict[str, Written] = {}
         fault = _attempt(lambda: written.update(_write_files(partial, files)))
-        told = hosts.gather(json.dumps([fault.decode(), written]).encode())
-    if hosts.is_first and told:
-        answers = [json.loads(message) for message in told]
+        messages = hosts.gather(json.dumps([fault.decode(), written]).encode())
+    if hosts.is_first and messages:
+        answers = [json.loads(message) for message in messages]
         fault = next((text.encode() for text, _ in answers if text), b"")
         every = {name: Written(*one) for _, found in answers for name, one in found.items()}
         fault = fault or _attempt(lambda: _commit(partial, final, progress, every, plan, hosts))

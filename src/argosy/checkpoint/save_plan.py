@@ -70,8 +70,8 @@ def make_plan(groups: Groups, hosts: HostGroup) -> Plan:
         for name, one in tensors.items():
             for rank, box in one.parts:
                 tasks[rank].append((group, name, box))
-    told = json.loads(hosts.scatter([json.dumps(task).encode() for task in tasks] if hosts.is_first else []))
-    return Plan([_chunk(groups[group][name], group, name, _box(box)) for group, name, box in told], stored)
+    mine = json.loads(hosts.scatter([json.dumps(task).encode() for task in tasks] if hosts.is_first else []))
+    return Plan([_chunk(groups[group][name], group, name, _box(box)) for group, name, box in mine], stored)
 
 
 def _chunk(tensor: Tensor, group: str, name: str, box: Box) -> Chunk:

@@ -39,17 +39,17 @@ def probe(world: World, ranks_per_node: int, report: Sequence[dict[str, Any]]) -
     refuse_pickled_messages()
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", rank=world.rank, world_size=world.size)
     try:
-        said = all_gather_json({"host": socket.gethostname(), "report": list(report)})
-        hosts = [entry["host"] for entry in said[::ranks_per_node]]
+        gathered = all_gather_json({"host": socket.gethostname(), "report": list(report)})
+        hosts = [entry["host"] for entry in gathered[::ranks_per_node]]
         names = [f"{host}#{n}" if hosts.count(host) > 1 else host for n, host in enumerate(hosts)]
-        nodes = {name: said[n * ranks_per_node]["report"] for n, name in enumerate(names)}
+        nodes = {name: gathered[n * ranks_per_node]["report"] for n, name in enumerate(names)}
         measured = _measure(world, ranks_per_node, names, device)
-        said_by_nccl = _read(log)
+        nccl_log = _read(log)
         return {
             "nodes": nodes,
             "measured": measured,
-            "transport": _transport(said_by_nccl),
-            "collnet": re.search(r"connected collnet", said_by_nccl, re.IGNORECASE) is not None,
+            "transport": _transport(nccl_log),
+            "collnet": re.search(r"connected collnet", nccl_log, re.IGNORECASE) is not None,
         }
     finally:
         dist.destroy_process_group()
@@ -97,6 +97,6 @@ def _read(log: Path) -> str:
         return ""
 
 
-def _transport(said_by_nccl: str) -> str | None:
-    found = re.findall(r"Using network (\S+(?: \S+)?)", said_by_nccl)
+def _transport(nccl_log: str) -> str | None:
+    found = re.findall(r"Using network (\S+(?: \S+)?)", nccl_log)
     return str(found[-1]) if found else None

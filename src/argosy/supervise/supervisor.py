@@ -206,7 +206,7 @@ class Supervisor:
         rank, cause = find_culprit(witnesses, entered)
         cause = find_mismatch(witnesses) or cause
         seconds = stalled.get(rank, max(stalled.values()))
-        return self._failure("stall", rank, f"it has stood still for {seconds:.0f}s; {cause}", witnesses, seconds)
+        return self._failure("stall", rank, f"no progress for {seconds:.0f}s; {cause}", witnesses, seconds)
 
     def _died(self, rank: int, ranks: Mapping[int, int]) -> RankFailure:
         living = {other: pid for other, pid in ranks.items() if not self._has_failed(other, pid)}

@@ -52,12 +52,14 @@ def diagnose(run: Run, logs: Sequence[Path] = (), *, read_bytes: int = READ_BYTE
     stands = any(finding.name in _STANDS for finding in found)
     state = "dead" if stands else run.state()
     for finding in from_logs(run, logs, state=state, read_bytes=read_bytes):
-        told = next((other for other in found if other.name == finding.name and other.weight >= finding.weight), None)
-        if told is None:
+        reported = next(
+            (other for other in found if other.name == finding.name and other.weight >= finding.weight), None
+        )
+        if reported is None:
             found.append(finding)
         else:
             # The run's events report the failure already.
-            told.evidence.extend(finding.evidence)
+            reported.evidence.extend(finding.evidence)
     well = _well(run)
     said_why = any(finding.weight > well.weight for finding in found)
     if well.name != "dead" or not said_why:
@@ -73,7 +75,7 @@ def _well(run: Run) -> Finding:
         "running": f"nothing is wrong: the run is training, {step}",
         "stopped": f"nothing is wrong: the run was asked to stop, {step}",
         "new": "the run has not begun",
-    }.get(state, f"the run ended without a word, at {step}: nothing here says why")
+    }.get(state, f"the run ended without a message at {step}, and nothing here says why")
     fix = (
         ""
         if state != "dead"
@@ -102,7 +104,7 @@ def _events(run: Run) -> Iterator[Finding]:
 
 
 def _stall(event: Record, evidence: list[str], run: Run) -> Finding:
-    text = f"rank {event.get('rank')} stood still for {event.get('seconds', 0):.0f} s at {_where(event)}: {event.get('cause', '')}"
+    text = f"rank {event.get('rank')} made no progress for {event.get('seconds', 0):.0f} s at {_where(event)}: {event.get('cause', '')}"
     return Finding(STALL, text, "its stacks and collectives are in debug/", evidence, "stall")
 
 
@@ -110,11 +112,11 @@ def _died(event: Record, evidence: list[str], run: Run) -> Finding:
     cause = event.get("cause", "")
     known = _known([cause, *event.get("error", "").splitlines()])
     fix = known.fix if known else "the same command goes on from the last checkpoint; look at the rank's log"
-    said = cause if known is None else known.cause + (against_plan(run) if known.name == "cuda-oom" else "")
+    explained = cause if known is None else known.cause + (against_plan(run) if known.name == "cuda-oom" else "")
     evidence += last_words(run.root, int(event.get("rank", 0))) if known is None else [f"  {cause}"]
     return Finding(
         _weight(known, DEATH),
-        f"rank {event.get('rank')} died at {_where(event)}: {said}",
+        f"rank {event.get('rank')} died at {_where(event)}: {explained}",
         fix,
         evidence,
         known.name if known else "rank-died",
@@ -195,8 +197,8 @@ def _skipped(skips: list[Record], newest: list[Record], run: Run) -> Iterator[Fi
         return
     last, rewinds = skips[-1], sum(event.get("event") == "rewind" for event in newest)
     broken = last.get("reason") == "non-finite"
-    said = [event.get("event") for event in newest if event.get("event") not in (*BESIDE, "failed")]
-    ended = said[-1] in ("skip", "rewind") and run.state() != "running"
+    kinds = [event.get("event") for event in newest if event.get("event") not in (*BESIDE, "failed")]
+    ended = kinds[-1] in ("skip", "rewind") and run.state() != "running"
     what = f"the loss is {_short(last.get('loss'))} and the gradient norm {_short(last.get('grad_norm'))}"
     text = (
         f"{len(skips)} step{'s were' if len(skips) > 1 else ' was'} skipped, the last at step {last.get('step')}, where {what}"
@@ -234,8 +236,8 @@ def _numbers(run: Run) -> Iterator[Finding]:
     last = run.series.last
     loss, norm, scale = (last.get(key) for key in ("loss", "grad_norm", "loss_scale"))
     # In fp16, a step with an infinite gradient norm is repeated with a lower loss scale.
-    figures = ("loss",) if scale is not None else ("loss", "grad_norm")
-    if any(key in last and not _is_finite(last[key]) for key in figures):
+    metrics = ("loss",) if scale is not None else ("loss", "grad_norm")
+    if any(key in last and not _is_finite(last[key]) for key in metrics):
         yield Finding(
             NUMBERS - 1,
             f"at step {last.get('step')} the loss is {_short(loss)} and the gradient norm {_short(norm)}",
@@ -248,8 +250,8 @@ def _numbers(run: Run) -> Iterator[Finding]:
     raised = {alert["alert"]: alert for alert in _alerts(run) if alert.get("alert") in _ALERT_FIX}
     for kind, alert in raised.items():
         weight = {"disk-low": DISK - 10}.get(kind, WARNING - 10)
-        told = f"at step {alert.get('step')}: {alert.get('text')}"
-        yield Finding(weight, told, _ALERT_FIX[kind], [f"events.jsonl: alert at step {alert.get('step')}"], kind)
+        text = f"at step {alert.get('step')}: {alert.get('text')}"
+        yield Finding(weight, text, _ALERT_FIX[kind], [f"events.jsonl: alert at step {alert.get('step')}"], kind)
 
 
 def _overflow(run: Run, scale: float) -> Iterator[Finding]:

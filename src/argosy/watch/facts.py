@@ -44,12 +44,12 @@ def predicted(run: Run) -> list[dict[str, Any]]:
     return [
         {
             "figure": name,
-            "predicted": foretold,
+            "predicted": planned,
             "measured": measured,
-            "ratio": measured / foretold if measured and foretold else None,
+            "ratio": measured / planned if measured and planned else None,
         }
-        for name, foretold, measured in pairs
-        if isinstance(foretold, int | float)
+        for name, planned, measured in pairs
+        if isinstance(planned, int | float)
     ]
 
 

@@ -34,15 +34,15 @@ class HeartbeatAges:
 
     def _age(self, rank: int, beat: Record, now: float, since: float) -> float:
         # A heartbeat from the future comes from another clock.
-        told = abs(time.time() - float(beat.get("time", 0.0)))
+        stated_s = abs(time.time() - float(beat.get("time", 0.0)))
         mark = (beat.get("host"), beat.get("pid"), beat.get("beat"))
         before, at, heard = self._beats.get(rank, (None, now, False))
         if before != mark:
             heard = before is not None
             # The heartbeat was written after the last look.
-            at = now - min(told, now - since) if heard else now
+            at = now - min(stated_s, now - since) if heard else now
             self._beats[rank] = (mark, at, heard)
-        return now - at if heard else max(told, now - at)
+        return now - at if heard else max(stated_s, now - at)
 
 
 def wait_for_heartbeat(heartbeats: Callable[[], dict[int, Record]]) -> None:

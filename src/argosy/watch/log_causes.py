@@ -45,10 +45,12 @@ def from_logs(run: Run, given: Sequence[Path], *, state: str, read_bytes: int = 
     own = {path: str(path.relative_to(run.root)) for path in _own_logs(run)}
     logs = {path: path.name for path in given} | own
     found: dict[str, list[tuple[Match, int | None]]] = {}
-    told = frozenset(str(event["code"]) for event in run.events() if "code" in event)
+    reported = frozenset(str(event["code"]) for event in run.events() if "code" in event)
     each = read_bytes // max(1, len(logs)), max(300, min(_MOST_LINES, read_bytes >> 12) // max(1, len(logs)))
     for path, where in logs.items():
-        for match in _looked_at(path, where, _age(path), told, *each) if path in own else _read(path, where, *each):
+        for match in (
+            _cached_matches(path, where, _age(path), reported, *each) if path in own else _read(path, where, *each)
+        ):
             found.setdefault(match.failure.name, []).append(
                 (match, match.rank if match.rank is not None else _rank_of(path))
             )
@@ -64,17 +66,17 @@ def _read(path: Path, where: str, most_bytes: int, most_lines: int) -> Iterable[
 
 
 @lru_cache(maxsize=2 * _MOST_LOGS)
-def _looked_at(path: Path, where: str, age: object, told: frozenset[str], *most: int) -> tuple[Match, ...]:
+def _cached_matches(path: Path, where: str, age: object, reported: frozenset[str], *most: int) -> tuple[Match, ...]:
     """Return the matches in one of the run's own logs. Cached by the file's size and time."""
-    return tuple(matches(_without_refusals(of_last_start(suspects(path, *most)), told), where))
+    return tuple(matches(_without_refusals(of_last_start(suspects(path, *most)), reported), where))
 
 
-def _without_refusals(lines: Iterable[str], told: frozenset[str]) -> Iterator[str]:
+def _without_refusals(lines: Iterable[str], reported: frozenset[str]) -> Iterator[str]:
     """Drop refusals of Argosy itself that the run's events report."""
     refused = False
     for line in lines:
         found = _REFUSAL.match(line)
-        refused = (found is not None and found[1] in told) or (refused and line.startswith("  "))
+        refused = (found is not None and found[1] in reported) or (refused and line.startswith("  "))
         if not refused:
             yield line
 
@@ -119,12 +121,12 @@ def against_plan(run: Run) -> str:
     """Return the predicted memory, for a rank that ran out of it."""
     stages = run.plan().get("memory_gib")
     step = f" at step {int(run.series.last.get('step', 0)) + 1}"
-    said = (
+    predicted = (
         [float(stage.get("device") or 0.0) for stage in stages if isinstance(stage, dict)]
         if isinstance(stages, list)
         else []
     )
-    return f"{step}: plan said {max(said):.0f} GiB, see `argosy plan --explain`" if said else step
+    return f"{step}: plan said {max(predicted):.0f} GiB, see `argosy plan --explain`" if predicted else step
 
 
 def _own_logs(run: Run) -> list[Path]:

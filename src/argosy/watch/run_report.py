@@ -61,10 +61,10 @@ def page(run: Run) -> str:
             for row in waterfall(last)
         ]
         parts.append("<h2>Where the time went</h2>" + _table(("", "time", "share", ""), rows))
-    if foretold := predicted(run):
+    if comparison := predicted(run):
         rows = [
             (row["figure"], _number(row["predicted"]), _number(row["measured"]), _number(row["ratio"]))
-            for row in foretold
+            for row in comparison
         ]
         parts.append("<h2>Predicted and measured</h2>" + _table(("figure", "predicted", "measured", "ratio"), rows))
     parts.append("<h2>Incidents</h2>" + _incidents(run))

@@ -151,8 +151,8 @@ def make_app(root: Path, token: str) -> Starlette:
     def verdict(request: Request) -> Any:
         run = named(request)
         found = [] if run.state() == "done" else diagnose(run, read_bytes=_LOG_BYTES)
-        told = [finding for finding in found if finding.weight > FINE and (finding.name not in STATES or finding.fix)]
-        return [finding.as_dict() for finding in told][:4]
+        shown = [finding for finding in found if finding.weight > FINE and (finding.name not in STATES or finding.fix)]
+        return [finding.as_dict() for finding in shown][:4]
 
     routes = [
         Route("/", _file("index.html")),

@@ -23,13 +23,13 @@ def ranks_now(run: Run) -> Iterator[Finding]:
         return
     dead = {rank: beat for rank, beat in beats.items() if beat.get("alive") is False and beat.get("phase") != "done"}
     held = is_held(run.root)
-    said = [event.get("event") for event in run.events() if event.get("event") not in BESIDE]
-    stopped = said and said[-1] in ("done", "interrupted", "non-finite", "failed", "skip", "rewind")
+    kinds = [event.get("event") for event in run.events() if event.get("event") not in BESIDE]
+    stopped = kinds and kinds[-1] in ("done", "interrupted", "non-finite", "failed", "skip", "rewind")
     if dead and not stopped:
         rank, beat = min(dead.items(), key=lambda item: item[1].get("time", 0.0))
         living = [r for r, b in beats.items() if r not in dead]
         rest = f"; {_waiting(living)} for it" if living and held else ""
-        text = f"rank {rank} on {beat.get('host')} ended without a word at step {beat.get('step')} in {beat.get('phase')}: killed, or crashed{rest}"
+        text = f"rank {rank} on {beat.get('host')} ended without a message at step {beat.get('step')} in {beat.get('phase')}: killed, or crashed{rest}"
         yield Finding(
             DEATH - 1,
             text,
@@ -52,7 +52,7 @@ def _gone(beats: dict[int, Record], silent: list[int], waiting: list[int]) -> Fi
     age = min(float(beats[rank]["age_s"]) for rank in silent)
     hosts = ", ".join(sorted({str(beats[rank].get("host")) for rank in silent})[:4])
     rest = f"; {_waiting(waiting)} for {'it' if len(silent) == 1 else 'them'}" if waiting else ""
-    text = f"nobody has heard of {name_ranks(silent)} on {hosts} for {age:.0f} s: the machine went away, or its file system did{rest}"
+    text = f"no heartbeat of {name_ranks(silent)} on {hosts} for {age:.0f} s: the machine is down, or its file system is{rest}"
     fix = f"check {hosts}; the same command goes on from the last checkpoint"
     return Finding(DEATH - 2, text, fix, _lines(beats, silent), "silent")
 
@@ -131,7 +131,7 @@ _DOING = {
 def _describe(rank: int, beat: Record) -> str:
     age = float(beat["age_s"])
     end = "" if beat.get("alive") else ", ended"
-    return f"rank {rank} on {beat.get('host')}: step {beat.get('step')}, {beat.get('phase')} for {beat.get('phase_s', 0):.1f} s, process state {beat.get('state')}{end}, heard of {age:.0f} s ago"
+    return f"rank {rank} on {beat.get('host')}: step {beat.get('step')}, {beat.get('phase')} for {beat.get('phase_s', 0):.1f} s, process state {beat.get('state')}{end}, last heartbeat {age:.0f} s ago"
 
 
 def _waiting(ranks: Sequence[int]) -> str:

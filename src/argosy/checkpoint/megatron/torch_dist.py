@@ -149,7 +149,7 @@ class TorchDist:
         places = sorted(places, key=lambda place: (place.path.name, place.offset))
         for one, after in pairwise(places):
             if one.path == after.path and one.offset + one.length > after.offset:
-                raise self.bad(METADATA, f"two tensors are said to lie at byte {after.offset:,} of {one.path.name}")
+                raise self.bad(METADATA, f"two tensors are placed at byte {after.offset:,} of {one.path.name}")
 
     def _tensor(self, name: str, one: PickledObject, places: dict[Any, Any]) -> _Stored:
         properties = one.get("properties").state
@@ -173,7 +173,7 @@ class TorchDist:
         if where.get("transform_descriptors"):
             raise self.bad(METADATA, f"{name} was stored compressed, or otherwise changed")
         if not isinstance(file, str) or _FILE.fullmatch(file) is None:
-            raise self.bad(METADATA, f"{name} is said to lie in {file!r}, which is no plain name of a .distcp file")
+            raise self.bad(METADATA, f"{name} is placed in {file!r}, which is not the plain name of a .distcp file")
         if file not in self._sizes:
             path = self.directory / file
             if path.is_symlink() or not path.is_file():
