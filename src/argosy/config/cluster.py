@@ -6,16 +6,20 @@ network cards and memory of an instance type come from the hardware facts, and c
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
 from argosy.config.model import Section
+from argosy.config.targets import TARGETS
 from argosy.config.units import Duration as _Duration
 from argosy.config.units import DurationField, Positive, PositiveNumber, Whole
 
 Cloud = Literal["generic", "aks", "eks", "hyperpod"]
-Target = Literal["local", "slurm", "jobset", "indexed-job", "pytorchjob", "trainjob", "hyperpod"]
+if TYPE_CHECKING:
+    TargetName = str
+else:
+    TargetName = Literal[tuple(TARGETS)]
 
 DnsName = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$")]
 Quantity = Annotated[str, Field(pattern=r"^[1-9][0-9]*(Mi|Gi|Ti|Pi)$")]
@@ -78,7 +82,7 @@ class ClusterSpec(Section):
     """The cluster on which `argosy launch` starts a run. Training does not read it."""
 
     cloud: Cloud = Field("generic", description="chooses resource names, fabric settings, node labels")
-    target: Target = Field("jobset", description="what starts the pods or processes")
+    target: TargetName = Field("jobset", description="what starts the pods or processes")
     instance: str | None = Field(None, description="node type, as p4d.24xlarge; `argosy plan` knows the same names")
     nodes: Positive = Field(1, description="how many of them")
     gpus: Whole | None = Field(None, description="GPUs of a node that are used; default: all; 0: train on CPUs")
