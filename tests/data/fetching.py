@@ -11,11 +11,12 @@ from loopback_hub import Hub
 
 from argosy.data.remote.fetch import JOURNAL, Fetched, FetchOptions, fetch
 from argosy.data.remote.sources import Choice
-from argosy.data.remote.web import RetryPolicy
 from argosy.errors import ArgosyError
+from argosy.retry import RetryPolicy
 
 TOKEN = "hf_canary_0123456789"
-HASTE = RetryPolicy(attempts=6, first_delay=0.01, max_delay=0.05, max_retry_after=5, timeout=20.0)
+HASTE = RetryPolicy(attempts=6, base_s=0.01, cap_s=0.05, jitter=0.5, longest_retry_after_s=5)
+TIMEOUT_S = 20.0
 C4 = "allenai/c4"
 CARD = {
     "configs": [
@@ -65,8 +66,16 @@ def one_file(hub: Hub, size: int = 20_000) -> tuple[str, bytes]:
     return "one/file", content
 
 
-def go(output: Path, *names: str, workers: int = 2, retry_policy: RetryPolicy = HASTE, **choice: object) -> Fetched:
-    return fetch(names, output, FetchOptions(Choice(**choice), workers, retry_policy))  # type: ignore[arg-type]
+def go(
+    output: Path,
+    *names: str,
+    workers: int = 2,
+    retry: RetryPolicy = HASTE,
+    timeout_s: float = TIMEOUT_S,
+    **choice: object,
+) -> Fetched:
+    options = FetchOptions(Choice(**choice), workers, retry, timeout_s=timeout_s)  # type: ignore[arg-type]
+    return fetch(names, output, options)
 
 
 def refused(output: Path, *names: str, **options: object) -> ArgosyError:

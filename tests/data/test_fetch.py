@@ -209,7 +209,7 @@ def test_killed_at_any_moment_the_next_run_ends_with_the_same_bytes(hub: Hub, tm
 
 
 def test_a_preview_writes_nothing_and_gives_the_size(hub: Hub, tmp_path: Path) -> None:
-    plan = preview(["c4"], tmp_path / "out", FetchOptions(Choice(sample=2), retry_policy=HASTE))
+    plan = preview(["c4"], tmp_path / "out", FetchOptions(Choice(sample=2), retry=HASTE))
     assert "2 files, 40,000 bytes (40" in plan.describe_plan()
     assert not (tmp_path / "out").exists()
 

@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 from loopback_hub import Hub
 
 from argosy.data.remote import web as web_module
-from argosy.data.remote.fetch import JOURNAL
-from argosy.data.remote.web import RetryPolicy, Stopped, Web, is_forbidden
+from argosy.data.remote.web import Stopped, Web, is_forbidden
 from waiting import wait_for
 
 
@@ -47,7 +46,7 @@ def test_troubles_of_the_network_do_not_show_in_the_bytes(hub: Hub, tmp_path: Pa
     name, content = one_file(hub)
     hub.faults["big.jsonl.zst"] = list(faults)
     hub.faults["one/file/tree/" + bad.COMMIT] = [bad.status(500), bad.truncated(1), bad.status(429)]
-    go(tmp_path, name, retry_policy=replace(HASTE, timeout=1.0))
+    go(tmp_path, name, timeout_s=1.0)
     assert stored(tmp_path) == {"big.jsonl.zst": content}
     assert not hub.faults["big.jsonl.zst"]
     assert not list(tmp_path.rglob("*.partial"))
@@ -270,7 +269,7 @@ def test_urls_that_lead_elsewhere_or_hold_secrets_are_refused(hub: Hub, tmp_path
 def test_a_failure_ends_the_other_downloads_at_once_and_keeps_the_rest(hub: Hub, tmp_path: Path) -> None:
     hub.faults["00001-of-01024.json.gz"] = [bad.stalled(3000, 600.0)]
     hub.faults["00002-of-01024.json.gz"] = [bad.status(404)]
-    refused(tmp_path, "c4", workers=3, retry_policy=RetryPolicy(attempts=3, first_delay=0.3, timeout=600))
+    refused(tmp_path, "c4", workers=3, retry=replace(HASTE, attempts=3, base_s=0.3), timeout_s=600)
     hub.faults.clear()
     go(tmp_path, "c4")
     assert stored(tmp_path) == wanted(hub, C4, "en/c4-train")

@@ -12,12 +12,11 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import zstandard
-from fetching import HASTE, loopback_hub  # noqa: F401
+from fetching import HASTE, TIMEOUT_S, loopback_hub  # noqa: F401
 from loopback_hub import Hub
 from meanwhile import when_reading
 
@@ -27,7 +26,6 @@ from argosy.data.prepare import part_runner
 from argosy.data.prepare.job import prepare
 from argosy.data.prepare.work import PrepareOptions
 from argosy.data.remote.fetch import JOURNAL, Fetched, FetchOptions, fetch
-from argosy.data.remote.web import RetryPolicy
 from argosy.data.text.blocks import Piece
 from argosy.data.text.tokenizer import ByteTokenizer
 from argosy.errors import ArgosyError
@@ -53,15 +51,15 @@ def _texts(hub: Hub) -> None:
 
 
 def stream(
-    raw: Path, corpus: Path, *, keep: bool = True, shards: int = 2, workers: int = 1, retry_policy: RetryPolicy = HASTE
+    raw: Path, corpus: Path, *, keep: bool = True, shards: int = 2, workers: int = 1, timeout_s: float = TIMEOUT_S
 ) -> tuple[Fetched, Manifest]:
     options = PrepareOptions(shards=shards, workers=workers)
-    fetch_options = FetchOptions(workers=2, retry_policy=retry_policy)
+    fetch_options = FetchOptions(workers=2, retry=HASTE, timeout_s=timeout_s)
     return fetch_and_prepare([REPO], raw, fetch_options, ByteTokenizer(), corpus, options, keep=keep)
 
 
 def in_two_steps(raw: Path, corpus: Path, shards: int = 2) -> dict[str, bytes]:
-    fetched = fetch([REPO], raw, FetchOptions(workers=2, retry_policy=HASTE))
+    fetched = fetch([REPO], raw, FetchOptions(workers=2, retry=HASTE))
     prepare([file.path for file in fetched.files], ByteTokenizer(), corpus, PrepareOptions(shards=shards))
     return files_of(corpus)
 
@@ -104,7 +102,7 @@ def test_a_file_is_prepared_while_the_next_ones_are_still_to_come(hub: Hub, tmp_
     hub.faults["007.jsonl.gz"] = [hold]
     watcher = threading.Thread(target=watch)
     watcher.start()
-    stream(tmp_path / "raw", tmp_path / "corpus", retry_policy=replace(HASTE, timeout=2 * PATIENCE_S))
+    stream(tmp_path / "raw", tmp_path / "corpus", timeout_s=2 * PATIENCE_S)
     watcher.join()
     assert held == [True]
 
@@ -123,7 +121,7 @@ def test_without_keeping_files_no_more_are_fetched_ahead_than_said(hub: Hub, tmp
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    options = FetchOptions(workers=2, retry_policy=HASTE)
+    options = FetchOptions(workers=2, retry=HASTE)
     fetch_and_prepare(
         ["many/files"], tmp_path / "raw", options, ByteTokenizer(), tmp_path / "corpus", PrepareOptions(), keep=False
     )
@@ -172,7 +170,7 @@ def test_a_file_of_unknown_kind_is_refused_before_anything_is_fetched(hub: Hub, 
     hub.plain["readme.html"] = b"<html>"
     with pytest.raises(ArgosyError) as refusal:
         fetch_and_prepare(
-            [f"{hub.url}/plain/readme.html"], tmp_path / "raw", FetchOptions(retry_policy=HASTE), ByteTokenizer(),
+            [f"{hub.url}/plain/readme.html"], tmp_path / "raw", FetchOptions(retry=HASTE), ByteTokenizer(),
             tmp_path / "corpus", PrepareOptions(),
         )  # fmt: skip
     assert refusal.value.code == "data.bad-input"

@@ -49,7 +49,7 @@ def fetch_and_prepare(
         prepare_options: The options of `argosy data prepare`.
         keep: Keep the downloaded files. Otherwise each file is deleted once it is prepared.
     """
-    web = Web(options.retry_policy)
+    web = Web(options.retry, options.timeout_s)
     files = find_files(names, options.choice, web, note)
     inputs = [InputFile(str(output / file.path), file.size, file.identity) for file in files]
     for file in inputs:

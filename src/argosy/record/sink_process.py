@@ -36,6 +36,7 @@ from argosy.record.rundir import RunDir
 from argosy.record.sinks.asked import asked_sinks
 from argosy.record.sinks.sink import RunFacts, Sink
 from argosy.record.tail import Tail
+from argosy.retry import RetryPolicy
 
 _POLL_S = 1.0
 # Upper bound of the exponential backoff between retries of a sink that is down.
@@ -96,7 +97,8 @@ class SinkProcess:
     def __init__(self, root: Path, spec: RunSpec | None = None, *, backoff_s: float = 1.0) -> None:
         self.run = RunDir(root)
         spec = spec or self.run.load_spec()
-        self._spec, self._backoff_s = spec.log, backoff_s
+        self._spec = spec.log
+        self._retry = RetryPolicy(attempts=None, base_s=backoff_s, cap_s=_LONGEST_BACKOFF_S)
         self._offsets = root / "sinks"
         self._offsets.mkdir(exist_ok=True)
         self._events = JsonlWriter(self.run.events)
@@ -126,7 +128,7 @@ class SinkProcess:
         """Open the sink and send new records until the run ends. After a failure, reopen it and send from the same offset."""
         source = self.run.metrics if sink.source == "metrics" else self.run.events
         place = self._offsets / f"{sink.name}.json"
-        tail, opened, failures, wait_s = Tail(source, self._load_offset(place, sink)), False, 0, self._backoff_s
+        tail, opened, failures = Tail(source, self._load_offset(place, sink)), False, 0
         while True:
             start = tail.offset
             try:
@@ -151,15 +153,14 @@ class SinkProcess:
                     )
                 with contextlib.suppress(Exception):
                     sink.close()
-                if self.ending.wait(wait_s):
+                if self.ending.wait(self._retry.pause_s(failures)):
                     return
-                wait_s = min(_LONGEST_BACKOFF_S, 2 * wait_s)
                 continue
             if failures:
                 self._event(
                     "sink-up", sink.name, f"{sink.name} is back, and was sent {len(records)} records it had missed"
                 )
-                failures, wait_s = 0, self._backoff_s
+                failures = 0
             if not records:
                 if self.ending.is_set():
                     break

@@ -23,6 +23,7 @@ from argosy.errors import EXIT_BUG, EXIT_REFUSED, EXIT_RESUMABLE
 from argosy.record.jsonl import JsonlWriter, now, read_jsonl
 from argosy.record.pulse import Page, RankProgress, process_state
 from argosy.record.rundir import RunDir
+from argosy.retry import RetryPolicy
 from argosy.supervise.evidence import (
     Witness,
     collect_evidence,
@@ -274,7 +275,7 @@ class Supervisor:
         return True
 
     def _wait(self) -> float:
-        return float(min(_LONGEST_WAIT_S, self.spec.backoff * 2.0 ** max(0, self._restarts - 1)))
+        return RetryPolicy(base_s=self.spec.backoff, cap_s=_LONGEST_WAIT_S).pause_s(max(1, self._restarts))
 
     def _give_up(self, reason: str, failure: RankFailure) -> bool:
         self._event("gave-up", failure.step, reason=reason, cause=str(failure), code=failure.code)

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from argosy.data.remote.hub import RemoteFile
-from argosy.data.remote.web import BadStatus, Transient, Web
+from argosy.data.remote.web import BadStatus, Web
 from argosy.errors import ArgosyError
+from argosy.retry import Transient
 
 _CHUNK = 1 << 20
 

@@ -31,9 +31,10 @@ from argosy.console.progress_bar import ProgressBar
 from argosy.data.remote.download import Download, explain, hash_file
 from argosy.data.remote.hub import Hub, RemoteFile
 from argosy.data.remote.sources import Choice, find_files
-from argosy.data.remote.web import BadStatus, RetryPolicy, Web, refuse
+from argosy.data.remote.web import RETRY, TIMEOUT_S, BadStatus, Web, refuse
 from argosy.errors import ArgosyError
 from argosy.record.jsonl import read_jsonl
+from argosy.retry import RetryPolicy
 
 JOURNAL = ".fetch.jsonl"
 PARTIAL = ".partial"
@@ -46,10 +47,11 @@ class FetchOptions:
     choice: Choice = field(default_factory=Choice)
     # Parallel downloads.
     workers: int = 4
-    retry_policy: RetryPolicy = field(default_factory=RetryPolicy)
+    retry: RetryPolicy = RETRY
     # The number of this machine among `machines` that divide the files.
     machine: int = 0
     machines: int = 1
+    timeout_s: float = TIMEOUT_S
 
 
 @dataclass(frozen=True)
@@ -95,14 +97,14 @@ def fetch(names: Sequence[str], output: Path, options: FetchOptions) -> Fetched:
     """Download the missing files, and return all files of this machine in a fixed order."""
     name = f".fetch-{options.machine}-of-{options.machines}.jsonl" if options.machines > 1 else JOURNAL
     with FetchJournal(output, name) as journal:
-        web = Web(options.retry_policy)
+        web = Web(options.retry, options.timeout_s)
         files = find_files(names, options.choice, web, note)[options.machine :: options.machines]
         return FetchJob(web, files, output, journal).run(options.workers)
 
 
 def preview(names: Sequence[str], output: Path, options: FetchOptions) -> Fetched:
     """Return what `fetch` would download, without writing anything."""
-    files = find_files(names, options.choice, Web(options.retry_policy), note)
+    files = find_files(names, options.choice, Web(options.retry, options.timeout_s), note)
     listed = [FetchedFile(str(output / file.path), file.size, file.sha256, file.origin) for file in files]
     return Fetched(str(output), listed, sum(_missing_bytes(output, file) for file in files))
 

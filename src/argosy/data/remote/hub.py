@@ -16,8 +16,9 @@ from urllib.parse import quote, urlencode, urljoin
 
 import orjson
 
-from argosy.data.remote.web import BadStatus, Transient, Web, origin, refuse
+from argosy.data.remote.web import BadStatus, Web, origin, refuse
 from argosy.errors import ArgosyError
+from argosy.retry import Transient
 
 # The size limit of one response.
 _PAGE_BYTES = 64 << 20

@@ -13,23 +13,17 @@ error is classified by the HTTP status anywhere in its chain of causes, and by i
 from __future__ import annotations
 
 import contextlib
-import email.utils
-import random
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from argosy.data.text.inputs import require
 from argosy.errors import ArgosyError
+from argosy.retry import TRANSIENT_STATUSES, Clock, GaveUp, RetryPolicy, Transient, retry_after_s
 
-_FIRST_WAIT_S = 0.2
-_LONGEST_WAIT_S = 30.0
 # The size of one request when a whole object is read.
 _CHUNK = 8 << 20  # bytes
-# Status codes to retry, besides every 5xx.
-_TRANSIENT_CODES = (408, 425, 429)
 _NO_CREDENTIALS = (
     "NoCredentialsError",
     "PartialCredentialsError",
@@ -76,6 +70,14 @@ class ObjectStore:
         self.url = url.rstrip("/")
         self.retry_timeout_s, self.attempt_s = retry_timeout_s, attempt_s
         self._closed = threading.Event()
+        self._retry = RetryPolicy(
+            attempts=None,
+            base_s=0.2,
+            cap_s=30.0,
+            jitter=0.5,
+            budget_s=retry_timeout_s,
+            clock=Clock(sleep=self._closed.wait),
+        )
         self._fsspec = require("fsspec", "remote", "reading from object storage")
         self._scheme = url.partition("://")[0]
         if "?" in url:
@@ -105,7 +107,7 @@ class ObjectStore:
                 )
             return _facts_of(info)
 
-        return self._retry(name, look)
+        return self._with_retries(name, look)
 
     def listing(self, pattern: str = "") -> dict[str, ObjectFacts]:
         """Return the objects below this URL, or those that match a pattern, by relative name.
@@ -124,7 +126,7 @@ class ObjectStore:
             files = {path: info for path, info in entries.items() if info.get("type", "file") == "file"}
             return {path.removeprefix(self._root).lstrip("/"): _facts_of(info) for path, info in files.items()}
 
-        return self._retry(pattern, look)
+        return self._with_retries(pattern, look)
 
     def read(
         self, name: str, start: int, count: int, version: str = "", recheck: Callable[[], None] | None = None
@@ -148,7 +150,7 @@ class ObjectStore:
                 raise _WrongLength(f"received {len(body):,} bytes instead of {count:,} (from byte {start:,})")
             return body
 
-        return self._retry(name, get) if count else b""
+        return self._with_retries(name, get) if count else b""
 
     def chunks(self, name: str, size: int) -> Iterator[bytes]:
         """Read a whole object of known size in chunks."""
@@ -159,7 +161,7 @@ class ObjectStore:
         """Read a whole small object. Refuse one of more than `limit` bytes."""
         size = self.facts(name).size
         if size is None:
-            body: bytes = self._retry(name, lambda: self._call("cat_file", name))
+            body: bytes = self._with_retries(name, lambda: self._call("cat_file", name))
             return body
         if size > limit:
             raise ArgosyError(
@@ -216,10 +218,8 @@ class ObjectStore:
             headers["If-Match"] = value
         return {"headers": headers}
 
-    def _retry(self, name: str, attempt: Callable[[], Result]) -> Result:
-        began, wait, tries = time.monotonic(), _FIRST_WAIT_S, 0
-        while True:
-            tries += 1
+    def _with_retries(self, name: str, attempt: Callable[[], Result]) -> Result:
+        def once() -> Result:
             try:
                 return attempt()
             except ArgosyError:
@@ -228,16 +228,17 @@ class ObjectStore:
                 fault = _classify(error)
             if not fault.is_transient:
                 raise self._refusal(name, fault)
-            pause = max(fault.retry_after_s, random.uniform(wait / 2, wait))
-            spent = time.monotonic() - began
-            if spent + pause > self.retry_timeout_s or self._closed.wait(pause):
-                raise ArgosyError(
-                    "data.fetch-failed",
-                    f"{self.name(name)} could not be read in {tries} attempts over {spent:.0f} s; "
-                    f"the last error was: {fault.what}",
-                    fix="check the network and the store, then start again: what is complete in the cache is kept",
-                )
-            wait = min(2 * wait, _LONGEST_WAIT_S)
+            raise Transient(fault.what, retry_after_s=fault.retry_after_s)
+
+        try:
+            return self._retry.call(once)
+        except GaveUp as over:
+            raise ArgosyError(
+                "data.fetch-failed",
+                f"{self.name(name)} could not be read in {over.attempts} attempts over {over.elapsed_s:.0f} s; "
+                f"the last error was: {over}",
+                fix="check the network and the store, then start again: what is complete in the cache is kept",
+            ) from None
 
     def _refusal(self, name: str, fault: _Fault) -> ArgosyError:
         if fault.kind == "missing":
@@ -270,7 +271,7 @@ class _Fault:
     # transient | missing | credentials | changed | refused
     kind: str
     what: str
-    retry_after_s: float = 0.0
+    retry_after_s: float | None = None
 
     @property
     def is_transient(self) -> bool:
@@ -286,7 +287,7 @@ def _classify(error: BaseException) -> _Fault:
     for link in chain:
         status, headers = _status(link)
         if status is not None:
-            return _Fault(_kind_of(status), f"HTTP {status} ({what})", _retry_after(headers))
+            return _Fault(_kind_of(status), f"HTTP {status} ({what})", retry_after_s(dict(headers or {})))
     if any(isinstance(link, TimeoutError) for link in chain):
         return _Fault("transient", f"no answer in time ({type(error).__name__})")
     if any(isinstance(link, (ConnectionError, _WrongLength)) for link in chain):
@@ -312,7 +313,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _kind_of(status: int) -> str:
-    if status >= 500 or status in _TRANSIENT_CODES or status < 400:
+    if status in TRANSIENT_STATUSES or status < 400:
         return "transient"
     return {401: "credentials", 403: "credentials", 404: "missing", 410: "missing", 412: "changed", 416: "changed"}.get(
         status, "refused"
@@ -340,13 +341,3 @@ def _whole(value: object) -> int | None:
         number = int(value)  # type: ignore[call-overload]
         return number if 100 <= number <= 599 else None
     return None
-
-
-def _retry_after(headers: Any) -> float:
-    """Return the seconds of a Retry-After header, which is a number or a date; 0 if there is none."""
-    value = next((str(v) for k, v in dict(headers or {}).items() if str(k).lower() == "retry-after"), "")
-    if value.strip().isdigit():
-        return float(value)
-    with contextlib.suppress(TypeError, ValueError):
-        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
-    return 0.0

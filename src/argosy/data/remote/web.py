@@ -1,9 +1,13 @@
 """The HTTP client of `argosy data fetch`: connections, retries, redirects and the Hub token.
 
-Retries: all threads obey `Retry-After`, other transient errors use exponential back-off with jitter, and the number of
-attempts is bounded. Security: only http and https, never link-local or cloud metadata addresses (checked after DNS, and again
-on the open connection), never a redirect from https to http. The Hub token comes from HF_TOKEN, is sent to the Hub's own
+Retries (`argosy.retry`): all threads obey `Retry-After`, other transient errors use exponential back-off with jitter, and the
+number of attempts is bounded. Security: only http and https, never link-local or cloud metadata addresses (checked after DNS, and
+again on the open connection), never a redirect from https to http. The Hub token comes from HF_TOKEN, is sent to the Hub's own
 origin only, and appears in no message: a redirect to a CDN is followed without it.
+
+This is the standard library's HTTP and not httpx, for safety's sake. The address of the socket that was really connected has to be
+checked, and `stop` has to reach every open socket; httpx hides both behind a transport and a network backend of httpcore, which
+would have to be replaced by more code than `_opener` is. Fetching also works in the core install, which has no HTTP library.
 """
 
 from __future__ import annotations
@@ -11,7 +15,6 @@ from __future__ import annotations
 import http.client
 import ipaddress
 import os
-import random
 import re
 import socket
 import ssl
@@ -20,9 +23,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
+from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 from urllib.error import URLError
 from urllib.parse import urljoin, urlsplit
@@ -30,46 +31,20 @@ from urllib.request import HTTPHandler, HTTPSHandler, OpenerDirector, ProxyHandl
 
 from argosy import __version__
 from argosy.errors import ArgosyError
+from argosy.retry import Clock, GaveUp, RetryPolicy, Transient, retry_after_s
 
 T = TypeVar("T")
 Headers = Mapping[str, str]
 
 _REDIRECTS = 8
 _REDIRECT_CODES = (301, 302, 303, 307, 308)
-# Status codes to retry, besides every 5xx.
-_TRANSIENT_CODES = (408, 425, 429)
+# Attempts are counted in a row without a byte gained. A server that asks for more than an hour is not waited for.
+RETRY = RetryPolicy(attempts=8, base_s=1.0, cap_s=60.0, jitter=0.5, longest_retry_after_s=3600.0)
+# Of a connection, and between two reads.
+TIMEOUT_S = 60.0
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 # The metadata addresses of AWS over IPv6, Alibaba and Oracle. Those of other clouds are link-local.
 _METADATA = frozenset(map(ipaddress.ip_address, ("fd00:ec2::254", "fd20:ce::254", "100.100.100.200", "192.0.0.192")))
-
-
-@dataclass(frozen=True)
-class RetryPolicy:
-    """The limits of retrying. All times are in seconds."""
-
-    # Failures in a row without progress.
-    attempts: int = 8
-    # The first back-off delay; it doubles with each failure.
-    first_delay: float = 1.0
-    max_delay: float = 60.0
-    # A server that asks for a longer Retry-After is an error.
-    max_retry_after: float = 3600.0
-    # The timeout of a connection, and of each read.
-    timeout: float = 60.0
-
-
-class Transient(Exception):
-    """An error that is worth a retry.
-
-    Args:
-        reason: The error message.
-        retry_after: The delay in seconds that the server asks for.
-        progressed: True if bytes were received before the error, which resets the count of failures.
-    """
-
-    def __init__(self, reason: str, *, retry_after: float | None = None, progressed: bool = False) -> None:
-        super().__init__(reason)
-        self.retry_after, self.progressed = retry_after, progressed
 
 
 class BadStatus(Exception):
@@ -92,8 +67,8 @@ class Stopped(Exception):
 class Web:
     """The HTTP client, shared by all threads of a fetch."""
 
-    def __init__(self, retry_policy: RetryPolicy | None = None) -> None:
-        self.retry_policy = retry_policy or RetryPolicy()
+    def __init__(self, retry: RetryPolicy = RETRY, timeout_s: float = TIMEOUT_S) -> None:
+        self._retry, self._timeout_s = replace(retry, clock=Clock(sleep=self._pause)), timeout_s
         self.hub = os.environ.get("HF_ENDPOINT", "").strip().rstrip("/") or "https://huggingface.co"
         check_url(self.hub, "HF_ENDPOINT")
         self._token = _token_for(self.hub)
@@ -129,8 +104,8 @@ class Web:
         if response.status < 400:
             return response
         response.close()
-        if response.status in _TRANSIENT_CODES or response.status >= 500:
-            raise Transient(f"HTTP {response.status}", retry_after=_retry_after(response.headers))
+        if response.status in self._retry.statuses:
+            raise Transient(f"HTTP {response.status}", retry_after_s=retry_after_s(dict(response.headers)))
         if other_hosts and response.status == 403 and origin(url) != origin(named):
             raise Transient("a signed link has expired (HTTP 403)")
         raise BadStatus(url, response)
@@ -147,26 +122,29 @@ class Web:
     def retry(self, what: str, attempt: Callable[[], T]) -> T:
         """Call `attempt` until it succeeds, or until too many failures in a row made no progress.
 
-        Args:
-            what: The name of the operation, for messages.
-            attempt: The operation. It raises `Transient` to be retried.
+        Raises:
+            ArgosyError: the attempts are used up, or the server asks for too long a pause.
+            Stopped: `stop` was called.
         """
-        failures = 0
-        while True:
+
+        def once() -> T:
             self._wait_until(self._not_before)
-            try:
-                return attempt()
-            except Transient as trouble:
-                failures = 1 if trouble.progressed else failures + 1
-                if self._stopped.is_set():
-                    raise Stopped from None
-                if failures >= self.retry_policy.attempts:
-                    raise ArgosyError(
-                        "data.fetch-failed",
-                        f"{what}: {trouble}, {failures} times in a row",
-                        fix="run it again later: what was fetched is kept",
-                    ) from None
-                self._back_off(what, trouble, failures)
+            return attempt()
+
+        try:
+            return self._retry.call(once, lambda *retry: self._announce(what, *retry))
+        except GaveUp as over:
+            if self._stopped.is_set():
+                raise Stopped from None
+            asked, longest = over.last.retry_after_s or 0.0, self._retry.longest_retry_after_s
+            too_long = longest is not None and asked > longest
+            raise ArgosyError(
+                "data.fetch-failed",
+                f"{what}: {over}; the server asks to wait {asked:,.0f} s"
+                if too_long
+                else f"{what}: {over}, {self._retry.attempts} times in a row",
+                fix=f"run it again {'then' if too_long else 'later'}: what was fetched is kept",
+            ) from None
 
     def stop(self) -> None:
         """Abort the requests of all threads, even those that wait for a server."""
@@ -197,37 +175,32 @@ class Web:
             request.add_header("Authorization", f"Bearer {self._token}")
         try:
             _check_host(urlsplit(url))
-            response: http.client.HTTPResponse = self._opener.open(request, timeout=self.retry_policy.timeout)
+            response: http.client.HTTPResponse = self._opener.open(request, timeout=self._timeout_s)
             return response
         except (OSError, http.client.HTTPException) as error:
             cause = error.reason if isinstance(error, URLError) and isinstance(error.reason, Exception) else error
             _refuse_hopeless(cause, url)
             raise Transient(_reason(cause)) from None
 
-    def _back_off(self, what: str, trouble: Transient, failures: int) -> None:
-        doubled: float = self.retry_policy.first_delay * 2 ** (failures - 1)
-        delay = min(self.retry_policy.max_delay, doubled) * random.uniform(0.5, 1.0)
-        if trouble.retry_after is None:
-            # A single failure is not worth a message.
+    def _announce(self, what: str, trouble: Transient, failures: int, pause_s: float) -> None:
+        """Say why it takes longer, and have all threads keep the quiet that a server asks for."""
+        if self._stopped.is_set():
+            raise Stopped
+        asked = trouble.retry_after_s
+        if asked is None:
+            # One failure alone is over before anybody wonders.
             if failures > 1:
-                again = f"trying again in {delay:.0f} s, {failures} of {self.retry_policy.attempts} attempts failed"
+                again = f"trying again in {pause_s:.0f} s, {failures} of {self._retry.attempts} attempts failed"
                 print(f"note: {what}: {trouble}; {again}", file=sys.stderr, flush=True)
-            self._wait_until(time.monotonic() + delay)
             return
-        if trouble.retry_after > self.retry_policy.max_retry_after:
-            raise ArgosyError(
-                "data.fetch-failed",
-                f"{what}: {trouble}; the server asks to wait {trouble.retry_after:,.0f} s",
-                fix="run it again then: what was fetched is kept",
-            )
-        until = time.monotonic() + trouble.retry_after
+        until = time.monotonic() + asked
         with self._lock:
             if until > self._not_before + 1.0:
-                text = f"note: {trouble}: the server asks to wait {trouble.retry_after:.0f} s"
-                print(text, file=sys.stderr, flush=True)
+                print(f"note: {trouble}: the server asks to wait {asked:.0f} s", file=sys.stderr, flush=True)
             self._not_before = max(self._not_before, until)
-        # Jitter, so that the threads do not all retry at the same instant.
-        self._wait_until(until + random.uniform(0.0, min(1.0, delay)))
+
+    def _pause(self, seconds: float) -> None:
+        self._wait_until(time.monotonic() + seconds)
 
     def _wait_until(self, moment: float) -> None:
         while (left := moment - time.monotonic()) > 0:
@@ -359,26 +332,6 @@ def _token_for(hub: str) -> str | None:
     if parts.scheme == "http" and parts.hostname not in ("127.0.0.1", "::1", "localhost"):
         refuse(f"HF_TOKEN would go to {shown(hub)} in the clear", "use an https HF_ENDPOINT, or unset HF_TOKEN")
     return token
-
-
-def _retry_after(headers: http.client.HTTPMessage) -> float | None:
-    """Return the seconds from `Retry-After` (a number or a date), or from the Hub's `RateLimit: "api";r=0;t=55`."""
-    text = headers.get("Retry-After", "").strip()
-    if re.fullmatch(r"[0-9]{1,9}", text):
-        return float(text)
-    # Compare with the server's own clock if the response has a Date.
-    if until := _date(text):
-        return max(0.0, (until - (_date(headers.get("Date", "")) or datetime.now(UTC))).total_seconds())
-    reset = re.search(r";\s*t\s*=\s*([0-9]{1,9})", headers.get("RateLimit", ""))
-    return float(reset[1]) if reset else None
-
-
-def _date(text: str) -> datetime | None:
-    try:
-        moment = parsedate_to_datetime(text)
-    except ValueError:
-        return None
-    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
 
 
 def _reason(error: Exception) -> str:

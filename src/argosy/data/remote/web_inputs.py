@@ -22,10 +22,11 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from argosy.data.remote.sources import Choice, find_files
-from argosy.data.remote.web import BadStatus, Transient, Web, check_url, origin, shown
+from argosy.data.remote.web import BadStatus, Web, check_url, origin, shown
 from argosy.data.text.input_files import input_changed, require_same
 from argosy.data.text.inputs import SUFFIXES, InputFile
 from argosy.errors import ArgosyError
+from argosy.retry import Transient
 
 Report = Callable[[str], None] | None
 Result = TypeVar("Result")

@@ -3,7 +3,7 @@ They are written in Gluon, whose form changes between versions of Triton: they r
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -32,6 +32,23 @@ def refusal(device: torch.device, dtype: torch.dtype, head_dim: int, seq: int) -
     return None if fits else f"needs heads of {' or '.join(map(str, _HEAD_DIMS))} and a multiple of {_TOKENS} tokens"
 
 
+class Kernels(Protocol):
+    """What computes the backward pass for heads of one width."""
+
+    def attend_backward(
+        self,
+        d_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        scale: float,
+        *,
+        repeatable: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
 def is_kernel(name: str) -> bool:
     """Whether a profiler's name is that of one of these kernels."""
     return name.startswith("_attention_")
@@ -48,9 +65,10 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     from argosy.model.ops.kernels import hopper_backward, hopper_backward_128
 
-    kernels = hopper_backward if q.shape[-1] == 64 else hopper_backward_128
-    rows, scale = (_rows(t) for t in (d_out, q, k, v)), _scale(form, q)
-    return kernels.attend_backward(*rows, out, lse, scale, repeatable=torch.are_deterministic_algorithms_enabled())
+    kernels: Kernels = hopper_backward if q.shape[-1] == 64 else hopper_backward_128
+    repeatable = torch.are_deterministic_algorithms_enabled()
+    rows = _rows(d_out), _rows(q), _rows(k), _rows(v)
+    return kernels.attend_backward(*rows, out, lse, _scale(form, q), repeatable=repeatable)
 
 
 def _scale(form: Form, q: Tensor) -> float:
