@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from loopback_hub import Hub
 
 from argosy.data.remote import web as web_module
+from argosy.data.remote.fetch import JOURNAL
 from argosy.data.remote.web import Stopped, Web, is_forbidden
 from waiting import wait_for
 

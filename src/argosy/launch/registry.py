@@ -1,4 +1,5 @@
-"""Targets by name, from the table in `argosy.config.targets`. A target's module is imported when the target is asked for."""
+"""Targets by name. A target's module is imported when the target is asked for, and only modules named in the table of
+`argosy.config.targets` are: a run spec chooses among them and cannot name another."""
 
 from __future__ import annotations
 
