@@ -40,7 +40,7 @@ bench: $(VENV)/.dev
 docs: $(VENV)/.dev
 	$(BIN)/python -m argosy.errors > docs/errors.md
 	$(BIN)/argosy config reference > docs/run-spec.md
-	$(BIN)/python -m argosy.launch.chart > charts/argosy/values.schema.json
+	$(BIN)/python -m argosy.launch.chart charts/argosy
 
 $(VENV)/.python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -1,9 +1,9 @@
-"""Causal attention alone, by every back end that this machine has for it: both passes at the pace the device can keep.
+"""A benchmark of causal attention, forward and backward, with every back end this machine has.
 
     python benchmarks/attention.py [--seconds 0.7] [--repeatable] [--smoke]
 
-Prints milliseconds and TFLOP/s, half of the scores counted, and how far results and gradients of the first sample are from
-those of the written-out bias in 32-bit floats. `--smoke` takes tiny shapes, for a CPU.
+Prints milliseconds and TFLOP/s (causal attention counted as half) at the clock the device can sustain, and the relative error of
+outputs and gradients of the first sample against plain fp32 attention with an explicit bias. `--smoke` uses tiny shapes, for a CPU.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from argosy.compat import set_deterministic
 from argosy.measure.calibrate import paced
 from argosy.model.attention import BACKENDS, Backend, Case, Mask
 
-Shape = tuple[int, int, int, int, int]  # batch, tokens, heads, heads of keys, width of a head
+Shape = tuple[int, int, int, int, int]  # batch, tokens, heads, key/value heads, head_dim
 SHAPES: list[Shape] = [(4, 8192, 32, 8, 64), (32, 1024, 20, 20, 64), (2, 8192, 32, 8, 128), (16, 2048, 16, 16, 128)]
 TINY: list[Shape] = [(2, 256, 4, 2, 64)]
-EXACT = BACKENDS[-1]  # the written-out bias
+# Plain attention with an explicit bias.
+EXACT = BACKENDS[-1]
 
 
 def drawn(shape: Shape, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    """Queries, keys, values and the gradient of the result, as a model's projections leave them."""
+    """Return random queries, keys, values and output gradients, with the strides that a model's projections produce."""
     batch, seq, heads, kv_heads, width = shape
     parts = (torch.randn(batch, seq, n, width, device=device, dtype=dtype) for n in (heads, kv_heads, kv_heads, heads))
     return [part.transpose(1, 2) for part in parts]
@@ -44,7 +45,7 @@ def error(backend: Backend, case: Case, tensors: list[Tensor]) -> float:
 
 
 def measure(backend: Backend, case: Case, tensors: list[Tensor], seconds: float) -> tuple[float, float]:
-    """Seconds of the forward and of the backward pass."""
+    """Return the seconds of the forward and of the backward pass."""
     attend = backend.prepare(case, None)
     leaves = [t.detach().requires_grad_() for t in tensors[:3]]
     out = attend(*leaves)
@@ -60,8 +61,8 @@ def measure(backend: Backend, case: Case, tensors: list[Tensor], seconds: float)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=0.7, help="of each measurement; the second half counts")
-    parser.add_argument("--repeatable", action="store_true", help="only kernels that give the same bits each time")
+    parser.add_argument("--seconds", type=float, default=0.7, help="length of a measurement; the second half counts")
+    parser.add_argument("--repeatable", action="store_true", help="only deterministic kernels")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes")
     options = parser.parse_args()
     set_deterministic(options.repeatable)
@@ -76,8 +77,9 @@ def main() -> None:
             if why := backend.refuses(case):
                 print(f"  {backend.name:9} {why}")
                 continue
+            # It would need memory for all scores at once.
             if backend is EXACT and not options.smoke:
-                continue  # it would need all scores at once
+                continue
             there, back = measure(backend, case, tensors, options.seconds)
             print(
                 f"  {backend.name:9} {there * 1e3:.3f} ms ({flops / there / 1e12:.0f}) and {back * 1e3:.3f} "

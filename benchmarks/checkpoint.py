@@ -1,11 +1,10 @@
-"""What a save costs: how long training waits, how many bytes are written, and how fast, beside torch.save, torch's own
-distributed checkpoint (DCP) and dd, on one disk and in one run.
+"""A benchmark of checkpoint saves: how long training stalls, bytes written and write speed.
 
     python benchmarks/checkpoint.py [--millions 1000] [--dir /tmp]
 
-The state is weights and AdamW's two moments in 32 bits, as a run on a CPU has it; where it, a copy, and what the peers need do not
-fit into the memory that is free, the model is made smaller, and the output says so. `sync` before each measurement, so that
-nobody pays for another's writes.
+It compares with torch.save, torch's distributed checkpoint (DCP) and dd, on one disk in one run. The state is fp32 weights and
+AdamW's two moments, as in a run on a CPU. If the state and a copy do not fit into free memory, the model is made smaller, and the
+output says so. `sync` runs before each measurement, so that no measurement pays for earlier writes.
 """
 
 from __future__ import annotations
@@ -34,9 +33,11 @@ from argosy.checkpoint.snapshot import Snapshot
 from argosy.parallel.host_group import ALONE
 
 Groups = dict[str, dict[str, torch.Tensor]]
-ROUNDS = 3  # of dd and of ours in turn, of which the best of each counts
+# Alternating rounds of dd and of Argosy; the best of each counts.
+ROUNDS = 3
 HIDDEN = 2048
-LAYER = 12 * HIDDEN * HIDDEN  # parameters, in matrices of four shapes
+# Parameters of a layer, in matrices of four shapes.
+LAYER = 12 * HIDDEN * HIDDEN
 
 
 def state_of(millions: int) -> Groups:
@@ -73,7 +74,7 @@ def size_of(path: Path) -> int:
 
 
 def ours(groups: Groups, root: Path, snapshot: Snapshot) -> dict[str, float]:
-    """One save: the copy, for which training waits, and the writing beside it."""
+    """Measure one save: the copy, which stalls training, and the write in the background."""
     plan = make_plan(groups, ALONE)
     os.sync()
     started = time.perf_counter()
@@ -87,7 +88,7 @@ def ours(groups: Groups, root: Path, snapshot: Snapshot) -> dict[str, float]:
 
 
 def turns(start: Callable[[], Callable[[], bool]]) -> float:
-    """Of a pure-Python loop in a second while something goes on beside it, which would be slow if that held Python's lock."""
+    """Return iterations per second of a pure-Python loop while background work runs. It is slow if that work holds the GIL."""
     going_on = start()
     started, count = time.perf_counter(), 0
     while going_on():
@@ -120,7 +121,8 @@ def measure(millions: int, directory: Path) -> dict[str, Any]:
         return timed(lambda: subprocess.run(command, check=True, capture_output=True))
 
     snapshot.prepare(contents(make_plan(groups, ALONE), groups, ALONE))
-    time.sleep(size / 0.3e9)  # of training, before a first save is due
+    # The training time before a first save.
+    time.sleep(size / 0.3e9)
     found["first"] = ours(groups, root, snapshot)
     shutil.rmtree(root)
     rounds = []
@@ -154,7 +156,8 @@ def main() -> None:
     parser.add_argument("--millions", type=int, default=1000, help="parameters")
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure")
     options = parser.parse_args()
-    most = int(available() * 0.8 / (2 * 12) / 1e6)  # 12 bytes a parameter, and a copy
+    # 12 bytes per parameter, and a copy.
+    most = int(available() * 0.8 / (2 * 12) / 1e6)
     millions = min(options.millions, most)
     if millions < options.millions:
         print(

@@ -1,4 +1,4 @@
-"""The dashboard on a run of a million logged steps: how long it takes to read it, and to answer once it is read (bar: 200 ms)."""
+"""A benchmark of the dashboard on a run of a million logged steps: time to read the run, and response time after (bar: 200 ms)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pictures of the dashboard in docs/images: `python benchmarks/dash_pictures.py ROOT RUN OTHER` takes them of real runs."""
+"""Screenshots of the dashboard for docs/images: `python benchmarks/dash_pictures.py ROOT RUN OTHER` takes them of real runs."""
 
 from __future__ import annotations
 

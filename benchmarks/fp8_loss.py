@@ -1,8 +1,8 @@
-"""What 8-bit products cost in loss: the same model on the same bytes of Python's own sources, in bf16 and in fp8.
+"""A comparison of the training loss in fp8 and in bf16: the same model on the same bytes of Python's own sources.
 
     python benchmarks/fp8_loss.py [--steps 200] [KEY=VALUE …]
 
-On a CPU the 8-bit rounding is emulated; on a GPU it is the hardware's. Keys are those of a run spec, to try another model.
+On a CPU the 8-bit rounding is emulated; on a GPU the hardware does it. Run spec overrides choose another model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from argosy.record.jsonl import read_metrics
 from argosy.train.run import TrainOptions, train
 
 BAR = 0.01
-LAST = 20  # steps at the end whose losses are averaged
+# The number of final steps whose losses are averaged.
+LAST = 20
 RUN = [
     "model.family=gpt", "model.layers=4", "model.hidden=128", "model.heads=4", "model.vocab_size=272",
     "model.max_seq_len=128", "train.global_batch=16", "parallel.micro_batch=16", "optim.lr=2e-3", "optim.warmup=10",
@@ -39,12 +40,12 @@ class Compared(NamedTuple):
 
     @property
     def difference(self) -> float:
-        """Of fp8's loss, as a share of bf16's."""
+        """Relative difference of fp8's loss to bf16's."""
         return self.fp8 / self.bf16 - 1
 
 
 def compare(directory: Path, steps: int, overrides: Sequence[str] = ()) -> Compared:
-    """The mean loss of the last steps in each precision; `directory` holds the corpus and the runs."""
+    """Return the mean loss of the last steps in each precision. `directory` gets the corpus and the runs."""
     corpus = _corpus(directory)
     means = {}
     for precision in Compared._fields:

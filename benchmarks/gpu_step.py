@@ -1,9 +1,9 @@
-"""Training steps on one GPU: Argosy's own kernels, 8-bit products, and the same model compiled whole by torch.
+"""A benchmark of training steps on one GPU: Argosy's own kernels, fp8 matmuls, and the same model with torch.compile.
 
     python benchmarks/gpu_step.py [CASE …] [--steps 20] [--json FILE]
 
-Each case runs in a process of its own, one after the other on the same GPU, so that their ratios mean something. The
-`compiled` cases are the plain PyTorch form of the same model under torch.compile, with the same optimiser.
+Each case runs in its own process, one after the other on the same GPU, so that their ratios are comparable. The `compiled` cases
+are the plain PyTorch form of the same model under torch.compile, with the same optimiser.
 """
 
 from __future__ import annotations

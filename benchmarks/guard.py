@@ -1,17 +1,17 @@
-"""The guard on healthy runs and on planted faults: how many steps the default skips.
+"""A benchmark of the guard on healthy runs and on injected faults: how many steps the default skips.
 
     python benchmarks/guard.py [--jobs N] [--steps 5000] [--fault-at 1400] [--device cpu|cuda] [--only NAME,…] [--out FILE] [KEY=VALUE …]
 
-Healthy part: different small runs (`benchmarks/guard_cases.py`), each `argosy train` with the default guard, a record of every step,
-and a corpus the script makes. Bar: no step is skipped. How close a run came is told too: its largest gradient norm as a multiple of
-the largest in the window before it, and of the largest in the run before it; its highest loss as a multiple of the highest in the
-run before it; and the first of these alone among steps whose loss was above the guard's limit for it.
+Healthy part: different small runs (`benchmarks/guard_cases.py`), each `argosy train` with the default guard, metrics of every step,
+and a corpus the script makes. Bar: no step is skipped. The report also shows how close each run came: its largest gradient norm as a
+multiple of the largest in the window before it, and of the largest in the run before it; its highest loss as a multiple of the
+highest in the run before it; and the first of these for steps whose loss was above the guard's limit.
 
-Fault part: the same product path with a fault planted in one step, or in several, of a run that has learned for a while. Bar: every
-step with a fault is skipped and no other; a fault that stays (a flipped bit of a weight) ends in a rewind to the last checkpoint.
+Fault part: the same code path with a fault injected into one or several steps of a run that has trained for a while. Bar: the guard
+skips every step with a fault and no other; a persistent fault (a flipped bit of a weight) ends in a rewind to the last checkpoint.
 Wrong labels raise the loss of a T5, not its gradient norm: there the bar is an alert.
 
-Each run is a process with one thread, N of them at a time. KEY=VALUE are run spec overrides for all runs, for example `guard=off`.
+Each run is a process with one thread, N of them in parallel. KEY=VALUE are run spec overrides for all runs, for example `guard=off`.
 """
 
 from __future__ import annotations
@@ -37,13 +37,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 from guard_cases import BASE, BEFORE, FAULTS, HEALTHY, make_corpora
 
 WINDOW = 128
-AFTER_FAULT = 100  # steps of a run after its first with a fault
+# Steps of a run after its first step with a fault.
+AFTER_FAULT = 100
 
 
 @dataclass
 class Outcome:
+    """The result of one run. `kind` is healthy or fault. The loss scaler, not the guard, skipped the `overflows` steps."""
+
     name: str
-    kind: str  # healthy or fault
+    kind: str
     steps: int = 0
     skipped: list[int] = field(default_factory=list)
     expected: list[int] = field(default_factory=list)
@@ -51,7 +54,7 @@ class Outcome:
     wanted_rewinds: int = 0
     alerted: bool = False
     wanted_alert: bool = False
-    overflows: int = 0  # steps that the loss scaler skipped, not the guard
+    overflows: int = 0
     norm_to_window: float = 0.0
     norm_to_run: float = 0.0
     loss_to_run: float = 0.0
@@ -104,7 +107,10 @@ def _train(outcome: Outcome, settings: dict[str, Any]) -> None:
 
 
 def _start_from_another(keys: list[str], runs: Path, name: str, overrides: list[str]) -> list[str]:
-    """The run begins with weights another run has trained: its own extremes never saw a model that guesses."""
+    """Train another run first and return keys that start from its weights.
+
+    The guard's extremes then never include the losses of an untrained model.
+    """
     from argosy.config.resolve import resolve
     from argosy.train.run import TrainOptions, train
 
@@ -119,7 +125,7 @@ def _start_from_another(keys: list[str], runs: Path, name: str, overrides: list[
 
 
 def _read(outcome: Outcome, run: Path) -> None:
-    """What the run's own record says."""
+    """Fill in the outcome from the run's metrics and events."""
     import numpy as np
 
     from argosy.record.jsonl import read_jsonl, read_metrics
@@ -146,18 +152,17 @@ def _read(outcome: Outcome, run: Path) -> None:
 
 
 def _outcomes(cases: Sequence[tuple[str, str]], jobs: int, settings: dict[str, Any]) -> Iterator[Outcome]:
-    """The outcomes in the order the runs end; each run is a new process."""
+    """Yield the outcomes in the order the runs end. Each run is a new process."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=spawn, max_tasks_per_child=1) as pool:
         futures = {pool.submit(run_case, kind, name, settings): (kind, name) for kind, name in cases}
         for future in as_completed(futures):
             kind, name = futures[future]
             problem = future.exception()
-            yield future.result() if problem is None else Outcome(name, kind, error=_told(problem))
+            yield future.result() if problem is None else Outcome(name, kind, error=_traceback(problem))
 
 
-def _told(problem: BaseException) -> str:
-    """A failure is part of the outcome: the other runs go on."""
+def _traceback(problem: BaseException) -> str:
     return "".join(traceback.format_exception(problem))
 
 
@@ -189,12 +194,12 @@ def _machine() -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at the same time")
-    parser.add_argument("--steps", type=int, default=5000, help="of each healthy run")
-    parser.add_argument("--fault-at", type=int, default=1400, help="first step with a fault, in a run with one")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs in parallel")
+    parser.add_argument("--steps", type=int, default=5000, help="steps of each healthy run")
+    parser.add_argument("--fault-at", type=int, default=1400, help="first step with a fault")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--only", default="", metavar="NAME,…", help="cases whose names hold one of these")
-    parser.add_argument("--keep", type=Path, help="a directory for corpora and runs, which are kept there")
+    parser.add_argument("--only", default="", metavar="NAME,…", help="cases whose names contain one of these")
+    parser.add_argument("--keep", type=Path, help="a directory in which corpora and runs are kept")
     parser.add_argument("--out", type=Path, help="write the result as JSON")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     arguments = parser.parse_args()
@@ -234,7 +239,7 @@ def _report(outcomes: list[Outcome], seconds: float, out: Path | None) -> int:
         print(_line(one))
     print(f"\nhealthy: {skipped} of {steps:,} steps skipped in {len(healthy)} runs (bar: 0)")
     print(f"faults: {caught} of {len(faults)} caught, with no other step skipped")
-    print(f"{seconds:.0f} s" + (f"; not as they should be: {', '.join(bad)}" if bad else ""))
+    print(f"{seconds:.0f} s" + (f"; failed: {', '.join(bad)}" if bad else ""))
     return 1 if bad else 0
 
 

@@ -1,4 +1,4 @@
-"""The runs of `benchmarks/guard.py`: corpora, healthy runs and faults to plant."""
+"""The runs of `benchmarks/guard.py`: corpora, healthy runs and faults to inject."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PYTHON_BYTES = 4_000_000
 
 
 def make_corpora(root: Path) -> None:
-    """Corpora as bytes: Python sources, records, foreign text, noise, and a mixture of all with very unequal lengths."""
+    """Prepare byte-level corpora: Python sources, records, foreign text, noise, and a mixture with very unequal lengths."""
     from argosy.data.prepare.job import prepare
     from argosy.data.prepare.work import PrepareOptions
     from argosy.data.text.tokenizer import ByteTokenizer
@@ -52,7 +52,7 @@ def _python() -> Iterator[str]:
 
 
 def _records(rng: np.random.Generator) -> str:
-    """Lines of one form, easy to learn."""
+    """Return lines of one format, which are easy to learn."""
     names = ["anna", "boris", "chen", "devi", "emil", "fatou", "gita", "hugo"]
     rows = rng.integers(0, [8, 1000, 60, 24], size=(int(rng.integers(5, 40)), 4))
     lines = (f"{names[who]},{number:04d},{hour:02d}:{minute:02d},ok" for who, number, minute, hour in rows)
@@ -60,14 +60,14 @@ def _records(rng: np.random.Generator) -> str:
 
 
 def _foreign(rng: np.random.Generator) -> str:
-    """Words of a script whose bytes are in no other corpus."""
+    """Return words of a script whose bytes are in no other corpus."""
     first = int(rng.choice([0x0430, 0x4E00, 0x3042]))
     words = ["".join(chr(first + int(c)) for c in rng.zipf(1.6, 4) % 64) for _ in range(60)]
     return " ".join(words[int(n) % 60] for n in rng.zipf(1.3, int(rng.integers(50, 400))))
 
 
 def _noise(rng: np.random.Generator) -> str:
-    """What is in real corpora and nobody can predict or everybody can: base64, and one character over and over."""
+    """Return text as in real corpora that is unpredictable (base64) or trivial (one repeated character)."""
     if rng.random() < 0.5:
         return base64.b64encode(rng.bytes(int(rng.integers(100, 3000)))).decode()
     return chr(int(rng.integers(33, 126))) * int(rng.integers(100, 4000))
@@ -110,7 +110,8 @@ def _blend(**weights: float) -> list[str]:
     return [f"data.train=[{sources}]"]
 
 
-BEFORE = ["data.train=CORPORA/records"]  # what a run with `init_from` starts from was trained on
+# The data of the run that a run with `init_from` starts from.
+BEFORE = ["data.train=CORPORA/records"]
 
 
 HEALTHY: dict[str, list[str]] = {
@@ -162,16 +163,20 @@ HEALTHY: dict[str, list[str]] = {
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault that `hurt` makes of a step, in a run with these keys."""
+    """A fault that `hurt` injects into a step of a run with these keys.
+
+    `lasts` is the number of steps that have the fault or are spoilt by it. `skipped`: the guard skips them; otherwise it only
+    raises an alert.
+    """
 
     keys: list[str]
     hurt: Callable[..., Any]
-    lasts: int = 1  # steps with the fault, or that it spoils
+    lasts: int = 1
     rewinds: int = 0
-    skipped: bool = True  # or only told, by an alert
+    skipped: bool = True
 
     def plant(self, first: int, vocabulary: int) -> None:
-        """Put the fault around the trainer's steps, once: after a rewind the same steps are healthy."""
+        """Wrap the trainer's step to inject the fault once. After a rewind the same steps are healthy."""
         from argosy.train import loop
 
         take_step, planted = loop.take_step, set[int]()
@@ -187,7 +192,7 @@ class Fault:
 
 
 def _noise_tokens(step: Any, engine: Any, optimizer: Any, batch: Any, vocabulary: int) -> Any:
-    """A corrupted batch: inputs and labels are bytes at random."""
+    """Corrupt a batch: inputs and labels become random bytes."""
     rng = np.random.default_rng(1)
     tokens = rng.integers(0, 256, batch.tokens.shape)
     labels = np.where(batch.labels < 0, batch.labels, rng.integers(0, 256, batch.labels.shape))
@@ -201,7 +206,7 @@ def _noise_labels(step: Any, engine: Any, optimizer: Any, batch: Any, vocabulary
 
 
 def _on_gradients(change: Callable[[list[Any]], None]) -> Callable[..., Any]:
-    """A fault of the gradients, after the backward pass."""
+    """Return a fault that changes the gradients after the backward pass."""
 
     def hurt(step: Any, engine: Any, optimizer: Any, batch: Any, vocabulary: int) -> Any:
         forward_backward = engine.forward_backward
@@ -230,7 +235,7 @@ def _scale(factor: float, gradients: list[Any]) -> None:
 
 
 def _flip(bit: int, tensor: Any) -> None:
-    """One bit of the largest 32-bit number below 1: its exponent begins with a 0."""
+    """Flip one bit of the largest fp32 number below 1, whose exponent begins with a 0."""
     import torch
 
     flat = tensor.detach().view(-1)
@@ -243,7 +248,7 @@ def _flip_gradient(bit: int, gradients: list[Any]) -> None:
 
 
 def _flip_weight(step: Any, engine: Any, optimizer: Any, batch: Any, vocabulary: int) -> Any:
-    """The bit stays flipped: only a checkpoint from before helps."""
+    """Flip a bit of a weight. It stays flipped, so only an earlier checkpoint helps."""
     named = {name: weight for name, weight in optimizer.weights().items() if "layers" in name and weight.ndim == 2}
     _flip(30, next(iter(named.values())))
     optimizer.write_parameters()

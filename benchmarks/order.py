@@ -1,6 +1,6 @@
-"""The cost of sample order and of reading: nothing to build, and microseconds a sample, at the size of a real corpus.
+"""A benchmark of sample order and reading at the size of a real corpus: no index is built, and a sample takes microseconds.
 
-A sparse corpus of 10 M documents and 5 B tokens is made in a temporary directory; no token is really written.
+It makes a sparse corpus of 10 M documents and 5 B tokens in a temporary directory; no tokens are written.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""What measuring and sinks cost: the steps of one run, in short blocks with everything on and with everything off by turns (bar: 1%).
+"""A benchmark of the overhead of telemetry and sinks: short blocks of steps of one run, alternately with everything on and off (bar: 1%).
 
-Both kinds of block are in one process, less than a second each, in the order off on on off: whatever speeds the machine up or slows
-it down does so for both, and each block is compared with its neighbour. On: marks in every step, a log every ten, alerts, and the
-process that carries the record to TensorBoard, Prometheus and W&B (offline). Off: none of these, that process stopped. A block
-counts with the median of its steps, so that one that was interrupted does not; a log with the median of what follows one. What is
-told is the trimmed mean over the pairs of blocks, with a 95% interval, of wall time and of the trainer's own processor time, and
-the log's share; an interval that holds the bar means that the machine is too busy to tell, and that is said too.
+Blocks run in one process, less than a second each, in the order off on on off, so that changes of the machine's speed affect both
+kinds, and each block is compared with its neighbour. On: phase marks in every step, a log every ten steps, alerts, and the process
+that sends metrics to TensorBoard, Prometheus and W&B (offline). Off: none of these, and that process is stopped. A block counts with
+the median of its steps, so an interrupted step does not matter; a log counts with the median of the steps after one. The report is
+the trimmed mean over the pairs of blocks, with a 95% interval, of wall time and of the trainer's CPU time, and the share of the
+logs. If the interval contains the bar, the machine is too busy to decide, and the report says so.
 
     python benchmarks/overhead.py [KEY=VALUE ...]         LAST=150 BLOCK=20 LOG=10
 
-The default is a tiny model on the CPU, the hard case, since its steps are short; `train.device=cuda model=gpt2 data.seq_len=1024`
-is a larger one on a GPU. Overrides are those of a run spec.
+The default is a tiny model on the CPU, the hard case, because its steps are short; `train.device=cuda model=gpt2 data.seq_len=1024`
+is a larger one on a GPU. KEY=VALUE are run spec overrides.
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ from argosy.train import run as training
 from argosy.train.loop import Trainer
 from argosy.train.phases import Phases
 
-LAST, BLOCK, LOG = (
-    int(os.environ.get(name, default)) for name, default in (("LAST", 150), ("BLOCK", 20), ("LOG", 10))
-)  # seconds, steps, steps
+# Seconds, steps, steps.
+LAST, BLOCK, LOG = (int(os.environ.get(name, default)) for name, default in (("LAST", 150), ("BLOCK", 20), ("LOG", 10)))
 WARM_BLOCKS, FEWEST, TRIM = 4, 16, 0.2
 BAR = 0.01
 SPEC = [
@@ -51,27 +50,29 @@ SPEC = [
 
 
 class Enough(Exception):
-    """The time is up."""
+    """Ends the run when the measurement time is over."""
 
 
-Spent = tuple[float, float]  # wall and processor seconds
+Spent = tuple[float, float]  # wall and CPU seconds
 
 
 @dataclass
 class Block:
+    """Consecutive steps with telemetry on or off. `with_log` are the steps after a log."""
+
     on: bool
     steps: list[Spent] = field(default_factory=list)
-    with_log: list[Spent] = field(default_factory=list)  # those a log is written before
+    with_log: list[Spent] = field(default_factory=list)
 
     def median(self, column: int) -> float:
         return statistics.median(step[column] for step in self.steps)
 
 
 class Blocks:
-    """In the place of the timer that says when a log is due: it is asked after every step."""
+    """Measures blocks of steps. It replaces the trainer's log timer, which is called after every step."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self._trainer, self._courier, self._deadline = trainer, -1, math.inf
+        self._trainer, self._sink_process, self._deadline = trainer, -1, math.inf
         self._last, self._logged = (0.0, 0.0), False
         self.measured = [Block(True)]
 
@@ -91,7 +92,8 @@ class Blocks:
         if number == WARM_BLOCKS:
             self._deadline = time.monotonic() + LAST
         if time.monotonic() > self._deadline and number >= WARM_BLOCKS + FEWEST and number % 4 == 0:
-            self._switch(True)  # so that the courier can end
+            # The sink process has to run to be able to end.
+            self._switch(True)
             raise Enough
         self.measured.append(Block(number % 4 in (1, 2)))
         self._switch(self.measured[-1].on)
@@ -100,9 +102,9 @@ class Blocks:
         phases = self._trainer.telemetry.phases
         enter = type(phases).enter.__get__(phases) if on else _nothing
         phases.enter = self._trainer.engine.enter = enter  # type: ignore[method-assign]
-        if self._courier < 0:
-            self._courier = _courier()
-        for pid in (self._courier, *_children(self._courier)):
+        if self._sink_process < 0:
+            self._sink_process = _find_sink_process()
+        for pid in (self._sink_process, *_children(self._sink_process)):
             os.kill(pid, signal.SIGCONT if on else signal.SIGSTOP)
 
 
@@ -118,11 +120,11 @@ def _children(pid: int) -> list[int]:
         return []
 
 
-def _courier() -> int:
+def _find_sink_process() -> int:
     for pid in _children(os.getpid()):
         if b"argosy.record.sink_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
             return pid
-    raise SystemExit("the process that serves the sinks is not there")
+    raise SystemExit("the sink process is not running")
 
 
 class Alternating(Trainer):
@@ -146,7 +148,7 @@ def corpus(folder: Path) -> Path:
 
 
 def parts() -> None:
-    """Processor time of what the trainer itself does for the record, by itself, which a busy machine blurs little."""
+    """Print the CPU time of the trainer's own telemetry, measured in isolation. A busy machine disturbs it little."""
     phases, count = Phases(torch.device("cpu")), 20_000
     started = time.process_time()
     for _ in range(count):
@@ -163,11 +165,11 @@ def parts() -> None:
             alerts.observe(record | {"step": step, "time": float(step)})
             metrics.write(record)
         log = (time.process_time() - started) / logs
-    print(f"processor time: {1e6 * marks:.1f} us a step for marks, {1e6 * log:.0f} us a log for the record and alerts")
+    print(f"CPU time: {1e6 * marks:.1f} us per step for phase marks, {1e6 * log:.0f} us per log for metrics and alerts")
 
 
 def trimmed(values: list[float]) -> tuple[float, float]:
-    """Mean without the extreme fifths, and half of its 95% interval (Yuen's, from the winsorised deviation)."""
+    """Return the mean without the extreme fifths, and half of its 95% interval (Yuen's, from the winsorised deviation)."""
     ordered, cut = sorted(values), int(TRIM * len(values))
     kept = ordered[cut : len(ordered) - cut]
     clipped = [min(max(value, kept[0]), kept[-1]) for value in ordered]
@@ -176,8 +178,9 @@ def trimmed(values: list[float]) -> tuple[float, float]:
 
 
 def report(measured: list[Block]) -> None:
-    pairs = [(a, b) if b.on else (b, a) for a, b in zip(measured[::2], measured[1::2], strict=True)]  # off, on
-    for what, column in (("wall time", 0), ("processor time of the trainer", 1)):
+    # Pairs (off, on).
+    pairs = [(a, b) if b.on else (b, a) for a, b in zip(measured[::2], measured[1::2], strict=True)]
+    for what, column in (("wall time", 0), ("CPU time of the trainer", 1)):
         step = statistics.median(off.median(column) for off, _ in pairs)
         plain = statistics.median(on.median(column) for _, on in pairs)
         log = statistics.median(one[column] for _, on in pairs for one in on.with_log) - plain

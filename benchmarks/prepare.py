@@ -1,15 +1,15 @@
-"""`argosy data prepare` on real text from this machine, beside what others do with the same text.
+"""A benchmark of `argosy data prepare` on real text from this machine, compared with other tools on the same text.
 
     python benchmarks/prepare.py TOKENIZER.json [MEGABYTES]
 
-Makes a corpus of at least 150 MB (Python sources, documentation, headers: whatever text the machine has, in a random but
-fixed order) as .jsonl, .jsonl.zst and .parquet, and ten times over, prepares each with two workers, and prints MB of JSONL
-a second: over the whole command, and over the work alone (without the start, taken from an input just large enough for
-workers). The best of three runs is shown, and the highest peak of memory: the sum of the resident sizes of all processes,
-sampled. CPU seconds tell more than seconds where the machine has other work.
+It makes a corpus of at least 150 MB (Python sources, documentation, headers: whatever text the machine has, in a random but fixed
+order) as .jsonl, .jsonl.zst and .parquet, also repeated ten times, prepares each with two workers, and prints MB of JSONL per
+second: over the whole command, and without start-up (measured with an input just large enough for workers). It shows the best of
+three runs, and the highest peak memory: the sampled sum of the resident sizes of all processes. On a busy machine CPU seconds tell
+more than seconds.
 
-Beside it: a plain Hugging Face `encode_batch` pipeline, and the shape of Megatron's tool (a pool of two processes that
-send lists of ids to megatron-core's builder), on an eighth of the text.
+The peers are a plain Hugging Face `encode_batch` pipeline, and the design of Megatron's tool (a pool of two processes that send
+lists of ids to megatron-core's builder), on an eighth of the text.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def texts() -> Iterator[str]:
 
 
 def make_corpus(directory: Path, megabytes: int) -> tuple[int, list[Path]]:
-    """(bytes of JSONL, the corpus in each format)"""
+    """Return the bytes of JSONL, and the corpus in each format."""
     import pyarrow
     import pyarrow.parquet
     import zstandard
@@ -90,7 +90,7 @@ def make_corpus(directory: Path, megabytes: int) -> tuple[int, list[Path]]:
 
 
 def repeat(path: Path, times: int) -> Path:
-    """The same text several times over, in one file: frames after frames, row groups after row groups."""
+    """Write the same text several times into one file: as consecutive zstd frames, or consecutive row groups."""
     import pyarrow.parquet
 
     target = path.with_name(path.name.replace("corpus", "repeated"))
@@ -107,7 +107,7 @@ def repeat(path: Path, times: int) -> Path:
 
 
 def resident(pid: int) -> int:
-    """Bytes of a process and all its descendants."""
+    """Return the resident bytes of a process and all its descendants."""
     total = 0
     try:
         total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -124,7 +124,7 @@ def cpu_seconds() -> float:
 
 
 def run(*arguments: str) -> tuple[float, float, float]:
-    """(seconds, CPU seconds, peak MB), of all its processes"""
+    """Run a command and return (seconds, CPU seconds, peak MB) of all its processes."""
     started, cpu_before, peak = time.perf_counter(), cpu_seconds(), 0
     process = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while process.poll() is None:

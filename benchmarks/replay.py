@@ -1,9 +1,9 @@
-"""Passes replayed as a CUDA graph against kernels started one by one: equal bits, and what a step takes. Needs a GPU.
+"""A comparison of CUDA graph replay with kernels launched one by one: bit-equality, and step time. Needs a GPU.
 
     python benchmarks/replay.py [CASE …]
 
-Each case trains 14 steps on four batches in turn, some of whose labels do not count, twice from the same weights. Losses,
-gradient norms and the weights at the end are compared bit for bit. `auto` replays only where the host is the limit.
+Each case trains 14 steps on four batches in turn, some of whose labels are ignored, twice from the same weights. Losses, gradient
+norms and the final weights are compared bit for bit. `auto` replays only if the step is launch-bound.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ CASES: dict[str, list[str]] = {
 
 
 class Trained(NamedTuple):
-    numbers: list[Tensor]  # losses and norms, step by step
+    """The result of a run. `numbers` are losses and gradient norms, step by step."""
+
+    numbers: list[Tensor]
     weights: dict[str, Tensor]
     ms: float
     replayed: bool

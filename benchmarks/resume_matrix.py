@@ -1,9 +1,9 @@
-"""Every kind of run on this machine's device: trained, its last checkpoint thrown away, resumed, and compared bit for bit.
+"""A check of bit-equal resume on this machine's device: each kind of run is trained, its last checkpoint deleted, and resumed.
 
     python benchmarks/resume_matrix.py [CASE …] [--device cuda] [--together 8]
 
-The corpus is the standard library's own sources as bytes. Cases run side by side; the table at the end says for each
-whether the resumed run has the bits of the undisturbed one, and how its loss went.
+The corpus is the standard library's own sources as bytes. Cases run in parallel. For each case the script prints whether the
+resumed run is bit-equal to the uninterrupted one, and its first and last loss.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ SPEC = {
     "checkpoint": {"every": 3},
     "log": {"every": 1},
 }
-STILL = "model.dropout=0"  # what FlexAttention and the compiler want
+# FlexAttention and torch.compile do not support dropout here.
+STILL = "model.dropout=0"
 EXPERTS = "model.moe={experts: 8, top_k: 2, ffn: 256, router: sigmoid, bias_rate: 0.001, shared_experts: 1}"
 CASES: dict[str, list[str]] = {
     "default precision": [],
@@ -96,7 +97,8 @@ def main() -> None:
         lines = [json.dumps({"text": Path(p).read_text(errors="ignore")}) for p in sources]
         (root / "texts.jsonl").write_text("\n".join(lines) + "\n")
         argosy("data", "prepare", "texts.jsonl", "--tokenizer", "bytes", "--output", "corpus", cwd=root)
-        (root / "run.yaml").write_text(json.dumps(SPEC))  # JSON is YAML too
+        # JSON is YAML too.
+        (root / "run.yaml").write_text(json.dumps(SPEC))
         with ThreadPoolExecutor(options.together) as pool:
             for line in pool.map(lambda name: run_case(name, root, options.device), options.cases or CASES):
                 print(line, flush=True)

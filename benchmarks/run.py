@@ -1,4 +1,4 @@
-"""`make bench`: every measurement of docs/benchmarks.md that needs no GPU, one after another."""
+"""The entry point of `make bench`: every measurement of docs/benchmarks.md that needs no GPU, one after another."""
 
 from __future__ import annotations
 

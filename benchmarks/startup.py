@@ -1,5 +1,8 @@
-"""How long the command line takes to answer: `argosy --help` (bar: 0.3 s), `argosy config show`, and `argosy train` of three steps
-of a tiny model, from the command to its end; best and median of ten."""
+"""A benchmark of the command line's start-up time.
+
+It runs `argosy --help` (bar: 0.3 s), `argosy config show`, and `argosy train` of three steps of a tiny model from start to exit, and
+prints the best and the median of ten.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ def measure(*arguments: str) -> list[float]:
 
 
 def run_spec(folder: Path) -> str:
-    """Of a tiny run, with its corpus."""
+    """Write the run spec of a tiny run and its corpus."""
     (folder / "text.jsonl").write_text(100 * '{"text": "argosy sails"}\n')
     argosy("data", "prepare", str(folder / "text.jsonl"), "--tokenizer", "bytes", "--output", str(folder / "corpus"))
     (folder / "run.yaml").write_text(SPEC.format(folder=folder))

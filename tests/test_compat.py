@@ -1,4 +1,4 @@
-"""What torch needs before it computes the same numbers in every process."""
+"""Every process computes the same numbers, whatever its threads do at the first call."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 import subprocess
 import sys
 
-# Forked before anything is computed, each child makes its first call of a vector function, with two threads that additions have
-# started, and that do not sleep in between: they begin it together.
+# Each child is forked before anything is computed, and makes its first call of a vector function with two threads that are
+# already running and do not sleep: they call it at the same time.
 FIRST_CALLS = """
 import os
 import numpy as np
@@ -28,7 +28,7 @@ print(wrong)
 
 
 def test_the_first_exponentials_of_a_process_are_as_exact_as_all_others() -> None:
-    """Without `argosy.compat` about one child in ten gets some with 11 bits."""
+    """Without `argosy.compat`, about one child in ten gets values with 11 bits of accuracy."""
     command, environment = [sys.executable, "-c", FIRST_CALLS], os.environ | {"OMP_WAIT_POLICY": "active"}
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=580, env=environment)
     assert int(done.stdout) == 0

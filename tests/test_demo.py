@@ -1,4 +1,4 @@
-"""`argosy demo` does what it promises, in a short form; its stories make sense, and its model fits the machine's speed."""
+"""`argosy demo` in a short form keeps its promises: its stories make sense, and its model fits the machine's speed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def test_the_demo_trains_is_killed_resumes_and_learns(
     assert "resuming from" in result.stdout
     loss = float(re.search(r"validation loss after step \d+: ([\d.]+)", result.stdout)[1])  # type: ignore[index]
     entropy = float(re.search(r"unigram entropy of the same text: +([\d.]+)", result.stdout)[1])  # type: ignore[index]
-    assert loss < entropy  # it has learned to use context, in the few steps a slow machine has time for
+    # The model has learned to use context in the few steps that a slow machine has time for.
+    assert loss < entropy
     events = [event["event"] for event in read_jsonl(tmp_path / "argosy-demo" / "runs" / "demo" / "events.jsonl")]
     assert "resume" in events
     assert events[-1] == "done"
@@ -65,7 +66,8 @@ def test_the_largest_model_with_enough_steps_is_taken_whatever_the_speed(slower:
     assert steps * step_s <= 60 or steps == FEWEST_STEPS
     if slower <= 0.1:
         assert size == SIZES[-1]
-    if slower == 10_000:  # a larger one is not even measured
+    # A larger size is not even measured.
+    if slower == 10_000:
         assert set(measured) == {SIZES[0]}
 
 

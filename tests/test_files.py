@@ -17,7 +17,7 @@ def test_a_full_disk_names_the_file_keeps_the_old_one_and_leaves_nothing_behind(
     path = tmp_path / "facts.json"
     replace_file(path, b"old")
     (tmp_path / "full").symlink_to("/dev/full")
-    monkeypatch.setattr(files, "_beside", lambda path: tmp_path / "full")
+    monkeypatch.setattr(files, "_temporary_path", lambda path: tmp_path / "full")
     with pytest.raises(OSError, match="No space left") as failed:
         replace_file(path, b"new" * 10_000)
     assert failed.value.filename == str(path)

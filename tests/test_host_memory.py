@@ -10,7 +10,7 @@ from argosy import host_memory
 
 
 def test_the_memory_there_is_is_that_of_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "_CONTAINER", tmp_path)
+    monkeypatch.setattr(host_memory, "_CGROUP", tmp_path)
     on_machine = host_memory.available_memory()
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "memory.current").write_text("700000\n")

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.planner` from the root of the repository."""
+"""The entry point of `python -m benchmarks.planner`, from the root of the repository."""
 
 from benchmarks.planner.accuracy import main
 

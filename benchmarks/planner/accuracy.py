@@ -1,10 +1,10 @@
-"""How well the planner predicts published measurements: `python -m benchmarks.planner [CSV...] [--fit] [--folds] [--gaps]`.
+"""The planner's accuracy on published measurements: `python -m benchmarks.planner [CSV...] [--fit] [--folds] [--gaps]`.
 
-By source: rows predicted, mean and median absolute error of step time and of memory, and how layouts are ranked: in every
-group of rows that differ only in layout, Kendall's tau and the regret of the layout we would pick. Feasibility: rows
-that ran and are said not to fit, and rows that ran out of memory and are said to fit. Rows that cannot be predicted are
-listed with the reason. `--fit` fits the constants of time and prints them (fit.py); `--folds` fits five times, each
-time without a fifth of the sources, and shows the error on those; `--gaps` empties one column after the other.
+For each source: rows predicted, mean and median absolute error of step time and of memory (MAPE), and the ranking of layouts: in
+every group of rows that differ only in layout, Kendall's tau and the regret of the layout the planner would pick. Feasibility: rows
+that ran but are predicted not to fit, and rows that ran out of memory but are predicted to fit. Rows that cannot be predicted are
+listed with the reason. `--fit` fits the time constants and prints them (fit.py); `--folds` does five-fold cross-validation over
+sources; `--gaps` shows the error with one column empty at a time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ HERE = Path(__file__).parent
 
 
 def gibibytes(row: Row, known: Calibration) -> float:
-    """Of the memory the source measured: allocated is the last rank's, others the fullest rank's."""
+    """Return the predicted GiB of the kind of memory the source measured.
+
+    Allocated memory is the last rank's; reserved and device memory are those of the rank that uses most.
+    """
     stages = memory_of(row.work, row.layout, row.stack, known)
     if row.memory_kind == "allocated":
         return stages[-1].allocated
@@ -41,12 +44,12 @@ def fits(row: Row, known: Calibration) -> bool:
 
 
 def timed(rows: Iterable[Row]) -> list[Row]:
-    """Rows with a step time and a known number of GPUs."""
+    """Return the rows with a step time and a known number of GPUs."""
     return [row for row in rows if row.step_s and "gpus" not in row.filled]
 
 
 def groups_of(rows: Iterable[Row]) -> list[list[Row]]:
-    """Rows of one source that differ in nothing but their layout, three or more."""
+    """Return groups of three or more layouts of one source that differ in nothing else."""
     groups: dict[object, list[Row]] = defaultdict(list)
     for row in rows:
         model = row.work.model
@@ -57,7 +60,7 @@ def groups_of(rows: Iterable[Row]) -> list[list[Row]]:
 
 
 def ranking(group: Sequence[Row], known: Calibration) -> tuple[float, float]:
-    """Kendall's tau of predicted and measured times, and how much slower our pick ran than the best."""
+    """Return Kendall's tau of predicted and measured times, and how much slower the planner's pick ran than the best (regret)."""
     pairs = [(seconds(row, known), row.step_s or 1.0) for row in group]
     signs = [(a[0] - b[0]) * (a[1] - b[1]) for a, b in combinations(pairs, 2)]
     tau = sum((sign > 0) - (sign < 0) for sign in signs) / max(1, len(signs))
@@ -114,7 +117,7 @@ def _share(values: Sequence[float], of: object) -> str:
 
 
 def gaps(paths: Sequence[Path], known: Calibration) -> None:
-    """Errors with a column empty in every row: how well what is left out is filled."""
+    """Print the errors with one column empty in every row, which shows how well gaps are filled."""
     cells = [row for path in paths for row in csv.DictReader(path.open(newline=""))]
     print("\n| column emptied | rows that cannot be read | time MAPE | said not to fit |\n| --- | --- | --- | --- |")
     for column in ("", *MATTER):
@@ -126,9 +129,9 @@ def gaps(paths: Sequence[Path], known: Calibration) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("csv", nargs="*", type=Path, default=[HERE / "published.csv", HERE / "own.csv"])
-    parser.add_argument("--fit", action="store_true", help="fit the constants of time to the rows, and print them")
-    parser.add_argument("--folds", action="store_true", help="show the error on sources the fit has not seen")
-    parser.add_argument("--prior-weight", type=float, default=PRIOR_WEIGHT, help="how much the fit holds to its priors")
+    parser.add_argument("--fit", action="store_true", help="fit the time constants to the rows, and print them")
+    parser.add_argument("--folds", action="store_true", help="cross-validate: show the error on held-out sources")
+    parser.add_argument("--prior-weight", type=float, default=PRIOR_WEIGHT, help="weight of the priors in the fit")
     parser.add_argument("--gaps", action="store_true", help="show the error with each column empty")
     asked = parser.parse_args()
     rows: list[Row] = []

@@ -1,9 +1,9 @@
-"""Fits the planner's constants of time to measured rows, and shows how they carry over to sources the fit has not seen.
+"""The fit of the planner's time constants to measured rows, and its cross-validation over sources.
 
-Every constant has a prior: what data sheets, microbenchmarks and the code of the stacks lead one to expect, with how far off
-that may be. The fit is the least mean absolute logarithm of predicted over measured, plus the squared distance from the
-priors, so that a constant few rows speak of stays where it was expected. Constants are shared by all GPUs and stacks that
-have the same part: none belongs to a source, a model or a row. A source weighs as the square root of its rows.
+Every constant has a prior from data sheets, microbenchmarks and the code of the stacks, with a spread. The fit minimises the mean
+absolute logarithm of predicted over measured time, plus the squared distance from the priors, so a constant that few rows depend on
+stays near its prior. Constants are shared by all GPUs and stacks they apply to: none belongs to a source, a model or a row. The
+weight of a source is the square root of its number of rows.
 """
 
 from __future__ import annotations
@@ -19,39 +19,49 @@ from benchmarks.planner.rows import Row
 from argosy.plan.calibration import Calibration
 from argosy.plan.time import step_time
 
-# Value expected, and the spread of its logarithm.
+# Expected value, and the standard deviation of its logarithm.
 PRIORS = {
-    "product": (0.8, 0.06),  # our own measurement on an H200 is 0.79
+    # Argosy measures 0.79 on an H200.
+    "product": (0.8, 0.06),
     "power.hopper": (0.8, 0.3),
     "power.blackwell": (0.65, 0.3),
-    "clock": (0.5, 0.5),  # power goes with about the square of the clock
-    "narrow": (0.74, 0.1),  # measured on an H200, casts included: 0.64
+    # Power is about proportional to the square of the clock.
+    "clock": (0.5, 0.5),
+    # Measured on an H200, casts included: 0.64.
+    "narrow": (0.74, 0.1),
     "attention.flash": (0.4, 0.25),
-    "attention.native": (0.45, 0.2),  # measured on an H200
-    "memory": (0.82, 0.08),  # measured on an H200 at its best: 0.91
+    # Measured on an H200.
+    "attention.native": (0.45, 0.2),
+    # Best measurement on an H200: 0.91.
+    "memory": (0.82, 0.08),
     "passes.fused": (1.2, 0.3),
     "passes.eager": (2.2, 0.3),
-    "launch.modules": (1.4e-3, 0.04),  # measured on our own engine: 163 ms for 36 layers, three passes each
+    # Measured with Argosy: 163 ms for 36 layers, three passes each.
+    "launch.modules": (1.4e-3, 0.04),
     "launch.plain": (0.7e-3, 0.3),
     "launch.experts": (2.0, 0.4),
-    "score_bytes": (
-        12,
-        0.3,
-    ),  # written by the product, read and written by softmax and dropout, read by the next product
+    # Written by the matmul, read and written by softmax and dropout, read by the next matmul.
+    "score_bytes": (12, 0.3),
     "nvlink": (0.75, 0.12),
-    "network": (0.8, 0.12),  # two p4de nodes: 78 of 94 GB/s; two p5: 487 of 600
+    # Two p4de nodes: 78 of 94 GB/s; two p5: 487 of 600.
+    "network": (0.8, 0.12),
     "latency.near": (6e-5, 0.7),
-    "latency.far": (6e-5, 0.7),  # measured on p5 nodes: 65 to 75 microseconds
+    # Measured on p5 nodes: 65 to 75 microseconds.
+    "latency.far": (6e-5, 0.7),
     "overlap": (0.6, 0.3),
     "interference": (0.3, 0.6),
     "straggle": (0.003, 0.7),
     "step": (0.005, 0.8),
 }
 SHARES = ("product", "narrow", "attention.flash", "attention.native", "memory", "nvlink", "network", "overlap")
-MOST = 0.98  # of anything that is a share
-OUTLIER = 0.7  # an error beyond this, as a logarithm, pulls no more
-FIRST_STEP, LAST_STEP = 1.25, 1.005  # by which constants are multiplied and divided
-PRIOR_WEIGHT = 1 / 320  # of one squared spread, against the mean error
+# The upper limit of constants that are shares.
+MOST = 0.98
+# Logarithmic errors are clipped here, so that outliers do not pull the fit.
+OUTLIER = 0.7
+# The factors by which coordinate descent multiplies and divides a constant.
+FIRST_STEP, LAST_STEP = 1.25, 1.005
+# The weight of one squared standard deviation from the prior, relative to the mean error.
+PRIOR_WEIGHT = 1 / 320
 
 
 def seconds(row: Row, known: Calibration) -> float:
@@ -67,18 +77,21 @@ def errors(rows: Iterable[Row], known: Calibration) -> list[float]:
 
 
 def expected(known: Calibration) -> Calibration:
-    """The priors themselves, with nothing fitted."""
+    """Return a calibration with the priors as constants."""
     return known.model_copy(update={"constants": known.constants | {name: prior[0] for name, prior in PRIORS.items()}})
 
 
 def fit(rows: Sequence[Row], known: Calibration, prior_weight: float = PRIOR_WEIGHT) -> Calibration:
-    """Coordinate descent from the priors, by ever smaller steps; a constant is tried on the rows it moves."""
+    """Fit the constants by coordinate descent from the priors, with decreasing steps.
+
+    Only the rows whose prediction a constant changes are evaluated again.
+    """
     of_source = Counter(row.source for row in rows)
     weights = [1 / sqrt(of_source[row.source]) for row in rows]
     share = 1 / sum(weights)
 
     def off(values: dict[str, float], among: Iterable[int]) -> list[float]:
-        """Each row's weighted error."""
+        """Return each row's weighted error."""
         trial = known.model_copy(update={"constants": values})
         return [
             share * weights[n] * min(OUTLIER, abs(log(seconds(rows[n], trial) / (rows[n].step_s or 1.0))))
@@ -113,7 +126,7 @@ def fit(rows: Sequence[Row], known: Calibration, prior_weight: float = PRIOR_WEI
 
 
 def folds(rows: Sequence[Row], known: Calibration, prior_weight: float = PRIOR_WEIGHT) -> None:
-    """Held-out error in five folds of sources with about as many rows each; `known` was fitted to all."""
+    """Print the held-out error of five folds of sources with about as many rows each. `known` was fitted to all rows."""
     counts = Counter(row.source for row in rows)
     parts: list[list[str]] = [[] for _ in range(5)]
     for source, _ in counts.most_common():

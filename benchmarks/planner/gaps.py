@@ -1,7 +1,8 @@
-"""What a published row leaves out, as far as the row itself settles it or one value was usual: the shape of a model with a known
-name, the axis that is left when the others and the GPUs are known, the length or batch that step time and pace imply.
+"""Defaults for empty cells of a published row, derived from its other cells or from what was usual.
 
-What has to fit on a card (micro-batch, sharding, recompute) is filled where memory is known, in rows.py.
+Examples: the shape of a model with a known name, the last axis if the others and the number of GPUs are known, the sequence length
+or batch that follows from step time and throughput. Values that depend on memory (micro-batch, sharding, recompute) are filled in
+rows.py.
 """
 
 from __future__ import annotations
@@ -22,15 +23,18 @@ MATTER = (
 )  # fmt: skip
 NUMBERS = ("gpu_mem_gb", "moe_experts", "moe_topk", "vpp")
 GATED = "llama|qwen|mistral|mixtral|deepseek|dsv3|internlm|gpt-?oss|olmo|kimi"
-MOST_SEQUENCES = 2**17  # of a step: more of them are tokens
+# A larger global batch is in tokens, not in sequences.
+MOST_SEQUENCES = 2**17
 USUAL_LENGTH = {"volta": 1024, "ampere": 2048, "hopper": 4096}
 USUAL_VOCABULARY = 50304
-USUAL_TOKENS = 2**21  # of a step
-UNKNOWN_GPUS = 256  # where nothing says how many there were
+# Tokens in a step.
+USUAL_TOKENS = 2**21
+# The number of GPUs if the row does not determine it.
+UNKNOWN_GPUS = 256
 
 
 def complete(cells: dict[str, str], gpu: Gpu) -> tuple[dict[str, str], tuple[str, ...]]:
-    """The row with numbers in its gaps, and the columns that had none."""
+    """Return the row with its empty cells filled, and the columns that were empty."""
     found = {column: spelled(column, cells.get(column, "")) for column in (*TEXTS, *MATTER, *NUMBERS, *MEASURED)}
     if (batch := value(found, "global_batch")) > MOST_SEQUENCES:
         found["global_batch"] = str(max(1, round(batch / (value(found, "seq_len") or _usual_length(gpu)))))
@@ -44,7 +48,7 @@ def complete(cells: dict[str, str], gpu: Gpu) -> tuple[dict[str, str], tuple[str
 
 
 def value(cells: dict[str, str], column: str) -> float:
-    """Zero where there is none."""
+    """Return a cell as a number, or 0 if it is empty."""
     return float(cells.get(column) or 0)
 
 
@@ -66,7 +70,8 @@ def _shape(cells: dict[str, str], gpu: Gpu) -> dict[str, object]:
         ffn = _expert_width(cells, layers, hidden) or (256 * round(hidden * 8 / 3 / 256) if gated else 4 * hidden)
         usual = {"layers": layers, "hidden": hidden, "vocab": USUAL_VOCABULARY, "gated_mlp": gated, "ffn_hidden": ffn}
     heads, kv_heads = value(cells, "heads") or heads, value(cells, "kv_heads") or kv_heads
-    if heads % kv_heads:  # one of them was guessed
+    # One of the two was guessed.
+    if heads % kv_heads:
         heads = kv_heads = value(cells, "heads") or kv_heads
     return usual | {"heads": heads, "kv_heads": kv_heads}
 
@@ -77,14 +82,14 @@ def _preset(name: str) -> ModelSpec | None:
 
 
 def _expert_width(cells: dict[str, str], layers: float, hidden: float) -> int:
-    """Of experts, by the parameters that are not attention's; 0 where nothing says."""
+    """Return the width of experts from the parameters outside attention, or 0 if the row has no parameter count."""
     experts, parameters = value(cells, "moe_experts"), 1e9 * value(cells, "params_b")
     width = (parameters - 4 * layers * hidden**2) / max(1, layers * experts * 3 * hidden)
     return max(64, 64 * round(width / 64)) if experts and parameters else 0
 
 
 def _depth_and_width(cells: dict[str, str], name: str) -> tuple[float, float]:
-    """Of 12 x layers x hidden^2 parameters, what a row does not say; where it says neither, GPT-3's 128 of width to a layer."""
+    """Return layers and hidden size from 12 x layers x hidden^2 parameters. If both are missing, hidden / layers is GPT-3's 128."""
     layers, hidden = value(cells, "layers"), value(cells, "hidden")
     spoken = re.search(r"(\d+(?:\.\d+)?)b\b", name)
     parameters = 1e9 * (value(cells, "params_b") or float(spoken[1] if spoken else 0))
@@ -100,8 +105,11 @@ def _depth_and_width(cells: dict[str, str], name: str) -> tuple[float, float]:
 
 
 def _axes(cells: dict[str, str], gpu: Gpu) -> dict[str, object]:
-    """What is left of the GPUs goes to tensor parallelism within a node, then to the pipeline, then to the context; experts
-    are spread within a node."""
+    """Return the missing parallel axes.
+
+    The remaining GPUs go to tensor parallelism within a node, then to pipeline and context parallelism. Expert parallelism stays
+    within a node.
+    """
     per_node = value(cells, "gpus_per_node") or 8
     known = {axis: value(cells, axis) for axis in ("tp", "pp", "cp", "dp")}
     taken = 1.0
@@ -135,6 +143,6 @@ def _usual_length(gpu: Gpu) -> int:
 
 
 def _sequence_parallel(cells: dict[str, str], gpu: Gpu) -> dict[str, object]:
-    """Usual from Hopper on, and with the selective recompute it was published with."""
+    """Return whether sequence parallelism was usual: since Hopper, and with the selective recompute it was published with."""
     usual = gpu.architecture in ("hopper", "blackwell") or cells.get("recompute") == "selective"
     return {"sequence_parallel": int(usual)}

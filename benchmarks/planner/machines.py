@@ -1,4 +1,4 @@
-"""The machines of a published row: its GPU by the words people write, and the links between its nodes."""
+"""The hardware of a published row: its GPU from free text, and the links between its nodes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 from argosy.plan.hardware import Cluster, Gpu, facts, find_gpu
 
-# A variant of a GPU, by what is said of it and the GiB of its memory.
+# The variant of a GPU, from its description and the GiB of its memory.
 VARIANTS = (
     ("H100", "H100-96", lambda said, memory: "96GB" in said or memory == 96),
     ("H100", "H100-PCIe", lambda said, memory: "PCI" in said),
@@ -19,7 +19,7 @@ VARIANTS = (
 
 
 def gpu_of(cells: dict[str, str]) -> Gpu:
-    """By a maker's number, the longest that is in what is said, and what tells its variants apart."""
+    """Return the GPU of a row: the longest model number in its text, and the variant that the text or the memory size tells."""
     said = (cells.get("gpu") or "").upper()
     if not said.strip():
         raise ValueError("no GPU is named")
@@ -33,16 +33,16 @@ def gpu_of(cells: dict[str, str]) -> Gpu:
 
 
 def cluster_of(cells: dict[str, str], gpu: Gpu, gpus: int, per_node: int) -> Cluster:
-    """The link between nodes as the row states it, in GB/s of one GPU, or what was usual with such GPUs."""
+    """Return the cluster of a row, with the inter-node bandwidth per GPU that it states, or what was usual with such GPUs."""
     text = cells.get("internode") or ""
     for name, rate in (("EDR", 100), ("HDR", 200), ("NDR", 400), ("OPA", 100), ("Omni-Path", 100)):
         text = re.sub(rf"(\d+) ?x ?{name}\b", rf"\1x{rate}Gbps", text)
     each = {"volta": 6.25, "ampere": 25.0}.get(gpu.architecture or "", 50.0)
-    if match := re.search(r"(\d+) ?x ?(\d+) ?Gb", text):  # cards of a node
+    # The network cards of a node.
+    if match := re.search(r"(\d+) ?x ?(\d+) ?Gb", text):
         each = int(match[1]) * float(match[2]) / 8 / per_node
-    elif match := re.search(
-        r"(\d+) ?Gb", text
-    ):  # of all of a node's cards, where it says so or one card could not carry it
+    # One number: for all cards of a node if the text says so or one card could not have it, else for one GPU.
+    elif match := re.search(r"(\d+) ?Gb", text):
         node = "/node" in text or float(match[1]) > 800
         each = float(match[1]) / 8 / (per_node if node else 1)
     domain = gpu.joined or (72 if "NVL" in text or "NVLink domain" in text else per_node)

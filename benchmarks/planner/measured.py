@@ -1,7 +1,7 @@
-"""The step time a published row states: in seconds, as a pace, or as FLOP/s, which say it too where a source says no more.
+"""The step time of a published row: stated in seconds, or derived from tokens/s, FLOP/s or MFU.
 
-FLOP/s and their share of a peak are counted in several ways. A row's `flops_convention` says how: attention in full (usual) or
-its causal half, whether passes that are made again count (HFU), and whether the share is of an 8-bit peak.
+FLOP/s and MFU are counted in several ways. A row's `flops_convention` says how: attention in full (usual) or its causal half,
+whether recomputation counts (HFU), and whether MFU is relative to an fp8 peak.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def step_seconds(cells: dict[str, str], work: Work, gpu: Gpu, gpus: int) -> floa
 
 
 def _counted(cells: dict[str, str], work: Work) -> float:
-    """FLOPs of a step, as the source counts them."""
+    """Return the FLOPs of a step as the source counts them."""
     said, model, sizes = cells["flops_convention"].lower(), work.model, work.sizes
     routed = 0.0 if model.moe is None else sizes.expert_layers * model.moe.top_k * sizes.expert
     matmul = sizes.layers * (sizes.attention + sizes.hidden * sizes.latent + sizes.mlp + routed)

@@ -1,5 +1,7 @@
-"""The model of a published row: its shape from the columns, and what has no column (latent attention, shared experts, layers
-without experts, heads of another width, layers that predict further tokens) from the row's notes and the model's name."""
+"""The model of a published row: its shape from the columns, and the rest from the row's notes and the model's name.
+
+Latent attention (MLA), shared experts, dense layers, head_dim and multi-token prediction (MTP) have no column.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from argosy.plan.layouts import Latent, Work
 
 HEAD_DIMS = {"qwen3": 128, "gpt-oss": 64, "gptoss": 64, "nemotron-340b": 192, "gemma": 256}
 LATENT = r"multi-latent|\bmla\b|deepseek-?v[23]|dsv[23]|kimi-?k2|moonlight"
-EVERY_OTHER = 0.293  # of a sequence: a window this wide in all layers costs what a narrow one in every other layer does
+# Window as a share of the sequence: in all layers it costs as much as a narrow window in every other layer.
+EVERY_OTHER = 0.293
 
 
 def work_of(cells: dict[str, str]) -> Work:
@@ -29,7 +32,7 @@ def work_of(cells: dict[str, str]) -> Work:
         shape |= _experts(cells, experts, shape["ffn"], said)
     precision = (cells.get("precision") or "bf16").lower()
     if re.fullmatch(r"(fp|tf|float|bf)?-?32", precision):
-        raise ValueError(f"products in {precision} are not predicted")
+        raise ValueError(f"matmuls in {precision} are not predicted")
     precision = "fp4" if "fp4" in precision else "fp8" if "8" in precision else "bf16"
     further = _number(r"mtp-num-layers=(\d+)", said, int("w/ mtp" in said))
     return Work(
@@ -76,14 +79,15 @@ def _shape(cells: dict[str, str]) -> dict[str, Any]:
 
 
 def _experts(cells: dict[str, str], experts: int, ffn: int, said: str) -> dict[str, Any]:
-    """A layer without experts is as wide as what a token passes through elsewhere, where a row does not say."""
+    """Return the MoE keys of a row. By default a dense layer is as wide as the experts that a token uses together."""
     top_k = int(value(cells, "moe_topk")) or 1
     width = _number(r"shared-expert-intermediate-size=(\d+)", said, 0)
     shared = _number(r"(\d+) shared expert", said, round(width / ffn))
     dense = _number(r"(\d+) dense layers", said, _number(r"moe-layer-freq=\(\[0\]\*(\d+)", said, 0))
     routing = {"experts": experts, "top_k": top_k, "ffn": ffn, "shared_experts": shared, "dense_layers": dense}
     if re.search("deepseek-?v3|dsv3", said) and experts == 256 and "force-balanced" not in said:
-        routing |= {"groups": 8, "top_groups": 4}  # a token reaches four nodes at most
+        # A token reaches at most four nodes.
+        routing |= {"groups": 8, "top_groups": 4}
     return {
         "ffn": _number(r"dense layers ffn ?(\d+)", said, (top_k + shared) * ffn),
         "moe": routing,

@@ -1,7 +1,7 @@
-"""Published measurements as work, layout, cluster and stack: every row of a CSV, with defaults where cells are empty.
+"""Published measurements: every row of a CSV as work, layout, cluster and stack, with defaults for empty cells.
 
-What a row does not say is filled from what its source is known to do (Megatron's data-parallel width from the GPUs, a
-micro-batch of one), and the filled cells are counted, so that nothing is left out silently.
+Empty cells are filled from what the source usually does (Megatron's data-parallel size from the GPUs, a micro-batch of one). The
+filled cells are counted and reported.
 """
 
 from __future__ import annotations
@@ -26,17 +26,22 @@ from argosy.plan.layouts import Layout, Recompute, Schedule, Work
 from argosy.plan.memory import memory_of
 from argosy.plan.time import step_time
 
-# Programs made of torch's own modules, which came with fused attention written for Ampere.
+# Frameworks made of torch's own modules, with fused attention kernels for Ampere.
 PLAIN = "nano-?tron|nanogpt|picotron|internlm|olmo|colossal|litgpt|tinyllama|metaseq|lightning|hugging|torchtune"
-# Releases in which NVIDIA's recipes for mixtures replay whole steps, fuse experts' MLPs and hide what tokens wait for.
+# Releases in which NVIDIA's MoE recipes run whole steps as CUDA graphs, fuse experts' MLPs and overlap the all-to-all.
 LATER_RECIPES = r"\b(26\.(0[5-9]|1\d)|(2[7-9]|3\d)\.\d\d)"
-LONG = 4096  # tokens of a sequence
-MOST_SEQUENCES = 16  # in a micro-batch, where a source does not say
+LONG = 4096  # tokens
+# The largest micro-batch to assume if a source does not state it.
+MOST_SEQUENCES = 16
 
 
 @dataclass(frozen=True)
 class Row:
-    """One published measurement. `memory_kind` says which memory was measured."""
+    """One published measurement.
+
+    `recomputed` is the share of the layers to which `layout.recompute` applies; the others keep all activations. `memory_kind` is
+    the kind of memory that was measured. `filled` are the columns that were empty and got a default.
+    """
 
     id: str
     source: str
@@ -44,12 +49,12 @@ class Row:
     layout: Layout
     cluster: Cluster
     stack: Stack
-    recomputed: float  # share of the layers that `layout.recompute` stands for; the others keep everything
+    recomputed: float
     step_s: float | None
     memory: float | None
     memory_kind: str
     out_of_memory: bool
-    filled: tuple[str, ...]  # columns that were empty and got a default
+    filled: tuple[str, ...]
 
     @property
     def dense(self) -> bool:
@@ -61,7 +66,7 @@ class Row:
 
 
 def read_rows(path: Path) -> tuple[list[Row], list[tuple[str, str]]]:
-    """The rows of a file, and for each that cannot be one, its id and why."""
+    """Return the rows of a file, and (id, reason) for each row that cannot be read."""
     with path.open(newline="", encoding="utf-8-sig") as file:
         return rows_of(csv.DictReader(file))
 
@@ -118,7 +123,7 @@ def _row(published: dict[str, str]) -> Row:
 def _layout(
     cells: dict[str, str], filled: tuple[str, ...], work: Work, stack: Stack, cluster: Cluster
 ) -> tuple[Layout, float]:
-    """And the share of the layers that is recomputed."""
+    """Return the layout, and the share of the layers that is recomputed."""
     notes = cells["notes"].lower()
     tp, pp, cp, ep, dp, vpp = (int(value(cells, column)) for column in ("tp", "pp", "cp", "ep", "dp", "vpp"))
     if pp > work.sizes.layers:
@@ -132,8 +137,9 @@ def _layout(
         schedule=_schedule(notes) if pp > 1 else None,
     )  # fmt: skip
     gpu = cluster.gpu
+    # A published run did fit.
     if "zero_stage" in filled and not _fits(work, layout, stack, gpu):
-        layout = replace(layout, zero=3)  # a run that was published did fit
+        layout = replace(layout, zero=3)
     if "micro_batch" in filled:
         layout = replace(
             layout, micro_batch=_usual_micro_batch(work, layout, stack, cluster, free="recompute" in filled)
@@ -142,7 +148,10 @@ def _layout(
 
 
 def _as_slow(layout: Layout, step: float, work: Work, stack: Stack, cluster: Cluster) -> Layout:
-    """With the data-parallel width that makes a step of an unknown number of GPUs take about as long as it did."""
+    """Return the layout with the data-parallel size whose predicted step time is nearest to the measured one.
+
+    It is used if the number of GPUs is unknown.
+    """
     widths = [
         2**n
         for n in range(13)
@@ -164,7 +173,7 @@ def _schedule(notes: str) -> Schedule | None:
 
 
 def _expert_tp(cells: dict[str, str], work: Work, tp: int) -> int:
-    """Megatron splits experts as it splits the rest unless told otherwise; NeMo's recipes tell it."""
+    """Return the tensor parallelism of experts. Megatron's default is `tp` (0 here); NeMo's recipes set 1."""
     if work.model.moe is None:
         return 0
     said = f"{cells.get('notes') or ''} {cells['model']}"
@@ -174,7 +183,7 @@ def _expert_tp(cells: dict[str, str], work: Work, tp: int) -> int:
 
 
 def _stack(cells: dict[str, str], gpu: Gpu) -> Stack:
-    """The software, by what a row says of it: its framework, its attention, and what it overlaps or fuses."""
+    """Return the stack of a row, from its framework, its attention, and what it overlaps or fuses."""
     stacks = calibration().stacks
     said = " ".join((cells["id"], cells["source"], cells.get("notes") or "")).lower()
     attention = _attention(cells, gpu)
@@ -201,14 +210,16 @@ def _stack(cells: dict[str, str], gpu: Gpu) -> Stack:
             name = "nemo-2026" if re.search(LATER_RECIPES, said) and value(cells, "moe_experts") else "nemo"
     stack = stacks[name]
     if name == "megatron-deepspeed" and "bf" in (cells.get("precision") or "").lower():
+        # It accumulates bf16 gradients in separate fp32 buffers.
         wide = {"accumulated": 10, "reduced": 4, "gradient": 6, "gradient_once": 6, "widened": 0}
-        stack = stack.model_copy(update=wide)  # its sums of bf16 gradients are 32-bit, beside them
+        stack = stack.model_copy(update=wide)
     if name == "torch" and "compile" in said:
         whole = stacks["fsdp-2025"]
         stack = stack.model_copy(update={"fused": True, "logit": whole.logit, "loss": whole.loss})
     if "one by one" in said:
         stack = stack.model_copy(update={"replays": False})
-    own = f"{cells.get('notes') or ''} {cells['model']}".lower()  # a source may have rows with and without
+    # Not the source's name: a source may have rows with and without overlap.
+    own = f"{cells.get('notes') or ''} {cells['model']}".lower()
     overlaps = {*stack.overlaps, *(["tensor"] if "asynctp" in own else [])}
     overlaps |= {"experts"} if re.search("dualpipe|a2a[-_ ]?(overlap|ovlp)|overlap[-_ ]moe", own) else set()
     return stack.model_copy(update={"attention": attention, "overlaps": tuple(sorted(overlaps))})
@@ -220,12 +231,16 @@ def _is_torch_sharded(cells: dict[str, str], said: str) -> bool:
 
 
 def _attention(cells: dict[str, str], gpu: Gpu) -> str:
-    """Where a row does not say: Ampere and before had no fused attention until sequence parallelism, sharded weights and
-    long sequences were usual."""
+    """Return the kind of attention kernels.
+
+    If a row does not state it: Ampere and earlier had no fused attention until sequence parallelism, sharded weights or long
+    sequences were usual.
+    """
     chosen = re.search(r"attention-backend=(\w+)", cells.get("notes") or "")
     said = (chosen[1] if chosen else cells.get("attn_impl") or "").lower()
+    # Transformer Engine chooses the kernel for the GPU.
     if chosen and said == "flash" and gpu.architecture in ("hopper", "blackwell"):
-        return "native"  # Transformer Engine's own choice of kernel
+        return "native"
     if re.search("unfused|softmax|local|eager", said):
         return "unfused"
     if re.search(r"\bte\b|transformer|cudnn|flash[ -]?(attn|attention)?[ -]?v?3|\bfa-?3", said):
@@ -246,7 +261,7 @@ def _need(work: Work, layout: Layout, stack: Stack) -> float:
 
 
 def _least_recomputed(work: Work, layout: Layout, gpu: Gpu, stack: Stack) -> float:
-    """Share of the layers that has to be recomputed for a run to fit: where a source does not say, no more than that was."""
+    """Return the share of layers that must be recomputed to fit, the default if a source does not state it."""
     none, full = (_need(work, replace(layout, recompute=how), stack) for how in ("none", "full"))  # type: ignore[arg-type]
     return min(1.0, max(0.0, (none - gpu.memory) / max(1e-9, none - full)))
 
@@ -256,8 +271,11 @@ def _fits(work: Work, layout: Layout, stack: Stack, gpu: Gpu) -> bool:
 
 
 def _usual_micro_batch(work: Work, layout: Layout, stack: Stack, cluster: Cluster, *, free: bool) -> int:
-    """As many sequences as fit, where recompute is `free` to choose without it, if any do. In a pipeline no more than it takes to be
-    about as fast as with any; or, where weights are gathered for every micro-batch, as many micro-batches as stages."""
+    """Return the micro-batch to assume: as many sequences as fit.
+
+    If recompute is `free` to choose, layouts without recompute are tried first. In a pipeline it is the smallest micro-batch that is
+    about as fast as the best; with FSDP, which gathers weights for every micro-batch, there are as many micro-batches as stages.
+    """
     share = max(1, work.global_batch // layout.dp)
     if layout.pp > 1 and stack.name.startswith("fsdp"):
         return max(1, share // layout.pp)
@@ -271,6 +289,6 @@ def _usual_micro_batch(work: Work, layout: Layout, stack: Stack, cluster: Cluste
 
 
 def _least_as_fast(work: Work, layouts: list[Layout], stack: Stack, cluster: Cluster) -> int:
-    """The first of ever larger micro-batches that is within a tenth of the fastest."""
+    """Return the smallest micro-batch whose step time is within 10% of the fastest."""
     times = [step_time(work, layout, cluster, stack, calibration()).total for layout in layouts]
     return next(layout.micro_batch for layout, time in zip(layouts, times, strict=True) if time <= 1.1 * min(times))

@@ -1,5 +1,7 @@
-"""How people write a published row's cells: numbers with units, flags and stages in words, a model's name in many forms. What cannot
-be read is a gap."""
+"""Normalisation of a published row's cells: numbers with units, flags and ZeRO stages in words, model names in many forms.
+
+A cell that cannot be parsed counts as empty.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,11 @@ TEXTS = ("id", "source", "gpu", "internode", "model", "flops_convention", "notes
 MEASURED = (
     "measured_step_s", "measured_tok_s_gpu", "measured_tflops_gpu", "measured_mfu", "measured_mem_gb", "params_b",
 )  # fmt: skip
-SHARDED = r"fsdp|full|hsdp"  # a `zero_stage` in words
+# Words for ZeRO stage 3.
+SHARDED = r"fsdp|full|hsdp"
 COUNTED = {"k": 1000, "m": 1e6}
 BINARY = {"k": 1024, "m": 1024**2}
-# Letters after a number, by column. A batch in thousands or millions is one of tokens.
+# Unit suffixes by column. A batch in thousands or millions is in tokens.
 UNITS = {
     "seq_len": BINARY,
     "global_batch": BINARY,
@@ -27,11 +30,12 @@ UNITS = {
     "measured_tflops_gpu": {"pflop": 1000, "pflops": 1000},
     "measured_mem_gb": {"mib": 1 / 1024, "mb": 1 / 1024},
 }
-MOST = 1e12  # of anything
+# The largest plausible number in any column.
+MOST = 1e12
 
 
 def spelled(column: str, text: str) -> str:
-    """As published.csv spells it."""
+    """Return a cell in the spelling of published.csv."""
     low = text.lower()
     if column in TEXTS:
         return text
@@ -51,8 +55,7 @@ def spelled(column: str, text: str) -> str:
 
 
 def _number(column: str, text: str) -> str:
-    """The first number in what people write: 8, 8.0, 1,024, ~2, 64GB, 1e3, 8K, 350 ms, 16x8 GPUs. Nothing else than a stage
-    may be 0."""
+    """Parse the first number of a cell: 8, 8.0, 1,024, ~2, 64GB, 1e3, 8K, 350 ms, 16x8 GPUs. Only a ZeRO stage may be 0."""
     match = re.search(r"(\d+\.?\d*(?:e[+-]?\d+)?)(?: ?([a-z]+))?", text.replace(",", ""))
     if match is None or "-" in text[:1]:
         return ""
@@ -65,7 +68,7 @@ def _number(column: str, text: str) -> str:
 
 
 def canonical(name: str) -> str:
-    """Of a model's name, what tells it from others: `Meta-Llama-3.1-8B` and `llama3-8b` are of one shape."""
+    """Return the part of a model's name that identifies its shape: `Meta-Llama-3.1-8B` and `llama3-8b` are the same."""
     low = name.lower().strip().rpartition("/")[2]
     low = re.sub(r"[ _-]", "", re.sub(r"^meta-|-(instruct|base|hf|it|chat)$", "", low))
     return re.sub(r"^llama3\.\d", "llama3", low)

@@ -7,6 +7,7 @@ so that `import argosy` imports neither torch nor numpy.
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from argosy.errors import ArgosyError as ArgosyError
 
 __version__ = "0.1.0"
+
+# Quiet as a library: without this, Python prints warnings of a logger that has no handler.
+logging.getLogger("argosy").addHandler(logging.NullHandler())
 
 _HOMES = {
     "ArgosyError": "argosy.errors",

@@ -1,20 +1,23 @@
-"""Every refusal Argosy makes: a code, the key and value at fault, the cause with its arithmetic, and the fix.
+"""Every refusal of Argosy: an error code, the key and value at fault, the cause with its arithmetic, and the fix.
 
-One exception class serves the whole program. The codes live in one table so that `docs/errors.md` can be made from it
-(`python -m argosy.errors`) and a test can hold the two in step. The command line prints an `ArgosyError` as a short
-block and exits with `EXIT_REFUSED`; anything else that escapes is a bug of ours.
+One exception class serves the whole program. The codes are in one table, from which `docs/errors.md` is generated
+(`python -m argosy.errors`); a test compares the two. The command line prints an `ArgosyError` as a short block and exits with
+`EXIT_REFUSED`; any other exception that escapes is a bug of Argosy.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import Final
 
 from argosy.echo import VALUE_LIMIT, capped, redact, shorten
 
 EXIT_DONE: Final = 0
 EXIT_BUG: Final = 1
-EXIT_REFUSED: Final = 2  # the user must change something
-EXIT_RESUMABLE: Final = 75  # interrupted with a checkpoint saved: run the same command again
+# The user must change something.
+EXIT_REFUSED: Final = 2
+# Interrupted with a checkpoint saved: run the same command again.
+EXIT_RESUMABLE: Final = 75
 
 CODES: Final[dict[str, str]] = {
     "config.not-found": "The run spec file does not exist or cannot be read.",
@@ -61,7 +64,7 @@ CODES: Final[dict[str, str]] = {
     "checkpoint.mismatch": "The checkpoint does not hold the tensors this model needs.",
     "checkpoint.save-failed": "A checkpoint could not be written.",
     "checkpoint.version": "A checkpoint was written by a newer version of Argosy.",
-    "model.no-text": "The model compares texts and writes none, so that there is nothing to sample.",
+    "model.no-text": "The model is a retriever: it compares texts and cannot generate any.",
     "hf.unsupported": "A Hugging Face model has a setting Argosy cannot represent, or a model of ours one they cannot.",
     "hf.bad-files": "A Hugging Face model directory lacks a file or tensor, or holds one that is damaged or not safe to read.",
     "hf.differs": "An exported model does not hold or compute what ours does; nothing was kept.",
@@ -72,32 +75,32 @@ CODES: Final[dict[str, str]] = {
     "megatron.unsupported": "A Megatron checkpoint has a format, a model or a setting that Argosy cannot represent.",
     "io.failed": "The operating system refused a file operation.",
     "log.missing-extra": "A sink needs an optional Python package.",
-    "log.missing-variable": "An address is to be taken from the environment, which does not have it.",
-    "launch.environment": "The environment says only in part, or not sensibly, which rank this process is.",
+    "log.missing-variable": "A setting names an environment variable that is not set, or does not hold a web address.",
+    "launch.environment": "The environment variables that give the rank and the world size are incomplete or contradict each other.",
     "launch.world-size": "There are more or fewer processes than the layout needs.",
     "launch.api": "The Kubernetes API server is not configured, or does not answer.",
     "launch.fabric": "The network between the nodes is not known, cannot do what is asked, or would silently be TCP.",
-    "launch.image": "The container image is not named so that it stays the same.",
+    "launch.image": "The container image has no tag or the tag `latest`, so that pods of one run may get different images.",
     "launch.missing-extra": "An optional Python package is needed to talk to a cluster.",
     "launch.name-too-long": "A run's name leaves no room for what Kubernetes and its operators append to it.",
-    "launch.namespace": "The operator does not look after jobs in this namespace.",
+    "launch.namespace": "The operator does not watch jobs in this namespace.",
     "launch.no-stage": "The run has no such stage.",
     "launch.not-found": "No launched run of that name is there, or it has no such pod.",
-    "launch.not-shared": "A path that has to outlive the pods is not on the shared volume.",
+    "launch.not-shared": "A path that must outlive the pods is not on the shared volume.",
     "launch.refused": "The Kubernetes API server refused a request, or lacks an operator.",
     "launch.resources": "Cores, memory or GPUs of a pod are not known, or more than a node has.",
     "launch.running": "A job of that name is there already, with other settings or of another run.",
-    "launch.secret": "What looks like a secret stands in the run spec; secrets are given by reference.",
+    "launch.secret": "The run spec contains what looks like a secret; give secrets by reference.",
     "launch.security": "A pod would have rights that were not asked for by name.",
     "launch.slurm": "Slurm's commands are not here, or refused the job.",
     "launch.storage": "The shared volume cannot be made as described.",
     "device.unavailable": "The device asked for is not present on this machine.",
-    "device.out-of-memory": "The device has less memory than the model, or a step of it, takes.",
+    "device.out-of-memory": "The device has less memory than the model or a training step needs.",
     "device.broken-package": "An optional package for the device is installed and cannot be loaded.",
     "device.old-torch": "The installed torch is older than Argosy supports.",
     "plan.bad-cluster": "A cluster is not a number and a node type, as 2xp4d.24xlarge.",
     "plan.bad-facts": "A file of hardware facts cannot be used.",
-    "plan.bad-log": "A training log has no lines of steps that the planner can read.",
+    "plan.bad-log": "A training log has no step lines that the planner can read.",
     "plan.bad-question": "An option of `argosy plan` cannot be read.",
     "plan.does-not-fit": "No layout of the cluster has enough memory for the model.",
     "plan.missing-extra": "A plot needs an optional Python package.",
@@ -105,14 +108,22 @@ CODES: Final[dict[str, str]] = {
     "plan.unknown-hardware": "No GPU or instance type of that name is known; a file of your own can add it.",
     "train.non-finite": "The loss or the gradient norm became NaN or infinite, and skipping and rewinding did not help.",
     "train.diverged": "The loss or the gradient norm stayed far above the usual, and skipping and rewinding did not help.",
-    "train.replica-mismatch": "Ranks that hold the same parameters no longer hold the same bits, again and again.",
+    "train.replica-mismatch": "Ranks that hold the same parameters repeatedly had different bits.",
     "watch.missing-extra": "The dashboard needs an optional Python package.",
-    "watch.port-taken": "The port the dashboard was to listen on cannot be used.",
+    "watch.port-taken": "The dashboard's port cannot be used.",
 }
 
 
 class ArgosyError(Exception):
-    """A refusal the user can act on."""
+    """A refusal that the user can act on.
+
+    Args:
+        code: a key of `CODES`.
+        cause: what is wrong, with the numbers.
+        fix: what to do about it.
+        key, value: the setting at fault.
+        origin: where the value comes from, as `run.yaml:27`.
+    """
 
     def __init__(
         self,
@@ -135,7 +146,7 @@ class ArgosyError(Exception):
         self.origin = origin
 
     def as_dict(self) -> dict[str, object]:
-        """For `--json` and for the event log."""
+        """Return the fields for `--json` and for the event log."""
         return {
             "code": self.code,
             "key": self.key,
@@ -166,7 +177,7 @@ def _shown(value: object) -> str:
 
 
 def errors_page() -> str:
-    """The text of docs/errors.md."""
+    """Return the text of docs/errors.md."""
     rows = "\n".join(f'| <a id="{code}"></a>`{code}` | {meaning} |' for code, meaning in CODES.items())
     return (
         "# Error index\n\n"
@@ -184,4 +195,4 @@ def errors_page() -> str:
 
 
 if __name__ == "__main__":
-    print(errors_page(), end="")
+    sys.stdout.write(errors_page())

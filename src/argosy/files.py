@@ -1,4 +1,4 @@
-"""Small files that are replaced whole: readers see the old one or the new one, never a part."""
+"""Atomic writes of small files: a reader sees the old file or the new file, never a partial one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 
 
 def replace_file(path: Path, content: bytes, *, sync: bool = False) -> None:
-    temporary = _beside(path)
+    """Write `content` to a temporary file and rename it to `path`. `sync` calls fsync before the rename."""
+    temporary = _temporary_path(path)
     try:
         with temporary.open("wb") as file:
             file.write(content)
@@ -17,21 +18,24 @@ def replace_file(path: Path, content: bytes, *, sync: bool = False) -> None:
                 os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        error.filename = str(path)  # a full disk does not say where it is
-        with contextlib.suppress(OSError):  # a read-only file system does not even allow this
+        # ENOSPC comes without a file name.
+        error.filename = str(path)
+        # On a read-only file system even unlink fails.
+        with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
 
 
 def create_file(path: Path, content: bytes) -> bool:
-    """Create a file with its whole content. False if it is there already: of several who try at once, one succeeds."""
-    temporary = _beside(path)
+    """Create a file atomically. Return False if it already exists. If several processes try at once, exactly one succeeds."""
+    temporary = _temporary_path(path)
     replace_file(temporary, content)
     try:
         os.link(temporary, path)
     except FileExistsError:
         return False
-    except OSError:  # a file system without hard links
+    except OSError:
+        # The file system has no hard links.
         if path.exists():
             return False
         os.replace(temporary, path)
@@ -40,6 +44,6 @@ def create_file(path: Path, content: bytes) -> bool:
     return True
 
 
-def _beside(path: Path) -> Path:
-    """A name that nobody else writes to: threads share a process id, and so do containers that share a directory."""
+def _temporary_path(path: Path) -> Path:
+    """Return a random name in the same directory. A process id is not unique: threads share one, and so can containers."""
     return path.with_name(f".{path.name}.{os.urandom(6).hex()}")

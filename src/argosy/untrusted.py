@@ -1,11 +1,11 @@
-"""Opening files that somebody else may have made: model directories, checkpoints, corpora, tokenizers, run directories.
+"""Open untrusted files: model directories, checkpoints, corpora, tokenizers and run directories that somebody else may have made.
 
-Two things are never done with them. A path that is no regular file is not opened: reading a FIFO waits for a writer for ever,
-and opening a device can have effects. A symbolic link is not followed out of the directory it came with, because what it
-leads to, readable to this user only, would land in a copy that others may read. The exception is the Hub's cache, whose
-snapshots are links into `blobs` beside them.
+Two rules apply. Only a regular file is opened: reading a FIFO blocks until a writer appears, and opening a device can have
+side effects. A symbolic link is never followed out of the directory it came with: its target may be readable by this user
+only, and would be copied to a place that others can read. The exception is the Hugging Face Hub cache, whose snapshots are
+links into the `blobs` directory beside them.
 
-Every refusal is an `OSError` with the reason in `strerror`, so that callers report it as they report any unreadable file.
+Every refusal is an `OSError` with the reason in `strerror`, so callers report it like any unreadable file.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ def open_regular(path: Path, *, within: Path | None = None, buffering: int = -1)
     """Open a regular file for reading.
 
     Args:
-        path: the file; links are followed.
-        within: the directory that links may not lead out of; None allows any target.
-        buffering: as in `open`.
+        path: The file. Symbolic links are followed.
+        within: The directory that links may not lead out of. None allows any target.
+        buffering: The buffer size, as in `open`.
 
     Raises:
-        OSError: it cannot be opened, is not a regular file, or leads out of `within`.
+        OSError: The file cannot be opened, is not a regular file, or is a link out of `within`.
     """
     real = path if within is None else resolve_inside(path, within)
     _require_regular(path, os.stat(real).st_mode)
-    # After `resolve_inside` a link can only be there if somebody has just put it there.
+    # O_NOFOLLOW: `resolve_inside` has resolved all links, so a link here was placed after that check.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if within is None else os.O_NOFOLLOW)
     descriptor = os.open(real, flags)
     try:
@@ -55,13 +55,13 @@ def open_regular(path: Path, *, within: Path | None = None, buffering: int = -1)
 
 
 def read_regular(path: Path, limit: int, *, within: Path | None = None) -> bytes:
-    """Return the content of a regular file of at most `limit` bytes; `within` as in `open_regular`."""
+    """Return the content of a regular file of at most `limit` bytes. `within` works as in `open_regular`."""
     with open_regular(path, within=within) as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
             raise _refused(path, f"it has {size:,} bytes, and at most {limit:,} are expected here", errno.EFBIG)
         content = bytearray()
-        # A file that grows meanwhile is still read up to the limit only.
+        # Read at most limit + 1 bytes even if the file grows meanwhile.
         while piece := file.read(limit + 1 - len(content)):
             content += piece
         if len(content) > limit:
@@ -70,7 +70,12 @@ def read_regular(path: Path, limit: int, *, within: Path | None = None) -> bytes
 
 
 def read_object(path: Path, limit: int = 64 * MIB, *, within: Path | None = None) -> dict[str, Any]:
-    """Return the JSON object a file holds; a ValueError says why it holds none."""
+    """Return the JSON object in a file.
+
+    Raises:
+        OSError: `read_regular` refuses the file.
+        ValueError: The content is not JSON, or its top level is not an object.
+    """
     document = orjson.loads(read_regular(path, limit, within=within))
     if not isinstance(document, dict):
         raise ValueError(f"it holds a JSON {type(document).__name__}, not an object")
@@ -78,7 +83,7 @@ def read_object(path: Path, limit: int = 64 * MIB, *, within: Path | None = None
 
 
 def resolve_inside(path: Path, directory: Path) -> Path:
-    """Return where `path` really lies, if that is in `directory` or among the blobs of a Hub cache."""
+    """Resolve the links of `path`. Refuse a target that is neither in `directory` nor a blob of a Hub cache."""
     real, root = path.resolve(strict=True), directory.resolve(strict=True)
     if real.is_relative_to(root) or _is_blob(real, root):
         return real
@@ -86,7 +91,7 @@ def resolve_inside(path: Path, directory: Path) -> Path:
 
 
 def _is_blob(real: Path, root: Path) -> bool:
-    """Tell whether a file is a blob of the repository that `root` is a snapshot of, or of the user's own Hub cache.
+    """Return True if `real` is a Hub blob: of the repository that `root` is a snapshot of, or in the user's own Hub cache.
 
     Older versions of `hf download --local-dir` left links into the user's cache.
     """
@@ -99,7 +104,7 @@ def _is_blob(real: Path, root: Path) -> bool:
 
 
 def _hub_cache() -> Path:
-    """The directory in which huggingface_hub keeps models, by its own rules."""
+    """Return the cache directory of huggingface_hub, from the same environment variables it reads."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = os.environ.get("HF_HOME") or os.path.join(cache, "huggingface")
     return Path(os.path.expanduser(os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")))

@@ -1,4 +1,4 @@
-"""A disk that takes no more than so many bytes a file."""
+"""A disk that takes only so many bytes for each file."""
 
 from __future__ import annotations
 

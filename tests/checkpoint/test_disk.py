@@ -1,4 +1,4 @@
-"""Files written past the page cache: the bytes, the size and the hash are those of what was given, on any file system."""
+"""Files written with direct I/O have the right bytes, size and hash on any file system."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_what_is_written_is_what_was_given(directory: Path, sizes: list[int]) ->
 
 @pytest.mark.parametrize("refused", ["open", "write"])
 def test_a_file_system_without_direct_writes_is_written_through_the_cache(tmp_path: Path, refused: str) -> None:
-    """As FUSE and older network file systems answer: when the file is opened, or not before the first write."""
+    """FUSE and older network file systems refuse O_DIRECT when the file is opened, or at the first write."""
     really, calls = getattr(os, refused), []
 
     def no_direct(target: Any, *arguments: Any) -> Any:

@@ -1,5 +1,4 @@
-"""Whatever is done to a checkpoint's files, with the hashes made right again or not: what is loaded is what was saved, or nothing,
-with a refusal that can be read."""
+"""Whatever is changed in a checkpoint's files, with right or wrong hashes, loading gives the saved values or a readable refusal."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ NAME = "step-00000007"
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As two ranks would have written it: `a` in halves, the others whole."""
+    """A checkpoint as two ranks would write it: `a` in halves, the other tensors whole."""
     place = tmp_path_factory.mktemp("good") / NAME
     place.mkdir()
     stored, files = {}, {}
@@ -49,7 +48,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(place: Path) -> None:
-    """Refused cleanly, or right to the last number."""
+    """Load the checkpoint, and check that it is refused cleanly or right to the last number."""
     into = {name: torch.full_like(tensor, -1) for name, tensor in TENSORS.items()}
     try:
         found = verify(place)
@@ -64,7 +63,7 @@ def load(place: Path) -> None:
 
 
 def rehash(place: Path) -> None:
-    """Make the manifest right for the files there are, as one who means harm would."""
+    """Make the manifest right for the files that exist, as an attacker would."""
     path = place / "manifest.json"
     document = json.loads(path.read_text())
     for name in document["files"]:
@@ -86,7 +85,7 @@ STRANGE = st.one_of(
 
 
 def change(document: Any, data: st.DataObject) -> Any:
-    """A JSON document with one of its parts replaced, left out, or said twice."""
+    """Return a JSON document with one part replaced, removed or duplicated."""
     document = copy.deepcopy(document)
     path = data.draw(st.sampled_from(leaves(document)))
     if not path:
@@ -123,7 +122,7 @@ def header(place: Path, data: st.DataObject) -> None:
 
 
 def some_bytes(place: Path, data: st.DataObject) -> None:
-    """Only of what says where numbers lie: a number itself may be any."""
+    """Change bytes of the files that say where numbers lie. Any change of a number itself would be valid."""
     file = place / data.draw(
         st.sampled_from(["manifest.json", "tensors.json", "state.json", "weights-00000-of-00002.safetensors"])
     )
@@ -162,5 +161,6 @@ def test_a_changed_checkpoint_is_refused_or_loads_right(
         try:
             rehash(place)
         except (ValueError, KeyError, TypeError, AttributeError, OSError):
-            return  # the manifest itself is none any more
+            # The manifest itself is no longer valid.
+            return
     load(place)

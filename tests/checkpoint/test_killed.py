@@ -1,4 +1,4 @@
-"""A saver killed at any line of its work leaves a good checkpoint, and nothing half-made that could be taken for one."""
+"""A save that is killed at any line leaves a good checkpoint, and nothing half-written that looks like one."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def save_until(root: Path, line: int) -> int:
 
 
 def kill_at(root: Path, line: int) -> bool:
-    """Whether the save came to its end before that line."""
+    """Kill a save at the n-th line. Returns whether it finished before that line."""
     save_step(root, 1)
     status = save_until(root, line)
     faults: list[str] = []

@@ -1,4 +1,4 @@
-"""`argosy ckpt ls` says which checkpoints there are, whether they can be trusted, and which one a restart would take."""
+"""`argosy ckpt ls` lists the checkpoints, whether their hashes are right, and which one a restart would load."""
 
 from __future__ import annotations
 
@@ -32,11 +32,8 @@ def test_the_newest_good_one_is_what_a_restart_takes(tmp_path: Path) -> None:
     ]
     assert "weights.safetensors" in str(found[0].fault)
     assert found[1].consumed_samples == 16
-    assert [one.good for one in list_run(run, check=False)] == [
-        False,
-        None,
-        None,
-    ]  # a wrong length is seen without reading
+    # A wrong length is found without hashing.
+    assert [one.good for one in list_run(run, check=False)] == [False, None, None]
 
 
 def test_no_run_goes_on_in_an_imported_model(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""Imported checkpoints of Megatron-LM hold every weight and compute what Megatron-core itself computes, and are refused in
-words when they are not the model they are said to be."""
+"""Imported Megatron-LM checkpoints hold every weight and compute what Megatron-core computes. A checkpoint that does not fit the
+given model is refused with the reason."""
 
 from __future__ import annotations
 
@@ -87,9 +87,10 @@ def test_every_weight_and_the_logits_are_bit_equal(kind: str, form: str, tmp_pat
 
 
 def _with_masters(tmp_path: Path, kind: str, form: str, change: Any = None) -> dict[str, Tensor]:
-    """A checkpoint in 16 bits with the optimiser's weights in 32; returns these."""
+    """Write a 16-bit checkpoint with fp32 master weights. Returns the master weights."""
     spec, weights = model_of(kind)
-    masters = {name: w.float() * (1 + 2**-12) for name, w in weights.items()}  # rounds back to the same 16 bits
+    # They round to the same 16 bits.
+    masters = {name: w.float() * (1 + 2**-12) for name, w in weights.items()}
     like = {"stacked": form == "stacked", "padded": PADDED, "single": form == "single"}
     state = megatron_state(spec, weights, **like)
     prefix = "chained_0.optimizer.state.param" if form == "apart" else "optimizer.state.fp32_param"
@@ -324,7 +325,7 @@ def test_tensors_that_are_not_the_models_are_named(change: Any, says: str, tmp_p
         ({"apply_layernorm_1p": True}, "megatron.unsupported", "apply_layernorm_1p"),
         ({"position_embedding_type": "yarn"}, "megatron.unsupported", "'yarn'.*'learned_absolute' or 'rope'"),
         ({"hidden_size": None}, "megatron.unsupported", "hidden_size"),
-        ({"position_embedding_type": None, "add_position_embedding": False}, "megatron.unsupported", "told no positions"),
+        ({"position_embedding_type": None, "add_position_embedding": False}, "megatron.unsupported", "without position embeddings"),
         ({"num_query_groups": 3}, "config.bad-value", "multiple of kv_heads"),
     ],
 )  # fmt: skip
@@ -373,7 +374,7 @@ def test_what_only_megatron_needs_is_refused_for_others(tmp_path: Path) -> None:
 
 
 def test_one_layer_of_a_stack_is_read_without_the_others(tmp_path: Path) -> None:
-    """A stack of layers in one archive: what is read of it is a layer."""
+    """Reading one layer of a stacked tensor reads only that layer's bytes."""
     stack = torch.randn(64, 32, 16)
     place = write_checkpoint(tmp_path / "run", {"x": stack}, cut=whole)
     assert torch.equal(TorchDist(place).read_box("x", Box((40, 0, 0), (1, 32, 16))), stack[40:41])

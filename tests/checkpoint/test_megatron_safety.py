@@ -1,5 +1,5 @@
-"""A Megatron checkpoint cannot run code, reach outside its directory or load wrong numbers: what its pickles ask for is never
-done, and whatever is changed in its files is refused, or changes nothing."""
+"""A Megatron checkpoint cannot run code, reach outside its directory or load wrong numbers. Its pickles are never run, and any
+change of its files is refused or has no effect."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from argosy.checkpoint.megatron.import_megatron import import_megatron
-from argosy.checkpoint.megatron.pickles import Note, UnreadableError, read_pickle
+from argosy.checkpoint.megatron.pickles import PickledObject, UnreadableError, read_pickle
 from argosy.checkpoint.megatron.torch_dist import TorchDist
 from argosy.checkpoint.store import latest
 from argosy.config.resolve import resolve_model
@@ -51,7 +51,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copy(good: Path, tmp_path: Path) -> Path:
-    """The directory of the iteration."""
+    """Copy a good checkpoint. Returns the directory of the iteration."""
     shutil.copytree(good, tmp_path / "run")
     return tmp_path / "run" / "iter_0000100"
 
@@ -68,7 +68,7 @@ def _touch(path: Path) -> str:
     return f'touch "{path}"'
 
 
-# Each makes a pickle that, obeyed, makes the file of the path it is given.
+# Each attack makes a pickle that, when unpickled, creates the file at the given path.
 ATTACKS: dict[str, Callable[[Path], bytes]] = {
     "os.system": lambda path: pickle.dumps(_Reduced(__import__("os").system, (_touch(path),))),
     "eval": lambda path: pickle.dumps(_Reduced(eval, (f"open({str(path)!r}, 'w')",))),
@@ -115,7 +115,7 @@ def _as_tensor(place: Path, attack: bytes) -> None:
 
 
 def _replace_pickle(path: Path, offset: int, length: int, content: bytes) -> int:
-    """Put another data.pkl into an archive within a file; how long the archive then is."""
+    """Replace data.pkl in an archive within a file. Returns the archive's new length."""
     whole = path.read_bytes()
     made = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(whole[offset : offset + length])) as old, zipfile.ZipFile(made, "w") as new:
@@ -149,8 +149,9 @@ def test_a_pickle_that_means_harm_is_refused_and_not_obeyed(
     "attack", [name for name in ATTACKS if name not in ("state", "getattr of an allowed name", "import alone", "inst")]
 )
 def test_the_attacks_are_real(attack: str, tmp_path: Path) -> None:
-    """Obeyed by Python's own reader, the same bytes make the file."""
-    with contextlib.suppress(Exception):  # what comes after the harm does not matter
+    """Python's own unpickler runs the same bytes and creates the file."""
+    # Errors after the harm do not matter.
+    with contextlib.suppress(Exception):
         pickle.loads(ATTACKS[attack](tmp_path / "harm"))  # noqa: S301
     assert (tmp_path / "harm").exists()
 
@@ -159,7 +160,7 @@ def test_names_and_calls_stay_notes() -> None:
     content = pickle.dumps({"args": _Reduced(eval, ("1 + 1",)), "n": [1, 2.5, "x", None, (True, b"y")], "s": {3}})
     value = read_pickle(content, lambda name: True)
     note = value.pop("args")
-    assert isinstance(note, Note)
+    assert isinstance(note, PickledObject)
     assert (note.what.dotted, note.args) == ("builtins.eval", ("1 + 1",))
     assert value == {"n": [1, 2.5, "x", None, (True, b"y")], "s": {3}}
 
@@ -174,7 +175,8 @@ def test_names_and_calls_stay_notes() -> None:
     st.integers(0, 5),
 )  # fmt: skip
 def test_plain_values_are_read_as_python_reads_them(value: Any, protocol: int) -> None:
-    if protocol < 4:  # older protocols write bytes and sets by calling functions
+    # Older protocols write bytes and sets by calling functions.
+    if protocol < 4:
         value = repr(value)
     assert read_pickle(pickle.dumps(value, protocol), lambda name: False) == value
 
@@ -321,7 +323,8 @@ def test_the_numbers_are_those_that_were_saved(good: Path) -> None:
         assert torch.equal(stored.read_box(name, whole_box(tuple(tensor.shape))), tensor)
 
 
-@pytest.mark.timeout(120)  # a FIFO that is opened waits for ever
+# Opening a FIFO may block for ever.
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("file", [".metadata", "common.pt", "metadata.json", "__0_0.distcp"])
 def test_a_fifo_is_refused_and_not_waited_for(file: str, copy: Path, tmp_path: Path) -> None:
     (copy / file).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Checkpoints are whole or absent, believed only after their check, and hold nothing that can run."""
+"""Checkpoints are complete or absent, are loaded only if their hashes are right, and hold nothing that can run."""
 
 from __future__ import annotations
 

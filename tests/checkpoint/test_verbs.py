@@ -1,4 +1,4 @@
-"""`argosy ckpt` on runs whose checkpoints were written by one rank or by several: list, verify, prune, diff, average."""
+"""`argosy ckpt` on checkpoints written by one rank or by several: list, verify, prune, diff, average."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Write = Callable[..., Path]
 
 @pytest.fixture
 def run(write_spec: Write, tmp_path: Path) -> Path:
-    """With checkpoints of steps 2, 4 and 6."""
+    """A run with checkpoints of steps 2, 4 and 6."""
     path = write_spec()
     assert train(resolve(path), path, TrainOptions(quiet=True)) == EXIT_DONE
     return tmp_path / "runs" / "tiny"

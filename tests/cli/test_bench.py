@@ -1,4 +1,4 @@
-"""`argosy bench`: every family, figures that agree with each other, and a floor below the step."""
+"""`argosy bench` runs every family; its numbers agree with each other, and the floor is below the step time."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ def test_a_benchmark_of_each_family(argosy: Argosy, model: str) -> None:
     done = argosy("bench", model, *TINY, *more, "--micro-batch", 2, "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    read = 32 + (8 if model == "t5-small" else 0)  # tokens of a sample; T5 also reads its targets
+    # Tokens in a sample. T5 also reads its targets.
+    read = 32 + (8 if model == "t5-small" else 0)
     assert found["tokens_per_s"] == pytest.approx(4 * read / found["step_ms"] * 1000)
     assert len(found["steps_ms"]) == 2
     assert found["floor_ms"] == pytest.approx(found["kinds_ms"]["gemm"] + found["kinds_ms"]["attention"])
     assert found["attention"] == "torch"
     assert 0 < found["floor_ms"] < found["floor_ms"] + found["kinds_ms"]["other"]
-    assert found["mfu"] is None  # no dense peak is known for a CPU
+    # No dense peak is known for a CPU.
+    assert found["mfu"] is None
     memory = found["memory_gib"]
     assert memory["peak"] >= memory["parameters"] + memory["gradients"] + memory["optimiser"]
 

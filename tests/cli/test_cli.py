@@ -1,4 +1,4 @@
-"""The command line: quick, honest in its exit codes, and readable when it refuses."""
+"""The command line starts quickly, has truthful exit codes, and refuses readably."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Write = Callable[..., Path]
 
 
 def modules_after(code: str, cwd: Path) -> set[str]:
-    """What is imported after running some code in a fresh interpreter."""
+    """Return the modules imported after running some code in a fresh interpreter."""
     script = f"import sys\nsys.argv = {code!r}.split()\nfrom argosy.cli.app import main\ntry: main()\nexcept SystemExit: pass\nprint('MODULES', *sys.modules)"
     out = subprocess.run([sys.executable, "-c", script], cwd=cwd, capture_output=True, text=True, check=True).stdout
     return set(out.rpartition("MODULES ")[2].split())
@@ -85,7 +85,8 @@ def test_a_refusal_with_json_is_an_object(argosy: Run, write_spec: Write) -> Non
 def test_wrong_usage_is_exit_code_2(argosy: Run) -> None:
     assert argosy("trane").returncode == 2
     assert argosy("train", "--fersh").returncode == 2
-    assert argosy("train").returncode == 2  # no run.yaml here
+    # There is no run.yaml in this directory.
+    assert argosy("train").returncode == 2
     assert argosy("train", "missing.yaml").returncode == 2
 
 
@@ -143,7 +144,7 @@ def test_prepare_can_be_tried_without_writing(argosy: Run, tmp_path: Path) -> No
 
 
 def test_a_reader_that_leaves_early_is_not_a_bug(tmp_path: Path) -> None:
-    """Told to a process whose reader is gone before it writes: as `| head` does with long output."""
+    """Run a command whose reader closes the pipe before the command writes, as `| head` does with long output."""
     read_end, write_end = os.pipe()
     os.close(read_end)
     process = subprocess.run(

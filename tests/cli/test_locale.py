@@ -1,4 +1,4 @@
-"""Text and names beyond ASCII in a POSIX locale, and bytes that are no text at all: done, or refused in words."""
+"""Non-ASCII text and names in a POSIX locale, and bytes that are not text, work or are refused readably."""
 
 from __future__ import annotations
 

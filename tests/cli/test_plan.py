@@ -1,4 +1,4 @@
-"""`argosy plan` as a user runs it."""
+"""`argosy plan` on the command line."""
 
 from __future__ import annotations
 
@@ -90,9 +90,9 @@ def test_what_if() -> None:
         (["llama2-7b", "--cluster", "8xH100", "--what-if", "micro_batc=4"], "did you mean micro_batch"),
         (["llama2-7b", "--cluster", "8xH100", "--what-if", "tp=3"], "tp 3"),
         (["llama2-7b", "--cluster", "8xH100", "--tokens", "many"], "--tokens"),
-        (["llama2-7b", "--precision", "int4"], "no precision"),
+        (["llama2-7b", "--precision", "int4"], "not a training precision"),
         (["no-such-model"], "no-such-model"),
-        (["llama2-7b", "--cluster", "8xA100-80", "--precision", "fp8"], "products of A100-80 are in bf16"),
+        (["llama2-7b", "--cluster", "8xA100-80", "--precision", "fp8"], "A100-80 has no fp8 matmuls, only bf16"),
         (["llama2-7b", "--cluster", "8xH100", "--what-if", "schedule=zvb"], "schedule is one of"),
         (["llama2-7b", "--cluster", "8xH100", "--what-if", "schedule=zbv,pp=1"], "pp is 1"),
         (["llama3-70b", "--cluster", "1xH100"], "about 17 or more such GPUs"),

@@ -1,4 +1,4 @@
-"""Sizes of steps: a function of the samples consumed, as Megatron's; steps and samples turned into each other exactly."""
+"""The batch size is a function of the samples consumed, as in Megatron; steps and samples convert to each other exactly."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ Write = Callable[..., Path]
 
 
 def megatron_sizes(start: int, increment: int, ramp_samples: int, batch: int, steps: int) -> list[int]:
-    """By Megatron's rule: as many increments as shares of the ramp's samples are consumed, and the full batch after it."""
+    """Return the batch sizes of the first steps by Megatron's rule.
+
+    The batch grows by one increment for each share of the ramp's samples that is consumed. After the ramp it is full.
+    """
     increments = (batch - start) // increment
     consumed, sizes = 0, []
     for _ in range(steps):
@@ -68,8 +71,8 @@ def test_without_a_ramp_every_step_is_alike(batch: int, steps: int) -> None:
 @pytest.mark.parametrize(
     ("ramp", "key", "words"),
     [
-        ({"start": 32, "increment": 8, "samples": 100}, "start", "nothing to grow"),
-        ({"start": 8, "increment": 10, "samples": 100}, "increment", "from 8 to 32 are 24, no multiple of 10"),
+        ({"start": 32, "increment": 8, "samples": 100}, "start", "not below train.global_batch 32"),
+        ({"start": 8, "increment": 10, "samples": 100}, "increment", "32 - 8 = 24 is not a multiple of 10"),
         (
             {"start": 8, "increment": 6, "samples": 100},
             "increment",

@@ -1,4 +1,4 @@
-"""Settings of other trainers become run specs that resolve, and whatever has no counterpart is listed, never dropped."""
+"""Configurations of other trainers become run specs that resolve; settings without a counterpart are listed, never dropped."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ MPT = {
     [
         ("--lr-wsd-decay-iters 100 --lr-wsd-decay-style minus_sqrt", "sqrt", "100ba", None),
         ("--lr-wsd-decay-iters 100 --lr-wsd-decay-style cosine", "cosine", "100ba", None),
-        ("--lr-wsd-decay-iters 100", "exponential", "100ba", None),  # Megatron's default
+        # Megatron's default.
+        ("--lr-wsd-decay-iters 100", "exponential", "100ba", None),
         ("--lr-wsd-decay-iters 100 --lr-wsd-decay-style other", "linear", "100ba", "--lr-wsd-decay-style other"),
     ],
 )
@@ -66,7 +67,7 @@ def test_the_shape_of_a_wsd_schedule_is_megatrons_or_said_not_to_be(
     draft = from_megatron(plain.replace("--lr-decay-style cosine", f"--lr-decay-style WSD {words}"))
     spec = resolve_text(draft.text("x"), tmp_path)
     assert (spec.optim.schedule, spec.optim.decay_shape, str(spec.optim.decay)) == ("wsd", shape, decay)
-    assert [one for one in draft.left if "wsd" in one] == ([] if left is None else [f"{left}: the fall is linear here"])
+    assert [one for one in draft.left if "wsd" in one] == ([] if left is None else [f"{left}: replaced by linear"])
 
 
 def test_a_norm_of_nought_is_no_clipping_as_it_is_to_megatron(tmp_path: Path) -> None:
@@ -84,7 +85,8 @@ def test_the_arguments_of_a_well_known_job_become_a_run_spec(tmp_path: Path) -> 
     assert spec.optim.betas == (0.9, 0.95)
     assert spec.data.tokenizer == "/fsx/gpt2"
     assert spec.model.positions == "learned"
-    assert spec.model.dropout == 0.1  # Megatron's own default
+    # Megatron's default.
+    assert spec.model.dropout == 0.1
     assert (str(spec.optim.decay_end), spec.optim.warmup_init) == ("126953125sp", 0.0)
     assert draft.left == ["--no-such-option 7"]
 
@@ -129,7 +131,7 @@ def test_every_argument_is_translated_explained_or_listed(words: str, tmp_path: 
 
 @pytest.mark.parametrize("words", [GPT3, LLAMA3, MIXTRAL, T5, BERT], ids=["gpt3", "llama3", "mixtral", "t5", "bert"])
 def test_an_argument_that_is_said_to_be_read_changes_something(words: str) -> None:
-    """What is handled in code rather than by a table may not turn out to be forgotten there."""
+    """An argument with an empty reason in `_NEEDLESS` must be read by code: removing it changes the draft."""
     whole = from_megatron(words)
     quiet = [name for name, why in megatron._NEEDLESS.items() if why == ""]
     pairs = {"vocab-file", "merge-file", "num-layers-per-virtual-pipeline-stage"}
@@ -160,7 +162,8 @@ def test_llama_3_is_read_number_by_number(tmp_path: Path) -> None:
     )
     assert (spec.train.precision, spec.parallel.reduce, spec.parallel.cp) == ("fp8", "bf16", 2)
     assert str(spec.optim.warmup) == "3906250sp"
-    assert (spec.optim.min_lr, spec.optim.weight_decay, spec.data.split) == (0.0, 0.01, (969, 30, 1))  # Megatron's own
+    # Megatron's defaults.
+    assert (spec.optim.min_lr, spec.optim.weight_decay, spec.data.split) == (0.0, 0.01, (969, 30, 1))
 
 
 def test_mixtral_is_read_number_by_number(tmp_path: Path) -> None:
@@ -171,9 +174,10 @@ def test_mixtral_is_read_number_by_number(tmp_path: Path) -> None:
     assert (moe.experts, moe.top_k, moe.ffn, moe.balance_loss) == (8, 2, 14336, 0.01)
     assert (spec.parallel.pp, spec.parallel.vpp, spec.parallel.schedule) == (4, 4, "interleaved-1f1b")
     assert (spec.parallel.ep, spec.parallel.dp_shard, spec.model.vocab_size) == (8, 8, 32000)
-    assert draft.left == ["--optimizer sgd: AdamW takes its place"]
+    assert draft.left == ["--optimizer sgd: replaced by AdamW"]
     silent = from_megatron(MIXTRAL.replace("--moe-aux-loss-coeff 1e-2", "").replace("--moe-router-topk 2", ""))
-    assert (silent.get("model.moe.balance_loss"), silent.get("model.moe.top_k")) == (0.0, 2)  # Megatron's own
+    # Megatron's defaults.
+    assert (silent.get("model.moe.balance_loss"), silent.get("model.moe.top_k")) == (0.0, 2)
 
 
 def test_bert_and_t5_are_not_taken_for_decoders(tmp_path: Path) -> None:
@@ -182,7 +186,8 @@ def test_bert_and_t5_are_not_taken_for_decoders(tmp_path: Path) -> None:
     assert (spec.model.family, spec.model.pair, spec.model.layers) == ("bert", "none", 24)
     assert spec.data.bert is not None
     assert (spec.data.bert.mask_rate, spec.data.order) == (0.2, "argosy")
-    assert str(spec.optim.warmup) == "9900ba"  # of the schedule's 990000, not of the run's
+    # A fraction of the schedule's 990000 iterations, not of the run's.
+    assert str(spec.optim.warmup) == "9900ba"
     spec = resolve_text(t5.text("x"), tmp_path)
     assert (spec.model.family, spec.model.layers, spec.model.decoder_layers, spec.data.seq_len) == ("t5", 12, 10, 512)
     assert "relative positions" in " ".join(t5.left)
@@ -215,7 +220,7 @@ def test_corpora_come_with_weights_or_without(words: str, corpora: list[dict[str
 def test_a_warm_up_of_an_unknown_number_of_samples_is_said() -> None:
     draft = from_megatron("--num-layers 2 --train-iters 100 --lr-warmup-fraction .01")
     assert draft.get("optim.warmup") is None
-    assert any(item.startswith("--lr-warmup-fraction 0.01: of a schedule whose samples") for item in draft.left)
+    assert any(item.startswith("--lr-warmup-fraction 0.01: the length of the schedule") for item in draft.left)
 
 
 def test_benchmark_mode_is_one_switch(tmp_path: Path) -> None:
@@ -281,7 +286,7 @@ def changed(tmp_path: Path, **parts: object) -> tuple[Draft, RunSpec]:
 
 
 def test_variables_left_for_the_command_line_are_left_out(tmp_path: Path) -> None:
-    """As in every file LLM-Foundry comes with."""
+    """Every configuration that comes with LLM-Foundry has such variables."""
     variables = {"max_seq_len": 2048, "data_remote": None, "data_local": None, "global_seed": 17, "run_name": None}
     _, spec = changed(tmp_path, variables=variables, run_name="${variables.run_name}")
     assert (spec.name, spec.data.train[0].path, spec.data.seq_len) == ("from-foundry", "corpus", 2048)

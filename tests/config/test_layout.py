@@ -1,4 +1,4 @@
-"""A layout that cannot work is refused from the spec alone, with the arithmetic and the nearest that does."""
+"""A layout that cannot work is refused from the spec alone, with the arithmetic and the nearest one that works."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ def spec_of(*parallel: str, batch: int = 24) -> RunSpec:
             "a length of 18",
         ),
         (["tp=2", "model.moe.ffn=23"], "experts' ffn, 23, cannot be cut into tp 2", "parallel.tp 1"),
-        (["tp=6", "model.vocab_size=9"], "9 in parts of 2 leaves nothing for the last of tp 6", "parallel.tp 3"),
+        (["tp=6", "model.vocab_size=9"], "9 in parts of 2 leaves no rows for the last of tp 6", "parallel.tp 3"),
         (["pp=5"], "4 layers cannot fill 5 pipeline stages", "parallel.pp 4"),
         (["pp=4", "schedule=zbv"], "4 layers cannot fill 8 pipeline stages = pp 4 x vpp 2", "parallel.pp 2"),
         (["pp=2", "schedule=zbv", "vpp=3"], "zbv has two stages on each rank", "vpp=2"),
         (["pp=2", "schedule=interleaved-1f1b", "vpp=1"], "needs several stages on each rank", "schedule=1f1b"),
         (["pp=2", "vpp=2"], "1f1b has one stage on each rank", "schedule=interleaved-1f1b"),
-        (["vpp=2"], "one rank is no pipeline", "vpp=1"),
+        (["vpp=2"], "virtual pipeline stages need pipeline parallelism", "vpp=1"),
         (
             ["pp=2", "schedule=dualpipev", "micro_batch=8"],
             "3 micro-batches of 8 on each of 1 data-parallel",
             "schedule=zbv",
         ),
-        (["pp=2", "compile=model"], "no rank of a pipeline has the whole model", "compile=block"),
-        (["pp=2", "schedule=zbv", "compile=block"], "a compiled block makes both at once", "schedule=1f1b"),
+        (["pp=2", "compile=model"], "no pipeline rank holds the whole model", "compile=block"),
+        (["pp=2", "schedule=zbv", "compile=block"], "a compiled block computes both at once", "schedule=1f1b"),
         (["cp=5"], "data.seq_len, 24, cannot be cut into 2 x cp 5 = 10", "parallel.cp 4 or 6"),
         (
             ["cp=4", "tp=2", "sp=false", "cp_kind=ulysses"],
@@ -62,7 +62,7 @@ def spec_of(*parallel: str, batch: int = 24) -> RunSpec:
             "cp 3 or 6",
         ),
         (["ep=4", "dp_shard=4"], "experts, 6, cannot be cut into ep 4", "parallel.ep 2"),
-        (["ep=3", "dp_shard=2"], "dp_shard x cp ranks it is laid over, 2, cannot", "parallel.ep 2"),
+        (["ep=3", "dp_shard=2"], "dp_shard x cp ranks that hold the experts, 2, cannot", "parallel.ep 2"),
         (["dp_shard=5"], "global_batch 24 is not a multiple of micro_batch 1 x 5", "global_batch 20 or 25"),
     ],
 )
@@ -73,7 +73,8 @@ def test_an_axis_that_does_not_divide_is_refused(keys: list[str], cause: str, fi
     assert cause in refusal.value.cause
     assert fix in refusal.value.fix
     if advice := re.fullmatch(r"use parallel\.(\w+) (\d+)(?: or (\d+))?", refusal.value.fix):
-        for size in filter(None, advice.groups()[1:]):  # what is advised is not refused for the same axis
+        # The sizes in the advice are not refused for the same axis.
+        for size in filter(None, advice.groups()[1:]):
             assert not refused_for(advice[1], *keys, f"{advice[1]}={size}")
 
 
@@ -85,7 +86,7 @@ def refused_for(axis: str, *keys: str) -> bool:
     return False
 
 
-@pytest.mark.parametrize(("preset", "why"), [("bert-base", "as a whole"), ("t5-base", "two sequences")])
+@pytest.mark.parametrize(("preset", "why"), [("bert-base", "whole sequence"), ("t5-base", "two sequences")])
 def test_context_parallelism_says_why_it_is_for_decoders_only(preset: str, why: str) -> None:
     keys = ["data.train=x", "train.global_batch=8", "train.steps=1", "optim.lr=1", "parallel.cp=2"]
     with pytest.raises(ArgosyError, match=why):
@@ -93,7 +94,7 @@ def test_context_parallelism_says_why_it_is_for_decoders_only(preset: str, why: 
 
 
 def test_experts_elsewhere_are_compiled_or_recomputed_but_not_both() -> None:
-    with pytest.raises(ArgosyError, match="not compiled as one"):
+    with pytest.raises(ArgosyError, match="expert row counts are data-dependent"):
         spec_of("ep=2", "dp_shard=2", "compile=block", "recompute=selective")
     assert spec_of("ep=2", "dp_shard=2", "compile=block").parallel.ep == 2
 
@@ -110,7 +111,7 @@ def test_layouts_that_divide_are_taken() -> None:
     [
         ({"dp_shard": 4}, 8, "parallel.dp_shard=8"),
         ({"dp_shard": 4, "micro_batch": 6}, 8, "parallel.dp_shard=8 parallel.micro_batch=3"),
-        ({"dp_shard": 4}, 9, "9 data-parallel ranks, which train.global_batch 24 does not divide into"),
+        ({"dp_shard": 4}, 9, "9 data-parallel ranks, which do not divide train.global_batch 24"),
         ({"dp_shard": 4}, 1, "--nproc 4"),
         ({"dp_replicate": 2, "dp_shard": 2}, 8, "parallel.dp_shard=4"),
         ({"dp_replicate": 2}, 3, "parallel.dp_shard=3 parallel.dp_replicate=1"),

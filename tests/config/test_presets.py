@@ -1,4 +1,4 @@
-"""Sizes are computed, and equal those of an independent implementation and of the model we build."""
+"""Parameter counts are computed, and equal those of transformers and of the model Argosy builds."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ def test_counts_equal_the_encoder_we_build_whatever_is_changed(name: str, change
         changes["pair"] = pair
         if pair == "none" and retrieval is not None:
             changes["retrieval"] = retrieval
-            changes.pop("tied", None)  # there is no head to keep apart
+            # A retriever has no output head to untie.
+            changes.pop("tied", None)
     own = changes.pop("own", 2)
     changes["type_vocab_size" if name == "bert-base" else "decoder_layers"] = own
     sizes = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 4, "vocab_size": 99, "max_seq_len": 16} | changes
@@ -113,7 +114,8 @@ def test_counts_equal_the_mixture_we_build(moe: dict[str, Any], activation: str)
     ("name", "millions"),
     [
         ("moe-3.5b-a1.1b", 3_550),
-        ("375m", 65),  # what the label says is not what it is
+        # Azure's label is wrong: the model has 65 M parameters.
+        ("375m", 65),
         ("857m", 356),
         ("gpt2", 124),
         ("gpt2-large", 774),
@@ -132,7 +134,8 @@ def test_well_known_sizes(name: str, millions: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "seq_len", "gigaflops"),
-    [("llama3-8b", 8192, 51.5), ("llama3-70b", 8192, 449), ("llama3-405b", 8192, 2521)],  # as Megatron-Bridge counts
+    # Megatron-Bridge's counts.
+    [("llama3-8b", 8192, 51.5), ("llama3-70b", 8192, 449), ("llama3-405b", 8192, 2521)],
 )
 def test_flops_follow_the_named_convention(name: str, seq_len: int, gigaflops: float) -> None:
     assert training_flops_per_token(resolve_model(name), seq_len) / 1e9 == pytest.approx(gigaflops, rel=0.005)
@@ -156,7 +159,7 @@ def test_aliases_lead_to_presets() -> None:
 
 
 def _reference(spec: ModelSpec) -> torch.nn.Module:
-    """The transformers model of the same shape, not initialised."""
+    """Return the uninitialised transformers model of the same shape."""
     sizes: dict[str, Any] = {
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.hidden,
@@ -197,7 +200,8 @@ def _reference(spec: ModelSpec) -> torch.nn.Module:
                 feed_forward_proj="gated-gelu" if spec.gated else "relu",
             )
         )  # fmt: skip
-        if not spec.tied:  # transformers ties them whatever the configuration says
+        # transformers ties the weights whatever the configuration says.
+        if not spec.tied:
             model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.lm_head.weight))
         return model
     if spec.moe is None:

@@ -153,7 +153,7 @@ def test_auto_micro_batch_divides_the_batch_and_stays_within_its_tokens(spec: Pa
         ("train.precision=float16", "config.bad-value", "train.precision", "fp16"),
         ("optim.name=sgd", "config.bad-value", "optim.name", "choose one of them"),
         ("model.kv_heads=5", "config.arithmetic", "model.kv_heads", "model.kv_heads to"),
-        ("optim.betas=[0.9]", "config.bad-value", "optim.betas.1", "decay rates"),
+        ("optim.betas=[0.9]", "config.bad-value", "optim.betas.1", "betas"),
         ("data.split=[1,2]", "config.bad-value", "data.split.2", "training, validation and test"),
         ("data.split=[nan, 1, 0]", "config.bad-value", "data.split.0", ""),
         ("optim.lr=1e400", "config.bad-value", "optim.lr", ""),
@@ -178,7 +178,7 @@ def test_bad_input_is_refused_with_key_cause_and_fix(
 
 def test_the_targets_of_a_t5_in_8_bits_are_told_without_a_number_that_is_not_known(spec: Path) -> None:
     error = refusal(spec, "model=t5-small", "train.precision=fp8", "train.global_batch=4")
-    assert "targets may be of any length, and micro_batch 4" in error.cause
+    assert "targets can have any length, so micro_batch 4" in error.cause
     assert "parallel.micro_batch=16" in error.fix
 
 
@@ -207,7 +207,8 @@ def test_a_refusal_names_the_line_of_the_file(tmp_path: Path) -> None:
     path.write_text(SPEC.replace("lr: 1e-4", "learning_rate: 1e-4"))
     error = refusal(path)
     assert (error.code, error.origin) == ("config.unknown-key", "run.yaml:8")
-    assert "lr is required" in error.cause  # the consequence is shown too, after the cause
+    # The consequence comes after the cause.
+    assert "lr is required" in error.cause
 
 
 @pytest.mark.parametrize("written", ["off", "Off", "OFF", "no", "No", "false", "False"])

@@ -1,4 +1,4 @@
-"""No copy of a run spec holds a secret, and no message is longer than a screen."""
+"""No copy of a run spec contains a secret, and no message is longer than a screen."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def test_no_copy_of_a_spec_holds_a_secret(name: str) -> None:
     clean = without_secrets(tree)
     assert PART not in str(clean)
     assert "***" in str(clean)
-    assert without_secrets(clean) == clean  # as it is compared at a resume
+    # A resume compares redacted copies.
+    assert without_secrets(clean) == clean
     for text in (yaml.safe_dump(tree, width=1000), yaml.safe_dump(tree, default_flow_style=True), json.dumps(tree)):
         shown = source_without_secrets(text)
         assert PART not in shown
@@ -58,7 +59,7 @@ def test_no_copy_of_a_spec_holds_a_secret(name: str) -> None:
     ],
 )
 def test_names_and_paths_that_only_look_like_secrets_are_kept(tree: dict[str, Any]) -> None:
-    """Later commands read them from the copy."""
+    """Later commands read names and paths from the redacted copy."""
     assert without_secrets(tree) == tree
 
 

@@ -1,4 +1,4 @@
-"""Amounts are read as people write them."""
+"""Counts, durations and sizes are parsed as people write them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people read: the step line, amounts, times and curves."""
+"""Console formats: the step line, amounts, durations and curves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Corpora and pairs built by hand for tests: documents are lists of sequences of token ids."""
+"""Corpora and pairs built by hand for tests. Documents are lists of sequences of token ids."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def write_pair(prefix: Path, documents: Documents, dtype: str = "uint16", *, blo
 def write_corpus(
     directory: Path, shards: Sequence[Documents], *, append_eod: bool = True, blocks: bool = False
 ) -> Path:
-    """A corpus of the byte tokenizer with these shards, ids and all as given; `blocks`: with the hashes of blocks."""
+    """Write a corpus of the byte tokenizer with these shards. `blocks` also writes the hashes of blocks."""
     written = [write_pair(directory / f"shard-{i:05d}", docs, blocks=blocks) for i, docs in enumerate(shards)]
     tokenizer = ByteTokenizer()
     name, content = tokenizer.stored()
@@ -56,7 +56,7 @@ def text_document(text: str) -> list[list[int]]:
 
 
 def read_pair(prefix: Path) -> list[list[list[int]]]:
-    """The documents of a pair, as they were given to `write_pair` (sequences without tokens left out)."""
+    """Return the documents of a pair as they were given to `write_pair`, without sequences that have no tokens."""
     reader = IndexedReader(prefix)
     bounds = reader.document_indices.tolist()
     documents = [[reader.sequence(i).tolist() for i in range(first, last)] for first, last in pairwise(bounds)]

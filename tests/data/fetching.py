@@ -1,4 +1,4 @@
-"""Shared by the tests of `argosy data fetch`: a loopback Hub with the data sets our users fetch, and short ways to fetch."""
+"""Helpers of the `argosy data fetch` tests: a loopback Hub with common data sets, and short functions to fetch from it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 from loopback_hub import Hub
 
-from argosy.data.remote.fetch import BOOKS, Fetched, FetchOptions, fetch
+from argosy.data.remote.fetch import JOURNAL, Fetched, FetchOptions, fetch
 from argosy.data.remote.sources import Choice
-from argosy.data.remote.web import Patience
 from argosy.errors import ArgosyError
+from argosy.retry import RetryPolicy
 
 TOKEN = "hf_canary_0123456789"
-HASTE = Patience(attempts=6, first_delay=0.01, longest_delay=0.05, longest_asked=5, timeout=20.0)
+HASTE = RetryPolicy(attempts=6, base_s=0.01, cap_s=0.05, jitter=0.5, longest_retry_after_s=5)
+TIMEOUT_S = 20.0
 C4 = "allenai/c4"
 CARD = {
     "configs": [
@@ -65,8 +66,16 @@ def one_file(hub: Hub, size: int = 20_000) -> tuple[str, bytes]:
     return "one/file", content
 
 
-def go(output: Path, *names: str, workers: int = 2, patience: Patience = HASTE, **choice: object) -> Fetched:
-    return fetch(names, output, FetchOptions(Choice(**choice), workers, patience))  # type: ignore[arg-type]
+def go(
+    output: Path,
+    *names: str,
+    workers: int = 2,
+    retry: RetryPolicy = HASTE,
+    timeout_s: float = TIMEOUT_S,
+    **choice: object,
+) -> Fetched:
+    options = FetchOptions(Choice(**choice), workers, retry, timeout_s=timeout_s)  # type: ignore[arg-type]
+    return fetch(names, output, options)
 
 
 def refused(output: Path, *names: str, **options: object) -> ArgosyError:
@@ -76,8 +85,8 @@ def refused(output: Path, *names: str, **options: object) -> ArgosyError:
 
 
 def stored(output: Path) -> dict[str, bytes]:
-    """All finished files."""
-    files = (path for path in output.rglob("*") if path.is_file() and path.name != BOOKS)
+    """Return all finished files by name."""
+    files = (path for path in output.rglob("*") if path.is_file() and path.name != JOURNAL)
     return {str(path.relative_to(output)): path.read_bytes() for path in files if path.suffix != ".partial"}
 
 

@@ -1,5 +1,4 @@
-"""A Hugging Face Hub on loopback that misbehaves on request: the same three REST calls, a content host of its own for
-large files, and faults that are used up one request at a time."""
+"""A loopback Hugging Face Hub with fault injection: three REST calls, a separate content host for large files, and a queue of faults."""
 
 from __future__ import annotations
 
@@ -17,7 +16,8 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 COMMIT = "c0ffee" + "0" * 34
-Fault = Callable[["Handler", bytes, int], None]  # given the rest of the body that is due, and where it starts
+# Arguments: the handler, the rest of the body, and its offset.
+Fault = Callable[["Handler", bytes, int], None]
 
 
 @dataclass
@@ -30,19 +30,24 @@ class Request:
 
 @dataclass
 class Hub:
-    """`files` of each repo; names ending in .md or .txt are kept in git, the others in LFS on the content host."""
+    """The server state. `files` are by repo; names ending in .md or .txt are stored in git, the others in LFS on the content host."""
 
     files: dict[str, dict[str, bytes]] = field(default_factory=lambda: defaultdict(dict))
     plain: dict[str, bytes] = field(default_factory=dict)
     cards: dict[str, Any] = field(default_factory=dict)
     gated: set[str] = field(default_factory=set)
-    token: str | None = None  # what opens gated repos
-    faults: dict[str, list[Fault]] = field(default_factory=lambda: defaultdict(list))  # by the end of the path
+    # The token that opens gated repos.
+    token: str | None = None
+    # Keyed by the end of the path; each request uses up one fault.
+    faults: dict[str, list[Fault]] = field(default_factory=lambda: defaultdict(list))
     always: Fault | None = None
     page_size: int = 3
-    next_page: str | None = None  # instead of the true one
-    redirect_to: str | None = None  # instead of the content host
-    pace: float = 0.0  # seconds between pieces of a body
+    # Replaces the true next page.
+    next_page: str | None = None
+    # Replaces the content host.
+    redirect_to: str | None = None
+    # Seconds between pieces of a body.
+    pace: float = 0.0
     requests: list[Request] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -208,7 +213,7 @@ def status(code: int, **headers: str) -> Fault:
 
 
 def wait_until_date(seconds: float) -> Fault:
-    """429 with a date. Dates have whole seconds, so the wait asked for is up to a second less."""
+    """Answer 429 with a Retry-After date. Dates have whole seconds, so the requested wait is up to a second shorter."""
     return lambda handler, content, first: handler.answer(
         429, headers={"Retry-After": formatdate(time.time() + seconds, usegmt=True)}
     )

@@ -1,4 +1,4 @@
-"""Have something happen while `prepare` reads an input."""
+"""A hook that runs while `prepare` reads an input."""
 
 from __future__ import annotations
 

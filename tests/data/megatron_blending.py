@@ -1,7 +1,7 @@
-"""Megatron's rule of blending as x86 computes it: product and difference rounded one after the other.
+"""Megatron's blending rule as computed on x86: product and difference are rounded separately.
 
-Megatron's compiled helper leaves it to the compiler whether `weight * sample - count` is one fused multiply-add. It is on ARM,
-and with -mfma on x86, and then ties such as those of the weights 0.1, 0.2, 0.3 and 0.4 are broken otherwise. Python never fuses.
+Megatron's compiled helper leaves it to the compiler whether `weight * sample - count` is one fused multiply-add. On ARM, and
+with -mfma on x86, it is fused, and ties such as those of the weights 0.1, 0.2, 0.3 and 0.4 break differently. Python never fuses.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ TIES = (0.1, 0.2, 0.3, 0.4)
 
 
 def _fill(sets: Any, local: Any, weights: Sequence[float], limits: Sequence[float]) -> None:
-    """The loop of helpers.cpp. A set that has given its limit is left out."""
+    """Run the loop of helpers.cpp in Python. A set that has reached its limit is left out."""
     counts, numbers = [0.0] * len(weights), range(len(weights))
     for sample in range(len(sets)):
         place, chosen, most = max(float(sample), 1.0), -1, -float("inf")
@@ -41,7 +41,7 @@ def exhaustive_blending_indices(sets: Any, local: Any, sizes: Any, num_datasets:
 
 
 def is_fused() -> bool:
-    """Whether Megatron's helper was compiled to another order on this machine."""
+    """Return True if Megatron's helper on this machine fuses, and so gives another order."""
     sets, local = np.zeros((2, 1000), np.int16), np.zeros((2, 1000), np.int64)
     for row, build in enumerate((helpers.build_blending_indices, blending_indices)):
         build(sets[row], local[row], np.array(TIES), len(TIES), 1000, False)
@@ -50,7 +50,7 @@ def is_fused() -> bool:
 
 @pytest.fixture(scope="module", autouse=True)
 def megatron_blends_as_on_x86() -> Any:
-    """Megatron's own helper where it does not fuse; elsewhere its rule in Python takes the helper's place, in its builder too."""
+    """Use Megatron's own helper if it does not fuse; otherwise replace it by the Python loop, in Megatron's builder too."""
     with pytest.MonkeyPatch.context() as patch:
         if is_fused():
             patch.setattr(helpers, "build_blending_indices", blending_indices)

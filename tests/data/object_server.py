@@ -1,4 +1,4 @@
-"""Object stores on loopback: a server that misbehaves to order, a real S3 server (moto), a real Azure server (azurite)."""
+"""Object stores on loopback: a server with fault injection, a real S3 server (moto), a real Azure server (azurite)."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ HANG_S = 1.5
 
 
 class FaultyServer:
-    """Answers from `answer`, except where `fault` (asked for each GET) names one of FAULTS."""
+    """A server that answers from `answer`, unless `fault` (called for each GET) returns one of FAULTS."""
 
     def __init__(self, answer: Callable[[str, str, dict[str, str], bytes], Answer]) -> None:
         self.answer = answer
         self.fault: Callable[[str], str | None] = lambda path: None
-        self.gets: Counter[tuple[str, str]] = Counter()  # (path, range) answered well
+        # (path, range) of successful requests.
+        self.gets: Counter[tuple[str, str]] = Counter()
         self.faults: Counter[str] = Counter()
         self.retry_after: str | None = "0"
         self.times: list[float] = []
@@ -98,14 +99,16 @@ class FaultyServer:
             time.sleep(HANG_S)
         elif fault != "reset":
             status, answered, content = self.answer(request.command, request.path, headers, body)
-            if fault == "truncate":  # the connection ends before the length it promised
+            # The connection ends before the promised length.
+            if fault == "truncate":
                 request.send_response_only(status)
                 for key, value in {**answered, "Content-Length": str(len(content))}.items():
                     request.send_header(key, value)
                 request.end_headers()
                 request.wfile.write(content[: len(content) // 2])
                 request.wfile.flush()
-            elif fault == "short":  # a whole answer, with a wrong length
+            # A complete response with a wrong length.
+            elif fault == "short":
                 self._send(request, status, answered, content[:-1])
             else:
                 self._send(request, 200, answered, content + b"x")
@@ -125,14 +128,15 @@ class FaultyServer:
 
 
 def from_directory(root: Path) -> Callable[[str, str, dict[str, str], bytes], Answer]:
-    """Files with ETag, Range and If-Match, as a static web server has them."""
+    """Serve files with ETag, Range and If-Match, like a static web server."""
 
     def answer(method: str, path: str, headers: dict[str, str], body: bytes) -> Answer:
         file = root / path.lstrip("/")
         if not file.is_file():
             return 404, {}, b""
         content = file.read_bytes()
-        tag = f'"{hashlib.md5(content).hexdigest()}"'  # not by its time: the clock of files is coarse
+        # A hash, because file times are too coarse.
+        tag = f'"{hashlib.md5(content).hexdigest()}"'
         if headers.get("If-Match", tag) != tag:
             return 412, {}, b""
         facts = {"ETag": tag, "Accept-Ranges": "bytes"}
@@ -145,7 +149,7 @@ def from_directory(root: Path) -> Callable[[str, str, dict[str, str], bytes], An
 
 
 def from_buckets(root: Path) -> Callable[[str, str, dict[str, str], bytes], Answer]:
-    """The directories of `root` as buckets, in the words of Google's JSON API: facts, contents by range, listings."""
+    """Serve the directories of `root` as buckets through Google's JSON API: metadata, range reads, listings."""
 
     def answer(method: str, path: str, headers: dict[str, str], body: bytes) -> Answer:
         parts = urlsplit(path)
@@ -179,7 +183,7 @@ def _google_facts(bucket: Path, name: str) -> dict[str, str]:
 
 
 def from_upstream(port: int) -> Callable[[str, str, dict[str, str], bytes], Answer]:
-    """A proxy: whatever the server on `port` answers."""
+    """Proxy the server on `port`."""
 
     def answer(method: str, path: str, headers: dict[str, str], body: bytes) -> Answer:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
@@ -204,7 +208,7 @@ def from_upstream(port: int) -> Callable[[str, str, dict[str, str], bytes], Answ
 
 @contextlib.contextmanager
 def running(command: list[str], port: int, log: Path) -> Iterator[None]:
-    """A server process that answers on `port`, ended by its own id afterwards."""
+    """Run a server process that answers on `port`, and terminate it afterwards."""
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, cwd=log.parent)
     try:
@@ -229,7 +233,8 @@ def moto(directory: Path) -> Iterator[int]:
         yield port
 
 
-AZURE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="  # azurite's own
+# azurite's well-known key.
+AZURE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 
 
 def azure_connection(port: int) -> str:
@@ -254,5 +259,5 @@ def upload(system: Any, corpus: Path, target: str) -> None:
 
 
 def no_proxy() -> dict[str, str]:
-    """The environment without what would lead loopback requests elsewhere."""
+    """Return the environment without proxy variables, which would redirect loopback requests."""
     return {key: value for key, value in os.environ.items() if not key.lower().endswith("_proxy")}

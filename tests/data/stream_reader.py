@@ -1,4 +1,4 @@
-"""Reads a streamed corpus as training does; as a program, a process that tests start by the dozen and kill."""
+"""Read a streamed corpus as training does. As a program, it is the process that tests start by the dozen and kill."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from argosy.data.samples.windows import SampleStream, Windows
 BLOCK = 4096
 
 
-def patient(url: str, patience_s: float = 60.0, attempt_s: float = 1.0) -> ObjectStore:
-    return ObjectStore(url, patience_s=patience_s, attempt_s=attempt_s)
+def patient(url: str, retry_timeout_s: float = 60.0, attempt_s: float = 1.0) -> ObjectStore:
+    return ObjectStore(url, retry_timeout_s=retry_timeout_s, attempt_s=attempt_s)
 
 
 def samples(corpus: Corpus, seq_len: int = 64) -> SampleStream:
@@ -27,7 +27,7 @@ def samples(corpus: Corpus, seq_len: int = 64) -> SampleStream:
 
 
 def batches(corpus: Corpus, count: int = 200, seq_len: int = 64, announce: int = 0) -> str:
-    """The digest of training's first `count` samples, announcing as many ahead as told."""
+    """Return the digest of the first `count` training samples, prefetching `announce` samples ahead."""
     order, digest = samples(corpus, seq_len), hashlib.sha256()
     for first in range(0, count, 20):
         if announce:
@@ -40,7 +40,8 @@ def batches(corpus: Corpus, count: int = 200, seq_len: int = 64, announce: int =
 
 
 def main(url: str, cache: str, limit: str, count: str) -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # below a background job it would be ignored
+    # A background job would inherit an ignored SIGINT.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     store = patient(url, attempt_s=5)
     corpus = open_streamed(url, Path(cache), json.loads(limit), block_bytes=BLOCK, store=store)
     print("open", flush=True)

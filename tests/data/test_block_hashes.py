@@ -1,4 +1,4 @@
-"""Hashes of blocks: written by `prepare`, named by `verify`, carried over by `merge`, checked as blocks arrive."""
+"""Block hashes: `prepare` writes them, `verify` names a damaged block, `merge` keeps them, streaming checks them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytest.importorskip("aiohttp", reason="pip install 'argosy[remote]'")
 
 @pytest.fixture(scope="module")
 def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two shards of two and a bit megabytes and one without documents, with the hashes of their blocks."""
+    """Write two shards of a little over 2 MB and one without documents, with the hashes of their blocks."""
     rng = np.random.default_rng(5)
     shards = [[[rng.integers(0, 256, 120_000).tolist()] for _ in range(9)] for _ in range(2)]
     return write_corpus(tmp_path_factory.mktemp("store") / "corpus", [*shards, []], blocks=True)

@@ -1,4 +1,4 @@
-"""However a file is cut into blocks, every line comes out once, in order, at its place."""
+"""Every line comes out once, in order, at its offset, however a file is split into blocks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ LINES = st.lists(st.binary(max_size=40).map(lambda b: b.replace(b"\n", b"").repl
 def write(path: Path, content: bytes) -> InputFile:
     if path.suffix == ".gz":
         path.write_bytes(gzip.compress(content))
-    elif path.suffix == ".zst":  # two frames, as `cat a.zst b.zst` makes them
+    # Two frames, as from `cat a.zst b.zst`.
+    elif path.suffix == ".zst":
         half = len(content) // 2
         compress = zstandard.ZstdCompressor(write_checksum=True).compress
         path.write_bytes(compress(content[:half]) + compress(content[half:]))
@@ -56,7 +57,8 @@ def test_every_line_is_in_exactly_one_block(
     lines: list[bytes], final_newline: bool, block_bytes: int, piece: int, suffix: str, data: st.DataObject
 ) -> None:
     content = b"\n".join(lines) + (b"\n" if final_newline and lines else b"")
-    assume(not content.startswith(blocks.BOM))  # which is not text, and has a test of its own
+    # A BOM is not text, and has its own test.
+    assume(not content.startswith(blocks.BOM))
     expected, at = [], 0
     for line in content.split(b"\n"):
         expected.append((at, line))
@@ -70,7 +72,7 @@ def test_every_line_is_in_exactly_one_block(
         assert [pair for index in sorted(by_block) for pair in by_block[index]] == expected
         for index, pairs in by_block.items():
             assert all(index * block_bytes <= place < (index + 1) * block_bytes for place, _ in pairs)
-        # A worker that is given only some of the blocks reads the same in them.
+        # A worker that gets only some of the blocks reads the same lines in them.
         some = {index for index in by_block if data.draw(st.booleans())}
         assert read(file, block_bytes, some) == {index: by_block[index] for index in some}
 

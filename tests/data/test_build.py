@@ -1,4 +1,4 @@
-"""`argosy data build`: what a run spec says of its corpora is made once, by one process or by several, and never twice."""
+"""`argosy data build` makes the corpora of a run spec once, in one process or several, and never twice."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from argosy.errors import ArgosyError
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Callable[..., Path]:
-    """A run spec whose corpus is made from a file of 50 documents."""
+    """Write run specs whose corpus is made from a file of 50 documents."""
     (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "document {n} says {n * n}"}}\n' for n in range(50)))
 
     def write(**keys: Any) -> Path:
@@ -55,13 +55,13 @@ def test_a_corpus_with_a_manifest_is_left_alone(recipe: Callable[..., Path], tmp
     spec = resolve(recipe()).spec
     list(build(spec, Share()))
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "corpus").iterdir()}
-    assert list(build(spec, Share())) == [f"{tmp_path / 'corpus'}: there already"]
-    assert list(build(spec, Share(), "fetch")) == [f"{tmp_path / 'corpus'}: there already"]
+    assert list(build(spec, Share())) == [f"{tmp_path / 'corpus'}: already exists"]
+    assert list(build(spec, Share(), "fetch")) == [f"{tmp_path / 'corpus'}: already exists"]
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "corpus").iterdir()}
 
 
 def test_a_marker_is_no_manifest(recipe: Callable[..., Path], tmp_path: Path) -> None:
-    """A directory that looks finished to the eye, and is not."""
+    """A marker file such as `.complete` does not make a directory a finished corpus."""
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus" / ".complete").touch()
     list(build(resolve(recipe()).spec, Share()))
@@ -74,7 +74,7 @@ def test_another_tokenizer_is_refused(recipe: Callable[..., Path], tmp_path: Pat
     manifest = tmp_path / "corpus" / "manifest.json"
     stored = read_manifest(tmp_path / "corpus").tokenizer.fingerprint
     manifest.write_text(manifest.read_text().replace(stored, "0" * len(stored)))
-    with pytest.raises(ArgosyError, match="made with tokenizer 0000") as refused:
+    with pytest.raises(ArgosyError, match="prepared with tokenizer 0000") as refused:
         list(build(resolve(path).spec, Share()))
     assert refused.value.code == "tokenizer.mismatch"
 
@@ -116,6 +116,7 @@ def test_fetching_is_shared_by_files_and_any_number_of_workers_may_go_on(hub: Hu
     assert len(second[0]) == 2
     assert not set(first[0]) & set(second[0])
     assert go(0, 2)[1] == 0
-    files, new = go(0, 1)  # fewer workers later: what is there is known by its hash
+    # With fewer workers later, existing files are recognised by their hash.
+    files, new = go(0, 1)
     assert len(files) == 5
     assert new == 0

@@ -1,4 +1,4 @@
-"""An input that changes under `prepare` is refused with its name: while it is read, between two parts, and after a kill."""
+"""An input that changes during `prepare` is refused with its name: while it is read, between two parts, and after a kill."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import zstandard
 from meanwhile import when_reading
 
 from argosy.data.corpus.corpus_manifest import Manifest, read_manifest
-from argosy.data.prepare import crew, work
 from argosy.data.prepare import job as preparing
+from argosy.data.prepare import part_runner, work
 from argosy.data.prepare.job import prepare
 from argosy.data.prepare.work import PrepareOptions
 from argosy.data.text import inputs as inputs_module
@@ -30,7 +30,7 @@ KINDS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt", ".txt.gz", ".parquet")
 
 
 def write(path: Path, word: str = "word", count: int = 40) -> Path:
-    """The same number of documents of the same length, whatever the word."""
+    """Write documents whose number and length do not depend on the word."""
     lines = "".join(json.dumps({"text": f"{word} {i:06d}"}) + "\n" for i in range(count)).encode()
     if path.suffix == ".parquet":
         table = pyarrow.table({"text": [f"{word} {i:06d}" for i in range(count)]})
@@ -52,7 +52,7 @@ def append(path: Path) -> None:
 
 
 def rewrite(path: Path) -> None:
-    """In place, with as many bytes, some time later."""
+    """Rewrite the file in place, with the same size and a later modification time."""
     content, facts = path.read_bytes(), path.stat()
     with path.open("r+b") as file:
         file.write(content.replace(b"word", b"wurd"))
@@ -60,7 +60,7 @@ def rewrite(path: Path) -> None:
 
 
 def replace(path: Path) -> None:
-    """By another file of the same size and modification time."""
+    """Replace the file by another one of the same size and modification time."""
     facts, other = path.stat(), path.with_name("other")
     other.write_bytes(path.read_bytes().replace(b"word", b"wurd"))
     os.utime(other, ns=(facts.st_atime_ns, facts.st_mtime_ns))
@@ -151,8 +151,8 @@ def test_a_change_is_seen_by_other_processes_and_crosses_from_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(work, "_block_bytes", lambda files: 500)
-    monkeypatch.setattr(crew, "_INLINE_BYTES", 0)
-    # Many more blocks than workers: most are handed out after the first part was joined.
+    monkeypatch.setattr(part_runner, "_INLINE_BYTES", 0)
+    # Use many more blocks than workers, so that most are assigned after the first part was joined.
     path, add, added = write(tmp_path / "in.jsonl", count=400), preparing.Joiner.add, []
 
     def and_change(self: preparing.Joiner, *part: object) -> None:

@@ -1,4 +1,4 @@
-"""No token is in two splits: whatever the order, the task and the corpus, what is evaluated on was not trained on."""
+"""No token is in two splits, in any order, task and corpus: evaluation data was never trained on."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from argosy.errors import ArgosyError
 from argosy.tasks.registry import task_of
 
 SPLITS = ("train", "validation", "test")
-# Documents of several sequences, as sentence-split corpora have, and of one; nothing ends a document but the index.
+# Documents of several sequences, as in sentence-split corpora, and of one. Only the index marks the end of a document.
 DOCUMENTS = st.lists(st.lists(st.integers(1, 25), min_size=1, max_size=6), min_size=6, max_size=40)
 SHARES = st.sampled_from([(98.0, 2.0, 0.0), (60.0, 30.0, 10.0), (0.5, 0.5, 0.0), (1.0, 1.0, 1.0), (33.3, 33.3, 33.3)])
 _SPECS: dict[str, RunSpec] = {}
 
 
 def spec_of(task: str) -> RunSpec:
-    """A spec for samples of that kind; its data is put in by the test."""
+    """Return a spec for samples of that task; the test fills in its data."""
     if task not in _SPECS:
         keys = [
             "data.train=x",
@@ -58,7 +58,7 @@ def spec_of(task: str) -> RunSpec:
 
 
 def write(prefix: Path, documents: list[list[int]], first: int) -> int:
-    """Every token of all corpora is another one, counted up from `first`."""
+    """Write a corpus. Every token of all corpora is different, counted up from `first`."""
     writer = IndexedWriter(prefix, dtype_for(20_000))
     for lengths in documents:
         bounds = list(itertools.accumulate(lengths, initial=first))
@@ -69,13 +69,13 @@ def write(prefix: Path, documents: list[list[int]], first: int) -> int:
 
 
 def tokens_of(spec: RunSpec, split: str) -> set[int]:
-    """What is read for training, and for evaluation in each of its two ways; nothing where the split has no sample."""
+    """Return the tokens read for training, and for evaluation in both of its ways; empty if the split has no sample."""
     data, found = open_data(spec), set()
     makers: list[Callable[[], list[Any]]] = [lambda: [data.whole(split)], lambda: list(data.each(split).values())]
     for make in [lambda: [data.training()], *makers] if split == "train" else makers:
         with contextlib.suppress(ArgosyError):
             for stream in make():
-                # Every token has its own id, its place in the corpora; BERT's samples also hold random ones.
+                # A token's id is its place in the corpora. BERT's samples also hold random tokens.
                 for samples in stream.sets if task_of(spec).section == "bert" else []:
                     start = sum(corpus.tokens for corpus in data.corpora[: data.corpora.index(samples.corpus)])
                     for part in samples.ranges(np.arange(samples.count)):
@@ -94,7 +94,8 @@ def tokens_of(spec: RunSpec, split: str) -> set[int]:
 
 @settings(max_examples=80, deadline=None)
 @given(st.lists(DOCUMENTS, min_size=1, max_size=2), SHARES, st.sampled_from(["argosy", "megatron", "bert", "t5"]))
-@example([[[3]] * 20 + [[20] * 6] * 5], (60.0, 30.0, 10.0), "megatron")  # 60% of the sequences, 84% of the documents
+# 60% of the sequences are 84% of the documents.
+@example([[[3]] * 20 + [[20] * 6] * 5], (60.0, 30.0, 10.0), "megatron")
 def test_no_token_is_in_two_splits(
     corpora: list[list[list[int]]], shares: tuple[float, float, float], task: str
 ) -> None:

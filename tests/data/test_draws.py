@@ -1,4 +1,4 @@
-"""Keyed draws: the published splitmix64 stream, the same for ever, and a separate one for each sample."""
+"""Keyed draws follow the published splitmix64 stream, never change, and are independent for each sample."""
 
 from __future__ import annotations
 

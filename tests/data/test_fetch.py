@@ -1,4 +1,4 @@
-"""`argosy data fetch`: names stand for the right files, finished ones are kept, a kill at any moment costs nothing."""
+"""`argosy data fetch`: names resolve to the right files, finished files are kept, and a kill at any moment loses nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 from argosy.cli import data_fetch
 from argosy.data.remote import fetch as fetch_module
-from argosy.data.remote.fetch import BOOKS, Books, Fetched, FetchOptions, preview
+from argosy.data.remote.fetch import JOURNAL, Fetched, FetchJournal, FetchOptions, preview
 from argosy.data.remote.sources import Choice, find_files, split_of, text_key
 from argosy.data.remote.web import Web
 from argosy.errors import ArgosyError
@@ -96,7 +96,7 @@ def test_splits_are_read_from_names(path: str, split: str | None) -> None:
         ("slimpajama", {"split": "tests"}, "did you mean test?", "train, validation"),
         ("slimpyjama", {}, "did you mean slimpajama?", "owner/name"),
         ("nobody/nothing", {}, "there is no data set nobody/nothing", "HF_TOKEN"),
-        ("hf://datasets/allenai/c4/fr", {}, "is or holds no file", "tree/main"),
+        ("hf://datasets/allenai/c4/fr", {}, "matches no file", "tree/main"),
         ("hf://datasets/allenai/c4/en", {"split": "train"}, "already says", "--split"),
         ("s3://bucket/x.jsonl", {}, "cannot be fetched", "prepare"),
     ],
@@ -116,10 +116,14 @@ def test_finished_files_are_kept_and_changed_ones_fetched_again(hub: Hub, tmp_pa
     hub.requests.clear()
     assert go(tmp_path, "c4").new_bytes == 0
     assert not hub.asked("/resolve/")
-    first.write_bytes(b"x" * 20_000)  # by someone else
-    os.utime(first, ns=(0, first.stat().st_mtime_ns + 1))  # later, even where the clock of files has not moved on
-    hub.files[C4]["en/c4-train.00001-of-01024.json.gz"] = noise(100, 99)  # a new revision
-    os.utime(sorted(tmp_path.glob("en/*train*"))[2])  # touched only
+    # Someone else overwrites it.
+    first.write_bytes(b"x" * 20_000)
+    # Ensure a later time even if the clock of the file system has not advanced.
+    os.utime(first, ns=(0, first.stat().st_mtime_ns + 1))
+    # A new revision.
+    hub.files[C4]["en/c4-train.00001-of-01024.json.gz"] = noise(100, 99)
+    # Only touched.
+    os.utime(sorted(tmp_path.glob("en/*train*"))[2])
     go(tmp_path, "c4")
     assert len(hub.asked("/content/")) == 2
     assert stored(tmp_path) == wanted(hub, C4, "en/c4-train")
@@ -130,7 +134,8 @@ def test_files_of_others_are_not_overwritten(hub: Hub, tmp_path: Path) -> None:
     name, content = one_file(hub)
     (tmp_path / "big.jsonl.zst").write_bytes(b"my own")
     assert "was not fetched" in refused(tmp_path, name).cause
-    (tmp_path / "big.jsonl.zst").write_bytes(content)  # copied here by hand: taken as it is
+    # Copied by hand: accepted because its hash is right.
+    (tmp_path / "big.jsonl.zst").write_bytes(content)
     assert go(tmp_path, name).new_bytes == 0
     hub.files["two/file"]["big.jsonl.zst"] = noise(10)
     assert "hf://datasets/one/file" in refused(tmp_path, "two/file").cause
@@ -155,7 +160,7 @@ def test_one_downloader_at_a_time_and_the_second_finds_the_work_done(hub: Hub, t
     hub.pace = 0.05
     results: list[Fetched] = []
     threads = [threading.Thread(target=lambda: results.append(go(tmp_path, "c4"))) for _ in range(3)]
-    with Books(tmp_path):
+    with FetchJournal(tmp_path):
         for thread in threads:
             thread.start()
         time.sleep(0.2)
@@ -168,7 +173,8 @@ def test_one_downloader_at_a_time_and_the_second_finds_the_work_done(hub: Hub, t
 
 def test_killed_at_any_moment_the_next_run_ends_with_the_same_bytes(hub: Hub, tmp_path: Path) -> None:
     hub.pace = 0.03
-    hub.files[C4] |= {name: noise(100_000, i) for i, name in enumerate(wanted(hub, C4, "en/c4-train"))}  # 0.75 s each
+    # 0.75 s each.
+    hub.files[C4] |= {name: noise(100_000, i) for i, name in enumerate(wanted(hub, C4, "en/c4-train"))}
     script = (
         "import sys; from pathlib import Path; from argosy import errors\n"
         "from argosy.data.remote.fetch import fetch, FetchOptions\n"
@@ -184,15 +190,17 @@ def test_killed_at_any_moment_the_next_run_ends_with_the_same_bytes(hub: Hub, tm
         while kill % 4 and child.poll() is None and len(hub.asked("/content/")) == seen:
             time.sleep(0.005)
         while kill == 1 and not any(path.stat().st_size for path in tmp_path.rglob("*.partial")):
-            time.sleep(0.005)  # this once a piece is left to go on from, however slow the machine is
+            # Once, wait for a partial file to resume from, however slow the machine is.
+            time.sleep(0.005)
         time.sleep(dice.uniform(0.0, 0.3))
         child.send_signal(signal.SIGKILL)
         child.wait()
         child.stdout.close()
         whole = wanted(hub, C4, "en/c4-train")
         assert all(whole[name] == content for name, content in stored(tmp_path).items())
-    with (tmp_path / BOOKS).open("ab") as books:
-        books.write(b'{"path": "en/c4-tr')  # as a kill may leave it
+    with (tmp_path / JOURNAL).open("ab") as journal:
+        # A kill may leave a truncated line.
+        journal.write(b'{"path": "en/c4-tr')
     hub.pace = 0
     go(tmp_path, "c4")
     assert stored(tmp_path) == whole
@@ -201,7 +209,7 @@ def test_killed_at_any_moment_the_next_run_ends_with_the_same_bytes(hub: Hub, tm
 
 
 def test_a_preview_writes_nothing_and_gives_the_size(hub: Hub, tmp_path: Path) -> None:
-    plan = preview(["c4"], tmp_path / "out", FetchOptions(Choice(sample=2), patience=HASTE))
+    plan = preview(["c4"], tmp_path / "out", FetchOptions(Choice(sample=2), retry=HASTE))
     assert "2 files, 40,000 bytes (40" in plan.describe_plan()
     assert not (tmp_path / "out").exists()
 

@@ -1,5 +1,7 @@
-"""`argosy data fetch`: whatever the network does, the files are the data set's own bytes, or there is a refusal; the
-token goes to the Hub alone, and nothing leads to places that were not named."""
+"""`argosy data fetch`: whatever the network does, the files are the data set's own bytes, or the fetch is refused.
+
+The token goes to the Hub alone, and no request goes to a host that was not named.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ from hypothesis import strategies as st
 from loopback_hub import Hub
 
 from argosy.data.remote import web as web_module
-from argosy.data.remote.fetch import BOOKS
-from argosy.data.remote.web import Patience, Stopped, Web, is_forbidden
+from argosy.data.remote.fetch import JOURNAL
+from argosy.data.remote.web import Stopped, Web, is_forbidden
 from waiting import wait_for
 
 
@@ -35,15 +37,17 @@ from waiting import wait_for
         [bad.truncated(7000), bad.damaged],
         [bad.error_page, bad.error_page],
         [bad.stalled(3000, 60.0)],
-        [bad.status(403)],  # a signed link that has expired
-        [bad.truncated(100)] * 30,  # more troubles than attempts, but each brings it forward
+        # A signed link that has expired.
+        [bad.status(403)],
+        # More failures than attempts, but each one makes progress.
+        [bad.truncated(100)] * 30,
     ],
 )
 def test_troubles_of_the_network_do_not_show_in_the_bytes(hub: Hub, tmp_path: Path, faults: list[bad.Fault]) -> None:
     name, content = one_file(hub)
     hub.faults["big.jsonl.zst"] = list(faults)
     hub.faults["one/file/tree/" + bad.COMMIT] = [bad.status(500), bad.truncated(1), bad.status(429)]
-    go(tmp_path, name, patience=replace(HASTE, timeout=1.0))
+    go(tmp_path, name, timeout_s=1.0)
     assert stored(tmp_path) == {"big.jsonl.zst": content}
     assert not hub.faults["big.jsonl.zst"]
     assert not list(tmp_path.rglob("*.partial"))
@@ -83,12 +87,14 @@ def test_a_server_that_asks_to_wait_is_left_alone_by_all_threads(hub: Hub, tmp_p
     asked = []
 
     def ask_to_wait(handler: bad.Handler, content: bytes, first: int) -> None:
-        wait_for(lambda: [r for r in hub.asked("/content/") if "00001-of" in r.path])  # the other thread is busy
+        # Wait until the other thread is busy.
+        wait_for(lambda: [r for r in hub.asked("/content/") if "00001-of" in r.path])
         asked.append(time.monotonic())
         fault(handler, content, first)
 
     def slowly(handler: bad.Handler, content: bytes, first: int) -> None:
-        handler.send_content(content, first, pace=0.2)  # and ready for its next file before the time is up
+        # The thread is ready for its next file before the wait is over.
+        handler.send_content(content, first, pace=0.2)
 
     hub.faults["en/c4-train.00000-of-01024.json.gz"] = [ask_to_wait]
     hub.faults["en/c4-train.00001-of-01024.json.gz"] = [slowly]
@@ -107,7 +113,8 @@ def test_a_wait_that_is_too_long_and_endless_errors_are_refused(
     error = refused(tmp_path, name)
     assert error.code == "data.fetch-failed"
     assert "HTTP 500, 6 times in a row" in error.cause
-    assert "HTTP 500; trying again in 0 s, 5 of 6 attempts failed" in capsys.readouterr().err  # nobody waits in silence
+    # Waiting is reported.
+    assert "HTTP 500; trying again in 0 s, 5 of 6 attempts failed" in capsys.readouterr().err
     assert len(hub.faults["big.jsonl.zst"]) == 44
 
 
@@ -154,11 +161,11 @@ def test_the_token_goes_to_the_hub_alone(
     sent = {(request.host, "authorization" in request.headers) for request in hub.requests}
     assert sent == {(f"127.0.0.1:{hub.port}", True), (f"localhost:{hub.content_port}", False)}
     hub.next_page = f"{hub.content_url}/api/datasets/steal"
-    assert "goes on at another host" in str(refused(tmp_path, "c4"))
+    assert "continues on another host" in str(refused(tmp_path, "c4"))
     monkeypatch.setenv("HF_ENDPOINT", "http://mirror.example")
     leak = str(refused(tmp_path, name))
     assert "in the clear" in leak
-    written = leak + "".join(capfd.readouterr()) + (tmp_path / BOOKS).read_text()
+    written = leak + "".join(capfd.readouterr()) + (tmp_path / JOURNAL).read_text()
     assert TOKEN not in written
 
 
@@ -174,7 +181,7 @@ def test_listed_names_cannot_leave_the_directory(hub: Hub, tmp_path: Path, name:
     hub.faults["/tree/" + bad.COMMIT + "/train"] = [answer]
     error = refused(tmp_path / "out", "evil/set")
     assert "unsafe name" in error.cause
-    assert [path.name for path in tmp_path.rglob("*")] == ["out", BOOKS]
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", JOURNAL]
 
 
 @pytest.mark.parametrize(
@@ -210,18 +217,21 @@ def test_a_plain_url_is_continued_only_while_it_is_the_same_file(hub: Hub, tmp_p
     assert stored(tmp_path) == {"x.jsonl": new}
     hub.requests.clear()
     assert go(tmp_path, url).new_bytes == 0
-    assert len(hub.requests) == 1  # for its size and tag
+    # One request, for size and tag.
+    assert len(hub.requests) == 1
     hub.plain["y.jsonl"] = old
-    (tmp_path / "y.jsonl.partial").write_bytes(new[:100])  # not ours
+    # A partial file that is not ours.
+    (tmp_path / "y.jsonl.partial").write_bytes(new[:100])
     hub.plain["empty.txt"] = b""
     digest = hashlib.sha256(old).hexdigest()
-    with (tmp_path / BOOKS).open("ab") as books:
-        books.write(b'{"path": "y.js')  # as a kill may leave it
+    with (tmp_path / JOURNAL).open("ab") as journal:
+        # A kill may leave a truncated line.
+        journal.write(b'{"path": "y.js')
     both = f"{hub.url}/plain/empty.txt", f"{hub.url}/plain/y.jsonl#sha256={digest}"
     go(tmp_path, *both, workers=1)
     assert go(tmp_path, *both).new_bytes == 0
     assert stored(tmp_path) == {"x.jsonl": new, "y.jsonl": old, "empty.txt": b""}
-    assert "secret" not in (tmp_path / BOOKS).read_text()
+    assert "secret" not in (tmp_path / JOURNAL).read_text()
 
 
 def test_a_plain_url_that_is_cut_short_is_continued_with_its_tag(hub: Hub, tmp_path: Path) -> None:
@@ -260,7 +270,7 @@ def test_urls_that_lead_elsewhere_or_hold_secrets_are_refused(hub: Hub, tmp_path
 def test_a_failure_ends_the_other_downloads_at_once_and_keeps_the_rest(hub: Hub, tmp_path: Path) -> None:
     hub.faults["00001-of-01024.json.gz"] = [bad.stalled(3000, 600.0)]
     hub.faults["00002-of-01024.json.gz"] = [bad.status(404)]
-    refused(tmp_path, "c4", workers=3, patience=Patience(attempts=3, first_delay=0.3, timeout=600))
+    refused(tmp_path, "c4", workers=3, retry=replace(HASTE, attempts=3, base_s=0.3), timeout_s=600)
     hub.faults.clear()
     go(tmp_path, "c4")
     assert stored(tmp_path) == wanted(hub, C4, "en/c4-train")
@@ -272,8 +282,7 @@ def test_a_connection_made_while_all_are_being_stopped_is_not_waited_for(
     hub.plain["slow.jsonl"] = b"{}"
     hub.faults["slow.jsonl"] = [lambda handler, body, start: time.sleep(600)]
     web = Web()
-    monkeypatch.setattr(
-        web_module, "_check_host", lambda parts: web.stop()
-    )  # after the look at the stop, before connecting
+    # Stop after the check of the stop flag and before connecting.
+    monkeypatch.setattr(web_module, "_check_host", lambda parts: web.stop())
     with pytest.raises(Stopped):
         web.open(f"{hub.url}/plain/slow.jsonl")

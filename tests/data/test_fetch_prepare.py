@@ -1,4 +1,4 @@
-"""`argosy data fetch --prepare`: files are prepared as they arrive, and the corpus is the one fetching first would give."""
+"""`argosy data fetch --prepare` prepares files as they arrive, and gives the same corpus as fetching first."""
 
 from __future__ import annotations
 
@@ -12,22 +12,20 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import zstandard
-from fetching import HASTE, loopback_hub  # noqa: F401
+from fetching import HASTE, TIMEOUT_S, loopback_hub  # noqa: F401
 from loopback_hub import Hub
 from meanwhile import when_reading
 
 from argosy.data.corpus.corpus_manifest import Manifest
 from argosy.data.fetch_prepare import fetch_and_prepare
-from argosy.data.prepare import crew
+from argosy.data.prepare import part_runner
 from argosy.data.prepare.job import prepare
 from argosy.data.prepare.work import PrepareOptions
-from argosy.data.remote.fetch import BOOKS, Fetched, FetchOptions, fetch
-from argosy.data.remote.web import Patience
+from argosy.data.remote.fetch import JOURNAL, Fetched, FetchOptions, fetch
 from argosy.data.text.blocks import Piece
 from argosy.data.text.tokenizer import ByteTokenizer
 from argosy.errors import ArgosyError
@@ -39,7 +37,7 @@ FILES = 8
 
 @pytest.fixture(autouse=True)
 def _texts(hub: Hub) -> None:
-    """Files of every kind but tables, with bad records among the good ones."""
+    """Fill the Hub with files of every type except tables, with bad records among the good ones."""
     dice = random.Random(1)
     for number in range(FILES):
         lines = [json.dumps({"text": "word " * dice.randrange(1, 200) + str(i)}) for i in range(60)]
@@ -53,21 +51,21 @@ def _texts(hub: Hub) -> None:
 
 
 def stream(
-    raw: Path, corpus: Path, *, keep: bool = True, shards: int = 2, workers: int = 1, patience: Patience = HASTE
+    raw: Path, corpus: Path, *, keep: bool = True, shards: int = 2, workers: int = 1, timeout_s: float = TIMEOUT_S
 ) -> tuple[Fetched, Manifest]:
     options = PrepareOptions(shards=shards, workers=workers)
-    fetch_options = FetchOptions(workers=2, patience=patience)
+    fetch_options = FetchOptions(workers=2, retry=HASTE, timeout_s=timeout_s)
     return fetch_and_prepare([REPO], raw, fetch_options, ByteTokenizer(), corpus, options, keep=keep)
 
 
 def in_two_steps(raw: Path, corpus: Path, shards: int = 2) -> dict[str, bytes]:
-    fetched = fetch([REPO], raw, FetchOptions(workers=2, patience=HASTE))
+    fetched = fetch([REPO], raw, FetchOptions(workers=2, retry=HASTE))
     prepare([file.path for file in fetched.files], ByteTokenizer(), corpus, PrepareOptions(shards=shards))
     return files_of(corpus)
 
 
 def files_of(corpus: Path) -> dict[str, bytes]:
-    """All of a corpus but the versions of its sources: files fetched beforehand have a time, others what the Hub tells."""
+    """Return the files of a corpus without the versions of its sources: local files have a time, Hub files a hash."""
     return {path.name: re.sub(rb'"version": "[^"]+"', b"", path.read_bytes()) for path in corpus.iterdir()}
 
 
@@ -76,7 +74,7 @@ def files_of(corpus: Path) -> dict[str, bytes]:
 def test_the_corpus_is_the_one_that_fetching_first_gives(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: bool, workers: int
 ) -> None:
-    monkeypatch.setattr(crew, "_INLINE_BYTES", 0)
+    monkeypatch.setattr(part_runner, "_INLINE_BYTES", 0)
     expected = in_two_steps(tmp_path / "raw", tmp_path / "expected")
     (tmp_path / "raw").rename(tmp_path / "fetched-first")
     fetched, manifest = stream(tmp_path / "raw", tmp_path / "corpus", keep=keep, workers=workers)
@@ -86,7 +84,7 @@ def test_the_corpus_is_the_one_that_fetching_first_gives(
     assert fetched.new_bytes == fetched.bytes == sum(map(len, hub.files[REPO].values()))
     assert all(file.sha256 for file in fetched.files)
     left = {path.name for path in (tmp_path / "raw").rglob("*") if path.is_file()}
-    assert left == ({Path(file.path).name for file in fetched.files} if keep else set()) | {BOOKS}
+    assert left == ({Path(file.path).name for file in fetched.files} if keep else set()) | {JOURNAL}
 
 
 def test_a_file_is_prepared_while_the_next_ones_are_still_to_come(hub: Hub, tmp_path: Path) -> None:
@@ -104,7 +102,7 @@ def test_a_file_is_prepared_while_the_next_ones_are_still_to_come(hub: Hub, tmp_
     hub.faults["007.jsonl.gz"] = [hold]
     watcher = threading.Thread(target=watch)
     watcher.start()
-    stream(tmp_path / "raw", tmp_path / "corpus", patience=replace(HASTE, timeout=2 * PATIENCE_S))
+    stream(tmp_path / "raw", tmp_path / "corpus", timeout_s=2 * PATIENCE_S)
     watcher.join()
     assert held == [True]
 
@@ -123,20 +121,21 @@ def test_without_keeping_files_no_more_are_fetched_ahead_than_said(hub: Hub, tmp
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    options = FetchOptions(workers=2, patience=HASTE)
+    options = FetchOptions(workers=2, retry=HASTE)
     fetch_and_prepare(
         ["many/files"], tmp_path / "raw", options, ByteTokenizer(), tmp_path / "corpus", PrepareOptions(), keep=False
     )
     done.set()
     watcher.join()
-    assert 0 < most <= 2 * 2 + 3  # ahead, the one being prepared, and the books
+    # Prefetched files, the one being prepared, and the journal.
+    assert 0 < most <= 2 * 2 + 3
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_file_that_cannot_come_ends_the_job_and_the_next_run_goes_on(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:
-    monkeypatch.setattr(crew, "_INLINE_BYTES", 0)
+    monkeypatch.setattr(part_runner, "_INLINE_BYTES", 0)
     expected = in_two_steps(tmp_path / "raw", tmp_path / "expected")
     (tmp_path / "raw").rename(tmp_path / "fetched-first")
     hub.faults["006.jsonl"] = [lambda handler, body, start: handler.answer(503)] * HASTE.attempts
@@ -147,9 +146,8 @@ def test_a_file_that_cannot_come_ends_the_job_and_the_next_run_goes_on(
     before = len(hub.asked("/content/"))
     stream(tmp_path / "raw", tmp_path / "corpus", keep=False)
     assert files_of(tmp_path / "corpus") == expected
-    assert not [
-        r for r in hub.asked("/content/")[before:] if "000.jsonl" in r.path
-    ]  # it was made, and not fetched again
+    # All its parts existed, so it was not fetched again.
+    assert not [r for r in hub.asked("/content/")[before:] if "000.jsonl" in r.path]
 
 
 def test_a_file_that_changes_after_it_arrived_is_refused(
@@ -172,7 +170,7 @@ def test_a_file_of_unknown_kind_is_refused_before_anything_is_fetched(hub: Hub, 
     hub.plain["readme.html"] = b"<html>"
     with pytest.raises(ArgosyError) as refusal:
         fetch_and_prepare(
-            [f"{hub.url}/plain/readme.html"], tmp_path / "raw", FetchOptions(patience=HASTE), ByteTokenizer(),
+            [f"{hub.url}/plain/readme.html"], tmp_path / "raw", FetchOptions(retry=HASTE), ByteTokenizer(),
             tmp_path / "corpus", PrepareOptions(),
         )  # fmt: skip
     assert refusal.value.code == "data.bad-input"
@@ -214,7 +212,8 @@ def test_killed_again_and_again_the_bytes_are_the_same(hub: Hub, tmp_path: Path,
     hub.pace = 0.0
     if not (corpus / "manifest.json").exists():
         stream(raw, corpus, keep=keep == "keep")
-    shutil.rmtree(corpus / ".parts", ignore_errors=True)  # a kill may leave it behind a manifest
+    # A kill may leave it behind a finished corpus.
+    shutil.rmtree(corpus / ".parts", ignore_errors=True)
     assert {name: content for name, content in files_of(corpus).items() if not name.startswith(".")} == expected
 
 
@@ -224,6 +223,7 @@ def test_ctrl_c_ends_it_at_once_and_keeps_what_came(hub: Hub, tmp_path: Path) ->
     child = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     wait_for(lambda: hub.asked("/content/some/text//train/005"))
     child.send_signal(signal.SIGINT)
-    child.communicate(timeout=30)  # its own patience with a silent server is twice that
+    # The process's own timeout for a silent server is twice that.
+    child.communicate(timeout=30)
     assert child.returncode != 0
     assert len(list((tmp_path / "raw").rglob("00[0-4]*"))) >= 4

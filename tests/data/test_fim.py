@@ -1,4 +1,4 @@
-"""Fill-in-the-middle: documents can be put back together, nothing moves, and only (seed, epoch, sample) decides."""
+"""Fill-in-the-middle: documents can be restored, no EOD moves, and only (seed, epoch, sample) determines the result."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def fim(rate: float = 1.0, spm_rate: float = 0.5) -> FillInTheMiddle:
 
 
 def packed(lengths: list[int], last: int = 0) -> Row:
-    """Documents of the given lengths, an EOD behind each, and `last` tokens of one more; no token occurs twice."""
+    """Return documents of the given lengths, each with an EOD, and `last` tokens of one more. No token occurs twice."""
     row: list[int] = []
     for length in lengths:
         row += [*range(1000 + len(row), 1000 + len(row) + length), EOD]
@@ -36,26 +36,29 @@ def documents(row: Row) -> list[list[int]]:
 
 
 def restored(document: list[int]) -> list[int]:
-    """The text in reading order, from either arrangement."""
+    """Return the text in reading order, from either arrangement."""
     if PREFIX not in document:
         return document
     assert document[0] == PREFIX
     assert [document.count(sentinel) for sentinel in sorted(SENTINELS)] == [1, 1, 1]
     suffix, middle = document.index(SUFFIX), document.index(MIDDLE)
     assert 0 < suffix < middle
-    if is_spm(document):  # prefix and middle are already side by side
+    # Prefix and middle are already adjacent.
+    if is_spm(document):
         return document[middle + 1 :] + document[2:middle]
     return document[1:suffix] + document[middle + 1 :] + document[suffix + 1 : middle]
 
 
 def is_spm(document: list[int]) -> bool:
-    """Sentinels side by side at the front; a PSM document with no prefix looks the same and reads the same."""
+    """Return True if the sentinels are adjacent at the front. A PSM document with an empty prefix looks and reads the same."""
     return document[1] == SUFFIX
 
 
 @given(st.lists(st.integers(0, 20), max_size=8), st.integers(0, 20), SEEDS, st.integers(0, 3), st.integers(0, 10**9))
-@example([], 30, 1, 0, 0)  # no EOD
-@example([0, 10, 0, 0, 1], 0, 1, 0, 0)  # EOD first, last, adjacent; empty and one-token documents
+# No EOD.
+@example([], 30, 1, 0, 0)
+# EOD first, last and adjacent; empty and one-token documents.
+@example([0, 10, 0, 0, 1], 0, 1, 0, 0)
 def test_every_document_reads_as_before_and_every_eod_stays(
     lengths: list[int], last: int, seed: int, epoch: int, sample: int
 ) -> None:
@@ -67,7 +70,8 @@ def test_every_document_reads_as_before_and_every_eod_stays(
         if len(before) < 4:
             assert after == before
         else:
-            assert restored(after) == before[:-3]  # whose place the sentinels took
+            # The sentinels replaced the last three tokens.
+            assert restored(after) == before[:-3]
 
 
 @given(st.integers(4, 40), SEEDS)
@@ -87,12 +91,14 @@ def test_a_sample_is_the_same_alone_in_any_batch_and_in_any_order() -> None:
     rows = np.stack([packed([9, 14, 5], 8)] * 40)
     epochs, samples = np.repeat([0, 1], 20), np.tile(np.arange(20), 2)
     whole = fim(0.7).rearrange(rows, 7, epochs, samples)
-    assert np.array_equal(rows[0], packed([9, 14, 5], 8))  # what was given stays
+    # The input is not changed.
+    assert np.array_equal(rows[0], packed([9, 14, 5], 8))
     order = np.random.default_rng(0).permutation(40)
     assert np.array_equal(fim(0.7).rearrange(rows[order], 7, epochs[order], samples[order]), whole[order])
     for i in reversed(range(40)):
         assert np.array_equal(fim(0.7).rearrange(rows[i : i + 1], 7, [epochs[i]], [samples[i]])[0], whole[i])
-    assert len(np.unique(whole, axis=0)) == 40  # one of its own for each sample and epoch
+    # Each sample and epoch is different.
+    assert len(np.unique(whole, axis=0)) == 40
     assert not np.array_equal(fim(0.7).rearrange(rows, 8, epochs, samples), whole)
 
 
@@ -100,19 +106,22 @@ def test_rates_and_cuts_are_those_asked_for() -> None:
     rows = np.stack([packed([13] * 10)] * 400)
     out = fim(0.3, 0.2).rearrange(rows, 1, [0] * 400, range(400))
     changed = [d for row in out for d in documents(row) if PREFIX in d]
-    assert abs(len(changed) / 4000 - 0.3) < 0.03  # four standard deviations: 0.029
+    # Four standard deviations are 0.029.
+    assert abs(len(changed) / 4000 - 0.3) < 0.03
     spm = [d for d in changed if is_spm(d)]
-    # Of the PSM ones, those with an empty prefix look like SPM: 1 in 11 of the smaller of two cuts, 21 / 121.
+    # PSM documents with an empty prefix look like SPM: the smaller of two cuts is 0 in 21 of 121 cases.
     assert abs(len(spm) / len(changed) - (0.2 + 0.8 * 21 / 121)) < 0.06
     for rate in (0.0, 1.0):
         kept = sum(
             PREFIX not in d for row in fim(rate).rearrange(rows, 1, [0] * 400, range(400)) for d in documents(row)
         )
-        assert kept - 400 == 4000 * (1 - rate)  # 400 empty ends of rows
+        # 400 rows end with an empty document.
+        assert kept - 400 == 4000 * (1 - rate)
 
 
 def test_both_cuts_fall_anywhere_with_equal_chance() -> None:
-    rows = np.stack([packed([6])] * 8000)  # three tokens of text: four places to cut, the ends among them
+    # Three tokens of text: four places to cut, including both ends.
+    rows = np.stack([packed([6])] * 8000)
     seen = Counter[tuple[int, int]]()
     for row in fim(spm_rate=0.0).rearrange(rows, 1, [0] * 8000, range(8000)).tolist():
         before, between = row.index(SUFFIX) - 1, len(row) - 2 - row.index(MIDDLE)

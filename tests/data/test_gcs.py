@@ -1,4 +1,4 @@
-"""Google Cloud Storage by its own back end, against a loopback server of its JSON API: streaming, prepare, refusals."""
+"""Google Cloud Storage through gcsfs, against a loopback server of its JSON API: streaming, prepare, refusals."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ from argosy.errors import ArgosyError
 
 @pytest.fixture
 def google(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
-    """Buckets are the directories of tmp_path / "buckets"."""
+    """Serve the directories of tmp_path / "buckets" as buckets."""
     (tmp_path / "buckets" / "ours").mkdir(parents=True)
     server = FaultyServer(from_buckets(tmp_path / "buckets"))
-    monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)  # gcsfs then asks nobody for credentials
+    # With this variable gcsfs looks for no credentials.
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
     monkeypatch.setenv("no_proxy", "*")
     yield server
     server.close()

@@ -1,4 +1,4 @@
-"""`.bin/.idx` files are Megatron's own, byte for byte, and a damaged one is refused before it is used."""
+"""`.bin/.idx` files equal Megatron's own, byte for byte, and a damaged file is refused before it is used."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from argosy.data.corpus.indexed import IndexedReader, IndexedWriter, bin_path, dtype_for, idx_path
 from argosy.errors import ArgosyError
 
-# documents of sequences of token ids
+# Documents of sequences of token ids.
 DOCUMENTS = st.lists(
     st.lists(st.lists(st.integers(0, 65000), min_size=1, max_size=9), min_size=1, max_size=3), min_size=1, max_size=12
 )

@@ -1,4 +1,4 @@
-"""`inspect`: the figures are those of the files, what is sampled says so, and text of strangers cannot drive a terminal."""
+"""`inspect`: figures match the files, sampled figures say so, and untrusted text cannot control a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Document masks: what a loop over the tokens finds, and what Megatron computes."""
+"""Document masks equal those of a loop over the tokens, and those of Megatron."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROWS = st.tuples(st.integers(1, 4), st.integers(1, 30)).flatmap(
 
 
 def naive(rows: npt.NDArray[np.int64]) -> tuple[list[list[int]], list[list[int]], list[int]]:
-    """(document ids, positions, bounds), one token after another."""
+    """Compute (document ids, positions, bounds) token by token."""
     ids: list[list[int]] = []
     positions: list[list[int]] = []
     bounds, at = [], 0
@@ -42,11 +42,15 @@ def naive(rows: npt.NDArray[np.int64]) -> tuple[list[list[int]], list[list[int]]
 
 
 @given(ROWS)
-@example([[1, 2, 3]])  # no EOD
-@example([[0, 1, 2, 0]])  # first and last
-@example([[1, 0, 0, 0, 2]])  # adjacent
+# No EOD.
+@example([[1, 2, 3]])
+# EOD first and last.
+@example([[0, 1, 2, 0]])
+# Adjacent EODs.
+@example([[1, 0, 0, 0, 2]])
 @example([[0]])
-@example([[1, 0], [2, 3]])  # an EOD at the end of a row does not reach into the next
+# An EOD at the end of a row does not affect the next row.
+@example([[1, 0], [2, 3]])
 def test_documents_are_those_that_a_loop_finds(given_rows: list[list[int]]) -> None:
     rows = np.array(given_rows, np.int64)
     ids, positions, bounds = naive(rows)
@@ -57,7 +61,8 @@ def test_documents_are_those_that_a_loop_finds(given_rows: list[list[int]]) -> N
 
 @given(ROWS)
 def test_a_row_alone_is_as_in_its_batch(given_rows: list[list[int]]) -> None:
-    rows = np.array(given_rows, np.uint16)  # as it lies on disk
+    # The dtype on disk.
+    rows = np.array(given_rows, np.uint16)
     for find in (document_ids, restarting_positions):
         assert np.array_equal(find(rows, EOD), np.stack([find(row, EOD) for row in rows]))
         assert np.array_equal(find(rows[None], EOD)[0], find(rows, EOD))
@@ -79,7 +84,8 @@ def test_loss_positions_and_attention_are_megatrons(given_row: list[int]) -> Non
     assert np.array_equal(masked[masked != IGNORED], labels[masked != IGNORED])
     ids = document_ids(tokens, EOD)
     ours = np.tril(ids[:, None] == ids[None, :])
-    assert np.array_equal(~ours, attention[0].numpy())  # Megatron's mask is True where attention is barred
+    # Megatron's mask is True where attention is blocked.
+    assert np.array_equal(~ours, attention[0].numpy())
 
 
 def test_the_eod_is_still_predicted() -> None:

@@ -1,6 +1,6 @@
 """`order: megatron` gives the samples of megatron-core's own GPTDataset and BlendedDataset, one by one.
 
-Every token of these corpora is different, so two samples with equal tokens were cut from the same place.
+Every token of these corpora is different, so two samples with equal tokens come from the same place.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from argosy.data.samples.megatron_blend import MegatronBlend, plan_blend
 from argosy.data.samples.megatron_order import MegatronSamples, split_ranges
 from argosy.errors import ArgosyError
 
-__all__ = ["megatron_blends_as_on_x86"]  # a fixture for all tests here
+# A fixture for all tests here.
+__all__ = ["megatron_blends_as_on_x86"]
 SEEDS = st.integers(0, 2**32 - 1)
 SEQ_LENS = st.integers(2, 20)
 SPLITS = st.sampled_from(["98,2,0", "70,20,10", "100,0,0", "969,30,1", "1,1,1", "33.3,33.3,33.3"])
@@ -37,7 +38,7 @@ WEIGHTS = st.lists(st.floats(-3, 3).map(lambda power: 10**power), min_size=1, ma
 
 
 class NoTokenizer:
-    """What GPTDataset asks of a tokenizer, with ids that no corpus here holds."""
+    """The attributes of a tokenizer that GPTDataset needs, with ids that no corpus here holds."""
 
     vocab_size = None
     eod = eos = -2
@@ -46,8 +47,10 @@ class NoTokenizer:
 
 
 def write(prefix: Path, lengths: Sequence[int], first: int = 0) -> IndexedReader:
-    """One sequence of each length; tokens count up from `first`. The writer leaves empty ones out, so the index of a
-    corpus that has any is written here, as older tools did."""
+    """Write one sequence of each length, with tokens counted up from `first`.
+
+    The writer leaves empty sequences out, so the index of a corpus that has any is written here, as older tools did.
+    """
     writer = IndexedWriter(prefix, dtype_for(10**6))
     for length in lengths:
         writer.add_document([np.arange(first, first + length)])
@@ -78,7 +81,7 @@ def config(seq_len: int, seed: int, blend: Any, split: str, extra_token: bool = 
 
 
 def gpt_dataset(prefix: Path, settings: GPTDatasetConfig, split: Split, num_samples: int | None) -> GPTDataset:
-    """As Megatron's builder makes it, but for one split only: an empty other one would hang or abort it."""
+    """Build one split as Megatron's builder does. Another split that is empty would make the builder hang or abort."""
     low_level = GPTDataset.build_low_level_dataset(str(prefix), settings)
     share = settings.split_matrix[split.value] or (0.0, 0.0)
     first, last = (round(bound * float(GPTDataset.numel_low_level_dataset(low_level))) for bound in share)
@@ -87,7 +90,7 @@ def gpt_dataset(prefix: Path, settings: GPTDatasetConfig, split: Split, num_samp
 
 
 def read(reader: IndexedReader, first: int, samples: MegatronSamples, index: int) -> list[int]:
-    """The tokens of a sample, from the pieces that the split beginning at sequence `first` says."""
+    """Read the tokens of a sample by its pieces. The split begins at sequence `first`."""
     pieces = samples.pieces(index)
     assert all(count > 0 for _, _, count in pieces)
     return [int(t) for number, at, count in pieces for t in reader.sequence(first + number)[at : at + count]]
@@ -105,17 +108,22 @@ LENGTHS = st.one_of(
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(LENGTHS, SEQ_LENS, SEEDS, SPLITS, st.sampled_from(list(Split)), st.floats(0, 6) | st.none(), st.booleans())
-@example([300], 8, 1, "100,0,0", Split.train, None, True)  # one document longer than many samples
-@example([1] * 50, 7, 1, "100,0,0", Split.train, 2.5, True)  # many documents in each sample
+# One document is longer than many samples.
+@example([300], 8, 1, "100,0,0", Split.train, None, True)
+# Each sample holds many documents.
+@example([1] * 50, 7, 1, "100,0,0", Split.train, 2.5, True)
 @example([0, 0, 5, 0, 3, 0], 4, 1, "100,0,0", Split.train, 3.0, True)
-@example([3], 20, 1, "100,0,0", Split.train, 4.0, True)  # one sample takes several epochs
-@example([4] * 10, 4, 1, "100,0,0", Split.train, 1.5, False)  # every cut falls between two documents
+# One sample takes several epochs.
+@example([3], 20, 1, "100,0,0", Split.train, 4.0, True)
+# Every cut falls between two documents.
+@example([4] * 10, 4, 1, "100,0,0", Split.train, 1.5, False)
 def test_samples_are_those_of_gpt_dataset(
     lengths: list[int], seq_len: int, seed: int, shares: str, split: Split, epochs: float | None, extra: bool
 ) -> None:
     first, last = split_ranges([float(s) for s in shares.split(",")], len(lengths))[split.value]
     tokens = sum(lengths[first:last])
-    assume(tokens > 1)  # Megatron hangs or aborts
+    # Megatron hangs or aborts.
+    assume(tokens > 1)
     num_samples = None if epochs is None else math.ceil(epochs * tokens / seq_len)
     with tempfile.TemporaryDirectory() as directory:
         prefix = Path(directory) / "corpus"
@@ -147,7 +155,7 @@ def test_a_corpus_of_many_blocks_of_documents(tmp_path: Path, num_samples: int |
 
 
 def test_a_known_order_stays() -> None:
-    """Recorded from megatron-core 0.16.1, so that a change of both numpy and Megatron would show."""
+    """The order recorded from megatron-core 0.16.1, so that a change in both numpy and Megatron would be detected."""
     samples = MegatronSamples(np.array([7, 5, 9, 2], np.int32), seq_len=6, num_samples=5, seed=1234)
     assert [samples.pieces(i) for i in range(len(samples))] == [
         [(0, 0, 7)],
@@ -162,7 +170,8 @@ def test_a_known_order_stays() -> None:
 
 @settings(max_examples=300)
 @given(st.lists(st.floats(0, 1000), min_size=1, max_size=3), st.integers(0, 10**9))
-@example([98, 2, 0], 25)  # 24.5 rounds to even
+# 24.5 rounds to even.
+@example([98, 2, 0], 25)
 @example([0.1, 0.2, 0.7], 10)
 def test_splits_are_cut_where_megatron_cuts(shares: list[float], sequences: int) -> None:
     assume(sum(shares) > 1e-3)
@@ -186,7 +195,7 @@ KINDS = st.sampled_from(["by weight", "by size", "every sample once"])
 def test_blends_are_those_of_megatrons_builder(
     sets: list[tuple[list[int], float]], seq_len: int, seed: int, shares: str, asked: int, kind: str
 ) -> None:
-    """The sizes of the sets and of the blend, the order and the tokens; and refused where Megatron refuses."""
+    """The sizes of sets and blend, the order and the tokens equal Megatron's; what Megatron refuses is refused."""
     weights = [weight for _, weight in sets] if kind == "by weight" else None
     size = None if kind == "every sample once" else asked
     with tempfile.TemporaryDirectory() as directory:
@@ -201,7 +210,8 @@ def test_blends_are_those_of_megatrons_builder(
         ours = {split: blend_of([part[split] for part in parts], weights, size, seq_len, seed) for split in present}
         try:
             theirs = builder.build()
-        except IndexError:  # its margin was too small for a blend of so few samples
+        # Megatron's margin was too small for a blend of so few samples.
+        except IndexError:
             assert any(refused(blend, samples) for blend, samples in ours.values())
             return
         assert [split for split in range(3) if theirs[split] is not None] == present
@@ -217,7 +227,7 @@ def test_blends_are_those_of_megatrons_builder(
 def blend_of(
     parts: list[Any], weights: list[float] | None, size: int | None, seq_len: int, seed: int
 ) -> tuple[MegatronBlend, list[MegatronSamples]]:
-    """What a caller does with the lengths of one split of each set."""
+    """Build the blend from the lengths of one split of each set, as a caller would."""
     if weights is not None and size is not None:
         plan = plan_blend(weights, size)
         samples = [
@@ -239,7 +249,7 @@ def refused(blend: MegatronBlend, samples: list[MegatronSamples]) -> bool:
 
 
 def greedy(weights: Sequence[float], size: int) -> tuple[Any, Any]:
-    """Megatron's blend, by its own compiled code where that does not fuse."""
+    """Return Megatron's blend, from its own compiled code if that does not fuse."""
     sets, local = np.zeros(size, np.int16), np.zeros(size, np.int64)
     helpers.build_blending_indices(sets, local, np.array(weights), len(weights), size, False)
     return sets, local
@@ -247,14 +257,16 @@ def greedy(weights: Sequence[float], size: int) -> tuple[Any, Any]:
 
 @settings(max_examples=30, deadline=None)
 @given(WEIGHTS, st.integers(1, 200_000), st.integers(0, 200_000))
-@example([1.0, 1.0, 1.0, 1.0], 70_000, 0)  # equal errors: the first set wins
+# With equal errors the first set is drawn.
+@example([1.0, 1.0, 1.0, 1.0], 70_000, 0)
 @example([1.0, 2.0, 1.0], 70_000, 65_000)
 @example([1e-3, 1e3, 1e-3], 150_000, 60_000)
 @example([1.0], 10, 0)
 def test_a_blend_follows_megatrons_greedy_rule(weights: list[float], size: int, start: int) -> None:
     blend, start = MegatronBlend(weights, size), start % size
     sets, local = greedy(blend.weights.tolist(), size)
-    found = blend.locate(np.arange(start, size))  # not from the beginning: checkpoints are reached first
+    # Start in the middle: checkpoints must be computed first.
+    found = blend.locate(np.arange(start, size))
     assert np.array_equal(found[0], sets[start:])
     assert np.array_equal(found[1], local[start:])
     assert blend.counts(size).tolist() == np.bincount(sets, minlength=len(weights)).tolist()
@@ -288,8 +300,10 @@ def test_without_a_size_each_sample_comes_exactly_once(sizes: list[int], random:
     ],
 )
 def test_a_blend_far_from_its_beginning(sets: int, size: int, digest: str) -> None:
-    """Past the number of lanes walked at once, and with sets that give one sample in six millions. Recorded from megatron-core
-    0.16.1's helper on x86."""
+    """The blend beyond the number of parallel lanes, with sets that give one sample in six million.
+
+    Recorded from megatron-core 0.16.1's helper on x86.
+    """
     blend = MegatronBlend((np.random.default_rng(sets).integers(1, 1000, sets) ** 2).astype(float).tolist(), size)
     found = hashlib.sha256()
     for start in (size - 1000, 0, size // 2):
@@ -299,7 +313,7 @@ def test_a_blend_far_from_its_beginning(sets: int, size: int, digest: str) -> No
 
 
 def test_ties_are_broken_as_on_x86_on_every_machine() -> None:
-    """Recorded from megatron-core 0.16.1's helper on x86. Fused, 396 of the 1,000 come from another set."""
+    """The order recorded from megatron-core 0.16.1's helper on x86. With a fused multiply-add, 396 of the 1,000 samples differ."""
     sets, _ = MegatronBlend(TIES, 1000).locate(np.arange(1000))
     assert sets[:24].tolist() == [3, 2, 1, 0, 3, 2, 3, 1, 2, 3, 0, 3, 2, 1, 3, 2, 3, 1, 2, 3, 0, 3, 2, 1]
     expected = "71891fceb95382cd107c3f0d7cfa469c11fcb7ef1e6c3beff9344eaf3a3eeedc"
@@ -386,12 +400,14 @@ class TestCache:
         assert self.samples(tmp_path / "new" / "cache") == plain
         monkeypatch.delattr(np.random, "RandomState")
         assert self.samples(tmp_path / "new" / "cache") == plain
-        file = np.load(next((tmp_path / "new" / "cache").iterdir()), allow_pickle=False)  # a plain .npy of bytes
+        # A plain .npy of bytes.
+        file = np.load(next((tmp_path / "new" / "cache").iterdir()), allow_pickle=False)
         assert (file.dtype, file.ndim) == (np.uint8, 1)
 
     def test_whatever_changes_the_samples_has_a_file_of_its_own(self, tmp_path: Path) -> None:
         other = self.lengths.copy()
-        other[[3, 4]] = other[[4, 3]]  # as many sequences and tokens, another content
+        # The same number of sequences and tokens, but other content.
+        other[[3, 4]] = other[[4, 3]]
         changes: list[dict[str, Any]] = [
             {}, {"lengths": other}, {"lengths": self.lengths[1:]}, {"seq_len": 17}, {"seed": 6}, {"num_samples": 9000},
             {"extra_token": False},
@@ -410,7 +426,8 @@ class TestCache:
         bad.append(whole[:-32] + bytes(32))
         bad.append(pickle.dumps({"never": "loaded"}))
         self.samples(tmp_path, seed=6)
-        bad.append(next(p for p in tmp_path.iterdir() if p != path).read_bytes())  # sound, but of another seed
+        # A valid file, but of another seed.
+        bad.append(next(p for p in tmp_path.iterdir() if p != path).read_bytes())
         for content in bad:
             path.write_bytes(content)
             assert self.samples(tmp_path) == plain

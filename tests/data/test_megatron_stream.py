@@ -1,4 +1,4 @@
-"""`data.order: megatron` trains on the very samples Megatron-core would, blends and shards included."""
+"""`data.order: megatron` trains on exactly the samples of Megatron-core, including blends and shards."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from argosy.errors import ArgosyError
 from argosy.measure.dry_run import dry_run
 from argosy.train.run import TrainOptions, train
 
-__all__ = ["megatron_blends_as_on_x86"]  # a fixture for all tests here
+# A fixture for all tests here.
+__all__ = ["megatron_blends_as_on_x86"]
 
 
 class Tokenizer:
@@ -33,7 +34,7 @@ class Tokenizer:
 
 
 def write(prefix: Path, seed: int, documents: int = 60, sequences: int = 1) -> IndexedReader:
-    """Documents of up to so many sequences."""
+    """Write documents of up to `sequences` sequences."""
     rng = np.random.default_rng(seed)
     writer = IndexedWriter(prefix, dtype_for(500))
     for length in rng.integers(1, 90, documents):
@@ -46,7 +47,7 @@ def write(prefix: Path, seed: int, documents: int = 60, sequences: int = 1) -> I
 def megatron(
     prefixes: list[Path], weights: list[float] | None, size: int | None, seed: int, split: int = 0
 ) -> list[np.ndarray]:
-    """The samples of a split; without a size, one epoch of them."""
+    """Build Megatron's samples of a split; without a size, one epoch."""
     sizes: list[int | None] = [0, 0, 0]
     sizes[split] = size
     config = GPTDatasetConfig(
@@ -72,7 +73,7 @@ def test_samples_equal_megatrons(tmp_path: Path, weights: list[float] | None, si
 
 @pytest.mark.parametrize("weights", [[0.3, 0.7], None])
 def test_samples_past_the_end_are_those_of_the_beginning(tmp_path: Path, weights: list[float] | None) -> None:
-    """A run that was rewound passes over samples, and takes as many more than Megatron made."""
+    """A run that was rewound skips samples, and needs as many more than Megatron built."""
     prefixes = [tmp_path / "a", tmp_path / "b"] if weights else [tmp_path / "a"]
     corpora = [Corpus(p, [write(p, i)], None) for i, p in enumerate(prefixes)]
     stream = MegatronStream(corpora, (90, 10, 0), weights, seq_len=32, num_samples=20, seed=7, maker=BatchMaker(500))
@@ -83,7 +84,7 @@ def test_samples_past_the_end_are_those_of_the_beginning(tmp_path: Path, weights
 
 @pytest.mark.parametrize("sequences", [1, 4])
 def test_an_evaluation_reads_megatrons_validation_samples(tmp_path: Path, sequences: int) -> None:
-    """One epoch of the validation split: of a source alone, and of all of them blended."""
+    """One epoch of the validation split, of one source alone and of all sources blended."""
     prefixes = [tmp_path / "a", tmp_path / "b"]
     corpora = [Corpus(p, [write(p, i, sequences=sequences)], None) for i, p in enumerate(prefixes)]
     for chosen in ([0], [1], [0, 1]):
@@ -109,7 +110,8 @@ BLENDS = st.lists(
 
 @settings(max_examples=40, deadline=None)
 @given(BLENDS, st.booleans(), st.integers(1, 9), st.integers(1, 40), st.integers(2, 12))
-@example([([5] * 8, 1.0), ([7] * 8, 1.0)], False, 4, 40, 4)  # longer than an epoch, without weights
+# Longer than an epoch, without weights.
+@example([([5] * 8, 1.0), ([7] * 8, 1.0)], False, 4, 40, 4)
 def test_every_sample_of_a_run_can_be_read_or_it_is_refused_at_the_start(
     sets: list[tuple[list[int], float]], weighted: bool, batch: int, steps: int, seq_len: int
 ) -> None:
@@ -132,7 +134,7 @@ def test_every_sample_of_a_run_can_be_read_or_it_is_refused_at_the_start(
         try:
             stream = MegatronStream(corpora, (90, 10, 0), weights, **options)
         except ArgosyError:
-            # Megatron's margin can be too small for a blend of few samples, and is refused as Megatron refuses it.
+            # Megatron's margin can be too small for a blend of few samples. We refuse such a blend as Megatron does.
             assert weighted
             return
         for step in range(steps):
@@ -205,6 +207,6 @@ def test_an_order_that_cannot_be_kept_is_said_and_is_right_all_the_same(
     corpus = Corpus(tmp_path, [write(tmp_path / "a", 0)], None)
     options = {"seq_len": 32, "num_samples": 40, "seed": 3, "maker": BatchMaker(500)}
     kept_nowhere = MegatronStream([corpus], (90, 10, 0), None, **options, cache_dir=tmp_path / "file" / "cache")
-    assert "could not be kept" in capsys.readouterr().err
+    assert "could not be cached" in capsys.readouterr().err
     plain = MegatronStream([corpus], (90, 10, 0), None, **options)
     assert np.array_equal(kept_nowhere.batch(0, 40).tokens, plain.batch(0, 40).tokens)

@@ -1,4 +1,4 @@
-"""`merge`: the bytes are those of Megatron's own merge, and a merge that cannot be right leaves nothing behind."""
+"""`merge` gives the bytes of Megatron's own merge, and a refused merge leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from argosy.data.corpus.verify import verify
 from argosy.errors import ArgosyError
 
 A, B = [text_document("first"), [[]], [[1, 2], [3]]], [text_document("second")]
-# several pairs of documents of sequences
+# Several pairs of documents of sequences.
 PAIRS = st.lists(
     st.lists(st.lists(st.lists(st.integers(0, 65000), min_size=1, max_size=6), max_size=3), max_size=6),
     min_size=1,
@@ -43,7 +43,8 @@ def test_a_merged_pair_is_what_megatron_makes(pairs: list[list[list[list[int]]]]
 
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         patch.setattr(merge_module, "_ENTRIES", block)
-        patch.setattr(gc, "collect", lambda: 0)  # Megatron calls it for each input: 0.1 s with torch loaded
+        # Megatron calls it for each input: 0.1 s with torch loaded.
+        patch.setattr(gc, "collect", lambda: 0)
         root = Path(name)
         prefixes = [root / f"part{i}" for i in range(len(pairs))]
         for prefix, documents in zip(prefixes, pairs, strict=True):
@@ -161,7 +162,8 @@ def test_a_full_disk_is_told_and_leaves_nothing(tmp_path: Path, as_pair: bool) -
     one = write_corpus(tmp_path / "one", [[[[5] * 40_000]]])
     two = write_corpus(tmp_path / "two", [[[[5] * 60_000]]])
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # a file that grows past this fails as on a full disk
+    # A file that grows past this limit fails as on a full disk.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
         with pytest.raises(ArgosyError) as refusal:
             merge([one, two], tmp_path / "out" / "x", as_pair=as_pair)

@@ -1,4 +1,4 @@
-"""Opening a run's data refuses what would otherwise fail, or worse not fail, after hours."""
+"""Opening a run's data refuses what would otherwise fail after hours, or silently train on wrong data."""
 
 from __future__ import annotations
 

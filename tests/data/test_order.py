@@ -1,4 +1,4 @@
-"""Sample order: a bijection for every size and key, and blends that keep their shares."""
+"""Sample order: `permute` is a bijection for every size and key, and blends keep their shares."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`prepare`: every record comes out as a document or in quarantine, and the files are what the manifest says."""
+"""`prepare`: every record becomes a document or is quarantined, and the files match the manifest."""
 
 from __future__ import annotations
 
@@ -145,7 +145,8 @@ def test_too_many_bad_records_are_refused_and_leave_no_corpus(tmp_path: Path) ->
 
 def test_a_corpus_is_not_overwritten_unasked(tmp_path: Path) -> None:
     out = run(tmp_path, GOOD)
-    (out / ".parts").mkdir()  # as a kill just before the end leaves it
+    # A kill just before the end leaves this directory.
+    (out / ".parts").mkdir()
     with pytest.raises(ArgosyError) as refusal:
         run(tmp_path, GOOD * 2)
     assert refusal.value.code == "data.output-exists"
@@ -227,7 +228,7 @@ def test_what_is_passed_over_is_said(tmp_path: Path, capsys: pytest.CaptureFixtu
     for name in ("a.jsonl", "notes.md", ".hidden.jsonl"):
         (tmp_path / "in" / name).write_bytes(GOOD)
     prepare([str(tmp_path / "in")], ByteTokenizer(), tmp_path / "out", PrepareOptions())
-    assert "2 files of other kinds are passed over" in capsys.readouterr().err
+    assert "2 files of other kinds are skipped" in capsys.readouterr().err
     assert texts(tmp_path / "out") == ["hello"]
 
 
@@ -269,10 +270,11 @@ def test_a_store_that_cannot_be_listed_is_refused_whatever_its_library_raises(mo
 
 
 def test_no_corpus_is_made_among_texts(tmp_path: Path) -> None:
-    source = tmp_path / "shard-0.jsonl"  # a name that --overwrite would take for its own
+    # A name that --overwrite would take for one of its own files.
+    source = tmp_path / "shard-0.jsonl"
     source.write_bytes(GOOD)
     for options in (PrepareOptions(), PrepareOptions(overwrite=True)):
-        with pytest.raises(ArgosyError, match="a corpus needs a directory of its own"):
+        with pytest.raises(ArgosyError, match="a corpus needs its own directory"):
             prepare([str(source)], ByteTokenizer(), tmp_path, options)
     assert [path.name for path in tmp_path.iterdir()] == [source.name]
     prepare([str(tmp_path)], ByteTokenizer(), tmp_path / "corpus", PrepareOptions())

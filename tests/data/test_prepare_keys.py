@@ -1,4 +1,4 @@
-"""Several keys: a corpus for each, all of the same records in the same order."""
+"""Several keys give one corpus each, with the same records in the same order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from argosy.data.corpus.corpus import open_corpus
 from argosy.data.corpus.corpus_manifest import read_manifest
-from argosy.data.prepare import crew
+from argosy.data.prepare import part_runner
 from argosy.data.prepare import work as preparing
 from argosy.data.prepare.job import prepare
 from argosy.data.prepare.work import PrepareOptions, corpora_of
@@ -85,7 +85,7 @@ def test_shards_and_shuffling_keep_the_keys_in_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shuffle_seed: int | None
 ) -> None:
     monkeypatch.setattr(preparing, "_block_bytes", lambda files: 1 << 12)
-    monkeypatch.setattr(crew, "_INLINE_BYTES", 1 << 12)
+    monkeypatch.setattr(part_runner, "_INLINE_BYTES", 1 << 12)
     source = write(tmp_path / "x.jsonl", records(400))
     one = make(source, tmp_path / "one", KEYS, workers=1, shards=3, shuffle_seed=shuffle_seed)
     two = make(source, tmp_path / "two", KEYS, workers=2, shards=3, shuffle_seed=shuffle_seed)

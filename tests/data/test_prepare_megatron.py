@@ -1,8 +1,7 @@
-"""The pairs `prepare` writes are byte for byte those of Megatron's own preprocessing with the same options.
+"""The pairs that `prepare` writes equal those of Megatron's own preprocessing, byte for byte.
 
-Megatron's side is its builder, fed as its tool feeds it: a line is a document under each key; each sentence that has
-tokens is a sequence; the end-of-document id is added to the last sequence of a document that has one; the type of the ids
-follows from the size of the vocabulary.
+Megatron's side is its builder, fed as its tool feeds it: a line is a document under each key; each sentence with tokens is a
+sequence; the end-of-document id is added to the last sequence of a document; the vocabulary size determines the dtype.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
 
 from argosy.data.corpus.indexed import IndexedReader
-from argosy.data.prepare import crew
+from argosy.data.prepare import part_runner
 from argosy.data.prepare import work as preparing
 from argosy.data.prepare.job import prepare
 from argosy.data.prepare.work import PrepareOptions, corpora_of
@@ -28,7 +27,7 @@ from argosy.data.text.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, 
 
 
 def _tokenizer(entries: int) -> JsonTokenizer:
-    """A trained BPE, filled up to a number of entries."""
+    """Train a BPE, and pad it to a number of entries."""
     document = json.loads(train_bpe(["one word and another, and é more: 12 of them\n"] * 40, 400))
     vocabulary = document["model"]["vocab"]
     vocabulary |= {f"filler {i}": i for i in range(len(vocabulary), entries)}
@@ -82,9 +81,9 @@ def test_the_bytes_are_megatrons(
 
 
 def test_workers_and_a_fast_engine_write_megatrons_bytes_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many blocks, several files, two processes: still the bytes of one process that reads line by line."""
+    """Many blocks, several files and two processes give the bytes of one process that reads line by line."""
     monkeypatch.setattr(preparing, "_block_bytes", lambda files: 1 << 16)
-    monkeypatch.setattr(crew, "_INLINE_BYTES", 1 << 16)
+    monkeypatch.setattr(part_runner, "_INLINE_BYTES", 1 << 16)
     texts = [f"document {i}: one word and another, é {'more ' * (i % 90)}" for i in range(3000)]
     for number in range(3):
         lines = [json.dumps({"text": text}) for text in texts[number * 1000 : (number + 1) * 1000]]

@@ -1,4 +1,4 @@
-"""The bytes of a corpus do not depend on how many processes or machines made it, nor on how often they were killed."""
+"""The bytes of a corpus do not depend on the number of processes or machines, nor on how often they were killed."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ import zstandard
 
 from argosy.data.corpus.corpus import open_corpus
 from argosy.data.corpus.corpus_manifest import read_manifest
-from argosy.data.prepare import crew, work
 from argosy.data.prepare import job as preparing
+from argosy.data.prepare import part_runner, work
 from argosy.data.prepare.job import prepare
 from argosy.data.prepare.parts import PartOptions
 from argosy.data.prepare.work import PrepareOptions, Work
-from argosy.data.prepare.workers import Pool, recipe_of
+from argosy.data.prepare.workers import Pool, encoder_spec
 from argosy.data.text import engines
 from argosy.data.text.inputs import find_inputs, group_inputs
 from argosy.data.text.tokenizer import ByteTokenizer, JsonTokenizer, train_bpe
@@ -36,7 +36,7 @@ from argosy.errors import ArgosyError
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Some MB in every format, with bad records here and there."""
+    """Write some MB in every format, with bad records here and there."""
     root = tmp_path_factory.mktemp("inputs")
     rng = random.Random(0)
 
@@ -59,9 +59,9 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a few MB make many blocks."""
+    """Make blocks small, so that a few MB are many blocks."""
     monkeypatch.setattr(work, "_block_bytes", lambda files: 1 << 19)
-    monkeypatch.setattr(crew, "_INLINE_BYTES", 1 << 20)
+    monkeypatch.setattr(part_runner, "_INLINE_BYTES", 1 << 20)
 
 
 def content(directory: Path) -> dict[str, bytes]:
@@ -98,7 +98,7 @@ def test_machines_do_not_change_the_bytes_and_the_last_one_writes_the_manifest(
 
 def test_machines_that_are_last_together_both_have_the_corpus(inputs: list[str], tmp_path: Path) -> None:
     jobs = [
-        preparing.Job(
+        preparing.PrepareJob(
             Work(
                 find_inputs(inputs),
                 ByteTokenizer(),
@@ -109,12 +109,11 @@ def test_machines_that_are_last_together_both_have_the_corpus(inputs: list[str],
         for machine in (0, 1)
     ]
     for job in jobs:
-        with job.crew:
+        with job.runner:
             job.claim()
             job.make_shards()
-    first, second = (
-        preparing.finish(job.work) for job in jobs
-    )  # each found all shards; the first cleared the parts away
+    # Both find all shards; the first one removes the parts.
+    first, second = (preparing.finish(job.work) for job in jobs)
     assert first is not None
     assert first == second
     assert content(tmp_path / "shared") == make(inputs, tmp_path / "alone", workers=1, shards=2)
@@ -168,13 +167,13 @@ def test_every_worker_proves_its_engine(inputs: list[str], tmp_path: Path) -> No
     other = JsonTokenizer(train_bpe(["another text, so other ids"] * 9, 300), "t")
     options = PartOptions(("text",), True, False, 1 << 19)
     groups = group_inputs(find_inputs(inputs), text_lines=False)
-    recipe = recipe_of(tokenizer, "fastokens", eod=None)
+    spec = encoder_spec(tokenizer, "fastokens", eod=None)
     for reference, content, fault in (
-        (tokenizer, recipe.content, None),
-        (other, recipe.content, "differs from the reference on"),
+        (tokenizer, spec.content, None),
+        (other, spec.content, "differs from the reference on"),
         (tokenizer, b"{}", "cannot load this tokenizer"),
     ):
-        pool = Pool(2, tmp_path, replace(recipe, content=content), options, sampled=groups)
+        pool = Pool(2, tmp_path, replace(spec, content=content), options, sampled=groups)
         try:
             with contextlib.nullcontext() if fault is None else pytest.raises(engines.EngineFault, match=fault):
                 pool.prove(reference)
@@ -194,19 +193,21 @@ def test_an_unfinished_job_with_other_options_is_not_mixed_with_this_one(inputs:
 COMMAND = """
 import sys
 from pathlib import Path
-from argosy.data.prepare import crew, work
+from argosy.data.prepare import part_runner, work
 from argosy.data.prepare.job import prepare
 from argosy.data.text.tokenizer import ByteTokenizer
 work._block_bytes = lambda files: 1 << 19
-crew._INLINE_BYTES = 1 << 20
+part_runner._INLINE_BYTES = 1 << 20
 if __name__ == "__main__":
     prepare(sys.argv[2:], ByteTokenizer(), Path(sys.argv[1]), work.PrepareOptions(workers=2, shards=2))
 """
 
 
 def kill_and_finish(inputs: list[str], root: Path, kills: int) -> None:
-    """Kill the job at random moments, each time starting it again, and over again once it was done: whenever it is done,
-    its bytes are those of a job left alone. Only kills that found it at work are counted."""
+    """Kill the job at random moments and start it again. Whenever it finishes, its bytes equal those of an undisturbed job.
+
+    Only kills that hit a running job are counted.
+    """
     script, rng = root / "script.py", random.Random(0)
     script.write_text(COMMAND)
     command = [sys.executable, str(script)]
@@ -225,7 +226,8 @@ def kill_and_finish(inputs: list[str], root: Path, kills: int) -> None:
         if not kills and not (output / "manifest.json").exists():
             subprocess.run([*command, str(output), *inputs], check=True)
         if (output / "manifest.json").exists():
-            shutil.rmtree(output / ".parts", ignore_errors=True)  # a kill may leave it behind a manifest
+            # A kill may leave it behind a finished corpus.
+            shutil.rmtree(output / ".parts", ignore_errors=True)
             assert content(output) == expected
             done += 1
 
@@ -242,24 +244,22 @@ def test_killed_fifty_times_the_bytes_are_the_same(inputs: list[str], tmp_path: 
 
 def test_what_killed_processes_left_of_a_machines_parts_is_cleared_away(inputs: list[str], tmp_path: Path) -> None:
     options = PrepareOptions(workers=1, shards=2, machine=1, machines=2)
-    job = preparing.Job(Work(find_inputs(inputs), ByteTokenizer(), tmp_path, options))
+    job = preparing.PrepareJob(Work(find_inputs(inputs), ByteTokenizer(), tmp_path, options))
     job.claim()
     names = [f"{group:05d}-{block:06d}.0.bin.0123ab.partial" for group in (0, 1) for block in (0, 1)]
     for name in names:
         (job.work.parts / name).touch()
     job.release()
     job.claim()
-    assert {path.name for path in job.work.parts.glob("*.partial")} == {
-        names[0],
-        names[3],
-    }  # of the other machine's shard
+    # Those of the other machine's shard stay.
+    assert {path.name for path in job.work.parts.glob("*.partial")} == {names[0], names[3]}
     job.release()
 
 
 def test_started_twice_at_once_one_makes_the_corpus_and_the_other_waits_for_it(
     inputs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two starts, the second comes while the first is at work."""
+    """The second of two processes starts while the first is at work."""
     script, output = tmp_path / "script.py", tmp_path / "out"
     script.write_text(COMMAND)
     command = [sys.executable, str(script), str(output), *inputs]

@@ -1,4 +1,4 @@
-"""Remote inputs give the corpus that local ones give, for every format, from real servers, and refuse with what to do."""
+"""Remote inputs give the same corpus as local ones, for every format, from real servers; refusals say what to do."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from web_server import WebServer, web_server
 
 from argosy.cli.app import app
 from argosy.data.corpus.corpus_manifest import read_manifest
-from argosy.data.prepare import crew, work
+from argosy.data.prepare import part_runner, work
 from argosy.data.prepare.job import prepare
 from argosy.data.prepare.work import PrepareOptions
 from argosy.data.remote import remote_inputs, web_inputs
@@ -38,7 +38,7 @@ from argosy.errors import ArgosyError
 
 @pytest.fixture(scope="module")
 def raw(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file of every format, some in several blocks."""
+    """Write a file of every format, some of several blocks."""
     root, dice = tmp_path_factory.mktemp("remote") / "raw", random.Random(0)
     root.mkdir()
 
@@ -59,7 +59,7 @@ def raw(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _surroundings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Small blocks, short patience, no proxy, and no store that was opened for another test."""
+    """Set small blocks and short timeouts, remove proxies, and close the stores of other tests."""
     monkeypatch.setattr(work, "_block_bytes", lambda files: 1 << 12)
     impatient = Web(HASTE)
     monkeypatch.setattr(web_inputs, "web", lambda: impatient)
@@ -70,7 +70,7 @@ def _surroundings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def make(names: list[str], output: Path, **options: Any) -> dict[str, bytes]:
-    """The shards of a corpus."""
+    """Prepare a corpus and return its shards."""
     assert prepare(names, ByteTokenizer(), output, PrepareOptions(**{"workers": 1, **options})) is not None
     return {path.name: path.read_bytes() for path in output.iterdir() if path.name.startswith("shard-")}
 
@@ -93,7 +93,7 @@ def refused(action: Callable[[], object]) -> ArgosyError:
 
 @pytest.fixture(scope="module")
 def s3(raw: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A bucket of a moto server with the files of `raw` below `raw/`."""
+    """Serve the files of `raw` below `raw/` in a bucket of a moto server."""
     s3fs = pytest.importorskip("s3fs", reason="pip install s3fs")
     pytest.importorskip("moto", reason="pip install 'moto[server]'")
     with moto(tmp_path_factory.mktemp("moto")) as port, pytest.MonkeyPatch.context() as patch:
@@ -124,7 +124,8 @@ def google(raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     shutil.copytree(raw, tmp_path / "buckets" / "ours" / "raw")
     server = FaultyServer(from_buckets(tmp_path / "buckets"))
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
-    monkeypatch.setenv("NO_GCE_CHECK", "true")  # else each request looks for credentials of the machine
+    # Otherwise each request looks for credentials of the machine.
+    monkeypatch.setenv("NO_GCE_CHECK", "true")
     yield server
     server.close()
 
@@ -143,7 +144,7 @@ def test_s3_inputs_of_every_format_give_the_local_corpus(
 def test_s3_inputs_are_read_by_worker_processes(
     s3: Any, expected: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(crew, "_INLINE_BYTES", 0)
+    monkeypatch.setattr(part_runner, "_INLINE_BYTES", 0)
     assert make(["s3://bucket/raw"], tmp_path / "corpus", workers=2) == expected
 
 
@@ -258,7 +259,7 @@ SERVERS: dict[str, dict[str, Any]] = {
 
 
 def urls(server: WebServer, raw: Path, *, encoded: bool = False) -> list[str]:
-    """`encoded`: without the .gz files, for which such servers mean the file itself by it."""
+    """Return the URLs of the files. `encoded` leaves out .gz files, whose Content-Encoding servers take for the file itself."""
     return [f"{server.url}/{path.name}" for path in sorted(raw.iterdir()) if not (encoded and path.suffix == ".gz")]
 
 
@@ -276,7 +277,7 @@ def test_web_inputs_of_every_format_give_the_local_corpus(raw: Path, tmp_path: P
 def test_web_inputs_are_read_by_worker_processes(
     raw: Path, expected: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranges: bool
 ) -> None:
-    monkeypatch.setattr(crew, "_INLINE_BYTES", 0)
+    monkeypatch.setattr(part_runner, "_INLINE_BYTES", 0)
     with web_server(raw, ranges=ranges) as server:
         assert make(urls(server, raw), tmp_path / "corpus", workers=2) == expected
         whole = [path for _, path in server.asked]

@@ -1,4 +1,4 @@
-"""Samples: every token is predicted once an epoch, in an order that only the seed and the index decide."""
+"""Samples: every token is predicted once per epoch, in an order that only the seed and the index determine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WHOLE = (1.0, 0.0, 0.0)
 
 
 def make(prefix: Path, lengths: list[int], first: int = 0) -> IndexedReader:
-    """Documents of the given lengths whose tokens count up from `first`."""
+    """Write documents of the given lengths whose tokens count up from `first`."""
     writer = IndexedWriter(prefix, dtype_for(10**6))
     for length in lengths:
         writer.add_document([np.arange(first, first + length)])
@@ -35,13 +35,15 @@ def stream_of(*corpora: Corpus, seq_len: int = 4, seed: int = 1, weights: list[f
 
 
 def test_each_epoch_predicts_every_token_once(tmp_path: Path) -> None:
-    corpus = Corpus(tmp_path, [make(tmp_path / "a", [7, 5, 9])], None)  # 21 tokens: 5 windows of 4
+    # 21 tokens are 5 windows of 4.
+    corpus = Corpus(tmp_path, [make(tmp_path / "a", [7, 5, 9])], None)
     stream = stream_of(corpus)
     assert stream.epoch_samples == 5
     for epoch in range(3):
         labels = stream.batch(5 * epoch, 5).labels
         assert sorted(labels.ravel()) == list(range(1, 21))
-    assert not np.array_equal(stream.batch(0, 5).tokens, stream.batch(5, 5).tokens)  # another order next time
+    # The next epoch has another order.
+    assert not np.array_equal(stream.batch(0, 5).tokens, stream.batch(5, 5).tokens)
 
 
 def test_labels_are_the_tokens_one_to_the_right(tmp_path: Path) -> None:
@@ -73,9 +75,8 @@ def test_blends_follow_their_weights(tmp_path: Path) -> None:
     tokens = stream_of(a, b, weights=[3, 1]).batch(0, 80).tokens
     assert (tokens[:, 0] >= 1000).sum() == 20
     by_size = stream_of(a, Corpus(tmp_path, [make(tmp_path / "c", [101], first=1000)], None))
-    assert (
-        by_size.batch(0, by_size.epoch_samples).tokens[:, 0] >= 1000
-    ).sum() == 25  # each seen once: 100 + 25 windows
+    # Each of the 100 + 25 windows is seen once.
+    assert (by_size.batch(0, by_size.epoch_samples).tokens[:, 0] >= 1000).sum() == 25
 
 
 def test_splits_cut_by_document_and_do_not_overlap(tmp_path: Path) -> None:
@@ -116,7 +117,7 @@ def test_the_loader_places_each_batch_in_its_own_thread(tmp_path: Path) -> None:
 
 
 def test_a_read_that_hangs_does_not_hold_up_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader_module, "_FAREWELL_S", 0.2)
+    monkeypatch.setattr(loader_module, "_JOIN_TIMEOUT_S", 0.2)
     stream = stream_of(Corpus(tmp_path, [make(tmp_path / "a", [500])], None))
     hang = threading.Event()
 

@@ -1,4 +1,4 @@
-"""A corpus in object storage gives the same samples as on disk, through a cache that is shared, small, shot at or spoilt."""
+"""A corpus in object storage gives the same samples as on disk, through a cache that is shared, small, killed or corrupted."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from argosy.data.loader import Loader
 from argosy.data.remote import cache as cache_module
 from argosy.data.remote import shard_reader as reader_module
 from argosy.data.remote.ahead import ReadAhead
-from argosy.data.remote.cache import SEAL, BlockCache
+from argosy.data.remote.cache import CHECKSUM_BYTES, BlockCache
 from argosy.data.remote.shared_files import unlink
 from argosy.data.remote.stream import BLOCK_PART, BLOCK_WHOLE, open_streamed
 from argosy.errors import ArgosyError
@@ -54,7 +54,8 @@ pytest.importorskip("aiohttp", reason="pip install 'argosy[remote]'")
 
 SHARDS = 3
 INDEX_BYTES = SHARDS * (34 + 12 * 40 + 8 * 41)
-SMALL = INDEX_BYTES + 12 * (BLOCK + SEAL)  # of about 60 blocks
+# Room for 12 of about 60 blocks.
+SMALL = INDEX_BYTES + 12 * (BLOCK + CHECKSUM_BYTES)
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +67,7 @@ def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three shards of 40 documents, about 80 kB each, of random tokens."""
+    """Write three shards of 40 documents, about 80 kB each, of random tokens."""
     rng = np.random.default_rng(5)
 
     def document() -> list[list[int]]:
@@ -89,12 +90,13 @@ def block_files(cache: Path) -> list[Path]:
 
 
 def bytes_in(cache: Path) -> int:
-    """At one moment: those who still fetch ahead write and evict under this lock."""
+    """Return the bytes in the cache, under the lock that prefetch threads hold while they write and evict."""
     held = 0
     with (cache / "argosy-usage").open("ab") as usage:
         fcntl.flock(usage, fcntl.LOCK_EX)
         for path in (*cache.glob("argosy-*/*.idx"), *cache.glob("argosy-*/blocks/*/*")):
-            with contextlib.suppress(FileNotFoundError):  # a partial one that was given up
+            # A partial file that was abandoned.
+            with contextlib.suppress(FileNotFoundError):
                 held += path.stat().st_size
     return held
 
@@ -105,7 +107,7 @@ def refusal_of(action: Callable[[], Any]) -> ArgosyError:
     return refusal.value
 
 
-# The same samples, wherever the corpus lies
+# The same samples, wherever the corpus is stored.
 
 
 @pytest.mark.parametrize("limit", [None, SMALL])
@@ -210,12 +212,13 @@ def test_azure_with_faults_gives_the_local_batches(
         proxy.close()
 
 
-# What the store may do
+# Faults of the store.
 
 
 def test_every_kind_of_fault_is_ridden_out(local: Path, server: FaultyServer, tmp_path: Path) -> None:
     server.at_random(0.3, seed=2)
-    store = patient(f"{server.url}/corpus", attempt_s=30)  # no answer comes so late that it is asked for twice
+    # Longer than any response takes, so that nothing is requested twice.
+    store = patient(f"{server.url}/corpus", attempt_s=30)
     corpus = open_streamed(store.url, tmp_path / "cache", block_bytes=BLOCK, store=store)
     assert batches(corpus, announce=200) == batches(open_corpus(local))
     assert set(server.faults) == set(FAULTS)
@@ -235,11 +238,12 @@ def test_retry_after_is_honoured(server: FaultyServer) -> None:
 
 @pytest.mark.parametrize("fault", ["500", "hang", "truncate", "short", "long", "reset", "429"])
 def test_patience_ends_with_the_object_and_the_last_error(server: FaultyServer, fault: str) -> None:
-    store = patient(f"{server.url}/corpus", patience_s=0.5, attempt_s=0.3)
+    store = patient(f"{server.url}/corpus", retry_timeout_s=0.5, attempt_s=0.3)
     server.fault = lambda path: fault
     began = time.monotonic()
     refusal = refusal_of(lambda: store.read("shard-00000.bin", 0, 100))
-    assert time.monotonic() - began < 30  # the usual patience is many times that
+    # The default retry timeout is many times that.
+    assert time.monotonic() - began < 30
     assert refusal.code == "data.fetch-failed"
     assert f"{server.url}/corpus/shard-00000.bin" in refusal.cause
     assert "the last error was: " in refusal.cause
@@ -273,7 +277,8 @@ def test_missing_s3_credentials_are_refused_at_once(monkeypatch: pytest.MonkeyPa
     refusal = refusal_of(lambda: open_streamed("s3://bucket/corpus", tmp_path / "cache"))
     assert refusal.code == "data.fetch-failed"
     assert "credentials" in refusal.fix
-    assert time.monotonic() - began < 60  # the usual patience is many times that
+    # The default retry timeout is many times that.
+    assert time.monotonic() - began < 60
 
 
 def test_an_object_replaced_while_in_use_is_refused(local: Path, tmp_path: Path) -> None:
@@ -282,7 +287,8 @@ def test_an_object_replaced_while_in_use_is_refused(local: Path, tmp_path: Path)
     corpus = open_streamed(f"{server.url}/corpus", tmp_path / "cache", block_bytes=BLOCK)
     corpus.read(0, 10)
     (copy / "shard-00000.bin").write_bytes((copy / "shard-00000.bin").read_bytes()[::-1])
-    assert corpus.read(0, 10) is not None  # cached before
+    # Already cached.
+    assert corpus.read(0, 10) is not None
     refusal = refusal_of(lambda: corpus.read(BLOCK, 10))
     assert refusal.code == "data.corrupt"
     assert "replaced" in refusal.cause
@@ -324,12 +330,12 @@ def test_a_whole_shard_is_checked_once_for_each_cache(local: Path, tmp_path: Pat
         corpus.read(0, corpus.tokens)
         wait_for(lambda: len(list(tmp_path.glob("cache/argosy-*/blocks/*/whole"))) == SHARDS)
         corpus.close()
-    seals = [p.read_bytes()[:SEAL].hex() for p in sorted(tmp_path.glob("cache/argosy-*/blocks/*/whole"))]
+    seals = [p.read_bytes()[:CHECKSUM_BYTES].hex() for p in sorted(tmp_path.glob("cache/argosy-*/blocks/*/whole"))]
     assert corpus.manifest is not None
     assert seals == [shard.bin_sha256 for shard in corpus.manifest.shards]
 
 
-# Fetching ahead
+# Prefetching.
 
 
 def test_announced_blocks_are_fetched_in_the_order_of_need(local: Path, server: FaultyServer, tmp_path: Path) -> None:
@@ -342,7 +348,8 @@ def test_announced_blocks_are_fetched_in_the_order_of_need(local: Path, server: 
     wait_for(lambda: sum(server.gets.values()) == len(wanted))
     asked = [(path[-5], int(asked[6:].partition("-")[0]) // BLOCK) for path, asked in server.gets]
     assert asked == [(str(path), block) for path, block in _named(wanted)]
-    for start, count in ranges:  # and none is fetched again when it is read
+    # No block is downloaded again when it is read.
+    for start, count in ranges:
         assert np.array_equal(corpus.read(start, count), open_corpus(local).read(start, count))
     assert max(server.gets.values()) == 1
     assert sum(server.gets.values()) == len(wanted)
@@ -356,9 +363,10 @@ def _named(keys: list[tuple[int, int]]) -> list[tuple[str, int]]:
 def test_no_more_is_fetched_ahead_than_there_is_room_for(server: FaultyServer, tmp_path: Path) -> None:
     corpus = open_streamed(f"{server.url}/corpus", tmp_path / "cache", SMALL, block_bytes=BLOCK)
     corpus.prefetch([(0, corpus.tokens)])
-    room = SMALL // 2 // (BLOCK + SEAL)
+    room = SMALL // 2 // (BLOCK + CHECKSUM_BYTES)
     wait_for(lambda: len(block_files(tmp_path / "cache")) == room)
-    time.sleep(0.2)  # for more that should not come
+    # Time for surplus downloads, which must not happen.
+    time.sleep(0.2)
     assert len(block_files(tmp_path / "cache")) == room
     corpus.prefetch([])
     corpus.close()
@@ -378,17 +386,20 @@ def test_what_went_wrong_ahead_is_raised_where_the_block_is_read() -> None:
     ahead.close()
 
 
-# The cache: limits, company, deaths, spoilt files
+# The cache: limits, other processes, kills, corrupt files.
 
 
 def test_a_limit_of_less_than_a_few_blocks_is_refused_with_its_arithmetic(local: Path, tmp_path: Path) -> None:
     refusal = refusal_of(lambda: open_streamed(f"file://{local}", tmp_path / "cache", 100_000))
     assert refusal.code == "config.arithmetic"
-    assert f"{INDEX_BYTES:,} bytes for its .idx and .blocks files + 8 blocks x {BLOCK_PART + SEAL:,}" in refusal.cause
+    assert (
+        f"{INDEX_BYTES:,} bytes for its .idx and .blocks files + 8 blocks x {BLOCK_PART + CHECKSUM_BYTES:,}"
+        in refusal.cause
+    )
 
 
 def test_a_limit_that_holds_the_whole_corpus_is_enough_however_small(local: Path, tmp_path: Path) -> None:
-    whole = INDEX_BYTES + open_corpus(local).tokens * 2 + SHARDS * SEAL
+    whole = INDEX_BYTES + open_corpus(local).tokens * 2 + SHARDS * CHECKSUM_BYTES
     refusal = refusal_of(lambda: open_streamed(f"file://{local}", tmp_path / "cache", whole - 1))
     assert refusal.fix.startswith(f"cache_limit of {whole:,} or more")
     corpus = open_streamed(f"file://{local}", tmp_path / "cache", whole)
@@ -404,13 +415,14 @@ def test_blocks_are_larger_where_the_whole_corpus_fits(local: Path, tmp_path: Pa
 
 
 def test_the_blocks_used_longest_ago_make_room(tmp_path: Path) -> None:
-    cache = BlockCache(tmp_path, 10 * (100 + SEAL))
+    cache = BlockCache(tmp_path, 10 * (100 + CHECKSUM_BYTES))
     corpus = cache.open_corpus("0" * 32)
     paths = [f"{corpus}/blocks/a-{'0' * 16}-100/{i:08d}" for i in range(14)]
     for i, path in enumerate(paths[:10]):
         cache.fill(path, 100, lambda i=i: bytes([i]) * 100)  # type: ignore[misc]
         os.utime(path, ns=(10**9 * i, os.stat(path).st_mtime_ns))
-    cache.load(paths[0], 100, 0, 1)  # used just now
+    # Used most recently.
+    cache.load(paths[0], 100, 0, 1)
     cache.fill(paths[10], 100, lambda: bytes(100))
     left = {int(p.name) for p in block_files(tmp_path)}
     assert {0, 10} <= left
@@ -433,7 +445,8 @@ def test_foreign_files_are_left_alone(local: Path, tmp_path: Path) -> None:
     blocks.mkdir(parents=True, exist_ok=True)
     outside = tmp_path / "outside"
     outside.mkdir()
-    sealed = bytes(BLOCK) + hashlib.sha256(bytes(BLOCK)).digest()  # what a follower of links would train on
+    # A cache that follows links would train on this.
+    sealed = bytes(BLOCK) + hashlib.sha256(bytes(BLOCK)).digest()
     (outside / "00000000").write_bytes(sealed)
     foreign = [cache / "notes.txt", cache / "argosy-mine", blocks / "00000001.bak", corpus.path / "blocks" / "README"]
     for file in foreign:
@@ -524,7 +537,7 @@ def test_a_stopped_process_that_holds_a_lock_holds_nobody_up(tmp_path: Path) -> 
 
 
 class Clock:
-    """Time that passes only for those who sleep."""
+    """A clock that advances only when somebody sleeps."""
 
     now = 0.0
     time, time_ns = time.time, time.time_ns
@@ -576,7 +589,8 @@ def test_what_an_open_corpus_keeps_is_not_evicted_from_under_it(tmp_path: Path) 
     cache = BlockCache(tmp_path, None)
     index = cache.open_corpus("0" * 32) / "a.idx"
     index.write_bytes(b"x")
-    assert not unlink(str(index), str(index.parent / "in-use"))  # found idle a moment ago, say
+    # It was idle a moment ago.
+    assert not unlink(str(index), str(index.parent / "in-use"))
     cache.close()
     assert unlink(str(index), str(index.parent / "in-use"))
 
@@ -618,12 +632,13 @@ def test_processes_share_a_cache(local: Path, server: FaultyServer, tmp_path: Pa
 
 
 def kill_at_random(local: Path, server: FaultyServer, cache: Path, kills: int, seed: int) -> None:
-    """Readers with and without a limit, in pairs at times, killed at any moment; then one that is left alone."""
+    """Kill readers at random moments, with and without a limit, sometimes in pairs; then run one undisturbed."""
     rng, url = random.Random(seed), f"{server.url}/corpus"
     answer = server.answer
 
     def slowly(*arguments: Any) -> Any:
-        time.sleep(0.004)  # so that a kill finds something under way
+        # Time for some work, so that a kill interrupts something.
+        time.sleep(0.004)
         return answer(*arguments)
 
     server.answer = slowly

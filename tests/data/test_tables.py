@@ -1,4 +1,4 @@
-"""However a table is cut into blocks, every row comes out once, in order, at its place; memory follows its pages alone."""
+"""Every row comes out once, in order, at its place, however a table is split; memory is bounded by the page size."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_every_row_is_in_exactly_one_block(
         file = write(Path(root) / "t.parquet", {"id": range(len(texts)), "text": texts}, row_group_size=group_rows)
         by_block = read(file, block_bytes)
         assert [pair for index in sorted(by_block) for pair in by_block[index]] == list(enumerate(texts))
-        # A worker that is given only some of the blocks reads the same in them.
+        # A worker that gets only some of the blocks reads the same rows in them.
         some = {index for index in by_block if data.draw(st.booleans())}
         assert read(file, block_bytes, some) == {index: by_block[index] for index in some}
 
@@ -98,7 +98,7 @@ def test_a_column_that_is_not_there_is_refused(tmp_path: Path, key: str) -> None
 
 
 def test_a_row_group_larger_than_the_memory_allowed_is_streamed(tmp_path: Path) -> None:
-    """300 MB of text in one row group, read in a process that may grow by 100."""
+    """300 MB of text in one row group, read in a process that may grow by 100 MB."""
     texts = [os.urandom(5000).hex() for _ in range(3000)] * 10
     file = write(tmp_path / "t.parquet", {"text": texts}, use_dictionary=False, compression="none")
     script = f"""

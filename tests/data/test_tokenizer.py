@@ -116,7 +116,8 @@ def test_sentencepiece_models_are_read(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(tmp_path / "tokenizer.model"))
     ids, _ = tokenizer.encode(["some words"])
     assert tokenizer.decode(ids) == "some words"
-    assert tokenizer.decode([*ids, 20, 5000]) == "some words"  # a model may have more rows than there are pieces
+    # A model may have more rows than the tokenizer has pieces.
+    assert tokenizer.decode([*ids, 20, 5000]) == "some words"
     name, content = tokenizer.stored()
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / name).write_bytes(content)
@@ -162,7 +163,7 @@ def test_one_different_id_and_the_reference_is_used_and_said(monkeypatch: pytest
     def failing(text: str, special_in_text: bool) -> object:
         return lambda texts: 1 / 0
 
-    # By the names of modules that are there, but for the last: an engine is looked for before it is loaded.
+    # All but the last are names of installed modules: an engine is looked up before it is loaded.
     monkeypatch.setattr(engines, "ENGINES", {"json": wrong, "gzip": broken, "zlib": failing, "no_such": wrong})
     name, said = choose(JsonTokenizer(TRAINED, "t"), ["some text"])
     assert name is None

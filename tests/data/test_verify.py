@@ -1,4 +1,4 @@
-"""`verify`: a whole corpus passes, every kind of damage is named, and all of it in one go."""
+"""`verify`: a good corpus passes, every kind of damage is named, and one run finds all of it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from typer.testing import CliRunner
 
 from argosy.cli import data_corpus
 from argosy.data.corpus import verify as verify_module
-from argosy.data.corpus.verify import Report, verify
+from argosy.data.corpus.verify import VerifyReport, verify
 from argosy.errors import ArgosyError
 
 SHARDS = [[text_document("abc"), [[]], [[1, 2], [3]]], [text_document("defg")], []]
-SEQUENCES, DOCUMENTS = 3, 3  # of the first shard
+# Counts of the first shard.
+SEQUENCES, DOCUMENTS = 3, 3
 LENGTHS, POINTERS, BOUNDS = 34, 34 + 4 * SEQUENCES, 34 + 12 * SEQUENCES
 
 
@@ -36,7 +37,7 @@ def poke(path: Path, offset: int, content: bytes) -> None:
     path.write_bytes(data)
 
 
-def words(report: Report) -> str:
+def words(report: VerifyReport) -> str:
     return "\n".join(map(str, report.faults))
 
 

@@ -1,4 +1,4 @@
-"""A web server on loopback that has, or lacks, what servers have: ranges, lengths, validators, types, and faults to order."""
+"""A loopback web server with configurable features and faults: ranges, lengths, validators, encodings."""
 
 from __future__ import annotations
 
@@ -20,13 +20,17 @@ from typing import Any
 @dataclass
 class Habits:
     ranges: bool = True
-    length: str = "stated"  # stated | chunked | closed: how the end of a body is told
+    # How the end of a body is marked: stated, chunked or closed.
+    length: str = "stated"
     etag: bool = True
-    time: bool = False  # Last-Modified
+    # Send Last-Modified.
+    time: bool = False
     content_type: str | None = None
     encoding: str | None = None
-    methods: tuple[str, ...] = ("GET",)  # a server of signed links answers no HEAD
-    faults: list[str] = field(default_factory=list)  # of the next requests: 503, reset, cut, slow, or a status
+    # A server of signed links answers no HEAD.
+    methods: tuple[str, ...] = ("GET",)
+    # Faults of the next requests: 503, reset, cut, slow, or a status.
+    faults: list[str] = field(default_factory=list)
     gone: bool = False
 
 

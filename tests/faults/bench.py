@@ -1,7 +1,7 @@
-"""A run as the fault bench sees it: started as users start it, watched through its run directory alone, disturbed from outside.
+"""The fault bench: runs are started as users start them, watched through their run directories, and disturbed from outside.
 
-`Bench` makes runs of one small spec, all with the same seed, so that whatever survives can be compared bit for bit with the
-one that was never disturbed. What a fault cost goes into a table that is printed at the end.
+`Bench` makes runs of one small spec with the same seed, so that a run that survives a fault can be compared bit for bit with
+an undisturbed one. The cost of each fault goes into a table that is printed at the end.
 """
 
 from __future__ import annotations
@@ -27,27 +27,28 @@ from argosy.record.jsonl import read_jsonl, read_metrics
 from argosy.record.pulse import process_state
 
 STEPS, SAVED_EVERY = 40, 8
-PATIENCE_S = 600.0  # nothing here takes so long, even on a machine that is busy with other things
+# Longer than anything takes here, even on a busy machine.
+PATIENCE_S = 600.0
 INJECT = Path(__file__).parent / "inject"
-SOON = {"stall_after": "3s"}  # for faults that are to be noticed by it; elsewhere a busy machine must not look like one
+# For faults that a stall must detect. Elsewhere, a busy machine must not look like a stall.
+SOON = {"stall_after": "3s"}
 MODEL = {"family": "gpt", "layers": 2, "hidden": 32, "heads": 4, "vocab_size": 257, "dropout": 0.1}
 
 
 def planted(fault: str, **more: object) -> dict[str, str]:
-    """The environment of a process whose ranks have this fault; see `inject`."""
+    """Return the environment of a process whose ranks have this fault; see `inject`."""
     path = os.pathsep.join([str(INJECT), os.environ.get("PYTHONPATH", "")])
     return {"ARGOSY_FAULT": fault, "PYTHONPATH": path} | {name: str(value) for name, value in more.items()}
 
 
 def held(step: int, until: Path) -> dict[str, str]:
-    """The first rank does not take this step before a file is there: so a run is not over, however fast the machine is, when
-    a test comes to disturb it."""
+    """Make the first rank wait at this step until a file exists, so that the run is not over before the test disturbs it."""
     return planted(f"hold:0:{step}", ARGOSY_HOLD=until)
 
 
 @dataclass
 class Outcome:
-    """What a fault cost, for the table; `None` where there is nothing to measure."""
+    """The cost of a fault, for the table. None: nothing to measure."""
 
     ended: str
     detected_s: float | None = None
@@ -98,7 +99,7 @@ class Bench:
 
     @contextmanager
     def goes_on(self, name: str, **sections: Any) -> Iterator[Run]:
-        """A copy of a run that was stopped half-way, not started yet."""
+        """Return a copy of a run that was stopped half-way, not started yet."""
         if self._stopped is None:
             with self.run("stopped") as run:
                 run.wait_step(STEPS // 2)
@@ -115,7 +116,7 @@ class Bench:
             run.end()
 
     def undisturbed(self) -> tuple[Any, Any]:
-        """What all runs of the spec have to come to: (loss, gradient norm and validation loss of each step; weights)."""
+        """The expected result of all runs of the spec: (loss, gradient norm and validation loss of each step; weights)."""
         if self._undisturbed is None:
             with self.run("undisturbed") as run:
                 assert run.wait() == 0, run.said
@@ -172,7 +173,7 @@ class Run:
         self.until(lambda: self.newest() >= step, f"step {step}")
 
     def newest(self) -> int:
-        """The step logged last."""
+        """The last logged step."""
         return max((r.get("step", 0) for r in read_jsonl(self.root / "metrics.jsonl")), default=0)
 
     def events(self, *kinds: str) -> list[dict[str, Any]]:
@@ -186,7 +187,7 @@ class Run:
         return int(self.until(lambda: self.living(rank), f"rank {rank}"))
 
     def living(self, rank: int) -> int | None:
-        """The process of a rank, if it is one of this run: a number in an old heartbeat may be anybody's by now."""
+        """Return the process id of a rank if it belongs to this run. A pid in an old heartbeat may be any process by now."""
         try:
             pid = int(read_heartbeats(self.root / "heartbeat")[rank]["pid"])
             command = Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -195,7 +196,7 @@ class Run:
         return pid if str(self.spec).encode() in command else None
 
     def signal(self, number: int, rank: int | None = None) -> float:
-        """To a rank, or to whoever started them. Returns when it was sent."""
+        """Send a signal to a rank, or to the process that started the ranks. Returns the time."""
         assert self.process is not None
         os.kill(self.process.pid if rank is None else self.pid(rank), number)
         return time.time()
@@ -206,7 +207,7 @@ class Run:
 
     @property
     def checkpoints(self) -> list[Path]:
-        """Newest first."""
+        """The checkpoints, newest first."""
         return listed(self.root / "checkpoints")
 
     def result(self) -> tuple[Any, Any]:
@@ -219,7 +220,7 @@ class Run:
         return metrics, {name: tensor.numpy().tobytes() for name, tensor in sorted(tensors.items())}
 
     def cost(self, at: float, step: int, kind: str) -> Outcome:
-        """Of a fault that happened at a time and a step, was noticed by an event, and was recovered from."""
+        """Return the cost of a fault at this time and step that was detected by an event and recovered from."""
         noticed = next(e for e in self.events(kind) if e["time"] >= at - 0.01)
         resumed = next(e for e in self.events("resume", "start") if e["time"] >= noticed["time"])
         again = next(

@@ -1,4 +1,4 @@
-"""Faults of what was saved: half-written, changed, missing, of another version."""
+"""Faults of checkpoints: half-written, changed, missing, of another version."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from faults.storage import preloaded
 
 
 def _finish(bench: Bench, run: Run, expected_step: int, *named: str) -> Outcome:
-    """Start it again: it goes on from a certain step, says why, and ends as if nothing had happened."""
+    """Start the run again: it resumes from the expected step, reports the reason, and ends with the undisturbed result."""
     newest = STEPS // 2
     run.start("--nproc", "2")
     assert run.wait() == 0, run.said
@@ -62,7 +62,7 @@ def two_corrupt(bench: Bench) -> Outcome:
 
 
 def all_corrupt(bench: Bench) -> Outcome:
-    """None left is a refusal with the list of them."""
+    """If no good checkpoint is left, the refusal lists them."""
     with bench.goes_on("all-corrupt") as run:
         names = [checkpoint.name for checkpoint in run.checkpoints]
         for checkpoint in run.checkpoints:
@@ -75,7 +75,7 @@ def all_corrupt(bench: Bench) -> Outcome:
 
 
 def other_version(bench: Bench) -> Outcome:
-    """Of a format this version does not know: not misread, and not passed over for an older one."""
+    """A checkpoint of an unknown format version is neither misread nor skipped for an older one."""
     with bench.goes_on("other-version") as run:
         file = run.checkpoints[0] / "manifest.json"
         manifest = orjson.loads(file.read_bytes())
@@ -87,7 +87,7 @@ def other_version(bench: Bench) -> Outcome:
 
 
 def killed_while_saving(bench: Bench) -> Outcome:
-    """Everything is killed in the middle of a save: what there is of it is never taken for a checkpoint, and is removed."""
+    """All processes are killed during a save. The partial save is never taken for a checkpoint, and is removed."""
     with preloaded(bench, "checkpoints") as (env, orders), bench.run("killed-saving", env=env) as run:
         run.wait_step(SAVED_EVERY + 1)
         orders("slow 500")

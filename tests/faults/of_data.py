@@ -1,4 +1,4 @@
-"""Faults of data and of what surrounds a run: all are refusals at the start, before anything is held."""
+"""Faults of data and environment. All are refused at the start, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -52,10 +52,11 @@ def truncated_shard(bench: Bench) -> Outcome:
 
 
 def damaged_shard(bench: Bench) -> Outcome:
-    """Bytes that no check at the start reads, found when a batch of them is."""
+    """Damage that no check at the start reads is found when its batch is read."""
     shard, sections = _copied(bench, "damaged")
     content = shard.read_bytes()
-    shard.write_bytes(content[1:] + content[:1])  # every token has its bytes the wrong way round
+    # Swaps the bytes of every token.
+    shard.write_bytes(content[1:] + content[:1])
     with bench.run("on-damaged", **sections) as run:
         started = time.time()
         assert run.wait() == EXIT_REFUSED, run.said
@@ -65,7 +66,7 @@ def damaged_shard(bench: Bench) -> Outcome:
 
 
 def swapped_corpus(bench: Bench) -> Outcome:
-    """Other data under the path of a run that was stopped: named, and not mixed into it."""
+    """Other data under the path of a stopped run is reported, and not mixed into the run."""
     from argosy.data.prepare.job import prepare
     from argosy.data.prepare.work import PrepareOptions
     from argosy.data.text.tokenizer import ByteTokenizer
@@ -94,7 +95,7 @@ def wrong_environment(bench: Bench) -> Outcome:
 
 
 def bad_records(bench: Bench) -> Outcome:
-    """Kept apart with their places and reasons; the rest is prepared, unless too many are bad."""
+    """Bad records are quarantined with position and reason. The rest is prepared, unless too many are bad."""
     good = b'{"text": "a record like any other"}'
     bad = [b'{"text": "broken', b'{"text": "\xff\xfe"}', b"\0" * 50, b'{"other": 1}', b'{"text": 7}']
     source = bench.root / "bad.jsonl"
@@ -117,7 +118,7 @@ def bad_records(bench: Bench) -> Outcome:
 
 
 def failing_store(bench: Bench) -> Outcome:
-    """A corpus in a store that answers a fifth of all requests wrongly, late or not at all."""
+    """A corpus in an object store that answers 20% of all requests wrongly, late or not at all."""
     server = FaultyServer(from_directory(bench.corpus.parent))
     server.at_random(0.2, seed=1)
     try:

@@ -1,4 +1,4 @@
-"""Faults of nodes: two agents on this machine, of which one is lost, late or absent."""
+"""Faults of nodes: two agents on this machine, one of which is lost, late or absent."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _environments() -> list[dict[str, str]]:
 
 
 def _lost(bench: Bench, node: int) -> Outcome:
-    """A node and all on it die; it comes back, and the run goes on from its last checkpoint."""
+    """A node and all its processes die. When it is back, the run resumes from its last checkpoint."""
     nodes = _environments()
     with bench.run(f"node-{node}-lost", env=nodes[0], ranks=1) as first:
         other = Run(first.root, first.spec)
@@ -46,14 +46,15 @@ def second_node_lost(bench: Bench) -> Outcome:
 
 
 def first_node_lost(bench: Bench) -> Outcome:
-    """The one where the others find each other."""
+    """The node that hosts the rendezvous is lost."""
     return _lost(bench, 0)
 
 
 def node_late(bench: Bench) -> Outcome:
     nodes = _environments()
     with bench.run("node-late", env=nodes[1], ranks=1) as late:
-        time.sleep(5)  # the one where they meet is not there yet
+        # The rendezvous host is not there yet.
+        time.sleep(5)
         other = Run(late.root, late.spec)
         other.start("--nproc", "1", env=nodes[0])
         try:

@@ -1,4 +1,4 @@
-"""Faults of numbers: no number, a spike, a bit that flipped."""
+"""Faults of numbers: NaN, a spike, a flipped bit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from faults.bench import Bench, Outcome
 
 
 def not_a_number(bench: Bench) -> Outcome:
-    """NaN gradients on one rank: the step is skipped on all, counted, and recorded with its samples."""
+    """NaN gradients on one rank: the step is skipped on all ranks, counted, and recorded with its samples."""
     with bench.run("nan", env={"ARGOSY_FAULT": "nan:1:13"}) as run:
         assert run.wait() == 0, run.said
         (skip,) = run.events("skip")
@@ -15,7 +15,7 @@ def not_a_number(bench: Bench) -> Outcome:
 
 
 def spike(bench: Bench) -> Outcome:
-    """A gradient norm far above the usual: skipped, with what was usual on the record."""
+    """A gradient norm far above normal: the step is skipped, and the normal range is recorded."""
     with bench.run("spike", env={"ARGOSY_FAULT": "spike:1:13"}, guard={"window": 8}) as run:
         assert run.wait() == 0, run.said
         skip = run.events("skip")[0]
@@ -25,7 +25,7 @@ def spike(bench: Bench) -> Outcome:
 
 
 def flipped_bit(bench: Bench) -> Outcome:
-    """One bit of one parameter of one replica: noticed at the next check, and the run goes back to before it."""
+    """One flipped bit in one parameter of one replica is found at the next check, and the run rewinds to before it."""
     with bench.run("flipped-bit", env={"ARGOSY_FAULT": "flip:1:13"}, guard={"replica_check": "2ba"}) as run:
         assert run.wait() == 0, run.said
         (rewind,) = run.events("rewind")

@@ -1,4 +1,4 @@
-"""Faults of ranks: killed, stopped, stuck, raising, out of step with each other."""
+"""Faults of ranks: killed, stopped, hanging, raising, in different collectives."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from faults.bench import SAVED_EVERY, SOON, Bench, Outcome
 
 
 def preempted(bench: Bench) -> Outcome:
-    """SIGTERM to whoever started the ranks: this step is finished and saved, and the same command goes on from it."""
+    """SIGTERM to the launcher: the step is finished and saved, and the same command resumes after it."""
     with bench.run("preempted") as run:
         run.wait_step(13)
         at = run.signal(signal.SIGTERM)
@@ -31,7 +31,7 @@ def preempted(bench: Bench) -> Outcome:
 
 
 def preempted_twice(bench: Bench) -> Outcome:
-    """A second signal ends it at once; the last checkpoint stands."""
+    """A second signal ends the run at once. The last checkpoint stays."""
     with bench.run("preempted-twice", env={"ARGOSY_FAULT": "sleep:1:13"}, fault={"stall_after": "10min"}) as run:
         run.wait_step(12)
         at = run.signal(signal.SIGTERM)
@@ -42,7 +42,7 @@ def preempted_twice(bench: Bench) -> Outcome:
 
 
 def preempted_between(bench: Bench) -> Outcome:
-    """While it waits to start its ranks again: nobody is there to finish a step, and it leaves at once."""
+    """A signal while the supervisor waits before a restart: no rank has a step to finish, and it exits at once."""
     with bench.run("preempted-between", env={"ARGOSY_FAULT": "raise:1:13"}, fault={"backoff": "10min"}) as run:
         run.wait_event("restart")
         at = run.signal(signal.SIGTERM)
@@ -55,7 +55,7 @@ def preempted_between(bench: Bench) -> Outcome:
 
 
 def rank_killed(bench: Bench) -> Outcome:
-    """SIGKILL to one rank: noticed at once, all are started again, nothing differs in the end."""
+    """SIGKILL to one rank: detected at once, all ranks are restarted, and the result is the same."""
     with bench.run("rank-killed") as run:
         run.wait_step(13)
         step, at = run.newest(), run.signal(signal.SIGKILL, rank=1)
@@ -68,7 +68,7 @@ def rank_killed(bench: Bench) -> Outcome:
 
 
 def rank_stopped(bench: Bench) -> Outcome:
-    """SIGSTOP: named with its stack, which is saved before anything is ended."""
+    """SIGSTOP: the rank is named with its stack, which is saved before any process is killed."""
     with bench.run("rank-stopped", fault=SOON) as run:
         run.wait_step(13)
         step, at = run.newest(), run.signal(signal.SIGSTOP, rank=1)
@@ -87,7 +87,7 @@ def rank_stopped(bench: Bench) -> Outcome:
 
 
 def gil_held(bench: Bench) -> Outcome:
-    """A native call that never returns and never lets go of the interpreter: no thread of that rank can speak for it."""
+    """A native call that never returns and never releases the GIL: no thread of that rank can answer."""
     with bench.run("gil-held", env={"ARGOSY_FAULT": "gil:1:13"}, fault=SOON) as run:
         run.wait_step(12)
         at = time.time()
@@ -101,7 +101,7 @@ def gil_held(bench: Bench) -> Outcome:
 
 
 def one_rank_waits(bench: Bench) -> Outcome:
-    """One rank waits for something; the others wait for it in a collective. It is the first that is named."""
+    """One rank waits for something, and the others wait for it in a collective. The first is named."""
     with bench.run("one-rank-waits", env={"ARGOSY_FAULT": "sleep:1:13"}, fault=SOON) as run:
         run.wait_step(12)
         at = time.time()
@@ -115,7 +115,7 @@ def one_rank_waits(bench: Bench) -> Outcome:
 
 
 def exception(bench: Bench) -> Outcome:
-    """One rank raises: its traceback is shown once, with its rank, and not those of the others that followed."""
+    """One rank raises: its traceback is shown once with its rank, and not those of the ranks that failed after it."""
     with bench.run("exception", env={"ARGOSY_FAULT": "raise:1:13"}) as run:
         run.wait_step(12)
         at = time.time()
@@ -143,7 +143,7 @@ def crash(bench: Bench) -> Outcome:
 
 
 def mismatch(bench: Bench) -> Outcome:
-    """One rank leaves out a collective: said to be that, and not a rank that is slow."""
+    """One rank leaves out a collective: reported as a mismatch, not as a slow rank."""
     with bench.run("mismatch", env={"ARGOSY_FAULT": "skip-collective:1:13"}, fault=SOON) as run:
         run.wait_step(12)
         at = time.time()
@@ -155,7 +155,7 @@ def mismatch(bench: Bench) -> Outcome:
 
 
 def same_step(bench: Bench) -> Outcome:
-    """The same exception at the same step, again and again: the reason is told once, and it is not tried for ever."""
+    """The same exception at the same step: the reason is shown once, and restarts end."""
     with bench.run("same-step", env={"ARGOSY_FAULT": "raise:1:11:always"}, fault={"same_step": 2}) as run:
         assert run.wait() == EXIT_BUG
         assert len(run.events("rank-died")) == 2
@@ -167,7 +167,7 @@ def same_step(bench: Bench) -> Outcome:
 
 
 def supervisor_killed(bench: Bench) -> Outcome:
-    """SIGKILL to whoever started the ranks: they do not live on without it, and the next start finds nothing in its way."""
+    """SIGKILL to the launcher: the ranks die with it, and the next start finds nothing in its way."""
     with bench.run("supervisor-killed") as run:
         run.wait_step(13)
         ranks = [run.pid(rank) for rank in (0, 1)]
@@ -183,7 +183,7 @@ def supervisor_killed(bench: Bench) -> Outcome:
 
 
 def resumed_thrice(bench: Bench) -> Outcome:
-    """Stopped and gone on, three times in a row."""
+    """A run that is stopped and resumed three times in a row."""
     with bench.run("resumed-thrice") as run:
         for step in (5, 13, 21):
             run.wait_step(step)
@@ -197,7 +197,8 @@ def resumed_thrice(bench: Bench) -> Outcome:
 
 
 def other_layout(bench: Bench) -> Outcome:
-    """Goes on with its matrices cut over the ranks instead of its batch: the same samples, the same numbers but for rounding."""
+    """A run that resumes with tensor parallelism instead of data parallelism: the same samples, and the same numbers up to
+    rounding."""
     expected = bench.undisturbed()[0]
     with bench.goes_on("in-another-layout", parallel={"dp_replicate": 1, "tp": 2}) as run:
         run.start("--nproc", "2")
@@ -215,7 +216,7 @@ def _with_a_slow_rank(bench: Bench, name: str, factor: float, steps: int) -> lis
 
 
 def rank_a_fifth_slower(bench: Bench) -> Outcome:
-    """Named, with by how much."""
+    """A rank that is 20% slower is named, with the percentage."""
     found = [a for a in _with_a_slow_rank(bench, "slow", 1.3, 300) if a["alert"] == "slow-rank"]
     assert [alert["rank"] for alert in found] == [1], found
     assert "rank 1 takes" in found[0]["text"]
@@ -223,14 +224,14 @@ def rank_a_fifth_slower(bench: Bench) -> Outcome:
 
 
 def rank_a_little_slower(bench: Bench) -> Outcome:
-    """By a twentieth: no alarm."""
+    """A rank that is 5% slower raises no alert."""
     found = _with_a_slow_rank(bench, "hardly-slow", 1.05, 300)
     assert "slow-rank" not in {alert["alert"] for alert in found}, found
     return Outcome("no alarm", steps_lost=0)
 
 
 def out_of_memory(bench: Bench) -> Outcome:
-    """The kernel ends a rank that wants more than its group may have: said to be that, with what it held."""
+    """The kernel kills a rank that exceeds its cgroup's memory: reported as such, with the memory it held."""
     group = Path("/sys/fs/cgroup/memory") / f"argosy-{os.getpid()}"
     try:
         group.mkdir()
@@ -241,9 +242,8 @@ def out_of_memory(bench: Bench) -> Outcome:
     try:
         with bench.run("out-of-memory", env={"ARGOSY_FAULT": "eat-memory:1:13"}, fault={"stall_after": "60s"}) as run:
             assert run.process is not None
-            (group / "cgroup.procs").write_text(
-                str(run.process.pid)
-            )  # ranks are its children, and in it from their start
+            # The ranks are children, and in the cgroup from their start.
+            (group / "cgroup.procs").write_text(str(run.process.pid))
             step, at = 12, run.wait_event("rank-died")["time"]
             assert run.wait() == 0, run.said
             (died,) = run.events("rank-died")

@@ -19,7 +19,7 @@ from faults.storage import preloaded
 
 
 def disk_full(bench: Bench) -> Outcome:
-    """No space for a save: the run goes on, says so, and saves when there is space again."""
+    """No space for a save: the run goes on, reports it, and saves when there is space again."""
     with preloaded(bench, "checkpoints") as (env, orders), bench.run("disk-full", env=env) as run:
         run.wait_step(SAVED_EVERY + 1)
         orders("full")
@@ -34,7 +34,7 @@ def disk_full(bench: Bench) -> Outcome:
 
 
 def slow_storage(bench: Bench) -> Outcome:
-    """Each sync takes a second: steps do not wait for it."""
+    """Each fsync takes a second: steps do not wait for it."""
     with preloaded(bench, "checkpoints") as (env, orders):
         orders("slow 1000")
         with bench.run("slow-storage", env=env, train={"global_batch": 4, "steps": 400}, eval="off") as run:
@@ -50,7 +50,7 @@ def slow_storage(bench: Bench) -> Outcome:
 
 
 def slow_last_save(bench: Bench) -> Outcome:
-    """The save a run ends with is waited for, and takes longer than a rank may stand still: nobody is taken for stuck."""
+    """The last save of a run takes longer than the stall limit: no rank is reported as stalled."""
     with preloaded(bench, "checkpoints") as (env, orders):
         orders("slow 1000")
         steps = {"train": {"global_batch": 4, "steps": 5}, "checkpoint": {"every": 1}, "eval": "off"}
@@ -63,7 +63,7 @@ def slow_last_save(bench: Bench) -> Outcome:
 
 
 def read_only(bench: Bench) -> Outcome:
-    """Refused at the start."""
+    """A read-only run directory is refused at the start."""
     place = bench.root / "read-only"
     place.mkdir()
     if os.geteuid() == 0:
@@ -83,7 +83,7 @@ def read_only(bench: Bench) -> Outcome:
 
 
 def clock_jump(bench: Bench) -> Outcome:
-    """The wall clock goes forward by a day, and back: nobody is taken for dead."""
+    """The wall clock goes forward by a day, and back: no rank is reported as dead."""
     with preloaded(bench, "nowhere") as (env, orders), bench.run("clock-jump", env=env, fault=SOON) as run:
         run.wait_step(10)
         orders("clock 86400")
@@ -96,12 +96,13 @@ def clock_jump(bench: Bench) -> Outcome:
 
 
 def left_by_the_dead(bench: Bench) -> Outcome:
-    """All processes killed at once, whatever they held: the same command takes the run up, at once."""
+    """All processes are killed at once, whatever they held: the same command resumes the run at once."""
     before = set(os.listdir("/dev/shm"))
     with bench.run("left-by-the-dead") as run:
         run.wait_step(13)
         pids = [run.pid(rank) for rank in (0, 1)]
-        run.signal(signal.SIGSTOP)  # so that it does not clean up after them
+        # So that the launcher does not clean up after its ranks.
+        run.signal(signal.SIGSTOP)
         at = time.time()
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
@@ -116,7 +117,7 @@ def left_by_the_dead(bench: Bench) -> Outcome:
 
 
 def sinks_down(bench: Bench) -> Outcome:
-    """Nobody listens where figures and alerts are to go: training does not notice, and each is told of once."""
+    """No server listens at the sinks' addresses: training is not affected, and each is reported once."""
     nowhere = "http://127.0.0.1:9"
     sinks = {"mlflow": nowhere, "otel": nowhere, "prometheus": "192.0.2.1:9464"}
     with bench.run("sinks-down", log={"every": 1, "sinks": sinks, "alerts": {"webhook": nowhere}}) as run:
@@ -129,7 +130,7 @@ def sinks_down(bench: Bench) -> Outcome:
 
 
 def little_shared_memory(bench: Bench) -> Outcome:
-    """The 64 MB a container gets by default: an error before anything is started, with the key to set."""
+    """The 64 MB of shared memory that a container has by default: refused at the start, with the key to set."""
     spec = bench.spec("little-shared-memory")
     script = 'mount -t tmpfs -o size=64m none /dev/shm && exec "$0" -m argosy doctor "$1"'
     started = time.time()

@@ -1,4 +1,4 @@
-"""A run on storage that can be made slow or full while it goes on, by a small library that is preloaded into its processes."""
+"""A run on storage that can be made slow or full while the run goes on, by a library that is preloaded into its processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SOURCE = Path(__file__).with_suffix(".c")
 
 @contextmanager
 def preloaded(bench: Bench, path: str) -> Iterator[tuple[dict[str, str], Callable[[str], None]]]:
-    """(the environment of such a run; how to give orders to files whose path contains `path`, as storage.c has them)"""
+    """Return the environment of such a run, and a function that commands files whose path contains `path`, as in storage.c."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("faulty storage is made by a C compiler, and there is none")

@@ -1,6 +1,6 @@
-"""Every fault that a CPU can show, injected for real, with what is expected of it. The table is the bench.
+"""Every fault that a CPU machine can show, injected for real, with its expected outcome.
 
-`make faults` runs all of them and prints what each cost; `make test` runs those of the short form. The numbers are those of
+`make faults` runs all of them and prints the cost of each; `make test` runs the short form. The numbers are those of
 docs/guides/survival.md.
 """
 
@@ -64,7 +64,8 @@ FAULTS: dict[str, Callable[[Bench], Outcome]] = {
     "36 out of memory": of_ranks.out_of_memory,
     "37 another format version": of_checkpoints.other_version,
 }
-SHORT = {"15 the same crash at one step", "17 NaN", "30 a wrong environment"}  # and a short storm of SIGKILL
+# The short form also has a short storm of SIGKILL.
+SHORT = {"15 the same crash at one step", "17 NaN", "30 a wrong environment"}
 
 
 @pytest.mark.timeout(3600)

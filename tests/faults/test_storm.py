@@ -1,8 +1,8 @@
-"""The kill storm: a run of two ranks that is killed at random moments, again and again, ends as one that was never disturbed.
+"""The kill storm: a run of two ranks that is killed at random moments, many times, ends with the undisturbed result.
 
-Loading, steps, evaluation and saving are all hit: one rank is killed, or the supervisor with all ranks, at a random moment of an
-attempt. The short form kills 3 times; `slow` ones 200 and 1,000 (`ARGOSY_STORM` sets
-another number, `ARGOSY_STORM_SEED` other moments).
+Loading, steps, evaluation and saving are all hit: one rank, or the supervisor with all ranks, is killed at a random moment of
+an attempt. The short form kills 3 times; `slow` ones 200 and 1,000 times (`ARGOSY_STORM` sets another number,
+`ARGOSY_STORM_SEED` other moments).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LONGEST_S = 3600.0 * 4
 
 
 def storm(bench: Bench, name: str, kills: int, seed: int) -> tuple[int, int]:
-    """One run after the other, each killed until it is through, until that many kills were made. Returns (kills, runs)."""
+    """Run one run after another, each killed until it finishes, until `kills` kills were made. Returns (kills, runs)."""
     rng = random.Random(seed)
     killed = runs = 0
     while killed < kills:
@@ -38,10 +38,11 @@ def storm(bench: Bench, name: str, kills: int, seed: int) -> tuple[int, int]:
 
 
 def _kill_once(run: Run, rng: random.Random) -> int:
-    """After a random time of an attempt: most in its steps, some while it starts. Returns how many were killed."""
+    """Kill after a random time of an attempt: mostly during its steps, sometimes while it starts. Returns how many were killed."""
     assert run.process is not None
     attempt = len(run.events("start", "resume"))
-    early = rng.random() < 0.2  # while the ranks load, or before they have even begun to
+    # While the ranks load, or before they have started.
+    early = rng.random() < 0.2
     patience = time.monotonic() + 60
     while not early and run.process.poll() is None and time.monotonic() < patience:
         if len(run.events("start", "resume")) > attempt:
@@ -57,7 +58,8 @@ def _kill_once(run: Run, rng: random.Random) -> int:
         return 1
     pid = run.living(rng.randrange(2))
     if pid is None:
-        return 0  # it was between two attempts, or at its end
+        # The run was between two attempts, or at its end.
+        return 0
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
     return 1

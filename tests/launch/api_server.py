@@ -1,9 +1,10 @@
-"""A Kubernetes API server on loopback, as far as a launch uses one: server-side apply with strict fields, get, list by label,
-watch, logs, delete. It stores objects and nothing acts on them: tests play the operators by changing what is stored."""
+"""A Kubernetes API server on loopback, as far as a launch uses one: discovery, server-side apply with strict fields, get, list by
+label, watch, logs, delete. It stores objects and nothing acts on them: tests play the operators by changing what is stored."""
 
 from __future__ import annotations
 
 import json
+import re
 import ssl
 import threading
 import time
@@ -18,7 +19,30 @@ import yaml
 from crds import HYPERPOD_JOB, JOB_SET, check_strictly
 
 Object = dict[str, Any]
+DISCOVERY = re.compile(r"/version|/apis(/[^/]+/[^/]+)?|/api/v1")
 OPERATORS = {"jobsets": JOB_SET, "hyperpodpytorchjobs": HYPERPOD_JOB}
+# Group and version to (kind, plural). Kinds in CLUSTER_WIDE have no namespace.
+KINDS = {
+    "v1": [
+        ("ConfigMap", "configmaps"),
+        ("Event", "events"),
+        ("PersistentVolume", "persistentvolumes"),
+        ("PersistentVolumeClaim", "persistentvolumeclaims"),
+        ("Pod", "pods"),
+        ("Pod", "pods/log"),
+        ("Service", "services"),
+    ],
+    "storage.k8s.io/v1": [("StorageClass", "storageclasses")],
+    "batch/v1": [("Job", "jobs")],
+    "jobset.x-k8s.io/v1alpha2": [("JobSet", "jobsets")],
+    "kubeflow.org/v1": [("PyTorchJob", "pytorchjobs")],
+    "trainer.kubeflow.org/v1alpha1": [("TrainJob", "trainjobs"), ("TrainingRuntime", "trainingruntimes")],
+    "sagemaker.amazonaws.com/v1": [("HyperPodPyTorchJob", "hyperpodpytorchjobs")],
+    "resource.nvidia.com/v1beta1": [("ComputeDomain", "computedomains")],
+    "scheduling.volcano.sh/v1beta1": [("PodGroup", "podgroups")],
+    "scheduling.x-k8s.io/v1alpha1": [("PodGroup", "podgroups")],
+}
+CLUSTER_WIDE = ("PersistentVolume", "StorageClass")
 
 
 class ApiServer:
@@ -128,8 +152,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _begin(self) -> tuple[str, str | None, str | None, dict[str, str]] | None:
         state = self.server_state
-        plural, name, sub, query = self._split()
-        state.requests.append((self.command, urlsplit(self.path).path, query))
+        path = urlsplit(self.path).path
+        found = DISCOVERY.fullmatch(path)
+        plural, name, sub, query = ("", None, None, {}) if found else self._split()
+        state.requests.append((self.command, path, query))
         scheme, _, token = self.headers.get("Authorization", "").partition(" ")
         if (scheme.lower(), token) != ("bearer", state.token):
             self._answer(401, {"message": "Unauthorized"})
@@ -142,6 +168,9 @@ class _Handler(BaseHTTPRequestHandler):
             else:
                 self._answer(fault, {"message": "injected"}, {"Retry-After": "0"} if fault == 429 else None)
             return None
+        if found:
+            self._discover(path.strip("/"))
+            return None
         if plural in state.forbidden:
             self._answer(403, {"message": f"{plural} is forbidden"})
             return None
@@ -149,6 +178,24 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(404, {"message": "the server could not find the requested resource"})
             return None
         return plural, name, sub, query
+
+    def _discover(self, path: str) -> None:
+        """Which groups there are, or what is in one; an operator that is not installed has brought neither."""
+        state = self.server_state
+        known = {v: [pair for pair in pairs if pair[1] not in state.unknown] for v, pairs in KINDS.items()}
+        known = {version: pairs for version, pairs in known.items() if pairs}
+        if path == "version":
+            return self._answer(200, {"gitVersion": "v1.34.0"})
+        if path == "apis":
+            groups = [version.split("/") for version in known if "/" in version]
+            versions = [(group, {"groupVersion": f"{group}/{v}", "version": v}) for group, v in groups]
+            listed = [{"name": group, "versions": [v], "preferredVersion": v} for group, v in versions]
+            return self._answer(200, {"kind": "APIGroupList", "groups": listed})
+        pairs = known.get(path.partition("/")[2])
+        if pairs is None:
+            return self._answer(404, {"message": "the server could not find the requested resource"})
+        resources = [{"name": p, "kind": kind, "namespaced": kind not in CLUSTER_WIDE} for kind, p in pairs]
+        self._answer(200, {"kind": "APIResourceList", "resources": resources})
 
     def do_PATCH(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))

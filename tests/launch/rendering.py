@@ -10,7 +10,8 @@ from typing import Any
 
 import yaml
 
-from argosy.launch.placement import KUBERNETES, place
+from argosy.launch.place import place
+from argosy.launch.registry import pod_targets
 from argosy.launch.render import render
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +25,7 @@ HYPERPOD = ("cluster.cloud=hyperpod", "cluster.namespace=hyperpod-ns-a")
 def cases() -> list[tuple[str, Path, str | None, tuple[str, ...]]]:
     """(name, spec, target, overrides): every example as it is, and one of them for every target."""
     found: list[tuple[str, Path, str | None, tuple[str, ...]]] = [(path.stem, path, None, ()) for path in EXAMPLES]
-    for target in (*KUBERNETES, "slurm", "local"):
+    for target in (*pod_targets(), "slurm", "local"):
         more = HYPERPOD if target == "hyperpod" else ()
         if target == "local":
             more = ("cluster.nodes=1", "parallel.dp_shard=4")

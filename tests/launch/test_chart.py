@@ -14,7 +14,7 @@ import pytest
 import yaml
 from rendering import CHART, VALUES, changed, objects_of, pods_of
 
-from argosy.launch.placement import place
+from argosy.launch.place import place
 from argosy.launch.render import render
 from programs import tool
 

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import jsonschema
 import pytest
 from rendering import CHART, VALUES, changed
 
-from argosy.launch.chart import values_schema
+from argosy.launch.chart import files, values_schema
 
 
-def test_the_schema_of_values_is_made_from_the_run_specs() -> None:
-    stored = (CHART / "values.schema.json").read_text()
-    assert stored == json.dumps(values_schema(), indent=1) + "\n", (
-        "python -m argosy.launch.chart > …/values.schema.json"
-    )
+def test_the_generated_files_of_the_chart_are_those_of_the_code() -> None:
+    for name, text in files().items():
+        assert (CHART / name).read_text() == text, "make docs"
+
+
+def test_the_values_fit_their_schema() -> None:
     jsonschema.Draft7Validator.check_schema(values_schema())
     jsonschema.validate(VALUES, values_schema(), jsonschema.Draft7Validator)
 

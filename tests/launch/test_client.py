@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,16 @@ from kubernetes.config import incluster_config
 from rendering import GPU_EXAMPLE
 
 from argosy.errors import ArgosyError
-from argosy.launch import runs
-from argosy.launch.api import Patience, connect
-from argosy.launch.conduct import EXIT_STAGE_FAILED, Conductor, look, stop
-from argosy.launch.placement import place
+from argosy.launch import conduct, runs
+from argosy.launch.api import RETRY, Cluster, connect
+from argosy.launch.conduct import EXIT_STAGE_FAILED, Conductor
+from argosy.launch.manifests import JOB, POD
+from argosy.launch.place import place
+from argosy.launch.placement import Placement
+from argosy.launch.registry import find_target
+from argosy.launch.stages import STAGES, TRAIN
+from argosy.launch.target import State
+from argosy.launch.targets.kubernetes import KubernetesTarget, job_kinds, kinds_beside
 from waiting import wait_for
 
 RUN = "techpulse-7b"
@@ -41,11 +48,28 @@ def launch(server: ApiServer) -> Callable[..., tuple[int, list[str]]]:
 
     def run(*overrides: str, target: str | None = None, **options: Any) -> tuple[int, list[str]]:
         said: list[str] = []
-        cluster = connect("training", patience=Patience(attempts=4, first_delay=0.01))
-        conductor = Conductor(cluster, place(GPU_EXAMPLE, overrides, target), said.append, look_every=1)
-        return conductor.run(**options), said
+        cluster = connect("training", retry=replace(RETRY, attempts=4, base_s=0.01))
+        conductor = conductor_of(cluster, place(GPU_EXAMPLE, overrides, target), said.append)
+        only = options.pop("only", None)
+        return conductor.run(None if only is None else STAGES[only], **options), said
 
     return run
+
+
+def conductor_of(cluster: Cluster, placed: Placement, say: Callable[[str], None] = print) -> Conductor:
+    """As the target itself makes it, but looking every second."""
+    target = find_target(placed.cluster.target)
+    assert isinstance(target, KubernetesTarget)
+    made = target.manifests(placed)
+    return Conductor(cluster, placed, made, say, target.jobs, target.restarts_itself, look_every=1)
+
+
+def look(cluster: Cluster, run: str, stage: str) -> State:
+    return conduct.look(cluster, run, stage, job_kinds())
+
+
+def stop(cluster: Cluster, run: str) -> list[str]:
+    return conduct.stop(cluster, run, job_kinds(), kinds_beside())
 
 
 def later(action: Callable[[], None], ready: Callable[[], bool]) -> threading.Thread:
@@ -147,7 +171,7 @@ def test_who_stops_looking_is_told_what_goes_on(
 
     monkeypatch.setattr("argosy.launch.api.Cluster.changes", interrupted)
     said: list[str] = []
-    conductor = Conductor(connect("training"), place(GPU_EXAMPLE), said.append)
+    conductor = conductor_of(connect("training"), place(GPU_EXAMPLE), said.append)
     with pytest.raises(KeyboardInterrupt):
         conductor.run()
     assert "prepare goes on in the cluster; preflight, train will not start by itself" in said[-1]
@@ -196,7 +220,7 @@ def test_the_conductor_speaks_for_its_service_account_however_long_it_follows(
 
     later(rotate, lambda: any(query.get("watch") for _, _, query in server.requests))
     cluster = connect("training", in_cluster=True)
-    assert Conductor(cluster, place(GPU_EXAMPLE, TRAIN_ONLY), lambda text: None, look_every=1).run() == 0
+    assert conductor_of(cluster, place(GPU_EXAMPLE, TRAIN_ONLY)).run() == 0
 
 
 def test_outside_a_pod_there_is_no_service_account(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,11 +287,11 @@ def test_the_spec_of_a_run_that_is_going_is_left_alone(
     spec.write_text(GPU_EXAMPLE.read_text())
 
     def launch(**options: Any) -> int:
-        return Conductor(connect("training"), place(spec, TRAIN_ONLY), lambda text: None).run(follow=False, **options)
+        return conductor_of(connect("training"), place(spec, TRAIN_ONLY)).run(follow=False, **options)
 
     launch()
     spec.write_text(GPU_EXAMPLE.read_text().replace("lr: 1.0e-5", "lr: 9.0e-5"))
-    for options in ({}, {"only": "train"}):
+    for options in ({}, {"only": TRAIN}):
         with pytest.raises(ArgosyError, match="is running with other settings"):
             launch(**options)
     assert "lr: 1.0e-5" in server.objects["configmaps", f"{RUN}-spec"]["data"]["run.yaml"]
@@ -515,3 +539,42 @@ def test_no_token_is_told(server: ApiServer, argosy: Callable[..., Any]) -> None
     told = argosy("--debug", "ls", "-n", "training")
     assert told.returncode == 2
     assert "loopback-token" not in told.stdout + told.stderr
+
+
+def test_kinds_are_discovered_once_and_kept_out_of_shared_directories(
+    server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library's own cache is a file of a known name, which somebody else may have written."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "shared"))
+    (tmp_path / "shared").mkdir()
+    server.unknown = {"trainjobs", "trainingruntimes"}
+    cluster = connect("training")
+    for _ in range(3):
+        assert conduct.runs_in(cluster, job_kinds()) == {}
+    asked = [path for _, path, _ in server.requests]
+    groups = {
+        "/apis/batch/v1",
+        "/apis/jobset.x-k8s.io/v1alpha2",
+        "/apis/kubeflow.org/v1",
+        "/apis/sagemaker.amazonaws.com/v1",
+    }
+    assert sorted(path for path in asked if "/namespaces/" not in path) == sorted({"/version", "/apis"} | groups)
+    assert not list((tmp_path / "shared").iterdir())
+
+
+def test_a_server_that_stumbles_during_discovery_is_not_said_to_lack_the_operator(server: ApiServer) -> None:
+    cluster = connect("training", retry=replace(RETRY, attempts=4, base_s=0.01))
+    cluster.find(POD)
+    server.faults = [503, 503]
+    cluster.require(JOB)
+    server.faults = [503] * 10
+    with pytest.raises(ArgosyError, match=r"did not answer GET /apis/jobset\.x-k8s\.io/v1alpha2 after 4"):
+        cluster.require(find_target("jobset").jobs[0])  # type: ignore[attr-defined]
+
+
+def test_something_else_that_answers_in_the_servers_place_is_told(
+    server: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("json.dumps", lambda document, **_: "<html>Please log in</html>")
+    with pytest.raises(ArgosyError, match="is not JSON: '<html>Please log in"):
+        connect("training").find(POD)

@@ -45,7 +45,7 @@ def test_every_launched_example_has_a_guide() -> None:
 
 def test_parallelism_lab_renders_for_a_cluster(tmp_path: Path) -> None:
     """Its specs name no cluster: any of them is launched by adding one on the command line."""
-    from argosy.launch.placement import place
+    from argosy.launch.place import place
     from argosy.launch.render import render
 
     labs = sorted((ROOT / "examples" / "parallelism-lab").glob("*.yaml"))

@@ -19,7 +19,7 @@ import pytest
 from rendering import GPU_EXAMPLE, HYPERPOD, objects_of, pods_of
 from test_pods_run import NODES
 
-from argosy.launch.placement import place
+from argosy.launch.place import place
 from argosy.launch.render import render
 from argosy.launch.targets.hyperpod import AGENT_LOGS, AGENT_PORT, AGENT_STATE
 from argosy.record.jsonl import read_metrics

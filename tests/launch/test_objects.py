@@ -17,7 +17,7 @@ from kubeflow_trainer_api import models as kubeflow_v2
 from pydantic import BaseModel
 from rendering import CASES, GPU_EXAMPLE, NAMES, files_of, jobs_of, objects_of, pods_of
 
-from argosy.launch.placement import place
+from argosy.launch.place import place
 from argosy.launch.render import render
 
 VERSIONS = ("1.31.0", "1.34.0", "1.37.0")

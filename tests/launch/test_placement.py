@@ -9,7 +9,7 @@ from rendering import GPU_EXAMPLE, HYPERPOD, ROOT, objects_of, pods_of
 
 from argosy.errors import ArgosyError
 from argosy.launch.names import object_name
-from argosy.launch.placement import place
+from argosy.launch.place import place
 from argosy.launch.render import render
 
 

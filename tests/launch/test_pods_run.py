@@ -16,7 +16,7 @@ import pytest
 from rendering import objects_of, pods_of
 
 from argosy.errors import EXIT_DONE, EXIT_RESUMABLE
-from argosy.launch.placement import place
+from argosy.launch.place import place
 from argosy.launch.render import render
 from argosy.record.jsonl import read_metrics
 from argosy.supervise.world import find_nodes

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rendering import CASES, GPU_EXAMPLE, NAMES, files_of, objects_of
 
-from argosy.launch.placement import place
+from argosy.launch.place import place
 from argosy.launch.render import PLAN, render
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -38,7 +38,7 @@ def test_every_golden_file_belongs_to_a_case() -> None:
 def test_rendering_needs_neither_torch_nor_the_kubernetes_client() -> None:
     code = (
         "import sys; sys.modules['torch'] = sys.modules['kubernetes'] = sys.modules['numpy'] = None\n"
-        "from pathlib import Path\nfrom argosy.launch.placement import place\nfrom argosy.launch.render import render\n"
+        "from pathlib import Path\nfrom argosy.launch.place import place\nfrom argosy.launch.render import render\n"
         f"print(len(render(place(Path({str(GPU_EXAMPLE)!r})))))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

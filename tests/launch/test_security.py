@@ -10,7 +10,7 @@ import pytest
 from rendering import CASES, GPU_EXAMPLE, HYPERPOD, NAMES, files_of, objects_of, pods_of
 
 from argosy.errors import ArgosyError
-from argosy.launch.placement import place
+from argosy.launch.place import place
 from argosy.launch.render import render
 
 CANARY = "hf_cAnArYcAnArYcAnArYcAnArY"

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from rendering import GPU_EXAMPLE, ROOT
 
-from argosy.launch.placement import place
+from argosy.launch.place import place
 from argosy.launch.render import render, write
 from argosy.record.jsonl import read_metrics
 from ports import free_port

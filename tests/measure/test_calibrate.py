@@ -1,4 +1,4 @@
-"""What a GPU is measured to reach is what the planner then reckons with."""
+"""The planner uses the measured constants of a GPU."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="the kernels need triton, which the dev ext
 from argosy.model.attention import BACKENDS, Case, Mask, choose_backend
 from argosy.model.ops import flash, hopper
 from argosy.model.ops.attention_backends import Form
-from argosy.model.ops.kernels import hopper_backward, hopper_forward
+from argosy.model.ops.kernels import hopper_backward, hopper_backward_128, hopper_forward
 from argosy.model.share import Share
 from argosy.train.kernel_profile import kind_of
 from model import flash_twin
@@ -47,6 +47,7 @@ def kernels_or_twin(monkeypatch: pytest.MonkeyPatch) -> None:
     if not HOPPER:
         monkeypatch.setattr(hopper_forward, "attend", attend)
         monkeypatch.setattr(hopper_backward, "attend_backward", attend_backward)
+        monkeypatch.setattr(hopper_backward_128, "attend_backward", attend_backward)
 
 
 def case(mask: Mask, seq: int, queries: Share | None = None, dropout: float = 0.0, head_dim: int = 64) -> Case:
@@ -55,17 +56,18 @@ def case(mask: Mask, seq: int, queries: Share | None = None, dropout: float = 0.
 
 
 @pytest.mark.usefixtures("kernels_or_twin")
+@pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("scale", [None, 0.3])
 @pytest.mark.parametrize(("batch", "seq", "heads", "kv_heads"), SHAPES)
 def test_results_and_gradients_are_those_of_the_explicit_bias(
-    batch: int, seq: int, heads: int, kv_heads: int, scale: float | None
+    batch: int, seq: int, heads: int, kv_heads: int, scale: float | None, width: int
 ) -> None:
     torch.manual_seed(1)
-    together = torch.randn(batch, seq, kv_heads, heads // kv_heads + 2, 64, device=DEVICE, dtype=DTYPE)
+    together = torch.randn(batch, seq, kv_heads, heads // kv_heads + 2, width, device=DEVICE, dtype=DTYPE)
     q, k, v = together.split((heads // kv_heads, 1, 1), dim=3)
     leaves = [t.flatten(2, 3).transpose(1, 2).detach().requires_grad_() for t in (q.contiguous(), k.contiguous(), v)]
-    weights = torch.randn(batch, heads, seq, 64, device=DEVICE)
-    asked = case(Mask(True), seq)._replace(device=DEVICE, dtype=DTYPE)
+    weights = torch.randn(batch, heads, seq, width, device=DEVICE)
+    asked = case(Mask(True), seq, head_dim=width)._replace(device=DEVICE, dtype=DTYPE)
     results = []
     for name, dtype in (("hopper", DTYPE), ("explicit", torch.float32)):
         backend = next(b for b in BACKENDS if b.name == name)
@@ -81,12 +83,13 @@ def test_results_and_gradients_are_those_of_the_explicit_bias(
 @pytest.mark.parametrize(
     ("batch", "seq", "heads", "kv_heads"), [(3, 1024, 48, 8), (1, 32768, 4, 2), (16, 1024, 12, 12)] if HOPPER else [(3, 128, 6, 1)]
 )  # fmt: skip
+@pytest.mark.parametrize("width", [64, 128])
 def test_results_and_gradients_repeat_where_bits_must(
-    batch: int, seq: int, heads: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch
+    batch: int, seq: int, heads: int, kv_heads: int, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     sizes = (heads, kv_heads, kv_heads, heads)
-    q, k, v, d_out = (torch.randn(batch, seq, n, 64, device=DEVICE, dtype=DTYPE) for n in sizes)
+    q, k, v, d_out = (torch.randn(batch, seq, n, width, device=DEVICE, dtype=DTYPE) for n in sizes)
     runs = []
     for _ in range(20 if HOPPER else 2):
         out, lse = hopper.forward(q, k, v, Form(True, None, None))
@@ -116,9 +119,10 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("on_hopper")
 def test_they_are_taken_where_they_can_serve() -> None:
     assert choose_backend(case(Mask(True), 8192)).name == "hopper"
+    assert choose_backend(case(Mask(True), 8192, head_dim=128)).name == "hopper"
     for refused in (
         case(Mask(True), 8200),
-        case(Mask(True), 8192, head_dim=128),
+        case(Mask(True), 8192, head_dim=96),
         case(Mask(True), 8192, dropout=0.1),
         case(Mask(True), 8192, queries=Share((0,), 2)),
         case(Mask(True, window=7), 8192),
@@ -144,11 +148,13 @@ def test_they_say_why_they_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_profiler_tells_whose_kernels_ran() -> None:
-    ours = [name for name in vars(hopper_forward) | vars(hopper_backward) if hopper.is_kernel(name)]
-    assert sorted(ours) == ["_attention_after", "_attention_backward", "_attention_before", "_attention_forward"]
+    modules = vars(hopper_forward) | vars(hopper_backward) | vars(hopper_backward_128)
+    kinds = ["after", "backward", "backward_128", "before", "forward"]
+    ours = sorted(filter(hopper.is_kernel, modules))
+    assert ours == [f"_attention_{kind}" for kind in kinds]
     theirs = "kernel_cutlass_kernel_flash_attncuteflash_bwd_sm90FlashAttentionBackwardSm90_object_at_0"
     torchs = "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4>>"
-    assert [flash.is_kernel(name) for name in (theirs, torchs, *ours)] == [True, *[False] * 5]
+    assert [flash.is_kernel(name) for name in (theirs, torchs, *ours)] == [True, *[False] * 6]
     assert not hopper.is_kernel(theirs)
     assert {kind_of(name) for name in (theirs, torchs, *ours)} == {"attention"}
 
@@ -167,25 +173,29 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
-from argosy.model.ops.kernels import hopper_backward as backward, hopper_forward as forward
+from argosy.model.ops.kernels import hopper_backward as backward, hopper_backward_128 as wide, hopper_forward as forward
 
-def compiled(kernel, blocks, pointers, floats, constants):
+def compiled(kernel, width, blocks, pointers, floats, constants):
     signature = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(floats, "fp32") | pointers
-    signature |= {name: f"tensordesc<bf16[{rows}, 64],{forward._LAYOUT!r}>" for name, rows in blocks.items()}
+    signature |= {name: f"tensordesc<bf16[{rows}, {width}],{forward._LAYOUT!r}>" for name, rows in blocks.items()}
     signature |= dict.fromkeys(constants, "constexpr")
     source = GluonASTSource(kernel, signature, constexprs=constants)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
 
 heads = {"KV_HEADS": 8, "GROUP": 4}
-made = compiled(forward._attention_forward, {"q": 64, "k": 128, "v": 128, "out": 64}, {"lse": "*fp32"}, ["scale"], heads)
-assert made.asm["cubin"] and "wgmma" in made.asm["ptx"]
-logs = {"logs": f"tensordesc<fp32[1, 128],{backward._LOGS!r}>", "d_k_out": "*bf16", "d_v_out": "*bf16", "sums": "*fp32", "turns": "*i32"}
-blocks = dict.fromkeys(["q", "k", "v", "d_out"], 64)
-for repeatable in (False, True):
-    constants = heads | {"SECTION": 2, "REPEATABLE": repeatable}
-    made = compiled(backward._attention_backward, blocks, logs, ["scale", "plain_scale"], constants)
-    assert made.asm["cubin"] and "red.global.add.v4.f32" in made.asm["ptx"]
-    assert ("red.release.gpu" in made.asm["ptx"]) == repeatable
+for width, kernel in ((64, backward._attention_backward), (128, wide._attention_backward_128)):
+    workers, stages = forward._TEAMS[width]
+    constants = heads | {"WIDTH": width, "WORKERS": workers, "STAGES": stages}
+    blocks = {"q": 64, "k": 128, "v": 128, "out": 64}
+    made = compiled(forward._attention_forward, width, blocks, {"lse": "*fp32"}, ["scale"], constants)
+    assert made.asm["cubin"] and "wgmma" in made.asm["ptx"]
+    logs = {"logs": f"tensordesc<fp32[1, 128],{backward._LOGS!r}>"}
+    logs |= {"d_k_out": "*bf16", "d_v_out": "*bf16", "sums": "*fp32", "turns": "*i32"}
+    blocks = dict.fromkeys(["q", "k", "v", "d_out"], 64)
+    for order in (0, 1, 2):
+        made = compiled(kernel, width, blocks, logs, ["scale", "plain_scale"], heads | {"SECTION": 2, "ORDER": order})
+        assert made.asm["cubin"] and "red.global.add.v4.f32" in made.asm["ptx"]
+        assert ("red.release.gpu" in made.asm["ptx"]) == (order > 0)
 print("compiled")
 """
 
@@ -219,8 +229,14 @@ assert torch.equal(place.flatten().sort().values, torch.arange(4096))
 wanted = torch.randn(batch, heads, seq // 64, 64, 64)
 sums.view(batch, heads, seq // 64, 4096)[..., place] = wanted
 d_q = torch.empty(batch, seq, heads, 64)
-after[grid](sums, d_q, seq, heads, 0.5, 64, 64)
+after[grid](sums, d_q, seq, heads, 0.5, 64, 64, 64, True)
 torch.testing.assert_close(d_q, (wanted * 0.5).flatten(2, 3).transpose(1, 2))
+# Heads of 128 have their sums row by row, in two halves of the columns.
+halves = torch.randn(batch, heads, seq // 64, 2, 64, 64)
+d_q = torch.empty(batch, seq, heads, 128)
+after[grid](halves.flatten(), d_q, seq, heads, 0.5, 128, 64, 64, False)
+wide = halves.transpose(3, 4).flatten(4, 5).flatten(2, 3).transpose(1, 2)
+torch.testing.assert_close(d_q, wide * 0.5)
 print("equal")
 """
 

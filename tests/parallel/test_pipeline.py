@@ -120,8 +120,8 @@ def test_few_micro_batches_are_warned_of_with_the_arithmetic() -> None:
     keys = ["model=gpt2", "data.train=x", "train.steps=1", "optim.lr=1", "parallel.pp=4", "parallel.micro_batch=2"]
     text, long = describe_bubble(resolve(None, [*keys, "train.global_batch=2"]).spec)
     assert long
-    assert "75% of it = 3 / (1 + 3)" in text
+    assert "75% of the step = 3 / (1 + 3)" in text
     assert "27 micro-batches would make it 10%" in text
     text, long = describe_bubble(resolve(None, [*keys, "train.global_batch=64"]).spec)
     assert not long
-    assert "9% of it = 3 / (32 + 3)" in text
+    assert "9% of the step = 3 / (32 + 3)" in text

@@ -1,4 +1,4 @@
-"""`parallel: auto` becomes a layout once the ranks are known; what the spec says itself stays."""
+"""`parallel: auto` becomes a layout once the ranks are known; keys that the spec sets stay."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def settled(ranks: int, planned_on: str | None, *more: str) -> Resolved:
 def test_the_planner_fills_an_open_layout_and_says_so() -> None:
     found = settled(16, "2xp4d.24xlarge")
     assert found.spec.parallel.world_size == 16
-    assert found.spec.parallel.dp_shard > 1 or found.spec.parallel.tp > 1  # replicas alone do not fit
+    # Pure data parallelism (replicas) does not fit.
+    assert found.spec.parallel.dp_shard > 1 or found.spec.parallel.tp > 1
     assert found.origins["parallel.micro_batch"] == ORIGIN
     assert found.origins["optim.lr"] == "command line"
 
@@ -38,7 +39,8 @@ def test_the_planner_fills_an_open_layout_and_says_so() -> None:
 )
 def test_what_the_planner_chooses_can_be_run(model: str, cluster: str, ranks: int) -> None:
     overrides = [f"model.preset={model}", *KEYS[1:]]
-    found = settle_layout(resolve(None, overrides), None, overrides, ranks, cluster)  # resolving checks it
+    # settle_layout resolves the spec again, which checks the layout.
+    found = settle_layout(resolve(None, overrides), None, overrides, ranks, cluster)
     assert found.spec.parallel.world_size == ranks
 
 
@@ -48,7 +50,8 @@ def test_what_the_spec_says_itself_stays() -> None:
     assert kept.spec.parallel.world_size == 16
     named = settled(16, "2xp4d.24xlarge", "parallel.tp=2")
     assert not is_open(named)
-    assert named.spec.parallel.world_size == 2  # for the check of the world size to refuse
+    # The check of the world size refuses it later.
+    assert named.spec.parallel.world_size == 2
 
 
 def test_ranks_the_planner_knows_nothing_of_become_replicas() -> None:

@@ -1,4 +1,4 @@
-"""Cases people brought: runs they measured, or wanted to know about before they paid for them."""
+"""Users' cases: runs they measured, or wanted to plan before paying for them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def test_seven_billion_on_sixteen_a100_of_40_gb() -> None:
     for candidate in best:
         assert candidate.fits
         assert candidate.layout.gpus == 16
-        assert candidate.layout.tp <= 8  # within a node: 400 Gbit/s are shared by eight GPUs
+        # Within a node: eight GPUs share 400 Gbit/s.
+        assert candidate.layout.tp <= 8
     assert best[0].fullest.device < 39.4
     assert best[0].time.bubble < 0.05
     assert 0.40 < best[0].mfu < 0.65
@@ -58,7 +59,8 @@ def test_175_billion_on_512_gpus(node: str) -> None:
     assert best.layout.tp <= 8
     assert 0.35 < best.mfu < 0.65
     [line] = [line for line in found.lines() if line.startswith("checkpoint")]
-    assert "2,095.3 GB" in line  # 12 bytes a parameter
+    # 12 bytes per parameter.
+    assert "2,095.3 GB" in line
     assert "1,048 s at 2 GB/s" in line
 
 

@@ -1,4 +1,4 @@
-"""Hardware facts: found by the names people and drivers use, laid over by a user's file, refused with the nearest name."""
+"""Hardware facts are found by the names people and drivers use, and overridden by a user's file; unknown names get a hint."""
 
 from __future__ import annotations
 

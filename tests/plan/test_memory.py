@@ -1,4 +1,4 @@
-"""Predicted memory against what was measured: our own engine on an H200, and runs others published."""
+"""Predicted memory against measurements: Argosy on an H200, and published runs."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def test_a_loss_in_chunks_needs_no_more_for_more_tokens() -> None:
     few, many = (
         stages(Work(resolve_model("llama3-1b"), 8192, batch), Layout(micro_batch=batch))[0].logits for batch in (2, 8)
     )
-    assert many - few == pytest.approx(6 * 8192 * 2048 * 2 / 2**30, abs=0.02)  # the gradient of the head's input alone
+    # Only the gradient of the head's input grows.
+    assert many - few == pytest.approx(6 * 8192 * 2048 * 2 / 2**30, abs=0.02)
 
 
 def test_in_flight_micro_batches() -> None:

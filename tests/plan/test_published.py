@@ -1,4 +1,4 @@
-"""Published measurements: read with whatever they leave out, and predicted as well as is promised."""
+"""Published measurements are read even if they omit values, and predicted within the promised error."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_published_rows_are_predicted_as_well_as_is_promised() -> None:
     assert error([row for row in timed if row.source == "vtrain"]) < 0.145
     assert error([row for row in timed if row.source == "vtrain1n"]) < 0.084
     wrong = [row.id for row in read if not accuracy.fits(row, known) and not row.out_of_memory]
-    assert len(wrong) <= 2  # of those that ran
+    assert len(wrong) <= 2
 
 
 def test_our_own_engine_is_predicted_within_ten_per_cent_and_its_memory_within_five() -> None:
@@ -50,7 +50,7 @@ def test_rows_the_constants_never_saw_are_predicted_nearly_as_well() -> None:
     assert mean(accuracy.errors(dense, calibration())) < 0.10
     assert mean(accuracy.errors([row for row in timed if row not in dense], calibration())) < 0.15
     wrong = [row.id for row in read if not accuracy.fits(row, calibration()) and not row.out_of_memory]
-    assert len(wrong) <= 4  # of those that ran
+    assert len(wrong) <= 4
 
 
 @pytest.mark.parametrize("column", ["measured_tflops_gpu", "measured_mfu"])
@@ -110,7 +110,8 @@ def test_what_a_row_leaves_out_is_filled_sensibly(
     assert (row.cluster.gpu.name, row.stack.name, row.stack.attention) == (gpu, stack, attention)
     assert row.layout.gpus == cells["gpus"]
     assert row.work.precision == ("fp8" if "precision" in cells else "bf16")
-    assert accuracy.fits(row, calibration())  # it ran
+    # The published run did not run out of memory.
+    assert accuracy.fits(row, calibration())
     assert accuracy.seconds(row, calibration()) > 0
     assert "micro_batch" in row.filled
     assert "recompute" in row.filled
@@ -142,7 +143,8 @@ def test_a_pipelines_micro_batch_is_one_sequence_unless_more_are_much_faster(tmp
     [large], _ = rows.read_rows(write(tmp_path / "large.csv", **layout, layers=80, hidden=12288, heads=96))
     [small], _ = rows.read_rows(write(tmp_path / "small.csv", **layout, layers=16, hidden=1024, heads=16, seq_len=512))
     assert large.layout.micro_batch == 1
-    assert small.layout.micro_batch > 1  # the host would be the limit
+    # With one sequence the step would be launch-bound.
+    assert small.layout.micro_batch > 1
 
 
 def test_a_model_compiled_whole_has_its_loss_fused(tmp_path: Path) -> None:
@@ -181,7 +183,8 @@ def test_so_many_gpus_as_the_pace_needs_where_a_row_does_not_say(
         write(tmp_path / "gap.csv", measured_step_s=took, **(told | {"measured_tok_s_gpu": ""}))
     )
     assert (found.layout, found.cluster.gpus) == (known.layout, 64)
-    assert not accuracy.timed([found])  # which says nothing of how well time is predicted
+    # The layout was found by its step time, so the row cannot test the prediction of time.
+    assert not accuracy.timed([found])
 
 
 def test_a_known_name_gives_the_shape(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The search: what it returns fits, divides and is ranked; the cases people asked about come out right."""
+"""Layouts that the search returns fit, divide and are ranked."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def found(model: str, cluster: str, batch: int, seq_len: int, **fixed: object) -
 @pytest.mark.parametrize(
     ("model", "cluster", "batch", "seq_len"),
     [
-        ("llama2-7b", "2xp4d.24xlarge", 512, 4096),  # seven billion on sixteen A100 of 40 GB
+        # 7 B parameters on 16 A100 with 40 GB.
+        ("llama2-7b", "2xp4d.24xlarge", 512, 4096),
         ("gpt3-175b", "64xp4de.24xlarge", 1536, 2048),
         ("mixtral-8x7b", "4xp5.48xlarge", 256, 4096),
         ("llama3-8b", "8xH100", 64, 131072),
@@ -56,7 +57,8 @@ def test_what_is_offered_can_be_written_in_a_run_spec() -> None:
     for candidate in found("gpt3-175b", "64xp4de.24xlarge", 1536, 2048).best:
         keys = parallel_keys(candidate.layout)
         assert ("vpp" in keys) == (keys.get("schedule") == "interleaved-1f1b")
-        if candidate.layout.zero:  # is sharded over samples, or not at all
+        # A run spec can shard over data-parallel ranks only.
+        if candidate.layout.zero:
             assert candidate.layout.dp > 1
     assert any(candidate.layout.vpp > 1 for candidate in found("gpt3-175b", "64xp4de.24xlarge", 1536, 2048).best)
 

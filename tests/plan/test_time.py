@@ -1,4 +1,4 @@
-"""Predicted step times: the laws they must follow, and what our own engine and others measured."""
+"""Predicted step times follow basic laws, and match measurements of Argosy and of other frameworks."""
 
 from __future__ import annotations
 
@@ -36,10 +36,12 @@ def test_a_host_that_starts_kernels_one_by_one_is_the_limit_of_small_batches(
     stack = known.stacks["argosy"].model_copy(update={"replays": False})
     predicted = step_time(work, layout, parse_cluster("1xH200"), stack, known)
     assert predicted.total == pytest.approx(measured, rel=0.10)
-    assert time_of(work, layout, "1xH200").total < 0.75 * predicted.total  # started as a whole
+    # With a CUDA graph.
+    assert time_of(work, layout, "1xH200").total < 0.75 * predicted.total
     assert time_of(work, layout, "1xH200").terms["launches"] == 0
     dropping = Work(resolve_model("gpt2-large", ["dropout=0.1"]), 1024, batch)
-    assert time_of(dropping, layout, "1xH200").terms["launches"] > 0  # which is not done with dropout
+    # A model with dropout runs without a CUDA graph.
+    assert time_of(dropping, layout, "1xH200").terms["launches"] > 0
 
 
 def test_a_host_as_slow_as_its_device_is_waited_for_and_a_much_slower_one_alone_counts() -> None:
@@ -47,7 +49,7 @@ def test_a_host_as_slow_as_its_device_is_waited_for_and_a_much_slower_one_alone_
     stack = known.stacks["argosy"].model_copy(update={"replays": False})
     alone = time_of(work, Layout(micro_batch=16), "1xH200").total
     assert step_time(work, Layout(micro_batch=16), parse_cluster("1xH200"), stack, known).total > 1.08 * alone
-    # What tensor parallelism sends passes while a slow host launches: four micro-batches take four times as long as one.
+    # A slow host's launches hide tensor parallelism's all-reduces: four micro-batches take four times as long as one.
     small = Work(resolve_model("gpt2-large"), 128, 8)
     one, four = (time_of(small, Layout(tp=tp, dp=8 // tp), "8xH200", "megatron-2022") for tp in (1, 4))
     host = [
@@ -96,9 +98,12 @@ def test_gradients_added_apart_from_their_product_cost_every_micro_batch() -> No
     work = Work(resolve_model("llama2-7b"), 4096, 64)
     few, many = (time_of(work, Layout(dp=8, micro_batch=size), "8xH100").terms["accumulation"] for size in (2, 1))
     assert many == pytest.approx(2 * few)
-    assert time_of(work, Layout(dp=8, micro_batch=8), "8xH100").terms["accumulation"] == 0  # nothing to add to
-    assert time_of(work, Layout(dp=8), "8xH100", "megatron").terms["accumulation"] == 0  # its products add
-    assert time_of(work, Layout(dp=8, zero=3), "8xH100").terms["accumulation"] == 0  # reduced to a shard first
+    # One micro-batch needs no gradient accumulation.
+    assert time_of(work, Layout(dp=8, micro_batch=8), "8xH100").terms["accumulation"] == 0
+    # Megatron's matmuls accumulate.
+    assert time_of(work, Layout(dp=8), "8xH100", "megatron").terms["accumulation"] == 0
+    # ZeRO-3 reduces gradients to a shard first.
+    assert time_of(work, Layout(dp=8, zero=3), "8xH100").terms["accumulation"] == 0
 
 
 def test_a_stack_that_hides_the_backward_reduction_waits_less_for_tensor_parallelism() -> None:
@@ -113,7 +118,8 @@ def test_a_stack_that_hides_the_backward_reduction_waits_less_for_tensor_paralle
 def test_a_width_that_fills_no_tiles_wastes_the_device() -> None:
     assert efficiency(4096, 13824, 12288, 108) > 1.1 * efficiency(256, 13825, 12288, 108)
     assert efficiency(64, 64, 4096, 108) < 0.02
-    assert efficiency(512, 512, 32768, 132) > 2 * efficiency(512, 512, 4096, 132)  # split along the inner dimension
+    # Split-K.
+    assert efficiency(512, 512, 32768, 132) > 2 * efficiency(512, 512, 4096, 132)
 
 
 @given(rows=st.integers(1, 20_000), columns=st.integers(1, 20_000), inner=st.integers(1, 20_000))
@@ -182,7 +188,7 @@ def test_attention_written_for_ampere_leaves_hopper_half_idle() -> None:
 
 
 def test_muon_takes_its_iterations_and_keeps_less(tmp_path: Path) -> None:
-    """The optimiser of a run spec is planned: the same run with Muon has a longer step, a smaller state and a smaller checkpoint."""
+    """The plan knows the optimiser: with Muon the same run has a longer step, less optimiser state and a smaller checkpoint."""
     path = tmp_path / "run.yaml"
     path.write_text(
         "model: llama3-8b\ndata: {train: synthetic, seq_len: 4096}\ntrain: {global_batch: 64, steps: 100}\noptim: {lr: 1e-4}\n"
@@ -201,7 +207,7 @@ def test_muon_takes_its_iterations_and_keeps_less(tmp_path: Path) -> None:
 
 
 def test_newton_schulz_has_the_products_of_its_formula() -> None:
-    """X X^T, its square and that times X: 4 m^2 n + 2 m^3 FLOPs an iteration, at the pace of large products."""
+    """An iteration computes X X^T, its square, and the result times X: 4 m^2 n + 2 m^3 FLOPs at the rate of large matmuls."""
     rates = Rates(sms=132, product=6e14, narrow=6e14, attention=3e14, memory=1e20)
     rows, columns = 4096, 14336
     flops = 5 * (4 * rows**2 * columns + 2 * rows**3)

@@ -1,4 +1,4 @@
-"""Run directories made for the occasion: what a trainer would have left, without training."""
+"""Run directories with the files that a trainer would have written, made without training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BASE = ("model=gpt2", "data.train=corpus", "train.global_batch=8", "train.steps=
 
 
 def make_run(root: Path, *overrides: str) -> RunDir:
-    """A run directory with its spec, named after the last part of `root`."""
+    """Make a run directory with a spec. The run is named after the last part of `root`."""
     run = RunDir(root)
     root.mkdir(parents=True)
     run.store(resolve(None, [*BASE, f"name={root.name}", *overrides]), None, {}, {})

@@ -1,4 +1,4 @@
-"""Alerts: silence while all is well, and the right words when it is not."""
+"""Alert rules are silent on a healthy run, and name the problem on an unhealthy one."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ def run(
     tmp_path: Path, *, steps: int = 2000, slower: float = 0.0, seed: int = 0, world: int = 8, step_s: float = 0.5,
     noise: float = 0.013,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """A healthy run of `steps`, logged every ten, whose rank 3 is slower by a share; `noise` is that of a log."""
+    """Return the alerts of a healthy run of `steps`, logged every 10, whose rank 3 is `slower` by a share. `noise` is per log."""
     rng, alerts, found = RNG(seed), Alerts(AlertsSpec(disk_gib=0), tmp_path), []
     for step in range(10, steps + 1, 10):
         own = step_s * rng.lognormal(0, noise, world)
-        own *= 1 + 0.3 * (rng.random(world) < 0.02)  # now and then one rank has a slow moment
+        # Now and then, one rank is slow for one log.
+        own *= 1 + 0.3 * (rng.random(world) < 0.02)
         own[min(3, world - 1)] *= 1 + slower
         record = {
             "step": step,
@@ -42,8 +43,10 @@ def run(
     return found
 
 
-QUIET = {"step_s": 0.5, "noise": 0.013}  # 4% from one step to the next
-NOISY = {"step_s": 0.02, "noise": 0.3}  # a tiny model on a machine that others use
+# 4% between two steps.
+QUIET = {"step_s": 0.5, "noise": 0.013}
+# A tiny model on a machine that others use.
+NOISY = {"step_s": 0.02, "noise": 0.3}
 
 
 @pytest.mark.parametrize("machine", [QUIET, NOISY])
@@ -73,7 +76,8 @@ def test_in_noise_it_is_named_too_with_more_logs(tmp_path: Path, world: int) -> 
 def test_a_neighbour_that_is_busy_for_a_short_time_is_no_alarm(tmp_path: Path) -> None:
     alerts, found = Alerts(AlertsSpec(disk_gib=0), tmp_path), []
     for log in range(400):
-        burst = 1.6 if 200 <= log < 300 else 1.0  # 20 seconds of it
+        # 20 seconds.
+        burst = 1.6 if 200 <= log < 300 else 1.0
         record = {"step": log, "time": 0.2 * log, "loss": 2.0, "grad_norm": 1.0, "tokens_per_s": 1e5 / burst}
         made = Ranks.of(rows(np.array([0.02, 0.02 * burst])), step=log, time=0.2 * log, stages=1)
         found += alerts.observe(record, made)
@@ -88,7 +92,8 @@ def test_stages_of_a_pipeline_are_not_compared_with_each_other(tmp_path: Path) -
     alerts, found = Alerts(AlertsSpec(disk_gib=0), tmp_path), []
     record = {"loss": 2.0, "grad_norm": 1.0, "tokens_per_s": 1.0}
     for step in range(50):
-        own = np.array([1.0, 1.0, 1.5, 1.5])  # the last stage has the output head
+        # The last stage has the output head.
+        own = np.array([1.0, 1.0, 1.5, 1.5])
         found += alerts.observe(
             record | {"step": step, "time": 10.0 * step}, Ranks.of(rows(own), step=step, time=10.0 * step, stages=2)
         )
@@ -134,7 +139,7 @@ def test_a_full_disk_is_told(tmp_path: Path) -> None:
 
 
 def spikes(loss: np.ndarray, tmp_path: Path, **more: Any) -> list[int]:
-    """The logs at which a spike, or NaN, is told."""
+    """Return the logs at which a spike or NaN alert is raised."""
     alerts, found = Alerts(AlertsSpec(disk_gib=0), tmp_path), []
     for log, value in enumerate(loss):
         record = {"step": log, "time": 10.0 * log, "loss": float(value), "grad_norm": 1.0, "tokens_per_s": 1.0} | more
@@ -165,8 +170,10 @@ def test_a_source_that_is_harder_than_the_rest_is_told_a_few_times_at_most(share
 
 def test_a_spike_that_lasts_is_told_once_and_so_is_each_that_comes_later(tmp_path: Path) -> None:
     loss = 2 + RNG(2).normal(0, 0.02, 1200)
-    loss[300:310] += 0.2  # ten deviations
-    loss[700:] += 1.0  # and stays: another corpus, or a model that is lost
+    # 10 standard deviations.
+    loss[300:310] += 0.2
+    # A lasting change: another corpus, or a model that has diverged.
+    loss[700:] += 1.0
     loss[1000:1003] += 5.0
     assert spikes(loss, tmp_path) == [301, 700, 1000]
 

@@ -1,4 +1,4 @@
-"""A heartbeat says where a rank is, and goes on when the rank cannot say anything any more."""
+"""A heartbeat shows where a rank is, and goes on when the rank itself can no longer run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ctypes.PyDLL(None).sleep(600)  # unlike CDLL, PyDLL keeps the GIL
 
 
 def beat_of(directory: Path, rank: int, *, after: int = 0, **expected: Any) -> dict[str, Any]:
-    """The record of a rank, once it is as expected, `after` some beat."""
+    """Wait for a heartbeat with the expected values, later than beat `after`, and return it."""
 
     def look() -> dict[str, Any] | None:
         record = read_heartbeats(directory).get(rank)
@@ -79,7 +79,8 @@ def test_a_reader_never_sees_a_change_half_made(tmp_path: Path) -> None:
     assert reader.read() is None
     child = os.fork()
     if child == 0:
-        for number in itertools.count():  # until it is killed
+        # Until the process is killed.
+        for number in itertools.count():
             writer.write(RankProgress(number, number, number, number, number, PHASES[number % 8]))
     seen = set[int]()
     try:

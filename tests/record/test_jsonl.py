@@ -1,4 +1,4 @@
-"""Logs are append-only and survive a kill in the middle of a line."""
+"""JSONL logs are append-only and survive a kill in the middle of a line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from argosy.record.jsonl import JsonlWriter, Record, read_jsonl, read_metrics
-from argosy.record.tail import Kept, Tail
+from argosy.record.tail import RecentRecords, Tail
 
 
 @given(
@@ -41,7 +41,8 @@ def test_a_log_cut_anywhere_loses_only_the_line_that_was_cut(
     assert found[-1] == {"after": 1}
     kept = found[:-1]
     assert kept[:whole] == records[:whole]
-    assert len(kept) <= whole + 1  # a cut that took only the line's end leaves a whole record, closed off
+    # A cut that removed only the newline leaves a complete record.
+    assert len(kept) <= whole + 1
 
 
 def test_nothing_written_is_ever_changed(tmp_path: Path) -> None:
@@ -69,7 +70,9 @@ def test_a_killed_writer_leaves_a_readable_log(tmp_path: Path) -> None:
 FULL_DISK = """
 import resource, signal, sys
 from pathlib import Path
+from argosy.log_handler import install_log_handler
 from argosy.record.jsonl import JsonlWriter
+install_log_handler()
 path = Path(sys.argv[1])
 log = JsonlWriter(path)
 log.write({"step": 1})
@@ -97,7 +100,8 @@ def test_steps_logged_again_after_a_resume_replace_those_of_the_dead_attempt(tmp
         for step, loss in [(1, 9.0), (2, 8.0), (3, 7.0), (4, 6.0)]:
             log.write({"step": step, "loss": loss})
         log.write({"step": 4, "validation_loss": 6.5})
-        for step, loss in [(3, 7.5), (4, 6.5)]:  # resumed from step 2
+        # Resumed from step 2.
+        for step, loss in [(3, 7.5), (4, 6.5)]:
             log.write({"step": step, "loss": loss})
     found = read_metrics(path)
     assert {step: record["loss"] for step, record in found.items()} == {1: 9.0, 2: 8.0, 3: 7.5, 4: 6.5}
@@ -124,17 +128,19 @@ def test_the_newest_records_are_kept_as_they_were_taken_and_forgotten_with_their
         taken.append(record["n"])
         return record if record["n"] != 8 else None
 
-    kept = Kept(path, 3, take)
+    kept = RecentRecords(path, 3, take)
     assert kept.read() == []
     path.write_text("".join(f'{{"n": {n}}}\n' for n in range(7)) + '{"n":')
     assert [record["n"] for record in kept.read()] == [4, 5, 6]
     assert kept.read() == kept.read()
-    assert taken == [4, 5, 6]  # each once, and none that is not kept
+    # Each record is converted once, and dropped records are not converted.
+    assert taken == [4, 5, 6]
     path.write_text("".join(f'{{"n": {n}}}\n' for n in range(10)))
     assert [record["n"] for record in kept.read()] == [6, 7, 9]
     path.write_text('{"n": 1}\n')
     assert [record["n"] for record in kept.read()] == [1]
-    longer = tmp_path / "longer"  # another run of the same name, which has got further than this one
+    # Another run of the same name, which has more steps than this one.
+    longer = tmp_path / "longer"
     longer.write_text("".join(f'{{"n": {n}}}\n' for n in range(20, 40)))
     longer.replace(path)
     assert [record["n"] for record in kept.read()] == [37, 38, 39]
@@ -145,6 +151,7 @@ def test_a_place_that_was_set_back_is_read_from_there(tmp_path: Path) -> None:
     path.write_text("".join(f'{{"n": {n}}}\n' for n in range(6)))
     tail = Tail(path)
     places = [place for _, place in tail.read(4)]
-    tail.offset = places[1]  # as after a failure to send the last two
+    # The state after the last two records could not be sent.
+    tail.offset = places[1]
     assert [record["n"] for record, _ in tail.read()] == [2, 3, 4, 5]
     assert [record["n"] for record, _ in Tail(path, places[3]).read()] == [4, 5]

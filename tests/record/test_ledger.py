@@ -1,4 +1,4 @@
-"""Where the time of a run went, across restarts."""
+"""The goodput ledger of a run, across restarts."""
 
 from __future__ import annotations
 
@@ -36,19 +36,23 @@ def test_work_done_again_after_a_restart_is_lost_and_the_gap_is_down_time(tmp_pa
     again = Ledger.resumed(run, 20, started=1400.0)
     assert again.spent["productive"] == 200
     assert again.spent["lost"] == 100
-    assert again.spent["down"] == 100  # from 1300 to 1400
+    # From 1300 to 1400.
+    assert again.spent["down"] == 100
     assert again.spent["save"] == 6
     report = again.report(price=36.0)
     assert report["goodput"] == pytest.approx(200 / (5 + 300 + 6 + 100))
-    assert report["cost"] == pytest.approx((5 + 300 + 6) / 100)  # nothing is paid while nothing is held
+    # Time without machines costs nothing.
+    assert report["cost"] == pytest.approx((5 + 300 + 6) / 100)
     assert sum(report["spent"].values()) == pytest.approx(5 + 300 + 6 + 100)
 
 
 @pytest.mark.parametrize(
     ("kind", "part", "seconds", "down"),
     [
-        ("rank-died", "lost", 160, 40),  # of which 100 are the steps after the checkpoint, and 60 until it was noticed
-        ("restart", "lost", 200, 0),  # started again within the job: its machines are held
+        # 100 seconds of steps after the checkpoint, and 60 until the death was noticed.
+        ("rank-died", "lost", 160, 40),
+        # Restarted within the job: its machines stay allocated.
+        ("restart", "lost", 200, 0),
         ("interrupted", "save", 6 + 60, 40),
     ],
 )

@@ -1,4 +1,4 @@
-"""What a rank writes is passed on as it was, and is in its log as well, whatever ends the rank and whatever becomes of the disk."""
+"""A rank's output is forwarded unchanged and copied to its log, however the rank ends and whatever happens to the disk."""
 
 from __future__ import annotations
 
@@ -19,7 +19,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from argosy.record.rank_logs import last_words, newest_attempt, read_log
-from argosy.record.relay import ATTEMPTS_KEPT, BEGINNING, ENDING, MARK, Keeper, Lines, Log, Order, forget_old
+from argosy.record.relay import (
+    ATTEMPTS_KEPT,
+    BEGINNING,
+    ENDING,
+    MARK,
+    LineSplitter,
+    Log,
+    LogWriter,
+    RelayOptions,
+    forget_old,
+)  # fmt: skip
 from waiting import wait_for
 
 SIZED = "import os, time\nwhile not os.get_terminal_size(1).columns: time.sleep(0.01)\n"
@@ -27,14 +37,14 @@ RANK = """
 import os, subprocess, sys, time
 from pathlib import Path
 from argosy.errors import ArgosyError
-from argosy.record.rank_output import Output
+from argosy.record.rank_output import RankOutput
 
 def begin():
     with (run / "events.jsonl").open("a") as events:
         events.write('{"event":"start","step":0,"time":%f}\\n' % time.time())
 
 run = Path(sys.argv[1])
-output = Output(run, rank=int(sys.argv[2]), ranks=int(sys.argv[3]))
+output = RankOutput(run, rank=int(sys.argv[2]), ranks=int(sys.argv[3]))
 """
 
 
@@ -45,13 +55,13 @@ def start(run: Path, does: str, *, rank: int = 0, ranks: int = 1, **options: obj
 
 
 def said(run: Path, does: str, **options: object) -> tuple[str, int]:
-    """What whoever started it sees of a rank, and its exit code."""
+    """Run a rank. Return its output, as its parent process sees it, and its exit code."""
     process = start(run, does, **options)
     return process.communicate(timeout=60)[0].decode(), process.returncode
 
 
 def log(run: Path, attempt: int = 1, name: str = "0.log") -> list[str]:
-    """Without the lines of the relay itself."""
+    """Return the lines of a log, without those of the relay itself."""
     lines = (run / "logs" / str(attempt) / name).read_text().splitlines()
     return [line for line in lines if not line.startswith(MARK)]
 
@@ -63,7 +73,7 @@ print("four", file=sys.stderr); os.write(1, b"five"); sys.exit(7)"""
     assert (text, code) == ("one\ntwo\nthree\nfour\nfive", 7)
     assert log(tmp_path / "run") == text.splitlines()
     first, *_, last = (tmp_path / "run/logs/1/0.log").read_text().splitlines()
-    assert first.startswith(f"{BEGINNING}0 of 1 on {os.uname().nodename}, process ")
+    assert first.startswith(f"{BEGINNING}0 of 1 on {os.uname().nodename}, pid ")
     assert last.startswith(f"{ENDING}ended by itself")
 
 
@@ -112,7 +122,8 @@ print(os.get_terminal_size(1))"""
         os.execv(sys.executable, [sys.executable, "-c", SIZED + RANK + does, str(tmp_path / "run"), "0", "1"])
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 31, 97, 0, 0))
     text = b""
-    with contextlib.suppress(OSError):  # when the last of them has left
+    # Reading raises when the last writer has exited.
+    with contextlib.suppress(OSError):
         while data := os.read(terminal, 4096):
             text += data
             if b"step 2" in data:
@@ -135,13 +146,13 @@ def test_one_that_speaks_without_end_is_kept_at_its_start_and_its_end(tmp_path: 
     assert log(tmp_path / "run", name="0.first.log")[0].startswith("line 0 ")
     assert log(tmp_path / "run")[-1].startswith("line 29999 ")
     note = (tmp_path / "run/logs/1/0.log").read_text().splitlines()[0]
-    assert note.startswith(f"{MARK}what came before is in 0.first.log and 0.before.log, without ")
-    assert "its first 256 KiB are kept" in note
+    assert note.startswith(f"{MARK}earlier lines are in 0.first.log and 0.before.log, without ")
+    assert "a log keeps its first 256 KiB" in note
 
 
 def test_a_line_without_end_fills_no_disk(tmp_path: Path) -> None:
-    order = Order(0, 1 << 20, 1, "here", str(tmp_path), (0, 0.0), [], 2, [])
-    file = Log(order, 1)
+    options = RelayOptions(0, 1 << 20, 1, "here", str(tmp_path), (0, 0.0), [], 2, [])
+    file = Log(options, 1)
     file.write(b"x" * (2 << 20))
     (tmp_path / "logs/1/0.log").unlink()
     file.write(b"y" * (1 << 20))
@@ -169,11 +180,12 @@ def test_a_disk_that_stays_full_takes_no_files_away_from_the_relay(tmp_path: Pat
     full.mkdir(parents=True)
     (full / "0.log").symlink_to("/dev/full")
     ours, theirs = os.pipe()
-    keeper = Keeper(Order(0, 1, 1, "here", str(tmp_path), (0, 0.0), [], theirs, []))
+    writer = LogWriter(RelayOptions(0, 1, 1, "here", str(tmp_path), (0, 0.0), [], theirs, []))
     opened, log = [], None
     for _ in range(5):
-        keeper._again = 0.0  # it is time to try once more
-        log = keeper._write(log, 1, b"one\n")
+        # The next write tries again.
+        writer._retry_at = 0.0
+        log = writer._write(log, 1, b"one\n")
         opened.append(len(os.listdir("/proc/self/fd")))
     assert max(opened) == opened[0]
     assert os.read(ours, 1000).count(b"warning") == 1
@@ -184,11 +196,13 @@ def test_a_disk_that_stays_full_takes_no_files_away_from_the_relay(tmp_path: Pat
 def test_a_file_system_that_does_not_answer_holds_up_nobody(tmp_path: Path) -> None:
     hung = tmp_path / "run/logs/1"
     hung.mkdir(parents=True)
-    os.mkfifo(hung / "0.log")  # opening it waits for a reader, for ever
+    # Opening the pipe blocks until there is a reader, which never comes.
+    os.mkfifo(hung / "0.log")
     process = start(tmp_path / "run", "begin()\nfor i in range(100_000): print('line', i, 'x' * 80)\nprint('done')")
     assert process.communicate(timeout=60)[0].endswith(b"done\n")
     assert process.returncode == 0
-    os.close(os.open(hung / "0.log", os.O_RDWR))  # the relay leaves
+    # Lets the relay exit.
+    os.close(os.open(hung / "0.log", os.O_RDWR))
 
 
 def test_a_reader_that_leaves_is_no_end_of_the_log(tmp_path: Path) -> None:
@@ -207,7 +221,8 @@ while output._relay.returncode is None: time.sleep(0.01)
 for i in range(3): print(i, flush=True)"""
     process = start(tmp_path / "run", does, stdin=subprocess.PIPE)
     assert process.stdout is not None
-    assert process.stdout.readline() == b"one\n"  # it was passed on
+    # The line was forwarded.
+    assert process.stdout.readline() == b"one\n"
     text = process.communicate(b"\n", timeout=60)[0].decode()
     assert process.returncode == 0
     assert text.count("the process that keeps this rank's log has ended") == 1
@@ -266,7 +281,8 @@ def test_each_time_that_training_begins_is_an_attempt(tmp_path: Path) -> None:
     said(run, "begin(); print('third')")
     assert (log(run, 1), log(run, 2)) == (["first"], ["second"])
     assert "RuntimeError: it never began" in log(run, 3)
-    assert last_words(run, 0) == ["logs/3/0.log: third"]  # and nothing of the start before
+    # No lines of the start before.
+    assert last_words(run, 0) == ["logs/3/0.log: third"]
 
 
 def test_a_run_that_was_moved_aside_keeps_its_logs(tmp_path: Path) -> None:
@@ -297,7 +313,7 @@ def test_old_attempts_go_and_what_is_not_a_log_stays(tmp_path: Path) -> None:
 @settings(deadline=None)
 @given(st.text(alphabet="ab\r\n\x1b[2K", max_size=60).map(str.encode), st.data())
 def test_how_text_is_cut_up_on_its_way_does_not_matter(text: bytes, data: st.DataObject) -> None:
-    whole, parts = Lines(), Lines()
+    whole, parts = LineSplitter(), LineSplitter()
     expected = whole.feed(text) + whole.end()
     got, rest = b"", text
     while rest:

@@ -1,4 +1,4 @@
-"""The run directory holds one run, one trainer at a time, and notices when it is asked to become another run."""
+"""A run directory holds one run and one trainer at a time, and refuses to become another run."""
 
 from __future__ import annotations
 
@@ -86,7 +86,8 @@ def test_what_computes_a_run_may_change_and_is_told(stored: tuple[RunDir, Path])
     assert run.compare(resolve(path), FACTS, MACHINE | {"flash-attn-4": "4.0"}) == ["machine.flash-attn-4: None -> 4.0"]
     assert run.compare(resolve(path), FACTS, MACHINE) == run.compare(resolve(path), FACTS, None) == []
     document = orjson.loads(run.resolved_file.read_bytes())
-    del document["machine"]  # as of runs whose record did not have it yet
+    # Older runs did not record the machine.
+    del document["machine"]
     run.resolved_file.write_bytes(orjson.dumps(document))
     assert run.compare(resolve(path), FACTS, MACHINE) == []
 

@@ -1,4 +1,4 @@
-"""What the GPU's sensors say, with a stand-in for NVML, which no machine without a GPU has."""
+"""GPU sensors, with a stand-in for NVML, since most test machines have no GPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def refuse(*arguments: object) -> Any:
 
 
 def card(**changes: Any) -> SimpleNamespace:
-    """pynvml, as far as it is used; None takes a function away."""
+    """Return a stand-in for pynvml. `changes` replaces functions; None removes one."""
     functions: dict[str, Any] = {
         "NVMLError": NVMLError, "NVML_TEMPERATURE_GPU": 0,
         "nvmlInit": lambda: None,
@@ -53,7 +53,8 @@ def test_all_is_read_whichever_name_the_library_has_for_it(monkeypatch: pytest.M
     assert read(monkeypatch, card()) == ALL
     assert read(monkeypatch, card(nvmlDeviceGetCurrentClocksEventReasons=None)) == ALL
     assert read(monkeypatch, card(nvmlDeviceGetCurrentClocksThrottleReasons=None)) == ALL
-    at_work = card(nvmlDeviceGetCurrentClocksEventReasons=lambda device: 0x04)  # at its power limit
+    # At its power cap.
+    at_work = card(nvmlDeviceGetCurrentClocksEventReasons=lambda device: 0x04)
     assert read(monkeypatch, at_work)["throttled"] == 0.0
 
 
@@ -71,7 +72,8 @@ def test_what_a_card_does_not_tell_is_left_out_and_the_rest_is_told(
     assert read(monkeypatch, card(**{function: instead})) == {n: v for n, v in ALL.items() if n != figure}
 
 
-@pytest.mark.parametrize("uuid", ["MIG-7", "7"])  # torch's has no prefix
+# torch's UUID has no prefix.
+@pytest.mark.parametrize("uuid", ["MIG-7", "7"])
 def test_a_part_of_a_card_is_read_at_the_whole_one(uuid: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
@@ -93,7 +95,8 @@ def test_without_a_driver_nothing_is_said(function: str, monkeypatch: pytest.Mon
         monkeypatch.setitem(sys.modules, "pynvml", module)
         before = threading.active_count()
         assert Sensors("GPU-1").read() == {}
-        assert threading.active_count() == before  # and nobody is left to ask
+        # No reader thread is left.
+        assert threading.active_count() == before
 
 
 def test_a_reading_of_a_driver_that_no_longer_answers_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

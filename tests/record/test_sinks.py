@@ -1,4 +1,4 @@
-"""Sinks against the programs that read them: TensorBoard's reader, W&B's files, an MLflow server, Prometheus, an OTLP receiver."""
+"""Sinks are tested against real readers: TensorBoard's, W&B's files, an MLflow server, Prometheus, an OTLP receiver."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ import waiting
 from argosy.config.watching import AlertsSpec, LogSpec
 from argosy.record.jsonl import JsonlWriter, read_jsonl
 from argosy.record.rundir import RunDir
-from argosy.record.sink_process import Courier, carried
+from argosy.record.sink_process import SinkProcess, serve_sinks
 from ports import free_port
 from record.run_dirs import log, make_run
 
 
-def carry(run: RunDir) -> Courier:
-    """Everything there is, to every sink."""
-    courier = Courier(run.root, patience_s=0.05)
-    courier.start()
-    courier.finish(waiting.PATIENCE_S)
-    return courier
+def carry(run: RunDir) -> SinkProcess:
+    """Send all records of a run to all of its sinks."""
+    process = SinkProcess(run.root, backoff_s=0.05)
+    process.start()
+    process.finish(waiting.PATIENCE_S)
+    return process
 
 
 def wait_for(what: Callable[[], Any]) -> Any:
-    """What a server answers, once there is one and it does."""
+    """Wait until a server answers, and return the answer."""
 
     def answer() -> Any:
         with contextlib.suppress(OSError, KeyError, IndexError):
@@ -55,10 +55,9 @@ def get(url: str) -> Any:
 
 
 class Receiver:
-    """A server that keeps what is posted to it."""
+    """A server that keeps the bodies posted to it. It answers the posts numbered in `refuse` with an error."""
 
     def __init__(self, port: int = 0, refuse: Collection[int] = ()) -> None:
-        """`refuse`: the posts that are answered with an error."""
         self.bodies: list[bytes] = []
         keep, count = self.bodies, itertools.count()
 
@@ -90,7 +89,8 @@ def test_tensorboard_reads_the_curves_and_drops_what_a_resumed_run_did_again(tmp
     run = make_run(tmp_path / "tb", "log.sinks.tensorboard=true")
     log(run, range(10, 60, 10))
     carry(run)
-    log(run, range(30, 60, 10), loss=1.25)  # resumed from step 20
+    # Resumed from step 20.
+    log(run, range(30, 60, 10), loss=1.25)
     with JsonlWriter(run.metrics) as metrics:
         metrics.write({"step": 50, "time": 1.0, "validation_loss": 3.5})
     carry(run)
@@ -104,7 +104,7 @@ def test_tensorboard_reads_the_curves_and_drops_what_a_resumed_run_did_again(tmp
     assert [event.step for event in reader.Scalars("time/forward_backward")] == [10, 20, 30, 40, 50]
 
 
-def test_what_a_killed_courier_had_sent_and_not_noted_is_not_in_tensorboard_twice(tmp_path: Path) -> None:
+def test_what_a_killed_sink_process_had_sent_and_not_noted_is_not_in_tensorboard_twice(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run = make_run(tmp_path / "tb", "log.sinks.tensorboard=true")
@@ -113,7 +113,8 @@ def test_what_a_killed_courier_had_sent_and_not_noted_is_not_in_tensorboard_twic
     noted = (run.root / "sinks" / "tensorboard.json").read_bytes()
     log(run, [30, 40])
     carry(run)
-    (run.root / "sinks" / "tensorboard.json").write_bytes(noted)  # as if it had been killed before it wrote this
+    # The state after a kill between sending and storing the offset.
+    (run.root / "sinks" / "tensorboard.json").write_bytes(noted)
     log(run, [50])
     carry(run)
     reader = EventAccumulator(str(run.root / "tensorboard"))
@@ -122,22 +123,25 @@ def test_what_a_killed_courier_had_sent_and_not_noted_is_not_in_tensorboard_twic
 
 
 def wandb_messages(file: Path) -> Iterator[bytes]:
-    """Of a .wandb file: a header of 7 bytes, then blocks of 32 KiB with LevelDB's log records (crc, length, kind)."""
+    """Yield the messages of a .wandb file: a header of 7 bytes, then blocks of 32 KiB with LevelDB's log records (crc, length,
+    kind)."""
     data, at, message = file.read_bytes(), 7, b""
     while at + 7 <= len(data):
-        if 32768 - at % 32768 < 7:  # no header fits into the rest of a block
+        # No record header fits into the rest of the block.
+        if 32768 - at % 32768 < 7:
             at += 32768 - at % 32768
             continue
         length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
         message += data[at + 7 : at + 7 + length]
         at += 7 + length
-        if kind in (1, 4):  # whole, or the last part
+        # A whole message, or its last part.
+        if kind in (1, 4):
             yield message
             message = b""
 
 
 def wandb_files(root: Path) -> tuple[set[str], dict[int, dict[str, float]]]:
-    """Run ids and, by step, the figures in all offline files, the newest last."""
+    """Return the run ids and, by step, the metrics of all offline files, newest last."""
     from wandb.proto import wandb_internal_pb2
 
     ids, history = set(), {}
@@ -160,9 +164,11 @@ def test_wandb_has_one_run_across_restarts_without_tensorboard(tmp_path: Path, m
     carry(run)
     log(run, range(30, 60, 10), loss=1.25)
     carry(run)
-    log(run, [50, 60], loss=0.75)  # resumed from 40, and step 50 logged a second time
+    # Resumed from 40: step 50 is logged a second time.
+    log(run, [50, 60], loss=0.75)
     carry(run)
-    log(run, [70, 60, 70], loss=0.5)  # rewound while it ran
+    # Rewound while it ran.
+    log(run, [70, 60, 70], loss=0.5)
     carry(run)
     ids, history = wandb_files(run.root)
     assert ids == {(run.root / "sinks" / "run-id").read_text()}
@@ -175,7 +181,7 @@ def test_wandb_has_one_run_across_restarts_without_tensorboard(tmp_path: Path, m
 
 
 def children() -> set[str]:
-    """The names of the processes that this one has started and that are still there."""
+    """Return the names of the living child processes of this process."""
     found = set()
     for status in Path("/proc").glob("[0-9]*/status"):
         with contextlib.suppress(OSError):
@@ -185,17 +191,17 @@ def children() -> set[str]:
     return found
 
 
-def test_wandbs_own_process_has_written_everything_and_ended_before_the_courier_does(
+def test_wandbs_own_process_has_written_everything_and_ended_before_the_sink_process_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     run = make_run(tmp_path / "wb", "log.sinks.wandb=ocean")
     log(run, [10])
-    courier = Courier(run.root, patience_s=0.05)
-    courier.start()
+    process = SinkProcess(run.root, backoff_s=0.05)
+    process.start()
     wait_for(lambda: json.loads((run.root / "sinks" / "wandb.json").read_text())["newest"] == 10)
     assert "wandb-core" in children()
-    courier.finish(waiting.PATIENCE_S)
+    process.finish(waiting.PATIENCE_S)
     assert "wandb-core" not in children()
     assert sorted(wandb_files(run.root)[1]) == [10]
 
@@ -206,7 +212,8 @@ def test_wandb_keeps_what_was_begun_within_the_same_second(tmp_path: Path, monke
     log(run, [10, 20])
     carry(run)
     number, begun = (run.root / "sinks" / "run-id").read_text(), time.time()
-    for ahead in range(4):  # as if the earlier start had been in this second, whichever it will be
+    # Pretend that an earlier start was in the same second, whichever that will be.
+    for ahead in range(4):
         second = time.strftime("%Y%m%d_%H%M%S", time.localtime(begun + ahead))
         (run.root / "wandb" / f"offline-run-{second}-{number}").mkdir(exist_ok=True)
     log(run, [30])
@@ -225,7 +232,8 @@ def mlflow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     command += ["--backend-store-uri", f"sqlite:///{root}/store.db", "--default-artifact-root", str(root / "artifacts")]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     environ = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-    environ.pop("PYTHONPATH", None)  # it runs in an environment of its own
+    # The server runs in an environment of its own.
+    environ.pop("PYTHONPATH", None)
     server = subprocess.Popen(command, cwd=root, env=environ, start_new_session=True, **quiet)
     try:
         address = f"http://127.0.0.1:{port}"
@@ -238,7 +246,8 @@ def mlflow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 def test_mlflow_has_one_run_with_its_figures_and_parameters(tmp_path: Path, mlflow_server: str) -> None:
     run = make_run(tmp_path / "ml", f"log.sinks.mlflow={mlflow_server}", "log.sinks.mlflow_experiment=the sea")
-    odd = {"validation_loss/corpus (new)?": 3.0}  # a name that MLflow does not allow
+    # MLflow does not allow these characters.
+    odd = {"validation_loss/corpus (new)?": 3.0}
     log(run, range(10, 50, 10), **odd)
     carry(run)
     log(run, range(30, 60, 10), loss=1.25)
@@ -261,7 +270,8 @@ def test_mlflow_has_one_run_with_its_figures_and_parameters(tmp_path: Path, mlfl
     history = get(
         f"{mlflow_server}/api/2.0/mlflow/metrics/get-history?run_id={found[0]['info']['run_id']}&metric_key=loss"
     )
-    newest = {metric["step"]: metric["value"] for metric in history["metrics"]}  # in the order they were sent
+    # Values are in the order they were sent.
+    newest = {metric["step"]: metric["value"] for metric in history["metrics"]}
     assert sorted(newest) == [10, 20, 30, 40, 50]
     assert newest[50] == 1.25
 
@@ -271,14 +281,15 @@ def test_a_prometheus_server_scrapes_the_figures(tmp_path: Path) -> None:
         pytest.skip("no prometheus; .ci/run installs Debian's")
     listener, port = free_port(), free_port()
     run = make_run(tmp_path / "scraped", f"log.sinks.prometheus={listener}")
-    log(run, [10, 20], **{"validation_loss/a b": 1.0, "validation_loss/a_b": 2.0})  # which are one name there
+    # Both names map to the same gauge.
+    log(run, [10, 20], **{"validation_loss/a b": 1.0, "validation_loss/a_b": 2.0})
     config = tmp_path / "prometheus.yml"
     config.write_text(
         "scrape_configs:\n- job_name: argosy\n  scrape_interval: 1s\n  scrape_timeout: 1s\n"
         f"  static_configs:\n  - targets: ['127.0.0.1:{listener}']\n"
     )
-    courier = Courier(run.root)
-    courier.start()
+    process = SinkProcess(run.root)
+    process.start()
     command = [
         "prometheus",
         f"--config.file={config}",
@@ -299,7 +310,7 @@ def test_a_prometheus_server_scrapes_the_figures(tmp_path: Path) -> None:
     finally:
         server.terminate()
         server.wait(10)
-        courier.finish(5)
+        process.finish(5)
 
 
 def test_an_otlp_receiver_gets_gauges_with_their_own_times(tmp_path: Path) -> None:
@@ -314,7 +325,8 @@ def test_an_otlp_receiver_gets_gauges_with_their_own_times(tmp_path: Path) -> No
     metrics = {m.name: m for m in request.resource_metrics[0].scope_metrics[0].metrics}
     points = metrics["argosy.loss"].gauge.data_points
     assert [p.time_unix_nano for p in points] == [1_700_000_100 * 10**9, 1_700_000_200 * 10**9]
-    assert all([a.key for a in p.attributes] == ["run"] for p in points)  # one series, however many steps
+    # One time series, however many steps.
+    assert all([a.key for a in p.attributes] == ["run"] for p in points)
     assert [p.as_int for p in metrics["argosy.step"].gauge.data_points] == [10, 20]
     assert "argosy.time.forward_backward" in metrics
 
@@ -329,7 +341,8 @@ def test_a_webhook_is_told_of_alerts_and_not_of_everything(tmp_path: Path, monke
             events.write({"event": "save", "step": 8, "time": 3.0, "path": "step-8"})
             events.write({"event": "save-failed", "step": 9, "time": 4.0, "cause": "No space left on device"})
         carry(run)
-        carry(run)  # and not twice
+        # A second pass sends nothing again.
+        carry(run)
     told = [json.loads(body) for body in receiver.bodies]
     assert [message["text"] for message in told] == [
         "hook, step 7: the loss is nan",
@@ -338,14 +351,15 @@ def test_a_webhook_is_told_of_alerts_and_not_of_everything(tmp_path: Path, monke
 
 
 def test_a_webhook_written_in_the_spec_is_told_and_stored_nowhere(tmp_path: Path) -> None:
-    """The process that posts is told the address by the trainer: the run directory does not have it."""
+    """The trainer passes the address to the sink process; the run directory does not have it."""
     with Receiver() as receiver:
         address = f"http://127.0.0.1:{receiver.port}/T0KEN"
         run = make_run(tmp_path / "hook", f"log.alerts.webhook={address}")
         stored = run.load_spec()
         asked = stored.model_copy(update={"log": LogSpec(alerts=AlertsSpec(webhook=address))})
-        run.resolved_file.unlink()  # as of a run that goes on after its record was deleted: stored again after its first step
-        with carried(run, asked), JsonlWriter(run.events) as events:
+        # A resumed run whose resolved.json was deleted has none until its first step.
+        run.resolved_file.unlink()
+        with serve_sinks(run, asked), JsonlWriter(run.events) as events:
             events.write({"event": "alert", "step": 7, "time": 2.0, "alert": "nan", "text": "the loss is nan"})
     assert [json.loads(body)["text"] for body in receiver.bodies] == ["hook, step 7: the loss is nan"]
     for file in run.root.rglob("*"):
@@ -353,16 +367,18 @@ def test_a_webhook_written_in_the_spec_is_told_and_stored_nowhere(tmp_path: Path
 
 
 def test_a_webhook_that_fails_in_between_tells_nobody_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Receiver(refuse={2, 3}) as receiver:  # the third post, and its first repetition
+    # The third post, and its first retry.
+    with Receiver(refuse={2, 3}) as receiver:
         monkeypatch.setenv("OUR_HOOK", f"http://127.0.0.1:{receiver.port}/x")
         run = make_run(tmp_path / "hook", "log.alerts.webhook=env:OUR_HOOK")
         with JsonlWriter(run.events) as events:
             for step in range(5):
                 events.write({"event": "alert", "step": step, "time": 1.0, "alert": "nan", "text": f"alert {step}"})
-        courier = Courier(run.root, patience_s=0.05)
-        courier.start()
-        wait_for(lambda: len(receiver.bodies) >= 6)  # with the news that it was down
-        courier.finish(waiting.PATIENCE_S)
+        process = SinkProcess(run.root, backoff_s=0.05)
+        process.start()
+        # Including the event that the sink was down.
+        wait_for(lambda: len(receiver.bodies) >= 6)
+        process.finish(waiting.PATIENCE_S)
     told = [json.loads(body)["text"] for body in receiver.bodies if b"alert" in body]
     assert told == [f"hook, step {step}: alert {step}" for step in range(5)]
 
@@ -375,7 +391,7 @@ def test_an_address_that_is_none_is_refused_without_being_shown(
     log(run, [10])
     carry(run)
     (down,) = read_jsonl(run.events)
-    assert "no web address" in down["text"]
+    assert "does not hold a web address" in down["text"]
     assert "secret-part" not in run.events.read_text()
 
 
@@ -383,14 +399,15 @@ def test_a_dead_sink_is_announced_once_and_backfilled_when_it_returns(tmp_path: 
     port = free_port()
     run = make_run(tmp_path / "dead", f"log.sinks.otel=http://127.0.0.1:{port}", "log.sinks.tensorboard=true")
     log(run, [10])
-    courier = Courier(run.root, patience_s=0.05)
-    courier.start()
+    process = SinkProcess(run.root, backoff_s=0.05)
+    process.start()
     wait_for(lambda: [e for e in read_jsonl(run.events) if e["event"] == "sink-down"])
-    log(run, [20, 30])  # nobody listens yet; the other sink goes on
+    # Nobody listens yet. The other sink goes on.
+    log(run, [20, 30])
     wait_for(lambda: json.loads((run.root / "sinks" / "tensorboard.json").read_text())["newest"] == 30)
     with Receiver(port) as receiver:
         wait_for(lambda: [e for e in read_jsonl(run.events) if e["event"] == "sink-up"])
-        courier.finish(waiting.PATIENCE_S)
+        process.finish(waiting.PATIENCE_S)
     events = [event["event"] for event in read_jsonl(run.events)]
     assert events == ["sink-down", "sink-up"]
     assert json.loads((run.root / "sinks" / "otel.json").read_text())["newest"] == 30
@@ -399,7 +416,7 @@ def test_a_dead_sink_is_announced_once_and_backfilled_when_it_returns(tmp_path: 
 
 @contextlib.contextmanager
 def tarpit() -> Iterator[int]:
-    """A server that takes connections and never says anything."""
+    """A server that accepts connections and never answers."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
@@ -444,12 +461,12 @@ def test_on_a_full_disk_a_sink_leaves_nothing_broken_and_gets_the_rest_once_ther
             while file.write(bytes(1 << 14)):
                 pass
         os.truncate(ballast, ballast.stat().st_size - (1 << 14))
-        courier = Courier(run.root, patience_s=0.05)
-        courier.start()
+        process = SinkProcess(run.root, backoff_s=0.05)
+        process.start()
         wait_for(lambda: "tensorboard takes no records" in run.events.read_text())
         ballast.unlink()
         wait_for(lambda: json.loads((run.root / "sinks" / "tensorboard.json").read_text())["newest"] == 199)
-        courier.finish(waiting.PATIENCE_S)
+        process.finish(waiting.PATIENCE_S)
         reader = EventAccumulator(str(run.root / "tensorboard"), size_guidance={"scalars": 0})
         reader.Reload()
         assert [event.step for event in reader.Scalars("loss")] == list(range(1, 200))
@@ -457,13 +474,14 @@ def test_on_a_full_disk_a_sink_leaves_nothing_broken_and_gets_the_rest_once_ther
         subprocess.run(["umount", "-l", str(disk)], check=False)
 
 
-def test_a_courier_waits_for_the_one_before_it(tmp_path: Path) -> None:
+def test_a_sink_process_waits_for_the_one_before_it(tmp_path: Path) -> None:
     import fcntl
 
     run = make_run(tmp_path / "twice", "log.sinks.tensorboard=true")
     log(run, [10])
     with (run.root / ".courier").open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)  # that of an attempt that died, which is not done yet
+        # Stands for the sink process of a dead attempt that still runs.
+        fcntl.flock(held, fcntl.LOCK_EX)
         command = [sys.executable, "-m", "argosy.record.sink_process", str(run.root)]
         second = subprocess.Popen(command, stdin=subprocess.PIPE)
         with pytest.raises(subprocess.TimeoutExpired):
@@ -477,7 +495,8 @@ def test_what_a_sink_missed_is_sent_by_the_next_attempt(tmp_path: Path) -> None:
     port = free_port()
     run = make_run(tmp_path / "later", f"log.sinks.otel=http://127.0.0.1:{port}")
     log(run, [10, 20])
-    carry(run)  # nobody there: given up at the end of the run
+    # Nobody listens: the record is given up at the end of the run.
+    carry(run)
     with Receiver(port) as receiver:
         carry(run)
     assert len(receiver.bodies) == 1
@@ -485,7 +504,7 @@ def test_what_a_sink_missed_is_sent_by_the_next_attempt(tmp_path: Path) -> None:
 
 def test_an_address_that_lets_anybody_post_is_told_to_no_sink(tmp_path: Path) -> None:
     run = make_run(tmp_path / "secret", "log.alerts.webhook=https://hooks.example/T0KEN", "log.sinks.tensorboard=true")
-    assert "T0KEN" not in str(Courier(run.root)._facts(run.load_spec()).spec)
+    assert "T0KEN" not in str(SinkProcess(run.root)._facts(run.load_spec()).spec)
 
 
 def test_a_real_run_is_carried_while_a_dead_sink_costs_it_nothing(tmp_path: Path, write_spec: Any, argosy: Any) -> None:

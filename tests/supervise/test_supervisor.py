@@ -1,4 +1,4 @@
-"""Who holds up the others, from what the ranks leave; and how often a run is started again."""
+"""The supervisor finds the rank that blocks the others, and limits the number of restarts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from argosy.errors import EXIT_BUG, EXIT_REFUSED, EXIT_RESUMABLE
 from argosy.record.heartbeat import Heartbeat
 from argosy.record.jsonl import read_jsonl
 from argosy.record.rundir import RunDir
-from argosy.supervise.evidence import Witness, claim, mismatch, suspect, telling_thread
-from argosy.supervise.rank_files import RankFiles, leave
+from argosy.supervise.evidence import Witness, find_culprit, find_mismatch, new_debug_directory, relevant_thread
+from argosy.supervise.rank_files import RankFiles, write_atomically
 from argosy.supervise.supervisor import Supervisor
 
 
@@ -43,35 +43,35 @@ def witness(rank: int, *entries: dict[str, Any], state: str = "S", silent: bool 
     ],
 )
 def test_the_rank_that_holds_up_the_others_is_named(witnesses: list[Witness], rank: int, why: str) -> None:
-    found, reason = suspect(witnesses, {0: 7, 1: 6} if len(witnesses) > 1 else {0: 7})
+    found, reason = find_culprit(witnesses, {0: 7, 1: 6} if len(witnesses) > 1 else {0: 7})
     assert found == rank
     assert why in reason
 
 
 def test_different_collectives_under_one_number_are_a_mismatch_and_different_numbers_are_not() -> None:
-    assert mismatch([witness(0, began(1), began(2)), witness(1, began(1))]) is None
-    found = mismatch([witness(0, began(1), began(2)), witness(1, began(1), began(2, "gloo:broadcast"))])
+    assert find_mismatch([witness(0, began(1), began(2)), witness(1, began(1))]) is None
+    found = find_mismatch([witness(0, began(1), began(2)), witness(1, began(1), began(2, "gloo:broadcast"))])
     assert found is not None
     assert "rank 0 began all_reduce" in found
     assert "rank 1 began broadcast" in found
-    assert mismatch([witness(0, began(1)), witness(1, began(1, sizes=((5,),)))]) is not None
+    assert find_mismatch([witness(0, began(1)), witness(1, began(1, sizes=((5,),)))]) is not None
     scattered = began(1, "gloo:scatter", ((2, 2),)), began(1, "gloo:scatter", ())
-    assert mismatch([witness(0, scattered[0]), witness(1, scattered[1])]) is None, (
+    assert find_mismatch([witness(0, scattered[0]), witness(1, scattered[1])]) is None, (
         "only the first rank has something to scatter"
     )
     other_group = began(1, "gloo:broadcast") | {"process_group": ["7", "default_pg"]}
-    assert mismatch([witness(0, began(1)), witness(1, other_group)]) is None
+    assert find_mismatch([witness(0, began(1)), witness(1, other_group)]) is None
 
 
 def test_of_all_threads_the_one_that_crashed_is_shown_and_else_the_main_one() -> None:
     crash = "Fatal Python error: Aborted\n\nThread 0x1 (most recent call first):\n  a\n\nCurrent thread 0x2:\n  b\n\nThread 0x3:\n  c\n\nExtension modules: x"
-    assert telling_thread(crash) == "Current thread 0x2:\n  b"
-    assert telling_thread("Current thread 0x1:\n  a\n\nThread 0x3:\n  main") == "Thread 0x3:\n  main"
-    assert telling_thread("") == ""
+    assert relevant_thread(crash) == "Current thread 0x2:\n  b"
+    assert relevant_thread("Current thread 0x1:\n  a\n\nThread 0x3:\n  main") == "Thread 0x3:\n  main"
+    assert relevant_thread("") == ""
 
 
 class Attempts:
-    """A supervisor whose ranks are told how to end."""
+    """A supervisor whose one rank ends as a test says."""
 
     def __init__(self, root: Path, **spec: Any) -> None:
         self.run = RunDir(root / "run")
@@ -80,13 +80,13 @@ class Attempts:
         self.supervisor.begin()
 
     def end(self, *, step: int, first: int = 0, error: str | None = None, code: int = 1) -> bool:
-        """The one rank goes on from step `first` and ends at `step`. Whether it is to be started again."""
+        """Let the rank resume after step `first` and end at `step`. Returns whether it will be restarted."""
         files = self.supervisor.files
         heartbeat = Heartbeat(page=files.page(0))
         heartbeat.begin(first)
         heartbeat.enter("data", step)
         if error is not None:
-            leave(files.error(0), error)
+            write_atomically(files.error(0), error)
         again = self.supervisor.failed({0: code})
         heartbeat.close()
         if again:
@@ -103,15 +103,17 @@ def _forget() -> Any:
     RankFiles.forget()
 
 
-def test_one_step_that_kills_it_again_and_again_is_not_tried_for_ever(tmp_path: Path, capfd: Any) -> None:
+def test_one_step_that_kills_it_again_and_again_is_not_tried_for_ever(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     attempts = Attempts(tmp_path, same_step=3)
     error = "Traceback (most recent call last):\nValueError: broken"
     ends = [attempts.end(step=7, first=first, error=error) for first in (0, 5, 5)]
     assert ends == [True, True, False], "a checkpoint before that step is no way past it"
     assert attempts.events() == ["rank-died", "restart"] * 2 + ["rank-died", "gave-up"]
-    assert attempts.supervisor.trouble is not None
-    assert attempts.supervisor.trouble.code == EXIT_BUG
-    said = capfd.readouterr().err
+    assert attempts.supervisor.failure is not None
+    assert attempts.supervisor.failure.code == EXIT_BUG
+    said = caplog.text
     assert said.count("Traceback") == 1
     assert "step 7 has ended it 3 times" in said
 
@@ -133,12 +135,12 @@ def test_waits_between_restarts_double_up_to_a_minute(tmp_path: Path) -> None:
     assert waits == [1.5, 3, 6, 12, 24, 48, 60, 60]
 
 
-def test_a_refusal_is_told_and_never_tried_again(tmp_path: Path, capfd: Any) -> None:
+def test_a_refusal_is_told_and_never_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     attempts = Attempts(tmp_path)
     assert not attempts.end(step=0, error="error[config.bad-value]\n  cause  no", code=EXIT_REFUSED)
-    assert attempts.supervisor.trouble is not None
-    assert attempts.supervisor.trouble.code == EXIT_REFUSED
-    assert "rank 0: error[config.bad-value]" in capfd.readouterr().err
+    assert attempts.supervisor.failure is not None
+    assert attempts.supervisor.failure.code == EXIT_REFUSED
+    assert "rank 0: error[config.bad-value]" in caplog.text
     assert attempts.events() == []
 
 
@@ -146,13 +148,16 @@ def test_a_refusal_is_told_and_never_tried_again(tmp_path: Path, capfd: Any) -> 
 def test_a_rank_that_lost_its_connection_is_not_taken_for_the_one_that_failed(tmp_path: Path, later: int) -> None:
     attempts = Attempts(tmp_path)
     files = attempts.supervisor.files
-    leave(files.error(0), "Traceback (most recent call last):\nRuntimeError: Connection closed by peer [127.0.0.1]:1")
-    leave(files.error(1), "Traceback (most recent call last):\nValueError: broken")
-    for rank in (0, 1):  # in one tick of the file system's clock, or even the other way round
+    write_atomically(
+        files.error(0), "Traceback (most recent call last):\nRuntimeError: Connection closed by peer [127.0.0.1]:1"
+    )
+    write_atomically(files.error(1), "Traceback (most recent call last):\nValueError: broken")
+    # Within one tick of the file system's clock, or in reverse order.
+    for rank in (0, 1):
         os.utime(files.error(rank), ns=(10**18 + later * rank,) * 2)
     assert attempts.supervisor.failed({0: 1, 1: 1})
-    assert attempts.supervisor.trouble is not None
-    assert (attempts.supervisor.trouble.rank, attempts.supervisor.trouble.cause) == (1, "ValueError: broken")
+    assert attempts.supervisor.failure is not None
+    assert (attempts.supervisor.failure.rank, attempts.supervisor.failure.cause) == (1, "ValueError: broken")
 
 
 @pytest.mark.parametrize(("saved", "code"), [(True, EXIT_RESUMABLE), (False, 128 + signal.SIGTERM)])
@@ -164,7 +169,8 @@ def test_a_stop_asked_for_while_it_waits_to_start_again_stops_it(
     supervisor.spec = FaultSpec(backoff=3600)
     if saved:
         (attempts.run.checkpoints / "step-00000005").mkdir(parents=True)
-    leave(supervisor.files.pid(0), str(2**22 + 1))  # a process there is no more
+    # A process id that does not exist.
+    write_atomically(supervisor.files.pid(0), str(2**22 + 1))
     assert supervisor.failed({0: 1})
     monkeypatch.setattr(time, "sleep", lambda seconds: supervisor.forward(signal.SIGTERM))
     with pytest.raises(KeyboardInterrupt):
@@ -180,7 +186,7 @@ def test_a_stop_asked_for_before_any_rank_has_begun_stops_it(tmp_path: Path) -> 
 
 
 def test_nodes_that_notice_in_the_same_second_do_not_write_over_each_others_evidence(tmp_path: Path) -> None:
-    first, second = (claim(tmp_path / "debug", "20260101-000000-attempt-0") for _ in range(2))
+    first, second = (new_debug_directory(tmp_path / "debug", "20260101-000000-attempt-0") for _ in range(2))
     assert first != second
     assert first.is_dir()
     assert second.is_dir()

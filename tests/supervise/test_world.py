@@ -1,4 +1,4 @@
-"""A process finds its rank whoever started it, and says what is missing where it cannot."""
+"""A process finds its rank under any launcher, and says what is missing if it cannot."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ INDEXED = {"JOB_COMPLETION_INDEX": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "pod-0
         (TORCHRUN, (5, 1, 8, "h0", 1234)),
         (SLURM, (3, 1, 4, "gpu07", 20077)),
         (INDEXED, (2, 0, 4, "pod-0.svc", 29500)),
-        (SLURM | TORCHRUN, (5, 1, 8, "h0", 1234)),  # torchrun under srun: the innermost knows best
+        # torchrun under srun: the innermost launcher decides.
+        (SLURM | TORCHRUN, (5, 1, 8, "h0", 1234)),
         (SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, (0, 0, 1, "localhost", 29500)),
     ],
 )

@@ -1,4 +1,4 @@
-"""A dashboard on loopback and a real browser on it."""
+"""A dashboard on loopback, and a real browser for it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def page(browser: Any, dashboard: Dashboard) -> Iterator[Any]:
-    """A page that has been let in; what goes wrong in it is kept in `page.problems`."""
+    """A page that is logged in. Errors in it are collected in `page.problems`."""
     context = browser.new_context(viewport={"width": 1280, "height": 900})
     opened = context.new_page()
     opened.set_default_timeout(60_000)

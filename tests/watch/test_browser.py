@@ -26,7 +26,7 @@ def chart(page: Any, title: str) -> Any:
 
 
 def drawn_to(page: Any, title: str) -> str:
-    """The points of a chart's first curve."""
+    """Return the points of a chart's first curve."""
     return str(chart(page, title).locator("polyline").first.get_attribute("points"))
 
 
@@ -52,13 +52,15 @@ def test_a_run_is_listed_opened_and_zoomed_by_mouse_and_keys(page: Any, dashboar
     page.mouse.move(box["x"] + 0.7 * box["width"], box["y"] + 50, steps=4)
     page.mouse.up()
     wait_for(lambda: drawn_to(page, "Loss") != whole)
-    assert "500" not in chart(page, "Loss").locator("text").all_text_contents()  # what is left begins near 1,000
+    # The rest begins near 1,000.
+    assert "500" not in chart(page, "Loss").locator("text").all_text_contents()
     chart(page, "Loss").focus()
     page.keyboard.press("Escape")
     wait_for(lambda: drawn_to(page, "Loss") == whole)
     page.keyboard.press("+")
     wait_for(lambda: drawn_to(page, "Loss") != whole)
-    zoomed = drawn_to(page, "Gradient norm")  # the other charts show the same steps
+    # The other charts show the same steps.
+    zoomed = drawn_to(page, "Gradient norm")
     chart(page, "Loss").focus()
     page.keyboard.press("Escape")
     wait_for(lambda: drawn_to(page, "Gradient norm") != zoomed)
@@ -83,7 +85,8 @@ def test_a_chart_grows_while_a_training_runs_without_reloading(
         wait_for(lambda: (tmp_path / "runs" / "tiny" / "metrics.jsonl").exists())
         page.reload()
         chart(page, "Loss").locator("polyline").wait_for()
-        page.problems.clear()  # before the run was there, the server said so
+        # Before the run existed, the server reported that.
+        page.problems.clear()
         assert page.locator(".tile .state").inner_text() == "running"
         page.evaluate("window.notReloaded = true")
         before = drawn_to(page, "Loss")
@@ -115,7 +118,8 @@ def test_several_runs_are_compared_on_one_axis_with_their_specs_side_by_side(
 def test_runs_are_sorted_by_a_click_or_a_key_on_a_heading(page: Any, dashboard: Dashboard, tmp_path: Path) -> None:
     for name, last in (("b", 300), ("a", 100), ("c", 200)):
         log(make_run(tmp_path / "runs" / name), range(10, last, 10))
-    make_run(tmp_path / "runs" / "none")  # nothing to sort by: always last
+    # A run without the metric is always sorted last.
+    make_run(tmp_path / "runs" / "none")
     page.reload()
 
     def names() -> list[str]:
@@ -141,7 +145,7 @@ def test_a_run_in_trouble_says_so_at_the_top_and_one_without_figures_says_that(
     page.goto(f"{dashboard.address}/#/runs?run=sunk")
     page.reload()
     page.locator(".verdict").wait_for()
-    assert "rank 3 stood still" in page.locator(".verdict").inner_text()
+    assert "rank 3 made no progress" in page.locator(".verdict").inner_text()
     assert "it reads from a file" in page.locator('[data-card="Events"]').inner_text()
     page.get_by_text("stack", exact=True).click()
     assert page.get_by_text("File b.py, line 2").is_visible()
@@ -241,10 +245,10 @@ def test_a_run_of_very_many_steps_is_shown_whole_and_a_single_bad_step_in_it_fou
     chart(page, "Loss").locator("polyline").wait_for()
     wait_for(lambda: page.locator(".tile .state").count() and "reading" not in page.locator(".tile").first.inner_text())
     wait_for(lambda: len(drawn_to(page, "Loss").split()) == 600)
-    assert chart(page, "Loss").locator("polygon.band").count() == 1  # what lies between the lowest and the highest
-    wait_for(
-        lambda: "80" in chart(page, "Loss").locator("text").all_text_contents()
-    )  # the axis reaches up to the bad step
+    # The band between lowest and highest.
+    assert chart(page, "Loss").locator("polygon.band").count() == 1
+    # The axis reaches up to the bad step.
+    wait_for(lambda: "80" in chart(page, "Loss").locator("text").all_text_contents())
     box = chart(page, "Loss").bounding_box()
     left, width = box["x"] + 0.55 * box["width"], 0.15 * box["width"]
     page.mouse.move(left, box["y"] + 40)
@@ -274,7 +278,8 @@ def test_the_ranks_of_a_run_that_is_over_are_shown_to_the_last_step_however_many
     heat = page.locator('[data-card="Ranks over time"]')
     wait_for(lambda: heat.count() and re.search("to (799|800);", heat.inner_text()))
     now = page.locator('[data-card="Ranks now"]')
-    assert now.locator("tbody tr").first.inner_text().split()[:2] == ["37", "n4"]  # who is furthest behind comes first
+    # The rank furthest behind comes first.
+    assert now.locator("tbody tr").first.inner_text().split()[:2] == ["37", "n4"]
     assert now.bounding_box()["height"] < 600
     assert page.problems == []
 
@@ -315,6 +320,7 @@ def test_the_content_can_be_skipped_to_with_keys_and_a_run_that_is_deleted_says_
     shutil.rmtree(run.root)
     page.locator(".problem").wait_for()
     assert "there is no run" in page.locator(".problem").inner_text()
-    log(make_run(tmp_path / "runs" / "sea"), range(10, 300, 10))  # and comes back without reloading
+    # The run comes back without a reload.
+    log(make_run(tmp_path / "runs" / "sea"), range(10, 300, 10))
     page.locator(".problem").wait_for(state="detached")
     wait_for(lambda: "290" in page.locator(".tiles").inner_text())

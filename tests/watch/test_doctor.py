@@ -1,4 +1,4 @@
-"""The doctor on run directories: what heart beats, events and figures say."""
+"""The doctor's findings from heartbeats, events and metrics of run directories."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def test_a_stopped_process_is_the_one_to_blame(tmp_path: Path) -> None:
 
 
 def test_a_slow_but_moving_run_is_not_called_hung(tmp_path: Path) -> None:
-    run = started(tmp_path)  # its steps take 10 s
+    # Its steps take 10 s.
+    run = started(tmp_path)
     for rank in range(4):
         beat(run, rank, phase_s=45.0)
     assert verdict(run).startswith("nothing is wrong: the run is training")
@@ -67,7 +68,7 @@ def test_a_rank_that_ended_without_a_word_is_named(tmp_path: Path) -> None:
     run = started(tmp_path)
     beat(run, 0)
     beat(run, 1, alive=False, time=time.time() - 5)
-    assert verdict(run).startswith("rank 1 on node1 ended without a word at step 31")
+    assert verdict(run).startswith("rank 1 on node1 ended without a message at step 31")
 
 
 def test_what_the_supervisor_found_comes_first(tmp_path: Path) -> None:
@@ -85,7 +86,7 @@ def test_what_the_supervisor_found_comes_first(tmp_path: Path) -> None:
     first = diagnose(Run("sick", run.root))[0]
     assert (
         first.verdict
-        == "rank 3 stood still for 61 s at step 31 in data: rank 5 waits in all_gather, which rank 3 has not begun"
+        == "rank 3 made no progress for 61 s at step 31 in data: rank 5 waits in all_gather, which rank 3 has not begun"
     )
     assert "  File a.py line 3" in first.evidence
 
@@ -117,7 +118,8 @@ def test_overflowing_loss_scales_are_counted(tmp_path: Path) -> None:
     with JsonlWriter(run.metrics) as metrics:
         for step in range(4, 60):
             metrics.write({"step": step, "steps": 99, "time": 1.0, "loss": 4.0, "loss_scale": 1.0, "skipped": 3})
-    assert diagnose(Run("half", run.root))[0].name == "dead"  # it has found its scale
+    # The loss scale has been found.
+    assert diagnose(Run("half", run.root))[0].name == "dead"
     with JsonlWriter(run.metrics) as metrics:
         metrics.write({"step": 60, "time": 1.0, "loss": 4.0, "loss_scale": "x", "skipped": "many"})
     assert diagnose(Run("half", run.root))[0].name == "dead"
@@ -140,7 +142,8 @@ def test_logs_from_elsewhere_can_be_given(tmp_path: Path) -> None:
 
 def test_what_is_over_is_not_the_verdict(tmp_path: Path) -> None:
     run = make_run(tmp_path / "sea")
-    log(run, range(10, 1000, 10))  # a hundred seconds between two logs
+    # 100 seconds between two logs.
+    log(run, range(10, 1000, 10))
     with JsonlWriter(run.events) as events:
         events.write({"event": "start", "step": 0, "time": 1_700_000_000.0})
         for step in (100, 300):
@@ -166,7 +169,7 @@ def test_the_ranks_of_a_node_that_went_away_are_named_and_not_those_that_wait_fo
     for rank in (4, 5):
         beat(run, rank, host="node9", phase_s=0.2, longest_s=0.4, time=time.time() - 210)
     said = diagnose(Run("sick", run.root))[0]
-    assert said.verdict.startswith("nobody has heard of ranks 4, 5 on node9 for 210 s")
+    assert said.verdict.startswith("no heartbeat of ranks 4, 5 on node9 for 210 s")
     assert said.verdict.endswith("ranks 0, 1, 2, 3 wait for them")
     assert said.evidence[0].startswith("rank 4 on node9")
 

@@ -1,4 +1,4 @@
-"""The doctor on failures made live: real ranks that hang, are killed, are slow, diverge, or fill the disk."""
+"""The doctor on real failures: ranks that hang, are killed, are slow, diverge, or fill the disk."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def training(path: Path, *overrides: str, nproc: int = 2) -> Iterator[subprocess
 
 
 def rank_at_work(run: Path, rank: int) -> int:
-    """The process of a rank, once it has made some steps."""
+    """Wait until the rank has made some steps, and return its process id."""
     beat = wait_for(lambda: (b := read_heartbeats(run / "heartbeat").get(rank)) and b["step"] > 10 and b)
     return int(beat["pid"])
 
@@ -60,7 +60,7 @@ def test_a_rank_that_hangs_is_named(write_spec: Write, tmp_path: Path) -> None:
         os.kill(rank_at_work(run, 1), signal.SIGSTOP)
         trainer.wait(120)
         said = verdict(run).verdict
-    assert said.startswith("rank 1 stood still"), said
+    assert said.startswith("rank 1 made no progress"), said
     assert "is stopped" in said
 
 
@@ -74,9 +74,8 @@ def test_a_rank_that_is_killed_is_named(write_spec: Write, tmp_path: Path) -> No
     assert "SIGKILL" in said
     for rank in (0, 1):
         log = run / "logs" / "1" / f"{rank}.log"
-        wait_for(
-            lambda log=log: "-- argosy: it " in log.read_text()
-        )  # what else it says, the first may not come to say
+        # The first rank may be killed before it reports anything else.
+        wait_for(lambda log=log: "-- argosy: it " in log.read_text())
         assert log.read_text().startswith(f"-- argosy: rank {rank} of 2 on ")
     assert "it was ended, or crashed" in log.read_text()
 
@@ -93,12 +92,13 @@ def test_one_process_that_crashes_has_said_where_in_its_log(write_spec: Write, t
     assert "in _run_steps" in (run / "logs" / "1" / "0.log").read_text()
 
 
-@pytest.mark.slow  # tests/record/test_alerts.py is its short form
+# tests/record/test_alerts.py is the short form.
+@pytest.mark.slow
 def test_a_rank_that_is_slow_is_named(write_spec: Write, tmp_path: Path) -> None:
     run, stop = tmp_path / "runs" / "tiny", threading.Event()
 
     def slow_down(pid: int) -> None:
-        """Stopped for much of its time, as by a greedy neighbour."""
+        """Stop the process for much of its time, as a greedy neighbour would."""
         while not stop.is_set():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGSTOP)
@@ -130,7 +130,8 @@ def test_numbers_that_are_none_are_told(write_spec: Write, tmp_path: Path) -> No
     assert found.name == "nan", found.verdict
     assert "nan" in found.verdict or "inf" in found.verdict
     failed = events(tmp_path / "runs" / "tiny", "failed")
-    assert len(failed) == 1  # a process without a supervisor says itself how it ended
+    # A process without a supervisor reports its own end.
+    assert len(failed) == 1
     assert failed[0]["fix"]
 
 

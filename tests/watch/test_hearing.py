@@ -1,4 +1,4 @@
-"""Whether a run lives is seen by its heart beats as they change, and not by the clock of another machine."""
+"""Whether a run is alive is decided by changes of its heartbeats, not by the clock of another machine."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import pytest
 from argosy.record.rundir import RunDir
 from argosy.watch import hearing
 from argosy.watch.diagnosis import diagnose
-from argosy.watch.hearing import Hearing
+from argosy.watch.hearing import HeartbeatAges
 from argosy.watch.run_list import Run
 from watch.test_doctor import beat, started
 
 
 @contextmanager
 def beating(run: RunDir, off_s: float) -> Iterator[None]:
-    """The heart beats of a rank on a machine whose clock is off by so much."""
+    """Write the heartbeats of a rank on a machine whose clock is off by this much."""
     stop = threading.Event()
 
     def go_on() -> None:
@@ -51,7 +51,7 @@ def test_a_run_whose_clock_is_off_is_seen_to_live_and_not_beyond_its_death(off_s
 
 
 class Clock:
-    """Of the machine that looks, in the hands of a test."""
+    """The local clock, set by the test."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = time.time()
@@ -77,23 +77,24 @@ def test_a_run_by_our_own_clock_is_judged_at_once(tmp_path: Path, monkeypatch: p
 
 def test_a_beat_that_came_between_two_looks_far_apart_is_as_old_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    ears = Hearing()
+    ages = HeartbeatAges()
 
     def age(number: int, told_s: float) -> float:
-        return float(ears.note({0: {"beat": number, "time": clock.now - told_s}})[0]["age_s"])
+        return float(ages.with_ages({0: {"beat": number, "time": clock.now - told_s}})[0]["age_s"])
 
     age(1, 90)
     clock.sleep(50)
     assert age(2, 20) == pytest.approx(20)
     clock.sleep(10)
-    assert age(3, 900) == pytest.approx(10)  # by another clock: since the last look
+    # The heartbeat comes from another clock: its age is the time since the last look.
+    assert age(3, 900) == pytest.approx(10)
     clock.sleep(30)
     assert age(3, 930) == pytest.approx(40)
 
 
 def test_a_beat_from_the_future_does_not_come_alive_when_our_clock_gets_there(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    ears, last = Hearing(), {0: {"beat": 7, "time": clock.now + 600}}
+    ages, last = HeartbeatAges(), {0: {"beat": 7, "time": clock.now + 600}}
     for _ in range(10):
-        assert ears.note(last)[0]["age_s"] >= 300
+        assert ages.with_ages(last)[0]["age_s"] >= 300
         clock.sleep(120)

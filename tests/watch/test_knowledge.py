@@ -1,4 +1,4 @@
-"""What is known of failures: every entry matches its own sample, and is not hidden by an earlier one."""
+"""Every known failure matches its own samples, and is not hidden by an earlier entry."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def test_the_cause_is_named_from_a_recorded_line(failure: Failure, sample: str, 
     logs.mkdir(parents=True)
     lines = ["step 10/1000 | loss 4.1 | grad norm 0.9", "saved runs/a/checkpoints/step-00000010 in 0.1s", sample]
     (logs / "pod.log").write_text("\n".join(lines) + "\n")
-    with JsonlWriter(run.events) as events:  # it was started after that step
+    # The run was started after that step.
+    with JsonlWriter(run.events) as events:
         events.write({"event": "resume", "step": 10, "time": time.time()})
     verdict = diagnose(Run("broken", run.root))[0]
     assert verdict.name == failure.name

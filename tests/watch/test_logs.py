@@ -1,4 +1,4 @@
-"""The doctor on logs as jobs leave them: ranks that speak at once, one cause and many complaints, gigabytes of steps."""
+"""The doctor on real-life logs: ranks that write at the same time, one cause and many consequences, gigabytes of step lines."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def test_the_rank_is_known_by_the_name_of_its_log(tmp_path: Path) -> None:
     write(run, "3.log", OOM.format(3).removeprefix("[rank3]: "))
     for rank in (0, 1, 2):
         path = write(run, f"{rank}.log", WATCHDOG.format(rank))
-        os.utime(path, (time.time() + 60 + rank,) * 2)  # they spoke last
+        # These ranks wrote last.
+        os.utime(path, (time.time() + 60 + rank,) * 2)
     found = diagnose(Run(run.root.name, run.root))
     assert found[0].verdict.startswith("rank 3: a GPU ran out of memory")
     assert found[1].verdict.startswith("ranks 0, 1, 2: a rank waited in a collective")
@@ -194,7 +195,8 @@ def test_what_ranks_say_while_they_stop_as_asked_is_no_verdict(tmp_path: Path) -
     write(run, "0.log", LOST.format(1), "[W] Received Signals.SIGTERM death signal, shutting down workers")
     assert first(run).name == "stopped"
     write(run, "1.log", "slurmstepd: error: *** JOB 8 ON n3 CANCELLED AT 2026-11-12T01:01:01 DUE TO TIME LIMIT ***")
-    assert first(run).name == "slurm-time-limit"  # who asked
+    # Slurm asked for the stop.
+    assert first(run).name == "slurm-time-limit"
 
 
 def test_only_the_newest_attempt_counts_and_of_it_the_last_start(tmp_path: Path) -> None:

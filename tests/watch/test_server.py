@@ -1,4 +1,4 @@
-"""The dashboard's server: who is let in, what can be asked for, and curves of long runs."""
+"""The dashboard's server: authentication, the API, and curves of long runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def test_without_the_token_nothing_is_shown(dashboard: Dashboard) -> None:
         with client(dashboard, token) as http:
             for path in ("/", "/api/runs", "/page/app.js", "/?token=wrong"):
                 assert http.get(path).status_code == 401
-    with httpx.Client(base_url=dashboard.address) as http:  # the link, and the cookie it sets
+    # The link sets the cookie.
+    with httpx.Client(base_url=dashboard.address) as http:
         assert http.get("/", params={"token": TOKEN}).status_code == 303
         assert http.get("/").status_code == 200
         cookie = http.get("/", params={"token": TOKEN}).headers["set-cookie"].lower()
@@ -93,11 +94,13 @@ def test_a_long_run_comes_in_as_many_pieces_as_there_is_room_for_and_whole_when_
     assert series.count == count
     curve = series.curves(["loss"], pieces=500)["loss"]
     assert len(curve["step"]) == 500
-    assert max(curve["high"]) == 9.5  # a single bad step is not averaged away
+    # A single bad step is not averaged away.
+    assert max(curve["high"]) == 9.5
     assert min(curve["low"]) == 2
     near = series.curves(["loss"], first=31_000, last=31_014, pieces=500)["loss"]
     assert dict(zip(near["step"], near["mean"], strict=True))[31_007] == 9.5
-    assert len(near["step"]) == 17  # one beyond each edge
+    # One point beyond each edge.
+    assert len(near["step"]) == 17
 
 
 def test_a_resumed_run_shows_each_step_once(tmp_path: Path) -> None:
@@ -122,7 +125,8 @@ def test_another_run_that_took_the_place_of_one_is_shown_alone(tmp_path: Path) -
     series.update()
     run.root.rename(tmp_path / "sea.old-1")
     run = make_run(tmp_path / "sea")
-    log(run, range(10, 200, 10), loss=1.5)  # longer than the one before, when it is looked at next
+    # Longer than the file before, at the next look.
+    log(run, range(10, 200, 10), loss=1.5)
     series.update()
     assert set(series.curves(["loss"])["loss"]["mean"]) == {1.5}
     assert series.count == 19

@@ -52,7 +52,8 @@ def some_run(root: Path, name: str = "sea") -> Run:
 
 def test_the_terminal_shows_curves_time_ranks_and_events_in_any_size(tmp_path: Path) -> None:
     run = some_run(tmp_path)
-    for width, height in ((120, 40), (80, 24), (200, 60)):  # smaller ones have less
+    # Smaller terminals show less.
+    for width, height in ((120, 40), (80, 24), (200, 60)):
         console = Console(width=width, height=height, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
         console.print(screen(run, width, height))
         text = console.export_text()
@@ -249,7 +250,8 @@ def test_a_single_bad_step_among_many_is_seen_in_a_report(tmp_path: Path) -> Non
     text = page(Run("long", run.root))
     assert "polygon" in text
     labels = re.findall(r'text-anchor="end">([^<]+)</text>', text)
-    assert {"20", "40", "60", "80"} <= set(labels)  # the axis is round, and reaches up to it
+    # The ticks are round, and reach up to the value.
+    assert {"20", "40", "60", "80"} <= set(labels)
 
 
 @pytest.mark.parametrize("values", [[1e-3] * 9, [0.0] * 9, [-5.0, 5.0], [8.04e6, 8.15e6], [3e-7, 4e-7]])

@@ -1,7 +1,7 @@
-"""The small files that belong to a model beside its weights: tokenizer, special tokens, chat template, generation.
+"""The small files that belong to a model beside its weights: tokenizer, special tokens, chat template, generation config.
 
-They are a stranger's: only regular files of the directory itself or the Hub's cache are taken, and what claims to be JSON or
-text must be that. A copy is no more readable to others than the original.
+They come from strangers. Only regular files of the directory itself or the Hub's cache are read, and files named as JSON or
+text must be valid. A copy never has wider permissions than the original.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ _VOCABULARIES = frozenset(
 
 
 def listed_assets(directory: Path) -> list[Path]:
-    """Return the side files that are there, whatever kind of file they are: `check_assets` refuses the wrong ones."""
+    """Return the side files that exist, of any file type. `check_assets` refuses wrong types."""
     return [directory / name for name in NAMES if os.path.lexists(directory / name)]
 
 
 def check_assets(directory: Path) -> None:
-    """Refuse side files that are not what their names say, and a tokenizer that does not work."""
+    """Refuse side files whose content does not fit their names, and a tokenizer that does not work."""
     for path in listed_assets(directory):
         _content(path, directory)
     for path in tokenizer_files(directory):
         try:
             load_tokenizer(str(path), within=directory).encode(NASTY)
         except ArgosyError as error:
-            # Without the package that reads it, nothing can be said about a SentencePiece model.
+            # Without the sentencepiece package, a SentencePiece model cannot be checked.
             if error.code != "data.missing-extra":
                 raise
 
 
 def copy_assets(directory: Path, to: Path) -> None:
-    """Copy those that are not there yet: what is, was put there on purpose."""
+    """Copy the side files that `to` does not have. Existing ones were put there on purpose."""
     for path in listed_assets(directory):
         target = to / path.name
         if os.path.lexists(target):

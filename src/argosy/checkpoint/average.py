@@ -1,5 +1,7 @@
-"""`argosy ckpt average`: the mean of the weights of several checkpoints, as a model of its own. One parameter of each is in memory
-at a time, and sums are in 64 bits, so that the order does not matter."""
+"""`argosy ckpt average`: the mean of the weights of several checkpoints, as a model directory.
+
+One parameter of each checkpoint is in memory at a time. Sums are in float64, so that the order does not matter.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ class Averaged:
 
 
 def average(wheres: Sequence[str], to: Path, *, last: int | None = None, dry_run: bool = False) -> Averaged:
-    """Of checkpoints, or of the `last` ones of a run."""
+    """Write the average of several checkpoints, or of the `last` ones of a run, to `to`."""
     sources = [open_source(where) for where in _expanded(wheres, last)]
     _require_alike(sources)
     first = sources[0]

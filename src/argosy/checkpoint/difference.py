@@ -1,4 +1,4 @@
-"""`argosy ckpt diff`: which tensors moved between two models, and by how much. One tensor of each is in memory at a time."""
+"""`argosy ckpt diff`: which tensors differ between two models, and by how much. One tensor of each is in memory at a time."""
 
 from __future__ import annotations
 
@@ -16,11 +16,18 @@ from argosy.console.progress_bar import ProgressBar
 
 @dataclass(frozen=True)
 class Moved:
+    """The difference of one tensor between two models.
+
+    changed: elements that differ.
+    largest: largest absolute difference.
+    relative: norm of the difference divided by the norm of the first.
+    """
+
     name: str
     numbers: int
-    changed: int  # numbers that are not the same
-    largest: float  # difference
-    relative: float  # norm of the difference, divided by that of the first
+    changed: int
+    largest: float
+    relative: float
 
 
 @dataclass(frozen=True)
@@ -30,8 +37,10 @@ class Difference:
     only_first: list[str]
     only_second: list[str]
     reshaped: list[str]
-    same: int  # tensors that are equal bit for bit
-    moved: list[Moved]  # most first
+    # Tensors that are equal bit for bit.
+    same: int
+    # Largest relative difference first.
+    moved: list[Moved]
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -55,7 +64,7 @@ class Difference:
 
 
 def compare(first: str, second: str, *, optimizer: bool = False) -> Difference:
-    """Of two runs, checkpoints, imported models or Hugging Face directories, in any combination of layouts."""
+    """Compare two runs, checkpoints, imported models or Hugging Face directories, in any layouts."""
     one, other = _readers(open_source(first), optimizer), _readers(open_source(second), optimizer)
     shared = [name for name in one if name in other]
     reshaped, moved, same = [], [], 0
@@ -76,7 +85,7 @@ def compare(first: str, second: str, *, optimizer: bool = False) -> Difference:
 
 
 def _readers(source: Source, optimizer: bool) -> dict[str, Callable[[], Tensor]]:
-    """How each tensor is read, by name."""
+    """Return a reader for each tensor, by name."""
     found: dict[str, Callable[[], Tensor]] = {name: partial(source.read, name) for name in source.infos}
     if optimizer and source.checkpoint is not None:
         state = source.checkpoint.optimizer()

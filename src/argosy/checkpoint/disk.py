@@ -1,9 +1,9 @@
-"""Writing a file: hashed on the way, past the page cache, and synced.
+"""Writing a checkpoint file: hashed on the way, with direct I/O, and synced.
 
-What is written through the page cache is copied there, competes with the run for memory, and is thrown out to the disk whenever
-the kernel thinks fit; a checkpoint is not read again for a long time. So whole blocks go straight to the disk, from memory
-aligned as that asks for; the rest of a file, and all of it where a file system wants no such writes, goes through the cache.
-One block is written while the next is filled and hashed.
+Writes through the page cache are copied, compete with the run for memory, and are flushed when the kernel decides; a
+checkpoint is not read again for a long time. So whole blocks use O_DIRECT from page-aligned memory. The rest of a file, and
+all of it where the file system does not support O_DIRECT, goes through the page cache. One block is written while the next is
+filled and hashed.
 """
 
 from __future__ import annotations
@@ -23,20 +23,22 @@ import numpy as np
 
 from argosy.checkpoint.hashing import new_digest
 
-_BLOCK = 32 * 2**20  # bytes written at once
-_SECTOR = 4096  # bytes, of which a write straight to a disk has to be a multiple
-_DIRECT = getattr(os, "O_DIRECT", 0)  # not every system has it
+_BLOCK = 32 * 2**20  # bytes
+# O_DIRECT writes must be a multiple of this many bytes.
+_SECTOR = 4096
+# 0 on systems without O_DIRECT.
+_DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 class Written(NamedTuple):
-    """A file as it should be found again."""
+    """The size and digest of a file that was written."""
 
     bytes: int
     digest: str
 
 
 def write_bytes(path: Path, header: bytes, parts: Iterable[memoryview]) -> Written:
-    """A header and what follows it."""
+    """Write a header and the parts after it, sync the file, and return its size and digest."""
     digest, size = new_digest(), 0
     writing: Future[None] | None = None
     with _opened(path) as file, ThreadPoolExecutor(1) as beside:
@@ -53,13 +55,14 @@ def write_bytes(path: Path, header: bytes, parts: Iterable[memoryview]) -> Writt
 
 
 def _blocks(parts: Iterable[memoryview]) -> Iterator[memoryview]:
-    """All bytes of the parts in blocks of one size, the last of what is left. A block is overwritten by the second after it."""
+    """Yield all bytes of the parts in blocks of equal size; the last may be shorter. A block's buffer is reused two blocks
+    later."""
     buffers = cycle([memoryview(mmap.mmap(-1, _BLOCK)) for _ in range(2)])
     buffer, filled = next(buffers), 0
     for part in parts:
         while len(part):
             count = min(len(part), len(buffer) - filled)
-            # numpy lets other threads run while it copies; a memoryview does not.
+            # numpy releases the GIL while it copies; a memoryview does not.
             np.copyto(np.frombuffer(buffer, np.uint8, count, filled), np.frombuffer(part, np.uint8, count))
             part, filled = part[count:], filled + count
             if filled == len(buffer):
@@ -71,7 +74,7 @@ def _blocks(parts: Iterable[memoryview]) -> Iterator[memoryview]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    """A new, empty file, for writing straight to the disk where the file system can."""
+    """Open a new, empty file for direct I/O if the file system supports it."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     try:
         file = os.open(path, flags | _DIRECT, 0o666)
@@ -98,7 +101,7 @@ def _put(file: int, block: memoryview) -> None:
 
 
 def _through_cache(file: int) -> bool:
-    """Let the page cache take what is written from here on; False where it already does."""
+    """Switch the file to writes through the page cache. Returns False if it was switched already."""
     flags = fcntl.fcntl(file, fcntl.F_GETFL)
     fcntl.fcntl(file, fcntl.F_SETFL, flags & ~_DIRECT)
     return bool(flags & _DIRECT)

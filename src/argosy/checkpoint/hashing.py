@@ -1,5 +1,5 @@
-"""The hash of a file, taken while it is written and again before it is believed. BLAKE3: as strong as SHA-256 and, on one
-core, several times as fast as disks are; older checkpoints have SHA-256."""
+"""The hash of a file, computed while it is written and again before it is loaded. BLAKE3 is as strong as SHA-256 and, on one
+core, several times as fast as disks; older checkpoints have SHA-256."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 
 from argosy.untrusted import open_regular
 
-_PIECE = 4 * 2**20  # bytes read at once
+_PIECE = 4 * 2**20  # bytes
 
 
 class Digest(Protocol):

@@ -1,4 +1,4 @@
-"""`argosy ckpt import`: which program a model comes from, and what has to be said beside its files."""
+"""`argosy ckpt import`: choose the importer by the source, Hugging Face or Megatron."""
 
 from __future__ import annotations
 

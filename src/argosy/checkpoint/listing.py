@@ -1,4 +1,5 @@
-"""`argosy ckpt ls` and `verify`: what checkpoints a run has, whether they can be trusted, and which one it would go on from."""
+"""`argosy ckpt ls` and `verify`: the checkpoints of a run, whether their hashes are right, and which one the run would resume
+from."""
 
 from __future__ import annotations
 
@@ -16,6 +17,9 @@ from argosy.errors import ArgosyError
 
 @dataclass(frozen=True)
 class Listed:
+    """One row of the listing. `good` is None if the hashes were not checked; `resumes` marks the one `argosy train` would resume
+    from."""
+
     path: str
     step: int
     age_s: float | None
@@ -24,19 +28,20 @@ class Listed:
     tokens: int | None
     loss: float | None
     layout: str | None
-    good: bool | None  # None: not checked
+    good: bool | None
     fault: str | None
-    resumes: bool  # whether `argosy train` would go on from this one
+    resumes: bool
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def list_run(path: Path, *, check: bool = True) -> list[Listed]:
-    """Newest first; of a path that is one checkpoint, that one."""
+    """Return the checkpoints of a run, newest first; if `path` is one checkpoint, only that one."""
     root = model_root(path)
     found: list[Listed] = []
-    taken = (root / MODEL_FILE).exists()  # no run trains in an imported model's directory
+    # No run trains in the directory of an imported model.
+    taken = (root / MODEL_FILE).exists()
     for place in listed(root / "checkpoints") if root == path else [path]:
         checkpoint, fault = _opened(place, check)
         good = fault is None if check else (None if fault is None else False)
@@ -47,7 +52,7 @@ def list_run(path: Path, *, check: bool = True) -> list[Listed]:
 
 
 def _opened(place: Path, check: bool) -> tuple[Checkpoint | None, str | None]:
-    """A checkpoint, with its hashes checked or not, or its fault."""
+    """Return the checkpoint, or the fault that makes it unusable. `check` verifies the hashes."""
     try:
         checkpoint = verify(place) if check else read_checkpoint(place)
         if check:

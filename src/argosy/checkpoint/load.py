@@ -1,4 +1,4 @@
-"""A checkpoint into tensors of any layout: a rank reads the boxes it holds, and nothing else."""
+"""Loading a checkpoint into tensors of any layout: each rank reads only the slices that it holds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from argosy.parallel.slices import held_boxes
 
 @torch.no_grad()
 def load_into(stored: StoredTensors, tensors: Mapping[str, Tensor], where: Path, hosts: HostGroup = ALONE) -> None:
-    """Fill what this rank has of the tensors. All ranks together must have every stored name, and no other."""
+    """Fill this rank's slices of the tensors. All ranks together must have exactly the stored names."""
     messages = hosts.gather(orjson.dumps(list(tensors)))
     names: list[str] = orjson.loads(hosts.tell(orjson.dumps(sorted({n for m in messages for n in orjson.loads(m)}))))
     require_names(stored.keys(), set(names), where)

@@ -1,13 +1,13 @@
-"""What makes a directory a checkpoint: a manifest, written last, with the size and the hash of every other file.
+"""The manifest of a checkpoint: written last, with the size and hash of every other file.
 
     step-00000500/
-      weights.safetensors      parameters by name; of several ranks, weights-00000-of-00004.safetensors and so on
-      optimizer.safetensors    the optimiser's state by parameter name, likewise
-      tensors.json             of several ranks: every tensor's type and shape, and which file has which part
-      state.json               step and consumed samples: the loader, the schedule and all randomness follow
-      manifest.json            the format's version, and size and BLAKE3 of each of the others
+      weights.safetensors      parameters by name; with several ranks, weights-00000-of-00004.safetensors and so on
+      optimizer.safetensors    optimiser state by parameter name, likewise
+      tensors.json             with several ranks: type and shape of each tensor, and which file has which slice
+      state.json               step and consumed samples: loader, schedule and random seeds follow from them
+      manifest.json            format version, and size and BLAKE3 of each of the other files
 
-A checkpoint is believed only when every hash is right. Ranks check a share of the files each.
+A checkpoint is loaded only if every hash is right. Each rank checks a share of the files.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ from argosy.parallel.host_group import ALONE, HostGroup
 from argosy.untrusted import MIB, read_regular
 
 MANIFEST, STATE = "manifest.json", "state.json"
-WEIGHTS, OPTIMIZER = "weights", "optimizer"  # groups of tensors
+# Groups of tensors.
+WEIGHTS, OPTIMIZER = "weights", "optimizer"
 FORMAT, VERSION = "argosy-checkpoint", 2
-_LARGEST = 256 * MIB  # of manifest.json and state.json; a guard's window is a few kB
+# Largest manifest.json and state.json. The guard's window in state.json takes a few kB.
+_LARGEST = 256 * MIB
 _THREADS = min(4, os.cpu_count() or 1)
 _Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 _Whole = Annotated[int, Field(ge=0, lt=2**63)]
@@ -39,12 +41,16 @@ _Whole = Annotated[int, Field(ge=0, lt=2**63)]
 
 @dataclass(frozen=True)
 class TrainProgress:
-    """Where a run stands. Everything else about the loader, the schedule and the randomness follows from it."""
+    """The progress of a run. The state of the loader, the schedule and all random seeds follows from it.
+
+    optimizer: numbers of the optimiser's state that belong to no parameter.
+    about: facts for people: time, layout, loss.
+    """
 
     step: int
     consumed_samples: int
-    optimizer: dict[str, float] = field(default_factory=dict)  # the numbers of its state that belong to no parameter
-    about: dict[str, Any] = field(default_factory=dict)  # for people: when, which layout, the loss
+    optimizer: dict[str, float] = field(default_factory=dict)
+    about: dict[str, Any] = field(default_factory=dict)
 
 
 class _File(Strict):
@@ -65,7 +71,7 @@ class _OldFile(Strict):
 
 
 class _OldManifest(Strict):
-    """Of version 1: one process, SHA-256."""
+    """A manifest of version 1: one process, SHA-256."""
 
     format: Literal["argosy-checkpoint"]
     version: Literal[1]
@@ -82,10 +88,12 @@ class _State(Strict):
 
 @dataclass(frozen=True)
 class Checkpoint:
+    """A checkpoint directory and what its manifest says. `algorithm` is that of the hashes."""
+
     path: Path
     progress: TrainProgress
     files: dict[str, Written]
-    algorithm: str  # of the hashes
+    algorithm: str
 
     def weights(self) -> StoredTensors:
         return StoredTensors(self.path, WEIGHTS)
@@ -99,7 +107,7 @@ class Checkpoint:
 
 
 def finish(directory: Path, progress: TrainProgress, files: dict[str, Written], index: bytes | None = None) -> None:
-    """Make a checkpoint of tensor files already written: index, state, and last the manifest."""
+    """Turn a directory of tensor files into a checkpoint: write the index, the state, and last the manifest."""
     small = {STATE: orjson.dumps(asdict(progress), option=orjson.OPT_INDENT_2)} | ({INDEX: index} if index else {})
     files = files | {name: write_file(directory / name, content) for name, content in small.items()}
     manifest = _Manifest(
@@ -113,7 +121,7 @@ def finish(directory: Path, progress: TrainProgress, files: dict[str, Written], 
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """A checkpoint by what its manifest says, with every file in its place and as long as it should be; no hash is taken."""
+    """Read the manifest and the state, and check that every file exists and has its size. Hashes are not checked."""
     try:
         step, files, algorithm = _read_manifest(path / MANIFEST)
         for name, promised in files.items():
@@ -130,7 +138,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         raise corrupt(f"{where}: {error.errors()[0]['msg']}") from None
     except (OSError, ValueError) as error:
         raise corrupt(f"{path}: {error}") from None
-    # Imported weights begin at step 0, and have no optimiser yet.
+    # Imported weights are at step 0, and have no optimiser state.
     if step and not any(name.startswith(OPTIMIZER) for name in files):
         raise corrupt(f"{path / MANIFEST} does not list every file")
     if not path.name == f"step-{step:08d}" or state.step != step:
@@ -139,7 +147,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def verify(path: Path, hosts: HostGroup = ALONE) -> Checkpoint:
-    """Check every file against the manifest, each rank some of them; refuse with the file and both hashes."""
+    """Check the hashes of all files, a share by each rank. Every rank raises the same refusal, with the file and both hashes."""
     found, refusal = None, None
     try:
         found = read_checkpoint(path)
@@ -147,12 +155,12 @@ def verify(path: Path, hosts: HostGroup = ALONE) -> Checkpoint:
     except ArgosyError as error:
         refusal = error
     faults = hosts.gather(b"" if refusal is None else orjson.dumps([refusal.code, refusal.cause, refusal.fix]))
-    told = hosts.tell(next((fault for fault in faults if fault), b""))
-    if told:
-        code, cause, fix = orjson.loads(told)
+    first_fault = hosts.tell(next((fault for fault in faults if fault), b""))
+    if first_fault:
+        code, cause, fix = orjson.loads(first_fault)
         raise ArgosyError(code, cause, fix=fix)
     if found is None:
-        raise AssertionError("whoever has no checkpoint has told a fault")
+        raise AssertionError("a rank without a checkpoint has reported a fault")
     return found
 
 
@@ -174,7 +182,7 @@ def _hash(path: Path, algorithm: str) -> str:
 
 
 def _read_manifest(path: Path) -> tuple[int, dict[str, Written], str]:
-    """The step, what the files should be, and how they are hashed."""
+    """Return the step, the size and digest of each file, and the hash algorithm."""
     content = read_regular(path, _LARGEST, within=path.parent)
     document = orjson.loads(content)
     if not isinstance(document, dict) or document.get("format") != FORMAT:

@@ -1,9 +1,9 @@
-"""A model that is no run, as `import` and `average` make it:
+"""The directory of a model that is no run, as `ckpt import` and `ckpt average` write it:
 
 DIR/
-  model.json                     the model spec, where it came from, its token ids, and the spec of the run that trained it, if any
-  tokenizer.json …               the tokenizer's files and generation settings, as they were
-  checkpoints/step-00000000/     the weights, without optimiser; hashed as every checkpoint is
+  model.json                     model spec, source, token ids, and the spec of the run that trained it, if any
+  tokenizer.json …               tokenizer files and generation config, unchanged
+  checkpoints/step-00000000/     weights without optimiser state, hashed like every checkpoint
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from argosy.console.progress_bar import ProgressBar
 def write_model(
     directory: Path, like: Source, source: str, infos: Mapping[str, TensorInfo], make: Callable[[str], Tensor]
 ) -> None:
-    """With weights that are made one at a time, of the model that `like` describes."""
+    """Write a model directory. `make` returns one weight at a time; `like` describes the model."""
     place, file = directory / "checkpoints" / "step-00000000", file_of(WEIGHTS, 0, 1)
     place.mkdir(parents=True)
     finish(place, TrainProgress(0, 0), {file: write_stream(place / file, infos, make)})
@@ -43,7 +43,7 @@ def write_model(
 
 
 def counted(read: Callable[[str], Tensor], bar: ProgressBar) -> Callable[[str], Tensor]:
-    """The same, with each tensor's bytes shown on a bar."""
+    """Return a `read` that also advances the progress bar by each tensor's bytes."""
 
     def one(name: str) -> Tensor:
         tensor = read(name)

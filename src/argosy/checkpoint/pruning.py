@@ -1,5 +1,5 @@
-"""`argosy ckpt prune`: remove checkpoints by a rule. The newest good one, found by its hashes, is never among them, nor is any
-that is newer than it."""
+"""`argosy ckpt prune`: delete checkpoints by a retention rule. The newest good one, found by its hashes, and all newer ones are
+always kept."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from argosy.errors import ArgosyError
 
 @dataclass(frozen=True)
 class Pruned:
+    """The result of a prune. `kept` is the step of the newest good checkpoint."""
+
     run: str
-    kept: int  # the step of the newest good one
+    kept: int
     steps: list[int]
     bytes: int
     notes: list[str]

@@ -1,8 +1,9 @@
-"""Writing a checkpoint: every rank its own files, confirmed to the first, which writes the manifest and gives the directory
-its name. It is whole or absent: made under a hidden name, synced, and renamed.
+"""Saving a checkpoint: every rank writes its own files, then the first rank writes the manifest and renames the directory.
 
-DCP's planners would decide who writes what as `plan` does, but send their objects pickled and describe the result by a pickle;
-what is left of them without that is a loop over boxes, which is here.
+The directory is complete or absent: it is written under a hidden name, synced, and renamed.
+
+Why not DCP: its planners would decide who writes what, as `make_plan` does, but they exchange pickled objects and describe
+the result in a pickle. Without that, little more than a loop over slices is left, which is here.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from argosy.parallel.host_group import ALONE, HostGroup
 
 @dataclass(frozen=True)
 class Content:
-    """A file to be written: its header, and tensors whose bytes follow it."""
+    """A file to write: its header, and the tensors whose bytes follow it."""
 
     header: bytes
     tensors: list[Tensor]
@@ -40,17 +41,17 @@ def save(
     optimizer: Mapping[str, Tensor],
     hosts: HostGroup = ALONE,
 ) -> Path:
-    """Save at once, straight from the tensors; of several ranks, each has to."""
+    """Save synchronously, directly from the tensors. A collective: every rank must call it."""
     groups = {WEIGHTS: weights, OPTIMIZER: optimizer}
     plan = make_plan(groups, hosts)
     return write(root, progress, contents(plan, groups, hosts), plan, hosts)
 
 
 def contents(plan: Plan, groups: Groups, hosts: HostGroup) -> dict[str, Content]:
-    """The files of this rank by name, sharing the tensors' memory."""
+    """Return this rank's files by name. They share the tensors' memory."""
     found: dict[str, Content] = {}
     for group in groups:
-        # Widest first, so that each begins at a multiple of its size.
+        # Widest types first, so that each tensor starts at a multiple of its element size.
         chunks = sorted(
             (chunk for chunk in plan.mine if chunk.group == group), key=lambda c: -groups[group][c.name].element_size()
         )
@@ -66,17 +67,17 @@ def contents(plan: Plan, groups: Groups, hosts: HostGroup) -> dict[str, Content]
 
 
 def write(root: Path, progress: TrainProgress, files: Mapping[str, Content], plan: Plan, hosts: HostGroup) -> Path:
-    """Write this rank's files; when all have, make a checkpoint of them. What fails on one rank fails on all."""
+    """Write this rank's files, and commit the checkpoint once all ranks have. A failure on one rank raises on all of them."""
     final = root / f"step-{progress.step:08d}"
     partial = root / f".{final.name}.partial"
     fault = hosts.tell(_attempt(lambda: _make_empty(partial)) if hosts.is_first else b"")
-    told: list[bytes] = []
+    messages: list[bytes] = []
     if not fault:
         written: dict[str, Written] = {}
         fault = _attempt(lambda: written.update(_write_files(partial, files)))
-        told = hosts.gather(json.dumps([fault.decode(), written]).encode())
-    if hosts.is_first and told:
-        answers = [json.loads(message) for message in told]
+        messages = hosts.gather(json.dumps([fault.decode(), written]).encode())
+    if hosts.is_first and messages:
+        answers = [json.loads(message) for message in messages]
         fault = next((text.encode() for text, _ in answers if text), b"")
         every = {name: Written(*one) for _, found in answers for name, one in found.items()}
         fault = fault or _attempt(lambda: _commit(partial, final, progress, every, plan, hosts))
@@ -106,7 +107,8 @@ def _commit(
 ) -> None:
     index = index_of(plan.stored, hosts.size) if plan.stored is not None and hosts.size > 1 else None
     finish(partial, progress, files, index)
-    remove(final)  # only ever a copy of the same step that failed its check, or from which the run was wound back
+    # An existing directory is a copy of this step that failed its check, or one from before a rewind.
+    remove(final)
     partial.rename(final)
     sync_directory(final.parent)
 
@@ -117,7 +119,7 @@ def _make_empty(directory: Path) -> None:
 
 
 def _attempt(work: Callable[[], object]) -> bytes:
-    """Nothing, or why it could not be done."""
+    """Run `work` and return the OSError's text, or nothing on success."""
     try:
         work()
     except OSError as error:

@@ -1,8 +1,8 @@
-"""Who writes what: every number of the state once, by a rank that has it, and as much by each rank as the others.
+"""The save plan: each element of the state is written once, by a rank that holds it, and the ranks write equal amounts.
 
-Ranks say which boxes of which tensors they hold. What several hold is written by one of them, the one with least to write
-so far, a large box in as many pieces as it has holders. It takes no knowledge of axes: replicas, shards, pipeline stages
-that have other names, and tied weights that two stages have are all the same question. It is asked once in a run.
+Ranks send the first rank the slices (`Box`) that they hold of each tensor. A slice that several ranks hold is written by the
+one with the least to write so far; a large one is split among its holders. The plan needs no knowledge of mesh axes:
+replicas, shards, pipeline stages, and tied weights of two stages are all the same case. It is made once in a run.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from argosy.parallel.host_group import HostGroup
 from argosy.parallel.shards import local
 from argosy.parallel.slices import Box, held_boxes, whole_box
 
-_LARGE = 16 * 2**20  # bytes from which on a box is shared among those that hold it
+# Slices from this size on are split among the ranks that hold them, in bytes.
+_LARGE = 16 * 2**20
 
-Groups = Mapping[str, Mapping[str, Tensor]]  # weights and optimizer: tensors by name
+# "weights" and "optimizer": tensors by name.
+Groups = Mapping[str, Mapping[str, Tensor]]
 
 
 class Chunk(NamedTuple):
-    """A box of a tensor that this rank writes, and where it lies in what the rank has of it."""
+    """A slice of a tensor that this rank writes. `here` is its position in the rank's local part."""
 
     group: str
     name: str
@@ -34,13 +36,13 @@ class Chunk(NamedTuple):
     here: Box
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Its numbers, sharing the tensor's memory."""
+        """Return the slice as a view of the tensor's local part."""
         return local(tensor).detach()[self.here.slices]
 
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor of the state, and which rank writes which part."""
+    """One tensor of the state: the slices of it, each with the rank that writes it."""
 
     info: TensorInfo
     parts: list[tuple[int, Box]]
@@ -48,8 +50,10 @@ class Stored:
 
 @dataclass(frozen=True)
 class Plan:
+    """This rank's slices. `stored` lists all tensors by group and name; only the first rank has it."""
+
     mine: list[Chunk]
-    stored: dict[str, dict[str, Stored]] | None  # by group and name; on the first rank
+    stored: dict[str, dict[str, Stored]] | None
 
 
 def make_plan(groups: Groups, hosts: HostGroup) -> Plan:
@@ -66,8 +70,8 @@ def make_plan(groups: Groups, hosts: HostGroup) -> Plan:
         for name, one in tensors.items():
             for rank, box in one.parts:
                 tasks[rank].append((group, name, box))
-    told = json.loads(hosts.scatter([json.dumps(task).encode() for task in tasks] if hosts.is_first else []))
-    return Plan([_chunk(groups[group][name], group, name, _box(box)) for group, name, box in told], stored)
+    mine = json.loads(hosts.scatter([json.dumps(task).encode() for task in tasks] if hosts.is_first else []))
+    return Plan([_chunk(groups[group][name], group, name, _box(box)) for group, name, box in mine], stored)
 
 
 def _chunk(tensor: Tensor, group: str, name: str, box: Box) -> Chunk:
@@ -100,7 +104,7 @@ def _share(claims: list[Any]) -> dict[str, dict[str, Stored]]:
 
 
 def _disjoint(boxes: dict[Box, list[int]], info: TensorInfo) -> dict[Box, list[int]]:
-    """Without those that lie inside others, as where one stage holds whole what another has in parts."""
+    """Drop slices inside larger ones, as when one pipeline stage holds a tensor whole that another holds in parts."""
     if sum(box.numel for box in boxes) > info.numel:
         kept: dict[Box, list[int]] = {}
         for box in sorted(boxes, key=lambda one: -one.numel):
@@ -121,7 +125,7 @@ def _pieces(box: Box, info: TensorInfo, holders: int) -> Iterator[Box]:
 
 
 def key_of(name: str, box: Box, info: TensorInfo) -> str:
-    """The name of a box in its file: the tensor's, and the part of it where it is not all."""
+    """Return the name of a slice in its file: the tensor's name, with the index ranges if it is not the whole tensor."""
     if box == whole_box(info.shape):
         return name
     return f"{name}[{','.join(f'{first}:{first + size}' for first, size in zip(*box, strict=True))}]"

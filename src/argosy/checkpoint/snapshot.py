@@ -1,8 +1,8 @@
-"""A copy of what a rank is to write, taken while training waits, so that the files can be written while it goes on.
+"""A host copy of a rank's checkpoint files, so that training goes on while they are written.
 
-A file's tensors lie in its buffer as they will in the file. Buffers are kept from save to save, and page-locked where they are
-filled from a GPU, which then copies at the speed of the bus. Memory is slow when it is touched for the first time, which is done
-ahead of the first save, beside training.
+A file's tensors lie in its buffer as they will in the file. Buffers are reused from save to save, and pinned if the tensors
+are on a GPU, for the full speed of the bus. The first touch of memory is slow, so it happens in a thread before the first
+save.
 """
 
 from __future__ import annotations
@@ -17,18 +17,20 @@ from argosy.checkpoint.save import Content
 
 
 class Snapshot:
+    """Buffers for copies of a rank's files, kept between saves."""
+
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
         self._preparing: threading.Thread | None = None
 
     def prepare(self, files: Mapping[str, Content]) -> None:
-        """Get the memory that copies of these will need, beside whatever comes next."""
+        """Allocate and touch the buffers for these files in a background thread."""
         buffers = [self._buffer(name, content) for name, content in files.items()]
         self._preparing = threading.Thread(target=lambda: [buffer.zero_() for buffer in buffers], daemon=True)
         self._preparing.start()
 
     def take(self, files: Mapping[str, Content]) -> dict[str, Content]:
-        """Copies; when this returns, the originals may change. The copies of the time before are overwritten."""
+        """Copy the files. When this returns, the originals may change. The previous copies are overwritten."""
         if self._preparing is not None:
             self._preparing.join()
             self._preparing = None

@@ -1,4 +1,4 @@
-"""A directory that is whole or absent: made under a hidden name, synced, renamed; what was begun is removed on a fault."""
+"""Writing a directory that is complete or absent: under a hidden name, synced, renamed; removed after an error."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from argosy.errors import ArgosyError
 
 @contextmanager
 def staged(to: Path) -> Iterator[Path]:
+    """Yield a hidden directory that is renamed to `to` at the end of the block, or removed if the block raises."""
     require_absent(to)
     stage = to.with_name(f".{to.name}.partial")
     try:
@@ -22,7 +23,8 @@ def staged(to: Path) -> Iterator[Path]:
         yield stage
         sync_directory(stage)
         if to.exists():
-            to.rmdir()  # an empty directory, or somebody wrote there in the meantime
+            # Fails if the directory is not empty: somebody wrote there in the meantime.
+            to.rmdir()
         stage.rename(to)
         sync_directory(to.parent)
     except OSError as error:
@@ -43,7 +45,7 @@ def require_absent(to: Path) -> None:
 
 
 def require_space(to: Path, size: int) -> None:
-    """Refuse before the work is begun where the disk cannot hold the result."""
+    """Refuse, before the work starts, if the disk cannot hold `size` bytes or `to` exists."""
     require_absent(to)
     nearest = next(parent for parent in (to, *to.absolute().parents) if parent.exists())
     free = shutil.disk_usage(nearest).free

@@ -1,7 +1,7 @@
-"""The checkpoints of a run: finding the newest good one, keeping the last few, setting bad ones aside.
+"""The checkpoints of a run: find the newest good one, keep the last few, set bad ones aside.
 
-`latest` is never recorded anywhere: it is found by looking, and believed only when every hash is right. What is removed is
-first renamed, so that a half-deleted directory never looks like a checkpoint.
+No file records which checkpoint is the latest: it is found by listing, and used only if every hash is right. A directory is
+renamed before it is deleted, so that a half-deleted one never looks like a checkpoint.
 """
 
 from __future__ import annotations
@@ -24,9 +24,15 @@ _NAME = re.compile(r"step-(\d{8,})")
 def latest(
     root: Path, report: Callable[[str], None], *, set_aside: bool = False, hosts: HostGroup = ALONE
 ) -> Checkpoint | None:
-    """The newest checkpoint that passes its check, or None where there is none at all. Bad ones are reported and, once
-    a good one is found, renamed (`set_aside`), so that they never count as checkpoints again. If only bad ones are
-    left, that is a refusal."""
+    """Return the newest checkpoint whose hashes are right, or None if there is no checkpoint.
+
+    Args:
+        report: called with a message for each bad checkpoint.
+        set_aside: rename bad checkpoints once a good one is found, so that they are not considered again.
+
+    Raises:
+        ArgosyError: there are checkpoints, and none is good.
+    """
     faults = []
     bad: list[Path] = []
     names: list[str] = orjson.loads(hosts.tell(orjson.dumps([path.name for path in listed(root)])))
@@ -53,7 +59,7 @@ def latest(
 
 
 def listed(root: Path) -> list[Path]:
-    """Checkpoint directories, newest first; what is still being written or removed has another name."""
+    """Return the checkpoint directories, newest first. Those being written or removed have other names."""
     found = [path for path in root.glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=step_of, reverse=True)
 
@@ -63,7 +69,7 @@ def step_of(path: Path) -> int:
 
 
 def superfluous(root: Path, keep: int, newest: int, keep_every: int | None = None) -> list[Path]:
-    """All but the last `keep` up to the one of step `newest`, which is known to be good, and those at a multiple of
+    """Return the checkpoints to delete: up to step `newest`, which is good, all but the last `keep` and multiples of
     `keep_every`."""
     older = [path for path in listed(root) if step_of(path) <= newest][keep:]
     return [path for path in older if keep_every is None or step_of(path) % keep_every]
@@ -85,7 +91,8 @@ def remove(path: Path) -> None:
     if path.exists():
         doomed = path.with_name(f".{path.name}.removed")
         shutil.rmtree(doomed, ignore_errors=True)
-        with contextlib.suppress(FileNotFoundError):  # somebody else was faster
+        # Another process may have removed it first.
+        with contextlib.suppress(FileNotFoundError):
             path.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 
@@ -98,7 +105,7 @@ def _free_name(path: Path) -> Path:
 
 
 def require_names(have: Set[str], need: Set[str], path: Path) -> None:
-    """Refuse a checkpoint that is not of this model, naming what is missing and what is left over."""
+    """Refuse a checkpoint of another model, and name a missing and an extra tensor."""
     if have != need:
         missing, extra = sorted(need - have), sorted(have - need)
         parts = [

@@ -1,7 +1,8 @@
-"""The tensors of a checkpoint as one mapping, however many files they are spread over.
+"""The tensors of a checkpoint as one mapping, however many files they are in.
 
-One process writes whole tensors into one file. Several write theirs into a file each, and `tensors.json` says of every tensor
-its type and shape, and which file has which box of it. Either way a tensor, or any box of it, is read without the rest.
+One process writes whole tensors into one file. Several ranks write a file each, and `tensors.json` lists the type and shape
+of every tensor, and which file has which slice (`Box`) of it. Either way, a tensor or any slice of it is read without the
+rest.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from argosy.parallel.slices import Box, tiled, whole_box
 from argosy.untrusted import MIB, read_regular
 
 INDEX = "tensors.json"
-_LARGEST = 1024 * MIB  # of tensors.json
-# Plain names: nothing can lead outside the directory.
+# Largest tensors.json.
+_LARGEST = 1024 * MIB
+# Plain file names, so that no path can lead out of the directory.
 FileName = Annotated[str, Field(pattern=r"^[a-z]{1,32}(-\d{5,8}-of-\d{5,8})?\.(safetensors|json)$")]
 _Size = Annotated[int, Field(ge=0, lt=2**62)]
 
@@ -46,7 +48,8 @@ class _Tensor(Strict):
 
 class _Index(Strict):
     format: Literal["argosy-tensors"]
-    tensors: dict[str, dict[str, _Tensor]]  # by group and name
+    # By group and name.
+    tensors: dict[str, dict[str, _Tensor]]
 
 
 def file_of(group: str, rank: int, ranks: int) -> str:
@@ -54,7 +57,7 @@ def file_of(group: str, rank: int, ranks: int) -> str:
 
 
 def index_of(stored: Mapping[str, Mapping[str, Stored]], ranks: int) -> bytes:
-    """What `tensors.json` says."""
+    """Return the content of `tensors.json`."""
     tensors = {
         group: {
             name: _Tensor(
@@ -73,7 +76,7 @@ def index_of(stored: Mapping[str, Mapping[str, Stored]], ranks: int) -> bytes:
 
 
 class StoredTensors(Mapping[str, Tensor]):
-    """By name; each is read when it is asked for."""
+    """A mapping of tensors by name. A tensor is read from its files when it is accessed."""
 
     def __init__(self, directory: Path, group: str) -> None:
         self._directory, self._group = directory, group
@@ -81,11 +84,12 @@ class StoredTensors(Mapping[str, Tensor]):
 
     @cached_property
     def _places(self) -> dict[str, tuple[TensorInfo, list[tuple[str, Box]]]]:
-        """What each tensor is, and which file has which box of it."""
+        """The type and shape of each tensor, and its (file, slice) pairs."""
         if (self._directory / INDEX).is_file():
             return {name: (_info(self._directory, name, one), _boxes(one)) for name, one in self._indexed().items()}
         file = file_of(self._group, 0, 1)
-        if not (self._directory / file).exists():  # imported weights have no optimiser yet
+        # Imported weights have no optimiser state.
+        if not (self._directory / file).exists():
             return {}
         return {name: (info, [(file, whole_box(info.shape))]) for name, info in self._file(file).infos.items()}
 
@@ -112,7 +116,7 @@ class StoredTensors(Mapping[str, Tensor]):
         return len(self._places)
 
     def read_box(self, name: str, box: Box) -> Tensor:
-        """Part of a tensor, from whichever files have it."""
+        """Read a slice of a tensor, from one or more files."""
         info, chunks = self._places[name]
         found = [(file, chunk, common) for file, chunk in chunks if (common := chunk.common(box)) is not None]
         self._require_tiled(name, box, [common for _, _, common in found])
@@ -125,7 +129,7 @@ class StoredTensors(Mapping[str, Tensor]):
         return result
 
     def check(self) -> None:
-        """That every tensor is there, without reading numbers."""
+        """Refuse if a tensor is not complete. Reads file headers only."""
         for name, (info, chunks) in self._places.items():
             self._require_tiled(name, whole_box(info.shape), [box for _, box in chunks])
             for file, box in chunks:
@@ -135,7 +139,7 @@ class StoredTensors(Mapping[str, Tensor]):
         return self._file(file).read_box(self._require_there(file, name, chunk), box.within(chunk))
 
     def _require_there(self, file: str, name: str, chunk: Box) -> str:
-        """The name that a box has in its file."""
+        """Return the key of a slice in its file. Refuses if the file does not hold it."""
         key = key_of(name, chunk, self.infos[name])
         if self._file(file).infos.get(key) != TensorInfo(self.infos[name].dtype, chunk.shape):
             raise _corrupt(self._directory, f"{file} does not hold {key} as promised")

@@ -1,8 +1,8 @@
-"""Tensors to a safetensors file, hashed on the way; and back.
+"""Writing tensors to a safetensors file, hashed on the way, and reading them back.
 
-The format is a length, a JSON header of names, types, shapes and offsets, and the raw bytes. It is written and read here
-one tensor at a time, so that saving needs no second copy of the model, the hash no second reading of the file, and a
-conversion no more memory than its largest tensor; and of a stored tensor, any box can be read without the rest.
+The format is a length, a JSON header of names, types, shapes and offsets, and the raw bytes. Tensors are written and read one
+at a time: a save needs no second copy of the model, the hash no second pass over the file, and a conversion no more memory
+than its largest tensor. Any slice (`Box`) of a stored tensor can be read without the rest.
 """
 
 from __future__ import annotations
@@ -35,9 +35,12 @@ _NAMES = {
     torch.bool: "BOOL",
 }
 _TYPES = {name: dtype for dtype, name in _NAMES.items()}
-_LONGEST_HEADER = 100_000_000  # bytes; the format's own limit
-_LEAST_READ = 64 * 2**10  # bytes worth a read of their own: below it, what lies between them is read too
-_MOST_READ = 64 * 2**20  # bytes in memory beside the result
+# The format's own limit, in bytes.
+_LONGEST_HEADER = 100_000_000
+# A gap below this many bytes is read along with its neighbours instead of splitting the read.
+_LEAST_READ = 64 * 2**10
+# Most bytes in memory beside the result.
+_MOST_READ = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class TensorInfo:
 
     @classmethod
     def named(cls, dtype: str, shape: Iterable[int]) -> TensorInfo:
-        """From the format's name of a type; a KeyError says that there is no such type."""
+        """Make one from a safetensors type name. Raises KeyError for an unknown type."""
         return cls(_TYPES[dtype], tuple(shape))
 
     @property
@@ -77,7 +80,7 @@ def write_stream(
     make: Callable[[str], Tensor],
     metadata: Mapping[str, str] | None = None,
 ) -> Written:
-    """Write and sync a file of tensors that are made when their turn comes, in the order of `infos`."""
+    """Write and sync a file of tensors in the order of `infos`. `make` returns each tensor when its turn comes."""
 
     def made(name: str, info: TensorInfo) -> memoryview:
         tensor = make(name)
@@ -89,7 +92,7 @@ def write_stream(
 
 
 def header_of(infos: Mapping[str, TensorInfo], metadata: Mapping[str, str] | None = None) -> bytes:
-    """All of a file that comes before the tensors' bytes, which follow one another in the order of `infos`."""
+    """Return the file's bytes before the tensor data. The data follows in the order of `infos`, without gaps."""
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
     for name, info in infos.items():
@@ -97,12 +100,13 @@ def header_of(infos: Mapping[str, TensorInfo], metadata: Mapping[str, str] | Non
         header[name] = {"dtype": info.type_name, "shape": list(info.shape), "data_offsets": offsets}
         offset += info.nbytes
     text = orjson.dumps(header)
-    text += b" " * (-len(text) % 8)  # tensors start on a multiple of eight
+    # Tensor data starts at a multiple of 8 bytes.
+    text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """A tensor's numbers as they are stored; of one on the host and without gaps, the memory itself."""
+    """Return a tensor's bytes. They are the tensor's own memory if it is contiguous and on the CPU."""
     data: memoryview = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
     return data
 
@@ -113,7 +117,12 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 class TensorFile:
-    """A safetensors file of which only what is asked for is read. The header is checked against the file's size."""
+    """A safetensors file that is read on demand. The header is checked against the file's size.
+
+    Args:
+        code, fix: error code and fix of refusals.
+        opened: the real location of the file, if `path`, which messages name, is a link.
+    """
 
     def __init__(
         self,
@@ -123,7 +132,6 @@ class TensorFile:
         fix: str = "use another checkpoint",
         opened: Path | None = None,
     ) -> None:
-        """`opened`: where the file really lies, if `path`, which messages name, is a link."""
         self.path, self._code, self._fix, self._opened = path, code, fix, opened or path
         try:
             with open_regular(self._opened) as file:
@@ -152,7 +160,7 @@ class TensorFile:
         self.infos[name], self._offsets[name] = info, first
 
     def _require_filled(self, size: int) -> None:
-        """Tensors follow one another, without gaps and without sharing a byte, to the end of the file."""
+        """Refuse tensors that leave gaps, overlap, or do not reach the end of the file."""
         end = 0
         for name in sorted(self.infos, key=lambda one: (self._offsets[one], self.infos[one].nbytes)):
             if self._offsets[name] != end:
@@ -165,7 +173,7 @@ class TensorFile:
         return self.read_box(name, whole_box(self.infos[name].shape))
 
     def read_box(self, name: str, box: Box) -> Tensor:
-        """Part of a tensor. What is read is what the part takes, in as few reads as make sense."""
+        """Read a slice of a tensor, in few reads that cover little else."""
         try:
             return read_span(self._opened, self._start + self._offsets[name], self.infos[name], box)
         except EOFError:
@@ -178,7 +186,7 @@ class TensorFile:
 
 
 def require_finite(name: str, tensor: Tensor, code: str) -> Tensor:
-    """Return the tensor, or refuse weights that are no numbers: training, evaluation and samples would all be NaN."""
+    """Return the tensor. Refuses NaN and infinite weights: training, evaluation and samples would all be NaN."""
     if not (finite := tensor.isfinite()).all():
         raise ArgosyError(
             code,
@@ -189,7 +197,7 @@ def require_finite(name: str, tensor: Tensor, code: str) -> Tensor:
 
 
 def read_span(path: Path, start: int, info: TensorInfo, box: Box) -> Tensor:
-    """A box of a tensor whose numbers lie in a file from byte `start` on; an EOFError where the file is shorter."""
+    """Read a slice of a tensor whose data starts at byte `start` of a file. Raises EOFError if the file is too short."""
     result = torch.empty(box.shape, dtype=info.dtype)
     shape, box, target = (info.shape, box, result) if info.shape else ((1,), Box((0,), (1,)), result.view(1))
     with open_regular(path, buffering=0) as file:
@@ -213,8 +221,10 @@ def _fill(file: int, at: int, content: Tensor) -> None:
 def _spans(
     shape: tuple[int, ...], box: Box, itemsize: int, target: Tensor
 ) -> Iterator[tuple[int, Tensor, tuple[int, ...]]]:
-    """A box as reads: the number of the first element, the rows of `target` it fills, and the stored shape of a row, of
-    which rows of the target may be a part."""
+    """Yield the reads of a slice: index of the first element, the rows of `target` to fill, and the stored shape of a row.
+
+    A row of the target may be a part of a stored row.
+    """
     axis = len(shape) - 1
     while axis and (
         box.shape[axis] == shape[axis] or box.shape[axis] * math.prod(shape[axis + 1 :]) * itemsize < _LEAST_READ
@@ -229,7 +239,7 @@ def _spans(
 
 
 def _flat(place: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    """The number of an element, given by its first indices."""
+    """Return the flat index of the element, or of the first element, at these leading indices."""
     flat = 0
     for index, size in zip(place, shape, strict=False):
         flat = flat * size + index

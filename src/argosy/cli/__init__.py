@@ -1,1 +1,1 @@
-"""The command line: one small file per verb, no logic. Verbs import what they need only when they run."""
+"""The command line: one small file per command, no logic. A command imports what it needs only when it runs."""

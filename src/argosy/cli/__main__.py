@@ -1,4 +1,4 @@
-"""`python -m argosy.cli` is the `argosy` command."""
+"""The entry point of `python -m argosy.cli`, which is the `argosy` command."""
 
 from argosy.cli.app import main
 

@@ -1,5 +1,8 @@
-"""The `argosy` command: its verbs, and how it ends. A refusal is a short block on standard error and exit code 2; with
-`--json` it is also an object on standard output; `--debug` adds the traceback."""
+"""The `argosy` program: its commands, and its exit codes.
+
+A refusal is a short block on standard error and exit code 2. With `--json` it is also an object on standard output; `--debug` shows
+the traceback.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +36,14 @@ from argosy.cli import (
 )  # fmt: skip
 from argosy.echo import capped
 from argosy.errors import EXIT_REFUSED, ArgosyError
+from argosy.log_handler import install_log_handler
 
-# The base of BadParameter: of click, or of the copy of click that newer versions of Typer bring.
+# The base class of BadParameter: click's, or that of the copy of click in newer versions of Typer.
 _USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
 
 
 class Verbs(TyperGroup):
-    """Runs a verb, and ends well where the world does not go along with it."""
+    """Runs a command, and converts expected failures (closed pipe, I/O, out of memory, Ctrl-C) to refusals or exit codes."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
         with _short_usage_errors():
@@ -54,14 +58,16 @@ class Verbs(TyperGroup):
             result = super().invoke(ctx)
             sys.stdout.flush()
             return result
-        except BrokenPipeError:  # the reader of our output left, as `head` does
+        except BrokenPipeError:
+            # The reader of our output closed the pipe, as `head` does.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(128 + signal.SIGPIPE) from None
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
             cause = f"{where}{error.strerror or error}"
             raise ArgosyError("io.failed", cause, fix="check the path, its permissions and free space") from error
-        except UnicodeEncodeError as error:  # a name or an argument that is no UTF-8 text got to where text is needed
+        except UnicodeEncodeError as error:
+            # A file name or an argument is not UTF-8 text.
             cause = f"{error.object[:80]!a} cannot be written in {error.encoding}: {error.reason}"
             raise ArgosyError(
                 "config.bad-value", cause, fix="use UTF-8 text; in a POSIX locale, set PYTHONUTF8=1"
@@ -71,9 +77,9 @@ class Verbs(TyperGroup):
                 raise
             raise ArgosyError(
                 "device.out-of-memory",
-                str(error).partition("\n")[0] or "this process was given no more memory",
-                fix="take less at once: a smaller parallel.micro_batch, parallel.recompute=selective or full; `argosy plan` "
-                "shows what fills the memory",
+                str(error).partition("\n")[0] or "the process could not allocate more memory",
+                fix="use less memory: a smaller parallel.micro_batch, parallel.recompute=selective or full; `argosy plan` shows "
+                "what uses the memory",
             ) from error
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
@@ -82,7 +88,7 @@ class Verbs(TyperGroup):
 
 @contextmanager
 def _short_usage_errors() -> Iterator[None]:
-    """A usage error repeats a wrong argument whole, however long it is."""
+    """Shorten usage errors, which repeat a wrong argument whole, however long it is."""
     try:
         yield
     except _USAGE_ERROR as error:
@@ -91,7 +97,7 @@ def _short_usage_errors() -> Iterator[None]:
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
-    """Told by torch's words, so that a verb without torch need not import it."""
+    """True for an out-of-memory error. Torch's errors are recognised by their text, so that torch need not be imported."""
     words = str(error)
     return isinstance(error, MemoryError) or "DefaultCPUAllocator" in words or "out of memory" in words
 
@@ -118,7 +124,7 @@ def _show_version(asked: bool) -> None:
 def options(
     debug: bool = typer.Option(False, "--debug", help="Show the traceback of a refusal."),
     version: bool = typer.Option(
-        False, "--version", help="Show the version and leave.", is_eager=True, callback=_show_version
+        False, "--version", help="Show the version and exit.", is_eager=True, callback=_show_version
     ),
 ) -> None: ...
 
@@ -144,14 +150,17 @@ app.add_typer(config.app, name="config")
 
 
 def main() -> None:
-    # Read when torch starts, so it is set before any verb imports it: memory that was cut up can be joined again.
+    # Torch reads this when it is imported. Expandable segments reduce fragmentation of GPU memory.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler tells of its own start and end
+    # Torch's profiler otherwise prints its own start and end.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     _fill_standard_streams()
     for stream, errors in ((sys.stdout, "replace"), (sys.stderr, "backslashreplace")):
-        if isinstance(stream, TextIOWrapper):  # a terminal without our characters, a file's name that is no text
+        # A terminal may lack our characters, and a file name may not be text.
+        if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors=errors)
+    install_log_handler()
     try:
         app()
     except ArgosyError as error:
@@ -159,7 +168,7 @@ def main() -> None:
 
 
 def _fill_standard_streams() -> None:
-    """Where we were started with one of them closed: the next file that is opened must not take its place."""
+    """Open standard streams that were closed at the start, so that the next file opened does not get their descriptor."""
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(fd, True)
     os.close(fd)

@@ -1,4 +1,4 @@
-"""Arguments that several verbs take."""
+"""Arguments that several commands share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ RUN_HELP = "The run spec (default: ./run.yaml), then any number of key.path=valu
 
 
 def run_and_overrides(arguments: list[str] | None) -> tuple[Path | None, list[str]]:
-    """`[RUN.yaml] [key=value ...]`: the first is a file unless it is an override."""
+    """Split `[RUN.yaml] [key=value ...]`. The first argument is a file unless it is an override."""
     rest = list(arguments or [])
     if rest and ("=" not in rest[0] or Path(rest[0]).is_file()):
         return Path(rest.pop(0)), rest
@@ -21,7 +21,7 @@ def run_and_overrides(arguments: list[str] | None) -> tuple[Path | None, list[st
 
 
 def local(value: Path | list[Path] | None) -> Path | list[Path] | None:
-    """Typer callback for paths that must be local: an address is refused rather than taken for a directory."""
+    """Refuse a URL where a local path is needed, instead of using it as a directory name (a typer callback)."""
     from argosy.data.text.inputs import local_path
 
     if isinstance(value, Path):
@@ -33,14 +33,14 @@ def require_run(path: Path | None) -> Path:
     if path is None:
         raise ArgosyError(
             "config.not-found",
-            "no run spec was named, and there is no run.yaml here",
+            "no run spec is given, and there is no run.yaml in this directory",
             fix="argosy train RUN.yaml [key.path=value …]",
         )
     return path
 
 
 def require_writable(path: Path) -> None:
-    """Before work whose result is to be written there; what the operating system says is the refusal."""
+    """Raise an OSError if a file cannot be written, before the work whose result goes there."""
     is_new = not path.exists()
     path.open("ab").close()
     if is_new:
@@ -48,7 +48,7 @@ def require_writable(path: Path) -> None:
 
 
 def without_option(arguments: list[str], name: str) -> list[str]:
-    """A command line without one of its options and that option's value."""
+    """Return a command line without one option and its value."""
     kept, skip = [], False
     for argument in arguments:
         if skip or argument.startswith(f"{name}="):

@@ -1,4 +1,4 @@
-"""argosy bench"""
+"""The `argosy bench` command."""
 
 from __future__ import annotations
 
@@ -17,13 +17,19 @@ def bench(
     ] = None,
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(help="Keys of a run spec, as train.precision=fp8 or model.layers=4.", metavar="[KEY=VALUE]..."),
+        typer.Argument(
+            help="Keys of a run spec, such as train.precision=fp8 or model.layers=4.", metavar="[KEY=VALUE]..."
+        ),
     ] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Samples in a step; default: 16,384 tokens' worth.")] = None,
-    micro_batch: Annotated[int | None, typer.Option(min=1, help="Samples in a forward pass; default: all.")] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Global batch size in samples; default: 16,384 tokens.")
+    ] = None,
+    micro_batch: Annotated[
+        int | None, typer.Option(min=1, help="Samples in a forward pass; default: all (no gradient accumulation).")
+    ] = None,
     seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens in a sample; default: the model's.")] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Steps that are timed.")] = 10,
-    warmup: Annotated[int, typer.Option(min=1, help="Steps before them.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to time.")] = 10,
+    warmup: Annotated[int, typer.Option(min=1, help="Warmup steps before them.")] = 3,
     trace: Annotated[
         Path | None, typer.Option(help="Write the profiled step for Perfetto or chrome://tracing.")
     ] = None,
@@ -36,11 +42,11 @@ def bench(
         typer.Option("-o", "--output", help="With --calibrate: write the file here instead of printing it."),
     ] = None,
 ) -> None:
-    """Time training steps of a model on this device, on made-up data.
+    """Time training steps of a model on this device, with synthetic data.
 
     Prints step time, tokens/s, TFLOP/s with the formula, MFU against a named dense peak, peak memory by category, and the
-    floor: the time of the same step's matrix products and attention kernels, measured in the same run. Unlike a run, it does
-    not insist on arithmetic that repeats bit for bit; train.deterministic=true does.
+    floor: the time of the same step's matmuls and attention kernels, measured in the same run. Unlike a run, it does not use
+    deterministic algorithms by default; set train.deterministic=true.
     """
     import json
 
@@ -52,12 +58,12 @@ def bench(
         return
     if model is None:
         raise ArgosyError(
-            "config.missing-key", "nothing says what to time", key="MODEL", fix="name a preset, or add --calibrate"
+            "config.missing-key", "no model is given", key="MODEL", fix="name a preset, or add --calibrate"
         )
     if output is not None:
         raise ArgosyError(
             "config.conflict",
-            "-o is where --calibrate writes; what a benchmark finds is printed",
+            "-o is for --calibrate only; a benchmark prints its result",
             key="--output",
             value=output,
             fix=f"add --calibrate, or write --json > {output}",
@@ -75,9 +81,9 @@ def _require_alone(model: str | None, *others: object) -> None:
     if model is not None or any(others):
         raise ArgosyError(
             "config.conflict",
-            "--calibrate times products of its own, and no model",
+            "--calibrate times its own matmuls, and takes no model",
             key="--calibrate",
-            fix="leave out the model and its options, or --calibrate",
+            fix="remove the model and its options, or --calibrate",
         )
 
 
@@ -93,4 +99,4 @@ def _calibrate(output: Path | None) -> None:
         print(text, end="")
         return
     output.write_text(text, encoding="utf-8")
-    print(f"wrote {output}; use it with `argosy plan … --calibration {output}`, or name it in ARGOSY_CALIBRATION")
+    print(f"wrote {output}; use it with `argosy plan … --calibration {output}`, or set ARGOSY_CALIBRATION to its path")

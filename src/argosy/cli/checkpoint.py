@@ -1,4 +1,4 @@
-"""argosy ckpt: the checkpoints of a run, and models from and for other programs."""
+"""The `argosy ckpt` commands: checkpoints of a run, and import and export of models."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def list_checkpoints(
     ] = True,
     as_json: Json = False,
 ) -> None:
-    """The checkpoints of a run: step, age, size, tokens, loss, layout, whether the hashes are right, and which one `train`
-    would go on from."""
+    """List the checkpoints of a run: step, age, size, tokens, loss, layout, whether the hashes match, and which one `train`
+    would resume from."""
     import json
 
     from argosy.checkpoint.listing import describe, list_run
@@ -38,7 +38,7 @@ def verify_checkpoints(
     run: Annotated[Path, typer.Argument(help="A run, one of its checkpoints, or an imported model.", metavar="RUN")],
     as_json: Json = False,
 ) -> None:
-    """Check every file against its hash, and that every tensor is there in full; exit code 2 if one is damaged."""
+    """Check every file against its hash, and that every tensor is complete; exit code 2 if one is damaged."""
     import json
 
     from argosy.checkpoint.listing import describe, list_run
@@ -53,14 +53,14 @@ def verify_checkpoints(
 @app.command("prune")
 def prune_checkpoints(
     run: Annotated[Path, typer.Argument(help="A run (runs/<name>).", metavar="RUN")],
-    keep: Annotated[int, typer.Option(min=1, help="Newest good ones to keep.")] = 1,
+    keep: Annotated[int, typer.Option(min=1, help="Number of newest good checkpoints to keep.")] = 1,
     keep_every: Annotated[
-        int | None, typer.Option(min=1, help="Keep those too whose step is a multiple of this.")
+        int | None, typer.Option(min=1, help="Also keep checkpoints whose step is a multiple of this.")
     ] = None,
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Remove all but the newest checkpoints. The newest good one always stays, and so does what is newer than it."""
+    """Remove all but the newest checkpoints. The newest good one always stays, and so do all newer ones."""
     import json
     from dataclasses import asdict
 
@@ -74,11 +74,11 @@ def prune_checkpoints(
 def compare_checkpoints(
     first: Annotated[str, typer.Argument(help="A run, checkpoint, imported model, or hf:DIR.")],
     second: Annotated[str, typer.Argument(help="Another.")],
-    optimizer: Annotated[bool, typer.Option("--optimizer", help="Compare the optimiser's state too.")] = False,
-    top: Annotated[int, typer.Option(min=1, help="Tensors to show, those that moved most first.")] = 20,
+    optimizer: Annotated[bool, typer.Option("--optimizer", help="Compare the optimiser state too.")] = False,
+    top: Annotated[int, typer.Option(min=1, help="Tensors to show, the most changed first.")] = 20,
     as_json: Json = False,
 ) -> None:
-    """Which tensors moved from one model to another, and by how much, whatever layouts they were saved under."""
+    """Compare the tensors of two models: which changed, and by how much. They may have been saved with different layouts."""
     import json
 
     from argosy.checkpoint.difference import compare
@@ -91,11 +91,11 @@ def compare_checkpoints(
 def average_checkpoints(
     checkpoints: Annotated[list[str], typer.Argument(help="Checkpoints of one model; or one run, with --last.")],
     to: Annotated[Path, typer.Option(help="The directory to make.")],
-    last: Annotated[int | None, typer.Option(min=2, help="Average the last so many of a run.")] = None,
+    last: Annotated[int | None, typer.Option(min=2, help="Average the last N checkpoints of a run.")] = None,
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Make a model whose weights are the mean of those of several checkpoints."""
+    """Average the weights of several checkpoints to one model."""
     import json
     from dataclasses import asdict
 
@@ -110,37 +110,37 @@ def import_model(
     source: Annotated[
         str,
         typer.Argument(
-            help="hf:DIR, with config.json and *.safetensors; or megatron:DIR, what --save of Megatron-LM wrote.",
+            help="hf:DIR, with config.json and *.safetensors; or megatron:DIR, the directory of Megatron-LM's --save.",
         ),
     ],
     to: Annotated[Path, typer.Option(help="The directory to make.")],
     changes: Annotated[
         list[str] | None,
-        typer.Argument(help="megatron: keys of the model, as vocab_size=50257.", metavar="[KEY=VALUE]..."),
+        typer.Argument(help="megatron: keys of the model, such as vocab_size=50257.", metavar="[KEY=VALUE]..."),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="megatron: the model by a preset, in place of the arguments in the checkpoint.")
+        str | None, typer.Option(help="megatron: a preset for the model, instead of the arguments in the checkpoint.")
     ] = None,
     tokenizer: Annotated[
-        str | None, typer.Option(help="megatron: the tokenizer to put beside the weights; says what is padding.")
+        str | None, typer.Option(help="megatron: the tokenizer to store with the weights; tells padding rows apart.")
     ] = None,
     masters: Annotated[
         bool,
         typer.Option(
-            "--masters/--no-masters", help="megatron: take the optimiser's 32-bit weights, where it kept any."
+            "--masters/--no-masters", help="megatron: use the optimiser's fp32 master weights, if it has any."
         ),
     ] = True,
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Make a model of another program's, to sample, evaluate, or start a run from (`init_from:`).
+    """Import a model from Hugging Face or Megatron-LM, to sample, evaluate, or start a run from (`init_from:`).
 
     Hugging Face: gpt2, llama, mistral, qwen3, mpt, mixtral, qwen3_moe, bert and t5, in safetensors. A run can also start
-    from hf:DIR directly. Megatron-LM: GPT models, dense or with experts, in the format torch_dist, saved under any layout.
-    Its pickles are read as data and never run.
+    from hf:DIR directly. Megatron-LM: GPT models, dense or MoE, in the format torch_dist, saved with any layout. Its pickles
+    are parsed as data and never executed.
 
-    The weights keep their precision; one parameter is in memory at a time. A setting that Argosy cannot represent is refused
-    by its name.
+    The weights keep their precision; one parameter is in memory at a time. A setting that Argosy does not support is refused
+    by name.
     """
     import json
     from dataclasses import asdict
@@ -166,21 +166,21 @@ def export_model(
     dtype: Annotated[
         Precision | None, typer.Option(help="Precision of the weights; default: as they are kept.")
     ] = None,
-    shard_size: Annotated[str, typer.Option(help="Largest weight file, as 5GB or 500MB.")] = "5GB",
+    shard_size: Annotated[str, typer.Option(help="Largest weight file, such as 5GB or 500MB.")] = "5GB",
     keep_padding: Annotated[
-        bool, typer.Option("--keep-padding", help="Keep rows of the vocabulary that the tokenizer does not have.")
+        bool, typer.Option("--keep-padding", help="Keep vocabulary rows that the tokenizer does not have.")
     ] = False,
     no_verify: Annotated[
-        bool, typer.Option("--no-verify", help="Do not read the weights back nor compare logits with transformers.")
+        bool, typer.Option("--no-verify", help="Do not read the weights back or compare logits with transformers.")
     ] = False,
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Write a model for Hugging Face: weights, config, tokenizer; `from_pretrained` loads it.
+    """Export a model to Hugging Face format: weights, config, tokenizer; `from_pretrained` loads it.
 
-    One parameter is in memory at a time and no GPU is needed. Padding of the vocabulary is left out. Before the directory
-    takes its name, every tensor is read back, and the logits on random tokens are compared with those of transformers'
-    own model (of less of it, where it is larger than two weight files).
+    One parameter is in memory at a time and no GPU is needed. Padding rows of the vocabulary are dropped. Before the directory
+    gets its name, every tensor is read back, and the logits on random tokens are compared with those of transformers' own
+    model (of fewer layers and tokens, if the model is larger than two weight files).
     """
     import json
     from dataclasses import asdict

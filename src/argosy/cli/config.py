@@ -1,4 +1,4 @@
-"""argosy config show | models | schema | reference | from-megatron | from-foundry"""
+"""The `argosy config` commands: show, models, schema, reference, from-megatron, from-foundry."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def show(
     arguments: Annotated[list[str] | None, typer.Argument(help=RUN_HELP, metavar=RUN_METAVAR)] = None,
     as_json: Json = False,
 ) -> None:
-    """Every resolved value of a run spec and where it came from. Without a run spec: the defaults."""
+    """Print every resolved value of a run spec and where it came from. Without a run spec: the defaults."""
     from argosy.config import show
 
     path, overrides = run_and_overrides(arguments)
@@ -30,7 +30,7 @@ def show(
 
 @app.command("models")
 def models(as_json: Json = False) -> None:
-    """The model presets with their true sizes: layers, hidden, heads, parameters, training FLOPs a token."""
+    """List the model presets with their computed sizes: layers, hidden, heads, parameters, training FLOPs per token."""
     from argosy.config import show
 
     print(show.models(as_json))
@@ -38,7 +38,7 @@ def models(as_json: Json = False) -> None:
 
 @app.command("schema")
 def schema() -> None:
-    """The JSON Schema of a run spec, for editors."""
+    """Print the JSON Schema of a run spec, for editors."""
     import json
 
     from argosy.config.json_schema import published_schema
@@ -48,7 +48,7 @@ def schema() -> None:
 
 @app.command("reference")
 def reference() -> None:
-    """Every key of a run spec, as a Markdown page."""
+    """Print every key of a run spec, as a Markdown page."""
     from argosy.config.reference import page
 
     print(page(), end="")
@@ -64,7 +64,7 @@ def from_megatron(
     ],
     output: Output = None,
 ) -> None:
-    """A run spec from Megatron-LM's arguments; what has no counterpart here is listed at its top."""
+    """Convert Megatron-LM's arguments to a run spec; arguments without a counterpart are listed at its top."""
     from argosy.config.foreign.megatron import from_megatron as translate
 
     _hand_over(translate(command).text("Megatron-LM's arguments"), output)
@@ -74,7 +74,7 @@ def from_megatron(
 def from_foundry(
     train_yaml: Annotated[Path, typer.Argument(help="A train.yaml of LLM-Foundry.")], output: Output = None
 ) -> None:
-    """A run spec from LLM-Foundry's train.yaml; what has no counterpart here is listed at its top."""
+    """Convert LLM-Foundry's train.yaml to a run spec; settings without a counterpart are listed at its top."""
     from argosy.config.foreign.foundry import from_foundry as translate
 
     _hand_over(translate(train_yaml).text(train_yaml.name), output)
@@ -84,6 +84,7 @@ def _hand_over(text: str, output: Path | None) -> None:
     if output is None:
         print(text, end="")
         return
-    with output.open("x") as file:  # never over something that is there
+    # Never overwrites an existing file.
+    with output.open("x") as file:
         file.write(text)
     print("\n".join(line for line in text.splitlines() if line.startswith("#")))

@@ -1,4 +1,4 @@
-"""argosy dash"""
+"""The `argosy dash` command."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ def dash(
     ),
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0: any that is free.")] = 8265,
     token: Annotated[
-        str | None, typer.Option(envvar="ARGOSY_DASH_TOKEN", help="The token to ask for; default: a new one each time.")
+        str | None, typer.Option(envvar="ARGOSY_DASH_TOKEN", help="The access token; default: a new one each time.")
     ] = None,
 ) -> None:
-    """Runs in a browser: curves, goodput, ranks, checkpoints, events, configs compared, and the planner.
+    """Serve a dashboard of runs: curves, goodput, ranks, checkpoints, events, config comparison, and the planner.
 
-    Listens on this machine only, and prints the link with its token. It reads run directories and changes nothing, so it
-    works on a shared file system, while a run trains and after it died.
+    Listens on this machine only, and prints the link with its token. It only reads run directories, so it works on a shared
+    file system, while a run trains and after it has died.
     """
     from argosy.watch.dashboard import serve
 

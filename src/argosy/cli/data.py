@@ -1,4 +1,4 @@
-"""argosy data prepare | train-tokenizer"""
+"""The `argosy data prepare` and `train-tokenizer` commands, and the group `argosy data`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from argosy.cli import data_build, data_corpus, data_fetch
 from argosy.cli.arguments import local
 
-app = typer.Typer(help="From text to tokens, and what can be done with them.", no_args_is_help=True)
+app = typer.Typer(help="Fetch text, tokenise it, and inspect, verify, merge and convert corpora.", no_args_is_help=True)
 app.command("fetch")(data_fetch.fetch)
 
 Inputs = Annotated[
@@ -20,7 +20,7 @@ Inputs = Annotated[
         help="Files, globs or directories: .jsonl, .txt, each also as .zst or .gz, .parquet; local or s3://, gs://, az://, https://, hf://."
     ),
 ]
-KEY_HELP = "The JSON key or column that holds the text; nested as meta.body."
+KEY_HELP = "The JSON key or column that holds the text; meta.body for a nested one."
 
 
 class TextUnit(StrEnum):
@@ -40,34 +40,38 @@ def prepare(
     output: Annotated[Path, typer.Option(callback=local, help="The corpus directory to make.")],
     key: Annotated[
         list[str],
-        typer.Option(help=f"{KEY_HELP} Given several times, each key becomes a corpus of its own, OUTPUT/KEY."),
+        typer.Option(help=f"{KEY_HELP} If repeated, each key becomes a separate corpus, OUTPUT/KEY."),
     ] = ["text"],  # noqa: B006 - typer copies it
-    shards: Annotated[int, typer.Option(min=1, help="Pairs of .bin/.idx to make.")] = 1,
+    shards: Annotated[int, typer.Option(min=1, help="Number of .bin/.idx pairs.")] = 1,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes; default: one for each core.")] = None,
     append_eod: Annotated[bool, typer.Option(help="End each document with the end-of-document token.")] = True,
-    eod: Annotated[str | None, typer.Option(help="Which token that is; default: found among the usual names.")] = None,
+    eod: Annotated[
+        str | None, typer.Option(help="The end-of-document token; default: found among the usual names.")
+    ] = None,
     special_in_text: Annotated[
         bool, typer.Option("--special-in-text", help="Let text such as <|endoftext|> become the control token.")
     ] = False,
-    txt_unit: Annotated[TextUnit, typer.Option(help="What one document is in a .txt file.")] = TextUnit.file,
-    shuffle: Annotated[
-        int | None, typer.Option(help="Put the documents of each shard in the random order of this seed.")
-    ] = None,
+    txt_unit: Annotated[
+        TextUnit, typer.Option(help="Whether a file or a line is one document in a .txt file.")
+    ] = TextUnit.file,
+    shuffle: Annotated[int | None, typer.Option(help="Shuffle the documents of each shard with this seed.")] = None,
     shard_index: Annotated[
-        int, typer.Option(min=0, help="This machine's number, when --shard-count machines share the work.")
+        int, typer.Option(min=0, help="This machine's number, if --shard-count machines divide the work.")
     ] = 0,
-    shard_count: Annotated[int, typer.Option(min=1, help="How many machines share the work.")] = 1,
-    max_bad: Annotated[str, typer.Option(help="Refuse when more than this share of records is bad, as 0.1%.")] = "50%",
+    shard_count: Annotated[int, typer.Option(min=1, help="Number of machines that divide the work.")] = 1,
+    max_bad: Annotated[
+        str, typer.Option(help="Refuse if more than this share of records is bad, for example 0.1%.")
+    ] = "50%",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a corpus that is already there.")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="List the inputs and the tokenizer's facts, write nothing.")
+        bool, typer.Option("--dry-run", help="List the inputs and describe the tokenizer, write nothing.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Tokenise text into a corpus that `argosy train` and Megatron-LM read (.bin/.idx).
 
-    Memory stays small whatever the size of the corpus. Killed, it goes on where it stopped when run again. Records that
-    cannot be used are counted and written to quarantine.jsonl with their file and byte offset.
+    Memory use does not grow with the corpus. If it is killed, run it again to resume. Bad records are counted and written to
+    quarantine.jsonl with their file and byte offset.
     """
     import json
     import os
@@ -108,10 +112,10 @@ def prepare(
 @app.command("train-tokenizer")
 def train_tokenizer(
     inputs: Inputs,
-    vocab_size: Annotated[int, typer.Option(min=257, help="Entries, the end-of-document token included.")],
+    vocab_size: Annotated[int, typer.Option(min=257, help="Vocabulary size, with the end-of-document token.")],
     output: Annotated[Path, typer.Option(callback=local, help="The tokenizer.json to write.")],
     key: Annotated[
-        list[str], typer.Option(help=f"{KEY_HELP} Given several times, the texts of all are learnt from.")
+        list[str], typer.Option(help=f"{KEY_HELP} If repeated, the tokenizer is trained on the texts of all keys.")
     ] = ["text"],  # noqa: B006 - typer copies it
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a tokenizer that is already there.")] = False,
 ) -> None:

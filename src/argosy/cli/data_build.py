@@ -1,4 +1,4 @@
-"""argosy data build"""
+"""The `argosy data build` command."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Only(StrEnum):
 
 def build(
     arguments: Annotated[list[str] | None, typer.Argument(help=RUN_HELP, metavar=RUN_METAVAR)] = None,
-    only: Annotated[Only | None, typer.Option(help="One of the two.")] = None,
+    only: Annotated[Only | None, typer.Option(help="Only fetch, or only prepare.")] = None,
 ) -> None:
-    """Make the corpora a run spec describes (data.train.N.prepare), unless they are there.
+    """Make the corpora that a run spec describes (data.train.N.prepare) and that do not exist yet.
 
-    Fetches and prepares what is missing, and can be run again at any time. Pods of an Indexed Job and tasks of a Slurm array
-    share the work by their number: `argosy launch` starts them so.
+    It can be run again at any time. Pods of an Indexed Job and tasks of a Slurm array divide the work by their index; `argosy
+    launch` starts them.
     """
     from argosy.config.resolve import resolve
     from argosy.data.build_corpora import build as run

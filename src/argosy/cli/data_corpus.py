@@ -1,4 +1,4 @@
-"""argosy data inspect | verify | merge | convert"""
+"""The `argosy data inspect`, `verify`, `merge` and `convert` commands."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def inspect(
     show: Annotated[int, typer.Option(min=0, help="Documents to show as text.")] = 3,
     as_json: AsJson = False,
 ) -> None:
-    """What a corpus holds: counts, document lengths, vocabulary, duplicates, and a few documents as text."""
+    """Describe a corpus: counts, document lengths, vocabulary, duplicates, and a few documents as text."""
     import json
 
     from argosy.data.corpus.inspect import inspect as run
@@ -52,12 +52,14 @@ def inspect(
 
 def verify(
     path: Corpus,
-    workers: Annotated[int | None, typer.Option(min=1, help="Shards checked at once; default: one a core.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Shards checked in parallel; default: one for each core.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Check every file of a corpus: sizes, hashes, index against tokens, token ids against the vocabulary.
 
-    Lists all faults, and ends with exit code 2 if there is one.
+    Lists all faults. The exit code is 2 if there is one.
     """
     import json
     import os
@@ -86,7 +88,7 @@ def merge(
     pair: Annotated[
         bool | None,
         typer.Option(
-            "--pair/--corpus", help="One .bin/.idx pair, or a corpus; default: a corpus where every input is one."
+            "--pair/--corpus", help="One .bin/.idx pair, or a corpus; default: a corpus if every input is one."
         ),
     ] = None,
     overwrite: Overwrite = False,
@@ -114,15 +116,15 @@ def convert(
     bytes_dtype: Annotated[
         TokenType | None,
         typer.Option(
-            help="The type of ids in a column of plain bytes, read or written; default: int64, as llm-foundry's."
+            help="The type of ids in a column of plain bytes, read or written; default: int64, as in llm-foundry."
         ),
     ] = None,
     tokenizer: Annotated[
-        str | None, typer.Option(help="From MDS: what the ids were made with; gives a corpus instead of a bare pair.")
+        str | None, typer.Option(help="From MDS: the tokenizer of the ids; makes a corpus instead of a bare pair.")
     ] = None,
     eod: Annotated[str | None, typer.Option(help="From MDS: the tokenizer's end-of-document token.")] = None,
     encoding: Annotated[
-        Encoding | None, typer.Option(help="To MDS: how tokens are stored; default: as wide as in the corpus.")
+        Encoding | None, typer.Option(help="To MDS: how tokens are stored; default: the width in the corpus.")
     ] = None,
     compression: Annotated[str | None, typer.Option(help="To MDS: zstd or zstd:LEVEL; default: none.")] = None,
     seq_len: Annotated[
@@ -132,7 +134,7 @@ def convert(
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Turn MosaicML's MDS data sets into .bin/.idx, or a corpus into MDS; which one follows from the input."""
+    """Convert MosaicML's MDS data sets to .bin/.idx, or a corpus to MDS, depending on the input."""
     import json
 
     from argosy.data.corpus.convert import ConvertOptions

@@ -1,4 +1,4 @@
-"""argosy data fetch"""
+"""The `argosy data fetch` command."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ def fetch(
         list[str],
         typer.Argument(
             help="slimpajama, c4, oscar; a Hugging Face data set as owner/name; hf://datasets/owner/name[@revision]/path, "
-            "file or pattern; or an http(s) URL, with #sha256=… to have it checked."
+            "file or pattern; or an http(s) URL, with #sha256=… to check its hash."
         ),
     ],
     output: Annotated[Path, typer.Option(callback=local, help="The directory for the files.")],
     config: Annotated[
-        str | None, typer.Option(help="Part of the data set; c4: en if not given; oscar: a language, as de.")
+        str | None,
+        typer.Option(help="Configuration (subset) of the data set; c4: default en; oscar: a language, such as de."),
     ] = None,
     split: Annotated[
         str | None,
         typer.Option(
-            help="train, validation, test, or several with commas; default: train. c4 also has train_small and val_small, "
+            help="train, validation, test, or several separated by commas; default: train. c4 also has train_small and val_small, "
             "the first file of train and of validation (356,000 and 45,600 documents)."
         ),
     ] = None,
     sample: Annotated[int | None, typer.Option(min=1, help="Only the first N files of each split, by name.")] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the data set; default: main.")] = None,
-    workers: Annotated[int, typer.Option(min=1, max=64, help="Files to fetch at once.")] = 4,
+    workers: Annotated[int, typer.Option(min=1, max=64, help="Files to fetch in parallel.")] = 4,
     prepare: Annotated[
         bool,
-        typer.Option("--prepare", help="Make a corpus of the files as they arrive; needs --tokenizer and --corpus."),
+        typer.Option("--prepare", help="Prepare a corpus as the files arrive; needs --tokenizer and --corpus."),
     ] = False,
     tokenizer: Annotated[str | None, typer.Option(help="With --prepare: as for `argosy data prepare`.")] = None,
     corpus: Annotated[
@@ -43,11 +44,11 @@ def fetch(
     key: Annotated[
         str | None, typer.Option(help="With --prepare: the key that holds the text; default: the data set's own.")
     ] = None,
-    shards: Annotated[int, typer.Option(min=1, help="With --prepare: pairs of .bin/.idx to make.")] = 1,
+    shards: Annotated[int, typer.Option(min=1, help="With --prepare: number of .bin/.idx pairs.")] = 1,
     keep: Annotated[
         bool,
         typer.Option(
-            "--keep/--discard", help="With --prepare: whether files stay in --output once they are in the corpus."
+            "--keep/--discard", help="With --prepare: keep or delete files in --output once they are in the corpus."
         ),
     ] = True,
     overwrite: Annotated[
@@ -58,8 +59,8 @@ def fetch(
 ) -> None:
     """Fetch public data sets, or files by URL, for `argosy data prepare`.
 
-    Run again after an interruption, it goes on where it stopped; finished files are kept. Every file is checked against
-    the hash its data set lists. For gated data sets set HF_TOKEN in the environment; HF_ENDPOINT names a mirror.
+    After an interruption, run it again to resume; finished files are kept. Every file is checked against the hash its data
+    set lists. For gated data sets set HF_TOKEN in the environment; HF_ENDPOINT names a mirror.
     """
     import json
 

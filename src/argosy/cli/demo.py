@@ -1,4 +1,4 @@
-"""argosy demo"""
+"""The `argosy demo` command."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ def demo(
     directory: Annotated[Path, typer.Option("--dir", help="Where the demo keeps its corpus and its run.")] = Path(
         "argosy-demo"
     ),
-    seconds: Annotated[int, typer.Option(min=5, help="How long all of it may take, about.")] = 120,
+    seconds: Annotated[int, typer.Option(min=5, help="Approximate duration of the whole demo.")] = 120,
 ) -> None:
     """Train a small model end to end on this machine, with nothing to download.
 
-    Writes a corpus of small stories, trains a tokenizer, and a model whose size fits the measured speed of this machine,
-    is killed half-way and resumes, evaluates, and shows what the model wrote before training and what it writes after.
+    Writes a corpus of small stories, trains a tokenizer and then a model whose size fits the measured speed of this machine.
+    Training is killed half-way and resumes. The demo then evaluates, and shows what the model writes before and after training.
     """
     from argosy.demo.journey import run_demo
 

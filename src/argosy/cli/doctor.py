@@ -1,4 +1,4 @@
-"""argosy doctor"""
+"""The `argosy doctor` command."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def doctor(
     arguments: Annotated[
         list[str] | None,
         typer.Argument(
-            help="A run directory to diagnose; or a run spec (and overrides) this machine is to be checked for; or nothing.",
+            help="A run directory to diagnose; or a run spec (and overrides) to check this machine for; or nothing.",
             metavar="[RUN | RUN.yaml [KEY=VALUE]...]",
         ),
     ] = None,
@@ -24,21 +24,22 @@ def doctor(
         list[Path] | None,
         typer.Option(
             "--log",
-            help="More to read: logs of ranks or pods, dmesg, kubectl get events; - for standard input; may be repeated.",
+            help="Another file to read: logs of ranks or pods, dmesg, kubectl get events; - for standard input; may be repeated.",
         ),
     ] = None,
     nproc: Annotated[
-        int | None, typer.Option(min=1, help="Also measure how fast ranks reach each other, with so many on each node.")
+        int | None, typer.Option(min=1, help="Also measure all-reduce bandwidth, with this many ranks on each node.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say what is wrong with a run, or whether machines are fit for one.
+    """Diagnose a run, or check machines before one (preflight).
 
-    With a run directory: one verdict, what to do, then the evidence. It is read only, so this works while the run hangs and after it died.
+    With a run directory: one verdict, what to do, then the evidence. The directory is only read, so this works while the run hangs
+    and after it has died.
 
-    With a run spec, or nothing: GPUs, limits, shared memory, network devices, storage, names, clock and secrets of this node; with
-    --nproc on every node of the job, also all-reduce bandwidth and the transport NCCL took. Names the node at fault; exit code 2
-    where something is.
+    With a run spec, or nothing: checks GPUs, limits, shared memory, network devices, storage, host names, clock and secrets of this
+    node; with --nproc on every node of the job, also all-reduce bandwidth and the transport NCCL uses. It names the faulty node, and
+    the exit code is 2 if there is one.
     """
     target = (arguments or [""])[0]
     if target and not target.endswith((".yaml", ".yml")) and "=" not in target:
@@ -81,7 +82,7 @@ def _diagnose(run: Path, log: list[Path], as_json: bool) -> None:
 
 
 def _on_every_rank(nproc: int) -> int:
-    """The same command in `nproc` processes on each node of the job; none of them is started a second time."""
+    """Run the same command in `nproc` processes on each node of the job, without restarts."""
     import tempfile
 
     from argosy.config.survival import FaultSpec

@@ -1,4 +1,4 @@
-"""argosy eval"""
+"""The `argosy eval` command."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ def evaluate(
     run: Annotated[str, typer.Argument(help=MODEL_HELP, metavar="RUN")],
     split: Annotated[SplitName, typer.Option(help="Which split of the run's data.")] = SplitName.validation,
     data: Annotated[
-        str | None, typer.Option(help="Another corpus than the run's, all of it; for a model not trained here.")
+        str | None, typer.Option(help="A corpus to use whole instead of the run's; needed for an imported model.")
     ] = None,
     seq_len: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Tokens in a sample of --data; default: as the run was trained, or for a model not trained here its "
-            "longest, at most 4096.",
+            help="Tokens in a sample of --data; default: the run's data.seq_len, or for an imported model its max_seq_len, at "
+            "most 4096.",
         ),
     ] = None,
     batches: Annotated[int | None, typer.Option(min=1, help="Global batches; default: the whole split.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: as the run was trained.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """The loss of the newest checkpoint of a run on one of its splits: of all its data, and of each source."""
+    """Compute the loss of a run's newest checkpoint on a split of its data: over all of it, and for each source."""
     import json
 
     from argosy.infer.evaluate_run import evaluate_run

@@ -6,11 +6,11 @@ from typing import Annotated
 
 import typer
 
-from argosy.cli.launch import Target
+from argosy.cli.launch import TargetChoice
 
 Run = Annotated[str, typer.Argument(help="The run spec it was launched from, or its name.", metavar="RUN.yaml|NAME")]
 Namespace = Annotated[str | None, typer.Option("-n", "--namespace", help="Kubernetes namespace.")]
-On = Annotated[Target | None, typer.Option("--target", help="Where it was launched, if not where its spec says.")]
+On = Annotated[TargetChoice | None, typer.Option("--target", help="Where it was launched, if not where its spec says.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -24,11 +24,11 @@ def status(run: Run, namespace: Namespace = None, target: On = None, as_json: Js
 
     found = ask(find(run, namespace, target))
     if as_json:
-        print(json.dumps(found | {"stages": {stage: asdict(state) for stage, state in found["stages"].items()}}))
+        print(json.dumps(asdict(found)))
         return
-    for stage, state in found["stages"].items():
+    for stage, state in found.stages.items():
         print(f"{stage:<10} {state}")
-    print(f"{'progress':<10} {found['progress'] or 'no step logged yet'}")
+    print(f"{'progress':<10} {found.progress or 'no step logged yet'}")
 
 
 def logs(
@@ -60,9 +60,10 @@ def ls(namespace: Namespace = None, as_json: Json = False) -> None:
     """The runs of a namespace and their stages."""
     import json
 
-    from argosy.launch.runs import listed
+    from argosy.launch.targets.kubernetes import runs_of_namespace
 
-    found = {run: {stage: state.phase for stage, state in stages.items()} for run, stages in listed(namespace).items()}
+    listed = runs_of_namespace(namespace)
+    found = {run: {stage: state.phase for stage, state in stages.items()} for run, stages in listed.items()}
     if as_json:
         print(json.dumps(found))
         return

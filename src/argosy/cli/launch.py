@@ -4,33 +4,22 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from argosy.cli.arguments import RUN_HELP, RUN_METAVAR, require_run, run_and_overrides
+from argosy.config.targets import TARGETS
 
-
-class Target(StrEnum):
-    local = "local"
-    slurm = "slurm"
-    jobset = "jobset"
-    indexed_job = "indexed-job"
-    pytorchjob = "pytorchjob"
-    trainjob = "trainjob"
-    hyperpod = "hyperpod"
-
-
-class StageName(StrEnum):
-    fetch = "fetch"
-    prepare = "prepare"
-    preflight = "preflight"
-    train = "train"
+if TYPE_CHECKING:
+    TargetChoice = str
+else:
+    TargetChoice = StrEnum("TargetChoice", {name: name for name in TARGETS})
 
 
 def launch(
     arguments: Annotated[list[str] | None, typer.Argument(help=RUN_HELP, metavar=RUN_METAVAR)] = None,
-    target: Annotated[Target | None, typer.Option(help="In place of cluster.target.")] = None,
+    target: Annotated[TargetChoice | None, typer.Option(help="In place of cluster.target.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Render the files, start nothing.")] = False,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Write the rendered files and plan.json to this directory.")
@@ -38,7 +27,9 @@ def launch(
     oversized: Annotated[
         bool, typer.Option("--oversized", help="Although the planner says that it does not fit into the GPUs' memory.")
     ] = False,
-    stage: Annotated[StageName | None, typer.Option(help="Only this one.")] = None,
+    stage: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Only this one: fetch, prepare, preflight or train.")
+    ] = None,
     detach: Annotated[
         bool, typer.Option("--detach", help="Return when the last stage is started, rather than when it ends.")
     ] = False,
@@ -52,8 +43,10 @@ def launch(
     fails ends the chain with its reason and exit code 3. Interrupted, the same command goes on: what runs is followed, what is done stays
     done. Rendered files are the same bytes for the same spec, and need neither network nor GPU.
     """
-    from argosy.launch.placement import place
+    from argosy.launch.place import place
     from argosy.launch.render import render, write
+    from argosy.launch.runs import chosen_stage, start
+    from argosy.launch.target import LaunchOptions
 
     path, overrides = run_and_overrides(arguments)
     path = require_run(path)
@@ -66,10 +59,12 @@ def launch(
     if dry_run:
         print("" if output is not None else "\n".join(f"# {name}\n{text}" for name, text in files.items()), end="")
         return
-    from argosy.launch.start import start
-
-    code = start(
-        placed, path, stage=stage.value if stage else None, follow=not detach, in_cluster=in_cluster, output=output,
+    options = LaunchOptions(
+        path,
+        only=chosen_stage(placed, stage),
+        follow=not detach,
+        in_cluster=in_cluster,
+        output=output,
         say=lambda text: print(text, flush=True),
-    )  # fmt: skip
-    raise typer.Exit(code)
+    )
+    raise typer.Exit(start(placed, options))

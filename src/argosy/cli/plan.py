@@ -1,4 +1,4 @@
-"""argosy plan"""
+"""The `argosy plan` command."""
 
 from __future__ import annotations
 
@@ -15,42 +15,42 @@ def plan(
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Changes, as layers=4 to a model or train.global_batch=64 to a run.", metavar="[KEY=VALUE]..."
+            help="Overrides, such as layers=4 for a model or train.global_batch=64 for a run.", metavar="[KEY=VALUE]..."
         ),
     ] = None,
     cluster: Annotated[
         str | None,
         typer.Option(
-            help="Nodes and their type, as 2xp4d.24xlarge, or GPUs, as 16xH100; default: the run spec's, or 1xH100."
+            help="Nodes and their type (2xp4d.24xlarge), or GPUs (16xH100); default: the run spec's, or 1xH100."
         ),
     ] = None,
-    global_batch: Annotated[int | None, typer.Option(min=1, help="Samples in a step.")] = None,
+    global_batch: Annotated[int | None, typer.Option(min=1, help="Global batch size: samples in a step.")] = None,
     seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens in a sample; default: the model's.")] = None,
-    tokens: Annotated[str | None, typer.Option(help="Of the whole run, as 20B: adds days and dollars.")] = None,
+    tokens: Annotated[
+        str | None, typer.Option(help="Tokens of the whole run, such as 20B: adds days and dollars.")
+    ] = None,
     precision: Annotated[str | None, typer.Option(help="bf16, fp16 or fp8.")] = None,
-    what_if: Annotated[str | None, typer.Option(help="Only layouts with these values, as tp=4,pp=2.")] = None,
+    what_if: Annotated[str | None, typer.Option(help="Only layouts with these values, such as tp=4,pp=2.")] = None,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Every term of the best layout, with its formula.")
+        bool, typer.Option("--explain", help="Show every term of the best layout, with its formula.")
     ] = False,
     top: Annotated[int, typer.Option(min=1, help="Layouts to show.")] = 8,
-    price: Annotated[float | None, typer.Option(min=0, help="US dollars an hour of one node.")] = None,
-    storage: Annotated[float, typer.Option(min=0.001, help="GB/s at which checkpoints are written.")] = 2.0,
+    price: Annotated[float | None, typer.Option(min=0, help="US dollars per hour of one node.")] = None,
+    storage: Annotated[float, typer.Option(min=0.001, help="Write bandwidth for checkpoints in GB/s.")] = 2.0,
     hardware: Annotated[
-        str | None, typer.Option(help="A file of GPUs and instances, laid over the known ones.")
+        str | None, typer.Option(help="A file of GPUs and instances that overrides the known ones.")
     ] = None,
     calibrated: Annotated[
-        str | None, typer.Option("--calibration", help="What `argosy bench --calibrate` measured on your GPU.")
+        str | None, typer.Option("--calibration", help="A file that `argosy bench --calibrate` wrote on your GPU.")
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Write memory and time of the best layouts as a PNG.")] = None,
-    log: Annotated[
-        Path | None, typer.Option(help="A log of Megatron-LM's: what it measured, held against the plan.")
-    ] = None,
+    log: Annotated[Path | None, typer.Option(help="A log of Megatron-LM to compare with the plan.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Memory, time and cost of a run before anyone pays for a GPU, and the layout to use.
+    """Predict memory, time and cost of a run, and find its best parallel layout, before paying for GPUs.
 
-    Searches tensor, pipeline, context, expert and data parallelism, sharding, micro-batch and recompute; shows the
-    fastest layouts that fit, why the others lost, and what to beware of. Nothing is run, and no GPU is needed.
+    Searches tensor, pipeline, context, expert and data parallelism, sharding, micro-batch and recompute; shows the fastest
+    layouts that fit, why the others lost, and warnings. Nothing is run, and no GPU is needed.
     """
     import json
 

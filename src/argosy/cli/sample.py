@@ -1,4 +1,4 @@
-"""argosy sample"""
+"""The `argosy sample` command."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ def sample(
     run: Annotated[str, typer.Argument(help=MODEL_HELP, metavar="RUN")],
     prompt: Annotated[
         str,
-        typer.Option(help="Text to go on from; for BERT with [MASK]s to fill in, for T5 with <extra_id_0> …"),
+        typer.Option(help="Text to continue; for BERT with [MASK]s to fill in, for T5 with <extra_id_0> …"),
     ] = "",
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most.")] = 200,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 0.8,
-    top_k: Annotated[int, typer.Option(min=0, help="Choose among this many; 0 among all.")] = 50,
+    tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0: greedy decoding.")] = 0.8,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample among this many most likely tokens; 0: among all.")] = 50,
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same text.")] = 0,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: as the run was trained.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Text from the newest checkpoint of a run, or from another model."""
+    """Generate text with the newest checkpoint of a run, or with another model."""
     import json
 
     from argosy.infer.decoding import Sampling

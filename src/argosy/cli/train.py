@@ -1,4 +1,4 @@
-"""argosy train"""
+"""The `argosy train` command."""
 
 from __future__ import annotations
 
@@ -16,42 +16,42 @@ from argosy.errors import ArgosyError
 def train(
     arguments: Annotated[list[str] | None, typer.Argument(help=RUN_HELP, metavar=RUN_METAVAR)] = None,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Start anew; refuses if the run directory holds a run.")
+        bool, typer.Option("--fresh", help="Start from scratch; refuses if the run directory contains a run.")
     ] = False,
     archive: Annotated[bool, typer.Option("--archive", help="With --fresh: move the earlier run aside first.")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check the spec and the data, say what would run, stop.")
+        bool, typer.Option("--dry-run", help="Check the spec and the data, describe the run, and stop.")
     ] = False,
     nproc: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Start this many ranks on this machine and watch over them; the layout is `parallel` in the spec.",
+            help="Start and supervise this many ranks on this machine; the layout is `parallel` in the spec.",
         ),
     ] = None,
     world_size: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="With --dry-run: build the layout for this many ranks, without them, and say what each would hold.",
+            help="With --dry-run: build the layout for this many ranks, without starting them, and show what each holds.",
         ),
     ] = None,
     profile: Annotated[
         str | None,
-        typer.Option(help="Steps to look at with torch's profiler, as 10:13 for 10, 11 and 12.", metavar="FIRST:LAST"),
+        typer.Option(help="Steps to profile with torch's profiler; 10:13 is 10, 11 and 12.", metavar="FIRST:LAST"),
     ] = None,
     quiet: Annotated[
         bool, typer.Option("--quiet", help="Only metrics.jsonl and events.jsonl; nothing on the console.")
     ] = False,
 ) -> None:
-    """Train a model, or go on where the run stopped.
+    """Train a model, or resume a run.
 
-    A run directory with a checkpoint is continued from the newest good one, bit for bit. Ctrl-C, SIGTERM or SIGUSR1 finishes
-    the step, saves, and leaves with exit code 75: run the same command again to go on.
+    A run directory with a checkpoint is resumed from the newest good one, bit for bit. On Ctrl-C, SIGTERM or SIGUSR1 the run
+    finishes the step, saves, and exits with code 75: run the same command again to resume.
 
-    Under torchrun, srun, JobSet, PyTorchJob or TrainJob the command finds its rank in the environment; `--nproc` starts the
-    ranks itself, watches over them, and starts them all again from the last good checkpoint when one dies or stands still
-    (`fault` in the spec; what it saw is in the run's events.jsonl and debug/).
+    Under torchrun, srun, JobSet, PyTorchJob or TrainJob the command finds its rank in the environment. With `--nproc` it starts
+    and supervises the ranks itself, and restarts all of them from the last good checkpoint if one dies or hangs (`fault` in the
+    spec; the evidence is in the run's events.jsonl and debug/).
     """
     from argosy.config.layout import check_world
     from argosy.config.resolve import resolve
@@ -61,10 +61,10 @@ def train(
     if world_size is not None and not dry_run:
         raise ArgosyError(
             "config.conflict",
-            "--world-size is for a dry run; the ranks of a real one are counted",
+            "--world-size is for --dry-run only; a real run counts its ranks",
             key="--world-size",
             value=world_size,
-            fix="add --dry-run, or leave it out",
+            fix="add --dry-run, or remove --world-size",
         )
     resolved = resolve(path, overrides)
     from argosy.record.rundir import RunDir
@@ -77,7 +77,8 @@ def train(
         from argosy.plan.auto import is_open
 
         spec = resolved.spec
-        if not is_open(resolved):  # the ranks find a layout themselves
+        # With an open layout the ranks choose one themselves.
+        if not is_open(resolved):
             check_world(spec.parallel, world.size, world.source, spec.train.global_batch)
         from argosy.supervise.agent import start_ranks
 

@@ -1,4 +1,4 @@
-"""argosy watch and argosy report"""
+"""The `argosy watch` and `argosy report` commands."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Annotated
 
 import typer
 
-RUN = Annotated[Path, typer.Argument(help="A run directory, as runs/demo.", metavar="RUN")]
+RUN = Annotated[Path, typer.Argument(help="A run directory, such as runs/demo.", metavar="RUN")]
 
 
 def watch(
     run: RUN,
-    once: Annotated[bool, typer.Option("--once", help="Show what there is, and leave.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Show the current state and exit.")] = False,
 ) -> None:
     """Watch a run: curves, rates, where its time goes, ranks, events and alerts.
 
-    Redraws every second on a terminal; elsewhere it prints a line for each logged step and event, and leaves when the run ends. It
-    reads the run directory only, from any machine that sees it.
+    Redraws every second on a terminal; elsewhere it prints a line for each logged step and event, and exits when the run ends. It
+    reads the run directory only, from any machine that can see it.
     """
     from argosy.watch.live import watch as look
 
@@ -30,9 +30,9 @@ def report(
         Path | None, typer.Option("-o", "--output", help="The file to write; default: RUN/report.html.")
     ] = None,
 ) -> None:
-    """Write a run on one page: curves, facts, where its time went, incidents, config.
+    """Write a report of a run: curves, facts, where its time went, incidents, config.
 
-    One HTML file that loads nothing from elsewhere and runs no scripts; a browser prints it to PDF.
+    The report is one HTML file without external resources or scripts; a browser can print it to PDF.
     """
     from argosy.files import replace_file
     from argosy.watch.run_list import Run, require_run

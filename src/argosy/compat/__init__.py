@@ -1,4 +1,5 @@
-"""The only place that checks torch's version or touches its private names. From here down, torch is imported."""
+"""The only place that checks torch's version or uses its private names. Modules above this one in the import order may import
+torch."""
 
 from __future__ import annotations
 
@@ -27,20 +28,23 @@ if tuple(int(part) for part in torch.__version__.split(".")[:2]) < OLDEST_TORCH:
         fix=f"pip install 'torch>={OLDEST_TORCH[0]}.{OLDEST_TORCH[1]}'",
     )
 
-# MKL's vector functions (exp, log, sin, erf, ..) make themselves ready at the first call. Where two threads make it together, one of them
-# may get 11 bits of accuracy instead of 24, and a run other bits than its twin. So one thread calls first, before anything else is computed.
+# MKL's vector functions (exp, log, sin, erf, ...) initialise themselves at the first call. If two threads make that call at
+# the same time, one of them may get 11 bits of accuracy instead of 24, and the run is no longer reproducible. So one thread
+# calls first, before anything else is computed.
 torch.ones(1).log()
 
 
-# Elements of a CPU tensor whose squares are added in 32 bits. One sum over all of them is 0.7% off for 38 M elements; blocks are as fast.
+# Elements of a CPU tensor whose squares are summed in fp32. One sum over all of 38 M elements is 0.7% off; blocks are as
+# fast.
 _BLOCK = 256
 
 
 def square_sum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum of the squares of all elements of tensors on one device, in 64 bits, without a host sync.
+    """Return the sum of squares of all elements of tensors on one device, in fp64, without a host sync.
 
-    Squares are added in 32 bits inside blocks and in 64 bits from there on. On a GPU the blocks are those of torch's kernel, one of
-    65,536 elements for each thread block; on a CPU torch has none."""
+    Squares are summed in fp32 inside blocks, and in fp64 across blocks. On a GPU the blocks are those of torch's kernel,
+    65,536 elements for each thread block; torch's CPU kernel has no blocks.
+    """
     if tensors[0].is_cuda:
         norms = torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float32))
     else:
@@ -49,7 +53,7 @@ def square_sum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _block_norms(flat: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The norm of each whole block, and that of the rest."""
+    """Yield the norm of each whole block, and of the rest."""
     count = len(flat) // _BLOCK
     blocks, rest = flat[: count * _BLOCK].view(count, _BLOCK), flat[count * _BLOCK :]
     yield torch.linalg.vector_norm(blocks, dim=1, dtype=torch.float32)
@@ -57,34 +61,34 @@ def _block_norms(flat: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def flattened(mesh: DeviceMesh) -> DeviceMesh:
-    """All axes of a mesh as one."""
+    """Return a mesh with all axes flattened into one."""
     return mesh if mesh.ndim == 1 else mesh._flatten()
 
 
 def divided(mesh: DeviceMesh, axes: Mapping[str, int]) -> DeviceMesh:
-    """The one axis of a mesh as several, the last of which has neighbours."""
+    """Split the one axis of a mesh into several. Neighbouring ranks are along the last."""
     return mesh._unflatten(0, tuple(axes.values()), tuple(axes))
 
 
 def combined(*meshes: DeviceMesh) -> DeviceMesh:
-    """One mesh with the axes of several, which are parts of the same."""
+    """Return one mesh with the axes of several meshes that are parts of the same one."""
     mesh: DeviceMesh = DeviceMesh._concatenate(list(meshes))
     return mesh
 
 
 def gather_into(parts: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Fill parts [ranks x n, ..] with the x [n, ..] of every rank; torch 2.13 gave it another name."""
+    """All-gather x [n, ..] of every rank into parts [ranks x n, ..]. torch 2.13 renamed the collective."""
     (dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor)(parts, x, group)
 
 
 def scatter_sum_into(x: torch.Tensor, parts: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Fill x [n, ..] with the sum over ranks of their parts [ranks x n, ..] for this one."""
+    """Reduce-scatter (sum) the parts [ranks x n, ..] of all ranks into x [n, ..]."""
     renamed = hasattr(dist, "reduce_scatter_single")
     (dist.reduce_scatter_single if renamed else dist.reduce_scatter_tensor)(x, parts, group=group)
 
 
 def torch_schedule(name: str, ranks: int, pieces: int, micros: int) -> list[list[tuple[Any, int, int]]]:
-    """Each rank's work in the order of one of torch's pipeline schedules, as (F, B, I or W; stage; micro-batch)."""
+    """Return each rank's order of work in one of torch's pipeline schedules, as (F, B, I or W; stage; micro-batch)."""
     from torch.distributed.pipelining import schedules
 
     kinds = {
@@ -92,7 +96,8 @@ def torch_schedule(name: str, ranks: int, pieces: int, micros: int) -> list[list
         "zbv": schedules.ScheduleZBVZeroBubble,
         "dualpipev": schedules.ScheduleDualPipeV,
     }
-    stages: list[Any] = [  # of a stage it only looks at where it is
+    # The schedule reads only the position of a stage.
+    stages: list[Any] = [
         SimpleNamespace(
             stage_index=piece, num_stages=ranks * pieces, group_size=ranks, group_rank=0, submod=torch.nn.Module()
         )
@@ -108,10 +113,10 @@ def torch_schedule(name: str, ranks: int, pieces: int, micros: int) -> list[list
 
 
 def finish_backward(model: Any) -> None:
-    """What FSDP does at the end of a backward pass, for all parts of a model, whichever were in the last pass."""
+    """Run FSDP's end-of-backward work for all parts of a model, including those that were not in the last pass."""
     root = model._get_fsdp_state()
     for state in root._state_ctx.all_states:
-        # torch 2.11 has one group of parameters a module, later ones several
+        # torch 2.11 has one parameter group for each module, later versions several.
         groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
         for group in groups:
             if group is not None:
@@ -120,22 +125,23 @@ def finish_backward(model: Any) -> None:
 
 
 def copy_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Write every source into its target, in the target's precision, in few passes."""
+    """Copy every source into its target, in the target's precision, with a foreach kernel."""
     torch._foreach_copy_(list(targets), list(sources))
 
 
 def set_deterministic(on: bool) -> None:
-    """As `torch.use_deterministic_algorithms`, which also tells the compiler and for that loads it: more than a second."""
+    """Set deterministic algorithms like `torch.use_deterministic_algorithms`, without its import of the compiler, which takes
+    over a second."""
     torch._C._set_deterministic_algorithms(on, warn_only=False)
 
 
 def tell_compiler() -> None:
-    """What `set_deterministic` kept from it."""
+    """Propagate the deterministic flag to torch.compile, which `set_deterministic` skips."""
     torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled())
 
 
 def accumulate_in(parameter: torch.nn.Parameter, dtype: torch.dtype) -> None:
-    """Let gradients add up in `dtype`, which may be wider than the parameter's."""
+    """Accumulate the parameter's gradient in `dtype`, which may be wider than the parameter's."""
     parameter.grad_dtype = dtype
 
 
@@ -153,8 +159,8 @@ def fused_adamw_(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """torch's one-pass AdamW on 32-bit tensors. The gradients, which it overwrites, are divided by `divisor`; where `skip`
-    is 1, nothing changes."""
+    """Run torch's fused AdamW on fp32 tensors. Gradients are divided by `divisor` and overwritten; if `skip` is 1, nothing
+    changes."""
     torch._fused_adamw_(
         list(parameters), list(gradients), list(exp_avgs), list(exp_avg_sqs), [], [step] * len(parameters),
         lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
@@ -163,13 +169,13 @@ def fused_adamw_(
 
 
 def add_each_(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> None:
-    """Add to every tensor in place another of its shape, in one pass."""
+    """Add another tensor of the same shape to each tensor in place, with a foreach kernel."""
     torch._foreach_add_(list(tensors), list(others))
 
 
 def sdpa_priority(device: torch.device) -> AbstractContextManager[None]:
-    """Which of torch's attention kernels to try, in order. On Hopper cuDNN's is 1.6 times as fast as torch's flash; which one
-    torch would take by itself changes between versions."""
+    """Return a context that sets the order of SDPA backends. On Hopper, cuDNN's is 1.6 times as fast as torch's flash; torch's
+    own choice changes between versions."""
     if device.type != "cuda":
         return nullcontext()
     manager: AbstractContextManager[None] = sdpa_kernel(
@@ -180,7 +186,7 @@ def sdpa_priority(device: torch.device) -> AbstractContextManager[None]:
 
 
 def compiled_flex_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
-    """FlexAttention, which is a kernel only once compiled."""
+    """Run FlexAttention compiled: without compilation it is no fused kernel."""
     result: torch.Tensor = _compiled_flex()(q, k, v, **options)
     return result
 
@@ -197,8 +203,7 @@ def flex_block_mask(
     keys: int,
     device: torch.device,
 ) -> Any:
-    """Which blocks of keys each block of queries needs: the same for all heads, and for the whole batch unless samples differ in
-    what `by_sample` [batch, ..] says."""
+    """Return the block mask: the same for all heads, and for the whole batch unless samples differ in `by_sample` [batch, ..]."""
     batch = None if by_sample is None else by_sample.shape[0]
     return create_block_mask(visible, batch, None, queries, keys, device=device)
 
@@ -213,8 +218,8 @@ def scaled_mm(
     bias: torch.Tensor | None = None,
     fast: bool = False,
 ) -> torch.Tensor:
-    """scale_a a x scale_b b + bias, for 8-bit a [m, k] and b [k, n], which is contiguous along k; on a CPU as an ordinary
-    product of the same numbers."""
+    """Return scale_a a x scale_b b + bias for fp8 a [m, k] and b [k, n], which is contiguous along k. On a CPU, an ordinary
+    matmul of the same numbers."""
     if a.is_cuda:
         return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=dtype, use_fast_accum=fast)
     product = (a.float() @ b.float()) * (scale_a * scale_b)
@@ -222,8 +227,7 @@ def scaled_mm(
 
 
 def add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """total + a b, in place once there is a total, which has at least 32 bits whatever a and b have; on a GPU the product
-    itself adds."""
+    """Return total + a b, in place if there is a total. The total has at least 32 bits; on a GPU the GEMM accumulates into it."""
     if a.element_size() >= 4:
         return a @ b if total is None else total.addmm_(a, b)
     if not a.is_cuda:
@@ -234,43 +238,43 @@ def add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) ->
 
 
 def grouped_mm(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """A product for each group, of bf16 on a GPU: rows of a [rows, k] with b [groups, k, n], or, if b [rows, n] has no
-    groups, columns of a [m, rows] with rows of b. Group g ends at offsets[g], a 32-bit integer on the device."""
+    """Multiply group by group, in bf16 on a GPU: rows of a [rows, k] with b [groups, k, n], or, if b [rows, n] has no groups,
+    columns of a [m, rows] with rows of b. Group g ends at offsets[g], an int32 on the device."""
     return torch._grouped_mm(a, b, offs=offsets)
 
 
 def mm_float32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a b in 32-bit floats; on a GPU without 32-bit copies of 16-bit factors, whose products are exact in 32 bits."""
+    """Return a b in fp32. On a GPU, 16-bit factors are not copied to fp32: their products are exact in fp32."""
     if a.is_cuda and a.dtype == b.dtype != torch.float32:
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()
 
 
 def cpu_matmul_support(dtype: torch.dtype) -> Literal["native", "emulated", "missing"]:
-    """How this CPU multiplies matrices of a 16-bit `dtype`, from its instruction set and not from a timing, which another
-    process on the same cores would change.
+    """Return how this CPU multiplies matrices of a 16-bit `dtype`, from its instruction set. A timing would depend on other
+    processes on the same cores.
 
-    `native` has instructions for it. `emulated` is oneDNN converting to fp32 and back, at about 5 times the time of fp32.
-    `missing` is torch's own scalar loops, at 40 to 400 times.
+    `native`: the CPU has instructions for it. `emulated`: oneDNN converts to fp32 and back, at about 5 times the time of
+    fp32. `missing`: torch's own scalar loops, at 40 to 400 times.
     """
     bf16 = dtype == torch.bfloat16
     supported = torch.ops.mkldnn._is_mkldnn_bf16_supported if bf16 else torch.ops.mkldnn._is_mkldnn_fp16_supported
     if not torch.backends.mkldnn.is_available() or not supported():
         return "missing"
-    # On ARM, and for fp16 on x86, oneDNN asks for the instructions themselves; for bf16 on x86 it asks for AVX-512 alone.
+    # On ARM, and for fp16 on x86, oneDNN checks for the instructions themselves; for bf16 on x86 it checks for AVX-512 only.
     x86 = platform.machine() in ("x86_64", "AMD64")
     has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return "emulated" if bf16 and x86 and not has_bf16 else "native"
 
 
 def _operations(*names: str) -> frozenset[Any]:
-    """Those of aten's operations that this torch has, in every form."""
+    """Return the aten operations of these names that this torch has, in every overload."""
     found = [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]
     return frozenset(getattr(packet, form) for packet in found for form in packet.overloads())
 
 
-# Matrix products and attention: what is kept for the backward pass where all else is made again; and the choice of
-# experts, which is small, and must not come out differently.
+# Operations whose results selective recompute keeps: matmuls and attention, and the choice of experts, which is small and
+# must not differ when repeated.
 COSTLY_OPERATIONS = _operations(
     "mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_mm", "_scaled_mm_v2", "_grouped_mm", "_scaled_grouped_mm",
     "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention",
@@ -279,11 +283,12 @@ COSTLY_OPERATIONS = _operations(
 ) | {torch.ops.higher_order.flex_attention}  # fmt: skip
 
 
-FLIGHT_RECORD = {"TORCH_FR_BUFFER_SIZE": "2000"}  # in a rank's environment
+# Set in a rank's environment.
+FLIGHT_RECORD = {"TORCH_FR_BUFFER_SIZE": "2000"}
 
 
 def flight_record() -> str:
-    """The collectives this process began last, as JSON with `entries`, oldest first."""
+    """Return the last collectives of this process as JSON with `entries`, oldest first (torch's flight recorder)."""
     import torch._C._distributed_c10d as c10d
 
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
@@ -294,21 +299,21 @@ def flight_record() -> str:
 
 
 class AgentHooks(Protocol):
-    """What a supervisor adds to torch's elastic agent. `ranks` are process ids by rank."""
+    """The hooks that a supervisor adds to torch's elastic agent. `ranks` are process ids by rank."""
 
     def look(self, ranks: dict[int, int]) -> None:
-        """Before torch looks at its ranks, many times a second: where one is in trouble, all may be ended here."""
+        """Called before torch checks its ranks, many times a second. May kill all ranks."""
 
     def failed(self, exit_codes: dict[int, int]) -> bool:
-        """Ranks have ended as they should not, and all others were ended; whether to start them again."""
+        """Called when ranks have failed and all others were killed. Returns whether to restart them."""
         ...
 
     def restarting(self, ranks: dict[int, int]) -> None:
-        """All ranks are about to be ended, as far as they have not been, and started again, here and on all nodes."""
+        """Called when all ranks are about to be killed and restarted, here and on all nodes."""
 
 
 def elastic_agent(spec: Any, logs: Any, hooks: AgentHooks) -> Any:
-    """torch's elastic agent for this node, with a supervisor's hooks."""
+    """Return torch's elastic agent for this node, with a supervisor's hooks."""
     from torch.distributed.elastic.agent.server.api import WorkerState
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
@@ -333,7 +338,8 @@ def elastic_agent(spec: Any, logs: Any, hooks: AgentHooks) -> Any:
 
 @contextmanager
 def fake_ranks(rank: int, size: int) -> Iterator[None]:
-    """Inside, this process is one of `size` ranks whose others do not exist: groups can be made, and nothing is exchanged."""
+    """Make this process one of `size` ranks of which the others do not exist: process groups can be made, nothing is
+    communicated."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
@@ -344,16 +350,18 @@ def fake_ranks(rank: int, size: int) -> Iterator[None]:
 
 
 def record_memory_history(on: bool) -> None:
-    """Have the GPU's allocator remember what it gives out and takes back, with the calls that asked for it."""
+    """Turn the recording of GPU memory allocations, with their call stacks, on or off."""
     torch.cuda.memory._record_memory_history("all" if on else None)
 
 
 def memory_history(device: torch.device) -> bytes:
-    """What it remembers, as JSON: torch's own dump is a pickle."""
+    """Return the recorded allocations as JSON. torch's own dump is a pickle."""
     return json.dumps(torch.cuda.memory._snapshot(device), default=str).encode()
 
 
 def passed_on(x: torch.Tensor) -> torch.Tensor:
-    """x itself, as the result of a function that changes nothing but the gradient: not as a view in what is compiled, for where
-    one leaves its graph, the compiler makes it anew and forgets the function."""
+    """Return x itself, as the output of an autograd function that changes only the gradient.
+
+    Under torch.compile it is a clone: the compiler recreates a view that leaves the graph, and drops the function.
+    """
     return x.clone() if torch.compiler.is_compiling() else x.view_as(x)

@@ -1,4 +1,4 @@
-"""Messages between ranks and between the agents of nodes: JSON where torch would pickle."""
+"""Messages between ranks and between the agents of nodes, as JSON where torch would use pickle."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 
 def refuse_pickled_messages() -> None:
-    """Make torch's object collectives raise in this process instead of unpickling what another rank sent.
+    """Make torch's object collectives raise in this process instead of unpickling data of another rank.
 
-    The lint keeps them out of our own code; this keeps out those that torch might call on our behalf.
+    The lint keeps them out of our own code; this also stops calls inside torch.
     """
     from torch.distributed import distributed_c10d
 
@@ -23,14 +23,14 @@ def refuse_pickled_messages() -> None:
 
 
 class _RendezvousJson:
-    """The state of torch's rendezvous as JSON, with the interface of `pickle` that torch's module uses."""
+    """The state of torch's rendezvous as JSON, with the part of pickle's interface that torch's module uses."""
 
     PickleError = ValueError
     _NODES = ("wait_list", "redundancy_list")
 
     @classmethod
     def dumps(cls, state: Any) -> bytes:
-        """Encode every field; a field that this version of torch added is an error, since nobody would read it."""
+        """Encode every field. A field that a newer torch added raises an error, since no reader would know it."""
         document = dict(vars(state))
         document["deadline"] = None if state.deadline is None else state.deadline.isoformat()
         document["participants"] = [[*astuple(node), rank] for node, rank in state.participants.items()]
@@ -62,9 +62,9 @@ class _RendezvousJson:
 
 
 def use_json_rendezvous() -> None:
-    """Have the agents of all nodes exchange the state of their rendezvous as JSON.
+    """Make the agents of all nodes exchange their rendezvous state as JSON.
 
-    torch pickles it: whoever reaches the port of the store could run code on every node.
+    torch pickles it: anybody who reaches the store's port could run code on every node.
     """
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 

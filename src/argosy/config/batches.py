@@ -1,7 +1,7 @@
-"""How many samples each step takes: always the same number, or fewer at first.
+"""The global batch size of each step: constant, or ramped up (batch size warmup).
 
-The size of a step is a function of the samples consumed before it, so that a run resumed in the middle of a ramp needs
-no state for it. Steps and samples are turned into each other here, and nowhere else.
+The batch size is a pure function of the samples consumed before the step, so a run resumed in the middle of a ramp needs no
+extra state. This is the only module that converts steps to samples and back.
 """
 
 from __future__ import annotations
@@ -13,41 +13,50 @@ from typing import NamedTuple
 
 
 class _Stage(NamedTuple):
-    """Steps of one size."""
+    """A range of consecutive steps with the same batch size.
 
-    first_step: int  # steps done before it
-    first_sample: int  # samples consumed before it
+    `first_step` steps and `first_sample` samples come before it.
+    """
+
+    first_step: int
+    first_sample: int
     size: int
 
 
 @dataclass(frozen=True)
 class Batches:
-    """`rampup`, where there is one: (size of the first step, increment, samples over which the size grows to
-    `global_batch`, in equal shares of them)."""
+    """The batch size schedule of a run.
+
+    `rampup` is (batch size of the first step, increment, samples over which the size grows to `global_batch`). The size grows
+    by one increment after each equal share of those samples, as with Megatron's --rampup-batch-size.
+    """
 
     global_batch: int
     rampup: tuple[int, int, int] | None = None
 
     def size(self, consumed_samples: int) -> int:
-        """Samples in the step after that many."""
+        """Return the batch size of the step that starts after `consumed_samples` samples."""
         if self.rampup is None:
             return self.global_batch
         start, increment, samples = self.rampup
         return min(self.global_batch, start + consumed_samples * self._increments // samples * increment)
 
     def samples(self, steps: int) -> int:
-        """Consumed by the first `steps` steps."""
+        """Number of samples consumed by the first `steps` steps."""
         stage = self._stages[bisect_right(self._stages, steps, key=lambda s: s.first_step) - 1]
         return stage.first_sample + (steps - stage.first_step) * stage.size
 
     def steps(self, samples: int) -> int:
-        """That consume so many samples, rounded up."""
+        """Number of steps needed to consume `samples` samples, rounded up."""
         later = bisect_right(self._stages, samples - 1, key=lambda s: s.first_sample)
         stage = self._stages[max(0, later - 1)]
         return stage.first_step + -((stage.first_sample - samples) // stage.size)
 
     def steps_before(self, end: int, samples: int) -> int:
-        """The last of `end` steps that consume so many samples, rounded up; more than `end` where they do not."""
+        """Number of final steps of a run of `end` steps that consume `samples` samples, rounded up.
+
+        The result is larger than `end` if the whole run consumes fewer samples.
+        """
         total = self.samples(end)
         if samples > total:
             return end + self.steps(samples - total)
@@ -55,7 +64,7 @@ class Batches:
         return end - (begin if self.samples(begin) == total - samples else begin - 1)
 
     def describe(self, seq_len: int) -> str:
-        """Tokens in a step, and how many at first where the batch grows."""
+        """Describe the tokens in a step, with those of the first step if the batch ramps up."""
         full = f"{self.global_batch * seq_len:,} tokens each"
         if len(self._stages) == 1:
             return full
@@ -64,12 +73,12 @@ class Batches:
 
     @property
     def sizes(self) -> list[int]:
-        """Of all steps, each once, smallest first."""
+        """All batch sizes of the run, each once, smallest first."""
         return [stage.size for stage in self._stages]
 
     @property
     def stages(self) -> list[tuple[int, int]]:
-        """(samples consumed before, size) of each stage of steps of one size."""
+        """Pairs (samples consumed before, batch size), one for each range of steps with the same batch size."""
         return [(stage.first_sample, stage.size) for stage in self._stages]
 
     @property
@@ -84,7 +93,8 @@ class Batches:
         step = sample = 0
         for level in range(self._increments):
             size, end = start + level * increment, -(-(level + 1) * samples // self._increments)
-            steps = max(0, -((sample - end) // size))  # none where the step before went past this level
+            # Zero if the last step of the level before went past the end of this level.
+            steps = max(0, -((sample - end) // size))
             if steps:
                 stages.append(_Stage(step, sample, size))
             step, sample = step + steps, sample + steps * size

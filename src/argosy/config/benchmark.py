@@ -1,5 +1,7 @@
-"""The run spec of a benchmark: a preset, made-up data, and keys that change what a step computes. Any other key would be read and
-have no effect, so it is refused."""
+"""The run spec of `argosy bench`: a preset, synthetic data, and the keys that change what a step computes.
+
+Every other key would have no effect on the measurement, so it is refused.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from argosy.config.schema import RunSpec
 from argosy.errors import ArgosyError
 from argosy.tasks.registry import SECTIONS
 
-TOKENS = 16_384  # of a step, unless a batch is given
+# Tokens in a step unless --batch is given.
+TOKENS = 16_384
 _USED = (
     *("model", "optim", "parallel", "data.seq_len", "data.task"),
     *(f"data.{section}" for section in SECTIONS),
@@ -44,7 +47,7 @@ def benchmark_spec(
 
 
 def _samples(keys: Sequence[str]) -> int:
-    """That TOKENS make, however long a sample is by these keys."""
+    """Return the batch size that makes a step of TOKENS tokens, given the sequence length these keys resolve to."""
     any_size = ["train.global_batch=16", "parallel.micro_batch=16"]
     return max(1, TOKENS // resolve(None, [*keys, *any_size]).spec.data.seq_len)
 
@@ -56,7 +59,7 @@ def _require_use(overrides: Sequence[str], *, seq_len: bool) -> None:
         if option := options.get(key):
             raise ArgosyError(
                 "config.conflict",
-                f"a benchmark has an argument of its own for this: {option}",
+                f"argosy bench has its own argument for this key: {option}",
                 key=key,
                 value=value,
                 fix=f"{option} {value}" if option.startswith("-") else f"argosy bench {value}",
@@ -64,8 +67,8 @@ def _require_use(overrides: Sequence[str], *, seq_len: bool) -> None:
         if is_key(key) and not f"{key}.".startswith(tuple(f"{used}." for used in _USED)):
             raise ArgosyError(
                 "config.conflict",
-                f"a benchmark trains fresh weights on made-up tokens and writes no run: {key} would change nothing",
+                f"argosy bench trains fresh weights on synthetic tokens and writes no run directory: {key} would have no effect",
                 key=key,
                 value=value,
-                fix=f"leave it out (what counts: {', '.join(_USED)}); `argosy train RUN.yaml --profile` looks at steps of a run",
+                fix=f"remove it (keys with an effect: {', '.join(_USED)}); `argosy train RUN.yaml --profile` profiles steps of a run",
             )

@@ -1,7 +1,7 @@
-"""The arithmetic between keys: each check refuses with the numbers and the nearest values that work.
+"""Consistency checks between keys of the run spec. Each refusal has the arithmetic and the nearest values that work.
 
-What can be known from the spec alone is checked here, before any file or device is touched. Checks that need the data
-(vocabulary, size of the splits) are made where the data is opened.
+These checks need the spec alone and run before any file or device is touched. Checks that need the data (vocabulary, size of
+the splits) run where the data is opened.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from argosy.errors import ArgosyError
 from argosy.tasks.registry import task_of
 
 Origins = dict[str, str]
-FP8_ALIGNMENT = 16  # the hardware's: every dimension of a product of 8-bit floats is a multiple of it
+# FP8 tensor cores need every dimension of a GEMM to be a multiple of this.
+FP8_ALIGNMENT = 16
 
 
 def check(spec: RunSpec, origins: Origins) -> None:
+    """Raise an ArgosyError for the first pair of keys that contradict each other."""
     _check_length(spec, origins)
     check_layout(spec, origins)
     _check_batch(spec, origins)
@@ -37,9 +39,9 @@ def _check_length(spec: RunSpec, origins: Origins) -> None:
     if not given:
         raise ArgosyError(
             "config.missing-key",
-            "the run has no length",
+            "the length of the run is not given",
             key="train.steps",
-            fix="give one of train.steps, train.tokens (as 20B), train.samples or train.epochs",
+            fix="give one of train.steps, train.tokens (for example 20B), train.samples or train.epochs",
         )
     if len(given) > 1:
         raise ArgosyError(
@@ -59,18 +61,18 @@ def _check_rampup(spec: RunSpec, origins: Origins) -> None:
     share = spec.parallel.micro_batch * spec.parallel.data_parallel
     grows, left = batch - ramp.start, (batch - ramp.start) % ramp.increment
     if grows <= 0:
-        key, why = "start", f"it starts with {ramp.start} samples, and train.global_batch is {batch}: nothing to grow"
+        key, why = "start", f"it starts at {ramp.start} samples, which is not below train.global_batch {batch}"
         fix = f"a start below {batch}, or no batch_rampup"
     elif left:
         key, why = (
             "increment",
-            f"from {ramp.start} to {batch} are {grows}, no multiple of {ramp.increment}: {left} are left over",
+            f"{batch} - {ramp.start} = {grows} is not a multiple of {ramp.increment}: {left} are left over",
         )
         fix = f"an increment that divides {grows}: {', '.join(map(str, _divisors_near(grows, ramp.increment)))}"
     elif ramp.start % share or ramp.increment % share:
         key = "start" if ramp.start % share else "increment"
         why = (
-            f"steps of {ramp.start}, {ramp.start + ramp.increment}, … samples are not all multiples of micro_batch "
+            f"batches of {ramp.start}, {ramp.start + ramp.increment}, … samples are not all multiples of micro_batch "
             f"{spec.parallel.micro_batch} x {spec.parallel.data_parallel} data-parallel ranks = {share}"
         )
         fix = f"a start and an increment that are multiples of {share}, or a smaller parallel.micro_batch"
@@ -78,7 +80,7 @@ def _check_rampup(spec: RunSpec, origins: Origins) -> None:
         return
     raise ArgosyError(
         "config.arithmetic",
-        f"the batch cannot grow as asked: {why}",
+        f"the batch size cannot ramp up as requested: {why}",
         key=f"train.batch_rampup.{key}",
         value=getattr(ramp, key),
         origin=origins.get(f"train.batch_rampup.{key}"),
@@ -124,19 +126,18 @@ def _check_sequence(spec: RunSpec, origins: Origins) -> None:
 def _check_fp8(spec: RunSpec, origins: Origins) -> None:
     others = {key.rpartition(".")[2]: length for key, length in task_of(spec).other_lengths(spec).items()}
     for name, known in {"seq_len": spec.data.seq_len, **others}.items():
-        length = known or 1  # where it is not known here, any number of rows of 16 will do
+        # A length that is not known here, as that of T5's targets: micro_batch itself has to be aligned.
+        length = known or 1
         tokens = spec.parallel.micro_batch * length
         if spec.train.precision != "fp8" or tokens % FP8_ALIGNMENT == 0:
             continue
         needed = FP8_ALIGNMENT // math.gcd(length, FP8_ALIGNMENT)
         product = f"micro_batch {spec.parallel.micro_batch} x {name} {length} = {tokens}"
         if known is None:
-            product = (
-                f"T5's targets may be of any length, and micro_batch {spec.parallel.micro_batch} is no multiple of it"
-            )
+            product = f"T5's targets can have any length, so micro_batch {spec.parallel.micro_batch} has to be a multiple itself"
         raise ArgosyError(
             "config.arithmetic",
-            f"8-bit products need a multiple of {FP8_ALIGNMENT} tokens in a forward pass; {product}",
+            f"fp8 matmuls need a multiple of {FP8_ALIGNMENT} tokens in a forward pass; {product}",
             key="train.precision",
             value="fp8",
             origin=origins.get("train.precision"),

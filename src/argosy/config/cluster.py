@@ -1,27 +1,32 @@
-"""Where a run is launched: the `cluster` section of the run spec.
+"""The `cluster` section of the run spec: where a run is launched.
 
-One section serves a laptop, Slurm and every kind of Kubernetes job. It names things (claims, queues, secrets, images); what
-an instance type has in GPUs, cards and memory is in the hardware facts, and may be overridden here.
+One section serves a laptop, Slurm and every kind of Kubernetes job. It names claims, queues, secrets and images. The GPUs,
+network cards and memory of an instance type come from the hardware facts, and can be overridden here.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
 from argosy.config.model import Section
+from argosy.config.targets import TARGETS
 from argosy.config.units import Duration as _Duration
 from argosy.config.units import DurationField, Positive, PositiveNumber, Whole
 
 Cloud = Literal["generic", "aks", "eks", "hyperpod"]
-Target = Literal["local", "slurm", "jobset", "indexed-job", "pytorchjob", "trainjob", "hyperpod"]
+if TYPE_CHECKING:
+    TargetName = str
+else:
+    TargetName = Literal[tuple(TARGETS)]
 
 DnsName = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$")]
 Quantity = Annotated[str, Field(pattern=r"^[1-9][0-9]*(Mi|Gi|Ti|Pi)$")]
 AbsolutePath = Annotated[str, Field(pattern=r"^/[A-Za-z0-9._/-]+$")]
 SecretKey = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]*/[A-Za-z0-9._-]+$")]
-InterfaceName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]*$")]  # one: Gloo takes no list and no `^`
+# A single interface: Gloo takes neither a list nor an exclusion with `^`.
+InterfaceName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]*$")]
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 
@@ -52,7 +57,7 @@ class StorageSpec(Section):
 
 
 class SlurmSpec(Section):
-    """What Slurm needs to know beside nodes and GPUs."""
+    """Slurm options besides nodes and GPUs."""
 
     partition: str | None = Field(None, description="--partition")
     account: str | None = Field(None, description="--account")
@@ -74,10 +79,10 @@ class WorkersSpec(Section):
 
 
 class ClusterSpec(Section):
-    """Where a run is launched, and as what. `argosy launch` reads it; training does not."""
+    """The cluster on which `argosy launch` starts a run. Training does not read it."""
 
     cloud: Cloud = Field("generic", description="chooses resource names, fabric settings, node labels")
-    target: Target = Field("jobset", description="what starts the pods or processes")
+    target: TargetName = Field("jobset", description="what starts the pods or processes")
     instance: str | None = Field(None, description="node type, as p4d.24xlarge; `argosy plan` knows the same names")
     nodes: Positive = Field(1, description="how many of them")
     gpus: Whole | None = Field(None, description="GPUs of a node that are used; default: all; 0: train on CPUs")

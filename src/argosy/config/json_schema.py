@@ -1,4 +1,4 @@
-"""The run spec as JSON Schema, as users write it: for editors, and for the values of the Helm chart."""
+"""The JSON Schema of a run.yaml, for editors and for the values of the Helm chart."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from argosy.families.registry import ALIASES, PRESETS
 
 
 def published_schema() -> dict[str, Any]:
-    """The JSON Schema of a run.yaml as users write it, shorthands included."""
+    """Return the JSON Schema of a run.yaml as users write it, shorthands included."""
     schema = RunSpec.model_json_schema()
     definitions = schema["$defs"]
-    # What a preset, the family or another key supplies need not be written.
+    # Users can omit keys that the preset, the family or another key supplies.
     for section, derived in DERIVED_KEYS.items():
         required = definitions[section]["required"]
         definitions[section]["required"] = [key for key in required if key not in derived]
@@ -60,13 +60,14 @@ def _also(section: dict[str, Any], key: str, shorthand: dict[str, Any]) -> None:
 
 
 def _plain_defaults(node: Any) -> None:
-    """Durations as they are written, not as they are kept."""
+    """Write default durations as users do (`500ba`), instead of as an amount and a unit."""
     if isinstance(node, dict):
         default = node.get("default")
         if isinstance(default, dict) and default.keys() == {"amount", "unit"}:
             node["default"] = str(Duration(**default))
         elif isinstance(default, dict):
-            del node["default"]  # of a section: each of its keys has its own
+            # The default of a section: each of its keys has its own default.
+            del node["default"]
         for child in node.values():
             _plain_defaults(child)
     elif isinstance(node, list):

@@ -1,5 +1,8 @@
-"""Whether a layout fits the model, the samples and the processes there are: each refusal has the arithmetic and the nearest
-sizes that work. Needs no torch, so that a wrong layout is refused before a device is held."""
+"""Checks that a parallel layout fits the model, the samples and the world size.
+
+Each refusal has the arithmetic and the nearest sizes that work. Nothing here imports torch, so a wrong layout is refused before
+a GPU is allocated.
+"""
 
 from __future__ import annotations
 
@@ -13,27 +16,29 @@ from argosy.families.architecture import architecture_of
 from argosy.tasks.registry import task_of
 
 Origins = dict[str, str]
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # from the slowest links to the fastest
+# The mesh axes, ordered from the slowest links to the fastest.
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
 def describe_layout(parallel: ParallelSpec) -> str:
-    """Its axes that are larger than one."""
+    """Name the axes of a layout that are larger than one, for example `dp_shard 4 x tp 2`."""
     sizes = [f"{axis} {getattr(parallel, axis)}" for axis in (*AXES, "ep") if getattr(parallel, axis) > 1]
     return " x ".join(sizes) or "one process"
 
 
 class _Cut(NamedTuple):
-    """Something an axis cuts into equal parts."""
+    """A dimension that a mesh axis splits into `times` x (size of the axis) equal parts."""
 
     axis: str
     whole: int
     what: str
-    times: int = 1  # as many parts as ranks, or twice as many
+    times: int = 1
 
 
 def _cuts(spec: RunSpec) -> Iterator[_Cut]:
     model, parallel = spec.model, spec.parallel
-    if parallel.tp > 1:  # every matrix, each part with whole heads
+    if parallel.tp > 1:
+        # Each tensor-parallel shard holds whole heads.
         yield _Cut("tp", model.heads, "the model's heads")
         yield _Cut("tp", model.kv_heads, "the model's key/value heads")
         if model.moe is None or model.moe.dense_layers:
@@ -41,21 +46,21 @@ def _cuts(spec: RunSpec) -> Iterator[_Cut]:
         if model.moe is not None:
             yield _Cut("tp", model.moe.ffn, "the experts' ffn")
     if parallel.cp > 1:
-        # Each rank gets one piece from the front and one from the back, which levels causal attention.
+        # Each rank gets one chunk from the front and one from the back, which balances the work of causal attention.
         yield _Cut("cp", spec.data.seq_len, "data.seq_len", times=2)
         if parallel.cp_kind == "ulysses":
             each = "" if parallel.tp == 1 else f" on each of tp {parallel.tp} ranks"
             yield _Cut("cp", model.heads // parallel.tp, f"the model's heads{each}")
     if parallel.ep > 1 and model.moe is not None:
         yield _Cut("ep", model.moe.experts, "the model's experts")
-        yield _Cut("ep", parallel.dp_shard * parallel.cp, "the dp_shard x cp ranks it is laid over")
+        yield _Cut("ep", parallel.dp_shard * parallel.cp, "the dp_shard x cp ranks that hold the experts")
 
 
 def check_layout(spec: RunSpec, origins: Origins) -> None:
-    """Each axis against what it cuts."""
+    """Raise an ArgosyError if an axis does not divide the dimensions it splits."""
     model, parallel = spec.model, spec.parallel
     if parallel.cp > 1 and (why := architecture_of(model).uncuttable) is not None:
-        cause = f"context parallelism cuts the sequences of decoders only: {why}"
+        cause = f"context parallelism supports decoders only: {why}"
         raise _refusal("cp", parallel.cp, cause, "1, and more dp_shard", origins)
     if parallel.ep > 1 and model.moe is None:
         raise _refusal("ep", parallel.ep, "the model has no experts to spread", 1, origins)
@@ -66,13 +71,13 @@ def check_layout(spec: RunSpec, origins: Origins) -> None:
             cause = f"{cut.what}, {cut.whole}, cannot be cut into {parts} equal parts"
             raise _refusal(cut.axis, size, cause, _nearest(spec, cut.axis), origins)
     if parallel.tp > 1:
-        _check_shares_of_tensors(spec, origins)
+        _check_tensor_parallel(spec, origins)
     check_pipeline(spec, origins)
     if parallel.ep > 1 and parallel.compile != "off" and parallel.recompute != "none":
         raise ArgosyError(
             "config.conflict",
-            "how many rows an expert gets is known only while it runs, so that a block with experts elsewhere is not compiled "
-            "as one: torch cannot then recompute it",
+            "compile cannot be combined with expert parallelism and recompute: expert row counts are data-dependent, which "
+            "breaks the graph of a block",
             key="parallel.recompute",
             value=parallel.recompute,
             origin=origins.get("parallel.recompute"),
@@ -81,7 +86,7 @@ def check_layout(spec: RunSpec, origins: Origins) -> None:
 
 
 def _nearest(spec: RunSpec, axis: str) -> str:
-    """The closest sizes of an axis, below and above, with which it divides all that it cuts."""
+    """Return the closest sizes of an axis, below and above, that divide every dimension it splits."""
 
     def works(size: int) -> bool:
         other = spec.model_copy(update={"parallel": spec.parallel.model_copy(update={axis: size})})
@@ -91,21 +96,22 @@ def _nearest(spec: RunSpec, axis: str) -> str:
 
     size = getattr(spec.parallel, axis)
     most = min(cut.whole // cut.times for cut in _cuts(spec) if cut.axis == axis)
-    below = next(n for n in range(size - 1, 0, -1) if works(n))  # one rank cuts nothing
+    # Size 1 always works.
+    below = next(n for n in range(size - 1, 0, -1) if works(n))
     above = next((n for n in range(size + 1, most + 1) if works(n)), None)
     return str(below) if above is None else f"{below} or {above}"
 
 
 def _fills(rows: int, ranks: int) -> bool:
-    """Whether a vocabulary in parts of one size, the last of what is left, leaves something for every rank."""
+    """True if every rank gets at least one row of a vocabulary split into equal parts and a shorter last one."""
     return -(-rows // ranks) * (ranks - 1) < rows
 
 
-def _check_shares_of_tensors(spec: RunSpec, origins: Origins) -> None:
-    """The vocabulary in parts of which none is empty; and, with sp, equal shares of every sequence."""
+def _check_tensor_parallel(spec: RunSpec, origins: Origins) -> None:
+    """Raise if a tensor-parallel rank has no vocabulary rows or, with sp, a smaller share of a sequence than the others."""
     tp, rows = spec.parallel.tp, spec.model.vocab_size
     if not _fills(rows, tp):
-        cause = f"a vocabulary of {rows} in parts of {-(-rows // tp)} leaves nothing for the last of tp {tp} ranks"
+        cause = f"a vocabulary of {rows} in parts of {-(-rows // tp)} leaves no rows for the last of tp {tp} ranks"
         raise _refusal("tp", tp, cause, _nearest(spec, "tp"), origins)
     check_shares(spec.parallel, spec.data.seq_len, "data.seq_len", origins)
     for key, length in task_of(spec).other_lengths(spec).items():
@@ -114,9 +120,12 @@ def _check_shares_of_tensors(spec: RunSpec, origins: Origins) -> None:
 
 
 def check_shares(parallel: ParallelSpec, seq_len: int, what: str, origins: Origins | None = None) -> None:
-    """Whether each tensor-parallel rank can have an equal share of a sequence's tokens."""
+    """Raise if sequence parallelism cannot split `seq_len` tokens into equal shares.
+
+    With context parallelism a rank has two chunks of the sequence, and tensor parallelism splits both.
+    """
     tp, cp = parallel.tp, parallel.cp
-    parts = tp if cp == 1 else 2 * cp * tp  # of a rank's piece from the front, and of that from the back
+    parts = tp if cp == 1 else 2 * cp * tp
     if not parallel.sp or tp == 1 or seq_len % parts == 0:
         return
     ranks = f"tp {tp}" if cp == 1 else f"2 x cp {cp} x tp {tp} = {parts}"
@@ -138,7 +147,13 @@ def _refusal(axis: str, size: int, cause: str, near: object, origins: Origins) -
 
 
 def check_world(parallel: ParallelSpec, ranks: int, source: str, batch: int | None = None) -> None:
-    """The processes there are against those the layout needs; `batch` is the global one, which another layout has to share."""
+    """Raise if the number of processes is not the world size of the layout.
+
+    Args:
+        ranks: number of processes.
+        source: where `ranks` comes from, for the message.
+        batch: the global batch, so that the suggested layout divides it.
+    """
     if ranks == parallel.world_size:
         return
     numbers = " x ".join(str(getattr(parallel, axis)) for axis in AXES)
@@ -154,7 +169,7 @@ def check_world(parallel: ParallelSpec, ranks: int, source: str, batch: int | No
 
 
 def _other_layout(parallel: ParallelSpec, ranks: int, batch: int | None) -> str:
-    """With another number of data-parallel ranks, for as many processes as there are, or nearly."""
+    """Suggest a layout for `ranks` processes, or a nearby number, that differs in data-parallel ranks only."""
     inner = parallel.pp * parallel.cp * parallel.tp
     if ranks % inner:
         fewer, more = ranks // inner * inner, (ranks // inner + 1) * inner
@@ -164,7 +179,9 @@ def _other_layout(parallel: ParallelSpec, ranks: int, batch: int | None) -> str:
     if batch is not None and batch % (parallel.micro_batch * data):
         micro = next((n for n in range(parallel.micro_batch, 0, -1) if batch % (n * data) == 0), None)
         if micro is None:
-            return f"for {ranks} there would be {data} data-parallel ranks, which train.global_batch {batch} does not divide into"
+            return (
+                f"for {ranks} there would be {data} data-parallel ranks, which do not divide train.global_batch {batch}"
+            )
         keys = f" parallel.micro_batch={micro}"
     if data % parallel.dp_replicate == 0 and parallel.dp_replicate > 1:
         return f"or for {ranks}: parallel.dp_shard={data // parallel.dp_replicate}{keys}"

@@ -1,7 +1,7 @@
-"""Where the phases of the learning-rate schedule begin and end, in samples, and the checks that they fit together.
+"""The boundaries of the learning-rate schedule (warmup, decay) in samples, and the checks that the phases fit together.
 
-Samples rather than steps, so that a batch that grows moves the schedule by what was consumed, and so that a phase given in
-samples or tokens can end inside a step, as Megatron's do. Phases that follow from the run's own length are whole steps.
+Boundaries are samples instead of steps for two reasons: with a batch ramp the schedule advances by samples consumed, and a phase
+given in samples or tokens can end inside a step, as in Megatron. Phases that follow from the run's own length are whole steps.
 """
 
 from __future__ import annotations
@@ -18,15 +18,19 @@ Origins = dict[str, str]
 
 @dataclass(frozen=True)
 class LrPhases:
-    """All in samples consumed before a step."""
+    """The boundaries of the schedule, in samples consumed before a step.
 
-    rise_end: float  # the warm-up is over
+    Warmup ends at `rise_end`. The decay starts at `fall_start` and reaches the final learning rate at `fall_end`, which is
+    infinite for a decay without an end.
+    """
+
+    rise_end: float
     fall_start: float
-    fall_end: float  # the final rate is reached; infinite where nothing ends the fall
+    fall_end: float
 
 
 def lr_phases(spec: RunSpec, *, steps: int, epoch_samples: int | None = None) -> LrPhases | None:
-    """The phases of a run of `steps` steps, or None where one is given in epochs of an unknown size."""
+    """Return the phases of a run of `steps` steps, or None if a phase is given in epochs and `epoch_samples` is None."""
     optim, batches = spec.optim, spec.train.batches
     seq_len = spec.data.seq_len
     warmup = optim.warmup.steps(batches, seq_len=seq_len, epoch_samples=epoch_samples)
@@ -52,7 +56,7 @@ def lr_phases(spec: RunSpec, *, steps: int, epoch_samples: int | None = None) ->
         if end is None:
             return LrPhases(rise_end, batches.samples(max(0, last - fall)), fall_end)
         if decay.unit == "steps":
-            # The last steps of the schedule, which take more samples each than the first ones where the batch grows.
+            # The decay is the last steps of the schedule. With a batch ramp they have more samples than the first steps.
             end_step = batches.steps(math.ceil(end))
             exact_fall = batches.samples(end_step) - batches.samples(max(0, end_step - fall))
         return LrPhases(rise_end, max(0, end - exact_fall), fall_end)
@@ -63,7 +67,7 @@ def lr_phases(spec: RunSpec, *, steps: int, epoch_samples: int | None = None) ->
 
 
 def check_schedule(spec: RunSpec, origins: Origins) -> None:
-    """What can be checked before the data is open."""
+    """Check the schedule as far as the spec alone allows, before the data is opened."""
     optim = spec.optim
     for key, rate, fix in (
         ("optim.min_lr", optim.min_lr, optim.lr / 10),
@@ -83,7 +87,7 @@ def check_schedule(spec: RunSpec, origins: Origins) -> None:
         if duration is not None and duration.unit == "seconds":
             raise ArgosyError(
                 "config.bad-value",
-                f"the learning rate is a function of the step, so {name} cannot be a time",
+                f"the learning rate is a function of the step, so {name} cannot be a wall-clock time",
                 key=f"optim.{name}",
                 value=str(duration),
                 origin=origins.get(f"optim.{name}"),
@@ -101,7 +105,7 @@ def _check_kind(spec: RunSpec, origins: Origins) -> None:
     if optim.schedule == "wsd" and optim.decay is None:
         raise ArgosyError(
             "config.missing-key",
-            "a wsd schedule stays at the peak until its decay begins, and no decay is given",
+            "a wsd (warmup-stable-decay) schedule needs the length of its decay, and none is given",
             key="optim.decay",
             fix="a tenth to a fifth of the run is common: optim.decay=2000 (steps) or 10B (tokens)",
         )
@@ -109,14 +113,14 @@ def _check_kind(spec: RunSpec, origins: Origins) -> None:
     for key, value, used, why, fix in (
         ("optim.decay", optim.decay, optim.schedule == "wsd", "belongs to the wsd schedule", "optim.schedule=wsd, or "),
         ("optim.decay_shape", optim.decay_shape, optim.schedule == "wsd", "belongs to the wsd schedule", "optim.schedule=wsd, or "),
-        ("optim.decay_end", optim.decay_end, falls, "says where the fall ends", ""),
-        ("optim.warmup_init", optim.warmup_init, optim.warmup.amount > 0, "is where the warm-up starts", "give optim.warmup, or "),
+        ("optim.decay_end", optim.decay_end, falls, "is where the decay ends", ""),
+        ("optim.warmup_init", optim.warmup_init, optim.warmup.amount > 0, "is where the warmup starts", "give optim.warmup, or "),
     ):  # fmt: skip
         if value is not None and not used:
-            has = "has no warm-up" if key == "optim.warmup_init" else f"is {optim.schedule}"
+            has = "has no warmup" if key == "optim.warmup_init" else f"is {optim.schedule}"
             raise ArgosyError(
                 "config.conflict",
-                f"{key} {why}, and this one {has}",
+                f"{key} {why}, and this schedule {has}",
                 key=key,
                 value=str(value),
                 origin=origins.get(key),
@@ -127,8 +131,10 @@ def _check_kind(spec: RunSpec, origins: Origins) -> None:
 def check_phases(
     spec: RunSpec, *, steps: int, epoch_samples: int | None = None, origins: Origins | None = None
 ) -> None:
-    """Refuse phases that do not fit into the schedule: the run, or what `optim.decay_end` makes of it. Called again once
-    the data is open, for lengths in epochs."""
+    """Raise if warmup and decay do not fit into the schedule, which ends with the run or at `optim.decay_end`.
+
+    Called again once the data is open, because lengths in epochs are known only then.
+    """
     optim, batches = spec.optim, spec.train.batches
     seq_len = spec.data.seq_len
     whole, end = f"run of {steps}", steps
@@ -146,7 +152,7 @@ def check_phases(
     if warmup and warmup >= end:
         raise ArgosyError(
             "config.arithmetic",
-            f"the warm-up of {warmup} steps is not shorter than the {whole} steps",
+            f"the warmup of {warmup} steps is not shorter than the {whole} steps",
             key="optim.warmup",
             value=str(optim.warmup),
             origin=(origins or {}).get("optim.warmup"),
@@ -155,7 +161,7 @@ def check_phases(
     if warmup + decay > end:
         raise ArgosyError(
             "config.arithmetic",
-            f"warm-up and decay do not fit: {warmup} + {decay} = {warmup + decay} steps, and the {whole} steps",
+            f"warmup and decay do not fit: {warmup} + {decay} = {warmup + decay} steps is more than the {whole} steps",
             key="optim.decay",
             value=str(optim.decay),
             origin=(origins or {}).get("optim.decay"),

@@ -1,5 +1,7 @@
-"""What Megatron-LM, transformers and nanoGPT call our keys. Words that only look alike are no help to who knows theirs: by its
-letters num_attention_heads is nearest to attention_bias."""
+"""Aliases: the names Megatron-LM, transformers and nanoGPT have for keys of the run spec, for did-you-mean hints.
+
+Edit distance misleads here: it maps num_attention_heads to attention_bias.
+"""
 
 from __future__ import annotations
 

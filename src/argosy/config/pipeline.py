@@ -1,4 +1,4 @@
-"""Whether a pipeline can run as asked: its stages against the layers, its schedule against the micro-batches of a step."""
+"""Checks of pipeline parallelism: stages against layers, the schedule against the micro-batches of a step; the pipeline bubble."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from argosy.config.stage_layers import SEVERAL_STAGES, V_SHAPED, bubble, count_l
 from argosy.errors import ArgosyError
 
 Origins = dict[str, str]
-WORTH_A_WARNING = 0.2  # of a step, idle
+# The share of a step a rank is idle (the pipeline bubble) above which a run warns.
+WORTH_A_WARNING = 0.2
 
 
 def check_pipeline(spec: RunSpec, origins: Origins) -> None:
+    """Raise an ArgosyError if the pipeline cannot run with these layers, this schedule or this batch."""
     parallel = spec.parallel
     if parallel.pp == 1:
         if parallel.vpp > 1:
-            raise _refusal("vpp", parallel.vpp, "one rank is no pipeline, and has no stages", "parallel.vpp=1", origins)
+            cause = "virtual pipeline stages need pipeline parallelism, and parallel.pp is 1"
+            raise _refusal("vpp", parallel.vpp, cause, "parallel.vpp=1", origins)
         return
     _check_stages(spec, origins)
     _check_compile(spec, origins)
@@ -23,13 +26,13 @@ def check_pipeline(spec: RunSpec, origins: Origins) -> None:
 
 
 def describe_bubble(spec: RunSpec) -> tuple[str, bool]:
-    """(how long ranks stand idle, with the arithmetic; whether that is a good part of the step)"""
+    """Return a description of the pipeline bubble with its arithmetic, and whether it is large enough to warn about."""
     parallel = spec.parallel
     micros = micro_batches(spec, spec.train.global_batch)
     share, arithmetic = bubble(parallel, micros)
     text = (
-        f"pipeline: {parallel.pp} ranks, {micros} micro-batch{'es' if micros > 1 else ''} a step, {parallel.schedule}: each rank "
-        f"idle for {share:.0%} of it = {arithmetic}"
+        f"pipeline: {parallel.pp} ranks, {micros} micro-batch{'es' if micros > 1 else ''} a step, {parallel.schedule}: bubble "
+        f"{share:.0%} of the step = {arithmetic}"
     )
     if share <= WORTH_A_WARNING:
         return text, False
@@ -42,14 +45,15 @@ def describe_bubble(spec: RunSpec) -> tuple[str, bool]:
 
 
 def micro_batches(spec: RunSpec, batch: int) -> int:
-    """On their way through one pipeline, in a step of `batch` samples."""
+    """Number of micro-batches that pass through one pipeline in a step of `batch` samples (gradient accumulation steps)."""
     return batch // (spec.parallel.micro_batch * spec.parallel.data_parallel)
 
 
 def _check_stages(spec: RunSpec, origins: Origins) -> None:
     parallel, layers = spec.parallel, count_layers(spec.model)
     if spec.model.retrieval is not None:
-        raise _refusal("pp", parallel.pp, "two towers are no sequence of stages", "parallel.pp=1", origins)
+        cause = "a two-tower model cannot be split into pipeline stages"
+        raise _refusal("pp", parallel.pp, cause, "parallel.pp=1", origins)
     if parallel.schedule in SEVERAL_STAGES and parallel.vpp == 1:
         why = f"{parallel.schedule} needs {'two' if parallel.schedule in V_SHAPED else 'several'} stages on each rank"
         raise _refusal("vpp", 1, why, "parallel.vpp=2, or schedule=1f1b", origins)
@@ -81,7 +85,10 @@ def _check_micro_batches(spec: RunSpec, batch: int, origins: Origins) -> None:
     if parallel.schedule == "interleaved-1f1b" and micros % rounds:
         near = [n for n in range(1, 2 * micros) if n % max(1, n // parallel.pp) == 0]
         below, above = max(n for n in near if n < micros), min(n for n in near if n > micros)
-        cause = f"{made}, which {rounds} rounds of pp {parallel.pp} or a few more do not divide: {micros} = {rounds} x {micros // rounds} + {micros % rounds}"
+        cause = (
+            f"{made}, which cannot be split into {rounds} equal rounds of pp {parallel.pp} or more micro-batches: "
+            f"{micros} = {rounds} x {micros // rounds} + {micros % rounds}"
+        )
         raise _refusal(
             "schedule", parallel.schedule, cause, f"{below} or {above} micro-batches, or schedule=1f1b", origins
         )
@@ -90,10 +97,10 @@ def _check_micro_batches(spec: RunSpec, batch: int, origins: Origins) -> None:
 def _check_compile(spec: RunSpec, origins: Origins) -> None:
     parallel = spec.parallel
     if parallel.compile == "model":
-        raise _refusal("compile", "model", "no rank of a pipeline has the whole model", "compile=block", origins)
+        raise _refusal("compile", "model", "no pipeline rank holds the whole model", "compile=block", origins)
     if parallel.compile == "block" and parallel.schedule in V_SHAPED:
         cause = (
-            f"{parallel.schedule} makes the gradients of weights apart from those of inputs, and a compiled block makes both "
+            f"{parallel.schedule} computes weight gradients separately from input gradients, and a compiled block computes both "
             "at once"
         )
         raise _refusal("compile", "block", cause, "compile=off, or schedule=1f1b", origins)

@@ -1,4 +1,4 @@
-"""Every key of the run spec with its type, default and meaning, as a Markdown page."""
+"""The reference page of the run spec: every key with its type, default and meaning, in Markdown."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from argosy.config.schema import DERIVED_KEYS, RunSpec
 
 
 def keys(model: type[BaseModel] = RunSpec, prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
-    """(dotted key, type, default, description) of every leaf."""
+    """Yield (dotted key, type, default, description) for every leaf."""
     for name, field in model.model_fields.items():
         key = prefix + name
         section = section_of(field.annotation)

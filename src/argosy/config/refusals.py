@@ -1,4 +1,4 @@
-"""What is wrong with a run spec, in words: pydantic's findings as one refusal that names the key, its origin and the fix."""
+"""The conversion of pydantic's validation errors to one refusal that names the key, its origin and the fix."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from argosy.families.registry import PRESETS
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
-    """The section class inside an annotation such as `EvalSpec | None` or `list[DataSource]`."""
+    """Return the section class inside an annotation such as `EvalSpec | None` or `list[DataSource]`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     for argument in getattr(annotation, "__args__", ()):
@@ -27,8 +27,11 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
 
 
 def refusal_of(error: ValidationError, origins: dict[str, str], prefix: str = "") -> ArgosyError:
-    """pydantic's findings as one refusal: misspelt keys first, since they also make other keys look missing; and what was
-    written before what was derived from it."""
+    """Convert a pydantic ValidationError to one ArgosyError.
+
+    Misspelt keys come first, because they also make other keys look missing. A key the user wrote comes before a key that was
+    derived from it.
+    """
     order = {"extra_forbidden": 0, "missing": 2}
 
     def rank(item: Any) -> tuple[int, bool]:
@@ -37,7 +40,8 @@ def refusal_of(error: ValidationError, origins: dict[str, str], prefix: str = ""
 
     found = sorted(error.errors(), key=rank)
     first = found[0]
-    if first["type"] not in order:  # a wrong value makes what would be derived from it look missing too
+    if first["type"] not in order:
+        # A wrong value also makes the keys that would be derived from it look missing.
         found = [item for item in found if item["type"] != "missing"]
     key = _dotted(first["loc"], prefix)
     cause, fix, code = _explain(first, key)
@@ -52,7 +56,7 @@ def refusal_of(error: ValidationError, origins: dict[str, str], prefix: str = ""
 
 
 def _culprit(cause: str, section: str, origins: dict[str, str]) -> str:
-    """Of the section's keys that a refusal is about, the one the user wrote."""
+    """Return the key that a refusal about a section should name: the one the user wrote, among those in the message."""
     known = _keys_of(section)
     named = [f"{section}.{word}" for word in re.findall(r"[a-z_]+", cause) if word in known]
     written = [key for key in named if not origins.get(key, "preset").startswith(("preset", "family", "derived"))]
@@ -83,7 +87,7 @@ def _explain(item: Any, key: str) -> tuple[str, str, str]:
         close = close or did_you_mean(given, known, cutoff=0.5) or "choose one of them"
         return f"{given!r} is not one of {', '.join(known)}", close, "config.bad-value"
     if kind == "string_pattern_mismatch":
-        rule = "only letters, digits, '.', '_' and '-' can be used, 63 at most, a letter or digit first"
+        rule = "only letters, digits, '.', '_' and '-' are allowed, at most 63, starting with a letter or digit"
         return rule, "choose another", "config.bad-value"
     if kind == "missing":
         return f"{name} is required", f"add {key}", "config.missing-key"
@@ -99,12 +103,13 @@ def _explain(item: Any, key: str) -> tuple[str, str, str]:
             "see `argosy config reference`",
             "config.bad-value",
         )
-    wanted = message.removeprefix("Input ").partition(",")[0]  # what follows is how pydantic tried
+    # After the comma pydantic says how it tried to convert the input.
+    wanted = message.removeprefix("Input ").partition(",")[0]
     return f"it {wanted}, not {kind_of(item['input'])}", _meaning(key), "config.bad-value"
 
 
 def _meaning(key: str) -> str:
-    """What the key is for, from the schema; where it is not found there, where to look."""
+    """Return a fix that quotes the key's description in the schema, or points to the reference if it has none."""
     described = _described(key)
     return f"change the value; {key}: {described}" if described else "see `argosy config reference`"
 
@@ -128,7 +133,7 @@ def _keys_of(section: str) -> list[str]:
 
 
 def is_key(key: str) -> bool:
-    """Whether the run spec has it, as a value or a section."""
+    """True if the run spec has this dotted key, as a value or as a section."""
     model: Any = RunSpec
     for part in key.split("."):
         field = getattr(model, "model_fields", {}).get(part)
@@ -144,7 +149,7 @@ def _by_another_name(name: str) -> str | None:
 
 
 def _elsewhere(name: str) -> str | None:
-    """A key that exists in another section: `lr` at the top level is optim.lr."""
+    """Suggest the section a misplaced key belongs to: `lr` at the top level is optim.lr."""
     places = [f"{top}.{name}" for top in RunSpec.model_fields if _has_section(top) and name in _keys_of(top)]
     return f"did you mean {' or '.join(places)}?" if places else None
 
@@ -154,7 +159,7 @@ def _has_section(top: str) -> bool:
 
 
 def _preset_of(family: str) -> str | None:
-    """Many families are presets of another: mistral is a llama with a window."""
+    """Suggest a preset for an unknown family. Many families are presets of another: mistral is a llama with a window."""
     close = difflib.get_close_matches(family.lower(), PRESETS, n=1, cutoff=0.7)
     return f"a preset has it: model.preset={close[0]}" if close else None
 

@@ -1,8 +1,7 @@
-"""From a run.yaml and command-line overrides to one checked `RunSpec`, with the origin of every value.
+"""Resolution of a run.yaml and command-line overrides to one checked `RunSpec`, with the origin of every value.
 
-Values are layered: the family's structure, the preset's sizes, the file, the command line; what is still missing is
-derived from the rest. Each leaf remembers which layer it came from, so that `argosy config show` can say so and a
-refusal can point at the line.
+Values are layered: the family's structure, the preset's sizes, the file, the command line. Missing values are derived from the
+others. Each leaf remembers its layer, so that `argosy config show` can print it and a refusal can point at the line.
 """
 
 from __future__ import annotations
@@ -30,20 +29,22 @@ from argosy.families.registry import ALIASES, FAMILIES, PRESETS
 from argosy.tasks.registry import TASKS
 
 Tree = dict[str, Any]
-AUTO_MICRO_BATCH_TOKENS = 16_384  # what `parallel: auto` puts through one forward pass on one device
-OFF = object()  # a section that was turned off, as opposed to one that was left empty
+# The most tokens that `parallel: auto` puts into one micro-batch.
+AUTO_MICRO_BATCH_TOKENS = 16_384
+# Marks a section that was turned off, as opposed to one that was left empty.
+OFF = object()
 LENGTH_KEYS = {"train.steps", "train.tokens", "train.samples", "train.epochs"}
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """A run spec ready to use. `origins` maps each dotted leaf to where its value came from."""
+    """A checked run spec. `origins` maps each dotted leaf to where its value came from."""
 
     spec: RunSpec
     origins: dict[str, str]
 
     def rows(self) -> Iterator[tuple[str, Any, str]]:
-        """(dotted key, value, origin) of every leaf, without secrets."""
+        """Yield (dotted key, value, origin) for every leaf, without secrets."""
         for key, value in flatten(without_secrets(self.spec.model_dump(mode="json"))):
             yield key, value, self.origins[key]
 
@@ -54,7 +55,12 @@ def resolve(
     """Resolve a run.yaml, or the same keys as a dict, with `key=value` overrides.
 
     Args:
-        elsewhere: the run's files lie on another machine, so that what it starts from cannot be compared here.
+        source: the run.yaml, its keys as a dict, or None for overrides alone.
+        overrides: command-line overrides, such as `train.steps=100`. Later ones win.
+        elsewhere: the run's files are on another machine, so the model named by `init_from` is not read or compared.
+
+    Raises:
+        ArgosyError: with the key, its origin and a fix.
     """
     tree, origins = _read(source)
     _expand_shorthands(tree)
@@ -78,7 +84,7 @@ def resolve(
 
 
 def resolve_model(model: str | Tree, overrides: Sequence[str] = ()) -> ModelSpec:
-    """A preset by its name alone, or the keys of a model, with `key=value` changes, for verbs that need no run."""
+    """Resolve a model alone, for commands that need no run: a preset's name or the keys of a model, and overrides."""
     tree: Tree = {"model": {"preset": model} if isinstance(model, str) else dict(model)}
     origins: dict[str, str] = {}
     for override in overrides:
@@ -91,7 +97,7 @@ def resolve_model(model: str | Tree, overrides: Sequence[str] = ()) -> ModelSpec
 
 
 def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted leaves. An empty list or a list of plain values is one leaf."""
+    """Yield (dotted key, value) for every leaf. An empty list or a list of plain values is one leaf."""
     if isinstance(tree, dict) and tree:
         for key, value in tree.items():
             yield from flatten(value, f"{prefix}.{key}" if prefix else key)
@@ -120,8 +126,10 @@ def _read(source: Path | Mapping[str, Any] | None) -> tuple[Tree, dict[str, str]
 
 
 def _expand_shorthands(tree: Tree) -> None:
-    """`model: gpt2`, `data: {train: corpus}`, `parallel: auto`, `eval: off`, `guard: off`,
-    `storage: claim` in their long forms."""
+    """Replace shorthands by their long forms, in place.
+
+    The shorthands are `model: gpt2`, `data: {train: corpus}`, `parallel: auto`, `eval: off`, `guard: off`, `storage: claim`.
+    """
     if isinstance(tree.get("model"), str):
         tree["model"] = {"preset": tree["model"]}
     data = tree.get("data")
@@ -130,19 +138,14 @@ def _expand_shorthands(tree: Tree) -> None:
             data["train"] = [data["train"]]
         if isinstance(data.get("train"), list):
             data["train"] = [{"path": item} if isinstance(item, str) else item for item in data["train"]]
-        if isinstance(data.get("split"), str):  # 98,2,0 as Megatron writes it
+        # Megatron writes the split as 98,2,0.
+        if isinstance(data.get("split"), str):
             data["split"] = [parse_value(part, "data.split") for part in data["split"].split(",")]
     cluster = tree.get("cluster")
     if isinstance(cluster, dict) and isinstance(cluster.get("storage"), str):
         cluster["storage"] = {"claim": cluster["storage"]}
-    for section in (
-        "eval",
-        "guard",
-        "fault",
-        "checkpoint",
-        "log",
-        "parallel",
-    ):  # an empty section is one that was not given
+    # An empty section means the same as a section that is not given.
+    for section in ("eval", "guard", "fault", "checkpoint", "log", "parallel"):
         if section in tree and tree[section] is None and section not in _turned_off(tree):
             del tree[section]
     if tree.get("parallel", "auto") == "auto":
@@ -178,7 +181,8 @@ def _apply_override(tree: Tree, origins: dict[str, str], override: str) -> None:
         node[_index(node, last, key)] = value
     else:
         node[last] = value
-    if key in LENGTH_KEYS and value is not None:  # a new length replaces the file's, whatever unit that was in
+    # A length on the command line replaces the file's, whatever its unit.
+    if key in LENGTH_KEYS and value is not None:
         for other in LENGTH_KEYS - {key}:
             if origins.get(other) != "command line" and node.get(other.removeprefix("train.")) is not None:
                 node[other.removeprefix("train.")] = None
@@ -218,7 +222,7 @@ def _index(node: list[Any], part: str, key: str) -> int:
 
 
 def _expand_model(tree: Tree, origins: dict[str, str], start: ModelSpec | None = None) -> None:
-    """Lay the user's keys over the preset's sizes over the family's structure; or over the model a run starts from."""
+    """Merge the user's model keys over the preset's sizes and the family's structure, or over the `init_from` model."""
     user = tree.get("model")
     if start is not None and (user is None or (isinstance(user, dict) and not user.keys() & {"preset", "family"})):
         _expand_start(tree, origins, start)
@@ -240,15 +244,15 @@ def _expand_model(tree: Tree, origins: dict[str, str], start: ModelSpec | None =
         row = PRESETS[preset] | {"preset": preset}
     family = user.get("family", row.get("family"))
     base = FAMILIES[family].defaults if isinstance(family, str) and family in FAMILIES else {}
-    tree["model"] = _laid_over(base | row, user) | ({"preset": preset} if preset is not None else {})
+    tree["model"] = _merge_model(base | row, user) | ({"preset": preset} if preset is not None else {})
     for source, label in ((row, f"preset {preset}"), (base, f"family {family}")):
         for key, _ in flatten(source, "model"):
             if key != "model.preset":
                 origins.setdefault(key, label)
 
 
-def _laid_over(model: Tree, user: Tree) -> Tree:
-    """A model with the user's keys; of its sections that have many keys, those the user gives."""
+def _merge_model(model: Tree, user: Tree) -> Tree:
+    """Merge the user's keys over a model's keys. The nested sections `moe` and `retrieval` are merged key by key."""
     merged = model | user
     for section in ("moe", "retrieval"):
         if isinstance(model.get(section), dict) and isinstance(user.get(section), dict):
@@ -257,7 +261,10 @@ def _laid_over(model: Tree, user: Tree) -> Tree:
 
 
 def _start(tree: Tree, origins: dict[str, str]) -> ModelSpec | None:
-    """The model a run starts from; where that is gone, as the run itself remembers it, which is all a resume needs."""
+    """Return the model that `init_from` names, or None.
+
+    If its files are gone, the model recorded in the run directory is used: a resume needs nothing else.
+    """
     where = tree.get("init_from")
     if not isinstance(where, str):
         return None
@@ -273,7 +280,7 @@ def _start(tree: Tree, origins: dict[str, str]) -> ModelSpec | None:
 
 def _expand_start(tree: Tree, origins: dict[str, str], start: ModelSpec) -> None:
     base = start.model_dump(mode="json", exclude_none=True)
-    tree["model"] = _laid_over(base, tree.get("model") or {})
+    tree["model"] = _merge_model(base, tree.get("model") or {})
     from_hub = str(tree.get("init_from")).startswith(HF)
     for key, _ in flatten(base, "model"):
         converted = from_hub and key == "model.moe.balance_loss"
@@ -281,7 +288,7 @@ def _expand_start(tree: Tree, origins: dict[str, str], start: ModelSpec) -> None
 
 
 def _derive(tree: Tree, origins: dict[str, str]) -> None:
-    """Fill in what follows from other keys. Wrong types are left for the schema to name."""
+    """Fill in keys that follow from other keys, in place. Values of a wrong type are left for the schema to refuse."""
     model, data, train, optim = (tree.get(key) for key in ("model", "data", "train", "optim"))
     if isinstance(model, dict) and isinstance(data, dict):
         if data.get("seq_len") is None and _as_number(model.get("max_seq_len")) is not None:
@@ -291,7 +298,7 @@ def _derive(tree: Tree, origins: dict[str, str]) -> None:
             model["max_seq_len"] = data["seq_len"]
             origins["model.max_seq_len"] = "derived: data.seq_len"
         if (section := _task_section(model, data)) is not None and data.get(section) is None:
-            data[section] = {}  # all of its defaults
+            data[section] = {}
     if isinstance(optim, dict) and optim.get("min_lr") is None and (lr := _as_number(optim.get("lr"))) is not None:
         optim["min_lr"] = lr / 10
         origins["optim.min_lr"] = "derived: optim.lr / 10"
@@ -309,13 +316,14 @@ def _derive_layout(parallel: Tree, train: Any, data: Any, origins: dict[str, str
     if parallel.get("vpp") is None and parallel.get("schedule") in SEVERAL_STAGES:
         parallel["vpp"] = 2
         origins["parallel.vpp"] = "derived: parallel.schedule"
-    if parallel.get("reshard") is None:  # else parameters are gathered for each micro-batch
+    # With reshard, FSDP would all-gather the parameters again for each micro-batch.
+    if parallel.get("reshard") is None:
         parallel["reshard"] = False
         origins["parallel.reshard"] = "derived: parallel.pp"
 
 
 def _task_section(model: Tree, data: Tree) -> str | None:
-    """Return the section of `data` that says how this run's samples are made."""
+    """Return the section of `data` that describes this run's training samples."""
     kind = "retriever" if model.get("retrieval") is not None else model.get("architecture")
     fits = [task for task in TASKS.values() if kind in [fitting.name for fitting in task.architectures]]
     asked = [task for task in fits if task.name == data.get("task")]
@@ -323,7 +331,7 @@ def _task_section(model: Tree, data: Tree) -> str | None:
 
 
 def _auto_micro_batch(train: Any, data: Any, parallel: Tree) -> int:
-    """The largest divisor of a rank's share of the batch that stays within AUTO_MICRO_BATCH_TOKENS."""
+    """Return the largest divisor of a rank's share of the global batch with at most AUTO_MICRO_BATCH_TOKENS tokens."""
     numbers = [
         _as_number(train.get("global_batch") if isinstance(train, dict) else None),
         _as_number(data.get("seq_len") if isinstance(data, dict) else None),
@@ -331,10 +339,12 @@ def _auto_micro_batch(train: Any, data: Any, parallel: Tree) -> int:
         _as_number(parallel.get("dp_shard", 1)),
     ]
     if not all(number is not None and 1 <= number < 2**31 for number in numbers):
-        return 1  # another key is wrong, and will be named
+        # The schema refuses the wrong number later.
+        return 1
     batch, seq_len, *ranks = (int(number or 1) for number in numbers)
     ramp = train.get("batch_rampup") if isinstance(train, dict) else None
-    if isinstance(ramp, dict):  # a micro-batch has to divide every size the batch grows through
+    if isinstance(ramp, dict):
+        # The micro-batch has to divide every batch size of the ramp.
         steps = [_as_number(ramp.get(key)) for key in ("start", "increment")]
         batch = math.gcd(batch, *(int(step) for step in steps if step))
     share = max(1, batch // (ranks[0] * ranks[1]))
@@ -343,7 +353,7 @@ def _auto_micro_batch(train: Any, data: Any, parallel: Tree) -> int:
 
 
 def _shorthand_origin(key: str, origins: dict[str, str]) -> str | None:
-    """Where a value written in its short form came from: `model: gpt2`, `data: {train: corpus}`."""
+    """Return the origin of a value written as a shorthand, such as `model: gpt2` or `data: {train: corpus}`."""
     if key == "model.preset":
         return origins.get("model")
     if key == "cluster.storage.claim":
@@ -359,7 +369,8 @@ def _has_no_default(key: str) -> bool:
     for part in key.split("."):
         if part.isdigit():
             continue
-        field = None if model is None else model.model_fields.get(part)  # below a mapping there are no fields
+        # Below a mapping there are no fields.
+        field = None if model is None else model.model_fields.get(part)
         if field is None:
             return False
         model = section_of(field.annotation)
@@ -367,7 +378,7 @@ def _has_no_default(key: str) -> bool:
 
 
 def _as_number(value: Any) -> float | None:
-    """What the schema would read as a number, else None: a wrong value is left for the schema to name."""
+    """Return a value as the schema would read a number, or None. A wrong value is left for the schema to refuse."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:

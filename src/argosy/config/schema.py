@@ -1,6 +1,6 @@
-"""The run spec as types: what may be written in a run.yaml, with its defaults and one-line descriptions.
+"""The types of the run spec: every key of a run.yaml with its default and a one-line description.
 
-`argosy config schema` publishes it as JSON Schema (`config/json_schema.py`), and docs/run-spec.md is made from the same
+`argosy config schema` publishes them as JSON Schema (`config/json_schema.py`), and docs/run-spec.md is generated from the same
 descriptions.
 """
 
@@ -36,32 +36,32 @@ from argosy.tasks.registry import TaskSections
 
 
 class PrepareSpec(Section):
-    """How a corpus is made where it is not there yet, by `argosy data build` and the data stages of `argosy launch`."""
+    """The recipe `argosy data build` and the data stages of `argosy launch` follow to make a corpus that does not exist yet."""
 
-    fetch: str | None = Field(None, description="what `argosy data fetch` is asked for: slimpajama, owner/name, a URL")
-    config: str | None = Field(None, description="fetch: part of the data set, as en")
+    fetch: str | None = Field(None, description="data set for `argosy data fetch`: slimpajama, owner/name, a URL")
+    config: str | None = Field(None, description="fetch: configuration (subset) of the data set, for example en")
     split: str | None = Field(None, description="fetch: train, validation, train_small, …")
     sample: Positive | None = Field(None, description="fetch: only the first files of each split")
     revision: str | None = Field(None, description="fetch: branch, tag or commit")
     raw: str | None = Field(None, description="fetch: directory for the files; default: PATH.raw")
-    inputs: list[str] = Field([], description="files, globs or directories, where nothing is fetched")
+    inputs: list[str] = Field([], description="files, globs or directories, if nothing is fetched")
     key: str | None = Field(None, description="the JSON key or column that holds the text; default: the data set's own")
-    shards: Positive = Field(1, description="pairs of .bin/.idx to make; workers share the work by shards")
-    shuffle: Whole | None = Field(None, description="put the documents of each shard in the random order of this seed")
+    shards: Positive = Field(1, description=".bin/.idx pairs to write; workers divide the work by shards")
+    shuffle: Whole | None = Field(None, description="shuffle the documents of each shard with this seed")
 
 
 class DataSource(Section):
     """One prepared corpus and its share of the blend."""
 
     path: str = Field(
-        description="a directory made by `argosy data prepare`, a Megatron prefix (without .bin/.idx), or a URL of the former"
+        description="a directory made by `argosy data prepare`, a URL of one, or a Megatron prefix (without .bin/.idx)"
     )
     weight: PositiveNumber | None = Field(
         None, description="relative weight; give it for all sources or for none (none: by token count)"
     )
-    cache: str | None = Field(None, description="for a URL: the local directory its blocks are kept in")
-    cache_limit: Bytes | None = Field(None, description="for a URL: the most that directory may take, as 200GB")
-    prepare: PrepareSpec | None = Field(None, description="how it is made; without it the corpus must be there")
+    cache: str | None = Field(None, description="for a URL: local directory that caches its blocks")
+    cache_limit: Bytes | None = Field(None, description="for a URL: maximum size of the cache, for example 200GB")
+    prepare: PrepareSpec | None = Field(None, description="how to make the corpus; without it the corpus must exist")
 
 
 class CorporaSpec(Section):
@@ -77,48 +77,55 @@ class CorporaSpec(Section):
     )
     order: Literal["argosy", "megatron"] = Field(
         "argosy",
-        description="of samples: ours needs no index; megatron's is bit-exact to its GPTDataset and blends, and splits by sequence",
+        description="order of samples. argosy: needs no index. megatron: bit-exact to its GPTDataset and blends, and splits by "
+        "sequence",
     )
-    order_cache: str | None = Field(None, description="a directory that keeps megatron's shuffled order between starts")
+    order_cache: str | None = Field(None, description="a directory that caches megatron's shuffle index between starts")
     mask_eod: bool = Field(False, description="take no loss on the first token of a document that follows another")
     fim: FimSpec | None = Field(None, description="fill-in-the-middle, on training samples")
-    document_mask: bool = Field(False, description="attention does not cross the end of a document inside a sample")
+    document_mask: bool = Field(False, description="attention does not cross document boundaries inside a sample")
     reset_positions: bool = Field(False, description="positions restart at each document inside a sample")
 
 
 class DataSpec(TaskSections, CorporaSpec):
-    """The corpus and how it is cut into samples: windows of the token stream for a decoder, and what `bert`, `t5` or
-    `ict` describe for the other models."""
+    """The corpora and how they become samples: windows of the token stream for a decoder; `bert`, `t5` or `ict` describe the
+    samples of the other models."""
 
-    seq_len: Positive = Field(description="tokens in a sample; the model's max_seq_len unless given")
+    seq_len: Positive = Field(description="sequence length: tokens in a sample; default: the model's max_seq_len")
 
 
 class RampupSpec(Section):
-    """A batch that grows: steps start small, and get larger by one increment after each equal share of the samples."""
+    """Batch size ramp-up: the batch size grows by one increment after each equal share of `samples`."""
 
-    start: Positive = Field(description="samples in the first step")
-    increment: Positive = Field(description="samples by which steps grow")
-    samples: Count = Field(description="consumed when the batch has its full size")
+    start: Positive = Field(description="batch size of the first step")
+    increment: Positive = Field(description="samples by which the batch size grows each time")
+    samples: Count = Field(description="samples over which the batch size reaches global_batch")
 
 
 class TrainSpec(Section):
-    """How long and how large. Exactly one of steps, tokens, samples and epochs says how long."""
+    """Batch size, length and precision of training. Exactly one of steps, tokens, samples and epochs sets the length."""
 
-    global_batch: Positive = Field(description="samples in one optimiser step, over all devices")
-    batch_rampup: RampupSpec | None = Field(None, description="smaller steps at first, growing to global_batch")
+    global_batch: Positive = Field(
+        description="global batch size: samples in one optimiser step, over all ranks; gradient accumulation steps = "
+        "global_batch / (micro_batch x data-parallel ranks)"
+    )
+    batch_rampup: RampupSpec | None = Field(None, description="batch size ramp-up: smaller batches first")
     steps: Count | None = Field(None, description="optimiser steps")
-    tokens: Count | None = Field(None, description="tokens, as 20B; rounded up to whole steps")
+    tokens: Count | None = Field(None, description="tokens, for example 20B; rounded up to whole steps")
     samples: Count | None = Field(None, description="samples; rounded up to whole steps")
     epochs: PositiveNumber | None = Field(None, description="passes over the training split")
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = Field(
-        "auto", description="of products and parameters; masters stay 32-bit. auto: bf16 on a GPU, fp32 on a CPU"
+        "auto",
+        description="mixed precision: type of matmuls and parameters; master weights stay fp32. auto: bf16 on a GPU, fp32 on a CPU",
     )
     z_loss: NotNegative = Field(
-        0.0, description="weight of the square of log(sum of exp(logits)), which keeps logits from drifting, as 1e-4"
+        0.0, description="weight of the z-loss, logsumexp(logits)^2, which keeps logits from drifting; for example 1e-4"
     )
-    seed: Whole = Field(1234, description="of initialisation, sample order and dropout")
+    seed: Whole = Field(1234, description="seed of initialisation, sample order and dropout")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU if there is one")
-    deterministic: bool = Field(True, description="only algorithms that give the same bits each time")
+    deterministic: bool = Field(
+        True, description="use only deterministic algorithms, which give the same bits each time"
+    )
 
     @property
     def batches(self) -> Batches:
@@ -135,14 +142,15 @@ class TrainSpec(Section):
 
 
 class MuonSpec(Section):
-    """Muon, for the matrices inside the layers; everything else is AdamW's, with the keys beside this section."""
+    """Muon for the matrices inside the layers. AdamW updates all other parameters, with the other keys of `optim`."""
 
-    momentum: Fraction = Field(0.95, description="share of the momentum that is kept at each step")
-    nesterov: bool = Field(True, description="look ahead by one step")
+    momentum: Fraction = Field(0.95, description="momentum coefficient")
+    nesterov: bool = Field(True, description="Nesterov momentum")
     ns_steps: Annotated[int, Field(ge=1, le=99), NotBool] = Field(5, description="Newton-Schulz iterations")
     lr_scaling: Literal["match_rms_adamw", "original"] = Field(
         "match_rms_adamw",
-        description="the learning rate times 0.2 sqrt(max(out, in)), so that AdamW's serves; or times sqrt(max(1, out / in))",
+        description="match_rms_adamw: lr x 0.2 sqrt(max(out, in)), so AdamW's learning rate can be used; original: lr x "
+        "sqrt(max(1, out / in))",
     )
 
 
@@ -150,98 +158,108 @@ class OptimSpec(Section):
     """The optimiser and its learning-rate schedule."""
 
     name: Literal["adamw", "muon"] = Field("adamw", description="optimiser")
-    muon: MuonSpec | None = Field(None, description="with `name: muon`")
+    muon: MuonSpec | None = Field(None, description="Muon's own keys, with `name: muon`")
     lr: PositiveNumber = Field(description="peak learning rate")
-    min_lr: NotNegative = Field(description="final learning rate; lr / 10 unless given")
+    min_lr: NotNegative = Field(description="final learning rate; default: lr / 10")
     warmup: DurationOrNone = Field(
-        Duration(0.0, "steps"), description="linear rise to the peak, as 200ba or 300M tokens"
+        Duration(0.0, "steps"), description="linear warmup to the peak, for example 200ba or 300M tokens"
     )
     warmup_init: NotNegative | None = Field(
         None,
-        description="learning rate of the first step; the step after the warm-up then has the peak, as Megatron's. Unless "
-        "given, the first step has lr / warmup steps, and the last one of the warm-up the peak",
+        description="learning rate of the first step; the peak is then reached at the step after the warmup, as in Megatron. "
+        "Default: the first step has lr / warmup steps, and the last warmup step has the peak",
     )
     schedule: Literal["cosine", "linear", "constant", "inverse_sqrt", "wsd"] = Field(
-        "cosine", description="from the peak to min_lr; wsd: stay at the peak, then fall over the last `decay`"
+        "cosine",
+        description="decay from the peak to min_lr; wsd (warmup-stable-decay): stay at the peak, then decay over the last `decay`",
     )
-    decay: DurationOrNull = Field(None, description="wsd: how long the fall is, as 2000ba or 10B tokens")
+    decay: DurationOrNull = Field(None, description="wsd: length of the decay, for example 2000ba or 10B tokens")
     decay_end: DurationOrNull = Field(
         None,
-        description="how far into training the learning rate reaches min_lr, before the run's end or after it; it stays there. "
-        "Unless given, the run's last step has min_lr",
+        description="point of training at which the learning rate reaches min_lr and stays there, before or after the end of the "
+        "run. Default: the last step of the run",
     )
     decay_shape: Literal["linear", "cosine", "sqrt", "exponential"] | None = Field(
-        None, description="wsd: how it falls; linear unless given. sqrt: 1 - sqrt(x); exponential: 2 x 0.5^x - 1"
+        None, description="wsd: shape of the decay; default: linear. sqrt: 1 - sqrt(x); exponential: 2 x 0.5^x - 1"
     )
-    betas: tuple[Fraction, Fraction] = Field((0.9, 0.95), description="Adam's decay rates")
+    betas: tuple[Fraction, Fraction] = Field((0.9, 0.95), description="Adam's betas")
     eps: PositiveNumber = Field(1e-8, description="Adam's epsilon")
-    weight_decay: NotNegative = Field(0.1, description="on matrices and embeddings")
+    weight_decay: NotNegative = Field(0.1, description="weight decay of matrices and embeddings")
     no_decay: list[str] = Field(
-        [], description="further parameters without decay, as name patterns; one that matches nothing is an error"
+        [],
+        description="name patterns of further parameters without weight decay; a pattern that matches nothing is an error",
     )
     lr_scale: dict[str, PositiveNumber] = Field(
-        {}, description="learning-rate factors by name pattern, as {embed.*: 0.1}; the first that matches counts"
+        {}, description="learning-rate factors by name pattern, for example {embed.*: 0.1}; the first match is used"
     )
-    clip: PositiveNumber | None = Field(1.0, description="largest gradient norm; null: no clipping")
+    clip: PositiveNumber | None = Field(1.0, description="gradient clipping: largest gradient norm; null: no clipping")
 
 
 class EvalSpec(Section):
     """Evaluation on the validation split while training. `eval: off` turns it off."""
 
     every: DurationField = Field(Duration(100.0, "steps"), description="how often")
-    batches: Whole = Field(10, description="global batches each time")
+    batches: Whole = Field(10, description="global batches in one evaluation")
 
 
 class CheckpointSpec(Section):
-    """Saving. A last checkpoint is always written at the end and on SIGTERM or Ctrl-C."""
+    """Checkpointing. A last checkpoint is always saved at the end and on SIGTERM or Ctrl-C."""
 
     every: DurationOrAuto = Field(
-        Duration(500.0, "steps"), description="how often; auto: as often as loses least time, sqrt(2 x stall x mtbf)"
+        Duration(500.0, "steps"),
+        description="how often; auto: the interval that loses least time, sqrt(2 x stall x mtbf)",
     )
-    mtbf: TimeField = Field(Duration(86400.0, "seconds"), description="with `every: auto`: time between failures")
+    mtbf: TimeField = Field(
+        Duration(86400.0, "seconds"), description="with `every: auto`: mean time between failures (MTBF)"
+    )
     mode: Literal["async", "sync"] = Field(
-        "async", description="async: training waits for a copy in memory only, and files are written beside it"
+        "async",
+        description="async: training waits only for a copy in memory, and the files are written in the background",
     )
-    keep: Positive = Field(3, description="newest checkpoints to keep")
-    keep_every: Positive | None = Field(None, description="keep those too whose step is a multiple of this")
-    max_failures: Positive = Field(5, description="saves that may fail in a row before the run is stopped")
+    keep: Positive = Field(3, description="number of newest checkpoints to keep")
+    keep_every: Positive | None = Field(None, description="also keep checkpoints whose step is a multiple of this")
+    max_failures: Positive = Field(5, description="consecutive failed saves before the run stops")
 
 
 class ParallelSpec(Section):
-    """The layout. `parallel: auto` (or leaving a key out) lets Argosy choose."""
+    """The parallel layout. `parallel: auto` (or leaving a key out) lets Argosy choose."""
 
-    dp_replicate: Positive = Field(1, description="replicas of the model")
-    dp_shard: Positive = Field(1, description="ranks each replica's state is sharded over (FSDP)")
-    tp: Positive = Field(1, description="tensor parallel ranks")
+    dp_replicate: Positive = Field(1, description="data parallelism: replicas of the model (DDP; with dp_shard, HSDP)")
+    dp_shard: Positive = Field(
+        1, description="ranks that shard parameters, gradients and optimiser state of each replica (FSDP)"
+    )
+    tp: Positive = Field(1, description="tensor-parallel ranks")
     sp: bool = Field(
-        True, description="with tp: spread by tokens what tp does not cut: norms, dropout and the residual stream"
+        True, description="sequence parallelism, with tp: shard norms, dropout and the residual stream by tokens"
     )
-    pp: Positive = Field(
-        1, description="pipeline ranks: each has consecutive layers, and passes on what it made of them"
-    )
+    pp: Positive = Field(1, description="pipeline-parallel ranks: each holds consecutive layers")
     schedule: Literal["gpipe", "1f1b", "interleaved-1f1b", "zbv", "dualpipev"] = Field(
-        "1f1b", description="with pp: in which order ranks work on the micro-batches of a step"
+        "1f1b", description="with pp: pipeline schedule, the order in which ranks process the micro-batches of a step"
     )
     vpp: Positive = Field(
-        1, description="with pp: stages each rank holds; 2 unless given for schedules that need several"
+        1,
+        description="with pp: virtual pipeline stages on each rank; default: 2 for schedules that need several, else 1",
     )
-    cp: Positive = Field(1, description="context parallel ranks")
+    cp: Positive = Field(1, description="context-parallel ranks")
     cp_kind: Literal["allgather", "ulysses"] = Field(
-        "allgather", description="with cp: gather all keys and values, or swap tokens for heads around attention"
+        "allgather",
+        description="with cp: all-gather keys and values, or exchange tokens for heads around attention (all-to-all)",
     )
-    ep: Positive = Field(1, description="expert parallel ranks")
+    ep: Positive = Field(1, description="expert-parallel ranks")
     reshard: bool = Field(
         True,
-        description="with dp_shard: let go of a block's gathered parameters after its forward pass, or keep them; "
-        "false unless given with pp, where every micro-batch would gather them again",
+        description="with dp_shard: free a block's all-gathered parameters after its forward pass (FSDP's reshard_after_forward); "
+        "default with pp: false, because every micro-batch would all-gather them again",
     )
     reduce: Literal["fp32", "bf16"] = Field(
-        "fp32", description="of gradients while they are summed over data-parallel ranks"
+        "fp32", description="type of gradients while they are reduced over data-parallel ranks"
     )
-    micro_batch: Positive = Field(description="samples in one forward pass on one rank")
+    micro_batch: Positive = Field(
+        description="micro-batch size: samples in one forward pass on one rank; gradient accumulation does the rest of global_batch"
+    )
     recompute: Literal["none", "selective", "full"] = Field(
         "none",
-        description="what the backward pass makes again instead of keeping it: nothing, the cheap operations, whole blocks",
+        description="activation checkpointing: what the backward pass recomputes; nothing, the cheap operations, or whole blocks",
     )
     compile: Literal["off", "block", "model"] = Field(
         "off",
@@ -249,8 +267,8 @@ class ParallelSpec(Section):
     )
     graph: Literal["auto", "off"] = Field(
         "auto",
-        description="record the kernels of a pass once and start them as a whole: one GPU, no dropout, no document mask, compile "
-        "off, and only where the host is slower than the GPU; off: start them one by one",
+        description="CUDA graph: capture the kernels of a pass once and launch them together, if the step is launch-bound; needs "
+        "one GPU, no dropout, no document mask, compile off. off: launch kernels one by one",
     )
 
     @property
@@ -272,21 +290,21 @@ class RunSpec(Section):
     model: ModelSpec = Field(description="a preset's name, or its keys, or a preset and keys that change it")
     init_from: str | None = Field(
         None,
-        description="weights to start from: hf:DIR, a run, a checkpoint of one, or an imported model; `model:` may be left out",
+        description="weights to start from: hf:DIR, a run, a checkpoint of one, or an imported model; `model:` can be omitted",
     )
     data: DataSpec = Field(description="the corpus")
-    train: TrainSpec = Field(description="batch and length")
-    optim: OptimSpec = Field(description="optimiser")
-    parallel: ParallelSpec = Field(description="the layout, or `auto`")
+    train: TrainSpec = Field(description="batch size, length and precision")
+    optim: OptimSpec = Field(description="optimiser and learning-rate schedule")
+    parallel: ParallelSpec = Field(description="the parallel layout, or `auto`")
     eval: EvalSpec | None = Field(EvalSpec(), description="evaluation while training, or `off`")
-    checkpoint: CheckpointSpec = Field(CheckpointSpec(), description="saving")
+    checkpoint: CheckpointSpec = Field(CheckpointSpec(), description="checkpointing")
     log: LogSpec = Field(LogSpec(), description="logging")
-    fault: FaultSpec = Field(FaultSpec(), description="what is done about ranks that die or stand still")
+    fault: FaultSpec = Field(FaultSpec(), description="reaction to ranks that die or hang")
     guard: GuardSpec | None = Field(
-        GuardSpec(), description="what is done about steps with bad numbers: skipped, then rewound, or `off`"
+        GuardSpec(), description="reaction to loss spikes and NaN: skip the step, then rewind; or `off`"
     )
-    cluster: ClusterSpec | None = Field(None, description="where `argosy launch` starts it")
+    cluster: ClusterSpec | None = Field(None, description="where `argosy launch` starts the run")
 
 
-# Required once resolved, but filled in from other keys when the user leaves them out.
+# Keys that a resolved spec must have, but that users can omit: they are derived from other keys.
 DERIVED_KEYS = {"ParallelSpec": ["micro_batch"], "DataSpec": ["seq_len"], "OptimSpec": ["min_lr"]}

@@ -1,7 +1,7 @@
-"""A run spec without its secrets: what is stored, shown and sent about a run.
+"""Redaction of secrets in a run spec before it is stored, shown or sent to a sink.
 
-Secrets belong in the environment (`env:NAME`, or what a library reads by itself). Where a spec holds one all the same, the run uses it, and
-only it: every copy of the spec has `***` in its place. That changes no number, so that a resume compares what is left.
+Secrets belong in the environment (`env:NAME`, or the variables a library reads by itself). If a spec holds a secret anyway, the
+run uses it, and every copy of the spec has `***` in its place. Redaction changes no number, so a resume can compare the copies.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from argosy.config.yaml_reader import parse_yaml
 from argosy.echo import CUT, address_only, names_secret, redact, redact_address
 from argosy.errors import ArgosyError
 
-WEBHOOK = "log.alerts.webhook"  # whoever has the address can post to it
+# A secret: anyone who knows the address can post to it.
+WEBHOOK = "log.alerts.webhook"
 _VARIABLES = "cluster.env."
-# Names, paths and addresses: a folder called `disk-0000-…` is no key, and later commands read them from the copy.
+# Names, paths and addresses. Only credentials inside a URL are redacted here: a folder named `disk-0000-…` is not an API key,
+# and later commands read these values from the copy.
 _ADDRESSES = ("name", "runs_dir", "init_from", "data.")
 
 
 def without_secrets(tree: Any, key: str = "") -> Any:
-    """A tree of plain values, as `RunSpec.model_dump(mode="json")` gives it, with `***` in place of secrets."""
+    """Return a tree of plain values, such as `RunSpec.model_dump(mode="json")`, with `***` in place of secrets."""
     if isinstance(tree, dict):
         return {name: without_secrets(value, f"{key}.{name}" if key else str(name)) for name, value in tree.items()}
     if isinstance(tree, list):
@@ -37,8 +39,11 @@ def without_secrets(tree: Any, key: str = "") -> Any:
 
 
 def source_without_secrets(text: str) -> str:
-    """The text of a run spec as it was written, with `***` in place of secrets. One whose secrets cannot be found in the text, as they are
-    written with escapes or over several lines, is given as plain values instead."""
+    """Return the text of a run spec with `***` in place of secrets.
+
+    If a secret is written with escapes or over several lines, it cannot be found in the text. The result is then JSON of the
+    parsed values.
+    """
     try:
         tree = parse_yaml(text, "run.yaml")[0]
     except ArgosyError:
@@ -56,7 +61,7 @@ def source_without_secrets(text: str) -> str:
 
 
 def _replaced(tree: Any, clean: Any) -> Iterator[tuple[str, str]]:
-    """(secret value, what stands in its place) of every leaf that differs."""
+    """Yield (secret value, replacement) for every leaf that differs."""
     if isinstance(tree, dict):
         for name, value in tree.items():
             yield from _replaced(value, clean[name])

@@ -1,4 +1,4 @@
-"""The run spec and the presets as text or JSON, for `argosy config`."""
+"""The output of `argosy config`: the run spec and the presets as text or JSON."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def resolved(path: Path | None, overrides: Sequence[str], as_json: bool) -> str:
         "active_parameters": counts.active,
         "flops_per_token": flops,
         "flops_convention": FLOPS_CONVENTION,
-        "tokens_per_step": spec.train.global_batch * spec.data.seq_len,  # once the batch has grown, where it does
+        # With a batch ramp: the tokens at full batch size.
+        "tokens_per_step": spec.train.global_batch * spec.data.seq_len,
         "steps": steps,
     }
     if as_json:
@@ -100,7 +101,7 @@ def _model_row(name: str) -> dict[str, Any]:
 
 
 def _size(count: int) -> str:
-    """Three figures, and no fewer than the label a preset carries: 65 M, 356 M, 1.32 B."""
+    """Format a parameter count with at least three significant digits, like the labels of presets: 65 M, 356 M, 1.32 B."""
     millions = count / 1e6
     return f"{millions:,.0f} M" if millions < 1000 else f"{millions / 1000:,.4g} B"
 

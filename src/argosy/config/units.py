@@ -1,7 +1,7 @@
-"""Amounts as people write them: `500ba` (optimiser steps), `20B` (tokens), `2ep`, `10000sp` (samples), `30min`.
+"""Units of the run spec: durations such as `500ba` (optimiser steps), `20B` (tokens), `2ep`, `10000sp` (samples), `30min`.
 
-A duration is kept as an amount and a unit. It becomes a number of steps only where the batch, the sequence length and
-the size of the data are known.
+A duration is stored as an amount and a unit. It is converted to steps only where the batch size, the sequence length and the size
+of the data are known.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Duration:
         return amount + {"steps": "ba", "tokens": "tok", "epochs": "ep", "samples": "sp", "seconds": "s"}[self.unit]
 
     def samples(self, *, seq_len: int, epoch_samples: int | None = None) -> int | None:
-        """Samples that cover this duration (rounded up), or None where the unit is steps or time."""
+        """Number of samples that cover this duration, rounded up, or None if the unit is steps or time."""
         if self.unit == "samples":
             return math.ceil(self.amount)
         if self.unit == "tokens":
@@ -50,7 +50,7 @@ class Duration:
         return None
 
     def exact_samples(self, batches: Batches, *, seq_len: int, epoch_samples: int | None = None) -> float | None:
-        """Samples in this duration, not rounded, or None where the unit is time or the epoch's size is not known."""
+        """Number of samples in this duration, not rounded, or None if the unit is time or the epoch's size is not known."""
         if self.unit == "steps":
             return batches.samples(math.ceil(self.amount))
         if self.unit == "tokens":
@@ -62,8 +62,11 @@ class Duration:
     def steps(
         self, batches: Batches, *, seq_len: int, epoch_samples: int | None = None, until: int | None = None
     ) -> int | None:
-        """Optimiser steps that cover this duration (rounded up), or None where the unit is time: the first of a run, or
-        the last of one of `until` steps, which take more samples each where the batch grows."""
+        """Number of optimiser steps that cover this duration, rounded up, or None if the unit is time.
+
+        The steps are the first ones of a run, or the last ones of a run of `until` steps. With a batch ramp the last steps have
+        more samples.
+        """
         if self.unit == "steps":
             return math.ceil(self.amount)
         samples = self.samples(seq_len=seq_len, epoch_samples=epoch_samples)
@@ -73,7 +76,7 @@ class Duration:
 
 
 def parse_count(value: Any) -> Any:
-    """`20B` -> 20_000_000_000. Numbers pass through; what is not a count is left for the schema to refuse."""
+    """Parse a count: `20B` -> 20_000_000_000. Numbers pass through; other types are left for the schema to refuse."""
     if isinstance(value, str):
         match = _COUNT.fullmatch(value.strip())
         if match is None:
@@ -106,14 +109,15 @@ def parse_duration(value: Any) -> Duration:
         return _positive(Duration(amount * _SECONDS[suffix], "seconds"))
     unit = {"ba": "steps", "tok": "tokens", "ep": "epochs", "sp": "samples"}.get(suffix)
     if unit is None:
-        unit = "tokens" if multiple else "steps"  # a bare 500 is steps; a bare 20B can only be tokens
+        # A bare 500 is steps. A bare 20B can only be tokens.
+        unit = "tokens" if multiple else "steps"
     if unit == "steps" and amount != int(amount):
         raise ValueError("a number of steps must be whole")
     return _positive(Duration(amount, unit))
 
 
 def parse_time(value: Any) -> Duration:
-    """As `parse_duration`, of the clock."""
+    """Parse a wall-clock duration: `30min`, `12h`, `7d`."""
     duration = parse_duration(value)
     if duration.unit != "seconds":
         raise ValueError("not a time: write 30min, 12h or 7d")
@@ -121,14 +125,14 @@ def parse_time(value: Any) -> Duration:
 
 
 def parse_duration_or_none(value: Any) -> Duration:
-    """As `parse_duration`, but 0 is allowed (no warm-up)."""
+    """Parse a duration that may be 0 (no warmup)."""
     if not isinstance(value, bool) and value in (0, "0", "0ba"):
         return Duration(0.0, "steps")
     return parse_duration(value)
 
 
 def parse_seconds(value: Any) -> Any:
-    """`45s`, `2min`; a bare number is seconds."""
+    """Parse seconds: `45s`, `2min`. A bare number is seconds."""
     if not isinstance(value, str):
         return refuse_bool(value)
     duration = parse_duration(value if value.strip()[-1:].isalpha() else f"{value}s")
@@ -138,21 +142,21 @@ def parse_seconds(value: Any) -> Any:
 
 
 def _number(text: str) -> Decimal:
-    """Exact, so that 16.1K is 16,100 and not a little less."""
+    """Parse a number as a Decimal, so that 16.1K is exactly 16,100 and not a little less."""
     number = Decimal(text.replace("_", "").replace(",", ""))
     if number.adjusted() > 18:
-        raise ValueError("larger than anything that can be trained")
+        raise ValueError("the number is too large: it must be below 10^19")
     return number
 
 
 def _positive(duration: Duration) -> Duration:
     if duration.amount <= 0:
-        raise ValueError("must be more than nothing")
+        raise ValueError("must be more than 0")
     return duration
 
 
 def parse_bytes(value: Any) -> Any:
-    """`200GB` -> 200_000_000_000, `64MiB` -> 67_108_864."""
+    """Parse a size in bytes: `200GB` -> 200_000_000_000, `64MiB` -> 67_108_864."""
     if not isinstance(value, str):
         return refuse_bool(value)
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", value.strip(), re.IGNORECASE)
@@ -163,17 +167,18 @@ def parse_bytes(value: Any) -> Any:
 
 
 def refuse_bool(value: Any) -> Any:
-    """Python counts True as 1; a run spec that says `layers: yes` is a mistake, not one layer."""
+    """Raise for a boolean. Python counts True as 1, but `layers: true` in a run spec is a mistake, not one layer."""
     if isinstance(value, bool):
         raise ValueError("a number was expected, not true or false")
     return value
 
 
-# Bounds stand inside, before the validator, so that the JSON Schema has them too.
+# The bounds come before the validator, so that they are in the JSON Schema too.
 NotBool = BeforeValidator(refuse_bool)
 Whole = Annotated[int, Field(ge=0, lt=2**63), NotBool]
 Positive = Annotated[int, Field(ge=1, le=2**31), NotBool]
-Depth = Annotated[int, Field(ge=1, le=10_000), NotBool]  # of a stack of layers
+# The number of layers of a model.
+Depth = Annotated[int, Field(ge=1, le=10_000), NotBool]
 PositiveNumber = Annotated[float, Field(gt=0), NotBool]
 NotNegative = Annotated[float, Field(ge=0), NotBool]
 Fraction = Annotated[float, Field(ge=0, lt=1), NotBool]

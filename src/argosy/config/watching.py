@@ -1,4 +1,4 @@
-"""What a run says about itself, and to whom: the `log` section of the run spec."""
+"""The `log` section of the run spec: metrics, sinks and alerts."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from argosy.config.units import Duration, DurationField, NotBool, NotNegative, P
 
 
 def _address(value: str) -> str:
-    """An address of a server. Passwords belong in the environment: the run spec is copied to every sink."""
+    """Validate the address of a server. It may hold no password, because the run spec is copied to every sink."""
     if value.startswith("env:") and len(value) > 4:
         return value
     parts = urlsplit(value)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError("it is not the address of a server: write http://host:port or https://host, or env:NAME")
     if parts.username or parts.password:
-        raise ValueError("it holds a user name or password: leave them to the environment, as the guide describes")
+        raise ValueError("it contains a user name or password: set them in the environment, as the guide describes")
     return value
 
 
 def _listener(value: str) -> str:
     host, _, port = value.rpartition(":")
     if not port.isdigit() or not 0 <= int(port) < 65536:
-        raise ValueError("it is not a port: write 9464, or 0.0.0.0:9464 to be reached from other machines")
+        raise ValueError("it is not a port: write 9464, or 0.0.0.0:9464 to listen for other machines")
     return f"{host or '127.0.0.1'}:{port}"
 
 
@@ -35,23 +35,24 @@ Listener = Annotated[str, Field(coerce_numbers_to_str=True), AfterValidator(_lis
 
 
 class SinksSpec(Section):
-    """Where the record of a run goes besides its directory. Each is independent of the others, and none can stop training."""
+    """Tools that receive the metrics of a run besides its directory. Sinks are independent, and none can stop training."""
 
-    tensorboard: bool = Field(False, description="event files in the run directory's tensorboard/")
+    tensorboard: bool = Field(False, description="TensorBoard event files in the run directory's tensorboard/")
     wandb: str | None = Field(
-        None, description="a project of Weights & Biases, or entity/project; WANDB_API_KEY and WANDB_MODE count"
+        None, description="Weights & Biases project, or entity/project; WANDB_API_KEY and WANDB_MODE are read"
     )
     mlflow: Address | None = Field(
         None,
-        description="an MLflow tracking server, as http://host:5000; MLFLOW_TRACKING_TOKEN or _USERNAME and _PASSWORD count",
+        description="MLflow tracking server, for example http://host:5000; MLFLOW_TRACKING_TOKEN or _USERNAME and _PASSWORD are read",
     )
-    mlflow_experiment: str = Field("argosy", description="the experiment there")
+    mlflow_experiment: str = Field("argosy", description="MLflow experiment")
     prometheus: Listener | None = Field(
-        None, description="the port Prometheus finds the latest figures on, as 9464; host:port for other interfaces"
+        None,
+        description="port on which Prometheus scrapes the latest metrics, for example 9464; host:port for other interfaces",
     )
     otel: Address | None = Field(
         None,
-        description="an OpenTelemetry collector (OTLP over HTTP), as http://host:4318; OTEL_EXPORTER_OTLP_HEADERS counts",
+        description="OpenTelemetry collector (OTLP over HTTP), for example http://host:4318; OTEL_EXPORTER_OTLP_HEADERS is read",
     )
 
     @property
@@ -60,28 +61,29 @@ class SinksSpec(Section):
 
 
 class AlertsSpec(Section):
-    """When a run speaks up. Alerts are events in events.jsonl and lines on the console."""
+    """Thresholds of alerts. An alert is an event in events.jsonl and a line on the console."""
 
     webhook: Address | None = Field(
-        None, description="an address each alert is posted to as JSON; env:NAME takes it from the environment"
+        None, description="URL that receives each alert as JSON (POST); env:NAME reads it from the environment"
     )
-    slow_rank: NotNegative = Field(0.12, description="a rank whose own work takes longer than the median by this share")
-    throughput_drop: NotNegative = Field(0.25, description="tokens/s below the run's usual figure by this share")
-    spike: PositiveNumber = Field(6.0, description="standard deviations of the loss above its recent mean")
+    slow_rank: NotNegative = Field(0.12, description="straggler: share by which a rank's own work exceeds the median")
+    throughput_drop: NotNegative = Field(0.25, description="share by which tokens/s is below the run's usual value")
+    spike: PositiveNumber = Field(6.0, description="loss spike: standard deviations above the recent mean")
     stall_s: PositiveNumber = Field(
         600.0,
-        description="seconds in one phase of a step, and four times the longest it took so far; three times as many where none is known",
+        description="seconds in one phase of a step, if that is also four times its longest so far; three times as many if no time "
+        "is known yet",
     )
-    disk_gib: NotNegative = Field(2.0, description="free GiB left where the run directory lies")
+    disk_gib: NotNegative = Field(2.0, description="free GiB on the disk of the run directory")
 
 
 class LogSpec(Section):
-    """What goes to metrics.jsonl, to the console, and to the tools people already have."""
+    """Metrics in metrics.jsonl and on the console, sinks and alerts."""
 
     every: DurationField = Field(Duration(10.0, "steps"), description="how often")
     price: PositiveNumber | None = Field(
         None,
-        description="US dollars an hour of all the machines of the run, for the cost so far; default: the list price of cluster.instance",
+        description="US dollars per hour of all machines of the run, for the cost so far; default: the list price of cluster.instance",
     )
     sinks: SinksSpec = Field(SinksSpec(), description="other tools")
-    alerts: AlertsSpec = Field(AlertsSpec(), description="when to speak up")
+    alerts: AlertsSpec = Field(AlertsSpec(), description="alert thresholds")

@@ -1,8 +1,8 @@
-"""Reading YAML safely and predictably, with the line of every value.
+"""A safe and predictable YAML reader that keeps the line of every value.
 
-PyYAML follows YAML 1.1, where `no` is false, `1e-4` is a string, `010` is eight and `12:30` is 750. Here only `true`
-and `false` are booleans, numbers are what Python and JSON call numbers, and all else is text; the schema then decides
-what a key accepts. Repeated keys are refused. Nothing but plain data can be built.
+PyYAML follows YAML 1.1, where `no` is false, `1e-4` is a string, `010` is eight and `12:30` is 750. Here only `true` and `false`
+are booleans, numbers are written as in Python and JSON, and everything else is text. The schema then decides what a key accepts.
+Repeated keys are refused. Only plain data can be constructed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import yaml
 from argosy.errors import ArgosyError
 
 MAX_BYTES = 1 << 20
-MAX_VALUES = 20_000  # aliases can make a small file describe a huge tree
+# YAML aliases can make a small file describe a huge tree.
+MAX_VALUES = 20_000
 
 Lines = dict[str, int]
 
@@ -39,7 +40,7 @@ _resolve(
 
 
 def read_yaml(path: Path) -> tuple[Any, Lines]:
-    """The document, and the line number of every dotted key in it."""
+    """Return the document and the line number of every dotted key in it."""
     try:
         if path.stat().st_size > MAX_BYTES:
             raise ArgosyError(
@@ -64,7 +65,8 @@ def read_yaml(path: Path) -> tuple[Any, Lines]:
 def parse_yaml(text: str, name: str) -> tuple[Any, Lines]:
     try:
         loader = _Loader(text)
-        loader.name = name  # what its messages call the document
+        # PyYAML's messages call the document by this name.
+        loader.name = name
         node = loader.get_single_node()
     except (yaml.YAMLError, RecursionError) as error:
         raise ArgosyError("config.bad-yaml", str(error), fix="check indentation, quotes and colons") from None
@@ -75,16 +77,17 @@ def parse_yaml(text: str, name: str) -> tuple[Any, Lines]:
 
 
 def parse_value(text: str, name: str) -> Any:
-    """One value as written on a command line: `4`, `1e-4`, `[98, 2, 0]`, `{tp: 2}`, `some text`."""
+    """Parse one value as written on a command line: `4`, `1e-4`, `[98, 2, 0]`, `{tp: 2}`, `some text`."""
     return parse_yaml(text, name)[0] if text.strip() else ""
 
 
 class _Builder:
-    """Nodes to plain values, keeping lines and counting."""
+    """Converts YAML nodes to plain values. It records the line of each and counts them."""
 
     def __init__(self, loader: _Loader, name: str, lines: Lines) -> None:
         self.loader, self.name, self.lines, self.count = loader, name, lines, 0
-        self.inside: set[int] = set()  # nodes being built: an alias to one of them has no end
+        # Nodes under construction. An alias to one of them would be infinite.
+        self.inside: set[int] = set()
 
     def build(self, node: yaml.Node, key: str) -> Any:
         self.count += 1

@@ -1,1 +1,1 @@
-"""What a person sees in a terminal: progress, step lines, plots and number formats."""
+"""Terminal output for people: progress bars, step lines, plots and number formats."""

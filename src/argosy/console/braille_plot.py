@@ -1,4 +1,4 @@
-"""Curves in a terminal, drawn with braille dots: two across and four down in every character cell."""
+"""Curves in a terminal, drawn with braille dots: two across and four down in each character cell."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # [column][row] bi
 def plot(
     points: Points, *, marks: Points = (), width: int = 64, height: int = 12, y_label: str = "", x_label: str = ""
 ) -> str:
-    """A line through `points`, with `marks` drawn as ● on top. Points must be finite and in x order."""
+    """Draw a line through `points`, with `marks` as ● on top. Points must be finite and in x order."""
     everything = [*points, *marks]
     if not everything:
         return "(nothing to plot)"

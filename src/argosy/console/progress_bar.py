@@ -1,4 +1,4 @@
-"""ProgressBar of long work that is not training: a bar with rate and ETA on a terminal, a line now and then elsewhere."""
+"""The progress bar of long work other than training: a bar with rate and ETA on a terminal, a line every 5 seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 
 class ProgressBar:
-    """`with ProgressBar("prepare", total_bytes, "B") as progress: progress.advance(n)`; writes to standard error."""
+    """A progress bar on standard error: `with ProgressBar("prepare", total_bytes, "B") as progress: progress.advance(n)`."""
 
     def __init__(self, label: str, total: float, unit: str) -> None:
         self.label, self.total, self.unit, self.done = label, total, unit, 0.0

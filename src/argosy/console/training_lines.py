@@ -1,4 +1,4 @@
-"""What a person sees while a run trains: a progress bar on a terminal, one line per logged step elsewhere."""
+"""The console output of training: a progress bar on a terminal, one line per logged step elsewhere."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from typing import Any, Protocol
 from argosy.console.formats import amount, clock
 from argosy.record.jsonl import Record
 
-STEP_LINE = r"step [0-9]+/[0-9]+ \| loss "  # how a line about a step begins, for those who watch logs
-STEP_LINES, EVERY_NODE = (
-    "ARGOSY_STEP_LINES",
-    "node",
-)  # set so, the first rank of every node prints these lines, and not only the first of all
+# A regular expression for the start of a step line, for programs that watch logs.
+STEP_LINE = r"step [0-9]+/[0-9]+ \| loss "
+# With ARGOSY_STEP_LINES=node, the first rank of every node prints step lines, not only the first rank of all.
+STEP_LINES, EVERY_NODE = "ARGOSY_STEP_LINES", "node"
 
 
 class Console(Protocol):
+    """The output of a training run."""
+
     def step(self, record: Record) -> None: ...
     def advance(self, step: int) -> None: ...
     def note(self, text: str) -> None: ...
@@ -25,15 +26,17 @@ class Console(Protocol):
 
 
 def open_console(*, first: int, last: int, quiet: bool = False) -> Console:
-    """The view for steps `first`..`last`: bar or lines, by what standard output is."""
+    """Return the console for steps `first` to `last`: a bar if standard output is a terminal, else lines."""
     if quiet:
-        return Beats() if _watched(os.environ) else Quiet()
+        return StepLinesOnly() if _watched(os.environ) else Quiet()
     if sys.stdout.isatty():
         return Bar(first, last)
     return Lines()
 
 
 class Quiet:
+    """No output."""
+
     def step(self, record: Record) -> None: ...
     def advance(self, step: int) -> None: ...
     def note(self, text: str) -> None: ...
@@ -45,7 +48,7 @@ def _watched(environ: Mapping[str, str]) -> bool:
 
 
 class Lines:
-    """Plain lines. A reader that leaves, as `head` does, ends the lines and not the run."""
+    """Plain lines. When the reader exits, as `head` does, the lines stop and the run goes on."""
 
     def __init__(self) -> None:
         self._open = True
@@ -66,8 +69,8 @@ class Lines:
     def close(self) -> None: ...
 
 
-class Beats(Lines):
-    """Lines about steps and nothing else: signs of life for whoever watches this node's log."""
+class StepLinesOnly(Lines):
+    """Step lines only, for a launcher that watches this node's log."""
 
     def step(self, record: Record) -> None:
         super().note(describe(record))
@@ -76,6 +79,8 @@ class Beats(Lines):
 
 
 class Bar:
+    """A progress bar on a terminal."""
+
     def __init__(self, first: int, last: int) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
@@ -99,7 +104,7 @@ class Bar:
 
 
 def describe(record: Record, *, short: bool = False) -> str:
-    """One step in words. `short` leaves out what the bar already shows and what rarely changes."""
+    """Format a record as one line. `short` leaves out what the bar shows and what rarely changes."""
 
     def figure(key: str, form: str, scale: float = 1.0) -> str:
         value = record.get(key)

@@ -1,1 +1,1 @@
-"""From corpus to training batches: documents -> tokens -> samples -> batches. numpy only; torch is not needed here."""
+"""The data pipeline: documents -> tokens -> samples -> batches. It uses numpy only and never imports torch."""

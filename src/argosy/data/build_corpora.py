@@ -1,7 +1,7 @@
-"""`argosy data build`: the corpora a run spec says how to make, as far as they are not there yet.
+"""`argosy data build`: fetch and prepare the corpora of a run spec that do not exist yet.
 
-A directory with a manifest is finished, whoever made it; so the same command can be run again at any time, by one process
-or by several that share the work by their number (pods of an Indexed Job, tasks of a Slurm array). Nothing else marks work as done.
+A corpus directory with a manifest is finished, and nothing else marks work as done. So the command is idempotent. It can be
+run by one process or by several that divide the work by worker index (pods of an Indexed Job, tasks of a Slurm array).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _COUNT = "ARGOSY_WORKERS"
 
 @dataclass(frozen=True)
 class Share:
-    """This process is number `index` of `count` that share the work."""
+    """The worker index of this process, and the number of workers that divide the work."""
 
     index: int = 0
     count: int = 1
 
 
 def share_of(environ: Mapping[str, str]) -> Share:
-    """As Kubernetes and Slurm number the workers they start."""
+    """Read the worker index from the variables that Kubernetes and Slurm set, and the number of workers from ARGOSY_WORKERS."""
     found = next((name for name in _INDEXES if name in environ), None)
     if found is None or _COUNT not in environ:
         return Share()
@@ -53,12 +53,18 @@ def share_of(environ: Mapping[str, str]) -> Share:
 
 
 def build(spec: RunSpec, share: Share, only: str | None = None) -> Iterator[str]:
-    """Fetch and prepare what is missing; says what it did. `only`: one of fetch and prepare."""
+    """Fetch and prepare the missing corpora. Yield one message per finished piece of work.
+
+    Args:
+        spec: The run spec. Each source with a `prepare` section is built.
+        share: The worker index of this process.
+        only: "fetch" or "prepare" runs that half only; None runs both.
+    """
     recipes = [(source, source.prepare) for source in spec.data.train if source.prepare is not None]
     if not recipes:
         raise ArgosyError(
             "config.missing-key",
-            "no corpus of this run spec says how it is made",
+            "no corpus of this run spec has a `prepare` section",
             key="data.train.0.prepare",
             fix="data: {train: [{path: corpus, prepare: {fetch: c4, config: en, split: train_small}}]}",
         )
@@ -67,7 +73,7 @@ def build(spec: RunSpec, share: Share, only: str | None = None) -> Iterator[str]
         corpus = local_path(source.path)
         if (corpus / FILE_NAME).exists():
             _require_same_tokenizer(corpus, tokenizer)
-            yield f"{corpus}: there already"
+            yield f"{corpus}: already exists"
             continue
         if recipe.fetch is not None and only != "prepare":
             yield _fetch(recipe, source, share)
@@ -76,6 +82,7 @@ def build(spec: RunSpec, share: Share, only: str | None = None) -> Iterator[str]
 
 
 def raw_directory(source: DataSource, recipe: PrepareSpec) -> str:
+    """Return the directory of the downloaded files: `prepare.raw`, or the corpus path with `.raw` appended."""
     return recipe.raw or f"{source.path.removeprefix('file://').rstrip('/')}.raw"
 
 
@@ -97,9 +104,7 @@ def _prepare(recipe: PrepareSpec, source: DataSource, corpus: Path, tokenizer: T
     inputs = recipe.inputs or [raw_directory(source, recipe)]
     made = prepare(inputs, tokenizer, corpus, options)
     if made is None:
-        return (
-            f"{corpus}: the shards of worker {share.index} of {share.count} are done; the last one writes the manifest"
-        )
+        return f"{corpus}: the shards of worker {share.index} of {share.count} are done; the last worker to finish writes the manifest"
     return "\n".join(describe(manifest, directory) for directory, manifest in made.items())
 
 
@@ -107,7 +112,7 @@ def _tokenizer_of(spec: RunSpec) -> str:
     if spec.data.tokenizer is None:
         raise ArgosyError(
             "config.missing-key",
-            "a corpus cannot be made without a tokenizer",
+            "a corpus cannot be prepared without a tokenizer",
             key="data.tokenizer",
             fix="data.tokenizer=PATH to a tokenizer.json, vocab.json beside merges.txt, or `bytes`",
         )
@@ -119,7 +124,7 @@ def _require_same_tokenizer(corpus: Path, tokenizer: Tokenizer) -> None:
     if made_with != tokenizer.fingerprint:
         raise ArgosyError(
             "tokenizer.mismatch",
-            f"{corpus} is there, made with tokenizer {made_with[:12]}; the run spec's is {tokenizer.fingerprint[:12]}",
+            f"{corpus} already exists and was prepared with tokenizer {made_with[:12]}; the run spec names {tokenizer.fingerprint[:12]}",
             key="data.tokenizer",
-            fix="another path for the corpus, or the tokenizer it was made with",
+            fix="choose another path for the corpus, or use the tokenizer it was prepared with",
         )

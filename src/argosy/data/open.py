@@ -1,7 +1,7 @@
-"""Opening the data of a run spec: corpora, tokenizer and splits, with every check that needs the files.
+"""Open the data of a run spec: corpora, tokenizer and splits, with every check that needs the files.
 
-All refusals happen here, before a model is built or a device is held: missing or truncated files, a tokenizer that is
-not the one the data was made with, ids beyond the model's vocabulary, splits too small for a sample.
+All refusals happen here, before a model is built or a device is allocated: missing or truncated files, a tokenizer other
+than the one that prepared the data, ids beyond the model's vocabulary, splits too small for one sample.
 """
 
 from __future__ import annotations
@@ -23,29 +23,30 @@ from argosy.tasks.task import Opened
 
 @dataclass(frozen=True)
 class RunData:
-    """The opened corpora of a run; streams of samples are made from it, one for each split."""
+    """The opened corpora of a run, from which sample streams are built, one for each split."""
 
     spec: RunSpec
     corpora: list[Corpus]
-    tokenizer: Tokenizer | None  # None for a bare Megatron pair with no data.tokenizer: enough to train, not to sample
+    # None for a bare Megatron pair without data.tokenizer, which is enough to train but not to sample.
+    tokenizer: Tokenizer | None
 
     def training(self) -> Stream:
-        """The training split, blended by the weights of the run spec, in the order it asks for."""
+        """Return the stream of the training split, blended by the weights of the run spec, in the order of `data.order`."""
         weights = [source.weight for source in self.spec.data.train if source.weight is not None]
         return self._stream("train", self.corpora, weights or None, training=True)
 
     def split(self, corpus: Corpus, name: str) -> Split:
-        """What training and evaluation may read of a corpus: no token is in two splits."""
+        """Return one split of a corpus. No token belongs to two splits."""
         shares = self.spec.data.split
         by_sequence = self.spec.data.order == "megatron"
         return (split_by_sequence(corpus, shares) if by_sequence else corpus.split(shares))[name]
 
     def whole(self, split: str) -> Stream:
-        """A split without weights: its first `epoch_samples` samples are every sample once."""
+        """Return a stream of all corpora without weights: its first `epoch_samples` samples are every sample once."""
         return self._stream(split, self.corpora, None, training=False)
 
     def each(self, split: str) -> dict[str, Stream]:
-        """A split of each source alone, by name: what losses are reported for."""
+        """Return one stream per source, by name, so that evaluation can report a loss for each source."""
         names = set_names([source.path for source in self.spec.data.train])
         return {
             name: self._stream(split, [corpus], None, training=False)
@@ -54,14 +55,15 @@ class RunData:
 
     @property
     def target_len(self) -> int | None:
-        """Return the tokens of the decoder's side of a sample, where there are two sides."""
+        """The decoder sequence length of an encoder-decoder sample, else None."""
         return task_of(self.spec).target_len(self.spec)
 
     def facts(self) -> dict[str, Any]:
-        """What a run remembers of its data: which corpora they were, and the id that ends a document."""
+        """Return what a run records about its data: the identity of each corpus, and the end-of-document id."""
         return {"corpora": [corpus.facts() for corpus in self.corpora], "eod_id": self._eod_id()}
 
     def _stream(self, split: str, corpora: list[Corpus], weights: list[float] | None, *, training: bool) -> Stream:
+        """Return a stream of the samples of the run's task."""
         opened = Opened(self.spec, self.tokenizer, self._eod_id())
         return task_of(self.spec).stream(opened, split, corpora, weights, training=training)
 
@@ -76,6 +78,7 @@ class RunData:
 
 
 def open_data(spec: RunSpec) -> RunData:
+    """Open all corpora and the tokenizer of a run spec, and check them against each other and the model."""
     corpora = [_open_source(source) for source in spec.data.train]
     data = RunData(spec, corpora, _tokenizer(spec, corpora))
     _check_vocabulary(spec, data)
@@ -83,7 +86,7 @@ def open_data(spec: RunSpec) -> RunData:
 
 
 def set_names(paths: Sequence[str]) -> list[str]:
-    """Short names for sources in metrics: the last part of each path, numbered from the second of a name on."""
+    """Return a short unique name per source for metrics: the last path component, with -2, -3, … for repeated names."""
     names: list[str] = []
     for path in paths:
         last = PurePosixPath(path.partition("://")[2] or path).name or path
@@ -98,13 +101,14 @@ def set_names(paths: Sequence[str]) -> list[str]:
 def _open_source(source: DataSource) -> Corpus:
     if source.cache is None:
         return open_corpus(Path(source.path))
-    from argosy.data.remote.stream import open_streamed  # needs fsspec, which local data does not
+    # Imported late: it needs fsspec, which local data does not.
+    from argosy.data.remote.stream import open_streamed
 
     return open_streamed(source.path, Path(source.cache), source.cache_limit)
 
 
 def _tokenizer(spec: RunSpec, corpora: list[Corpus]) -> Tokenizer | None:
-    """The run's tokenizer, held against the fingerprint that each prepared corpus carries."""
+    """Return the run's tokenizer. Refuse one whose fingerprint differs from that of a prepared corpus."""
     chosen = load_tokenizer(spec.data.tokenizer) if spec.data.tokenizer is not None else None
     for corpus in corpora:
         if corpus.manifest is None:

@@ -1,7 +1,7 @@
-"""What `argosy demo` does, step by step, within a time.
+"""The steps of `argosy demo`, within a given time.
 
-The corpus is written on the spot, so nothing is downloaded. Training runs as `argosy train` in a process of its own;
-half-way that process is killed with SIGKILL and the same command is run again.
+The corpus is generated on the spot, so nothing is downloaded. Training runs as `argosy train` in a child process, which is
+killed half-way with SIGKILL and started again by the same command.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from argosy.config.resolve import resolve
 from argosy.console.braille_plot import plot
 from argosy.console.formats import clock
+from argosy.console.output import say
 from argosy.data.corpus.corpus_manifest import FILE_NAME
 from argosy.data.prepare.job import prepare
 from argosy.data.prepare.prepare_report import describe
@@ -39,8 +40,10 @@ if TYPE_CHECKING:
 VOCABULARY = 1024
 STORIES = 6000
 SAMPLE_TOKENS = 90
-TAIL_STEPS = 25  # the evaluation and the sample at the end cost about as much
-REPLACEMENT = "\ufffd"  # bytes that are no character
+# Time for the final evaluation and sample, in steps.
+TAIL_STEPS = 25
+# The replacement character, for bytes that are no valid text.
+REPLACEMENT = "\ufffd"
 RUN_SPEC = """\
 # Written by `argosy demo`. Change it, rename the run, and train your own: argosy train {path}
 name: demo
@@ -75,11 +78,15 @@ log:
 
 @dataclass
 class Pace:
-    """The time the demo may take, and how much of it is gone."""
+    """The time that the demo may take, and what is left of it.
+
+    start_s: seconds from the start of a training process to its first step.
+    one_thread: more threads would mostly wait for each other, because the model is small or the cores are busy.
+    """
 
     seconds: float
-    start_s: float = 0.0  # of a training process, before its first step
-    one_thread: bool = False  # more threads would mostly wait for each other: a small model, or busy cores
+    start_s: float = 0.0
+    one_thread: bool = False
     began: float = field(default_factory=time.monotonic)
 
     @property
@@ -88,7 +95,7 @@ class Pace:
 
 
 def run_demo(directory: Path, seconds: int) -> None:
-    """Everything the demo does, in the order a user would."""
+    """Run the demo, in the order a user would."""
     pace = Pace(seconds)
     directory.mkdir(parents=True, exist_ok=True)
     _title(1, "A corpus: small stories, written on the spot")
@@ -99,8 +106,9 @@ def run_demo(directory: Path, seconds: int) -> None:
     runs = directory / "runs"
     if (runs / "demo").exists():
         last = RunDir(runs / "demo")
-        last.open_for_training()  # not while another demo is training in it
-        print(f"the run of the last demo is now {last.archive()}")
+        # Refuses if another demo is training in it.
+        last.open_for_training()
+        say(f"the run of the last demo is now {last.archive()}")
     steps = _write_spec(spec_path, runs, corpus, pace)
     before = _untrained(spec_path)
 
@@ -108,40 +116,40 @@ def run_demo(directory: Path, seconds: int) -> None:
     started = time.monotonic()
     reached = _train_until_killed(spec_path, runs / "demo", steps // 2, pace)
     steps = _train_the_rest(spec_path, runs / "demo", steps, reached, pace)
-    print(f"training took {clock(time.monotonic() - started)}")
+    say(f"training took {clock(time.monotonic() - started)}")
 
     _title(4, "What it learned")
     _report(runs / "demo")
 
     _title(5, f"What it writes after '{OPENING}'")
-    print(side_by_side(("before training", before), (f"after {steps} steps", _sample(runs / "demo"))))
-    print(_next_commands(spec_path, runs / "demo", steps))
-    print(f"\nThe demo took {clock(pace.seconds - pace.left)}.")
+    say(side_by_side(("before training", before), (f"after {steps} steps", _sample(runs / "demo"))))
+    say(_next_commands(spec_path, runs / "demo", steps))
+    say(f"\nThe demo took {clock(pace.seconds - pace.left)}.")
 
 
 def _make_corpus(directory: Path) -> Path:
     corpus, source = directory / "stories", directory / "stories.jsonl"
     if (corpus / FILE_NAME).exists():
-        print(f"{corpus} is there from the last demo")
+        say(f"{corpus} is there from the last demo")
         return corpus
     texts = list(stories(STORIES))
     with source.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
-    print(f"{source}: {len(texts):,} stories, {source.stat().st_size:,} bytes. The first one:\n")
-    print(textwrap.indent(textwrap.fill(texts[0], 76), "  | ") + "\n")
+    say(f"{source}: {len(texts):,} stories, {source.stat().st_size:,} bytes. The first one:\n")
+    say(textwrap.indent(textwrap.fill(texts[0], 76), "  | ") + "\n")
 
     tokenizer = directory / "tokenizer.json"
     started = time.monotonic()
     tokenizer.write_text(train_bpe(iter(texts), VOCABULARY), encoding="utf-8")
-    print(f"{tokenizer}: byte-level BPE of {VOCABULARY:,}, trained in {clock(time.monotonic() - started)}")
+    say(f"{tokenizer}: byte-level BPE of {VOCABULARY:,}, trained in {clock(time.monotonic() - started)}")
     made = prepare([str(source)], load_tokenizer(str(tokenizer)), corpus, PrepareOptions())
     for directory, manifest in (made or {}).items():
-        print(describe(manifest, directory))
+        say(describe(manifest, directory))
     return corpus
 
 
 def _write_spec(path: Path, runs: Path, corpus: Path, pace: Pace) -> int:
-    """Choose the model and the number of steps that fit the time on this machine, and write the run spec."""
+    """Choose a model and a number of steps that fit the time on this machine, and write the run spec."""
 
     def write(size: Size, steps: int) -> None:
         text = RUN_SPEC.format(
@@ -156,7 +164,7 @@ def _write_spec(path: Path, runs: Path, corpus: Path, pace: Pace) -> int:
 
     from argosy.measure.step_bench import seconds_per_step
 
-    # Most of a process's start is this import; there are two of them, and each also opens data and model.
+    # The import is most of a process's start time; the rest is opening data and model. There are two starts.
     pace.start_s = 1.5 * (time.monotonic() - started)
 
     def measure(size: Size) -> float:
@@ -174,22 +182,24 @@ def _write_spec(path: Path, runs: Path, corpus: Path, pace: Pace) -> int:
         torch.set_num_threads(1 if pace.one_thread else threads)
     steps = steps_within(pace.left - 2 * pace.start_s - TAIL_STEPS * step_s, 1.1 * step_s)
     write(size, steps)
-    print(f"{path}: {steps} steps of {step_s:.3f} s on this machine\n")
-    print(path.read_text(encoding="utf-8"))
+    say(f"{path}: {steps} steps of {step_s:.3f} s on this machine\n")
+    say(path.read_text(encoding="utf-8"))
     return steps
 
 
 def _start_training(path: Path, pace: Pace, *overrides: str) -> subprocess.Popen[bytes]:
-    """`argosy train` in a process of its own, as a user would type it."""
+    """Start `argosy train` as a child process, as a user would type it."""
     setting = {"OMP_NUM_THREADS": "1"} if pace.one_thread else {}
     words = [*(f"{key}={value}" for key, value in setting.items()), "argosy", "train", str(path), *overrides]
-    print(f"$ {' '.join(words)}", flush=True)
+    say(f"$ {' '.join(words)}")
     return subprocess.Popen([sys.executable, "-m", "argosy", "train", str(path), *overrides], env=os.environ | setting)
 
 
 def _train_until_killed(path: Path, run: Path, at_step: int, pace: Pace) -> int:
-    """Kill the training at a step, or when its time is up on a machine that became slower; not before there is a checkpoint
-    to resume from, which may take a slow disk longer. Returns the step."""
+    """Start training and kill it at a step, or when its time is up on a slower machine. Returns the last logged step.
+
+    The kill waits for the first checkpoint, which may take long on a slow disk.
+    """
     most_seconds = 0.4 * pace.left
     process = _start_training(path, pace)
     started, step = time.monotonic(), 0
@@ -205,14 +215,17 @@ def _train_until_killed(path: Path, run: Path, at_step: int, pace: Pace) -> int:
     except KeyboardInterrupt:
         process.wait()
         raise
-    show_cursor = "\x1b[?25h" if sys.stdout.isatty() else ""  # the killed process could not put its terminal back
-    print(f"{show_cursor}\n^^^ killed at about step {step} (exit status {process.returncode})\n", flush=True)
+    # The killed process could not restore the terminal.
+    show_cursor = "\x1b[?25h" if sys.stdout.isatty() else ""
+    say(f"{show_cursor}\n^^^ killed at about step {step} (exit status {process.returncode})\n")
     return step
 
 
 def _train_the_rest(path: Path, run: Path, steps: int, reached: int, pace: Pace) -> int:
-    """The same command again. Where the machine turned out much slower or faster than when it was measured, the length
-    is changed, and that is said. Returns the number of steps."""
+    """Run the same command again to the end. Returns the number of steps.
+
+    If the machine is much slower or faster than when it was measured, the length is changed, with a message.
+    """
     overrides = []
     step_s = _measured_step_s(run)
     if step_s is not None:
@@ -220,7 +233,7 @@ def _train_the_rest(path: Path, run: Path, steps: int, reached: int, pace: Pace)
         fits = reached + steps_within(left, 1.1 * step_s, fewest=max(10, FEWEST_STEPS - reached))
         if not 0.7 < (fits - reached) / max(1, steps - reached) < 1.5:
             faster = "faster" if fits > steps else "slower"
-            print(f"the machine is {faster} now than when it was measured: {fits} steps instead of {steps}")
+            say(f"the machine is {faster} now than when it was measured: {fits} steps instead of {steps}")
             steps = fits
             overrides = [f"train.steps={steps}", f"optim.decay={max(1, (steps - reached) // 2)}"]
     code = _start_training(path, pace, *overrides).wait()
@@ -230,7 +243,7 @@ def _train_the_rest(path: Path, run: Path, steps: int, reached: int, pace: Pace)
 
 
 def _measured_step_s(run: Path) -> float | None:
-    """Seconds a step took in the run so far, with all that belongs to it; None if too little is known."""
+    """Return the seconds a step took in the run so far, with data, saves and evaluations; None if too few steps were logged."""
     times = [(step, record["time"]) for step, record in read_metrics(run / "metrics.jsonl").items() if "loss" in record]
     if len(times) < 2:
         return None
@@ -246,17 +259,17 @@ def _report(run: Path) -> None:
     losses = [(float(step), record["loss"]) for step, record in metrics.items() if "loss" in record]
     validation = [(float(step), r["validation_loss"]) for step, r in metrics.items() if "validation_loss" in r]
     width = max(40, min(72, shutil.get_terminal_size().columns - 12))
-    print(plot(losses, marks=validation, width=width, y_label="loss (nats a token); ● validation", x_label="steps"))
+    say(plot(losses, marks=validation, width=width, y_label="loss (nats a token); ● validation", x_label="steps"))
     spec = RunDir(run).load_spec()
     entropy = unigram_entropy(open_data(spec).whole("validation"), spec.model.vocab_size)
     result, step = evaluate_run(str(run), split="validation", batches=None)
     bits = result.loss / math.log(2)
-    print(
+    say(
         f"\nvalidation loss after step {step}: {result.loss:.3f} nats a token over {result.tokens:,} tokens ({bits:.2f} bits)"
     )
-    print(f"unigram entropy of the same text:  {entropy:.3f} (the best a model without context can do)")
+    say(f"unigram entropy of the same text:  {entropy:.3f} (the best a model without context can do)")
     if result.loss > entropy - 0.5:
-        print("not well below it yet: this machine had time for few steps; `argosy demo --seconds 180` gives it more")
+        say("not well below it yet: this machine had time for few steps; `argosy demo --seconds 180` gives it more")
 
 
 def _sampling(tokens: int = SAMPLE_TOKENS) -> Sampling:
@@ -272,7 +285,7 @@ def _sample(run: Path) -> str:
 
 
 def _untrained(path: Path) -> str:
-    """What the model of a run spec writes with its initial weights."""
+    """Return the text that the model of a run spec generates with its initial weights."""
     from argosy.data.open import open_data
     from argosy.infer.decoding import generate
     from argosy.measure.step_bench import start
@@ -292,7 +305,7 @@ def _untrained(path: Path) -> str:
 
 
 def side_by_side(*texts: tuple[str, str]) -> str:
-    """Titled texts in columns next to each other."""
+    """Return titled texts in columns next to each other."""
     width = (max(60, min(100, shutil.get_terminal_size().columns)) - 4) // len(texts)
     columns = [
         [title, "─" * len(title), *textwrap.wrap(" ".join(_printable(text).split()), width - 2)]
@@ -303,7 +316,7 @@ def side_by_side(*texts: tuple[str, str]) -> str:
 
 
 def _printable(text: str) -> str:
-    """The text with a dot for each character a terminal could not show."""
+    """Return the text with a dot for each character that a terminal cannot show."""
     return "".join(c if c.isspace() or (c.isprintable() and c != REPLACEMENT) else "·" for c in text)
 
 
@@ -322,4 +335,4 @@ def _next_commands(spec: Path, run: Path, steps: int) -> str:
 
 
 def _title(number: int, text: str) -> None:
-    print(f"\n── {number}/5 {text} {'─' * max(0, 72 - len(text))}", flush=True)
+    say(f"\n── {number}/5 {text} {'─' * max(0, 72 - len(text))}")

@@ -1,7 +1,7 @@
-"""A model and a number of steps that fit this machine and the time there is.
+"""The choice of a model and a number of steps that fit this machine and the given time.
 
-The largest model is taken that gets enough steps to learn from. Speed is measured on a few steps of the real run, so
-that nothing has to be known of the machine.
+The largest model that gets enough steps to learn is taken. Speed is measured on a few steps of the real run, so nothing has
+to be known about the machine.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from dataclasses import dataclass
 
 ENOUGH_STEPS = 400
 MOST_STEPS = 1500
-FEWEST_STEPS = 100  # whole sentences come with fewer, stories do not
+# Whole sentences need fewer steps than this, whole stories more.
+FEWEST_STEPS = 100
 
 
 @dataclass(frozen=True)
 class Size:
-    """The model and the batch of a demo, with a learning rate that suits them."""
+    """The model, batch size and learning rate of a demo."""
 
     layers: int
     hidden: int
@@ -25,7 +26,7 @@ class Size:
     lr: float
 
 
-# From the smallest to the largest.
+# From smallest to largest.
 SIZES = (
     Size(layers=2, hidden=64, heads=2, global_batch=2, lr=8e-3),
     Size(layers=2, hidden=96, heads=4, global_batch=4, lr=6e-3),
@@ -35,8 +36,11 @@ SIZES = (
 
 
 def choose_size(seconds: float, seconds_per_step: Callable[[Size], float]) -> tuple[Size, float]:
-    """The (size, seconds a step) for `seconds` of training. Sizes are measured from the smallest up, until one gets too few
-    steps: on a slow machine, measuring more would take the time there is."""
+    """Return the size for `seconds` of training, and its seconds a step.
+
+    Sizes are measured from the smallest up until one gets too few steps: on a slow machine, measuring more would use up the
+    time.
+    """
     chosen, step_s = SIZES[0], seconds_per_step(SIZES[0])
     for size in SIZES[1:]:
         if seconds / step_s < 2 * ENOUGH_STEPS:
@@ -49,5 +53,5 @@ def choose_size(seconds: float, seconds_per_step: Callable[[Size], float]) -> tu
 
 
 def steps_within(seconds: float, step_s: float, fewest: int = FEWEST_STEPS) -> int:
-    """Whole tens of steps that fit, within what is worth doing."""
+    """Return the number of steps that fit, in tens, between `fewest` and MOST_STEPS."""
     return max(fewest, min(MOST_STEPS, int(seconds / step_s) // 10 * 10))

@@ -1,7 +1,7 @@
-"""The demo's corpus: short stories from a grammar, written on the spot.
+"""The demo's corpus: short stories from a grammar, generated on the spot.
 
-Few words in many combinations, so that a small model writes whole sentences after a few hundred steps. Names, things and
-numbers return within a story, so that it can go on to learn who is meant and how to add.
+The vocabulary is small and the combinations are many, so that a small model writes whole sentences after a few hundred steps.
+Names, things and numbers recur within a story, so that it can go on to learn coreference and addition.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _WEATHER = ("The sun was shining", "The wind was cold", "Snow was falling", "The
 
 
 def stories(count: int) -> Iterator[str]:
-    """`count` stories, the same ones on every machine."""
+    """Yield `count` stories, the same ones on every machine."""
     for number in range(count):
         yield _story(random.Random(derive_seed(0, "demo", number)))
 

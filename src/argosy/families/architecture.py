@@ -126,7 +126,7 @@ def _output(spec: ModelSpec, embedding: str, own: str) -> str:
     return f"{embedding}.tokens" if spec.tied else own
 
 
-_JUDGED_WHOLE = "an encoder judges a sequence as a whole, by its first token or by positions in it"
+_JUDGED_WHOLE = "an encoder's heads read the first token or masked positions of the whole sequence"
 DECODER = _Decoder("decoder", causal=True)
 ENCODER = _Encoder(
     "encoder", writes_text=False, normed_embedding=True, uncuttable=_JUDGED_WHOLE,
@@ -138,7 +138,7 @@ RETRIEVER = _Retriever(
 )  # fmt: skip
 ENCODER_DECODER = _EncoderDecoder(
     "encoder-decoder", two_sequences=True, fan_in_init=True, planned=False,
-    uncuttable="an encoder-decoder has two sequences, which look at each other",
+    uncuttable="an encoder-decoder has two sequences with attention between them",
 )  # fmt: skip
 _BY_KEY = {kind.name: kind for kind in (DECODER, ENCODER, ENCODER_DECODER)}
 

@@ -1,4 +1,4 @@
-"""One token after another, drawn from the distribution a model gives."""
+"""Autoregressive sampling: one token after another from the model's distribution."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ def generate(
     device: torch.device,
     beside: Callable[[range], Mapping[str, list[int]]] = lambda shown: {},
 ) -> Iterator[int]:
-    """Yield the tokens after `ids`. The model is shown the last `limit` tokens, and what `beside` gives for their places in the
-    text."""
+    """Yield tokens after `ids`. The model sees the last `limit` tokens, and what `beside` gives for their places in the text."""
     generator = torch.Generator().manual_seed(derive_seed(options.seed, "sample"))
     history = list(ids)
     for _ in range(options.tokens):
@@ -47,7 +46,8 @@ def generate(
 
 
 def choose(logits: Tensor, options: Sampling, generator: torch.Generator) -> int:
-    if options.temperature < 1e-4:  # as good as greedy, and dividing by it would overflow
+    # This is as good as greedy, and dividing by it would overflow.
+    if options.temperature < 1e-4:
         return int(logits.argmax())
     if options.top_k:
         values, tokens = logits.topk(min(options.top_k, len(logits)))

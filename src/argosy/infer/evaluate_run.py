@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -19,9 +19,11 @@ from argosy.tasks.registry import SECTIONS
 from argosy.train.session import Loaded, load_model, make_engine
 from argosy.train.validation import Evaluation, evaluate
 
-# Of `data`: what a run's samples are, whichever corpus they are made from.
+_log = logging.getLogger(__name__)
+# The keys of `data` that define a run's samples, whatever the corpus.
 _OF_SAMPLES = {"seq_len", "mask_eod", "document_mask", "reset_positions", "task", *SECTIONS}
-_LONGEST = 4096  # tokens in a sample for a model that was not trained here, unless asked for: some are for a million
+# Longest sample by default, in tokens, for a model that was not trained here: some have a million positions.
+_LONGEST = 4096
 
 
 def evaluate_run(
@@ -33,7 +35,8 @@ def evaluate_run(
     data: str | None = None,
     seq_len: int | None = None,
 ) -> tuple[Evaluation, int]:
-    """(a model on one of its run's splits, or on the whole of another corpus; the step it was trained to)"""
+    """Evaluate a model on one of its run's splits, or on all of another corpus. Returns the result and the step it was trained
+    to."""
     if seq_len is not None and data is None:
         raise ArgosyError(
             "config.conflict",
@@ -53,10 +56,11 @@ def evaluate_run(
         )
     split = split if data is None else "train"
     opened = open_data(spec)
-    if opened.tokenizer is None:  # of a bare .bin/.idx pair nothing is known but that it is for this model
+    # A bare .bin/.idx pair has no tokenizer; assume the model's.
+    if opened.tokenizer is None:
         opened = replace(opened, tokenizer=loaded.source.tokenizer())
     if not loaded.source.reads(opened.tokenizer):
-        print(f"note: {loaded.source.misread()}", file=sys.stderr)
+        _log.info("%s", loaded.source.misread())
     sets = opened.each(split)
     batch = spec.train.global_batch
     samples = sum(stream.epoch_samples for stream in sets.values()) if batches is None else batches * batch
@@ -74,8 +78,7 @@ def evaluate_run(
 
 
 def _spec_on(loaded: Loaded, data: str, seq_len: int | None) -> RunSpec:
-    """The spec of a run that would start there, with all of a corpus as its training split, in samples made as those the
-    model was trained on."""
+    """Return a spec whose training split is all of a corpus, with samples made as those that the model was trained on."""
     where, run, longest = loaded.source.where, loaded.spec, loaded.source.model.max_seq_len
     if seq_len is not None and seq_len > longest:
         raise ArgosyError(
@@ -101,7 +104,7 @@ def _spec_on(loaded: Loaded, data: str, seq_len: int | None) -> RunSpec:
 
 
 def unigram_entropy(stream: Stream, vocab_size: int) -> float:
-    """Nats a token of the best model that ignores context: what a trained one has to beat."""
+    """Return the loss, in nats a token, of the best model without context: a trained one must beat it."""
     counts = np.zeros(vocab_size, np.int64)
     for first in range(0, stream.epoch_samples, 64):
         labels = stream.batch(first, min(64, stream.epoch_samples - first)).labels

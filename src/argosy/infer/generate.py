@@ -1,9 +1,9 @@
-"""Text from a trained run: what its newest checkpoint makes of a prompt."""
+"""`argosy sample`: generate text from a prompt with the newest checkpoint of a run."""
 
 from __future__ import annotations
 
+import logging
 import os
-import sys
 from functools import partial
 from typing import Any
 
@@ -16,10 +16,11 @@ from argosy.tasks.registry import own_task, task_of
 from argosy.tasks.task import Task
 from argosy.train.session import Loaded, load_model
 
+_log = logging.getLogger(__name__)
+
 
 def sample(where: str, prompt: str, options: Sampling, device: str | None = None) -> str:
-    """What the newest checkpoint makes of the prompt: a decoder goes on from it, BERT fills in its masks, T5 writes what
-    belongs in its spans."""
+    """Return the model's output for a prompt: a decoder continues it, BERT fills in its masks, T5 writes the text of its spans."""
     prompt = _utf8(prompt)
     loaded = load_model(where, device=device)
     tokenizer = source_tokenizer(loaded.source)
@@ -38,10 +39,11 @@ def sample(where: str, prompt: str, options: Sampling, device: str | None = None
 
 
 def _go_on(loaded: Loaded, task: Task[Any], tokenizer: Tokenizer, prompt: str, options: Sampling) -> str:
-    """The prompt and what comes after it."""
+    """Return the prompt and its continuation."""
     eod = loaded.source.eod_id
     prompt_ids = _encode(tokenizer, prompt)
-    opening = loaded.source.opening(tokenizer) if loaded.spec is None else []  # no run's data has it
+    # Data of our own runs has no such opening tokens.
+    opening = loaded.source.opening(tokenizer) if loaded.spec is None else []
     if not (opening or prompt_ids) and eod is None:
         raise ArgosyError(
             "tokenizer.no-eod",
@@ -49,10 +51,11 @@ def _go_on(loaded: Loaded, task: Task[Any], tokenizer: Tokenizer, prompt: str, o
             key="--prompt",
             fix="give a --prompt",
         )
-    ids = opening + prompt_ids or [eod or 0]  # with no prompt, start as a document starts
+    # Without a prompt, start like a document.
+    ids = opening + prompt_ids or [eod or 0]
     limit = loaded.source.model.max_seq_len
     if len(ids) > limit:
-        print(f"note: of the prompt's {len(ids):,} tokens the model reads the last {limit:,}", file=sys.stderr)
+        _log.info("%s", f"of the prompt's {len(ids):,} tokens the model reads the last {limit:,}")
     beside = partial(task.prompt_inputs, len(ids))
     written = list(generate(loaded.model, ids, options, limit=limit, stop=eod, device=loaded.device, beside=beside))
     return tokenizer.decode(prompt_ids + written)
@@ -65,7 +68,7 @@ def _encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
 def _utf8(prompt: str) -> str:
     """Return a prompt from the command line as text.
 
-    Where the locale's encoding is not UTF-8, as in POSIX's, Python keeps the bytes it cannot name as surrogates.
+    In a locale whose encoding is not UTF-8, such as POSIX, Python keeps undecodable bytes as surrogates.
     """
     try:
         prompt.encode()
@@ -89,7 +92,7 @@ def _utf8(prompt: str) -> str:
 
 
 def source_tokenizer(source: Source) -> Tokenizer:
-    """The tokenizer kept beside the weights."""
+    """Return the tokenizer stored beside the weights."""
     found = source.tokenizer()
     if found is None:
         raise ArgosyError(

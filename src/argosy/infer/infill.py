@@ -1,7 +1,7 @@
-"""Text from models that do not write on: BERT names hidden tokens, T5 writes what belongs in marked spans.
+"""Text from models that do not continue a prompt: BERT fills masked tokens, T5 writes the text of marked spans.
 
-The prompt of a BERT holds its mask token, `[MASK]` or whatever data.bert.mask names, wherever a token is to be filled in;
-that of a T5 may hold sentinels, `<extra_id_0>` and so on, for which it writes `<extra_id_0>` and the text it stands for.
+A BERT prompt holds the mask token, `[MASK]` or the one that data.bert.mask names, for each token to fill in. A T5 prompt may
+hold sentinels, `<extra_id_0>` and so on; the model writes each sentinel and the text it stands for.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SENTINEL = re.compile(r"<extra_id_(\d+)>")
 
 @torch.no_grad()
 def fill_masks(loaded: Loaded, tokenizer: Tokenizer, encode: Encode, prompt: str, options: Sampling) -> str:
-    """The prompt with a token in place of each mask; all are chosen at once, each knowing nothing of the others."""
+    """Return the prompt with a token in place of each mask. All are chosen at once, independently of each other."""
     bert = (loaded.spec.data.bert if loaded.spec is not None else None) or BertSpec()
     special = SpecialTokens(tokenizer, loaded.source.model.vocab_size)
     cls, sep, mask, pad = (special.id_of(f"data.bert.{r}", getattr(bert, r)) for r in ("cls", "sep", "mask", "pad"))
@@ -55,13 +55,14 @@ def fill_masks(loaded: Loaded, tokenizer: Tokenizer, encode: Encode, prompt: str
 
 @torch.no_grad()
 def write_spans(loaded: Loaded, tokenizer: Tokenizer, encode: Encode, prompt: str, options: Sampling) -> str:
-    """What the decoder writes for the prompt, up to the token that ends it."""
+    """Return the decoder's output for the prompt, up to its end token."""
     t5 = (loaded.spec.data.t5 if loaded.spec is not None else None) or T5Spec()
     special = SpecialTokens(tokenizer, loaded.source.model.vocab_size)
     eos, start = (special.id_of(f"data.t5.{r}", getattr(t5, r)) for r in ("eos", "pad"))
     sentinels = sentinels_of(special, t5)
     ids: list[int] = []
-    for at, part in enumerate(_SENTINEL.split(prompt)):  # text, number of a sentinel, text, …
+    # Alternates between text and the number of a sentinel.
+    for at, part in enumerate(_SENTINEL.split(prompt)):
         if at % 2 and int(part) >= len(sentinels):
             raise ArgosyError(
                 "config.bad-value",
@@ -86,7 +87,7 @@ def write_spans(loaded: Loaded, tokenizer: Tokenizer, encode: Encode, prompt: st
 
 
 def _named(ids: Iterator[int], tokenizer: Tokenizer, sentinels: range) -> Iterator[str]:
-    """The text, with sentinels by their names even where the tokenizer does not know them."""
+    """Yield the text, with sentinels by name even if the tokenizer does not know them."""
     text: list[int] = []
     for id_ in ids:
         if id_ in sentinels:

@@ -1,251 +1,253 @@
-"""The Kubernetes API as a launch uses it: apply, get, list, watch, logs, delete.
+"""The Kubernetes API as a launch uses it: apply, get, list, watch, logs, delete, through the official client's DynamicClient.
 
-The official client finds the cluster and proves who we are; requests are made with its generic call, so that core kinds and
-operators' kinds go one way. Everything sent may be sent again: applying is idempotent, watches resume, and a server that is
-busy, restarting or out of reach is tried again with growing pauses.
+The server itself says which kinds it knows and under which paths (discovery), so that core kinds and operators' kinds go one
+way. Everything sent may be sent again: applying is idempotent, watches resume, and a server that is busy, restarting or out of
+reach is asked again by one retry policy. This module needs the extra `k8s`; `targets/kubernetes.py` imports it when it is used.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from kubernetes import client, config
+from kubernetes.client.rest import ApiException
+from kubernetes.config import ConfigException
+from kubernetes.dynamic import DynamicClient
+from kubernetes.dynamic.discovery import LazyDiscoverer
+from kubernetes.dynamic.exceptions import NotFoundError, ResourceNotFoundError
+from urllib3.exceptions import HTTPError
+from yaml import YAMLError
+
 from argosy.errors import ArgosyError
+from argosy.launch.manifests import POD, Kind, kind_of
 from argosy.launch.pod import Manifest
+from argosy.retry import GaveUp, RetryPolicy, Transient, retry_after_s
 
 MANAGER = "argosy"
-_PLURALS = {  # kind -> (path of its API group and version, plural); whether it has a namespace is told below
-    "ConfigMap": ("api/v1", "configmaps"),
-    "Event": ("api/v1", "events"),
-    "PersistentVolume": ("api/v1", "persistentvolumes"),
-    "PersistentVolumeClaim": ("api/v1", "persistentvolumeclaims"),
-    "Pod": ("api/v1", "pods"),
-    "Service": ("api/v1", "services"),
-    "StorageClass": ("apis/storage.k8s.io/v1", "storageclasses"),
-    "Job": ("apis/batch/v1", "jobs"),
-    "JobSet": ("apis/jobset.x-k8s.io/v1alpha2", "jobsets"),
-    "PyTorchJob": ("apis/kubeflow.org/v1", "pytorchjobs"),
-    "TrainJob": ("apis/trainer.kubeflow.org/v1alpha1", "trainjobs"),
-    "TrainingRuntime": ("apis/trainer.kubeflow.org/v1alpha1", "trainingruntimes"),
-    "HyperPodPyTorchJob": ("apis/sagemaker.amazonaws.com/v1", "hyperpodpytorchjobs"),
-    "ComputeDomain": ("apis/resource.nvidia.com/v1beta1", "computedomains"),
-    "PodGroup.scheduling.volcano.sh": ("apis/scheduling.volcano.sh/v1beta1", "podgroups"),
-    "PodGroup.scheduling.x-k8s.io": ("apis/scheduling.x-k8s.io/v1alpha1", "podgroups"),
-}
-_OPERATORS = {
-    "JobSet": "JobSet (jobset.sigs.k8s.io)",
-    "PyTorchJob": "Kubeflow's Training Operator 1.x",
-    "TrainJob": "Kubeflow Trainer 2.x",
-    "HyperPodPyTorchJob": "SageMaker HyperPod's training operator",
-}
-_NO_NAMESPACE = ("PersistentVolume", "StorageClass")
-_AGAIN = (409, 429, 500, 502, 503, 504)
-
-
-class Absent(Exception):
-    """404: the object, or its kind, is not there."""
+# 409: the object changed meanwhile, or its namespace is being made.
+RETRY = RetryPolicy(attempts=8, base_s=0.5, cap_s=20.0, statuses=frozenset({409, 429, 500, 502, 503, 504}))
+# A container that has not started (400), an object that is gone, a version that is too old to go on from (410).
+_NOTHING_TO_READ = frozenset({400, 404, 410})
+_WAIT_S = 30.0
+# A path below a file: nothing can be there.
+_NO_FILE = f"{os.devnull}/discovery"
 
 
 class Forbidden(ArgosyError):
     """403: whoever asks has no right to it."""
 
 
-@dataclass
-class Patience:
-    """How long a server that does not answer well is tried."""
-
-    attempts: int = 8
-    first_delay: float = 0.5
-    longest_delay: float = 20.0
-    sleep: Callable[[float], None] = field(default=time.sleep)
-
-    def delays(self) -> Iterator[float]:
-        for attempt in range(self.attempts - 1):
-            yield min(self.longest_delay, self.first_delay * 2**attempt)
-
-
 class Cluster:
     """One API server, one namespace."""
 
-    def __init__(self, client: Any, namespace: str, patience: Patience | None = None) -> None:
-        self._client, self.namespace, self._patience = client, namespace, patience or Patience()
+    def __init__(self, api: client.ApiClient, namespace: str, retry: RetryPolicy = RETRY) -> None:
+        self._api, self.namespace, self._retry = api, namespace, retry
+        self._dynamic: _RetryingClient | None = None
+        # Resources that were looked up; None: the server does not know the kind.
+        self._resources: dict[Kind, Any] = {}
 
     def apply(self, document: Manifest) -> None:
         """Make it so, whatever is there (server-side apply). Fields the server does not know are refused, not dropped."""
-        query = {"fieldManager": MANAGER, "force": "true", "fieldValidation": "Strict"}
-        headers = {"Content-Type": "application/apply-patch+yaml"}
-        self._ask("PATCH", self._path(kind_of(document), document["metadata"]["name"]), query, headers, document)
+        kind = kind_of(document)
+        self._require(kind).server_side_apply(
+            body=document,
+            namespace=self.namespace,
+            field_manager=MANAGER,
+            force_conflicts="true",
+            query_params=[("fieldValidation", "Strict")],
+            serializer=_plain,
+        )
 
-    def get(self, kind: str, name: str) -> Manifest | None:
+    def get(self, kind: Kind, name: str) -> Manifest | None:
+        resource = self._resource(kind)
         try:
-            return self._json("GET", self._path(kind, name))
-        except Absent:
+            return None if resource is None else resource.get(name, self.namespace, serializer=_plain)
+        except NotFoundError:
             return None
 
-    def require(self, kind: str) -> None:
-        """Refuse where no operator has made this kind known: the object itself may be absent, its list not."""
-        try:
-            self._ask("GET", self._path(kind), {"limit": "1"})
-        except Absent:
-            raise ArgosyError(
-                "launch.refused",
-                f"this cluster does not know the kind {kind}: it needs {_OPERATORS.get(kind, 'its operator')}",
-                key="cluster.target",
-                fix="install that, or choose another target: --target indexed-job needs none",
-            ) from None
+    def require(self, kind: Kind) -> None:
+        """Refuse where nothing has made this kind known to the server.
 
-    def find(self, kind: str, selector: Mapping[str, str] | None = None, fields: str | None = None) -> list[Manifest]:
-        """Empty where the cluster does not know the kind."""
+        Raises:
+            ArgosyError: the kind is unknown; the refusal names the operator it needs.
+        """
+        self._require(kind)
+
+    def find(self, kind: Kind, selector: Mapping[str, str] | None = None, fields: str | None = None) -> list[Manifest]:
+        """Return the objects of a kind that a label selector and a field selector match; none where the kind is unknown."""
         return self._list(kind, selector, fields)[0]
 
-    def _list(
-        self, kind: str, selector: Mapping[str, str] | None = None, fields: str | None = None
-    ) -> tuple[list[Manifest], str]:
-        query = {} if selector is None else {"labelSelector": ",".join(f"{k}={v}" for k, v in selector.items())}
-        if fields is not None:
-            query["fieldSelector"] = fields
-        try:
-            found = self._json("GET", self._path(kind), query)
-        except Absent:
+    def _list(self, kind: Kind, selector: Mapping[str, str] | None, fields: str | None) -> tuple[list[Manifest], str]:
+        """Return the objects, and the version of the list, from which a watch goes on."""
+        resource = self._resource(kind)
+        if resource is None:
             return [], ""
-        items = [item | {"kind": kind} for item in found.get("items", [])]
-        return items, str(found.get("metadata", {}).get("resourceVersion", ""))
-
-    def delete(self, kind: str, name: str) -> bool:
-        """With all it owns; pods get their time to save. False: it was not there."""
         try:
-            self._ask("DELETE", self._path(kind, name), {"propagationPolicy": "Foreground"})
-        except Absent:
+            found = resource.get(
+                namespace=self.namespace,
+                label_selector=None if selector is None else _joined(selector),
+                field_selector=fields,
+                serializer=_plain,
+            )
+        except NotFoundError:
+            return [], ""
+        named = {"apiVersion": kind.api_version, "kind": kind.name}
+        version = str(found.get("metadata", {}).get("resourceVersion", ""))
+        return [item | named for item in found.get("items") or []], version
+
+    def delete(self, kind: Kind, name: str) -> bool:
+        """Delete an object with all it owns; pods get their time to save. False: it was not there."""
+        resource = self._resource(kind)
+        if resource is None:
+            return False
+        try:
+            resource.delete(name, self.namespace, propagation_policy="Foreground", serializer=_plain)
+        except NotFoundError:
             return False
         return True
 
-    def changes(self, kind: str, selector: Mapping[str, str], seconds: int) -> Iterator[None]:
-        """Something has changed. Ends after `seconds`, or when the connection is lost: look again and call it anew."""
-        _, version = self._list(kind, selector)
-        query = {
-            "watch": "true",
-            "labelSelector": ",".join(f"{k}={v}" for k, v in selector.items()),
-            "resourceVersion": version,
-            "timeoutSeconds": str(seconds),
-        }
-        yield from (None for _ in self._lines("GET", self._path(kind), query, wait=seconds + 5.0))
+    def changes(self, kind: Kind, selector: Mapping[str, str], seconds: int) -> Iterator[None]:
+        """Yield when something has changed. Ends after `seconds`, or when the connection is lost: look again, call it anew."""
+        _, version = self._list(kind, selector, None)
+        resource = self._resource(kind)
+        if resource is not None:
+            watched = {
+                "watch": "true",
+                "label_selector": _joined(selector),
+                "resource_version": version,
+                "timeout_seconds": seconds,
+            }
+            yield from (None for _ in self._lines(resource, None, seconds + 5.0, **watched))
 
     def logs(
         self, pod: str, *, follow: bool = False, tail: int | None = None, since: str | None = None
     ) -> Iterator[str]:
-        """Lines of a pod's only container, each with its time where `since` or `follow` is used to go on."""
-        query = {"timestamps": "true"} | ({"follow": "true"} if follow else {})
-        query |= {} if tail is None else {"tailLines": str(tail)}
-        query |= {} if since is None else {"sinceTime": since}
-        yield from self._lines("GET", f"{self._path('Pod', pod)}/log", query, wait=600.0 if follow else 60.0)
+        """Yield the lines of a pod's only container, each after its time, by which `since` goes on."""
+        query = [("timestamps", "true")] + ([("follow", "true")] if follow else [])
+        query += [] if tail is None else [("tailLines", str(tail))]
+        query += [] if since is None else [("sinceTime", since)]
+        log = self._require(POD).subresources["log"]
+        yield from self._lines(log, pod, 600.0 if follow else 60.0, query_params=query)
 
-    def _path(self, kind: str, name: str | None = None) -> str:
-        base, plural = _PLURALS[kind]
-        place = "" if kind in _NO_NAMESPACE else f"/namespaces/{self.namespace}"
-        return f"/{base}{place}/{plural}" + ("" if name is None else f"/{name}")
-
-    def _json(self, method: str, path: str, query: Mapping[str, str] | None = None) -> Manifest:
-        return dict(json.loads(self._ask(method, path, query)))
-
-    def _ask(
-        self,
-        method: str,
-        path: str,
-        query: Mapping[str, str] | None = None,
-        headers: Mapping[str, str] | None = None,
-        body: Manifest | None = None,
-    ) -> bytes:
-        """One answer, however often it takes to get it."""
-        delays = self._patience.delays()
-        while True:
-            fault = ""
-            try:
-                answer = self._send(method, path, query, headers, body, wait=30.0)
-                content = bytes(answer.data)
-            except OSError as error:
-                fault = str(error)
-                asked = None
-            else:
-                if answer.status < 300:
-                    return content
-                if answer.status not in _AGAIN:
-                    raise _refusal(method, path, answer.status, content)
-                fault = f"{answer.status}: {_message(content)}"
-                asked = answer.headers.get("Retry-After")
-            delay = next(delays, None)
-            if delay is None:
-                raise ArgosyError(
-                    "launch.api",
-                    f"the Kubernetes API server did not answer {method} {path} after {self._patience.attempts} attempts: {fault}",
-                    fix="`kubectl get --raw /readyz` says how it is; run the same command again, nothing is done twice",
-                )
-            self._patience.sleep(float(asked) if asked and asked.isdigit() else delay)
-
-    def _lines(self, method: str, path: str, query: Mapping[str, str], wait: float) -> Iterator[str]:
-        """Of an answer that comes bit by bit. A lost connection ends it, and is no error."""
-        from urllib3.exceptions import HTTPError
-
+    def _lines(self, resource: Any, name: str | None, wait_s: float, **params: Any) -> Iterator[str]:
+        """Yield the lines of an answer that comes bit by bit. A lost connection ends it, and is no error."""
+        timeout = (wait_s, wait_s)
         try:
-            answer = self._send(method, path, query, None, None, wait=wait)
-            if answer.status >= 300:
-                if answer.status in (400, 404, 410, *_AGAIN):  # not started yet, gone, or too old to go on from
-                    return
-                raise _refusal(method, path, answer.status, bytes(answer.data))
+            answer = resource.get(name, self.namespace, serialize=False, _request_timeout=timeout, **params)
             rest = b""
             for chunk in answer.stream(8192):
                 *lines, rest = (rest + chunk).split(b"\n")
                 yield from (line.decode(errors="replace") for line in lines)
             if rest:
                 yield rest.decode(errors="replace")
+        except ApiException as error:
+            if error.status in _NOTHING_TO_READ or error.status in self._retry.statuses or not error.status:
+                return
+            raise _refusal("GET", resource.path(name, self.namespace), error) from None
         except (OSError, HTTPError):
             return
 
-    def _send(
-        self,
-        method: str,
-        path: str,
-        query: Mapping[str, str] | None,
-        headers: Mapping[str, str] | None,
-        body: Manifest | None,
-        wait: float,
-    ) -> Any:
-        """Faults of the connection come out as OSError."""
-        from urllib3.exceptions import HTTPError
-
-        given = {"Accept": "application/json"} | dict(headers or {})
-        token: dict[str, Any] = {}
-        self._client.update_params_for_auth(given, token, ["BearerToken"])
-        url = self._client.configuration.host + path
-        try:
-            return self._client.rest_client.pool_manager.request(
-                method,
-                url + ("" if not query else "?" + "&".join(f"{k}={_quoted(v)}" for k, v in query.items())),
-                body=None if body is None else json.dumps(body).encode(),
-                headers=given,
-                preload_content=method != "GET" or not query or not ({"watch", "follow", "timestamps"} & query.keys()),
-                timeout=wait,
-                retries=False,
+    def _require(self, kind: Kind) -> Any:
+        resource = self._resource(kind)
+        if resource is None:
+            raise ArgosyError(
+                "launch.refused",
+                f"this cluster does not know the kind {kind.name}: it needs {kind.operator or 'its operator'}",
+                key="cluster.target",
+                fix="install that, or choose another target: --target indexed-job needs none",
             )
-        except HTTPError as error:
-            raise OSError(str(error)) from None
+        return resource
+
+    def _resource(self, kind: Kind) -> Any:
+        """Return what the server says of a kind, or None where it does not know it. Asked once for each kind."""
+        if self._dynamic is None:
+            self._dynamic = _RetryingClient(self._api, self._retry)
+        if kind not in self._resources:
+            group, _, version = kind.api_version.rpartition("/")
+            # Without the prefix a core kind would be looked for in every group that has a v1.
+            place = {"prefix": "apis", "group": group} if group else {"prefix": "api"}
+            try:
+                found = self._dynamic.resources.get(**place, api_version=version, kind=kind.name)
+            except ResourceNotFoundError:
+                found = None
+            self._resources[kind] = found
+        return self._resources[kind]
 
 
-def connect(namespace: str | None, *, in_cluster: bool = False, patience: Patience | None = None) -> Cluster:
-    """The cluster kubectl would talk to, or the one this pod runs in."""
-    try:
-        from kubernetes import client, config
-        from kubernetes.config import ConfigException
-        from yaml import YAMLError
-    except ImportError:
-        raise ArgosyError(
-            "launch.missing-extra",
-            "talking to Kubernetes needs its official client, which is not installed",
-            fix="pip install 'argosy[k8s]'; or argosy launch --dry-run -o DIR, and kubectl apply -f on each file in the order of their numbers",
-        ) from None
+class _Discovery(LazyDiscoverer):  # type: ignore[misc]  # the client has no types
+    """Discovery kept in memory, for the one command this process is.
+
+    The library keeps what it discovered in a file with a known name in the temporary directory, where another user of the machine may
+    have put one of theirs, and discovers everything anew for each kind it does not find.
+    """
+
+    def __init__(self, dynamic: DynamicClient, cache_file: str | None) -> None:
+        super().__init__(dynamic, _NO_FILE)
+
+    def _write_cache(self) -> None: ...
+
+    def invalidate_cache(self) -> None: ...
+
+
+class _RetryingClient(DynamicClient):  # type: ignore[misc]  # the client has no types
+    """A DynamicClient whose requests, those of discovery included, are retried, timed and refused in plain words.
+
+    A 404 of something that was asked for or is to be deleted stays the library's `NotFoundError`. Answers that are streamed
+    (`serialize=False`) are neither retried nor translated: whoever reads them does both.
+    """
+
+    def __init__(self, api: client.ApiClient, retry: RetryPolicy) -> None:
+        self._retry = retry
+        super().__init__(api, discoverer=_Discovery)
+
+    def request(self, method: str, path: str, body: Manifest | None = None, **params: Any) -> Any:
+        if not params.get("serialize", True):
+            return super().request(method, path, body, **params)
+        params.setdefault("_request_timeout", (_WAIT_S, _WAIT_S))
+        asked = f"{method.upper()} /{path.lstrip('/')}"
+        try:
+            # The query is extended in place by each attempt.
+            answer = self._retry.call(lambda: self._attempt(method, path, body, _copied(params)))
+        except GaveUp as over:
+            raise ArgosyError(
+                "launch.api",
+                f"the Kubernetes API server did not answer {asked} after {over.attempts} attempts: {over}",
+                fix="`kubectl get --raw /readyz` says how it is; run the same command again, nothing is done twice",
+            ) from None
+        if isinstance(answer, str):
+            raise ArgosyError(
+                "launch.api",
+                f"{asked}: the answer of {self.configuration.host} is not JSON: {answer[:80]!r}",
+                fix="check the server's address in the kubeconfig, and HTTPS_PROXY: something else answers in its place",
+            )
+        return answer
+
+    def _attempt(self, method: str, path: str, body: Manifest | None, params: dict[str, Any]) -> Any:
+        try:
+            return super().request(method, path, body, **params)
+        except ApiException as error:
+            # 0: TLS failed before there was an answer.
+            if not error.status:
+                raise Transient(str(error.reason)) from None
+            if error.status in self._retry.statuses:
+                asked = retry_after_s(error.headers or {})
+                raise Transient(f"{error.status}: {_message(error)}", retry_after_s=asked) from None
+            if error.status == 404 and method.upper() in ("GET", "DELETE"):
+                raise
+            raise _refusal(method.upper(), f"/{path.lstrip('/')}", error) from None
+        except (OSError, HTTPError) as error:
+            raise Transient(str(error)) from None
+
+
+def connect(namespace: str | None, *, in_cluster: bool = False, retry: RetryPolicy = RETRY) -> Cluster:
+    """Return the cluster kubectl would talk to, or the one this pod runs in. Nothing is sent yet.
+
+    Raises:
+        ArgosyError: no cluster is configured.
+    """
     settings = client.Configuration()
     settings.retries = False
     current: dict[str, Any] = {}
@@ -253,7 +255,8 @@ def connect(namespace: str | None, *, in_cluster: bool = False, patience: Patien
         if in_cluster:
             config.load_incluster_config(client_configuration=settings)
         else:
-            files = os.environ.get("KUBECONFIG")  # the client reads it once, when it is imported
+            # The client reads the variable once, when it is imported.
+            files = os.environ.get("KUBECONFIG")
             current = config.list_kube_config_contexts(files)[1]
             config.load_kube_config(files, client_configuration=settings)
     except (ConfigException, TypeError, YAMLError) as error:
@@ -265,41 +268,41 @@ def connect(namespace: str | None, *, in_cluster: bool = False, patience: Patien
             else "set KUBECONFIG or ~/.kube/config as for kubectl; AKS: az aks get-credentials, EKS: aws eks update-kubeconfig",
         ) from None
     default = (current.get("context") or {}).get("namespace") or "default"
-    return Cluster(client.ApiClient(settings), namespace or default, patience)
+    return Cluster(client.ApiClient(settings), namespace or default, retry)
 
 
-def kind_of(document: Manifest) -> str:
-    """As it is found by; two schedulers have a kind of the same name."""
-    group = str(document["apiVersion"]).partition("/")[0]
-    return f"PodGroup.{group}" if document["kind"] == "PodGroup" else str(document["kind"])
+def _plain(_: Any, answer: Manifest) -> Manifest:
+    """Keep an answer a dictionary: the library would wrap each of its fields."""
+    return answer
 
 
-def _quoted(value: str) -> str:
-    from urllib.parse import quote
-
-    return quote(value, safe="")
+def _joined(selector: Mapping[str, str]) -> str:
+    return ",".join(f"{key}={value}" for key, value in selector.items())
 
 
-def _message(content: bytes) -> str:
+def _copied(params: dict[str, Any]) -> dict[str, Any]:
+    return params | {"query_params": list(params.get("query_params", []))}
+
+
+def _message(error: ApiException) -> str:
+    text = error.body.decode(errors="replace") if isinstance(error.body, bytes) else str(error.body or "")
     try:
-        return str(json.loads(content).get("message") or content.decode(errors="replace"))[:600]
+        return str(json.loads(text).get("message") or text)[:600]
     except (ValueError, AttributeError):
-        return content.decode(errors="replace")[:300]
+        return text[:300]
 
 
-def _refusal(method: str, path: str, status: int, content: bytes) -> Exception:
-    if status == 404 and method in ("GET", "DELETE"):
-        return Absent(path)
-    said = _message(content)
+def _refusal(method: str, path: str, error: ApiException) -> ArgosyError:
+    said = _message(error)
     fixes = {
         401: "log in again: the credentials of this context have expired",
         403: "ask for the right to do this in the namespace, or choose another with cluster.namespace",
         404: "install the operator this target needs, or choose another: --target indexed-job needs none",
         422: "see what the server says; the operator may be older than what is rendered for",
     }
-    cause, fix = f"{method} {path}: {status}: {said}", fixes.get(status, "see what the server says")
-    if status == 404 and said.startswith("namespaces "):
+    cause, fix = f"{method} {path}: {error.status}: {said}", fixes.get(error.status, "see what the server says")
+    if error.status == 404 and said.startswith("namespaces "):
         fix = "kubectl create namespace …, or another with cluster.namespace: it has to be there before a run is"
-    if status == 403:
+    if error.status == 403:
         return Forbidden("launch.refused", cause, fix=fix)
     return ArgosyError("launch.refused", cause, fix=fix)

@@ -1,15 +1,19 @@
-"""The JSON Schema of the Helm chart's values, made from the run spec's own: `python -m argosy.launch.chart`.
+"""What the Helm chart takes from the code: `python -m argosy.launch.chart charts/argosy` writes both files.
 
-Helm checks values against it before anything is installed, so that a misspelt key is refused there as it is here.
+Helm checks values against a JSON Schema made from the run spec's own before anything is installed, so that a misspelt key is
+refused there as it is here. The rights of the conductor are those the targets declare.
 """
 
 from __future__ import annotations
 
 import json
-from typing import Any
+import sys
+from pathlib import Path
+from typing import Any, get_args
 
+from argosy.config.cluster import ClusterSpec
 from argosy.config.json_schema import published_schema
-from argosy.launch.placement import KUBERNETES
+from argosy.launch.registry import find_target, pod_targets
 
 _TEXT = {"type": "string"}
 _SWITCH = {"type": "boolean"}
@@ -22,7 +26,7 @@ def values_schema() -> dict[str, Any]:
     definitions = run.pop("$defs")
     run.pop("$schema")
     run["required"] = sorted({*run["required"], "cluster"})
-    definitions["ClusterSpec"]["properties"]["target"]["enum"] = list(KUBERNETES)  # what a pod can start
+    definitions["ClusterSpec"]["properties"]["target"]["enum"] = pod_targets()  # what a pod can start
     viewer = {"enabled": _SWITCH, "port": _PORT}
     parts = {
         "run": run,
@@ -47,5 +51,32 @@ def _section(properties: dict[str, Any]) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "additionalProperties": False}
 
 
+def conductor_rights() -> dict[str, dict[str, Any]]:
+    """Return the rules of the conductor's Role that depend on the target and its operator."""
+    operators = get_args(ClusterSpec.model_fields["operator"].annotation)
+    return {
+        name: {operator: _rules(ClusterSpec(target=name, operator=operator)) for operator in operators}
+        for name in pod_targets()
+    }
+
+
+def _rules(cluster: ClusterSpec) -> list[dict[str, list[str]]]:
+    return [
+        {"apiGroups": [right.group], "resources": [right.resource], "verbs": list(right.verbs)}
+        for right in find_target(cluster.target).rights(cluster)
+    ]
+
+
+def files() -> dict[str, str]:
+    """Return the chart's generated files by their path inside it."""
+    return {
+        "values.schema.json": json.dumps(values_schema(), indent=1) + "\n",
+        "files/rights.json": json.dumps(conductor_rights(), indent=1) + "\n",
+    }
+
+
 if __name__ == "__main__":
-    print(json.dumps(values_schema(), indent=1))
+    for name, text in files().items():
+        path = Path(sys.argv[1]) / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)

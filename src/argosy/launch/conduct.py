@@ -13,22 +13,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from argosy.errors import EXIT_DONE, ArgosyError
-from argosy.launch.api import Cluster, Forbidden, kind_of
+from argosy.launch.api import Cluster, Forbidden
+from argosy.launch.manifests import EVENT, POD, Kind, Manifests, kind_of
 from argosy.launch.placement import Placement
 from argosy.launch.pod import RUN_LABEL, STAGE_LABEL, Manifest
-from argosy.launch.render import kubernetes_objects, stage_objects
-from argosy.launch.stages import Stage, stages_of
-from argosy.launch.states import State, pod_number, stage_state
+from argosy.launch.stages import Stage
+from argosy.launch.states import pod_number, stage_state
+from argosy.launch.target import State
 
 DIGEST = "argosy/digest"
-JOB_KINDS = ("Job", "JobSet", "PyTorchJob", "TrainJob", "HyperPodPyTorchJob")
-_BESIDE = (  # what a stage's job needs, and goes with it
-    "TrainingRuntime",
-    "ComputeDomain",
-    "Service",
-    "PodGroup.scheduling.volcano.sh",
-    "PodGroup.scheduling.x-k8s.io",
-)
 EXIT_STAGE_FAILED = 3
 _LOOK_EVERY_S = 15
 _LAST_LINES = 15
@@ -37,23 +30,29 @@ Say = Callable[[str], None]
 
 @dataclass
 class Conductor:
+    """One launch. `jobs`: the kinds the target's own job may be; `restarts_itself`: something in the cluster restarts that job."""
+
     cluster: Cluster
     placed: Placement
+    manifests: Manifests
     say: Say
+    jobs: Sequence[Kind] = ()
+    restarts_itself: bool = True
     look_every: int = _LOOK_EVERY_S
 
     def run(self, only: Stage | None = None, *, follow: bool = True) -> int:
         """Exit code 0 when every stage has succeeded, or when the last has been started and is not followed."""
-        files = kubernetes_objects(self.placed)
-        for kind in dict.fromkeys(files[name][-1]["kind"] for name in list(files)[2:]):
-            self.cluster.require(kind)  # now, and not when data has been prepared for hours
-        going = [stage for stage in stages_of(self.placed) if self._running(stage)]  # before their spec is written over
-        for name in ("00-storage.yaml", "10-spec.yaml"):
-            for document in files[name]:
-                self._require_ours(document)
-                self.cluster.apply(document)
-        stages = stages_of(self.placed) if only is None else [only]
-        if only is None and going:  # what came before it is done, and could not have the GPUs it holds
+        # Now, and not when data has been prepared for hours.
+        for stage in self.manifests.stages:
+            self.cluster.require(self._kind(stage))
+        # Before their spec is written over.
+        going = [stage for stage in self.manifests.stages if self._running(stage)]
+        for document in [*self.manifests.storage, *self.manifests.spec]:
+            self._require_ours(document)
+            self.cluster.apply(document)
+        stages = list(self.manifests.stages) if only is None else [only]
+        if only is None and going:
+            # What came before it is done, and could not have the GPUs it holds.
             stages = stages[stages.index(going[-1]) :]
         for stage in stages:
             self._start(stage)
@@ -67,6 +66,14 @@ class Conductor:
                 return EXIT_STAGE_FAILED
         return EXIT_DONE
 
+    def _job(self, stage: Stage) -> Manifest:
+        return self.manifests.stages[stage][-1]
+
+    def _kind(self, stage: Stage) -> Kind:
+        """Return the kind of a stage's job, as the target declares it where it is the target's own."""
+        kind = kind_of(self._job(stage))
+        return next((declared for declared in self.jobs if declared == kind), kind)
+
     def _named(self) -> str:
         return f"{self.placed.spec.name} -n {self.cluster.namespace}"
 
@@ -75,7 +82,7 @@ class Conductor:
         try:
             return self._follow(stage)
         except KeyboardInterrupt:
-            waiting = stages[stages.index(stage) + 1 :]
+            waiting = [later.name for later in stages[stages.index(stage) + 1 :]]
             rest = f"; {', '.join(waiting)} will not start by itself" if waiting else ""
             self.say(
                 f"{stage} goes on in the cluster{rest}. The same command follows it again; argosy stop {self._named()}"
@@ -86,7 +93,7 @@ class Conductor:
         if self._running(stage):
             self.say(f"{stage}: is running already")
             return
-        *before, job = stage_objects(self.placed, stage)
+        *before, job = self.manifests.stages[stage]
         self._remove(job)
         for document in before:
             self._require_ours(document)
@@ -97,8 +104,8 @@ class Conductor:
 
     def _running(self, stage: Stage) -> bool:
         """Whether it runs with these settings. One that runs with others is a refusal."""
-        job = stage_objects(self.placed, stage)[-1]
-        there = self.cluster.get(job["kind"], job["metadata"]["name"])
+        job = self._job(stage)
+        there = self.cluster.get(kind_of(job), job["metadata"]["name"])
         if there is None:
             return False
         self._require_run(there)
@@ -116,20 +123,21 @@ class Conductor:
 
     def _digest(self, stage: Stage) -> str:
         """Of all that decides what a stage does: its objects, and the run spec its pods read."""
-        parts = [stage_objects(self.placed, stage), self.placed.spec.model_dump(mode="json")]
+        parts = [self.manifests.stages[stage], self.placed.spec.model_dump(mode="json")]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
     def _remove(self, job: Manifest) -> None:
         """An ended job makes room for its successor: most of its fields cannot be changed."""
-        if self.cluster.get(job["kind"], job["metadata"]["name"]) is None:
+        kind, name = kind_of(job), job["metadata"]["name"]
+        if self.cluster.get(kind, name) is None:
             return
-        self.cluster.delete(job["kind"], job["metadata"]["name"])
+        self.cluster.delete(kind, name)
         deadline = time.monotonic() + self.placed.cluster.grace.amount + 60
-        while self.cluster.get(job["kind"], job["metadata"]["name"]) is not None:
+        while self.cluster.get(kind, name) is not None:
             if time.monotonic() > deadline:
                 raise ArgosyError(
                     "launch.running",
-                    f"{job['kind']} {job['metadata']['name']} has ended but does not go away",
+                    f"{kind.name} {name} has ended but does not go away",
                     fix="kubectl get pods: one on a dead node stays Terminating until the node is removed",
                 )
             time.sleep(min(1.0, self.look_every))
@@ -139,7 +147,7 @@ class Conductor:
         told = ""
         restarts = 0
         while True:
-            state = look(self.cluster, self.placed.spec.name, stage, (stage_objects(self.placed, stage)[-1]["kind"],))
+            state = look(self.cluster, self.placed.spec.name, stage.name, [self._kind(stage)])
             if str(state) != told and not state.over:
                 told = str(state)
                 self.say(f"{stage} {state}")
@@ -152,14 +160,14 @@ class Conductor:
                 if state.phase == "done":
                     self.say(f"{stage} {state}")
                 return state
-            for _ in self.cluster.changes("Pod", selector(self.placed.spec.name, stage), self.look_every):
+            for _ in self.cluster.changes(POD, selector(self.placed.spec.name, stage.name), self.look_every):
                 break
             else:
                 time.sleep(min(1.0, self.look_every))
 
     def _may_start_again(self, stage: Stage, state: State, restarts: int) -> bool:
         """Plain Jobs have nobody else who would restart all pods together; a refusal stays one."""
-        alone = stage == "train" and self.placed.cluster.target == "indexed-job"
+        alone = stage.trains and not self.restarts_itself
         return alone and "refused to run" not in state.text and restarts < self.placed.cluster.restarts
 
     def _show_end_of_log(self, state: State) -> None:
@@ -189,27 +197,27 @@ def selector(run: str, stage: str | None = None) -> dict[str, str]:
     return {RUN_LABEL: run} | ({} if stage is None else {STAGE_LABEL: stage})
 
 
-def look(cluster: Cluster, run: str, stage: str, kinds: Sequence[str] = JOB_KINDS) -> State:
+def look(cluster: Cluster, run: str, stage: str, kinds: Sequence[Kind]) -> State:
     """How a stage of a run is doing now."""
     own = _jobs(cluster, selector(run, stage), kinds)
-    pods = sorted(cluster.find("Pod", selector(run, stage)), key=pod_number)
+    pods = sorted(cluster.find(POD, selector(run, stage)), key=pod_number)
     state = stage_state(own[0] if own else None, pods, [])
     if state.phase in ("waiting", "failed") and own:
-        state = stage_state(own[0], pods, cluster.find("Event", fields="type=Warning"))
+        state = stage_state(own[0], pods, cluster.find(EVENT, fields="type=Warning"))
     return state
 
 
-def runs_in(cluster: Cluster) -> dict[str, dict[str, State]]:
+def runs_in(cluster: Cluster, kinds: Sequence[Kind]) -> dict[str, dict[str, State]]:
     """Every run of the namespace, with the state of each of its stages."""
     found: dict[str, dict[str, State]] = {}
-    for job in _jobs(cluster, {"app.kubernetes.io/managed-by": "argosy"}, JOB_KINDS):
+    for job in _jobs(cluster, {"app.kubernetes.io/managed-by": "argosy"}, kinds):
         labels = job["metadata"].get("labels", {})
         if RUN_LABEL in labels and STAGE_LABEL in labels:
             found.setdefault(labels[RUN_LABEL], {})[labels[STAGE_LABEL]] = stage_state(job, [], [])
     return found
 
 
-def _jobs(cluster: Cluster, wanted: dict[str, str], kinds: Sequence[str], *, passing: bool = False) -> list[Manifest]:
+def _jobs(cluster: Cluster, wanted: dict[str, str], kinds: Sequence[Kind], *, passing: bool = False) -> list[Manifest]:
     """Those nobody else owns. Whoever may not see one kind may see another; who may see none is told so, unless `passing`."""
     found, refusals = [], []
     for kind in kinds:
@@ -222,14 +230,11 @@ def _jobs(cluster: Cluster, wanted: dict[str, str], kinds: Sequence[str], *, pas
     return [job for job in found if not job["metadata"].get("ownerReferences")]
 
 
-def stop(cluster: Cluster, run: str, stages: Sequence[str] | None = None) -> list[str]:
-    """End what is running; pods save first. Data, checkpoints, claims and the spec stay."""
+def stop(cluster: Cluster, run: str, kinds: Sequence[Kind], beside: Sequence[Kind]) -> list[str]:
+    """Delete the run's jobs, whose pods save first, and what was made beside them. Data, checkpoints, claims and the spec stay."""
     stopped = []
-    beside = [item for kind in _BESIDE for item in _jobs(cluster, selector(run), (kind,), passing=True)]
-    for item in [*_jobs(cluster, selector(run), JOB_KINDS), *beside]:
-        stage = item["metadata"].get("labels", {}).get(STAGE_LABEL)
-        if stages is not None and stage not in stages:
-            continue
-        if cluster.delete(item["kind"], item["metadata"]["name"]):
+    others = [item for kind in beside for item in _jobs(cluster, selector(run), [kind], passing=True)]
+    for item in [*_jobs(cluster, selector(run), kinds), *others]:
+        if cluster.delete(kind_of(item), item["metadata"]["name"]):
             stopped.append(f"{item['kind']} {item['metadata']['name']}")
     return stopped

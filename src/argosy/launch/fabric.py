@@ -14,6 +14,7 @@ from argosy.plan.hardware import Instance
 
 EFA_RESOURCE = "vpc.amazonaws.com/efa"
 INFINIBAND_RESOURCE = "rdma/ib"
+DEVICE_IN_POD, DEVICE_ON_HOST = "mlx5_0:1", "mlx5_ib0:1"
 
 _AZURE_HOPPER_NODES = ("Standard_ND96isr_H100_v5", "Standard_ND96isr_H200_v5")
 _AZURE_HOPPER = {
@@ -71,8 +72,10 @@ def card_count(instance: Instance, gpus: int) -> int:
     return min(instance.nics, -(-instance.nics * gpus // instance.gpus))
 
 
-def fabric_environment(cluster: ClusterSpec, instance: Instance | None, fabric: str) -> Mapping[str, str]:
-    """What NCCL and the libraries below it are told."""
+def fabric_environment(
+    cluster: ClusterSpec, instance: Instance | None, fabric: str, device: str = DEVICE_IN_POD
+) -> Mapping[str, str]:
+    """Return the variables of NCCL and the libraries below it. `device`: the first InfiniBand device as a process sees it."""
     gloo = {} if cluster.interface is None else {"GLOO_SOCKET_IFNAME": cluster.interface}
     if fabric == "none":
         return gloo
@@ -83,15 +86,13 @@ def fabric_environment(cluster: ClusterSpec, instance: Instance | None, fabric: 
     if cluster.cloud == "aks" and fabric == "infiniband" and name in _AZURE_HOPPER_NODES:
         variables |= _AZURE_HOPPER
     if cluster.sharp:
-        variables |= _sharp(cluster)
-        del variables[
-            "NCCL_NET"
-        ]  # SHARP's plugin brings a transport of another name; preflight looks whether it is used
+        variables |= _sharp(device)
+        # SHARP's plugin brings a transport of another name; preflight looks whether it is used.
+        del variables["NCCL_NET"]
     return variables
 
 
-def _sharp(cluster: ClusterSpec) -> dict[str, str]:
-    device = "mlx5_ib0:1" if cluster.target == "slurm" else "mlx5_0:1"
+def _sharp(device: str) -> dict[str, str]:
     return {
         "NCCL_COLLNET_ENABLE": "1",
         "SHARP_COLL_ENABLE_PCI_RELAXED_ORDERING": "1",

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from argosy.config.cluster import ClusterSpec
-from argosy.launch.fabric import fabric_environment
+from argosy.launch.fabric import DEVICE_IN_POD, fabric_environment
 from argosy.launch.placement import Placement
-from argosy.launch.stages import DATA_STAGES, Stage, command
+from argosy.launch.stages import Stage
 
 Manifest = dict[str, Any]
 SCRATCH = "/scratch"
@@ -35,7 +35,7 @@ _CLIQUE = "nvidia.com/gpu.clique"  # nodes of one NVLink domain
 def labels(placed: Placement, stage: Stage | None = None) -> dict[str, str]:
     """By these `argosy status`, `logs`, `stop` and `ls` find what belongs to a run."""
     own = {"app.kubernetes.io/managed-by": "argosy", RUN_LABEL: placed.spec.name}
-    return own if stage is None else own | {STAGE_LABEL: stage}
+    return own if stage is None else own | {STAGE_LABEL: stage.name}
 
 
 def job_metadata(placed: Placement, stage: Stage, name: str) -> Manifest:
@@ -50,7 +50,7 @@ def job_metadata(placed: Placement, stage: Stage, name: str) -> Manifest:
 
 def pod_template(placed: Placement, stage: Stage, container: str, env: Mapping[str, str] | None = None) -> Manifest:
     """`env`: what this target has to say of ranks and where the first listens."""
-    on_gpus = stage not in DATA_STAGES
+    on_gpus = stage.on_gpus
     cluster = placed.cluster
     spec: Manifest = {
         "automountServiceAccountToken": False,
@@ -79,14 +79,14 @@ def pod_template(placed: Placement, stage: Stage, container: str, env: Mapping[s
 
 
 def _container(placed: Placement, stage: Stage, name: str, env: Mapping[str, str]) -> Manifest:
-    cluster, on_gpus = placed.cluster, stage not in DATA_STAGES
+    cluster, on_gpus = placed.cluster, stage.on_gpus
     resources = _resources(placed) if on_gpus else {"cpu": str(cluster.data.cpus), "memory": cluster.data.memory}
     body: Manifest = {
         "name": name,
         "image": cluster.image,
         "imagePullPolicy": "IfNotPresent" if "@" in str(cluster.image) else "Always",  # a tag may have moved
         "command": ["argosy"],
-        "args": literal(command(placed, stage)),
+        "args": literal(stage.command(placed)),
         "workingDir": placed.storage.mount,
         "env": _environment(placed, env, on_gpus=on_gpus),
         "resources": {"requests": resources, "limits": resources},
@@ -100,7 +100,7 @@ def _container(placed: Placement, stage: Stage, name: str, env: Mapping[str, str
         ],
     }
     listener = placed.spec.log.sinks.prometheus
-    if stage == "train" and listener is not None:
+    if stage.trains and listener is not None:
         body["ports"] = [{"name": METRICS_PORT, "containerPort": int(listener.rpartition(":")[2])}]
     if on_gpus and _shares_nvlink(placed):
         body["resources"] = body["resources"] | {"claims": [{"name": "nvlink-domain"}]}
@@ -123,10 +123,10 @@ def _resources(placed: Placement) -> dict[str, str]:
     return wanted
 
 
-def training_environment(placed: Placement) -> dict[str, str]:
-    """The same on every target, Slurm included."""
+def training_environment(placed: Placement, device: str = DEVICE_IN_POD) -> dict[str, str]:
+    """Return the variables of ranks, on Slurm as in a pod. `device`: the first InfiniBand device as a rank sees it."""
     debug = {"NCCL_DEBUG": "WARN"} if placed.gpus else {}
-    return debug | dict(fabric_environment(placed.cluster, placed.instance, placed.fabric))
+    return debug | dict(fabric_environment(placed.cluster, placed.instance, placed.fabric, device))
 
 
 def _environment(placed: Placement, env: Mapping[str, str], *, on_gpus: bool) -> list[Manifest]:

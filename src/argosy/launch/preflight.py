@@ -23,7 +23,8 @@ from argosy.config.schema import RunSpec
 from argosy.config.state import checkpoint_bytes
 from argosy.errors import EXIT_DONE, EXIT_REFUSED
 from argosy.launch.fabric import card_count, choose_fabric
-from argosy.launch.placement import KUBERNETES, gib
+from argosy.launch.placement import gib
+from argosy.launch.registry import find_target
 from argosy.plan.hardware import Instance, find_instance
 
 _MIB, _GIB = 2**20, 2**30
@@ -74,7 +75,7 @@ class Wanted:
             gpus=gpus,
             fabric=fabric,
             nics=cards if fabric not in ("none", "tcp") else 0,
-            shm_bytes=gib(cluster.shm) * _GIB if cluster.shm and cluster.target in KUBERNETES else _LEAST_SHM,
+            shm_bytes=gib(cluster.shm) * _GIB if cluster.shm and find_target(cluster.target).makes_pods else _LEAST_SHM,
             storage=Path(spec.runs_dir),
             needed_bytes=saved,
             names=() if master is None else (master,),

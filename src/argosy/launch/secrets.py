@@ -14,8 +14,11 @@ from argosy.echo import looks_secret, names_secret
 from argosy.errors import ArgosyError
 
 
-def refuse_secrets(text: str, overrides: Iterable[str], spec: RunSpec) -> None:
-    """Nothing that is rendered, stored in the run directory or shown in a process list may hold a secret."""
+def refuse_secrets(text: str, overrides: Iterable[str], spec: RunSpec, *, stays_here: bool) -> None:
+    """Refuse a run spec that holds a secret: it would be rendered, stored in the run directory and shown in process lists.
+
+    `stays_here`: the run is started on this machine, so that the address of a webhook leaves it in no file.
+    """
     for number, line in enumerate(text.splitlines(), start=1):
         if looks_secret(line):
             raise _refusal(f"line {number} of the run spec holds what looks like a secret", None)
@@ -28,7 +31,7 @@ def refuse_secrets(text: str, overrides: Iterable[str], spec: RunSpec) -> None:
             raise _refusal(
                 f"{name} is the name of a secret, and would stand in every rendered file", f"cluster.env.{name}"
             )
-    if webhook is not None and not webhook.startswith("env:") and (cluster is None or cluster.target != "local"):
+    if webhook is not None and not webhook.startswith("env:") and not stays_here:
         raise _refusal(
             "whoever has the address can post to it, and it would stand in every rendered file: write env:NAME", WEBHOOK
         )

@@ -6,33 +6,57 @@ training goes on from the newest checkpoint. A stage starts when the one before 
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from argosy.launch.placement import Placement
 
-Stage = Literal["fetch", "prepare", "preflight", "train"]
-STAGES: tuple[Stage, ...] = ("fetch", "prepare", "preflight", "train")
-DATA_STAGES: tuple[Stage, ...] = ("fetch", "prepare")
 SPEC_FILE = "/etc/argosy/run.yaml"
 
 
+@dataclass(frozen=True)
+class Stage:
+    """One step of a launch: which runs have it, what it executes, and on what.
+
+    `needed` says whether a run has this stage. `verb` makes the arguments of `argosy` from the run spec's file with its
+    overrides. A stage `on_gpus` is one group of ranks on the run's nodes; the others are CPU workers that share the work by their
+    index. The stage that `trains` is the run itself: its job is the target's own, and it is carried on after a restart.
+    """
+
+    name: str
+    needed: Callable[[Placement], bool]
+    verb: Callable[[Placement, list[str]], list[str]]
+    on_gpus: bool = True
+    trains: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+    def command(self, placed: Placement, spec_file: str = SPEC_FILE) -> list[str]:
+        """Return the arguments of `argosy` that do this stage's work in one pod or on one node."""
+        return self.verb(placed, [spec_file, *placed.overrides])
+
+
+def _fetches(placed: Placement) -> bool:
+    return any(source.prepare is not None and source.prepare.fetch is not None for source in placed.spec.data.train)
+
+
+def _prepares(placed: Placement) -> bool:
+    return any(source.prepare is not None for source in placed.spec.data.train)
+
+
+FETCH = Stage("fetch", _fetches, lambda _, run: ["data", "build", *run, "--only", "fetch"], on_gpus=False)
+PREPARE = Stage("prepare", _prepares, lambda _, run: ["data", "build", *run, "--only", "prepare"], on_gpus=False)
+PREFLIGHT = Stage(
+    "preflight",
+    lambda placed: placed.cluster.preflight,
+    lambda placed, run: ["doctor", *run, "--nproc", str(placed.ranks)],
+)
+TRAIN = Stage("train", lambda _: True, lambda placed, run: ["train", *run, "--nproc", str(placed.ranks)], trains=True)
+
+STAGES = {stage.name: stage for stage in (FETCH, PREPARE, PREFLIGHT, TRAIN)}
+
+
 def stages_of(placed: Placement) -> list[Stage]:
-    """Those this run has."""
-    recipes = [source.prepare for source in placed.spec.data.train if source.prepare is not None]
-    wanted = {
-        "fetch": any(recipe.fetch is not None for recipe in recipes),
-        "prepare": bool(recipes),
-        "preflight": placed.cluster.preflight,
-        "train": True,
-    }
-    return [stage for stage in STAGES if wanted[stage]]
-
-
-def command(placed: Placement, stage: Stage, spec_file: str = SPEC_FILE) -> list[str]:
-    """The arguments of `argosy` that do a stage's work in one pod or on one node."""
-    run = [spec_file, *placed.overrides]
-    if stage in DATA_STAGES:
-        return ["data", "build", *run, "--only", stage]
-    if stage == "preflight":
-        return ["doctor", *run, "--nproc", str(placed.ranks)]
-    return ["train", *run, "--nproc", str(placed.ranks)]
+    """Return the stages this run has, in their order."""
+    return [stage for stage in STAGES.values() if stage.needed(placed)]

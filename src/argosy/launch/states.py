@@ -8,29 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from argosy.errors import EXIT_REFUSED, EXIT_RESUMABLE
 from argosy.launch.pod import Manifest
+from argosy.launch.target import State
 
-Phase = Literal["absent", "waiting", "running", "done", "failed"]
 _DONE = ("Complete", "Completed", "Succeeded", "SuccessCriteriaMet")
 _PULL = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable")
-
-
-@dataclass(frozen=True)
-class State:
-    phase: Phase
-    text: str
-    fix: str = ""
-    pod: str | None = None  # whose log tells more
-
-    @property
-    def over(self) -> bool:
-        return self.phase in ("done", "failed")
-
-    def __str__(self) -> str:
-        return f"{self.phase}: {self.text}" + (f"\n  fix: {self.fix}" if self.fix else "")
 
 
 def stage_state(job: Manifest | None, pods: Sequence[Manifest], events: Sequence[Manifest]) -> State:

@@ -1,6 +1,6 @@
-"""How fast ranks reach each other: all-reduce bandwidth of all nodes and of pairs of them, and which transport NCCL took.
+"""All-reduce bandwidth between ranks: of all nodes, and of pairs of nodes; and the transport that NCCL chose.
 
-Bus bandwidth is what the slowest link carries, 2 (n - 1) / n x bytes / time for n ranks: comparable whatever n is.
+Bus bandwidth is 2 (n - 1) / n x bytes / time for n ranks: the load of the slowest link, comparable for any n.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ROUNDS = 5
 
 
 def probe(world: World, ranks_per_node: int, report: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Every node's report, and what was measured between them. All ranks call it, and all get the same."""
+    """Return every node's report and the measured bandwidths. A collective: all ranks call it and get the same result."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", world.local_rank) if cuda else torch.device("cpu")
     log = Path(os.environ.get("TMPDIR", "/tmp")) / f"argosy-nccl-{os.getpid()}.log"
@@ -39,17 +39,17 @@ def probe(world: World, ranks_per_node: int, report: Sequence[dict[str, Any]]) -
     refuse_pickled_messages()
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", rank=world.rank, world_size=world.size)
     try:
-        said = all_gather_json({"host": socket.gethostname(), "report": list(report)})
-        hosts = [entry["host"] for entry in said[::ranks_per_node]]
+        gathered = all_gather_json({"host": socket.gethostname(), "report": list(report)})
+        hosts = [entry["host"] for entry in gathered[::ranks_per_node]]
         names = [f"{host}#{n}" if hosts.count(host) > 1 else host for n, host in enumerate(hosts)]
-        nodes = {name: said[n * ranks_per_node]["report"] for n, name in enumerate(names)}
+        nodes = {name: gathered[n * ranks_per_node]["report"] for n, name in enumerate(names)}
         measured = _measure(world, ranks_per_node, names, device)
-        said_by_nccl = _read(log)
+        nccl_log = _read(log)
         return {
             "nodes": nodes,
             "measured": measured,
-            "transport": _transport(said_by_nccl),
-            "collnet": re.search(r"connected collnet", said_by_nccl, re.IGNORECASE) is not None,
+            "transport": _transport(nccl_log),
+            "collnet": re.search(r"connected collnet", nccl_log, re.IGNORECASE) is not None,
         }
     finally:
         dist.destroy_process_group()
@@ -60,7 +60,8 @@ def _measure(world: World, per_node: int, names: list[str], device: torch.device
     count = len(names)
     found = [(" + ".join(names), _bus_bandwidth(None, world.size, device))]
     pairs = [(a, a + 1) for first in (0, 1) for a in range(first, count - 1, 2)] if count > 2 else []
-    for left, right in pairs:  # neighbours, so that a node that is slow with both of its own is known
+    # Pairs of neighbours: a node that is slow with both of its neighbours is the slow one.
+    for left, right in pairs:
         ranks = [node * per_node + n for node in (left, right) for n in range(per_node)]
         group = dist.new_group(ranks)
         rate = _bus_bandwidth(group, len(ranks), device) if world.rank in ranks else 0.0
@@ -70,7 +71,7 @@ def _measure(world: World, per_node: int, names: list[str], device: torch.device
 
 
 def _bus_bandwidth(group: dist.ProcessGroup | None, ranks: int, device: torch.device) -> float:
-    """GB/s, of the best of a few rounds."""
+    """Return the best bus bandwidth of a few rounds, in GB/s."""
     tensor = torch.zeros(_BYTES[device.type] // 4, device=device)
     dist.all_reduce(tensor, group=group)
     best = float("inf")
@@ -92,9 +93,10 @@ def _read(log: Path) -> str:
     try:
         return log.read_text(errors="replace")
     except OSError:
-        return ""  # no GPU, and so no NCCL
+        # Without a GPU there is no NCCL log.
+        return ""
 
 
-def _transport(said_by_nccl: str) -> str | None:
-    found = re.findall(r"Using network (\S+(?: \S+)?)", said_by_nccl)
+def _transport(nccl_log: str) -> str | None:
+    found = re.findall(r"Using network (\S+(?: \S+)?)", nccl_log)
     return str(found[-1]) if found else None

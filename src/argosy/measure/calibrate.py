@@ -1,5 +1,5 @@
-"""What this GPU reaches, for the planner: products, attention and element-wise passes timed at sizes that fill it, after
-it has warmed up to the pace it can keep. The planner's own figures for a GPU come from published runs of others."""
+"""Calibration of the planner for this GPU: matmuls, attention and element-wise passes, timed at sizes that fill it, after
+warm-up to its sustained clock. The planner's own constants for a GPU come from published runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from argosy.train.device import name_of
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of what is timed: large enough to fill a GPU."""
+    """The sizes of what is timed: large enough to fill a GPU. `seconds` is the time of each measurement."""
 
     tokens: int = 16_384
     width: int = 4096
@@ -29,22 +29,23 @@ class Sizes:
     heads: int = 32
     head_dim: int = 128
     seq_len: int = 4096
-    seconds: float = 1.0  # of each measurement
+    seconds: float = 1.0
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Shares of a GPU's named peaks, as `argosy.plan.calibration` has them."""
+    """Measured rates as shares of a GPU's named peaks, as in `argosy.plan.calibration`. `narrow` (fp8) is None if the GPU has no
+    fp8."""
 
     gpu: str
     torch: str
     product: float
-    narrow: float | None  # where the GPU has 8-bit products
+    narrow: float | None
     attention: float
     memory: float
 
     def document(self) -> str:
-        """A file to lay over the planner's own."""
+        """Return the text of a calibration file for the planner."""
         shares = {"product": self.product, "narrow": self.narrow, "attention": self.attention, "memory": self.memory}
         return "\n".join([
             f"# Measured by `argosy bench --calibrate` on {self.gpu}, torch {self.torch}; shares of its peaks.",
@@ -90,7 +91,7 @@ def measure(device: torch.device, gpu: Gpu, sizes: Sizes) -> Measured:
 
 
 def _attention_flops(sizes: Sizes) -> float:
-    """Of both passes, causal: a query sees half of the keys on average."""
+    """Return the FLOPs of forward and backward, causal: a query attends to half of the keys on average."""
     return (1 + BACKWARD_ATTENTION) * 4 * sizes.tokens * sizes.seq_len / 2 * sizes.heads * sizes.head_dim
 
 
@@ -111,7 +112,7 @@ def _bytes_per_second(device: torch.device, sizes: Sizes) -> float:
 
 
 def paced(work: Callable[[], torch.Tensor | None], device: torch.device, seconds: float) -> float:
-    """Seconds of `work`, with its backward pass where it has a result, at the pace that is kept: the second half counts."""
+    """Return the sustained seconds of `work`, with its backward pass if it returns a tensor. Only the second half is timed."""
 
     def once() -> None:
         result = work()

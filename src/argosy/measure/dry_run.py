@@ -1,4 +1,4 @@
-"""`argosy train --dry-run`: every check of a start, and what the run would do. It writes nothing."""
+"""`argosy train --dry-run`: every check of a start, and a description of the run. It writes nothing."""
 
 from __future__ import annotations
 
@@ -26,8 +26,11 @@ from argosy.train.run import TrainOptions, check_options
 def dry_run(
     resolved: Resolved, options: TrainOptions, world: World | None = None, elsewhere: int | None = None
 ) -> list[str]:
-    """Every check that `train` makes before its first step among the ranks of `world`, and what it would do; nothing is written.
-    With so many ranks `elsewhere`, what each would hold, and no question of this machine's device."""
+    """Run every check that `train` makes before its first step among the ranks of `world`, and describe the run.
+
+    Args:
+        elsewhere: number of ranks of another machine: describe what each would hold, and do not check this machine's device.
+    """
     spec, world = resolved.spec, world or World()
     if elsewhere is None:
         require_packages(spec.log)

@@ -1,7 +1,7 @@
-"""A layout of any size, built on this machine: ranks that exist only by name, and parameters without memory.
+"""Building a layout of any size on this machine, with fake process groups and parameters on the meta device.
 
-Everything that would be done to the model on a real rank is done to it here, for one rank of every pipeline stage, so that
-a layout is refused here that would be refused there, and what each rank would hold is counted, not estimated.
+The model is built and parallelized as on a real rank, for one rank of every pipeline stage. So a layout that would be refused
+there is refused here, and what each rank holds is counted, not estimated.
 """
 
 from __future__ import annotations
@@ -25,18 +25,22 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank holds, and with it every rank of its pipeline stage."""
+    """The state that one rank holds, like every rank of its pipeline stage.
+
+    optimizer_bytes: including the fp32 master weights, if the parameters are not fp32 themselves.
+    groups: the ranks of its process group along each axis.
+    """
 
     rank: int
     layers: list[str]
     parameters: int
     parameter_bytes: int
-    optimizer_bytes: int  # with the masters, where the parameters are not those themselves
-    groups: dict[str, list[int]]  # the ranks this one exchanges with, by axis
+    optimizer_bytes: int
+    groups: dict[str, list[int]]
 
 
 def rehearse(spec: RunSpec, world_size: int) -> list[Part]:
-    """One rank of every pipeline stage."""
+    """Build one rank of every pipeline stage."""
     check_world(spec.parallel, world_size, f"--world-size {world_size}", spec.train.global_batch)
     nowhere = torch.device("meta")
     if world_size == 1:
@@ -49,7 +53,7 @@ def rehearse(spec: RunSpec, world_size: int) -> list[Part]:
 
 
 def hold(spec: RunSpec, mesh: Mesh) -> Part:
-    """What this rank of a mesh has after everything was done to the model that training does to it."""
+    """Build the model on this rank of a mesh as training does, and count what the rank holds."""
     model = make_engine(spec, make_model(spec, mesh), mesh).model
     optimizer = Optimizer(model, spec.optim, names=parameter_names(spec) if mesh.size("pp") > 1 else None)
     names = [name for name, _ in model.named_parameters()]
@@ -71,7 +75,7 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _layer(name: str) -> str:
-    """layers.3 of layers.3.attn.qkv.weight."""
+    """Return the layer of a parameter: layers.3 for layers.3.attn.qkv.weight."""
     words = name.split(".")
     return ".".join(words[: words.index("layers") + 2])
 
@@ -82,7 +86,7 @@ def _layer_number(name: str) -> tuple[str, int]:
 
 
 def describe_rehearsal(spec: RunSpec, parts: Sequence[Part]) -> list[str]:
-    """A line for each stage, and the groups its first rank exchanges in."""
+    """Return a line for each stage, and the process groups of its first rank."""
     lines = [f"layout  {describe_layout(spec.parallel)}: {spec.parallel.world_size:,} ranks, each:"]
     for stage, part in enumerate(parts):
         lines.append(
@@ -94,7 +98,7 @@ def describe_rehearsal(spec: RunSpec, parts: Sequence[Part]) -> list[str]:
 
 
 def _span(layers: list[str]) -> str:
-    """Runs of consecutive layers: a rank of a pipeline may have several."""
+    """Return the ranges of consecutive layers. A rank of an interleaved pipeline has several."""
     runs: list[list[str]] = []
     for layer in layers:
         stack, number = _layer_number(layer)
@@ -107,7 +111,7 @@ def _span(layers: list[str]) -> str:
 
 
 def _some(ranks: list[int]) -> str:
-    """The first few, and the last."""
+    """Return the first few ranks, and the last."""
     if len(ranks) <= 6:
         return ", ".join(map(str, ranks))
     return ", ".join(map(str, ranks[:4])) + f", … {ranks[-1]}"

@@ -1,14 +1,14 @@
-"""How fast a model trains on this device: step time, rates, utilisation, memory, and how far the step is from its floor.
+"""`argosy bench`: step time, tokens/s, MFU and memory of a model on this device, and how far the step is from its floor.
 
-The model, the engine and the optimiser are those of a run, and the step is a whole one, with clipping and update. Only
-the data is made up: random tokens, which cost no waiting. The floor is the time of this very step's products and attention
-kernels, taken in the same run: what no fusion can remove.
+Model, engine and optimiser are those of a run, and the step is complete, with clipping and update. Only the data is
+synthetic: random tokens, without data wait. The floor is the time of this step's own matmul and attention kernels, measured
+in the same run, which no fusion can remove.
 """
 
 from __future__ import annotations
 
+import logging
 import statistics
-import sys
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -38,20 +38,24 @@ from argosy.train.optimizer import Optimizer
 from argosy.train.session import make_engine, make_model, open_checked_data
 from argosy.train.step import take_step
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Bench:
+    """The result of a benchmark. `tokens` are those of a step; `replayed`: the passes ran as a CUDA graph."""
+
     spec: RunSpec
     device: str
     precision: str
     steps_ms: list[float]
-    tokens: int  # of a step
+    tokens: int
     flops_per_token: float
     peak: Peak | None
     memory: Memory
     profile: StepProfile
     loss: float
-    replayed: bool  # as a CUDA graph
+    replayed: bool
 
     @property
     def step_ms(self) -> float:
@@ -75,7 +79,7 @@ class Bench:
 
     @property
     def attention(self) -> str:
-        """Whose attention kernels ran."""
+        """The library whose attention kernels ran."""
         names = [name for name, _, _ in self.profile.kernels]
         if any(map(flash.is_kernel, names)):
             return f"flash-attn-4 {flash.INSTALLED}"
@@ -152,7 +156,7 @@ def bench(spec: RunSpec, *, steps: int, warmup: int, trace: Path | None = None) 
     device = prepare_device(spec.train)
     precision = choose_precision(spec.train.precision, device)
     if slow := slow_precision(spec.train.precision, device):
-        print(f"warning: {slow}", file=sys.stderr)
+        _log.warning("%s", slow)
     engine, optimizer = start(spec, device)
     batch = engine.place(synthetic_batch(spec))
     done = 0
@@ -163,7 +167,8 @@ def bench(spec: RunSpec, *, steps: int, warmup: int, trace: Path | None = None) 
         result = take_step(engine, optimizer, batch, step=done, lr=spec.optim.lr).result
         return result.loss_sum / result.tokens
 
-    with ProgressBar("warming up", warmup, " steps") as progress:  # kernels are compiled here
+    # Kernels are compiled during warm-up.
+    with ProgressBar("warming up", warmup, " steps") as progress:
         for _ in range(warmup):
             loss = step()
             progress.advance(1)
@@ -172,7 +177,8 @@ def bench(spec: RunSpec, *, steps: int, warmup: int, trace: Path | None = None) 
         for _ in range(steps):
             loss = step()
             clock.tick()
-            if shown is not None:  # a GPU is not waited for, so that nothing is known of its steps
+            # The host does not wait for a GPU, so the progress of its steps is not known.
+            if shown is not None:
                 shown.advance(1)
     accumulated = engine.accumulates(len(batch.tokens))
     return Bench(
@@ -191,7 +197,7 @@ def bench(spec: RunSpec, *, steps: int, warmup: int, trace: Path | None = None) 
 
 
 def seconds_per_step(spec: RunSpec, steps: int) -> float:
-    """The seconds a step of a run, with its own data, takes on this machine: the median of `steps`, after one to warm up."""
+    """Return the median seconds a step of a run takes on this machine, with its own data, over `steps` steps after one warm-up."""
     device = prepare_device(spec.train)
     stream = open_checked_data(spec).training()
     engine, optimizer = start(spec, device)
@@ -214,13 +220,13 @@ def start(spec: RunSpec, device: torch.device) -> tuple[SingleDevice, Optimizer]
 
 
 def short(kernel: str) -> str:
-    """The name of a kernel without its types and arguments."""
+    """Return the name of a kernel without its types and arguments."""
     name = kernel.split("(")[0].split("<")[0].removeprefix("void ")
     return name.split("::")[-1] or kernel[:40]
 
 
 class _Clock:
-    """Ticks between steps. On a GPU they are marks in its own queue, so that the steps follow each other unhindered."""
+    """Timestamps between steps. On a GPU they are CUDA events, so that the steps are not synchronised."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"

@@ -119,6 +119,8 @@ def _hopper_refuses(case: Case) -> str | None:
         return "has no dropout"
     if not case.mask.is_plain or not case.mask.causal or not case.queries.is_whole:
         return "only plain causal attention of all queries"
+    if case.head_dim > 64 and _flash_refuses(case) is None:
+        return "flash-attn-4 is here, and faster for wide heads"
     return hopper.refusal(case.device, case.dtype, case.head_dim, case.seq)
 
 

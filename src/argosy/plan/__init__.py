@@ -1,1 +1,1 @@
-"""What a run needs before it starts: hardware facts, memory and time of a layout, and the search for the best one."""
+"""The planner: hardware facts, models of memory and step time, and the search over parallel layouts."""

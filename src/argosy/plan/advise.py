@@ -1,4 +1,4 @@
-"""The question `argosy plan` is asked, and its answer: what is planned, on what, and which layouts are best."""
+"""The question and the answer of `argosy plan`: a model on a cluster, and its best layouts."""
 
 from __future__ import annotations
 
@@ -25,18 +25,26 @@ from argosy.tasks.registry import masks_vary
 STACK = "argosy"
 CHOICES: dict[str, tuple[str, ...]] = {"recompute": get_args(Recompute), "schedule": get_args(Schedule)}
 DEFAULT_CLUSTER = "1xH100"
-FOR_STATE = 0.8  # share of a card that the state of a fully sharded model may take
-DEFAULT_TOKENS = 2**20  # of a step, where no batch is given
+# The share of GPU memory that weights, gradients and optimiser state of a fully sharded model may take.
+FOR_STATE = 0.8
+# Tokens in a step if no batch is given.
+DEFAULT_TOKENS = 2**20
 
 
 @dataclass(frozen=True)
 class Question:
+    """The input of the planner.
+
+    `tokens` is the length of the run, and `fixed` has the axes a user holds (`--what-if`). `asked` is the run spec's own layout, if
+    its world size is the cluster's. `offers_narrow`: the user chose no precision, so the plan also reports fp8.
+    """
+
     work: Work
     cluster: Cluster
     tokens: int | None
     fixed: dict[str, object]
-    asked: Layout | None  # the layout a run spec names, where it is for as many GPUs
-    offers_narrow: bool = False  # nobody chose a precision
+    asked: Layout | None
+    offers_narrow: bool = False
 
     @classmethod
     def read(
@@ -55,7 +63,7 @@ class Question:
             work = Work(model, length, global_batch or max(1, DEFAULT_TOKENS // length), _precision(precision))
         nodes = parse_cluster(cluster or _own_cluster(spec), price=price, user_file=hardware)
         if work.precision not in ("bf16", "fp32") and work.precision not in nodes.gpu.dense:
-            raise _no_such_products(work.precision, nodes)
+            raise _no_such_precision(work.precision, nodes)
         return cls(
             work, nodes, total, _fixed(what_if), None if spec is None else _asked(spec.parallel, nodes),
             offers_narrow=precision is None and work.precision == "bf16",
@@ -64,19 +72,25 @@ class Question:
 
 @dataclass(frozen=True)
 class Advice:
+    """The answer of the planner.
+
+    `asked` is the run spec's own layout. `storage` is the write bandwidth for checkpoints in GB/s. `narrow` is the best layout with
+    fp8 matmuls, if the GPU has them and the user chose no precision. `log` is a training log to compare with the plan.
+    """
+
     question: Question
     found: Found
     shown: tuple[Candidate, ...]
     asked: Candidate | None
     storage: float
-    narrow: Candidate | None = None  # the best layout with 8-bit products, where the card has them and nobody said no
+    narrow: Candidate | None = None
     log: Log | None = None
 
     def _offer(self, narrow: Candidate) -> str:
         share = narrow.time.total / self.shown[0].time.total
         return (
-            f"8-bit products would take {share:.0%} of the first layout's time and {narrow.fullest.device:.1f} GiB: other numerics, so "
-            "only where asked (--precision fp8)"
+            f"fp8 matmuls would take {share:.0%} of the first layout's time and {narrow.fullest.device:.1f} GiB; they change the "
+            "numerics, so choose them with --precision fp8"
         )
 
     def lines(self, *, explained: bool = False) -> list[str]:
@@ -86,7 +100,7 @@ class Advice:
             lines += ["", "why the others lost, against the first:"]
             lines += [f"  {why_lost(best, other)}" for other in self.shown[1:4]]
         if self.asked is not None:
-            fits = "" if self.asked.fits else f", and does not fit in {best.cluster.gpu.memory:g} GiB"
+            fits = "" if self.asked.fits else f", which does not fit in {best.cluster.gpu.memory:g} GiB"
             lines += ["", "the run spec's own layout" + fits + ":", f"  {why_lost(best, self.asked)}"]
             lines += [f"  warning: {warning}" for warning in warnings(self.asked)]
         lines += [f"warning: {warning}" for warning in warnings(best)]
@@ -120,7 +134,7 @@ class Advice:
 
 
 def parallel_keys(layout: Layout) -> dict[str, object]:
-    """A layout as keys of a run spec's `parallel`."""
+    """Return a layout as keys of the run spec's `parallel` section."""
     keys = {"tp": layout.tp, "pp": layout.pp, "vpp": layout.vpp, "cp": layout.cp, "ep": layout.ep}
     shard = layout.dp // layout.copies if layout.zero else 1
     spread = {"dp_replicate": layout.dp // shard, "dp_shard": shard}
@@ -148,13 +162,13 @@ def answer(
 
 
 def ranked_layouts(spec: RunSpec, cluster: str, fixed: dict[str, object]) -> Iterator[dict[str, object]]:
-    """Keys of `parallel` that suit a run on a cluster, the best first; `fixed` holds those it has settled."""
+    """Yield the keys of `parallel` for a run on a cluster, best layout first. `fixed` has the axes that are already chosen."""
     question = Question(_work_of(spec, None, None, None), parse_cluster(cluster), _tokens_of(spec), fixed, None)
     return (parallel_keys(candidate.layout) for candidate in answer(question, top=1).found.best)
 
 
 def predict(spec: RunSpec, cluster: str) -> dict[str, Any] | None:
-    """Memory, time and cost of a run with the layout it has, or None where it is not for that cluster."""
+    """Predict memory, time and cost of a run with its own layout, or None if its world size is not the cluster's."""
     nodes, known = parse_cluster(cluster), calibration()
     layout = _asked(spec.parallel, nodes)
     if layout is None:
@@ -164,16 +178,16 @@ def predict(spec: RunSpec, cluster: str) -> dict[str, Any] | None:
 
 
 def _own_cluster(spec: RunSpec | None) -> str:
-    """Of a run spec that names one."""
+    """Return the cluster that the run spec names, or the default."""
     if spec is None or spec.cluster is None or spec.cluster.instance is None:
         return DEFAULT_CLUSTER
     return f"{spec.cluster.nodes}x{spec.cluster.instance}"
 
 
-def _no_such_products(precision: str, cluster: Cluster) -> ArgosyError:
+def _no_such_precision(precision: str, cluster: Cluster) -> ArgosyError:
     return ArgosyError(
         "plan.bad-question",
-        f"{precision} was asked for, and the products of {cluster.gpu.name} are in {', '.join(cluster.gpu.dense)}",
+        f"{cluster.gpu.name} has no {precision} matmuls, only {', '.join(cluster.gpu.dense)}",
         key="--precision",
         value=precision,
         fix="use bf16, or GPUs that have it (Hopper, Ada, Blackwell)",
@@ -188,8 +202,8 @@ def _nothing(question: Question, found: Found) -> ArgosyError:
         more = f"about {least:,} or more such GPUs" if least > cluster.gpus else "more GPUs"
         return ArgosyError(
             "plan.does-not-fit",
-            f"none of {found.considered:,} layouts fits: the least memory is {need:.1f} GiB a GPU ({found.nearest.layout}), "
-            f"and {cluster.gpu.name} has {cluster.gpu.memory:g}; weights, gradients and optimiser are {state:,.0f} GiB in all",
+            f"none of {found.considered:,} layouts fits: the least memory is {need:.1f} GiB per GPU ({found.nearest.layout}), "
+            f"and {cluster.gpu.name} has {cluster.gpu.memory:g}; weights, gradients and optimiser state are {state:,.0f} GiB in all",
             key="--cluster",
             value=cluster.name,
             fix=f"use {more}, GPUs with more memory, or shorter sequences",
@@ -204,9 +218,9 @@ def _nothing(question: Question, found: Found) -> ArgosyError:
         f"{work.global_batch}: {why}",
         key="--global-batch" if not question.fixed else "--what-if",
         value=",".join(f"{axis}={value}" for axis, value in question.fixed.items()) or work.global_batch,
-        fix="choose a batch that divides by the number of GPUs"
+        fix="choose a batch that is a multiple of the number of GPUs"
         if not question.fixed
-        else "hold other values, or fewer",
+        else "fix other values, or fewer",
     )
 
 
@@ -245,7 +259,7 @@ def _precision(asked: str | None) -> str:
     if asked not in known:
         raise ArgosyError(
             "plan.bad-question",
-            f"{asked!r} is no precision a run can have",
+            f"{asked!r} is not a training precision",
             key="--precision",
             value=asked,
             fix="use bf16, fp16 or fp8",
@@ -261,8 +275,9 @@ def _count(text: str) -> int:
 
 
 def _fixed(text: str | None) -> dict[str, object]:
-    """`tp=4,recompute=full` as values of a layout's fields."""
-    axes = [field.name for field in fields(Layout) if field.name != "etp"]  # Argosy's experts are split as the rest is
+    """Parse `tp=4,recompute=full` to values of a layout's fields."""
+    # Argosy has no separate tensor parallelism for experts.
+    axes = [field.name for field in fields(Layout) if field.name != "etp"]
     fixed: dict[str, object] = {}
     for part in [part for part in (text or "").replace(" ", ",").split(",") if part]:
         name, _, value = part.partition("=")
@@ -270,7 +285,7 @@ def _fixed(text: str | None) -> dict[str, object]:
             hint = did_you_mean(name, axes) or f"axes are {', '.join(axes)}"
             raise ArgosyError(
                 "plan.bad-question",
-                f"{part!r} is no axis and value: {hint}",
+                f"{part!r} is not an axis and a value: {hint}",
                 key="--what-if",
                 value=text,
                 fix="write tp=4",

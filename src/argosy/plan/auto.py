@@ -1,4 +1,4 @@
-"""`parallel: auto`: the layout of a run whose spec leaves it open, once it is known how many ranks there are and of what."""
+"""The layout of `parallel: auto`, chosen once the world size and the GPU are known."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ ORIGIN = "planner"
 
 
 def is_open(resolved: Resolved) -> bool:
-    """Whether the spec names no axis of the layout."""
+    """True if the spec sets no axis of the layout."""
     return _open_keys(resolved) >= {*AXES, "ep"}
 
 
 def settle_layout(
     resolved: Resolved, path: Path | None, overrides: Sequence[str], ranks: int, planned_on: str | None
 ) -> Resolved:
-    """The run with its layout, where that was left open, spread over the ranks; `planned_on` is the cluster as the planner
-    names it, or None where it knows nothing of it."""
+    """Return the run with a layout for `ranks` ranks, if its spec leaves the layout open.
+
+    `planned_on` is the planner's name of the cluster, or None if the planner does not know the hardware.
+    """
     chosen = open_layout(resolved, planned_on, ranks)
     if not chosen:
         return resolved
@@ -34,8 +36,10 @@ def settle_layout(
 
 
 def open_layout(resolved: Resolved, planned_on: str | None, ranks: int) -> tuple[str, ...]:
-    """Overrides that spread a layout the spec leaves open over the ranks: the planner's best, or replicas where it knows
-    nothing of the nodes."""
+    """Return the overrides that complete a layout for `ranks` ranks, or nothing if the spec sets the layout.
+
+    The overrides are the planner's best layout, or pure data parallelism if the planner does not know the hardware.
+    """
     if ranks == 1 or not is_open(resolved):
         return ()
     if planned_on is None:
@@ -57,14 +61,16 @@ def open_layout(resolved: Resolved, planned_on: str | None, ranks: int) -> tuple
 
 
 def _check(spec: RunSpec, chosen: dict[str, object]) -> None:
-    """What the planner does not know of: the rules of this model's own parts."""
+    """Apply the checks of the run spec. The planner does not know all rules of a model's parts."""
     parallel = spec.parallel.model_copy(update=chosen)
     check_layout(spec.model_copy(update={"parallel": parallel}), {})
 
 
 def cluster_of(spec: RunSpec, device_name: str | None, ranks: int) -> str | None:
-    """The cluster as the planner names it: the spec's own, where it has as many GPUs as there are ranks, or so many of the
-    GPU that is here. None where the planner knows neither."""
+    """Return the planner's name of the cluster, or None if the planner does not know the hardware.
+
+    It is the spec's cluster if that has one GPU for each rank, else `ranks` times the GPU of this machine.
+    """
     if spec.cluster is not None and spec.cluster.instance is not None:
         named = f"{spec.cluster.nodes}x{spec.cluster.instance}"
         if parse_cluster(named).gpus == ranks:

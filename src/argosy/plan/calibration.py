@@ -1,8 +1,8 @@
-"""Calibration: what the models of memory and time take from measurements, read from `facts/calibration.yaml`.
+"""Calibration of the memory and time models, read from `facts/calibration.yaml`.
 
-What a software stack keeps, fuses and overlaps follows from its code, and stands apart from the fitted constants, each of
-which has a physical meaning and is shared by all GPUs and stacks that have the same part. What is measured on one GPU
-(`product.H200`) goes before what is known of all.
+It has two parts. A stack describes what a training framework keeps, fuses and overlaps, which follows from its code. The
+constants are fitted to measurements; each has a physical meaning and is shared by all GPUs and stacks it applies to. A constant
+measured on one GPU (`product.H200`) takes precedence over the shared one (`product`).
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ from argosy.plan.links import Links
 
 FILE = Path(__file__).parent / "facts" / "calibration.yaml"
 USER_FILE_VARIABLE = "ARGOSY_CALIBRATION"
-SECTION = "constants"  # that a user's file may have
-# What a multiprocessor can multiply in a clock, against Ampere's: kernels written for Ampere do not use the wider units.
+# The only section a user's file may have.
+SECTION = "constants"
+# Matmul throughput of a streaming multiprocessor per clock, relative to Ampere. Kernels written for Ampere do not use the
+# additional throughput.
 WIDTH = {"hopper": 2, "blackwell": 4}
 
 
 class Stack(Section):
-    """What a software stack does, in bytes and choices; facts/calibration.yaml says what each means."""
+    """A training framework as the planner models it, in bytes and choices. facts/calibration.yaml explains each field."""
 
     name: str
     weight: float
@@ -61,7 +63,7 @@ class Stack(Section):
 
 
 class Calibration(Section):
-    """`constants` are the fitted ones, by name."""
+    """The stacks and the fitted constants, by name."""
 
     stacks: dict[str, Stack]
     constants: dict[str, float]
@@ -95,7 +97,7 @@ class Calibration(Section):
         return self.constants.get(f"{kind}.{gpu.name}", self.constants[kind] * pace)
 
     def _pace(self, gpu: Gpu) -> float:
-        """The clock a GPU keeps under load, against the highest: its board's power is short of what that would take."""
+        """Return the clock under load relative to the highest clock, which the power limit of the board may not sustain."""
         needed = self.constants.get(f"power.{gpu.architecture}")
         if gpu.power is None or needed is None:
             return 1.0
@@ -103,7 +105,7 @@ class Calibration(Section):
         return min(1.0, reached)
 
     def hidden(self, stack: Stack, what: str) -> float:
-        """Share of a communication that computation hides."""
+        """Return the share of a communication that overlaps with computation."""
         return self.constants["overlap"] if what in stack.overlaps else 0.0
 
     def links(self, cluster: Cluster) -> Links:
@@ -119,8 +121,10 @@ class Calibration(Section):
 
 @lru_cache
 def calibration(user_file: str | None = None) -> Calibration:
-    """The package's, with the user's file over it (`user_file`, or what ARGOSY_CALIBRATION names): what `argosy bench
-    --calibrate` wrote on a GPU of theirs."""
+    """Load the package's calibration, overridden by the user's file (`user_file`, or ARGOSY_CALIBRATION).
+
+    `argosy bench --calibrate` writes such a file on the user's GPU.
+    """
     tree = read_yaml(FILE)[0]
     tree["stacks"] = {name: {**row, "name": name} for name, row in tree["stacks"].items()}
     over = user_file or os.environ.get(USER_FILE_VARIABLE)
@@ -137,9 +141,9 @@ def _read(path: Path) -> dict[str, Any]:
         raise _bad(str(path), "there is no such file")
     tree = read_yaml(path)[0]
     if not isinstance(tree, dict) or not isinstance(tree.get(SECTION), dict):
-        raise _bad(str(path), f"it has to hold {SECTION}")
+        raise _bad(str(path), f"it has no section {SECTION}")
     if unknown := sorted(set(tree) - {SECTION}):
-        raise _bad(str(path), f"it has a section {unknown[0]!r}; it may have {SECTION} alone")
+        raise _bad(str(path), f"it has a section {unknown[0]!r}; only {SECTION} is allowed")
     return dict(tree[SECTION])
 
 

@@ -1,4 +1,4 @@
-"""The plan as a picture: memory by category and time by term of the layouts shown, side by side, with the card's limit."""
+"""The plot of a plan: memory by category and step time by term for each layout, with the GPU's memory limit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from argosy.plan.search import Candidate
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-TOTALS = ("allocated", "device")  # sums of the other categories
+# Categories that are sums of the others.
+TOTALS = ("allocated", "device")
 
 
 def write_plot(shown: Sequence[Candidate], path: Path) -> None:
@@ -56,7 +57,7 @@ def write_plot(shown: Sequence[Candidate], path: Path) -> None:
 
 
 def _bars(axes: Axes, names: list[str], rows: Sequence[Mapping[str, float]], colours: list[Any]) -> None:
-    """One bar a row, a piece for each part that is more than nothing in some row."""
+    """Draw one stacked bar for each row. Parts that are zero in all rows are omitted."""
     start = [0.0] * len(names)
     parts = [part for part in rows[0] if any(row[part] > 0 for row in rows)]
     for number, part in enumerate(parts):

@@ -1,7 +1,7 @@
-"""Hardware facts: GPUs, instance types, and the clusters made of them, read from `facts/hardware.yaml`.
+"""Hardware facts: GPUs, instance types and clusters, read from `facts/hardware.yaml`.
 
-One owner for every peak, memory size, link and price; a user's own file is laid over the package's. A peak is named and
-dense (no sparsity), or unknown: MFU against a guessed peak is worse than none.
+Every peak, memory size, link bandwidth and price comes from here. A user's file overrides the package's. A peak is dense (no
+sparsity) and has a name, or it is unknown: MFU against a guessed peak is worse than none.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ class Peak:
 
 
 class Gpu(Section):
-    """One kind of GPU. Bandwidths are in GB/s and one direction; memory in GiB."""
+    """One GPU model. Bandwidths are in GB/s, one direction; memory is in GiB."""
 
     name: str = ""
-    device: list[str] = Field(min_length=1, description="words that all stand in the driver's name of the device")
+    device: list[str] = Field(min_length=1, description="words that the driver's name of the device contains")
     architecture: Literal["volta", "ampere", "ada", "hopper", "blackwell"] | None = Field(
-        None, description="which instructions it has; None: of no kind whose kernels are known"
+        None, description="instruction set; None: no kernels are known for it"
     )
-    power: PositiveNumber | None = Field(None, description="watts the board may draw; None: no limit is felt")
+    power: PositiveNumber | None = Field(None, description="power limit of the board in watts; None: not limiting")
     sms: Positive = Field(description="streaming multiprocessors")
-    dense: dict[str, PositiveNumber] = Field(description="TFLOP/s by the precision of the products' inputs")
-    memory: PositiveNumber = Field(description="GiB a program can have")
-    bandwidth: PositiveNumber = Field(description="of the memory")
-    nvlink: NotNegative = Field(0.0, description="of NVLink; 0: none")
-    pcie: PositiveNumber = Field(32.0, description="of PCIe, used where there is no NVLink")
-    node: Positive = Field(8, description="how many a node has, where none is named")
-    joined: Whole = Field(0, description="how many NVLink joins across nodes; 0: those of a node")
+    dense: dict[str, PositiveNumber] = Field(description="dense TFLOP/s by the precision of the matmul's inputs")
+    memory: PositiveNumber = Field(description="GiB a program can use")
+    bandwidth: PositiveNumber = Field(description="memory bandwidth")
+    nvlink: NotNegative = Field(0.0, description="NVLink bandwidth; 0: none")
+    pcie: PositiveNumber = Field(32.0, description="PCIe bandwidth, used if there is no NVLink")
+    node: Positive = Field(8, description="GPUs in a node, if no instance type is named")
+    joined: Whole = Field(0, description="GPUs in an NVLink domain that spans nodes; 0: those of a node")
 
     def peak(self, precision: str = "bf16") -> float:
-        """TFLOP/s for products in `precision`, or in the widest 16-bit format where the card lacks it."""
+        """Return the peak TFLOP/s of matmuls in `precision`, or in 16 bits if the GPU lacks it. fp32 is 1/16 of 16 bits."""
         sixteen = self.dense.get("bf16") or self.dense.get("fp16") or max(self.dense.values())
         return self.dense.get(precision, sixteen / 16 if precision == "fp32" else sixteen)
 
@@ -67,21 +67,21 @@ class Gpu(Section):
 
 
 class Instance(Section):
-    """One kind of node."""
+    """One instance type (node)."""
 
     name: str = ""
-    gpu: str = Field(description="its GPU")
-    gpus: Positive = Field(description="how many of them")
+    gpu: str = Field(description="GPU model")
+    gpus: Positive = Field(description="number of GPUs")
     nics: Whole = Field(0, description="network cards for collectives")
-    network: NotNegative = Field(0.0, description="Gbit/s of them all, one direction")
+    network: NotNegative = Field(0.0, description="Gbit/s of all network cards, one direction")
     fabric: str = Field("ethernet", description="efa, infiniband, roce or ethernet")
     nvlink_nodes: Positive = Field(1, description="nodes in one NVLink domain")
     cpus: Positive | None = Field(None, description="virtual cores")
-    ram: Positive | None = Field(None, description="GiB of the node's own memory")
+    ram: Positive | None = Field(None, description="GiB of host memory")
     allreduce_floor: PositiveNumber | None = Field(
-        None, description="GB/s of bus bandwidth below which several such nodes are not well connected"
+        None, description="all-reduce bus bandwidth in GB/s below which the interconnect of several nodes is unhealthy"
     )
-    price: NotNegative | None = Field(None, description="US dollars an hour")
+    price: NotNegative | None = Field(None, description="US dollars per hour")
 
 
 class Facts(Section):
@@ -91,15 +91,19 @@ class Facts(Section):
 
 @dataclass(frozen=True)
 class Cluster:
-    """What a run is placed on: equal nodes. `network` is GB/s of one GPU's share of the node's cards, one direction."""
+    """A set of equal nodes.
+
+    `network` is one GPU's share of the node's network cards in GB/s, one direction. `domain` is the number of GPUs connected by
+    NVLink (or PCIe). `price` is US dollars per hour for all nodes.
+    """
 
     name: str
     gpu: Gpu
     gpus: int
     gpus_per_node: int
     network: float
-    domain: int  # GPUs that reach each other over NVLink (or PCIe)
-    price: float | None = None  # US dollars an hour, for all nodes
+    domain: int
+    price: float | None = None
 
     @property
     def nodes(self) -> int:
@@ -107,15 +111,15 @@ class Cluster:
 
 
 def dense_peak(device_name: str) -> Peak | None:
-    """The 16-bit peak of a device, by the name its driver gives it."""
+    """Return the dense 16-bit peak of a device from the name its driver reports, or None if the GPU is unknown."""
     gpu = gpu_of_device(device_name)
     return None if gpu is None else Peak(gpu.name, gpu.peak())
 
 
 def gpu_of_device(device_name: str) -> Gpu | None:
-    spoken = device_name.lower()
+    reported = device_name.lower()
     for gpu in facts().gpus.values():
-        if all(re.search(rf"{re.escape(word.lower())}(?![0-9])", spoken) for word in gpu.device):
+        if all(re.search(rf"{re.escape(word.lower())}(?![0-9])", reported) for word in gpu.device):
             return gpu
     return None
 
@@ -129,7 +133,10 @@ def find_instance(name: str, user_file: str | None = None) -> Instance:
 
 
 def parse_cluster(text: str, *, price: float | None = None, user_file: str | None = None) -> Cluster:
-    """`2xp4d.24xlarge` (nodes), or `16xH100` (GPUs, in the nodes usual for them, with one 400 Gbit/s card each)."""
+    """Parse `2xp4d.24xlarge` (nodes) or `16xH100` (GPUs).
+
+    GPUs without an instance type are in nodes of the usual size, with one 400 Gbit/s network card for each GPU.
+    """
     match = re.fullmatch(r"\s*(?:0*(\d{1,6})\s*[x*])?\s*([A-Za-z][\w.-]*)\s*", text)
     if match is None or match[1] == "0":
         raise ArgosyError(
@@ -162,7 +169,7 @@ def parse_cluster(text: str, *, price: float | None = None, user_file: str | Non
 
 @lru_cache
 def facts(user_file: str | None = None) -> Facts:
-    """The package's facts with the user's file over them (`user_file`, or what ARGOSY_HARDWARE names)."""
+    """Load the package's facts, overridden by the user's file (`user_file`, or ARGOSY_HARDWARE)."""
     tree = _read(FACTS)
     over = user_file or os.environ.get(USER_FILE_VARIABLE)
     if over:

@@ -1,7 +1,8 @@
-"""Time of the kernels of one rank: matrix products by shape, attention, and element-wise work by bytes.
+"""A time model of the kernels of one rank: matmuls (GEMM) by shape.
 
-A product is cut into tiles, the tiles into waves over the multiprocessors; what the last wave and the tiles' edges leave
-idle is lost. Of the shapes of tile a library has, the best is taken. A short inner dimension costs its start-up.
+A GEMM is split into tiles, and the tiles into waves over the streaming multiprocessors. The model counts the idle share of the
+last wave and of tiles at the edges (tile and wave quantisation), and picks the best of the tile shapes a library has. A short
+inner dimension pays for the start-up of a tile.
 """
 
 from __future__ import annotations
@@ -10,30 +11,40 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
 
-TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 64, 0.6))  # rows, columns, quality
-SPLITS = (1, 2, 4)  # parts of the inner dimension that are summed up apart, where there are too few tiles
+# Tile shapes: rows, columns, and efficiency relative to the best shape.
+TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 64, 0.6))
+# Split-K: parts of the inner dimension that are computed separately and summed, if there are too few tiles.
+SPLITS = (1, 2, 4)
+# The shortest inner dimension of a part with split-K.
 LEAST_PART = 2048
-LINE = 64  # 16-bit elements in a line of the memory, on which the rows of both matrices should begin
-OFF_LINE = 0.7  # of the pace where they do not
-START_UP = 32  # of the inner dimension, in elements: the slice a tile waits for before its first products
+# 16-bit elements in a 128-byte cache line. The rows of both matrices should be aligned to it.
+LINE = 64
+# Relative speed of a GEMM whose rows are not aligned.
+OFF_LINE = 0.7
+# Elements of the inner dimension that a tile loads before its first multiply.
+START_UP = 32
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What a GPU reaches with a stack: FLOP/s of large products and of attention, bytes/s, and the host's seconds to launch
-    a layer's forward kernels."""
+    """The rates a GPU reaches with a stack.
+
+    `product` is FLOP/s of large 16-bit matmuls, and `narrow` of matmuls with inputs of 8 bits or fewer (`product` if the GPU has
+    none). `attention` is FLOP/s of attention, and `memory` bytes/s. `passes` is the bytes that element-wise kernels move, relative
+    to the minimum with everything fused.
+    """
 
     sms: int
     product: float
-    narrow: float  # of products whose inputs are 8-bit or narrower; `product` where there are none
+    narrow: float
     attention: float
     memory: float
-    passes: float = 1.0  # bytes element-wise kernels move, against the least that fusing them all would
+    passes: float = 1.0
 
 
 @lru_cache(maxsize=100_000)
 def efficiency(rows: int, columns: int, inner: int, sms: int, groups: int = 1) -> float:
-    """Share of the multiprocessors' time that goes into wanted products."""
+    """Return the share of the multiprocessors' time that a GEMM uses for its result, after tile and wave quantisation."""
     best = 0.0
     for tile_rows, tile_columns, quality in TILES:
         tiles = groups * ceil(rows / tile_rows) * ceil(columns / tile_columns)
@@ -54,8 +65,13 @@ def product(
     groups: int = 1,
     written: float = 2.0,
 ) -> float:
-    """Seconds of [rows, inner] x [inner, columns], `groups` times in one kernel; `written`: bytes of an element of the
-    result, those read included where it is added to what is there."""
+    """Return the seconds of a matmul [rows, inner] x [inner, columns].
+
+    Args:
+        narrow: the inputs are 8-bit.
+        groups: number of matmuls in one kernel (grouped GEMM).
+        written: bytes moved for an element of the result, including the read if the kernel accumulates.
+    """
     r, c, k = max(1, round(rows)), max(1, round(columns)), max(1, round(inner))
     rate = rates.narrow if narrow else rates.product
     flops = 2.0 * groups * r * c * k / (rate * efficiency(r, c, k, rates.sms, groups))
@@ -73,8 +89,11 @@ def linear(
     groups: int = 1,
     summed: float = 2.0,
 ) -> tuple[float, float]:
-    """Forward and backward seconds of a linear layer: the backward pass has two products, for inputs and for weights. Widths
-    that are no whole lines of the memory slow all three."""
+    """Return the forward and backward seconds of a linear layer.
+
+    The backward pass has two matmuls, for input gradients and for weight gradients. A width that is not a multiple of LINE slows
+    all three.
+    """
     forward = product(rates, tokens, outputs, inputs, narrow=narrow, groups=groups)
     by_input = product(rates, tokens, inputs, outputs, narrow=narrow, groups=groups)
     by_weight = product(rates, outputs, inputs, tokens, narrow=narrow, groups=groups, written=summed)

@@ -1,6 +1,6 @@
-"""What is planned: the work of a step, the layout it is spread by, and the software that runs it.
+"""The objects the planner works on: the work of a step, and the parallel layout.
 
-A layout's rules of divisibility live here, so that search, verbs and benchmarks ask the same questions of it.
+The divisibility rules of a layout are here, so that the search, the commands and the benchmarks share them.
 """
 
 from __future__ import annotations
@@ -29,36 +29,45 @@ Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "zbv", "dualpipev"]
 
 @dataclass(frozen=True)
 class Layout:
-    """How ranks share a step. `dp` counts all data-parallel ranks; `zero` says what they shard: 0 nothing, 1 the
-    optimiser, 2 gradients too, 3 weights too (FSDP). `ep` takes its ranks from data and context parallelism."""
+    """A parallel layout.
+
+    `dp` counts all data-parallel ranks. `zero` is the ZeRO stage: 0 shards nothing, 1 optimiser state, 2 gradients too, 3 weights
+    too (FSDP). With `copies` above 1 the data-parallel ranks shard in that many groups (HSDP). `ep` takes its ranks from data and
+    context parallelism, and `etp` is the tensor parallelism of experts (0: the same as `tp`). `vpp` is the number of virtual
+    stages on a pipeline rank; above 1 the schedule is interleaved. `sp` is sequence parallelism. `schedule` None is 1f1b, or
+    interleaved 1f1b if `vpp` is above 1.
+    """
 
     tp: int = 1
     pp: int = 1
-    vpp: int = 1  # chunks of layers a stage holds: above 1 the schedule is interleaved
+    vpp: int = 1
     cp: int = 1
     ep: int = 1
-    etp: int = 0  # ranks that share one expert's matrices; 0: those of `tp`
+    etp: int = 0
     dp: int = 1
     zero: int = 0
-    copies: int = 1  # of what is sharded: above 1 data-parallel ranks shard it in that many groups
-    sp: bool = False  # what tensor parallelism does not split is split along the sequence
+    copies: int = 1
+    sp: bool = False
     micro_batch: int = 1
     recompute: Recompute = "none"
-    schedule: Schedule | None = None  # of a pipeline; None: 1f1b, or interleaved where there are chunks
+    schedule: Schedule | None = None
 
     @property
     def is_v_shaped(self) -> bool:
-        """Down the ranks with one half of the layers and up with the other, so that the first rank has both ends of the
-        model; the backward pass is made in two halves, and the second of them fills gaps."""
+        """True for zbv and dualpipev.
+
+        A V-shaped schedule goes down the ranks with the first half of the layers and up with the second, so the first rank has
+        both ends of the model. Weight gradients are computed separately from input gradients, and fill the pipeline bubble.
+        """
         return self.schedule in V_SHAPED
 
     def ends(self, stage: int) -> tuple[bool, bool]:
-        """Whether a stage has the embedding, and whether it has the output head."""
+        """Return whether a stage has the embedding, and whether it has the output head."""
         return stage == 0, stage == (0 if self.schedule in V_SHAPED else self.pp - 1)
 
     @property
     def shards(self) -> int:
-        """Ranks that hold the same part of the model, and may each hold a piece of it."""
+        """Number of ranks that hold the same part of the model, over which ZeRO can shard it."""
         return self.dp * self.cp // self.copies
 
     @property
@@ -66,7 +75,7 @@ class Layout:
         return self.etp or self.tp
 
     def expert_shards(self, shards: int) -> int:
-        """Ranks that hold the same experts, where `shards` hold the same of the rest."""
+        """Number of ranks that hold the same experts, if `shards` ranks hold the same other parameters."""
         return max(1, shards * self.tp // (self.expert_tp * self.ep))
 
     @property
@@ -87,10 +96,13 @@ class Layout:
 
 @dataclass(frozen=True)
 class Latent:
-    """Latent attention, as DeepSeek's models have it: queries, keys and values are made of narrow vectors, and a head's
-    queries and keys have a rotary part beside `head_dim`."""
+    """Multi-head latent attention (MLA) of DeepSeek's models.
 
-    query: int = 1536  # width of the vector queries are made of; 0: of the stream itself
+    Queries, keys and values are projected from low-rank latent vectors, and queries and keys have a rotary part of width `rotary`
+    in addition to `head_dim`. `query` 0: queries are projected from the residual stream.
+    """
+
+    query: int = 1536
     key_value: int = 512
     rotary: int = 64
 
@@ -99,22 +111,27 @@ class Latent:
         return self.query + self.key_value + self.rotary
 
     def matrices(self, model: ModelSpec) -> list[tuple[int, int]]:
-        """(inputs, outputs) of those that widen the narrow vectors to heads."""
+        """Return (inputs, outputs) of the up-projections from latent vectors to heads."""
         return [
             (self.query or model.hidden, model.heads * (model.head_dim + self.rotary)),
             (self.key_value, 2 * model.heads * model.head_dim),
         ]
 
     def parameters(self, model: ModelSpec) -> tuple[int, int]:
-        """(that tensor parallelism splits, that every rank has)"""
+        """Return the parameters that tensor parallelism shards, and those replicated on every rank."""
         split = sum(inputs * outputs for inputs, outputs in self.matrices(model))
         return split + model.heads * model.head_dim * model.hidden, model.hidden * self.width
 
 
 @dataclass(frozen=True)
 class Work:
-    """One optimiser step of a model. `latent` and `next_tokens` (layers that each predict one token further, with the output
-    head once more) are parts that other programs' models have."""
+    """One optimiser step of a model.
+
+    `latent` (MLA) and `next_tokens` (multi-token prediction: extra layers, each with the output head once more) exist only in
+    other frameworks' models. `muon_steps` is Newton-Schulz iterations. `reduced` is bytes of a gradient element while it is
+    reduced (None: the stack's). `reshard`: ZeRO-3 frees a layer's gathered weights after its forward pass. `replayed`: the step may
+    run as a CUDA graph, if the stack supports it.
+    """
 
     model: ModelSpec
     seq_len: int
@@ -123,18 +140,18 @@ class Work:
     latent: Latent | None = None
     next_tokens: int = 0
     optimizer: str = "adamw"
-    muon_steps: int = 5  # Newton-Schulz iterations
-    reduced: float | None = None  # bytes of a gradient while ranks sum it up; None: the stack's own
-    reshard: bool = True  # with ZeRO-3: gathered weights of a layer are let go of after its forward pass
-    replayed: bool = True  # the host may start the kernels of a pass as a whole, where the stack can
+    muon_steps: int = 5
+    reduced: float | None = None
+    reshard: bool = True
+    replayed: bool = True
 
     @property
     def tokens(self) -> int:
-        """Of both sides, where a model reads one sequence and writes another."""
+        """Number of tokens in a step, source and target tokens together for an encoder-decoder."""
         return round(self.seq_len * self.global_batch * (1 + self.sizes.decoder.targets))
 
     def micro_batches(self, layout: Layout) -> int:
-        """In a step, of one pipeline."""
+        """Number of micro-batches in a step on one data-parallel rank (gradient accumulation steps)."""
         return max(1, round(self.global_batch / (layout.dp * layout.micro_batch)))
 
     @cached_property
@@ -143,7 +160,7 @@ class Work:
 
     @cached_property
     def head_layers(self) -> float:
-        """The output head's work, in layers."""
+        """FLOPs of the output head as a multiple of those of a layer."""
         layers, head = layer_flops(self.model, self.seq_len)
         return head / layers[-1]
 
@@ -153,37 +170,52 @@ class Work:
 
 @dataclass(frozen=True)
 class Decoder:
-    """The second stack of an encoder-decoder: its share of the layers, and tokens it has for each the encoder reads."""
+    """The decoder of an encoder-decoder: its share of the layers, and target tokens for each source token."""
 
     share: float = 0.0
     targets: float = 0.0
 
     def mean(self, encoder: float, decoder: float) -> float:
-        """Of what a layer of each stack has."""
+        """Return the mean over all layers of a value that encoder and decoder layers have."""
         return (1 - self.share) * encoder + self.share * decoder
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Parameters of an average layer and of the ends, and the widths that activations have, for each token that is read: a
-    decoder's layers, which have fewer tokens and look at two sequences, make the average width another."""
+    """Parameters of an average layer, of embedding and output head, and the widths of activations.
+
+    Widths are per source token. In an encoder-decoder the decoder's layers have fewer tokens and attend to two sequences, which
+    changes the average.
+    """
 
     layers: int
     hidden: int
-    stream: float  # width of the residual stream
-    query: float  # width of all query heads
-    key_value: float  # width of all key heads, and of all value heads
-    latent: int  # width of the narrow vectors latent attention has
-    attention: float  # matmul parameters of attention that tensor parallelism splits
-    mlp: float  # matmul parameters of what every token passes through: dense MLPs and shared experts, a layer
-    expert: int  # matmul parameters of one routed expert
-    expert_layers: float  # share of the layers that have experts
-    other: float  # norms and biases of a layer
+    # Width of the residual stream.
+    stream: float
+    # Width of all query heads.
+    query: float
+    # Width of all key heads, and of all value heads.
+    key_value: float
+    # Width of the latent vectors of MLA.
+    latent: int
+    # Matmul parameters of attention that tensor parallelism shards.
+    attention: float
+    # Matmul parameters of a layer that every token uses: dense MLPs and shared experts.
+    mlp: float
+    # Matmul parameters of one routed expert.
+    expert: int
+    # Share of the layers that have experts.
+    expert_layers: float
+    # Norms and biases of a layer.
+    other: float
     embedding: int
     head: int
-    mlp_width: float  # inner width every token passes through, a layer, one input
-    expert_width: float  # and that of the experts it is routed to, all of them together
-    predicted: float  # tokens the head judges, for each that is read
+    # Inner width of the MLP that every token uses.
+    mlp_width: float
+    # Inner width of all experts that a token is routed to.
+    expert_width: float
+    # Tokens the output head predicts for each source token.
+    predicted: float
     decoder: Decoder
 
 
@@ -204,14 +236,16 @@ def sizes_of(model: ModelSpec, latent: Latent | None = None, next_tokens: int = 
     targets = decoder.targets
     more_norms = NORMS_OF_A_BLOCK[plan_of(model)[0].norms] - 2  # behind attention and MLP, which keep their inputs too
     query, key_value = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    if latent is not None:  # queries and keys are wider than values; their mean gives the same FLOPs and bytes
+    if latent is not None:
+        # Queries and keys are wider than values. The mean width gives the same FLOPs and bytes.
         query = key_value = model.heads * (model.head_dim + latent.rotary // 2)
         attention, attention_other = latent.parameters(model)
     return Sizes(
         layers=layers,
         hidden=model.hidden,
-        stream=model.hidden * decoder.mean(1, 1.5 * targets) * (1 + more_norms / 4),  # three blocks instead of two
-        query=query * decoder.mean(1, 2 * targets),  # of itself, and across
+        # A decoder layer has three residual blocks instead of two: self-attention, cross-attention, MLP.
+        stream=model.hidden * decoder.mean(1, 1.5 * targets) * (1 + more_norms / 4),
+        query=query * decoder.mean(1, 2 * targets),
         key_value=key_value * decoder.mean(1, targets + 1),
         latent=0 if latent is None else latent.width,
         attention=attention * decoder.mean(1, 2),
@@ -232,8 +266,11 @@ def sizes_of(model: ModelSpec, latent: Latent | None = None, next_tokens: int = 
 
 
 def stage_layers(work: Work, layout: Layout, *, levelled: bool = False) -> tuple[int, ...]:
-    """Layers of each rank's stages: equal, and the first ones one more where they do not divide. `levelled`: fewer in the last,
-    for the output head, as far as that makes the slowest stage faster."""
+    """Return the number of layers on each pipeline rank.
+
+    Stages are equal, and the first ones have one layer more if the layers do not divide. With `levelled` the last stage has fewer
+    layers to balance the output head, as far as that makes the slowest stage faster.
+    """
     chunks = layout.vpp if layout.pp * layout.vpp <= work.sizes.layers else 1
     return _of_ranks(
         work.sizes.layers, layout.pp, chunks, work.head_layers if levelled else 0.0, layout.schedule in V_SHAPED
@@ -261,7 +298,7 @@ def _split(layers: int, stages: int, head: float) -> tuple[int, ...]:
 
 
 def violations(work: Work, layout: Layout, gpus: int) -> Iterator[str]:
-    """Why this layout cannot run, with the numbers; nothing where it can."""
+    """Yield the reasons why this layout cannot run, with the numbers; nothing if it can."""
     model = work.model
     if layout.gpus != gpus:
         yield f"tp {layout.tp} x pp {layout.pp} x cp {layout.cp} x dp {layout.dp} = {layout.gpus}, not {gpus} GPUs"
@@ -271,17 +308,17 @@ def violations(work: Work, layout: Layout, gpus: int) -> Iterator[str]:
     if layout.pp * layout.vpp > work.sizes.layers:
         yield f"pp {layout.pp} x vpp {layout.vpp} is more than {work.sizes.layers} layers"
     if layout.vpp > 1 and layout.pp == 1:
-        yield f"vpp {layout.vpp} is a pipeline's, and pp is 1"
+        yield f"vpp {layout.vpp} needs pipeline parallelism, and pp is 1"
     if layout.schedule is not None and layout.pp == 1:
-        yield f"{layout.schedule} is a pipeline's, and pp is 1"
+        yield f"{layout.schedule} needs pipeline parallelism, and pp is 1"
     if layout.pp > 1 and model.retrieval is not None:
-        yield f"pp {layout.pp} cuts a sequence of layers, and two towers are none"
+        yield f"pp {layout.pp}: a two-tower model cannot be split into pipeline stages"
     if layout.pp > 1 and layout.is_v_shaped and layout.vpp != 2:
         yield f"{layout.schedule} has two stages on each rank, not {layout.vpp}"
     if layout.schedule == "dualpipev" and work.micro_batches(layout) < 2 * layout.pp:
         yield f"{work.micro_batches(layout)} micro-batches are fewer than 2 x pp {layout.pp}, as dualpipev needs"
     if layout.cp > 1 and architecture_of(model).uncuttable is not None:
-        yield f"cp {layout.cp} cuts the sequences of decoders only"
+        yield f"cp {layout.cp}: context parallelism supports decoders only"
     if work.seq_len % (layout.cp * (2 if layout.cp > 1 else 1) * (layout.tp if layout.sp else 1)):
         yield f"seq_len {work.seq_len} is not divisible by cp {layout.cp}" + (f" x tp {layout.tp}" if layout.sp else "")
     if work.global_batch % (layout.dp * layout.micro_batch):
@@ -291,6 +328,6 @@ def violations(work: Work, layout: Layout, gpus: int) -> Iterator[str]:
     if layout.ep > 1 and (model.moe is None or model.moe.experts % layout.ep):
         yield f"ep {layout.ep} does not divide {0 if model.moe is None else model.moe.experts} experts"
     if layout.dp % layout.copies:
-        yield f"dp {layout.dp} does not make {layout.copies} copies"
+        yield f"dp {layout.dp} is not divisible by {layout.copies} copies"
     elif layout.shards % layout.ep:
         yield f"ep {layout.ep} does not divide the {layout.shards} ranks of a copy"

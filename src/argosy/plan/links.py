@@ -1,8 +1,8 @@
-"""Time of collectives over the links they really use.
+"""A time model of collectives over NVLink and the network.
 
-Ranks are laid out tensor-parallel innermost, then context, data, and pipeline outermost. A group within the NVLink domain
-uses NVLink; one that crosses domains has, in each node, the network cards' share of all its members there, and no more than
-NVLink. A collective costs its bytes over that, and a latency for each doubling of the group.
+Ranks are laid out tensor-parallel innermost, then context-, data- and pipeline-parallel outermost. A process group within an
+NVLink domain uses NVLink. A group that crosses domains uses the network cards of all its members in a node, limited by NVLink. A
+collective takes bytes / bandwidth, and a latency for each doubling of the group.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from argosy.plan.layouts import Layout
 
 @dataclass(frozen=True)
 class Links:
-    """Bytes a second of one GPU, and seconds of latency, within a domain and across."""
+    """Bandwidth of one GPU in bytes/s and latency in seconds, within an NVLink domain (near) and across domains (far)."""
 
     near: float
     far: float
@@ -27,7 +27,7 @@ class Links:
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks of one axis: how many, and how many of them share a domain."""
+    """A process group: its size, and how many of its ranks share an NVLink domain (near)."""
 
     size: int
     near: int
@@ -44,7 +44,8 @@ def group(layout: Layout, axis: str, cluster: Cluster) -> Group:
         if name == axis:
             return Group(size, max(1, min(size, cluster.domain // stride)))
         stride *= size
-    if axis == "ep":  # taken from context and data ranks
+    # Expert-parallel ranks are taken from the context- and data-parallel ranks.
+    if axis == "ep":
         return Group(layout.ep, max(1, min(layout.ep, cluster.domain // layout.expert_tp)))
     near = max(1, cluster.domain // layout.tp)
     if axis == "copies":
@@ -61,29 +62,31 @@ def latency(links: Links, ranks: Group) -> float:
 
 
 def gather(links: Links, ranks: Group, size: float) -> float:
-    """An all-gather to, or reduce-scatter of, `size` bytes in all."""
+    """Return the seconds of an all-gather to, or a reduce-scatter of, `size` bytes in all."""
     if ranks.size == 1:
         return 0.0
     return size * (ranks.size - 1) / ranks.size / bandwidth(links, ranks) + latency(links, ranks)
 
 
 def reduce(links: Links, ranks: Group, size: float) -> float:
-    """An all-reduce of `size` bytes."""
+    """Return the seconds of an all-reduce of `size` bytes."""
     if ranks.size == 1:
         return 0.0
     return 2 * size * (ranks.size - 1) / ranks.size / bandwidth(links, ranks) + latency(links, ranks)
 
 
 def exchange(links: Links, ranks: Group, size: float, away: float) -> float:
-    """An all-to-all in which each rank sends `size` bytes, evenly; `away` of them leave the domain, where a token goes once
-    to each domain that has one of its experts."""
+    """Return the seconds of an all-to-all in which each rank sends `size` bytes, evenly.
+
+    `away` bytes leave the NVLink domain: a token is sent once to each other domain that has one of its experts.
+    """
     if ranks.size == 1:
         return 0.0
     return max(away / links.far, size * (ranks.near - 1) / ranks.near / links.near) + latency(links, ranks)
 
 
 def send(links: Links, ranks: Group, size: float) -> float:
-    """To the next rank, as pipeline stages do: the slowest of the hops."""
+    """Return the seconds of a point-to-point send to the next pipeline stage, over the slowest hop of the pipeline."""
     if ranks.size == 1:
         return 0.0
     return size / (links.far if ranks.crosses else links.near) + (

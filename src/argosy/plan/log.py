@@ -1,5 +1,7 @@
-"""What a training log measured, held against the plan: the pace, what it uses of the GPUs, when it would end, and whether
-anything is learned at all. Reads the lines Megatron-LM prints, which many logs of others have."""
+"""Comparison of a training log with the plan: step time, MFU, time to the end, skipped and NaN steps.
+
+It reads the lines Megatron-LM prints. Many other frameworks print them too.
+"""
 
 from __future__ import annotations
 
@@ -14,24 +16,29 @@ from argosy.plan.search import Candidate
 
 _LINE = re.compile(r"iteration\s+(\d+)\s*/\s*(\d+)\s*\|(.*)")
 _DAY = 86_400
-_SLOW = 1.5  # times the plan: more than the plan's own error
+# Measured step time relative to the plan above which the log is called slow. The error of the plan itself is smaller.
+_SLOW = 1.5
 
 
 @dataclass(frozen=True)
 class Log:
-    """Steps as they were logged."""
+    """The steps of a training log.
 
-    seconds: list[float]  # a step, of each logged line
-    steps: int  # of the whole run
+    `seconds` is the step time of each logged line. `steps` is the length of the whole run, and `logged` the number of steps that
+    the lines cover. `loss_scale` is the last one.
+    """
+
+    seconds: list[float]
+    steps: int
     global_batch: int | None
     skipped: int
     not_a_number: int
-    logged: int  # steps the lines stand for
-    loss_scale: float | None  # the last
+    logged: int
+    loss_scale: float | None
 
     @property
     def pace(self) -> float:
-        """Seconds of a step; the first is left out where there are others, since it starts things up."""
+        """The median step time in seconds, without the first line if there are others: the first step includes start-up."""
         return statistics.median(self.seconds[1:] or self.seconds)
 
 
@@ -47,7 +54,7 @@ def read_log(path: Path) -> Log:
     if not timed:
         raise ArgosyError(
             "plan.bad-log",
-            f"{path} has no line of a step with its time, as Megatron-LM prints them",
+            f"{path} has no line with a step time in Megatron-LM's format",
             key="--log",
             value=path,
             fix="give the log of the first rank: lines with `iteration 10/ 1000 | … elapsed time per iteration (ms): 250.0 |`",
@@ -66,13 +73,13 @@ def read_log(path: Path) -> Log:
 
 
 def _steps_of(timed: list[tuple[int, int, dict[str, float]]]) -> int:
-    """A line stands for the steps since the one before; the first for as many as the second."""
+    """Return the number of steps the lines cover. A line covers the steps since the line before, the first as many as the second."""
     between = timed[1][0] - timed[0][0]
     return timed[-1][0] - timed[0][0] + max(1, between)
 
 
 def _fields(text: str) -> dict[str, float]:
-    """`name: number` between bars."""
+    """Parse the `name: number` fields between vertical bars."""
     found = {}
     for part in text.split("|"):
         name, _, value = part.partition(":")
@@ -84,19 +91,19 @@ def _fields(text: str) -> dict[str, float]:
 
 
 def judge(log: Log, best: Candidate) -> Iterator[str]:
-    """The log in plain words, the worst last."""
+    """Yield the findings in plain words, the worst last."""
     pace = log.pace
     mfu = best.mfu * best.time.total / pace
     against = pace / best.time.total
     yield (
-        f"{pace:,.2f} s a step, the median of {max(1, len(log.seconds) - 1):,}: MFU {mfu:.1%}; the plan's best takes "
+        f"{pace:,.2f} s per step, the median of {max(1, len(log.seconds) - 1):,}: MFU {mfu:.1%}; the plan's best layout takes "
         f"{best.time.total:,.2f} s"
     )
-    yield f"{log.steps:,} steps at this pace are {_length(log.steps * pace)}"
+    yield f"{log.steps:,} steps at this rate take {_length(log.steps * pace)}"
     if against > _SLOW:
-        yield f"that is {against:,.0f} times the plan: look for a layout that waits, links that fell back to TCP, or GPUs that others use"
+        yield f"that is {against:,.0f} times the plan: check the layout, whether the network fell back to TCP, and whether others use the GPUs"
     if log.not_a_number:
-        yield f"{log.not_a_number:,} of {log.logged:,} steps had a loss that is no number"
+        yield f"{log.not_a_number:,} of {log.logged:,} steps had a NaN loss"
     if log.skipped:
         scale = "" if log.loss_scale is None else f", at a loss scale of {log.loss_scale:,.0f}"
         learned = "; nothing was learned in them" if log.skipped < log.logged else "; nothing has been learned yet"

@@ -1,4 +1,4 @@
-"""A plan as people and programs read it: the ranked table, why the others lost, every term of one layout, warnings."""
+"""The output of `argosy plan` as text and JSON: the ranked table, why other layouts lost, every term of one layout."""
 
 from __future__ import annotations
 
@@ -11,30 +11,32 @@ from argosy.config.state import checkpoint_bytes
 from argosy.plan.search import Candidate, Found, warnings
 
 FORMULAS = {
-    "products": "m x layers x (forward + backward products), FLOPs / (peak x share reached x tiles and waves filled)",
+    "products": "m x layers x (forward + backward matmuls), FLOPs / (peak x share reached x tile and wave efficiency)",
     "attention": "FLOPs of the causal half (backward 2.5 x forward) / (peak x share reached)",
-    "element-wise": "bytes of norms, residual sums, rotation and activation / memory bandwidth reached",
-    "launches": "what the host takes to launch a layer's kernels beyond their time on the GPU; some where both take as long",
-    "recompute": "what the backward pass makes again: the forward pass, or its cheap operations",
-    "accumulation": "bytes moved to add each micro-batch's gradients up, where the products do not / memory bandwidth reached",
-    "head": "m x (output head's products + bytes of the loss), where the last stage is the slowest",
-    "tensor": "m x layers x 4 all-reduces (6 with full recompute) of 2 x tokens x hidden bytes, less what is hidden",
-    "context": "all keys and values gathered for each layer, and their gradients scattered",
-    "experts": "4 all-to-alls of top_k x tokens x hidden, each domain reached once",
-    "gather": "ZeRO-3: two gathers and a scatter of each layer's weights, less what computation hides",
+    "element-wise": "bytes of norms, residual sums, rope and activation / memory bandwidth reached",
+    "launches": "time the GPU waits for the host to launch a layer's kernels; partly even if both take equally long",
+    "recompute": "activation checkpointing: the forward pass again, or its cheap operations",
+    "accumulation": "gradient accumulation: bytes to add each micro-batch's gradients, if matmuls do not / memory bandwidth reached",
+    "head": "m x (output head's matmuls + bytes of the loss), if the last stage is the slowest",
+    "tensor": "m x layers x 4 all-reduces (6 with full recompute) of 2 x tokens x hidden bytes, less what overlaps",
+    "context": "all-gather of keys and values in each layer, and reduce-scatter of their gradients",
+    "experts": "4 all-to-alls of top_k x tokens x hidden, each NVLink domain reached once",
+    "gather": "ZeRO-3: two all-gathers of each layer's weights and a reduce-scatter, less what overlaps with computation",
     "pipeline": "m x vpp x 2 sends of 2 x tokens x hidden / tp bytes",
-    "gradients": "reduction over data-parallel ranks, or copies of a sharded model, less what the last backward pass hides",
+    "gradients": "all-reduce over data-parallel ranks, or over copies of a sharded model, less what the last backward pass overlaps",
     "bubble": "(sum of the stages' times - the slowest's) / vpp; a third of that with zbv and dualpipev",
-    "optimiser": "34 bytes of each parameter held / memory bandwidth reached; muon: Newton-Schulz products of whole matrices, and their gathers",
-    "data": "12 ns for each token a data-parallel rank reads ahead, less the rest of the step",
-    "outside": "a step's own overhead: taking a batch that was read ahead, logging, synchronisation",
-    "waiting": "for the slowest node: a share for each doubling of nodes",
+    "optimiser": "34 bytes of each parameter held / memory bandwidth reached; muon: Newton-Schulz matmuls of whole matrices, and their all-gathers",
+    "data": "12 ns for each token a data-parallel rank prefetches, less the rest of the step",
+    "outside": "overhead of a step outside the layers: taking a prefetched batch, logging, synchronisation",
+    "waiting": "for the slowest node (straggler): a share for each doubling of nodes",
 }
 
 
 def distinct(found: Found, count: int) -> list[Candidate]:
-    """The fastest of every mesh: variants of one that differ in recompute or micro-batch are not alternatives, unless there is
-    no other."""
+    """Return the fastest layout of every mesh, at most `count`.
+
+    Variants of one mesh that differ in recompute or micro-batch are not shown as alternatives, unless there is only one mesh.
+    """
     seen: dict[tuple[int, ...], Candidate] = {}
     for candidate in found.best:
         mesh = candidate.layout
@@ -43,7 +45,7 @@ def distinct(found: Found, count: int) -> list[Candidate]:
 
 
 def run_length(candidate: Candidate, tokens: int | None) -> tuple[float, float | None] | None:
-    """Days and dollars of the whole run."""
+    """Return days and dollars of the whole run, or None if its length is not known."""
     if tokens is None:
         return None
     hours = tokens / candidate.work.tokens * candidate.time.total / 3600
@@ -118,7 +120,7 @@ def table(candidates: Sequence[Candidate], tokens: int | None) -> list[str]:
 
 
 def why_lost(best: Candidate, other: Candidate) -> str:
-    """The terms in which an alternative is slower, and those in which it is faster."""
+    """Describe the terms in which a layout is slower than the best one, and those in which it is faster."""
     terms = {name: value - best.time.terms[name] for name, value in other.time.terms.items()}
     worse = sorted(((v, n) for n, v in terms.items() if v > 0.005 * best.time.total), reverse=True)[:3]
     better = sorted((v, n) for n, v in terms.items() if v < -0.005 * best.time.total)[:2]
@@ -129,7 +131,7 @@ def why_lost(best: Candidate, other: Candidate) -> str:
 
 
 def explain(candidate: Candidate) -> list[str]:
-    """Every term of time with its formula, and every category of memory of every kind of stage."""
+    """List every term of the step time with its formula, and the memory categories of the first, middle and last stage."""
     work, layout = candidate.work, candidate.layout
     lines = [f"{layout}: {duration(candidate.time.total)} a step, m = {work.micro_batches(layout)} micro-batches"]
     for name, seconds in candidate.time.terms.items():
@@ -137,9 +139,9 @@ def explain(candidate: Candidate) -> list[str]:
             share = seconds / candidate.time.total
             lines.append(f"  {name:<13}{duration(seconds):>9} {share:>4.0%}  {FORMULAS[name]}")
     lines.append(
-        f"memory in GiB, of a card of {candidate.cluster.gpu.memory:g}; `allocated` is the peak torch reports,"
+        f"memory in GiB, of {candidate.cluster.gpu.memory:g} on the GPU; `allocated` is the peak that torch reports,"
     )
-    lines.append("`device` adds the allocator's reserve and the context, and has to fit")
+    lines.append("`device` adds the allocator's reserve and the CUDA context, and has to fit")
     shown = sorted({0, layout.pp // 2, layout.pp - 1})
     for stage in shown:
         parts = candidate.stages[stage].as_dict()

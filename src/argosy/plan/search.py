@@ -1,7 +1,7 @@
-"""Search over layouts: all that divide, each with its memory and time, best first.
+"""Exhaustive search over parallel layouts, fastest first.
 
-Memory decides first, and only layouts that fit are timed, so that thousands take about a second. What does not fit or does
-not divide is counted by its reason, for the plan to say why.
+Memory is computed first, and only layouts that fit are timed, so thousands of layouts take about a second. Layouts that do not fit
+or do not divide are counted by reason.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from argosy.plan.memory import StageMemory, memory_of, stage_memory
 from argosy.plan.time import StepTime, step_time
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
-SMALL_BUBBLE = 0.02  # of a step: nothing is gained by making it smaller
-MARGIN = 0.97  # of the card: what is planned tighter than that does not survive the first surprise
+# The pipeline bubble, as a share of a step, below which more virtual stages gain nothing.
+SMALL_BUBBLE = 0.02
+# The share of GPU memory a layout may need. The rest is a reserve for what the model does not predict.
+MARGIN = 0.97
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One layout with what it would take."""
+    """One layout with its predicted memory and step time."""
 
     work: Work
     layout: Layout
@@ -54,12 +56,15 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Found:
-    """Layouts that fit, fastest first, and how many were left out for which reason."""
+    """The result of a search: layouts that fit, fastest first, and counts of the others by reason.
+
+    `nearest` is the layout that needs the least memory, if none fits.
+    """
 
     best: tuple[Candidate, ...]
     considered: int
     left_out: Counter[str]
-    nearest: Candidate | None  # the one that needs least memory, where none fits
+    nearest: Candidate | None
 
 
 def evaluate(work: Work, layout: Layout, cluster: Cluster, stack: Stack, known: Calibration) -> Candidate:
@@ -69,7 +74,7 @@ def evaluate(work: Work, layout: Layout, cluster: Cluster, stack: Stack, known: 
 def search(
     work: Work, cluster: Cluster, stack: Stack, known: Calibration, fixed: dict[str, object] | None = None
 ) -> Found:
-    """`fixed` holds axes to the values given, as {"tp": 4}."""
+    """Search the layouts of a cluster. `fixed` restricts axes to given values, for example {"tp": 4}."""
     fitting: list[Candidate] = []
     left_out: Counter[str] = Counter()
     nearest: tuple[float, Layout] | None = None
@@ -80,7 +85,7 @@ def search(
         if reason is not None:
             left_out["do not divide"] += 1
             continue
-        # The first stage has most micro-batches in flight, the last the logits: no other needs more.
+        # The first stage has the most micro-batches in flight and the last stage has the logits: no other stage needs more.
         need = max(stage_memory(work, layout, stack, known, stage).device for stage in {0, layout.pp - 1})
         if need > MARGIN * cluster.gpu.memory:
             left_out["do not fit"] += 1
@@ -96,8 +101,11 @@ def search(
 def _recomputing(
     work: Work, cluster: Cluster, fixed: dict[str, object], fitting: Sequence[Candidate]
 ) -> Iterator[Layout]:
-    """Layouts with the axes that are held, each with more and more recompute until it fits: more than that is slower. Where
-    none does, larger micro-batches are not tried, but for a step's only one, which adds no gradients up."""
+    """Yield the layouts that match `fixed`, each with increasing recompute until it fits. More recompute is only slower.
+
+    If a layout does not fit with full recompute, larger micro-batches are skipped, except a single micro-batch per step, which
+    needs no gradient accumulation.
+    """
     axes = dict(fixed)
     schedule, recompute = axes.pop("schedule", None), axes.pop("recompute", None)
     kinds = [kind for kind in RECOMPUTE if recompute in (None, kind)]
@@ -121,9 +129,11 @@ def _recomputing(
 
 
 def layouts(work: Work, cluster: Cluster) -> Iterator[Layout]:
-    """Every layout of the cluster's GPUs that could make sense, and that Argosy can run: tensor parallelism within a domain and
-    of whole key/value heads, experts over ranks that shard, the micro-batches a rank's share of the batch allows, and
-    pipelines of up to eight stages a rank. None recomputes."""
+    """Yield every reasonable layout of the cluster's GPUs that Argosy can run, without recompute.
+
+    Tensor parallelism stays within an NVLink domain and keeps key/value heads whole. Expert parallelism is over ranks that shard
+    (FSDP). Micro-batches divide a rank's share of the batch. A pipeline rank has at most eight virtual stages.
+    """
     model, gpus = work.model, cluster.gpus
     long = work.seq_len >= 8192 and architecture_of(model).uncuttable is None
     experts = [1] if model.moe is None else [n for n in _divisors(model.moe.experts) if n <= gpus]
@@ -154,7 +164,7 @@ def _variants(work: Work, base: Layout, experts: list[int], domain: int) -> Iter
 
 
 def _copies(base: Layout, domain: int) -> list[int]:
-    """Shards over all data-parallel ranks (FSDP), or over those that NVLink joins, with a copy in each domain."""
+    """Return the numbers of copies to try: 1 (FSDP over all data-parallel ranks), and one copy in each NVLink domain (HSDP)."""
     near = domain // (base.tp * base.cp)
     return [1, base.dp // near] if 1 < near < base.dp and base.dp % near == 0 else [1]
 
@@ -165,11 +175,11 @@ def _divisors(number: int) -> tuple[int, ...]:
 
 
 def warnings(candidate: Candidate) -> Iterator[str]:
-    """What a reader should know before paying for this layout."""
+    """Yield warnings about a layout: pipeline bubble, links, memory and MFU."""
     layout, cluster, work = candidate.layout, candidate.cluster, candidate.work
     m = work.micro_batches(layout)
     if layout.pp > 1 and m < layout.pp:
-        yield f"{m} micro-batches for {layout.pp} stages: the pipeline idles {candidate.time.bubble:.0%} of the step"
+        yield f"{m} micro-batches for {layout.pp} stages: the pipeline bubble is {candidate.time.bubble:.0%} of the step"
     if layout.tp > cluster.domain:
         yield f"tp {layout.tp} crosses nodes of {cluster.domain} GPUs: every layer waits for the network"
     if layout.pp > 1:
@@ -177,15 +187,15 @@ def warnings(candidate: Candidate) -> Iterator[str]:
         if high > 1.25 * low:
             yield f"memory is uneven over the stages: {low:.1f} to {high:.1f} GiB"
     if candidate.fullest.device > 0.92 * cluster.gpu.memory:
-        yield f"{candidate.fullest.device:.1f} of {cluster.gpu.memory:.1f} GiB: little is left for surprises"
+        yield f"{candidate.fullest.device:.1f} of {cluster.gpu.memory:.1f} GiB: little memory is left in reserve"
     if work.seq_len > work.model.max_seq_len:
         yield (
             f"samples of {work.seq_len:,} tokens are longer than the model's {work.model.max_seq_len:,} positions: a run needs "
             f"model.max_seq_len={work.seq_len}"
         )
     if work.precision == "bf16" and "bf16" not in cluster.gpu.dense:
-        yield f"a {cluster.gpu.name} has no bf16: train.precision=fp16, with its loss scale, takes the time planned here"
+        yield f"a {cluster.gpu.name} has no bf16: use train.precision=fp16 with loss scaling, which takes the time planned here"
     if work.precision == "fp32":
-        yield "fp32: memory is that of 32-bit numbers, and time that of 16-bit products, which is too short by far"
+        yield "fp32: memory is planned for fp32, but time for 16-bit matmuls, so the time is far too short"
     if candidate.mfu < 0.2:
-        yield f"MFU {candidate.mfu:.1%}: most of what is paid for idles"
+        yield f"MFU {candidate.mfu:.1%}: the GPUs are idle most of the time"

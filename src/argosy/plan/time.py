@@ -1,9 +1,9 @@
-"""Time of a step, from kernels and links: every term by name, so that a plan can say where the time goes.
+"""A model of the step time from kernels and links, with every term by name.
 
-A layer's forward and backward pass are its products, attention and element-wise bytes, or the host's launches where those
-take longer; with recompute the forward pass is made again. Tensor, context and expert parallelism add their collectives to
-each layer; sharded weights are gathered beside the computation, and what it cannot hide is exposed. A pipeline of stages
-with times T takes m max(T) + (sum(T) - max(T)) / v for m micro-batches and v chunks: the second part is its bubble.
+A layer's forward and backward pass take the time of its matmuls, attention and element-wise bytes, or of the host's kernel launches
+if those take longer. Recompute repeats the forward pass. Tensor, context and expert parallelism add collectives to each layer. ZeRO-3
+all-gathers weights in parallel with computation; the part that does not overlap is exposed. A pipeline of stages with times T takes
+m max(T) + (sum(T) - max(T)) / v for m micro-batches and v virtual stages per rank; the second term is the pipeline bubble.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ from argosy.plan.links import Links, exchange, gather, group, latency, reduce, s
 from argosy.plan.memory import stage_parameters
 from argosy.plan.muon import muon_seconds
 
-OPTIMISER_BYTES = (
-    34  # of a parameter: gradient read twice (norm and update), master and moments read and written, weight
-)
-SHARPNESS = (
-    5  # with which the slower of host and device sets the pace: 184 ms where either alone took 160 to 163, on an H200
-)
-READING = 12e-9  # seconds of a token, by the one thread that reads ahead: docs/benchmarks.md, a sample of 4,096 tokens
+# Bytes the optimiser moves per parameter: gradient read twice (norm and update), master weight and moments read and written,
+# 16-bit weight written.
+OPTIMISER_BYTES = 34
+# The exponent of a smooth maximum of host and device time. Measured on an H200: 184 ms where either alone took 160 to 163.
+SHARPNESS = 5
+# Seconds per token of the one prefetch thread (docs/benchmarks.md, a sample of 4,096 tokens).
+READING = 12e-9
 ACTIVE = ("products", "attention", "element-wise", "launches", "recompute", "accumulation", "head")
 COMMUNICATION = ("tensor", "context", "experts", "gather", "pipeline", "gradients")
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step by term; `terms` sum to `total`."""
+    """Seconds of a step by term. `terms` sum to `total`, and `bubble` is a share of the step."""
 
     total: float
     terms: dict[str, float]
-    bubble: float  # share of the step
+    bubble: float
     flops: float = field(repr=False, default=0.0)
     tokens: int = 0
     gpus: int = 1
 
     @property
     def exposed(self) -> float:
-        """Share of the step spent waiting for communication."""
+        """Share of the step spent waiting for communication (exposed communication)."""
         return sum(self.terms[name] for name in COMMUNICATION) / self.total
 
     @property
@@ -61,7 +61,7 @@ class StepTime:
         return self.tokens / self.total / self.gpus
 
     def mfu(self, cluster: Cluster) -> float:
-        """Against the dense 16-bit peak, attention counted at its causal half."""
+        """Return MFU against the dense 16-bit peak, with causal attention counted as half."""
         return self.flops / self.total / (cluster.gpus * cluster.gpu.peak() * 1e12)
 
 
@@ -98,8 +98,11 @@ def step_time(work: Work, layout: Layout, cluster: Cluster, stack: Stack, known:
 
 
 def _bubble(layout: Layout, micro_batches: int, stages: list[float]) -> float:
-    """Seconds the slowest stage idles. A V-shaped schedule idles for a pass where others do for all three of a chunk's, and
-    `zbv` longer where micro-batches are too few to fill its way down and up."""
+    """Return the seconds of the pipeline bubble on the slowest stage.
+
+    A V-shaped schedule splits a stage's work in three passes (forward, input gradients, weight gradients) and idles for one of
+    them where other schedules idle for all three. `zbv` idles longer if the micro-batches are too few to fill its way down and up.
+    """
     others = sum(stages) - max(stages)
     if not layout.is_v_shaped or layout.pp == 1:
         return others / layout.vpp
@@ -113,7 +116,7 @@ def _layer_terms(
     work: Work, layout: Layout, cluster: Cluster, stack: Stack, known: Calibration, links: Links, rates: Rates,
     tokens: float, forward: Pass, backward: Pass,
 ) -> dict[str, float]:  # fmt: skip
-    """Seconds of one layer and micro-batch, forward and backward, by term."""
+    """Return the seconds of one layer and micro-batch, forward and backward, by term."""
     sizes, again = work.sizes, remade(layout, stack, forward)
     stream = 2 * tokens * sizes.stream
     repeats = 1.0 if layout.recompute == "full" else 0.0
@@ -123,12 +126,14 @@ def _layer_terms(
     ring = group(layout, "cp", cluster)
     key_values = 4 * tokens * sizes.key_value / layout.tp * layout.cp
     context = gather(links, ring, key_values) * (3 + repeats)
-    if "context" in stack.overlaps:  # around a ring, beside attention
+    # Ring attention overlaps its sends with attention.
+    if "context" in stack.overlaps:
         context = max(0.1 * context, context - forward.attention - backward.attention)
     experts = (4 + 2 * repeats) * (1 - known.hidden(stack, "experts"))
     experts *= _to_experts(work, layout, cluster, stack, links, stream)
     launched, busy = host_seconds(work, layout, stack, known), forward.total + backward.total + again
-    if launched:  # the host starts every collective too
+    # The host launches every collective too.
+    if launched:
         launched += reduces * latency(links, ranks)
     return {
         "products": forward.products + backward.products,
@@ -145,14 +150,18 @@ def _layer_terms(
 
 
 def _waited(host: float, device: float) -> float:
-    """Seconds a device waits for the host that launches its kernels: the difference, where the host is slower, and somewhat
-    more where both take about as long, since now one of them is late and now the other."""
+    """Return the seconds a GPU waits for the host to launch kernels.
+
+    It is the difference if the host is slower, and somewhat more if both take about as long, because each is late in turn.
+    """
     return max(0.0, float((host**SHARPNESS + device**SHARPNESS) ** (1 / SHARPNESS)) - device)
 
 
 def _reduced_share(work: Work, layout: Layout) -> float:
-    """Of the reductions of tensor parallelism, half are attention's; experts that are not split need none, and those that are
-    get their tokens from all ranks."""
+    """Return the bytes of tensor parallelism's all-reduces relative to a dense model.
+
+    Half of them belong to attention. Experts without tensor parallelism need none; experts with it receive tokens from all ranks.
+    """
     moe, share = work.model.moe, work.sizes.expert_layers
     if moe is None:
         return 1.0
@@ -161,8 +170,11 @@ def _reduced_share(work: Work, layout: Layout) -> float:
 
 
 def _to_experts(work: Work, layout: Layout, cluster: Cluster, stack: Stack, links: Links, stream: float) -> float:
-    """One all-to-all of a layer: a token goes to each of its experts, or once to each rank that has some, and over the network
-    once to each domain that has one."""
+    """Return the seconds of one all-to-all of an MoE layer.
+
+    A token is sent to each of its experts (with `routes_once`: once to each rank that has some of them), and over the network once
+    to each NVLink domain that has one of them.
+    """
     moe = work.model.moe
     if moe is None:
         return 0.0
@@ -176,13 +188,15 @@ def _to_experts(work: Work, layout: Layout, cluster: Cluster, stack: Stack, link
 
 
 def _distinct(places: float, drawn: int) -> float:
-    """How many of the places so many draws hit, on average."""
+    """Return the expected number of distinct places hit by `drawn` random draws."""
     return min(drawn, places * (1 - (1 - 1 / places) ** drawn))
 
 
 def _gathered(work: Work, layout: Layout, cluster: Cluster, links: Links, known: Calibration, compute: float) -> float:
-    """Sharded weights, gathered for both passes, and their gradients: what computation does not hide, and what it loses
-    to them. A pipeline keeps its weights for all micro-batches."""
+    """Return the exposed seconds of ZeRO-3's all-gathers and reduce-scatter for one layer, and the slowdown of what they overlap.
+
+    A pipeline keeps its gathered weights for all micro-batches.
+    """
     if layout.zero < 3 or layout.pp > 1:
         return 0.0
     times = 3 if work.reshard else 2
@@ -194,8 +208,7 @@ def _once(
     work: Work, layout: Layout, cluster: Cluster, stack: Stack, known: Calibration, links: Links, rates: Rates,
     backward: float,
 ) -> tuple[float, float]:  # fmt: skip
-    """Once a step: gradients over the data-parallel ranks, as far as the last backward pass does not hide them, and the
-    optimiser."""
+    """Return the seconds of the parts that run once a step: the exposed gradient reduction, and the optimiser."""
     layers = stage_layers(work, layout, levelled=stack.levelled)[0]
     first, last = layout.ends(0)
     dense, experts = stage_parameters(work, layout, layers, first=first, last=last)
@@ -208,7 +221,8 @@ def _once(
         optimiser += muon_seconds(work, layout, cluster, links, rates, layers)
     reduced = stack.reduced if work.reduced is None else work.reduced
     exchanged = 0.0
-    if layout.copies > 1:  # a rank's piece, summed over the copies
+    # HSDP: each rank all-reduces its shard over the copies.
+    if layout.copies > 1:
         exchanged += reduce(links, group(layout, "copies", cluster), reduced * own / ranks)
     if layout.zero == 0:
         exchanged += reduce(links, shards, reduced * own)

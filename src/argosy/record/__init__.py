@@ -1,1 +1,1 @@
-"""The run directory: its paths, its append-only logs, and what a person sees of them on a terminal."""
+"""The run directory: its paths, append-only metrics and events, heartbeats, rank logs, alerts and sinks."""

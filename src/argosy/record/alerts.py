@@ -1,9 +1,10 @@
-"""When a run speaks up: each rule looks at the records as they are logged, and says so once until things are well again.
+"""The alert rules of a run: each rule checks every logged record and raises its alert once until the condition has cleared.
 
-Rules are slow to speak: what they look at has to last (`argosy.record.noise`), so that a slow moment, a busy machine, or a rank that
-is always a little slower, is no alarm; and it has to be well again by a margin before they speak anew, so that they do not flap.
-Alerts are events of the run; whoever reads events.jsonl (console, webhook, dashboard) has them. A stall is noticed beside the
-trainer, which stands still itself (`argosy.record.pulse`), and a save that fails where it is made (`argosy.train.saving`).
+A condition must last before it raises an alert (`argosy.record.noise`): a short slowdown, a busy machine, or a rank that is
+always slightly slower is no alert. It must clear by a margin before the alert can be raised again, so that alerts do not flap.
+Alerts are events of the run: the console, the webhook and the dashboard read them from events.jsonl. Two alerts are raised
+elsewhere: a stall by the heartbeat process, since a stalled trainer cannot (`argosy.record.pulse`), and a failed save by
+`argosy.train.saving`.
 """
 
 from __future__ import annotations
@@ -26,18 +27,22 @@ from argosy.record.rank_columns import Ranks
 from argosy.record.spikes import Spikes
 
 Ratios = NDArray[np.float32]
-_WINDOW = 128  # logs that say what throughput is usual
-_RATE_SPANS, _RATE_FEWEST = (5, 20, 60), 32  # latest logs; logs before them that say what is usual
+# Logs in the baseline of throughput.
+_WINDOW = 128
+# Throughput drop: spans of latest logs to test, and the fewest logs before any test.
+_RATE_SPANS, _RATE_FEWEST = (5, 20, 60), 32
+# Slow rank: spans of latest logs to test.
 _RANK_SPANS = (30, 100, 200)
-_LEAST_LATE_S = 1e-3  # a step: ranks that are later by less hold up nobody
+# A rank that is slower by less than this many seconds a step delays nobody.
+_LEAST_LATE_S = 1e-3
 
-# Events that say something is wrong, `alert` being what the rules here make; and those that are news to whoever is not looking.
+# TROUBLE: events that report a problem; `alert` is the kind raised here. NEWS: events worth sending to a webhook.
 TROUBLE = frozenset(("alert", "skip", "rewind", "stall", "rank-died", "save-failed", "non-finite", "failed", "gave-up"))
 NEWS = TROUBLE | {"restart", "interrupted", "done", "sink-down"}
 
 
 class Alerts:
-    """`observe` gives the alerts a logged step raises, as facts for an event."""
+    """All alert rules of a run. `observe` takes a logged record and returns the alerts it raises, as fields of an event."""
 
     def __init__(self, spec: AlertsSpec, root: Path) -> None:
         self._spec, self._root = spec, root
@@ -55,9 +60,10 @@ class Alerts:
 
     def _numbers(self, record: Record) -> Iterator[dict[str, Any]]:
         loss, norm = record["loss"], record["grad_norm"]
-        scaled = record.get("loss_scale") is not None  # an infinite norm is how fp16 finds its scale
-        broken = not (math.isfinite(loss) and (scaled or math.isfinite(norm)))
-        yield from self._when(broken, "nan", f"the loss is {loss:g} and the gradient norm {norm:g}")
+        # With fp16 loss scaling, an infinite gradient norm is the normal way to find the scale.
+        scaled = record.get("loss_scale") is not None
+        non_finite = not (math.isfinite(loss) and (scaled or math.isfinite(norm)))
+        yield from self._when(non_finite, "nan", f"the loss is {loss:g} and the gradient norm {norm:g}")
         if not math.isfinite(loss):
             return
         spike = self._spikes.look(loss)
@@ -91,7 +97,8 @@ class Alerts:
         times, limit = [time for time, _ in self._ratios], math.log1p(self._spec.slow_rank)
         table = np.stack([row for _, row in self._ratios])
         means = [table[-count:].mean(0) for count in _RANK_SPANS]
-        suspects = np.flatnonzero(np.max(means, axis=0) > limit / 2)  # few, however many ranks there are
+        # A cheap vectorised test first: few ranks pass it, however many there are.
+        suspects = np.flatnonzero(np.max(means, axis=0) > limit / 2)
         for rank in sorted({*suspects.tolist(), *self._slow_ranks}):
             excess = table[:, rank].tolist()
             late = lasting(times, excess, limit=limit, spans=_RANK_SPANS)
@@ -100,7 +107,7 @@ class Alerts:
                 self._slow_ranks.add(rank)
                 yield {
                     "alert": "slow-rank",
-                    "text": _told(ranks, rank, late),
+                    "text": _describe_slow_rank(ranks, rank, late),
                     "rank": rank,
                     "ratio": round(math.exp(late), 3),
                 }
@@ -110,7 +117,7 @@ class Alerts:
     def _when(
         self, holds: bool, kind: str, text: str, *, well: bool = True, **facts: object
     ) -> Iterator[dict[str, Any]]:
-        """The alert, where it has just come to hold; it can be raised anew once it no longer holds and all is `well`."""
+        """Yield the alert when the condition begins to hold. It can be raised again once the condition is false and `well` is true."""
         if not holds:
             if well:
                 self._raised.discard(kind)
@@ -119,7 +126,7 @@ class Alerts:
             yield {"alert": kind, "text": text, **facts}
 
 
-def _told(ranks: Ranks, rank: int, late: float) -> str:
+def _describe_slow_rank(ranks: Ranks, rank: int, late: float) -> str:
     own, data = ranks.columns["own_s"][rank], ranks.columns.get("data_s", [])
     waits = f", and waits for data {data[rank] / own:.0%} of its time" if data and data[rank] > 0.5 * own else ""
     return f"rank {rank} takes {math.expm1(late):.0%} longer than its peers{waits}"

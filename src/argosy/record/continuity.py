@@ -1,7 +1,7 @@
-"""Whether the parts of a run directory belong together: its checkpoints, its metrics and its events.
+"""Checks that the checkpoints, metrics and events of a run directory belong together.
 
-People prune, copy and restore parts of a run. What is safe is said, as a part of the record that is missing; what would mix two runs in
-one record, or go on from another run's weights, is refused.
+People prune, copy and restore parts of a run. A missing part of the record is safe and gives a message. Resuming from another
+run's weights, or mixing two runs in one record, is refused.
 """
 
 from __future__ import annotations
@@ -16,14 +16,18 @@ from argosy.errors import ArgosyError
 from argosy.record.jsonl import read_jsonl
 from argosy.record.rundir import RunDir
 
-_END = 1 << 20  # bytes at the end of a file that surely hold a whole record
+# Bytes read from the end of a metrics file: certainly more than one record.
+_END = 1 << 20
 
 
 def check_continuity(run: RunDir, steps: Sequence[int]) -> list[str]:
-    """What is worth knowing before a run goes on; `steps` are those of its checkpoints, newest first.
+    """Return messages about gaps in the record, for the user to see before the run resumes.
+
+    Args:
+        steps: the steps of the checkpoints that exist, newest first.
 
     Raises:
-        ArgosyError: the run has saved steps, and none of them is there.
+        ArgosyError: the events say that checkpoints were saved, and none exists.
     """
     saved = max((e["step"] for e in _last_saves(run.events)), default=0)
     logged = last_step(run.metrics)
@@ -54,7 +58,7 @@ def check_continuity(run: RunDir, steps: Sequence[int]) -> list[str]:
 
 
 def check_owner(run: RunDir, owners: Mapping[str, str | None]) -> None:
-    """Refuse checkpoints of another run: `owners` maps their names to the identity of the run that saved each, where it is known."""
+    """Refuse checkpoints of another run. `owners` maps a checkpoint's name to the identity of the run that saved it, or None."""
     ours = run.identity
     for name, owner in owners.items():
         if ours is not None and owner is not None and owner != ours:
@@ -69,7 +73,7 @@ def check_owner(run: RunDir, owners: Mapping[str, str | None]) -> None:
 
 
 def last_step(path: Path) -> int:
-    """The step of the last whole record of a file of metrics; 0 where there is none."""
+    """Return the step of the last complete record of a metrics file, or 0 if there is none."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _END))
@@ -85,6 +89,6 @@ def last_step(path: Path) -> int:
 
 
 def _last_saves(events: Path) -> list[dict[str, int]]:
-    """The newest event of a save: the one before it may be of a step that was rewound."""
+    """Return the newest save event, as a list of at most one. Earlier ones may be of steps that were rewound."""
     saves = [e for e in read_jsonl(events) if e.get("event") == "save" and isinstance(e.get("step"), int)]
     return saves[-1:]

@@ -1,17 +1,18 @@
-"""Where a rank is, for whoever watches it: `heartbeat/<rank>.json`, rewritten every second or so.
+"""The heartbeat of a rank: `heartbeat/<rank>.json`, rewritten every 1 to 15 seconds.
 
     {"rank": 3, "host": "node7", "pid": 4711, "attempt": 0, "step": 812, "phase": "forward_backward", "phase_s": 0.8,
      "longest_s": 0.9, "progress": 3251, "state": "R", "memory_bytes": 2.1e9, "collective": null, "time": …, "monotonic": …, "beat": 640, "alive": true}
 
-`beat` and `time` move as long as the host lives: they prove that somebody looks. `progress` counts the phases the rank has
-entered: it proves that the rank moves. `phase_s` is how long it has been in this one, by a clock that no one sets, and `longest_s` how long
-it was in it at most since it began (0: never to its end). When the
-rank ends, well or not, the last record says `alive: false`. The writer is `argosy.record.pulse`.
+`beat` and `time` grow as long as the writer lives: they prove that the host is alive. `progress` counts the phases that the
+rank has entered: it proves that the rank makes progress. `phase_s` is the time in the current phase by the monotonic clock.
+`longest_s` is the longest time that this phase has taken in this attempt (0: it has not finished once). When the rank ends,
+with or without an error, the last record says `alive: false`. The writer is a process of its own, `argosy.record.pulse`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import subprocess
 import sys
@@ -28,12 +29,19 @@ from argosy.record.pulse import PAGE_BYTES, Page, RankProgress
 from argosy.untrusted import MIB, read_object
 
 Phase = Literal["start", "load", "data", "forward_backward", "optimizer", "evaluate", "save", "last_save", "done"]
-_FAREWELL_S = 2.0
+_WRITER_EXIT_S = 2.0
+_log = logging.getLogger(__name__)
 
 
 class Heartbeat:
-    """`enter` tells where the rank is, at the cost of a few stores; `publish` starts the process that writes it down. Where
-    `page` names a file, a supervisor reads it too."""
+    """The current phase of a rank, in shared memory.
+
+    `enter` stores the phase, at the cost of a few memory writes. `publish` starts the process that writes the heartbeat file.
+
+    Args:
+        attempt: how often the supervisor has restarted the ranks.
+        page: file that backs the shared memory, for a supervisor to read; without it the memory is anonymous.
+    """
 
     def __init__(self, rank: int = 0, *, attempt: int = 0, page: Path | None = None) -> None:
         self._rank, self._attempt = rank, attempt
@@ -45,8 +53,11 @@ class Heartbeat:
         self._page.write(self._progress)
 
     def publish(self, directory: Path, world_size: int = 1, *, stalls: tuple[Path, float] | None = None) -> None:
-        """Write `directory/<rank>.json` from now on; with `stalls` also an alert to those events, where nothing moves for so many
-        seconds. A failure to do so is no reason not to train."""
+        """Start writing `directory/<rank>.json`. A failure is logged and does not stop training.
+
+        Args:
+            stalls: (events file, seconds): also append a stall alert to that file when no phase has ended for that long.
+        """
         interval = interval_s(world_size)
         facts = {
             "rank": self._rank, "host": os.uname().nodename, "pid": os.getpid(), "attempt": self._attempt,
@@ -60,12 +71,13 @@ class Heartbeat:
                 [sys.executable, "-I", "-S", pulse.__file__, *arguments], stdin=subprocess.PIPE, pass_fds=(self._fd,)
             )
         except OSError as error:
-            print(f"warning: no heartbeat is written: {error}", file=sys.stderr)
+            _log.warning("no heartbeat is written: %s", error)
 
     def enter(self, phase: Phase, step: int | None = None) -> None:
-        """The rank begins a phase, of a step unless it is the same one."""
+        """Record that the rank begins `phase`, of step `step` or of the same step as before."""
         now, before = time.monotonic(), self._progress
-        if before.step > before.first + 1:  # the first step pays for warming up
+        # The first step includes warm-up, and would make the stall limit too long.
+        if before.step > before.first + 1:
             self._longest[before.phase] = max(self._longest.get(before.phase, 0.0), now - before.since)
         step = before.step if step is None else step
         longest = self._longest.get(phase, 0.0)
@@ -74,18 +86,19 @@ class Heartbeat:
 
     @property
     def step(self) -> int:
-        """Under way, or done last."""
+        """The step in progress, or the last one that was finished."""
         return self._progress.step
 
     def begin(self, first: int) -> None:
-        """Step `first` is done, and this attempt goes on from there."""
+        """Record that this attempt resumes after step `first`."""
         self._progress = self._progress._replace(first=first, step=first)
         self._page.write(self._progress)
 
     def close(self) -> None:
         if self._writer is not None:
+            # The writer exits when its standard input is closed.
             with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-                self._writer.communicate(timeout=_FAREWELL_S)  # its input ends, and with it the writer
+                self._writer.communicate(timeout=_WRITER_EXIT_S)
             self._writer = None
         if self._fd >= 0:
             os.close(self._fd)
@@ -101,12 +114,12 @@ class Heartbeat:
 
 
 def interval_s(ranks: int) -> float:
-    """Between two beats: a shared file system has to bear those of all ranks."""
+    """Return the seconds between two heartbeats: longer with more ranks, since all of them write to one shared file system."""
     return min(15.0, max(1.0, ranks / 64))
 
 
 def _memory(page: Path | None) -> int:
-    """A page of memory as a file, without a name unless it is given one."""
+    """Return a file descriptor of one page of memory: of the file `page`, or anonymous."""
     if page is not None:
         fd = os.open(page, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     elif hasattr(os, "memfd_create"):
@@ -119,7 +132,7 @@ def _memory(page: Path | None) -> int:
 
 
 def read_heartbeats(directory: Path) -> dict[int, dict[str, Any]]:
-    """The newest record of each rank; one that is being replaced or broken is left out."""
+    """Return the newest heartbeat of each rank. A file that is broken or just being replaced is skipped."""
     found: dict[int, dict[str, Any]] = {}
     for file in directory.glob("*.json"):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -129,6 +142,6 @@ def read_heartbeats(directory: Path) -> dict[int, dict[str, Any]]:
 
 
 def clear_heartbeats(directory: Path) -> None:
-    """Forget the ranks of an earlier start, of which there may have been more."""
+    """Delete the heartbeats of an earlier start, which may have had more ranks."""
     for file in (*directory.glob("*.json"), *directory.glob(".*.json.*")):
         file.unlink(missing_ok=True)

@@ -1,14 +1,14 @@
 """Append-only JSON lines that survive being killed in the middle of one.
 
-Each record is one `write` of one line. A line cut short by a kill is closed off when the file is next opened, so it
-stays a broken line of its own and readers pass over it. Writing never stops training: a full disk is announced once,
-and writing is tried again with the next record.
+Each record is one `write` of one line. When the file is opened again, a line that was cut short by a kill gets a newline, so
+that it stays one broken line, which readers skip. A write error never stops training: a full disk is logged once, and
+the next record is tried again.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,12 +20,15 @@ import orjson
 from argosy.untrusted import open_regular
 
 Record = dict[str, Any]
+_log = logging.getLogger(__name__)
 
 
 class JsonlWriter:
+    """Appends records to a JSONL file. `lost` counts records that could not be written."""
+
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.lost = 0  # records that could not be written
+        self.lost = 0
         self._fd: int | None = None
         self._mid_line = False
 
@@ -33,8 +36,9 @@ class JsonlWriter:
         line = orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n"
         try:
             if self._fd is not None and os.fstat(self._fd).st_nlink == 0 and not self.path.exists():
-                self.close()  # what is written to a deleted file would be lost
-                print(f"warning: {self.path} was deleted while it was written; it is begun anew", file=sys.stderr)
+                # Records written to a deleted file would be lost.
+                self.close()
+                _log.warning("%s was deleted while the run was writing it; a new file is started", self.path)
             if self._fd is None:
                 self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
                 self._mid_line = _ends_mid_line(self._fd)
@@ -62,7 +66,7 @@ class JsonlWriter:
     def _announce(self, error: OSError) -> None:
         self.lost += 1
         if self.lost == 1:
-            print(f"warning: {self.path} cannot be written ({error}); the run goes on without it", file=sys.stderr)
+            _log.warning("%s cannot be written (%s); the run goes on without it", self.path, error)
 
 
 def _ends_mid_line(fd: int) -> bool:
@@ -71,7 +75,7 @@ def _ends_mid_line(fd: int) -> bool:
 
 
 def read_jsonl(path: Path) -> Iterator[Record]:
-    """Whole records in order; a broken or unfinished line is passed over."""
+    """Yield complete records in order. A broken or unfinished line is skipped."""
     if not path.exists():
         return
     with open_regular(path) as lines:
@@ -87,8 +91,11 @@ def read_jsonl(path: Path) -> Iterator[Record]:
 
 
 def read_metrics(path: Path) -> dict[int, Record]:
-    """One record for each step, in order. A run that was resumed logs some steps again: when the step goes back,
-    what was logged from there on belongs to the attempt that died, and is dropped."""
+    """Return one record for each step, in order.
+
+    A resumed run logs some steps again: when the step number goes back, the records from there on belong to the attempt that
+    died, and are dropped.
+    """
     steps: dict[int, Record] = {}
     newest = -1
     for record in read_jsonl(path):
@@ -96,7 +103,8 @@ def read_metrics(path: Path) -> dict[int, Record]:
         if not isinstance(step, int):
             continue
         if step == newest and not (record.keys() & steps[step].keys()) - {"step", "time"}:
-            steps[step] |= record  # the validation loss of a step follows its training loss
+            # The record of a step's validation loss follows that of its training loss.
+            steps[step] |= record
             continue
         if step <= newest:
             steps = {known: kept for known, kept in steps.items() if known < step}
@@ -106,5 +114,5 @@ def read_metrics(path: Path) -> dict[int, Record]:
 
 
 def now() -> float:
-    """Wall-clock seconds, as records carry them."""
+    """Return the wall-clock time in seconds, rounded to milliseconds as in records."""
     return round(time.time(), 3)

@@ -1,9 +1,9 @@
-"""Where the wall time of a run went: productive steps, and everything else by its cause.
+"""The goodput ledger of a run: wall time by cause, productive steps first.
 
-Every logged record carries the sums so far, so that a reader needs only the newest one. A resumed run goes on from its
-last record: the work that was logged after the checkpoint it resumed from moves from productive to lost, and so does what an
-attempt that failed did, or waited for, after its last record, up to the event that tells of its end; what follows is down time.
-Where ranks are started again within a job, its machines are held all the time, and nothing of it is down time.
+Every logged record carries the sums so far, so that a reader needs only the newest one. A resumed run continues the sums of
+its last record. Two spans become `lost`: work after the checkpoint that the run resumed from, and the time between the failed
+attempt's last record and the event that reports its end. From there to the next start is `down`. When the supervisor restarts
+the ranks within a job, the machines stay allocated, and no time is `down`.
 """
 
 from __future__ import annotations
@@ -31,15 +31,19 @@ MEANING = {
 
 
 class Ledger:
-    """Seconds by part. `spend` adds to one, `productive` is given the rest of an interval."""
+    """Seconds by part of `PARTS`. `spend` adds to one of them."""
 
     def __init__(self, spent: Mapping[str, float] | None = None) -> None:
         self.spent = {part: float((spent or {}).get(part, 0.0)) for part in PARTS}
 
     @classmethod
     def resumed(cls, run: RunDir, step: int, started: float, *, held: bool = False) -> Ledger:
-        """Of a run that goes on from `step`, in a process that was `started` then (wall-clock seconds). `held`: the machines
-        have been all the time, as by a run that rewinds."""
+        """Return the ledger of a run that resumes after `step`.
+
+        Args:
+            started: wall-clock seconds when this process started.
+            held: the machines stayed allocated since the last record, as when a run rewinds.
+        """
         newest, at = _last_records(run.metrics, step)
         if newest is None:
             return cls()
@@ -58,7 +62,7 @@ class Ledger:
 
     @property
     def held_s(self) -> float:
-        """Seconds the machines were held: all but the time between attempts."""
+        """Seconds that the machines were allocated: everything except the time between attempts."""
         return sum(self.spent.values()) - self.spent["down"]
 
     def report(self, price: float | None) -> Record:
@@ -73,7 +77,7 @@ class Ledger:
 
 
 def process_started() -> float:
-    """When this process began, in wall-clock seconds; now, where the system does not say."""
+    """Return the wall-clock time in seconds when this process started, or the current time where /proc is missing."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         up = float(Path("/proc/uptime").read_text().split()[0])
@@ -83,7 +87,7 @@ def process_started() -> float:
 
 
 def _last_records(metrics: Path, step: int) -> tuple[Record | None, Record | None]:
-    """The newest record with sums, and the newest of those up to `step`; read from the end of the file."""
+    """Return the newest record that has sums, and the newest such record up to `step`. Reads from the end of the file."""
     newest = None
     for line in _lines_backwards(metrics):
         try:
@@ -98,8 +102,10 @@ def _last_records(metrics: Path, step: int) -> tuple[Record | None, Record | Non
 
 
 def _last_event(events: Path, logged: float, started: float) -> tuple[str, float]:
-    """The newest event of the attempt before, and its time; when its last record was logged, where there is none. One that says
-    that ranks are started again is followed by that at once."""
+    """Return the kind and time of the newest event before `started`; ("", `logged`) if there is none.
+
+    The time of a `restart` event is `started`: the new ranks follow it at once.
+    """
     for line in _lines_backwards(events):
         try:
             event = orjson.loads(line)

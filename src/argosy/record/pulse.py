@@ -1,9 +1,8 @@
-"""The process beside a rank that writes its heartbeat: a separate one, so that neither a held GIL nor a stopped trainer stops it.
+"""The heartbeat writer of a rank: a process of its own, which neither a held GIL nor a stopped trainer can block.
 
-The rank tells where it is by plain stores into a page both processes map. Beside the first rank it also puts an alert on the
-record when that stands still, as it does when any rank does. This file runs as a script of its own, without
-Argosy, torch or site packages, so that it starts in milliseconds and needs a few megabytes: only the standard library
-may be imported here.
+The rank stores its current phase in a memory page that both processes map. The writer of rank 0 also appends an alert to the
+run's events when rank 0 stalls, which happens when any rank stalls. This file runs as a script, without Argosy, torch or site
+packages, so that it starts in milliseconds and needs a few megabytes: import only the standard library here.
 """
 
 from __future__ import annotations
@@ -20,22 +19,30 @@ from typing import Any, NamedTuple
 
 PHASES = ("start", "load", "data", "forward_backward", "optimizer", "evaluate", "save", "last_save", "done")
 PAGE_BYTES = 4096
-_LAYOUT = struct.Struct("<QQqqddQ")  # sequence, entered, step, first, since, longest, phase
+# sequence, entered, step, first, since, longest, phase
+_LAYOUT = struct.Struct("<QQqqddQ")
 
 
 class RankProgress(NamedTuple):
-    """Where a rank is."""
+    """The step and phase of a rank.
 
-    entered: int  # phases so far: a number that grows while the rank moves
-    step: int  # under way, or done last
-    first: int  # the step this attempt went on from
-    since: float  # monotonic clock of the host, when this phase began
-    longest: float  # seconds the phase took at most, in this attempt after its first step; 0: not known yet
+    entered: how many phases the rank has entered; it grows while the rank makes progress.
+    step: the step in progress, or the last one that was finished.
+    first: the step that this attempt resumed after.
+    since: when this phase began, by the host's monotonic clock.
+    longest: the longest time in seconds that this phase took after the first step of this attempt; 0: not known yet.
+    """
+
+    entered: int
+    step: int
+    first: int
+    since: float
+    longest: float
     phase: str
 
 
 class Page:
-    """Shared memory with one writer. A number before and after each change tells readers that they caught it half-made."""
+    """A shared memory page with one writer, a seqlock: an odd sequence number tells readers that a write is in progress."""
 
     def __init__(self, fd: int) -> None:
         self._memory = mmap.mmap(fd, PAGE_BYTES)
@@ -50,7 +57,7 @@ class Page:
         struct.pack_into("<Q", self._memory, 0, self._sequence)
 
     def read(self) -> RankProgress | None:
-        """None where nothing was written yet."""
+        """Return the rank's progress, or None if nothing was written yet."""
         for _ in range(100):
             before, entered, step, first, since, longest, phase = _LAYOUT.unpack_from(self._memory, 0)
             if before % 2 == 0 and struct.unpack_from("<Q", self._memory, 0)[0] == before:
@@ -60,7 +67,10 @@ class Page:
 
 
 def process_state(pid: int) -> tuple[str, int] | None:
-    """(R running, S sleeping, D waiting for a device, T stopped, Z dead; resident bytes), where /proc tells; None: it is gone."""
+    """Return the state and resident bytes of a process from /proc, or None if it is gone.
+
+    States: R running, S sleeping, D uninterruptible (device or file system), T stopped, Z zombie.
+    """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
@@ -93,37 +103,43 @@ def _write(path: str, record: dict[str, Any]) -> None:
             json.dump(record, file)
         os.replace(temporary, path)
     except OSError:
-        pass  # the disk may be full or gone: the next beat tries again
+        # The disk may be full or gone. The next heartbeat tries again.
+        pass
 
 
 class Stalls:
-    """An alert in the run's events, once for each time that the rank stays in one phase for longer than `after_s` seconds, and
-    than four times the longest it took before; three times as long where that is not known, as while it loads or compiles."""
+    """Appends a stall alert to the run's events, once for each stall.
+
+    A rank stalls when it stays in one phase for longer than `after_s` seconds and than four times the longest time the phase
+    took before. Where that is not known, as while the rank loads or compiles, the limit is three times `after_s`.
+    """
 
     def __init__(self, events: str, heartbeats: str, after_s: float) -> None:
         self._events, self._heartbeats, self._after_s = events, heartbeats, after_s
-        self._told = -1
+        self._alerted = -1
 
     def look(self, progress: RankProgress) -> None:
         seconds = time.monotonic() - progress.since
         if (
             progress.phase == "done"
-            or progress.entered == self._told
+            or progress.entered == self._alerted
             or seconds < (max(self._after_s, 4 * progress.longest) if progress.longest else 3 * self._after_s)
         ):
             return
-        self._told = progress.entered
+        self._alerted = progress.entered
         alert = {"event": "alert", "step": progress.step, "time": round(time.time(), 3), "alert": "stall"}
-        alert |= self._behind(seconds)
-        print(f"alert at step {progress.step}: {alert['text']}", file=sys.stderr, flush=True)
+        alert |= self._furthest_behind(seconds)
+        sys.stderr.write(f"alert at step {progress.step}: {alert['text']}\n")
+        sys.stderr.flush()
         try:
             with open(self._events, "ab", buffering=0) as file:
                 file.write(json.dumps(alert).encode() + b"\n")
         except OSError:
-            pass  # whoever reads the terminal has it
+            # The alert is on standard error already.
+            pass
 
-    def _behind(self, seconds: float) -> dict[str, Any]:
-        """In words, who is furthest behind, and where."""
+    def _furthest_behind(self, seconds: float) -> dict[str, Any]:
+        """Return the alert's text and the rank that is furthest behind, from the heartbeats of all ranks."""
         text, beats = f"nothing has moved for {seconds:.0f} s", []
         for name in os.listdir(self._heartbeats):
             try:
@@ -140,11 +156,12 @@ class Stalls:
 
 
 def main() -> None:
-    """FD PATH INTERVAL FACTS [EVENTS SECONDS]: until standard input, which the rank holds open, ends."""
+    """Write heartbeats until standard input, which the rank holds open, ends. Arguments: FD PATH INTERVAL FACTS [EVENTS SECONDS]."""
     fd, path, interval, facts = int(sys.argv[1]), sys.argv[2], float(sys.argv[3]), json.loads(sys.argv[4])
     stalls = Stalls(sys.argv[5], os.path.dirname(path), float(sys.argv[6])) if len(sys.argv) > 5 else None
+    # These signals are for the trainer, which may still have a checkpoint to save.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # meant for the trainer, which may have much left to do
+        signal.signal(number, signal.SIG_IGN)
     page, trainer, beat = Page(fd), int(facts["pid"]), 0
     ended = False
     while not ended:

@@ -1,7 +1,7 @@
-"""What each rank did between two logs, as one line of `ranks.jsonl`: a column of figures for each of `COLUMNS`.
+"""Per-rank timings and sensor readings between two logs: one line of `ranks.jsonl`, with one list for each of `COLUMNS`.
 
-Ranks that exchange gradients all end a step together; what tells them apart is their own work, without the time they wait
-for each other. Ranks of one pipeline stage do the same work and are compared; stages differ by design.
+Ranks that exchange gradients finish a step at the same time. A straggler shows in `own_s`, the rank's own work without the
+time it waits for other ranks. Ranks of one pipeline stage do the same work and are compared; stages differ by design.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ import numpy as np
 
 from argosy.record.jsonl import Record
 
-# own_s: seconds a step of the rank's own work (data wait, forward, backward, optimiser), without waiting for others.
+# own_s: seconds a step of the rank's own work (data wait, forward, backward, optimiser), without waiting for other ranks.
 COLUMNS = ("own_s", "data_s", "memory_gib", "utilisation", "temperature", "power_w", "throttled")
 
 
 @dataclass(frozen=True)
 class Ranks:
+    """One line of `ranks.jsonl`. Each list in `columns` has one value for each rank; `stages` counts pipeline stages."""
+
     step: int
     time: float
-    columns: dict[str, list[float]]  # each of as many as there are ranks
+    columns: dict[str, list[float]]
     stages: int = 1
 
     @classmethod
@@ -33,7 +35,7 @@ class Ranks:
 
     @classmethod
     def read(cls, record: Record) -> Ranks | None:
-        """A line of the file; None where it is not one."""
+        """Parse a line of the file. Returns None if it is not valid."""
         columns = {name: values for name in COLUMNS if (values := _numbers(record.get(name)))}
         step, time, stages = (
             record.get(key, default) for key, default in (("step", None), ("time", 0.0), ("stages", 1))
@@ -47,45 +49,46 @@ class Ranks:
         return {"step": self.step, "time": self.time, "stages": self.stages, **rounded}
 
     def ratios(self) -> list[float]:
-        """Each rank's own work over the usual one of the other ranks of its stage."""
+        """Return each rank's own work divided by the median of the other ranks of its pipeline stage."""
         own = self.columns["own_s"]
         each = max(1, len(own) // self.stages)
         return [ratio for first in range(0, len(own), each) for ratio in _over_peers(own[first : first + each])]
 
     def summary(self) -> Record:
-        """For the record of the step: the spread, who is slowest, and what the sensors say in all."""
+        """Return the fields for the step's record: spread between ranks, slowest rank, combined sensor readings."""
         ratios = self.ratios()
         slowest = max(range(len(ratios)), key=ratios.__getitem__)
         record: Record = {}
         if len(ratios) > 1:
             record |= {"rank_spread": ratios[slowest] - 1, "slowest_rank": slowest}
-        combine: dict[str, Callable[[list[float]], float]] = {
+        reductions: dict[str, Callable[[list[float]], float]] = {
             "utilisation": statistics.fmean,
             "temperature": max,
             "power_w": math.fsum,
             "throttled": math.fsum,
         }
-        for name, together in combine.items():
+        for name, reduce in reductions.items():
             values = [v for v in self.columns.get(name, []) if not math.isnan(v)]
             if values:
-                record[f"gpu/{name}"] = together(values)
+                record[f"gpu/{name}"] = reduce(values)
         return record
 
 
 def _over_peers(values: Sequence[float]) -> list[float]:
-    """Each over the median of the others."""
+    """Return each value divided by the median of the others."""
     if len(values) < 2:
         return [1.0] * len(values)
     own, others = np.array(values, np.float64), len(values) - 1
     ordered, place = np.sort(own), np.empty(len(own), np.int64)
     place[np.argsort(own, kind="stable")] = np.arange(len(own))
-    low, high = (others - 1) // 2, others // 2  # the middle of the others: one further up for those at or below it
-    usual = (ordered[low + (place <= low)] + ordered[high + (place <= high)]) / 2
-    return list(map(float, own / np.maximum(usual, 1e-12)))
+    # Indices of the median of the others. Leaving out a value at or below an index moves that index up by one.
+    low, high = (others - 1) // 2, others // 2
+    medians = (ordered[low + (place <= low)] + ordered[high + (place <= high)]) / 2
+    return list(map(float, own / np.maximum(medians, 1e-12)))
 
 
 def _numbers(values: object) -> list[float]:
-    """Of a line, where null is what was not a number; nothing where it is anything else."""
+    """Return a JSON list as floats, null as NaN. Returns an empty list if `values` is anything else."""
     if not isinstance(values, list) or not all(value is None or type(value) in (int, float) for value in values):
         return []
     return [math.nan if value is None else float(value) for value in values]

@@ -1,4 +1,4 @@
-"""The logs of ranks, `logs/<attempt>/<rank>.log`, for whoever reads them; `argosy.record.relay` writes them."""
+"""Reading the logs of ranks, `logs/<attempt>/<rank>.log`. `argosy.record.relay` writes them."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ from argosy.record.jsonl import read_jsonl
 from argosy.record.relay import BEGINNING, ENDING, MARK
 from argosy.untrusted import open_regular
 
-_END_BYTES = 64 << 10  # of a log, in which its last lines are
-_LOOK_S = 0.5
-_BEGINS, _ENDS = ("start", "resume", "restart"), ("done", "interrupted", "failed", "non-finite", "gave-up")  # events
+# Bytes read from the end of a log for its last lines.
+_END_BYTES = 64 << 10
+_POLL_S = 0.5
+# Kinds of events that start and end an attempt.
+_BEGINS, _ENDS = ("start", "resume", "restart"), ("done", "interrupted", "failed", "non-finite", "gave-up")
 
 
 def newest_attempt(run: Path) -> Path | None:
-    """The directory of the last start of a run that has left a log."""
+    """Return the log directory of the newest attempt that has one."""
     numbers = [int(path.name) for path in (run / "logs").glob("*") if path.name.isdecimal()]
     return run / "logs" / str(max(numbers)) if numbers else None
 
 
 def pieces(attempt: Path, rank: int) -> list[Path]:
-    """The files of a rank's log, in the order they were written in."""
+    """Return the files of a rank's log, oldest first."""
     names = (f"{rank}.first.log", f"{rank}.before.log", f"{rank}.log")
     return [attempt / name for name in names if (attempt / name).is_file()]
 
@@ -36,9 +38,15 @@ def ranks_with_logs(attempt: Path) -> list[int]:
 
 
 def read_log(run: Path, rank: int, *, tail: int | None = None, follow: bool = False) -> Iterator[str]:
-    """The lines of the newest attempt, or the last of them; to be followed, also those to come until the run has ended."""
+    """Yield the lines of a rank's log of the newest attempt.
+
+    Args:
+        tail: only the last lines, this many.
+        follow: wait for more lines, also of later attempts, until the run has ended.
+    """
     lines: deque[str] = deque(maxlen=tail)
-    at: tuple[Path, BinaryIO] | None = None  # an attempt, and a piece of its log
+    # The attempt's directory, and the open file of its log.
+    at: tuple[Path, BinaryIO] | None = None
     ended = False
     while (following := _next_piece(run, rank, at)) is not None:
         at = following
@@ -47,8 +55,10 @@ def read_log(run: Path, rank: int, *, tail: int | None = None, follow: bool = Fa
             lines.append(line)
     yield from lines
     while follow:
-        over = ended and _has_ended(run)  # before a next piece is looked for: there is none any more
-        following = _next_piece(run, rank, at)  # before the rest of this one is read: nothing is added to it any more
+        # The order matters. If the run has ended before the search for a next file, there will be none. If a next file
+        # exists before the rest of this one is read, nothing more is added to this one.
+        over = ended and _has_ended(run)
+        following = _next_piece(run, rank, at)
         for line in () if at is None else _whole_lines(at[1], last=following is not None):
             ended = _is_over(line, ended)
             yield line
@@ -57,16 +67,19 @@ def read_log(run: Path, rank: int, *, tail: int | None = None, follow: bool = Fa
         elif over:
             return
         else:
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
 
 
 def _is_over(line: str, before: bool) -> bool:
-    """Whether the rank has ended, after this line: what it has started may speak longer than itself."""
+    """Return whether the rank has ended after this line. Its child processes may write lines after its end."""
     return line.startswith(ENDING) or (before and not line.startswith(BEGINNING))
 
 
 def _next_piece(run: Path, rank: int, at: tuple[Path, BinaryIO] | None) -> tuple[Path, BinaryIO] | None:
-    """The piece that was begun after this one, which has another name since, or is gone; or the first of a later attempt."""
+    """Open the file that follows `at`: the next file of the attempt's log, or the first of a later attempt.
+
+    The file of `at` may have been renamed by log rotation, or deleted.
+    """
     attempt = newest_attempt(run)
     if attempt is None:
         return None
@@ -74,11 +87,13 @@ def _next_piece(run: Path, rank: int, at: tuple[Path, BinaryIO] | None) -> tuple
     place = -1
     if at is not None and attempt == at[0]:
         mine = os.fstat(at[1].fileno())
-        gone = 0 if found and found[0].name == f"{rank}.first.log" else -1  # the run was moved aside, and begun anew
+        # If the file is gone: rotation deleted it and the first file is older, or the run was archived and started anew.
+        gone = 0 if found and found[0].name == f"{rank}.first.log" else -1
         place = next((place for place, path in enumerate(found) if _is_same(path, mine)), gone)
     try:
         file = open_regular(found[place + 1], within=run / "logs")
-    except (IndexError, OSError):  # there is none, it gets another name just now, or it is no log
+    except (IndexError, OSError):
+        # There is no next file, it is being renamed right now, or it is not a regular file.
         return None
     return (attempt, file) if pieces(attempt, rank) == found else _next_piece(run, rank, at)
 
@@ -91,7 +106,7 @@ def _is_same(path: Path, mine: os.stat_result) -> bool:
 
 
 def _whole_lines(file: BinaryIO, *, last: bool = False) -> Iterator[str]:
-    """Those that are finished; the last one too, where no more is to come."""
+    """Yield complete lines; with `last`, also an unfinished last line."""
     while line := file.readline():
         if not line.endswith(b"\n") and not last:
             file.seek(-len(line), os.SEEK_CUR)
@@ -100,20 +115,23 @@ def _whole_lines(file: BinaryIO, *, last: bool = False) -> Iterator[str]:
 
 
 def _has_ended(run: Path) -> bool:
-    """Whether it will not go on by itself."""
+    """Return whether the run's newest start or end event is an end."""
     kinds = [event.get("event") for event in read_jsonl(run / "events.jsonl")]
     return next((kind in _ENDS for kind in reversed(kinds) if kind in _BEGINS + _ENDS), False)
 
 
 def of_last_start(lines: list[str]) -> list[str]:
-    """A log may begin with what was said by starts that did not come to train."""
+    """Return the lines of the last start. A log may begin with lines of starts that failed before training."""
     begins = [i for i, line in enumerate(lines) if line.startswith(BEGINNING)]
     return lines[begins[-1] :] if begins else lines
 
 
 def last_lines(path: Path, run: Path) -> list[str]:
-    """Return the last lines of a log of `run`; none where it is no regular file, or a link out of
-    the folder of the run it lies in, which may itself be a link."""
+    """Return the last lines of a log of `run`.
+
+    Returns none if the log is not a regular file, or is a link that leads out of its directory. That directory may itself
+    be a link.
+    """
     try:
         with open_regular(path, within=run / path.relative_to(run).parts[0]) as file:
             start = max(0, file.seek(0, os.SEEK_END) - _END_BYTES)
@@ -121,12 +139,13 @@ def last_lines(path: Path, run: Path) -> list[str]:
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return []
-    return lines[1:] if start else lines  # the first may be half of one
+    # The first line may be cut.
+    return lines[1:] if start else lines
 
 
 def last_words(run: Path, rank: int, count: int = 3) -> list[str]:
-    """The last lines that a rank wrote, each with the name of its log."""
+    """Return the last lines that a rank wrote, each with the name of its log in front."""
     attempt = newest_attempt(run)
     path = run / "none" if attempt is None else attempt / f"{rank}.log"
-    said = [line for line in of_last_start(last_lines(path, run)) if line.strip() and not line.startswith(MARK)]
-    return [f"{path.relative_to(run)}: {line[:300]}" for line in said[-count:]]
+    lines = [line for line in of_last_start(last_lines(path, run)) if line.strip() and not line.startswith(MARK)]
+    return [f"{path.relative_to(run)}: {line[:300]}" for line in lines[-count:]]

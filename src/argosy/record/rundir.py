@@ -1,7 +1,7 @@
-"""The run directory, `runs/<name>/`: what was asked, what it became, what happened, and the checkpoints.
+"""The run directory, `runs/<name>/`: the run spec, its resolved form, metrics, events and checkpoints.
 
 Everything that watches a run reads this directory and nothing else, so it works over a shared file system and after
-the job is dead. A lock that the kernel releases on any death keeps two trainers out of one directory.
+the job has died. A file lock keeps two trainers out of one directory; the kernel releases it however the trainer dies.
 """
 
 from __future__ import annotations
@@ -24,21 +24,23 @@ from argosy.files import replace_file
 from argosy.record.versions import earlier_versions, version_at
 from argosy.untrusted import read_object
 
-# Keys that may differ when a run is continued. Everything else is held to what the run was started with.
+# Keys that may differ when a run is resumed. All others must be as the run was started with.
 FREE_TO_CHANGE = ("runs_dir", "log.", "checkpoint.", "eval", "data.order_cache", "fault.", "cluster")
-# These change the numbers of the steps to come (the layout and what computes it through rounding and dropout), and are recorded as
-# changes.
+# Keys that may differ, but change the numbers of later steps (layout and kernels by rounding and dropout). Changes are recorded.
 CHANGES_LATER_STEPS = (
     "train.steps", "train.tokens", "train.samples", "train.epochs", "train.precision", "train.z_loss", "train.device",
     "train.deterministic", "optim.", "parallel.", "guard", "machine.",
 )  # fmt: skip
-HELD = ("optim.name",)  # among them: one optimiser cannot go on from another's state
+# The exception among them: an optimiser cannot load another's state.
+HELD = ("optim.name",)
 
 
 Facts = dict[str, Any]
 
 
 class RunDir:
+    """The paths of a run directory, its lock, and the stored spec."""
+
     def __init__(self, root: Path) -> None:
         self.root = root
         self._lock: int | None = None
@@ -53,7 +55,7 @@ class RunDir:
 
     @property
     def plan_file(self) -> Path:
-        """What was predicted."""
+        """The planner's prediction."""
         return self.root / "plan.json"
 
     @property
@@ -74,7 +76,7 @@ class RunDir:
 
     @property
     def debug(self) -> Path:
-        """What was saved of ranks that stalled or died."""
+        """The directory of stacks and flight records of ranks that stalled or died."""
         return self.root / "debug"
 
     @property
@@ -91,7 +93,7 @@ class RunDir:
         return self.resolved_file.exists() or self.checkpoints.exists()
 
     def open_for_training(self) -> None:
-        """Make the directory and take its lock; refuse if it cannot be written, or if another process holds it."""
+        """Create the directory and take its lock. Refuses if it cannot be written or another process holds the lock."""
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -118,7 +120,7 @@ class RunDir:
         )
 
     def require_writable(self) -> None:
-        """For a dry run: whether the directory could be made and written, without doing so."""
+        """Refuse a directory that could not be created or written. Creates nothing: it is for dry runs."""
         nearest = next(parent for parent in (self.root, *self.root.absolute().parents) if parent.exists())
         if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
             raise self._unwritable(f"{nearest} is {'not writable' if nearest.is_dir() else 'not a directory'}")
@@ -129,7 +131,7 @@ class RunDir:
             self._lock = None
 
     def lost(self) -> Literal["deleted", "moved"] | None:
-        """What became of the directory whose lock we hold: None where it is in its place. Costs two calls of the system."""
+        """Return whether the locked directory was deleted or moved; None if it is in place. Costs two or three system calls."""
         if self._lock is None:
             return None
         try:
@@ -138,20 +140,21 @@ class RunDir:
             there = None
         try:
             ours = os.fstat(self._lock)
-        except OSError:  # a network file system forgets files that another machine deleted
+        except OSError:
+            # A network file system gives a stale handle for a file that another machine deleted.
             return "deleted" if there is None else "moved"
         if there is not None and os.path.samestat(ours, there):
             return None if self.checkpoints.is_dir() else "deleted"
         return "deleted" if there is None and ours.st_nlink == 0 else "moved"
 
     def recreate(self) -> None:
-        """Make a directory that was deleted once more, and take its lock."""
+        """Create a directory that was deleted again, and take its lock."""
         self.close()
         self.open_for_training()
         self.heartbeats.mkdir(exist_ok=True)
 
     def require_ours(self) -> None:
-        """Refuse to write into a directory that has taken the place of the one whose lock we hold."""
+        """Refuse to write if another directory has taken the place of the locked one."""
         if self.lost() == "moved":
             raise ArgosyError(
                 "run.busy",
@@ -160,8 +163,7 @@ class RunDir:
             )
 
     def archive(self) -> Path:
-        """Move an earlier run of the same name out of the way, never deleting it. Its lock must be held: a run that is
-        being trained cannot be moved."""
+        """Rename the directory to `<name>.old-<n>` and return the new path. The caller holds its lock, so no training run is moved."""
         number = 1
         while (target := self.root.with_name(f"{self.root.name}.old-{number}")).exists():
             number += 1
@@ -181,9 +183,17 @@ class RunDir:
         oldest: int = 0,
         identity: str | None = None,
     ) -> None:
-        """Keep what was asked (`source`, the text of the run spec), what it became, which data it was, what computes it, and what it started from (once: it never
-        changes). It holds from the step after `step` on; what made the steps before, from that of the `oldest` checkpoint, is kept.
-        `identity` is that of the run, where its checkpoints know it and the record is new."""
+        """Write run.yaml and resolved.json.
+
+        Args:
+            source: the text of the run spec.
+            data: identity of the data.
+            machine: hardware and software that compute the run.
+            start: what the weights were initialised from; stored once, since it never changes.
+            step: the spec holds from the step after this one. Specs of earlier steps are kept.
+            oldest: step of the oldest checkpoint; specs of earlier steps than that are dropped.
+            identity: the run's id, if its checkpoints carry one and resolved.json is new.
+        """
         stored = self._stored() if self.resolved_file.exists() else None
         document: Facts = {
             "id": (stored or {}).get("id") or identity or uuid.uuid4().hex,
@@ -205,7 +215,7 @@ class RunDir:
         replace_file(self.resolved_file, orjson.dumps(document, option=orjson.OPT_INDENT_2), sync=True)
 
     def require_room(self) -> None:
-        """Refuse a directory in which the record cannot be replaced, by replacing it with itself."""
+        """Refuse a directory in which resolved.json cannot be replaced. The test replaces it with a copy of itself."""
         try:
             replace_file(self.resolved_file, self.resolved_file.read_bytes(), sync=True)
         except FileNotFoundError:
@@ -215,7 +225,7 @@ class RunDir:
 
     @property
     def identity(self) -> str | None:
-        """Of the run, as its checkpoints carry it; None where it was begun before there was one, or cannot be read."""
+        """The run's id, which its checkpoints carry. None if the run is older than ids, or resolved.json cannot be read."""
         try:
             found = self._stored()["id"]
             return found if isinstance(found, str) else None
@@ -223,7 +233,7 @@ class RunDir:
             return None
 
     def spec_at(self, step: int) -> RunSpec | None:
-        """The spec that made `step`, or None where it cannot be read by this version of Argosy."""
+        """Return the spec that trained `step`, or None if this version of Argosy cannot read it."""
         if not self.resolved_file.exists():
             return None
         try:
@@ -238,13 +248,13 @@ class RunDir:
             raise self._damaged(error.errors()[0]["msg"]) from None
 
     def data_facts(self) -> Facts:
-        """Of the data the run was started with, as `argosy.data.open` describes it."""
+        """Return the identity of the data that the run was started with, as `argosy.data.open` describes it."""
         return dict(self._stored().get("data", {}))
 
     def _stored(self) -> Facts:
         try:
             document = read_object(self.resolved_file, within=self.root)
-            # An older Argosy stored secrets too: they go no further.
+            # An older Argosy stored secrets too. They are dropped here.
             found = {"spec": without_secrets(dict(document["spec"])), "data": dict(document["data"])}
             earlier = [dict(e) | {"spec": without_secrets(dict(e["spec"]))} for e in document.get("earlier", [])]
             return found | {name: document.get(name) for name in ("machine", "start", "id")} | {"earlier": earlier}
@@ -259,19 +269,29 @@ class RunDir:
         )
 
     def compare(self, resolved: Resolved, data: Facts, machine: Facts | None, *, step: int | None = None) -> list[str]:
-        """The allowed changes since `step` was made, in words; a refusal where one is not allowed. No `step`: since the last one.
-        No `machine`: the run will go on on another, of which nothing is known."""
+        """Compare a new spec with the one that trained `step`; by default with the newest.
+
+        Args:
+            machine: facts of this machine; None if the run will resume on a machine that is not known yet.
+
+        Returns:
+            The allowed changes, one line each.
+
+        Raises:
+            ArgosyError: a key changed that must not.
+        """
         if not self.resolved_file.exists():
             return []
         stored = self._stored()
         made = version_at(stored, step)
-        # A fact of the machine that an older Argosy did not record counts as unchanged.
+        # A machine fact that an older Argosy did not record counts as unchanged.
         known = {**machine, **(made["machine"] or {})} if machine else {}
         before = _flat(_with_new_keys(without_secrets(made["spec"])), stored["data"], known)
         after = _flat(without_secrets(resolved.spec.model_dump(mode="json")), data, machine or {})
         changed = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
         free: tuple[str, ...] = FREE_TO_CHANGE + CHANGES_LATER_STEPS
-        if after.get("data.order") == "megatron":  # there the length decides the order of all samples
+        # In Megatron's order, the length of the run determines the order of all samples.
+        if after.get("data.order") == "megatron":
             free = tuple(key for key in free if key not in LENGTH_KEYS)
         refused = sorted(key for key in changed if (key in HELD or not key.startswith(free)) and not _only_moved(key))
         if refused:
@@ -308,5 +328,5 @@ def _with_new_keys(spec: Facts) -> Facts:
 
 
 def _only_moved(key: str) -> bool:
-    """Where the data lies and how it was made may change; what it is may not, and is compared as `corpora`."""
+    """Return whether `key` says only where the data lies or how it is prepared. Its content is compared as `corpora`."""
     return key == "data.tokenizer" or (key.startswith("data.train.") and (key.endswith(".path") or ".prepare" in key))

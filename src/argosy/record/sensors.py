@@ -1,7 +1,7 @@
-"""What the GPU's own sensors say: utilisation, temperature, power, and why its clock is held down.
+"""GPU sensors by NVML: utilisation, temperature, power and clock throttling.
 
-A thread asks NVML every few seconds, and a logged step takes what was read last, so that a slow driver holds up nobody.
-Without NVML (nvidia-ml-py, or a driver) there is nothing to say, and nothing is said.
+A thread reads NVML every 5 seconds, and a logged step takes the last reading, so that a slow driver never delays training.
+Without NVML (nvidia-ml-py, or a driver) there are no readings.
 """
 
 from __future__ import annotations
@@ -11,16 +11,20 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-READ_EVERY_S, _STALE = 5.0, 6  # and readings after which the last one no longer holds
-# NVML's reasons for a lower clock that mean harm: hardware slow-down, heat (two kinds), power brake. A GPU at its power limit
-# (0x04) is one at work.
+# A reading is stale after 6 intervals.
+READ_EVERY_S, _STALE = 5.0, 6
+# NVML's throttle reasons that mean a problem: hardware slowdown, software and hardware thermal slowdown, power brake. The power
+# cap (0x04) is left out: a GPU under full load reaches it.
 THROTTLES = 0x08 | 0x20 | 0x40 | 0x80
 FIELDS = ("utilisation", "temperature", "power_w", "throttled")
 
 
 class Sensors:
-    """Of one GPU, by the UUID the driver gives it. `read` never waits; what a card does not tell, as a part of one (MIG) does not
-    tell its utilisation, is left out, and so is what was read too long ago by a driver that no longer answers."""
+    """The sensors of one GPU, found by its UUID.
+
+    `read` never blocks. Values that the device does not report are left out, as the utilisation of a MIG instance. A reading
+    that is stale because the driver no longer answers is left out too.
+    """
 
     def __init__(self, uuid: str | None, *, every_s: float = READ_EVERY_S) -> None:
         self._latest: dict[str, float] = {}
@@ -55,7 +59,10 @@ class Sensors:
 
 
 def _device(nvml: Any, uuid: str) -> Any:
-    """The card, also where the name is that of a part of it (MIG); torch leaves out the prefix that tells them apart."""
+    """Return the NVML handle of a GPU, or of the GPU that a MIG instance is part of.
+
+    torch leaves out the prefix of the UUID, GPU- or MIG-, so both are tried.
+    """
     if not uuid.startswith("MIG-"):
         try:
             return nvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
@@ -69,17 +76,15 @@ def _readings(nvml: Any, device: Any) -> dict[str, float]:
     for name, ask in _ASKED.items():
         try:
             found[name] = float(ask(nvml, device))
-        except (
-            nvml.NVMLError,
-            AttributeError,
-            TypeError,
-        ):  # the card, the driver, or this version of the library has no such thing
+        except (nvml.NVMLError, AttributeError, TypeError):
+            # The GPU, the driver or this version of nvidia-ml-py does not have this sensor.
             continue
     return found
 
 
 def _throttled(nvml: Any, device: Any) -> bool:
-    ask = getattr(nvml, "nvmlDeviceGetCurrentClocksEventReasons", None)  # its name since driver 535
+    # The name since driver 535, and the older one.
+    ask = getattr(nvml, "nvmlDeviceGetCurrentClocksEventReasons", None)
     return bool((ask or nvml.nvmlDeviceGetCurrentClocksThrottleReasons)(device) & THROTTLES)
 
 

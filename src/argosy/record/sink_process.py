@@ -1,15 +1,16 @@
-"""The process beside a run that carries its record to the sinks: `python -m argosy.record.sink_process RUN`.
+"""The sink process: sends a run's metrics and events to its sinks. `python -m argosy.record.sink_process RUN`.
 
-The trainer only ever appends to files. The courier reads them as they grow, one thread for each sink, each with a place of its
-own in the file that is kept in the run directory. So a sink that is down, slow or broken costs training nothing; it is announced
-once, and gets everything it missed when it comes back, in this attempt of the run or in a later one. The courier ends when
-the trainer does, by whatever death, once the sinks that answer have everything.
+The trainer only appends to files. The sink process reads them as they grow, with one thread for each sink; the offset of each
+sink is stored in the run directory. So a sink that is down, slow or broken costs training nothing. It is reported once, and
+gets everything it missed when it is back, in this attempt of the run or in a later one. The sink process ends when the
+trainer does, however the trainer dies, once the sinks that answer have received everything.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import select
 import signal
@@ -28,91 +29,106 @@ from argosy.config.secrets import without_secrets
 from argosy.echo import address_only, capped
 from argosy.errors import ArgosyError
 from argosy.files import replace_file
+from argosy.log_handler import install_log_handler
 from argosy.record.heartbeat import read_heartbeats
 from argosy.record.jsonl import JsonlWriter, now
 from argosy.record.rundir import RunDir
 from argosy.record.sinks.asked import asked_sinks
 from argosy.record.sinks.sink import RunFacts, Sink
 from argosy.record.tail import Tail
+from argosy.retry import RetryPolicy
 
-_LOOK_S = 1.0
-_LONGEST_WAIT_S = 60.0  # between two tries of a sink that is down
-_FAREWELL_S = 60.0  # for sinks that answer to take the rest
+_POLL_S = 1.0
+# Upper bound of the exponential backoff between retries of a sink that is down.
+_LONGEST_BACKOFF_S = 60.0
+# Time for sinks to take the rest after the trainer's end.
+_DRAIN_S = 60.0
+# The trainer waits this long for the sinks at its end, and says so after 2 seconds.
 _TRAINER_WAITS_S, _SILENTLY_S = 20.0, 2.0
+# Not __name__, which is __main__ in the sink process.
+_log = logging.getLogger("argosy.record.sink_process")
 
 
 @contextlib.contextmanager
-def carried(run: RunDir, spec: RunSpec) -> Iterator[None]:
-    """While a run trains: its record is carried to the sinks that were asked for, if any."""
+def serve_sinks(run: RunDir, spec: RunSpec) -> Iterator[None]:
+    """Run the sink process during the `with` block, if the spec has sinks."""
     if not spec.log.sinks.asked and spec.log.alerts.webhook is None:
         yield
         return
     command = [sys.executable, "-m", "argosy.record.sink_process", str(run.root)]
     try:
-        courier = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
-        if courier.stdin is not None:  # the spec in the run directory has no secrets, and this one may
-            courier.stdin.write(spec.model_dump_json().encode() + b"\n")
-            courier.stdin.flush()
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        # This spec may hold secrets; the one stored in the run directory does not.
+        if process.stdin is not None:
+            process.stdin.write(spec.model_dump_json().encode() + b"\n")
+            process.stdin.flush()
     except OSError as error:
-        print(f"warning: no sink is served: {error}", file=sys.stderr)
+        _log.warning("no sink gets this run's metrics: %s", error)
         yield
         return
     try:
         yield
     finally:
         with contextlib.suppress(OSError):
-            if courier.stdin is not None:
-                courier.stdin.close()
-        _wait_for(courier)
+            if process.stdin is not None:
+                process.stdin.close()
+        _wait_for(process)
 
 
-def _wait_for(courier: subprocess.Popen[bytes]) -> None:
-    """Until the sinks have the rest; one that does not answer is left to the courier."""
+def _wait_for(process: subprocess.Popen[bytes]) -> None:
+    """Wait until the sinks have received the rest. The sink process goes on alone with a sink that does not answer."""
     try:
-        courier.wait(_SILENTLY_S)
+        process.wait(_SILENTLY_S)
     except subprocess.TimeoutExpired:
-        print(f"the sinks are taking the rest of the record, for {_TRAINER_WAITS_S:.0f}s at most", file=sys.stderr)
+        _log.info("waiting at most %.0fs for the sinks to take the remaining records", _TRAINER_WAITS_S)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            courier.wait(_TRAINER_WAITS_S)
+            process.wait(_TRAINER_WAITS_S)
 
 
-class Courier:
-    def __init__(self, root: Path, spec: RunSpec | None = None, *, patience_s: float = 1.0) -> None:
-        """`spec`: what the trainer was asked for; unless given, what is stored of it, which has no secrets, and for a run that goes on is
-        that of the start before."""
+class SinkProcess:
+    """The sinks of a run and their threads.
+
+    Args:
+        spec: the trainer's spec. By default the stored one, which has no secrets and, for a resumed run, is that of the
+            start before.
+        backoff_s: first wait before a retry; it doubles with each failure.
+    """
+
+    def __init__(self, root: Path, spec: RunSpec | None = None, *, backoff_s: float = 1.0) -> None:
         self.run = RunDir(root)
         spec = spec or self.run.load_spec()
-        self._spec, self._patience_s = spec.log, patience_s
-        self._places = root / "sinks"
-        self._places.mkdir(exist_ok=True)
+        self._spec = spec.log
+        self._retry = RetryPolicy(attempts=None, base_s=backoff_s, cap_s=_LONGEST_BACKOFF_S)
+        self._offsets = root / "sinks"
+        self._offsets.mkdir(exist_ok=True)
         self._events = JsonlWriter(self.run.events)
         self.sinks = list(asked_sinks(self._spec, self._facts(spec)))
         self.ending = threading.Event()
-        self._threads = [threading.Thread(target=self._carry, args=(s,), name=s.name, daemon=True) for s in self.sinks]
+        self._threads = [threading.Thread(target=self._serve, args=(s,), name=s.name, daemon=True) for s in self.sinks]
 
     def start(self) -> None:
         for thread in self._threads:
             thread.start()
 
-    def finish(self, within_s: float = _FAREWELL_S) -> None:
-        """The run is over: sinks that answer take the rest, those that are down are left."""
+    def finish(self, within_s: float = _DRAIN_S) -> None:
+        """Send the rest to sinks that answer, and give up those that are down."""
         self.ending.set()
         deadline = time.monotonic() + within_s
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _facts(self, spec: RunSpec) -> RunFacts:
-        kept = self._places / "run-id"
-        if not kept.exists():
-            replace_file(kept, uuid.uuid4().hex[:16].encode())
-        told = without_secrets(spec.model_dump(mode="json"))
-        return RunFacts(self.run.root, spec.name, kept.read_text(), told)
+        run_id = self._offsets / "run-id"
+        if not run_id.exists():
+            replace_file(run_id, uuid.uuid4().hex[:16].encode())
+        public_spec = without_secrets(spec.model_dump(mode="json"))
+        return RunFacts(self.run.root, spec.name, run_id.read_text(), public_spec)
 
-    def _carry(self, sink: Sink) -> None:
-        """One sink's whole life: open, send what is new, and after a failure begin again from the same place."""
+    def _serve(self, sink: Sink) -> None:
+        """Open the sink and send new records until the run ends. After a failure, reopen it and send from the same offset."""
         source = self.run.metrics if sink.source == "metrics" else self.run.events
-        place = self._places / f"{sink.name}.json"
-        tail, opened, down, wait_s = Tail(source, self._recall(place, sink)), False, 0, self._patience_s
+        place = self._offsets / f"{sink.name}.json"
+        tail, opened, failures = Tail(source, self._load_offset(place, sink)), False, 0
         while True:
             start = tail.offset
             try:
@@ -123,50 +139,51 @@ class Courier:
                 if records:
                     sink.send(records)
                     sink.newest = records[-1]["step"]
-                    self._remember(place, tail.offset, sink)
+                    self._store_offset(place, tail.offset, sink)
             except ArgosyError as error:
                 self._event("sink-down", sink.name, f"{sink.name} takes no records: {error.cause}; {error.fix}")
                 return
             except Exception as error:  # noqa: BLE001 - whatever a sink does, the run goes on
                 tail.offset, opened = start, False
-                down += 1
-                if down == 1:
+                failures += 1
+                if failures == 1:
                     why = f"{sink.name} takes no records ({type(error).__name__}: {error})"
-                    self._event("sink-down", sink.name, f"{why}; the run goes on, and it will get them when it is back")
+                    self._event(
+                        "sink-down", sink.name, f"{why}; the run goes on, and the sink gets them when it is back"
+                    )
                 with contextlib.suppress(Exception):
                     sink.close()
-                if self.ending.wait(wait_s):
+                if self.ending.wait(self._retry.pause_s(failures)):
                     return
-                wait_s = min(_LONGEST_WAIT_S, 2 * wait_s)
                 continue
-            if down:
+            if failures:
                 self._event(
                     "sink-up", sink.name, f"{sink.name} is back, and was sent {len(records)} records it had missed"
                 )
-                down, wait_s = 0, self._patience_s
+                failures = 0
             if not records:
                 if self.ending.is_set():
                     break
-                self.ending.wait(_LOOK_S)
+                self.ending.wait(_POLL_S)
         with contextlib.suppress(Exception):
             sink.close()
 
-    def _recall(self, place: Path, sink: Sink) -> int:
+    def _load_offset(self, place: Path, sink: Sink) -> int:
         try:
-            kept = orjson.loads(place.read_bytes())
-            sink.newest = int(kept["newest"])
-            return int(kept["offset"])
+            stored = orjson.loads(place.read_bytes())
+            sink.newest = int(stored["newest"])
+            return int(stored["offset"])
         except (OSError, ValueError, KeyError, TypeError):
             return 0
 
-    def _remember(self, place: Path, offset: int, sink: Sink) -> None:
+    def _store_offset(self, place: Path, offset: int, sink: Sink) -> None:
         with contextlib.suppress(OSError):
             replace_file(place, orjson.dumps({"offset": offset, "newest": sink.newest}))
 
     def _event(self, kind: str, sink: str, text: str) -> None:
         webhook = self._spec.alerts.webhook
         text = capped(text if webhook is None else text.replace(webhook, address_only(webhook)))
-        print(f"{'warning: ' if kind == 'sink-down' else ''}{text}", file=sys.stderr)
+        _log.log(logging.WARNING if kind == "sink-down" else logging.INFO, "%s", text)
         self._events.write({"event": kind, "step": self._step(), "time": now(), "sink": sink, "text": text})
 
     def _step(self) -> int:
@@ -174,43 +191,49 @@ class Courier:
 
 
 def main() -> None:
+    install_log_handler()
+    # These signals are for the trainer. This process ends when the trainer does.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # meant for the trainer, whose end ends this too
+        signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):
         os.nice(5)
-    courier = _begin(Path(sys.argv[1]), _asked())
-    if courier is not None:
-        courier.start()
+    process = _begin(Path(sys.argv[1]), _read_spec())
+    if process is not None:
+        process.start()
         _trainer_ended(None)
-        courier.finish()
-    os._exit(0)  # threads of a sink's library may be stuck
+        process.finish()
+    # A normal exit would wait for threads of a sink's library, which may be stuck.
+    os._exit(0)
 
 
-def _asked() -> RunSpec | None:
-    """What the trainer writes first; None where it ended before that."""
+def _read_spec() -> RunSpec | None:
+    """Read the spec that the trainer writes to standard input; None if the trainer ended first."""
     line = b""
     while not line.endswith(b"\n") and (more := os.read(0, 1 << 16)):
         line += more
     return RunSpec.model_validate_json(line) if line.endswith(b"\n") else None
 
 
-def _begin(root: Path, spec: RunSpec | None) -> Courier | None:
-    """One courier at a time: that of an attempt that died may still have something to send, and hold a port. Where the disk is
-    full, the run's id there cannot be kept, and it is tried again; None where the run ends before that."""
+def _begin(root: Path, spec: RunSpec | None) -> SinkProcess | None:
+    """Wait for the sink process of a dead attempt, which may still send records and hold a port, then open the sinks.
+
+    On a full disk the run's id cannot be stored, and opening is retried. Returns None if the trainer ends before it succeeds.
+    """
     with contextlib.suppress(OSError):
+        # The lock is held until this process ends.
         lock = os.open(root / ".courier", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        fcntl.flock(lock, fcntl.LOCK_EX)  # held until this process ends
+        fcntl.flock(lock, fcntl.LOCK_EX)
     while True:
         try:
-            return Courier(root, spec)
+            return SinkProcess(root, spec)
         except (OSError, ArgosyError) as error:
-            print(f"warning: no sink is served yet: {error}", file=sys.stderr)
-        if _trainer_ended(_LONGEST_WAIT_S):
+            _log.warning("no sink gets this run's metrics yet: %s", error)
+        if _trainer_ended(_LONGEST_BACKOFF_S):
             return None
 
 
 def _trainer_ended(within_s: float | None) -> bool:
-    """The trainer holds the other end of standard input open, and writes nothing more."""
+    """Wait until the trainer has ended. It holds the other end of standard input open, and writes nothing after its spec."""
     return bool(select.select([0], [], [], within_s)[0])
 
 

@@ -1,8 +1,8 @@
-"""Telling a spike of the loss from a hard batch.
+"""Detection of loss spikes, which must be told from hard batches.
 
-The loss of a small batch has outliers, and one of several sources may be harder than the rest; neither is news. A spike stands far
-above what the loss was lately. It is told at once where it is twice as far as it has to be, else when it comes again within three
-logs; and not at all where the loss has been as high three times before within a thousand logs, and came down again.
+The loss of a small batch has outliers, and one data source may be harder than the others; neither is a spike. A loss is high
+when it exceeds the recent mean by a limit. It is a spike if it exceeds twice the limit, or if it is high in 2 of 3 logs. It is
+no spike if the loss was about as high 3 times within the last 1,000 logs and came down again.
 """
 
 from __future__ import annotations
@@ -11,32 +11,35 @@ import math
 import statistics
 from collections import deque
 
-_WINDOW = 128  # logs the loss is compared with
-_FEWEST = 16  # of them, before anything is called a spike
-_AGAIN, _OF = 2, 3  # logs, for one that stands less far out
-_TIMES, _WITHIN, _AS_HIGH = 3, 1000, 0.7  # that make it usual: times, within so many logs, to so much of its height
-_LEAST_SHARE, _LEAST = 0.01, 0.1  # a deviation is at least so much of the loss; a spike is at least so much above it
+# Logs in the baseline, and the fewest before a spike can be detected.
+_WINDOW, _FEWEST = 128, 16
+# A loss below twice the limit is a spike when it is high in _AGAIN of _OF logs.
+_AGAIN, _OF = 2, 3
+# A height is usual if the loss was _AS_HIGH times as high _TIMES times within _WITHIN logs.
+_TIMES, _WITHIN, _AS_HIGH = 3, 1000, 0.7
+# Lower bounds: of the standard deviation as a share of the mean, and of the limit in nats.
+_LEAST_SHARE, _LEAST = 0.01, 0.1
 
 
 class Spikes:
+    """The spike detector of a run. The limit is `deviations` standard deviations above the mean."""
+
     def __init__(self, deviations: float) -> None:
-        """`deviations` above the mean, at which the loss stands out."""
         self._deviations = deviations
         self._losses: deque[float] = deque(maxlen=_WINDOW)
         self._high: deque[bool] = deque([False], maxlen=_OF)
-        self._heights: deque[tuple[int, float]] = deque(
-            maxlen=32
-        )  # (log, height above the mean) of each time it was high
+        # (number of the log, height above the mean) of each time that the loss was high.
+        self._heights: deque[tuple[int, float]] = deque(maxlen=32)
         self._logs = 0
         self.text = ""
 
     @property
     def over(self) -> bool:
-        """Nothing stood out lately."""
+        """True if the loss was not high in the last `_OF` logs."""
         return not any(self._high)
 
     def look(self, loss: float) -> bool:
-        """Whether this is a spike, as `text` tells."""
+        """Add a loss and return whether it is a spike. `text` describes it."""
         self._logs += 1
         if len(self._losses) < _FEWEST:
             self._losses.append(loss)
@@ -52,7 +55,8 @@ class Spikes:
             if goes_on:
                 height = max(height, self._heights.pop()[1])
             self._heights.append((self._logs, height))
-        self._losses.append(min(loss, mean + limit))  # what stands out moves the mean, but not at once
+        # Clipped, so that a high loss moves the mean only slowly.
+        self._losses.append(min(loss, mean + limit))
         self.text = (
             f"the loss is {loss:.4f}, and was {mean:.4f} ± {deviation:.4f} over the last {len(self._losses)} logs"
         )

@@ -1,7 +1,7 @@
-"""A JSONL file read as it grows: whole lines from where the last read ended, however the file came to be there.
+"""Reading a JSONL file as it grows: complete lines from the offset where the last read ended.
 
-The place is a number of bytes, so that it can be kept and taken up by another process. A file that became shorter, or is
-another one, was replaced, and is read from its start.
+The offset is in bytes, so that it can be stored and used by another process. A file that became shorter, or whose last line
+read is no longer in its place, was replaced, and is read from its start.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import orjson
 from argosy.record.jsonl import Record
 from argosy.untrusted import open_regular
 
-_LONGEST_MARK = 4096  # bytes of a line, by which a file is known again: its number changes on some shared disks
+# Bytes of the last line read, by which a file is recognised. The inode number changes on some network file systems.
+_LONGEST_MARK = 4096
 
 
-class Kept:
-    """The newest records of a growing file, in memory, each as `take` makes it once; None is left out."""
+class RecentRecords:
+    """The newest records of a growing file, in memory. `take` converts each record once; None drops it."""
 
     def __init__(self, path: Path, most: int, take: Callable[[Record], Record | None]) -> None:
         self._tail, self._lock, self._take = Tail(path), threading.Lock(), take
@@ -31,7 +32,8 @@ class Kept:
         with self._lock:
             before, fresh = self._tail.offset, deque[Record](maxlen=self._records.maxlen)
             for record, _ in self._tail.read():
-                if self._tail.offset <= before:  # replaced by a shorter file
+                # The file was replaced by a shorter one.
+                if self._tail.offset <= before:
                     self._records.clear()
                     fresh.clear()
                 before = self._tail.offset
@@ -41,13 +43,18 @@ class Kept:
 
 
 class Tail:
+    """A reader of a growing JSONL file, from byte `offset` on."""
+
     def __init__(self, path: Path, offset: int = 0) -> None:
         self.path, self.offset = path, offset
-        self._mark = (0, b"")  # a place, and the line before it
+        # An offset, and the line that ends there.
+        self._mark = (0, b"")
 
     def read(self, limit: int = 1 << 30) -> Iterator[tuple[Record, int]]:
-        """New records, each with the place behind it; `offset` moves along. A broken line is passed over, and one that is
-        not finished yet is left for later."""
+        """Yield at most `limit` new records, each with the offset after it, and advance `offset`.
+
+        A broken line is skipped. An unfinished line is left for the next read.
+        """
         try:
             file = open_regular(self.path, within=self.path.parent)
         except OSError:
@@ -69,7 +76,8 @@ class Tail:
 
     def _is_the_same(self, file: BinaryIO) -> bool:
         place, line = self._mark
-        if place != self.offset:  # somebody set it
+        # The caller has set `offset`.
+        if place != self.offset:
             return True
         file.seek(place - len(line))
         return file.read(len(line)) == line

@@ -1,8 +1,8 @@
-"""The spec of a run by the steps it trained: `resolved.json` holds the newest, and earlier ones with the last step each of them made.
+"""The versions of a run's spec: `resolved.json` holds the newest, and earlier ones with the last step that each trained.
 
-A start that changes a value counts from the first step it takes, not from the moment it was typed: a start that finds nothing to do,
-is refused, or dies before its first step leaves no trace. So a checkpoint is always compared with the spec that made it, also where
-later steps of another attempt were lost with it.
+A changed spec is stored when its first step has been taken. A start that has nothing to do, is refused, or dies before its
+first step leaves no version. So a checkpoint is always compared with the spec that trained it, even if later steps of another
+attempt were lost.
 """
 
 from __future__ import annotations
@@ -10,17 +10,18 @@ from __future__ import annotations
 from typing import Any
 
 Document = dict[str, Any]
-_PARTS = ("spec", "machine")  # that may change between starts
+# The parts of resolved.json that may change between starts.
+_PARTS = ("spec", "machine")
 
 
 def version_at(document: Document, step: int | None) -> Document:
-    """The spec and the machine that made `step`; the newest where no step is given."""
+    """Return the spec and machine that trained `step`; without a step, the newest."""
     made = [earlier for earlier in document["earlier"] if step is not None and earlier["until"] >= step]
     return min(made, key=lambda earlier: int(earlier["until"])) if made else {part: document[part] for part in _PARTS}
 
 
 def earlier_versions(document: Document, new: Document, step: int, oldest: int) -> list[Document]:
-    """What is kept of a stored document once `new` goes on from `step`: versions that checkpoints from step `oldest` on were made with."""
+    """Return the earlier versions to store when `new` resumes after `step`: those of checkpoints from step `oldest` on."""
     before = version_at(document, step)
     kept = [earlier for earlier in document["earlier"] if oldest <= earlier["until"] < step]
     if step and any(before[part] != new[part] for part in _PARTS):

@@ -1,7 +1,7 @@
-"""The ranks of a run on this machine, started by torch's elastic agent and watched by a supervisor: `argosy train --nproc 4`.
+"""The launcher of ranks on one machine, `argosy train --nproc 4`: torch's elastic agent starts them, a supervisor watches them.
 
-The ranks run the same command without `--nproc`, and find their place in the environment. On several nodes the agents find
-each other where rank 0 listens. When one of them starts its ranks again, all do; a node that was lost is waited for.
+The ranks run the same command without `--nproc` and find their rank in the environment. On several nodes, the agents
+rendezvous at the address of node 0. When one agent restarts its ranks, all do; they wait for a node that was lost.
 """
 
 from __future__ import annotations
@@ -25,19 +25,25 @@ from argosy.supervise.rank_files import RankFiles
 from argosy.supervise.supervisor import Supervisor
 from argosy.supervise.world import Nodes
 
-_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # to the ranks, which stop in order
-_TRY_AGAIN_S = 2.0  # after a node that others wait for was not found
+# Signals forwarded to the ranks, which then stop in order.
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_log = logging.getLogger(__name__)
+# Seconds between two tries of a failed rendezvous.
+_RETRY_S = 2.0
 
 
 def start_ranks(nproc: int, nodes: Nodes, arguments: Sequence[str], run: RunDir, fault: FaultSpec) -> int:
-    """Run `argosy` with these arguments in `nproc` processes on this node. Returns the exit code of them all."""
+    """Run `argosy` with these arguments in `nproc` processes on this node. Returns the exit code of the job."""
     _load_quietly()
     from argosy.compat import FLIGHT_RECORD
 
-    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # what there is to say, the supervisor says
+    # The supervisor reports failures.
+    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # Ctrl-C and SIGTERM are ours
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # each attempt gets a store of its own, whoever came back
+    # Ctrl-C and SIGTERM are handled here.
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
+    # Each attempt gets a new store, whichever node has come back.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     for name, value in FLIGHT_RECORD.items():
         os.environ.setdefault(name, value)
     with tempfile.TemporaryDirectory(prefix="argosy-ranks-") as scratch:
@@ -49,17 +55,18 @@ def start_ranks(nproc: int, nodes: Nodes, arguments: Sequence[str], run: RunDir,
         except KeyboardInterrupt:
             return supervisor.stopped_between()
         finally:
-            # A signal while this process leaves does not change its exit code.
+            # A signal during exit does not change the exit code.
             supervisor.ended = True
-            for number in _PASSED_ON:
+            for number in _FORWARDED:
                 signal.signal(number, signal.SIG_IGN)
             RankFiles.forget()
 
 
 def _load_quietly() -> None:
-    """Load torch without its warnings about peers that are gone, which come with a page of native stack; ranks keep theirs."""
+    """Import torch without its warnings about lost peers, which come with a page of native stack. Ranks keep theirs."""
     given = os.environ.get("TORCH_CPP_LOG_LEVEL")
-    os.environ["TORCH_CPP_LOG_LEVEL"] = given or "ERROR"  # read once, while it loads
+    # torch reads this once, while it loads.
+    os.environ["TORCH_CPP_LOG_LEVEL"] = given or "ERROR"
     import torch.distributed  # noqa: F401
 
     if given is None:
@@ -67,7 +74,7 @@ def _load_quietly() -> None:
 
 
 def _run_agents(nproc: int, nodes: Nodes, arguments: Sequence[str], supervisor: Supervisor) -> int:
-    """An agent, and another one when the nodes have lost each other."""
+    """Run an agent, and a new one whenever the nodes have lost each other."""
     from torch.distributed import DistError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
@@ -81,18 +88,18 @@ def _run_agents(nproc: int, nodes: Nodes, arguments: Sequence[str], supervisor: 
             if supervisor.has_run:
                 lost_at = time.monotonic()
             if supervisor.signals or time.monotonic() > lost_at + supervisor.spec.nodes_wait:
-                print(_missing(nodes, supervisor.spec, error), file=sys.stderr)
+                _log.error("%s", _missing(nodes, supervisor.spec, error))
                 return EXIT_RESUMABLE
-            time.sleep(_TRY_AGAIN_S)
+            time.sleep(_RETRY_S)
             supervisor.begin_again()
             continue
-        if failed and supervisor.trouble is not None:
-            return supervisor.trouble.code
+        if failed and supervisor.failure is not None:
+            return supervisor.failure.code
         return max(supervisor.files.exit_codes(), default=EXIT_DONE)
 
 
 def _run_agent(nproc: int, nodes: Nodes, arguments: Sequence[str], supervisor: Supervisor) -> bool:
-    """Whether it ended in failure."""
+    """Run one agent to its end. Returns whether it failed."""
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.rendezvous import registry
@@ -108,7 +115,8 @@ def _run_agent(nproc: int, nodes: Nodes, arguments: Sequence[str], supervisor: S
         entrypoint=sys.executable,
         args=("-m", "argosy", *arguments),
         rdzv_handler=rendezvous,
-        max_restarts=1,  # the supervisor counts
+        # The supervisor counts restarts.
+        max_restarts=1,
         monitor_interval=0.1,
         local_addr="localhost" if nodes.count == 1 else None,
     )
@@ -150,5 +158,5 @@ def _take_signals(supervisor: Supervisor) -> None:
     def forward(number: int, frame: FrameType | None) -> None:
         supervisor.forward(number)
 
-    for number in _PASSED_ON:
+    for number in _FORWARDED:
         signal.signal(number, forward)

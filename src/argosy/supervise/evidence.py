@@ -1,9 +1,9 @@
-"""What is saved of ranks in trouble before anything is ended, and what it says: the stacks of each, its collectives, a verdict.
+"""Evidence about failed ranks, saved before any process is killed: stacks, collectives and a verdict.
 
 debug/<time>-attempt-<n>/
-  rank-3.stacks         Python stacks of all threads, by a signal that a held GIL does not stop
-  rank-3.flight.json    the collectives it began last (torch's flight recorder)
-  verdict.json          who holds up the others, where, and why we think so
+  rank-3.stacks         Python stacks of all threads, by a signal that a held GIL does not block
+  rank-3.flight.json    the last collectives that the rank began (torch's flight recorder)
+  verdict.json          the rank that blocks the others, where, and the reason
 """
 
 from __future__ import annotations
@@ -26,39 +26,41 @@ from argosy.record.pulse import process_state
 from argosy.supervise.rank_files import RankFiles
 from argosy.supervise.rank_process import STACK_SIGNAL
 
-_ANSWER_S, _OTHERS_S = 10.0, 3.0  # for the first answer, and from then on for those of the others
-_SETTLED_S = 0.2  # that a file of stacks does not grow any more
+# Seconds to wait for the first answer, and after it for the others.
+_ANSWER_S, _OTHERS_S = 10.0, 3.0
+# Seconds to let the stack files grow to their end.
+_SETTLED_S = 0.2
 
 
 @dataclass(frozen=True)
 class Witness:
-    """What one rank was doing."""
+    """The state of one rank. `state` is its process state in /proc; `collectives` is None if the rank did not answer."""
 
     rank: int
-    state: str  # of its process, as /proc has it
+    state: str
     stacks: str
-    collectives: list[dict[str, Any]] | None  # None: it did not answer
+    collectives: list[dict[str, Any]] | None
 
     @property
     def stack(self) -> str:
-        """Of the thread that matters, the innermost call first."""
-        return telling_thread(self.stacks)
+        """The stack of the relevant thread, innermost call first."""
+        return relevant_thread(self.stacks)
 
     @property
     def collective(self) -> str | None:
-        """The last it began."""
+        """The last collective that the rank began."""
         return describe(self.collectives[-1]) if self.collectives else None
 
 
-def telling_thread(stacks: str) -> str:
-    """Of the stacks of all threads: the one that crashed, or else the oldest, which is the main one and comes last."""
+def relevant_thread(stacks: str) -> str:
+    """Return the thread that crashed, or else the main thread, which is the oldest and comes last."""
     threads = [part for part in stacks.strip().split("\n\n") if part.startswith(("Thread ", "Current thread "))]
     crashed = [part for part in threads if part.startswith("Current") and "Fatal Python error" in stacks]
     return next(iter(crashed + threads[-1:]), "")
 
 
 def describe(entry: Mapping[str, Any]) -> str:
-    """`all_reduce [4096] float, number 57 of default_pg`"""
+    """Describe a collective: `all_reduce [4096] float, number 57 of default_pg`."""
     name = str(entry.get("profiling_name", "?")).partition(":")[2] or str(entry.get("profiling_name", "?"))
     sizes = " ".join(str(size) for size in entry.get("input_sizes", []))
     kinds = " ".join(sorted({str(kind).lower() for kind in entry.get("input_dtypes", [])}))
@@ -70,7 +72,7 @@ def _number(entry: Mapping[str, Any]) -> int:
 
 
 def _kind(entry: Mapping[str, Any]) -> object:
-    """What is the same on all ranks: a sum's size is, what one rank scatters or gathers is not."""
+    """Return what must be equal on all ranks: the size of an all-reduce must, that of a scatter or gather need not."""
     name = str(entry.get("profiling_name"))
     return (name, entry.get("input_sizes"), entry.get("input_dtypes")) if "all_reduce" in name else name
 
@@ -85,13 +87,16 @@ def _group(entry: Mapping[str, Any]) -> str:
     return str(group[-1] or group[0]) if isinstance(group, list) and group else "?"
 
 
-def question(files: RankFiles, ranks: Mapping[int, int]) -> list[Witness]:
-    """Ask the ranks that still live for their stacks and collectives. One that is stopped is woken: it cannot answer
-    otherwise, and will be ended next."""
+def collect_evidence(files: RankFiles, ranks: Mapping[int, int]) -> list[Witness]:
+    """Ask the living ranks for their stacks and collectives.
+
+    A stopped process is continued: it cannot answer otherwise, and is killed next.
+    """
     before = {rank: _size(files.stacks(rank)) for rank in ranks}
     states = {rank: (process_state(pid) or ("?", 0))[0] for rank, pid in ranks.items()}
     for rank, pid in ranks.items():
-        with contextlib.suppress(OSError):  # it may end at any moment
+        # A process may end at any moment.
+        with contextlib.suppress(OSError):
             os.kill(pid, STACK_SIGNAL)
             if states[rank] == "T":
                 os.kill(pid, signal.SIGCONT)
@@ -112,7 +117,7 @@ def question(files: RankFiles, ranks: Mapping[int, int]) -> list[Witness]:
 
 
 def _ask(question: Path) -> bool:
-    """Whether somebody listens: a thread that was just woken may not yet."""
+    """Wake the rank's listening thread. Returns False if it does not listen yet, as just after SIGCONT."""
     try:
         os.close(os.open(question, os.O_WRONLY | os.O_NONBLOCK))
     except OSError:
@@ -120,8 +125,8 @@ def _ask(question: Path) -> bool:
     return True
 
 
-def mismatch(witnesses: list[Witness]) -> str | None:
-    """Two ranks that are in different collectives under the same number of the same group: neither will ever end."""
+def find_mismatch(witnesses: list[Witness]) -> str | None:
+    """Find two ranks that are in different collectives under the same number of the same process group: a deadlock."""
     begun: dict[tuple[str, int], tuple[int, str, object]] = {}
     for witness in witnesses:
         for entry in witness.collectives or ():
@@ -136,8 +141,8 @@ def mismatch(witnesses: list[Witness]) -> str | None:
     return None
 
 
-def suspect(witnesses: list[Witness], entered: Mapping[int, int]) -> tuple[int, str]:
-    """The rank that holds up the others, and why we think so."""
+def find_culprit(witnesses: list[Witness], entered: Mapping[int, int]) -> tuple[int, str]:
+    """Return the rank that blocks the others, and the reason."""
     for witness in witnesses:
         if witness.state in ("T", "t"):
             return witness.rank, "its process is stopped (SIGSTOP, a debugger or a paused container)"
@@ -161,8 +166,8 @@ def _last(witness: Witness) -> int:
     return max(int(entry.get("record_id", 0)) for entry in witness.collectives or ({},))
 
 
-def claim(debug: Path, name: str) -> Path:
-    """A new directory for one node's evidence: another that noticed in the same second has one of its own."""
+def new_debug_directory(debug: Path, name: str) -> Path:
+    """Create a new directory for one node's evidence. Another node that failed in the same second gets its own."""
     with contextlib.suppress(OSError):
         debug.mkdir(exist_ok=True)
     for number in itertools.count(1):
@@ -171,14 +176,15 @@ def claim(debug: Path, name: str) -> Path:
             directory.mkdir()
         except FileExistsError:
             continue
-        except OSError:  # told by nobody: `keep` passes over it as well
+        except OSError:
+            # `save_evidence` ignores an unwritable disk as well.
             pass
         break
     return directory
 
 
-def keep(directory: Path, witnesses: list[Witness], files: RankFiles, verdict: Mapping[str, object]) -> None:
-    """Into the run directory. A disk that cannot take it does not stop a restart."""
+def save_evidence(directory: Path, witnesses: list[Witness], files: RankFiles, verdict: Mapping[str, object]) -> None:
+    """Write the evidence to the run directory. A disk error does not stop the restart."""
     with contextlib.suppress(OSError):
         for witness in witnesses:
             replace_file(directory / f"rank-{witness.rank}.stacks", witness.stacks.encode())

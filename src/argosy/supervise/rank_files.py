@@ -1,8 +1,8 @@
-"""The directory that an agent and the ranks it started share, one for each attempt: what exit codes cannot carry.
+"""The directory that an agent shares with its ranks, one for each attempt: it holds what exit codes cannot carry.
 
-A rank leaves its process id, the page that says where it is, the reason it failed or the code of an orderly end. Asked to,
-it leaves its Python stacks and the record of its collectives: by a signal, whose handler runs whatever the interpreter is
-doing, and by a pipe, on which a thread of its own waits.
+A rank writes its process id, its heartbeat page, and the reason of a failure or the code of an orderly exit. On request it
+writes its Python stacks and its collectives. Stacks are requested by a signal, whose handler runs whatever the interpreter is
+doing; collectives by a named pipe, which a thread of the rank reads.
 """
 
 from __future__ import annotations
@@ -11,21 +11,24 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-_DIRECTORY, _ATTEMPT, _AGENT = "ARGOSY_RANKS", "ARGOSY_ATTEMPT", "ARGOSY_AGENT"  # in the environment of a rank
+# Environment variables of a rank.
+_DIRECTORY, _ATTEMPT, _AGENT = "ARGOSY_RANKS", "ARGOSY_ATTEMPT", "ARGOSY_AGENT"
 
 
 class RankFiles:
+    """Paths of the files of each rank."""
+
     def __init__(self, root: Path) -> None:
         self.root = root
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> RankFiles | None:
-        """Those of the agent that started this process."""
+        """Return the files of the agent that started this process, or None."""
         directory = environ.get(_DIRECTORY)
         return None if directory is None else cls(Path(directory))
 
     def announce(self, attempt: int) -> None:
-        """To the ranks started from now on."""
+        """Create the directory and pass it to the ranks started from now on, by environment variables."""
         self.root.mkdir(parents=True)
         os.environ |= {_DIRECTORY: str(self.root), _ATTEMPT: str(attempt), _AGENT: str(os.getpid())}
 
@@ -62,22 +65,22 @@ class RankFiles:
         return [int(file.read_text()) for file in self.root.glob("*.exit")]
 
     def errors(self) -> list[tuple[int, str]]:
-        """Why ranks failed, in the order they said so, as far as the file system's clock tells."""
+        """Return (rank, reason) of failed ranks, in the order of failure as far as file times tell."""
         files = sorted(self.root.glob("*.error"), key=lambda file: (file.stat().st_mtime_ns, int(file.stem)))
         return [(int(file.stem), file.read_text().rstrip()) for file in files]
 
 
 def attempt(environ: Mapping[str, str]) -> int:
-    """How often the ranks were started before, by the agent that started this process."""
+    """Return how often the agent has restarted its ranks."""
     return int(environ.get(_ATTEMPT, "0"))
 
 
 def agent(environ: Mapping[str, str]) -> int:
-    """The process that started this one."""
+    """Return the process id of the agent that started this process."""
     return int(environ[_AGENT])
 
 
-def leave(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     partial = path.with_suffix(f"{path.suffix}-partial")
     partial.write_text(text)
     partial.rename(path)

@@ -1,17 +1,17 @@
-"""Watches the ranks of one node: notices one that died or stands still, saves what can be known, decides whether to start again.
+"""The supervisor of one node's ranks: detects a dead or stalled rank, saves evidence, and decides whether to restart.
 
-A rank stands still when it stays in one phase for longer than `fault.stall_after`, or than four times the longest it took
-before. The whole job is started again, from its last good checkpoint. It gives up after so many restarts in a row without a
-new checkpoint, and where one step kills it again and again.
+A rank stalls when it stays in one phase for longer than `fault.stall_after` and than four times the longest time that the
+phase took before. A restart restarts all ranks of the job from the last good checkpoint. The supervisor gives up after
+`fault.restarts` restarts in a row without a new checkpoint, or when one step fails `fault.same_step` times.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import signal
-import sys
 import time
 from collections import Counter, deque
 from collections.abc import Mapping
@@ -23,28 +23,39 @@ from argosy.errors import EXIT_BUG, EXIT_REFUSED, EXIT_RESUMABLE
 from argosy.record.jsonl import JsonlWriter, now, read_jsonl
 from argosy.record.pulse import Page, RankProgress, process_state
 from argosy.record.rundir import RunDir
-from argosy.supervise.evidence import Witness, claim, keep, mismatch, question, suspect, telling_thread
+from argosy.retry import RetryPolicy
+from argosy.supervise.evidence import (
+    Witness,
+    collect_evidence,
+    find_culprit,
+    find_mismatch,
+    new_debug_directory,
+    relevant_thread,
+    save_evidence,
+)
 from argosy.supervise.rank_files import RankFiles
 
-_PATIENCE = 4.0  # times the longest that a phase has taken
+_log = logging.getLogger(__name__)
+# A phase may take this many times its longest duration so far.
+_STALL_FACTOR = 4.0
 _LONGEST_WAIT_S = 60.0
-_LOOK_S = 0.1
+_POLL_S = 0.1
 _MEMORY_EVERY_S = 1.0
 _COLLECTIVE = re.compile(r"distributed_c10d\.py\", line \d+ in (\w+)")
-# What gloo and NCCL say where the other end is gone. It is not the reason, which is told on the other node.
+# Messages of gloo and NCCL about a lost peer. They are a consequence; the peer's node reports the cause.
 _LOST_PEER = re.compile(r"Connection (closed|reset) by peer|Broken pipe|remote process exited")
 
 
 @dataclass
-class Trouble:
-    """Why the ranks of an attempt were ended."""
+class RankFailure:
+    """The reason why the ranks of an attempt were killed. `kind` is rank-died or stall; `seconds` is the length of the stall."""
 
-    kind: str  # rank-died or stall
+    kind: str
     rank: int
     cause: str
     step: int
     phase: str
-    seconds: float = 0.0  # it stood still
+    seconds: float = 0.0
     stack: str = ""
     collective: str | None = None
     error: str | None = None
@@ -64,16 +75,19 @@ class Trouble:
 
 @dataclass
 class Supervisor:
-    """Of one node; its hooks are called by torch's agent."""
+    """The supervisor of one node. torch's elastic agent calls its hooks `look`, `failed` and `restarting`."""
 
     scratch: Path
     run: RunDir
     spec: FaultSpec
     attempt: int = 0
-    signals: list[int] = field(default_factory=list)  # that asked for a stop
-    trouble: Trouble | None = None
-    ended: bool = False  # the exit code is decided
-    _restarts: int = 0  # since the last new checkpoint
+    # Signals received that ask for a stop.
+    signals: list[int] = field(default_factory=list)
+    failure: RankFailure | None = None
+    # Whether the exit code is decided.
+    ended: bool = False
+    # Restarts since the last new checkpoint.
+    _restarts: int = 0
     _at_step: Counter[int] = field(default_factory=Counter)
     _first: int = -1
     _pages: dict[int, Page] = field(default_factory=dict)
@@ -82,92 +96,99 @@ class Supervisor:
     _oom_kills: int = 0
     _shown: set[str] = field(default_factory=set)
     _started: float = field(default_factory=time.time)
-    _asked_at: float = 0.0  # wall clock of the first signal
+    # Wall-clock time of the first signal.
+    _asked_at: float = 0.0
 
     def begin(self) -> None:
-        """Before the ranks of an attempt are started."""
+        """Prepare an attempt. The agent starts its ranks next."""
         self.files = RankFiles(self.scratch / f"attempt-{self.attempt}")
         self.files.announce(self.attempt)
-        self.trouble, self._pages, self._memory, self._oom_kills = None, {}, {}, _oom_kills()
+        self.failure, self._pages, self._memory, self._oom_kills = None, {}, {}, _oom_kills()
 
     def begin_again(self) -> None:
         self.attempt += 1
         self.begin()
-        if self.signals:  # there was no rank left to be told
+        # The signal came when no rank was running.
+        if self.signals:
             raise KeyboardInterrupt
 
     @property
     def has_run(self) -> bool:
-        """Whether ranks of this attempt have begun."""
+        """True if ranks of this attempt have started."""
         return bool(self._pages)
 
     def forward(self, number: int) -> None:
-        """A signal that asks for a stop, to the ranks. They have all the time they need; a second ends them at once. When all of
-        them have ended, there is nobody left to stop."""
+        """Forward a stop signal to the ranks. They get all the time they need; a second signal ends them at once."""
         if self.ended:
             return
         self._asked_at = self._asked_at or time.time()
         self.signals.append(number)
         pids = self.files.pids()
         if not pids:
-            raise KeyboardInterrupt  # none has begun: the agent ends them
+            # No rank has started yet. The agent ends them.
+            raise KeyboardInterrupt
         for pid in pids.values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    # What torch's agent calls.
+    # Hooks that torch's elastic agent calls.
 
     def look(self, ranks: dict[int, int]) -> None:
-        if self.trouble is None:
+        if self.failure is None:
             self._watch_memory(ranks)
             dead = [rank for rank, pid in ranks.items() if self._has_failed(rank, pid)]
             stalled = {} if dead else self._stalled(ranks)
-            if dead:  # one that could not say why was ended by force, and others may have followed it
-                self.trouble = self._died(min(dead, key=lambda rank: (self.files.error(rank).exists(), rank)), ranks)
+            # A rank without an error file was killed; others may have failed because of it.
+            if dead:
+                self.failure = self._died(min(dead, key=lambda rank: (self.files.error(rank).exists(), rank)), ranks)
             elif stalled:
-                self.trouble = self._stall(stalled, ranks)
-            if self.trouble is not None:
+                self.failure = self._stall(stalled, ranks)
+            if self.failure is not None:
                 _end(ranks)
 
     def failed(self, exit_codes: dict[int, int]) -> bool:
-        if self.trouble is None:  # it died just after we looked
-            self.trouble = self._died(min(exit_codes, key=lambda rank: (exit_codes[rank] >= 0, rank), default=0), {})
-        trouble = self.trouble
-        if trouble.kind == "rank-died":
-            self._explain(trouble, exit_codes)
-        if trouble.code == EXIT_REFUSED and trouble.error is not None:
-            return self._stop(f"rank {trouble.rank}: {trouble.error}")
-        self._event(trouble.kind, trouble.step, **trouble.facts())
+        # The rank died after the last look.
+        if self.failure is None:
+            self.failure = self._died(min(exit_codes, key=lambda rank: (exit_codes[rank] >= 0, rank), default=0), {})
+        failure = self.failure
+        if failure.kind == "rank-died":
+            self._explain(failure, exit_codes)
+        if failure.code == EXIT_REFUSED and failure.error is not None:
+            return self._stop(f"rank {failure.rank}: {failure.error}")
+        self._event(failure.kind, failure.step, **failure.facts())
         if self.signals:
-            return self._stopped(trouble)
-        return self._may_restart(trouble)
+            return self._stopped(failure)
+        return self._may_restart(failure)
 
     def restarting(self, ranks: dict[int, int]) -> None:
-        if self.trouble is None:  # it is another node that starts again
+        # Another node restarts.
+        if self.failure is None:
             _end(ranks)
         else:
             until = time.monotonic() + self._wait()
             while not self.signals and (left := until - time.monotonic()) > 0:
-                time.sleep(min(left, _LOOK_S))
+                time.sleep(min(left, _POLL_S))
         self.begin_again()
 
-    # What is wrong.
+    # Detection.
 
     def progress(self, rank: int) -> RankProgress | None:
         if rank not in self._pages:
             try:
                 with self.files.page(rank).open("rb+") as file:
                     self._pages[rank] = Page(file.fileno())
-            except (OSError, ValueError):  # not there yet, or still empty
+            except (OSError, ValueError):
+                # The page does not exist yet, or is still empty.
                 return None
         return self._pages[rank].read()
 
     def _has_failed(self, rank: int, pid: int) -> bool:
-        """One that has said why it fails is not waited for: leaving, it may wait for others that wait for it."""
+        """Return whether the rank has failed. One that has written its error counts as failed before it exits: its exit may wait
+        for ranks that wait for it."""
         return self.files.error(rank).exists() or (_is_dead(pid) and not self.files.exit(rank).exists())
 
     def _stalled(self, ranks: Mapping[int, int]) -> dict[int, float]:
-        """Seconds that ranks have stood still, of those that have for too long."""
+        """Return the ranks that have stalled, with the seconds."""
         found = {}
         for rank, pid in ranks.items():
             progress = self.progress(rank)
@@ -175,112 +196,115 @@ class Supervisor:
                 continue
             seconds = time.monotonic() - progress.since
             known = progress.longest > 0
-            limit = max(self.spec.stall_after, _PATIENCE * progress.longest) if known else self.spec.start_after
+            limit = max(self.spec.stall_after, _STALL_FACTOR * progress.longest) if known else self.spec.start_after
             if seconds > self.spec.stall_after and (seconds > limit or (process_state(pid) or "?")[0] == "T"):
                 found[rank] = seconds
         return found
 
-    def _stall(self, stalled: Mapping[int, float], ranks: Mapping[int, int]) -> Trouble:
-        witnesses = question(self.files, ranks)
+    def _stall(self, stalled: Mapping[int, float], ranks: Mapping[int, int]) -> RankFailure:
+        witnesses = collect_evidence(self.files, ranks)
         entered = {rank: found.entered for rank in ranks if (found := self.progress(rank)) is not None}
-        rank, cause = suspect(witnesses, entered)
-        cause = mismatch(witnesses) or cause
+        rank, cause = find_culprit(witnesses, entered)
+        cause = find_mismatch(witnesses) or cause
         seconds = stalled.get(rank, max(stalled.values()))
-        return self._trouble("stall", rank, f"it has stood still for {seconds:.0f}s; {cause}", witnesses, seconds)
+        return self._failure("stall", rank, f"no progress for {seconds:.0f}s; {cause}", witnesses, seconds)
 
-    def _died(self, rank: int, ranks: Mapping[int, int]) -> Trouble:
+    def _died(self, rank: int, ranks: Mapping[int, int]) -> RankFailure:
         living = {other: pid for other, pid in ranks.items() if not self._has_failed(other, pid)}
-        return self._trouble("rank-died", rank, "it died", question(self.files, living) if living else [])
+        return self._failure("rank-died", rank, "it died", collect_evidence(self.files, living) if living else [])
 
-    def _trouble(self, kind: str, rank: int, cause: str, witnesses: list[Witness], seconds: float = 0.0) -> Trouble:
+    def _failure(self, kind: str, rank: int, cause: str, witnesses: list[Witness], seconds: float = 0.0) -> RankFailure:
         where = self.progress(rank)
         step, phase = (0, "start") if where is None else (where.step, where.phase)
         mine = next((witness for witness in witnesses if witness.rank == rank), None)
-        trouble = Trouble(kind, rank, cause, step, phase, seconds)
+        failure = RankFailure(kind, rank, cause, step, phase, seconds)
         if mine is not None:
-            trouble.stack, trouble.collective = mine.stack, mine.collective
+            failure.stack, failure.collective = mine.stack, mine.collective
         if self.run.root.is_dir() and witnesses:
-            directory = claim(self.run.debug, f"{time.strftime('%Y%m%d-%H%M%S')}-attempt-{self.attempt}")
-            trouble.debug = str(directory.relative_to(self.run.root))
-            keep(directory, witnesses, self.files, {"kind": kind, "step": step, **trouble.facts()})
-        return trouble
+            directory = new_debug_directory(self.run.debug, f"{time.strftime('%Y%m%d-%H%M%S')}-attempt-{self.attempt}")
+            failure.debug = str(directory.relative_to(self.run.root))
+            save_evidence(directory, witnesses, self.files, {"kind": kind, "step": step, **failure.facts()})
+        return failure
 
-    def _explain(self, trouble: Trouble, exit_codes: Mapping[int, int]) -> None:
-        """What the exit says, once torch has collected it: the first that failed of its own accord comes first."""
-        code = exit_codes.get(trouble.rank, EXIT_BUG)
-        forced = code < 0 and not self.files.error(trouble.rank).exists()
+    def _explain(self, failure: RankFailure, exit_codes: Mapping[int, int]) -> None:
+        """Find the cause from the exit codes, once torch has collected them. The rank that failed first by itself is named."""
+        code = exit_codes.get(failure.rank, EXIT_BUG)
+        forced = code < 0 and not self.files.error(failure.rank).exists()
         if not forced and (errors := self.files.errors()):
-            # One that lost its connection followed another, even where the clock of files is too coarse to tell them apart.
-            trouble.rank, trouble.error = min(errors, key=lambda error: _lost_a_peer(error[1]))
-            if (where := self.progress(trouble.rank)) is not None:
-                trouble.step, trouble.phase = where.step, where.phase
-            trouble.code = EXIT_BUG if trouble.error.startswith("Traceback") else EXIT_REFUSED
-            trouble.cause = trouble.error.splitlines()[-1]
-            if _lost_a_peer(trouble.error):
-                trouble.cause, trouble.error = "it lost its connection to another rank", None
+            # A rank that lost a connection failed after another one, even if file times are too coarse to show the order.
+            failure.rank, failure.error = min(errors, key=lambda error: _lost_a_peer(error[1]))
+            if (where := self.progress(failure.rank)) is not None:
+                failure.step, failure.phase = where.step, where.phase
+            failure.code = EXIT_BUG if failure.error.startswith("Traceback") else EXIT_REFUSED
+            failure.cause = failure.error.splitlines()[-1]
+            if _lost_a_peer(failure.error):
+                failure.cause, failure.error = "it lost its connection to another rank", None
             return
-        trouble.code = 128 - code if code < 0 else code
-        trouble.cause = f"ended with exit code {code}" if code >= 0 else f"ended by {signal.Signals(-code).name}"
+        failure.code = 128 - code if code < 0 else code
+        failure.cause = f"ended with exit code {code}" if code >= 0 else f"ended by {signal.Signals(-code).name}"
         if -code == signal.SIGKILL and _oom_kills() > self._oom_kills:
-            trouble.cause += ", for lack of memory: the kernel's count of such kills has grown"
-        if -code == signal.SIGKILL and (memory := self._memory.get(trouble.rank)):
-            trouble.cause += f"; it held {', '.join(f'{b / 2**30:.2f}' for b in memory)} GiB, second by second"
-        crash = self.files.stacks(trouble.rank)
-        if not trouble.stack and crash.exists():
-            trouble.stack = telling_thread(crash.read_text(errors="replace"))
-        if -code == signal.SIGABRT and (collective := _COLLECTIVE.search(trouble.stack)):
-            trouble.cause += f" in {collective[1]}: what it got was not what it waited for, as when the ranks did not run the same code"
+            failure.cause += ", for lack of memory: the kernel's count of such kills has grown"
+        if -code == signal.SIGKILL and (memory := self._memory.get(failure.rank)):
+            failure.cause += f"; it held {', '.join(f'{b / 2**30:.2f}' for b in memory)} GiB, second by second"
+        crash = self.files.stacks(failure.rank)
+        if not failure.stack and crash.exists():
+            failure.stack = relevant_thread(crash.read_text(errors="replace"))
+        if -code == signal.SIGABRT and (collective := _COLLECTIVE.search(failure.stack)):
+            failure.cause += f" in {collective[1]}: what it got was not what it waited for, as when the ranks did not run the same code"
 
-    # What is done about it.
+    # Decisions.
 
-    def _may_restart(self, trouble: Trouble) -> bool:
+    def _may_restart(self, failure: RankFailure) -> bool:
         first = max((p.first for p in (self.progress(rank) for rank in self._pages) if p is not None), default=0)
-        if first > self._first:  # there is a new checkpoint: what went wrong before it is behind us
+        # There is a new checkpoint, so earlier failures no longer count.
+        if first > self._first:
             self._first, self._restarts = first, 0
         self._restarts += 1
-        self._at_step[trouble.step] += 1
-        times = self._at_step[trouble.step]
+        self._at_step[failure.step] += 1
+        times = self._at_step[failure.step]
         if times >= self.spec.same_step:
-            trouble.code = EXIT_BUG
-            return self._give_up(f"step {trouble.step} has ended it {times} times (fault.same_step)", trouble)
+            failure.code = EXIT_BUG
+            return self._give_up(f"step {failure.step} has ended it {times} times (fault.same_step)", failure)
         if self._restarts > self.spec.restarts:
             return self._give_up(
-                f"{self._restarts - 1} restarts in a row brought no new checkpoint (fault.restarts)", trouble
+                f"{self._restarts - 1} restarts in a row brought no new checkpoint (fault.restarts)", failure
             )
-        self._tell(trouble)
-        self._say(f"{trouble}; starting again from the last good checkpoint in {self._wait():g}s")
-        self._event("restart", trouble.step, attempt=self.attempt + 1, wait_s=self._wait(), cause=str(trouble))
+        self._tell(failure)
+        self._say(f"{failure}; restarting from the last good checkpoint in {self._wait():g}s")
+        self._event("restart", failure.step, attempt=self.attempt + 1, wait_s=self._wait(), cause=str(failure))
         return True
 
     def _wait(self) -> float:
-        return float(min(_LONGEST_WAIT_S, self.spec.backoff * 2.0 ** max(0, self._restarts - 1)))
+        return RetryPolicy(base_s=self.spec.backoff, cap_s=_LONGEST_WAIT_S).pause_s(max(1, self._restarts))
 
-    def _give_up(self, reason: str, trouble: Trouble) -> bool:
-        self._event("gave-up", trouble.step, reason=reason, cause=str(trouble), code=trouble.code)
-        self._tell(trouble)
-        return self._stop(f"{trouble}\nnot started again: {reason}")
+    def _give_up(self, reason: str, failure: RankFailure) -> bool:
+        self._event("gave-up", failure.step, reason=reason, cause=str(failure), code=failure.code)
+        self._tell(failure)
+        return self._stop(f"{failure}\nnot restarted: {reason}")
 
-    def _tell(self, trouble: Trouble) -> None:
-        """The traceback or the stack, unless the same was shown before."""
-        shown = trouble.error or trouble.stack
+    def _tell(self, failure: RankFailure) -> None:
+        """Log the traceback or the stack, unless it was logged before."""
+        shown = failure.error or failure.stack
         if shown and shown not in self._shown:
             self._shown.add(shown)
-            self._say(f"rank {trouble.rank}: {shown}")
+            self._say(f"rank {failure.rank}: {shown}")
 
-    def _stopped(self, trouble: Trouble) -> bool:
-        """A stop was asked for, and did not come to its end: not by our fault if it was asked for twice."""
-        trouble.code = self._stop_code()
-        return self._stop(f"{signal.Signals(self.signals[-1]).name}: {trouble}; the last checkpoint stands")
+    def _stopped(self, failure: RankFailure) -> bool:
+        """Report a stop that failed. After two signals that is expected."""
+        failure.code = self._stop_code()
+        return self._stop(f"{signal.Signals(self.signals[-1]).name}: {failure}; the last checkpoint stands")
 
     def stopped_between(self) -> int:
-        """The exit code where a stop was asked for while no rank was there to be told."""
-        if not self.signals:  # whoever raised it has said why
+        """Return the exit code of a stop that was requested while no rank was running."""
+        # The code that raised KeyboardInterrupt has reported the reason.
+        if not self.signals:
             return 128 + signal.SIGINT
         self._say(f"{signal.Signals(self.signals[-1]).name}: no rank was running")
         return self._stop_code()
 
     def _stop_code(self) -> int:
-        """Resumable where one stop was asked for and there is a checkpoint, or where one was saved since, however often."""
+        """Return the exit code of a stop: resumable if a checkpoint was saved since the signal, or if one exists and there was
+        one signal."""
         saved = [path.stat().st_mtime for path in self.run.checkpoints.glob("step-*")]
         resumable = saved and (len(self.signals) == 1 or max(saved) >= self._asked_at)
         return EXIT_RESUMABLE if resumable else 128 + self.signals[-1]
@@ -290,13 +314,13 @@ class Supervisor:
         return False
 
     def ended_elsewhere(self) -> int | None:
-        """The exit code of the run, where another node has brought it to an end since we began."""
+        """Return the exit code of the run if another node has ended it since this one started."""
         codes = {"done": 0, "interrupted": EXIT_RESUMABLE, "gave-up": EXIT_BUG}
         found = [e for e in read_jsonl(self.run.events) if e.get("time", 0) > self._started and e.get("event") in codes]
         return codes[found[-1]["event"]] if found else None
 
     def _say(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+        _log.error("%s", text)
 
     def _event(self, kind: str, step: int, **facts: object) -> None:
         if self.run.root.is_dir():
@@ -322,14 +346,14 @@ def _is_dead(pid: int) -> bool:
 
 
 def _end(ranks: Mapping[int, int]) -> None:
-    """At once: whatever they write is whole or absent, and one that waits for another would never end by itself."""
+    """Kill the ranks at once. Their files are complete or absent, and a rank that waits for another would never end by itself."""
     for pid in ranks.values():
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
 def _oom_kills() -> int:
-    """Processes the kernel has ended for lack of memory: of the machine, or of the container they were in."""
+    """Return how many processes the kernel has killed for lack of memory, on this machine or in their container."""
     with contextlib.suppress(OSError, ValueError):
         for line in Path("/proc/vmstat").read_text().splitlines():
             if line.startswith("oom_kill "):

@@ -1,15 +1,15 @@
-"""Which rank this process is, and how many there are: read from the environment, whoever started it.
+"""The rank of this process and the world size, read from the environment of any launcher.
 
-In this order, and the first that says anything decides:
+The first of these that is set decides:
 
 1. torchrun, PyTorchJob, TrainJob, `argosy train --nproc`: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT.
 2. JobSet and indexed Jobs, one process in a pod: JOB_COMPLETION_INDEX as the rank, with WORLD_SIZE and MASTER_ADDR.
-3. Slurm's srun, one task for each process: SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID; the first host of
-   SLURM_JOB_NODELIST, and a port made from SLURM_JOB_ID. One task alone is an ordinary process.
-4. Nothing of these: one process.
+3. Slurm's srun, one task for each process: SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID; the first host of SLURM_JOB_NODELIST,
+   and a port derived from SLURM_JOB_ID. A single task is an ordinary process.
+4. None of these: one process.
 
-`argosy train --nproc` starts several processes on each node; which node this is comes from PET_NODE_RANK and PET_NNODES
-(Kubeflow), JOB_COMPLETION_INDEX and NNODES, or SLURM_NODEID and SLURM_NNODES, in the same way.
+`argosy train --nproc` starts several processes on each node. The index and number of nodes come from PET_NODE_RANK and
+PET_NNODES (Kubeflow), JOB_COMPLETION_INDEX and NNODES, or SLURM_NODEID and SLURM_NNODES, in the same way.
 """
 
 from __future__ import annotations
@@ -25,17 +25,19 @@ DEFAULT_PORT = 29500
 
 @dataclass(frozen=True)
 class World:
+    """The rank of this process, the world size, and the address of rank 0. `source` names the variables that say so."""
+
     rank: int = 0
     local_rank: int = 0
     size: int = 1
     address: str = "localhost"
     port: int = DEFAULT_PORT
-    source: str = "one process"  # what said so
+    source: str = "one process"
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """The machines a job runs on, for whoever starts several ranks on each."""
+    """The nodes of a job, for the agent that starts several ranks on each."""
 
     index: int = 0
     count: int = 1
@@ -43,13 +45,13 @@ class Nodes:
     port: int = DEFAULT_PORT
 
     def with_ranks(self, each: int) -> World:
-        """All ranks of the job, as the first of them sees them, where so many are started on each machine."""
+        """Return the world of a job with `each` ranks on every node, as its rank 0 sees it."""
         machines = "" if self.count == 1 else f" on each of {self.count} nodes"
         return World(0, 0, each * self.count, self.address, self.port, f"--nproc {each}{machines}")
 
 
 def find_world(environ: Mapping[str, str]) -> World:
-    """This process among all ranks."""
+    """Return the rank of this process and the world size."""
     if "RANK" in environ and "WORLD_SIZE" in environ:
         local = "LOCAL_RANK" if "LOCAL_RANK" in environ else None
         return _world(environ, "RANK", "WORLD_SIZE", local, "RANK and WORLD_SIZE")
@@ -61,7 +63,7 @@ def find_world(environ: Mapping[str, str]) -> World:
 
 
 def find_nodes(environ: Mapping[str, str]) -> Nodes:
-    """This machine among those of the job."""
+    """Return the index of this node and the number of nodes."""
     pairs = (("PET_NODE_RANK", "PET_NNODES"), ("JOB_COMPLETION_INDEX", "NNODES"), ("SLURM_NODEID", "SLURM_NNODES"))
     for index, count in pairs:
         if index in environ and count in environ:
@@ -105,18 +107,19 @@ def _require_inside(index: int, count: int, index_name: str, count_name: str) ->
 
 
 def _master(environ: Mapping[str, str]) -> tuple[str, int]:
-    """Where rank 0 listens."""
+    """Return the address and port of rank 0."""
     for prefix in ("MASTER", "PET_MASTER"):
         if f"{prefix}_ADDR" in environ:
             return environ[f"{prefix}_ADDR"], _number(environ, f"{prefix}_PORT", default=DEFAULT_PORT)
     if "SLURM_JOB_NODELIST" in environ:
-        port = 20_000 + _number(environ, "SLURM_JOB_ID", default=0) % 20_000  # jobs that share a host must not meet
+        # Jobs that share a host must use different ports.
+        port = 20_000 + _number(environ, "SLURM_JOB_ID", default=0) % 20_000
         return first_host(environ["SLURM_JOB_NODELIST"]), port
     return "localhost", DEFAULT_PORT
 
 
 def first_host(nodes: str) -> str:
-    """Of a list as Slurm writes it: `gpu[07-09,12],login1` begins with gpu07."""
+    """Return the first host of a Slurm node list: `gpu[07-09,12],login1` begins with gpu07."""
     name = re.match(r"[^,\[]+(\[[^\]]*\][^,\[]*)*", nodes)
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", nodes if name is None else name[0])
 

@@ -24,10 +24,12 @@ Share = Annotated[float, Field(ge=0, le=1), NotBool]
 
 
 class FimSpec(Section):
-    """Fill-in-the-middle: some training documents are cut in three and rearranged (code models)."""
+    """Fill-in-the-middle: some training documents are split into prefix, middle and suffix, and reordered (code models)."""
 
-    rate: Share = Field(0.5, description="share of documents that are rearranged")
-    spm_rate: Share = Field(0.5, description="of those, suffix before prefix")
+    rate: Share = Field(0.5, description="share of documents that are reordered")
+    spm_rate: Share = Field(
+        0.5, description="share of those in suffix-prefix-middle (SPM) order; the rest are in PSM order"
+    )
     prefix: str = Field("<|fim_prefix|>", description="the token before the prefix")
     middle: str = Field("<|fim_middle|>", description="the token before the middle")
     suffix: str = Field("<|fim_suffix|>", description="the token before the suffix")
@@ -77,7 +79,7 @@ class WindowTask(Task[S]):
         if eod is None and needs:
             raise ArgosyError(
                 "tokenizer.no-eod",
-                "the end of a document cannot be told: the data was prepared without an end-of-document token",
+                "document boundaries are unknown: the data was prepared without an end-of-document token",
                 key=f"data.{needs[0]}",
                 fix="prepare the data with --append-eod, or leave the key out",
             )

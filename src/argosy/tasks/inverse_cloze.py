@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 
 class IctSpec(Section):
-    """Inverse cloze: the samples of a two-tower encoder (`model.retrieval`). Blocks have `data.seq_len` tokens."""
+    """Inverse cloze task (ICT): the samples of a two-tower encoder (`model.retrieval`). Blocks have `data.seq_len` tokens."""
 
     query_len: Positive = Field(64, description="tokens in a query, [CLS] and [SEP] included")
     query_in_block: Annotated[float, Field(ge=0, le=1), NotBool] = Field(
         0.1, description="share of samples whose query stays in its block"
     )
     cls: SpecialToken = Field("[CLS]", description="the token a query or block begins with, or its id")
-    sep: SpecialToken = Field("[SEP]", description="the token behind it, or its id")
-    pad: SpecialToken = Field("[PAD]", description="the token that fills it up, or its id")
+    sep: SpecialToken = Field("[SEP]", description="the token after a query or block, or its id")
+    pad: SpecialToken = Field("[PAD]", description="the padding token, or its id")
 
 
 class InverseClozeTask(DocumentTask[IctSpec]):

@@ -25,14 +25,14 @@ class BertSpec(Section):
     mask_rate: Annotated[float, Field(gt=0, le=1), NotBool] = Field(
         0.15, description="share of the text's tokens to predict"
     )
-    max_ngram: Positive = Field(1, description="tokens hidden together at most")
+    max_ngram: Positive = Field(1, description="most consecutive tokens that are masked together")
     short_seq_prob: Annotated[float, Field(ge=0, le=1), NotBool] = Field(
-        0.1, description="share of samples that are a random shorter stretch"
+        0.1, description="share of samples that have a random shorter length"
     )
     cls: SpecialToken = Field("[CLS]", description="the token a sample begins with, or its id")
-    sep: SpecialToken = Field("[SEP]", description="the token behind each segment, or its id")
-    mask: SpecialToken = Field("[MASK]", description="the token shown in place of hidden ones, or its id")
-    pad: SpecialToken = Field("[PAD]", description="the token that fills a sample up, or its id")
+    sep: SpecialToken = Field("[SEP]", description="the token after each segment, or its id")
+    mask: SpecialToken = Field("[MASK]", description="the token that replaces masked tokens, or its id")
+    pad: SpecialToken = Field("[PAD]", description="the padding token, or its id")
 
 
 class MaskedLMTask(DocumentTask[BertSpec]):

@@ -26,9 +26,10 @@ class T5Spec(Section):
     )
     mean_span: Annotated[float, Field(ge=1), NotBool] = Field(3.0, description="tokens in a corrupted span, on average")
     sentinel: SpecialToken = Field(
-        "<extra_id_0>", description="the token for the first span, or its id; the next ones have the ids below it"
+        "<extra_id_0>",
+        description="the sentinel token of the first span, or its id; the next ones have the ids below it",
     )
-    sentinels: Positive = Field(100, description="how many there are")
+    sentinels: Positive = Field(100, description="number of sentinel tokens")
     eos: SpecialToken = Field("</s>", description="the token that ends inputs and targets, or its id")
     pad: SpecialToken = Field("<pad>", description="the token the decoder starts from, or its id")
 

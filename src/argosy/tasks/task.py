@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from argosy.data.text.tokenizer import Tokenizer
 
 Origins = dict[str, str]
-SpecialToken = str | Whole  # by its name in the tokenizer, or by its id, which then may lie beyond the tokenizer's
+# A token's name in the tokenizer, or its id. An id may be beyond the tokenizer's vocabulary.
+SpecialToken = str | Whole
 # Keys of `data` that only windows of the token stream have, with what they are where they are left out.
 WINDOW_KEYS: dict[str, Any] = {
     "order": "argosy", "order_cache": None, "fim": None, "mask_eod": False, "document_mask": False, "reset_positions": False,

@@ -29,7 +29,7 @@ from argosy.plan.auto import cluster_of, is_open, settle_layout
 from argosy.record.heartbeat import Heartbeat, clear_heartbeats
 from argosy.record.jsonl import JsonlWriter, now
 from argosy.record.rundir import RunDir
-from argosy.record.sink_process import carried
+from argosy.record.sink_process import serve_sinks
 from argosy.record.sinks.asked import require_packages
 from argosy.supervise.rank_files import RankFiles
 from argosy.supervise.rank_process import open_heartbeat
@@ -78,7 +78,7 @@ def train(resolved: Resolved, source: Path | None, options: TrainOptions) -> int
             if not mesh.is_first:
                 trainer.start_from(run)
             with (
-                carried(run, spec) if mesh.is_first else nullcontext(),
+                serve_sinks(run, spec) if mesh.is_first else nullcontext(),
                 JsonlWriter(run.metrics) as metrics,
                 JsonlWriter(run.events) as events,
                 _told(events, mesh, heartbeat),

@@ -1,1 +1,2 @@
-"""Reads run directories, and nothing else: live view, dashboard, report, diagnosis. Works after death, and without torch."""
+"""Views of run directories: live view, dashboard, report, diagnosis. They read files only, so they work after the run has died,
+and without torch."""

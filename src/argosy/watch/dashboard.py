@@ -1,17 +1,20 @@
-"""`argosy dash`: the dashboard's server on this machine, and the link that opens it."""
+"""`argosy dash`: start the dashboard's server on this machine and print its link."""
 
 from __future__ import annotations
 
+import logging
 import secrets
 import socket
-import sys
 from pathlib import Path
 
+from argosy.console.output import say
 from argosy.errors import ArgosyError
+
+_log = logging.getLogger(__name__)
 
 
 def serve(root: Path, *, port: int, token: str | None) -> None:
-    """Until Ctrl-C. Port 0 takes any that is free."""
+    """Serve until Ctrl-C. Port 0 takes any free port."""
     try:
         import uvicorn
 
@@ -26,20 +29,19 @@ def serve(root: Path, *, port: int, token: str | None) -> None:
         )
     token = token or secrets.token_urlsafe(24)
     listener = _listen(port)
-    link = f"http://127.0.0.1:{listener.getsockname()[1]}/?token={token}"
-    print(
-        f"runs in {root}: {link}\nCtrl-C ends it. From another machine: ssh -L {listener.getsockname()[1]}:127.0.0.1:{listener.getsockname()[1]} HOST",
-        flush=True,
+    bound = listener.getsockname()[1]
+    say(
+        f"runs in {root}: http://127.0.0.1:{bound}/?token={token}\n"
+        f"Ctrl-C ends it. From another machine: ssh -L {bound}:127.0.0.1:{bound} HOST"
     )
     config = uvicorn.Config(make_app(root, token), log_level="warning", access_log=False)
     uvicorn.Server(config).run(sockets=[listener])
-    print("the dashboard is closed", file=sys.stderr)
+    _log.info("the dashboard is closed")
 
 
 def _listen(port: int) -> socket.socket:
-    listener = socket.socket(
-        socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP
-    )  # named, so that answers are not held back
+    # Naming TCP makes asyncio set TCP_NODELAY, so that answers are not delayed.
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(("127.0.0.1", port))

@@ -1,7 +1,7 @@
-"""What is wrong with a run: one verdict first, then the evidence. Reads the run directory, and log files it is given.
+"""The diagnosis of a run: one verdict, then the evidence. Reads the run directory, and log files it is given.
 
-Findings come from what ranks say of themselves (heart beats), from the run's events and figures, and from what is known about
-lines in logs. Each has a weight by how directly it explains that training does not go on; the heaviest is the verdict.
+Findings come from heartbeats, events, metrics, and known failures in log lines. Each has a weight for how directly it
+explains that training does not go on; the heaviest is the verdict.
 """
 
 from __future__ import annotations
@@ -37,23 +37,29 @@ from argosy.watch.run_list import Run
 from argosy.watch.standing import ranks_now
 
 _OVERFLOW_LOGS = 20
-_FULL_BYTES = 16 << 20  # a file system with less is full
-_RECENT_S = 3600.0  # for which an alert counts
-_STANDS = ("stall", "hang", "rank-died", "silent", "failed", "gave-up")  # findings of a run that does not train
+# A file system with less free space is full.
+_FULL_BYTES = 16 << 20
+# Alerts count for this long, in seconds.
+_RECENT_S = 3600.0
+# Findings of a run that does not train.
+_STANDS = ("stall", "hang", "rank-died", "silent", "failed", "gave-up")
 
 
 def diagnose(run: Run, logs: Sequence[Path] = (), *, read_bytes: int = READ_BYTES) -> list[Finding]:
-    """Everything found, the verdict first. Never empty. Of logs at most so many bytes are read."""
+    """Return all findings, the verdict first; there is always one. At most `read_bytes` of logs are read."""
     run.series.update()
     found = [*_events(run), *ranks_now(run), *_numbers(run), *_disk(run), *_slow(run)]
     stands = any(finding.name in _STANDS for finding in found)
     state = "dead" if stands else run.state()
     for finding in from_logs(run, logs, state=state, read_bytes=read_bytes):
-        told = next((other for other in found if other.name == finding.name and other.weight >= finding.weight), None)
-        if told is None:
+        reported = next(
+            (other for other in found if other.name == finding.name and other.weight >= finding.weight), None
+        )
+        if reported is None:
             found.append(finding)
-        else:  # the run's events have it already
-            told.evidence.extend(finding.evidence)
+        else:
+            # The run's events report the failure already.
+            reported.evidence.extend(finding.evidence)
     well = _well(run)
     said_why = any(finding.weight > well.weight for finding in found)
     if well.name != "dead" or not said_why:
@@ -69,7 +75,7 @@ def _well(run: Run) -> Finding:
         "running": f"nothing is wrong: the run is training, {step}",
         "stopped": f"nothing is wrong: the run was asked to stop, {step}",
         "new": "the run has not begun",
-    }.get(state, f"the run ended without a word, at {step}: nothing here says why")
+    }.get(state, f"the run ended without a message at {step}, and nothing here says why")
     fix = (
         ""
         if state != "dead"
@@ -83,7 +89,7 @@ def _well(run: Run) -> Finding:
 
 
 def _events(run: Run) -> Iterator[Finding]:
-    """What the supervisor and the trainer wrote down, of the newest attempt."""
+    """Yield findings from the events of the newest attempt, written by supervisor and trainer."""
     events = run.events()
     starts = [i for i, event in enumerate(events) if event["event"] in ("start", "resume")]
     newest = events[starts[-1] :] if starts else events
@@ -98,7 +104,7 @@ def _events(run: Run) -> Iterator[Finding]:
 
 
 def _stall(event: Record, evidence: list[str], run: Run) -> Finding:
-    text = f"rank {event.get('rank')} stood still for {event.get('seconds', 0):.0f} s at {_where(event)}: {event.get('cause', '')}"
+    text = f"rank {event.get('rank')} made no progress for {event.get('seconds', 0):.0f} s at {_where(event)}: {event.get('cause', '')}"
     return Finding(STALL, text, "its stacks and collectives are in debug/", evidence, "stall")
 
 
@@ -106,11 +112,11 @@ def _died(event: Record, evidence: list[str], run: Run) -> Finding:
     cause = event.get("cause", "")
     known = _known([cause, *event.get("error", "").splitlines()])
     fix = known.fix if known else "the same command goes on from the last checkpoint; look at the rank's log"
-    said = cause if known is None else known.cause + (against_plan(run) if known.name == "cuda-oom" else "")
+    explained = cause if known is None else known.cause + (against_plan(run) if known.name == "cuda-oom" else "")
     evidence += last_words(run.root, int(event.get("rank", 0))) if known is None else [f"  {cause}"]
     return Finding(
         _weight(known, DEATH),
-        f"rank {event.get('rank')} died at {_where(event)}: {said}",
+        f"rank {event.get('rank')} died at {_where(event)}: {explained}",
         fix,
         evidence,
         known.name if known else "rank-died",
@@ -123,12 +129,13 @@ def _failed(event: Record, evidence: list[str], run: Run) -> Finding:
     fix = event.get("fix") or (known.fix if known else "the same command goes on from the last checkpoint")
     text = f"rank {event.get('rank')} ended at step {event.get('step')}: {known.cause if known else cause}"
     evidence += [f"  {cause}"] if known else []
-    weight = FAILED if event.get("code") else _weight(known, FAILED)  # a refusal is told by what it refused
+    # A refusal is named by its error code.
+    weight = FAILED if event.get("code") else _weight(known, FAILED)
     return Finding(weight, text, fix, evidence, known.name if known else event.get("code", "failed"))
 
 
 def _known(lines: list[str]) -> Failure | None:
-    """The first that is no consequence of another, and says more than the line."""
+    """Return the first known failure that is no consequence of another and says more than the line itself."""
     found = [match.failure for match in matches(lines, "events.jsonl") if "{line}" not in match.failure.cause]
     return min(found, key=lambda failure: failure.severity == "consequence", default=None)
 
@@ -143,7 +150,7 @@ def _non_finite(event: Record, evidence: list[str], run: Run) -> Finding:
 
 
 def _unsaved(newest: list[Record]) -> Iterator[Finding]:
-    """Checkpoints that could not be written, unless one was since."""
+    """Yield a finding for failed saves after the last good one."""
     saved = max((i for i, event in enumerate(newest) if event["event"] == "save"), default=-1)
     failed = [event for event in newest[saved + 1 :] if event["event"] == "save-failed"]
     if not failed:
@@ -184,13 +191,14 @@ def _where(event: Record) -> str:
 
 
 def _skipped(skips: list[Record], newest: list[Record], run: Run) -> Iterator[Finding]:
-    """Steps whose numbers the guard did not trust; the end of a run that stopped over them, a note in one that goes on."""
+    """Yield a finding for steps that the guard skipped. It explains a run that stopped after them, and is a note if the run goes
+    on."""
     if not skips:
         return
     last, rewinds = skips[-1], sum(event.get("event") == "rewind" for event in newest)
     broken = last.get("reason") == "non-finite"
-    said = [event.get("event") for event in newest if event.get("event") not in (*BESIDE, "failed")]
-    ended = said[-1] in ("skip", "rewind") and run.state() != "running"
+    kinds = [event.get("event") for event in newest if event.get("event") not in (*BESIDE, "failed")]
+    ended = kinds[-1] in ("skip", "rewind") and run.state() != "running"
     what = f"the loss is {_short(last.get('loss'))} and the gradient norm {_short(last.get('grad_norm'))}"
     text = (
         f"{len(skips)} step{'s were' if len(skips) > 1 else ' was'} skipped, the last at step {last.get('step')}, where {what}"
@@ -214,7 +222,7 @@ def _short(value: object) -> str:
 
 
 def _is_finite(value: float | None) -> bool:
-    """Null stands for what is no number."""
+    """Return whether the value is finite. None stands for NaN."""
     return value is not None and math.isfinite(value)
 
 
@@ -227,8 +235,9 @@ def _details(event: Record) -> list[str]:
 def _numbers(run: Run) -> Iterator[Finding]:
     last = run.series.last
     loss, norm, scale = (last.get(key) for key in ("loss", "grad_norm", "loss_scale"))
-    figures = ("loss",) if scale is not None else ("loss", "grad_norm")  # a step that overflowed is made again in fp16
-    if any(key in last and not _is_finite(last[key]) for key in figures):
+    # In fp16, a step with an infinite gradient norm is repeated with a lower loss scale.
+    metrics = ("loss",) if scale is not None else ("loss", "grad_norm")
+    if any(key in last and not _is_finite(last[key]) for key in metrics):
         yield Finding(
             NUMBERS - 1,
             f"at step {last.get('step')} the loss is {_short(loss)} and the gradient norm {_short(norm)}",
@@ -241,12 +250,12 @@ def _numbers(run: Run) -> Iterator[Finding]:
     raised = {alert["alert"]: alert for alert in _alerts(run) if alert.get("alert") in _ALERT_FIX}
     for kind, alert in raised.items():
         weight = {"disk-low": DISK - 10}.get(kind, WARNING - 10)
-        told = f"at step {alert.get('step')}: {alert.get('text')}"
-        yield Finding(weight, told, _ALERT_FIX[kind], [f"events.jsonl: alert at step {alert.get('step')}"], kind)
+        text = f"at step {alert.get('step')}: {alert.get('text')}"
+        yield Finding(weight, text, _ALERT_FIX[kind], [f"events.jsonl: alert at step {alert.get('step')}"], kind)
 
 
 def _overflow(run: Run, scale: float) -> Iterator[Finding]:
-    """Of the latest logs, or of all steps where there are fewer."""
+    """Yield a finding if more than 20% of the latest steps overflowed."""
     logs = run.series.latest("skipped", _OVERFLOW_LOGS + 1)
     first = logs[0] if len(logs) > _OVERFLOW_LOGS else (0, 0.0)
     last = logs[-1] if logs else first
@@ -262,7 +271,7 @@ def _overflow(run: Run, scale: float) -> Iterator[Finding]:
 
 
 def _alerts(run: Run) -> list[Record]:
-    """Those of the last hour of the run: what was alarming before that, and has not come again, is over."""
+    """Return the alerts of the run's last hour. An earlier alert that did not come again is over."""
     newest = run.series.last.get("time") or 0.0
     alerts = [event for event in run.events() if event["event"] == "alert"]
     return [alert for alert in alerts if alert.get("time", 0.0) > newest - _RECENT_S]

@@ -1,5 +1,5 @@
-"""What the dashboard and the report tell of a run besides its curves: time by cause, predicted against measured, and how the
-specs of two runs differ."""
+"""Facts about a run beside its curves: time by cause, predicted and measured values, and differences between the specs of two
+runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from argosy.watch.run_list import Run
 
 
 def waterfall(last: dict[str, Any]) -> list[dict[str, Any]]:
-    """Wall time, what was taken from it and by what, and what was left."""
+    """Return the goodput waterfall: wall time, each cause that reduces it, and the productive rest."""
     spent = {part: float(last.get("spent", {}).get(part, 0.0)) for part in PARTS}
     total = sum(spent.values())
     rows: list[dict[str, Any]] = [
@@ -29,7 +29,7 @@ def waterfall(last: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def predicted(run: Run) -> list[dict[str, Any]]:
-    """Each figure the planner foretold beside what was measured."""
+    """Return each predicted value of the planner beside the measured one."""
     plan, last = run.plan(), run.series.last
     memory = plan.get("memory_gib")
     stages = (
@@ -44,12 +44,12 @@ def predicted(run: Run) -> list[dict[str, Any]]:
     return [
         {
             "figure": name,
-            "predicted": foretold,
+            "predicted": planned,
             "measured": measured,
-            "ratio": measured / foretold if measured and foretold else None,
+            "ratio": measured / planned if measured and planned else None,
         }
-        for name, foretold, measured in pairs
-        if isinstance(foretold, int | float)
+        for name, planned, measured in pairs
+        if isinstance(planned, int | float)
     ]
 
 
@@ -60,7 +60,7 @@ def config_rows(run: Run) -> list[dict[str, Any]]:
 
 
 def config_diff(runs: list[Run]) -> list[dict[str, Any]]:
-    """The keys in which the specs differ."""
+    """Return the keys in which the specs differ."""
     specs = [dict(flatten(spec)) if (spec := run.spec()) else {} for run in runs]
     keys = sorted(set().union(*specs))
     rows = [{"key": key, "values": [spec.get(key) for spec in specs]} for key in keys if key != "name"]

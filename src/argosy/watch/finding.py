@@ -1,4 +1,4 @@
-"""One thing the doctor found: what it is, what to do, the evidence, and how directly it explains that training does not go on."""
+"""A finding of the doctor: verdict, fix, evidence, and a weight for how directly it explains that training does not go on."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-# Weights. WELL: nothing explains it better than that a run is done. FINE: it trains, and what is lighter is a note beside that. A known cause explains why a rank died or stands still.
+# Weights. WELL: the run is done, which outweighs everything. FINE: the run trains, and lighter findings are notes beside
+# that. KNOWN: a known failure explains why a rank died or stalled.
 WELL, KNOWN, STALL, FULL, DEATH, NUMBERS = 100, 96, 95, 92, 90, 80
 FAILED, DISK, SETBACK, CONSEQUENCE, OVERFLOW, SLOW, WARNING, FINE, NOTE = 77, 75, 72, 70, 60, 50, 40, 30, 20
 
-STATES = ("done", "running", "stopped", "new", "dead")  # names of the finding that says only how the run is
+# Names of findings that only state how the run is.
+STATES = ("done", "running", "stopped", "new", "dead")
 
 # Events that may follow the one that ends a run.
 BESIDE = ("alert", "sink-down", "sink-up")
@@ -28,6 +30,7 @@ class Finding:
         return {"name": self.name, "verdict": self.verdict, "fix": self.fix, "evidence": self.evidence}
 
 
-def called(ranks: Sequence[int]) -> str:
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return "rank 3", or "ranks 0, 1, 2, 3 and 4 more"."""
     shown = ", ".join(map(str, ranks[:4])) + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

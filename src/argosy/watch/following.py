@@ -1,4 +1,4 @@
-"""What is kept in memory of a JSONL file that grows: each line is looked at once, and readers get in between two batches."""
+"""In-memory data from a growing JSONL file: each line is parsed once, and readers get the lock between two batches."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from argosy.record.jsonl import Record
 from argosy.record.tail import Tail
 
 
-class Following(ABC):
+class FollowedFile(ABC):
+    """A growing file, read in batches of `at_once` lines. Readers can take the lock between two batches."""
+
     def __init__(self, path: Path, at_once: int) -> None:
-        """`at_once` lines are taken between two moments at which readers get in."""
         self._tail, self._at_once = Tail(path), at_once
         self._lock, self._updating = threading.Lock(), threading.Lock()
 
     def update(self) -> None:
-        """Read to the end of the file. A second caller does not wait for the first."""
+        """Read to the end of the file. If another thread is reading, return at once."""
         if not self._updating.acquire(blocking=False):
             return
         try:
@@ -29,9 +30,9 @@ class Following(ABC):
 
     @property
     def reading(self) -> bool:
-        """Whether there is more in the file than was read so far."""
+        """True while the file has more lines than were read."""
         return self._updating.locked()
 
     @abstractmethod
     def _take(self, records: list[Record]) -> None:
-        """Keep what is worth it; the lock is held."""
+        """Store what is needed of the records. The caller holds the lock."""

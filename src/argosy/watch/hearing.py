@@ -1,7 +1,7 @@
-"""How long ago each rank was heard of, by our own clock: a heart beat that has changed since we last looked is heard now.
+"""The age of each rank's heartbeat by the local clock: a heartbeat that has changed since the last look is new.
 
-Clocks of machines may differ by minutes. Where we have looked once only, the time in the beat is all there is to go by; who has
-time for a second look waits for the next beat.
+Clocks of machines may differ by minutes. After a single look, the time in the heartbeat is all there is; a caller with time
+waits for the next heartbeat.
 """
 
 from __future__ import annotations
@@ -12,35 +12,41 @@ from collections.abc import Callable
 from argosy.record.heartbeat import interval_s
 from argosy.record.jsonl import Record
 
-_DOUBTFUL_S = 20.0  # a beat older than this may as well be one by another clock
-_STORAGE_S = 5.0  # that a shared file system may take to show a change
+# A heartbeat older than this may come from a machine with another clock.
+_DOUBTFUL_S = 20.0
+# Time until a shared file system shows a change.
+_STORAGE_S = 5.0
 
 
-class Hearing:
+class HeartbeatAges:
+    """The last heartbeat of each rank, and when it was first seen."""
+
     def __init__(self) -> None:
-        # Of each rank the last beat, since when we know it, and whether it came while we looked.
+        # By rank: the heartbeat's identity, when it was first seen, and whether it changed while we looked.
         self._beats: dict[int, tuple[object, float, bool]] = {}
         self._looked = time.monotonic()
 
-    def note(self, beats: dict[int, Record]) -> dict[int, Record]:
-        """The same, each with its age in seconds."""
+    def with_ages(self, beats: dict[int, Record]) -> dict[int, Record]:
+        """Return the heartbeats, each with its age `age_s` in seconds."""
         now, since = time.monotonic(), self._looked
         self._looked = now
         return {rank: beat | {"age_s": self._age(rank, beat, now, since)} for rank, beat in beats.items()}
 
     def _age(self, rank: int, beat: Record, now: float, since: float) -> float:
-        told = abs(time.time() - float(beat.get("time", 0.0)))  # one from the future is by another clock
+        # A heartbeat from the future comes from another clock.
+        stated_s = abs(time.time() - float(beat.get("time", 0.0)))
         mark = (beat.get("host"), beat.get("pid"), beat.get("beat"))
         before, at, heard = self._beats.get(rank, (None, now, False))
         if before != mark:
             heard = before is not None
-            at = now - min(told, now - since) if heard else now  # it came after our last look
+            # The heartbeat was written after the last look.
+            at = now - min(stated_s, now - since) if heard else now
             self._beats[rank] = (mark, at, heard)
-        return now - at if heard else max(told, now - at)
+        return now - at if heard else max(stated_s, now - at)
 
 
-def listen(heartbeats: Callable[[], dict[int, Record]]) -> None:
-    """Until a beat is heard, where none is known to be recent: no longer than one takes."""
+def wait_for_heartbeat(heartbeats: Callable[[], dict[int, Record]]) -> None:
+    """Wait for a new heartbeat if none is known to be recent, for at most one interval."""
     beats = [beat for beat in heartbeats().values() if beat.get("alive")]
     between_s = interval_s(len(beats))
     deadline = time.monotonic() + 1.5 * between_s + _STORAGE_S

@@ -1,6 +1,6 @@
-"""What each rank did over time, as a picture of bounded size: ranks down, time across, the worst value in each cell.
+"""The heat map of ranks over time, of bounded size: ranks down, steps across, the worst value in each cell.
 
-It is kept as `ranks.jsonl` grows, each line looked at once, so that neither many ranks nor a long run make a page wait.
+It is updated as `ranks.jsonl` grows, and parses each line once, so that neither many ranks nor a long run delays a page.
 """
 
 from __future__ import annotations
@@ -13,16 +13,19 @@ from numpy.typing import NDArray
 
 from argosy.record.jsonl import Record
 from argosy.record.rank_columns import COLUMNS, Ranks
-from argosy.watch.following import Following
+from argosy.watch.following import FollowedFile
 
-RATIO = "ratio"  # a rank's own work over its peers'
-_ROWS, _CELLS = 256, 240  # down, and across at least
-_AT_ONCE = 50  # lines between two moments at which readers get in
+# A rank's own work divided by its peers'.
+RATIO = "ratio"
+# Most rows, and fewest columns of a long run.
+_ROWS, _CELLS = 256, 240
+# Lines in a batch.
+_AT_ONCE = 50
 Row = NDArray[np.float32]
 
 
-class HeatMap(Following):
-    """Of one ranks.jsonl. `update` reads what is new; `picture` answers from memory."""
+class HeatMap(FollowedFile):
+    """The heat map of one ranks.jsonl. `update` reads new lines; `picture` answers from memory."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, _AT_ONCE)
@@ -30,7 +33,8 @@ class HeatMap(Following):
 
     def _clear(self, world: int) -> None:
         self._world, self._stride, self._in_last = world, 1, 0
-        self._steps: list[int] = []  # of the first line in each column of cells
+        # Step of the first line in each column of cells.
+        self._steps: list[int] = []
         self._cells: dict[str, list[Row]] = {}
 
     def _take(self, records: list[Record]) -> None:
@@ -42,15 +46,18 @@ class HeatMap(Following):
         with self._lock:
             cells, steps = list(self._cells.get(column, ())), list(self._steps)
             names = [name for name in (RATIO, *COLUMNS) if name in self._cells]
-        plain = np.round(np.stack(cells).astype(np.float64), 4).tolist() if cells else []  # what is missing is NaN
+        # Missing values are NaN.
+        plain = np.round(np.stack(cells).astype(np.float64), 4).tolist() if cells else []
         ranks = list(range(0, self._world, high))
         return {"steps": steps, "ranks": ranks, "cells": plain, "ranks_a_row": high, "column": column, "columns": names}
 
     def _add(self, line: Ranks) -> None:
         world = len(line.columns["own_s"])
-        if world != self._world:  # another layout: other ranks
+        # Another world size: the ranks are not the same.
+        if world != self._world:
             self._clear(world)
-        while self._steps and self._steps[-1] >= line.step:  # the run went back to a checkpoint
+        # The run went back to a checkpoint.
+        while self._steps and self._steps[-1] >= line.step:
             self._steps.pop()
             for rows in self._cells.values():
                 rows.pop()

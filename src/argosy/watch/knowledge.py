@@ -1,4 +1,4 @@
-"""Known failures, read from `failures.yaml`: what each looks like in a line of text, its cause and its fix."""
+"""Known failures, read from `failures.yaml`: the pattern of each in a line of text, its cause and its fix."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from typing import Any
 from argosy.config.yaml_reader import read_yaml
 
 FILE = Path(__file__).parent / "failures.yaml"
-_LONGEST_LINE = 2000  # characters that are looked at
+# Characters of a line that are searched.
+_LONGEST_LINE = 2000
 COLOUR = re.compile(r"\x1b\[[0-9;:?]*[A-Za-z]")
-# How programs say which rank is speaking: torch's own prefix, NCCL's and gloo's texts, and ours.
+# Prefixes that name the rank of a line: torch's, NCCL's, gloo's and ours.
 _RANK = re.compile(r"\[(?:default|rank|Rank |rank )(\d+)\]|\brank[ =](\d+)\b")
 
 FATAL, SETBACK, CONSEQUENCE, WARNING = "fatal", "setback", "consequence", "warning"
@@ -22,14 +23,16 @@ FATAL, SETBACK, CONSEQUENCE, WARNING = "fatal", "setback", "consequence", "warni
 
 @dataclass(frozen=True)
 class Failure:
+    """A known failure. `between_nodes`: ignored on a single machine. `exact`: the pattern is case-sensitive."""
+
     name: str
     pattern: re.Pattern[str]
     cause: str
     fix: str
     samples: tuple[str, ...]
     severity: str = FATAL
-    between_nodes: bool = False  # no news on a single machine
-    exact: bool = False  # its case counts
+    between_nodes: bool = False
+    exact: bool = False
 
 
 @dataclass(frozen=True)
@@ -40,12 +43,12 @@ class Match:
 
     @property
     def cause(self) -> str:
-        """In words; where they cannot be known beforehand, the line's own."""
+        """The cause; `{line}` in it stands for the matched line."""
         return self.failure.cause.replace("{line}", self.line[:200])
 
     @property
     def rank(self) -> int | None:
-        """That the line names as speaking."""
+        """The rank that the line names, or None."""
         found = _RANK.search(self.line)
         return None if found is None else int(found[1] or found[2])
 
@@ -59,14 +62,16 @@ def failures() -> tuple[Failure, ...]:
 
 
 def _compiled(entry: dict[str, Any]) -> re.Pattern[str]:
-    """For lines in small letters: to search for those is many times faster than to search for both."""
+    """Compile a pattern for lower-case lines: searching those is many times faster than ignoring case."""
     small = re.sub(r"\\.|[A-Z]", lambda found: found[0] if found[0][0] == "\\" else found[0].lower(), entry["pattern"])
     return re.compile(entry["pattern"] if entry.get("exact") else small)
 
 
 def matches(lines: Iterable[str], where: str) -> Iterator[Match]:
-    """The first line that shows each failure, in the order of the lines; of several that fit a line, the first known counts. A
-    rank that is named is another failure of the same kind."""
+    """Yield the first line that shows each failure, in the order of the lines.
+
+    If several failures match a line, the first in `failures.yaml` counts. The same failure of another rank is yielded again.
+    """
     seen: set[tuple[str, int | None]] = set()
     for line in lines:
         line = COLOUR.sub("", line[:_LONGEST_LINE]).strip()

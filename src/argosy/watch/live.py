@@ -1,4 +1,4 @@
-"""`argosy watch`: a run as it trains, in the terminal; plain lines where standard output is not one."""
+"""`argosy watch`: a live view of a run in the terminal, or plain lines if standard output is not a terminal."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ import threading
 import time
 from pathlib import Path
 
+from argosy.console.output import say
 from argosy.console.training_lines import describe
 from argosy.record.tail import Tail
-from argosy.watch.reading import figures, is_number, printable, sound
+from argosy.watch.reading import is_number, printable, valid_fields, valid_metrics
 from argosy.watch.run_list import Run, require_run
-from argosy.watch.screen import screen, told
+from argosy.watch.screen import event_line, screen
 
 _EVERY_S, _READ_S = 1.0, 0.5
 
 
 def watch(path: Path, *, once: bool) -> None:
-    """Until the run ends or Ctrl-C; `once` shows what there is and leaves."""
+    """Show the run until it ends or Ctrl-C. `once` shows its present state and returns."""
     require_run(path)
     run = Run(path.resolve().name, path)
     run.listen()
@@ -30,11 +31,12 @@ def watch(path: Path, *, once: bool) -> None:
 def _lines(run: Run, once: bool) -> None:
     metrics, events = Tail(run.dir.metrics), Tail(run.dir.events)
     while True:
-        state = run.state()  # before reading, so that what came last is not missed
+        # Read the state first, so that the last lines are not missed.
+        state = run.state()
         for _, line in sorted([*_steps(metrics), *_events(events)], key=lambda item: item[0]):
-            print(line, flush=True)
+            say(line)
         if once or state in ("done", "stopped", "dead"):
-            print(f"{printable(run.name)} is {state}", flush=True)
+            say(f"{printable(run.name)} is {state}")
             return
         time.sleep(_EVERY_S)
 
@@ -42,7 +44,7 @@ def _lines(run: Run, once: bool) -> None:
 def _steps(metrics: Tail) -> list[tuple[float, str]]:
     found: list[tuple[float, str]] = []
     for raw, _ in metrics.read():
-        record = figures(raw)
+        record = valid_metrics(raw)
         if is_number(record.get("step")):
             text = describe(record) if "loss" in record else ""
             if record.get("validation_loss") is not None:
@@ -52,8 +54,8 @@ def _steps(metrics: Tail) -> list[tuple[float, str]]:
 
 
 def _events(events: Tail) -> list[tuple[float, str]]:
-    read = (sound(event) for event, _ in events.read() if isinstance(event.get("event"), str))
-    return [(event.get("time", 0.0), told(event)) for event in read]
+    read = (valid_fields(event) for event, _ in events.read() if isinstance(event.get("event"), str))
+    return [(event.get("time", 0.0), event_line(event)) for event in read]
 
 
 def _in_terminal(run: Run) -> None:
@@ -66,7 +68,8 @@ def _in_terminal(run: Run) -> None:
             while True:
                 reader = threading.Thread(target=run.series.update, daemon=True)
                 reader.start()
-                reader.join(_READ_S)  # a long file is shown as far as it was read
+                # A long file is shown as far as it has been read.
+                reader.join(_READ_S)
                 live.update(screen(run, console.width, console.height), refresh=True)
                 time.sleep(_EVERY_S)
         except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""Curves as SVG, made here so that a report needs no script and prints well."""
+"""Curves as SVG, drawn in Python so that a report needs no script and prints well."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from argosy.console.formats import amount
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 520, 200, 56, 10, 10, 24
-_TICKS = 5  # at most
+_TICKS = 5
 
 
 @dataclass(frozen=True)
 class Curve:
-    """In pieces: the mean of each, and the range that a single step may have reached in it."""
+    """A curve in pieces: the mean, lowest and highest value of each."""
 
     label: str
     steps: Sequence[float]
@@ -25,7 +25,7 @@ class Curve:
 
 
 class _Frame:
-    """Where a step and a value lie in the picture."""
+    """The mapping of steps and values to coordinates of the picture."""
 
     def __init__(self, curves: Sequence[Curve]) -> None:
         self.x0, self.x1 = min(min(c.steps) for c in curves), max(max(c.steps) for c in curves)
@@ -45,7 +45,7 @@ class _Frame:
 
 
 def line_chart(title: str, curves: Sequence[Curve]) -> str:
-    """All curves on the same axes; one of few points beside another is drawn as dots."""
+    """Draw all curves on the same axes. A second curve of few points is drawn as dots."""
     curves = [curve for curve in curves if curve.steps]
     if not curves:
         return ""
@@ -83,7 +83,7 @@ def _drawn(curve: Curve, number: int, frame: _Frame) -> str:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Round values between the two, at least one of them."""
+    """Return round values between the two, at least one."""
     span = high - low or 1.0
     power = 10.0 ** math.floor(math.log10(span / _TICKS))
     step = next(part * power for part in (1, 2, 5, 10) if span / (part * power) <= _TICKS)

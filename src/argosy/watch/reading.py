@@ -1,5 +1,4 @@
-"""What a file of a run directory says, as the types that whoever reads it counts on. A run directory may be damaged or a
-stranger's: a field that is not what it should be is left out, as if it had not been written."""
+"""Checked reading of a run directory's files, which may be damaged or come from strangers: a field of the wrong type is dropped."""
 
 from __future__ import annotations
 
@@ -15,15 +14,16 @@ _NUMBERS = frozenset(
 _TEXTS = frozenset(
     ("event", "alert", "text", "cause", "reason", "phase", "path", "error", "debug", "collective", "host", "state", "fix", "code")
 )  # fmt: skip
-_LATEST = 1e11  # seconds since 1970: what a calendar can hold
+# Seconds since 1970 that a calendar can show.
+_LATEST = 1e11
 
 
 def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def sound(record: Record) -> Record:
-    """An event or a heart beat."""
+def valid_fields(record: Record) -> Record:
+    """Return the fields of an event or heartbeat that have the right type."""
     return {key: value for key, value in record.items() if _fits(key, value)}
 
 
@@ -35,8 +35,8 @@ def _fits(key: str, value: object) -> bool:
     return is_number(value) if key in _NUMBERS else isinstance(value, str) or key not in _TEXTS
 
 
-def figures(record: Record) -> Record:
-    """A line of metrics: numbers, null where one was none, the peak's name, and the sums of where time went."""
+def valid_metrics(record: Record) -> Record:
+    """Return the usable fields of a metrics record: numbers, None for NaN, the name of the peak, and time by cause."""
     found: Record = {key: value for key, value in record.items() if value is None or is_number(value)}
     if not _fits("time", found.get("time")):
         found.pop("time", None)
@@ -52,10 +52,10 @@ def table(value: Any) -> dict[str, Any]:
 
 
 def readable(name: str) -> str:
-    """The name of a file, which may be any bytes, as text that can be sent on."""
+    """Return a file name, which may be any bytes, as valid text."""
     return os.fsencode(name).decode(errors="replace")
 
 
 def printable(text: str) -> str:
-    """One line for a terminal: nothing in it moves the cursor or changes what was printed before."""
+    """Return the text as one line that is safe for a terminal: no control characters."""
     return "".join(letter if letter.isprintable() else "�" for letter in re.sub(r"[\t\r\n]+ *", " ", text))

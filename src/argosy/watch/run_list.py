@@ -1,6 +1,6 @@
-"""Run directories under a root: finding them, and what is known of each at a glance.
+"""The run directories under a root, and the state of each.
 
-A run is only ever looked up among those that were found by looking, so that no name, however written, leads anywhere else.
+A run is looked up only among the directories found under the root, so no name can lead anywhere else.
 """
 
 from __future__ import annotations
@@ -18,21 +18,23 @@ from argosy.record.alerts import TROUBLE
 from argosy.record.heartbeat import read_heartbeats
 from argosy.record.jsonl import Record
 from argosy.record.rundir import RunDir
-from argosy.record.tail import Kept
+from argosy.record.tail import RecentRecords
 from argosy.untrusted import read_object
-from argosy.watch.hearing import Hearing, listen
+from argosy.watch.hearing import HeartbeatAges, wait_for_heartbeat
 from argosy.watch.heat import HeatMap
-from argosy.watch.reading import printable, readable, sound, table
+from argosy.watch.reading import printable, readable, table, valid_fields
 from argosy.watch.series import Series
 
-_DEPTH = 3  # folders below the root
+# Levels of folders below the root.
+_DEPTH = 3
 _MOST_RUNS = 2000
 _MOST_EVENTS = 5000
-QUIET_AFTER_S = 120.0  # a run of which nothing was heard for so long is not running
+# A run without a heartbeat for this long is not running.
+QUIET_AFTER_S = 120.0
 
 
 def find_runs(root: Path) -> dict[str, Path]:
-    """By name: the path below the root, or the root's own name where it is a run itself."""
+    """Return run directories by name: the path below the root, or the root's own name if it is a run itself."""
     found: dict[str, Path] = {}
 
     def look(folder: Path, depth: int) -> None:
@@ -65,7 +67,7 @@ def require_run(path: Path) -> RunDir:
 
 
 def _example(path: Path) -> str:
-    """A run that is there, near the name that was given, or beside it."""
+    """Return existing runs with a similar name, as examples for the error message."""
     for root in (path, path.parent):
         if root.is_dir() and (found := find_runs(root)):
             near = difflib.get_close_matches(path.name, found, n=3, cutoff=0.5) or sorted(found)[:3]
@@ -75,7 +77,7 @@ def _example(path: Path) -> str:
 
 @dataclass
 class Run:
-    """One run, with its figures kept in memory."""
+    """One run, with its metrics in memory."""
 
     name: str
     root: Path
@@ -84,11 +86,11 @@ class Run:
     def __post_init__(self) -> None:
         self.name = readable(self.name)
         self.dir, self.series = RunDir(self.root), Series(self.root / "metrics.jsonl")
-        self._events = Kept(self.dir.events, _MOST_EVENTS, _event)
-        self.heat, self._hearing = HeatMap(self.dir.ranks), Hearing()
+        self._events = RecentRecords(self.dir.events, _MOST_EVENTS, _event)
+        self.heat, self._heartbeat_ages = HeatMap(self.dir.ranks), HeartbeatAges()
 
     def state(self) -> str:
-        """done, running, stopped (asked to) or dead (without a word)."""
+        """Return the state: new, running, done, stopped (on request) or dead (without an end event)."""
         last = next((event for event in reversed(self.events()) if event.get("event") in _ENDS), None)
         if is_held(self.root):
             return "running"
@@ -101,27 +103,29 @@ class Run:
         return {"done": "done", "interrupted": "stopped"}.get(kind, "dead")
 
     def events(self) -> list[Record]:
-        """The newest."""
+        """Return the newest events."""
         return self._events.read()
 
     @property
     def begun(self) -> float:
-        """When it was started or resumed last; 0 where nothing says so."""
+        """Wall-clock time of the last start or resume; 0 if unknown."""
         return next((e.get("time", 0.0) for e in reversed(self.events()) if e["event"] in ("start", "resume")), 0.0)
 
     @property
     def has_trained(self) -> bool:
-        """Since then."""
+        """True if a step was logged since the last start or resume."""
         return bool(self.series.last) and float(self.series.last.get("time") or 0.0) >= self.begun
 
     def heartbeats(self) -> dict[int, Record]:
-        """With `age_s`, how long ago each was heard of."""
-        return self._hearing.note({rank: sound(beat) for rank, beat in read_heartbeats(self.dir.heartbeats).items()})
+        """Return the heartbeats, each with its age `age_s` in seconds."""
+        return self._heartbeat_ages.with_ages(
+            {rank: valid_fields(beat) for rank, beat in read_heartbeats(self.dir.heartbeats).items()}
+        )
 
     def listen(self) -> None:
-        """Before a run is judged by one look: whether it lives is not left to clocks, which may differ."""
+        """Wait for a heartbeat before the run is judged by a single look, since clocks of machines differ."""
         if not is_held(self.root):
-            listen(self.heartbeats)
+            wait_for_heartbeat(self.heartbeats)
 
     def spec(self) -> dict[str, Any]:
         return table(without_secrets(self._json("resolved.json").get("spec")))
@@ -130,14 +134,14 @@ class Run:
         return table(self._json("resolved.json").get("origins"))
 
     def plan(self) -> dict[str, Any]:
-        """What was predicted, where a plan is stored with the run."""
+        """Return the planner's prediction, if one is stored with the run."""
         plan = self._json("plan.json")
         if isinstance(plan.get("plans"), list) and plan["plans"]:
             return table(plan.get("asked") or plan["plans"][0])
         return plan
 
     def checkpoints(self) -> list[dict[str, Any]]:
-        """The newest first; those that are deleted just now are left out."""
+        """Return the checkpoints, newest first. One that is being deleted is skipped."""
         paths = sorted((self.root / "checkpoints").glob("step-*"), reverse=True)
         return [facts for path in paths if (facts := _about(path)) is not None]
 
@@ -148,7 +152,7 @@ class Run:
             return {}
 
     def summary(self) -> dict[str, Any]:
-        """For a list of runs."""
+        """Return the fields for a list of runs."""
         last = self.series.last
         keys = ("step", "steps", "loss", "tokens", "tokens_per_s", "mfu", "peak", "goodput", "cost", "eta_s", "time", "memory_gib", "step_s", "grad_norm", "lr", "tflops", "tokens_per_s_gpu", "spent", "data_wait", "rank_spread", "slowest_rank")  # fmt: skip
         return {
@@ -163,7 +167,7 @@ class Run:
         }
 
     def skips(self) -> int:
-        """Steps the guard skipped, those that were taken again after a rewind included."""
+        """Return how many steps the guard skipped, including steps repeated after a rewind."""
         return sum(event.get("event") == "skip" for event in self.events())
 
     def _has_logged(self) -> bool:
@@ -173,7 +177,7 @@ class Run:
             return False
 
     def _reading(self) -> float | None:
-        """How much of the file has been read, while it has not been all."""
+        """Return the share of the metrics file that has been read, or None if all of it has."""
         try:
             size = self.dir.metrics.stat().st_size
         except OSError:
@@ -185,7 +189,7 @@ _ENDS = frozenset(("start", "resume", "restart", "done", "interrupted", "non-fin
 
 
 def _event(record: Record) -> Record | None:
-    return sound(record) if isinstance(record.get("event"), str) else None
+    return valid_fields(record) if isinstance(record.get("event"), str) else None
 
 
 def _about(checkpoint: Path) -> dict[str, Any] | None:
@@ -200,7 +204,7 @@ def _about(checkpoint: Path) -> dict[str, Any] | None:
 
 
 def is_held(root: Path) -> bool:
-    """Whether a trainer on this machine holds the run's lock."""
+    """Return whether a trainer on this machine holds the run's lock."""
     try:
         fd = os.open(root / ".lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
     except OSError:

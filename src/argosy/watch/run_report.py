@@ -1,4 +1,4 @@
-"""`argosy report`: a run on one page to send to a colleague. One HTML file that loads nothing and runs nothing, ready to print."""
+"""`argosy report`: a run on one page, as one HTML file that loads nothing and runs nothing, ready to print."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ def page(run: Run) -> str:
             for row in waterfall(last)
         ]
         parts.append("<h2>Where the time went</h2>" + _table(("", "time", "share", ""), rows))
-    if foretold := predicted(run):
+    if comparison := predicted(run):
         rows = [
             (row["figure"], _number(row["predicted"]), _number(row["measured"]), _number(row["ratio"]))
-            for row in foretold
+            for row in comparison
         ]
         parts.append("<h2>Predicted and measured</h2>" + _table(("figure", "predicted", "measured", "ratio"), rows))
     parts.append("<h2>Incidents</h2>" + _incidents(run))
@@ -88,7 +88,8 @@ def _facts(run: Run) -> list[tuple[object, ...]]:
         rows += [("model", describe_size(spec.model)), ("layout", describe_layout(spec.parallel) or "one rank")]
         rows.append(("batch", f"{spec.train.global_batch} x {spec.data.seq_len} tokens"))
     except (ValueError, ArgosyError):
-        pass  # a spec of another version: the figures stand for themselves
+        # The spec is of another version. The metrics are shown without it.
+        pass
     if last:
         mfu = (
             "n/a: no dense peak is known for the device"

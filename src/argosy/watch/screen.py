@@ -1,6 +1,6 @@
-"""A run on one screen of a terminal, whatever its size: what is going on, two curves, where time goes, ranks, and the newest events.
+"""A run on one terminal screen of any size: state, two curves, time by cause, ranks, and the newest events.
 
-What does not fit is left out from the top of a list, or as a whole; the newest events always have room.
+Lists that do not fit lose their first lines, or are left out. The newest events always have room.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from argosy.record.ledger import PARTS
 from argosy.watch.reading import printable
 from argosy.watch.run_list import Run
 
-_FACTS_ROWS = len(PARTS) + 2  # with the frame
+# Including the frame.
+_FACTS_ROWS = len(PARTS) + 2
 _FEWEST_EVENTS_ROWS, _FEWEST_CURVE_ROWS = 5, 7
 _SHORT = {"forward_backward": "fwd+bwd"}
 
 
 def screen(run: Run, width: int, height: int) -> Layout:
-    """For so many columns and rows."""
+    """Return the view of a run for a terminal of this size."""
     last, state = run.series.last, run.state()
     rest = height - 2 - _FEWEST_EVENTS_ROWS
     facts = _FACTS_ROWS if rest >= _FACTS_ROWS else 0
@@ -49,8 +50,8 @@ def screen(run: Run, width: int, height: int) -> Layout:
     return whole
 
 
-def told(event: Record) -> str:
-    """One event in a line."""
+def event_line(event: Record) -> str:
+    """Return an event as one line."""
     when = time.strftime("%H:%M:%S", time.localtime(event.get("time", 0.0)))
     kind = f"alert {event.get('alert', '')}" if event.get("event") == "alert" else str(event.get("event"))
     text = next((event[key] for key in ("text", "cause", "reason", "path") if event.get(key)), "")
@@ -111,7 +112,7 @@ def _of_the_run(last: Record) -> tuple[str, list[str]]:
 
 
 def _ranks(run: Run, last: Record) -> tuple[str, list[str]]:
-    """Those furthest behind, or longest in a phase, first."""
+    """Return the lines about ranks: those furthest behind, or longest in a phase, first."""
     beats = sorted(run.heartbeats().values(), key=lambda beat: (beat.get("step", 0), -beat.get("phase_s", 0.0)))
     lines = []
     if last.get("slowest_rank") is not None and last.get("rank_spread") is not None:
@@ -121,13 +122,13 @@ def _ranks(run: Run, last: Record) -> tuple[str, list[str]]:
         doing = f"{beat.get('phase')} {beat.get('phase_s', 0):.0f}s" if beat.get("alive") else "ended"
         lines.append(printable(f"{beat.get('rank'):>4} {doing}, step {beat.get('step')}, {beat.get('host')}"))
     lines += [f"     and {len(beats) - room} more"] if len(beats) > room else []
-    return "ranks", lines or ["no heart beats"]
+    return "ranks", lines or ["no heartbeats"]
 
 
 def _events(run: Run, rows: int) -> Any:
     lines = Text(no_wrap=True, overflow="ellipsis")
     for event in run.events()[-max(1, rows) :]:
         bad = event.get("event") in TROUBLE
-        lines.append(told(event) + "\n", style="red" if bad else "")
+        lines.append(event_line(event) + "\n", style="red" if bad else "")
     lines.rstrip()
     return Panel(lines if lines.plain else Text("none"), title="events")

@@ -1,7 +1,7 @@
-"""The figures of a run in memory, column by column, kept up to date as its metrics.jsonl grows.
+"""The metrics of a run in memory, by column, updated as metrics.jsonl grows.
 
-A run of a million logged steps takes some seconds to read, once, in a thread; what has been read so far can be asked for at any
-time. A curve is given in as many pieces as the asker has room for: lowest, highest and mean value of each.
+Reading a run of a million logged steps takes some seconds, once, in a thread; what has been read so far is available at any
+time. A curve is reduced to the number of pieces that the caller asks for: lowest, highest and mean value of each.
 """
 
 from __future__ import annotations
@@ -15,17 +15,20 @@ from numpy.typing import NDArray
 
 from argosy.record.jsonl import Record
 from argosy.record.sinks.sink import numbers
-from argosy.watch.following import Following
-from argosy.watch.reading import figures
+from argosy.watch.following import FollowedFile
+from argosy.watch.reading import valid_metrics
 
-_AT_ONCE = 1000  # records between two moments at which readers get in
-_MOST_COLUMNS = 256  # names of metrics in a file that is not ours cannot fill the memory
-_LARGEST = 1e38  # what is beyond it is left out of a curve
+# Records in a batch.
+_AT_ONCE = 1000
+# A stranger's file with many metric names must not fill the memory.
+_MOST_COLUMNS = 256
+# Larger values are left out of a curve.
+_LARGEST = 1e38
 Floats = NDArray[np.float32]
 
 
-class Series(Following):
-    """Of one metrics.jsonl. `update` reads what is new; all else answers from memory."""
+class Series(FollowedFile):
+    """The metrics of one metrics.jsonl. `update` reads new records; everything else answers from memory."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, _AT_ONCE)
@@ -48,14 +51,14 @@ class Series(Following):
 
     @property
     def last(self) -> Record:
-        """The newest record, as far as it can be used."""
-        return figures(self._last)
+        """The newest record, without unusable fields."""
+        return valid_metrics(self._last)
 
     def names(self) -> list[str]:
         return sorted(self._columns)
 
     def _add(self, records: Iterable[Record]) -> None:
-        """Records in the order of the file. Stretches in which the step grows, nearly all there are, go in column by column."""
+        """Add records in file order. Runs of growing steps, nearly all records, are added column by column."""
         batch: list[Record] = []
         for record in records:
             step = record.get("step")
@@ -65,14 +68,14 @@ class Series(Following):
                 self.first_time = float(record["time"])
             newest = batch[-1] if batch else self._last
             if newest and step == newest["step"] and not ("loss" in record and "loss" in newest):
-                if not batch:  # the validation loss of a step follows its training loss
+                # The record of a step's validation loss follows that of its training loss.
+                if not batch:
                     self.count -= 1
                     batch.append({})
                 batch[-1] = newest | record
                 continue
-            if (
-                newest and step <= newest["step"]
-            ):  # the run went back to a checkpoint: what came after it no longer holds
+            # The run went back to a checkpoint: later records are no longer valid.
+            if newest and step <= newest["step"]:
                 self._append(batch)
                 batch = []
                 self.count = int(np.searchsorted(self._steps[: self.count], step))
@@ -104,7 +107,7 @@ class Series(Following):
             self._columns[name] = np.full(len(self._steps), np.nan, np.float32)
 
     def latest(self, name: str, count: int) -> list[tuple[int, float]]:
-        """(step, value) of the newest logs that have it."""
+        """Return (step, value) of the newest logs that have the metric."""
         with self._lock:
             if name not in self._columns:
                 return []
@@ -115,15 +118,13 @@ class Series(Following):
     def curves(
         self, names: Sequence[str], *, first: float | None = None, last: float | None = None, pieces: int = 600
     ) -> dict[str, dict[str, list[Any]]]:
-        """Each curve between two steps, in at most `pieces` pieces."""
+        """Return each curve between two steps, in at most `pieces` pieces."""
         with self._lock:
             steps = self._steps[: self.count]
             low = 0 if first is None else int(np.searchsorted(steps, first))
             high = self.count if last is None else int(np.searchsorted(steps, last, side="right"))
-            low, high = (
-                max(0, low - 1),
-                min(self.count, high + 1),
-            )  # one beyond each edge, so that the line leaves the picture
+            # One point beyond each edge, so that the line leaves the picture.
+            low, high = max(0, low - 1), min(self.count, high + 1)
             rows = {name: self._columns[name][low:high].copy() for name in names if name in self._columns}
             steps = steps[low:high].copy()
         return {name: _pieces(steps, column, pieces) for name, column in rows.items()}

@@ -1,8 +1,8 @@
-"""The dashboard's server: pages and JSON about the runs under a root, for this machine alone and whoever has the token.
+"""The dashboard's server: pages and JSON about the runs under a root, for this machine and for holders of the token.
 
-It only reads. A request must name 127.0.0.1 or localhost as its host, so that no web page elsewhere can have a browser ask here
-by another name; it must carry the token, as a cookie that the first link sets, or in a header. Pages may load nothing but our own
-files and run nothing but our own scripts, so that whatever a run or metric is called is only ever text.
+It only reads. The Host header must be 127.0.0.1 or localhost, which stops DNS rebinding by other web pages. The token must be
+in a cookie, set by the first link, or in a header. The content security policy allows only our own files and scripts, so that
+the name of a run or metric can never become code.
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ COOKIE = "argosy_token"
 _POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 _LOOK_EVERY_S = 2.0
 _MOST_PIECES = 2000
-_LOG_BYTES = 16 << 20  # of a run's logs that are read for a page
+# Bytes of a run's logs that are read for a page.
+_LOG_BYTES = 16 << 20
 
 
-class Shelf:
-    """The runs that were found, looked for again now and then; their figures are read in threads."""
+class RunCache:
+    """The runs found under the root. The list is refreshed every 2 seconds, and metrics are read in threads."""
 
     def __init__(self, root: Path) -> None:
         self._root, self._lock = root, threading.Lock()
@@ -61,7 +62,8 @@ class Shelf:
 
     def get(self, name: str) -> Run:
         run = self.runs().get(name)
-        if run is None:  # it may have begun just now
+        # The run may have just started.
+        if run is None:
             self._looked = float("-inf")
             run = self.runs().get(name)
         if run is None:
@@ -69,7 +71,7 @@ class Shelf:
         return self.fresh(run)
 
     def all_fresh(self, within_s: float = 0.1) -> list[Run]:
-        """Those there is time for: where many long files are new, the next who asks has some more."""
+        """Return all runs, updated as far as time allows. With many long files, the next request finds more of them read."""
         deadline, runs = time.monotonic() + within_s, list(self.runs().values())
         for run in runs:
             if time.monotonic() < deadline:
@@ -77,12 +79,12 @@ class Shelf:
         return runs
 
     def fresh(self, run: Run, within_s: float = 0.05) -> Run:
-        """With what is new in its file; a long file is read on behind the answer."""
-        _meanwhile(run.series.update, within_s)
+        """Update a run from its file. A long file is read on in the background."""
+        _in_background(run.series.update, within_s)
         return run
 
 
-def _meanwhile(update: Callable[[], None], within_s: float) -> None:
+def _in_background(update: Callable[[], None], within_s: float) -> None:
     reader = threading.Thread(target=update, daemon=True)
     reader.start()
     reader.join(within_s)
@@ -96,7 +98,7 @@ class Json(Response):
 
 
 def make_app(root: Path, token: str) -> Starlette:
-    shelf = Shelf(root)
+    cache = RunCache(root)
 
     def answers(function: Callable[[Request], Any]) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
@@ -110,13 +112,13 @@ def make_app(root: Path, token: str) -> Starlette:
         return endpoint
 
     def named(request: Request) -> Run:
-        return shelf.get(request.query_params.get("run", ""))
+        return cache.get(request.query_params.get("run", ""))
 
     def several(request: Request) -> list[Run]:
-        return [shelf.get(name) for name in request.query_params.getlist("run")]
+        return [cache.get(name) for name in request.query_params.getlist("run")]
 
     def runs(request: Request) -> Any:
-        return [run.summary() for run in shelf.all_fresh()]
+        return [run.summary() for run in cache.all_fresh()]
 
     def run_page(request: Request) -> Any:
         run = named(request)
@@ -143,14 +145,14 @@ def make_app(root: Path, token: str) -> Starlette:
 
     def ranks(request: Request) -> Any:
         heat = named(request).heat
-        _meanwhile(heat.update, 0.05)
+        _in_background(heat.update, 0.05)
         return heat.picture(request.query_params.get("column", RATIO)) | {"reading": heat.reading}
 
     def verdict(request: Request) -> Any:
         run = named(request)
         found = [] if run.state() == "done" else diagnose(run, read_bytes=_LOG_BYTES)
-        told = [finding for finding in found if finding.weight > FINE and (finding.name not in STATES or finding.fix)]
-        return [finding.as_dict() for finding in told][:4]
+        shown = [finding for finding in found if finding.weight > FINE and (finding.name not in STATES or finding.fix)]
+        return [finding.as_dict() for finding in shown][:4]
 
     routes = [
         Route("/", _file("index.html")),
@@ -174,7 +176,7 @@ def make_app(root: Path, token: str) -> Starlette:
 
 
 def _guard(token: str) -> Callable[[Request, Any], Awaitable[Response]]:
-    """Who may ask, and what a browser may do with the answer."""
+    """Return the middleware that checks host and token, and sets the security headers."""
 
     async def dispatch(request: Request, call: Any) -> Response:
         host = request.headers.get("host", "").rpartition(":")[0] or request.headers.get("host", "")
@@ -214,14 +216,14 @@ async def _static(request: Request) -> Response:
 
 
 def choices() -> dict[str, Any]:
-    """What the planner's page offers."""
+    """Return the models and clusters that the planner's page offers."""
     known = facts()
     clusters = [f"1x{name}" for name in known.instances] + [f"8x{name}" for name in known.gpus]
     return {"models": sorted([*PRESETS, *ALIASES]), "clusters": clusters}
 
 
 def plan(query: Mapping[str, str]) -> dict[str, Any]:
-    """The planner's answer for presets; a browser names no files."""
+    """Return the planner's answer for a preset. A browser cannot name files."""
     model = query.get("model", "")
     if model not in PRESETS and model not in ALIASES:
         raise ArgosyError(

@@ -1,4 +1,4 @@
-"""Who stands still or is gone, by the heart beats of the ranks."""
+"""Findings from heartbeats: ranks that hang or are gone."""
 
 from __future__ import annotations
 
@@ -6,32 +6,30 @@ from collections.abc import Iterator, Sequence
 
 from argosy.record.jsonl import Record
 from argosy.record.rank_logs import last_words
-from argosy.watch.finding import BESIDE, DEATH, STALL, Finding, called
+from argosy.watch.finding import BESIDE, DEATH, STALL, Finding, name_ranks
 from argosy.watch.run_list import Run, is_held
 
-_LEAST_S, _FIRST_S, _FIRST_DATA_S = (
-    20.0,
-    300.0,
-    60.0,
-)  # before a rank stands still; in a phase it meets for the first time
+# Seconds in a phase before a rank counts as hanging: at least; the first time in a phase; the first time in the data phase.
+_LEAST_S, _FIRST_S, _FIRST_DATA_S = 20.0, 300.0, 60.0
 _MOST_LINES = 16
-_STALE_S = 30.0  # a heart beat older than this was written by nobody
+# An older heartbeat means that its writer is gone.
+_STALE_S = 30.0
 
 
 def ranks_now(run: Run) -> Iterator[Finding]:
-    """Who stands still or is gone, by the heart beats alone: for runs without a supervisor, and while it still waits."""
+    """Yield findings from heartbeats alone, for runs without a supervisor, and before the supervisor acts."""
     beats = run.heartbeats()
     if not beats:
         return
     dead = {rank: beat for rank, beat in beats.items() if beat.get("alive") is False and beat.get("phase") != "done"}
     held = is_held(run.root)
-    said = [event.get("event") for event in run.events() if event.get("event") not in BESIDE]
-    stopped = said and said[-1] in ("done", "interrupted", "non-finite", "failed", "skip", "rewind")
+    kinds = [event.get("event") for event in run.events() if event.get("event") not in BESIDE]
+    stopped = kinds and kinds[-1] in ("done", "interrupted", "non-finite", "failed", "skip", "rewind")
     if dead and not stopped:
         rank, beat = min(dead.items(), key=lambda item: item[1].get("time", 0.0))
         living = [r for r, b in beats.items() if r not in dead]
         rest = f"; {_waiting(living)} for it" if living and held else ""
-        text = f"rank {rank} on {beat.get('host')} ended without a word at step {beat.get('step')} in {beat.get('phase')}: killed, or crashed{rest}"
+        text = f"rank {rank} on {beat.get('host')} ended without a message at step {beat.get('step')} in {beat.get('phase')}: killed, or crashed{rest}"
         yield Finding(
             DEATH - 1,
             text,
@@ -50,23 +48,23 @@ def ranks_now(run: Run) -> Iterator[Finding]:
 
 
 def _gone(beats: dict[int, Record], silent: list[int], waiting: list[int]) -> Finding:
-    """Ranks whose machine does not write their heart beats any more, and those that wait for them."""
+    """Return the finding about ranks whose heartbeats have stopped, and the ranks that wait for them."""
     age = min(float(beats[rank]["age_s"]) for rank in silent)
     hosts = ", ".join(sorted({str(beats[rank].get("host")) for rank in silent})[:4])
     rest = f"; {_waiting(waiting)} for {'it' if len(silent) == 1 else 'them'}" if waiting else ""
-    text = f"nobody has heard of {called(silent)} on {hosts} for {age:.0f} s: the machine went away, or its file system did{rest}"
+    text = f"no heartbeat of {name_ranks(silent)} on {hosts} for {age:.0f} s: the machine is down, or its file system is{rest}"
     fix = f"check {hosts}; the same command goes on from the last checkpoint"
     return Finding(DEATH - 2, text, fix, _lines(beats, silent), "silent")
 
 
 def _lines(beats: dict[int, Record], first: Sequence[int]) -> list[str]:
-    """Those to blame first, and as many others as can be read."""
+    """Return heartbeats as evidence: the ranks to blame first."""
     ordered = [*first, *(rank for rank in beats if rank not in first)]
-    return [_told(rank, beats[rank]) for rank in ordered[:_MOST_LINES]]
+    return [_describe(rank, beats[rank]) for rank in ordered[:_MOST_LINES]]
 
 
 def _still(run: Run, beats: dict[int, Record]) -> dict[int, Record]:
-    """Ranks that have been in a phase for too long."""
+    """Return the ranks that have been in a phase for too long."""
     usual = float(run.series.last.get("step_s") or 10.0)
     return {
         rank: beat
@@ -109,8 +107,11 @@ def _hang(run: Run, beats: dict[int, Record]) -> Iterator[Finding]:
 
 
 def _patience(beat: Record, usual: float) -> float:
-    """Seconds that a rank may be in its phase, where a step usually takes so many: more where it has taken longer before, or has
-    not been through it yet, since the first step compiles and the first save and evaluation may be long."""
+    """Return the seconds that a rank may stay in its phase.
+
+    The limit is 10 usual steps or 4 times the longest time in the phase. It is longer for a first time, since the first step
+    compiles, and the first save and evaluation may be slow.
+    """
     longest = beat.get("longest_s")
     if longest == 0 and beat.get("state") not in ("T", "t"):
         return max(_FIRST_DATA_S if beat.get("phase") == "data" else _FIRST_S, 10 * usual)
@@ -127,11 +128,11 @@ _DOING = {
 }
 
 
-def _told(rank: int, beat: Record) -> str:
+def _describe(rank: int, beat: Record) -> str:
     age = float(beat["age_s"])
     end = "" if beat.get("alive") else ", ended"
-    return f"rank {rank} on {beat.get('host')}: step {beat.get('step')}, {beat.get('phase')} for {beat.get('phase_s', 0):.1f} s, process state {beat.get('state')}{end}, heard of {age:.0f} s ago"
+    return f"rank {rank} on {beat.get('host')}: step {beat.get('step')}, {beat.get('phase')} for {beat.get('phase_s', 0):.1f} s, process state {beat.get('state')}{end}, last heartbeat {age:.0f} s ago"
 
 
 def _waiting(ranks: Sequence[int]) -> str:
-    return f"{called(ranks)} wait" + ("s" if len(ranks) == 1 else "")
+    return f"{name_ranks(ranks)} wait" + ("s" if len(ranks) == 1 else "")

@@ -1,7 +1,7 @@
-"""The lines of a log that are worth a look, however long it is and whether or not it can be read backwards.
+"""The lines of a log worth searching, however long it is, and even if it is a pipe.
 
-A log of a failed job is mostly steps, or one complaint a million times over. Of lines that are the same but for their figures
-only the first few are looked at.
+The log of a failed job is mostly step lines, or one message a million times. Of lines that differ only in their digits, only
+the first 64 are kept.
 """
 
 from __future__ import annotations
@@ -11,14 +11,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-_BLOCK = 4 << 20  # bytes read at once; a longer line is cut
-_SHAPE = 160  # bytes of a line by which it is told from others
-_ALIKE, _SHAPES = 64, 200_000  # lines of one shape; shapes that are remembered
+# Bytes of one read. A longer line is cut.
+_BLOCK = 4 << 20
+# Bytes of a line that are compared with other lines.
+_SHAPE = 160
+# Lines kept of one shape; shapes in memory.
+_ALIKE, _SHAPES = 64, 200_000
 
 
 def suspects(path: Path, most_bytes: int, most_lines: int) -> list[str]:
-    """Of a file or a pipe: a third of so many lines from its start, and the rest up to its end; of a file that is longer than
-    so many bytes, its start and its end."""
+    """Return at most `most_lines` lines of a log: the first third and the last two thirds.
+
+    Of a file longer than `most_bytes`, only the start and the end are read.
+    """
     first: list[bytes] = []
     last: deque[bytes] = deque(maxlen=most_lines - most_lines // 3)
     alike: Counter[bytes] = Counter()
@@ -26,13 +31,15 @@ def suspects(path: Path, most_bytes: int, most_lines: int) -> list[str]:
         with path.open("rb") as file:
             for line in _lines(file, most_bytes):
                 shape = line[:_SHAPE].translate(None, b"0123456789")
-                if len(alike) > _SHAPES:  # nothing is like anything else
+                # The shapes hardly repeat.
+                if len(alike) > _SHAPES:
                     alike.clear()
                 alike[shape] += 1
                 if alike[shape] <= _ALIKE:
                     (first if len(first) < most_lines // 3 else last).append(line)
     except OSError:
-        pass  # it went away: what was read counts
+        # The file was deleted or became unreadable. The lines read so far count.
+        pass
     return [line.decode(errors="replace") for line in (*first, *last)]
 
 
@@ -47,7 +54,8 @@ def _lines(file: BinaryIO, most: int) -> Iterator[bytes]:
 
 
 def _blocks(file: BinaryIO, most: int) -> Iterator[bytes]:
-    """A quarter of `most` from the start, and the end of the file; a pipe, whose end is not known, from the start."""
+    """Yield a quarter of `most` bytes from the start and the rest from the end; of a pipe, whose end is unknown, all from the
+    start."""
     size = file.seek(0, 2) if file.seekable() else None
     if size is not None:
         file.seek(0)
@@ -56,7 +64,8 @@ def _blocks(file: BinaryIO, most: int) -> Iterator[bytes]:
         left -= len(block)
         yield block
     if size is not None and size > most:
-        yield b"\n"  # between the two
+        # Separates the start from the end.
+        yield b"\n"
         file.seek(size - (most - most // 4))
         while block := file.read(_BLOCK):
             yield block

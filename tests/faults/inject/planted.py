@@ -1,4 +1,4 @@
-"""Faults that happen inside a rank, planted around the step it takes."""
+"""Faults inside a rank, planted around its training step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def plant(loop: Any) -> None:
 
 
 def _slow_down(loop: Any, factor: float) -> None:
-    """Every micro-batch takes a tenth of a second, and one rank's so much more."""
+    """Make every micro-batch take 0.1 s, and one rank's `factor` times as long."""
     take_step, slowed = loop.take_step, []
 
     def slower(engine: Any, *step: Any, **options: Any) -> Any:
@@ -49,7 +49,8 @@ def _segfault(take_step: Any, *step: Any, **options: Any) -> Any:
 
 
 def _hold_the_gil(take_step: Any, *step: Any, **options: Any) -> Any:
-    re.match(r"(a+)+$", "a" * 64 + "b")  # takes longer than the universe has, in one native call
+    # One native call that never ends.
+    re.match(r"(a+)+$", "a" * 64 + "b")
 
 
 def _sleep(take_step: Any, *step: Any, **options: Any) -> Any:
@@ -63,7 +64,7 @@ def _hold(take_step: Any, *step: Any, **options: Any) -> Any:
 
 
 def _skip_collective(take_step: Any, *step: Any, **options: Any) -> Any:
-    """The gradients of this step are not summed here: the next collective meets another one over there."""
+    """Do not sum this rank's gradients of this step: its next collective meets another one of the other ranks."""
     from argosy.parallel import data
 
     whole, data.sum_gradients = data.sum_gradients, lambda *arguments: None
@@ -74,7 +75,7 @@ def _skip_collective(take_step: Any, *step: Any, **options: Any) -> Any:
 
 
 def _hurt_gradients(take_step: Any, *step: Any, factor: float, **options: Any) -> Any:
-    """This rank's gradients of this step, before they are summed over all ranks."""
+    """Multiply this rank's gradients of this step, before they are summed over all ranks."""
     from argosy.parallel import data
 
     whole = data.sum_gradients

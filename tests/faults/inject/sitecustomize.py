@@ -1,7 +1,7 @@
 """Loaded by every Python process that has this directory on its path: plants the fault that ARGOSY_FAULT names.
 
-`hold:rank:step` waits for the file that ARGOSY_HOLD names. `name:rank:step` acts on one rank at one step, the first time it gets there; `name:rank:step:always` each time. `slow:rank:1.2` makes
-every step of a rank so much longer.
+`hold:rank:step` waits for the file that ARGOSY_HOLD names. `name:rank:step` acts on one rank at one step, the first time it
+gets there; `name:rank:step:always` each time. `slow:rank:1.2` makes every step of a rank 1.2 times as long.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Lets a module be imported, and changes it then."""
+    """An import hook that changes a module after its import."""
 
     def __init__(self, name: str, change: Any) -> None:
         self._name, self._change, self._inner, self._finding = name, change, None, False

@@ -1,1 +1,1 @@
-"""Checkpoints of Megatron-LM in its `torch_dist` format: read without running their pickles, and imported."""
+"""Megatron-LM checkpoints in the `torch_dist` format: read without running their pickles, and imported."""

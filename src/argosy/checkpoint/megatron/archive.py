@@ -1,7 +1,7 @@
-"""A value that `torch.save` wrote: a zip archive with a pickle, and the bytes of each storage beside it.
+"""Reading a file of `torch.save`: a zip archive with a pickle, and the bytes of each storage beside it.
 
-torch's own reader would do, with `weights_only`; that has let code through twice, and reads a tensor whole. Here the pickle
-is read as data, says where in the file the numbers are, and their checksum is compared; any box of them is then read.
+torch's own reader with `weights_only` has let code through twice, and reads whole tensors. Here the pickle is read as data
+and gives the position of the numbers in the file; their checksum is compared, and any slice of them can be read.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from argosy.checkpoint.megatron.pickles import Beside, Name, Note, UnreadableError, read_pickle
+from argosy.checkpoint.megatron.pickles import GlobalName, PersistentId, PickledObject, UnreadableError, read_pickle
 from argosy.checkpoint.tensors import TensorInfo, read_span
 from argosy.parallel.slices import Box
 from argosy.untrusted import open_regular
 
-_PIECE = 8 * 2**20  # bytes checked at once
-_LOCAL_HEADER = 30  # bytes before the name of an archive's member
+_PIECE = 8 * 2**20  # bytes
+# Size of a zip member's local header before its name, in bytes.
+_LOCAL_HEADER = 30
 STORAGES = {
     "torch.FloatStorage": torch.float32,
     "torch.DoubleStorage": torch.float64,
@@ -44,7 +45,7 @@ _TENSOR_NAMES = frozenset(
 
 @dataclass(frozen=True)
 class Place:
-    """Where a stored value lies."""
+    """The position of a stored value in a file, in bytes."""
 
     path: Path
     offset: int
@@ -53,7 +54,7 @@ class Place:
 
 @dataclass(frozen=True)
 class StoredNumbers:
-    """A tensor in an archive: what it is, and where in the file its first number is."""
+    """A tensor in an archive: its type and shape, and the byte of its first element."""
 
     path: Path
     info: TensorInfo
@@ -64,7 +65,7 @@ class StoredNumbers:
 
 
 def locate_tensor(place: Place) -> StoredNumbers:
-    """The one tensor of an archive, its bytes compared with their checksum. Faults are UnreadableError and OSError."""
+    """Find the one tensor of an archive and compare its checksum. Raises UnreadableError or OSError."""
     with open_regular(place.path) as file:
         archive = _open(file, place)
         info, key, first = _described(read_pickle(_pickle_of(archive, 2**20), _TENSOR_NAMES.__contains__))
@@ -77,7 +78,7 @@ def locate_tensor(place: Place) -> StoredNumbers:
 
 
 def read_value(path: Path, allowed: Callable[[str], bool], limit: int) -> Any:
-    """What a file of `torch.save` says apart from its tensors, as `read_pickle` gives it."""
+    """Read everything but the tensors of a `torch.save` file, as `read_pickle` returns it."""
     with open_regular(path, within=path.parent) as file:
         archive = _open(file, Place(path, 0, os.fstat(file.fileno()).st_size))
         return read_pickle(_pickle_of(archive, limit), allowed)
@@ -85,7 +86,7 @@ def read_value(path: Path, allowed: Callable[[str], bool], limit: int) -> Any:
 
 @contextmanager
 def _archive_faults() -> Iterator[None]:
-    """Whatever Python's reader of archives makes of bytes that are none, as one kind of fault."""
+    """Convert the many exceptions of `zipfile` on broken archives to UnreadableError."""
     try:
         yield
     except UnreadableError:
@@ -100,7 +101,7 @@ def _open(file: BinaryIO, place: Place) -> zipfile.ZipFile:
 
 
 def _member(archive: zipfile.ZipFile, name: str) -> zipfile.ZipInfo:
-    """By its name without that of the archive, which is the first part of them all."""
+    """Find a member by its name without the first part, which is the name of the archive."""
     found = [one for one in archive.infolist() if one.filename.partition("/")[2] == name]
     if len(found) != 1:
         raise UnreadableError(f"the archive has {len(found)} members {name}")
@@ -122,14 +123,14 @@ def _pickle_of(archive: zipfile.ZipFile, limit: int) -> bytes:
 
 
 def _described(value: Any) -> tuple[TensorInfo, str, int]:
-    """(type and shape, key of the storage, number of the first element in it) of a pickled tensor."""
-    if isinstance(value, Note) and value.is_a("torch._utils._rebuild_parameter") and value.args:
+    """Return (type and shape, key of the storage, index of the first element in it) of a pickled tensor."""
+    if isinstance(value, PickledObject) and value.is_a("torch._utils._rebuild_parameter") and value.args:
         value = value.args[0]
-    if not isinstance(value, Note) or not value.is_a("torch._utils._rebuild_tensor_v2") or len(value.args) < 4:
+    if not isinstance(value, PickledObject) or not value.is_a("torch._utils._rebuild_tensor_v2") or len(value.args) < 4:
         raise UnreadableError("it holds no plain tensor")
     storage, first, shape, stride = value.args[:4]
-    kind, what, key, *_ = storage.id if isinstance(storage, Beside) and len(storage.id) == 5 else (None,) * 3
-    if kind != "storage" or not isinstance(what, Name) or what.dotted not in STORAGES or not isinstance(key, str):
+    kind, what, key, *_ = storage.id if isinstance(storage, PersistentId) and len(storage.id) == 5 else (None,) * 3
+    if kind != "storage" or not isinstance(what, GlobalName) or what.dotted not in STORAGES or not isinstance(key, str):
         raise UnreadableError("its numbers are of no known type")
     if not all(_is_size(one) for one in (first, *shape, *stride)):
         raise UnreadableError("its shape is none")
@@ -145,7 +146,7 @@ def _is_size(value: Any) -> bool:
 
 
 def _data_start(file: BinaryIO, place: Place, member: zipfile.ZipInfo) -> int:
-    """Where a member's bytes begin, from where the archive does: behind its header, its name and an extra field."""
+    """Return the offset of a member's data in the archive: after its header, name and extra field."""
     file.seek(place.offset + member.header_offset)
     header = file.read(_LOCAL_HEADER)
     if len(header) < _LOCAL_HEADER or header[:4] != b"PK\x03\x04":
@@ -167,7 +168,7 @@ def _compare_checksum(file: BinaryIO, start: int, member: zipfile.ZipInfo) -> No
 
 
 class _Window(io.RawIOBase):
-    """Part of a file, as a file."""
+    """A part of a file, as a file."""
 
     def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
         self._file, self._offset, self._length, self._at = file, offset, length, 0

@@ -1,8 +1,8 @@
-"""`argosy ckpt import megatron:DIR`: a checkpoint of Megatron-LM as a directory of ours (see `model_directory`).
+"""`argosy ckpt import megatron:DIR`: convert a Megatron-LM checkpoint to a model directory (see `model_directory`).
 
-The model is what the run's arguments in `common.pt` say, or what the user says; the shapes of all tensors must agree with it
-before a number is read. Weights alone are taken over, those of the optimiser where it kept them in 32 bits. One parameter is in
-memory at a time.
+The model spec comes from the run's arguments in `common.pt`, or from the user. The shapes of all tensors are checked against
+it before any data is read. Only weights are imported, the optimiser's fp32 master weights if it kept them. One parameter is
+in memory at a time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from argosy.checkpoint.megatron.archive import read_value
 from argosy.checkpoint.megatron.masters import with_masters
-from argosy.checkpoint.megatron.pickles import Note, UnknownNameError, UnreadableError
+from argosy.checkpoint.megatron.pickles import PickledObject, UnknownNameError, UnreadableError
 from argosy.checkpoint.megatron.torch_dist import METADATA, TorchDist, unsafe
 from argosy.checkpoint.megatron.weight_names import EMBEDDING, make_table
 from argosy.checkpoint.model_directory import counted, write_model
@@ -36,8 +36,9 @@ from argosy.errors import ArgosyError
 from argosy.untrusted import MIB, read_object, read_regular
 
 COMMON, FORMAT, LATEST = "common.pt", "metadata.json", "latest_checkpointed_iteration.txt"
-_LARGEST = 2**28  # bytes of the pickle in common.pt
-# Of what a run's arguments are made. Names only: nothing is imported, whatever they are.
+# Largest pickle in common.pt, in bytes.
+_LARGEST = 2**28
+# Modules and names that a run's arguments may contain. Nothing is imported: they stay names.
 _MODULES = (
     "argparse.Namespace",
     "megatron.",
@@ -58,13 +59,15 @@ _BUILTINS = frozenset(
 
 @dataclass(frozen=True)
 class MegatronImported:
+    """The result of an import. `rows` counts the rows of Megatron's embedding; `padding` of them are left out."""
+
     source: str
     to: str
     family: str
     parameters: int
     bytes: int
-    rows: int  # of their embedding
-    padding: int  # rows left out
+    rows: int
+    padding: int
     vocabulary_known: bool
     tokenizer: str | None
     masters: bool
@@ -96,12 +99,17 @@ def import_megatron(
     masters: bool = True,
     dry_run: bool = False,
 ) -> MegatronImported:
-    """`model` is a preset, in place of the arguments in the checkpoint; `changes` are `key=value` over either. `masters`: take
-    the optimiser's 32-bit weights where all are there."""
+    """Import a Megatron-LM checkpoint to the model directory `to`.
+
+    Args:
+        model: a preset, instead of the arguments in the checkpoint.
+        changes: `key=value` overrides of the model spec.
+        masters: import the optimiser's fp32 master weights if all of them are stored.
+    """
     directory = find_iteration(directory_of(source))
     stored = TorchDist(directory)
-    words = None if tokenizer is None else load_tokenizer(tokenizer)
-    spec, known = _model(directory, model, changes, words)
+    loaded = None if tokenizer is None else load_tokenizer(tokenizer)
+    spec, known = _model(directory, model, changes, loaded)
     table = make_table(spec, stored.infos, str(directory))
     better = with_masters(table, stored.infos) if masters else None
     rows = next(piece for piece in table["embed.tokens.weight"].pieces if piece.name.endswith(EMBEDDING))
@@ -109,7 +117,7 @@ def import_megatron(
     table = better or table
     infos = {name: part.info for name, part in table.items()}
     size = sum(info.nbytes for info in infos.values())
-    name = None if words is None else words.stored()[0]
+    name = None if loaded is None else loaded.stored()[0]
     found = MegatronImported(
         source,
         str(to),
@@ -129,18 +137,18 @@ def import_megatron(
     def read(one: str) -> Tensor:
         return require_finite(one, table[one].read(stored), "megatron.bad-files")
 
-    like = Source(source, spec, infos, read, directory, None, spec.vocab_size, _eod(words), {})
+    like = Source(source, spec, infos, read, directory, None, spec.vocab_size, _eod(loaded), {})
     with staged(to) as stage:
         with ProgressBar("import", size, "B") as bar:
             write_model(stage, like, source, infos, counted(like.read, bar))
-        if words is not None:
-            file, content = words.stored()
+        if loaded is not None:
+            file, content = loaded.stored()
             (stage / file).write_bytes(content)
     return found
 
 
 def find_iteration(directory: Path) -> Path:
-    """The directory with `.metadata`: what was given, NeMo's `weights/` in it, or the newest iteration of a run."""
+    """Return the directory with `.metadata`: the given one, NeMo's `weights/` in it, or the newest iteration of a run."""
     for place in (directory, directory / "weights"):
         if (place / METADATA).exists():
             _require_format(place)
@@ -181,34 +189,34 @@ def _unsupported(directory: Path, why: str) -> ArgosyError:
 
 
 def _model(
-    directory: Path, model: str | None, changes: Sequence[str], words: Tokenizer | None
+    directory: Path, model: str | None, changes: Sequence[str], loaded: Tokenizer | None
 ) -> tuple[ModelSpec, bool]:
-    """(the model, whether its vocabulary is known without padding)"""
+    """Return the model spec, and whether its vocabulary size without padding is known."""
     known = model is not None or any(change.startswith("vocab_size=") for change in changes)
     if model is not None:
         return resolve_model(model, changes), known
     arguments = _arguments(directory)
     tree = model_from_arguments(arguments, str(directory))
-    if not known and words is not None:
-        _require_padding(words.vocab_size, tree["vocab_size"], most_padding(arguments, str(directory)))
-        tree["vocab_size"], known = words.vocab_size, True
+    if not known and loaded is not None:
+        _require_padding(loaded.vocab_size, tree["vocab_size"], most_padding(arguments, str(directory)))
+        tree["vocab_size"], known = loaded.vocab_size, True
     return resolve_model({key: value for key, value in tree.items() if value is not None}, changes), known
 
 
-def _require_padding(words: int, rows: int, most: int) -> None:
-    """Refuse a tokenizer that is not the model's: more rows would be left out than were ever padded."""
-    if rows - words >= most:
+def _require_padding(tokens: int, rows: int, most: int) -> None:
+    """Refuse a tokenizer that is not the model's: more rows would be dropped than padding can add."""
+    if rows - tokens >= most:
         raise ArgosyError(
             "tokenizer.mismatch",
-            f"the tokenizer has {words:,} tokens and the model {rows:,} rows; padding to a multiple of {most:,} would have made "
-            f"{-(-words // most) * most:,} of them",
+            f"the tokenizer has {tokens:,} tokens and the model {rows:,} rows; padding to a multiple of {most:,} would have made "
+            f"{-(-tokens // most) * most:,} of them",
             key="--tokenizer",
             fix="give the tokenizer the model was trained with; or vocab_size=N for the rows to keep",
         )
 
 
 def _arguments(directory: Path) -> dict[str, Any]:
-    """The run's arguments, as plain values; what is not plain stays a note of what it was."""
+    """Return the run's arguments. Values that are not plain stay `PickledObject`s."""
     path = directory / COMMON
     describe = "describe the model with --model PRESET and KEY=VALUE, and it is not opened"
     try:
@@ -222,7 +230,7 @@ def _arguments(directory: Path) -> dict[str, Any]:
     except (UnreadableError, OSError) as error:
         raise ArgosyError("megatron.bad-files", f"{path} cannot be read: {error}", fix=describe) from None
     arguments = document.get("args") if isinstance(document, dict) else None
-    if not isinstance(arguments, Note) or not isinstance(arguments.state, dict):
+    if not isinstance(arguments, PickledObject) or not isinstance(arguments.state, dict):
         raise ArgosyError(
             "megatron.bad-files",
             f"{path} does not hold the arguments of the run, so that the model is not known",
@@ -235,8 +243,8 @@ def _known(dotted: str) -> bool:
     return dotted in _BUILTINS or dotted.startswith(_MODULES)
 
 
-def _eod(words: Tokenizer | None) -> int | None:
+def _eod(loaded: Tokenizer | None) -> int | None:
     try:
-        return None if words is None else words.eod_id
+        return None if loaded is None else loaded.eod_id
     except ArgosyError:
         return None

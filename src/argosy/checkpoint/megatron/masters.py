@@ -1,5 +1,5 @@
-"""The 32-bit weights that Megatron's optimiser keeps of a model in 16 bits, stored beside it under names of their own. A run that
-goes on from these loses nothing; from the model's own, every weight has been rounded once."""
+"""Master weights: the fp32 copies that Megatron's optimiser keeps of 16-bit parameters, stored under names of their own. A run
+that starts from them loses nothing; the model's own weights have been rounded once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MASTER = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?:fp32_param|param)\
 
 @dataclass(frozen=True)
 class Master(Part):
-    """One of our parameters in 32 bits, and in the model's own precision, which must be its rounding."""
+    """A parameter of ours from its fp32 master weights. Their rounding must equal the model's 16-bit weights."""
 
     rounded: Part
 
@@ -36,8 +36,10 @@ class Master(Part):
 
 
 def with_masters(table: Mapping[str, Part], stored: Mapping[str, TensorInfo]) -> dict[str, Part] | None:
-    """The table with a master for each parameter of 16 bits; None where one is missing or cut as no model's tensor is, and
-    where there is nothing in 16 bits."""
+    """Return the table with master weights for each 16-bit parameter.
+
+    Returns None if a master is missing or sharded in another way than its parameter, or if no parameter has 16 bits.
+    """
     masters = {found["of"]: name for name in stored if (found := _MASTER.fullmatch(name)) is not None}
     result: dict[str, Part] = {}
     for name, part in table.items():

@@ -1,8 +1,9 @@
-"""A pickle read as data.
+"""Reading a pickle as data, without running it.
 
-A pickle is a program: it names functions and says what to call them with. Here it is followed without being obeyed. A name
-stays a name, a call stays a note of what was to be called with what, and nothing is imported, looked up or made. Names
-outside those the reader asked for end the reading: whoever wrote them meant something else than to describe tensors.
+A pickle is a program: it names functions and their arguments. Here its opcodes are followed, but nothing is imported, looked
+up or called. A global stays a name (`GlobalName`), and a call stays a record of the function and its arguments
+(`PickledObject`). A name that the caller has not allowed ends the reading: the writer meant something else than to describe
+tensors.
 """
 
 from __future__ import annotations
@@ -25,47 +26,49 @@ _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
 class UnreadableError(ValueError):
-    """The bytes are no pickle, or one that does what no writer of tensors has it do."""
+    """The bytes are no pickle, or use opcodes in a way that no writer of tensors does."""
 
 
 class UnknownNameError(ValueError):
-    """The pickle names something that has no business in it."""
+    """The pickle names something that the caller did not allow."""
 
 
 @dataclass(frozen=True, slots=True)
-class Name:
-    """What would have been imported."""
+class GlobalName:
+    """A global that unpickling would import."""
 
     dotted: str
 
 
 @dataclass(eq=False, slots=True)
-class Note:
-    """What would have been made by calling `what`, and then given a state and items."""
+class PickledObject:
+    """An object that unpickling would make by calling `what`. `items` are the elements of a list, or the pairs of a mapping."""
 
-    what: Name
+    what: GlobalName
     args: tuple[Any, ...]
     state: Any = None
-    items: list[Any] = field(default_factory=list)  # of a kind of list its elements, of a kind of mapping its pairs
+    items: list[Any] = field(default_factory=list)
 
     def is_a(self, *dotted: str) -> bool:
         return self.what.dotted in dotted
 
     def get(self, key: str) -> Any:
-        """An attribute that its state would have given it, or None."""
+        """Return an attribute from the object's state, or None."""
         return self.state.get(key) if isinstance(self.state, dict) else None
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
-    """Something kept outside the pickle, by its id."""
+class PersistentId:
+    """A persistent id: a value stored outside the pickle."""
 
     id: Any
 
 
 def read_pickle(content: bytes, allowed: Callable[[str], bool]) -> Any:
-    """The one value of a pickle: plain values as they are, the rest as names and notes. `allowed` is asked about every
-    dotted name."""
+    """Return the value of a pickle: plain values as they are, everything else as `GlobalName` and `PickledObject`.
+
+    `allowed` is called with every dotted name.
+    """
     machine = _Machine(allowed)
     try:
         for opcode, arg, _ in pickletools.genops(content):
@@ -80,12 +83,13 @@ def read_pickle(content: bytes, allowed: Callable[[str], bool]) -> Any:
 
 
 class _Machine:
-    """The stack and memo that pickles are written for."""
+    """The stack machine that pickles are written for, with its memo."""
 
     def __init__(self, allowed: Callable[[str], bool]) -> None:
         self.allowed = allowed
         self.stack: list[Any] = []
-        self.marks: list[int] = []  # how long the stack was at each mark that has not been taken
+        # Height of the stack at each open mark.
+        self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
 
     def step(self, name: str, arg: Any) -> None:
@@ -119,18 +123,19 @@ class _Machine:
         del self.stack[at:]
         return values
 
-    def name(self, module: str, name: str) -> Name:
+    def name(self, module: str, name: str) -> GlobalName:
         dotted = f"{module}.{name}"
         if not self.allowed(dotted):
             raise UnknownNameError(dotted)
-        return Name(dotted)
+        return GlobalName(dotted)
 
     def call(self, what: Any, args: Any) -> Any:
-        if not isinstance(what, Name) or not isinstance(args, tuple):
+        if not isinstance(what, GlobalName) or not isinstance(args, tuple):
             raise UnreadableError("it calls something that is no name")
-        if what.dotted == "builtins.getattr" and len(args) == 2 and isinstance(args[0], Name):
-            return self.name(args[0].dotted, str(args[1]))  # how a member of an enumeration is written
-        return Note(what, args)
+        if what.dotted == "builtins.getattr" and len(args) == 2 and isinstance(args[0], GlobalName):
+            # This is how a member of an enumeration is pickled.
+            return self.name(args[0].dotted, str(args[1]))
+        return PickledObject(what, args)
 
     def do_mark(self) -> None:
         self.marks.append(len(self.stack))
@@ -180,11 +185,11 @@ class _Machine:
 
     def _extend(self, values: list[Any]) -> None:
         target = self.stack[-1]
-        (target.items if isinstance(target, Note) else target).extend(values)
+        (target.items if isinstance(target, PickledObject) else target).extend(values)
 
     def _update(self, values: list[Any]) -> None:
         target, pairs = self.stack[-1], _pairs(values)
-        if isinstance(target, Note):
+        if isinstance(target, PickledObject):
             target.items.extend(pairs)
         else:
             target.update(pairs)
@@ -215,15 +220,15 @@ class _Machine:
 
     def do_build(self) -> None:
         state = self.pop()
-        if not isinstance(self.stack[-1], Note):
+        if not isinstance(self.stack[-1], PickledObject):
             raise UnreadableError("it gives a state to something plain")
         self.stack[-1].state = state
 
     def do_persid(self, arg: str) -> None:
-        self.stack.append(Beside(arg))
+        self.stack.append(PersistentId(arg))
 
     def do_binpersid(self) -> None:
-        self.stack.append(Beside(self.pop()))
+        self.stack.append(PersistentId(self.pop()))
 
 
 def _pairs(values: list[Any]) -> Iterable[tuple[Any, Any]]:

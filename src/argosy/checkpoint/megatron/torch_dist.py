@@ -1,8 +1,8 @@
-"""A `torch_dist` checkpoint on disk: `.metadata`, a pickle that says which box of which tensor lies where, and `*.distcp`
-files with an archive of `torch.save` for each box. Tensors are read by name and box, whatever layout wrote them.
+"""A `torch_dist` checkpoint on disk: tensors are read by name and slice (`Box`), whatever layout wrote them.
 
-Nothing here is trusted: names of files must be plain names of files that are there, boxes must fill their tensors, archives
-must hold what was promised.
+`.metadata` is a pickle that says which slice of which tensor lies where; `*.distcp` files hold a `torch.save` archive for
+each slice. Nothing is trusted: file names must be plain names of existing files, slices must tile their tensors, and archives
+must hold the promised types and shapes.
 """
 
 from __future__ import annotations
@@ -17,18 +17,20 @@ import torch
 from torch import Tensor
 
 from argosy.checkpoint.megatron.archive import Place, StoredNumbers, locate_tensor
-from argosy.checkpoint.megatron.pickles import Name, Note, UnknownNameError, UnreadableError, read_pickle
+from argosy.checkpoint.megatron.pickles import GlobalName, PickledObject, UnknownNameError, UnreadableError, read_pickle
 from argosy.checkpoint.tensors import TensorInfo
 from argosy.errors import ArgosyError
 from argosy.parallel.slices import Box, tiled
 from argosy.untrusted import read_regular
 
 METADATA = ".metadata"
-_LARGEST = 2**29  # bytes of .metadata
+# Largest .metadata, in bytes.
+_LARGEST = 2**29
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,200}\.distcp")
 _DCP = "torch.distributed.checkpoint"
 _TENSOR, _CHUNK = f"{_DCP}.metadata.TensorStorageMetadata", f"{_DCP}.metadata.ChunkStorageMetadata"
-_OLD = "torch.distributed._shard.sharded_tensor.metadata"  # where torch had some of these up to 2.2
+# The module of some of these names up to torch 2.2.
+_OLD = "torch.distributed._shard.sharded_tensor.metadata"
 _TYPES = {
     f"torch.{name}": getattr(torch, name)
     for name in ("float32", "float64", "bfloat16", "float16", "int64", "int32", "uint8", "bool")
@@ -57,7 +59,7 @@ _NAMES = frozenset(
 
 
 def _known(dotted: str) -> bool:
-    """Of enumerations, the members too."""
+    """Return whether the name is allowed: one of `_NAMES`, or a member of an enumeration among them."""
     return dotted in _NAMES or (dotted.startswith((_DCP, _OLD)) and dotted.rpartition(".")[0] in _NAMES)
 
 
@@ -68,11 +70,12 @@ class _Stored:
 
 
 class TorchDist:
-    """The tensors of one checkpoint. What is no tensor (states of generators, of 8-bit scaling) is passed over."""
+    """The tensors of a checkpoint. Other values (random generator states, fp8 scaling states) are skipped."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._sizes: dict[str, int] = {}  # of the files
+        # File sizes in bytes, by name.
+        self._sizes: dict[str, int] = {}
         path = directory / METADATA
         try:
             document = read_pickle(read_regular(path, _LARGEST, within=directory), _known)
@@ -93,7 +96,7 @@ class TorchDist:
         return {name: one.info for name, one in self._tensors.items()}
 
     def read_box(self, name: str, box: Box) -> Tensor:
-        """Part of a tensor, from whichever files have it."""
+        """Read a slice of a tensor, from one or more files."""
         stored = self._tensors[name]
         found = [(chunk, place, both) for chunk, place in stored.chunks if (both := chunk.common(box)) is not None]
         if not tiled(box, [both for _, _, both in found]):
@@ -128,7 +131,7 @@ class TorchDist:
         return self._found[place]
 
     def _described(self, document: Any) -> dict[str, _Stored]:
-        if not isinstance(document, Note) or not document.what.dotted.endswith("Metadata"):
+        if not isinstance(document, PickledObject) or not document.what.dotted.endswith("Metadata"):
             raise ValueError("no Metadata")
         places = {}
         for index, where in document.get("storage_data").items():
@@ -142,18 +145,18 @@ class TorchDist:
         return found
 
     def _require_apart(self, places: list[Place]) -> None:
-        """No two boxes in the same bytes."""
+        """Refuse metadata that places two slices in the same bytes."""
         places = sorted(places, key=lambda place: (place.path.name, place.offset))
         for one, after in pairwise(places):
             if one.path == after.path and one.offset + one.length > after.offset:
-                raise self.bad(METADATA, f"two tensors are said to lie at byte {after.offset:,} of {one.path.name}")
+                raise self.bad(METADATA, f"two tensors are placed at byte {after.offset:,} of {one.path.name}")
 
-    def _tensor(self, name: str, one: Note, places: dict[Any, Any]) -> _Stored:
+    def _tensor(self, name: str, one: PickledObject, places: dict[Any, Any]) -> _Stored:
         properties = one.get("properties").state
         dtype = properties[0] if isinstance(properties, tuple) else properties["dtype"]
         shape = _sizes(one.get("size"))
-        if not isinstance(dtype, Name) or dtype.dotted not in _TYPES:
-            raise self.bad(METADATA, f"{name} is of type {dtype.dotted if isinstance(dtype, Name) else dtype}")
+        if not isinstance(dtype, GlobalName) or dtype.dotted not in _TYPES:
+            raise self.bad(METADATA, f"{name} is of type {dtype.dotted if isinstance(dtype, GlobalName) else dtype}")
         chunks = []
         for chunk in one.get("chunks"):
             box = Box(_sizes(chunk.get("offsets")), _sizes(chunk.get("sizes")))
@@ -165,12 +168,12 @@ class TorchDist:
             chunks.append((box, self._place(name, places[name, box.offset])))
         return _Stored(TensorInfo(_TYPES[dtype.dotted], shape), chunks)
 
-    def _place(self, name: str, where: Note) -> Place:
+    def _place(self, name: str, where: PickledObject) -> Place:
         file, offset, length = where.get("relative_path"), where.get("offset"), where.get("length")
         if where.get("transform_descriptors"):
             raise self.bad(METADATA, f"{name} was stored compressed, or otherwise changed")
         if not isinstance(file, str) or _FILE.fullmatch(file) is None:
-            raise self.bad(METADATA, f"{name} is said to lie in {file!r}, which is no plain name of a .distcp file")
+            raise self.bad(METADATA, f"{name} is placed in {file!r}, which is not the plain name of a .distcp file")
         if file not in self._sizes:
             path = self.directory / file
             if path.is_symlink() or not path.is_file():
@@ -198,8 +201,8 @@ def unsafe(path: Path, name: str, fix: str = "") -> ArgosyError:
 
 
 def _sizes(value: Any) -> tuple[int, ...]:
-    """A torch.Size, as it was pickled."""
-    if isinstance(value, Note) and value.is_a("torch.Size"):
+    """Return a pickled torch.Size as a tuple."""
+    if isinstance(value, PickledObject) and value.is_a("torch.Size"):
         (value,) = value.args
     sizes = _plain(*value)
     if any(size < 0 or size >= 2**48 for size in sizes):

@@ -1,8 +1,8 @@
-"""Where each of our parameters lies in a Megatron checkpoint: boxes of their tensors that follow one another in ours.
+"""The mapping of parameters to slices of tensors in a Megatron checkpoint.
 
-Their matrix of queries, keys and values is group by group, as ours is, so that no row ever moves. Two things vary between
-their checkpoints. Layers are stacked along a first axis (`decoder.layers.mlp…`) or apart (`decoder.layers.3.mlp…`), and so are
-experts; gate and up are halves of one matrix, or two with the endings `_w` and `_v`.
+Megatron's QKV matrix has the same group-by-group order as ours, so no row is permuted. Two things vary between checkpoints.
+Layers are stacked along a first axis (`decoder.layers.mlp…`) or separate (`decoder.layers.3.mlp…`), and so are experts. Gate
+and up are halves of one matrix, or two matrices with the endings `_w` and `_v`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ENDS = {
     "norm.": "decoder.final_layernorm.",
     "head.": "output_layer.",
 }
-# Of a layer. Norms are named by the product they go into where Transformer Engine fuses the two, and by themselves elsewhere.
+# Names in a layer. Transformer Engine fuses a norm with the linear layer after it, and names the norm after that layer.
 _LAYER = {
     "attn_norm.": ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
     "attn.qkv.": ("self_attention.linear_qkv.",),
@@ -51,22 +51,24 @@ _LAYER = {
     "mlp.up.": ("mlp.linear_fc1.",),
     "mlp.down.": ("mlp.linear_fc2.",),
 }
-# Of one product of theirs, where there is a gate.
+# Gate and up are halves of Megatron's linear_fc1.
 _HALVES = {
     "mlp.gate.": 0, "mlp.up.": 1, "mlp.shared.gate.": 0, "mlp.shared.up.": 1, "mlp.experts.gate": 0, "mlp.experts.up": 1,
 }  # fmt: skip
-# Tensors that are no weights: the optimiser's, counters, the scales of 8-bit training.
+# Tensors that are no weights: optimiser state, counters, fp8 scales.
 _NO_WEIGHT = re.compile(r"^(chained_\d+\.)?optimizer\.|_extra_state(/|$)|\.local_tokens_per_expert$")
 
 
 class Piece(NamedTuple):
+    """A slice of a Megatron tensor."""
+
     name: str
     box: Box
 
 
 @dataclass(frozen=True)
 class Part:
-    """One of our parameters."""
+    """One of our parameters: its type and shape, and the slices it is made of."""
 
     ours: str
     info: TensorInfo
@@ -82,7 +84,11 @@ class Part:
 
 
 def make_table(spec: ModelSpec, stored: Mapping[str, TensorInfo], where: str) -> dict[str, Part]:
-    """By our name, in the model's order. A tensor that is missing, left over or of another shape is refused by its name."""
+    """Return the slices of each parameter, by our name, in the model's order.
+
+    Raises:
+        ArgosyError: a tensor is missing, is left over, or has another shape.
+    """
     if not architecture_of(spec).causal or spec.positions not in ("learned", "rope"):
         raise _unsupported(
             where, f"a {spec.architecture} with {spec.positions} positions is not among Megatron's GPT models"
@@ -114,7 +120,8 @@ class _Finder:
                 f"it holds {len(candidates)} tensors {EMBEDDING}, and a GPT model has one",
                 "import another checkpoint",
             )
-        self.prefix = candidates[0].removesuffix(EMBEDDING)  # NeMo's is "module."
+        # NeMo's prefix is "module.".
+        self.prefix = candidates[0].removesuffix(EMBEDDING)
         self.stacked = f"{self.prefix}decoder.layers.self_attention.linear_proj.weight" in stored
 
     def pieces(self, ours: str, shape: tuple[int, ...]) -> Iterator[Piece]:
@@ -137,7 +144,7 @@ class _Finder:
         return f"{self.prefix}decoder.layers.{'' if self.stacked else f'{layer}.'}{name}"
 
     def _experts(self, name: str, lead: tuple[int, ...], shape: tuple[int, ...], half: int | None) -> Iterator[Piece]:
-        """All in one tensor, or one each."""
+        """Yield the slices of the experts: of one stacked tensor, or of one tensor for each expert."""
         apart = [name.replace(".experts.experts.", f".experts.experts.{expert}.") for expert in range(shape[0])]
         if name in self.stored or not any(one in self.stored or f"{one}_w" in self.stored for one in apart):
             yield from self._half(name, lead, shape, half, axis=1)
@@ -148,7 +155,7 @@ class _Finder:
     def _half(
         self, name: str, lead: tuple[int, ...], shape: tuple[int, ...], half: int | None, *, axis: int
     ) -> Iterator[Piece]:
-        """Gate or up (`half`) of a product that makes both, along `axis`; or all of a tensor."""
+        """Yield a whole tensor, or the gate (`half` 0) or up (1) half of it along `axis`."""
         if half is not None and name not in self.stored and f"{name}_w" in self.stored:
             name, half = f"{name}_{'wv'[half]}", None
         yield from self._piece(name, lead, shape, half=half, axis=axis)
@@ -194,7 +201,7 @@ class _Finder:
 
 
 def _arithmetic(name: str, spec: ModelSpec) -> str:
-    """Where the wanted sizes come from."""
+    """Return the arithmetic behind the expected shape, for the error message."""
     facts = [f"layers = {spec.layers}, hidden = {spec.hidden}"]
     if "linear_qkv" in name or "linear_proj" in name:
         rows = (spec.heads + 2 * spec.kv_heads) * spec.head_dim

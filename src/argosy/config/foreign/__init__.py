@@ -1,1 +1,1 @@
-"""Run specs made from other trainers' settings: what they say in our words, and a list of what has no counterpart."""
+"""Converters from other trainers' configurations to run specs. Settings without a counterpart are listed."""

@@ -1,4 +1,4 @@
-"""A run spec being made from somebody else's settings: keys set, notes on what changed, and what was left over."""
+"""A run spec under construction from another trainer's configuration: its keys, notes, and settings without a counterpart."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import yaml
 
 @dataclass
 class Draft:
+    """The keys so far (`tree`), `notes` on settings that Argosy expresses differently, and settings without a counterpart (`left`)."""
+
     tree: dict[str, Any] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)  # what is said in another way here
-    left: list[str] = field(default_factory=list)  # what has no counterpart
+    notes: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
 
     def set(self, key: str, value: Any) -> None:
         node = self.tree
@@ -30,7 +32,7 @@ class Draft:
         return node
 
     def text(self, source: str) -> str:
-        """The run.yaml, with what the reader has to know on top."""
+        """Return the run.yaml, with notes and settings without a counterpart as comments at the top."""
         head = [f"# Made from {source}."]
         head += [f"# note: {note}" for note in self.notes]
         head += [f"# no counterpart: {item}" for item in self.left]

@@ -1,4 +1,7 @@
-"""`argosy config from-foundry`: an LLM-Foundry train.yaml as a run spec. Every leaf is translated, needless here, or listed."""
+"""The converter behind `argosy config from-foundry`: an LLM-Foundry train.yaml to a run spec.
+
+Every leaf is translated, noted as not needed, or listed as having no counterpart.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ from argosy.config.yaml_reader import read_yaml
 from argosy.errors import ArgosyError
 
 Leaves = dict[str, Any]
-_ELSEWHERE = object()  # a variable that the file does not have
+# Marks a variable that the file does not define.
+_ELSEWHERE = object()
 _VARIABLE = re.compile(r"\$\{([^}]+)\}")
 _PLAIN = {
     "model.d_model": "model.hidden",
@@ -39,7 +43,7 @@ _PLAIN = {
     "loggers.wandb.project": "log.sinks.wandb",
     "run_name": "name",
 }
-# Read below, several of them together; or only names for what other leaves say.
+# Leaves that the functions below read, some of them together, and variables that other leaves refer to.
 _HANDLED = (
     "model.name", "model.no_bias", "model.learned_pos_emb", "model.expansion_ratio", "model.norm_type",
     "model.pretrained_model_name_or_path", "model.pretrained", "model.attn_config.alibi", "model.attn_config.alibi_bias_max", "model.attn_config.rope",
@@ -49,24 +53,24 @@ _HANDLED = (
     "device_train_microbatch_size", "save_folder", "fsdp_config", "callbacks", "eval_loader", "loggers.tensorboard",
     "variables", "data_local", "data_remote", "tokenizer_name", "max_seq_len", "global_seed",
 )  # fmt: skip
-# What Argosy does anyway, or otherwise; a whole section by its name.
+# Leaves (or whole sections) that need no key, because Argosy always does it or does it differently, with the reason.
 _NEEDLESS = {
-    "model.init_device": "weights are made where they stay",
-    "model.attn_config.attn_impl": "chosen by what the device has",
-    "model.loss_fn": "chosen by what the device has",
-    "tokenizer.kwargs": "the tokenizer's files say it",
-    "train_loader.name": "there is one kind of corpus",
-    "train_loader.num_workers": "batches are read ahead by a thread",
-    "train_loader.drop_last": "steps are whole",
+    "model.init_device": "weights are initialised on the device that keeps them",
+    "model.attn_config.attn_impl": "kernels are chosen for the device",
+    "model.loss_fn": "kernels are chosen for the device",
+    "tokenizer.kwargs": "the tokenizer's files define it",
+    "train_loader.name": "there is one corpus format",
+    "train_loader.num_workers": "a thread prefetches batches",
+    "train_loader.drop_last": "every step has a full batch",
     "train_loader.dataset.shuffle": "samples are always shuffled",
-    "train_loader.dataset.shuffle_seed": "train.seed is the seed of their order",
-    "algorithms.gradient_clipping.clipping_type": "by the norm",
-    "eval_first": "training starts at once",
+    "train_loader.dataset.shuffle_seed": "train.seed is the shuffle seed",
+    "algorithms.gradient_clipping.clipping_type": "clipping is by norm",
+    "eval_first": "training starts without an evaluation",
     "device_eval_batch_size": "an evaluation has eval.batches global batches",
     "progress_bar": "a bar on a terminal, lines elsewhere",
     "log_to_console": "always, unless --quiet",
-    "dist_timeout": "the supervisor ends what stands still (fault.stall_after)",
-    "autoresume": "a run always goes on from its newest checkpoint",
+    "dist_timeout": "the supervisor stops ranks that hang (fault.stall_after)",
+    "autoresume": "a run always resumes from its newest checkpoint",
 }
 _WATCHED = (
     "speed_monitor",
@@ -118,9 +122,13 @@ def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _resolved(value: Any, tree: dict[str, Any]) -> Any:
-    """`${variables.max_seq_len}` filled in; one left empty for the command line makes the whole value empty, and what the
-    environment would say stays as it is."""
-    for _ in range(8):  # a variable may name another
+    """Substitute references such as `${variables.max_seq_len}`.
+
+    A variable without a value (to be given on the command line) makes the whole value None. A reference to something outside the
+    file, such as the environment, stays as it is.
+    """
+    # A variable may refer to another one, up to 8 deep.
+    for _ in range(8):
         names = _VARIABLE.findall(value) if isinstance(value, str) else []
         found = {name: _at(tree, name) for name in names}
         if any(known is None for known in found.values()):
@@ -151,11 +159,11 @@ def _model(draft: Draft, flat: Leaves) -> None:
         draft.notes.append(f"init_from is hf:{source}: the directory of that model's files")
         if flat.get("model.pretrained") is False:
             draft.left.append(
-                "model.pretrained: False: init_from starts from its weights; name the model's keys for fresh ones"
+                "model.pretrained: False: init_from starts from its weights; give the model's keys for fresh weights"
             )
         return
     if kind != "mpt_causal_lm":
-        draft.left.append(f"model.name: {kind}: an MPT takes its place")
+        draft.left.append(f"model.name: {kind}: replaced by MPT")
     draft.set("model.family", "mpt")
     _positions(draft, flat)
     bias = not flat.get("model.no_bias", False)
@@ -168,7 +176,9 @@ def _model(draft: Draft, flat: Leaves) -> None:
     if flat.get("model.attn_config.attn_type") == "multiquery_attention":
         draft.set("model.kv_heads", 1)
     if flat.get("model.attn_config.alibi_bias_max", 8) != 8:
-        draft.left.append(f"model.attn_config.alibi_bias_max: {flat['model.attn_config.alibi_bias_max']}: 8 here")
+        draft.left.append(
+            f"model.attn_config.alibi_bias_max: {flat['model.attn_config.alibi_bias_max']}: always 8 here"
+        )
     window = flat.get("model.attn_config.sliding_window_size", -1)
     if window > 0:
         draft.set("model.window", window)
@@ -181,7 +191,7 @@ def _positions(draft: Draft, flat: Leaves) -> None:
         draft.set("model.rope_theta", flat.get("model.attn_config.rope_theta", 10000))
     learned = flat.get("model.learned_pos_emb", True)
     if not (rope or alibi or learned):
-        draft.left.append("model.learned_pos_emb: False: a model without positions; learned ones take their place")
+        draft.left.append("model.learned_pos_emb: False: no position embedding; replaced by learned positions")
 
 
 def _data(draft: Draft, flat: Leaves) -> None:
@@ -191,7 +201,7 @@ def _data(draft: Draft, flat: Leaves) -> None:
     draft.set("data.train", [{"path": str(source)}])
     draft.notes.append(
         f"data.train is {source}" + (f" (split {split})" if split else "") + ": MDS is not read while training; "
-        "`argosy data convert MDS --output DIR` makes a corpus of it once"
+        "`argosy data convert MDS --output DIR` converts it to a corpus once"
     )
     if remote and local and "://" in str(remote):
         draft.set("data.train", [{"path": str(remote), "cache": str(local)}])
@@ -207,12 +217,13 @@ def _training(draft: Draft, flat: Leaves) -> None:
     asked = flat.get("precision", "amp_bf16")
     draft.set("train.precision", precision.get(asked, "bf16"))
     if asked not in precision:
-        draft.left.append(f"precision: {asked}: bf16 takes its place")
+        draft.left.append(f"precision: {asked}: replaced by bf16")
     name = str(flat.get("optimizer.name", "decoupled_adamw"))
     if name not in ("decoupled_adamw", "adamw"):
-        draft.left.append(f"optimizer.name: {name}: AdamW takes its place")
+        draft.left.append(f"optimizer.name: {name}: replaced by AdamW")
+    # Foundry's optimisers have no weight decay by default.
     if draft.get("optim.weight_decay") is None:
-        draft.set("optim.weight_decay", 0.0)  # Foundry's optimisers decay nothing unless told to
+        draft.set("optim.weight_decay", 0.0)
     if name == "decoupled_adamw" and (decay := draft.get("optim.weight_decay")):
         lr = draft.get("optim.lr", 1.0)
         draft.set("optim.weight_decay", decay / lr)
@@ -226,18 +237,23 @@ def _training(draft: Draft, flat: Leaves) -> None:
     if isinstance(micro, int):
         draft.set("parallel.micro_batch", micro)
     else:
-        draft.notes.append(f"device_train_microbatch_size: {micro}: left to the planner, as the rest of `parallel`")
+        draft.notes.append(
+            f"device_train_microbatch_size: {micro}: the planner chooses it, with the rest of `parallel`"
+        )
 
 
 def _schedule(draft: Draft, flat: Leaves) -> None:
-    """Composer's rate starts at 0, has the peak once the warm-up is consumed, and its last value after `t_max`, the run's length
-    unless given: so the last step of a run does not have it."""
+    """Translate the learning-rate schedule.
+
+    Composer's learning rate starts at 0, reaches the peak after the warmup, and reaches its final value after `t_max` (default: the
+    length of the run). The last step of a run is therefore one step before the final value.
+    """
     schedules = {"cosine_with_warmup": "cosine", "linear_decay_with_warmup": "linear", "constant_with_warmup": "constant",
                  "inv_sqrt_with_warmup": "inverse_sqrt"}  # fmt: skip
     schedule = str(flat.get("scheduler.name", "cosine_with_warmup"))
     draft.set("optim.schedule", schedules.get(schedule, "cosine"))
     if schedule not in schedules:
-        draft.left.append(f"scheduler.name: {schedule}: cosine takes its place")
+        draft.left.append(f"scheduler.name: {schedule}: replaced by cosine")
     if draft.get("optim.lr"):
         draft.set("optim.min_lr", flat.get("scheduler.alpha_f", 0.0) * draft.get("optim.lr"))
     if (warmup := _time(draft, flat, "scheduler.t_warmup", "0ba")) is not None and not re.match(r"0[a-z]", warmup):
@@ -255,12 +271,16 @@ def _length(draft: Draft, duration: str) -> None:
     if match is None:
         draft.notes.append(f"max_duration {duration or 'is not given'}: set train.steps, tokens, samples or epochs")
         return
-    unit = {"ba": "steps", "ep": "epochs", "tok": "tokens", "sp": "samples"}[match[2] or "ep"]  # a number alone: epochs
+    # A number without a unit is epochs.
+    unit = {"ba": "steps", "ep": "epochs", "tok": "tokens", "sp": "samples"}[match[2] or "ep"]
     draft.set(f"train.{unit}", int(float(match[1].replace("_", ""))))
 
 
 def _time(draft: Draft, flat: Leaves, key: str, default: str) -> str | None:
-    """A duration; `0.02dur` is a share of the run, rounded down to its own unit as Composer does."""
+    """Return a duration in Argosy's notation.
+
+    `0.02dur` is a share of the run, rounded down in the unit of the run's length as Composer does.
+    """
     text = str(flat.get(key, default))
     share = re.fullmatch(r"([\d.]+)dur", text)
     if share is None:
@@ -271,29 +291,35 @@ def _time(draft: Draft, flat: Leaves, key: str, default: str) -> str | None:
     if (length := draft.get("train.epochs")) is not None:
         return f"{float(share[1]) * length:.17g}ep"
     if key in flat:
-        draft.left.append(f"{key}: {text}: of a run whose length is not known")
+        draft.left.append(f"{key}: {text}: the length of the run is not known")
     return None
 
 
 def _evaluation(draft: Draft, flat: Leaves) -> None:
-    """Foundry evaluates on a data set of its own, and not at all without one."""
+    """Translate evaluation. Foundry evaluates on a separate data set, and not at all without one."""
     own = {key: value for key, value in flat.items() if _within(key, "eval_loader")}
     if not own or draft.get("eval.every") in (0, "0ba"):
         draft.set("eval", "off")
         return
     where = own.get("eval_loader.dataset.remote") or own.get("eval_loader.dataset.local")
     part = own.get("eval_loader.dataset.split")
-    draft.left.append(f"eval_loader ({where}, split {part}): held-out documents are a share of the corpus (data.split)")
+    draft.left.append(
+        f"eval_loader ({where}, split {part}): validation documents are a share of the corpus (data.split)"
+    )
     batches = flat.get("eval_subset_num_batches", -1)
     if isinstance(batches, int) and batches > 0:
         draft.set("eval.batches", batches)
-        draft.notes.append("eval.batches counts batches of train.global_batch, Foundry's of its own size")
+        draft.notes.append(
+            "eval.batches counts batches of train.global_batch; Foundry's evaluation has its own batch size"
+        )
     else:
-        draft.notes.append(f"eval_subset_num_batches: {batches}: all of the data set there, eval.batches here")
+        draft.notes.append(
+            f"eval_subset_num_batches: {batches}: Foundry evaluates on all of the data set, Argosy on eval.batches"
+        )
 
 
 def _surroundings(draft: Draft, flat: Leaves) -> None:
-    """Where it saves and what it watches."""
+    """Translate the save folder, FSDP, loggers and callbacks."""
     if flat.get("save_folder"):
         runs, _, run = str(flat["save_folder"]).rstrip("/").rpartition("/")
         draft.set("runs_dir", runs or ".")
@@ -306,7 +332,7 @@ def _surroundings(draft: Draft, flat: Leaves) -> None:
         if flat.get("fsdp_config.activation_cpu_offload"):
             draft.left.append("fsdp_config.activation_cpu_offload: True")
         draft.notes.append(
-            "fsdp_config: parallel.dp_shard says over how many ranks the state is sharded; `argosy plan` picks it"
+            "fsdp_config: parallel.dp_shard is the number of ranks that shard the state; `argosy plan` picks it"
         )
     if "loggers.tensorboard" in flat:
         draft.set("log.sinks.tensorboard", True)

@@ -1,7 +1,7 @@
-"""`argosy config from-megatron`: the arguments of Megatron-LM's pretrain_gpt.py, pretrain_bert.py or pretrain_t5.py as a run spec.
+"""The converter behind `argosy config from-megatron`: arguments of Megatron-LM's pretrain_{gpt,bert,t5}.py to a run spec.
 
-Every argument is translated, known to be needless here, or listed as having no counterpart; none is passed over in silence. Where
-Megatron's default is not ours, Megatron's is written down.
+Every argument is translated, noted as not needed, or listed as having no counterpart; none is silently dropped. If Megatron's
+default differs from Argosy's, the run spec has Megatron's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _steps(text: str) -> str:
     return f"{int(text)}ba"
 
 
-# argument -> (key, how its one value is read)
+# argument -> (key, function that parses its value)
 _PLAIN: dict[str, tuple[str, Callable[[str], Any]]] = {
     "num-layers": ("model.layers", int),
     "hidden-size": ("model.hidden", int),
@@ -69,50 +69,50 @@ _SWITCHES: dict[str, tuple[str, Any]] = {
     "recompute-activations": ("parallel.recompute", "selective"),
     "untie-embeddings-and-output-weights": ("model.tied", False),
 }
-# What Argosy does anyway, does otherwise, or needs not.
+# Arguments that need no key, with the reason. An empty reason: another function below reads the argument.
 _NEEDLESS = {
     "sequence-parallel": "always on with tensor parallelism",
-    "use-distributed-optimizer": "the optimiser's state is sharded where parallel.dp_shard is above 1",
+    "use-distributed-optimizer": "optimiser state is sharded if parallel.dp_shard is above 1",
     "overlap-grad-reduce": "always on",
     "overlap-param-gather": "always on",
     "use-mcore-models": "there is one set of models",
     "transformer-impl": "there is one implementation",
-    "attention-backend": "chosen by what the device has",
-    "use-flash-attn": "chosen by what the device has",
+    "attention-backend": "kernels are chosen for the device",
+    "use-flash-attn": "kernels are chosen for the device",
     "distributed-backend": "NCCL on GPUs, gloo on CPUs",
-    "distributed-timeout-minutes": "the supervisor ends what stands still (fault.stall_after)",
+    "distributed-timeout-minutes": "the supervisor stops ranks that hang (fault.stall_after)",
     "dataloader-type": "the order of samples is a function of the seed",
-    "num-workers": "batches are read ahead by a thread",
+    "num-workers": "a thread prefetches batches",
     "ckpt-format": "there is one format, which any layout reads",
     "use-dist-ckpt": "there is one format, which any layout reads",
     "ckpt-fully-parallel-load": "always on",
     "ckpt-fully-parallel-save": "always on",
     "ckpt-assume-constant-structure": "nothing is cached between saves",
-    "use-persistent-ckpt-worker": "saving is done by Argosy's own writer",
-    "async-save": "saving is done by Argosy's own writer",
+    "use-persistent-ckpt-worker": "Argosy has its own checkpoint writer (checkpoint.mode)",
+    "async-save": "Argosy has its own checkpoint writer (checkpoint.mode)",
     "exit-signal-handler": "SIGTERM and Ctrl-C always save",
-    "manual-gc": "garbage is always collected in step",
-    "manual-gc-interval": "garbage is always collected in step",
+    "manual-gc": "ranks always collect garbage at the same step",
+    "manual-gc-interval": "ranks always collect garbage at the same step",
     "calculate-per-token-loss": "always: a loss is a sum over tokens",
-    "cross-entropy-loss-fusion": "kernels are chosen by what the device has",
+    "cross-entropy-loss-fusion": "kernels are chosen for the device",
     "log-throughput": "always logged",
-    "no-position-embedding": "position-embedding-type says it",
-    "accumulate-allreduce-grads-in-fp32": "parallel.reduce is fp32 unless it is set",
+    "no-position-embedding": "position-embedding-type sets it",
+    "accumulate-allreduce-grads-in-fp32": "parallel.reduce is fp32 by default",
     "attention-softmax-in-fp32": "always",
-    "group-query-attention": "num-query-groups says it",
-    "no-load-optim": "a run goes on with its optimiser's state",
+    "group-query-attention": "num-query-groups sets it",
+    "no-load-optim": "a run always resumes with its optimiser state",
     "no-load-rng": "there is no generator state to load",
-    "no-masked-softmax-fusion": "kernels are chosen by what the device has",
-    "no-gradient-accumulation-fusion": "kernels are chosen by what the device has",
-    "bias-gelu-fusion": "kernels are chosen by what the device has",
+    "no-masked-softmax-fusion": "kernels are chosen for the device",
+    "no-gradient-accumulation-fusion": "kernels are chosen for the device",
+    "bias-gelu-fusion": "kernels are chosen for the device",
     "tensorboard-dir": "curves are in the run directory; `argosy dash` shows them",
-    "use-sharp": "cluster.sharp, where InfiniBand switches can do it",
-    "mock-data": "`argosy bench` trains on made-up data",
+    "use-sharp": "cluster.sharp, if the InfiniBand switches support it",
+    "mock-data": "`argosy bench` trains on synthetic data",
     "vocab-extra-ids": "the tokenizer has them",
-    "make-vocab-size-divisible-by": "the embedding has model.vocab_size rows, as many as are given",
-    "moe-grouped-gemm": "kernels are chosen by what the device has",
+    "make-vocab-size-divisible-by": "the embedding has exactly model.vocab_size rows",
+    "moe-grouped-gemm": "kernels are chosen for the device",
     "moe-token-dispatcher-type": "tokens go to their experts' ranks by all-to-all",
-    "tokenizer-type": "the tokenizer's files say which it is",
+    "tokenizer-type": "the tokenizer's files define its type",
     **dict.fromkeys((*MODEL_ARGUMENTS, *SCHEDULE_ARGUMENTS), ""), "bf16": "", "fp16": "", "fp8-format": "",
     "train-data-path": "", "valid-data-path": "", "test-data-path": "", "data-path": "", "split": "",
     "eval-interval": "", "eval-iters": "",
@@ -123,7 +123,7 @@ _NEEDLESS = {
 
 
 def from_megatron(command: str) -> Draft:
-    """`torchrun … pretrain_gpt.py --num-layers 24 …`, or only the arguments."""
+    """Convert a command `torchrun … pretrain_gpt.py --num-layers 24 …`, or its arguments alone."""
     script, given = _arguments(command)
     family = family_of(script, given)
     draft = Draft({"name": "from-megatron"})
@@ -149,7 +149,10 @@ def from_megatron(command: str) -> Draft:
 
 
 def _arguments(command: str) -> tuple[str, dict[str, Values]]:
-    """The script, and its arguments by name. What stands before the script is the launcher's, and `argosy launch` is ours."""
+    """Return the script and its arguments by name.
+
+    Words before the script belong to the launcher and are dropped: `argosy launch` takes its place.
+    """
     try:
         words = shlex.split(command.replace("\\\n", " "), comments=True)
     except ValueError as error:
@@ -183,7 +186,7 @@ def _data(draft: Draft, family: str, given: dict[str, Values]) -> None:
         draft.set("data.train", _corpora(words))
     if "valid-data-path" in given or "test-data-path" in given:
         draft.left.append(
-            "--valid-data-path and --test-data-path: held-out documents are a share of each corpus (data.split)"
+            "--valid-data-path and --test-data-path: validation and test documents are a share of each corpus (data.split)"
         )
     shares = " ".join(given.get("split") or ["969,30,1"]).replace(",", " ").split()
     draft.set("data.split", [read_value("split", [share], float) for share in shares] + [0.0] * (3 - len(shares)))
@@ -201,19 +204,19 @@ def _data(draft: Draft, family: str, given: dict[str, Values]) -> None:
     if family in ("gpt", "llama"):
         draft.set("data.order", "megatron")
         draft.notes.append(
-            "data.order: megatron gives Megatron's own order of samples; leave it out for ours, which needs no index"
+            "data.order: megatron gives Megatron's order of samples; remove it for Argosy's, which needs no index"
         )
 
 
 def _corpora(words: Values) -> list[dict[str, Any]]:
-    """`w1 p1 w2 p2 …`, or only paths, which are then weighed by their size."""
+    """Parse `w1 p1 w2 p2 …`, or paths alone, which are then weighted by their size."""
     weights = [word for word in words[::2] if word.replace(".", "", 1).replace("e-", "", 1).isdigit()]
     if len(weights) * 2 == len(words):
         return [{"path": path, "weight": number(weight)} for weight, path in zip(weights, words[1::2], strict=True)]
     if weights:
         raise ArgosyError(
             "config.bad-value",
-            f"--data-path has {len(words)} words, and not a weight before each path",
+            f"--data-path has {len(words)} words without a weight before each path",
             key="--data-path",
             fix="w1 path1 w2 path2 …, or paths alone",
         )
@@ -226,7 +229,7 @@ def _training(draft: Draft, given: dict[str, Values]) -> None:
     optimizer = first_word(given, "optimizer", "adam")
     draft.set("optim.name", "muon" if optimizer == "muon" else "adamw")
     if optimizer not in ("adam", "muon"):
-        draft.left.append(f"--optimizer {optimizer}: AdamW takes its place")
+        draft.left.append(f"--optimizer {optimizer}: replaced by AdamW")
     precision = [name for name in ("fp8-format", "bf16", "fp16") if name in given]
     draft.set("train.precision", precision[0].removesuffix("-format") if precision else "fp32")
     _pipeline(draft, given)
@@ -240,16 +243,16 @@ def _training(draft: Draft, given: dict[str, Values]) -> None:
         draft.set("name", "".join(c if c.isalnum() or c in "._-" else "-" for c in name) or "from-megatron")
         draft.set("runs_dir", runs or ".")
         draft.notes.append(
-            "--save and --load: a run has one directory, and always goes on from its newest checkpoint; to start from what "
-            f"Megatron saved, `argosy ckpt import megatron:{first_word(given, 'load') or where} --to DIR` and init_from=DIR"
+            "--save and --load: a run has one directory, and always resumes from its newest checkpoint; to start from Megatron's "
+            f"checkpoint, `argosy ckpt import megatron:{first_word(given, 'load') or where} --to DIR` and init_from=DIR"
         )
 
 
 def _pipeline(draft: Draft, given: dict[str, Values]) -> None:
-    """Several stages on each pipeline rank; experts over ranks that shard."""
+    """Translate virtual pipeline stages, and expert parallelism, which needs as many dp_shard ranks."""
     if (experts := draft.get("parallel.ep", 1)) > 1:
         draft.set("parallel.dp_shard", experts)
-        draft.notes.append(f"parallel.dp_shard is the least that ep {experts} needs: make it what your GPUs allow")
+        draft.notes.append(f"parallel.dp_shard is the minimum for ep {experts}: raise it to use all your GPUs")
     ranks, layers = draft.get("parallel.pp", 1), draft.get("model.layers", 0)
     if "num-layers-per-virtual-pipeline-stage" in given:
         each = read_value("num-layers-per-virtual-pipeline-stage", given["num-layers-per-virtual-pipeline-stage"], int)

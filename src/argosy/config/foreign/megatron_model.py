@@ -1,4 +1,4 @@
-"""The model that Megatron's arguments describe: the family it belongs to here, and where it differs from that."""
+"""The model that Megatron's arguments describe: its family in Argosy, and the keys that differ from the family."""
 
 from __future__ import annotations
 
@@ -6,26 +6,27 @@ from argosy.config.foreign.draft import Draft
 from argosy.config.foreign.megatron_words import Arguments, first_word
 from argosy.errors import ArgosyError
 
-# Read here, several of them together.
+# Arguments that this module reads.
 MODEL_ARGUMENTS = (
     "position-embedding-type", "use-rotary-position-embeddings", "normalization", "disable-bias-linear", "swiglu",
     "hidden-dropout", "attention-dropout", "openai-gelu", "no-bias-gelu-fusion", "bert-no-binary-head", "rotary-percent",
     "use-rope-scaling", "rope-scaling-factor", "rotary-seq-len-interpolation-factor", "moe-router-load-balancing-type",
 )  # fmt: skip
 _SCRIPTS = {"pretrain_gpt.py": "gpt", "pretrain_bert.py": "bert", "pretrain_t5.py": "t5"}
-_LLAMA3_SEQ_LEN = 8192  # what Megatron's --use-rope-scaling stretches from
+# The original sequence length that Megatron's --use-rope-scaling extends.
+_LLAMA3_SEQ_LEN = 8192
 
 
 def family_of(script: str, given: Arguments) -> str:
-    """By the script, and among decoders by the parts."""
+    """Return the model family: from the script, and for decoders from positions, norm and activation."""
     family = _SCRIPTS.get(script, "gpt")
     if script.startswith("pretrain_") and script not in _SCRIPTS:
         raise ArgosyError(
             "config.bad-value",
-            f"{script} trains a model that is not among those here",
+            f"{script} trains a model that Argosy does not have",
             key="script",
             value=script,
-            fix=f"this reads the arguments of {', '.join(_SCRIPTS)}",
+            fix=f"give the arguments of one of {', '.join(_SCRIPTS)}",
         )
     if not script and ("encoder-num-layers" in given or "decoder-num-layers" in given):
         family = "t5"
@@ -44,8 +45,9 @@ def describe_model(draft: Draft, family: str, given: Arguments) -> None:
         _bert(draft, given)
     else:
         _t5(draft, given)
+    # Megatron's default, which differs from that of some families.
     if draft.get("model.norm_eps") is None:
-        draft.set("model.norm_eps", 1e-5)  # Megatron's, whatever the family's own is
+        draft.set("model.norm_eps", 1e-5)
     _grouped(draft, given)
     dropouts = {float(first_word(given, name, "0.1")) for name in ("hidden-dropout", "attention-dropout")}
     draft.set("model.dropout", min(dropouts))
@@ -58,7 +60,9 @@ def describe_model(draft: Draft, family: str, given: Arguments) -> None:
             else {"bert": 30592, "t5": 32128}.get(family)
         )
         draft.set("model.vocab_size", guess or 50304)
-        draft.notes.append("model.vocab_size is a guess, Megatron takes it from the tokenizer: set your tokenizer's")
+        draft.notes.append(
+            "model.vocab_size is a guess, because Megatron reads it from the tokenizer: set your tokenizer's size"
+        )
 
 
 def _rope(given: Arguments) -> bool:
@@ -72,7 +76,7 @@ def _rms(given: Arguments) -> bool:
 def _decoder(draft: Draft, given: Arguments) -> None:
     positions = first_word(given, "position-embedding-type", "learned_absolute")
     if not _rope(given) and positions != "learned_absolute":
-        draft.left.append(f"--position-embedding-type {positions}: learned positions take its place")
+        draft.left.append(f"--position-embedding-type {positions}: replaced by learned positions")
     draft.set("model.positions", "rope" if _rope(given) else "learned")
     draft.set("model.norm", "rmsnorm" if _rms(given) else "layernorm")
     draft.set("model.norm_bias", not _rms(given))
@@ -84,20 +88,21 @@ def _decoder(draft: Draft, given: Arguments) -> None:
     if "swiglu" in given:
         draft.set("model.activation", "swiglu")
         if "ffn-hidden-size" not in given and (hidden := draft.get("model.hidden")) is not None:
-            draft.set("model.ffn", int(4 * hidden * 2 / 3 / 64) * 64)  # as Megatron derives it
+            # Megatron's default.
+            draft.set("model.ffn", int(4 * hidden * 2 / 3 / 64) * 64)
     else:
         draft.set("model.activation", _gelu(given))
 
 
 def _gelu(given: Arguments) -> str:
-    """Megatron's kernel for a GELU with a bias approximates it; without either it is exact."""
+    """Return the kind of GELU. Megatron's fused bias-GELU kernel has the tanh approximation; without it GELU is exact."""
     fused = "disable-bias-linear" not in given and "no-bias-gelu-fusion" not in given
     return "gelu_tanh" if fused or "openai-gelu" in given else "gelu"
 
 
 def _rotary(draft: Draft, given: Arguments) -> None:
     if float(first_word(given, "rotary-percent", "1")) != 1:
-        draft.left.append(f"--rotary-percent {first_word(given, 'rotary-percent')}: positions turn the whole head")
+        draft.left.append(f"--rotary-percent {first_word(given, 'rotary-percent')}: rope always rotates the whole head")
     if "use-rope-scaling" in given:
         factor = float(first_word(given, "rope-scaling-factor", "8"))
         scaling = {"kind": "llama3", "factor": factor, "original_seq_len": _LLAMA3_SEQ_LEN}
@@ -118,31 +123,31 @@ def _experts(draft: Draft, given: Arguments) -> None:
     if balancing == "none":
         draft.set("model.moe.balance_loss", 0.0)
     elif balancing != "aux_loss":
-        draft.left.append(f"--moe-router-load-balancing-type {balancing}: the load-balance loss takes its place")
+        draft.left.append(f"--moe-router-load-balancing-type {balancing}: replaced by the load-balancing loss")
 
 
 def _grouped(draft: Draft, given: Arguments) -> None:
-    """Megatron reads --num-query-groups only with --group-query-attention."""
+    """Drop --num-query-groups if --group-query-attention is not given, as Megatron does."""
     if "num-query-groups" in given and "group-query-attention" not in given:
         draft.tree["model"].pop("kv_heads", None)
-        draft.notes.append("--num-query-groups: without --group-query-attention Megatron does not read it either")
+        draft.notes.append("--num-query-groups: ignored, as in Megatron without --group-query-attention")
 
 
 def _bert(draft: Draft, given: Arguments) -> None:
     draft.set("model.activation", _gelu(given))
     draft.set("model.pair", "none" if "bert-no-binary-head" in given else "nsp")
-    draft.left.append("Megatron's BERT has its norms before attention and MLP, this one after them, as the paper's")
+    draft.left.append("Megatron's BERT is pre-norm; Argosy's is post-norm, as in the paper")
 
 
 def _t5(draft: Draft, given: Arguments) -> None:
     positions = first_word(given, "position-embedding-type", "learned_absolute")
     if positions != "relative":
-        draft.left.append(f"--position-embedding-type {positions}: T5 has relative positions here, as the paper's")
+        draft.left.append(f"--position-embedding-type {positions}: T5 has relative positions here, as in the paper")
     if not _rms(given):
-        draft.left.append("--normalization LayerNorm: T5 has RMSNorm here, as the paper's")
+        draft.left.append("--normalization LayerNorm: T5 has RMSNorm here, as in the paper")
     draft.set("model.activation", "geglu" if "swiglu" in given else _gelu(given))
     if "swiglu" in given:
-        draft.left.append("--swiglu: T5 1.1's geglu takes its place")
+        draft.left.append("--swiglu: replaced by geglu, as in T5 1.1")
     std = draft.tree["model"].pop("init_std", None)
     if std is not None:
-        draft.left.append(f"--init-method-std {std:g}: weights of T5 follow from each matrix's inputs")
+        draft.left.append(f"--init-method-std {std:g}: T5's weights are initialised by the fan-in of each matrix")

@@ -1,8 +1,8 @@
-"""Megatron's length of the run, its learning rate and its weight decay, as keys of a run spec.
+"""Megatron's run length, learning-rate schedule and weight decay as keys of a run spec.
 
-Its OptimizerParamScheduler counts in samples consumed before a step. The rate starts at --lr-warmup-init, has the peak once the
-warm-up is consumed, and has --min-lr after --lr-decay-iters (or -samples), which are the run's unless given: so the last step of a
-run does not have it. `optim.warmup_init` and `optim.decay_end` say the same here.
+Megatron's OptimizerParamScheduler counts samples consumed before a step. The learning rate starts at --lr-warmup-init, reaches the
+peak after the warmup, and reaches --min-lr after --lr-decay-iters (or -samples; default: the length of the run). The last step of
+a run is therefore one step before --min-lr. `optim.warmup_init` and `optim.decay_end` express the same in a run spec.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SUFFIX = {"iters": "ba", "samples": "sp"}
 
 
 def describe_schedule(draft: Draft, given: Arguments) -> None:
-    """The batch is known by now."""
+    """Translate the arguments of SCHEDULE_ARGUMENTS. The draft must have `train.global_batch` already, if it is given."""
     unit, other = ("samples", "iters") if "train-samples" in given else ("iters", "samples")
     for name in (f"lr-decay-{other}", f"lr-warmup-{other}", f"lr-wsd-decay-{other}", f"train-{other}"):
         if name in given and read_value(name, given[name], int):
@@ -37,7 +37,7 @@ def describe_schedule(draft: Draft, given: Arguments) -> None:
     kind = _KINDS.get(style, "cosine")
     draft.set("optim.schedule", kind)
     if style not in _KINDS:
-        draft.left.append(f"--lr-decay-style {style}: cosine takes its place")
+        draft.left.append(f"--lr-decay-style {style}: replaced by cosine")
     length = given.get(f"lr-decay-{unit}") or given.get(f"train-{unit}")
     end = None if length is None else read_value(f"lr-decay-{unit}", length, int)
     if kind != "constant" and end is not None:
@@ -49,7 +49,7 @@ def describe_schedule(draft: Draft, given: Arguments) -> None:
 
 
 def _batches(draft: Draft, given: Arguments) -> Batches | None:
-    """The sizes of steps, where they are known and can be."""
+    """Return the batch size schedule, or None if the global batch is unknown or the ramp-up is invalid."""
     batch = draft.get("train.global_batch")
     if "rampup-batch-size" not in given:
         return None if not batch else Batches(batch)
@@ -60,11 +60,11 @@ def _batches(draft: Draft, given: Arguments) -> Batches | None:
         return None
     if "train-iters" in given:
         draft.left.append(
-            "--rampup-batch-size with --train-iters: Megatron refuses them together; the batch grows here"
+            "--rampup-batch-size with --train-iters: Megatron refuses the combination; here the batch ramps up"
         )
     batches, share = Batches(batch, (start, increment, samples)), samples / ((batch - start) // increment)
     for consumed, size in batches.stages:
-        # Megatron divides in floating point, which can fall short of the whole number that ends a share of the samples.
+        # Megatron divides in floating point, which can round below the whole number at which the batch should grow.
         if consumed <= samples and start + int(consumed / share) * increment != size:
             draft.left.append(
                 f"--rampup-batch-size {start} {increment} {samples}: after {consumed} samples a step has {size} samples here; "
@@ -75,26 +75,26 @@ def _batches(draft: Draft, given: Arguments) -> Batches | None:
 
 
 def _length(draft: Draft, given: Arguments, batches: Batches | None) -> None:
-    """Megatron leaves the last batch out where it is not whole; the length here is rounded up to whole batches."""
+    """Translate the length of the run. Megatron drops an incomplete last batch; Argosy rounds the length up to whole batches."""
     if "train-samples" not in given:
         if "train-iters" in given:
             draft.set("train.steps", read_value("train-iters", given["train-iters"], int))
         return
     asked = samples = read_value("train-samples", given["train-samples"], int)
     if batches is not None:
-        # Steps of the ramp are taken whole, past its end and past the end of the run.
+        # A step of the ramp is never cut short, even if it passes the end of the ramp or of the run.
         ramp = 0 if batches.rampup is None else batches.samples(batches.steps(min(batches.rampup[2], asked) + 1))
         samples = ramp + max(0, asked - ramp) // batches.global_batch * batches.global_batch
     draft.set("train.samples", samples or asked)
     if samples not in (0, asked):
         draft.notes.append(
-            f"--train-samples {asked}: in whole steps {samples}. Megatron shuffles {asked} samples, so where those begin another "
-            "epoch its order of samples is another"
+            f"--train-samples {asked}: {samples} in whole steps. Megatron shuffles {asked} samples, so if those begin another epoch "
+            "its sample order differs"
         )
 
 
 def _warmup(draft: Draft, given: Arguments, unit: str, end: int | None) -> None:
-    """As many samples as Megatron's, which need not be whole where they are a fraction; and where the rise starts."""
+    """Translate the warmup: its length in samples, which --lr-warmup-fraction can make fractional, and its first learning rate."""
     name, lr = f"lr-warmup-{unit}", draft.get("optim.lr")
     warmup: float = read_value(name, given.get(name) or ["0"], int)
     suffix, start = _SUFFIX[unit], read_value("lr-warmup-init", given.get("lr-warmup-init") or ["0.0"], float)
@@ -105,7 +105,7 @@ def _warmup(draft: Draft, given: Arguments, unit: str, end: int | None) -> None:
             draft.left.append(f"--{name} {warmup}: Megatron takes it or --lr-warmup-fraction, not both")
         if end is None or (unit == "iters" and batch is None):
             draft.left.append(
-                f"--lr-warmup-fraction {fraction:g}: of a schedule whose samples are not known; give --train-iters and "
+                f"--lr-warmup-fraction {fraction:g}: the length of the schedule is not known; give --train-iters and "
                 "--global-batch-size, or set optim.warmup and optim.warmup_init"
             )
             return
@@ -119,7 +119,7 @@ def _warmup(draft: Draft, given: Arguments, unit: str, end: int | None) -> None:
         draft.set("optim.warmup", f"{warmup:.17g}{suffix}")
         draft.set("optim.warmup_init", start)
     elif "lr-warmup-init" in given:
-        draft.notes.append("--lr-warmup-init: without a warm-up Megatron does not read it either")
+        draft.notes.append("--lr-warmup-init: ignored, as in Megatron without a warmup")
 
 
 def _wsd(draft: Draft, given: Arguments, unit: str) -> None:
@@ -130,21 +130,22 @@ def _wsd(draft: Draft, given: Arguments, unit: str) -> None:
         return
     draft.set("optim.decay_shape", _WSD_SHAPES.get(shape, "linear"))
     if shape not in _WSD_SHAPES:
-        draft.left.append(f"--lr-wsd-decay-style {shape}: the fall is linear here")
+        draft.left.append(f"--lr-wsd-decay-style {shape}: replaced by linear")
     if (name := f"lr-wsd-decay-{unit}") in given:
         draft.set("optim.decay", f"{read_value(name, given[name], int)}{_SUFFIX[unit]}")
 
 
 def _weight_decay(draft: Draft, given: Arguments) -> None:
-    """One number here. Where Megatron's grows, it reads --start- and --end-weight-decay instead of --weight-decay."""
+    """Translate weight decay, which is constant in Argosy.
+
+    If Megatron's weight decay changes, Megatron reads --start- and --end-weight-decay instead of --weight-decay.
+    """
     style = first_word(given, "weight-decay-incr-style", "constant")
     source = "weight-decay" if style == "constant" else "end-weight-decay"
     decay = read_value(source, given.get(source) or given.get("weight-decay") or ["0.01"], number)
     draft.set("optim.weight_decay", decay)
     for name in ("weight-decay-incr-style", "start-weight-decay", "end-weight-decay"):
         if name in given and not (name == "weight-decay-incr-style" and style == "constant"):
-            draft.left.append(
-                f"--{name} {first_word(given, name)}: weight decay does not change while training; it is {decay:g} throughout"
-            )
+            draft.left.append(f"--{name} {first_word(given, name)}: weight decay is constant in Argosy: {decay:g}")
     if style != "constant" and "weight-decay" in given:
         draft.notes.append(f"--weight-decay: Megatron does not read it with --weight-decay-incr-style {style}")

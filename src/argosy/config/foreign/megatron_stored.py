@@ -1,7 +1,7 @@
-"""The model that the arguments of a Megatron-LM run describe, as they are stored in its checkpoints.
+"""The model that the arguments stored in a Megatron-LM checkpoint describe.
 
-There are hundreds of arguments. Those that change what a model computes are taken over or held to what we can represent;
-the others are about training, layouts and kernels. Whether all of it is true is decided by the shapes of the tensors.
+There are hundreds of arguments. Those that change what the model computes are translated, or checked against the values Argosy
+supports. The others concern training, layouts and kernels. The tensor shapes then confirm the model.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from argosy.errors import ArgosyError
 
-# argument -> what it may be; anything else makes another model. Unset is always fine.
+# argument -> values Argosy supports; any other value makes a different model. Unset is always allowed.
 _HELD: dict[str, tuple[Any, ...]] = {
     "multi_latent_attention": (False,), "qk_l2_norm": (False,), "apply_layernorm_1p": (False,),
     "apply_residual_connection_post_layernorm": (False,), "squared_relu": (False,), "quick_geglu": (False,),
@@ -27,19 +27,21 @@ _HELD: dict[str, tuple[Any, ...]] = {
 
 
 def model_from_arguments(arguments: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Keys of a model spec. Its vocabulary has its padding: the run's `vocab_size` is from before the end of a document got its
-    row, and set for some tokenizers only."""
+    """Return the keys of a model spec. `vocab_size` includes Megatron's padding.
+
+    The stored `vocab_size` is not used: only some tokenizers set it, and it does not count the row of the end-of-document token.
+    """
     given = _Given(arguments, where)
     for key, allowed in _HELD.items():
         given.hold(key, allowed)
     gated, rms = given.flag("swiglu"), given.get("normalization", "LayerNorm") == "RMSNorm"
     rope = given.flag("use_rotary_position_embeddings") or given.get("position_embedding_type", "") == "rope"
     if not rope and not given.flag("add_position_embedding", default=True):
-        raise given.refuse("add_position_embedding", False, "a model that is told no positions cannot be represented")
+        raise given.refuse("add_position_embedding", False, "a model without position embeddings is not supported")
     bias = given.flag("add_bias_linear", default=True)
     if given.flag("add_qkv_bias") and not bias:
         raise given.refuse("add_qkv_bias", True, "Argosy has biases in all four projections of attention, or in none")
-    # The kernel that adds the bias and applies GELU has the form by tanh; without it GELU is exact.
+    # Megatron's fused bias-GELU kernel has the tanh approximation; without it GELU is exact.
     gelu = "gelu_tanh" if given.flag("openai_gelu") or given.flag("bias_gelu_fusion") else "gelu"
     heads = given.need("num_attention_heads")
     return {
@@ -69,7 +71,7 @@ def model_from_arguments(arguments: Mapping[str, Any], where: str) -> dict[str, 
 
 
 def most_padding(arguments: Mapping[str, Any], where: str) -> int:
-    """Rows that a vocabulary was padded by are fewer than this."""
+    """Return an upper bound (exclusive) of the rows that padded the vocabulary."""
     given = _Given(arguments, where)
     return int(given.get("make_vocab_size_divisible_by", 128) * given.get("tensor_model_parallel_size", 1))
 
@@ -83,7 +85,7 @@ class _Given:
         if value is None:
             return default
         if not isinstance(value, str | int | float | bool | list):
-            raise self.refuse(key, type(value).__name__, "a plain value belongs here")
+            raise self.refuse(key, type(value).__name__, "a plain value is expected")
         return value
 
     def flag(self, key: str, *, default: bool = False) -> bool:
@@ -92,13 +94,13 @@ class _Given:
     def need(self, key: str) -> Any:
         value = self.get(key, None)
         if value is None:
-            raise self.refuse(key, None, "without it the model is not known")
+            raise self.refuse(key, None, "the model needs it")
         return value
 
     def hold(self, key: str, allowed: tuple[Any, ...]) -> None:
         value = self._arguments.get(key)
         if value is not None and value not in allowed:
-            raise self.refuse(key, value, f"only {' or '.join(repr(one) for one in allowed)} can be represented")
+            raise self.refuse(key, value, f"only {' or '.join(repr(one) for one in allowed)} is supported")
 
     def refuse(self, key: str, value: Any, why: str) -> ArgosyError:
         return ArgosyError(
@@ -115,7 +117,8 @@ def _rope(given: _Given) -> dict[str, Any]:
     if given.flag("use_rope_scaling"):
         factor = given.get("rope_scaling_factor", 8.0)
         scaling = {"kind": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-        scaling["original_seq_len"] = 8192  # fixed, whatever the run's own length was
+        # Megatron has this constant, whatever the run's sequence length is.
+        scaling["original_seq_len"] = 8192
     elif (factor := given.get("rotary_seq_len_interpolation_factor", None)) is not None:
         scaling = {"kind": "linear", "factor": factor}
     return {"rope_theta": given.get("rotary_base", 10_000), "rope_scaling": scaling}
@@ -133,7 +136,7 @@ def _experts(given: _Given) -> dict[str, Any]:
         given, top_k, by_logits=score == "softmax" and not given.flag("moe_router_pre_softmax")
     )
     if "sinkhorn" in given.get("moe_router_load_balancing_type", ""):
-        raise given.refuse("moe_router_load_balancing_type", "sinkhorn", "Argosy's router does not level by iteration")
+        raise given.refuse("moe_router_load_balancing_type", "sinkhorn", "Argosy has no Sinkhorn routing")
     biased = given.flag("moe_router_enable_expert_bias")
     balance = given.get("moe_aux_loss_coeff", 0.0)
     return {
@@ -144,7 +147,8 @@ def _experts(given: _Given) -> dict[str, Any]:
         "shared_gate": given.flag("moe_shared_expert_gate"),
         "dense_layers": _dense_layers(given),
         "router": score,
-        # Softmax over the chosen is softmax over all divided by the sum of the chosen; before the choice it is not divided.
+        # Softmax over the top-k logits equals softmax over all logits, normalised over the top k. With pre-softmax routing
+        # Megatron does not normalise.
         "norm_topk": top_k > 1 if score == "sigmoid" else not given.flag("moe_router_pre_softmax"),
         "routed_scale": given.get("moe_router_topk_scaling_factor", 1.0) or 1.0,
         "groups": groups,
@@ -156,7 +160,7 @@ def _experts(given: _Given) -> dict[str, Any]:
 
 
 def _groups(given: _Given, top_k: int, *, by_logits: bool) -> tuple[int, int]:
-    """(groups of experts, groups a token may use)"""
+    """Return (expert groups, groups a token may use) for group-limited routing."""
     groups, top = given.get("moe_router_num_groups", 1), given.get("moe_router_group_topk", None)
     if top is None or groups == 1:
         return 1, 1
@@ -164,13 +168,13 @@ def _groups(given: _Given, top_k: int, *, by_logits: bool) -> tuple[int, int]:
         raise given.refuse(
             "moe_router_group_topk",
             top,
-            f"a group is judged by its {top_k} // {top} best {'logits' if by_logits else 'scores'}, Argosy's by its 2 best scores",
+            f"it ranks groups by their {top_k} // {top} best {'logits' if by_logits else 'scores'}, Argosy by their 2 best scores",
         )
     return groups, top
 
 
 def _dense_layers(given: _Given) -> int:
-    """Leading layers without experts: their pattern may be any, ours begins with those."""
+    """Return the number of leading dense layers. Megatron allows any pattern; Argosy only dense layers before MoE layers."""
     pattern = given.get("moe_layer_freq", 1)
     if pattern == 1:
         return 0
@@ -178,4 +182,4 @@ def _dense_layers(given: _Given) -> int:
         first = pattern.index(1)
         if all(pattern[first:]) and not any(pattern[:first]):
             return int(first)
-    raise given.refuse("moe_layer_freq", pattern, "layers without experts must come before all those with them")
+    raise given.refuse("moe_layer_freq", pattern, "dense layers must come before all MoE layers")

@@ -1,4 +1,4 @@
-"""The words of Megatron-LM's command line: arguments by name, and their values as numbers."""
+"""Parsing of Megatron-LM's command-line arguments and their values."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def read_value(name: str, values: Values, read: Callable[[str], Any]) -> Any:
     except (ValueError, IndexError):
         raise ArgosyError(
             "config.bad-value",
-            f"--{name} {' '.join(values)} cannot be read",
+            f"--{name} {' '.join(values)} cannot be parsed",
             key=f"--{name}",
-            fix="variables have to be filled in",
+            fix="replace shell variables by their values",
         ) from None
 
 

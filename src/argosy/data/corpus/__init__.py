@@ -1,1 +1,1 @@
-"""A prepared corpus on disk: its files, reading it, and the verbs that look at, check, merge and convert corpora."""
+"""A prepared corpus on disk: its file formats, its reader, and the commands that inspect, verify, merge and convert corpora."""

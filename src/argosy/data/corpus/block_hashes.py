@@ -1,7 +1,7 @@
-"""Hashes of the 256 KiB blocks of a shard, kept beside it, so that whoever reads some of its bytes can check those.
+"""Checksums of the 256 KiB blocks of a shard, stored beside it, so that a partial read can be verified.
 
-`NAME.blocks` holds 32 bytes of sha256 for each block of `NAME.bin`, then for each block of `NAME.idx`; its own sha256 is
-in the manifest. A list in the manifest itself would be 100 MB of JSON for 400 GB of tokens.
+`NAME.blocks` holds 32 bytes of sha256 for each block of `NAME.bin`, then for each block of `NAME.idx`. Its own sha256 is in
+the manifest. A list in the manifest itself would be 100 MB of JSON for 400 GB of tokens.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-BLOCK = 1 << 18  # bytes; the last block of a file may be shorter
-DIGEST = 32
+# The last block of a file may be shorter.
+BLOCK = 1 << 18  # bytes
+DIGEST = 32  # bytes
 
 Bytes = bytes | memoryview | mmap.mmap
 
@@ -23,12 +24,12 @@ def blocks_path(prefix: Path) -> Path:
 
 
 def blocks_of(size: int) -> int:
-    """How many blocks a file of `size` bytes has."""
+    """Return the number of blocks in a file of `size` bytes."""
     return -(-size // BLOCK)
 
 
 class BlockHasher:
-    """Hashes the blocks of one file as its bytes are written."""
+    """A hasher for the blocks of one file, fed as the file is written."""
 
     def __init__(self) -> None:
         self._done: list[bytes] = []
@@ -36,6 +37,7 @@ class BlockHasher:
         self._filled = 0
 
     def update(self, data: memoryview) -> None:
+        """Hash the next bytes of the file."""
         at = 0
         while at < len(data):
             piece = data[at : at + BLOCK - self._filled]
@@ -46,7 +48,7 @@ class BlockHasher:
                 self._close()
 
     def finish(self) -> bytes:
-        """The hashes of all blocks, one after the other."""
+        """Return the concatenated hashes of all blocks."""
         if self._filled:
             self._close()
         return b"".join(self._done)
@@ -57,7 +59,7 @@ class BlockHasher:
 
 
 def wrong_blocks(digests: Bytes, first: int, content: Bytes) -> Iterator[int]:
-    """The numbers of the blocks in `content`, which begins with block `first` of a file, that are not what they were."""
+    """Yield the numbers of the blocks whose hash differs. `content` begins with block `first` of the file."""
     view = memoryview(content)
     for at in range(0, len(view), BLOCK):
         number = first + at // BLOCK

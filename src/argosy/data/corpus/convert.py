@@ -1,9 +1,9 @@
-"""`argosy data convert`: MDS data sets to `.bin/.idx`, and back.
+"""`argosy data convert`: convert MDS data sets to `.bin/.idx`, and back.
 
-One MDS sample is one document. With a tokenizer the result is a corpus with a manifest, and every id is held against its
-vocabulary; without one it is a bare pair. Towards MDS the choice is between documents as they are, and `seq_len` tokens
-in every sample, which is what llm-foundry trains on. What a format cannot hold is counted and told, never dropped in
-silence. Both directions stream: one shard or one document is in memory at a time.
+One MDS sample is one document. With a tokenizer the result is a corpus with a manifest, and every id is checked against the
+vocabulary; without one it is a bare pair. When converting to MDS, a sample is a whole document or, as llm-foundry trains on,
+`seq_len` tokens. Data that a format cannot hold is counted and reported, never dropped silently. Both directions stream: one
+shard or one document is in memory at a time.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ from argosy.data.text.tokenizer import Tokenizer, load_tokenizer
 from argosy.errors import ArgosyError
 from argosy.files import replace_file
 
-_FOUNDRY = "int64"  # how llm-foundry writes ids as bytes, and reads them unless told otherwise
-ENCODINGS = ("ndarray:uint16", "ndarray:int32", "bytes")  # of a token column, as written
+# The dtype of ids in a `bytes` column that llm-foundry writes, and its default when reading.
+_FOUNDRY = "int64"
+# The encodings of a token column that can be written.
+ENCODINGS = ("ndarray:uint16", "ndarray:int32", "bytes")
 _SHARD = "shard-00000"
 _BATCH_TOKENS = 1 << 20
 _MDS_SHARD = re.compile(r"shard\.\d{5}\.mds(\.\w+)?")
@@ -37,12 +39,17 @@ _MDS_SHARD = re.compile(r"shard\.\d{5}\.mds(\.\w+)?")
 
 @dataclass(frozen=True)
 class ConvertOptions:
+    """The options of `argosy data convert`."""
+
     column: str = "tokens"
-    bytes_dtype: str | None = None  # of tokens in a `bytes` column; unset: int64, as llm-foundry's
+    # The dtype of ids in a `bytes` column. None: int64, as in llm-foundry.
+    bytes_dtype: str | None = None
     tokenizer: str | None = None
     eod: str | None = None
-    encoding: str | None = None  # of the MDS column; unset: the array of the corpus's own type
-    compression: str | None = None  # `zstd` or `zstd:LEVEL`
+    # The encoding of the MDS column. None: an ndarray of the corpus's own dtype.
+    encoding: str | None = None
+    # `zstd` or `zstd:LEVEL`.
+    compression: str | None = None
     seq_len: int | None = None
     size_limit: int = SIZE_LIMIT
     overwrite: bool = False
@@ -50,11 +57,16 @@ class ConvertOptions:
 
 @dataclass(frozen=True)
 class Converted:
+    """The result of `convert`."""
+
     input: str
     output: str
-    kind: str  # mds | corpus | pair
-    stored_as: str  # ndarray:uint16, bytes, … in MDS; the dtype of a .bin
-    documents: int  # MDS samples, or documents of a corpus
+    # "mds", "corpus" or "pair".
+    kind: str
+    # The encoding of an MDS column (ndarray:uint16, bytes, …), or the dtype of a .bin.
+    stored_as: str
+    # MDS samples, or documents of a corpus.
+    documents: int
     tokens: int
     notes: list[str] = field(default_factory=list)
 
@@ -68,7 +80,7 @@ class Converted:
 
 
 def convert(source: Path, output: Path, options: ConvertOptions, *, dry_run: bool = False) -> Converted:
-    """The direction follows from the input: a directory with index.json is MDS, everything else a corpus or pair."""
+    """Convert `source` to `output`. A directory with index.json is converted from MDS, anything else to MDS."""
     from_mds = (source / INDEX).exists()
     _check_direction(options, from_mds)
     try:
@@ -84,15 +96,15 @@ def convert(source: Path, output: Path, options: ConvertOptions, *, dry_run: boo
 
 
 def _check_direction(options: ConvertOptions, from_mds: bool) -> None:
-    """An option of the other direction would be ignored, so it is refused."""
-    idle = ("encoding", "compression", "seq_len") if from_mds else ("tokenizer", "eod")
-    for name in idle:
+    """Refuse options of the other direction, which would have no effect."""
+    unused = ("encoding", "compression", "seq_len") if from_mds else ("tokenizer", "eod")
+    for name in unused:
         value = getattr(options, name)
         if value is not None:
             here, there = ("from", "to") if from_mds else ("to", "from")
             raise ArgosyError(
                 "config.conflict",
-                f"this converts {here} MDS, where the option says nothing: it is for converting {there} MDS",
+                f"this converts {here} MDS, where the option has no effect: it is for converting {there} MDS",
                 key=f"--{name.replace('_', '-')}",
                 value=value,
                 fix="leave it out; a directory with index.json is taken for MDS",
@@ -111,7 +123,7 @@ class _FromMds:
             vocab_size=self.tokenizer.vocab_size if self.tokenizer else None,
         )
         if options.bytes_dtype is not None and self.reader.encoding != "bytes":
-            raise _idle_bytes_dtype(
+            raise _unused_bytes_dtype(
                 options.bytes_dtype, f"column {options.column!r} is stored as {self.reader.encoding}"
             )
         if self.tokenizer is None and output.suffix in (".bin", ".idx"):
@@ -125,7 +137,8 @@ class _FromMds:
         if any(file.exists() for file in made) and not self.options.overwrite:
             raise _output_exists(self.output)
         if dry_run:
-            next(self.reader.documents(), None)  # its first shard is read, and the type of its ids checked
+            # Read the first shard, which checks the dtype of its ids.
+            next(self.reader.documents(), None)
             return self._result(self.reader.samples, 0, ["the tokens are counted when they are read"])
         self.prefix.parent.mkdir(parents=True, exist_ok=True)
         (self.output / FILE_NAME).unlink(missing_ok=True)
@@ -135,7 +148,7 @@ class _FromMds:
         return self._result(written.documents, written.tokens, [])
 
     def _write(self) -> tuple[Written, bool]:
-        """(what was written, whether every document ends with the end-of-document id)."""
+        """Write the pair. Return its counts, and True if every document ends with the end-of-document id."""
         writer = IndexedWriter(self.prefix, self.dtype, blocks=self.tokenizer is not None)
         all_end = True
         done = 0
@@ -147,7 +160,7 @@ class _FromMds:
                     self._check(flat, lengths, done)
                     ends = flat[np.cumsum(lengths)[lengths > 0] - 1]
                     all_end = all_end and len(ends) == len(batch) and bool((ends == self.eod).all())
-                    # a sample without tokens is a document without sequences
+                    # A sample without tokens becomes a document without sequences.
                     writer.add_many(flat.astype(self.dtype), lengths[lengths > 0], (lengths > 0).astype(np.int64))
                     done += len(batch)
             return writer.finish(), all_end
@@ -180,12 +193,12 @@ class _FromMds:
         return Converted(str(self.source), str(self.output), kind, self.dtype.name, documents, tokens, notes)
 
     def _own_dtype(self) -> np.dtype[Any]:
-        """The column's own type where `.bin` knows it and ids can be no wider than 32 bits, else int32."""
+        """Return the dtype of the column if a `.bin` supports it and it has at most 32 bits, else int32."""
         found, _ = array_dtype(self.source, self.options.column, self.reader.encoding, self.bytes_dtype)
         return found if found is not None and found in CODES and found.itemsize <= 4 else np.dtype("<i4")
 
     def _check(self, flat: Tokens, lengths: Integers, first: int) -> None:
-        """Refuse ids that the output cannot hold. Bytes read as the wrong type mostly did not come so far (`mds_types`)."""
+        """Refuse ids that the output cannot hold. Most columns read as the wrong dtype are refused earlier, in `mds_types`."""
         limit = self.tokenizer.vocab_size if self.tokenizer else int(np.iinfo(self.dtype).max) + 1
         if len(flat) and (int(flat.min()) < 0 or int(flat.max()) >= limit):
             at = int(np.argmax((flat < 0) | (flat >= limit)))
@@ -201,7 +214,7 @@ class _FromMds:
 
 
 def _batches(documents: Iterator[Tokens]) -> Iterator[list[Tokens]]:
-    """Documents of one dtype together, to handle many short ones at the price of one."""
+    """Group documents of one dtype into batches, because a numpy call per short document would be slow."""
     batch: list[Tokens] = []
     size = 0
     for tokens in documents:
@@ -250,7 +263,7 @@ class _ToMds:
         return Converted(str(self.source), str(self.output), "mds", encoding, samples, tokens, notes)
 
     def _claim(self) -> None:
-        """From here until the end there is no data set; old shards beside new ones would be read in their place."""
+        """Remove the index and the shards of an earlier data set, so that old shards are never read among new ones."""
         self.output.mkdir(parents=True, exist_ok=True)
         (self.output / INDEX).unlink(missing_ok=True)
         for file in self.output.iterdir():
@@ -281,7 +294,7 @@ class _ToMds:
         if dtype is None:
             return
         if encoding != "bytes":
-            raise _idle_bytes_dtype(dtype, f"the column is to be {encoding}")
+            raise _unused_bytes_dtype(dtype, f"the column is to be {encoding}")
         if (largest := corpus.max_token()) > np.iinfo(dtype).max:
             raise ArgosyError(
                 "config.bad-value",
@@ -292,7 +305,7 @@ class _ToMds:
             )
 
     def _count(self, corpus: Corpus) -> tuple[int, int, list[str]]:
-        """(samples, tokens, notes) of the result, from the index alone."""
+        """Return (samples, tokens, notes) of the result, from the index alone."""
         if self.options.seq_len is not None:
             samples, rest = divmod(corpus.tokens, self.options.seq_len)
             notes = [f"the last {rest:,} tokens do not fill a sample and are left out"] if rest else []
@@ -323,7 +336,7 @@ class _ToMds:
 
 
 def parse_compression(text: str | None) -> int | None:
-    """`zstd` or `zstd:7`: the level; MosaicML's default is 3."""
+    """Return the level of `zstd` (3, as in MosaicML) or `zstd:LEVEL`, or None for no compression."""
     if text is None:
         return None
     kind, _, level = text.partition(":")
@@ -338,7 +351,7 @@ def parse_compression(text: str | None) -> int | None:
     )
 
 
-def _idle_bytes_dtype(dtype: str, why: str) -> ArgosyError:
+def _unused_bytes_dtype(dtype: str, why: str) -> ArgosyError:
     return ArgosyError(
         "config.conflict",
         f"it is the type of ids in a column of plain bytes, and {why}",
@@ -349,7 +362,7 @@ def _idle_bytes_dtype(dtype: str, why: str) -> ArgosyError:
 
 
 def _eod_of(tokenizer: Tokenizer | None) -> int | None:
-    """Its end-of-document id; one without is fine here, where nothing is appended."""
+    """Return the end-of-document id, or None if the tokenizer has none. Nothing is appended here, so none is needed."""
     try:
         return None if tokenizer is None else tokenizer.eod_id
     except ArgosyError as error:

@@ -1,4 +1,4 @@
-"""A prepared corpus as one long run of tokens, and the contiguous ranges of it that make up the splits."""
+"""A prepared corpus as one contiguous token stream over all shards, divided into splits."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from argosy.data.corpus.indexed import IndexedReader, Tokens
 from argosy.errors import ArgosyError
 
 SPLITS = ("train", "validation", "test")
-_SCAN_TOKENS = 1 << 22  # tokens read at a time when looking for the largest id
-_SCAN_BLOCKS = 64  # of those at most, about
+# The scan for the largest id reads about _SCAN_BLOCKS blocks of _SCAN_TOKENS tokens.
+_SCAN_TOKENS = 1 << 22
+_SCAN_BLOCKS = 64
 
 
 @dataclass(frozen=True)
 class Split:
-    """Documents [first, last) of a corpus, which are tokens [start, end)."""
+    """A split of a corpus: documents [first, last), which are tokens [start, end)."""
 
     name: str
     first: int
@@ -36,7 +37,10 @@ class Split:
 
 
 class Corpus:
-    is_remote = False  # whether reads have to be fetched, and are worth announcing
+    """A corpus opened for reading."""
+
+    # True if tokens are downloaded as they are read, so that `prefetch` is useful.
+    is_remote = False
 
     def __init__(self, path: Path, shards: list[IndexedReader], manifest: Manifest | None) -> None:
         self.path, self.shards, self.manifest = path, shards, manifest
@@ -52,7 +56,7 @@ class Corpus:
         return int(self._document_starts[-1])
 
     def read(self, start: int, count: int) -> Tokens:
-        """`count` tokens from `start` on, across shards."""
+        """Read `count` tokens from `start` on, across shards."""
         pieces = []
         shard = int(np.searchsorted(self._starts, start, side="right")) - 1
         while count > 0:
@@ -68,19 +72,21 @@ class Corpus:
         return self._token_at(document), self._token_at(document + 1)
 
     def prefetch(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """What will be read next, as (start, count), nearest first. Local files need no announcement."""
+        """Announce the next reads as (start, count), nearest first. Local files need no prefetch, so this does nothing."""
 
     def split(self, shares: tuple[float, float, float]) -> dict[str, Split]:
-        """Contiguous ranges of documents in file order, cut as Megatron cuts them: round(share x documents)."""
-        # Added one by one: `sum` rounds otherwise from Python 3.12 on, which could move a bound by a document.
+        """Divide the documents into contiguous splits in file order, with Megatron's rounding: round(share x documents)."""
+        # Add one by one: `sum` rounds differently from Python 3.12 on, which could move a bound by one document.
         running = list(accumulate(shares, initial=0.0))
         bounds = [round(share / running[-1] * self.documents) for share in running]
         tokens = [self._token_at(document) for document in bounds]
         return {name: Split(name, *bounds[at : at + 2], *tokens[at : at + 2]) for at, name in enumerate(SPLITS)}
 
     def max_token(self) -> int:
-        """The largest token id: from the manifest, or by looking; at every token, or at an even sample of a large
-        corpus. Batches are checked again as they are read."""
+        """Return the largest token id, from the manifest or by a scan.
+
+        The scan reads all tokens, or evenly spaced blocks of a large corpus. Batches are checked again as they are read.
+        """
         if self.manifest is not None:
             return max(shard.max_token for shard in self.manifest.shards)
         blocks = max(1, -(-self.tokens // _SCAN_TOKENS))
@@ -92,7 +98,7 @@ class Corpus:
         return largest
 
     def facts(self) -> dict[str, Any]:
-        """What this corpus is, wherever it lies: a run that goes on is held to it."""
+        """Return the identity of the corpus, independent of its path. A resumed run must find the same identity."""
         digest = hashlib.sha256()
         for shard in self.manifest.shards if self.manifest is not None else ():
             digest.update(f"{shard.bin_sha256}{shard.idx_sha256}".encode())
@@ -107,7 +113,7 @@ class Corpus:
 
 
 def open_corpus(path: Path) -> Corpus:
-    """A directory with a manifest, or the prefix of one Megatron pair."""
+    """Open a corpus: a directory with a manifest, or the prefix of one Megatron `.bin/.idx` pair."""
     if (path / FILE_NAME).exists():
         manifest = read_manifest(path)
         shards = [IndexedReader(path / shard.name) for shard in manifest.shards]
@@ -128,11 +134,12 @@ def open_corpus(path: Path) -> Corpus:
             f"{path} is an unfinished `argosy data prepare`",
             key="data.train",
             value=str(path),
-            fix="run the same `argosy data prepare` again: it goes on where it stopped",
+            fix="run the same `argosy data prepare` again: it resumes where it stopped",
         )
     if path.is_dir():
         pairs = sorted(str(p.with_suffix("")) for p in path.glob("*.idx"))
-        corpora = sorted(str(p.parent) for p in path.glob(f"*/{FILE_NAME}"))  # as several keys give
+        # `prepare` with several keys writes one corpus per key.
+        corpora = sorted(str(p.parent) for p in path.glob(f"*/{FILE_NAME}"))
         hint = "run `argosy data prepare … --output` on it first"
         if pairs or corpora:
             hint = f"give one of those in it: {', '.join((corpora or pairs)[:8])}"

@@ -1,6 +1,6 @@
-"""The manifest of a prepared corpus: what it was made from and with, and the hash of every file.
+"""The manifest of a prepared corpus: its inputs, its tokenizer, and the sha256 of every file.
 
-It is written last, so a directory with a manifest is complete. Reading it trusts nothing: names that lead out of the
+It is written last, so a directory with a manifest is complete. A manifest is untrusted input: file names that lead out of the
 directory are refused.
 """
 
@@ -16,7 +16,7 @@ from argosy.files import replace_file
 from argosy.untrusted import MIB, read_regular
 
 FILE_NAME = "manifest.json"
-_LARGEST = 1024 * MIB
+_MAX_BYTES = 1024 * MIB
 PlainName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")]
 
 
@@ -25,13 +25,18 @@ class _Part(BaseModel):
 
 
 class TokenizerFacts(_Part):
+    """The tokenizer that a corpus was prepared with."""
+
     fingerprint: str
     vocab_size: int
     eod_id: int | None
-    file: PlainName  # the copy kept beside the shards
+    # The copy of the tokenizer beside the shards.
+    file: PlainName
 
 
 class Shard(_Part):
+    """One `.bin/.idx` pair of a corpus."""
+
     name: PlainName
     documents: int
     sequences: int
@@ -39,7 +44,8 @@ class Shard(_Part):
     max_token: int
     bin_sha256: str
     idx_sha256: str
-    blocks_sha256: str | None = None  # of NAME.blocks, the hashes of its blocks; corpora of earlier versions have none
+    # The hash of NAME.blocks, which holds the hashes of its blocks. Corpora of earlier versions have none.
+    blocks_sha256: str | None = None
 
 
 class Source(_Part):
@@ -49,11 +55,15 @@ class Source(_Part):
     bytes: int
     documents: int
     quarantined: int
-    version: str | None = None  # the modification time, ETag, generation or hash it had
-    content: str | None = None  # of what was read: BLAKE2b over the CRC-32 of each block's records
+    # The modification time, ETag, generation or hash of the input.
+    version: str | None = None
+    # A hash of the content that was read: BLAKE2b over the CRC-32 of each block's records.
+    content: str | None = None
 
 
 class Manifest(_Part):
+    """The content of manifest.json."""
+
     format: Literal["argosy-corpus"] = "argosy-corpus"
     version: Literal[1] = 1
     tokenizer: TokenizerFacts
@@ -73,13 +83,15 @@ class Manifest(_Part):
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Write manifest.json atomically, and sync it to disk."""
     replace_file(directory / FILE_NAME, manifest.model_dump_json(indent=2).encode() + b"\n", sync=True)
 
 
 def read_manifest(directory: Path) -> Manifest:
+    """Read and validate manifest.json. Raise `data.bad-manifest` if it cannot be read or is not valid."""
     path = directory / FILE_NAME
     try:
-        return Manifest.model_validate_json(read_regular(path, _LARGEST))
+        return Manifest.model_validate_json(read_regular(path, _MAX_BYTES))
     except OSError as error:
         raise ArgosyError(
             "data.bad-manifest", f"{path} cannot be read: {error.strerror}", fix="check the path"

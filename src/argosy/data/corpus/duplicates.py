@@ -1,11 +1,11 @@
-"""How many documents of a corpus are copies of another, estimated from a sample.
+"""Estimate the fraction of duplicate documents in a corpus from a sample.
 
-A plain sample of documents misses nearly every pair: with 20,000 of 10 million, a document and its one copy are both
-drawn four times in a million. Copies have the same length, though, and lengths are known from the `.idx` without
-reading a token. So whole lengths are drawn: every document of a drawn length is hashed, and a family of copies is in
-the sample as a whole or not at all. That makes the share of copies an unbiased estimate. Lengths so common that they
-would eat the sample (fixed-size chunks, one page repeated a million times) are sampled document by document instead,
-where only much-repeated documents are seen; the estimate is then a lower bound and says so.
+A plain sample of documents misses nearly every duplicate: with 20,000 of 10 million documents, a document and its one copy
+are both drawn with a probability of four in a million. But duplicates have the same length, and lengths are known from the
+`.idx` without reading a token. So lengths are sampled instead: every document of a drawn length is hashed, and a group of
+duplicates is in the sample completely or not at all. That makes the fraction an unbiased estimate. Lengths so common that
+they would fill the sample (fixed-size chunks, one page repeated a million times) are sampled document by document instead.
+Only much-repeated documents are detected there; the estimate is then a lower bound and says so.
 """
 
 from __future__ import annotations
@@ -19,17 +19,25 @@ import numpy as np
 from argosy.data.corpus.corpus import Corpus
 from argosy.data.corpus.lengths import Integers, LengthCounts, document_lengths
 
-_COMMON = 8  # a length that fills more than 1/8 of the sample is too common to take whole
-_HASHED_BYTES = 1 << 33  # tokens read for hashing, at most
+# A length whose documents exceed 1/8 of the sample is too common to be hashed completely.
+_COMMON = 8
+# The limit of tokens read for hashing.
+_HASHED_BYTES = 1 << 33
 _READ_TOKENS = 1 << 22
 
 
 @dataclass(frozen=True)
 class Duplicates:
+    """The estimate."""
+
+    # Documents that were hashed.
     sampled: int
-    documents: int  # with tokens; empty ones have nothing to compare
-    copies: int  # in the sample, those that repeat an earlier one
-    share: float  # estimated share of copies in the corpus
+    # Documents of the corpus that have tokens.
+    documents: int
+    # Documents of the sample that repeat an earlier one.
+    copies: int
+    # The estimated fraction of duplicates in the corpus.
+    share: float
     lower_bound: bool
 
     def describe(self) -> str:
@@ -43,7 +51,7 @@ class Duplicates:
 
 
 def estimate_duplicates(corpus: Corpus, counts: LengthCounts, *, sample: int, seed: int = 0) -> Duplicates:
-    """Hash about `sample` documents, never more than 8 GiB of tokens."""
+    """Estimate the fraction of duplicates by hashing about `sample` documents, at most 8 GiB of tokens."""
     filled = counts.lengths > 0
     lengths, often = counts.lengths[filled], counts.documents[filled]
     documents = int(often.sum())
@@ -73,14 +81,14 @@ def estimate_duplicates(corpus: Corpus, counts: LengthCounts, *, sample: int, se
 
 
 def _draw_lengths(lengths: Integers, often: Integers, budget: int, generator: np.random.Generator) -> Integers:
-    """Lengths in random order until their documents fill the budget; at least one."""
+    """Draw lengths at random until their documents fill the budget; at least one."""
     order = generator.permutation(len(lengths))
     taken = int(np.searchsorted(np.cumsum(often[order]), budget, side="right"))
     return np.sort(lengths[order[: max(1, taken)]])
 
 
 def _count_copies(corpus: Corpus, lengths: Integers, chance: float, generator: np.random.Generator) -> tuple[int, int]:
-    """(documents hashed, those seen before) among the documents of these lengths, each taken with this chance."""
+    """Hash documents of these lengths, each with probability `chance`. Return (documents hashed, duplicates among them)."""
     seen: set[bytes] = set()
     hashed = 0
     for start, length in _documents_of(corpus, lengths, chance, generator):
@@ -92,7 +100,7 @@ def _count_copies(corpus: Corpus, lengths: Integers, chance: float, generator: n
 def _documents_of(
     corpus: Corpus, lengths: Integers, chance: float, generator: np.random.Generator
 ) -> Iterator[tuple[int, int]]:
-    """(first token in the corpus, tokens) of each chosen document, in file order."""
+    """Yield (first token in the corpus, number of tokens) of each chosen document, in file order."""
     if not len(lengths):
         return
     base = 0

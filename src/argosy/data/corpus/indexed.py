@@ -1,6 +1,6 @@
-"""Megatron's indexed token files, read and written byte for byte.
+"""Reader and writer of Megatron's indexed dataset format (`.bin/.idx`), byte for byte.
 
-`NAME.bin` holds the tokens of all documents back to back, little-endian, without a header. `NAME.idx` describes them:
+`NAME.bin` holds the tokens of all documents back to back, little-endian, without a header. `NAME.idx` is its index:
 
     offset  size  content
     0       9     magic MMIDIDX\\0\\0
@@ -12,8 +12,8 @@
     34+4N   8N    int64 byte offset of each sequence in the .bin
     34+12N  8D    int64 sequence index where each document begins, and N at the end
 
-A sequence is a document unless documents were cut into sentences. Tokens are read with `pread`, never through a mapped
-file: a random read then costs the bytes asked for instead of a read-ahead window, and memory does not grow.
+A sequence is a document unless documents were split into sentences. Tokens are read with `pread`, not through a memory map: a
+random read then costs only the requested bytes instead of a read-ahead window, and resident memory does not grow.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 Tokens = npt.NDArray[Any]
 _COPY_TOKENS = 1 << 21
-_RESTORE = "copy it from where it is whole, or prepare the corpus again; `argosy data verify` names every fault"
+_RESTORE = "restore it from a good copy, or prepare the corpus again; `argosy data verify` names every fault"
 
 
 def dtype_for(vocab_size: int) -> np.dtype[Any]:
-    """Megatron's choice: two bytes a token below 65,500 entries, else four."""
+    """Return Megatron's token dtype: uint16 for a vocabulary below 65,500 entries, else int32."""
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
@@ -70,7 +70,7 @@ def idx_path(prefix: Path) -> Path:
 
 
 class IndexedReader:
-    """One `.bin/.idx` pair, checked against each other when opened."""
+    """A reader of one `.bin/.idx` pair. Opening it checks the two files against each other."""
 
     def __init__(self, prefix: Path) -> None:
         self.prefix = prefix
@@ -92,10 +92,11 @@ class IndexedReader:
         return len(self.document_indices) - 1
 
     def read(self, start: int, count: int) -> Tokens:
-        """`count` tokens from token `start` on, across document bounds."""
+        """Read `count` tokens from token `start` on, across document bounds."""
         size = self.dtype.itemsize
         raw = os.pread(self._fd, count * size, start * size)
-        while len(raw) < count * size:  # a network file system may answer in parts
+        # A network file system may return fewer bytes than requested.
+        while len(raw) < count * size:
             more = os.pread(self._fd, count * size - len(raw), start * size + len(raw))
             if not more:
                 raise ArgosyError(
@@ -107,10 +108,11 @@ class IndexedReader:
         return np.frombuffer(raw, self.dtype)
 
     def sequence(self, index: int) -> Tokens:
+        """Read the tokens of one sequence."""
         return self.read(int(self.pointers[index]) // self.dtype.itemsize, int(self.lengths[index]))
 
     def token_at_document(self, document: int) -> int:
-        """The token position where a document begins; `documents` gives the end of the file."""
+        """Return the position of a document's first token. `document == documents` gives the end of the file."""
         sequence = int(self.document_indices[document])
         return self.tokens if sequence == self.sequences else int(self.pointers[sequence]) // self.dtype.itemsize
 
@@ -181,7 +183,7 @@ def _bad_index(path: Path, what: str) -> ArgosyError:
 
 @dataclass(frozen=True)
 class Written:
-    """What a finished pair holds, as manifests record it."""
+    """The counts and hashes of a finished pair, as manifests record them."""
 
     documents: int
     sequences: int
@@ -189,12 +191,20 @@ class Written:
     max_token: int
     bin_sha256: str
     idx_sha256: str
-    blocks_sha256: str | None = None  # of the hashes of its blocks, where they are kept
+    # The hash of the `.blocks` file, if there is one.
+    blocks_sha256: str | None = None
 
 
 class IndexedWriter:
-    """Writes a pair under temporary names; `finish` makes it appear, the `.idx` last. `blocks`: with the hashes of its
-    blocks beside it. `mark`: in the temporary names, where others may be writing the same pair."""
+    """A writer of one pair. It writes temporary files, which `finish` renames, the `.idx` last.
+
+    Args:
+        prefix: The path of the pair without `.bin` or `.idx`.
+        dtype: The dtype of the tokens.
+        sync: Call fsync before renaming.
+        blocks: Also write the `.blocks` file with the hashes of the blocks.
+        mark: A part of the temporary names, needed if another process may write the same pair.
+    """
 
     def __init__(
         self, prefix: Path, dtype: np.dtype[Any], *, sync: bool = True, blocks: bool = False, mark: str = ""
@@ -210,13 +220,19 @@ class IndexedWriter:
         self._max_token = 0
 
     def add_document(self, sequences: Sequence[Tokens]) -> None:
-        """One document of one or more sequences. One without tokens keeps its place in the document bounds."""
+        """Append one document of one or more sequences. A document without tokens keeps its place in the document bounds."""
         filled = [tokens for tokens in sequences if len(tokens)]
         flat = np.concatenate(filled) if filled else np.zeros(0, self.dtype)
         self.add_many(flat, np.array([len(tokens) for tokens in filled], np.int64), np.array([len(filled)]))
 
     def add_many(self, tokens: Tokens, lengths: Tokens, per_document: Tokens) -> None:
-        """Documents at once: their tokens back to back, the length of each sequence, the sequences of each document."""
+        """Append many documents.
+
+        Args:
+            tokens: The tokens of all documents back to back.
+            lengths: The number of tokens of each sequence.
+            per_document: The number of sequences of each document.
+        """
         if len(tokens):
             largest = int(tokens.max())
             if largest > np.iinfo(self.dtype).max or int(tokens.min()) < 0:
@@ -229,7 +245,7 @@ class IndexedWriter:
         self._append(np.ascontiguousarray(tokens, self.dtype).data.cast("B"), lengths, per_document)
 
     def add_pair(self, reader: IndexedReader) -> None:
-        """All documents of another pair of the same dtype, copied in blocks."""
+        """Append all documents of another pair of the same dtype, copied in blocks."""
         for start in range(0, reader.tokens, _COPY_TOKENS):
             block = reader.read(start, min(_COPY_TOKENS, reader.tokens - start))
             self.add_many(block, np.zeros(0, np.int64), np.zeros(0, np.int64))
@@ -245,6 +261,7 @@ class IndexedWriter:
         self._bounds.frombytes((first + np.cumsum(per_document, dtype=np.int64)).tobytes())
 
     def finish(self) -> Written:
+        """Write the index and rename both files to their final names."""
         self._flush(self._file)
         self._file.close()
         lengths = np.frombuffer(self._lengths, np.int32) if self._lengths else np.zeros(0, np.int32)
@@ -283,7 +300,7 @@ class IndexedWriter:
             os.fsync(file.fileno())
 
     def abandon(self) -> None:
-        """Leave nothing behind, whatever went wrong before."""
+        """Remove the temporary files. Safe to call after any failure."""
         with contextlib.suppress(OSError):
             self._file.close()
         for temporary in (self._bin_temporary, self._idx_temporary):

@@ -1,7 +1,7 @@
-"""`argosy data inspect`: the facts of a corpus, and a look at what is in it.
+"""`argosy data inspect`: statistics of a corpus, and the text of a few documents.
 
-Counts and lengths are exact and come from the `.idx` files, so they take moments at any size. What needs tokens
-(vocabulary range, copies, text) comes from a sample whose size is told beside each figure.
+Counts and lengths are exact and come from the `.idx` files, so they take moments at any size. Figures that need tokens
+(vocabulary range, duplicates, text) come from a sample, whose size is shown beside each figure.
 """
 
 from __future__ import annotations
@@ -18,18 +18,22 @@ from argosy.data.corpus.pairs import open_pairs
 from argosy.data.text.tokenizer import Tokenizer, load_tokenizer
 from argosy.errors import ArgosyError
 
-_SAMPLE_RUNS, _RUN_TOKENS = 64, 1 << 18  # the vocabulary is looked at in this many stretches of this many tokens
+# The vocabulary is sampled in _SAMPLE_RUNS runs of _RUN_TOKENS tokens.
+_SAMPLE_RUNS, _RUN_TOKENS = 64, 1 << 18
 _SHOWN_TOKENS, _SHOWN_CHARACTERS = 400, 240
 _SHOWN_SOURCES = 3
 
 
 @dataclass(frozen=True)
 class Vocabulary:
+    """The token ids found in a sample."""
+
     sampled_tokens: int
     smallest: int
     largest: int
     distinct: int
-    promised_largest: int | None  # by the manifest, of all tokens
+    # The largest id of the whole corpus according to the manifest.
+    promised_largest: int | None
     tokenizer_size: int | None
 
 
@@ -43,7 +47,9 @@ class Shown:
 
 
 @dataclass(frozen=True)
-class Facts:
+class CorpusFacts:
+    """The result of `inspect`."""
+
     path: str
     has_manifest: bool
     shards: int
@@ -60,15 +66,17 @@ class Facts:
     histogram: list[Bin]
     vocabulary: Vocabulary
     duplicates: Duplicates
-    tokenizer: str | None  # its fingerprint
-    sources: list[dict[str, object]]  # the inputs, as the manifest keeps them
+    # The fingerprint of the tokenizer.
+    tokenizer: str | None
+    # The inputs, as recorded in the manifest.
+    sources: list[dict[str, object]]
     shown: list[Shown]
 
     def as_dict(self) -> dict[str, object]:
         return asdict(self)
 
     def describe(self) -> str:
-        """For people: a few lines of figures, the histogram, the beginnings of a few documents."""
+        """Return the human-readable report: figures, a histogram of lengths, and the beginnings of a few documents."""
         kind = "corpus" if self.has_manifest else "no manifest"
         sentences = (
             f" in {self.sequences:,} sequences" if self.sequences != self.documents - self.empty_documents else ""
@@ -92,7 +100,7 @@ class Facts:
         return "\n".join(lines)
 
     def _sources(self) -> list[str]:
-        """The first inputs with the versions they had, one a line."""
+        """Return one line for each of the first inputs, with the version it had."""
         lines = [
             f"{source['path']}  {source['bytes']:,} bytes, {source['version'] or 'version not kept'}"
             for source in self.sources[:_SHOWN_SOURCES]
@@ -110,8 +118,15 @@ class Facts:
         return text + (f"; the tokenizer has {seen.tokenizer_size:,}" if seen.tokenizer_size is not None else "")
 
 
-def inspect(path: Path, *, tokenizer: str | None = None, sample: int = 20_000, show: int = 3) -> Facts:
-    """Facts of the corpus or pair at `path`; `sample` documents are hashed for the estimate of copies."""
+def inspect(path: Path, *, tokenizer: str | None = None, sample: int = 20_000, show: int = 3) -> CorpusFacts:
+    """Collect statistics of the corpus or pair at `path`.
+
+    Args:
+        path: The corpus directory, or the prefix of a pair.
+        tokenizer: The tokenizer that decodes the shown documents. None: the one stored with the corpus.
+        sample: The number of documents to hash for the estimate of duplicates.
+        show: The number of documents to show.
+    """
     corpus = open_pairs(path)
     try:
         return _facts(corpus, _tokenizer_of(corpus, tokenizer), sample, show)
@@ -120,10 +135,10 @@ def inspect(path: Path, *, tokenizer: str | None = None, sample: int = 20_000, s
             shard.close()
 
 
-def _facts(corpus: Corpus, tokenizer: Tokenizer | None, sample: int, show: int) -> Facts:
+def _facts(corpus: Corpus, tokenizer: Tokenizer | None, sample: int, show: int) -> CorpusFacts:
     counts = count_lengths(corpus.shards)
     manifest = corpus.manifest
-    return Facts(
+    return CorpusFacts(
         path=str(corpus.path),
         has_manifest=manifest is not None,
         shards=len(corpus.shards),
@@ -174,7 +189,7 @@ def _vocabulary(corpus: Corpus, tokenizer: Tokenizer | None) -> Vocabulary:
 
 
 def _tokenizer_of(corpus: Corpus, given: str | None) -> Tokenizer | None:
-    """The one given, which must be the one the corpus was made with; else the one stored with it, if any."""
+    """Load the given tokenizer, which must be the one of the corpus, or else the one stored with the corpus, if any."""
     if given is None:
         return None if corpus.manifest is None else load_tokenizer(str(corpus.path / corpus.manifest.tokenizer.file))
     tokenizer = load_tokenizer(given)
@@ -191,7 +206,7 @@ def _tokenizer_of(corpus: Corpus, given: str | None) -> Tokenizer | None:
 
 
 def _show(corpus: Corpus, tokenizer: Tokenizer, show: int) -> list[Shown]:
-    """The beginnings of documents spread evenly over the corpus."""
+    """Return the beginnings of `show` documents, spread evenly over the corpus."""
     picked = sorted({int(at) for at in np.linspace(0, corpus.documents - 1, show)}) if corpus.documents else []
     shown: list[Shown] = []
     first_document = first_token = 0
@@ -208,5 +223,5 @@ def _show(corpus: Corpus, tokenizer: Tokenizer, show: int) -> list[Shown]:
 
 
 def printable(text: str) -> str:
-    """Text of strangers for a terminal: line ends and control characters are shown, not obeyed."""
+    """Escape line ends and control characters in untrusted text, so that a terminal shows them instead of obeying them."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -1,7 +1,7 @@
-"""How long the documents of a corpus are, counted exactly in little memory.
+"""Exact document length statistics in little memory.
 
-The lengths come from the `.idx` alone, a block of documents at a time, and are kept as (length, how often): a corpus of
-T tokens has at most sqrt(2T) distinct lengths, so even 5 trillion tokens need some 50 MB, and percentiles are exact.
+The lengths come from the `.idx` alone, a block of documents at a time, and are stored as (length, count): a corpus of T
+tokens has at most sqrt(2T) distinct lengths, so even 5 trillion tokens need some 50 MB, and percentiles are exact.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 @dataclass(frozen=True)
 class Bin:
-    """Documents of `low` to `high` tokens, both included."""
+    """A histogram bin: the number of documents with `low` to `high` tokens, both included."""
 
     low: int
     high: int
@@ -32,7 +32,7 @@ class Bin:
 
 @dataclass(frozen=True)
 class LengthCounts:
-    """Each distinct length, in order, and how many documents have it."""
+    """The distinct lengths in ascending order, and the number of documents of each length."""
 
     lengths: Integers
     documents: Integers
@@ -46,14 +46,14 @@ class LengthCounts:
         return float(self.lengths @ self.documents) / self.total if self.total else 0.0
 
     def percentile(self, percent: float) -> int:
-        """The smallest length that at least `percent` of the documents do not pass."""
+        """Return the smallest length that at least `percent` percent of the documents do not exceed."""
         if not self.total:
             return 0
         at = np.searchsorted(np.cumsum(self.documents), percent / 100 * self.total)
         return int(self.lengths[min(int(at), len(self.lengths) - 1)])
 
     def histogram(self) -> list[Bin]:
-        """Bins that double in width, from the shortest document to the longest; an empty document has its own."""
+        """Return bins of doubling width from the shortest document to the longest. Empty documents have their own bin."""
         if not self.total:
             return []
         exponents = np.array([int(length).bit_length() for length in self.lengths])
@@ -65,7 +65,7 @@ class LengthCounts:
 
 
 def document_lengths(shard: IndexedReader) -> Iterator[tuple[int, Integers]]:
-    """(first document, tokens of it and of those that follow), a block at a time."""
+    """Yield blocks of (number of the first document, tokens of each document)."""
     for first in range(0, shard.documents, _BLOCK_DOCUMENTS):
         bounds = shard.document_indices[first : first + _BLOCK_DOCUMENTS + 1].astype(np.int64)
         sequences = shard.lengths[int(bounds[0]) : int(bounds[-1])]
@@ -74,6 +74,7 @@ def document_lengths(shard: IndexedReader) -> Iterator[tuple[int, Integers]]:
 
 
 def count_lengths(shards: Sequence[IndexedReader]) -> LengthCounts:
+    """Count the document lengths of all shards."""
     return _sum_up(lengths for shard in shards for _, lengths in document_lengths(shard))
 
 
@@ -89,7 +90,7 @@ def _sum_up(blocks: Iterable[Integers]) -> LengthCounts:
 
 
 def draw(bins: Sequence[Bin], *, width: int = 40) -> str:
-    """The histogram as horizontal bars, exact to an eighth of a character."""
+    """Draw the histogram as horizontal bars with a resolution of an eighth of a character."""
     if not bins:
         return "(no documents)"
     most, total = max(bin.documents for bin in bins) or 1, sum(bin.documents for bin in bins) or 1
@@ -105,6 +106,7 @@ def draw(bins: Sequence[Bin], *, width: int = 40) -> str:
 
 def _bar(share: float, width: int) -> str:
     eighths = round(share * width * 8)
+    # A bin that is not empty is always visible.
     if share > 0:
-        eighths = max(1, eighths)  # what exists is seen
+        eighths = max(1, eighths)
     return "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()

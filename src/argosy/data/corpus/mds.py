@@ -1,4 +1,4 @@
-"""MosaicML's MDS format: the token column of a data set read, and written as MosaicML's own writer writes it.
+"""Reader and writer of the token column of MosaicML's MDS format, as written by MosaicML's own MDSWriter.
 
     DIR/index.json                 {"version": 2, "shards": [{columns, compression, hashes, raw_data, zip_data, …}]}
     DIR/shard.00000.mds[.zstd]     u32 samples; u32 offset of each sample and of the end; configuration as JSON; samples
@@ -6,8 +6,8 @@
 A sample is the u32 size of each column of variable size, then the bytes of all columns in the order of their names. An
 `ndarray:uint16` column holds a byte (dimensions << 2 | width of a dimension), the dimensions, the values.
 
-What is read comes from strangers. Pickle columns are refused, since reading those runs code; files, their hashes and
-their compression are the care of `argosy.data.corpus.mds_files`.
+The data is untrusted. Pickle columns are refused, because unpickling runs code. `argosy.data.corpus.mds_files` handles files,
+hashes and compression.
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ from argosy.data.corpus.mds_files import COMPRESSIONS, INDEX, MOST_BYTES, ShardF
 from argosy.data.corpus.mds_types import check_type
 from argosy.files import replace_file
 
-_JUDGED = 1 << 12  # bytes of ids that are enough to tell their type
-SIZE_LIMIT = 1 << 26  # bytes of a shard before compression, MosaicML's default
+# This much of a `bytes` column is enough to check its dtype.
+_ENOUGH_BYTES = 1 << 12
+# The size limit of a shard before compression; MosaicML's default.
+SIZE_LIMIT = 1 << 26  # bytes
 _VALUE_TYPES = {8: "u1", 9: "i1", 16: "<u2", 17: "<i2", 32: "<u4", 33: "<i4", 64: "<u8", 65: "<i8"}
 _INTEGERS = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
 
 
 class MdsReader:
-    """The token column of an MDS data set, sample by sample. One shard is in memory at a time."""
+    """A reader of the token column of an MDS data set. One shard is in memory at a time."""
 
     def __init__(
         self, directory: Path, *, column: str = "tokens", bytes_dtype: str = "int64", vocab_size: int | None = None
@@ -52,19 +54,20 @@ class MdsReader:
 
     @property
     def bytes(self) -> int:
-        """On disk, as index.json declares it."""
+        """The size on disk that index.json declares."""
         return sum((shard.zip_data or shard.raw_data).bytes for shard in self.shards)
 
     @property
     def encoding(self) -> str:
-        """How the tokens are stored, as `ndarray:uint16` or `bytes`; of the first shard, others may differ."""
+        """The encoding of the token column in the first shard, such as `ndarray:uint16` or `bytes`. Other shards may differ."""
         return self._encoding(self.shards[0]) if self.shards else "bytes"
 
     def documents(self, advance: Callable[[float], None] = lambda _: None) -> Iterator[Tokens]:
-        """The tokens of each sample; `advance` is told the bytes of each finished shard."""
-        unjudged: list[memoryview] = []  # of shards too small to tell their type from
+        """Yield the tokens of each sample. `advance` receives the size of each finished shard, for progress."""
+        # Samples of shards that are too small to check their dtype.
+        unchecked: list[memoryview] = []
         for shard in self.shards:
-            yield from self._samples(shard, unjudged)
+            yield from self._samples(shard, unchecked)
             advance((shard.zip_data or shard.raw_data).bytes)
 
     def _encoding(self, shard: ShardFacts) -> str:
@@ -90,16 +93,16 @@ class MdsReader:
             raise bad_mds(path, f"compression {shard.compression!r} is not one of {', '.join(COMPRESSIONS)}")
         array_dtype(path, self.column, self._encoding(shard), self.bytes_dtype)
 
-    def _samples(self, shard: ShardFacts, unjudged: list[memoryview]) -> Iterator[Tokens]:
+    def _samples(self, shard: ShardFacts, unchecked: list[memoryview]) -> Iterator[Tokens]:
         path = self.directory / shard.raw_data.basename
         encoding = self._encoding(shard)
         dtype, shape = array_dtype(path, self.column, encoding, self.bytes_dtype)
         values = list(self._values(path, shard))
         if encoding == "bytes" and dtype is not None:
-            unjudged.extend(values)
-            check_type(path, unjudged, dtype, self.vocab_size, self.column)
-            if sum(len(value) for value in unjudged) >= _JUDGED:
-                unjudged.clear()
+            unchecked.extend(values)
+            check_type(path, unchecked, dtype, self.vocab_size, self.column)
+            if sum(len(value) for value in unchecked) >= _ENOUGH_BYTES:
+                unchecked.clear()
         for number, value in enumerate(values):
             try:
                 yield _decode(value, dtype, shape) if encoding != "bytes" else np.frombuffer(value, dtype)
@@ -107,12 +110,13 @@ class MdsReader:
                 raise bad_mds(path, f"column {self.column!r} of sample {number}: {error}") from None
 
     def _values(self, path: Path, shard: ShardFacts) -> Iterator[memoryview]:
-        """The bytes of the column in each sample."""
+        """Yield the bytes of the token column of each sample."""
         data = read_shard(self.directory, shard)
         offsets = _offsets(path, data, shard.samples)
         place = shard.column_names.index(self.column)
         variable = [not size for size in shard.column_sizes]
-        slot = sum(variable[:place])  # of this column's size among the sizes at the head of a sample
+        # The place of this column's size among the sizes at the head of a sample.
+        slot = sum(variable[:place])
         heads = sum(variable)
         fixed_before = sum(size for size in shard.column_sizes[:place] if size)
         own_size = shard.column_sizes[place]
@@ -131,7 +135,7 @@ class MdsReader:
 def array_dtype(
     path: Path, column: str, encoding: str, bytes_dtype: str
 ) -> tuple[np.dtype[Any] | None, tuple[int, ...] | None]:
-    """(type of the values, shape) of a token column, where the encoding fixes them."""
+    """Return (dtype, shape) of a token column; each is None if the encoding does not fix it."""
     kind, *details = encoding.split(":")
     name = bytes_dtype if encoding == "bytes" else details[0] if details else None
     if kind not in ("bytes", "ndarray") or len(details) > 2 or (name is not None and name not in _INTEGERS):
@@ -148,7 +152,7 @@ def array_dtype(
 
 
 def _decode(value: memoryview, dtype: np.dtype[Any] | None, shape: tuple[int, ...] | None) -> Tokens:
-    """MosaicML's ndarray: what the encoding leaves open (type, dimensions) stands before the values."""
+    """Decode an `ndarray` value. The dtype and shape precede the values if the encoding does not fix them."""
     at = 0
     if dtype is None:
         code = value[0] if len(value) else -1
@@ -180,7 +184,7 @@ def _offsets(path: Path, data: bytes, samples: int) -> npt.NDArray[np.int64]:
 
 
 class MdsWriter:
-    """Writes one token column as MosaicML's MDSWriter does; `finish` writes index.json, which makes it a data set."""
+    """A writer of one token column that gives the bytes of MosaicML's MDSWriter. `finish` writes index.json."""
 
     def __init__(
         self,
@@ -195,7 +199,7 @@ class MdsWriter:
     ) -> None:
         dtype, _ = array_dtype(directory, column, encoding, bytes_dtype)
         if encoding == "ndarray" or encoding.count(":") > 1 or dtype is None:
-            raise ValueError(f"{encoding} is read, not written")
+            raise ValueError(f"{encoding} can be read but not written")
         self.directory, self.dtype, self.is_array = directory, dtype, encoding != "bytes"
         self.zstd_level, self.hashes, self.size_limit = zstd_level, sorted(hashes), size_limit
         self._config = {
@@ -214,7 +218,7 @@ class MdsWriter:
         self.shards: list[dict[str, Any]] = []
 
     def add(self, tokens: Tokens) -> None:
-        """One sample. MosaicML's readers have no array without values, so neither has this."""
+        """Append one sample. An array without values is refused, because MosaicML's readers do not support it."""
         if self.is_array and not len(tokens):
             raise ValueError("an MDS array cannot be empty")
         if len(tokens) and int(tokens.max()) > np.iinfo(self.dtype).max:
@@ -234,6 +238,7 @@ class MdsWriter:
             raise bad_mds(self.directory, "one document has 4 GiB, more than MDS can hold", fix="use --seq-len")
 
     def finish(self) -> None:
+        """Write the last shard and index.json."""
         if self._samples:
             self._flush()
         index = {"version": 2, "shards": self.shards}

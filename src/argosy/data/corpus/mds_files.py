@@ -1,8 +1,8 @@
-"""The files of an MDS data set: its index, and the bytes of each shard, checked and unpacked.
+"""Read the files of an MDS data set: its index, and the verified, decompressed bytes of each shard.
 
-What is read comes from strangers: names that lead out of the directory are refused, and a compressed shard that grows
-past the size it declares is not read on. Every listed hash that can be computed is checked. zstd, gz and bz2 always
-work; br, snappy and the xxhash family need a package, which the refusal names.
+The files are untrusted: names that lead out of the directory are refused, and decompression stops at the declared size. Every
+listed hash that can be computed is checked. zstd, gz and bz2 always work; br, snappy and the xxhash family need a package,
+which the error names.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from argosy.errors import ArgosyError
 from argosy.untrusted import MIB, open_regular, read_regular
 
 INDEX = "index.json"
-MOST_BYTES = 1 << 32  # of a shard: offsets are u32
+# The size limit of a shard: its offsets are u32.
+MOST_BYTES = 1 << 32
 COMPRESSIONS = ("br", "bz2", "gz", "snappy", "zstd")
 
 
 def _inside(name: str) -> str:
-    """A plain relative path; merged data sets name shards in subdirectories."""
+    """Validate a relative path below the directory. Merged data sets name shards in subdirectories."""
     path = PurePosixPath(name)
     if not name or path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name or ":" in name:
         raise ValueError(f"{name!r} leads out of the directory")
@@ -33,6 +34,8 @@ def _inside(name: str) -> str:
 
 
 class FileFacts(BaseModel):
+    """Name, size and hashes of one file, as index.json lists them."""
+
     model_config = ConfigDict(frozen=True)
     basename: Annotated[str, AfterValidator(_inside)]
     bytes: Annotated[int, Field(ge=0, lt=MOST_BYTES)]
@@ -40,7 +43,7 @@ class FileFacts(BaseModel):
 
 
 class ShardFacts(BaseModel):
-    """One entry of index.json, in its own words."""
+    """One shard entry of index.json, with the field names of the format."""
 
     model_config = ConfigDict(frozen=True)
     version: Literal[2]
@@ -62,10 +65,12 @@ class _Index(BaseModel):
 
 
 def bad_mds(path: Path, what: str, fix: str = "copy the file again, or make the data set again") -> ArgosyError:
+    """Return a `data.bad-mds` error."""
     return ArgosyError("data.bad-mds", f"{path}: {what}", fix=fix)
 
 
 def read_index(directory: Path) -> list[ShardFacts]:
+    """Read and validate index.json."""
     path = directory / INDEX
     try:
         return _Index.model_validate_json(read_regular(path, 1024 * MIB)).shards
@@ -83,14 +88,14 @@ def read_index(directory: Path) -> list[ShardFacts]:
 
 
 def read_shard(directory: Path, shard: ShardFacts) -> bytes:
-    """The uncompressed shard, with sizes and listed hashes checked on the way."""
+    """Return the decompressed content of a shard, after checking its sizes and listed hashes."""
     raw = directory / shard.raw_data.basename
     if shard.zip_data is None or raw.exists():
         return _read_checked(raw, shard.raw_data)
     packed = directory / shard.zip_data.basename
     data = _decompress(packed, str(shard.compression), _read_checked(packed, shard.zip_data), shard.raw_data.bytes)
     if len(data) != shard.raw_data.bytes:
-        raise bad_mds(packed, f"it unpacks to other than the {shard.raw_data.bytes:,} bytes index.json declares")
+        raise bad_mds(packed, f"it does not decompress to the {shard.raw_data.bytes:,} bytes index.json declares")
     _check_hashes(packed, data, shard.raw_data.hashes)
     return data
 
@@ -109,7 +114,7 @@ def _read_checked(path: Path, facts: FileFacts) -> bytes:
 
 
 def _check_hashes(path: Path, data: bytes, hashes: dict[str, str]) -> None:
-    """Every listed hash that can be computed here; where none can, the library that could is named."""
+    """Check every listed hash that can be computed. If none can, the error names the package to install."""
     known = {name for name in hashes if name in hashlib.algorithms_available and not name.startswith("shake_")}
     for name in sorted(known) or sorted(hashes):
         if name in known:
@@ -123,12 +128,12 @@ def _check_hashes(path: Path, data: bytes, hashes: dict[str, str]) -> None:
 def _xxhash(path: Path, name: str, data: bytes) -> str:
     xxhash = _library("xxhash", "xxhash", f"{path}: its hash {name}")
     if name not in xxhash.algorithms_available:
-        raise bad_mds(path, f"its hash {name} is not one that is known")
+        raise bad_mds(path, f"its hash algorithm {name} is unknown")
     return str(getattr(xxhash, name)(data).hexdigest())
 
 
 def _decompress(path: Path, compression: str, packed: bytes, size: int) -> bytes:
-    """At most one byte more than the declared size, so that a bomb does not go off."""
+    """Decompress at most one byte more than the declared size, as a defence against decompression bombs."""
     kind = compression.partition(":")[0]
     try:
         if kind == "zstd":
@@ -151,7 +156,7 @@ def _decompress(path: Path, compression: str, packed: bytes, size: int) -> bytes
     except ArgosyError:
         raise
     except Exception as error:  # noqa: BLE001 - each library has its own errors, all meaning damaged data
-        raise bad_mds(path, f"it cannot be unpacked: {error}") from None
+        raise bad_mds(path, f"it cannot be decompressed: {error}") from None
 
 
 def _unpack_brotli(brotli: Any, packed: bytes, size: int) -> bytes:
@@ -164,7 +169,7 @@ def _unpack_brotli(brotli: Any, packed: bytes, size: int) -> bytes:
 
 
 def _snappy_size(packed: bytes) -> int:
-    """The unpacked size, which snappy stores ahead of the data as a base-128 number."""
+    """Return the decompressed size, which snappy stores before the data as a base-128 number."""
     size = 0
     for place, byte in enumerate(packed[:5]):
         size |= (byte & 127) << (7 * place)

@@ -1,9 +1,9 @@
-"""Whether a column of plain bytes is read as the type it was written in, which nothing in MDS says.
+"""Detect the wrong dtype for an MDS column of plain bytes. MDS itself does not record the dtype.
 
-Too narrow a type splits each id in two or four: the low half, and a high half that is 0 or nearly. Too wide a type glues ids
-together. The two are told apart by comparing neighbours. In a run of ids the second of a pair is as often the larger one as the
-first; of the two halves of one number the high one hardly ever is, since ids use the low bits. Padding does not disturb this:
-pairs of equal numbers are left out.
+Too narrow a dtype splits each id in two or four: the low half, and a high half that is 0 or nearly. Too wide a dtype joins
+ids together. Comparing neighbours distinguishes the cases. In a run of ids, the second of a pair is the larger one as often
+as the first. Of the two halves of one number, the high half is hardly ever the larger one, because ids use the low bits.
+Padding does not disturb this: pairs of equal numbers are left out.
 """
 
 from __future__ import annotations
@@ -18,24 +18,28 @@ import numpy.typing as npt
 
 from argosy.errors import ArgosyError
 
-_NAMES = {8: "int64", 4: "int32", 2: "uint16"}  # by bytes of an id; a signed type holds every vocabulary there is
-_MOST_IDS = 1 << 20  # larger than vocabularies are; used where none is known
-_ENOUGH = 32  # pairs that must differ; of so many ids, 4 or fewer would fall on one side once in 100,000 corpora
-_HALVES = (
-    3 / 8
-)  # share of pairs with the second larger: 1/2 for ids, at most 1/4 for the halves of ids spread over 31 bits
-_LOOKED_AT = 1 << 22  # bytes
+# dtype by bytes per id. Signed types of 4 and 8 bytes hold every vocabulary.
+_NAMES = {8: "int64", 4: "int32", 2: "uint16"}
+# The vocabulary size to assume if none is known; real vocabularies are smaller.
+_MOST_IDS = 1 << 20
+# The number of unequal pairs needed for a verdict. With 32 pairs of ids, 4 or fewer fall on one side once in 100,000 corpora.
+_ENOUGH = 32
+# The threshold for the fraction of pairs whose second number is larger: 1/2 for ids, at most 1/4 for halves of ids spread over
+# 31 bits.
+_HALVES = 3 / 8
+# How much of the column is examined.
+_EXAMINED = 1 << 22  # bytes
 
 
 def check_type(
     path: Path, values: Sequence[memoryview], dtype: np.dtype[Any], vocab_size: int | None, column: str
 ) -> None:
-    """Refuse a type that the bytes of these samples contradict, and name the one that fits."""
+    """Refuse a dtype that contradicts the bytes of these samples. The error names a dtype that fits."""
     limit = vocab_size or _MOST_IDS
     sizes = [len(value) for value in values]
     whole = [width for width in _NAMES if not any(size % width for size in sizes)]
     data, at = b"", 0
-    while at < len(values) and len(data) < _LOOKED_AT:
+    while at < len(values) and len(data) < _EXAMINED:
         data, at = b"".join((data, *values[at : at + 256])), at + 256
     why = _contradiction(data, sizes, whole, dtype, limit)
     if why is None:
@@ -72,7 +76,7 @@ def _contradiction(
 
 
 def _fitting(data: bytes, whole: Sequence[int], limit: int) -> str | None:
-    """The widest type whose ids are within the vocabulary and are no two ids each; else the narrowest."""
+    """Return the widest dtype whose ids are within the vocabulary and are not two ids joined, or None."""
     fits = [w for w in whole if _holds_ids(data, w, limit) and (w == min(_NAMES) or _are_halves(data, w))]
     return _NAMES[fits[0]] if fits else None
 
@@ -87,9 +91,9 @@ def _holds_ids(data: bytes, width: int, limit: int) -> bool:
 
 
 def _are_halves(data: bytes, width: int) -> bool:
-    """Whether numbers half as wide are the low and the high halves of ids."""
+    """Return True if numbers of half this width are the low and high halves of ids."""
     low, high = _read(data, width // 2).reshape(-1, 2).T
     larger = int((high > low).sum())
     pairs = larger + int((high < low).sum())
-    # Of ids, half of the pairs would have the second larger, with a standard deviation of sqrt(pairs) / 2.
+    # For ids, the second number is larger in half of the pairs, with a standard deviation of sqrt(pairs) / 2.
     return pairs >= _ENOUGH and larger < min(_HALVES * pairs, pairs / 2 - 2 * math.sqrt(pairs))

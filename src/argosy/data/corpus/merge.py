@@ -1,10 +1,9 @@
-"""`argosy data merge`: several corpora or Megatron pairs into one.
+"""`argosy data merge`: merge several corpora or Megatron pairs into one.
 
-As a pair it is what Megatron's `tools/merge_datasets.py` makes, byte for byte: the `.bin` files one after the other,
-lengths and document bounds carried over, pointers counted anew. As a corpus directory, which all inputs must be, the
-shards are kept as they are under new numbers, with the hashes their manifests promise: a damaged input stays
-detectable. The bytes are moved by the kernel (on some file systems only shared, not copied), memory stays small, and
-nothing has its final name before it is whole.
+Merging into a pair gives the output of Megatron's `tools/merge_datasets.py`, byte for byte: the `.bin` files concatenated,
+lengths and document bounds carried over, pointers recomputed. Merging into a corpus directory, which requires that all inputs
+are corpora, renumbers the shards and keeps the hashes of their manifests, so a damaged input stays detectable. The kernel
+copies the bytes (some file systems only share them), memory stays small, and a file gets its final name only when complete.
 """
 
 from __future__ import annotations
@@ -32,22 +31,30 @@ from argosy.errors import ArgosyError
 from argosy.files import replace_file
 from argosy.untrusted import open_regular, read_regular
 
-_CHUNK = 64 << 20  # bytes handed to the kernel at a time
-_QUARANTINE = "quarantine.jsonl"  # as `argosy data prepare` names it
-_ENTRIES = 1 << 18  # index entries in memory at a time
-_NOT_THIS_WAY = (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF)
+# The size of one kernel copy.
+_CHUNK = 64 << 20  # bytes
+# The name that `argosy data prepare` uses.
+_QUARANTINE = "quarantine.jsonl"
+# Index entries in memory at a time.
+_ENTRIES = 1 << 18
+# Errors that mean that a way of copying is not supported here.
+_UNSUPPORTED = (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF)
 
 
 @dataclass(frozen=True)
 class Merged:
+    """The result of `merge`."""
+
     output: str
-    kind: str  # pair | corpus
+    # "pair" or "corpus".
+    kind: str
     inputs: list[str]
     shards: int
     documents: int
     sequences: int
     tokens: int
-    bytes: int  # of all .bin and .idx files
+    # The size of all .bin and .idx files.
+    bytes: int
     dtype: str
 
     def as_dict(self) -> dict[str, object]:
@@ -64,7 +71,18 @@ class Merged:
 def merge(
     inputs: Sequence[Path], output: Path, *, as_pair: bool | None = None, overwrite: bool = False, dry_run: bool = False
 ) -> Merged:
-    """Merge in the order given. `as_pair` unset: a corpus where every input is one, else a pair."""
+    """Merge the inputs in the given order.
+
+    Args:
+        inputs: Corpora or pairs.
+        output: The corpus directory, or the prefix of the pair.
+        as_pair: Write one pair. None: write a corpus if every input is one, else a pair.
+        overwrite: Replace existing data at `output`.
+        dry_run: Only check, and return the expected result.
+
+    Raises:
+        ArgosyError: `data.cannot-merge`, `tokenizer.mismatch`, `data.output-exists`, `data.write-failed`.
+    """
     corpora = [open_pairs(path) for path in inputs]
     try:
         pair = any(corpus.manifest is None for corpus in corpora) if as_pair is None else as_pair
@@ -100,7 +118,7 @@ class _Merge:
 
     @property
     def size(self) -> int:
-        """Bytes of all files to be written."""
+        """The size in bytes of all files to be written."""
         pairs = 1 if self.pair else len(self.readers)
         index = pairs * (HEADER.size + 8) + 12 * self.sequences + 8 * self.documents
         return index + self.tokens * self.dtype.itemsize
@@ -119,7 +137,7 @@ class _Merge:
         )
 
     def check(self, overwrite: bool) -> None:
-        """Everything that can be refused before a byte is written."""
+        """Refuse everything that can be refused before a byte is written."""
         self._check_dtypes()
         self._check_manifests()
         outputs = [bin_path(self.output), idx_path(self.output)] if self.pair else [self.output / FILE_NAME]
@@ -160,7 +178,7 @@ class _Merge:
                 )
 
     def _check_manifests(self) -> None:
-        """One tokenizer wherever it is known; for a corpus, all that the manifest says once for all shards."""
+        """Refuse inputs with different tokenizers. For a corpus, also refuse different end-of-document ids or missing manifests."""
         named = [(corpus.path, corpus.manifest) for corpus in self.corpora if corpus.manifest is not None]
         for path, manifest in named:
             first_path, first = named[0]
@@ -209,7 +227,8 @@ class _Merge:
             file.writelines(self._index())
             file.flush()
             os.fsync(file.fileno())
-        idx_path(self.output).unlink(missing_ok=True)  # an old index must never describe the new tokens
+        # An old index must never describe the new tokens.
+        idx_path(self.output).unlink(missing_ok=True)
         os.replace(tokens, bin_path(self.output))
         os.replace(index, idx_path(self.output))
 
@@ -232,7 +251,8 @@ class _Merge:
     def _write_corpus(self, made: list[Path], advance: Callable[[float], None]) -> None:
         manifests = [corpus.manifest for corpus in self.corpora if corpus.manifest is not None]
         self.output.mkdir(parents=True, exist_ok=True)
-        (self.output / FILE_NAME).unlink(missing_ok=True)  # from here until the end the directory is not a corpus
+        # Without a manifest the directory is not a corpus until the new manifest is written.
+        (self.output / FILE_NAME).unlink(missing_ok=True)
         for number, reader in enumerate(self.readers):
             for path in (bin_path, blocks_path, idx_path):
                 source, target = path(reader.prefix), path(self.output / _shard_name(number))
@@ -260,7 +280,7 @@ class _Merge:
                     _append_file(corpus.path / _QUARANTINE, file, lambda _: None)
 
     def _remove_stale(self) -> None:
-        """Shards of an overwritten corpus that had more of them would be taken for data by tools that glob."""
+        """Remove the surplus shards of an overwritten corpus. Tools that glob would take them for data."""
         kept = {_shard_name(number) for number in range(len(self.readers))}
         for file in self.output.glob("shard-*.*"):
             if file.suffix in (".bin", ".idx", ".blocks") and file.stem not in kept:
@@ -295,7 +315,7 @@ def _slices(entries: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
 
 
 def _append_file(source: Path, target: BinaryIO, advance: Callable[[float], None]) -> None:
-    """Append a whole file by the cheapest way that works here: kernel copy, sendfile, then read and write."""
+    """Append a whole file in the cheapest way that works: copy_file_range, then sendfile, then read and write."""
     with open_regular(source, buffering=0) as file:
         size, done = os.fstat(file.fileno()).st_size, 0
         ways = [_copy_range, _send, _read_and_write] if hasattr(os, "copy_file_range") else [_read_and_write]
@@ -303,11 +323,12 @@ def _append_file(source: Path, target: BinaryIO, advance: Callable[[float], None
             try:
                 moved = ways[0](file.fileno(), target.fileno(), min(_CHUNK, size - done), done)
             except OSError as error:
-                if error.errno in _NOT_THIS_WAY and len(ways) > 1:
+                if error.errno in _UNSUPPORTED and len(ways) > 1:
                     ways.pop(0)
                     continue
                 raise
-            if not moved and len(ways) > 1:  # some network file systems answer 0 instead of an error
+            # Some network file systems return 0 instead of an error.
+            if not moved and len(ways) > 1:
                 ways.pop(0)
             elif not moved:
                 raise OSError(errno.EIO, f"{source} became shorter while it was read")

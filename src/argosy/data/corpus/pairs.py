@@ -1,8 +1,8 @@
-"""Where the `.bin/.idx` pairs of a corpus lie, found without opening them.
+"""Locate the `.bin/.idx` pairs of a corpus without opening them.
 
-The verbs that look at finished data (inspect, verify, merge, convert) take a corpus directory with a manifest, the
-prefix of one Megatron pair, or a plain directory of pairs such as Megatron's own tools leave behind. Finding must not
-read the files: `verify` has to be able to name a pair that is broken or only half there.
+The commands on finished data (inspect, verify, merge, convert) take a corpus directory with a manifest, the prefix of one
+Megatron pair, or a plain directory of pairs such as Megatron's tools write. The files are not opened here, because `verify`
+must be able to name a pair that is damaged or incomplete.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from argosy.errors import ArgosyError
 
 @dataclass(frozen=True)
 class Pairs:
+    """The `.bin/.idx` pairs under a path, with the manifest if there is one."""
+
     path: Path
     prefixes: list[Path]
     manifest: Manifest | None
 
 
 def find_pairs(path: Path) -> Pairs:
-    """The pairs under `path`: in manifest order, or for a plain directory by name, which is Megatron's order."""
+    """Find the pairs under `path`, in manifest order. In a plain directory they are sorted by name, which is Megatron's order."""
     if (path / FILE_NAME).exists():
         manifest = read_manifest(path)
         return Pairs(path, [path / shard.name for shard in manifest.shards], manifest)
@@ -35,7 +37,7 @@ def find_pairs(path: Path) -> Pairs:
         raise ArgosyError(
             "data.bad-manifest",
             f"{path} is an unfinished `argosy data prepare`",
-            fix="run the same `argosy data prepare` again: it goes on where it stopped",
+            fix="run the same `argosy data prepare` again: it resumes where it stopped",
         )
     if path.is_dir():
         prefixes = sorted({file.with_suffix("") for ending in ("bin", "idx") for file in path.glob(f"*.{ending}")})
@@ -52,7 +54,7 @@ def find_pairs(path: Path) -> Pairs:
 
 
 def open_pairs(path: Path) -> Corpus:
-    """The same, opened for reading."""
+    """Open the pairs under `path` for reading."""
     pairs = find_pairs(path)
     if pairs.manifest is not None:
         return open_corpus(path)

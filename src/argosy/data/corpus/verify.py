@@ -1,8 +1,8 @@
-"""`argosy data verify`: every file of a corpus against its manifest, and every `.idx` against its `.bin`.
+"""`argosy data verify`: check every file of a corpus against its manifest, and every `.idx` against its `.bin`.
 
-Files are read from end to end in blocks, so memory does not grow with the corpus, and shards are checked side by
-side because hashing leaves the GIL. A fault never ends the check: the user wants the whole list before copying
-terabytes again. Faults that repeat (a million wrong pointers) are one line with their number and the first place.
+Files are read completely, in blocks, so memory does not grow with the corpus. Shards are checked in parallel threads, because
+hashing releases the GIL. A fault never ends the check: the user needs the whole list before copying terabytes again. A fault
+that repeats (a million wrong pointers) is one line with the count and the first place.
 """
 
 from __future__ import annotations
@@ -28,12 +28,15 @@ from argosy.data.text.tokenizer import load_tokenizer
 from argosy.errors import ArgosyError
 from argosy.untrusted import open_regular
 
-_BLOCK = 8 << 20  # bytes of a file in memory at a time, for each worker
+# The read buffer of each worker.
+_BLOCK = 8 << 20  # bytes
 Advance = Callable[[int], None]
 
 
 @dataclass(frozen=True)
 class Fault:
+    """A fault of one file."""
+
     file: str
     what: str
 
@@ -42,7 +45,9 @@ class Fault:
 
 
 @dataclass(frozen=True)
-class Report:
+class VerifyReport:
+    """The result of `verify`."""
+
     path: str
     has_manifest: bool
     shards: int
@@ -66,7 +71,7 @@ class Report:
         return "\n".join(lines)
 
     def refuse_faults(self) -> None:
-        """The refusal that ends a check with faults; they are listed by `describe`."""
+        """Raise `data.corrupt` if there are faults. `describe` lists all of them."""
         if self.faults:
             more = f" and {len(self.faults) - 1:,} more" if len(self.faults) > 1 else ""
             raise ArgosyError(
@@ -76,8 +81,8 @@ class Report:
             )
 
 
-def verify(path: Path, *, workers: int = 1) -> Report:
-    """Check everything under `path`; faults are returned, only a path that leads nowhere is refused."""
+def verify(path: Path, *, workers: int = 1) -> VerifyReport:
+    """Check all pairs under `path` with `workers` threads. Faults are returned; only a path without pairs is refused."""
     pairs = find_pairs(path)
     promised: list[Shard | None] = list(pairs.manifest.shards) if pairs.manifest else [None] * len(pairs.prefixes)
     vocab_size = pairs.manifest.tokenizer.vocab_size if pairs.manifest else None
@@ -96,7 +101,7 @@ def verify(path: Path, *, workers: int = 1) -> Report:
         ]
         list(pool.map(_PairCheck.run, checks))
     faults = [fault for check in checks for fault in check.faults]
-    return Report(
+    return VerifyReport(
         path=str(pairs.path),
         has_manifest=pairs.manifest is not None,
         shards=len(checks),
@@ -110,7 +115,7 @@ def verify(path: Path, *, workers: int = 1) -> Report:
 
 @dataclass
 class _PairCheck:
-    """One pair. `run` never raises for what is wrong with the files."""
+    """The check of one pair. `run` records faults of the files and never raises for them."""
 
     prefix: Path
     promised: Shard | None
@@ -122,7 +127,8 @@ class _PairCheck:
     sequences: int = 0
     tokens: int = 0
     dtype: np.dtype[Any] | None = None
-    bin_digests: bytes = b""  # of its blocks, where they are kept
+    # The hashes of the blocks of each file, if the corpus has a `.blocks` file.
+    bin_digests: bytes = b""
     idx_digests: bytes = b""
 
     def run(self) -> None:
@@ -178,7 +184,7 @@ class _PairCheck:
         self._check_counts(path)
 
     def _check_sequences(self, file: BinaryIO, path: Path, itemsize: int) -> None:
-        """No negative length, and each pointer where the sequences before it end."""
+        """Check that no length is negative, and that each pointer equals the end of the sequences before it."""
         negative, wrong = _Repeated(), _Repeated()
         step = _BLOCK // 16
         for first in range(0, self.sequences, step):
@@ -199,7 +205,7 @@ class _PairCheck:
             )
 
     def _check_documents(self, file: BinaryIO, path: Path, bounds: int) -> None:
-        """Document bounds from 0 to the number of sequences, never backwards."""
+        """Check that document bounds rise from 0 to the number of sequences."""
         if bounds == 0:
             return self._fault(path, "has no document bounds, not even the 0 they start with")
         backwards = _Repeated()
@@ -254,7 +260,7 @@ class _PairCheck:
 
 
 class _Digest:
-    """The sha256 of a file, and which of its blocks are not what they were, where the hashes of blocks are known."""
+    """The sha256 of a file, and the blocks whose hash differs, if block hashes are known."""
 
     def __init__(self, digests: bytes) -> None:
         self._digests, self._whole = digests, hashlib.sha256()
@@ -284,7 +290,7 @@ class _Digest:
 
 @dataclass
 class _Repeated:
-    """A kind of fault that may occur at many places: how often, and the first."""
+    """A fault that may occur at many places: the number of times, and the first place."""
 
     times: int = 0
     first: int = 0
@@ -300,19 +306,20 @@ class _Repeated:
 
 
 def _check_whole(pairs: Pairs) -> list[Fault]:
-    """What concerns the corpus and no single pair: the stored tokenizer, and the books of the manifest."""
+    """Check the parts of a corpus that belong to no single pair: the stored tokenizer, and the counts in the manifest."""
     manifest = pairs.manifest
     if manifest is None:
         return []
-    return _check_tokenizer(pairs.path / manifest.tokenizer.file, manifest) + _check_books(pairs.path, manifest)
+    return _check_tokenizer(pairs.path / manifest.tokenizer.file, manifest) + _check_totals(pairs.path, manifest)
 
 
 def _check_tokenizer(path: Path, manifest: Manifest) -> list[Fault]:
     try:
         tokenizer = load_tokenizer(str(path))
     except ArgosyError as error:
+        # A missing library says nothing about the tokenizer file, so it must not be reported as damage.
         if error.code == "data.missing-extra":
-            raise  # the tokenizer may be fine: that it cannot be checked here must not read as damage
+            raise
         return [Fault(str(path), error.cause)]
     promised = manifest.tokenizer
     faults = []
@@ -323,28 +330,29 @@ def _check_tokenizer(path: Path, manifest: Manifest) -> list[Fault]:
     return [Fault(str(path), what) for what in faults]
 
 
-def _check_books(path: Path, manifest: Manifest) -> list[Fault]:
+def _check_totals(path: Path, manifest: Manifest) -> list[Fault]:
     faults = []
     from_sources = sum(source.documents for source in manifest.sources)
     if from_sources != manifest.documents:
         faults.append(f"its sources gave {from_sources:,} documents, its shards hold {manifest.documents:,}")
     from_sources, bad = sum(source.quarantined for source in manifest.sources), sum(manifest.quarantined.values())
     if from_sources != bad:
-        faults.append(f"its sources gave {from_sources:,} quarantined records, its books list {bad:,}")
+        faults.append(f"its sources gave {from_sources:,} quarantined records, its totals list {bad:,}")
     names = [shard.name for shard in manifest.shards]
     faults.extend(f"lists {name} twice" for name in sorted({name for name in names if names.count(name) > 1}))
     return [Fault(str(path / "manifest.json"), what) for what in faults]
 
 
 def _blocks(file: BinaryIO, advance: Advance) -> Iterator[memoryview]:
-    """The whole file through one buffer."""
+    """Yield the whole file in blocks through one buffer."""
     buffer = bytearray(_BLOCK)
     view = memoryview(buffer)
     filled = 0
     while True:
         read = os.readv(file.fileno(), [view[filled:]])
         filled += read
-        if filled == _BLOCK or not read:  # only whole blocks, so that a token is never cut in two
+        # Yield only whole blocks, so that no token is cut in two.
+        if filled == _BLOCK or not read:
             yield view[:filled]
             advance(filled)
             filled = 0
@@ -355,7 +363,8 @@ def _blocks(file: BinaryIO, advance: Advance) -> Iterator[memoryview]:
 def _array(file: BinaryIO, dtype: str, offset: int, count: int) -> npt.NDArray[Any]:
     wanted = count * np.dtype(dtype).itemsize
     raw = b""
-    while len(raw) < wanted:  # a network file system may answer in parts
+    # A network file system may return fewer bytes than requested.
+    while len(raw) < wanted:
         part = os.pread(file.fileno(), wanted - len(raw), offset + len(raw))
         if not part:
             raise OSError("it became shorter while it was read")

@@ -1,1 +1,1 @@
-"""`argosy data prepare`: blocks of text become parts, parts become shards, in any number of processes."""
+"""`argosy data prepare`: tokenize blocks of text into parts and join the parts into shards, in any number of processes."""

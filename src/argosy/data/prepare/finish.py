@@ -1,5 +1,7 @@
-"""The end of a job: when every shard is there, the quarantine files and the manifests. Any machine may be the last, or several at
-once; all would write the same."""
+"""The end of a job: write the quarantine files and the manifests once every shard is finished.
+
+Any machine may be the last, or several at once; all write the same bytes.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from pathlib import Path
 import orjson
 
 from argosy.data.corpus.corpus_manifest import Manifest, Shard, Source, TokenizerFacts, read_manifest, write_manifest
-from argosy.data.prepare.join import books_of, shard_name
+from argosy.data.prepare.join import shard_facts_path, shard_name
 from argosy.data.prepare.parts import PartFacts
 from argosy.data.prepare.work import QUARANTINE_FILE, Work
 from argosy.data.text.inputs import InputFile
@@ -20,12 +22,13 @@ from argosy.files import replace_file
 
 
 def finish(work: Work) -> dict[Path, Manifest] | None:
-    """The manifest of each corpus. None: shards are missing."""
-    paths = [books_of(work.parts, shard) for shard in range(work.options.shards)]
+    """Write and return the manifest of each corpus. Return None if other machines' shards are missing."""
+    paths = [shard_facts_path(work.parts, shard) for shard in range(work.options.shards)]
     try:
         documents = [orjson.loads(path.read_bytes()) for path in paths]
         quarantine = b"".join(path.with_suffix(".quarantine.jsonl").read_bytes() for path in paths)
-    except FileNotFoundError:  # a shard is missing, or a machine that was last with us has cleared the parts away
+    except FileNotFoundError:
+        # A shard is missing, or another machine that finished at the same time has removed the parts.
         return {corpus: read_manifest(corpus) for corpus in work.corpora} if work.is_done() else None
     named = {part.pop("name"): part for document in documents for part in document["parts"]}
     facts = [PartFacts(**named[name]) for name in sorted(named)]

@@ -1,15 +1,15 @@
-"""`argosy data prepare`: from text to a corpus directory, in one streaming pass shared by processes and machines.
+"""`argosy data prepare`: tokenize text into a corpus directory, in one streaming pass over many processes and machines.
 
-    DIR/shard-00000.bin, .idx …  the tokens, as Megatron reads them
-    DIR/shard-00000.blocks …     hashes of their blocks
-    DIR/tokenizer.json           the tokenizer they were made with
+    DIR/shard-00000.bin, .idx …  the tokens, in Megatron's format
+    DIR/shard-00000.blocks …     checksums of their blocks
+    DIR/tokenizer.json           the tokenizer
     DIR/quarantine.jsonl         records that could not be used, with file and offset
     DIR/manifest.json            written last: counts, hashes, fingerprint
 
-With several keys each has such a directory of its own, DIR/KEY, and document n of each is of the same record.
-Inputs are cut into blocks, each block becomes a part (`argosy.data.prepare.parts`), and the parts of a shard are joined. Which
-shard a block belongs to depends on the inputs alone, so the bytes do not depend on how many processes or machines
-worked, nor on how often they were killed. Documents in equal documents out plus quarantined; the sum is checked.
+With several keys, each key has such a directory DIR/KEY, and document n of every key comes from the same record. Inputs are
+split into blocks, each block becomes a part (`argosy.data.prepare.parts`), and the parts of a shard are joined. The shard of a
+block depends on the inputs alone, so the bytes do not depend on the number of processes, machines or restarts. The number of
+input records must equal documents plus quarantined records; the sum is checked.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from typing import Protocol
 from argosy.config.seeds import derive_seed
 from argosy.console.progress_bar import ProgressBar
 from argosy.data.corpus.corpus_manifest import FILE_NAME, Manifest
-from argosy.data.prepare.crew import Crew
 from argosy.data.prepare.finish import finish
-from argosy.data.prepare.join import Joiner, books_of
-from argosy.data.prepare.locks import is_there, lock_shards
+from argosy.data.prepare.join import Joiner, shard_facts_path
+from argosy.data.prepare.locks import is_current, lock_shards
+from argosy.data.prepare.part_runner import PartRunner
 from argosy.data.prepare.parts import PartName, cannot_write, clear_unfinished, read_facts
 from argosy.data.prepare.work import QUARANTINE_FILE, PrepareOptions, Work
 from argosy.data.prepare.workers import Task
@@ -44,8 +44,17 @@ from argosy.files import create_file, replace_file
 def prepare(
     inputs: Sequence[str], tokenizer: Tokenizer, output: Path, options: PrepareOptions
 ) -> dict[Path, Manifest] | None:
-    """Make this machine's shards, and the manifests of the corpora if they were the last. None: other machines are
-    still at work."""
+    """Make this machine's shards. The last machine to finish also writes the manifests.
+
+    Args:
+        inputs: Files, directories, globs or URLs.
+        tokenizer: The tokenizer.
+        output: The corpus directory.
+        options: The options.
+
+    Returns:
+        The manifest of each corpus, or None if other machines are still at work.
+    """
     return prepare_files(find_inputs(inputs, report=_warn), tokenizer, output, options)
 
 
@@ -56,13 +65,14 @@ def prepare_files(
     options: PrepareOptions,
     arrivals: Arrivals | None = None,
 ) -> dict[Path, Manifest] | None:
-    """The same, of files already found, or that are still to arrive: the corpus is the same."""
-    job = Job(Work(files, tokenizer, output, options), arrivals)
+    """Prepare listed files, which may still be arriving. The corpus is the same as that of `prepare`."""
+    job = PrepareJob(Work(files, tokenizer, output, options), arrivals)
     try:
         if arrivals is not None:
             job.claim()
             job.start_arrivals(arrivals)
-        with job.crew:  # the workers load while the directory is claimed
+        # The workers load while this process claims the directory.
+        with job.runner:
             if arrivals is None:
                 job.claim()
             job.make_shards()
@@ -78,74 +88,80 @@ def _warn(text: str) -> None:
 
 
 class Arrivals(Protocol):
-    """Inputs that arrive while they are prepared. Groups are waited for in their order, and released in any."""
+    """The interface of inputs that are downloaded while they are prepared. Groups are waited for in order, and released in any."""
 
     def start(self, files: list[InputFile]) -> None:
-        """These have to come: of the others an earlier attempt has made all parts."""
+        """Start downloading these files. All parts of the other files exist from an earlier attempt."""
 
     def wait(self, group: list[InputFile]) -> None:
-        """Until all these files are there."""
+        """Block until all these files are complete."""
 
     def release(self, group: list[InputFile]) -> None:
-        """All parts of these files are made."""
+        """Allow these files to be deleted, because all their parts are finished."""
 
 
-class Job:
-    """This machine's share of the work: its shards."""
+class PrepareJob:
+    """The work of this machine: its shards."""
 
     def __init__(self, work: Work, arrivals: Arrivals | None = None) -> None:
         self.work, self.arrivals = work, arrivals
-        self.crew = Crew(work)
-        self.ends: dict[int, int] = {}  # group -> a block found to be past its end
-        self.made: set[int] = set()  # groups whose parts an earlier attempt has made, where inputs have to arrive
-        self.under_way: Counter[int] = Counter()  # group -> parts handed out and not finished
+        self.runner = PartRunner(work)
+        # group -> a block known to be past its end
+        self.ends: dict[int, int] = {}
+        # Groups whose parts all exist from an earlier attempt. Used only if inputs have to arrive.
+        self.made: set[int] = set()
+        # group -> number of unfinished tasks
+        self.pending: Counter[int] = Counter()
         self._locks: int | None = None
         self._done_elsewhere = False
 
     def claim(self) -> None:
-        """Take the output directory: a new one, or one where the same job was left unfinished."""
+        """Lock the output directory: a new one, or one with an unfinished attempt of the same job."""
         work, plan = self.work, self.work.parts / "plan"
         require_no_texts(work.output, ours=QUARANTINE_FILE)
         if work.is_done() or plan.exists():
-            self._settle(plan)
+            self._resume_or_clear(plan)
         work.parts.mkdir(parents=True, exist_ok=True)
+        # Another machine may have started just now; its plan must be the same.
         if not create_file(plan, work.plan.content()):
-            self._settle(plan)  # another machine has just begun: its inputs have to be the same
-        self._locks = lock_shards(work.parts / "locks", work.dealt, _warn)
-        if not is_there(self._locks, work.parts / "locks"):  # who had them has cleared the parts away
+            self._resume_or_clear(plan)
+        self._locks = lock_shards(work.parts / "locks", work.own_shards, _warn)
+        # The process that held the locks may have finished and removed the parts.
+        if not is_current(self._locks, work.parts / "locks"):
             self.release()
             self._done_elsewhere = work.is_done()
             if not self._done_elsewhere:
                 self.claim()
             return
-        clear_unfinished(work.parts, lambda part: work.shard_of(part) in work.dealt)
+        clear_unfinished(work.parts, lambda part: work.shard_of(part) in work.own_shards)
         name, content = work.tokenizer.stored()
         for corpus in work.corpora:
             corpus.mkdir(exist_ok=True)
             replace_file(corpus / name, content)
 
     def release(self) -> None:
+        """Release the locks."""
         if self._locks is not None:
             os.close(self._locks)
             self._locks = None
 
     def start_arrivals(self, arrivals: Arrivals) -> None:
-        """Have the inputs come that are still needed, and wait for the first, to prove an engine on."""
+        """Start the downloads that are still needed, and wait for the first input, from which the engine check is sampled."""
         if self._done_elsewhere:
             arrivals.start([])
             return
         self.made = {group for group in range(len(self.work.groups)) if self._is_made(group)}
         missing = [number for number in range(len(self.work.groups)) if number not in self.made]
         arrivals.start([file for number in missing for file in self.work.groups[number]])
-        self.crew.sampled = [self._group(number) for number in missing[:1]]
+        self.runner.sampled = [self._group(number) for number in missing[:1]]
 
     def make_shards(self) -> None:
         """Make this machine's parts, and join those of each shard as they are finished."""
-        joiners = {} if self._done_elsewhere else {shard: self._joiner(shard) for shard in self._my_shards()}
+        joiners = {} if self._done_elsewhere else {shard: self._joiner(shard) for shard in self._unfinished_shards()}
         tasks = self._tasks(joiners)
         try:
-            with ProgressBar("prepare", self.crew.input_bytes, "B") as progress:
-                for name, facts in self.crew.run(tasks) if joiners else ():
+            with ProgressBar("prepare", self.runner.input_bytes, "B") as progress:
+                for name, facts in self.runner.run(tasks) if joiners else ():
                     if facts.past_end:
                         self.ends[name.group] = min(name.block, self.ends.get(name.group, name.block))
                     joiners[self.work.shard_of(name)].add(name, facts)
@@ -157,10 +173,10 @@ class Job:
             for joiner in joiners.values():
                 joiner.close()
 
-    def _my_shards(self) -> Iterator[int]:
-        """Less the ones an earlier attempt has finished."""
-        for shard in self.work.dealt:
-            if not books_of(self.work.parts, shard).exists():
+    def _unfinished_shards(self) -> Iterator[int]:
+        """Yield this machine's shards, except those that an earlier attempt has finished."""
+        for shard in self.work.own_shards:
+            if not shard_facts_path(self.work.parts, shard).exists():
                 yield shard
 
     def _joiner(self, shard: int) -> Joiner:
@@ -169,10 +185,13 @@ class Job:
         return Joiner(self.work.parts, self.work.corpora, shard, self.work.dtype, shuffle_key=key)
 
     def _tasks(self, joiners: dict[int, Joiner]) -> Iterator[Task]:
-        """The parts of some shards and their inputs, in order. How many blocks a compressed file or a table has shows only when one is
-        past its end."""
+        """Yield the parts of these shards and their inputs, in order.
+
+        The number of blocks of a compressed file or a table is known only after a read past its end.
+        """
         for group in range(len(self.work.groups)):
-            self.under_way[group] = 1  # for this loop, which may hand out more
+            # One for this loop, which may add more tasks.
+            self.pending[group] = 1
             files = self._group(group)
             for block in itertools.count():
                 name = PartName(group, block)
@@ -181,12 +200,12 @@ class Job:
                 joiner = joiners.get(self.work.shard_of(name))
                 if joiner is not None:
                     joiner.expect(name)
-                    self.under_way[group] += 1
+                    self.pending[group] += 1
                     yield name, files
             self._finished_part(group)
 
     def _group(self, number: int) -> list[InputFile]:
-        """The files of a group as they are read. One that had to arrive has a fingerprint of its own on this disk."""
+        """Return the files of a group with the fingerprint to check them by. A downloaded file has its local fingerprint."""
         group = self.work.groups[number]
         if self.arrivals is None or number in self.made:
             return group
@@ -197,29 +216,30 @@ class Job:
         return here
 
     def _finished_part(self, group: int) -> None:
-        self.under_way[group] -= 1
-        if self.arrivals is not None and not self.under_way[group]:
+        self.pending[group] -= 1
+        if self.arrivals is not None and not self.pending[group]:
             self.arrivals.release(self.work.groups[group])
 
     def _is_made(self, group: int) -> bool:
-        """Whether an earlier attempt has made all parts of a group; then it is known where the group ends."""
+        """Return True if an earlier attempt made all parts of a group. Then `ends` knows where the group ends."""
         name = PartName(group, 0)
         while not self.work.is_beyond(name):
             facts = read_facts(self.work.parts, name)
             if facts is not None and facts.past_end:
                 self.ends[group] = name.block
                 break
-            books = books_of(self.work.parts, self.work.shard_of(name))
-            joined = (self.work.parts / f"{name}.json").exists() and books.exists()
+            shard_facts = shard_facts_path(self.work.parts, self.work.shard_of(name))
+            joined = (self.work.parts / f"{name}.json").exists() and shard_facts.exists()
             if facts is None and not joined:
                 return False
             name = PartName(group, name.block + 1)
         return True
 
-    def _settle(self, plan: Path) -> None:
-        """Go on with the parts of the same job, or clear away what `--overwrite` may replace."""
+    def _resume_or_clear(self, plan: Path) -> None:
+        """Keep the parts of the same job, or remove what `--overwrite` may replace. Refuse anything else."""
         work = self.work
-        if work.is_done():  # a kill between the manifest and the end of the job leaves the parts
+        if work.is_done():
+            # A kill between the manifest and the end of the job leaves the parts.
             shutil.rmtree(work.parts, ignore_errors=True)
             refusal: ArgosyError | None = ArgosyError(
                 "data.output-exists",
@@ -230,12 +250,14 @@ class Job:
             )
         else:
             refusal = work.plan.difference(plan.read_bytes(), work.output)
+        # Resume where the last attempt stopped.
         if refusal is None:
-            return  # go on where the last attempt stopped
+            return
         if not work.options.overwrite:
             raise refusal
         for directory in {work.output, *work.corpora}:
-            (directory / FILE_NAME).unlink(missing_ok=True)  # from here until the end the directory is not a corpus
+            # Without a manifest the directory is not a corpus until the new manifest is written.
+            (directory / FILE_NAME).unlink(missing_ok=True)
             (directory / QUARANTINE_FILE).unlink(missing_ok=True)
             for old in directory.glob("shard-*.*"):
                 old.unlink()

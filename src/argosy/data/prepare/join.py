@@ -1,6 +1,6 @@
-"""From the parts of a shard to the shard: appended in the order of their names, as soon as each one's turn has come.
+"""Join the parts of a shard in the order of their names, each one as soon as all before it are joined.
 
-The parts stay until the shard is finished, so that a job that is killed has lost nothing but the joining.
+The parts stay until the shard is finished, so a killed job loses only the joining.
 """
 
 from __future__ import annotations
@@ -23,14 +23,17 @@ def shard_name(shard: int) -> str:
     return f"shard-{shard:05d}"
 
 
-def books_of(parts: Path, shard: int) -> Path:
-    """Written when a shard is complete: what it holds, and what its parts held."""
+def shard_facts_path(parts: Path, shard: int) -> Path:
+    """Return the path of a finished shard's facts: its counts and hashes, and the facts of its parts."""
     return parts / f"{shard_name(shard)}.json"
 
 
 class Joiner:
-    """One shard of the corpus of each key. Told which parts to expect, in their order, it appends each as soon as all
-    before it are there; `shuffle_key` puts the documents in a random order instead, once all are there."""
+    """The writer of one shard, for the corpus of each key.
+
+    `expect` announces the parts in order; `add` appends each part once all parts before it have been added. With `shuffle_key`,
+    `finish` writes all documents in random order instead.
+    """
 
     def __init__(
         self, parts: Path, corpora: list[Path], shard: int, dtype: np.dtype[Any], *, shuffle_key: int | None
@@ -43,25 +46,30 @@ class Joiner:
         self._finished = False
 
     def expect(self, name: PartName) -> None:
+        """Announce the next part."""
         self._expected.append(name)
 
     def add(self, name: PartName, facts: PartFacts) -> None:
+        """Add a finished part, in any order."""
         self._waiting[name] = facts
         while self._expected and self._expected[0] in self._waiting:
             self._join(self._expected.popleft())
 
     def finish(self) -> None:
+        """Finish the shard, check that no document was lost, write its facts, and remove the parts."""
         written = []
         for key, writer in enumerate(self._writers):
-            if self.shuffle_key is not None:  # by document number, so that the corpora of all keys stay in step
+            # The permutation is by document number, so the corpora of all keys stay aligned.
+            if self.shuffle_key is not None:
                 readers = [IndexedReader(self.parts / name.pair(key)) for name, _ in self._joined]
                 _add_shuffled(writer, readers, self.shuffle_key)
             written.append(writer.finish())
         self._finished = True
         self._check(written)
-        self._keep_books(written)
+        self._write_facts(written)
 
     def close(self) -> None:
+        """Remove the temporary files of an unfinished shard."""
         if not self._finished:
             for writer in self._writers:
                 writer.abandon()
@@ -82,21 +90,22 @@ class Joiner:
         if lost or any(f.records != f.documents + sum(f.quarantined.values()) for f in facts):
             raise RuntimeError(f"documents were lost in shard {self.shard}: {written} written of {facts}")
 
-    def _keep_books(self, written: list[Written]) -> None:
+    def _write_facts(self, written: list[Written]) -> None:
         names = [name for name, _ in self._joined]
         quarantine = b"".join((self.parts / f"{name}.quarantine.jsonl").read_bytes() for name in names)
-        books = books_of(self.parts, self.shard)
-        replace_file(books.with_suffix(".quarantine.jsonl"), quarantine)
+        path = shard_facts_path(self.parts, self.shard)
+        replace_file(path.with_suffix(".quarantine.jsonl"), quarantine)
         facts = {
             "shards": [asdict(pair) | {"name": shard_name(self.shard)} for pair in written],
             "parts": [asdict(f) | {"name": str(name)} for name, f in self._joined],
         }
-        replace_file(books, orjson.dumps(facts))
-        for name in names:  # the shard has it all
+        replace_file(path, orjson.dumps(facts))
+        # The shard holds everything now.
+        for name in names:
             (self.parts / f"{name}.quarantine.jsonl").unlink(missing_ok=True)
             for key in range(len(written)):
-                for path in (bin_path, idx_path):
-                    path(self.parts / name.pair(key)).unlink(missing_ok=True)
+                for path_of in (bin_path, idx_path):
+                    path_of(self.parts / name.pair(key)).unlink(missing_ok=True)
 
 
 def _add_shuffled(writer: IndexedWriter, readers: list[IndexedReader], key: int) -> None:

@@ -1,7 +1,8 @@
-"""One process at a time makes a shard, wherever it runs. A start that finds another at work on shards of its own, as a pod does
-that was made anew while the old one still lived, waits for it to end, however it ends, and goes on from there.
+"""Locks that let one process at a time make a shard, on any machine.
 
-The locks are on bytes of one file, one for each shard. The kernel gives them up with the process.
+A process that finds its shards locked waits until the other process ends, and resumes from there. That happens when a pod is
+recreated while the old pod still runs. The locks are byte ranges of one file, one byte per shard. The kernel releases them with
+the process.
 """
 
 from __future__ import annotations
@@ -16,9 +17,13 @@ _BUSY = (errno.EACCES, errno.EAGAIN)
 
 
 def lock_shards(file: Path, shards: Iterable[int], report: Callable[[str], None]) -> int:
-    """What holds the locks until it is closed. A file system that has no locks holds nobody up."""
+    """Lock the shards. Return a file descriptor that holds the locks until it is closed.
+
+    On a file system without locks nothing is locked.
+    """
     fd, told = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), False
-    for shard in sorted(shards):  # in one order for all, so that no two wait for each other
+    # Every process locks in the same order, which prevents deadlock.
+    for shard in sorted(shards):
         try:
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, shard)
         except OSError as error:
@@ -31,8 +36,8 @@ def lock_shards(file: Path, shards: Iterable[int], report: Callable[[str], None]
     return fd
 
 
-def is_there(fd: int, file: Path) -> bool:
-    """Whether it is still the file of that name, and not one that was removed while we waited for it."""
+def is_current(fd: int, file: Path) -> bool:
+    """Return True if `file` still names the open file, and was not removed while this process waited for the lock."""
     try:
         return os.path.samestat(os.fstat(fd), file.stat())
     except OSError:

@@ -1,11 +1,11 @@
-"""The unit of work of `prepare`: one block of input to one finished part, by anyone, in any order, at most once.
+"""The unit of work of `prepare`: one block of input becomes one part, in any process and any order, at most once.
 
-A part is a Megatron pair for each key, with its quarantine and its books beside them:
+A part is a Megatron pair for each key, with its quarantined records and its counts beside them:
 
     .parts/00003-000012.0.bin, .0.idx, .quarantine.jsonl, .json
 
-The `.json` is written last, so a part that has it is complete; a part without it is made again. Parts are the same
-bytes whoever makes them, which is what makes the corpus independent of workers, machines and restarts.
+The `.json` is written last, so a part with a `.json` is complete; a part without one is made again. The bytes of a part do not
+depend on the process that makes it, so the corpus does not depend on workers, machines or restarts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from argosy.files import replace_file
 
 @dataclass(frozen=True, order=True)
 class PartName:
-    """Block `block` of input group `group`. Their order is the order of documents in the corpus."""
+    """The part of block `block` of input group `group`. Parts sort in the order of documents in the corpus."""
 
     group: int
     block: int
@@ -44,24 +44,31 @@ class PartName:
         return f"{self.group:05d}-{self.block:06d}"
 
     def pair(self, key: int) -> str:
-        """Its pair for the `key`-th of the keys."""
+        """Return the name of the pair of the `key`-th key."""
         return f"{self}.{key}"
 
 
 @dataclass(frozen=True)
 class PartFacts:
-    documents: int  # of each key
-    records: int  # in the block, good and bad
+    """The counts and checksums of a part: the content of its `.json`."""
+
+    # Documents of each key.
+    documents: int
+    # Records of the block, good and bad.
+    records: int
     input_bytes: int
-    sha256: list[str]  # of each key's .bin, so that a part from before a crash can be believed
+    # The sha256 of each key's .bin, to verify a part from before a crash.
+    sha256: list[str]
     quarantined: dict[str, int]
-    files: dict[str, tuple[int, int, int]]  # file -> documents, quarantined, CRC-32 of what was read
-    past_end: bool = False  # there is no such block
+    # file -> (documents, quarantined records, CRC-32 of the content)
+    files: dict[str, tuple[int, int, int]]
+    # True if the input has no such block.
+    past_end: bool = False
 
 
 @dataclass(frozen=True)
 class PartOptions:
-    """What decides the bytes of a part."""
+    """The options that determine the bytes of a part."""
 
     keys: tuple[str, ...]
     append_eod: bool
@@ -70,6 +77,7 @@ class PartOptions:
 
 
 def cannot_write(output: Path, reason: str) -> ArgosyError:
+    """Return a `data.write-failed` error."""
     return ArgosyError(
         "data.write-failed",
         f"{output}: {reason}",
@@ -80,7 +88,7 @@ def cannot_write(output: Path, reason: str) -> ArgosyError:
 
 
 class PartMaker:
-    """Makes parts with one tokenizer; keeps the current input open, since blocks are asked for in ascending order."""
+    """A maker of parts with one tokenizer. It keeps the current input open, because blocks are requested in ascending order."""
 
     def __init__(
         self,
@@ -92,10 +100,11 @@ class PartMaker:
     ) -> None:
         self.directory, self.encode, self.eod, self.options = directory, encode, eod, options
         self.dtype = dtype_for(vocab_size)
-        self._open: tuple[int, int, Blocks, Parser] | None = None  # group, next block, its reader and parser
+        # The open input: (group, next block, reader, parser).
+        self._open: tuple[int, int, Blocks, Parser] | None = None
 
     def make(self, name: PartName, group: list[InputFile]) -> PartFacts:
-        """Make the part of a block of `group`, unless it is there. It counts only if the inputs stayed what they were."""
+        """Make the part of a block of `group`, unless it exists. Refuse it if the inputs changed meanwhile."""
         finished = read_facts(self.directory, name)
         if finished is not None:
             return finished
@@ -125,7 +134,8 @@ class PartMaker:
 
     def _write(self, name: PartName, pieces: Iterator[Piece], parser: Parser) -> PartFacts:
         prefixes = [self.directory / name.pair(key) for key in range(len(self.options.keys))]
-        mark = f".{os.urandom(6).hex()}"  # a worker whose job was killed may still be at it
+        # A worker of a killed job may still be writing the same part.
+        mark = f".{os.urandom(6).hex()}"
         writers = [IndexedWriter(prefix, self.dtype, sync=False, mark=mark) for prefix in prefixes]
         bad: list[BadRecord] = []
         files: Counter[str] = Counter()
@@ -162,16 +172,18 @@ class PartMaker:
             return
         ids, lengths = self.encode([sentence for document in documents for sentence in document])
         document_of = np.repeat(np.arange(len(documents)), [len(document) for document in documents])
-        filled = lengths > 0  # a text of nothing but what the tokenizer drops has no tokens, and no sequence
+        # A text whose characters the tokenizer drops has no tokens, and becomes no sequence.
+        filled = lengths > 0
         lengths = lengths[filled]
         per_document = np.bincount(document_of[filled], minlength=len(documents))
-        last = np.cumsum(per_document)[per_document > 0] - 1  # the sequence that ends each document
+        # The last sequence of each document.
+        last = np.cumsum(per_document)[per_document > 0] - 1
         tokens, lengths = _append_eod(ids, lengths, last, self.eod)
         writer.add_many(tokens, lengths, per_document)
 
 
 def _append_eod(ids: Tokens, lengths: Lengths, last: Lengths, eod: int | None) -> tuple[Tokens, Lengths]:
-    """Put the end-of-document id after the last sequence of each document."""
+    """Append the end-of-document id to the last sequence of each document."""
     if eod is None:
         return ids, lengths
     ends = np.cumsum(lengths)[last]
@@ -187,7 +199,7 @@ def _append_eod(ids: Tokens, lengths: Lengths, last: Lengths, eod: int | None) -
 
 
 def clear_unfinished(directory: Path, is_ours: Callable[[PartName], bool]) -> None:
-    """What processes that were killed have left of parts."""
+    """Remove the temporary files of killed processes, of the parts for which `is_ours` is True."""
     for path in directory.glob("*.partial"):
         group, block = path.name.partition(".")[0].split("-")
         if is_ours(PartName(int(group), int(block))):
@@ -195,8 +207,10 @@ def clear_unfinished(directory: Path, is_ours: Callable[[PartName], bool]) -> No
 
 
 def read_facts(directory: Path, name: PartName) -> PartFacts | None:
-    """The books of a part finished by an earlier attempt, or None where it still has to be made. Parts are not synced to
-    the disk, so what a power cut left of one is checked before it is believed."""
+    """Return the facts of a part that an earlier attempt finished, or None if it has to be made.
+
+    Parts are not synced to disk, so their checksums are verified in case of a power cut.
+    """
     try:
         facts = PartFacts(**orjson.loads((directory / f"{name}.json").read_bytes()))
         for key, sha256 in enumerate(facts.sha256):

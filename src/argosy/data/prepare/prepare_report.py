@@ -1,4 +1,4 @@
-"""What `argosy data prepare` says: before it starts, and when it is done."""
+"""The reports of `argosy data prepare`: the dry run, and the summary of a finished corpus."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from argosy.data.corpus.corpus_manifest import Manifest
-from argosy.data.prepare.job import Job
+from argosy.data.prepare.job import PrepareJob
 from argosy.data.prepare.work import QUARANTINE_FILE, PrepareOptions, Work
 from argosy.data.text.inputs import find_inputs
 from argosy.data.text.tokenizer import Tokenizer
@@ -14,7 +14,7 @@ from argosy.errors import ArgosyError
 
 
 def preview(inputs: Sequence[str], tokenizer: Tokenizer, output: Path, options: PrepareOptions) -> str:
-    """What `prepare` would do, having checked what can be checked without reading the text."""
+    """Return the report of a dry run, after the checks that need no text."""
     work = Work(find_inputs(inputs), tokenizer, output, options)
     eod = "no end-of-document token" if work.eod is None else f"id {work.eod} ends each document"
     lines = [f"{file.path}  {file.size:,} bytes" for file in work.files]
@@ -24,12 +24,12 @@ def preview(inputs: Sequence[str], tokenizer: Tokenizer, output: Path, options: 
         f"{len(work.files)} files, {total:,} bytes -> {where} ({options.shards} shards, {work.dtype.name} tokens)"
     )
     lines.append(f"tokenizer {tokenizer.fingerprint[:12]}, {tokenizer.vocab_size:,} entries, {eod}")
-    lines.append(f"engine    {Job(work).crew.engine_here()[1]}")
+    lines.append(f"engine    {PrepareJob(work).runner.engine_here()[1]}")
     return "\n".join(lines)
 
 
 def describe(manifest: Manifest, output: Path) -> str:
-    """The books of a finished corpus in a few lines."""
+    """Summarize a finished corpus in a few lines."""
     bad = sum(manifest.quarantined.values())
     seen = manifest.documents + bad
     shards = f", {len(manifest.shards)} shards" if len(manifest.shards) > 1 else ""
@@ -42,13 +42,13 @@ def describe(manifest: Manifest, output: Path) -> str:
 
 
 def parse_share(text: str) -> float:
-    """`0.1%` or `0.001`."""
+    """Parse a fraction written as `0.1%` or `0.001`."""
     try:
         share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
         share = -1.0
     if not 0 <= share <= 1:
         raise ArgosyError(
-            "config.bad-value", "not a share between 0 and 1", key="--max-bad", value=text, fix="write 0.1% or 0.001"
+            "config.bad-value", "not a fraction between 0 and 1", key="--max-bad", value=text, fix="write 0.1% or 0.001"
         )
     return share

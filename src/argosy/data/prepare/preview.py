@@ -1,4 +1,4 @@
-"""A little of the corpus, from the start of its first inputs, to prove an engine on."""
+"""A sample of the corpus, from the start of its first inputs, to check a tokenizer engine."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from argosy.data.text.inputs import InputFile
 from argosy.data.text.readers import open_blocks, read_block
 from argosy.data.text.records import texts_of
 
-SAMPLE_BYTES = 200_000  # the reference is slow
+# Small, because the reference tokenizer is slow.
+SAMPLE_BYTES = 200_000
 _GROUPS = 3
 
 
 def sample_texts(groups: list[list[InputFile]], options: PartOptions) -> list[str]:
+    """Return about SAMPLE_BYTES of text from the first inputs."""
     texts: list[str] = []
     size = 0
     for text in _first_texts(groups, options):

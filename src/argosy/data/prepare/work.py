@@ -1,6 +1,6 @@
-"""What there is to prepare: inputs, cut into blocks, which are dealt to shards, and shards to machines.
+"""The work of `prepare`: inputs are split into blocks, blocks are assigned to shards, and shards to machines.
 
-All of it follows from the inputs and the options alone, so every process and machine that is asked says the same.
+The assignment is a pure function of the inputs and the options, so every process and machine computes the same one.
 """
 
 from __future__ import annotations
@@ -29,16 +29,22 @@ PARTS = ".parts"
 
 @dataclass(frozen=True)
 class PrepareOptions:
+    """The options of `argosy data prepare`."""
+
     keys: tuple[str, ...] = ("text",)
     append_eod: bool = True
-    text_lines: bool = False  # a .txt file holds a document a line, rather than being one
-    max_bad: float = 0.5  # share of records that may be quarantined
+    # Take each line of a .txt file as a document, instead of the whole file.
+    text_lines: bool = False
+    # The fraction of records that may be quarantined.
+    max_bad: float = 0.5
     overwrite: bool = False
     shards: int = 1
     workers: int = field(default_factory=lambda: os.cpu_count() or 1)
-    machine: int = 0  # this machine is number `machine` of `machines` that share the work
+    # The number of this machine among `machines` that divide the work.
+    machine: int = 0
     machines: int = 1
-    shuffle_seed: int | None = None  # put the documents of each shard in a random order
+    # Shuffle the documents of each shard with this seed. None: keep their order.
+    shuffle_seed: int | None = None
 
     def __post_init__(self) -> None:
         if self.machine >= self.machines:
@@ -52,6 +58,8 @@ class PrepareOptions:
 
 
 class Work:
+    """The inputs, options and derived layout of a job."""
+
     def __init__(self, files: list[InputFile], tokenizer: Tokenizer, output: Path, options: PrepareOptions) -> None:
         _check_keys(options.keys, files)
         self.files, self.tokenizer, self.output, self.options = files, tokenizer, output, options
@@ -64,7 +72,7 @@ class Work:
             text_lines=options.text_lines,
             block_bytes=_block_bytes(files),
         )
-        # a tokenizer without one is refused before work starts
+        # Refuse a tokenizer without an end-of-document token before work starts.
         self.eod = tokenizer.eod_id if options.append_eod else None
 
     @property
@@ -72,16 +80,16 @@ class Work:
         return dtype_for(self.tokenizer.vocab_size)
 
     @property
-    def dealt(self) -> range:
-        """The shards this machine makes."""
+    def own_shards(self) -> range:
+        """The shards that this machine makes."""
         return range(self.options.machine, self.options.shards, self.options.machines)
 
     def shard_of(self, name: PartName) -> int:
-        """Blocks are dealt to shards in turn, each file starting with another one."""
+        """Return the shard of a part: blocks go to shards round-robin, and each file starts with the next shard."""
         return (name.group + name.block) % self.options.shards
 
     def is_beyond(self, name: PartName) -> bool:
-        """Whether a block is past the end of its file. Of a compressed file or a table it shows only when one is read."""
+        """Return True if a block is past the end of its file. For compressed files and tables this is known only after a read."""
         first = self.groups[name.group][0]
         if first.is_table or first.is_compressed:
             return False
@@ -90,22 +98,23 @@ class Work:
 
     @property
     def plan(self) -> Plan:
-        """All that decides the bytes of the corpus."""
+        """Everything that determines the bytes of the corpus."""
         facts = [self.tokenizer.fingerprint, self.eod, asdict(self.part_options)]
         facts += [self.options.shards, self.options.shuffle_seed]
         options = hashlib.sha256(repr(facts).encode()).hexdigest()
         return Plan.of(options, self.files, with_inodes=self.options.machines == 1)
 
     def is_done(self) -> bool:
-        """Whether there is a finished corpus: the manifest of the last key is written last."""
+        """Return True if the corpus is finished: the manifest of the last key is written last."""
         return any((directory / FILE_NAME).exists() for directory in (self.output, self.corpora[-1]))
 
 
 def corpora_of(output: Path, keys: Sequence[str]) -> list[Path]:
-    """Where the corpus of each key goes: the directory itself for one key, else one named after the key inside it."""
+    """Return the directory of each key's corpus: `output` itself for one key, else a subdirectory named after the key."""
     if len(keys) == 1:
         return [output]
-    names = (quote(key, safe="") for key in keys)  # a key may hold a slash
+    # A key may contain a slash.
+    names = (quote(key, safe="") for key in keys)
     return [output / (f"%2E{name[1:]}" if name.startswith(".") else name) for name in names]
 
 
@@ -123,6 +132,6 @@ def _check_keys(keys: Sequence[str], files: Sequence[InputFile]) -> None:
 
 
 def _block_bytes(files: Sequence[InputFile]) -> int:
-    """A 64th of the whole, as a power of two between 4 and 64 MiB: enough blocks to share, not too many files."""
+    """Return the block size: 1/64 of all inputs, as a power of two from 4 to 64 MiB. Enough blocks to share, not too many files."""
     share = sum(file.size for file in files) // 64
     return min(64 << 20, max(4 << 20, 1 << (share - 1).bit_length() if share else 0))

@@ -1,7 +1,7 @@
-"""The plan of a job, kept beside its parts: the options that decide the bytes, and the fingerprint of every input.
+"""The plan of a job, stored beside its parts: the options that determine the bytes, and the fingerprint of every input.
 
-Parts are only made of inputs that match the plan, so a job that goes on after a kill compares its plan with the one kept:
-parts of another version of an input are never joined with parts of this one.
+Parts are made only from inputs that match the plan. A job that resumes after a kill compares its plan with the stored one, so
+parts of different versions of an input are never joined.
 """
 
 from __future__ import annotations
@@ -19,20 +19,24 @@ from argosy.errors import ArgosyError
 
 @dataclass(frozen=True)
 class Plan:
-    options: str  # a hash of all that decides the bytes, less the inputs
+    """The options and inputs of a job."""
+
+    # A hash of everything that determines the bytes, except the inputs.
+    options: str
     inputs: tuple[InputFile, ...]
 
     @classmethod
     def of(cls, options: str, files: Sequence[InputFile], *, with_inodes: bool) -> Plan:
-        """`with_inodes`: False where several machines share the work, which may see the inputs under other inodes."""
+        """Make a plan. `with_inodes` is False if several machines divide the work, because they may see other inodes."""
         inputs = (replace(file, inode=file.inode if with_inodes else 0, address="") for file in files)
         return cls(options, tuple(inputs))
 
     def content(self) -> bytes:
+        """Return the plan as JSON."""
         return orjson.dumps({"options": self.options, "inputs": [astuple(file)[:4] for file in self.inputs]})
 
     def difference(self, stored: bytes, output: Path) -> ArgosyError | None:
-        """Why the parts made for a stored plan cannot be used for this one, or None if they can."""
+        """Return the error that explains why the parts of a stored plan cannot be used for this one, or None if they can."""
         try:
             document = orjson.loads(stored)
             before = Plan(document["options"], tuple(InputFile(*fields) for fields in document["inputs"]))
@@ -55,7 +59,7 @@ class Plan:
 def _other(output: Path, how: str) -> ArgosyError:
     return ArgosyError(
         "data.other-plan",
-        f"{output} already holds a half-made corpus, made {how}",
+        f"{output} already holds an unfinished corpus, made {how}",
         key="--output",
         value=str(output),
         fix="choose another directory, or pass --overwrite to replace it",

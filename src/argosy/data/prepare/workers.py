@@ -1,8 +1,8 @@
-"""A pool of processes that share nothing: each is sent the name of a part and answers with its books.
+"""A process pool: each worker receives the name of a part and answers with its facts.
 
-Nothing but names and small facts crosses between processes. What a worker raises is raised here: a refusal as the refusal it
-is, anything else as a `WorkerFault` with the worker's traceback. A worker that dies is noticed at once, because its pipe
-closes, and ends the job with the part it was making; it never leaves the others waiting.
+Only names and small facts cross between processes. An exception of a worker is raised in the parent: an ArgosyError as it is,
+anything else as a `WorkerFault` with the worker's traceback. The death of a worker is detected at once, because its pipe
+closes. It ends the job with an error that names the part; no other worker is left waiting.
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ from argosy.data.text.tokenizer import ByteTokenizer, JsonTokenizer, SentencePie
 from argosy.errors import ArgosyError
 
 _AGAIN = "run the same command again, with fewer --workers if memory is short: finished parts are kept"
-_FAREWELL_S = 5.0  # for a worker that closed its pipe to end
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+# How long to wait for a worker that closed its pipe to exit.
+_JOIN_TIMEOUT_S = 5.0
+# Parameters of mallopt in malloc.h.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """What another process needs to encode as this one would, and no more: loading a tokenizer takes time."""
+class EncoderSpec:
+    """A small description from which a worker builds its encoder. The parent need not load the engine, which takes time."""
 
     file: str
     content: bytes
@@ -43,6 +45,7 @@ class Recipe:
     eod_id: int | None
 
     def encoder(self) -> Encode:
+        """Load the engine or tokenizer, and return its encode function."""
         if self.engine is not None:
             return load_engine(self.engine, self.content.decode(), self.special_in_text)
         if self.content == ByteTokenizer().stored()[1]:
@@ -52,42 +55,43 @@ class Recipe:
         return JsonTokenizer(self.content.decode(), self.file, special_in_text=self.special_in_text).encode
 
 
-def recipe_of(tokenizer: Tokenizer, engine: str | None, *, eod: int | None) -> Recipe:
+def encoder_spec(tokenizer: Tokenizer, engine: str | None, *, eod: int | None) -> EncoderSpec:
+    """Describe a tokenizer that `engine` runs; None is the tokenizer's own library."""
     special = isinstance(tokenizer, JsonTokenizer) and tokenizer.special_in_text
-    return Recipe(*tokenizer.stored(), engine, special, tokenizer.vocab_size, eod)
+    return EncoderSpec(*tokenizer.stored(), engine, special, tokenizer.vocab_size, eod)
 
 
 class WorkerFault(RuntimeError):
-    """An exception of a worker that is no refusal: a bug. Its text holds the worker's traceback."""
+    """An unexpected exception of a worker: a bug. Its text contains the worker's traceback."""
 
 
 Task = tuple[PartName, list[InputFile]]
 
 
 class Pool:
-    """`for name, facts in pool.run(tasks): …`, then `close()`."""
+    """The process pool. Use `for name, facts in pool.run(tasks): …`, then `close()`."""
 
     def __init__(
         self,
         count: int,
         directory: Path,
-        recipe: Recipe,
+        spec: EncoderSpec,
         options: PartOptions,
         *,
         sampled: list[list[InputFile]],
     ) -> None:
-        """`sampled`: the groups to prove an engine on."""
-        # Neither forked (engines have threads) nor a daemon's children: plain new interpreters.
+        """Start `count` workers. `sampled` are the input groups from which the sample for the engine check is taken."""
+        # Spawn new interpreters: a fork is unsafe, because engines have threads.
         context = multiprocessing.get_context("spawn")
         self._busy: dict[Connection, PartName] = {}
         self._idle: list[Connection] = []
         self._processes: dict[Connection, Any] = {}
-        self.engine = recipe.engine
+        self.engine = spec.engine
         for number in range(count):
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_work,
-                args=(theirs, directory, recipe, options, None if number else sampled),
+                args=(theirs, directory, spec, options, None if number else sampled),
                 name=f"prepare-{number}",
                 daemon=True,
             )
@@ -103,12 +107,14 @@ class Pool:
             process.join()
 
     def prove(self, reference: Tokenizer) -> None:
-        """Have every worker prove its engine, before anything else; raises EngineFault where one cannot."""
+        """Have every worker check its engine against the reference. Call it before `run`. Raise EngineFault if one fails."""
         try:
-            proof = Proof.by(reference, _answer(self._idle[0]))  # while they load
+            # The reference encodes while the workers load their engines.
+            proof = Proof.by(reference, _answer(self._idle[0]))
             for connection in self._idle:
                 connection.send(proof)
-            release_memory()  # of loading and encoding; from here on little is needed
+            # Encoding with the reference needed memory; the parent needs little from here on.
+            release_memory()
             faults = [fault for connection in self._idle if (fault := _answer(connection)) is not None]
         except (EOFError, OSError):
             faults = ["ended its process"]
@@ -116,12 +122,12 @@ class Pool:
             raise EngineFault(faults[0])
 
     def run(self, tasks: Iterator[Task]) -> Iterator[tuple[PartName, PartFacts]]:
-        """Parts as they are finished. `tasks` is asked for the next one only when a worker is free."""
+        """Yield parts as they are finished. The next task is requested only when a worker is free."""
         while True:
             while self._idle and (task := next(tasks, None)) is not None:
                 connection = self._idle.pop(0)
                 self._busy[connection] = task[0]
-                # A worker that is gone shows when its answer is asked for.
+                # A dead worker is detected when its answer is received.
                 with contextlib.suppress(OSError):
                     connection.send(task)
             if not self._busy:
@@ -140,7 +146,7 @@ class Pool:
 
     def _died(self, connection: Connection, name: PartName) -> ArgosyError:
         process = self._processes[connection]
-        process.join(_FAREWELL_S)
+        process.join(_JOIN_TIMEOUT_S)
         return ArgosyError(
             "data.worker-died",
             f"a worker died while making part {name}: {process.name} {_end_of(process.exitcode)}",
@@ -149,18 +155,18 @@ class Pool:
 
 
 def _end_of(code: int | None) -> str:
-    """How a process ended, in words."""
+    """Describe how a process ended."""
     if code is None:
         return "closed its connection"
     if code == -signal.SIGKILL:
-        return "was killed (SIGKILL; for lack of memory, perhaps: the kernel's log tells)"
+        return "was killed (SIGKILL; perhaps out of memory: see the kernel log)"
     if code < 0:
         return f"was ended by {signal.Signals(-code).name}"
     return f"ended with exit code {code}"
 
 
 def _answer(connection: Any) -> Any:
-    """What a worker sends, or raises what it ran into."""
+    """Receive a worker's answer. Raise its exception if it failed."""
     answer = connection.recv()
     if isinstance(answer, Raised):
         raise answer.exception()
@@ -169,7 +175,7 @@ def _answer(connection: Any) -> Any:
 
 @dataclass(frozen=True)
 class Raised:
-    """An exception, as it crosses to the process that shows it: exceptions of libraries cannot all be pickled."""
+    """An exception as it is sent to the parent. Exceptions of libraries cannot all be pickled."""
 
     kind: str
     traceback: str
@@ -184,14 +190,14 @@ class Raised:
         if self.refusal is not None:
             return ArgosyError(**self.refusal)
         if self.kind == "MemoryError":
-            return ArgosyError("data.worker-died", "a worker was given no more memory (MemoryError)", fix=_AGAIN)
+            return ArgosyError("data.worker-died", "a worker ran out of memory (MemoryError)", fix=_AGAIN)
         return WorkerFault(f"a worker of `argosy data prepare` failed with {self.kind}\n\n{self.traceback}")
 
 
 def _send_result(connection: Connection, make: Callable[..., Any], *arguments: Any) -> None:
     try:
         answer = make(*arguments)
-    except BaseException as error:  # noqa: BLE001 - the parent shows it; a panic in Rust is no Exception
+    except BaseException as error:  # noqa: BLE001 - the parent shows it; a Rust panic is not an Exception
         answer = Raised.of(error)
     connection.send(answer)
 
@@ -199,63 +205,68 @@ def _send_result(connection: Connection, make: Callable[..., Any], *arguments: A
 def _work(
     connection: Connection,
     directory: Path,
-    recipe: Recipe,
+    spec: EncoderSpec,
     options: PartOptions,
     sampled: list[list[InputFile]] | None,
 ) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends us
+    # The parent handles Ctrl-C and terminates the workers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _keep_little_memory()
-    if recipe.engine is not None and sampled is not None:
+    _return_freed_memory()
+    if spec.engine is not None and sampled is not None:
         _send_result(connection, sample_texts, sampled, options)
-    proven = None if recipe.engine is None else _proven(recipe, connection)
-    if recipe.engine is not None and proven is None:
+    proven = None if spec.engine is None else _proven(spec, connection)
+    if spec.engine is not None and proven is None:
         return
     maker: PartMaker | None = None
 
     def make(name: PartName, group: list[InputFile]) -> PartFacts:
         nonlocal maker
         if maker is None:
-            maker = PartMaker(directory, proven or recipe.encoder(), recipe.vocab_size, recipe.eod_id, options)
+            maker = PartMaker(directory, proven or spec.encoder(), spec.vocab_size, spec.eod_id, options)
         return maker.make(name, group)
 
     while True:
         try:
             task = connection.recv()
-        except EOFError:  # the parent is gone
+        except EOFError:
+            # The parent is gone.
             return
         _send_result(connection, make, *task)
         release_memory()
 
 
 def release_memory() -> None:
-    """Give back what is free between blocks still in use, where the C library can be asked to."""
+    """Return free heap memory to the system with malloc_trim, if the C library has it."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _keep_little_memory() -> None:
-    """Have large blocks that are freed go back to the system: left alone, the C library raises the size from which they
-    do to the largest it has seen, and pyarrow has an allocator of its own that keeps more."""
+def _return_freed_memory() -> None:
+    """Make large freed blocks go back to the system at once.
+
+    By default glibc raises its mmap threshold to the largest block freed so far, and pyarrow's own allocator keeps more.
+    """
     os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
-    with contextlib.suppress(OSError, AttributeError):  # not every C library has it
+    # Not every C library has mallopt.
+    with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
         for parameter in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
             mallopt(parameter, 8 << 20)
 
 
-def _proven(recipe: Recipe, connection: Connection) -> Encode | None:
-    """The engine, if it passes the proof that the parent made meanwhile; the parent is told."""
+def _proven(spec: EncoderSpec, connection: Connection) -> Encode | None:
+    """Load the engine and check it against the parent's proof. Report the result to the parent; return None if it fails."""
     try:
         try:
-            encode = recipe.encoder()
+            encode = spec.encoder()
         finally:
             proof = connection.recv()
         proof.check(encode)
     except EngineFault as fault:
         connection.send(str(fault))
         return None
-    except BaseException as error:  # noqa: BLE001 - the parent shows it; a panic in Rust is no Exception
+    except BaseException as error:  # noqa: BLE001 - the parent shows it; a Rust panic is not an Exception
         connection.send(Raised.of(error))
         return None
     connection.send(None)

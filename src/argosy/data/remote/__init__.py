@@ -1,1 +1,1 @@
-"""Data that lies elsewhere: fetching public data sets, and streaming prepared corpora through a local cache."""
+"""Remote data: download public data sets, read remote inputs, and stream prepared corpora through a local cache."""

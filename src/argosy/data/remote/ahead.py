@@ -1,7 +1,8 @@
-"""Threads that fetch announced blocks in order, no more of them ahead of the reader than there is room for.
+"""Prefetch threads that download announced blocks in order, with a limit on blocks that are fetched but not yet read.
 
-A reader never waits for a place in the queue: a block not yet begun it fetches itself, one under way it waits for. So
-fetching ahead can be slow, full or broken without holding anyone up; what went wrong is raised where the block is read.
+A reader never waits for a place in the queue: it downloads a block itself if no thread has started it, and waits only for a
+block that is being downloaded. So prefetching can be slow, full or broken without blocking a reader. A failed download raises
+where its block is read.
 """
 
 from __future__ import annotations
@@ -12,54 +13,60 @@ from collections.abc import Callable, Iterable
 
 from argosy.errors import ArgosyError
 
-Key = tuple[int, int]  # shard, block
+# (shard, block)
+Key = tuple[int, int]
 
 
 class ReadAhead:
-    """`fetch` is called in `threads` threads; at most `room` blocks are fetched and not yet read."""
+    """A block prefetcher. It calls `fetch` in `threads` threads; at most `room` blocks are in flight or fetched but not yet read."""
 
     def __init__(self, fetch: Callable[[Key], None], threads: int, room: int | None) -> None:
         self._fetch, self._threads, self._room = fetch, threads, room
         self._change = threading.Condition()
-        self._waiting: dict[Key, None] = {}  # in the order of need
-        self._flying: set[Key] = set()
-        self._landed: set[Key] = set()  # and not read yet
+        # Blocks to fetch, in the order of need.
+        self._waiting: dict[Key, None] = {}
+        self._in_flight: set[Key] = set()
+        # Blocks that are fetched and not yet read.
+        self._fetched: set[Key] = set()
         self._failed: dict[Key, Exception] = {}
         self._tasks: list[Callable[[], None]] = []
         self._started = self._closed = False
 
     def announce(self, keys: Iterable[Key]) -> None:
+        """Replace the queue by these blocks, nearest first."""
         with self._change:
             wanted = dict.fromkeys(keys)
-            self._landed &= wanted.keys()
+            self._fetched &= wanted.keys()
             self._failed.clear()
-            self._waiting = {key: None for key in wanted if key not in self._landed and key not in self._flying}
+            self._waiting = {key: None for key in wanted if key not in self._fetched and key not in self._in_flight}
             self._start()
             self._change.notify_all()
 
     def announced(self) -> set[Key]:
+        """Return the blocks that are in flight, or fetched and not yet read."""
         with self._change:
-            return self._landed | self._flying
+            return self._fetched | self._in_flight
 
     def take(self, key: Key) -> None:
-        """The reader has come to this block."""
+        """Take a block out of the queue, because the reader needs it now. Wait if it is in flight; raise if its download failed."""
         with self._change:
             self._waiting.pop(key, None)
-            while key in self._flying and not self._closed:
+            while key in self._in_flight and not self._closed:
                 self._change.wait()
-            self._landed.discard(key)
+            self._fetched.discard(key)
             self._change.notify_all()
             if (error := self._failed.pop(key, None)) is not None:
                 raise error
 
-    def afterwards(self, task: Callable[[], None]) -> None:
-        """Something to do in the background; its outcome is its own affair."""
+    def run_in_background(self, task: Callable[[], None]) -> None:
+        """Run a task in one of the threads. Its errors are ignored."""
         with self._change:
             self._tasks.append(task)
             self._start()
             self._change.notify_all()
 
     def close(self) -> None:
+        """Stop the threads and drop the queue."""
         with self._change:
             self._closed = True
             self._waiting.clear()
@@ -69,7 +76,8 @@ class ReadAhead:
         if self._started:
             return
         self._started = True
-        for number in range(self._threads):  # daemons: Ctrl-C must not wait for a store that does not answer
+        # Daemon threads: Ctrl-C must not wait for a store that does not answer.
+        for number in range(self._threads):
             threading.Thread(target=self._work, name=f"argosy-fetch-{number}", daemon=True).start()
 
     def _next(self) -> Key | Callable[[], None] | None:
@@ -77,10 +85,10 @@ class ReadAhead:
             while not self._closed:
                 if self._tasks:
                     return self._tasks.pop()
-                if self._waiting and (self._room is None or len(self._landed) + len(self._flying) < self._room):
+                if self._waiting and (self._room is None or len(self._fetched) + len(self._in_flight) < self._room):
                     key = next(iter(self._waiting))
                     del self._waiting[key]
-                    self._flying.add(key)
+                    self._in_flight.add(key)
                     return key
                 self._change.wait()
             return None
@@ -94,11 +102,11 @@ class ReadAhead:
             error: Exception | None = None
             try:
                 self._fetch(item)
-            except Exception as failure:  # noqa: BLE001 - handed to the reader of this block, which raises it
+            except Exception as failure:  # noqa: BLE001 - `take` raises it in the reader
                 error = failure
             with self._change:
-                self._flying.discard(item)
-                self._landed.add(item)
+                self._in_flight.discard(item)
+                self._fetched.add(item)
                 if error is not None:
                     self._failed[item] = error
                 self._change.notify_all()

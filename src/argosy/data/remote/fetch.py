@@ -1,13 +1,13 @@
-"""`argosy data fetch`: public data sets and plain URLs to a directory of files that `argosy data prepare` reads.
+"""`argosy data fetch`: download public data sets and plain URLs to a directory that `argosy data prepare` reads.
 
     DIR/en/c4-train.00000-of-01024.json.gz   the files, under the names their data set gives them
-    DIR/en/c4-train.00001….json.gz.partial   one that is on its way
-    DIR/.fetch.jsonl                         the books: a line for each file begun or finished, with its hash
+    DIR/en/c4-train.00001….json.gz.partial   a file that is being downloaded
+    DIR/.fetch.jsonl                         the journal: a line for each file begun or finished, with its hash
 
-The books are also the lock: whoever holds it is the one downloader of the directory on this node; others wait, and then
-find the work done. Machines that share the files have books of their own. A line is appended before a file gets its name, so a kill at any moment loses nothing: the next run
-keeps what is finished, continues what is not, and ends with the same bytes. (One JSON document would be written anew for
-each of SlimPajama's 59,166 files; lines are not.)
+The journal is also the lock: one process per node downloads to the directory; others wait, and then find the work done.
+Machines that divide the files have a journal each. A line is appended before a file gets its final name, so a kill at any
+moment loses nothing: the next run keeps finished files, resumes partial ones, and ends with the same bytes. The journal is
+JSON lines because a single JSON document would be rewritten for each of SlimPajama's 59,166 files.
 """
 
 from __future__ import annotations
@@ -31,33 +31,44 @@ from argosy.console.progress_bar import ProgressBar
 from argosy.data.remote.download import Download, explain, hash_file
 from argosy.data.remote.hub import Hub, RemoteFile
 from argosy.data.remote.sources import Choice, find_files
-from argosy.data.remote.web import BadStatus, Patience, Web, refuse
+from argosy.data.remote.web import RETRY, TIMEOUT_S, BadStatus, Web, refuse
 from argosy.errors import ArgosyError
 from argosy.record.jsonl import read_jsonl
+from argosy.retry import RetryPolicy
 
-BOOKS = ".fetch.jsonl"
+JOURNAL = ".fetch.jsonl"
 PARTIAL = ".partial"
 
 
 @dataclass(frozen=True)
 class FetchOptions:
+    """The options of `argosy data fetch`."""
+
     choice: Choice = field(default_factory=Choice)
-    workers: int = 4  # files on their way at once
-    patience: Patience = field(default_factory=Patience)
-    machine: int = 0  # this machine is number `machine` of `machines` that share the files
+    # Parallel downloads.
+    workers: int = 4
+    retry: RetryPolicy = RETRY
+    # The number of this machine among `machines` that divide the files.
+    machine: int = 0
     machines: int = 1
+    timeout_s: float = TIMEOUT_S
 
 
 @dataclass(frozen=True)
 class FetchedFile:
+    """A downloaded or listed file."""
+
     path: str
     bytes: int
-    sha256: str | None  # None: only listed so far
+    # None if the file is only listed.
+    sha256: str | None
     source: str
 
 
 @dataclass(frozen=True)
 class Fetched:
+    """The result of `fetch`."""
+
     output: str
     files: list[FetchedFile]
     new_bytes: int
@@ -70,10 +81,11 @@ class Fetched:
         return asdict(self) | {"bytes": self.bytes}
 
     def describe(self) -> str:
-        there = self.bytes - self.new_bytes
-        return f"{self.output}: {len(self.files):,} files, {self.bytes:,} bytes ({self.new_bytes:,} fetched, {there:,} were there)"
+        existing = self.bytes - self.new_bytes
+        return f"{self.output}: {len(self.files):,} files, {self.bytes:,} bytes ({self.new_bytes:,} fetched, {existing:,} already there)"
 
     def describe_plan(self) -> str:
+        """Return the output of a dry run."""
         lines = [f"{file.path}  {file.bytes:,} bytes" for file in self.files]
         total = f"{len(self.files):,} files, {self.bytes:,} bytes ({volume(self.bytes)}) -> {self.output}"
         return "\n".join(
@@ -82,17 +94,17 @@ class Fetched:
 
 
 def fetch(names: Sequence[str], output: Path, options: FetchOptions) -> Fetched:
-    """Fetch what is missing, and return all files meant, in a fixed order."""
-    books = f".fetch-{options.machine}-of-{options.machines}.jsonl" if options.machines > 1 else BOOKS
-    with Books(output, books) as lines:
-        web = Web(options.patience)
+    """Download the missing files, and return all files of this machine in a fixed order."""
+    name = f".fetch-{options.machine}-of-{options.machines}.jsonl" if options.machines > 1 else JOURNAL
+    with FetchJournal(output, name) as journal:
+        web = Web(options.retry, options.timeout_s)
         files = find_files(names, options.choice, web, note)[options.machine :: options.machines]
-        return Job(web, files, output, lines).run(options.workers)
+        return FetchJob(web, files, output, journal).run(options.workers)
 
 
 def preview(names: Sequence[str], output: Path, options: FetchOptions) -> Fetched:
-    """What `fetch` would fetch; nothing is written."""
-    files = find_files(names, options.choice, Web(options.patience), note)
+    """Return what `fetch` would download, without writing anything."""
+    files = find_files(names, options.choice, Web(options.retry, options.timeout_s), note)
     listed = [FetchedFile(str(output / file.path), file.size, file.sha256, file.origin) for file in files]
     return Fetched(str(output), listed, sum(_missing_bytes(output, file) for file in files))
 
@@ -100,14 +112,20 @@ def preview(names: Sequence[str], output: Path, options: FetchOptions) -> Fetche
 def corpus_wanted(
     prepare: bool, tokenizer: str | None, corpus: Path | None, more: Mapping[str, object]
 ) -> tuple[str, Path] | None:
-    """The tokenizer and directory of the corpus to make from the files, if one is; said by halves, it is refused. `more`
-    are the options that mean something only then, with what was given for each."""
-    idle = [name for name, value in more.items() if value] if not prepare else []
-    if idle:
+    """Return the tokenizer and directory of the corpus to prepare, or None to only fetch. Refuse incomplete options.
+
+    Args:
+        prepare: The value of --prepare.
+        tokenizer: The value of --tokenizer.
+        corpus: The value of --corpus.
+        more: Further options that need --prepare, with their values.
+    """
+    unused = [name for name, value in more.items() if value] if not prepare else []
+    if unused:
         raise ArgosyError(
             "config.conflict",
-            f"{' and '.join(idle)} without --prepare",
-            key=idle[0],
+            f"{' and '.join(unused)} without --prepare",
+            key=unused[0],
             fix="add --prepare, or leave it out",
         )
     if prepare and tokenizer and corpus:
@@ -120,28 +138,29 @@ def corpus_wanted(
         "config.conflict",
         f"{' and '.join(name for name in given if name not in absent)} without {' and '.join(absent)}",
         key=absent[0],
-        fix="to make a corpus at once give all three; to only fetch, none",
+        fix="give all three to prepare a corpus, or none to only fetch",
     )
 
 
-class Books:
-    """What was begun and finished in a directory, and the lock on it, which the system lifts when we die."""
+class FetchJournal:
+    """The journal of files begun and finished in a directory, and the lock on it. The kernel releases the lock with the process."""
 
-    def __init__(self, output: Path, name: str = BOOKS) -> None:
+    def __init__(self, output: Path, name: str = JOURNAL) -> None:
         self.path = output / name
         self.lines: dict[str, dict[str, Any]] = {}
         self._writing = threading.Lock()
 
-    def __enter__(self) -> Books:
+    def __enter__(self) -> FetchJournal:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            note(f"another fetch is at work in {self.path.parent}; waiting for it")
+            note(f"another fetch is running in {self.path.parent}; waiting for it")
             fcntl.flock(self._fd, fcntl.LOCK_EX)
+        # A kill can truncate the last line. End it, so that the reader skips it.
         if (size := os.fstat(self._fd).st_size) and os.pread(self._fd, 1, size - 1) != b"\n":
-            os.write(self._fd, b"\n")  # a kill cut the last line short; it is passed over
+            os.write(self._fd, b"\n")
         for line in read_jsonl(self.path):
             if isinstance(line.get("path"), str):
                 self.lines[line["path"]] = line
@@ -151,6 +170,7 @@ class Books:
         os.close(self._fd)
 
     def write(self, file: RemoteFile, *, sha256: str | None = None, mtime_ns: int = 0) -> None:
+        """Append a line: the file is begun, or finished if `sha256` is given."""
         line = {"path": file.path, "origin": file.origin, "identity": file.identity, "size": file.size}
         if sha256 is not None:
             line |= {"sha256": sha256, "mtime_ns": mtime_ns}
@@ -162,30 +182,33 @@ class Books:
 
 
 class Gate(Protocol):
-    """Decides when a file may be fetched."""
+    """The interface of a throttle that decides when a file may be downloaded."""
 
     def admit(self, file: RemoteFile) -> None:
-        """Wait until it may; asked in the thread that will fetch it, for one file after the other."""
+        """Block until the file may be downloaded. Called in the thread that downloads it."""
 
     def shut(self) -> None:
-        """Let nobody wait any longer: the job ends."""
+        """Release all waiting threads, because the job ends."""
 
 
-class Job:
+class FetchJob:
+    """The downloads of one process."""
+
     def __init__(
         self,
         web: Web,
         files: list[RemoteFile],
         output: Path,
-        books: Books,
+        journal: FetchJournal,
         gate: Gate | None = None,
     ) -> None:
-        self.web, self.files, self.output, self.books, self.gate = web, files, output, books, gate
+        self.web, self.files, self.output, self.journal, self.gate = web, files, output, journal, gate
         self._progress: ProgressBar | None = None
         self._counting = threading.Lock()
         self._hashes: dict[str, str] = {}
 
     def run(self, workers: int) -> Fetched:
+        """Download the missing files with `workers` parallel downloads, with a progress bar."""
         missing = self.missing()
         check_space(self.output, self.files, missing)
         with ProgressBar("fetch", sum(file.size for file in self.files), "B") as self._progress:
@@ -196,6 +219,7 @@ class Job:
         return Fetched(str(self.output), done, sum(file.size for file in missing))
 
     def missing(self) -> list[RemoteFile]:
+        """Return the files that must be downloaded."""
         missing = []
         for file in self.files:
             if (known := self._kept(file)) is None:
@@ -205,7 +229,7 @@ class Job:
         return missing
 
     def fetch_all(self, files: list[RemoteFile], workers: int) -> Iterator[RemoteFile]:
-        """Fetch files, and yield each as it is finished."""
+        """Download files, and yield each one when it is finished."""
         with ThreadPoolExecutor(workers, "fetch") as pool:
             tasks = {pool.submit(self._fetch_one, file): file for file in files}
             try:
@@ -225,35 +249,40 @@ class Job:
         target = self.output / file.path
         partial = target.with_name(target.name + PARTIAL)
         target.parent.mkdir(parents=True, exist_ok=True)
-        begun = self.books.lines.get(file.path, {})
+        begun = self.journal.lines.get(file.path, {})
+        # The partial file may belong to another version of the file.
         if not file.has_hash and begun.get("identity") != file.identity:
-            partial.unlink(missing_ok=True)  # a piece of another file, as far as one can tell
+            partial.unlink(missing_ok=True)
         if not file.has_hash:
-            self.books.write(file)
+            self.journal.write(file)
         try:
             sha256 = Download(self.web, file, partial, self._advance).run()
         except BadStatus as error:
             if file.on_hub:
                 raise Hub(self.web).explain(error, file.origin.removeprefix("hf://datasets/")) from None
             raise explain(error) from None
-        self.books.write(file, sha256=sha256, mtime_ns=partial.stat().st_mtime_ns)
+        self.journal.write(file, sha256=sha256, mtime_ns=partial.stat().st_mtime_ns)
         os.replace(partial, target)
         return sha256
 
     def _kept(self, file: RemoteFile) -> str | None:
-        """The sha256 of a file that need not be fetched. One we did not fetch is taken if its hash is right, and
-        otherwise left alone."""
+        """Return the sha256 of a file that need not be downloaded, else None.
+
+        An existing file that is not in the journal is accepted if its hash is right. Otherwise it is refused, never overwritten.
+        """
         target = self.output / file.path
         if not target.exists():
             return None
-        line = self.books.lines.get(file.path)
+        line = self.journal.lines.get(file.path)
         if line is None:
             if file.has_hash and target.is_file() and target.stat().st_size == file.size:
                 digest = hash_file(target, file)
                 if digest.fault() is None:
-                    self.books.write(file, sha256=digest.sha256, mtime_ns=target.stat().st_mtime_ns)
+                    self.journal.write(file, sha256=digest.sha256, mtime_ns=target.stat().st_mtime_ns)
                     return digest.sha256
-            refuse(f"{target} is there, was not fetched, and differs", "move it away, or choose another --output")
+            refuse(
+                f"{target} exists, was not fetched by argosy, and differs", "move it away, or choose another --output"
+            )
         if line["origin"] != file.origin:
             refuse(f"{target} was fetched from {line['origin']}, not {file.origin}", "choose another --output")
         facts = target.stat()
@@ -271,6 +300,7 @@ class Job:
 
 
 def check_space(output: Path, files: list[RemoteFile], missing: list[RemoteFile]) -> None:
+    """Refuse a download that does not fit on the disk."""
     listed, wanted = sum(file.size for file in files), sum(_missing_bytes(output, file, anew=True) for file in missing)
     free = _free(output)
     if wanted > free:
@@ -298,4 +328,5 @@ def _free(output: Path) -> int:
 
 
 def note(text: str) -> None:
+    """Print a note to stderr."""
     print(f"note: {text}", file=sys.stderr, flush=True)

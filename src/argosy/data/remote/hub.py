@@ -1,8 +1,8 @@
-"""The Hugging Face Hub as `argosy data fetch` needs it: a data set's commit, its card's configs, its files with hashes.
+"""A small client of the Hugging Face Hub for `argosy data fetch`: the commit, card configs and hashed files of a data set.
 
-Three REST calls (`/api/datasets/…/revision/…`, `/api/datasets/…/tree/…`, `/datasets/…/resolve/…`) through the same
-careful HTTP that downloads, rather than a second client with retries, caches and a token of its own. HF_ENDPOINT points
-it at a mirror. Names that the Hub lists are a stranger's: those that could leave the output directory are refused.
+It makes three REST calls (`/api/datasets/…/revision/…`, `/api/datasets/…/tree/…`, `/datasets/…/resolve/…`) through the HTTP
+client that downloads, instead of a second client with its own retries, cache and token. HF_ENDPOINT selects a mirror. File
+names from the Hub are untrusted: those that could leave the output directory are refused.
 """
 
 from __future__ import annotations
@@ -16,29 +16,35 @@ from urllib.parse import quote, urlencode, urljoin
 
 import orjson
 
-from argosy.data.remote.web import BadStatus, Transient, Web, origin, refuse
+from argosy.data.remote.web import BadStatus, Web, origin, refuse
 from argosy.errors import ArgosyError
+from argosy.retry import Transient
 
-_PAGE_BYTES = 64 << 20  # of one answer
+# The size limit of one response.
+_PAGE_BYTES = 64 << 20
 _PAGES = 10_000
 
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file to fetch, and all that is known of it before."""
+    """A file to download, with everything that is known in advance."""
 
     url: str
-    origin: str  # the data set or URL it belongs to, without secrets
-    path: str  # below the output directory
+    # The data set or URL it belongs to, without secrets.
+    origin: str
+    # The path below the output directory.
+    path: str
     size: int
     sha256: str | None = None
-    git_sha1: str | None = None  # small files of the Hub that are kept in git itself
-    validator: str | None = None  # ETag or Last-Modified of a plain URL: is it still the same file?
+    # The hash of a small Hub file that is stored in git itself.
+    git_sha1: str | None = None
+    # ETag or Last-Modified of a plain URL, for If-Range.
+    validator: str | None = None
     on_hub: bool = False
 
     @property
     def identity(self) -> str:
-        """Changes when the file does, as far as its server tells."""
+        """A string that changes when the file does, as far as its server reports."""
         return self.sha256 or self.git_sha1 or self.validator or f"{self.size} bytes"
 
     @property
@@ -48,6 +54,8 @@ class RemoteFile:
 
 @dataclass(frozen=True)
 class Entry:
+    """A file or folder in a Hub repository."""
+
     path: str
     is_folder: bool
     size: int = 0
@@ -61,7 +69,8 @@ class DataSet:
 
     repo: str
     commit: str
-    configs: dict[str, dict[str, list[str]]]  # config -> split -> patterns, where its card tells
+    # config -> split -> patterns, if its card lists them.
+    configs: dict[str, dict[str, list[str]]]
     default_config: str | None
 
     @property
@@ -70,10 +79,13 @@ class DataSet:
 
 
 class Hub:
+    """The Hub client."""
+
     def __init__(self, web: Web) -> None:
         self.web = web
 
     def find(self, repo: str, revision: str) -> DataSet:
+        """Resolve a revision of a data set to a commit. Refuse a gated data set if there is no token."""
         query = urlencode([("expand", "sha"), ("expand", "cardData"), ("expand", "gated")])
         facts, _ = self._json(f"/api/datasets/{repo}/revision/{quote(revision, safe='')}?{query}", repo, revision)
         commit = facts.get("sha") if isinstance(facts, dict) else None
@@ -85,7 +97,7 @@ class Hub:
         return DataSet(repo, commit, configs, default)
 
     def tree(self, data_set: DataSet, folder: str = "", *, recursive: bool = False) -> list[Entry]:
-        """What a folder holds, sorted by name."""
+        """List a folder, sorted by name."""
         below = f"/{quote(folder)}" if folder else ""
         page: str | None = f"/api/datasets/{data_set.repo}/tree/{data_set.commit}{below}?recursive={recursive}"
         entries: list[Entry] = []
@@ -97,6 +109,7 @@ class Hub:
         raise _nonsense(f"the listing of {data_set.repo} does not end")
 
     def remote_file(self, data_set: DataSet, entry: Entry) -> RemoteFile:
+        """Return the download of a listed file."""
         return RemoteFile(
             url=f"{self.web.hub}/datasets/{data_set.repo}/resolve/{data_set.commit}/{quote(entry.path)}",
             origin=data_set.name,
@@ -108,7 +121,7 @@ class Hub:
         )
 
     def explain(self, error: BadStatus, repo: str, revision: str = "") -> ArgosyError:
-        """What a 4xx of the Hub means, and what to do."""
+        """Return the error for a 4xx of the Hub, with its meaning and a fix."""
         page = f"{self.web.hub}/datasets/{repo}"
         if error.hub_code == "GatedRepo" or error.status == 403:
             return self._gated(repo)
@@ -116,7 +129,8 @@ class Hub:
             cause, fix = f"{repo} has no revision {revision!r}", f"see {page}/tree/main for its branches and tags"
         elif error.hub_code == "EntryNotFound":
             cause, fix = f"{repo} has no such file or folder: {error}", f"see {page}/tree/main"
-        elif error.status in (401, 404):  # the Hub does not tell a private data set from none at all
+        # The Hub answers alike for a private and for a missing data set.
+        elif error.status in (401, 404):
             cause = f"there is no data set {repo}, or it is private" + (
                 " and HF_TOKEN has no access" if self.web.has_token else ""
             )
@@ -134,7 +148,7 @@ class Hub:
         )
 
     def _json(self, address: str, repo: str, revision: str) -> tuple[Any, str | None]:
-        """The answer, and the address of the next page. Pages stay with the Hub: the token goes along."""
+        """Return the JSON response and the URL of the next page. Refuse a page on another host, because the token is sent there."""
         url = urljoin(f"{self.web.hub}/", address) if "://" in address else self.web.hub + address
 
         def attempt() -> tuple[Any, str | None]:
@@ -149,16 +163,16 @@ class Hub:
                 raise Transient("the Hub's answer was cut short or is not JSON") from None
 
         try:
-            answer, following = self.web.patiently(f"listing {repo}", attempt)
+            answer, following = self.web.retry(f"listing {repo}", attempt)
         except BadStatus as error:
             raise self.explain(error, repo, revision) from None
         if following is not None and origin(following) != origin(self.web.hub):
-            raise _nonsense(f"the listing of {repo} goes on at another host")
+            raise _nonsense(f"the listing of {repo} continues on another host")
         return answer, following
 
 
 def safe_path(name: str) -> str:
-    """A listed name, if it stays below the directory it is joined to and hides nothing."""
+    """Return a listed file name. Refuse one that could leave the output directory, is hidden or is not printable."""
     path = PurePosixPath(name)
     plain = name == str(path) and not path.is_absolute() and name.isprintable() and "\\" not in name
     if not plain or any(part.startswith((".", "~")) or len(part.encode()) > 200 for part in path.parts) or not name:
@@ -188,7 +202,7 @@ def _entries(listed: Any) -> Iterator[Entry]:
 
 
 def _card_configs(card: Any) -> tuple[dict[str, dict[str, list[str]]], str | None]:
-    """The `configs` of a data set card. What is not written as documented is passed over: the folders tell then."""
+    """Read the `configs` of a data set card. Malformed entries are skipped; folder names decide then."""
     configs: dict[str, dict[str, list[str]]] = {}
     default = None
     listed = card.get("configs") if isinstance(card, dict) else None

@@ -1,33 +1,29 @@
-"""Objects of a store (S3, GCS, Azure, HTTP, anything fsspec knows), read by range with patience.
+"""Range reads from object storage (S3, GCS, Azure, HTTP, anything fsspec supports), with retries.
 
-What can pass is tried again, with a wait that doubles and is spread at random so that a thousand readers do not come
-back together: 429 (no sooner than its Retry-After), 5xx, time-outs, broken connections, bodies shorter or longer than
-asked for. After `patience_s` in all the refusal names the object and the last error. What cannot pass is refused at
-once: a missing object, missing or rejected credentials, any other 4xx. Back ends retry on their own as well where they
-allow no choice; S3's are told not to, since they ignore Retry-After.
+Transient errors are retried with exponential back-off and jitter, so that a thousand readers do not return together: 429 (not
+before its Retry-After), 5xx, timeouts, broken connections, and bodies of the wrong length. After `retry_timeout_s` in all, the
+error names the object and the last failure. Permanent errors are raised at once: a missing object, missing or rejected
+credentials, any other 4xx. Some back ends also retry by themselves; S3's is configured not to, because it ignores
+Retry-After.
 
-Each back end raises classes of its own, some wrapped in others (fsspec's HTTP calls a 500 FileNotFoundError), so an
-error is judged by the HTTP status found anywhere in its chain of causes first, and by its kind only where there is none.
+Each back end raises its own exception classes, some wrapped in others (fsspec's HTTP raises FileNotFoundError for a 500). So an
+error is classified by the HTTP status anywhere in its chain of causes, and by its class only if there is none.
 """
 
 from __future__ import annotations
 
 import contextlib
-import email.utils
-import random
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from argosy.data.text.inputs import require
 from argosy.errors import ArgosyError
+from argosy.retry import TRANSIENT_STATUSES, Clock, GaveUp, RetryPolicy, Transient, retry_after_s
 
-_FIRST_WAIT_S = 0.2
-_LONGEST_WAIT_S = 30.0
-_CHUNK = 8 << 20  # bytes of one request for an object read whole
-_MAY_PASS = (408, 425, 429)
+# The size of one request when a whole object is read.
+_CHUNK = 8 << 20  # bytes
 _NO_CREDENTIALS = (
     "NoCredentialsError",
     "PartialCredentialsError",
@@ -55,19 +51,33 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class ObjectFacts:
-    """What the store says of an object; `version` changes when its content does, `size` is None where it is not told."""
+    """The metadata of an object. `version` changes when the content does; `size` is None if the store does not report it."""
 
     size: int | None
     version: str
 
 
 class ObjectStore:
-    """The objects under one URL. Safe to use from many threads."""
+    """The objects under one URL. It is thread-safe.
 
-    def __init__(self, url: str, *, patience_s: float = 300.0, attempt_s: float = 60.0) -> None:
+    Args:
+        url: The URL of the directory.
+        retry_timeout_s: The total time to retry one operation.
+        attempt_s: The timeout of one attempt, for back ends that run on an event loop.
+    """
+
+    def __init__(self, url: str, *, retry_timeout_s: float = 300.0, attempt_s: float = 60.0) -> None:
         self.url = url.rstrip("/")
-        self.patience_s, self.attempt_s = patience_s, attempt_s
+        self.retry_timeout_s, self.attempt_s = retry_timeout_s, attempt_s
         self._closed = threading.Event()
+        self._retry = RetryPolicy(
+            attempts=None,
+            base_s=0.2,
+            cap_s=30.0,
+            jitter=0.5,
+            budget_s=retry_timeout_s,
+            clock=Clock(sleep=self._closed.wait),
+        )
         self._fsspec = require("fsspec", "remote", "reading from object storage")
         self._scheme = url.partition("://")[0]
         if "?" in url:
@@ -79,11 +89,15 @@ class ObjectStore:
         self._system, self._root = self._connect()
 
     def name(self, name: str) -> str:
+        """Return the full URL of an object."""
         return f"{self.url}/{name}" if name else self.url
 
     def facts(self, name: str) -> ObjectFacts:
+        """Return the current size and version of an object."""
+
         def look() -> ObjectFacts:
-            self._system.invalidate_cache()  # some back ends answer from an old listing
+            # Some back ends answer from a cached listing.
+            self._system.invalidate_cache()
             info = self._call("info", name)
             if info.get("partial") is False:
                 raise ArgosyError(
@@ -93,11 +107,13 @@ class ObjectStore:
                 )
             return _facts_of(info)
 
-        return self._patiently(name, look)
+        return self._with_retries(name, look)
 
     def listing(self, pattern: str = "") -> dict[str, ObjectFacts]:
-        """The objects below this URL, or those that match a pattern below it, by their names relative to it. The name is
-        empty where the URL is an object itself."""
+        """Return the objects below this URL, or those that match a pattern, by relative name.
+
+        The name is empty if the URL is an object itself.
+        """
 
         def look() -> dict[str, ObjectFacts]:
             self._system.invalidate_cache()
@@ -110,13 +126,20 @@ class ObjectStore:
             files = {path: info for path, info in entries.items() if info.get("type", "file") == "file"}
             return {path.removeprefix(self._root).lstrip("/"): _facts_of(info) for path, info in files.items()}
 
-        return self._patiently(pattern, look)
+        return self._with_retries(pattern, look)
 
     def read(
         self, name: str, start: int, count: int, version: str = "", recheck: Callable[[], None] | None = None
     ) -> bytes:
-        """Exactly `count` bytes from `start` on. Where the back end can, only of the version of the object given.
-        `recheck` is called when bytes are missing; it raises if the object is another by now."""
+        """Read exactly `count` bytes from `start` on.
+
+        Args:
+            name: The object.
+            start: The first byte.
+            count: The number of bytes.
+            version: Require this version of the object, if the back end supports it.
+            recheck: A function called after a read of the wrong length. It raises if the object has changed.
+        """
         options = self._pinned(version)
 
         def get() -> bytes:
@@ -124,21 +147,21 @@ class ObjectStore:
             if len(body) != count:
                 if recheck is not None:
                     recheck()
-                raise _WrongLength(f"{len(body):,} bytes came where {count:,} were asked for (from byte {start:,})")
+                raise _WrongLength(f"received {len(body):,} bytes instead of {count:,} (from byte {start:,})")
             return body
 
-        return self._patiently(name, get) if count else b""
+        return self._with_retries(name, get) if count else b""
 
     def chunks(self, name: str, size: int) -> Iterator[bytes]:
-        """A whole object of known size."""
+        """Read a whole object of known size in chunks."""
         for start in range(0, size, _CHUNK):
             yield self.read(name, start, min(_CHUNK, size - start))
 
     def read_small(self, name: str, limit: int = 64 << 20) -> bytes:
-        """A small object whose size only the store knows."""
+        """Read a whole small object. Refuse one of more than `limit` bytes."""
         size = self.facts(name).size
         if size is None:
-            body: bytes = self._patiently(name, lambda: self._call("cat_file", name))
+            body: bytes = self._with_retries(name, lambda: self._call("cat_file", name))
             return body
         if size > limit:
             raise ArgosyError(
@@ -149,7 +172,7 @@ class ObjectStore:
         return b"".join(self.chunks(name, size))
 
     def close(self) -> None:
-        """End all waiting, so that threads asleep between two attempts go at once."""
+        """Wake the threads that sleep between two attempts, and make them give up."""
         self._closed.set()
 
     def _connect(self) -> tuple[Any, str]:
@@ -158,8 +181,8 @@ class ObjectStore:
         if self._scheme not in known:
             raise ArgosyError(
                 "data.bad-input",
-                f"{self.url}: {self._scheme}:// is no kind of address that is known here",
-                fix=f"known: {', '.join(scheme for scheme in _USUAL if scheme in known)}",
+                f"{self.url}: {self._scheme}:// is not a supported scheme",
+                fix=f"supported: {', '.join(scheme for scheme in _USUAL if scheme in known)}",
             )
         try:
             system, root = self._fsspec.core.url_to_fs(self.url, **options, skip_instance_cache=bool(options))
@@ -168,8 +191,8 @@ class ObjectStore:
                 "data.missing-extra", f"{self.url}: {error}", fix="pip install 'argosy[remote]'"
             ) from None
         except Exception as error:
-            # Every back end has classes of its own for what it lacks; most lack credentials, some of them as a ValueError.
-            fault = _judge(error)
+            # Every back end has its own exception classes. Most failures are missing credentials, some of them a ValueError.
+            fault = _classify(error)
             if isinstance(error, (ValueError, OSError)):
                 fault = _Fault("credentials", str(error))
             raise self._refusal("", fault) from error
@@ -178,7 +201,7 @@ class ObjectStore:
         return system, str(root).rstrip("/")
 
     def _call(self, method: str, name: str, **options: Any) -> Any:
-        """One attempt; back ends that run on an event loop are cut off after `attempt_s`."""
+        """Make one attempt, with a timeout of `attempt_s` for back ends that run on an event loop."""
         path = f"{self._root}/{name}"
         if not self._system.async_impl:
             return getattr(self._system, method)(path, **options)
@@ -188,34 +211,34 @@ class ObjectStore:
     def _pinned(self, version: str) -> dict[str, Any]:
         if self._scheme not in ("http", "https"):
             return {}
-        headers = {"Accept-Encoding": "identity"}  # a range of compressed bytes would be of no use
+        # A range of compressed bytes would be useless.
+        headers = {"Accept-Encoding": "identity"}
         key, _, value = version.partition("=")
         if key == "ETag" and not value.startswith("W/"):
             headers["If-Match"] = value
         return {"headers": headers}
 
-    def _patiently(self, name: str, attempt: Callable[[], Result]) -> Result:
-        began, wait, tries = time.monotonic(), _FIRST_WAIT_S, 0
-        while True:
-            tries += 1
+    def _with_retries(self, name: str, attempt: Callable[[], Result]) -> Result:
+        def once() -> Result:
             try:
                 return attempt()
             except ArgosyError:
                 raise
-            except Exception as error:  # noqa: BLE001 - every back end has classes of its own
-                fault = _judge(error)
-            if not fault.may_pass:
+            except Exception as error:  # noqa: BLE001 - every back end has its own exception classes
+                fault = _classify(error)
+            if not fault.is_transient:
                 raise self._refusal(name, fault)
-            pause = max(fault.retry_after_s, random.uniform(wait / 2, wait))
-            spent = time.monotonic() - began
-            if spent + pause > self.patience_s or self._closed.wait(pause):
-                raise ArgosyError(
-                    "data.fetch-failed",
-                    f"{self.name(name)} could not be read in {tries} attempts over {spent:.0f} s; "
-                    f"the last error was: {fault.what}",
-                    fix="check the network and the store, then start again: what is complete in the cache is kept",
-                )
-            wait = min(2 * wait, _LONGEST_WAIT_S)
+            raise Transient(fault.what, retry_after_s=fault.retry_after_s)
+
+        try:
+            return self._retry.call(once)
+        except GaveUp as over:
+            raise ArgosyError(
+                "data.fetch-failed",
+                f"{self.name(name)} could not be read in {over.attempts} attempts over {over.elapsed_s:.0f} s; "
+                f"the last error was: {over}",
+                fix="check the network and the store, then start again: what is complete in the cache is kept",
+            ) from None
 
     def _refusal(self, name: str, fault: _Fault) -> ArgosyError:
         if fault.kind == "missing":
@@ -240,21 +263,22 @@ def _facts_of(info: dict[str, Any]) -> ObjectFacts:
 
 
 class _WrongLength(Exception):
-    """A body shorter or longer than the range asked for."""
+    """A body shorter or longer than the requested range."""
 
 
 @dataclass(frozen=True)
 class _Fault:
-    kind: str  # passing | missing | credentials | changed | refused
+    # transient | missing | credentials | changed | refused
+    kind: str
     what: str
-    retry_after_s: float = 0.0
+    retry_after_s: float | None = None
 
     @property
-    def may_pass(self) -> bool:
-        return self.kind == "passing"
+    def is_transient(self) -> bool:
+        return self.kind == "transient"
 
 
-def _judge(error: BaseException) -> _Fault:
+def _classify(error: BaseException) -> _Fault:
     chain = list(_chain(error))
     what = f"{type(chain[-1]).__name__}: {chain[-1]}"
     for link in chain:
@@ -263,19 +287,20 @@ def _judge(error: BaseException) -> _Fault:
     for link in chain:
         status, headers = _status(link)
         if status is not None:
-            return _Fault(_kind_of(status), f"HTTP {status} ({what})", _retry_after(headers))
+            return _Fault(_kind_of(status), f"HTTP {status} ({what})", retry_after_s(dict(headers or {})))
     if any(isinstance(link, TimeoutError) for link in chain):
-        return _Fault("passing", f"no answer in time ({type(error).__name__})")
+        return _Fault("transient", f"no answer in time ({type(error).__name__})")
     if any(isinstance(link, (ConnectionError, _WrongLength)) for link in chain):
-        return _Fault("passing", what)
-    if isinstance(error, PermissionError) or str(error).startswith("Forbidden: "):  # gcsfs's way to say 403
+        return _Fault("transient", what)
+    # gcsfs reports a 403 as "Forbidden: ".
+    if isinstance(error, PermissionError) or str(error).startswith("Forbidden: "):
         return _Fault("credentials", what)
     if isinstance(error, (FileNotFoundError, NotADirectoryError, IsADirectoryError)):
-        # fsspec's HTTP says so of any failure of its look at an object, with the true cause behind it
-        return _Fault("missing" if len(chain) == 1 else "passing", what)
+        # fsspec's HTTP raises FileNotFoundError for any failure of `info`, with the true error as its cause.
+        return _Fault("missing" if len(chain) == 1 else "transient", what)
     if isinstance(error, (TypeError, ValueError, NotImplementedError, ImportError)):
         return _Fault("refused", what)
-    return _Fault("passing", what)
+    return _Fault("transient", what)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -288,19 +313,21 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _kind_of(status: int) -> str:
-    if status >= 500 or status in _MAY_PASS or status < 400:
-        return "passing"
+    if status in TRANSIENT_STATUSES or status < 400:
+        return "transient"
     return {401: "credentials", 403: "credentials", 404: "missing", 410: "missing", 412: "changed", 416: "changed"}.get(
         status, "refused"
     )
 
 
 def _status(error: BaseException) -> tuple[int | None, Any]:
-    """The HTTP status and headers an error carries: aiohttp's, botocore's, azure's or gcsfs's way."""
-    if type(error).__module__ == "aiohttp.http_exceptions":  # a broken answer; its "400" is what a server would send
+    """Return the HTTP status and headers that an exception of aiohttp, botocore, azure or gcsfs carries."""
+    # A malformed response. Its status 400 is the one that a server would send.
+    if type(error).__module__ == "aiohttp.http_exceptions":
         return None, None
     response = getattr(error, "response", None)
-    if isinstance(response, dict):  # botocore
+    # botocore
+    if isinstance(response, dict):
         answer = response.get("ResponseMetadata", {})
         return _whole(answer.get("HTTPStatusCode")), answer.get("HTTPHeaders", {})
     for attribute in ("status", "status_code", "code"):
@@ -314,13 +341,3 @@ def _whole(value: object) -> int | None:
         number = int(value)  # type: ignore[call-overload]
         return number if 100 <= number <= 599 else None
     return None
-
-
-def _retry_after(headers: Any) -> float:
-    """Seconds, from a number or a date; 0 where the answer has none."""
-    value = next((str(v) for k, v in dict(headers or {}).items() if str(k).lower() == "retry-after"), "")
-    if value.strip().isdigit():
-        return float(value)
-    with contextlib.suppress(TypeError, ValueError):
-        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
-    return 0.0

@@ -1,7 +1,7 @@
-"""Remote inputs of `argosy data prepare`: found, fingerprinted and read by range.
+"""Remote inputs of `argosy data prepare`: list, fingerprint and read them by range.
 
-`s3://`, `gs://`, `az://` and whatever else fsspec knows are read through `ObjectStore`, `https://`, `http://` and
-`hf://datasets/…` through the HTTP client that also fetches. Both retry what can pass, and refuse the rest with the address.
+`s3://`, `gs://`, `az://` and other fsspec schemes are read through `ObjectStore`; `https://`, `http://` and `hf://datasets/…`
+through the HTTP client of `argosy data fetch`. Both retry transient errors. Other errors name the address.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _WEB = ("http", "https")
 
 
 def find_remote(name: str, report: Report) -> list[InputFile]:
-    """The files that a URL, a prefix or a pattern stands for, in the order of their names, each with its fingerprint."""
+    """List the files of a URL, a prefix or a pattern, sorted by name, each with its fingerprint."""
     scheme = name.partition("://")[0]
     if scheme == "hf":
         return find_on_hub(name)
@@ -42,9 +42,9 @@ def _size(url: str, facts: ObjectFacts) -> int:
 
 
 def _listed(name: str) -> Iterator[tuple[str, ObjectFacts]]:
-    """The objects of a pattern, below a prefix, or the one of that name."""
+    """Yield the objects of a pattern, below a prefix, or the one of that name."""
     base, pattern = name.rstrip("/"), ""
-    # Not in the host: an IPv6 address has brackets.
+    # Skip the host: an IPv6 address has brackets.
     if wildcard := re.compile(r"[*?\[]").search(name, name.find("/", name.find("://") + 3)):
         base = name[: wildcard.start()].rpartition("/")[0]
         pattern = name[len(base) + 1 :]
@@ -54,7 +54,7 @@ def _listed(name: str) -> Iterator[tuple[str, ObjectFacts]]:
 
 
 def look_again(file: InputFile) -> InputFile:
-    """`file` with the size and version that its server tells now."""
+    """Return `file` with the size and version that its server reports now."""
     if file.location.startswith(("http://", "https://")):
         return look_on_web(file)
     store, name = _store_of(file.location)
@@ -94,7 +94,7 @@ def _store(directory: str) -> ObjectStore:
 
 
 class RemoteInput(io.RawIOBase):
-    """An object as a seekable file of the size it had when it was listed. Each read is one range request."""
+    """A seekable file over a remote object, with the size it had when it was listed. Each read is one range request."""
 
     def __init__(self, file: InputFile) -> None:
         self._file, self._at = file, 0
@@ -119,7 +119,7 @@ class RemoteInput(io.RawIOBase):
             return 0
         content = _read(self._file, self._at, count)
         if len(content) != count:
-            raise input_changed(self._file, f"{len(content):,} bytes came where {count:,} were asked for")
+            raise input_changed(self._file, f"received {len(content):,} bytes instead of {count:,}")
         target[:count] = content
         self._at += count
         return count

@@ -1,10 +1,9 @@
-"""One shard of a streamed corpus: its `.idx` in the cache, the blocks of its `.bin` fetched from the store as they are read.
+"""The reader of one shard of a streamed corpus: its `.idx` is in the cache, the blocks of its `.bin` are downloaded on demand.
 
-What is checked: each block as it arrives against its hash, where the corpus has them (`NAME.blocks`, itself checked
-against the manifest). Corpora of earlier versions have one hash for a whole `.bin`: there each block is held against the
-length asked for, the object's version (ETag) is looked at again at least every `RECHECK_S` while blocks are fetched, and
-the hash is checked once all blocks are in the cache; until then a block that the store itself spoiled would pass. Once
-in the cache a block carries its own hash (cache.py).
+Each block is verified against its checksum in `NAME.blocks`, which itself is verified against the manifest. Corpora of earlier
+versions have one hash for a whole `.bin`. For them, the length of each block is checked, the object's version (ETag) is checked
+again every `RECHECK_S` seconds while blocks are downloaded, and the hash is checked once all blocks are in the cache. Until
+then, a block that is damaged in the store goes unnoticed. In the cache each block carries its own checksum (cache.py).
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from argosy.data.corpus.block_hashes import BLOCK, Bytes, wrong_blocks
 from argosy.data.corpus.corpus_manifest import Shard
 from argosy.data.corpus.indexed import IndexedReader, Tokens
 from argosy.data.remote.ahead import ReadAhead
-from argosy.data.remote.cache import SEAL, BlockCache
+from argosy.data.remote.cache import CHECKSUM_BYTES, BlockCache
 from argosy.data.remote.objects import ObjectFacts, ObjectStore
 from argosy.errors import ArgosyError
 
-RECHECK_S = 60.0
+RECHECK_S = 60.0  # seconds
 
 
 class StreamedReader(IndexedReader):
-    """One pair whose `.idx` is in the cache and whose `.bin` is in the store. `digests`: of the blocks of the `.bin`."""
+    """A pair whose `.idx` is in the cache and whose `.bin` is in the store. `digests` are the block hashes of the `.bin`."""
 
     def __init__(
         self,
@@ -46,8 +45,10 @@ class StreamedReader(IndexedReader):
         self._store, self._cache, self._promised = store, cache, promised
         self._object = f"{promised.name}.bin"
         self._lock = threading.Lock()
-        self._seen: set[int] = set()  # blocks known to be in the cache, until the whole has been checked
-        self._unproven: list[str] = []  # fetched since the object was last seen unchanged
+        # Blocks known to be in the cache. Used until the whole shard is verified.
+        self._seen: set[int] = set()
+        # Paths of blocks downloaded since the object was last seen unchanged.
+        self._unverified: list[str] = []
         self._fault: ArgosyError | None = None
         self._number, self._ahead = 0, ReadAhead(lambda key: None, 0, None)
         super().__init__(prefix)
@@ -57,10 +58,11 @@ class StreamedReader(IndexedReader):
         return -(-self.tokens * self.dtype.itemsize // self.block_bytes)
 
     def attach(self, number: int, ahead: ReadAhead) -> None:
+        """Set the prefetcher, and the number of this shard in its keys."""
         self._number, self._ahead = number, ahead
 
     def read(self, start: int, count: int) -> Tokens:
-        """`count` tokens from token `start` on, from the cache or the store."""
+        """Read `count` tokens from token `start` on, from the cache or the store."""
         at, end = start * self.dtype.itemsize, (start + count) * self.dtype.itemsize
         if not 0 <= at <= end <= self.tokens * self.dtype.itemsize:
             raise IndexError(f"tokens {start} to {start + count} of {self.tokens}")
@@ -76,6 +78,7 @@ class StreamedReader(IndexedReader):
         return f"{self._directory}/{block:08d}"
 
     def fetch_ahead(self, block: int) -> None:
+        """Download a block into the cache, unless it is there."""
         if self._cache.load(self.block_path(block), self._size_of(block), 0, 0) is None:
             self._fill(block)
         self._saw(block)
@@ -84,7 +87,7 @@ class StreamedReader(IndexedReader):
         self._store.close()
 
     def _open_bin(self) -> int:
-        """There is no file to open: look at the object, and hold its size against what the `.idx` promises."""
+        """Check the size of the object against the `.idx`. There is no local file to open, so return -1."""
         self._facts = self._store.facts(self._object)
         promised = self.tokens * self.dtype.itemsize
         if self._facts.size not in (None, promised):
@@ -92,7 +95,7 @@ class StreamedReader(IndexedReader):
                 "data.corrupt",
                 f"{self._store.name(self._object)} has {self._facts.size:,} bytes, but its .idx promises "
                 f"{self.tokens:,} tokens of {self.dtype.itemsize} = {promised:,} bytes",
-                fix="upload the corpus again from where `argosy data verify` finds it whole",
+                fix="upload the corpus again from a copy that `argosy data verify` accepts",
             )
         self._looked = time.monotonic()
         version = hashlib.sha256(f"{self._facts.version} {promised}".encode()).hexdigest()[:16]
@@ -100,7 +103,7 @@ class StreamedReader(IndexedReader):
         if self._digests is not None:
             self._whole = True
             return -1
-        checked = self._cache.load(f"{self._directory}/whole", SEAL, 0, SEAL)
+        checked = self._cache.load(f"{self._directory}/whole", CHECKSUM_BYTES, 0, CHECKSUM_BYTES)
         self._whole = checked is not None and checked.hex() == self._promised.bin_sha256
         if not self._whole:
             with contextlib.suppress(FileNotFoundError):
@@ -137,7 +140,7 @@ class StreamedReader(IndexedReader):
         return self._store.read(self._object, block * self.block_bytes, self._size_of(block), self._facts.version)
 
     def _fetch_checked(self, block: int, digests: Bytes) -> bytes:
-        """A block that is what it was when the corpus was made. One spoiled on its way comes right the second time."""
+        """Download a block and verify its checksum. Retry once, in case it was damaged in transit."""
         first = block * self.block_bytes // BLOCK
         for _ in range(2):
             content = self._fetch(block)
@@ -146,25 +149,24 @@ class StreamedReader(IndexedReader):
                 return content
         raise ArgosyError(
             "data.corrupt",
-            f"{self._store.name(self._object)}: block {wrong[0]:,} (from byte {wrong[0] * BLOCK:,}) came twice with another "
-            "hash than it had when the corpus was made",
-            fix="it was damaged or replaced: upload the corpus again from where `argosy data verify` finds it whole",
+            f"{self._store.name(self._object)}: block {wrong[0]:,} (from byte {wrong[0] * BLOCK:,}) failed its checksum twice",
+            fix="it was damaged or replaced: upload the corpus again from a copy that `argosy data verify` accepts",
         )
 
     def _look_again(self, path: str) -> None:
-        """Now and then, hold the object against what it was at the start; a block just fetched counts only after."""
+        """Check every RECHECK_S seconds that the object is unchanged. If it changed, drop the blocks since the last check."""
         with self._lock:
-            self._unproven.append(path)
+            self._unverified.append(path)
             if time.monotonic() - self._looked < RECHECK_S:
                 return
-            self._looked, proven = time.monotonic(), self._unproven[:]
+            self._looked, recent = time.monotonic(), self._unverified[:]
         now = self._store.facts(self._object)
         if now != self._facts:
             refusal = self._changed(now)
-            self._cache.drop(proven)
+            self._cache.drop(recent)
             raise refusal
         with self._lock:
-            del self._unproven[: len(proven)]
+            del self._unverified[: len(recent)]
 
     def _changed(self, now: ObjectFacts) -> ArgosyError:
         self._fault = ArgosyError(
@@ -183,10 +185,10 @@ class StreamedReader(IndexedReader):
             if len(self._seen) < self.blocks or self._whole:
                 return
             self._whole = True
-        self._ahead.afterwards(self._check_whole)
+        self._ahead.run_in_background(self._check_whole)
 
     def _check_whole(self) -> None:
-        """Hash the `.bin` once all of it is in the cache: once for each cache, by whichever process comes first."""
+        """Hash the `.bin` once all its blocks are in the cache. Only the first process that shares the cache does it."""
         wrong = ""
 
         def digest_of_blocks() -> bytes:
@@ -203,7 +205,7 @@ class StreamedReader(IndexedReader):
             return digest.digest()
 
         try:
-            self._cache.fill(f"{self._directory}/whole", SEAL, digest_of_blocks)
+            self._cache.fill(f"{self._directory}/whole", CHECKSUM_BYTES, digest_of_blocks)
         except _Evicted:
             with self._lock:
                 self._seen.clear()
@@ -213,10 +215,10 @@ class StreamedReader(IndexedReader):
                 "data.corrupt",
                 f"{self._store.name(self._object)} as stored has sha256 {wrong[:16]}…, its manifest says "
                 f"{self._promised.bin_sha256[:16]}…; its blocks were dropped from the cache",
-                fix="upload the corpus again from where `argosy data verify` finds it whole",
+                fix="upload the corpus again from a copy that `argosy data verify` accepts",
             )
             self._cache.drop([self.block_path(block) for block in range(self.blocks)])
 
 
 class _Evicted(Exception):
-    """A block went before the whole shard could be checked."""
+    """A block was evicted before the whole shard could be checked."""

@@ -1,4 +1,4 @@
-"""Files that processes share: named by pattern, opened without following links, removed only where nobody holds them."""
+"""Helpers for files that processes share: list by pattern, open without following links, remove only if nobody holds the lock."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def entries(directory: Path | str, name: re.Pattern[str], *, directory_wanted: bool) -> Iterator[os.DirEntry[str]]:
+    """Yield the files, or the directories, whose name matches. Symbolic links are skipped."""
     with contextlib.suppress(OSError), os.scandir(str(directory)) as found:
         for entry in found:
             kind = entry.is_dir if directory_wanted else entry.is_file
@@ -24,7 +25,7 @@ def entries(directory: Path | str, name: re.Pattern[str], *, directory_wanted: b
 
 
 def is_idle(path: str) -> bool:
-    """Whether no living process holds a lock on the file."""
+    """Return True if no process holds a lock on the file."""
     try:
         fd = os.open(path, os.O_RDWR | FLAGS)
     except FileNotFoundError:
@@ -41,7 +42,7 @@ def is_idle(path: str) -> bool:
 
 
 def unlink(path: str, lock: str | None = None) -> bool:
-    """Remove a file, one with a lock only while nobody holds that. Whether it is gone by this."""
+    """Remove a file, if nobody holds `lock`. Return True if this call removed it."""
     fd = -1
     try:
         if lock is not None:
@@ -60,6 +61,7 @@ def unlink(path: str, lock: str | None = None) -> bool:
 
 
 def is_same(fd: int, path: str) -> bool:
+    """Return True if `path` still names the open file."""
     try:
         named, opened = os.stat(path, follow_symlinks=False), os.fstat(fd)
     except OSError:
@@ -68,6 +70,7 @@ def is_same(fd: int, path: str) -> bool:
 
 
 def pread(fd: int, start: int, count: int) -> bytes:
+    """Read `count` bytes at `start`, or fewer at the end of the file."""
     raw = os.pread(fd, count, start)
     while len(raw) < count and (more := os.pread(fd, count - len(raw), start + len(raw))):
         raw += more
@@ -82,7 +85,7 @@ def _overwrite(fd: int, content: bytes) -> None:
 
 
 def fits(fd: int, content: bytes) -> bool:
-    """Whether there is room on the disk to write it; if not, nothing stays."""
+    """Overwrite a file. Return False, and leave it empty, if the disk is full."""
     try:
         _overwrite(fd, content)
         return True
@@ -94,6 +97,7 @@ def fits(fd: int, content: bytes) -> bool:
 
 
 def file_sha256(path: Path) -> str | None:
+    """Return the sha256 of a file, or None if it cannot be read."""
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()

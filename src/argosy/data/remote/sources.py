@@ -1,8 +1,8 @@
-"""What `argosy data fetch` can be asked for, and the files that stands for.
+"""Resolve the data set names of `argosy data fetch` to files.
 
-A short name of the data sets our users train on, any Hugging Face data set as `owner/name` with config and split, a
-folder, file or pattern of one as `hf://datasets/owner/name[@revision]/path`, or a plain http(s) URL. Configs and splits
-are taken from the data set's card; where it has none, from the names of folders and files, as the Hub's own viewer does.
+A name is one of: a short name of a common data set, any Hugging Face data set as `owner/name` with config and split, a folder,
+file or pattern as `hf://datasets/owner/name[@revision]/path`, or a plain http(s) URL. Configs and splits come from the data
+set card. Without one they come from the names of folders and files, as in the Hub's own viewer.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ _SPLIT_WORDS = {
     "test": ("test", "testing", "eval", "evaluation"),
 }
 _ONE_WORD = {word: split for split, words in _SPLIT_WORDS.items() for word in words}
-_WILDCARDS = 8  # in one pattern; more could keep the matcher busy for ever
+# The limit of wildcards in one pattern: with more, matching could take exponential time.
+_WILDCARDS = 8
 
 
 @dataclass(frozen=True)
 class FirstFiles:
-    """A split that is the first files of another."""
+    """A small split that consists of the first files of another split."""
 
     split: str
     files: int
@@ -42,15 +43,19 @@ class FirstFiles:
 
 @dataclass(frozen=True)
 class KnownSet:
+    """A data set with a short name."""
+
     repo: str
     config: str | None = None
-    folder: str = "{config}"  # how a config's folder is named
+    # The folder name of a config.
+    folder: str = "{config}"
     text_key: str = "text"
     small: dict[str, FirstFiles] = field(default_factory=dict)
 
 
 KNOWN = {
-    "slimpajama": KnownSet("cerebras/SlimPajama-627B"),  # 59,166 .jsonl.zst files of train, 895 GB
+    # The train split has 59,166 .jsonl.zst files, 895 GB.
+    "slimpajama": KnownSet("cerebras/SlimPajama-627B"),
     "c4": KnownSet(
         "allenai/c4",
         config="en",
@@ -63,23 +68,26 @@ KNOWN = {
             ),
         },
     ),
-    "oscar": KnownSet("oscar-corpus/OSCAR-2301", folder="{config}_meta", text_key="content"),  # a config a language
+    # A config is a language.
+    "oscar": KnownSet("oscar-corpus/OSCAR-2301", folder="{config}_meta", text_key="content"),
 }
 _BY_REPO = {known.repo.lower(): known for known in KNOWN.values()}
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Which part of a data set."""
+    """The part of a data set to fetch."""
 
     config: str | None = None
-    split: str | None = None  # one, or several with commas; train if not said
+    # One split, or several separated by commas. None: train.
+    split: str | None = None
     revision: str | None = None
-    sample: int | None = None  # this many files of each split
+    # The number of files of each split. None: all.
+    sample: int | None = None
 
 
 def find_files(names: Sequence[str], choice: Choice, web: Web, report: Callable[[str], None]) -> list[RemoteFile]:
-    """All files meant, in a fixed order. Two under one name would overwrite each other, and are refused."""
+    """List the files of all named data sets in a fixed order. Refuse two files that would be written to the same path."""
     files: dict[str, RemoteFile] = {}
     for name in names:
         for file in _find(name, choice, web, report):
@@ -92,7 +100,7 @@ def find_files(names: Sequence[str], choice: Choice, web: Web, report: Callable[
 
 
 def text_key(names: Sequence[str]) -> str:
-    """The JSON key under which these data sets keep their text."""
+    """Return the JSON key under which these data sets store their text."""
     keys = {known.text_key if (known := _known(name)) else "text" for name in names}
     if len(keys) > 1:
         refuse(
@@ -102,7 +110,7 @@ def text_key(names: Sequence[str]) -> str:
 
 
 def split_of(path: str) -> str | None:
-    """The split that a folder or file is named after; outer folders count first."""
+    """Return the split in the name of a folder or file, or None. Outer folders take precedence."""
     for part in PurePosixPath(path.lower()).parts:
         for split, words in _SPLIT_WORDS.items():
             if re.search(rf"(?<![a-z])({'|'.join(words)})(?![a-z])", part):
@@ -136,7 +144,7 @@ def _find(name: str, choice: Choice, web: Web, report: Callable[[str], None]) ->
 
 
 class _Layout:
-    """Where a data set keeps the files of a config. Only the folders needed are listed: C4 has 100,000 other files."""
+    """The file layout of one config of a data set. Only the necessary folders are listed: C4 has 100,000 other files."""
 
     def __init__(self, hub: Hub, data_set: DataSet, known: KnownSet, config: str | None) -> None:
         self.hub, self.data_set, self.known = hub, data_set, known
@@ -146,7 +154,8 @@ class _Layout:
             return
         self.root = [entry for entry in hub.tree(data_set) if not entry.path.startswith(".")]
         folders = [entry.path for entry in self.root if entry.is_folder]
-        self.shared = [f for f in folders if split_of(f) or f == "data"]  # hold no config but the default one
+        # Folders that belong to the default config.
+        self.shared = [f for f in folders if split_of(f) or f == "data"]
         own = [f for f in folders if f not in self.shared]
         has_default = bool(self.shared) or any(_is_data(entry) for entry in self.root)
         if wanted and known.folder.format(config=wanted) in own:
@@ -156,6 +165,7 @@ class _Layout:
         )
 
     def files(self, split: str, sample: int | None, report: Callable[[str], None]) -> list[Entry]:
+        """Return the files of a split, or the first `sample` of them."""
         small = self.known.small.get(split)
         if small:
             report(f"{split} is {small.about}")
@@ -229,12 +239,12 @@ def _by_path(name: str, choice: Choice, hub: Hub) -> list[RemoteFile]:
     data_set = hub.find(parts[1], unquote(parts[2] or "") or choice.revision or "main")
     found = _matching(hub, data_set, (parts[3] or "").strip("/"))
     if not found:
-        refuse(f"{name} is or holds no file", f"see {hub.web.hub}/datasets/{parts[1]}/tree/main")
+        refuse(f"{name} matches no file", f"see {hub.web.hub}/datasets/{parts[1]}/tree/main")
     return [hub.remote_file(data_set, entry) for entry in found[: choice.sample]]
 
 
 def _matching(hub: Hub, data_set: DataSet, pattern: str) -> list[Entry]:
-    """The files of a pattern, or, where it has no wildcard, the file itself or the data files of the folder."""
+    """Return the files that match a pattern. Without a wildcard, return the file itself or the data files of the folder."""
     fixed, star, _ = pattern.partition("*")
     if star or "?" in fixed:
         folder = fixed.partition("?")[0].rpartition("/")[0]
@@ -253,7 +263,7 @@ def _matching(hub: Hub, data_set: DataSet, pattern: str) -> list[Entry]:
 
 
 def _as_regex(pattern: str) -> str:
-    """`*` and `?` stay within a folder, `**` does not."""
+    """Convert a glob pattern to a regular expression. `*` and `?` do not match a slash, `**` does."""
     pieces = re.findall(r"\*\*/?|[*?]|[^*?]+", pattern)
     meanings = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
     if sum(piece in meanings for piece in pieces) > _WILDCARDS:
@@ -262,7 +272,7 @@ def _as_regex(pattern: str) -> str:
 
 
 def _by_url(name: str, choice: Choice, web: Web) -> RemoteFile:
-    """A plain URL; `#sha256=…` at its end is checked. The server is asked for one byte, which tells size and validator."""
+    """Resolve a plain URL, with an optional `#sha256=…`. A request for one byte gives the size and the validator."""
     if name.partition("://")[0] not in ("http", "https"):
         refuse(
             f"{name.partition('?')[0]} cannot be fetched",
@@ -279,7 +289,7 @@ def _by_url(name: str, choice: Choice, web: Web) -> RemoteFile:
         )
     path = safe_path(PurePosixPath(unquote(urlsplit(url).path)).name or "index")
     try:
-        with web.patiently(shown(url), lambda: web.open(url, {"Range": "bytes=0-0"})) as response:
+        with web.retry(shown(url), lambda: web.open(url, {"Range": "bytes=0-0"})) as response:
             ranged = re.fullmatch(r"bytes 0-0/(\d+)", response.headers.get("Content-Range", ""))
             size = ranged[1] if ranged else response.headers.get("Content-Length", "")
             etag = response.headers.get("ETag", "")
@@ -295,7 +305,7 @@ def _by_url(name: str, choice: Choice, web: Web) -> RemoteFile:
 
 
 def _hub_page_as_name(name: str, hub: str) -> str:
-    """A page of the Hub, as copied from a browser, is the data set or file it shows."""
+    """Convert a Hub page URL, as copied from a browser, to the name of the data set or file that it shows."""
     page = re.fullmatch(
         re.escape(hub)
         + r"/datasets/([\w-][\w.-]*/[\w-][\w.-]*)(?:/(?:resolve|blob|tree)/([^/?]+)(?:/([^?]*))?)?/?(?:\?.*)?",
@@ -311,7 +321,7 @@ def _is_data(entry: Entry) -> bool:
 
 
 def _same_split(one: str, other: str) -> bool:
-    """`val` and `validation` are."""
+    """Return True if two names mean the same split, such as `val` and `validation`."""
     return _ONE_WORD.get(one, one) == _ONE_WORD.get(other, other)
 
 

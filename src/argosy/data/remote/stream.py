@@ -1,20 +1,20 @@
-"""A prepared corpus that lies in object storage, read through a local cache as if it were on disk.
+"""A prepared corpus streamed from object storage through a local cache.
 
-Why blocks and not shards: training visits windows of seq_len + 1 tokens (8 to 16 kB) in the order of a keyed bijection
-over the whole corpus, so any batch touches shards everywhere. With whole shards the first batch would fetch the corpus,
-and a cache smaller than the corpus would fetch a shard per sample. Fetched in blocks, a sample costs at most one or two
-of them, and on average block x (1 - cache / corpus) bytes once the cache is warm:
+Why blocks and not shards: training reads windows of seq_len + 1 tokens (8 to 16 kB) in an order shuffled over the whole corpus,
+so any batch touches shards everywhere. With whole shards the first batch would download the corpus, and a cache smaller than
+the corpus would download a shard per sample. With blocks a sample costs at most one or two blocks, and on average
+block x (1 - cache / corpus) bytes once the cache is warm:
 
     corpus 400 GB, cache 200 GB, 100 samples a second    whole 1 GB shards    50 GB/s
                                                          blocks of 1 MiB      52 MB/s
                                                          blocks of 256 KiB    13 MB/s
 
-So blocks are small: 1 MiB where the whole corpus fits in the cache and each is fetched once, 256 KiB where it does not
-(that half are read again later does not pay for their size). Neither order nor content depends on any of this: which
-window is sample i is decided elsewhere, here are only its bytes. What hides the latency of the store is knowing the
-order: `prefetch` is told the reads to come, and a few threads fetch those blocks in the order training needs them.
+So blocks are small: 1 MiB if the whole corpus fits in the cache and each block is downloaded once, 256 KiB if it does not
+(then larger blocks do not pay, although half of them are read again later). Neither the order nor the content of samples
+depends on the block size. The known order hides the latency of the store: the loader announces the next reads to `prefetch`,
+and a few threads download those blocks in the order in which training needs them.
 
-Each `.idx` is checked against its sha256 in the manifest at each start, each block as it arrives (reader.py).
+Each `.idx` is checked against its sha256 in the manifest at each start, and each block as it arrives (shard_reader.py).
 """
 
 from __future__ import annotations
@@ -32,18 +32,20 @@ from argosy.data.corpus.corpus import Corpus
 from argosy.data.corpus.corpus_manifest import FILE_NAME, Manifest, Shard, read_manifest
 from argosy.data.corpus.indexed import HEADER
 from argosy.data.remote.ahead import Key, ReadAhead
-from argosy.data.remote.cache import SEAL, BlockCache
+from argosy.data.remote.cache import CHECKSUM_BYTES, BlockCache
 from argosy.data.remote.objects import ObjectStore
 from argosy.data.remote.shard_reader import StreamedReader
 from argosy.errors import ArgosyError
 
-BLOCK_WHOLE = 1 << 20  # bytes of a block where the corpus fits in the cache
-BLOCK_PART = 1 << 18  # and where it does not
-LEAST_BLOCKS = 8  # a cache must hold
+# The block size if the corpus fits in the cache, and if it does not.
+BLOCK_WHOLE = 1 << 20  # bytes
+BLOCK_PART = 1 << 18  # bytes
+# The minimum number of blocks that a cache must hold.
+LEAST_BLOCKS = 8
 
 
 class StreamedCorpus(Corpus):
-    """A corpus whose tokens are fetched as they are read. `path` is the local directory with manifest and tokenizer."""
+    """A corpus whose tokens are downloaded as they are read. `path` is the local directory with manifest and tokenizer."""
 
     is_remote = True
 
@@ -54,20 +56,23 @@ class StreamedCorpus(Corpus):
         self.url = url
         self._readers, self._cache = shards, cache
         room = None
-        if cache.limit is not None:  # half for what is fetched ahead, half for what was read before
-            room = max(1, cache.limit // 2 // (shards[0].block_bytes + SEAL))
+        # Half of the cache is for prefetched blocks, half for blocks that were read before.
+        if cache.limit is not None:
+            room = max(1, cache.limit // 2 // (shards[0].block_bytes + CHECKSUM_BYTES))
         self.ahead = ReadAhead(self._fetch, threads, room)
         cache.keep = self._announced
         for number, reader in enumerate(shards):
             reader.attach(number, self.ahead)
 
     def prefetch(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """All reads to come from now on, nearest first, as (start, count) in tokens; what was announced before and
-        is not in it is forgotten. Returns at once; `read` never depends on it."""
+        """Replace the prefetch queue by these token ranges (start, count), nearest first. Return at once.
+
+        `read` works for any range, prefetched or not.
+        """
         self.ahead.announce(self.blocks_of(ranges))
 
     def blocks_of(self, ranges: Sequence[tuple[int, int]]) -> list[Key]:
-        """The blocks that reads of these ranges touch, each once, in order of first need."""
+        """Return the blocks that reads of these ranges touch, each once, in the order of first use."""
         if not len(ranges):
             return []
         asked = np.asarray(ranges, np.int64).reshape(-1, 2)
@@ -83,7 +88,7 @@ class StreamedCorpus(Corpus):
         return list(keys)
 
     def close(self) -> None:
-        """Stop fetching ahead and give up the mark that the cached corpus is in use."""
+        """Stop prefetching, and release the lock that marks the cached corpus as in use."""
         self.ahead.close()
         for reader in self._readers:
             reader.close()
@@ -112,10 +117,19 @@ def open_streamed(
     block_bytes: int | None = None,
     threads: int = 8,
 ) -> StreamedCorpus:
-    """A corpus made by `argosy data prepare` and copied to `url`, read through the directory `cache`."""
+    """Open a corpus that `argosy data prepare` made and that was copied to `url`.
+
+    Args:
+        url: The URL of the corpus directory.
+        cache: The local cache directory, which processes may share.
+        cache_limit: The size limit of the cache in bytes. None: no limit.
+        store: The object store. None: one for `url`.
+        block_bytes: The block size. None: chosen by the size of corpus and cache.
+        threads: The number of download threads.
+    """
     store = store or ObjectStore(url)
     content = store.read_small(FILE_NAME)
-    blocks = BlockCache(cache, cache_limit, wait_s=store.patience_s)
+    blocks = BlockCache(cache, cache_limit, wait_s=store.retry_timeout_s)
     try:
         return _open(store, blocks, content, block_bytes, threads)
     except BaseException:
@@ -155,13 +169,13 @@ def _open(
             )
         return reader
 
-    shards = _side_by_side(open_shard, manifest.shards, threads)
+    shards = _in_threads(open_shard, manifest.shards, threads)
     blocks.trim()
     return StreamedCorpus(store.url, directory, shards, manifest, blocks, threads)
 
 
 def _digests(directory: Path, store: ObjectStore, blocks: BlockCache, promised: Shard, width: int) -> mmap.mmap | None:
-    """The hashes of the blocks of a shard, where the corpus has them."""
+    """Return the memory-mapped block hashes of a shard, or None if the corpus has none."""
     if promised.blocks_sha256 is None:
         return None
     path = blocks_path(directory / promised.name)
@@ -171,11 +185,12 @@ def _digests(directory: Path, store: ObjectStore, blocks: BlockCache, promised: 
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
-def _side_by_side(work: Callable[[Shard], StreamedReader], shards: list[Shard], threads: int) -> list[StreamedReader]:
-    """In daemon threads, unlike a pool's: Ctrl-C must not wait for a store that does not answer."""
+def _in_threads(work: Callable[[Shard], StreamedReader], shards: list[Shard], threads: int) -> list[StreamedReader]:
+    """Map `work` over the shards in daemon threads. With those of a ThreadPoolExecutor, Ctrl-C would wait for a hung store."""
     done: dict[int, StreamedReader] = {}
     errors: list[Exception] = []
-    numbers = iter(range(len(shards)))  # next() on it is one step under the GIL
+    # `next` on this iterator is atomic under the GIL.
+    numbers = iter(range(len(shards)))
 
     def run() -> None:
         for number in numbers:
@@ -197,21 +212,22 @@ def _side_by_side(work: Callable[[Shard], StreamedReader], shards: list[Shard], 
 
 
 def _keep_small(directory: Path, store: ObjectStore, cache: BlockCache, content: bytes) -> Manifest:
-    """Manifest and tokenizer beside the `.idx` files, where a local corpus has them."""
+    """Store manifest and tokenizer beside the `.idx` files, as in a local corpus. Return the manifest."""
     cache.keep_file(directory / FILE_NAME, content)
     manifest = read_manifest(directory)
     name = manifest.tokenizer.file
     size = store.facts(name).size
     if size is None:
         cache.keep_file(directory / name, store.read_small(name))
-    else:  # through a sealed copy, so that each node fetches it once and a torn file is noticed
+    else:
+        # Use a cache entry with a checksum, so that each node downloads it once and a torn file is detected.
         sealed = f"{directory}/tokenizer-{size}.sealed"
         cache.keep_file(directory / name, cache.fill(sealed, size, lambda: b"".join(store.chunks(name, size))))
     return manifest
 
 
 class _Sizes:
-    """What a corpus needs of a cache."""
+    """The cache sizes that a corpus needs."""
 
     def __init__(self, index_bytes: int, bin_bytes: int, width: int, shards: int) -> None:
         self.index_bytes, self.bin_bytes, self.width, self.shards = index_bytes, bin_bytes, width, shards
@@ -230,19 +246,19 @@ class _Sizes:
         return cls(index_bytes, manifest.tokens * width, width, len(manifest.shards))
 
     def whole(self, block_bytes: int) -> int:
-        """All of it in a cache."""
-        return self.index_bytes + self.bin_bytes + SEAL * (self.bin_bytes // block_bytes + self.shards)
+        """Return the cache size in bytes for the whole corpus."""
+        return self.index_bytes + self.bin_bytes + CHECKSUM_BYTES * (self.bin_bytes // block_bytes + self.shards)
 
     def block_for(self, limit: int | None) -> int:
         return BLOCK_WHOLE if limit is None or limit >= self.whole(BLOCK_WHOLE) else BLOCK_PART
 
     def require_room(self, url: str, limit: int | None, block_bytes: int) -> None:
-        few, whole = self.index_bytes + LEAST_BLOCKS * (block_bytes + SEAL), self.whole(block_bytes)
+        few, whole = self.index_bytes + LEAST_BLOCKS * (block_bytes + CHECKSUM_BYTES), self.whole(block_bytes)
         if limit is not None and limit < min(few, whole):
             raise ArgosyError(
                 "config.arithmetic",
                 f"{url} needs {self.index_bytes:,} bytes for its .idx and .blocks files + {LEAST_BLOCKS} blocks x "
-                f"{block_bytes + SEAL:,} bytes = {few:,} bytes of cache at least, or {whole:,} for the whole of it",
+                f"{block_bytes + CHECKSUM_BYTES:,} bytes = {few:,} bytes of cache at least, or {whole:,} for the whole of it",
                 key="data.train.cache_limit",
                 value=limit,
                 fix=f"cache_limit of {min(few, whole):,} or more; the nearer to the whole, the less is fetched twice",
@@ -254,7 +270,7 @@ def _index_bytes(shard: Shard) -> int:
 
 
 def _digest_bytes(shard: Shard, width: int) -> int:
-    """Of the hashes of its blocks; `width`: bytes of a token."""
+    """Return the size of the `.blocks` file of a shard. `width` is the bytes per token."""
     if shard.blocks_sha256 is None:
         return 0
     return DIGEST * (blocks_of(shard.tokens * width) + blocks_of(_index_bytes(shard)))

@@ -1,9 +1,13 @@
-"""Careful HTTP for `argosy data fetch`: the one place that opens connections, waits, redirects and sends the token.
+"""The HTTP client of `argosy data fetch`: connections, retries, redirects and the Hub token.
 
-Polite: `Retry-After` is kept to by all threads at once, other troubles are met with exponential back-off and jitter, and
-tries are bounded. Safe: http and https only, never to link-local or cloud metadata addresses (checked after DNS, and
-again on the connection made), never from https down to http. The Hub's token comes from HF_TOKEN, goes to the Hub's own
-origin and nowhere else, and is in no message: a redirect to a content network is followed without it.
+Retries (`argosy.retry`): all threads obey `Retry-After`, other transient errors use exponential back-off with jitter, and the
+number of attempts is bounded. Security: only http and https, never link-local or cloud metadata addresses (checked after DNS, and
+again on the open connection), never a redirect from https to http. The Hub token comes from HF_TOKEN, is sent to the Hub's own
+origin only, and appears in no message: a redirect to a CDN is followed without it.
+
+This is the standard library's HTTP and not httpx, for safety's sake. The address of the socket that was really connected has to be
+checked, and `stop` has to reach every open socket; httpx hides both behind a transport and a network backend of httpcore, which
+would have to be replaced by more code than `_opener` is. Fetching also works in the core install, which has no HTTP library.
 """
 
 from __future__ import annotations
@@ -11,7 +15,6 @@ from __future__ import annotations
 import http.client
 import ipaddress
 import os
-import random
 import re
 import socket
 import ssl
@@ -20,9 +23,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
+from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 from urllib.error import URLError
 from urllib.parse import urljoin, urlsplit
@@ -30,38 +31,24 @@ from urllib.request import HTTPHandler, HTTPSHandler, OpenerDirector, ProxyHandl
 
 from argosy import __version__
 from argosy.errors import ArgosyError
+from argosy.retry import Clock, GaveUp, RetryPolicy, Transient, retry_after_s
 
 T = TypeVar("T")
 Headers = Mapping[str, str]
 
 _REDIRECTS = 8
 _REDIRECT_CODES = (301, 302, 303, 307, 308)
-_TRANSIENT_CODES = (408, 425, 429)  # and every 5xx
+# Attempts are counted in a row without a byte gained. A server that asks for more than an hour is not waited for.
+RETRY = RetryPolicy(attempts=8, base_s=1.0, cap_s=60.0, jitter=0.5, longest_retry_after_s=3600.0)
+# Of a connection, and between two reads.
+TIMEOUT_S = 60.0
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
-_METADATA = frozenset(  # of AWS over IPv6, Alibaba and Oracle; the others are link-local
-    map(ipaddress.ip_address, ("fd00:ec2::254", "fd20:ce::254", "100.100.100.200", "192.0.0.192"))
-)
-
-
-@dataclass(frozen=True)
-class Patience:
-    attempts: int = 8  # in a row without a byte gained
-    first_delay: float = 1.0  # seconds; doubled each time
-    longest_delay: float = 60.0
-    longest_asked: float = 3600.0  # a server that asks for more is not waited for
-    timeout: float = 60.0  # of a connection, and between two reads
-
-
-class Transient(Exception):
-    """Worth another try."""
-
-    def __init__(self, reason: str, *, asked: float | None = None, gained: bool = False) -> None:
-        super().__init__(reason)
-        self.asked, self.gained = asked, gained
+# The metadata addresses of AWS over IPv6, Alibaba and Oracle. Those of other clouds are link-local.
+_METADATA = frozenset(map(ipaddress.ip_address, ("fd00:ec2::254", "fd20:ce::254", "100.100.100.200", "192.0.0.192")))
 
 
 class BadStatus(Exception):
-    """A 4xx answer that waiting does not cure; whoever asked knows what it means."""
+    """A 4xx response for which a retry is useless. The caller knows what it means."""
 
     def __init__(self, url: str, response: http.client.HTTPResponse) -> None:
         super().__init__(f"HTTP {response.status} for {shown(url)}")
@@ -69,25 +56,26 @@ class BadStatus(Exception):
 
     @property
     def hub_code(self) -> str:
-        """The Hub's own name for the trouble: GatedRepo, RepoNotFound, RevisionNotFound, EntryNotFound."""
+        """The Hub's own error code: GatedRepo, RepoNotFound, RevisionNotFound, EntryNotFound."""
         return self.headers.get("X-Error-Code", "")
 
 
 class Stopped(Exception):
-    """Another thread failed, or the user interrupted."""
+    """An abort, because another thread failed or the user interrupted."""
 
 
 class Web:
-    """Shared by all threads of a fetch."""
+    """The HTTP client, shared by all threads of a fetch."""
 
-    def __init__(self, patience: Patience | None = None) -> None:
-        self.patience = patience or Patience()
+    def __init__(self, retry: RetryPolicy = RETRY, timeout_s: float = TIMEOUT_S) -> None:
+        self._retry, self._timeout_s = replace(retry, clock=Clock(sleep=self._pause)), timeout_s
         self.hub = os.environ.get("HF_ENDPOINT", "").strip().rstrip("/") or "https://huggingface.co"
         check_url(self.hub, "HF_ENDPOINT")
         self._token = _token_for(self.hub)
         self._stopped = threading.Event()
         self._sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-        self._not_before = 0.0  # monotonic; a server asked for quiet until then
+        # The monotonic time until which a server asked us to wait.
+        self._not_before = 0.0
         self._lock = threading.Lock()
         self._opener = _opener(self._connected)
 
@@ -95,8 +83,13 @@ class Web:
     def has_token(self) -> bool:
         return self._token is not None
 
-    def open(self, url: str, headers: Headers | None = None, *, elsewhere: bool = False) -> http.client.HTTPResponse:
-        """One try. `elsewhere`: redirects may lead to other hosts, as the Hub's do."""
+    def open(self, url: str, headers: Headers | None = None, *, other_hosts: bool = False) -> http.client.HTTPResponse:
+        """Send one GET request and follow redirects. `other_hosts` allows redirects to other hosts, which the Hub needs.
+
+        Raises:
+            Transient: The request may be retried.
+            BadStatus: The server answered with another 4xx.
+        """
         named = url
         for _ in range(_REDIRECTS):
             response = self._send(url, headers or {})
@@ -104,21 +97,21 @@ class Web:
                 break
             response.close()
             target = urljoin(url, response.headers.get("Location", ""))
-            _check_redirect(url, target, named, elsewhere)
+            _check_redirect(url, target, named, other_hosts)
             url = target
         else:
             refuse(f"{shown(named)} redirects more than {_REDIRECTS} times", "check the URL")
         if response.status < 400:
             return response
         response.close()
-        if response.status in _TRANSIENT_CODES or response.status >= 500:
-            raise Transient(f"HTTP {response.status}", asked=_asked_delay(response.headers))
-        if elsewhere and response.status == 403 and origin(url) != origin(named):
+        if response.status in self._retry.statuses:
+            raise Transient(f"HTTP {response.status}", retry_after_s=retry_after_s(dict(response.headers)))
+        if other_hosts and response.status == 403 and origin(url) != origin(named):
             raise Transient("a signed link has expired (HTTP 403)")
         raise BadStatus(url, response)
 
     def read(self, response: http.client.HTTPResponse, size: int, *, whole: bool = False) -> bytes:
-        """What has come, up to a size; `whole`: wait for all of it."""
+        """Read the bytes that have arrived, at most `size`. `whole` waits for all of them."""
         if self._stopped.is_set():
             raise Stopped
         try:
@@ -126,27 +119,35 @@ class Web:
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise Transient(_reason(error)) from None
 
-    def patiently(self, what: str, attempt: Callable[[], T]) -> T:
-        """Try until it works, or there were too many failures in a row without progress."""
-        failures = 0
-        while True:
+    def retry(self, what: str, attempt: Callable[[], T]) -> T:
+        """Call `attempt` until it succeeds, or until too many failures in a row made no progress.
+
+        Raises:
+            ArgosyError: the attempts are used up, or the server asks for too long a pause.
+            Stopped: `stop` was called.
+        """
+
+        def once() -> T:
             self._wait_until(self._not_before)
-            try:
-                return attempt()
-            except Transient as trouble:
-                failures = 1 if trouble.gained else failures + 1
-                if self._stopped.is_set():
-                    raise Stopped from None
-                if failures >= self.patience.attempts:
-                    raise ArgosyError(
-                        "data.fetch-failed",
-                        f"{what}: {trouble}, {failures} times in a row",
-                        fix="run it again later: what was fetched is kept",
-                    ) from None
-                self._back_off(what, trouble, failures)
+            return attempt()
+
+        try:
+            return self._retry.call(once, lambda *retry: self._announce(what, *retry))
+        except GaveUp as over:
+            if self._stopped.is_set():
+                raise Stopped from None
+            asked, longest = over.last.retry_after_s or 0.0, self._retry.longest_retry_after_s
+            too_long = longest is not None and asked > longest
+            raise ArgosyError(
+                "data.fetch-failed",
+                f"{what}: {over}; the server asks to wait {asked:,.0f} s"
+                if too_long
+                else f"{what}: {over}, {self._retry.attempts} times in a row",
+                fix=f"run it again {'then' if too_long else 'later'}: what was fetched is kept",
+            ) from None
 
     def stop(self) -> None:
-        """End what other threads are doing, even where they wait for a server."""
+        """Abort the requests of all threads, even those that wait for a server."""
         self._stopped.set()
         with self._lock:
             connections = list(self._sockets)
@@ -154,10 +155,11 @@ class Web:
             try:
                 connection.shutdown(socket.SHUT_RDWR)
             except OSError:
-                continue  # it has ended by itself
+                # The connection is already closed.
+                continue
 
     def _connected(self, connection: socket.socket) -> None:
-        """Known to `stop` from now on; one made while that was at work is of no use any more."""
+        """Register a new connection, so that `stop` can close it. Raise Stopped if `stop` has been called."""
         with self._lock:
             self._sockets.add(connection)
         if self._stopped.is_set():
@@ -173,34 +175,32 @@ class Web:
             request.add_header("Authorization", f"Bearer {self._token}")
         try:
             _check_host(urlsplit(url))
-            response: http.client.HTTPResponse = self._opener.open(request, timeout=self.patience.timeout)
+            response: http.client.HTTPResponse = self._opener.open(request, timeout=self._timeout_s)
             return response
         except (OSError, http.client.HTTPException) as error:
             cause = error.reason if isinstance(error, URLError) and isinstance(error.reason, Exception) else error
             _refuse_hopeless(cause, url)
             raise Transient(_reason(cause)) from None
 
-    def _back_off(self, what: str, trouble: Transient, failures: int) -> None:
-        doubled: float = self.patience.first_delay * 2 ** (failures - 1)
-        delay = min(self.patience.longest_delay, doubled) * random.uniform(0.5, 1.0)
-        if trouble.asked is None:
-            if failures > 1:  # one alone is over before anybody wonders
-                again = f"trying again in {delay:.0f} s, {failures} of {self.patience.attempts} attempts failed"
+    def _announce(self, what: str, trouble: Transient, failures: int, pause_s: float) -> None:
+        """Say why it takes longer, and have all threads keep the quiet that a server asks for."""
+        if self._stopped.is_set():
+            raise Stopped
+        asked = trouble.retry_after_s
+        if asked is None:
+            # One failure alone is over before anybody wonders.
+            if failures > 1:
+                again = f"trying again in {pause_s:.0f} s, {failures} of {self._retry.attempts} attempts failed"
                 print(f"note: {what}: {trouble}; {again}", file=sys.stderr, flush=True)
-            self._wait_until(time.monotonic() + delay)
             return
-        if trouble.asked > self.patience.longest_asked:
-            raise ArgosyError(
-                "data.fetch-failed",
-                f"{what}: {trouble}; the server asks to wait {trouble.asked:,.0f} s",
-                fix="run it again then: what was fetched is kept",
-            )
-        until = time.monotonic() + trouble.asked
+        until = time.monotonic() + asked
         with self._lock:
             if until > self._not_before + 1.0:
-                print(f"note: {trouble}: the server asks to wait {trouble.asked:.0f} s", file=sys.stderr, flush=True)
+                print(f"note: {trouble}: the server asks to wait {asked:.0f} s", file=sys.stderr, flush=True)
             self._not_before = max(self._not_before, until)
-        self._wait_until(until + random.uniform(0.0, min(1.0, delay)))  # not all threads at the same instant
+
+    def _pause(self, seconds: float) -> None:
+        self._wait_until(time.monotonic() + seconds)
 
     def _wait_until(self, moment: float) -> None:
         while (left := moment - time.monotonic()) > 0:
@@ -209,22 +209,24 @@ class Web:
 
 
 def refuse(cause: str, fix: str) -> NoReturn:
+    """Raise `data.fetch-refused`."""
     raise ArgosyError("data.fetch-refused", cause, fix=fix)
 
 
 def shown(url: str) -> str:
-    """Without user, query and fragment, which may hold secrets."""
+    """Return a URL without user, query and fragment, which may hold secrets."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
 def origin(url: str) -> tuple[str, str | None, int]:
+    """Return (scheme, host, port) of a URL."""
     parts = urlsplit(url)
     return parts.scheme, parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
 
 
 def check_url(url: str, name: str) -> None:
-    """Of a known scheme, well formed, and without a password."""
+    """Refuse a URL that is malformed, is not http or https, or contains a user or password. `name` is for the error."""
     if not url.isascii() or any(character <= " " or character == "\x7f" for character in url):
         refuse(f"{name}: the URL holds spaces, control or non-ASCII characters", "write them as %20 and the like")
     try:
@@ -239,7 +241,7 @@ def check_url(url: str, name: str) -> None:
 
 
 def is_forbidden(address: str) -> bool:
-    """Link-local addresses, where clouds keep their metadata and credentials, in all their spellings."""
+    """Return True for link-local and cloud metadata addresses, also in their IPv6-mapped, 6to4 and NAT64 forms."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
         inner = ip.ipv4_mapped or ip.sixtofour
@@ -250,11 +252,11 @@ def is_forbidden(address: str) -> bool:
     return ip.is_link_local or ip in _METADATA
 
 
-def _check_redirect(url: str, target: str, named: str, elsewhere: bool) -> None:
+def _check_redirect(url: str, target: str, named: str, other_hosts: bool) -> None:
     check_url(target, f"redirect from {shown(url)}")
     if urlsplit(url).scheme == "https" and urlsplit(target).scheme == "http":
         refuse(f"{shown(url)} redirects from https to {shown(target)}", "name a URL that stays on https")
-    if not elsewhere and urlsplit(target).hostname != urlsplit(named).hostname:
+    if not other_hosts and urlsplit(target).hostname != urlsplit(named).hostname:
         refuse(f"{shown(named)} redirects to another host, {shown(target)}", "name that URL if you trust it")
 
 
@@ -262,8 +264,9 @@ def _check_host(parts: Any) -> None:
     try:
         found = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_STREAM)
     except OSError:
+        # Behind a proxy there may be no DNS.
         if parts.scheme in getproxies() and not proxy_bypass(parts.hostname):
-            return  # behind a proxy there may be no DNS
+            return
         raise
     for *_, address in found:
         _refuse_forbidden(parts.hostname, str(address[0]))
@@ -290,7 +293,7 @@ def _refuse_hopeless(error: Exception, url: str) -> None:
 
 
 def _opener(connected: Callable[[socket.socket], None]) -> OpenerDirector:
-    """No file, ftp or data URLs, no redirects, no exceptions for a status: only http and https through checked sockets."""
+    """Build a urllib opener for http and https only. It follows no redirects, raises for no status, and checks each peer address."""
 
     class Plain(http.client.HTTPConnection):
         def connect(self) -> None:
@@ -329,25 +332,6 @@ def _token_for(hub: str) -> str | None:
     if parts.scheme == "http" and parts.hostname not in ("127.0.0.1", "::1", "localhost"):
         refuse(f"HF_TOKEN would go to {shown(hub)} in the clear", "use an https HF_ENDPOINT, or unset HF_TOKEN")
     return token
-
-
-def _asked_delay(headers: http.client.HTTPMessage) -> float | None:
-    """Seconds from `Retry-After` (a number or a date), or from the Hub's `RateLimit: "api";r=0;t=55`."""
-    text = headers.get("Retry-After", "").strip()
-    if re.fullmatch(r"[0-9]{1,9}", text):
-        return float(text)
-    if until := _date(text):  # by the server's own clock where it tells it
-        return max(0.0, (until - (_date(headers.get("Date", "")) or datetime.now(UTC))).total_seconds())
-    reset = re.search(r";\s*t\s*=\s*([0-9]{1,9})", headers.get("RateLimit", ""))
-    return float(reset[1]) if reset else None
-
-
-def _date(text: str) -> datetime | None:
-    try:
-        moment = parsedate_to_datetime(text)
-    except ValueError:
-        return None
-    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
 
 
 def _reason(error: Exception) -> str:

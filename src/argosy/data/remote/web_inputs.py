@@ -1,8 +1,8 @@
 """Inputs on web servers: `https://…/file.jsonl`, the index page of a directory, and files of data sets on the Hub.
 
-A server is asked for the first byte. If it answers with that byte, the size and an ETag or Last-Modified, the file is read by
-range, from any number of processes. If it does not (no ranges, no length, nothing that tells versions apart, or a body that
-is compressed for transport), the file is copied once to a temporary file, which all processes of this machine read.
+The first request asks for one byte. If the response has that byte, the size, and an ETag or Last-Modified, the file is read by
+range requests from any number of processes. If it does not (no ranges, no length, no validator, or a Content-Encoding), the
+file is copied once to a temporary file, which all processes of this machine read.
 """
 
 from __future__ import annotations
@@ -22,27 +22,36 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from argosy.data.remote.sources import Choice, find_files
-from argosy.data.remote.web import BadStatus, Transient, Web, check_url, origin, shown
+from argosy.data.remote.web import BadStatus, Web, check_url, origin, shown
 from argosy.data.text.input_files import input_changed, require_same
 from argosy.data.text.inputs import SUFFIXES, InputFile
 from argosy.errors import ArgosyError
+from argosy.retry import Transient
 
 Report = Callable[[str], None] | None
 Result = TypeVar("Result")
 _VALIDATORS = ("ETag=", "Last-Modified=")
 _DIGEST = 16  # bytes
-_CHUNK = 1 << 20
-_ASKED_AT_ONCE = 8
-_copies: list[Any] = []  # temporary files; they go with the process
+_CHUNK = 1 << 20  # bytes
+_PARALLEL_REQUESTS = 8
+# Temporary files, deleted when the process ends.
+_copies: list[Any] = []
 
 
 @lru_cache(maxsize=1)
 def web() -> Web:
+    """Return the HTTP client of this process."""
     return Web()
 
 
 def find_on_web(name: str, listed: Callable[[str], Iterable[tuple[str, object]]], report: Report) -> list[InputFile]:
-    """One file, or those that the index page of a directory links to (`…/` or a pattern)."""
+    """List one file, or the files that the index page of a directory links to (`…/` or a pattern).
+
+    Args:
+        name: The URL.
+        listed: A function that lists the objects of a directory or pattern.
+        report: A function that receives a message for each file that has to be copied.
+    """
     check_url(name, "input")
     if urlsplit(name).query or urlsplit(name).fragment:
         raise ArgosyError(
@@ -55,12 +64,12 @@ def find_on_web(name: str, listed: Callable[[str], Iterable[tuple[str, object]]]
         urls = [url for url, _ in listed(name) if url.endswith(SUFFIXES)]
     elif not name.endswith(SUFFIXES):
         return []
-    with ThreadPoolExecutor(_ASKED_AT_ONCE) as pool:
+    with ThreadPoolExecutor(_PARALLEL_REQUESTS) as pool:
         return list(pool.map(lambda url: _find(url, report), urls))
 
 
 def find_on_hub(name: str) -> list[InputFile]:
-    """The files of `hf://datasets/owner/name[@revision]/path`, at one commit: they cannot change."""
+    """List the files of `hf://datasets/owner/name[@revision]/path` at one commit, where they cannot change."""
     files = find_files([name], Choice(), web(), lambda text: None)
     return [
         InputFile(f"{file.origin}/{file.path}", file.size, f"hash={file.identity}", address=file.url)
@@ -69,7 +78,7 @@ def find_on_hub(name: str) -> list[InputFile]:
 
 
 def look_on_web(file: InputFile) -> InputFile:
-    """`file` with the size and version that its server tells now. A file of a commit of the Hub stays what it is."""
+    """Return `file` with the size and version that its server reports now. A file of a Hub commit is returned as it is."""
     if not file.version.startswith(_VALIDATORS):
         return file
 
@@ -82,7 +91,7 @@ def look_on_web(file: InputFile) -> InputFile:
 
 
 def read_from_web(file: InputFile, start: int, count: int) -> bytes:
-    """Bytes `start` to `start + count` of the version of the file that was listed."""
+    """Read bytes `start` to `start + count`. Refuse another version of the file than the listed one."""
 
     def attempt() -> bytes:
         with _open(file.location, {"Range": f"bytes={start}-{start + count - 1}"}) as response:
@@ -90,10 +99,10 @@ def read_from_web(file: InputFile, start: int, count: int) -> bytes:
             if file.version.startswith(_VALIDATORS):
                 require_same(file, replace(file, size=facts.size or file.size, version=facts.version))
             if not facts.is_range or facts.first != start:
-                raise Transient(f"HTTP {response.status} without the range asked for")
+                raise Transient(f"HTTP {response.status} without the requested range")
             body = web().read(response, count + 1, whole=True)
         if len(body) != count:
-            raise Transient(f"{len(body):,} bytes came where {count:,} were asked for")
+            raise Transient(f"received {len(body):,} bytes instead of {count:,}")
         return body
 
     return _of_listed(file, attempt)
@@ -116,20 +125,20 @@ def _find(url: str, report: Report) -> InputFile:
             raise
 
     try:
-        return web().patiently(shown(url), attempt)
+        return web().retry(shown(url), attempt)
     except BadStatus as error:
         raise _refusal(url, error) from None
 
 
 def _open(url: str, headers: dict[str, str] | None = None) -> http.client.HTTPResponse:
-    """One request. Only the Hub may redirect to other hosts, as it does for every large file."""
-    return web().open(url, headers, elsewhere=origin(url) == origin(web().hub))
+    """Send one request. Only the Hub may redirect to other hosts, as it does for every large file."""
+    return web().open(url, headers, other_hosts=origin(url) == origin(web().hub))
 
 
 def _of_listed(file: InputFile, attempt: Callable[[], Result]) -> Result:
-    """The result of asking for a file that was there when it was listed."""
+    """Retry a request for a listed file. A 404, 410 or 416 means that the file has changed."""
     try:
-        return web().patiently(shown(file.location), attempt)
+        return web().retry(shown(file.location), attempt)
     except BadStatus as error:
         if error.status in (404, 410, 416):
             raise input_changed(file, f"the server answers HTTP {error.status}") from None
@@ -146,7 +155,7 @@ def _refusal(url: str, error: BadStatus) -> ArgosyError:
 
 
 class _Answer:
-    """What the headers of an answer tell of a file."""
+    """The size, version and encoding of a file, from the headers of a response."""
 
     def __init__(self, response: http.client.HTTPResponse) -> None:
         header = response.headers.get
@@ -161,14 +170,16 @@ class _Answer:
         self.version = next((f"{key}={value}" for key, value in named if value), "")
 
     def is_encoded(self, url: str) -> bool:
-        """Whether the body is not the file. Servers also call a .gz file one that is encoded with gzip, and a .zst file one that is
-        encoded with zstd: those are the files."""
+        """Return True if the body is an encoded form of the file.
+
+        Some servers send a .gz file with Content-Encoding: gzip, or a .zst file with zstd. Such a body is the file itself.
+        """
         own = {"gzip": (".gz",), "zstd": (".zst", ".zstd")}.get(self.encoding, ())
         return self.encoding != "identity" and not url.endswith(own)
 
 
 def _copied(url: str, response: http.client.HTTPResponse, facts: _Answer, report: Report) -> InputFile:
-    """Copy the body. One whose end is not marked could be cut short unnoticed, so it has to come twice and agree."""
+    """Copy the body to a temporary file. A body of unknown length could be truncated, so it is read twice and compared."""
     path, size, digest = _keep(url, _body(url, response, facts))
     if not facts.is_delimited:
         with _open(url) as again:
@@ -184,7 +195,7 @@ def _copied(url: str, response: http.client.HTTPResponse, facts: _Answer, report
 
 
 def _body(url: str, response: http.client.HTTPResponse, facts: _Answer) -> Iterator[bytes]:
-    """The content of the file, whole: a body that ends early is tried again."""
+    """Yield the decoded content of the file. Raise Transient if the body ends early."""
     if not facts.is_encoded(url):
         came = 0
         while chunk := web().read(response, _CHUNK):
@@ -208,7 +219,7 @@ def _body(url: str, response: http.client.HTTPResponse, facts: _Answer) -> Itera
 
 
 def _keep(url: str, chunks: Iterator[bytes]) -> tuple[str, int, str]:
-    """(path, bytes, digest) of a temporary file that lives as long as this process."""
+    """Write a temporary file that lives as long as this process. Return (path, bytes, digest)."""
     copy = tempfile.NamedTemporaryFile(prefix="argosy-input-")  # noqa: SIM115
     digest, size = hashlib.blake2b(digest_size=_DIGEST), 0
     try:

@@ -1,1 +1,1 @@
-"""From a corpus to training samples: their order, and what becomes of them (packed, masked, rearranged)."""
+"""Training samples: their shuffled order, packing, document masks, and fill-in-the-middle."""

@@ -1,8 +1,7 @@
-"""Samples made of documents rather than of the token stream: what BERT and inverse cloze have in common.
+"""Sample streams built from documents instead of the packed token stream, shared by BERT and inverse cloze (ICT).
 
-An epoch visits every window of every document once, in the order of a keyed bijection. A sample is a pure function of
-(seed, epoch, its place in the epoch): where its parts lie is known without reading them, so that what comes next can be
-announced to a corpus that has to be fetched.
+An epoch visits every window of every document once, shuffled by a keyed bijection. A sample is a pure function of (seed,
+epoch, place in the epoch). The token ranges of a sample are known without reading it, so a remote corpus can prefetch them.
 """
 
 from __future__ import annotations
@@ -21,22 +20,23 @@ from argosy.data.samples.windows import Batch, Blended
 
 Rows = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
-Range = range  # of tokens of a corpus
+# A range of tokens of a corpus.
+Range = range
 
 
 class DocumentSet(Protocol):
-    """The samples of one corpus."""
+    """The interface of the samples of one corpus."""
 
     corpus: Corpus
     count: int
 
     def batch(self, indices: Indices) -> Batch: ...
     def ranges(self, indices: Indices) -> list[Range]:
-        """What has to be read for them."""
+        """Return the token ranges that a batch of these samples reads."""
 
 
 class DocumentSamples:
-    """The windows of one split of one corpus, without end: sample i is number i % count of epoch i // count."""
+    """An endless sequence of the windows of one split of one corpus: sample i is number i % count of epoch i // count."""
 
     def __init__(self, corpus: Corpus, split: Split, room: int, seed: int, *, ends_in_eod: bool) -> None:
         self.corpus, self.seed = corpus, seed
@@ -45,7 +45,7 @@ class DocumentSamples:
         self.count = self.windows.count
 
     def order(self, indices: Indices) -> Indices:
-        """The window of each sample."""
+        """Return the window of each sample index."""
         epochs, places = np.divmod(indices, self.count)
         windows = np.empty(len(indices), np.int64)
         for epoch in np.unique(epochs):
@@ -54,27 +54,30 @@ class DocumentSamples:
         return windows
 
     def read(self, part: Range) -> Rows:
+        """Read a range of tokens, which may be empty."""
         if not part:
             return np.empty(0, np.int64)
         return self.corpus.read(part.start, len(part)).astype(np.int64)
 
     def name_of(self, indices: Indices) -> Callable[[int], str]:
-        """Says where a row came from."""
+        """Return a function that describes where a row of a batch came from, for error messages."""
         return lambda row: f"window {self.order(indices)[row]} of {self.corpus.path}"
 
 
 class DocumentStream(Blended[DocumentSet]):
-    """An endless, repeatable stream of samples from one or more corpora."""
+    """An endless, reproducible stream of document samples from one or more corpora."""
 
     def batch(self, first: int, count: int) -> Batch:
+        """Return samples first .. first + count - 1 of the stream."""
         corpus, local = self.locate(np.arange(first, first + count, dtype=np.int64))
         return _interleave([self.sets[c].batch(local[corpus == c]) for c in np.unique(corpus)], corpus)
 
     def locate(self, indices: Indices) -> tuple[Indices, Indices]:
-        """(corpus, sample of it) of each sample index."""
+        """Return (corpus, sample of that corpus) of each sample index."""
         return self._blend.locate(indices)
 
     def prefetch(self, first: int, count: int) -> None:
+        """Start downloading samples first .. first + count - 1 from remote corpora."""
         if not any(s.corpus.is_remote for s in self.sets):
             return
         corpus, local = self.locate(np.arange(first, first + count, dtype=np.int64))
@@ -83,7 +86,7 @@ class DocumentStream(Blended[DocumentSet]):
 
 
 def assemble(parts: Sequence[Sequence[Rows]], seq_len: int, *, cls: int, sep: int, pad: int) -> tuple[Rows, Mask]:
-    """(rows of [CLS], each part and [SEP] behind it, padded; which of the tokens are text)  # [count, seq_len]"""
+    """Build padded rows `[CLS] part [SEP] part [SEP] …`. Return the rows and a mask of the text tokens.  # [count, seq_len]"""
     shape = (len(parts), seq_len)
     tokens, text = np.full(shape, pad, np.int64), np.zeros(shape, bool)
     for row, texts in enumerate(parts):
@@ -96,10 +99,11 @@ def assemble(parts: Sequence[Sequence[Rows]], seq_len: int, *, cls: int, sep: in
 
 
 def _interleave(batches: Sequence[Batch], corpus: Indices) -> Batch:
-    """One batch whose row i is the next one of the batch of `corpus[i]`; batches are in the order of their corpora."""
+    """Interleave per-corpus batches: row i is the next row of the batch of `corpus[i]`. Batches are sorted by corpus."""
     if len(batches) == 1:
         return batches[0]
-    rows = np.argsort(np.argsort(corpus, kind="stable"), kind="stable")  # where each row is when they lie end to end
+    # The place of each row in the concatenated batches.
+    rows = np.argsort(np.argsort(corpus, kind="stable"), kind="stable")
 
     def join(arrays: Sequence[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
         return np.asarray(np.concatenate(arrays)[rows])

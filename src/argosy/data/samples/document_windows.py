@@ -1,9 +1,9 @@
-"""The documents of a split, cut into windows that never cross a document: what BERT's segment pairs are made of.
+"""Windows that never cross a document boundary, from which BERT's segment pairs are built.
 
-A document of n tokens becomes ceil(n / length) windows of nearly equal size, so that none is a useless rest of a token
-or two, and every token lies in exactly one window. Where documents were prepared as sentences, a bound moves back to
-the start of a sentence if the window it begins then still fits. How many windows a document has follows from its length
-alone, so the only thing kept in memory is one running count for each document; the rest is looked up in the `.idx`.
+A document of n tokens becomes ceil(n / length) windows of nearly equal size, so no window is a useless remainder of a token
+or two, and every token lies in exactly one window. If documents were prepared as sentences, a boundary moves back to the
+start of a sentence where the longer window still fits. The number of windows follows from a document's length alone, so
+memory holds only one cumulative count per document; the rest is looked up in the `.idx`.
 """
 
 from __future__ import annotations
@@ -20,17 +20,19 @@ from argosy.errors import ArgosyError
 
 @dataclass(frozen=True)
 class Window:
-    """Tokens [start, end) of the corpus, inside one document."""
+    """A window of one document: tokens [start, end) of the corpus."""
 
     start: int
     end: int
     document_end: int
-    sentences: Indices  # where sentences begin inside it, its own start left out
-    siblings: tuple[int, int]  # the windows [first, last) of the same document
+    # The starts of sentences inside the window, without the window's own start.
+    sentences: Indices
+    # The windows [first, last) of the same document.
+    siblings: tuple[int, int]
 
 
 class DocumentWindows:
-    """`ends_in_eod`: every document's last token is the end-of-document token, which is left out."""
+    """The windows of all documents of a split. With `ends_in_eod`, the last token of each document is an EOD and is left out."""
 
     def __init__(self, corpus: Corpus, split: Split, length: int, *, ends_in_eod: bool) -> None:
         self.corpus, self.split, self.length = corpus, split, length
@@ -38,14 +40,14 @@ class DocumentWindows:
         self._first_documents = np.cumsum([0, *(shard.documents for shard in corpus.shards)])
         self._first_tokens = np.cumsum([0, *(shard.tokens for shard in corpus.shards)])
         sizes = np.concatenate([_document_sizes(shard) for shard in corpus.shards])[split.first : split.last]
-        self._counts = np.cumsum(
-            -(-np.maximum(sizes - self._left_out, 0) // length)
-        )  # windows up to each document's end
+        # The number of windows up to the end of each document.
+        self._counts = np.cumsum(-(-np.maximum(sizes - self._left_out, 0) // length))
         self.count = int(self._counts[-1]) if len(self._counts) else 0
-        self.documents = int((sizes > self._left_out).sum())  # that have a window
+        # The number of documents that have a window.
+        self.documents = int((sizes > self._left_out).sum())
 
     def require_documents(self, need: int, why: str) -> None:
-        """Refuse a split with too few documents, with its numbers."""
+        """Refuse a split with fewer than `need` documents. `why` names what needs them."""
         if self.documents >= need:
             return
         raise ArgosyError(
@@ -57,6 +59,7 @@ class DocumentWindows:
         )
 
     def locate(self, window: int) -> Window:
+        """Return the bounds of window number `window` of the split."""
         document = int(np.searchsorted(self._counts, window, side="right"))
         first, last = int(self._counts[document - 1]) if document else 0, int(self._counts[document])
         start, sentences, size = self._document(document)
@@ -67,7 +70,7 @@ class DocumentWindows:
         return Window(start + begin, start + end, start + size, start + inside, (first, last))
 
     def _document(self, document: int) -> tuple[int, Indices, int]:
-        """Where it begins in the corpus, where its sentences begin in it, and how many tokens it has."""
+        """Return a document's first token in the corpus, the offsets of its sentences, and its length in tokens."""
         document += self.split.first
         at = int(np.searchsorted(self._first_documents, document, side="right")) - 1
         shard, within = self.corpus.shards[at], document - int(self._first_documents[at])
@@ -78,8 +81,11 @@ class DocumentWindows:
         return int(self._first_tokens[at]) + start, sentences, size
 
     def _bound(self, window: int, pieces: int, size: int, sentences: Indices) -> int:
-        """Where window `window` of `pieces` begins. It may be lengthened at its front by what an even share leaves
-        free: that is less than half of `length`, and so less than the window before it has."""
+        """Return the start of window `window` of a document's `pieces` windows.
+
+        The start may move back to the start of a sentence, by at most the room that an even division leaves free. That is
+        less than half of `length`, so the window before it keeps some tokens.
+        """
         even = window * size // pieces
         if window in (0, pieces):
             return even
@@ -89,9 +95,10 @@ class DocumentWindows:
 
 
 def _document_sizes(shard: IndexedReader) -> Indices:
-    """Tokens of each document, without reading what lies between the bounds."""
+    """Return the number of tokens of each document, from the index entries at the document bounds only."""
     bounds = shard.document_indices
-    starts = np.full(len(bounds), shard.tokens, np.int64)  # documents without sequences may end the file
+    # Documents without sequences at the end of the file have no pointer: they start at its end.
+    starts = np.full(len(bounds), shard.tokens, np.int64)
     within = bounds < shard.sequences
     starts[within] = shard.pointers[bounds[within]] // shard.dtype.itemsize
     return np.diff(starts)

@@ -1,21 +1,22 @@
-"""Fill-in-the-middle: some documents of a sample are rearranged so that a model learns to write what is missing between
-two texts (Bavarian et al., 2022). A document is cut in two places into prefix, middle and suffix, which become
+"""Fill-in-the-middle (FIM): rearrange some documents of a sample so that a model learns infilling (Bavarian et al., 2022).
+
+A document is cut at two places into prefix, middle and suffix, which become, as in Megatron's GPTFIMDataset,
 
     PSM   <prefix> prefix <suffix> suffix <middle> middle
     SPM   <prefix> <suffix> suffix <middle> prefix middle
 
-as Megatron's GPTFIMDataset writes them, where the three names in brackets are sentinel tokens.
+where the three names in brackets are sentinel tokens.
 
-Megatron turns the document back into text, cuts it between characters and encodes the parts again; here the cuts lie
-between tokens. So every token is one that the tokenizer gave for the whole text, what is shown can be put back in order,
-no tokenizer runs while training, and a sample is the same on every machine. The price is that a model never sees a cut
-inside a word. Also unlike Megatron, whose one running generator makes a sample depend on those read before it, the
-draws are keyed by (seed, epoch, sample) and the place of the document in the sample.
+Megatron decodes the document to text, cuts it between characters and encodes the parts again. Here the cuts lie between
+tokens: every token is one that the tokenizer gave for the whole text, the original order can be restored, no tokenizer runs
+during training, and a sample is the same on every machine. The price is that a model never sees a cut inside a token.
+Megatron draws from one running generator, which makes a sample depend on those read before it. Here the draws are keyed by
+(seed, epoch, sample) and the place of the document in the sample.
 
-The length never changes, and neither does the place of any EOD: the three sentinels take the room of the document's
-last three tokens, which are left out before it is cut. Cutting the end of the sample instead, as Megatron does, loses
-as many tokens, but moves the EODs and can leave a last document without the middle that its sentinels announce.
-Documents with fewer than four tokens, and those that already hold a sentinel, stay as they are.
+The sample length and the place of every EOD stay the same: the three sentinels replace the document's last three tokens,
+which are dropped before it is cut. Megatron instead truncates the end of the sample, which drops as many tokens, but moves
+the EODs and can leave the last document with sentinels but no middle. Documents with fewer than four tokens, and those that
+already contain a sentinel, stay as they are.
 """
 
 from __future__ import annotations
@@ -35,14 +36,16 @@ _SENTINELS = 3
 
 @dataclass(frozen=True)
 class FillInTheMiddle:
-    """How often, and with which tokens."""
+    """The FIM transform. `prefix`, `middle` and `suffix` are the ids of the sentinel tokens."""
 
-    prefix: int  # sentinel ids
+    prefix: int
     middle: int
     suffix: int
     eod: int
-    rate: float = 0.5  # of the documents
-    spm_rate: float = 0.5  # of those rearranged
+    # The fraction of documents that are rearranged.
+    rate: float = 0.5
+    # The fraction of rearranged documents in SPM order; the others are in PSM order.
+    spm_rate: float = 0.5
 
     def __post_init__(self) -> None:
         for key, value in (("data.fim.rate", self.rate), ("data.fim.spm_rate", self.spm_rate)):
@@ -61,13 +64,14 @@ class FillInTheMiddle:
             )
 
     def rearrange(self, rows: Row, seed: int, epochs: Iterable[int], samples: Iterable[int]) -> Row:
-        """The samples `samples` of their epochs, rearranged. The rows given stay as they are.  # [count, length]"""
+        """Return a rearranged copy of `rows`. `epochs` and `samples` key the random draws of each row.  # [count, length]"""
         keys = sample_keys(seed, "fim", epochs, samples)
         rearranged = rows.copy()
         taken = (rows == self.prefix) | (rows == self.middle) | (rows == self.suffix)
         for row, held, key in zip(rearranged, taken, keys, strict=True):
             ends = np.append(np.flatnonzero(row == self.eod), len(row))
-            draws = fractions(key[None], 4 * len(ends))[0].reshape(-1, 4)  # chosen, two cuts, SPM
+            # Four draws per document: whether it is rearranged, the two cuts, and the order.
+            draws = fractions(key[None], 4 * len(ends))[0].reshape(-1, 4)
             for document in np.flatnonzero(draws[:, 0] < self.rate):
                 start = int(ends[document - 1]) + 1 if document else 0
                 end = int(ends[document])
@@ -76,7 +80,7 @@ class FillInTheMiddle:
         return rearranged
 
     def _rearrange_document(self, document: Row, one_cut: float, other_cut: float, order: float) -> None:
-        """In place. The cuts are given as fractions, and each part may turn out empty."""
+        """Rearrange one document in place. The cuts are fractions in [0, 1), and each part may be empty."""
         kept = len(document) - _SENTINELS
         first, second = sorted((int(one_cut * (kept + 1)), int(other_cut * (kept + 1))))
         before, between, after = document[:first], document[first:second], document[second:kept]

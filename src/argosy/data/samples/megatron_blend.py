@@ -1,9 +1,9 @@
-"""Megatron-core's own blend of several sets, bit for bit.
+"""Megatron-core's BlendedDataset order, bit for bit.
 
-It takes every sample from the set furthest behind its share. That walk has no closed form, but it soon forgets where it
-began: many stretches of it are walked side by side from guessed beginnings, and those that prove wrong, because the
-stretch before ended elsewhere, are walked again until all fit. Memory: the counts at every 65,536th sample and the
-window in use.
+Megatron draws each sample from the set furthest behind its share. That recurrence has no closed form, but it soon forgets its
+start. So many segments ("lanes") of it are simulated in parallel from guessed starting counts. A lane whose guess was wrong,
+because the lane before it ended with other counts, is simulated again until all lanes agree. Memory holds the counts at every
+65,536th sample and the window in use.
 """
 
 from __future__ import annotations
@@ -19,30 +19,40 @@ import numpy.typing as npt
 from argosy.data.samples.order import Indices
 from argosy.errors import ArgosyError
 
-_Counts = npt.NDArray[np.float64]  # [lane, set]: whole numbers, in the doubles that Megatron compares
-SURPLUS = 0.005  # Megatron's margin of samples over what a set should give to a blend
-_WINDOW = 1 << 16  # blended samples between two checkpoints
-_LANE = 1 << 10  # samples that one lane walks on the way to a checkpoint
-_WINDOW_LANE = 1 << 8  # and inside a window, where the lanes are few
-_LANES = 1 << 13  # walked side by side, at most
-_MOST_SETS = 32766  # Megatron numbers them in 16 bits
+# Whole numbers, as float64 because Megatron compares doubles.
+_Counts = npt.NDArray[np.float64]  # [lane, set]
+# Megatron builds this fraction of samples more than the share of a set.
+SURPLUS = 0.005
+# Blended samples between two checkpoints of the counts.
+_WINDOW = 1 << 16
+# Samples per lane when computing checkpoints.
+_LANE = 1 << 10
+# Samples per lane inside a window, where there are fewer lanes.
+_WINDOW_LANE = 1 << 8
+# The largest number of parallel lanes.
+_LANES = 1 << 13
+# Megatron stores the set number in 16 bits.
+_MOST_SETS = 32766
 
 
 @dataclass(frozen=True)
 class BlendPlan:
-    """What Megatron's builder makes of weights and a number of samples."""
+    """The sizes that Megatron's BlendedMegatronDatasetBuilder derives from weights and a number of samples."""
 
-    weights: list[float]  # normalised once; MegatronBlend normalises again, as Megatron does
-    num_samples: list[int]  # to ask of each set: its share and a margin
-    size: int  # of the blend: what was asked for, with each share rounded up
+    # Normalised once; MegatronBlend normalises again, as Megatron does.
+    weights: list[float]
+    # The samples to build of each set: its share plus a margin.
+    num_samples: list[int]
+    # The size of the blend: the sum of all shares, each rounded up.
+    size: int
 
 
 def plan_blend(weights: Sequence[float], size: int, surplus: float = SURPLUS) -> BlendPlan:
-    """For weights given by the user: MegatronSamples of `num_samples[d]` each, under MegatronBlend(weights, size).
+    """Plan a blend by user weights: MegatronSamples with `num_samples[d]` of each set d, blended by MegatronBlend(weights, size).
 
-    Without weights Megatron makes one epoch of each set (`num_samples` None) and blends by their sample counts:
-    MegatronBlend(counts, min(size, sum(counts))), or MegatronBlend(counts, None) to give every sample once. A single
-    set without a weight is not blended at all: MegatronSamples of `num_samples` = size, with no margin.
+    Without weights Megatron builds one epoch of each set (`num_samples` None) and blends by their sample counts:
+    MegatronBlend(counts, min(size, sum(counts))), or MegatronBlend(counts, None) to draw every sample once. A single set
+    without a weight is not blended: MegatronSamples with `num_samples` = size, without a margin.
     """
     _check_weights(weights)
     normalised = normalise(weights)
@@ -51,6 +61,7 @@ def plan_blend(weights: Sequence[float], size: int, surplus: float = SURPLUS) ->
 
 
 def normalise(weights: Sequence[float]) -> list[float]:
+    """Divide the weights by their sum with numpy's summation, whose rounding Megatron's results depend on."""
     given = np.array(weights, np.float64)
     normalised: list[float] = (given / np.sum(given)).tolist()
     return normalised
@@ -69,10 +80,10 @@ def _check_weights(weights: Sequence[float]) -> None:
 
 
 class MegatronBlend:
-    """Sample i of a BlendedDataset -> (set, sample of that set), for any number of threads, as `Blend` is."""
+    """A map from the index in a BlendedDataset to (set, sample of that set). It is thread-safe."""
 
     def __init__(self, weights: Sequence[float], size: int | None) -> None:
-        """`size` samples in proportion to the weights, or with None weights[d] samples of each set d, no more."""
+        """Blend `size` samples in proportion to the weights. With None, draw exactly weights[d] samples of each set d."""
         _check_weights(weights)
         self._limits: _Counts | None = None
         self._size = sum(int(weight) for weight in weights) if size is None else size
@@ -81,7 +92,8 @@ class MegatronBlend:
             self.weights = self._limits / float(self._size)
         else:
             self.weights = np.array(normalise(weights))
-        self._checkpoints: list[_Counts] = [np.zeros(len(weights))]  # [set], at each multiple of _WINDOW
+        # The counts at each multiple of _WINDOW.
+        self._checkpoints: list[_Counts] = [np.zeros(len(weights))]  # [set]
         self._counting = threading.Lock()
         self._window = -1
         self._set: Indices = np.zeros(0, np.int64)
@@ -91,7 +103,7 @@ class MegatronBlend:
         return self._size
 
     def locate(self, indices: Indices) -> tuple[Indices, Indices]:
-        """(set, sample of that set) of each index. Cheapest for indices close to each other and to earlier ones."""
+        """Return (set, sample of that set) of each index. Cheapest if indices are close to each other and to earlier ones."""
         if len(indices) and (int(indices.min()) < 0 or int(indices.max()) >= self._size):
             raise IndexError(f"samples {int(indices.min())} to {int(indices.max())} of {self._size}")
         if len(self.weights) == 1:
@@ -108,7 +120,7 @@ class MegatronBlend:
         return sets, local
 
     def counts(self, total: int) -> Indices:
-        """How many of the first `total` samples each set gives."""
+        """Return how many of the first `total` samples come from each set."""
         window, rest = divmod(total, _WINDOW)
         with self._counting:
             self._reach(window)
@@ -119,8 +131,9 @@ class MegatronBlend:
         return found
 
     def refuse_oversampling(self, available: Sequence[int]) -> None:
-        """Refuse a blend that takes more of a set than its samples, as Megatron does after building it."""
-        # A set gives only when it is not ahead, so never more than one above its share: most blends need no counting.
+        """Refuse a blend that draws more samples of a set than it has, as Megatron does after building the blend."""
+        # A set is drawn from only when it is not ahead, so it is never more than one sample above its share. Most blends
+        # therefore need no counting.
         if all(have >= share * self._size + 2 for have, share in zip(available, self.weights, strict=True)):
             return
         for number, (have, taken) in enumerate(zip(available, self.counts(self._size).tolist(), strict=True)):
@@ -135,7 +148,8 @@ class MegatronBlend:
     def _fill(self, window: int) -> None:
         self._reach(window)
         before, first = self._checkpoints[window], window * _WINDOW
-        samples = min(_WINDOW, self._size - first)  # beyond the last one an exhausted blend has nothing to give
+        # Past the last sample all sets are exhausted.
+        samples = min(_WINDOW, self._size - first)
         _, picks = self._walk(before, first, -(-samples // _WINDOW_LANE), _WINDOW_LANE, record=True)
         picks = picks[:samples]
         by_set = np.argsort(picks, kind="stable")
@@ -146,7 +160,7 @@ class MegatronBlend:
         self._set, self._window = picks.astype(np.int64), window
 
     def _reach(self, window: int) -> None:
-        """Count on until the checkpoint at the beginning of `window` is known."""
+        """Compute checkpoints up to the start of `window`."""
         while len(self._checkpoints) <= window:
             known, per_window = len(self._checkpoints) - 1, _WINDOW // _LANE
             lanes = min(_LANES, (window - known) * per_window)
@@ -156,10 +170,10 @@ class MegatronBlend:
     def _walk(
         self, counts: _Counts, first: int, lanes: int, steps: int, *, record: bool
     ) -> tuple[_Counts, npt.NDArray[np.int16]]:
-        """`lanes` stretches of `steps` samples from sample `first` on, where the sets have given `counts`.
+        """Simulate `lanes` x `steps` samples from sample `first` on, starting from `counts`.
 
-        Returns the counts at the beginning of each stretch and after the last, and with `record` the set of each
-        sample. Every round proves at least one more lane right; nearly always the second or third proves them all.
+        Returns the counts at the start of each lane and after the last one, and with `record` the set of each sample. Every
+        round confirms at least one more lane. Nearly always all lanes are confirmed in the second or third round.
         """
         begin = first + np.arange(lanes) * steps
         starts = np.empty((lanes + 1, len(counts)))
@@ -179,19 +193,20 @@ class MegatronBlend:
     def _step_lanes(
         self, counts: _Counts, begin: Indices, steps: int, *, record: bool
     ) -> tuple[_Counts, npt.NDArray[np.int16]]:
-        """Each lane's counts after `steps` samples, and the sets they came from, [step, lane].
+        """Return each lane's counts after `steps` samples, and the sets that were drawn, [step, lane].
 
-        The error of a set is its share of the samples so far less what it gave; the largest gives next, the first of
-        equals. Product and difference are rounded one after the other, as Megatron's are on x86 and as numpy's are on every
-        machine; one fused multiply-add, as Megatron's compiler makes of them on ARM, breaks ties otherwise.
+        The error of a set is its share of the samples so far minus the samples drawn from it. The set with the largest error is
+        next; ties go to the first set. Product and difference are rounded separately, as Megatron's are on x86 and as numpy's
+        are on every machine. On ARM, Megatron's compiler fuses them into one multiply-add, which breaks ties differently.
         """
         picks = np.empty((steps if record else 0, len(begin)), np.int16)
         given, rows = counts.reshape(-1), np.arange(len(begin)) * counts.shape[1]
         weights = np.ascontiguousarray(np.broadcast_to(self.weights, counts.shape))
         errors = np.empty_like(counts)
         limits = self._limits
+        # No set can be exhausted within these steps.
         if limits is not None and not (counts + steps >= limits).any():
-            limits = None  # no set runs out on this stretch
+            limits = None
         samples = begin.astype(np.float64)[:, None]
         for step in range(steps):
             np.multiply(weights, np.maximum(samples, 1.0), out=errors)
@@ -207,7 +222,7 @@ class MegatronBlend:
         return counts, picks
 
     def _likely_counts(self, totals: Indices) -> _Counts:
-        """A guess at what each set has given after each of `totals` samples: its share, the largest rests rounded up."""
+        """Guess the counts after each of `totals` samples: shares rounded by largest remainder."""
         shares = self.weights * totals[:, None]
         counts = np.floor(shares)
         missing = totals - counts.sum(axis=1)

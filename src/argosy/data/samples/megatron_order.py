@@ -1,9 +1,9 @@
-"""Megatron-core's own order of samples and of blends, bit for bit, for runs that must continue or match one of its.
+"""Megatron-core's sample order of a GPTDataset, bit for bit, for runs that must continue or match a Megatron run.
 
-Megatron repeats the documents of a split over the epochs asked for, shuffles them, lays them end to end, cuts the
-stream every `seq_len` tokens and shuffles the cuts. Its rank 0 builds three arrays while all others wait. Here each
-process does it alone: both shuffles are numpy's legacy generator, which gives the same draws everywhere, and where a
-sample begins is looked up in running token counts, kept for one document in 32, instead of a table of all samples.
+Megatron repeats the documents of a split for each epoch, shuffles them, concatenates them, cuts the stream every `seq_len`
+tokens and shuffles the samples. Its rank 0 builds three index arrays while all other ranks wait. Here every process builds
+the order by itself: both shuffles use numpy's legacy generator, which gives the same draws on every machine, and the start
+of a sample is looked up in cumulative token counts, kept for one document in 32, instead of a table of all samples.
 """
 
 from __future__ import annotations
@@ -24,18 +24,22 @@ from argosy.data.samples.megatron_blend import normalise
 from argosy.data.samples.order import Indices
 from argosy.errors import ArgosyError
 
-Piece = tuple[int, int, int]  # sequence number within the split, token offset in it, tokens
+# (sequence number within the split, token offset in the sequence, number of tokens)
+Piece = tuple[int, int, int]
 
-_FINAL_EPOCH_SHARE = 0.80  # a last epoch of which less than this is needed is shuffled apart from the others
-_BLOCK = 32  # documents between two running token counts
-_CHUNK = 1 << 20  # documents whose lengths are gathered at a time; a multiple of _BLOCK
+# If less than this fraction of the last epoch is needed, Megatron shuffles that epoch separately.
+_FINAL_EPOCH_SHARE = 0.80
+# Documents between two cumulative token counts.
+_BLOCK = 32
+# Documents whose lengths are gathered at a time; a multiple of _BLOCK.
+_CHUNK = 1 << 20
 _DIGEST = hashlib.sha256().digest_size
 
 
 def split_ranges(shares: Sequence[float], sequences: int) -> list[tuple[int, int]]:
-    """Sequences [first, last) of each split.
+    """Return the sequences [first, last) of each split.
 
-    Megatron cuts by sequence, not by document, and normalises the shares before adding them up, which can round to
+    Megatron splits by sequence, not by document, and normalises the shares before adding them up, which can round to
     another sequence than adding first.
     """
     bounds, running = [0], 0.0
@@ -46,7 +50,7 @@ def split_ranges(shares: Sequence[float], sequences: int) -> list[tuple[int, int
 
 
 class MegatronSamples:
-    """The samples of one split as a GPTDataset gives them: `pieces(i)` says which tokens make up sample i."""
+    """The samples of one split in the order of Megatron's GPTDataset. `pieces(i)` gives the token ranges of sample i."""
 
     def __init__(
         self,
@@ -60,12 +64,23 @@ class MegatronSamples:
         name: str = "train",
         where: str = "the corpus",
     ) -> None:
-        """`lengths` are the tokens of each sequence of the split, `num_samples` the fewest samples to make (None: one
-        epoch). `extra_token` draws the token after the last, which the labels need. `name` and `where` are for refusals."""
+        """Build the order, or map it from the cache.
+
+        Args:
+            lengths: The number of tokens of each sequence of the split.
+            seq_len: The sequence length of a sample.
+            num_samples: The minimum number of samples. None: one epoch.
+            seed: The seed of both shuffles, of 32 bits.
+            extra_token: Add the token after the last one, which the labels need.
+            cache_dir: The directory of the cache. None: no cache.
+            name: The name of the split, for error messages.
+            where: The name of the corpus, for error messages.
+        """
         _check_numbers(seq_len=seq_len, num_samples=num_samples, seed=seed)
         self.seq_len, self.num_samples, self.seed = seq_len, num_samples, seed
         self._lengths, self._extra = lengths, int(extra_token)
-        self.tokens = int(np.sum(lengths, dtype=np.int64))  # in one epoch
+        # The number of tokens in one epoch.
+        self.tokens = int(np.sum(lengths, dtype=np.int64))
         if self.tokens == 0 or (num_samples is None and self.tokens < seq_len + self._extra):
             raise ArgosyError(
                 "data.empty-split",
@@ -79,14 +94,15 @@ class MegatronSamples:
         if num_samples is not None:
             self.epochs = max(1, -(-(num_samples * seq_len + self._extra) // self.tokens))
         self._apart = self._samples_shuffled_apart()
-        self.cache_problem: str | None = None  # why the cache could not be written; the samples are right all the same
+        # Why the cache could not be written. The samples do not depend on it.
+        self.cache_problem: str | None = None
         self._block_starts, self._documents, self._samples = self._load_or_build(cache_dir)
 
     def __len__(self) -> int:
         return self._samples_in(self.epochs)
 
     def pieces(self, index: int) -> list[Piece]:
-        """What to read and join for sample `index`: seq_len tokens, and the one after them with `extra_token`."""
+        """Return the token ranges that make up sample `index`: seq_len tokens, plus one with `extra_token`."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         start = int(self._samples[index]) * self.seq_len
@@ -103,7 +119,8 @@ class MegatronSamples:
         here = slice(first, last + 1)
         for document, length in zip(documents[here].tolist(), lengths[here].tolist(), strict=True):
             count = min(length - offset, wanted)
-            if count:  # not an empty document
+            # Skip empty documents.
+            if count:
                 found.append((document, offset, count))
             offset, wanted = 0, wanted - count
         return found
@@ -112,7 +129,7 @@ class MegatronSamples:
         return (epochs * self.tokens - self._extra) // self.seq_len
 
     def _samples_shuffled_apart(self) -> int | None:
-        """Where the samples of a mostly unused last epoch begin, or None if all epochs are shuffled as one."""
+        """Return the first sample of a last epoch that is shuffled separately, or None if all epochs are shuffled together."""
         if self.num_samples is None or self.epochs == 1:
             return None
         before = self._samples_in(self.epochs - 1)
@@ -141,16 +158,17 @@ class MegatronSamples:
         return arrays[0], arrays[1], arrays[2]
 
     def _build(self) -> tuple[Indices, npt.NDArray[np.int32], npt.NDArray[Any]]:
-        """Token counts before each block of documents, the order of documents, the order of samples.
+        """Return the token count before each block of documents, the order of documents, and the order of samples.
 
-        The generator is used in Megatron's order: documents first, then samples.
+        The draws follow Megatron's order: documents first, then samples.
         """
         generator = np.random.RandomState(self.seed)
         documents = np.tile(np.arange(len(self._lengths), dtype=np.int32), self.epochs)
         samples = np.arange(len(self), dtype=_sample_dtype(len(self)))
         document_bound = 0 if self._apart is None else (self.epochs - 1) * len(self._lengths)
         for order, bound in ((documents, document_bound), (samples, self._apart or 0)):
-            for part in (order[:bound], order[bound:]):  # views: shuffled in place; an empty one draws nothing
+            # The parts are views, shuffled in place. An empty part draws nothing.
+            for part in (order[:bound], order[bound:]):
                 generator.shuffle(part)
         blocks = np.empty(-(-len(documents) // _BLOCK) + 1, np.int64)
         blocks[0] = 0
@@ -175,7 +193,7 @@ def _check_numbers(*, seq_len: int, num_samples: int | None, seed: int) -> None:
             raise ArgosyError("config.bad-value", f"it must be {allowed}", key=key, value=value, fix="change the value")
 
 
-# The cache: one .npy of bytes, `fingerprint | arrays | sha256 of all before`, named by its fingerprint.
+# The cache is one .npy file of bytes, named by its fingerprint: `fingerprint | arrays | sha256 of everything before`.
 
 
 def _npy_header(size: int) -> bytes:
@@ -187,8 +205,10 @@ def _npy_header(size: int) -> bytes:
 def _read_cache(
     directory: Path, fingerprint: bytes, layout: list[tuple[npt.DTypeLike, int]]
 ) -> list[npt.NDArray[Any]] | None:
-    """The arrays of the file, or None if it is missing, cut short, damaged or another's. Mapped, so that the processes
-    of a node share one copy; never parsed: its header must be the very bytes that the layout calls for."""
+    """Return the memory-mapped arrays of the cache file, or None if it is missing, truncated, damaged or of another order.
+
+    The processes of a node share one copy in the page cache. The header is never parsed: it must equal the expected bytes.
+    """
     size = 2 * _DIGEST + sum(np.dtype(dtype).itemsize * count for dtype, count in layout)
     header = _npy_header(size)
     try:
@@ -210,7 +230,7 @@ def _read_cache(
 
 
 def _write_cache(directory: Path, fingerprint: bytes, arrays: Sequence[npt.NDArray[Any]]) -> None:
-    """Appears whole or not at all; processes that write at once replace each other's file by an equal one."""
+    """Write the cache file atomically. Processes that write at once replace each other's file by an identical one."""
     directory.mkdir(parents=True, exist_ok=True)
     path = _cache_path(directory, fingerprint)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")

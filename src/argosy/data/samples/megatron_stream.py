@@ -1,11 +1,11 @@
-"""Samples in Megatron-core's order: the streams that `data.order: megatron` trains on and evaluates on.
+"""Sample streams in Megatron-core's order, for training and evaluation with `data.order: megatron`.
 
-Same seed, same files, same number of samples asked for: the same samples, in the same places, as its GPTDataset and
-BlendedDataset give. How many are asked for decides the epochs and so the whole order, which is why a run in this order
-cannot change its length. An evaluation asks for one epoch. Each process computes the order alone; nothing waits for rank 0.
+With the same seed, files and number of samples, the samples and their order equal those of Megatron's GPTDataset and
+BlendedDataset. The number of samples determines the number of epochs and so the whole order, so a run in this order cannot
+change its length. Evaluation uses one epoch. Every process computes the order by itself; no rank waits for rank 0.
 
-Splits are cut by sequence, as Megatron cuts them, for every split alike: a corpus whose documents have several sequences can
-have one that is partly trained on, but no token is in two splits.
+All splits are cut by sequence, as in Megatron. If documents have several sequences, one document can lie in two splits, but no
+token does.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from argosy.errors import ArgosyError
 
 
 def split_by_sequence(corpus: Corpus, shares: Sequence[float]) -> dict[str, Split]:
-    """The splits as Megatron cuts them; `first` and `last` count sequences."""
+    """Return the splits of a corpus as Megatron cuts them. `first` and `last` of each split count sequences."""
     lengths = np.concatenate([shard.lengths for shard in corpus.shards])
     starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     ranges = zip(SPLITS, split_ranges(shares, len(lengths)), strict=True)
@@ -34,14 +34,14 @@ def split_by_sequence(corpus: Corpus, shares: Sequence[float]) -> dict[str, Spli
 
 
 class MegatronSet:
-    """One corpus as one of Megatron's data sets: its sequences in file order, across shards."""
+    """One corpus as a Megatron GPTDataset: its sequences in file order, across shards."""
 
     def __init__(
         self, corpus: Corpus, split: Split, *, seq_len: int, num_samples: int | None, seed: int, cache_dir: Path | None
     ) -> None:
         self.corpus = corpus
         lengths = np.concatenate([shard.lengths for shard in corpus.shards])[split.first : split.last]
-        # Where each sequence of the split begins in the corpus.
+        # The first token of each sequence of the split, counted in the corpus.
         self._starts = split.start + np.cumsum(lengths, dtype=np.int64) - lengths
         self.samples = MegatronSamples(
             lengths,
@@ -54,13 +54,17 @@ class MegatronSet:
         )
         self.count = len(self.samples)
         if self.samples.cache_problem is not None:
-            print(f"note: the order of {corpus.path} could not be kept: {self.samples.cache_problem}", file=sys.stderr)
+            print(
+                f"note: the sample order of {corpus.path} could not be cached: {self.samples.cache_problem}",
+                file=sys.stderr,
+            )
 
     def pieces(self, index: int) -> list[tuple[int, int]]:
-        """(start, count) in the corpus of what makes up a sample."""
+        """Return the token ranges (start, count) in the corpus that make up a sample."""
         return [(int(self._starts[sequence]) + offset, count) for sequence, offset, count in self.samples.pieces(index)]
 
     def read_into(self, row: npt.NDArray[np.int64], index: int) -> None:
+        """Read sample `index` into `row` [seq_len + 1]."""
         at = 0
         for start, count in self.pieces(index):
             row[at : at + count] = self.corpus.read(start, count)
@@ -68,7 +72,7 @@ class MegatronSet:
 
 
 class MegatronStream:
-    """As `SampleStream`, but finite: it holds the samples that were asked for, or one epoch of each corpus."""
+    """A finite stream of samples in Megatron's order: `num_samples` samples, or one epoch of each corpus if that is None."""
 
     def __init__(
         self,
@@ -122,8 +126,10 @@ class MegatronStream:
         )
 
     def locate(self, indices: Indices) -> tuple[Indices, Indices]:
-        """(corpus, Megatron's sample number in it) of each sample index. Past the end it starts over: a run that passed over samples,
-        because it was rewound, takes as many more than Megatron made."""
+        """Return (corpus, Megatron's sample number in that corpus) of each sample index.
+
+        Past the end the stream starts over: a run that skipped samples after a rewind needs more samples than Megatron built.
+        """
         indices = indices % len(self)
         if self._blend is None:
             return np.zeros(len(indices), np.int64), indices
@@ -142,13 +148,16 @@ class MegatronStream:
 
 
 def _too_short(counts: Sequence[int], blended: int, asked: int) -> ArgosyError:
-    """Megatron's own run ends with its data there, in the middle: without weights it makes one epoch of each set."""
+    """Return the error for a run that needs more samples than an unweighted Megatron blend has.
+
+    Without weights Megatron builds one epoch of each set, and its own run would end early, out of data.
+    """
     sizes = " + ".join(f"{count:,}" for count in counts)
     weights = ", ".join(str(count) for count in counts)
     return ArgosyError(
         "config.arithmetic",
         f"the run takes {asked:,} samples; without weights Megatron's blend gives every sample once: {sizes} = {blended:,}",
         key="data.train",
-        fix=f"give every corpus a weight, as its samples for the same shares ({weights}): Megatron then repeats them; or train "
+        fix=f"give every corpus a weight, such as its number of samples for the same shares ({weights}): Megatron then repeats them; or train "
         f"for {blended:,} samples or fewer, or with data.order=argosy",
     )

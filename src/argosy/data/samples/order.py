@@ -1,9 +1,9 @@
-"""The order of samples, as pure functions of a seed and an index: nothing to build, nothing to store.
+"""The shuffled order of samples, as pure functions of a seed and a sample index. No index is built or stored.
 
-`permute` is a keyed bijection of 0..n-1 (a Feistel network over the next power of four, walked until the result falls
-inside). `Blend` says which corpus the i-th sample comes from, so that after any number of samples each corpus has had
-its share to within one sample (Webster's apportionment). Both need memory for the corpora only, work for any world
-size, and let a run resume from one integer.
+`permute` is a keyed bijection of 0..n-1: a Feistel network over the next power of four, with cycle walking until the result
+is below n. `Blend` maps a sample index to a corpus so that after any number of samples each corpus has had its share to
+within one sample (Webster's apportionment). Memory does not grow with the number of samples, the order does not depend on
+world size, and a run resumes from one integer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BLOCK = 1024
 
 
 def permute(indices: Indices, n: int, key: int) -> Indices:
-    """Where each index of 0..n-1 goes under the bijection that `key` chooses."""
+    """Return the image of each index under a pseudorandom permutation of 0..n-1 that `key` chooses."""
     half_bits = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half_bits)) - 1)
     keys = [np.uint64(derive_seed(key, "feistel", r)) for r in range(_ROUNDS)]
@@ -38,21 +38,26 @@ def permute(indices: Indices, n: int, key: int) -> Indices:
 
 
 def mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """splitmix64's finaliser: every input bit reaches every output bit."""
+    """Apply the finalizer of splitmix64: every input bit affects every output bit."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 class Blend:
-    """Sample i -> (corpus, how many samples that corpus has given before). Any number of threads may ask: a reader that hangs is
-    left behind when a run rewinds, and may yet go on beside the new one."""
+    """A map from a sample index to (corpus, number of earlier samples from that corpus).
+
+    It is thread-safe: when a run rewinds, a loader thread that hangs in a read is abandoned and may later continue beside the
+    new one.
+    """
 
     def __init__(self, weights: Sequence[float]) -> None:
         self.weights = np.asarray(weights, np.float64) / np.sum(weights)
+        # The block computed last: (its number, corpus of each sample, index of each sample in its corpus).
         self._filled: tuple[int, Indices, Indices] = (-1, np.zeros(0, np.int64), np.zeros(0, np.int64))
 
     def locate(self, indices: Indices) -> tuple[Indices, Indices]:
+        """Return (corpus, index within the samples of that corpus) of each sample index."""
         if len(self.weights) == 1:
             return np.zeros(len(indices), np.int64), indices
         corpus, local = np.empty(len(indices), np.int64), np.empty(len(indices), np.int64)
@@ -65,7 +70,7 @@ class Blend:
         return corpus, local
 
     def _fill(self, block: int) -> tuple[Indices, Indices]:
-        """One block, in turn: the next sample comes from the corpus furthest behind its share."""
+        """Compute one block sample by sample: the next sample comes from the corpus furthest behind its share."""
         given = apportion(self.weights, block * _BLOCK)
         corpus, local = np.empty(_BLOCK, np.int64), np.empty(_BLOCK, np.int64)
         for i in range(_BLOCK):
@@ -76,10 +81,10 @@ class Blend:
 
 
 def apportion(weights: npt.NDArray[np.float64], total: int) -> Indices:
-    """How many of the first `total` samples each corpus gives, without counting them one by one.
+    """Return how many of the first `total` samples come from each corpus, without counting them one by one.
 
-    Samples are given in the order of (count + 1/2) / weight. All those below a threshold are counted at once; the
-    threshold is chosen low enough to leave a few, which are given in turn.
+    Samples are drawn in the order of (count + 1/2) / weight. All samples below a threshold are counted at once. The threshold
+    is low enough to leave a few samples, which are counted one by one.
     """
     threshold = max(0.0, total - len(weights) / 2 - 1)
     given = np.maximum(np.ceil(threshold * weights - 0.5), 0).astype(np.int64)

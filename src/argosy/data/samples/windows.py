@@ -1,8 +1,8 @@
 """Training samples: windows of the token stream, in an order that is a pure function of (seed, sample index).
 
-A split of T tokens holds (T - 1) // seq_len windows; window w covers tokens [w x seq_len, (w + 1) x seq_len], so that
-consecutive windows share one token and every token but the first is predicted once in an epoch. Epoch e visits the
-windows in the order of a bijection keyed by (seed, corpus, epoch). Nothing depends on how many ranks read.
+A split of T tokens holds (T - 1) // seq_len windows; window w covers tokens [w x seq_len, (w + 1) x seq_len], so
+consecutive windows share one token and every token but the first is predicted once per epoch. Epoch e shuffles the
+windows by a bijection keyed by (seed, corpus, epoch). Nothing depends on the number of ranks.
 """
 
 from __future__ import annotations
@@ -24,50 +24,49 @@ from argosy.errors import ArgosyError
 
 @dataclass(frozen=True)
 class Batch:
-    """`count` samples. In a decoder's, labels are the tokens one to the right; IGNORED ones are left out of the loss."""
+    """A batch of `count` samples. For a decoder, labels are the tokens shifted by one. IGNORED labels are left out of the loss."""
 
     tokens: npt.NDArray[np.int64]  # [count, seq_len]
     labels: npt.NDArray[np.int64]  # [count, seq_len]
-    inputs: dict[str, npt.NDArray[Any]] = field(
-        default_factory=dict
-    )  # what else the model is given, by name  # [count, ..]
+    # Further arguments of the model by name, such as position ids.
+    inputs: dict[str, npt.NDArray[Any]] = field(default_factory=dict)  # [count, ..]
 
     @property
     def valid_tokens(self) -> int:
-        """Labels that count: what the summed loss of the batch is divided by."""
+        """The number of labels that count in the loss. The summed loss of the batch is divided by it."""
         return int((self.labels != IGNORED).sum())
 
     def rows(self, first: int, last: int) -> Batch:
-        """Samples first .. last - 1 of it, without a copy."""
+        """Return samples first .. last - 1 of the batch as views."""
         inputs = {name: array[first:last] for name, array in self.inputs.items()}
         return Batch(self.tokens[first:last], self.labels[first:last], inputs)
 
     @property
     def read_tokens(self) -> int:
-        """Tokens that pass through the model, those of a second sequence (inputs named `…_tokens`) included."""
+        """The number of tokens that pass through the model, including those of a second sequence (inputs named `…_tokens`)."""
         return self.tokens.size + sum(array.size for name, array in self.inputs.items() if name.endswith("_tokens"))
 
 
 class Stream(Protocol):
-    """A repeatable stream of samples: what training reads, in whichever order."""
+    """The interface of a reproducible stream of samples, in any order."""
 
     @property
     def sets(self) -> Sequence[SampleSet]: ...
     @property
     def epoch_samples(self) -> int:
-        """Samples in which every corpus, mixed by size, is seen once."""
+        """The number of samples in one epoch of all corpora, blended by size."""
 
     def batch(self, first: int, count: int) -> Batch:
-        """Samples first .. first + count - 1 of the stream."""
+        """Return samples first .. first + count - 1 of the stream."""
 
     def locate(self, indices: Indices) -> tuple[Indices, Indices]:
-        """(corpus, place in it) of each sample index."""
+        """Return (corpus, place in it) of each sample index."""
 
     def prefetch(self, first: int, count: int) -> None:
-        """Announce the samples that will be read next, for corpora that have to be fetched."""
+        """Start downloading the samples that will be read next. It does nothing for local corpora."""
 
     def epochs_after(self, samples: int) -> list[float]:
-        """How often each corpus has been seen after that many samples."""
+        """Return the number of epochs of each corpus that `samples` samples amount to."""
 
 
 class SampleSet(Protocol):
@@ -81,7 +80,7 @@ S = TypeVar("S", bound=SampleSet)
 
 
 class Blended(Generic[S]):
-    """Sets of samples mixed by weights (by size, where none are given), without end."""
+    """An endless blend of sample sets by weights, or by size if there are no weights."""
 
     def __init__(self, sets: Sequence[S], weights: Sequence[float] | None) -> None:
         self.sets = list(sets)
@@ -90,37 +89,50 @@ class Blended(Generic[S]):
 
     @property
     def epoch_samples(self) -> int:
-        """Samples in which every corpus, mixed by size, is seen once."""
+        """The number of samples in one epoch of all corpora, blended by size."""
         return sum(s.count for s in self.sets)
 
     def epochs_after(self, samples: int) -> list[float]:
-        """How often each corpus has been seen after that many samples."""
+        """Return the number of epochs of each corpus that `samples` samples amount to."""
         total = sum(self.weights)
         return [samples * w / total / s.count for w, s in zip(self.weights, self.sets, strict=True)]
 
 
 class Maker(Protocol):
-    """What turns rows of the token stream into a batch."""
+    """The interface of a function that turns rows of the token stream into a batch."""
 
     def batch(self, rows: npt.NDArray[np.int64], first: int, name: Callable[[int], str]) -> Batch:
-        """`rows` [count, seq_len + 1] are samples `first`, `first` + 1, … of a stream; `name` says where a row came from."""
+        """Build a batch.
+
+        Args:
+            rows: The tokens of samples `first`, `first` + 1, … of a stream, [count, seq_len + 1].
+            first: The sample index of the first row.
+            name: A function that describes where a row came from, for error messages.
+        """
 
 
 @dataclass(frozen=True)
 class BatchMaker:
-    """A decoder's: checked against the vocabulary, rearranged and masked as the run asks."""
+    """Causal language-model batches: token ids checked against the vocabulary, then FIM and document masks as configured.
+
+    Each `*_eod` field is the end-of-document id, or None if that option is off.
+    """
 
     vocab_size: int
     seed: int = 0
     fim: FillInTheMiddle | None = None
-    masked_eod: int | None = None  # no loss is taken on the token after this one
-    parting_eod: int | None = None  # attention does not cross this one
-    restarting_eod: int | None = None  # positions restart after this one
+    # The token after an EOD is left out of the loss.
+    masked_eod: int | None = None
+    # Attention does not cross an EOD.
+    parting_eod: int | None = None
+    # Position ids restart after an EOD.
+    restarting_eod: int | None = None
 
     def batch(self, rows: npt.NDArray[np.int64], first: int, name: Callable[[int], str]) -> Batch:
         check_ids(rows, self.vocab_size, name)
         if self.fim is not None:
-            indices = range(first, first + len(rows))  # a sample index is never used twice, whatever the epoch
+            # A sample index occurs only once in a run, so the epoch need not be part of the key.
+            indices = range(first, first + len(rows))
             rows = self.fim.rearrange(rows, self.seed, [0] * len(rows), indices)
         tokens, labels = rows[:, :-1], rows[:, 1:]
         if self.masked_eod is not None:
@@ -134,7 +146,7 @@ class BatchMaker:
 
 
 def check_ids(rows: npt.NDArray[np.int64], vocab_size: int, name: Callable[[int], str]) -> None:
-    """Refuse token ids beyond the vocabulary before they reach a model; `name` says where a row came from."""
+    """Refuse token ids outside the vocabulary before they reach a model. `name` describes where a row came from."""
     if rows.max() < vocab_size and rows.min() >= 0:
         return
     row = int(np.argmax(((rows >= vocab_size) | (rows < 0)).any(axis=1)))
@@ -156,11 +168,11 @@ class Windows:
         self.count = max(0, split.tokens - 1) // seq_len
 
     def read_into(self, row: npt.NDArray[np.int64], window: int) -> None:
-        """The tokens of a window and the one after it, into `row` [seq_len + 1]."""
+        """Read the tokens of a window and the one after it into `row` [seq_len + 1]."""
         row[:] = self.corpus.read(self.split.start + window * self.seq_len, self.seq_len + 1)
 
     def require_one(self) -> None:
-        """Refuse a split too small for a single sample, with its numbers."""
+        """Refuse a split that is too small for one sample."""
         if self.count:
             return
         need = self.seq_len + 1
@@ -176,7 +188,7 @@ class Windows:
 
 
 class SampleStream(Blended[Windows]):
-    """An endless, repeatable stream of samples from one or more corpora."""
+    """An endless, reproducible stream of shuffled windows from one or more corpora."""
 
     def __init__(
         self, sets: Sequence[Windows], weights: Sequence[float] | None, seed: int, maker: Maker | None = None
@@ -187,7 +199,7 @@ class SampleStream(Blended[Windows]):
         self._maker, self.seed = maker or BatchMaker(vocab_size=2**62), seed
 
     def batch(self, first: int, count: int) -> Batch:
-        """Samples first .. first + count - 1 of the stream."""
+        """Return samples first .. first + count - 1 of the stream."""
         corpus, window = self.locate(np.arange(first, first + count, dtype=np.int64))
         rows = np.empty((count, self.sets[0].seq_len + 1), np.int64)
         for row, c, w in zip(rows, corpus, window, strict=True):
@@ -197,7 +209,7 @@ class SampleStream(Blended[Windows]):
         )
 
     def locate(self, indices: Indices) -> tuple[Indices, Indices]:
-        """(corpus, window) of each sample index."""
+        """Return (corpus, window) of each sample index."""
         corpus, local = self._blend.locate(indices)
         window = np.empty(len(indices), np.int64)
         for c, windows in enumerate(self.sets):
@@ -211,6 +223,7 @@ class SampleStream(Blended[Windows]):
         return corpus, window
 
     def prefetch(self, first: int, count: int) -> None:
+        """Start downloading the windows of samples first .. first + count - 1 from remote corpora."""
         if not any(windows.corpus.is_remote for windows in self.sets):
             return
         corpus, window = self.locate(np.arange(first, first + count, dtype=np.int64))

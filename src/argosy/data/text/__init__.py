@@ -1,1 +1,1 @@
-"""Text in: finding the input files, reading them in blocks and records, and turning text into token ids."""
+"""Text input: find input files, read them in blocks and records, and tokenize text."""

@@ -1,11 +1,11 @@
-"""Inputs cut into blocks that can be read independently, so that any number of processes and machines can share them.
+"""Split inputs into blocks that can be read independently, so any number of processes and machines can share one input.
 
-Block k of a file of lines holds the lines whose first byte lies in [k x size, (k + 1) x size). A plain file is read at
-that place directly; a compressed one is decompressed up to it, which costs far less than tokenising what is skipped, so
-that even one compressed file keeps every core busy. A table is cut by what its footer says of its row groups, and read
-from there; a group of small text files is cut by files.
+Block k of a line-based file holds the lines whose first byte lies in [k x size, (k + 1) x size). A plain file is read from
+that offset. A compressed file is decompressed up to that offset, which is far cheaper than tokenizing the skipped text, so
+even a single compressed file keeps every core busy. A Parquet table is split by the row groups in its footer. A group of
+small text files is one block.
 
-Memory is bounded: a block comes in pieces of a few MiB, and a record longer than MAX_RECORD is reported, not held.
+Memory is bounded: a block is read in pieces of a few MiB, and a record longer than MAX_RECORD is reported, not held.
 """
 
 from __future__ import annotations
@@ -17,43 +17,53 @@ from typing import Any, Protocol
 from argosy.data.text.input_files import decompressed, open_input
 from argosy.data.text.inputs import InputFile
 
-PIECE = 1 << 20  # bytes read and tokenised at a time
-MAX_RECORD = 64 << 20
-BOM = b"\xef\xbb\xbf"  # some editors start UTF-8 files with it; it is not text
+# The unit that is read and tokenized at a time.
+PIECE = 1 << 20  # bytes
+MAX_RECORD = 64 << 20  # bytes
+# The byte-order mark that some editors write at the start of UTF-8 files. It is not text.
+BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some consecutive records of one file: lines, or rows of a table. `places` are byte offsets, or row numbers."""
+    """A run of consecutive records of one file: lines of text, or rows of a table."""
 
     file: str
     records: list[bytes] | list[dict[str, Any]]
+    # The byte offset of each line, or the row number of each row.
     places: list[int]
-    size: int  # bytes of the file as it is stored, about
-    content: bytes  # what was read, decompressed: a fingerprint is made of it
-    too_long: tuple[int, int] | None = None  # place and size of a last record that was passed over
+    # Approximate bytes of the stored (compressed) file, for progress.
+    size: int
+    # The decompressed bytes, from which the content fingerprint is computed.
+    content: bytes
+    # Place and size of a last record that was skipped because it is longer than MAX_RECORD.
+    too_long: tuple[int, int] | None = None
 
 
 class Blocks(Protocol):
-    """The blocks of one input. Ask for them in ascending order."""
+    """The blocks of one input. They must be read in ascending order."""
 
     def block(self, index: int) -> Iterator[Piece] | None:
-        """The pieces of a block, or None past the end."""
+        """Return the pieces of a block, or None past the end."""
 
 
 class LineBlocks:
+    """The blocks of a file with one record per line, plain or compressed."""
+
     def __init__(self, file: InputFile, block_bytes: int) -> None:
         self.file, self.size = file, block_bytes
         self._raw = open_input(file)
         self._stream = decompressed(self._raw, file)
-        self._at = 0  # the offset of the line that is read next
+        # The offset of the next line, in decompressed bytes.
+        self._at = 0
 
     def block(self, index: int) -> Iterator[Piece] | None:
         start, end = index * self.size, (index + 1) * self.size
         if self._at < start:
             if not self._skip_to(start - 1):
                 return None
-            self._at += self._rest_of_line()[1]  # of a line that began in an earlier block
+            # Skip the rest of a line that began in an earlier block.
+            self._at += self._rest_of_line()[1]
         return self._pieces(end)
 
     def _pieces(self, end: int) -> Iterator[Piece]:
@@ -75,7 +85,7 @@ class LineBlocks:
             yield _split(self.file.path, data, start, self._raw.tell() - stored_from, too_long)
 
     def _skip_to(self, place: int) -> bool:
-        """Whether there is anything at `place`; if so, the stream stands there."""
+        """Seek to offset `place`. Return False if the file ends before it."""
         if not self.file.is_compressed:
             self._stream.seek(place)
             self._at = place
@@ -88,7 +98,7 @@ class LineBlocks:
         return True
 
     def _rest_of_line(self) -> tuple[bytes | None, int]:
-        """What is left of this line, or None where it is too long to hold; and how many bytes that was."""
+        """Return (the rest of this line, its size in bytes). The rest is None if it is longer than MAX_RECORD."""
         held = self._stream.readline(MAX_RECORD)
         passed = len(held)
         if passed < MAX_RECORD or held.endswith(b"\n"):
@@ -109,14 +119,15 @@ def _split(name: str, data: bytes, start: int, size: int, too_long: tuple[int, i
         records.append(line)
         places.append(at)
         at += len(line) + 1
-    if records and not records[-1]:  # after the last line's end
+    # `split` yields an empty string after the last newline.
+    if records and not records[-1]:
         records.pop()
         places.pop()
     return Piece(name, records, places, size, content, too_long)
 
 
 class FileBlocks:
-    """Small text files, each a document; all of them one block."""
+    """The single block of a group of small text files, each of which is one document."""
 
     def __init__(self, group: Sequence[InputFile]) -> None:
         self.group = group

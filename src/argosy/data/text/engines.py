@@ -1,9 +1,8 @@
-"""Faster engines for the same tokenizer, used only where they are proven to give the same ids.
+"""Fast tokenizer engines, used only if they give the same ids as the reference library `tokenizers`.
 
-The proof runs at every start, in every process that will encode: a set of strings that have tripped engines before, and
-a sample of the corpus itself, encoded by the fast engine and by the reference (`tokenizers`). One different id, or a
-missing engine, and the next one or the reference is used instead, and that is said. JSON is never given to an engine:
-records are parsed by us.
+Every process that encodes checks this at start: engine and reference encode strings on which engines have failed before,
+and a sample of the corpus. If one id differs, or an engine is not installed, the next engine or the reference is used, and
+the report says why. Engines never parse JSON records; `records.py` does.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ import orjson
 from argosy.data.text.tokenizer import Ids, JsonTokenizer, Lengths, Tokenizer, panics_as_errors, tokenizer_faults
 from argosy.errors import ArgosyError
 
-# Leading white space before contractions, form feeds, control tokens as text, other scripts, digits, combining marks,
-# emoji with joiners, long runs, zero-width characters, lone carriage returns.
+# Strings on which tokenizer engines have differed: leading white space before contractions, form feeds, control tokens as
+# text, other scripts, digits, combining marks, emoji with joiners, long runs, zero-width characters, lone carriage returns.
 NASTY = (
     "", " ", "  ", "\n", "\r\n\r\n", "\t\t x", "\n'main'", "\t'device", "\n'm", "\n't", "\t'd", "\n\n\x0c\n\n", "don't I'LL we'Re",
     "<|endoftext|>", "a<|endoftext|>b <|endoftext|>", "<s></s><unk>[CLS][SEP]", "é漢字かなкириллица", "e\u0301 \u1e69 ﬁ ½ ²",
@@ -35,8 +34,9 @@ Encode = Callable[[Sequence[str]], tuple[Ids, Lengths]]
 
 
 def _fastokens(text: str, special_in_text: bool) -> Encode:
-    for threads in ("RAYON_NUM_THREADS", "FASTOKENS_BPE_THREADS"):  # processes share the work: threads would compete
-        os.environ.setdefault(threads, "1")
+    # The work is already divided over processes, so threads would only compete for cores.
+    for variable in ("RAYON_NUM_THREADS", "FASTOKENS_BPE_THREADS"):
+        os.environ.setdefault(variable, "1")
     fastokens = importlib.import_module("fastokens")
 
     engine: Any = fastokens.Tokenizer.from_json_str(text)
@@ -54,7 +54,8 @@ def _fastokens(text: str, special_in_text: bool) -> Encode:
 def _gigatoken(text: str, special_in_text: bool) -> Encode:
     gigatoken = importlib.import_module("gigatoken")
 
-    if not special_in_text:  # it looks for every added token: those it should take for text are left out
+    # gigatoken matches every added token in the text, so remove the special tokens that must be encoded as plain text.
+    if not special_in_text:
         document = orjson.loads(text)
         document["added_tokens"] = [token for token in document.get("added_tokens", ()) if not token["special"]]
         text = orjson.dumps(document).decode()
@@ -70,15 +71,16 @@ def _gigatoken(text: str, special_in_text: bool) -> Encode:
     return encode
 
 
-# By the name of their module, the better first: they are about as fast, and gigatoken takes longer to load.
+# Engines by module name, in order of preference. Both are about equally fast, and gigatoken takes longer to load.
 ENGINES: dict[str, Callable[[str, bool], Encode]] = {"fastokens": _fastokens, "gigatoken": _gigatoken}
 
 
 class EngineFault(Exception):
-    """Why an engine cannot be used for this tokenizer, in words that follow its name."""
+    """The reason why an engine cannot be used for this tokenizer, worded to follow the engine's name."""
 
 
 def load_engine(name: str, tokenizer_json: str, special_in_text: bool) -> Encode:
+    """Return the encode function of engine `name` for a tokenizer.json. Raise EngineFault if it cannot load it."""
     try:
         with panics_as_errors():
             encode = ENGINES[name](tokenizer_json, special_in_text)
@@ -94,7 +96,7 @@ def load_engine(name: str, tokenizer_json: str, special_in_text: bool) -> Encode
 
 @dataclass(frozen=True)
 class Proof:
-    """Texts, and the ids the reference gives them: what an engine must give too."""
+    """Test strings with their ids from the reference tokenizer, which an engine must reproduce."""
 
     texts: list[str]
     ids: Ids
@@ -102,10 +104,12 @@ class Proof:
 
     @classmethod
     def by(cls, reference: Tokenizer, sample: Sequence[str]) -> Proof:
+        """Encode the hard strings and a sample of the corpus with the reference tokenizer."""
         texts = [*NASTY, *sample]
         return cls(texts, *reference.encode(texts))
 
     def check(self, encode: Encode) -> None:
+        """Raise EngineFault if `encode` fails or gives other ids than the reference."""
         try:
             ids, lengths = encode(self.texts)
         except ArgosyError as error:
@@ -118,7 +122,7 @@ class Proof:
 
 
 def likely_engine(tokenizer: Tokenizer) -> str | None:
-    """The first that `choose_engine` will try, so that it can be loaded beforehand."""
+    """Return the first engine that `choose_engine` will try, so that it can be loaded in advance."""
     names = (name for name in ENGINES if importlib.util.find_spec(name) is not None)
     return next(names, None) if isinstance(tokenizer, JsonTokenizer) else None
 
@@ -127,18 +131,26 @@ Proven = TypeVar("Proven")
 
 
 def choose_engine(tokenizer: Tokenizer, prove: Callable[[str], Proven]) -> tuple[Proven | None, str]:
-    """(what `prove` makes of the fastest engine without a fault, None for the reference; what was found, in words)"""
+    """Choose the first engine that `prove` accepts.
+
+    Args:
+        tokenizer: The reference tokenizer.
+        prove: A function that checks the engine of a given name. It raises EngineFault if the engine cannot be used.
+
+    Returns:
+        The result of `prove`, or None if the reference must be used, and a description of the choice for the report.
+    """
     if not isinstance(tokenizer, JsonTokenizer):
         return None, type(tokenizer).__name__
-    found = []
+    faults = []
     for name in ENGINES:
         if importlib.util.find_spec(name) is None:
-            found.append(f"{name} is not installed (pip install 'argosy[data]')")
+            faults.append(f"{name} is not installed (pip install 'argosy[data]')")
             continue
         try:
             proven = prove(name)
         except EngineFault as fault:
-            found.append(f"{name} {fault}")
+            faults.append(f"{name} {fault}")
         else:
             return proven, f"{name}, ids equal to the reference on {len(NASTY)} hard strings and a sample of the corpus"
-    return None, "tokenizers, the reference: " + "; ".join(found)
+    return None, "tokenizers, the reference: " + "; ".join(faults)

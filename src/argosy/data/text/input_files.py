@@ -1,8 +1,8 @@
-"""The bytes of inputs, held against the fingerprint each input had when the job was planned.
+"""Read input files, and refuse an input that changed since the job was planned.
 
-A job reads an input in many blocks, from many processes, over hours, and again after a kill. If the input changes meanwhile,
-the corpus would equal neither version, so a read that comes up short is refused, and so is an input whose size,
-modification time, inode or ETag is another when a part is finished.
+A job reads an input in many blocks, from many processes, over hours, and again after a kill. If the input changed meanwhile,
+the corpus would match neither version. So a short read is refused, and so is an input whose size, modification time, inode or
+ETag has changed when a part is finished.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from argosy.data.text.inputs import InputFile, local_input
 from argosy.errors import ArgosyError
 
 LINE_BUFFER = 1 << 20
-# A remote input is asked for this many bytes at once: fewer cost a round trip each, more cost memory.
-REMOTE_BUFFER = 8 << 20
+# The size of a range request to a remote input: smaller requests cost round trips, larger ones cost memory.
+REMOTE_BUFFER = 8 << 20  # bytes
 
 
 def open_input(file: InputFile, buffer: int | None = None) -> io.BufferedReader:
-    """The bytes as stored, seekable.
+    """Open the stored (possibly compressed) bytes of an input as a seekable stream.
 
     Raises:
-        ArgosyError: `data.input-changed`, here or while reading, if the file ends before the size it had.
+        ArgosyError: `data.input-changed`, here or while reading, if the file is shorter than when it was listed.
     """
     raw: io.RawIOBase
     if file.is_remote:
@@ -40,7 +40,7 @@ def open_input(file: InputFile, buffer: int | None = None) -> io.BufferedReader:
 
 
 class _LocalInput(io.FileIO):
-    """A local file that was promised a size; ending earlier is a refusal, never a quiet end."""
+    """A local file with a known size. Reaching the end before that size is an error."""
 
     def __init__(self, file: InputFile) -> None:
         super().__init__(file.location)
@@ -60,14 +60,14 @@ class _LocalInput(io.FileIO):
 
 
 def check_unchanged(files: Sequence[InputFile]) -> None:
-    """Refuse inputs that are no longer what they were when they were listed."""
+    """Refuse inputs whose fingerprint differs from when they were listed."""
     for file in files:
         if not file.is_copy:
             require_same(file, fingerprint_now(file))
 
 
 def fingerprint_now(file: InputFile) -> InputFile:
-    """`file` with the size and version it has now."""
+    """Return `file` with its current size and version."""
     if file.is_remote:
         from argosy.data.remote.remote_inputs import look_again
 
@@ -80,7 +80,7 @@ def fingerprint_now(file: InputFile) -> InputFile:
 
 
 def require_same(before: InputFile, now: InputFile, *, since: str = "while it was being prepared") -> None:
-    """Refuse a file whose fingerprint differs, with each difference."""
+    """Refuse a file whose fingerprint differs. The error names each difference."""
     differences = []
     if before.size != now.size:
         differences.append(f"size {before.size:,} -> {now.size:,} bytes")
@@ -93,6 +93,7 @@ def require_same(before: InputFile, now: InputFile, *, since: str = "while it wa
 
 
 def input_changed(file: InputFile, what: str, *, since: str = "while it was being prepared") -> ArgosyError:
+    """Return the `data.input-changed` error."""
     return ArgosyError(
         "data.input-changed",
         f"{file.path} changed {since}: {what}",
@@ -102,7 +103,10 @@ def input_changed(file: InputFile, what: str, *, since: str = "while it was bein
 
 @contextlib.contextmanager
 def reading(files: Sequence[InputFile], where: str = "") -> Iterator[None]:
-    """Turn what readers raise on damaged content into a refusal that names the file; a change of the file comes first."""
+    """Convert the exceptions of readers on damaged content into a `data.bad-input` error that names the file.
+
+    If the file has changed, the error says that instead, because a change explains the damage.
+    """
     try:
         yield
     except (OSError, EOFError, zlib.error, ValueError) as error:
@@ -114,7 +118,7 @@ def reading(files: Sequence[InputFile], where: str = "") -> Iterator[None]:
 
 
 def decompressed(raw: BinaryIO, file: InputFile) -> BinaryIO:
-    """The bytes of a file as its name says they are compressed, or as they are. Reads forward only."""
+    """Return a forward-only stream of the decompressed bytes. The file's suffix decides the compression."""
     if not file.is_compressed:
         return raw
     if file.path.endswith(".gz"):
@@ -125,7 +129,7 @@ def decompressed(raw: BinaryIO, file: InputFile) -> BinaryIO:
 
 
 class ZstdStream(io.RawIOBase):
-    """A zstandard file of one or more frames, decompressed; a file cut short is an error, never a quiet end."""
+    """A decompressed stream of one or more zstandard frames. A truncated file raises EOFError."""
 
     def __init__(self, raw: BinaryIO, name: str) -> None:
         import zstandard

@@ -1,8 +1,8 @@
-"""The files a corpus is made from: local paths, globs and directories, or remote ones.
+"""List the input files of a corpus: local paths, globs and directories, or remote URLs.
 
-Remote names carry a scheme (`s3://`, `gs://`, `az://`, `https://`, `hf://`); credentials come from the environment,
-never from the name. The order of the files is fixed by their names, so that the same inputs give the same corpus. Each file
-carries the fingerprint it had when it was listed (`argosy.data.text.input_files` refuses it once that changes).
+Remote names have a scheme (`s3://`, `gs://`, `az://`, `https://`, `hf://`). Credentials come from the environment, never
+from the name. Files are sorted by name, so the same inputs give the same corpus. Each file carries the fingerprint it had
+when it was listed; `argosy.data.text.input_files` refuses a file whose fingerprint changes later.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ LINES = (".jsonl", ".jsonl.zst", ".jsonl.gz", ".json.gz", ".jsonl.zstd")
 TEXT = (".txt", ".txt.zst", ".txt.gz")
 TABLES = (".parquet",)
 SUFFIXES = LINES + TEXT + TABLES
-_MADE_BY_US = ("manifest.json", ".parts")  # a directory with one of these is a corpus, not an input
+# A directory that contains one of these is a corpus, not an input.
+_CORPUS_MARKERS = ("manifest.json", ".parts")
 
 
 @dataclass(frozen=True)
 class InputFile:
-    """One file, with the fingerprint it had when it was listed.
+    """An input file, with the fingerprint it had when it was listed.
 
     Args:
-        path: The name the user knows it by; it goes into the manifest.
-        size: Bytes as stored.
-        version: The modification time of a local file, the ETag, generation, hash or time of a remote one. It changes when
-            the content does. Empty: not known, only the size is compared.
-        inode: The inode of a local file; 0 where the file system does not keep inodes.
+        path: The name that the user gave. The manifest records it.
+        size: The stored size in bytes.
+        version: The modification time of a local file; the ETag, generation, hash or time of a remote one. It changes when
+            the content does. Empty if unknown: then only the size is compared.
+        inode: The inode of a local file; 0 where the file system has no stable inodes.
         address: Where the bytes are read if not at `path`: a URL, or the path of a local copy.
     """
 
@@ -56,7 +57,7 @@ class InputFile:
 
     @property
     def is_copy(self) -> bool:
-        """Whether the bytes lie in a private copy that nobody else changes."""
+        """True if the bytes are read from a private local copy that nobody else changes."""
         return bool(self.address) and not self.is_remote
 
     @property
@@ -77,8 +78,12 @@ class InputFile:
 
 
 def find_inputs(names: Sequence[str], report: Callable[[str], None] | None = None) -> list[InputFile]:
-    """The files meant, in a fixed order; directories and globs stand for the files of known kinds they hold, and what
-    else they hold is reported."""
+    """List the input files that `names` stand for, in a fixed order.
+
+    Args:
+        names: Files, directories, globs or URLs. Directories and globs expand to the files with a known suffix.
+        report: A function that receives a message about files in a directory that are skipped.
+    """
     found: list[InputFile] = []
     for name in names:
         local = name.removeprefix("file://")
@@ -89,7 +94,7 @@ def find_inputs(names: Sequence[str], report: Callable[[str], None] | None = Non
 
 
 def require(module: str, extra: str, purpose: str) -> Any:
-    """Import an optional library, or say which extra installs it."""
+    """Import an optional library. If it is missing, the error names the extra that installs it."""
     try:
         return importlib.import_module(module)
     except ImportError:
@@ -101,9 +106,9 @@ def require(module: str, extra: str, purpose: str) -> Any:
 
 
 def local_path(name: str | Path) -> Path:
-    """`name` as a path on this machine; `file://` is one, and other addresses are refused.
+    """Return `name` as a local path. `file://` URLs are accepted, other URLs are refused.
 
-    A `Path` of an address has lost one of its slashes, and would be taken for a relative directory.
+    `Path` collapses the two slashes of a URL, which would then be taken for a relative directory.
     """
     address = re.fullmatch(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", str(name))
     if address is None:
@@ -112,22 +117,22 @@ def local_path(name: str | Path) -> Path:
         return Path("/", address[2])
     raise ArgosyError(
         "data.bad-input",
-        f"{address[1]}://{address[2]} is remote, and only a local path will do here",
+        f"{address[1]}://{address[2]} is remote; a local path is required here",
         fix="copy it to a local disk, or mount it; inputs of `prepare` and corpora of `train` (with a cache) may be remote",
     )
 
 
 def require_no_texts(output: Path, ours: str) -> None:
-    """Refuse to make a corpus among texts: as parts of a corpus they would never be found again, and could be replaced."""
+    """Refuse an output directory that holds input texts: they would be taken for files of the corpus and could be overwritten."""
     texts = sorted(p.name for p in output.glob("*") if p.name.endswith(SUFFIXES) and p.name != ours)
     if texts:
-        cause = f"{output} holds texts, such as {texts[0]}, and a corpus needs a directory of its own"
+        cause = f"{output} contains input texts such as {texts[0]}; a corpus needs its own directory"
         fix = f"--output {output / 'corpus'}"
         raise ArgosyError("data.bad-input", cause, key="--output", value=str(output), fix=fix)
 
 
 def local_input(path: str) -> InputFile:
-    """The file at `path` with the fingerprint it has now."""
+    """Return the local file at `path` with its current fingerprint."""
     facts = os.stat(path)
     inode = facts.st_ino if _keeps_inodes(facts.st_dev) else 0
     return InputFile(path, facts.st_size, f"mtime={np.datetime64(facts.st_mtime_ns, 'ns')}", inode)
@@ -135,7 +140,7 @@ def local_input(path: str) -> InputFile:
 
 @lru_cache(maxsize=64)
 def _keeps_inodes(device: int) -> bool:
-    """False for FUSE mounts: those of object stores number a file anew each time it is looked up."""
+    """Return False for FUSE mounts: FUSE file systems over object stores assign a new inode at each lookup."""
     number = f"{os.major(device)}:{os.minor(device)}"
     try:
         mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()]
@@ -148,12 +153,12 @@ def _keeps_inodes(device: int) -> bool:
 def _local(name: str, report: Callable[[str], None] | None) -> list[InputFile]:
     path = Path(name)
     if path.is_dir():
-        corpora = {p.parent for name in _MADE_BY_US for p in path.rglob(name)}
+        corpora = {p.parent for name in _CORPUS_MARKERS for p in path.rglob(name)}
         files = [p for p in path.rglob("*") if p.is_file() and not corpora.intersection(p.parents)]
         inside = sorted(p for p in files if p.name.endswith(SUFFIXES) and not p.name.startswith("."))
         if report is not None and len(inside) < len(files):
             other = sorted(set(files) - set(inside))
-            report(f"{name}: {len(other)} files of other kinds are passed over, such as {other[0].name}")
+            report(f"{name}: {len(other)} files of other kinds are skipped, such as {other[0].name}")
         return require_known([local_input(str(p)) for p in inside], name)
     if path.is_file():
         return require_known([local_input(name)] if name.endswith(SUFFIXES) else [], name)
@@ -162,21 +167,28 @@ def _local(name: str, report: Callable[[str], None] | None) -> list[InputFile]:
         pattern = str(path.relative_to(path.anchor)) if path.is_absolute() else name
         matches = sorted(p for p in root.glob(pattern) if p.is_file() and p.name.endswith(SUFFIXES))
         return require_known([local_input(str(p)) for p in matches], name)
-    raise ArgosyError("data.not-found", f"there is no {name}", fix=f"check the path; {Path.cwd()} is where it begins")
+    raise ArgosyError(
+        "data.not-found", f"there is no {name}", fix=f"check the path; relative paths start at {Path.cwd()}"
+    )
 
 
 def _remote(name: str, report: Callable[[str], None] | None) -> list[InputFile]:
-    # Imported late: this needs packages that local inputs do not.
+    # Imported late: it needs packages that local inputs do not.
     from argosy.data.remote.remote_inputs import find_remote
 
     return require_known([file for file in find_remote(name, report) if file.is_known], name)
 
 
 def require_known(files: list[InputFile], name: str) -> list[InputFile]:
-    """`files`, those of known kinds that `name` stands for, if there is one."""
+    """Return `files`. Refuse an empty list, and file names that are not UTF-8.
+
+    Args:
+        files: The files with a known suffix that `name` stands for.
+        name: The input as the user named it, for the error.
+    """
     if not files:
         raise ArgosyError(
-            "data.bad-input", f"{name} is or holds no file of a known kind", fix=f"known: {', '.join(SUFFIXES)}"
+            "data.bad-input", f"{name} has no file of a supported type", fix=f"supported: {', '.join(SUFFIXES)}"
         )
     for file in files:
         named = os.fsencode(file.path)
@@ -187,7 +199,7 @@ def require_known(files: list[InputFile], name: str) -> list[InputFile]:
 
 
 def group_inputs(files: Sequence[InputFile], text_lines: bool) -> list[list[InputFile]]:
-    """Each file alone, but for text files that are one document each: those are taken together up to a block's size."""
+    """Group input files into units of work: one file each, but text files that are one document each are grouped up to 8 MiB."""
     groups: list[list[InputFile]] = []
     room = 0
     for file in files:

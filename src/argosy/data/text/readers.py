@@ -1,4 +1,4 @@
-"""Which reader an input needs, by the kind of its file: blocks of lines, of rows or of files, and what parses them."""
+"""Choose the block reader and the record parser of an input by its file type: lines, table rows or whole text files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ from argosy.data.text.tables import TableBlocks
 def open_blocks(
     group: Sequence[InputFile], *, keys: Sequence[str], block_bytes: int, text_lines: bool
 ) -> tuple[Blocks, Parser]:
-    """`group` is one file, or several small text files that are one document each. Plain text has no keys."""
+    """Open an input.
+
+    Args:
+        group: One file, or several small text files that are one document each.
+        keys: The keys or columns that hold the text. They do not apply to plain text.
+        block_bytes: The size of a block.
+        text_lines: Take each line of a text file as a document, instead of the whole file.
+    """
     first = group[0]
     with reading(group):
         if first.is_table:
@@ -25,7 +32,7 @@ def open_blocks(
 
 
 def read_block(blocks: Blocks, index: int, group: Sequence[InputFile]) -> Iterator[Piece] | None:
-    """The pieces of a block, or None past the end. Content that cannot be read is refused with the name of its file."""
+    """Return the pieces of a block, or None past the end. Unreadable content raises `data.bad-input` with the file's name."""
     where = f", block {index}"
     with reading(group, where):
         pieces = blocks.block(index)
@@ -38,7 +45,7 @@ def _guarded(pieces: Iterator[Piece], group: Sequence[InputFile], where: str) ->
 
 
 def all_texts(groups: Sequence[Sequence[InputFile]], keys: Sequence[str]) -> Iterator[str]:
-    """The good texts of all inputs, which must stay the same until they are read."""
+    """Yield the good texts of all inputs. Refuse an input that changes while it is read."""
     for group in groups:
         blocks, parser = open_blocks(group, keys=keys, block_bytes=1 << 24, text_lines=False)
         index = 0

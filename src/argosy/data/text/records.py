@@ -1,4 +1,4 @@
-"""From raw records to texts. A record becomes a document or a bad record with its place and its fault; none is lost."""
+"""Parse raw records into texts. Each record becomes a document or a bad record with its place and reason; none is lost."""
 
 from __future__ import annotations
 
@@ -15,34 +15,36 @@ Sentences = list[str]
 
 @dataclass(frozen=True, slots=True)
 class BadRecord:
-    """A record that cannot become a document. `kind` is what is counted; `detail` is for whoever repairs it."""
+    """A record that cannot become a document. `kind` is counted; `detail` helps the user to repair the record."""
 
     file: str
-    offset: int  # of its first byte (in the decompressed text), or its row number in a table
+    # The offset of its first byte in the decompressed text, or its row number in a table.
+    offset: int
     kind: str
     detail: str
 
 
 class _Fault(Exception):
-    """What is wrong with a record: a kind, and a detail."""
+    """The reason why a record is bad: its kind and a detail."""
 
 
 class Parser:
-    """Reads the text of each record under one or more keys (nested as `meta.body`), or the record itself.
+    """A parser that extracts the text under one or more keys of each record (nested as `meta.body`), or the record itself.
 
-    A record is good only if it is under every key, so that document n of each key is of the same record.
+    A record is good only if it has text under every key, so document n of every key comes from the same record.
     """
 
     def __init__(self, keys: Sequence[str] | None) -> None:
         self.paths = None if keys is None else [key.split(".") for key in keys]
 
     def parse(self, piece: Piece) -> tuple[list[list[Sentences]], list[BadRecord]]:
-        """For each key the documents of a piece, each a list of one or more sentences; and what could not be used."""
+        """Return the documents of a piece for each key, each a list of one or more sentences, and the bad records."""
         documents: list[list[Sentences]] = [[] for _ in self.paths or (None,)]
         bad: list[BadRecord] = []
         for record, place in zip(piece.records, piece.places, strict=True):
+            # An empty line is not a record.
             if isinstance(record, bytes) and not record.strip():
-                continue  # an empty line between records is not a record
+                continue
             try:
                 texts = self._texts(record)
             except _Fault as fault:
@@ -121,7 +123,7 @@ def _json_fault(record: bytes, error: orjson.JSONDecodeError) -> tuple[str, str]
 
 
 def texts_of(pieces: Iterator[Piece], parser: Parser) -> Iterator[str]:
-    """Good texts only, for training a tokenizer or for a sample to try one on."""
+    """Yield the texts of all good records, to train or to check a tokenizer."""
     for piece in pieces:
         for documents in parser.parse(piece)[0]:
             for sentences in documents:

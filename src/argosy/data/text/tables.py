@@ -1,8 +1,8 @@
-"""Parquet tables as blocks of rows. The footer alone decides the blocks: each is some whole row groups, or some rows of a
-large one. A process starts at the row group of its block and decodes nothing before it.
+"""Split Parquet tables into blocks of rows.
 
-Memory is bounded by the file's pages, not by its row groups: pages are read through a small buffer, only of the columns
-asked for, and turned into rows a few MiB at a time.
+The footer alone decides the blocks: each is one or more whole row groups, or some rows of a large one. A process starts at
+the row group of its block and decodes nothing before it. Memory is bounded by the size of a page, not of a row group: pages
+of the requested columns are read through a small buffer and converted to rows a few MiB at a time.
 """
 
 from __future__ import annotations
@@ -18,36 +18,40 @@ from argosy.data.text.input_files import open_input, reading
 from argosy.data.text.inputs import InputFile, require
 from argosy.errors import ArgosyError
 
-_MAX_ROWS = 4096  # read at a time
+# The largest number of rows decoded at a time.
+_MAX_ROWS = 4096
 
 
 @dataclass(frozen=True)
 class Span:
-    """Rows [skip, skip + rows) of some consecutive row groups, decoded `step` at a time; `first_row` of the table."""
+    """The rows of one block: rows [skip, skip + rows) of some consecutive row groups."""
 
     groups: tuple[int, ...]
     skip: int
     rows: int
+    # Rows decoded at a time.
     step: int
+    # The number of the block's first row in the whole table.
     first_row: int
 
 
 class TableBlocks:
-    """Rows of the columns that hold some keys, each a dictionary."""
+    """The blocks of a Parquet table. Rows are dictionaries that hold only the columns of `keys`."""
 
     def __init__(self, file: InputFile, block_bytes: int, keys: Sequence[str]) -> None:
         parquet = require("pyarrow.parquet", "data", "reading parquet")
         self.file, self.keys = file, list(keys)
         with reading([file], " is not a parquet file"):
-            # A small buffer streams the pages of a column; without one a whole column of a row group is held. Columns
-            # are read in turns, so what is read around each must stay small too.
+            # With a small buffer pyarrow streams the pages of a column; without one it holds the whole column of a row group.
+            # Columns are read in turns, so the read-ahead of our own buffer must stay small too.
             stored = open_input(file, buffer=1 << 20)
             self._table = parquet.ParquetFile(stored, buffer_size=1 << 20, pre_buffer=False)
         for key in keys:
             self._check_column(key)
         self._spans = list(_spans(self._table.metadata, self.keys, block_bytes))
-        self._groups: tuple[int, ...] | None = None  # those being decoded
-        self._row = 0  # how many of their rows have been
+        # The row groups that are being decoded, and how many of their rows have been decoded.
+        self._groups: tuple[int, ...] | None = None
+        self._row = 0
 
     def block(self, index: int) -> Iterator[Piece] | None:
         return self._pieces(self._spans[index]) if index < len(self._spans) else None
@@ -70,7 +74,7 @@ class TableBlocks:
                 yield Piece(self.file.path, rows, places, round(len(batch) * stored), content)
 
     def _next_batch(self) -> Any:
-        """Raise a ValueError where the file is damaged or has what pyarrow cannot read."""
+        """Decode the next batch of rows. Raise ValueError if the file is damaged or pyarrow cannot read it."""
         from pyarrow.lib import ArrowException  # type: ignore[import-untyped]
 
         try:
@@ -97,7 +101,7 @@ class TableBlocks:
 
 
 def _halved(batch: Any) -> Iterator[Any]:
-    """In parts that are small enough, where rows are longer than their mean."""
+    """Halve a batch until each part fits in PIECE bytes. Needed where rows are longer than the mean."""
     if batch.nbytes <= PIECE or len(batch) < 2:
         yield batch
         return
@@ -122,7 +126,8 @@ def _spans(metadata: Any, keys: Sequence[str], block_bytes: int) -> Iterator[Spa
             continue
         cuts = max(1, small_bytes // block_bytes) if len(small) == 1 else 1
         whole = span(small, 0, small_rows, small_bytes, small_rows)
-        each = -(-small_rows // cuts // whole.step) * whole.step  # whole steps, so that a block ends with a batch
+        # A multiple of `step`, so that a block ends at the end of a batch.
+        each = -(-small_rows // cuts // whole.step) * whole.step
         for skip in range(0, small_rows, max(1, each)):
             yield span(small, skip, min(each, small_rows - skip), small_bytes, small_rows)
             first_row += min(each, small_rows - skip)
@@ -130,7 +135,7 @@ def _spans(metadata: Any, keys: Sequence[str], block_bytes: int) -> Iterator[Spa
 
 
 def _bytes_of(group: Any, keys: Sequence[str]) -> int:
-    """Of the columns that hold the keys, decompressed."""
+    """Return the decompressed size of the columns that hold the keys in one row group."""
     columns = (group.column(i) for i in range(group.num_columns))
     wanted = (
         c for c in columns if any(c.path_in_schema == key or c.path_in_schema.startswith(f"{key}.") for key in keys)

@@ -1,8 +1,8 @@
 """Tokenizers: Hugging Face `tokenizer.json`, GPT-2's `vocab.json` + `merges.txt`, SentencePiece models, and plain bytes.
 
-Text in a document never becomes a control token unless asked for: `<|endoftext|>` written by an author is encoded as
-the characters it is, and the end-of-document id is appended by us. A fingerprint of everything that decides ids travels
-with prepared data, so that a run with another tokenizer is refused.
+By default text in a document never becomes a special token: `<|endoftext|>` in a text is encoded as plain characters, and
+`prepare` appends the end-of-document id. Prepared data carries a fingerprint of everything that determines the ids, so a run
+with another tokenizer is refused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from argosy.data.text.inputs import local_path, require
 from argosy.errors import ArgosyError
 from argosy.untrusted import MIB, read_object, read_regular
 
-LARGEST_TOKENIZER = 512 * MIB  # of a tokenizer's file; the largest published ones have 40
+# The size limit of a tokenizer file. The largest published ones have 40 MiB.
+LARGEST_TOKENIZER = 512 * MIB
 Ids = npt.NDArray[np.uint32]
 Lengths = npt.NDArray[np.int64]
 EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<eod>", "</s>", "<eos>", "[EOS]", "[SEP]")
@@ -31,6 +32,8 @@ _DECIDES_IDS = ("added_tokens", "normalizer", "pre_tokenizer", "model")
 
 
 class Tokenizer(Protocol):
+    """The interface of all tokenizers."""
+
     @property
     def vocab_size(self) -> int: ...
     @property
@@ -38,23 +41,23 @@ class Tokenizer(Protocol):
     @property
     def fingerprint(self) -> str: ...
     def encode(self, texts: Sequence[str]) -> tuple[Ids, Lengths]:
-        """The ids of all texts back to back, and how many each has."""
+        """Return the ids of all texts in one flat array, and the number of ids of each text."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Their text; ids it does not have, which a model may have rows for, are left out."""
+        """Return the text of `ids`. Unknown ids are skipped: a padded embedding has rows beyond the vocabulary."""
 
     def id_of(self, token: str) -> int | None:
-        """The id of a token by its name, or None where there is none."""
+        """Return the id of a token, or None if the vocabulary does not have it."""
 
     def opening(self) -> list[int]:
-        """What its own rules put in front of a text, as Llama's `<s>`; nothing we prepare has it."""
+        """Return the special tokens that the tokenizer itself puts before a text, such as Llama's BOS. `prepare` adds none."""
 
     def stored(self) -> tuple[str, bytes]:
-        """(file name, content) to keep beside data and checkpoints; `load_tokenizer` reads it back."""
+        """Return (file name, content) to store with data and checkpoints. `load_tokenizer` reads it back."""
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as ids 0..255, and 256 for the end of a document. Needs no file and no training."""
+    """A tokenizer without a file: ids 0..255 are the UTF-8 bytes, and 256 is the end of a document."""
 
     vocab_size = 257
     eod_id = 256
@@ -79,7 +82,7 @@ class ByteTokenizer:
 
 
 class JsonTokenizer:
-    """A Hugging Face tokenizer.json, run by the `tokenizers` library: the reference for every faster engine."""
+    """A Hugging Face tokenizer.json, run by the `tokenizers` library. It is the reference for the fast engines."""
 
     def __init__(self, text: str, name: str, eod: str | None = None, *, special_in_text: bool = False) -> None:
         from tokenizers import Tokenizer as Engine
@@ -97,7 +100,7 @@ class JsonTokenizer:
         self._engine.no_padding()
         self._engine.encode_special_tokens = not special_in_text
         self.text, self.name, self.eod, self.special_in_text = text, name, eod, special_in_text
-        # One more than the largest id: entries may leave gaps, and what counts is the rows an embedding needs.
+        # The number of embedding rows: the largest id + 1, not the number of entries, because ids may have gaps.
         self.vocab_size = max(self._engine.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @cached_property
@@ -145,7 +148,7 @@ class JsonTokenizer:
 
 @contextmanager
 def tokenizer_faults(name: str) -> Iterator[None]:
-    """Turn whatever a library fails with on a text into a refusal that names the tokenizer."""
+    """Convert any exception of a tokenizer library into a `tokenizer.failed` error that names the tokenizer."""
     try:
         with panics_as_errors():
             yield
@@ -165,7 +168,7 @@ def tokenizer_faults(name: str) -> Iterator[None]:
 
 @contextmanager
 def panics_as_errors() -> Iterator[None]:
-    """Raise a panic of a library written in Rust as a RuntimeError: by itself it is no `Exception` and ends the process."""
+    """Convert a Rust panic (pyo3's PanicException) into a RuntimeError. It is not an `Exception` and would end the process."""
     try:
         yield
     except BaseException as error:
@@ -220,8 +223,18 @@ class SentencePieceTokenizer:
 def load_tokenizer(
     name: str, eod: str | None = None, *, special_in_text: bool = False, within: Path | None = None
 ) -> Tokenizer:
-    """`bytes`; a tokenizer.json; a SentencePiece `.model`; a GPT-2 vocab.json beside its merges.txt; or a directory that
-    holds one of them. `within`: the directory its links may not lead out of."""
+    """Load a tokenizer.
+
+    Args:
+        name: `bytes`, a tokenizer.json, a SentencePiece `.model`, a GPT-2 vocab.json beside its merges.txt, or a directory
+            that holds one of them.
+        eod: The end-of-document token. None looks for the usual names.
+        special_in_text: Encode the names of special tokens in a text as those tokens.
+        within: The directory that links may not lead out of.
+
+    Raises:
+        ArgosyError: `tokenizer.not-found`, `tokenizer.no-eod`.
+    """
     if name == "bytes":
         if eod is not None:
             raise ArgosyError(
@@ -258,7 +271,7 @@ def load_tokenizer(
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> str:
-    """A byte-level BPE trained on `texts`, as the text of a tokenizer.json. Id 0 is the end of a document."""
+    """Train a byte-level BPE on `texts`. Return the content of a tokenizer.json, in which id 0 is the end of a document."""
     from tokenizers import pre_tokenizers, trainers
 
     engine = _byte_level_bpe()
@@ -283,7 +296,7 @@ def _byte_level_bpe(**model: Any) -> Any:
 
 
 def _from_vocabulary(vocab: Path, within: Path | None) -> str:
-    """GPT-2's two files as one tokenizer.json."""
+    """Convert GPT-2's vocab.json and merges.txt to a tokenizer.json."""
     merges = vocab.with_name(vocab.name.replace("vocab.json", "merges.txt"))
     try:
         entries = read_object(vocab, LARGEST_TOKENIZER, within=within)
@@ -309,7 +322,7 @@ def _from_vocabulary(vocab: Path, within: Path | None) -> str:
 def _not_a_vocabulary(vocab: Path, why: str) -> ArgosyError:
     return ArgosyError(
         "tokenizer.not-found",
-        f"{vocab} and the merges.txt beside it are no vocabulary: {why}",
+        f"{vocab} and the merges.txt beside it are not a BPE vocabulary: {why}",
         fix="copy both files again, or give a tokenizer.json",
     )
 
@@ -321,6 +334,6 @@ def _flat(encoded: Sequence[Sequence[int]]) -> tuple[Ids, Lengths]:
 
 
 def _fingerprint(document: dict[str, Any]) -> str:
-    """Of what decides ids; not of padding, truncation or how ids are turned back into text."""
+    """Return a hash of the sections that determine ids. Padding, truncation, post-processor and decoder are not part of it."""
     parts = {key: document.get(key) for key in _DECIDES_IDS}
     return hashlib.sha256(json.dumps(parts, sort_keys=True, ensure_ascii=True).encode()).hexdigest()

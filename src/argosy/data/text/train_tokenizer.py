@@ -1,4 +1,4 @@
-"""`argosy data train-tokenizer`: a byte-level BPE from the good documents of the inputs."""
+"""`argosy data train-tokenizer`: train a byte-level BPE on the good documents of the inputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from argosy.files import replace_file
 def train_tokenizer_on(
     inputs: Sequence[str], vocab_size: int, output: Path, keys: Sequence[str], *, overwrite: bool
 ) -> str:
-    """Train a BPE on the good documents of the inputs; a line that says what came out."""
+    """Train a BPE on the good documents of `inputs`, write it to `output`, and return a one-line summary."""
     if output.exists() and not overwrite:
         raise ArgosyError(
             "data.output-exists",

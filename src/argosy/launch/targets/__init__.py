@@ -1,1 +1,1 @@
-"""What starts the pods of a run: one file for each kind of job, all from the same pod body."""
+"""What starts a run: one module for each target, registered in `argosy.config.targets`."""

@@ -1,18 +1,26 @@
-"""HyperPodPyTorchJob: SageMaker HyperPod's own operator, its agent in each pod, and a watch on the log for runs that hang.
+"""SageMaker HyperPod: a PyTorchJob that HyperPod resumes, or a HyperPodPyTorchJob of its own operator, by `cluster.operator`.
 
-The agent (`hyperpodrun`, in place of `--nproc`) is told by the operator where to meet. In each pod it reads what the first rank there
+HyperPod's own operator has an agent in each pod and watches the log for runs that hang. The agent (`hyperpodrun`, in place of `--nproc`) is told by the operator where to meet. In each pod it reads what the first rank there
 prints, from a file it has to be asked to keep, and reports the pod as hanging when no line about a step has come for long; how long
 follows from the planner's step time. So the first rank of every node prints those lines.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from argosy.config.cluster import ClusterSpec
 from argosy.config.units import Duration
 from argosy.console.training_lines import EVERY_NODE, STEP_LINE, STEP_LINES
+from argosy.errors import ArgosyError
+from argosy.launch.manifests import Kind
 from argosy.launch.names import require_room
 from argosy.launch.placement import Placement
 from argosy.launch.pod import Manifest, job_metadata, literal, nvlink_domain, pod_template
-from argosy.launch.stages import SPEC_FILE
+from argosy.launch.stages import SPEC_FILE, TRAIN
+from argosy.launch.target import Right
+from argosy.launch.targets.kubernetes import KubernetesTarget
+from argosy.launch.targets.pytorchjob import PYTORCH_JOB, pytorch_job
 
 AGENT_PORT = 8080
 AGENT_LOGS = "/tmp/hyperpod"
@@ -20,13 +28,79 @@ AGENT_STATE = "/opt/ml/input/config"  # the agent writes there, and the root fil
 CONTAINER = "argosy"
 _START_S = 3600  # images, data, first compilation
 _LEAST_SILENCE_S = 600
+_HYPERPOD_JOB = Kind(
+    "sagemaker.amazonaws.com/v1",
+    "HyperPodPyTorchJob",
+    "hyperpodpytorchjobs",
+    operator="SageMaker HyperPod's training operator",
+)
 
 
-def hyperpod_job(placed: Placement) -> list[Manifest]:
+class HyperPodTarget(KubernetesTarget):
+    name = "hyperpod"
+    jobs = (PYTORCH_JOB, _HYPERPOD_JOB)
+
+    def check(self, placed: Placement) -> None:
+        super().check(placed)
+        _check_hyperpod(placed.cluster)
+
+    def train_objects(self, placed: Placement) -> list[Manifest]:
+        return _resumed_job(placed) if _resumes(placed.cluster) else _hyperpod_job(placed)
+
+    def rights(self, cluster: ClusterSpec) -> Sequence[Right]:
+        used = PYTORCH_JOB if _resumes(cluster) else _HYPERPOD_JOB
+        return [right for right in super().rights(cluster) if right.resource == used.plural]
+
+
+TARGET = HyperPodTarget()
+
+
+def _resumes(cluster: ClusterSpec) -> bool:
+    return cluster.operator == "kubeflow"
+
+
+def _check_hyperpod(cluster: ClusterSpec) -> None:
+    if cluster.cloud != "hyperpod":
+        raise ArgosyError(
+            "config.conflict",
+            f"the target hyperpod needs SageMaker HyperPod's operator, and the cloud is {cluster.cloud}",
+            key="cluster.cloud",
+            value=cluster.cloud,
+            fix="cluster.cloud=hyperpod, or the target jobset or pytorchjob",
+        )
+    if _resumes(cluster) and not cluster.namespace.startswith(("hyperpod", "kubeflow")):
+        raise ArgosyError(
+            "launch.namespace",
+            "HyperPod resumes PyTorchJobs only in the namespace kubeflow, or in ones whose name begins with hyperpod",
+            key="cluster.namespace",
+            value=cluster.namespace,
+            fix="cluster.namespace=hyperpod-ns-TEAM, or cluster.operator=sagemaker",
+        )
+    if not _resumes(cluster) and cluster.gang != "off":
+        raise ArgosyError(
+            "config.conflict",
+            f"nothing groups the pods of a HyperPodPyTorchJob for {cluster.gang}: HyperPod's task governance is Kueue",
+            key="cluster.gang",
+            value=cluster.gang,
+            fix="cluster.queue=hyperpod-ns-TEAM-localqueue in place of it",
+        )
+
+
+def _resumed_job(placed: Placement) -> list[Manifest]:
+    """Return a PyTorchJob that HyperPod resumes when it has replaced a faulty node. It takes operators 1.7.0 to 1.8.1."""
+    *before, job = pytorch_job(placed)
+    job["metadata"]["annotations"] = {
+        "sagemaker.amazonaws.com/enable-job-auto-resume": "true",
+        "sagemaker.amazonaws.com/job-max-retry-count": str(placed.cluster.restarts),
+    }
+    return [*before, job]
+
+
+def _hyperpod_job(placed: Placement) -> list[Manifest]:
     cluster, name = placed.cluster, placed.name
     require_room(name, f"-pods-{cluster.nodes + cluster.spares - 1}")
     env = {"NNODES": str(cluster.nodes), STEP_LINES: EVERY_NODE}
-    template = pod_template(placed, "train", CONTAINER, env)
+    template = pod_template(placed, TRAIN, CONTAINER, env)
     template["spec"]["restartPolicy"] = "OnFailure"
     container = template["spec"]["containers"][0]
     container["command"] = ["hyperpodrun"]
@@ -51,7 +125,7 @@ def hyperpod_job(placed: Placement) -> list[Manifest]:
     job = {
         "apiVersion": "sagemaker.amazonaws.com/v1",
         "kind": "HyperPodPyTorchJob",
-        "metadata": job_metadata(placed, "train", name),
+        "metadata": job_metadata(placed, TRAIN, name),
         "spec": {"nprocPerNode": str(placed.ranks), "replicaSpecs": [replicas], "runPolicy": _policy(placed)},
     }
     return [*nvlink_domain(placed), job]

@@ -5,28 +5,42 @@ Failures count towards `cluster.restarts`; disruptions (drains, preemptions, los
 
 from __future__ import annotations
 
+from argosy.launch.gang import pod_group
+from argosy.launch.indexed_jobs import CONTAINER, REFUSED, job_spec
+from argosy.launch.manifests import Kind
 from argosy.launch.names import require_room
 from argosy.launch.placement import Placement
 from argosy.launch.pod import PORT, Manifest, job_metadata, nvlink_domain, pod_template
-from argosy.launch.targets.gang import pod_group
-from argosy.launch.targets.indexed import CONTAINER, REFUSED, job_spec
+from argosy.launch.stages import TRAIN
+from argosy.launch.targets.kubernetes import KubernetesTarget
 
 GROUP = "node"
 
 
-def job_set(placed: Placement) -> list[Manifest]:
+class JobSetTarget(KubernetesTarget):
+    name = "jobset"
+    jobs = (Kind("jobset.x-k8s.io/v1alpha2", "JobSet", "jobsets", operator="JobSet (jobset.sigs.k8s.io)"),)
+
+    def train_objects(self, placed: Placement) -> list[Manifest]:
+        return _job_set(placed)
+
+
+TARGET = JobSetTarget()
+
+
+def _job_set(placed: Placement) -> list[Manifest]:
     name, nodes = placed.name, placed.cluster.nodes
     require_room(name, f"-{GROUP}-0-{nodes - 1}-abcde")
     env = {"NNODES": str(nodes), "MASTER_ADDR": f"{name}-{GROUP}-0-0.{name}", "MASTER_PORT": str(PORT)}
-    template = pod_template(placed, "train", CONTAINER, env)
-    group = pod_group(placed, "train", name, template)
+    template = pod_template(placed, TRAIN, CONTAINER, env)
+    group = pod_group(placed, TRAIN, name, template)
     return [
         *nvlink_domain(placed),
         *group,
         {
             "apiVersion": "jobset.x-k8s.io/v1alpha2",
             "kind": "JobSet",
-            "metadata": job_metadata(placed, "train", name),
+            "metadata": job_metadata(placed, TRAIN, name),
             "spec": {
                 "network": {"enableDNSHostnames": True, "subdomain": name, "publishNotReadyAddresses": True},
                 "ttlSecondsAfterFinished": int(placed.cluster.keep_finished.amount),

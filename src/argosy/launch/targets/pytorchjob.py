@@ -1,4 +1,4 @@
-"""PyTorchJob (Kubeflow Training Operator 1.x), and HyperPod's auto-resume on top of it.
+"""PyTorchJob (Kubeflow Training Operator 1.x).
 
 The operator names the container `pytorch`, tells every pod its rank as a node and where the master listens, and restarts a
 failed pod alone. The others notice that it is gone, end, and are restarted too: they meet again at the master's address.
@@ -6,11 +6,26 @@ failed pod alone. The others notice that it is gone, end, and are restarted too:
 
 from __future__ import annotations
 
+from argosy.launch.manifests import Kind
 from argosy.launch.names import require_room
 from argosy.launch.placement import Placement
 from argosy.launch.pod import Manifest, job_metadata, nvlink_domain, pod_template
+from argosy.launch.stages import TRAIN
+from argosy.launch.targets.kubernetes import KubernetesTarget
 
 CONTAINER = "pytorch"
+PYTORCH_JOB = Kind("kubeflow.org/v1", "PyTorchJob", "pytorchjobs", operator="Kubeflow's Training Operator 1.x")
+
+
+class PyTorchJobTarget(KubernetesTarget):
+    name = "pytorchjob"
+    jobs = (PYTORCH_JOB,)
+
+    def train_objects(self, placed: Placement) -> list[Manifest]:
+        return pytorch_job(placed)
+
+
+TARGET = PyTorchJobTarget()
 
 
 def pytorch_job(placed: Placement) -> list[Manifest]:
@@ -31,23 +46,13 @@ def pytorch_job(placed: Placement) -> list[Manifest]:
     job = {
         "apiVersion": "kubeflow.org/v1",
         "kind": "PyTorchJob",
-        "metadata": job_metadata(placed, "train", name),
+        "metadata": job_metadata(placed, TRAIN, name),
         "spec": {"nprocPerNode": str(placed.ranks), "runPolicy": policy, "pytorchReplicaSpecs": replicas},
     }
     return [*nvlink_domain(placed), job]
 
 
 def _template(placed: Placement) -> Manifest:
-    template = pod_template(placed, "train", CONTAINER)
+    template = pod_template(placed, TRAIN, CONTAINER)
     del template["spec"]["restartPolicy"]  # the replica's takes its place
     return template
-
-
-def resumed_by_hyperpod(placed: Placement) -> list[Manifest]:
-    """The same, resumed by HyperPod when it has replaced a faulty node. It takes operators 1.7.0 to 1.8.1."""
-    *before, job = pytorch_job(placed)
-    job["metadata"]["annotations"] = {
-        "sagemaker.amazonaws.com/enable-job-auto-resume": "true",
-        "sagemaker.amazonaws.com/job-max-retry-count": str(placed.cluster.restarts),
-    }
-    return [*before, job]

@@ -6,22 +6,104 @@ run saves and the job is put back into the queue. The variables are those a pod 
 
 from __future__ import annotations
 
+import os
 import shlex
+import subprocess
+from pathlib import Path
 
-from argosy.errors import EXIT_REFUSED, EXIT_RESUMABLE
+from argosy.errors import EXIT_DONE, EXIT_REFUSED, EXIT_RESUMABLE, ArgosyError
+from argosy.launch.fabric import DEVICE_ON_HOST
+from argosy.launch.names import object_name
 from argosy.launch.placement import Placement
 from argosy.launch.pod import training_environment
-from argosy.launch.stages import DATA_STAGES, Stage, command, stages_of
+from argosy.launch.render import render, write
+from argosy.launch.stages import STAGES, TRAIN, Stage, stages_of
+from argosy.launch.target import Launched, LaunchOptions, RunStatus, State, Target, logged_progress, not_found
 
 SUBMIT = "submit.sh"
 _SPEC = "$ARGOSY_SPEC"
 _MARK = "@spec@"
 
 
-def slurm_files(placed: Placement) -> dict[str, str]:
-    stages = stages_of(placed)
-    scripts = {f"{stage}.sbatch": _script(placed, stage) for stage in stages}
-    return {"run.yaml": placed.source, **scripts, SUBMIT: _submit(stages)}
+class SlurmTarget(Target):
+    name = "slurm"
+
+    def render(self, placed: Placement) -> dict[str, str]:
+        stages = stages_of(placed)
+        scripts = {f"{stage}.sbatch": _script(placed, stage) for stage in stages}
+        return {"run.yaml": placed.source, **scripts, SUBMIT: _submit(stages)}
+
+    def apply(self, placed: Placement, options: LaunchOptions) -> int:
+        """Submit the chain. The spec has to lie where every node sees it: beside the run directories, unless --output says where."""
+        directory = options.output or Path(placed.spec.runs_dir) / f".launch-{placed.name}"
+        write(render(placed), directory)
+        line = [str(directory / SUBMIT)]
+        if options.only is not None:
+            line = ["sbatch", "--parsable", str(directory / f"{options.only}.sbatch")]
+        environment = os.environ | {"ARGOSY_SPEC": str(directory.resolve() / "run.yaml")}
+        try:
+            done = subprocess.run(line, check=False, env=environment, text=True, capture_output=True)
+        except FileNotFoundError:
+            done = None
+        if done is None or done.returncode:
+            raise ArgosyError(
+                "launch.slurm",
+                "sbatch is not on this machine" if done is None else f"Slurm refused the job: {done.stderr.strip()}",
+                fix=f"submit {directory / SUBMIT} where Slurm's commands are"
+                if done is None
+                else "see what Slurm says; partition, account and time are in cluster.slurm",
+            )
+        options.say(done.stdout.strip() if options.only is None else f"{options.only} {done.stdout.strip()}")
+        return EXIT_DONE
+
+    def status(self, run: Launched) -> RunStatus:
+        return RunStatus(run.name, stages=_states(run), progress=logged_progress(run))
+
+    def stop(self, run: Launched) -> list[str]:
+        """Take what waits out of the queue; what trains saves, and is not queued again."""
+        jobs = [line.split() for line in _queued(run, "%A %j %T")]
+        if not jobs:
+            raise not_found(run, f"Slurm has no job of {run.name}")
+        for job, stage, state in jobs:
+            if state == "RUNNING" and stage == _job_name(run, TRAIN.name):
+                _ask("scontrol", "update", f"jobid={job}", "Requeue=0")
+                _ask("scancel", "--signal=TERM", "--batch", job)
+            else:
+                _ask("scancel", job)
+        return [f"Slurm job {job}, {stage}" for job, stage, _ in jobs]
+
+
+TARGET = SlurmTarget()
+
+
+def _states(run: Launched) -> dict[str, State]:
+    states = {}
+    for line in _queued(run, "%j|%T|%R"):
+        job, state, reason = [*line.strip().split("|"), "", ""][:3]
+        stage = job.removeprefix(_job_name(run, ""))
+        states[stage] = State("running" if state == "RUNNING" else "waiting", f"{state.lower()} {reason}".strip())
+    return states
+
+
+def _queued(run: Launched, columns: str) -> list[str]:
+    """Return a line of these columns for each job of the run that is in the queue."""
+    names = ",".join(_job_name(run, stage) for stage in STAGES)
+    return _ask("squeue", "--noheader", f"--format={columns}", f"--name={names}").splitlines()
+
+
+def _job_name(run: Launched, stage: str) -> str:
+    return f"{object_name(run.name)}-{stage}"
+
+
+def _ask(*line: str) -> str:
+    try:
+        return subprocess.run(line, check=True, capture_output=True, text=True).stdout
+    except FileNotFoundError:
+        raise ArgosyError(
+            "launch.slurm", f"{line[0]} is not on this machine", fix="run this where Slurm's commands are"
+        ) from None
+    except subprocess.CalledProcessError as error:
+        raise ArgosyError("launch.slurm", f"{line[0]}: {error.stderr.strip()}", fix="see what Slurm says") from None
 
 
 def _script(placed: Placement, stage: Stage) -> str:
@@ -30,10 +112,10 @@ def _script(placed: Placement, stage: Stage) -> str:
     lines += placed.cluster.slurm.setup
     variables = _variables(placed, stage)
     lines += [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
-    if stage not in DATA_STAGES:
+    if stage.on_gpus:
         lines += ['scratch="${TMPDIR:-/tmp}/argosy-$SLURM_JOB_ID"', *_LOCAL_CACHES, ""]
-    words = " ".join(_quoted(word) for word in command(placed, stage, _MARK))
-    if stage in DATA_STAGES:
+    words = " ".join(_quoted(word) for word in stage.command(placed, _MARK))
+    if not stage.on_gpus:
         return "\n".join([*lines, f"exec {_srun(placed, variables)} argosy {words}", ""])
     return "\n".join([*lines, *_training(placed, f"{_srun(placed, variables)} argosy {words}", stage), ""])
 
@@ -50,7 +132,7 @@ def _options(placed: Placement, stage: Stage) -> list[str]:
     options += [f"--{option}={value}" for option, value in named.items() if value is not None]
     if cluster.storage is not None:
         options.append(f"--chdir={cluster.storage.mount}")
-    if stage in DATA_STAGES:
+    if not stage.on_gpus:
         workers = cluster.data
         return [*options, f"--array=0-{workers.count - 1}", "--ntasks=1", f"--cpus-per-task={workers.cpus}",
                 f"--mem={workers.memory.removesuffix('i')}", *slurm.options]  # fmt: skip
@@ -59,15 +141,15 @@ def _options(placed: Placement, stage: Stage) -> list[str]:
         options += [f"--gpus-per-node={placed.gpus}", "--exclusive", "--mem=0"]
     elif placed.cpus:
         options.append(f"--cpus-per-task={placed.cpus}")
-    if stage == "train":
+    if stage.trains:
         options += ["--requeue", f"--signal=B:TERM@{int(cluster.grace.amount)}"]
     return [*options, *slurm.options]
 
 
 def _variables(placed: Placement, stage: Stage) -> dict[str, str]:
-    if stage in DATA_STAGES:
+    if not stage.on_gpus:
         return {"ARGOSY_WORKERS": str(placed.cluster.data.count)} | placed.cluster.env
-    return {"PYTHONUNBUFFERED": "1"} | training_environment(placed) | placed.cluster.env
+    return {"PYTHONUNBUFFERED": "1"} | training_environment(placed, DEVICE_ON_HOST) | placed.cluster.env
 
 
 def _srun(placed: Placement, variables: dict[str, str]) -> str:
@@ -90,7 +172,7 @@ def _training(placed: Placement, step: str, stage: Stage) -> list[str]:
     lines = []
     if placed.cluster.cloud == "hyperpod":
         lines += ["auto_resume=()", "if [ -d /opt/sagemaker_cluster ]; then auto_resume=(--auto-resume=1); fi"]
-    if stage != "train":
+    if not stage.trains:
         return [*lines, f"exec {step}"]
     return [
         *lines,

@@ -6,16 +6,32 @@ neither is `resourcesPerNode`, which replaces or drops parts of a pod's resource
 
 from __future__ import annotations
 
+from argosy.launch.indexed_jobs import STOP_WHEN_REFUSED
+from argosy.launch.manifests import Kind
 from argosy.launch.names import require_room
 from argosy.launch.placement import Placement
 from argosy.launch.pod import Manifest, job_metadata, labels, nvlink_domain, pod_template
-from argosy.launch.targets.indexed import STOP_WHEN_REFUSED
+from argosy.launch.stages import TRAIN
 from argosy.launch.targets.jobset import GROUP, replicated_jobs
+from argosy.launch.targets.kubernetes import KubernetesTarget
 
 CONTAINER = "node"
+_API = "trainer.kubeflow.org/v1alpha1"
 
 
-def train_job(placed: Placement) -> list[Manifest]:
+class TrainJobTarget(KubernetesTarget):
+    name = "trainjob"
+    jobs = (Kind(_API, "TrainJob", "trainjobs", operator="Kubeflow Trainer 2.x"),)
+    beside = (Kind(_API, "TrainingRuntime", "trainingruntimes"),)
+
+    def train_objects(self, placed: Placement) -> list[Manifest]:
+        return _train_job(placed)
+
+
+TARGET = TrainJobTarget()
+
+
+def _train_job(placed: Placement) -> list[Manifest]:
     cluster, name = placed.cluster, placed.name
     require_room(name, f"-{GROUP}-0-{cluster.nodes - 1}-abcde")
     runtime = f"{name}-runtime"
@@ -28,19 +44,19 @@ def train_job(placed: Placement) -> list[Manifest]:
     return [
         *nvlink_domain(placed),
         {
-            "apiVersion": "trainer.kubeflow.org/v1alpha1",
+            "apiVersion": _API,
             "kind": "TrainingRuntime",
             "metadata": {
                 "name": runtime,
                 "namespace": cluster.namespace,
-                "labels": labels(placed, "train") | {"trainer.kubeflow.org/framework": "torch"},
+                "labels": labels(placed, TRAIN) | {"trainer.kubeflow.org/framework": "torch"},
             },
             "spec": policies | {"template": {"spec": _job_set_spec(placed)}},
         },
         {
-            "apiVersion": "trainer.kubeflow.org/v1alpha1",
+            "apiVersion": _API,
             "kind": "TrainJob",
-            "metadata": job_metadata(placed, "train", name),
+            "metadata": job_metadata(placed, TRAIN, name),
             "spec": {
                 "runtimeRef": {
                     "apiGroup": "trainer.kubeflow.org",
@@ -54,7 +70,7 @@ def train_job(placed: Placement) -> list[Manifest]:
 
 
 def _job_set_spec(placed: Placement) -> Manifest:
-    spec = replicated_jobs(placed, pod_template(placed, "train", CONTAINER))
+    spec = replicated_jobs(placed, pod_template(placed, TRAIN, CONTAINER))
     template = spec["replicatedJobs"][0]["template"]
     template["metadata"] = {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}}
     named = STOP_WHEN_REFUSED["onExitCodes"] | {"containerName": CONTAINER}

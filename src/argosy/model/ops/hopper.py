@@ -1,9 +1,9 @@
-"""Causal attention by Argosy's own kernels for Hopper, for heads of 64: the fastest over both passes, also where bits must repeat.
+"""Causal attention by Argosy's own kernels for Hopper, for heads of 64 and 128: the fastest over both passes, also where bits must repeat.
 They are written in Gluon, whose form changes between versions of Triton: they run only with those they were measured with."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 _TRITON: Final = installed("triton")
 _MEASURED = ("3.6.", "3.7.", "3.9.")
 _CAPABILITIES = (9,)
-_HEAD_DIM, _TOKENS = 64, 128  # of a head; that a sequence is a multiple of
+_HEAD_DIMS = (64, 128)
+_TOKENS = 128  # that a sequence is a multiple of
 
 
 def refusal(device: torch.device, dtype: torch.dtype, head_dim: int, seq: int) -> str | None:
@@ -27,8 +28,25 @@ def refusal(device: torch.device, dtype: torch.dtype, head_dim: int, seq: int) -
         return why
     if dtype != torch.bfloat16:
         return "needs bf16"
-    fits = head_dim == _HEAD_DIM and seq % _TOKENS == 0
-    return None if fits else f"needs heads of {_HEAD_DIM} and a multiple of {_TOKENS} tokens"
+    fits = head_dim in _HEAD_DIMS and seq % _TOKENS == 0
+    return None if fits else f"needs heads of {' or '.join(map(str, _HEAD_DIMS))} and a multiple of {_TOKENS} tokens"
+
+
+class Kernels(Protocol):
+    """What computes the backward pass for heads of one width."""
+
+    def attend_backward(
+        self,
+        d_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        scale: float,
+        *,
+        repeatable: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
 def is_kernel(name: str) -> bool:
@@ -39,20 +57,22 @@ def is_kernel(name: str) -> bool:
 def forward(q: Tensor, k: Tensor, v: Tensor, form: Form) -> tuple[Tensor, Tensor]:
     from argosy.model.ops.kernels.hopper_forward import attend
 
-    return attend(_rows(q), _rows(k), _rows(v), _scale(form))
+    return attend(_rows(q), _rows(k), _rows(v), _scale(form, q))
 
 
 def backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, form: Form
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from argosy.model.ops.kernels.hopper_backward import attend_backward
+    from argosy.model.ops.kernels import hopper_backward, hopper_backward_128
 
+    kernels: Kernels = hopper_backward if q.shape[-1] == 64 else hopper_backward_128
     repeatable = torch.are_deterministic_algorithms_enabled()
-    return attend_backward(_rows(d_out), _rows(q), _rows(k), _rows(v), out, lse, _scale(form), repeatable=repeatable)
+    rows = _rows(d_out), _rows(q), _rows(k), _rows(v)
+    return kernels.attend_backward(*rows, out, lse, _scale(form, q), repeatable=repeatable)
 
 
-def _scale(form: Form) -> float:
-    return _HEAD_DIM**-0.5 if form.scale is None else form.scale
+def _scale(form: Form, q: Tensor) -> float:
+    return q.shape[-1] ** -0.5 if form.scale is None else form.scale
 
 
 def _rows(x: Tensor) -> Tensor:

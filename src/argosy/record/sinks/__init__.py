@@ -1,1 +1,1 @@
-"""Where the record of a run goes besides its directory: each sink takes records in order, and may fail."""
+"""Sinks: TensorBoard, W&B, MLflow, Prometheus, OpenTelemetry and webhooks. Each takes a run's records in order, and may fail."""

@@ -1,4 +1,4 @@
-"""The sinks a run spec asks for, and whether what they need is installed."""
+"""The sinks that a run spec asks for, and the check that their packages are installed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def asked_sinks(spec: LogSpec, run: RunFacts) -> Iterator[Sink]:
 
 
 def require_packages(spec: LogSpec) -> None:
-    """Refuse, before anything is started, what could never be sent."""
+    """Refuse a sink whose package is not installed, before the run starts."""
     for extra, package in _PACKAGES.items():
         if getattr(spec.sinks, extra) and find_spec(package) is None:
             raise missing(package, extra)

@@ -1,7 +1,7 @@
-"""An MLflow tracking server, spoken to in its REST API: the client library is large and pins packages a run needs.
+"""The MLflow sink, through the tracking server's REST API: the client library is large and pins packages that a run needs.
 
-One MLflow run for one run here, found again by a tag. MLflow keeps every value it was sent with its step and time; of a step
-that was trained twice, the later one is the one that counts. Credentials come from MLflow's own variables.
+A run is one MLflow run, found again by a tag. MLflow keeps every value with its step and time; if a step was trained twice,
+the later value is shown. Credentials come from MLflow's own environment variables.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from argosy.record.jsonl import Record
 from argosy.record.sinks.sink import AT_ONCE, RunFacts, numbers, outcome
 
 _TIMEOUT_S = 10.0
-_METRICS_AT_ONCE, _PARAMS_AT_ONCE = 1000, 100  # the server's limits
+# The server's limits of one request.
+_METRICS_AT_ONCE, _PARAMS_AT_ONCE = 1000, 100
 _TAG = "argosy.run_id"
-_NOT_ALLOWED = re.compile(r"[^\w\-. /:]")  # in the name of a metric
+# Characters that a metric's name must not contain.
+_NOT_ALLOWED = re.compile(r"[^\w\-. /:]")
 _STATUS = {"done": "FINISHED", "interrupted": "KILLED"}
 
 
@@ -49,8 +51,8 @@ class MLflow:
         made = self._call("runs/create", {"experiment_id": experiment, "run_name": self._facts.name, "tags": tags})
         self._run = made["run"]["info"]["run_id"]
         params = [{"key": k, "value": str(v)[:500]} for k, v in flatten(self._facts.spec) if v is not None]
-        for some in _cut(params, _PARAMS_AT_ONCE):
-            self._call("runs/log-batch", {"run_id": self._run, "params": some})
+        for batch in _batches(params, _PARAMS_AT_ONCE):
+            self._call("runs/log-batch", {"run_id": self._run, "params": batch})
 
     def send(self, records: Sequence[Record]) -> None:
         metrics = [
@@ -63,8 +65,8 @@ class MLflow:
             for record in records
             for name, value in numbers(record).items()
         ]
-        for some in _cut(metrics, _METRICS_AT_ONCE):
-            self._call("runs/log-batch", {"run_id": self._run, "metrics": some})
+        for batch in _batches(metrics, _METRICS_AT_ONCE):
+            self._call("runs/log-batch", {"run_id": self._run, "metrics": batch})
 
     def close(self) -> None:
         if self._run:
@@ -98,6 +100,6 @@ def _credentials() -> dict[str, str]:
     return {}
 
 
-def _cut(items: list[dict[str, Any]], size: int) -> Iterator[list[dict[str, Any]]]:
+def _batches(items: list[dict[str, Any]], size: int) -> Iterator[list[dict[str, Any]]]:
     for first in range(0, len(items), size):
         yield items[first : first + size]

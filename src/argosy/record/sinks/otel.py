@@ -1,5 +1,7 @@
-"""OpenTelemetry: every figure as a gauge `argosy.<name>` with the time it was logged, sent to a collector over HTTP. Old records
-keep their own times, so that what a collector missed can be sent later."""
+"""The OpenTelemetry sink: every metric as a gauge `argosy.<name>` with the time it was logged, sent to a collector over HTTP.
+
+Old records keep their own times, so that records a collector missed can be sent later.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,10 @@ class OpenTelemetry:
         points: dict[str, list[Any]] = {}
         for record in records:
             nanoseconds = int(record.get("time", 0.0) * 1e9)
-            about = {"run": self._run.name}  # and not the step: each would be a series of its own
+            # The step is no attribute: each step would become a time series of its own.
+            attributes = {"run": self._run.name}
             for name, value in (numbers(record) | {"step": record["step"]}).items():
-                point = self._export.NumberDataPoint(about, nanoseconds, nanoseconds, value)
+                point = self._export.NumberDataPoint(attributes, nanoseconds, nanoseconds, value)
                 points.setdefault(name, []).append(point)
         made = [
             self._export.Metric(f"argosy.{name.replace('/', '.')}", name, "", self._export.Gauge(found))
@@ -46,7 +49,7 @@ class OpenTelemetry:
         scope = self._export.ScopeMetrics(self._scope, made, "")
         data = self._export.MetricsData([self._export.ResourceMetrics(self._resource, [scope], "")])
         if self._exporter.export(data, timeout_millis=5000) is not self._export.MetricExportResult.SUCCESS:
-            raise ConnectionError(f"{self._address} did not take the figures")
+            raise ConnectionError(f"{self._address} did not accept the metrics")
 
     def close(self) -> None:
         if self._exporter is not None:

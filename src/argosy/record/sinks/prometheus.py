@@ -1,4 +1,4 @@
-"""A page Prometheus scrapes: the latest figures of the run as gauges `argosy_<name>`, with the run's name as a label."""
+"""The Prometheus sink: an endpoint to scrape, with the latest metrics as gauges `argosy_<name>` and the run's name as a label."""
 
 from __future__ import annotations
 
@@ -43,12 +43,13 @@ class Prometheus:
             }
 
     def collect(self) -> Iterator[Any]:
-        """Called by the library for each scrape."""
+        """Yield the gauges of a scrape. prometheus_client calls this."""
         from prometheus_client.core import GaugeMetricFamily
 
-        named = {metric_name(name): (name, value) for name, value in list(self._latest.items())}  # each name once
-        for name, (said, value) in named.items():
-            family = GaugeMetricFamily(name, f"{said} of the latest logged step", labels=["run"])
+        # Two metrics may map to the same gauge name, which may appear only once.
+        gauges = {metric_name(name): (name, value) for name, value in list(self._latest.items())}
+        for gauge, (name, value) in gauges.items():
+            family = GaugeMetricFamily(gauge, f"{name} of the latest logged step", labels=["run"])
             family.add_metric([self._run], value)
             yield family
 

@@ -1,8 +1,8 @@
-"""What a sink is: something that takes the records of a run in order, and may fail at any time.
+"""The sink protocol: a sink takes the records of a run in order, and may fail at any time.
 
-Sinks run in a process of their own (`argosy.record.sink_process`) and read the same files as everybody else. A sink that fails
-is opened anew and given the same records again, so that `send` may meet records it has seen. When the step of a record is
-not above that of the one before, the run went back to a checkpoint: what was sent for that step and later ones no longer holds.
+Sinks run in the sink process (`argosy.record.sink_process`). A sink that fails is opened again and gets the same records, so
+`send` may see a record twice. A record whose step is not above the previous one means that the run went back to a checkpoint:
+records sent before for that step and later ones are no longer valid.
 """
 
 from __future__ import annotations
@@ -19,25 +19,32 @@ from argosy.record.jsonl import Record, read_jsonl
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a sink may want to know of the run besides its records."""
+    """Facts about the run for its sinks. `run_id` stays the same across restarts; `spec` is the resolved spec without secrets."""
 
     root: Path
     name: str
-    run_id: str  # stays the same however often the run is started
-    spec: dict[str, Any]  # the resolved run spec
+    run_id: str
+    spec: dict[str, Any]
 
 
 AT_ONCE = 500
 
 
 class Sink(Protocol):
+    """One destination of records.
+
+    source: the file that the sink reads, "metrics" or "events".
+    at_once: most records in one `send`; after a failure all of them are sent again.
+    newest: the last step that was sent, by this process or an earlier one; -1: none.
+    """
+
     name: str
-    source: str  # the file it reads: metrics or events
-    at_once: int  # records in one call, which are sent again where it fails
-    newest: int  # step it was sent last, in this process or an earlier one; -1: none
+    source: str
+    at_once: int
+    newest: int
 
     def open(self) -> None:
-        """Connect. A failure is not the end: it is tried again later."""
+        """Connect. If this raises, it is retried later."""
 
     def send(self, records: Sequence[Record]) -> None: ...
 
@@ -45,7 +52,7 @@ class Sink(Protocol):
 
 
 def numbers(record: Record) -> dict[str, float]:
-    """The figures of a record, by name: what can be plotted."""
+    """Return the numbers of a record by name, nested ones as `outer/inner`. Step, time and non-finite values are left out."""
     found: dict[str, float] = {}
     for name, value in record.items():
         kind = type(value)
@@ -59,10 +66,13 @@ def numbers(record: Record) -> dict[str, float]:
 
 
 def outcome(run: RunFacts) -> str:
-    """How the run ended: done, interrupted, or anything else for a failure; a run whose record says nothing of it was killed."""
-    ends = ("start", "resume", "done", "interrupted", "failed", "rank-died", "gave-up", "non-finite")
-    said = [event["event"] for event in read_jsonl(run.root / "events.jsonl") if event.get("event") in ends]
-    return str(said[-1]) if said else ""
+    """Return the run's newest start or end event: "done", "interrupted", or another kind for a failure.
+
+    A run that was killed has a start event and no end event.
+    """
+    kinds = ("start", "resume", "done", "interrupted", "failed", "rank-died", "gave-up", "non-finite")
+    found = [event["event"] for event in read_jsonl(run.root / "events.jsonl") if event.get("event") in kinds]
+    return str(found[-1]) if found else ""
 
 
 def missing(package: str, extra: str) -> ArgosyError:

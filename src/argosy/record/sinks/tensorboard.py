@@ -1,6 +1,8 @@
-"""TensorBoard event files in the run directory, written without torch. A run that went back to a checkpoint says so in them, and
-TensorBoard drops what it had from that step on. What cannot be written whole, as on a full disk, is taken back, since TensorBoard
-reads a file only up to the first broken record."""
+"""The TensorBoard sink: event files in the run directory, written without torch.
+
+When a run went back to a checkpoint, a session-start event makes TensorBoard drop its values from that step on. A partial
+write, as on a full disk, is truncated away, since TensorBoard reads a file only up to the first broken record.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ class TensorBoard:
     def __init__(self, run: RunFacts) -> None:
         self._directory = run.root / "tensorboard"
         self._file: io.FileIO | None = None
-        self._begun = False  # this file has said from which step on it counts: one that was killed may have written more than it knew
+        # Whether this file has a session-start event. An earlier process that was killed may have written steps beyond its
+        # stored offset.
+        self._session_started = False
         self.newest = -1
 
     def open(self) -> None:
@@ -31,7 +35,7 @@ class TensorBoard:
         except ImportError:
             raise missing("tensorboard", "tensorboard") from None
         self._events, self._summaries, self._records = event_pb2, summary_pb2, RecordWriter
-        self._begun = False
+        self._session_started = False
         self._directory.mkdir(exist_ok=True)
         name = f"events.out.tfevents.{time.time():.0f}.{os.uname().nodename}.{os.getpid()}"
         self._file = io.FileIO(self._directory / name, "a")
@@ -44,10 +48,10 @@ class TensorBoard:
         events, newest = [], self.newest
         for record in records:
             step, wall_time = record["step"], record.get("time", 0.0)
-            if step < newest or ("loss" in record and (step == newest or not self._begun)):
+            if step < newest or ("loss" in record and (step == newest or not self._session_started)):
                 status = self._events.SessionLog(status=self._events.SessionLog.START)
                 events.append(self._events.Event(wall_time=wall_time, step=step, session_log=status))
-                self._begun = True
+                self._session_started = True
             newest = step
             values = [self._summaries.Summary.Value(tag=n, simple_value=v) for n, v in numbers(record).items()]
             summary = self._summaries.Summary(value=values)

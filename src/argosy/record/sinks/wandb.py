@@ -1,20 +1,22 @@
-"""Weights & Biases: one run there for one run here, however often it is started.
+"""The Weights & Biases sink: a run is one W&B run, however often it is started.
 
-The run's id is kept in the run directory. Steps are W&B's own steps, which only grow: when a run goes back to a checkpoint, the
-run there is rewound to the step before and goes on, so that no point of the dead attempt stays. Where the server cannot rewind,
-and offline, where there is none, the run is resumed and the figures keep their own `step` axis. W&B_MODE and WANDB_API_KEY are
-W&B's own; no key is read, kept or sent by us.
+The W&B run id is stored in the run directory. W&B's own steps only grow. When a run goes back to a checkpoint, the W&B run is
+rewound to the step before, so that no point of the dead attempt stays. If the server cannot rewind, or W&B is offline, the
+run is resumed and the metrics keep their own `step` axis. W&B itself reads WANDB_MODE and WANDB_API_KEY; Argosy neither reads
+nor stores a key.
 """
 
 from __future__ import annotations
 
-import sys
+import logging
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from argosy.record.jsonl import Record
 from argosy.record.sinks.sink import AT_ONCE, RunFacts, missing, numbers, outcome
+
+_log = logging.getLogger(__name__)
 
 
 class WandB:
@@ -32,15 +34,16 @@ class WandB:
         except ImportError:
             raise missing("wandb", "wandb") from None
         self._wandb = wandb
-        if self.newest < 0:  # else the first record tells whether it goes back
+        # Otherwise the first record shows whether W&B has to rewind.
+        if self.newest < 0:
             self._start()
 
     def _start(self, rewound_to: int | None = None) -> None:
         facts = self._facts
         self._wait_for_a_directory()
-        again: dict[str, Any] = {"resume": "allow"} if rewound_to is None else {}
+        resume: dict[str, Any] = {"resume": "allow"}
         if rewound_to is not None:
-            again = {"resume_from": f"{facts.run_id}?_step={rewound_to}"}
+            resume = {"resume_from": f"{facts.run_id}?_step={rewound_to}"}
         self._run = self._wandb.init(
             entity=self._entity or None,
             project=self._project,
@@ -51,13 +54,13 @@ class WandB:
             settings=self._wandb.Settings(
                 console="off", x_disable_stats=True, x_disable_meta=True, init_timeout=30, silent=True
             ),
-            **again,
+            **resume,
         )
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
     def _wait_for_a_directory(self) -> None:
-        """W&B names a start's directory by its second, and writes over the files of an earlier start in the same one."""
+        """Wait until W&B's directory name is free: it has a resolution of one second, and W&B overwrites an existing one."""
         while any(self._facts.root.glob(f"wandb/*run-{time.strftime('%Y%m%d_%H%M%S')}-{self._facts.run_id}")):
             time.sleep(0.05)
 
@@ -78,10 +81,7 @@ class WandB:
             try:
                 self._start(rewound_to=step)
             except self._wandb.errors.Error as error:
-                print(
-                    f"warning: W&B does not rewind this run ({error}); it keeps the dead attempt's points",
-                    file=sys.stderr,
-                )
+                _log.warning("W&B cannot rewind this run (%s); it keeps the dead attempt's points", error)
             else:
                 return
         self._start()
@@ -90,4 +90,5 @@ class WandB:
         if self._run is not None:
             self._run.finish(exit_code=int(outcome(self._facts) not in ("done", "interrupted")))
             self._run = None
-            self._wandb.teardown()  # what was finished may still be in the memory of W&B's own process
+            # W&B's service process may still hold finished data in memory.
+            self._wandb.teardown()

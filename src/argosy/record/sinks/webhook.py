@@ -1,4 +1,4 @@
-"""A web address that is told of alerts and other news of the run, one JSON object a time. `text` is what Slack and its kin show."""
+"""The webhook sink: posts alerts and other important events, one JSON object a request. Slack and similar services show `text`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ _TIMEOUT_S = 10.0
 
 
 class Webhook:
-    name, source, at_once = "webhook", "events", 1  # nobody is told twice
+    # One record at a time: a batch that fails half-way would be posted twice.
+    name, source, at_once = "webhook", "events", 1
     newest = -1
 
     def __init__(self, run: RunFacts, address: str) -> None:
@@ -32,12 +33,11 @@ class Webhook:
                     fix=f"set {name} to the address where the run is started",
                 )  # fmt: skip
             self._address = os.environ[name]
-        if not self._address.startswith(
-            ("https://", "http://")
-        ):  # whoever has the address can post to it: it is not shown
+        # The message does not show the address: whoever has it can post.
+        if not self._address.startswith(("https://", "http://")):
             raise ArgosyError(
-                "log.missing-variable", "what it holds is no web address", key="log.alerts.webhook",
-                fix="set it to all of the address, with https:// in front",
+                "log.missing-variable", "the variable does not hold a web address", key="log.alerts.webhook",
+                fix="set it to the full address, starting with https://",
             )  # fmt: skip
 
     def send(self, records: Sequence[Record]) -> None:

@@ -1,4 +1,4 @@
-// Which page is shown, and its refresh every two seconds while it can be seen.
+// Chooses the page, and refreshes it every two seconds while it is visible.
 import { runsPage } from "./runs.js";
 import { runPage } from "./run.js";
 import { planPage } from "./plan.js";
@@ -36,7 +36,8 @@ async function tick(page) {
 }
 
 addEventListener("hashchange", open);
-document.querySelector(".skip").addEventListener("click", (event) => { event.preventDefault(); main.focus(); }); // what follows # names a page
+// The part after # names a page, so the skip link must not change it.
+document.querySelector(".skip").addEventListener("click", (event) => { event.preventDefault(); main.focus(); });
 addEventListener("keydown", (event) => {
   if (event.target.matches("input:not([type=range]):not([type=checkbox]), select") || event.ctrlKey || event.metaKey || event.altKey) return;
   if (event.key === "g") location.hash = "#/";

@@ -1,5 +1,5 @@
 // A chart of curves: drag, + and − or the wheel with Ctrl zoom; arrow keys move; Escape or a double click shows everything.
-// What is drawn is what the server gave for the width at hand, with the range between lowest and highest of each piece as a band.
+// The server sends as many pieces as the width has room for; the range between lowest and highest of each is drawn as a band.
 import { el, svg, short, amount } from "./dom.js";
 
 const WIDTH = 440, HEIGHT = 190, LEFT = 48, RIGHT = 10, TOP = 8, BOTTOM = 24;
@@ -166,7 +166,7 @@ export class Chart {
     if (this.onzoom) this.onzoom(range && [Math.max(0, range[0]), Math.max(1, range[1])]);
   }
 
-  // Without asking: what is drawn is cut or stretched at once, before finer pieces come.
+  // Redraws the present pieces for the new range at once, before the server sends finer ones.
   look(range) {
     this.range = range;
     this.draw();

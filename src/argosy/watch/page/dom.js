@@ -1,4 +1,4 @@
-// Elements made from data. Text is only ever set as text, so that no name of a run or metric can become markup.
+// Elements from data. Text is always set as text, so that the name of a run or metric can never become markup.
 export function el(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);
   return fill(node, attributes, children);
@@ -46,7 +46,7 @@ export function amount(number) {
   return short(number);
 }
 
-// A whole number in full, as far as it can be read.
+// An integer in full, if it is short enough to read.
 export function count(number) {
   return Number.isInteger(number) && Math.abs(number) < 1e10 ? number.toLocaleString("en") : amount(number);
 }
@@ -68,12 +68,12 @@ export function clock(seconds) {
   return (s / 86400).toFixed(1) + "d";
 }
 
-// in UTC, which headings say
+// In UTC, as the headings say.
 export function when(time) {
   return Number.isFinite(time) && time > 0 && time < 1e11 ? new Date(time * 1000).toISOString().replace("T", " ").slice(0, 19) : "";
 }
 
-// A figure of a record, where null stands for what is no number.
+// A value of a record; null stands for NaN.
 export function figure(value) {
   return value === undefined ? "n/a" : value === null ? "NaN" : short(value);
 }

@@ -1,4 +1,4 @@
-// Events as a table, newest first: what happened in words, then whatever else the event carries.
+// Events as a table, newest first: the text, then all other fields.
 import { el, short, table, when } from "./dom.js";
 
 const BAD = { alert: "warn", "sink-down": "warn", skip: "warn", rewind: "warn", "save-failed": "bad", stall: "bad", "rank-died": "bad", "non-finite": "bad", failed: "bad", "gave-up": "bad" };

@@ -1,4 +1,4 @@
-// The last lines that a rank wrote.
+// The last lines of a rank's log.
 import { ask, el } from "./dom.js";
 
 export function rankLog(run) {

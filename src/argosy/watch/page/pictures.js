@@ -16,7 +16,7 @@ export function waterfall(rows) {
   return el("div", { class: "fall" }, svg("svg", { viewBox: `0 0 ${width} ${rows.length * height}`, role: "img", "aria-label": "where the wall time went" }, bars));
 }
 
-// Of own work over the peers' 1 is paper, and 1.3 full colour; of other figures, the lowest and the highest.
+// Colour scale: for own work over the peers', 1 is blank and 1.3 is full colour; for other columns, lowest to highest.
 export function heatMap(map) {
   const ratio = map.column === "ratio", values = map.cells.flat().filter((value) => value !== null);
   let low = 1, high = 1.3;

@@ -1,4 +1,4 @@
-// The planner: a model and a cluster, answered with ranked layouts and what fills their memory.
+// The planner: ranked layouts for a model and a cluster, with their memory by part.
 import { ask, el, table, amount, percent, short } from "./dom.js";
 import { memoryBar } from "./pictures.js";
 

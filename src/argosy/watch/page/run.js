@@ -5,7 +5,7 @@ import { Chart } from "./chart.js";
 import { rankLog } from "./log.js";
 import { heatMap, waterfall } from "./pictures.js";
 
-// title, metrics (drawn as one chart), options; `compared` is what several runs are compared by
+// [title, metrics drawn in one chart, options]; `compared` names the metric for comparing several runs
 const CHARTS = [
   ["Loss", ["loss", "validation_loss"]], ["Gradient norm", ["grad_norm"], { log: true }], ["Tokens per second", ["tokens_per_s"]],
   ["Learning rate", ["lr"]], ["Step time, s", ["time/data", "time/forward_backward", "time/communication", "time/optimizer"], { compared: ["step_s"] }],
@@ -37,7 +37,7 @@ export function runPage(main, names) {
     if (version !== null) refresh(one);
   }
 
-  // All charts show the same steps: what happened at a spike is seen in the others.
+  // All charts show the same steps, so that a spike can be compared across them.
   function zoom(range) {
     for (const one of drawn) one.chart.look(range);
     return Promise.all(drawn.map(refresh));
@@ -102,7 +102,7 @@ export function runPage(main, names) {
 
   function plain(value) { return value === null || value === undefined ? "" : typeof value === "object" ? JSON.stringify(value) : String(value); }
 
-  // Those furthest behind, or longest where they are, first.
+  // Ranks furthest behind, or longest in a phase, first.
   function behind(beats) { return [...beats].sort((a, b) => (a.step ?? 0) - (b.step ?? 0) || (b.phase_s ?? 0) - (a.phase_s ?? 0)).slice(0, 512); }
 
   let column = "ratio";

@@ -9,15 +9,17 @@ groups of four warps compute. Two workers have 64 keys each, with
 and hand dS to the third, which has dQ = dS^T K and adds it to a 32-bit sum in memory. The sum is kept in the order in which threads
 have it, for wide additions; a last kernel sets it right.
 
-Where bits must repeat, programs add to a sum in a fixed order: the last keys first. A counter per warp and block of queries says how
-many have added. Programs with the last keys start first, so that a program only ever waits for programs started before it, and cannot
-deadlock. In step they do not wait at all: program j adds to block 2j + s at step s, and program j - 1 reaches that block two blocks
-later. The counter is read before the matmul, and written one step late beside the next matmul, so that neither latency is exposed.
+Where bits must repeat, programs add to a sum in a fixed order: the first keys first. A counter per warp and block of queries says how
+many have added. Programs with the first keys start first, so that a program only ever waits for programs started before it, and cannot
+deadlock; they are the longest, so that none is left over at the end. All go through the queries from the last down to their diagonal. A
+program waits at its start until the one before it is a step ahead, and from then on they stay in step. The counter is read before the
+matmul, and written one step late beside the next matmul, so that neither latency is exposed.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import triton
@@ -33,8 +35,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from argosy.model.ops.kernels.hopper_forward import _WIDTH, _exp2, _fetch, described
+from argosy.model.ops.kernels.hopper_forward import _exp2, _fetch, described
 
+_WIDTH = gl.constexpr(64)  # of a head
 _SIDE = gl.constexpr(64)  # keys of a worker, queries of a step
 _WORKERS = gl.constexpr(2)
 _STAGES, _SLOTS = gl.constexpr(4), gl.constexpr(4)  # of queries fetched, of dS handed on
@@ -57,6 +60,10 @@ _END_TURN = gl.constexpr(
     " @ends red.release.gpu.global.add.u32 [$1], 1; mov.u32 $0, 0; }"
 )
 _FULL_WAVE = 128  # programs at work together, about
+# Who adds to a sum of dQ first: whoever comes; the program with the last keys; the one with the first keys.
+ANY, LAST_KEYS, FIRST_KEYS = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+# From so many blocks of keys on, starting with the longest programs pays more than waiting for the one before costs.
+_LONG = 32
 
 
 if hasattr(gl.shared_memory_descriptor, "reinterpret"):  # Triton 3.9's name for it
@@ -73,50 +80,62 @@ else:
 
 
 @gluon.jit
-def _place(key_blocks, SECTION: gl.constexpr, REPEATABLE: gl.constexpr):
-    """(batch x key heads + key head, block of keys) of this program, SECTION key heads at a time: the longest first, which balances
-    best, or the shortest first where sums have an order."""
+def _place(key_blocks, SECTION: gl.constexpr, ORDER: gl.constexpr):
+    """(batch x key heads + key head, block of keys) of this program, SECTION key heads at a time: those that add first, first."""
     place = gl.program_id(0)
     within = place % (SECTION * key_blocks)
     key_block = within // SECTION
-    if REPEATABLE:
+    if ORDER == LAST_KEYS:
         key_block = key_blocks - 1 - key_block
     return place // (SECTION * key_blocks) * SECTION + within % SECTION, key_block
 
 
 @gluon.jit
-def _step(step, key_block, GROUP: gl.constexpr, REPEATABLE: gl.constexpr):
-    """(block of queries, head of the group): from the diagonal on. Without an order programs begin with different heads, so that few
-    add to the same sums at a time."""
+def _step(step, key_block, blocks, GROUP: gl.constexpr, ORDER: gl.constexpr):
+    """(block of queries, head of the group): from the diagonal on, or from the last block back to it. Without an order programs begin
+    with different heads, so that few add to the same sums at a time."""
+    block = key_block * _WORKERS + step // GROUP
     member = step % GROUP
-    if not REPEATABLE:
+    if ORDER == ANY:
         member = (step + key_block) % GROUP
-    return key_block * _WORKERS + step // GROUP, member
+    if ORDER == FIRST_KEYS:
+        block = blocks - 1 - step // GROUP
+    return block, member
+
+
+@gluon.jit
+def _adding_before(block, key_block, ORDER: gl.constexpr):
+    """How many programs add to a block of queries before the one with this block of keys."""
+    before = block // _WORKERS - key_block
+    if ORDER == FIRST_KEYS:
+        before = key_block
+    return before
 
 
 @gluon.jit
 def _fetcher(
     here, fetch, key_blocks, seq,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, SECTION: gl.constexpr, REPEATABLE: gl.constexpr,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, SECTION: gl.constexpr, ORDER: gl.constexpr,
+    WIDTH: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     k_here, v_here, q_here, d_out_here, logs_here, _, kv_full, full, free, _, _ = here
     q, k, v, d_out, logs, q_head, k_head, v_head, d_out_head = fetch
-    pair, key_block = _place(key_blocks, SECTION, REPEATABLE)
+    pair, key_block = _place(key_blocks, SECTION, ORDER)
     start = pair // KV_HEADS * seq
     kv_head = pair % KV_HEADS
     blocks = key_blocks * _WORKERS
-    mbarrier.expect(kv_full, 2 * _WORKERS * _SIDE * _WIDTH * 2)
+    mbarrier.expect(kv_full, 2 * _WORKERS * _SIDE * WIDTH * 2)
     for worker in gl.static_range(_WORKERS):
         row = start + (key_block * _WORKERS + worker) * _SIDE
         _fetch(k, [row, kv_head * k_head], kv_full, k_here.index(worker))
         _fetch(v, [row, kv_head * v_head], kv_full, v_here.index(worker))
     for step in range((blocks - key_block * _WORKERS) * GROUP):
-        block, member = _step(step, key_block, GROUP, REPEATABLE)
+        block, member = _step(step, key_block, blocks, GROUP, ORDER)
         head = kv_head * GROUP + member
-        stage = step % _STAGES
+        stage = step % STAGES
         row = start + block * _SIDE
-        mbarrier.wait(free.index(stage), ((step // _STAGES) & 1) ^ 1)
-        mbarrier.expect(full.index(stage), 2 * _SIDE * _WIDTH * 2 + 2 * _SIDE * 4)
+        mbarrier.wait(free.index(stage), ((step // STAGES) & 1) ^ 1)
+        mbarrier.expect(full.index(stage), 2 * _SIDE * WIDTH * 2 + 2 * _SIDE * 4)
         _fetch(q, [row, head * q_head], full.index(stage), q_here.index(stage))
         _fetch(logs, [(pair * GROUP + member) * blocks + block, 0], full.index(stage), logs_here.index(stage))
         _fetch(d_out, [row, head * d_out_head], full.index(stage), d_out_here.index(stage))
@@ -124,11 +143,11 @@ def _fetcher(
 
 @gluon.jit
 def _adder(
-    here, sums, turns, key_blocks, GROUP: gl.constexpr, SECTION: gl.constexpr, REPEATABLE: gl.constexpr,
+    here, sums, turns, key_blocks, GROUP: gl.constexpr, SECTION: gl.constexpr, ORDER: gl.constexpr,
 ):  # fmt: skip
     SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _WIDTH, 16])
     k_here, _, _, _, _, ds_here, kv_full, _, _, ds_full, ds_free = here
-    pair, key_block = _place(key_blocks, SECTION, REPEATABLE)
+    pair, key_block = _place(key_blocks, SECTION, ORDER)
     blocks = key_blocks * _WORKERS
     # One element per thread: the counters of its warp, which has the same rows of a block in every program.
     thread = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
@@ -136,12 +155,12 @@ def _adder(
     last = counters
     mbarrier.wait(kv_full, 0)
     for step in range((blocks - key_block * _WORKERS) * GROUP):
-        block, member = _step(step, key_block, GROUP, REPEATABLE)
+        block, member = _step(step, key_block, blocks, GROUP, ORDER)
         slot = step % _SLOTS
         tile = (pair * GROUP + member) * blocks + block
         turn = counters + tile.to(gl.int64) * (_TURNS * 4)
         seen = thread
-        if REPEATABLE:
+        if ORDER != ANY:
             seen = gl.inline_asm_elementwise(_READ_TURN, "=r,l", [turn], dtype=gl.int32, is_pure=False, pack=1)
         mbarrier.wait(ds_full.index(slot), (step // _SLOTS) & 1)
         d_q = gl.zeros([_SIDE, _WIDTH], gl.float32, SUM)
@@ -149,7 +168,7 @@ def _adder(
             ds_here.index(slot * _WORKERS).permute((1, 0)), k_here.index(0), d_q, use_acc=False, is_async=True
         )
         d_q = warpgroup_mma(ds_here.index(slot * _WORKERS + 1).permute((1, 0)), k_here.index(1), d_q, is_async=True)
-        if REPEATABLE:
+        if ORDER != ANY:
             ends = ((thread % 32 == 0) & (step > 0)).to(gl.int32)
             gl.inline_asm_elementwise(_END_TURN, "=r,l,r", [last, ends], dtype=gl.int32, is_pure=False, pack=1)
             last = turn
@@ -159,25 +178,23 @@ def _adder(
         column = gl.arange(0, _WIDTH, gl.SliceLayout(0, SUM))[None, :]
         inner = (((row // 16) * (_WIDTH // 8) + column // 8) * 32 + (row % 8) * 4 + (column % 8) // 2) * 4
         target = sums + tile.to(gl.int64) * (_SIDE * _WIDTH)
-        if REPEATABLE:
-            before = gl.full(
-                [128], block // _WORKERS - key_block, gl.int32, thread.type.layout
-            )  # programs with later keys
+        if ORDER != ANY:
+            before = gl.full([128], _adding_before(block, key_block, ORDER), gl.int32, thread.type.layout)
             gl.inline_asm_elementwise(
                 _AWAIT_TURN, "=&r,r,l,r", [seen, turn, before], dtype=gl.int32, is_pure=False, pack=1
             )
         gl.inline_asm_elementwise(
             _ADD, _ADD_OPERANDS, [d_q, (target + inner).to(gl.int64)], dtype=gl.int32, is_pure=False, pack=4
         )
-    if REPEATABLE:
+    if ORDER != ANY:
         ends = (thread % 32 == 0).to(gl.int32)
         gl.inline_asm_elementwise(_END_TURN, "=r,l,r", [last, ends], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def _work(
-    here, k, v, d_k, d_v, step, key_block, scale,
-    WORKER: gl.constexpr, GROUP: gl.constexpr, REPEATABLE: gl.constexpr, MASKED: gl.constexpr,
+    here, k, v, d_k, d_v, step, key_block, blocks, scale,
+    WORKER: gl.constexpr, GROUP: gl.constexpr, ORDER: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _SIDE, 16])
     SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _WIDTH, 16])
@@ -196,7 +213,7 @@ def _work(
     s = warpgroup_mma_wait(1, deps=[s])
     x = s * scale - lse[None, :]
     if MASKED:
-        block, _ = _step(step, key_block, GROUP, REPEATABLE)
+        block, _ = _step(step, key_block, blocks, GROUP, ORDER)
         keys = (key_block * _WORKERS + WORKER) * _SIDE + gl.arange(0, _SIDE, gl.SliceLayout(1, SCORES))
         x = gl.where(keys[:, None] <= (block * _SIDE + gl.arange(0, _SIDE, QUERIES))[None, :], x, -float("inf"))
     p = _exp2(x)
@@ -218,23 +235,29 @@ def _work(
 @gluon.jit
 def _worker(
     here, out, key_blocks, seq, scale, WORKER: gl.constexpr, KV_HEADS: gl.constexpr,
-    GROUP: gl.constexpr, SECTION: gl.constexpr, REPEATABLE: gl.constexpr,
+    GROUP: gl.constexpr, SECTION: gl.constexpr, ORDER: gl.constexpr,
 ):  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _SIDE, 16])
     SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _WIDTH, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
-    pair, key_block = _place(key_blocks, SECTION, REPEATABLE)
+    pair, key_block = _place(key_blocks, SECTION, ORDER)
     steps = (key_blocks - key_block) * _WORKERS * GROUP
     mbarrier.wait(here[6], 0)
     k = here[0].index(WORKER).load(LEFT)
     v = here[1].index(WORKER).load(LEFT)
     d_k = gl.zeros([_SIDE, _WIDTH], gl.float32, SUM)
     d_v = gl.zeros([_SIDE, _WIDTH], gl.float32, SUM)
+    blocks = key_blocks * _WORKERS
     MASKED_STEPS: gl.constexpr = (WORKER + 1) * GROUP  # blocks up to the diagonal
-    for step in range(MASKED_STEPS):
-        d_k, d_v = _work(here, k, v, d_k, d_v, step, key_block, scale, WORKER, GROUP, REPEATABLE, True)
-    for step in range(MASKED_STEPS, steps):
-        d_k, d_v = _work(here, k, v, d_k, d_v, step, key_block, scale, WORKER, GROUP, REPEATABLE, False)
+    plain = 0  # steps without hidden keys that come first
+    if ORDER == FIRST_KEYS:
+        plain = steps - MASKED_STEPS
+    for step in range(plain):
+        d_k, d_v = _work(here, k, v, d_k, d_v, step, key_block, blocks, scale, WORKER, GROUP, ORDER, False)
+    for step in range(plain, plain + MASKED_STEPS):
+        d_k, d_v = _work(here, k, v, d_k, d_v, step, key_block, blocks, scale, WORKER, GROUP, ORDER, True)
+    for step in range(plain + MASKED_STEPS, steps):
+        d_k, d_v = _work(here, k, v, d_k, d_v, step, key_block, blocks, scale, WORKER, GROUP, ORDER, False)
     d_k_out, d_v_out, plain_scale = out
     row = gl.arange(0, _SIDE, gl.SliceLayout(1, SUM))[:, None]
     column = gl.arange(0, _WIDTH, gl.SliceLayout(0, SUM))[None, :]
@@ -247,7 +270,7 @@ def _worker(
 @gluon.jit
 def _attention_backward(
     q, k, v, d_out, logs, d_k_out, d_v_out, sums, turns, key_blocks, seq, q_head, k_head, v_head, d_out_head, scale, plain_scale,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, SECTION: gl.constexpr, REPEATABLE: gl.constexpr,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, SECTION: gl.constexpr, ORDER: gl.constexpr,
 ):  # fmt: skip
     k_here = gl.allocate_shared_memory(gl.bfloat16, [_WORKERS, _SIDE, _WIDTH], k.layout)
     v_here = gl.allocate_shared_memory(gl.bfloat16, [_WORKERS, _SIDE, _WIDTH], v.layout)
@@ -272,10 +295,10 @@ def _attention_backward(
     fetch = (q, k, v, d_out, logs, q_head, k_head, v_head, d_out_head)
     out = (d_k_out, d_v_out, plain_scale)
     gl.warp_specialize([
-        (_worker, (here, out, key_blocks, seq, scale, 0, KV_HEADS, GROUP, SECTION, REPEATABLE)),
-        (_worker, (here, out, key_blocks, seq, scale, 1, KV_HEADS, GROUP, SECTION, REPEATABLE)),
-        (_adder, (here, sums, turns, key_blocks, GROUP, SECTION, REPEATABLE)),
-        (_fetcher, (here, fetch, key_blocks, seq, KV_HEADS, GROUP, SECTION, REPEATABLE)),
+        (_worker, (here, out, key_blocks, seq, scale, 0, KV_HEADS, GROUP, SECTION, ORDER)),
+        (_worker, (here, out, key_blocks, seq, scale, 1, KV_HEADS, GROUP, SECTION, ORDER)),
+        (_adder, (here, sums, turns, key_blocks, GROUP, SECTION, ORDER)),
+        (_fetcher, (here, fetch, key_blocks, seq, KV_HEADS, GROUP, SECTION, ORDER, _WIDTH, _STAGES)),
     ], [4, 4, 1], [208, 72, 24])  # fmt: skip
 
 
@@ -302,44 +325,59 @@ def _attention_before(
 
 
 @triton.jit
-def _attention_after(sums, d_q, seq, heads, plain_scale, WIDTH: tl.constexpr, R: tl.constexpr):
-    """The sums of dQ for R queries of a head, which lie by 16 rows, 8 columns, row of 8, pair of columns, half of the 16 rows,
-    column of the pair."""
+def _attention_after(
+    sums, d_q, seq, heads, plain_scale, WIDTH: tl.constexpr, R: tl.constexpr, PART: tl.constexpr, BY_THREAD: tl.constexpr
+):  # fmt: skip
+    """The sums of dQ for R queries of a head, PART columns at a time, which lie row by row or, BY_THREAD, by 16 rows, 8 columns, row
+    of 8, pair of columns, half of the 16 rows, column of the pair."""
     head = tl.program_id(0) % heads
     block = tl.program_id(0) // heads % (seq // R)
     batch = (tl.program_id(0) // heads // (seq // R)).to(tl.int64)
-    x = tl.load(sums + ((batch * heads + head) * seq + block * R) * WIDTH + tl.arange(0, R * WIDTH)) * plain_scale
-    x = tl.reshape(x.to(d_q.dtype.element_ty), [R // 16, WIDTH // 8, 8, 4, 2, 2])
-    x = tl.reshape(tl.permute(x, [0, 4, 2, 1, 3, 5]), [R, WIDTH])
     token = batch * seq + block * R + tl.arange(0, R)
-    tl.store(d_q + token[:, None] * (heads * WIDTH) + head * WIDTH + tl.arange(0, WIDTH)[None, :], x)
+    for part in tl.static_range(WIDTH // PART):
+        first = ((batch * heads + head) * seq + block * R) * WIDTH + part * (R * PART)
+        x = (tl.load(sums + first + tl.arange(0, R * PART)) * plain_scale).to(d_q.dtype.element_ty)
+        if BY_THREAD:
+            x = tl.permute(tl.reshape(x, [R // 16, PART // 8, 8, 4, 2, 2]), [0, 4, 2, 1, 3, 5])
+        x = tl.reshape(x, [R, PART])
+        tl.store(d_q + token[:, None] * (heads * WIDTH) + head * WIDTH + part * PART + tl.arange(0, PART)[None, :], x)
 
 
 def attend_backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, *, repeatable: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v [batch, seq, heads, head_dim], whose forward pass gave `out` and `lse`; with the same bits each time
+    """The gradients of q, k and v [batch, seq, heads, 64], whose forward pass gave `out` and `lse`; with the same bits each time
     if `repeatable`."""
+    return start(_attention_backward, _TURNS.value, True, d_out, q, k, v, out, lse, scale, repeatable=repeatable)
+
+
+def start(
+    kernel: Any, turns_each: int, by_thread: bool, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float,
+    *, repeatable: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Run a backward kernel between those that prepare its sums and set them right. It has `turns_each` counters of who added, for
+    each block of queries, and leaves sums in the order of its threads or row by row."""
     batch, seq, heads, width = q.shape
     kv_heads, side = k.shape[2], _SIDE.value
     d_q = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     d_k, d_v = (torch.empty(k.shape, dtype=k.dtype, device=k.device) for _ in range(2))
     sums = torch.empty(q.numel(), dtype=torch.float32, device=q.device)
     logs = torch.empty((batch * heads * seq // side, 2 * side), dtype=torch.float32, device=q.device)
-    turns = torch.empty(batch * heads * (seq // side) * _TURNS.value, dtype=torch.int32, device=q.device)
+    turns = torch.empty(batch * heads * (seq // side) * turns_each, dtype=torch.int32, device=q.device)
     key_blocks = seq // (side * _WORKERS.value)
     tiles = (batch * heads * (seq // side),)
+    order = (ANY if not repeatable else FIRST_KEYS if key_blocks >= _LONG else LAST_KEYS).value
     _attention_before[tiles](
         out, d_out, lse, logs, sums, turns, seq, heads, *out.stride()[:3], *d_out.stride()[:3], width, side,
-        _TURNS.value, num_warps=4,
+        turns_each, num_warps=4,
     )  # fmt: skip
-    _attention_backward[(batch * kv_heads * key_blocks,)](
+    kernel[(batch * kv_heads * key_blocks,)](
         described(q, side), described(k, side), described(v, side), described(d_out, side),
         TensorDescriptor(logs, list(logs.shape), [2 * side, 1], [1, 2 * side], _LOGS), d_k, d_v, sums, turns, key_blocks, seq,
         q.stride(2), k.stride(2), v.stride(2), d_out.stride(2), scale / math.log(2), scale,
-        kv_heads, heads // kv_heads, section(batch * kv_heads, key_blocks), repeatable, num_warps=4,
+        kv_heads, heads // kv_heads, section(batch * kv_heads, key_blocks), order, num_warps=4,
     )  # fmt: skip
-    _attention_after[tiles](sums, d_q, seq, heads, scale, width, side, num_warps=4)
+    _attention_after[tiles](sums, d_q, seq, heads, scale, width, side, _WIDTH.value, by_thread, num_warps=4)
     return d_q, d_k, d_v
 
 

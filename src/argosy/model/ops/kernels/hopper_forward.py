@@ -28,10 +28,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from argosy.model.ops.matmul import processors
 
-_WIDTH = gl.constexpr(64)  # of a head
-_QUERIES, _KEYS = gl.constexpr(64), gl.constexpr(128)  # of a worker, of a block
-_WORKERS, _STAGES = gl.constexpr(3), gl.constexpr(4)
+# Queries of a worker, keys of a block.
+_QUERIES, _KEYS = gl.constexpr(64), gl.constexpr(128)
 _LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+# Workers of a program and stages of its ring, by the width of a head: as many as registers and shared memory hold.
+_TEAMS = {64: (3, 4), 128: (2, 2)}
 # Names that newer versions of Triton changed.
 _fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 _write = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
@@ -67,9 +68,9 @@ def _tile(turn, head_tiles, KV_HEADS: gl.constexpr):
 
 
 @gluon.jit
-def _part(tile, worker, blocks, GROUP: gl.constexpr):
+def _part(tile, worker, blocks, GROUP: gl.constexpr, WORKERS: gl.constexpr):
     """(block of queries, head of the group) of a worker; a worker too many does the last one's work again."""
-    part = gl.minimum(tile * _WORKERS + worker, blocks * GROUP - 1)
+    part = gl.minimum(tile * WORKERS + worker, blocks * GROUP - 1)
     return blocks - 1 - part // GROUP, part % GROUP
 
 
@@ -80,7 +81,10 @@ def _key_blocks(block):
 
 
 @gluon.jit
-def _fetcher(ring, fetch, KV_HEADS: gl.constexpr, GROUP: gl.constexpr):
+def _fetcher(
+    ring, fetch, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, WIDTH: gl.constexpr, WORKERS: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
     q_here, k_here, v_here, q_full, q_free, k_full, v_full, free = ring
     q, k, v, seq, q_head, k_head, v_head, tiles, head_tiles = fetch
     blocks = seq // _QUERIES
@@ -92,30 +96,30 @@ def _fetcher(ring, fetch, KV_HEADS: gl.constexpr, GROUP: gl.constexpr):
         pair, tile = _tile(turn, head_tiles, KV_HEADS)
         start = pair // KV_HEADS * seq
         kv_head = pair % KV_HEADS
-        longest, _ = _part(tile, 0, blocks, GROUP)
+        longest, _ = _part(tile, 0, blocks, GROUP, WORKERS)
         key_blocks = _key_blocks(longest)
         for back in range(key_blocks):
             row = start + (key_blocks - 1 - back) * _KEYS
-            stage = count % _STAGES
-            mbarrier.wait(free.index(stage), ((count // _STAGES) & 1) ^ 1)
-            mbarrier.expect(k_full.index(stage), _KEYS * _WIDTH * 2)
+            stage = count % STAGES
+            mbarrier.wait(free.index(stage), ((count // STAGES) & 1) ^ 1)
+            mbarrier.expect(k_full.index(stage), _KEYS * WIDTH * 2)
             _fetch(k, [row, kv_head * k_head], k_full.index(stage), k_here.index(stage))
             if count > 0:
-                mbarrier.expect(v_full.index(late_stage), _KEYS * _WIDTH * 2)
+                mbarrier.expect(v_full.index(late_stage), _KEYS * WIDTH * 2)
                 _fetch(v, [late_row, late_column], v_full.index(late_stage), v_here.index(late_stage))
             if back == 0:
-                for worker in gl.static_range(_WORKERS):
-                    block, head = _part(tile, worker, blocks, GROUP)
+                for worker in gl.static_range(WORKERS):
+                    block, head = _part(tile, worker, blocks, GROUP, WORKERS)
                     mbarrier.wait(q_free.index(worker), (turn & 1) ^ 1)
-                    mbarrier.expect(q_full.index(worker), _QUERIES * _WIDTH * 2)
+                    mbarrier.expect(q_full.index(worker), _QUERIES * WIDTH * 2)
                     place = [start + block * _QUERIES, (kv_head * GROUP + head) * q_head]
                     _fetch(q, place, q_full.index(worker), q_here.index(worker))
             late_stage = stage
             late_row = row
             late_column = kv_head * v_head
             count += 1
-    mbarrier.wait(free.index(count % _STAGES), ((count // _STAGES) & 1) ^ 1)
-    mbarrier.expect(v_full.index(late_stage), _KEYS * _WIDTH * 2)
+    mbarrier.wait(free.index(count % STAGES), ((count // STAGES) & 1) ^ 1)
+    mbarrier.expect(v_full.index(late_stage), _KEYS * WIDTH * 2)
     _fetch(v, [late_row, late_column], v_full.index(late_stage), v_here.index(late_stage))
 
 
@@ -126,9 +130,12 @@ def _thread_sums(p):
 
 
 @gluon.jit
-def _worker(ring, work, WORKER: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr):
+def _worker(
+    ring, work, WORKER: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, WIDTH: gl.constexpr,
+    WORKERS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _KEYS, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _WIDTH, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     SHARES: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     q_here, k_here, v_here, q_full, q_free, k_full, v_full, free = ring
     out, lse, out_here, seq, out_head, tiles, head_tiles, scale = work
@@ -138,18 +145,18 @@ def _worker(ring, work, WORKER: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.
     nothing = gl.zeros([_QUERIES, _KEYS], gl.float32, SCORES)
     for turn in range(_tile_count(tiles)):
         pair, tile = _tile(turn, head_tiles, KV_HEADS)
-        longest, _ = _part(tile, 0, blocks, GROUP)
-        block, head = _part(tile, WORKER, blocks, GROUP)
+        longest, _ = _part(tile, 0, blocks, GROUP, WORKERS)
+        block, head = _part(tile, WORKER, blocks, GROUP, WORKERS)
         key_blocks = _key_blocks(block)
         for _ in range(_key_blocks(longest) - key_blocks):  # that only others need
-            mbarrier.wait(k_full.index(count % _STAGES), (count // _STAGES) & 1)
-            mbarrier.arrive(free.index(count % _STAGES), count=1)
-            mbarrier.wait(v_full.index(count % _STAGES), (count // _STAGES) & 1)
+            mbarrier.wait(k_full.index(count % STAGES), (count // STAGES) & 1)
+            mbarrier.arrive(free.index(count % STAGES), count=1)
+            mbarrier.wait(v_full.index(count % STAGES), (count // STAGES) & 1)
             count += 1
         # The diagonal block, the only one with hidden keys.
-        stage = count % _STAGES
+        stage = count % STAGES
         mbarrier.wait(q_full.index(WORKER), turn & 1)
-        mbarrier.wait(k_full.index(stage), (count // _STAGES) & 1)
+        mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
         s = warpgroup_mma(queries, k_here.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s])
         mbarrier.arrive(free.index(stage), count=1)
@@ -160,13 +167,13 @@ def _worker(ring, work, WORKER: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.
         p = _exp2(s * scale - (highest * scale)[:, None])
         total = _thread_sums(p)
         shares = gl.convert_layout(p.to(gl.bfloat16), SHARES)
-        o = gl.zeros([_QUERIES, _WIDTH], gl.float32, OUT)
+        o = gl.zeros([_QUERIES, WIDTH], gl.float32, OUT)
         for _ in range(key_blocks - 1):
-            late_stage = count % _STAGES
-            late_phase = (count // _STAGES) & 1
+            late_stage = count % STAGES
+            late_phase = (count // STAGES) & 1
             count += 1
-            stage = count % _STAGES
-            mbarrier.wait(k_full.index(stage), (count // _STAGES) & 1)
+            stage = count % STAGES
+            mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
             mbarrier.wait(v_full.index(late_stage), late_phase)
             o = warpgroup_mma(shares, v_here.index(late_stage), o, is_async=True)
             s = warpgroup_mma(queries, k_here.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
@@ -181,8 +188,8 @@ def _worker(ring, work, WORKER: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.
             mbarrier.arrive(free.index(stage), count=1)
             o = o * gl.convert_layout(shrink, gl.SliceLayout(1, OUT))[:, None]
         mbarrier.arrive(q_free.index(WORKER), count=1)
-        mbarrier.wait(v_full.index(count % _STAGES), (count // _STAGES) & 1)
-        o = warpgroup_mma(shares, v_here.index(count % _STAGES), o, is_async=True)
+        mbarrier.wait(v_full.index(count % STAGES), (count // STAGES) & 1)
+        o = warpgroup_mma(shares, v_here.index(count % STAGES), o, is_async=True)
         o = warpgroup_mma_wait(0, deps=[o])
         count += 1
         whole = gl.convert_layout(gl.sum(total, axis=1), gl.SliceLayout(1, SCORES))
@@ -200,49 +207,57 @@ def _worker(ring, work, WORKER: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.
 @gluon.jit
 def _attention_forward(
     q, k, v, out, lse, seq, q_head, k_head, v_head, out_head, tiles, head_tiles, scale,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, WIDTH: gl.constexpr, WORKERS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    q_here = gl.allocate_shared_memory(gl.bfloat16, [_WORKERS, _QUERIES, _WIDTH], q.layout)
-    out_here = gl.allocate_shared_memory(gl.bfloat16, [_WORKERS, _QUERIES, _WIDTH], out.layout)
-    k_here = gl.allocate_shared_memory(gl.bfloat16, [_STAGES, _KEYS, _WIDTH], k.layout)
-    v_here = gl.allocate_shared_memory(gl.bfloat16, [_STAGES, _KEYS, _WIDTH], v.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [_WORKERS, 1], mbarrier.MBarrierLayout())
-    q_free = gl.allocate_shared_memory(gl.int64, [_WORKERS, 1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
-    for worker in gl.static_range(_WORKERS):
+    q_here = gl.allocate_shared_memory(gl.bfloat16, [WORKERS, _QUERIES, WIDTH], q.layout)
+    out_here = gl.allocate_shared_memory(gl.bfloat16, [WORKERS, _QUERIES, WIDTH], out.layout)
+    k_here = gl.allocate_shared_memory(gl.bfloat16, [STAGES, _KEYS, WIDTH], k.layout)
+    v_here = gl.allocate_shared_memory(gl.bfloat16, [STAGES, _KEYS, WIDTH], v.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [WORKERS, 1], mbarrier.MBarrierLayout())
+    q_free = gl.allocate_shared_memory(gl.int64, [WORKERS, 1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for worker in gl.static_range(WORKERS):
         mbarrier.init(q_full.index(worker), count=1)
         mbarrier.init(q_free.index(worker), count=1)
-    for stage in gl.static_range(_STAGES):
+    for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=1)
         mbarrier.init(v_full.index(stage), count=1)
-        mbarrier.init(free.index(stage), count=_WORKERS)
+        mbarrier.init(free.index(stage), count=WORKERS)
     fence_async_shared()
     ring = (q_here, k_here, v_here, q_full, q_free, k_full, v_full, free)
     work = (out, lse, out_here, seq, out_head, tiles, head_tiles, scale)
     fetch = (q, k, v, seq, q_head, k_head, v_head, tiles, head_tiles)
-    gl.warp_specialize([
-        (_worker, (ring, work, 0, KV_HEADS, GROUP)),
-        (_worker, (ring, work, 1, KV_HEADS, GROUP)),
-        (_worker, (ring, work, 2, KV_HEADS, GROUP)),
-        (_fetcher, (ring, fetch, KV_HEADS, GROUP)),
-    ], [4, 4, 1], [160, 160, 24])  # fmt: skip
+    if WORKERS == 3:
+        gl.warp_specialize([
+            (_worker, (ring, work, 0, KV_HEADS, GROUP, WIDTH, WORKERS, STAGES)),
+            (_worker, (ring, work, 1, KV_HEADS, GROUP, WIDTH, WORKERS, STAGES)),
+            (_worker, (ring, work, 2, KV_HEADS, GROUP, WIDTH, WORKERS, STAGES)),
+            (_fetcher, (ring, fetch, KV_HEADS, GROUP, WIDTH, WORKERS, STAGES)),
+        ], [4, 4, 1], [160, 160, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_worker, (ring, work, 0, KV_HEADS, GROUP, WIDTH, WORKERS, STAGES)),
+            (_worker, (ring, work, 1, KV_HEADS, GROUP, WIDTH, WORKERS, STAGES)),
+            (_fetcher, (ring, fetch, KV_HEADS, GROUP, WIDTH, WORKERS, STAGES)),
+        ], [4, 1], [240, 24])  # fmt: skip
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """(result, logs of the sums of exponentials [batch, heads, seq]) of q, k and v
     [batch, seq, heads, head_dim]."""
-    batch, seq, heads, _ = q.shape
+    batch, seq, heads, width = q.shape
     kv_heads = k.shape[2]
+    workers, stages = _TEAMS[width]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((batch, heads, seq), dtype=torch.float32, device=q.device)
-    head_tiles = triton.cdiv(seq // _QUERIES.value * (heads // kv_heads), _WORKERS.value)
+    head_tiles = triton.cdiv(seq // _QUERIES.value * (heads // kv_heads), workers)
     tiles = head_tiles * batch * kv_heads
     _attention_forward[(min(processors(q.device), tiles),)](
         described(q, _QUERIES.value), described(k, _KEYS.value), described(v, _KEYS.value),
         described(out, _QUERIES.value), lse, seq, q.stride(2), k.stride(2), v.stride(2), out.stride(2),
-        tiles, head_tiles, scale / math.log(2), kv_heads, heads // kv_heads, num_warps=4,
+        tiles, head_tiles, scale / math.log(2), kv_heads, heads // kv_heads, width, workers, stages, num_warps=4,
     )  # fmt: skip
     return out, lse
 

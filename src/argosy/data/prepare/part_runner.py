@@ -1,7 +1,7 @@
-"""Who makes the parts: this process, or a pool of them, with the fastest engine that is proven here and now.
+"""Make parts in this process or in a pool of processes, with the fastest tokenizer engine that passes its check.
 
-The workers load their engines while this process has the reference encode the proof, so that neither waits for the
-other. A process that only hands out work neither loads an engine nor opens an input, which keeps it small.
+The workers load their engine while this process encodes the test strings with the reference, so neither waits for the other. A
+process that only distributes work loads no engine and opens no input, which keeps its memory small.
 """
 
 from __future__ import annotations
@@ -12,23 +12,26 @@ from collections.abc import Iterator
 from argosy.data.prepare.parts import PartFacts, PartMaker, PartName
 from argosy.data.prepare.preview import SAMPLE_BYTES, sample_texts
 from argosy.data.prepare.work import Work
-from argosy.data.prepare.workers import Pool, Recipe, Task, recipe_of
+from argosy.data.prepare.workers import EncoderSpec, Pool, Task, encoder_spec
 from argosy.data.text.engines import Encode, Proof, choose_engine, likely_engine
 from argosy.data.text.tokenizer import JsonTokenizer
 
-_INLINE_BYTES = 4 << 20  # less than this is not worth starting processes for
+# Smaller inputs are prepared in this process: starting workers would take longer.
+_INLINE_BYTES = 4 << 20
 
 
-class Crew:
-    """`with crew: … crew.run(tasks)`: entering it starts the workers, so that they load while there is other work."""
+class PartRunner:
+    """The context manager of the workers. Entering it starts them, so that they load while this process does other work."""
 
     def __init__(self, work: Work) -> None:
         self.work, self.tokenizer = work, work.tokenizer
-        self.input_bytes = sum(file.size for file in work.files) / work.options.machines  # for this machine, about
-        self.sampled = work.groups  # to prove an engine on
+        # The approximate share of this machine.
+        self.input_bytes = sum(file.size for file in work.files) / work.options.machines
+        # The input groups from which the sample for the engine check is taken.
+        self.sampled = work.groups
         self._open: Pool | None = None
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> PartRunner:
         if self._is_pool:
             self._pool(likely_engine(self.tokenizer))
         return self
@@ -38,14 +41,14 @@ class Crew:
             self._open.close()
 
     def run(self, tasks: Iterator[Task]) -> Iterator[tuple[PartName, PartFacts]]:
-        """The parts, as they are finished."""
+        """Yield the parts as they are finished."""
         if self._is_pool:
-            pool, said = choose_engine(self.tokenizer, self._proven_pool)
-            self._announce(pool is not None, said)
+            pool, description = choose_engine(self.tokenizer, self._proven_pool)
+            self._report_fallback(pool is not None, description)
             yield from (pool or self._pool(None)).run(tasks)
             return
-        encode, said = self.engine_here()
-        self._announce(encode is not None, said)
+        encode, description = self.engine_here()
+        self._report_fallback(encode is not None, description)
         work, vocab_size, encode = self.work, self.tokenizer.vocab_size, encode or self.tokenizer.encode
         maker = PartMaker(work.parts, encode, vocab_size, work.eod, work.part_options)
         for name, group in tasks:
@@ -56,12 +59,12 @@ class Crew:
         return self.work.options.workers > 1 and self.input_bytes >= _INLINE_BYTES
 
     def engine_here(self) -> tuple[Encode | None, str]:
-        """(the engine for this process, None for the reference; what was found, in words)"""
+        """Return the engine for this process, or None for the reference, and a description of the choice."""
         if self.input_bytes < SAMPLE_BYTES and isinstance(self.tokenizer, JsonTokenizer):
-            return None, "tokenizers, the reference: there is less text than a faster engine is proven on"
+            return None, "tokenizers, the reference: there is less text than the check of a faster engine needs"
 
         def proven(name: str) -> Encode:
-            encode = self._recipe(name).encoder()
+            encode = self._encoder_spec(name).encoder()
             Proof.by(self.tokenizer, sample_texts(self.sampled, self.work.part_options)).check(encode)
             return encode
 
@@ -75,14 +78,14 @@ class Crew:
     def _pool(self, engine: str | None) -> Pool:
         if self._open is None or self._open.engine != engine:
             self.__exit__()
-            work, recipe = self.work, self._recipe(engine)
-            self._open = Pool(work.options.workers, work.parts, recipe, work.part_options, sampled=self.sampled)
+            work, spec = self.work, self._encoder_spec(engine)
+            self._open = Pool(work.options.workers, work.parts, spec, work.part_options, sampled=self.sampled)
         return self._open
 
-    def _announce(self, is_fast: bool, said: str) -> None:
-        """A fall back is never silent; where there is little to do, or one engine only, it is none."""
+    def _report_fallback(self, is_fast: bool, description: str) -> None:
+        """Report a fallback to the reference, except for small inputs and tokenizers that have no faster engine."""
         if not is_fast and isinstance(self.tokenizer, JsonTokenizer) and self.input_bytes >= SAMPLE_BYTES:
-            print(f"note: tokenizing with {said}", file=sys.stderr)
+            print(f"note: tokenizing with {description}", file=sys.stderr)
 
-    def _recipe(self, engine: str | None) -> Recipe:
-        return recipe_of(self.tokenizer, engine, eod=self.work.eod)
+    def _encoder_spec(self, engine: str | None) -> EncoderSpec:
+        return encoder_spec(self.tokenizer, engine, eod=self.work.eod)

@@ -1,18 +1,18 @@
-"""Indexed Jobs: plain Kubernetes, no operator. Data stages and preflight are always these; a run may be one too.
+"""Indexed Jobs: plain Kubernetes, no operator. Data stages and preflight are these on every target; a run may be one too.
 
 Kubernetes tells each pod its index; a headless Service gives the first pod a name. A pod that fails ends the whole Job, since
-ranks cannot go on without each other; `argosy launch --follow` (or the chart's conductor) starts it again.
+ranks cannot go on without each other; `argosy launch` (or the chart's conductor) starts it again.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from argosy.launch.gang import pod_group
 from argosy.launch.names import require_room
 from argosy.launch.placement import Placement
 from argosy.launch.pod import PORT, Manifest, job_metadata, labels, nvlink_domain, pod_template
-from argosy.launch.stages import DATA_STAGES, Stage
-from argosy.launch.targets.gang import pod_group
+from argosy.launch.stages import Stage
 
 CONTAINER = "argosy"
 REFUSED = 2  # the exit code of a refusal: trying again cannot help
@@ -35,7 +35,7 @@ def data_job(placed: Placement, stage: Stage) -> list[Manifest]:
 
 def ranks_job(placed: Placement, stage: Stage) -> list[Manifest]:
     """Pods that train or are tested together."""
-    name = placed.name if stage == "train" else f"{placed.name}-{stage}"
+    name = placed.name if stage.trains else f"{placed.name}-{stage}"
     nodes = placed.cluster.nodes
     require_room(name, f"-{nodes - 1}-abcde")
     env = {"NNODES": str(nodes), "MASTER_ADDR": f"{name}-0.{name}", "MASTER_PORT": str(PORT)}
@@ -60,7 +60,7 @@ def _job(placed: Placement, stage: Stage, name: str, template: Manifest, *, coun
         "apiVersion": "batch/v1",
         "kind": "Job",
         "metadata": job_metadata(placed, stage, name),
-        "spec": job_spec(template, count=count, retries=retries, disruptions_fail=stage not in DATA_STAGES)
+        "spec": job_spec(template, count=count, retries=retries, disruptions_fail=stage.on_gpus)
         | {"ttlSecondsAfterFinished": int(placed.cluster.keep_finished.amount)},
     }
 

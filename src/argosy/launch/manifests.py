@@ -1,0 +1,91 @@
+"""Kubernetes objects of a launch as one value: those all stages share, those of each stage, and the same as YAML files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from argosy.launch.placement import Placement
+from argosy.launch.pod import Manifest, labels
+from argosy.launch.stages import Stage
+from argosy.launch.storage import storage_objects
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of object. `plural` is its resource in a Role; `operator` is what has to be installed for a cluster to know it."""
+
+    api_version: str
+    name: str
+    plural: str = field(default="", compare=False)
+    operator: str | None = field(default=None, compare=False)
+
+    @property
+    def group(self) -> str:
+        return self.api_version.rpartition("/")[0]
+
+
+POD, EVENT, SERVICE = Kind("v1", "Pod"), Kind("v1", "Event"), Kind("v1", "Service")
+JOB = Kind("batch/v1", "Job", "jobs")
+# What jobs of any target may need beside them, and what goes when they go.
+BESIDE = (
+    Kind("resource.nvidia.com/v1beta1", "ComputeDomain"),
+    SERVICE,
+    Kind("scheduling.volcano.sh/v1beta1", "PodGroup"),
+    Kind("scheduling.x-k8s.io/v1alpha1", "PodGroup"),
+)
+
+
+def kind_of(document: Manifest) -> Kind:
+    return Kind(document["apiVersion"], document["kind"])
+
+
+@dataclass(frozen=True)
+class Manifests:
+    """Every object of a launch. The last object of a stage is its job; those before it are what the job needs."""
+
+    storage: list[Manifest]
+    spec: list[Manifest]
+    stages: dict[Stage, list[Manifest]]
+
+    def files(self) -> dict[str, str]:
+        """Return the objects as YAML, in files numbered in the order they are applied. Files without objects are left out."""
+        named = {"00-storage.yaml": self.storage, "10-spec.yaml": self.spec}
+        for number, (stage, objects) in enumerate(self.stages.items(), start=2):
+            named[f"{number}0-{stage}.yaml"] = objects
+        return {name: _as_yaml(objects) for name, objects in named.items() if objects}
+
+
+def shared_objects(placed: Placement) -> tuple[list[Manifest], list[Manifest]]:
+    """Return the volume's objects and the run spec's, which come before every stage."""
+    spec = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {
+            "name": f"{placed.name}-spec",
+            "namespace": placed.cluster.namespace,
+            "labels": labels(placed),
+        },
+        "data": {"run.yaml": placed.source},
+    }
+    return storage_objects(placed), [spec]
+
+
+class _Plain(yaml.SafeDumper):
+    """A dumper without anchors that writes text of several lines as it was written."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
+
+
+_Plain.add_representer(str, _text)
+
+
+def _as_yaml(objects: list[Manifest]) -> str:
+    return yaml.dump_all(objects, Dumper=_Plain, sort_keys=False, width=1000, explicit_start=True)

@@ -1,0 +1,171 @@
+"""Placing a run on its cluster, with every refusal made before a file is written.
+
+Sizes come from the instance's facts unless the spec overrides them. A layout the spec leaves to Argosy is chosen by the
+planner for the GPUs there are, so that the same run with another number of nodes goes on with another layout, and the same
+batch and order of samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from argosy.config.cluster import ClusterSpec
+from argosy.config.layout import check_world, describe_layout
+from argosy.config.resolve import Resolved, resolve
+from argosy.errors import ArgosyError
+from argosy.families.architecture import architecture_of
+from argosy.launch.fabric import check_sharp, choose_fabric, nic_request
+from argosy.launch.placement import Placement, gib
+from argosy.launch.registry import find_target
+from argosy.launch.secrets import refuse_secrets
+from argosy.launch.target import Target
+from argosy.plan.advise import predict
+from argosy.plan.auto import open_layout
+from argosy.plan.hardware import Instance, find_instance
+
+_SHARE = 0.9  # of a node's cores and memory that a pod asks for: the rest is the system's
+_MOST_SHM_GIB = 64
+
+
+def place(
+    path: Path, overrides: Sequence[str] = (), target: str | None = None, *, oversized: bool = False
+) -> Placement:
+    """Read a run spec, and put it on its cluster.
+
+    Args:
+        overrides: `key=value` laid over the spec.
+        target: in place of `cluster.target`.
+        oversized: accept a layout that the planner says does not fit into the GPUs' memory.
+
+    Raises:
+        ArgosyError: the run cannot be started there as it is specified.
+    """
+    added = [] if target is None else [f"cluster.target={target}"]
+    resolved = resolve(path, [*overrides, *added], elsewhere=True)
+    cluster = _cluster_of(resolved)
+    chosen_target = find_target(cluster.target)
+    _check_nodes(resolved, cluster, chosen_target)
+    instance = None if cluster.instance is None else find_instance(cluster.instance)
+    gpus = _gpus(cluster, instance, chosen_target)
+    ranks = cluster.ranks or gpus or 1
+    source = path.read_text(encoding="utf-8")
+    refuse_secrets(source, overrides, resolved.spec, stays_here=chosen_target.on_this_machine)
+    planned_on = _planned_on(resolved, instance, cluster, gpus)
+    layout = open_layout(resolved, planned_on, ranks * cluster.nodes)
+    if layout:
+        resolved = resolve(path, [*overrides, *added, *layout], elsewhere=True)
+    check_world(
+        resolved.spec.parallel,
+        ranks * cluster.nodes,
+        f"{cluster.nodes} nodes of {ranks} ranks",
+        resolved.spec.train.global_batch,
+    )
+    fabric = "none" if chosen_target.on_this_machine else choose_fabric(cluster, instance)
+    check_sharp(cluster, fabric)
+    memory = _memory(cluster, instance, gpus)
+    placed = Placement(
+        resolved=resolved,
+        source=source,
+        overrides=(*overrides, *layout),
+        cluster=cluster,
+        instance=instance,
+        fabric=fabric,
+        nics=nic_request(cluster, instance, gpus, fabric) if chosen_target.makes_pods else None,
+        gpus=gpus,
+        ranks=ranks,
+        cpus=cluster.cpus or int((instance.cpus or 0) * _share(instance, gpus) if instance is not None else 0),
+        memory_gib=memory,
+        shm_gib=gib(cluster.shm) if cluster.shm else max(1, min(_MOST_SHM_GIB, memory // 8)),
+        prediction=None if planned_on is None else predict(resolved.spec, planned_on),
+    )
+    chosen_target.check(placed)
+    if not oversized:
+        _check_memory(placed)
+    return placed
+
+
+def _cluster_of(resolved: Resolved) -> ClusterSpec:
+    if resolved.spec.cluster is None:
+        raise ArgosyError(
+            "config.missing-key",
+            "the run spec does not say where to launch",
+            key="cluster",
+            fix="add cluster: {target: jobset, instance: p4d.24xlarge, nodes: 2, storage: CLAIM, image: …}, or pass --target local",
+        )
+    return resolved.spec.cluster
+
+
+def _check_nodes(resolved: Resolved, cluster: ClusterSpec, target: Target) -> None:
+    if target.on_this_machine and cluster.nodes > 1:
+        raise ArgosyError(
+            "config.conflict",
+            f"this machine is one node, and the run is meant for {cluster.nodes}",
+            key="cluster.nodes",
+            value=cluster.nodes,
+            origin=resolved.origins.get("cluster.nodes"),
+            fix="cluster.nodes=1, with a layout for the ranks of one node (`parallel: auto` finds one)",
+        )
+
+
+def _check_memory(placed: Placement) -> None:
+    """Refuse a layout that runs out of memory, before nodes are held for it."""
+    prediction = placed.prediction
+    if prediction is None or prediction["fits"]:
+        return
+    stage, need = max(enumerate(prediction["memory_gib"]), key=lambda one: float(one[1]["device"]))
+    parts = " + ".join(
+        f"{name} {value:,.1f}" for name, value in need.items() if name not in ("allocated", "device") and value >= 0.05
+    )
+    layout, cluster = placed.spec.parallel, placed.cluster
+    raise ArgosyError(
+        "plan.does-not-fit",
+        f"a rank of {'stage ' + str(stage) + ' of ' if layout.pp > 1 else ''}this layout ({describe_layout(layout)}) needs "
+        f"{need['device']:,.1f} GiB, and a GPU of {cluster.instance} has {prediction['card_gib']:g}: {parts}",
+        key="parallel",
+        value=describe_layout(layout),
+        origin=placed.resolved.origins.get("parallel.dp_shard"),
+        fix="leave `parallel` out, and the planner finds a layout that fits, or says how many GPUs it takes; a smaller "
+        "parallel.micro_batch, parallel.recompute=full, more cluster.nodes; --oversized launches it all the same",
+    )
+
+
+def _gpus(cluster: ClusterSpec, instance: Instance | None, target: Target) -> int:
+    if cluster.gpus is not None:
+        if instance is not None and cluster.gpus > instance.gpus:
+            raise ArgosyError(
+                "launch.resources",
+                f"a {instance.name} has {instance.gpus} GPUs, and {cluster.gpus} are asked for",
+                key="cluster.gpus",
+                value=cluster.gpus,
+                fix=f"cluster.gpus={instance.gpus}, or leave it out",
+            )
+        return cluster.gpus
+    if instance is not None:
+        return instance.gpus
+    if target.on_this_machine:
+        return 0
+    raise ArgosyError(
+        "config.missing-key",
+        "nothing says how many GPUs a node has",
+        key="cluster.instance",
+        fix="cluster.instance=p4d.24xlarge (`argosy plan` knows the names), or cluster.gpus=8, or 0 to train on CPUs",
+    )
+
+
+def _memory(cluster: ClusterSpec, instance: Instance | None, gpus: int) -> int:
+    if cluster.memory is not None:
+        return gib(cluster.memory)
+    return int((instance.ram or 0) * _share(instance, gpus)) if instance is not None else 0
+
+
+def _share(instance: Instance, gpus: int) -> float:
+    """Of a node's cores and memory: with half its GPUs go half of them, so that others can use the rest."""
+    return _SHARE * (gpus / instance.gpus if 0 < gpus < instance.gpus else 1)
+
+
+def _planned_on(resolved: Resolved, instance: Instance | None, cluster: ClusterSpec, gpus: int) -> str | None:
+    """The cluster as the planner names it, where it knows the nodes and the model."""
+    if instance is None or gpus != instance.gpus or (cluster.ranks or gpus) != gpus:
+        return None
+    return f"{cluster.nodes}x{instance.name}" if architecture_of(resolved.spec.model).planned else None

@@ -1,0 +1,169 @@
+"""What a launch target is: render, apply, status, logs, stop, the rights it needs, and what else differs between targets.
+
+A target is where and by whom a run's processes are started. Everything that depends on it is a property or a method here, so
+that nothing else in the tree compares target names. `argosy.config.targets` lists the targets; docs/how-to/add-a-launch-target.md
+shows how to add one.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from argosy.config.cluster import ClusterSpec
+from argosy.console.formats import clock
+from argosy.errors import ArgosyError
+from argosy.launch.placement import Placement
+from argosy.launch.stages import Stage
+from argosy.record.jsonl import read_metrics
+from argosy.record.rank_logs import newest_attempt, pieces, ranks_with_logs, read_log
+
+Phase = Literal["absent", "waiting", "running", "done", "failed"]
+WATCH_IT = "`argosy watch {directory}` shows what it does"
+_LIST_RUNS = "`argosy ls` lists the runs of a namespace (-n NAMESPACE)"
+
+
+@dataclass(frozen=True)
+class State:
+    """How a stage is doing, and what to do about it."""
+
+    phase: Phase
+    text: str
+    fix: str = ""
+    # The pod whose log tells more.
+    pod: str | None = None
+
+    @property
+    def over(self) -> bool:
+        return self.phase in ("done", "failed")
+
+    def __str__(self) -> str:
+        return f"{self.phase}: {self.text}" + (f"\n  fix: {self.fix}" if self.fix else "")
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A run that was launched: its target's name, its Kubernetes namespace if it was given, its run directory as seen here."""
+
+    name: str
+    target: str
+    namespace: str | None
+    directory: Path
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """What `argosy status` tells: the state of every stage that was started, and the last step that was logged."""
+
+    run: str
+    namespace: str | None = None
+    stages: dict[str, State] = field(default_factory=dict)
+    progress: str | None = None
+
+
+@dataclass(frozen=True)
+class Right:
+    """A rule of a Kubernetes Role: what a launch from inside the cluster may do with one resource of an API group."""
+
+    group: str
+    resource: str
+    verbs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """How `argosy launch` was called.
+
+    `path` is the run spec's file. `only` is the one stage to run, where one was asked for. `follow` waits for the last stage to
+    end. `in_cluster` takes the credentials of the pod this runs in. `output` is where rendered files are written.
+    """
+
+    path: Path
+    only: Stage | None = None
+    follow: bool = True
+    in_cluster: bool = False
+    output: Path | None = None
+    say: Callable[[str], None] = print
+
+
+class Target(ABC):
+    """One way to start a run. A module in `launch/targets/` holds a subclass and its only instance, `TARGET`."""
+
+    # The value of cluster.target.
+    name: ClassVar[str]
+    # Processes are started on this machine: there is one node, its GPUs need not be declared, and nothing leaves it.
+    on_this_machine: ClassVar[bool] = False
+    # Stages are pods on Kubernetes: they need an image, a volume, resource requests and a namespace.
+    makes_pods: ClassVar[bool] = False
+    # Something in the cluster restarts a training job that failed; otherwise whoever follows the launch does.
+    restarts_itself: ClassVar[bool] = True
+
+    def check(self, placed: Placement) -> None:  # noqa: B027  # most targets can run whatever was placed
+        """Refuse what this target cannot run. Called before anything is rendered.
+
+        Raises:
+            ArgosyError: the run cannot be started here as it is specified.
+        """
+
+    @abstractmethod
+    def render(self, placed: Placement) -> dict[str, str]:
+        """Return the files that start the run, by name, in the order they are used. Pure: no clock, no network."""
+
+    @abstractmethod
+    def apply(self, placed: Placement, options: LaunchOptions) -> int:
+        """Start the run, or follow it if it was started before, and return the exit code."""
+
+    @abstractmethod
+    def stop(self, run: Launched) -> list[str]:
+        """End the run; it saves first. Return what was ended, in words."""
+
+    def status(self, run: Launched) -> RunStatus:
+        """Return how the run is doing. Without a scheduler to ask, only the run directory tells."""
+        return RunStatus(run.name, progress=logged_progress(run))
+
+    def logs(self, run: Launched, *, rank: int, follow: bool, tail: int | None) -> Iterator[str]:
+        """Yield the lines of a rank's log, from the run directory."""
+        # A log that is followed may yet begin.
+        if not follow:
+            _require_log(run, rank)
+        yield from read_log(run.directory, rank, tail=tail, follow=follow)
+
+    def rights(self, cluster: ClusterSpec) -> Sequence[Right]:
+        """Return what the chart's conductor may do for this target, beside what every launch needs."""
+        return ()
+
+
+def logged_progress(run: Launched) -> str | None:
+    """Return the newest step in the run directory's metrics, or None where there is none to see."""
+    metrics = run.directory / "metrics.jsonl"
+    if not metrics.exists():
+        return None
+    records = [record for record in read_metrics(metrics).values() if "loss" in record and "eta_s" in record]
+    if not records:
+        return None
+    last = records[-1]
+    return f"step {last['step']}/{last['steps']}, loss {last['loss']:.4f}, ETA {clock(last['eta_s'])}"
+
+
+def not_found(run: Launched, cause: str, fix: str = _LIST_RUNS) -> ArgosyError:
+    return ArgosyError(
+        "launch.not-found",
+        cause,
+        key="RUN",
+        value=run.name,
+        fix=fix.format(directory=run.directory),
+    )
+
+
+def _require_log(run: Launched, rank: int) -> None:
+    attempt = newest_attempt(run.directory)
+    if attempt is None:
+        cause = f"{run.directory} has no logs of ranks: it has not begun, or is not seen from here"
+        raise not_found(run, cause, WATCH_IT)
+    if not pieces(attempt, rank):
+        others = ranks_with_logs(attempt)
+        held = f"those of {len(others)} ranks, the last of them {others[-1]}" if others else "none"
+        raise not_found(run, f"{attempt} has no log of rank {rank}, but {held}", "give another --rank")

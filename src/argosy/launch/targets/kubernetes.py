@@ -1,0 +1,146 @@
+"""What the Kubernetes targets share: rendering, conducting, asking and stopping jobs made of the one pod body.
+
+A target that starts pods subclasses `KubernetesTarget`, names the kind of its training job and renders it. The official client
+is imported only when a cluster is spoken to.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, ClassVar
+
+from argosy.config.cluster import ClusterSpec
+from argosy.errors import ArgosyError
+from argosy.launch.indexed_jobs import data_job, ranks_job
+from argosy.launch.manifests import BESIDE, JOB, Kind, Manifests, shared_objects
+from argosy.launch.placement import Placement
+from argosy.launch.pod import Manifest
+from argosy.launch.pod_checks import check_pods
+from argosy.launch.registry import all_targets
+from argosy.launch.stages import STAGES, Stage, stages_of
+from argosy.launch.target import Launched, LaunchOptions, Right, RunStatus, State, Target, logged_progress, not_found
+
+if TYPE_CHECKING:
+    from argosy.launch.api import Cluster
+
+_JOB_VERBS = ("get", "list", "create", "patch", "delete")
+_BESIDE_VERBS = ("get", "create", "patch")
+
+
+class KubernetesTarget(Target):
+    """A target whose stages are pods. Data stages and preflight are plain Jobs; the training job is the subclass's own."""
+
+    makes_pods = True
+    # Kinds the training job may be.
+    jobs: ClassVar[tuple[Kind, ...]]
+    # Further kinds that are made for it and go with it.
+    beside: ClassVar[tuple[Kind, ...]] = ()
+
+    @abstractmethod
+    def train_objects(self, placed: Placement) -> list[Manifest]:
+        """Return the objects of the training stage: the job last, what it needs before it."""
+
+    def check(self, placed: Placement) -> None:
+        check_pods(placed)
+
+    def manifests(self, placed: Placement) -> Manifests:
+        storage, spec = shared_objects(placed)
+        return Manifests(storage, spec, {stage: self._objects(placed, stage) for stage in stages_of(placed)})
+
+    def _objects(self, placed: Placement, stage: Stage) -> list[Manifest]:
+        if stage.trains:
+            return self.train_objects(placed)
+        return ranks_job(placed, stage) if stage.on_gpus else data_job(placed, stage)
+
+    def render(self, placed: Placement) -> dict[str, str]:
+        return self.manifests(placed).files()
+
+    def apply(self, placed: Placement, options: LaunchOptions) -> int:
+        cluster = connected(placed.cluster.namespace, in_cluster=options.in_cluster)
+        from argosy.launch.conduct import Conductor
+
+        conductor = Conductor(cluster, placed, self.manifests(placed), options.say, self.jobs, self.restarts_itself)
+        return conductor.run(options.only, follow=options.follow)
+
+    def status(self, run: Launched) -> RunStatus:
+        cluster = _cluster_of(run)
+        from argosy.launch.conduct import look, runs_in
+        from argosy.launch.pod_logs import progress_in_log
+
+        found = runs_in(cluster, job_kinds()).get(run.name)
+        if found is None:
+            raise not_found(run, f"namespace {cluster.namespace} has no run {run.name}")
+        states = {stage: look(cluster, run.name, stage, job_kinds()) for stage in STAGES if stage in found}
+        progress = logged_progress(run) or progress_in_log(cluster, run.name)
+        return RunStatus(run.name, cluster.namespace, states, progress)
+
+    def logs(self, run: Launched, *, rank: int, follow: bool, tail: int | None) -> Iterator[str]:
+        """Yield the log of the pod that holds a rank; a lost connection is taken up again where it broke off."""
+        cluster = _cluster_of(run)
+        from argosy.launch.pod_logs import read_pod_log
+
+        yield from read_pod_log(cluster, run, job_kinds(), rank=rank, follow=follow, tail=tail)
+
+    def stop(self, run: Launched) -> list[str]:
+        cluster = _cluster_of(run)
+        from argosy.launch.conduct import stop
+
+        stopped = stop(cluster, run.name, job_kinds(), kinds_beside())
+        if not stopped:
+            raise not_found(run, f"namespace {cluster.namespace} has nothing of {run.name} to stop")
+        return stopped
+
+    def rights(self, cluster: ClusterSpec) -> Sequence[Right]:
+        """Return the rights to its own kinds; plain Jobs every launch may make."""
+        jobs = [Right(kind.group, kind.plural, _JOB_VERBS) for kind in self.jobs if kind != JOB]
+        return [*jobs, *(Right(kind.group, kind.plural, _BESIDE_VERBS) for kind in self.beside)]
+
+
+def job_kinds() -> list[Kind]:
+    """Return the kinds a stage may be on any target: a run known by its name alone is looked for in all of them."""
+    return list(dict.fromkeys([JOB, *(kind for target in _all() for kind in target.jobs)]))
+
+
+def kinds_beside() -> list[Kind]:
+    return list(dict.fromkeys([*(kind for target in _all() for kind in target.beside), *BESIDE]))
+
+
+def _all() -> list[KubernetesTarget]:
+    return [target for target in all_targets() if isinstance(target, KubernetesTarget)]
+
+
+def runs_of_namespace(namespace: str | None) -> dict[str, dict[str, State]]:
+    """Return every run of a namespace, with the state of each of its stages."""
+    cluster = connected(namespace)
+    from argosy.launch.conduct import runs_in
+
+    return runs_in(cluster, job_kinds())
+
+
+def connected(namespace: str | None, *, in_cluster: bool = False) -> Cluster:
+    """Return the cluster kubectl would talk to, or the one this pod runs in.
+
+    Raises:
+        ArgosyError: the official client is not installed, or no cluster is configured.
+    """
+    if find_spec("kubernetes") is None:
+        raise ArgosyError(
+            "launch.missing-extra",
+            "talking to Kubernetes needs its official client, which is not installed",
+            fix="pip install 'argosy[k8s]'; or argosy launch --dry-run -o DIR, and kubectl apply -f on each file in the order of their numbers",
+        )
+    from argosy.launch.api import connect
+
+    return connect(namespace, in_cluster=in_cluster)
+
+
+def _cluster_of(run: Launched) -> Cluster:
+    """Connect to the cluster of a run; where none is configured, say that the run is not on this machine either."""
+    try:
+        return connected(run.namespace)
+    except ArgosyError as error:
+        if run.namespace is not None or run.directory.is_dir():
+            raise
+        raise not_found(run, f"there is no {run.directory} here, and {error.cause}", error.fix) from None
