@@ -17,7 +17,9 @@ from argosy.config.counts import (
     mlp_parameters,
     norm_parameters,
 )
-from argosy.config.model import ModelSpec
+from argosy.config.model import ModelSpec, Section
+from argosy.config.optimizer_rule import Rule
+from argosy.config.optimizers import DEFAULT
 from argosy.config.stage_layers import V_SHAPED
 
 Recompute = Literal["none", "selective", "full"]
@@ -136,8 +138,8 @@ class Work:
     precision: str = "bf16"
     latent: Latent | None = None
     next_tokens: int = 0
-    optimizer: str = "adamw"
-    muon_steps: int = 5
+    rule: Rule = DEFAULT
+    rule_keys: Section | None = None
     reduced: float | None = None
     reshard: bool = True
     replayed: bool = True

@@ -52,7 +52,7 @@ class Memory:
 
 def require_memory(spec: RunSpec, device: torch.device, *, ranks: int = 1) -> None:
     """Of weights, gradients and optimiser a rank keeps at least its share among the `ranks` of one replica."""
-    parameters, whole = count_parameters(spec.model).total, least_state_bytes(spec.model, spec.optim.name)
+    parameters, whole = count_parameters(spec.model).total, least_state_bytes(spec.model, spec.optim.rule)
     need, there = whole / ranks, memory_of(device)
     if need > there:
         among = "" if ranks == 1 else f" over {ranks} ranks"

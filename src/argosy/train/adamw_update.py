@@ -5,33 +5,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from argosy.compat import copy_, fused_adamw_
-from argosy.config.schema import OptimSpec
-from argosy.config.state import STATE
+from argosy.compat import fused_adamw_
+from argosy.config.optimizers.adamw import AdamWSpec
 from argosy.model.ops.choice import use_kernel
-from argosy.train.slots import Rule, Slot, Update
+from argosy.train.slots import Apply, Slot, Update, write_parameters
 
 
-def adamw(spec: OptimSpec) -> Rule:
+def make_update(keys: AdamWSpec, model: nn.Module) -> Apply:
     def apply(slots: Sequence[Slot], gradients: Sequence[Tensor], update: Update, weight_decay: float) -> None:
         run = _one_pass if use_kernel(slots[0].master) else _fused
-        held = [
-            number for number, slot in enumerate(slots) if slot.master.numel()
-        ]  # a rank may have no part of a parameter
+        # A rank may have no part of a parameter.
+        held = [number for number, slot in enumerate(slots) if slot.master.numel()]
         if held:
-            run([slots[n] for n in held], [gradients[n] for n in held], update, spec, weight_decay)
+            run([slots[n] for n in held], [gradients[n] for n in held], update, keys, weight_decay)
 
-    return Rule(STATE["adamw"], apply)
+    return apply
 
 
 def _one_pass(
-    slots: Sequence[Slot], gradients: Sequence[Tensor], update: Update, spec: OptimSpec, weight_decay: float
+    slots: Sequence[Slot], gradients: Sequence[Tensor], update: Update, keys: AdamWSpec, weight_decay: float
 ) -> None:
     from argosy.train.adamw_kernel import Row, adamw_
 
-    betas = torch.stack([torch.full_like(update.count, beta, dtype=torch.float64) for beta in spec.betas])
+    betas = torch.stack([torch.full_like(update.count, beta, dtype=torch.float64) for beta in keys.betas])
     adamw_(
         [
             Row(slot.part, slot.master, gradient, slot.state["exp_avg"], slot.state["exp_avg_sq"])
@@ -41,14 +39,14 @@ def _one_pass(
         corrections=(1 - betas**update.count).float(),
         skip=update.skip,
         lr=update.lr,
-        betas=spec.betas,
-        eps=spec.eps,
+        betas=keys.betas,
+        eps=keys.eps,
         weight_decay=weight_decay,
     )
 
 
 def _fused(
-    slots: Sequence[Slot], gradients: Sequence[Tensor], update: Update, spec: OptimSpec, weight_decay: float
+    slots: Sequence[Slot], gradients: Sequence[Tensor], update: Update, keys: AdamWSpec, weight_decay: float
 ) -> None:
     fused_adamw_(
         [slot.master for slot in slots],
@@ -59,9 +57,8 @@ def _fused(
         divisor=1 / update.scale,
         skip=update.skip,
         lr=update.lr,
-        betas=spec.betas,
-        eps=spec.eps,
+        betas=keys.betas,
+        eps=keys.eps,
         weight_decay=weight_decay,
     )
-    if slots[0].separate:
-        copy_([slot.part for slot in slots], [slot.master for slot in slots])
+    write_parameters(slots)
