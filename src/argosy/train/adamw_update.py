@@ -27,22 +27,15 @@ def make_update(keys: AdamWSpec, model: nn.Module) -> Apply:
 def _one_pass(
     slots: Sequence[Slot], gradients: Sequence[Tensor], update: Update, keys: AdamWSpec, weight_decay: float
 ) -> None:
-    from argosy.train.adamw_kernel import Row, adamw_
+    from argosy.train.adamw_kernel import adamw_kernel
+    from argosy.train.update_kernel import launch
 
     betas = torch.stack([torch.full_like(update.count, beta, dtype=torch.float64) for beta in keys.betas])
-    adamw_(
-        [
-            Row(slot.part, slot.master, gradient, slot.state["exp_avg"], slot.state["exp_avg_sq"])
-            for slot, gradient in zip(slots, gradients, strict=True)
-        ],
-        scale=update.scale,
-        corrections=(1 - betas**update.count).float(),
-        skip=update.skip,
-        lr=update.lr,
-        betas=keys.betas,
-        eps=keys.eps,
-        weight_decay=weight_decay,
-    )
+    corrections = (1 - betas**update.count).float()  # of the bias of both moments
+    launch(
+        adamw_kernel, slots, gradients, update.scale, corrections, update.skip,
+        update.lr, *keys.betas, keys.eps, 1.0 - update.lr * weight_decay,
+    )  # fmt: skip
 
 
 def _fused(
