@@ -127,7 +127,7 @@ class Work:
     """One optimiser step of a model.
 
     `latent` (MLA) and `next_tokens` (multi-token prediction: extra layers, each with the output head once more) exist only in
-    other frameworks' models. `muon_steps` is Newton-Schulz iterations. `reduced` is bytes of a gradient element while it is
+    other frameworks' models. `rule` is the optimiser, `rule_keys` its keys in the run spec. `reduced` is bytes of a gradient element while it is
     reduced (None: the stack's). `reshard`: ZeRO-3 frees a layer's gathered weights after its forward pass. `replayed`: the step may
     run as a CUDA graph, if the stack supports it.
     """
