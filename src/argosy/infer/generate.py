@@ -10,7 +10,7 @@ from argosy.data.text.tokenizer import Tokenizer
 from argosy.errors import ArgosyError
 from argosy.infer.decoding import Sampling, generate
 from argosy.infer.infill import fill_masks, write_spans
-from argosy.train.session import Loaded, load_model
+from argosy.infer.loading import Loaded, load_model
 
 _log = logging.getLogger(__name__)
 

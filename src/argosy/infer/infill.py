@@ -17,7 +17,7 @@ from argosy.data.special import SpecialTokens
 from argosy.data.text.tokenizer import Tokenizer
 from argosy.errors import ArgosyError
 from argosy.infer.decoding import Sampling, choose, generate
-from argosy.train.session import Loaded
+from argosy.infer.loading import Loaded
 
 Encode = Callable[[str], list[int]]
 _SENTINEL = re.compile(r"<extra_id_(\d+)>")

@@ -7,28 +7,41 @@ are smaller instead. Where the output embedding is the input's, hidden states ar
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import Tensor, nn
 
 from argosy.config.counts import RELATIVE_BUCKETS
 from argosy.config.model import ModelSpec
 from argosy.model.attention import Attend, Mask, prepare_attention
 from argosy.model.dropout import Dropout
-from argosy.model.layers import Block, Embedding, Norm, Together
+from argosy.model.layers import Block, Embedding, Linear, Norm, Together
 from argosy.model.objective import Loss, Objective, Stream
 from argosy.model.output import Output
 from argosy.model.positions import Across, Context, relative_buckets
+from argosy.model.sharding import OUTSIDE, VOCABULARY, Declaration, Sharding, shardable
 from argosy.model.share import WHOLE, Share
+
+
+class RelativeBias(nn.Embedding):
+    """The bias on the scores, by range of distances and head."""
+
+    weight = shardable("weight")
+
+    def reset_parameters(self) -> None:
+        """Draw nothing: `argosy.model.init` does."""
 
 
 class Stack(nn.Module):
     """The blocks of one side."""
 
+    tensor_parallel: ClassVar[Declaration] = {"relative": Sharding(dim=1), "norm": OUTSIDE}
     heads: Share = WHOLE  # that are computed here; set by `argosy.parallel`
 
     def __init__(self, spec: ModelSpec, layers: int, *, decoder: bool) -> None:
         super().__init__()
         self.spec, self.decoder = spec, decoder
-        self.relative = nn.Embedding(RELATIVE_BUCKETS, spec.heads)
+        self.relative = RelativeBias(RELATIVE_BUCKETS, spec.heads)
         self.layers = nn.ModuleDict({str(i): Block(spec, across=decoder) for i in range(layers)})
         self.norm: Norm | None = Norm(spec, spec.hidden)  # None: the end of the stack is elsewhere
         self.dropout = Dropout(spec.dropout)
@@ -56,13 +69,15 @@ class EncoderDecoder(nn.Module):
     """Tokens [batch, seq] and the decoder's [batch, target] to logits [batch, target, vocab], or, with labels, to the
     loss."""
 
+    tensor_parallel: ClassVar[Declaration] = {"head": VOCABULARY}
+
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.spec = spec
         self.embed = Embedding(spec)
         self.encoder: Stack | None = Stack(spec, spec.layers, decoder=False)  # None: all of it is elsewhere
         self.decoder: Stack | None = Stack(spec, spec.decoder_layers or spec.layers, decoder=True)
-        self.head = None if spec.tied else nn.Linear(spec.hidden, spec.vocab_size, bias=False)
+        self.head = None if spec.tied else Linear(spec.hidden, spec.vocab_size, bias=False)
         self.predict = Output()
 
     def forward(

@@ -11,6 +11,7 @@ tokens, by whichever back end one process would take.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -68,7 +69,7 @@ class Cut:
         return [Share((rank, 2 * self.ranks - 1 - rank), 2 * self.ranks) for rank in range(self.ranks)]
 
 
-def apply_cp(model: nn.Module, mesh: Mesh, kind: str) -> None:
+def apply_context_parallel(model: nn.Module, mesh: Mesh, kind: str) -> None:
     """From now on the model is to be given parts of sequences, as `cut_inputs` makes them."""
     cut = Cut.of(mesh)
     if cut is None or not isinstance(model, Decoder):
@@ -82,7 +83,13 @@ def apply_cp(model: nn.Module, mesh: Mesh, kind: str) -> None:
             module.share, module.sum_shares = 1 / cut.ranks, partial(_summed, cut)
 
 
-def cut_inputs(inputs: dict[str, Tensor], objective: Objective, cut: Cut) -> tuple[dict[str, Tensor], Objective]:
+def input_cut(mesh: Mesh) -> Callable[[dict[str, Tensor], Objective], tuple[dict[str, Tensor], Objective]] | None:
+    """Return the function that cuts the inputs of a micro-batch for this rank; None where no ranks share a sequence."""
+    cut = Cut.of(mesh)
+    return None if cut is None else partial(cut_inputs, cut)
+
+
+def cut_inputs(cut: Cut, inputs: dict[str, Tensor], objective: Objective) -> tuple[dict[str, Tensor], Objective]:
     """This rank's part of a micro-batch. Documents stay whole: they are what keys are told apart by."""
     counted = (inputs["labels"] != IGNORED).sum()
     seq, device = inputs["tokens"].shape[1], inputs["tokens"].device

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from argosy.compat import divided, flattened
 from argosy.compat.messages import refuse_pickled_messages
-from argosy.config.layout import AXES, check_world
+from argosy.config.layout import AXES
 from argosy.config.schema import ParallelSpec
 from argosy.errors import EXIT_REFUSED, ArgosyError
 from argosy.supervise.world import World
@@ -147,8 +147,8 @@ class Mesh:
 
 @contextmanager
 def joined(parallel: ParallelSpec, world: World, device: torch.device) -> Iterator[Mesh]:
-    """The mesh of a layout, with this process in its place in it; the groups are gone at the end."""
-    check_world(parallel, world.size, world.source)
+    """The mesh of a layout that is for as many ranks as there are (`check_world`), with this process in its place in it; the
+    groups are gone at the end."""
     if world.size == 1:
         yield Mesh(device)
         return

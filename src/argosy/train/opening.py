@@ -18,6 +18,7 @@ from argosy.checkpoint.store import listed, step_of
 from argosy.config.resolve import Resolved
 from argosy.errors import ArgosyError
 from argosy.record.continuity import check_continuity, check_owner
+from argosy.record.jsonl import JsonlWriter, Record, now
 from argosy.record.rundir import Facts, RunDir
 
 
@@ -97,6 +98,22 @@ class Opening:
             f"{root} was deleted while this run trains: its checkpoints and its record up to step {step} are gone. The directory is made "
             "again, and the next save goes there; until then a crash loses the run"
         )
+
+
+class Journal:
+    """The metrics and events of a run, which the first rank alone writes."""
+
+    def __init__(self, run: RunDir, metrics: JsonlWriter, events: JsonlWriter, *, writes: bool) -> None:
+        self.run, self._metrics, self._events, self._writes = run, metrics, events, writes
+
+    def event(self, kind: str, step: int, **facts: object) -> None:
+        if self._writes:
+            told = {name: fact for name, fact in facts.items() if fact or fact == 0}  # rank 0 is one too
+            self._events.write({"event": kind, "step": step, "time": now(), **told})
+
+    def metrics(self, record: Record) -> None:
+        if self._writes:
+            self._metrics.write(record)
 
 
 def _owner(checkpoint: Path) -> str | None:

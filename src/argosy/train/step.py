@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
+from types import TracebackType
 from typing import NamedTuple
 
 import torch
@@ -10,9 +12,11 @@ from torch import Tensor
 
 from argosy.data.samples.windows import Batch
 from argosy.model.moe import balance_experts
-from argosy.parallel.single import Result, SingleDevice
+from argosy.parallel.engine import Engine, Result
 from argosy.record.heartbeat import Phase
 from argosy.train.optimizer import Optimizer
+
+COLLECT_EVERY = 500  # steps
 
 
 class Step(NamedTuple):
@@ -21,7 +25,7 @@ class Step(NamedTuple):
 
 
 def take_step(
-    engine: SingleDevice,
+    engine: Engine,
     optimizer: Optimizer,
     batch: Batch,
     *,
@@ -47,3 +51,28 @@ def take_step(
     if result.expert_load is not None:
         balance_experts(engine.model, torch.where(optimizer.skip > 0, 0, result.expert_load))  # no load moves nothing
     return Step(result, grad_norm)
+
+
+class StepwiseCollection:
+    """Garbage collection at chosen steps: `with StepwiseCollection() as collection:` … `collection.after(step)`.
+
+    Python's own starts whenever enough objects were made, walks everything the program holds, and so makes single steps slow: on
+    many ranks, each at another step, every step."""
+
+    def __init__(self) -> None:
+        self._was_enabled = gc.isenabled()
+
+    def __enter__(self) -> StepwiseCollection:
+        gc.collect()
+        gc.freeze()  # what exists now stays to the end of the run: no need to walk it again
+        gc.disable()
+        return self
+
+    def after(self, step: int) -> None:
+        if step % COLLECT_EVERY == 0:
+            gc.collect()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        gc.unfreeze()
+        if self._was_enabled:
+            gc.enable()

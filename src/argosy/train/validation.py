@@ -10,7 +10,7 @@ import numpy as np
 
 from argosy.data.samples.order import apportion
 from argosy.data.samples.windows import Stream
-from argosy.parallel.single import SingleDevice
+from argosy.parallel.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Evaluation:
         )
 
 
-def evaluate(engine: SingleDevice, sets: Mapping[str, Stream], *, samples: int, batch: int, split: str) -> Evaluation:
+def evaluate(engine: Engine, sets: Mapping[str, Stream], *, samples: int, batch: int, split: str) -> Evaluation:
     """Over `samples` samples in all, at most one pass over the split: from each set its share by size, and one at
     least. The losses of sets and whole are each a sum over tokens, divided once."""
     sizes = np.array([stream.epoch_samples for stream in sets.values()])
@@ -63,7 +63,7 @@ class _Sums:
         return Evaluation(split, self.loss / self.tokens, self.tokens, samples, sets, metrics)
 
 
-def _sum_losses(engine: SingleDevice, stream: Stream, samples: int, batch: int) -> _Sums:
+def _sum_losses(engine: Engine, stream: Stream, samples: int, batch: int) -> _Sums:
     sums = _Sums()
     for first in range(0, samples, batch):
         result = engine.evaluate(stream.batch(first, min(batch, samples - first)))
