@@ -36,7 +36,7 @@ from argosy.record.alerts import Alerts
 from argosy.record.jsonl import JsonlWriter, Record
 from argosy.train import run as training
 from argosy.train.loop import Trainer
-from argosy.train.phases import Phases
+from argosy.train.telemetry import Phases
 
 # Seconds, steps, steps.
 LAST, BLOCK, LOG = (int(os.environ.get(name, default)) for name, default in (("LAST", 150), ("BLOCK", 20), ("LOG", 10)))

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from argosy.model.layers import Linear
-from argosy.parallel.slices import Box, held_boxes
+from argosy.parallel.shards import Box, held_boxes
 from argosy.parallel.shards import local, part_of, whole
 from argosy.parallel.cutting import cut_parameters
 

@@ -22,11 +22,11 @@ from argosy.parallel.precision import apply_precision
 from argosy.parallel.single import SingleDevice
 from argosy.parallel.transformer_blocks import DropoutSeeds
 from argosy.record.jsonl import read_metrics
-from argosy.train import scaler as module
+from argosy.train import guard as module
+from argosy.train.guard import HYSTERESIS, INITIAL, INTERVAL, MINIMUM, LossScaler
 from argosy.train.optimizer import Optimizer
 from argosy.train.rewind import require_finite
 from argosy.train.run import TrainOptions, train
-from argosy.train.scaler import HYSTERESIS, INITIAL, INTERVAL, MINIMUM, LossScaler
 
 Write = Callable[..., Path]
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from argosy.checkpoint.store import require_names
 from argosy.checkpoint.stored import StoredTensors
 from argosy.errors import ArgosyError
 from argosy.parallel.host_group import ALONE, HostGroup
-from argosy.parallel.slices import held_boxes
+from argosy.parallel.shards import held_boxes
 
 
 @torch.no_grad()

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from argosy.checkpoint.tensors import TensorInfo
 from argosy.parallel.host_group import HostGroup
-from argosy.parallel.shards import local
-from argosy.parallel.slices import Box, held_boxes, whole_box
+from argosy.parallel.shards import Box, held_boxes, local, whole_box
 
 # Slices from this size on are split among the ranks that hold them, in bytes.
 _LARGE = 16 * 2**20

@@ -19,7 +19,7 @@ from torch import Tensor
 from argosy.checkpoint.save_plan import Stored, key_of
 from argosy.checkpoint.tensors import TensorFile, TensorInfo
 from argosy.errors import ArgosyError
-from argosy.parallel.slices import Box, tiled, whole_box
+from argosy.parallel.shards import Box, tiled, whole_box
 from argosy.untrusted import MIB, read_regular
 
 INDEX = "tensors.json"

@@ -16,8 +16,7 @@ from argosy.parallel.precision import slow_precision
 from argosy.record.rundir import RunDir
 from argosy.record.sinks.asked import require_packages
 from argosy.supervise.world import World
-from argosy.train.device import machine_facts, prepare_device
-from argosy.train.device_memory import require_memory
+from argosy.train.device import machine_facts, prepare_device, require_memory
 from argosy.train.opening import Opening
 from argosy.train.run import TrainOptions, check_options
 from argosy.train.session import open_session

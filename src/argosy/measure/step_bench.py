@@ -32,8 +32,7 @@ from argosy.parallel.mesh import Mesh
 from argosy.parallel.parallelize import parallelize
 from argosy.parallel.precision import choose_precision, slow_precision
 from argosy.plan.hardware import Peak
-from argosy.train.device import peak_of, prepare_device
-from argosy.train.device_memory import Memory, measure_memory, require_memory
+from argosy.train.device import Memory, measure_memory, peak_of, prepare_device, require_memory
 from argosy.train.kernel_profile import StepProfile, kind_of, profile_step
 from argosy.train.optimizer import Optimizer
 from argosy.train.step import take_step

@@ -11,8 +11,7 @@ from argosy.data.samples.masks import IGNORED
 from argosy.model.attention import Prepare, prepare_attention
 from argosy.model.layers import AttentionBlock, Block, Embedding, Linear, Norm
 from argosy.model.moe import Report, SparseBlock, sum_reports
-from argosy.model.objective import Loss, Objective, Stream
-from argosy.model.output import Output
+from argosy.model.objective import Loss, Objective, Output, Stream
 from argosy.model.positions import make_context
 from argosy.model.sharding import OUTSIDE, VOCABULARY, Declaration
 from argosy.model.share import WHOLE, Share

@@ -14,9 +14,8 @@ from torch.nn import functional as F
 from argosy.config.model import ModelSpec
 from argosy.data.samples.masks import IGNORED
 from argosy.model.layers import Embedding, Linear, Norm, PostNormBlock, Together
-from argosy.model.objective import Loss, Objective, Stream
+from argosy.model.objective import Loss, Objective, Output, Stream
 from argosy.model.ops.activation import activate
-from argosy.model.output import Output
 from argosy.model.positions import make_context
 from argosy.model.sharding import REPLICATED, VOCABULARY, Declaration, shardable
 from argosy.model.share import WHOLE, Share

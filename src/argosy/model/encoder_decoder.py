@@ -14,13 +14,11 @@ from torch import Tensor, nn
 from argosy.config.counts import RELATIVE_BUCKETS
 from argosy.config.model import ModelSpec
 from argosy.model.attention import Attend, Mask, prepare_attention
-from argosy.model.dropout import Dropout
 from argosy.model.layers import Block, Embedding, Linear, Norm, Together
-from argosy.model.objective import Loss, Objective, Stream
-from argosy.model.output import Output
+from argosy.model.objective import Loss, Objective, Output, Stream
 from argosy.model.positions import Across, Context, relative_buckets
 from argosy.model.sharding import OUTSIDE, VOCABULARY, Declaration, Sharding, shardable
-from argosy.model.share import WHOLE, Share
+from argosy.model.share import WHOLE, Dropout, Share
 
 
 class RelativeBias(nn.Embedding):

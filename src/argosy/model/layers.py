@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from argosy.config.model import ModelSpec
-from argosy.model.dropout import Dropout
 from argosy.model.ops.activation import activate, gated
 from argosy.model.ops.embedding import embed
 from argosy.model.ops.fp8 import fp8_matmuls
@@ -25,6 +24,7 @@ from argosy.model.ops.matmul import matmuls
 from argosy.model.ops.norm import add, add_norm, norm, split_norm
 from argosy.model.positions import Across, Context
 from argosy.model.sharding import COLUMN, INSIDE, OUTSIDE, ROW, VOCABULARY, Declaration, shardable
+from argosy.model.share import Dropout
 
 
 class Linear(nn.Linear):

@@ -22,10 +22,9 @@ from torch import Tensor, nn
 from argosy.data.samples.masks import IGNORED
 from argosy.model.attention import Attend, Mask, Prepare, prepare_attention
 from argosy.model.decoder import Decoder
-from argosy.model.dropout import Dropout
 from argosy.model.moe import MoE
 from argosy.model.objective import Objective
-from argosy.model.share import WHOLE, Share
+from argosy.model.share import WHOLE, Dropout, Share
 from argosy.parallel.exchange import gather, swap
 from argosy.parallel.mesh import Mesh
 

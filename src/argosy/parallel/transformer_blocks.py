@@ -20,11 +20,11 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from argosy.compat import COSTLY_OPERATIONS, tell_compiler
 from argosy.config.seeds import derive_seed
-from argosy.model.dropout import Dropout
 from argosy.model.ops.attention_backends import OPERATIONS as ATTENTION_OPERATIONS
 from argosy.model.ops.cross_entropy import hide_from_compiler
 from argosy.model.ops.grouped import OPERATIONS as GROUPED_OPERATIONS
 from argosy.model.retriever import Retriever
+from argosy.model.share import Dropout
 
 _KEPT = COSTLY_OPERATIONS | ATTENTION_OPERATIONS | GROUPED_OPERATIONS
 

@@ -19,15 +19,12 @@ from argosy.console.training_lines import Console, open_console
 from argosy.data.loader import Loader
 from argosy.errors import EXIT_DONE, EXIT_RESUMABLE
 from argosy.model.init import initial_weights
-from argosy.parallel.agreement import Agreement
+from argosy.parallel.mesh import Agreement
 from argosy.record.heartbeat import Heartbeat, Phase
 from argosy.record.jsonl import now, read_metrics
-from argosy.train.announce import opening_lines, opening_warnings
-from argosy.train.device import peak_of
-from argosy.train.device_memory import measure_memory
+from argosy.train.device import measure_memory, peak_of
 from argosy.train.interrupt import Interrupt
-from argosy.train.meter import Meter
-from argosy.train.opening import Journal, Opening
+from argosy.train.opening import Journal, Opening, opening_lines, opening_warnings
 from argosy.train.rewind import (
     ReplicaCheck,
     Rewind,
@@ -40,7 +37,7 @@ from argosy.train.rewind import (
 from argosy.train.saving import Saving, first_interval
 from argosy.train.session import Session
 from argosy.train.step import Step, StepwiseCollection, take_step
-from argosy.train.telemetry import Taken, Telemetry
+from argosy.train.telemetry import Meter, Taken, Telemetry
 from argosy.train.validation import evaluate
 
 if TYPE_CHECKING:

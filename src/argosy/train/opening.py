@@ -3,11 +3,13 @@
 What changed is compared with the spec that made the checkpoint the run goes on from. The new spec is stored when a step has really been
 taken with it: a start that finds nothing to do, is refused later or dies before its first step changes nothing. A run without a
 checkpoint has nothing to be compared with, and its spec is stored at once.
+
+`opening_lines` and `opening_warnings` are what a run says of itself before its first step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +17,16 @@ from typing import Any
 
 from argosy.checkpoint.manifest import read_checkpoint
 from argosy.checkpoint.store import listed, step_of
+from argosy.config.counts import describe_size
+from argosy.config.layout import describe_layout
+from argosy.config.pipeline import describe_bubble
 from argosy.config.resolve import Resolved
 from argosy.errors import ArgosyError
+from argosy.parallel.precision import describe_precision, slow_precision
 from argosy.record.continuity import check_continuity, check_owner
 from argosy.record.jsonl import JsonlWriter, Record, now
 from argosy.record.rundir import Facts, RunDir
+from argosy.train.session import Session
 
 
 @dataclass
@@ -122,3 +129,33 @@ def _owner(checkpoint: Path) -> str | None:
         found: Any = read_checkpoint(checkpoint).progress.about.get("run")
         return found if isinstance(found, str) else None
     return None
+
+
+def opening_lines(session: Session, run: RunDir, first: int) -> list[str]:
+    """The model, the layout, the batch and the data of a run that goes on after `first` steps."""
+    spec, mesh, batches = session.spec, session.mesh, session.batches
+    epochs = ", ".join(
+        f"{count:.3g} epochs of {windows.corpus.path}"
+        for windows, count in zip(
+            session.stream.sets, session.stream.epochs_after(batches.samples(session.steps)), strict=True
+        )
+    )
+    ranks = mesh.data_ranks
+    accumulation = spec.train.global_batch // (spec.parallel.micro_batch * ranks)
+    shared = f"{ranks} ranks x " if ranks > 1 else ""
+    layout = f", {describe_layout(spec.parallel)}" if mesh.world_size > 1 else ""
+    precision = describe_precision(session.engine.model, session.precision)
+    return [
+        f"{run.root}: {describe_size(spec.model)} on {mesh.device} in {precision}{layout}",
+        f"steps {first + 1} to {session.steps}, {batches.describe(spec.data.seq_len)} (batch {spec.train.global_batch} = {shared}{accumulation} x "
+        f"micro-batch {spec.parallel.micro_batch}, sequences of {spec.data.seq_len}); in all {epochs}",
+    ]
+
+
+def opening_warnings(session: Session) -> Iterator[tuple[str, str, bool]]:
+    """(event, text, whether it is a warning) of what makes the run slow."""
+    if session.mesh.size("pp") > 1:
+        text, long = describe_bubble(session.spec)
+        yield "bubble", text, long
+    if session.mesh.is_first and (slow := slow_precision(session.spec.train.precision, session.device)):
+        yield "precision", slow, True

@@ -19,8 +19,7 @@ from argosy.config.survival import GuardSpec
 from argosy.errors import ArgosyError
 from argosy.parallel.precision import DTYPES
 from argosy.parallel.shards import local, norm_of, part_of, spread_like
-from argosy.train.guard import Guard
-from argosy.train.scaler import MINIMUM, LossScaler
+from argosy.train.guard import MINIMUM, Guard, LossScaler
 from argosy.train.slots import Group, Slot, Update, make_update_of
 
 Norm = Callable[[Mapping[str, Tensor]], Tensor]

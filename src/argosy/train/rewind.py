@@ -23,10 +23,9 @@ from argosy.parallel.mesh import Mesh
 from argosy.parallel.replicas import odd_replicas
 from argosy.parallel.shards import local
 from argosy.record.jsonl import Record
-from argosy.train.guard import Guard
+from argosy.train.guard import MINIMUM, Guard
 from argosy.train.optimizer import Optimizer
 from argosy.train.saving import Timer
-from argosy.train.scaler import MINIMUM
 
 
 @dataclass

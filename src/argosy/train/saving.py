@@ -29,8 +29,8 @@ from argosy.config.batches import Batches
 from argosy.config.schema import CheckpointSpec
 from argosy.config.units import Duration
 from argosy.errors import ArgosyError
-from argosy.parallel.agreement import Agreement
 from argosy.parallel.host_group import make_host_group
+from argosy.parallel.mesh import Agreement
 from argosy.record.jsonl import now
 from argosy.record.rundir import RunDir
 from argosy.train.optimizer import Optimizer

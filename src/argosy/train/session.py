@@ -25,7 +25,7 @@ from argosy.parallel.mesh import Mesh
 from argosy.parallel.parallelize import parallelize
 from argosy.parallel.precision import choose_precision
 from argosy.record.rundir import RunDir
-from argosy.train.device_memory import require_memory
+from argosy.train.device import require_memory
 from argosy.train.optimizer import Optimizer
 from argosy.train.saving import Timer
 from argosy.train.schedule import Schedule, make_schedule, schedule_notes

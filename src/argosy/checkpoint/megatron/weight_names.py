@@ -20,7 +20,7 @@ from argosy.checkpoint.tensors import TensorInfo
 from argosy.config.model import ModelSpec
 from argosy.errors import ArgosyError
 from argosy.model.build import build_model
-from argosy.parallel.slices import Box
+from argosy.parallel.shards import Box
 
 EMBEDDING = "embedding.word_embeddings.weight"
 _ENDS = {

@@ -19,13 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from argosy.config.checks import FP8_ALIGNMENT
 from argosy.errors import ArgosyError
 from argosy.model.decoder import Decoder
-from argosy.model.dropout import Dropout
 from argosy.model.encoder import Encoder, MaskedLM
 from argosy.model.encoder_decoder import EncoderDecoder, Stack
 from argosy.model.layers import AttentionBlock, Embedding, Linear
 from argosy.model.moe import MoE, Report
 from argosy.model.retriever import Tower
 from argosy.model.sharding import Declaration, Sharding
+from argosy.model.share import Dropout
 from argosy.parallel.cutting import cut_parameters
 from argosy.parallel.tensor.region import Region
 from argosy.parallel.tensor.vocabulary import SpreadOutput, look_up
