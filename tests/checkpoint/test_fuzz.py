@@ -15,10 +15,9 @@ from blake3 import blake3
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from argosy.checkpoint.load import load_into
 from argosy.checkpoint.manifest import TrainProgress, finish, verify
-from argosy.checkpoint.save_plan import Stored
-from argosy.checkpoint.stored import index_of
+from argosy.checkpoint.store import load_into
+from argosy.checkpoint.stored import Stored, index_of
 from argosy.checkpoint.tensors import TensorInfo, write_tensors
 from argosy.errors import ArgosyError
 from argosy.parallel.shards import Box

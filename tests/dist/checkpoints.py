@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from argosy.checkpoint.load import load_into
+from argosy.checkpoint.store import load_into
 from argosy.checkpoint.manifest import OPTIMIZER, WEIGHTS, TrainProgress
-from argosy.checkpoint.save_plan import make_plan
+from argosy.checkpoint.stored import make_plan
 from argosy.checkpoint.save import contents, save
 from argosy.checkpoint.store import latest
 from argosy.model.init import initial_weights

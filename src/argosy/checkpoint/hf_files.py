@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from argosy.checkpoint.hashing import hash_file
+from argosy.checkpoint.disk import hash_file
 from argosy.checkpoint.tensors import TensorFile, TensorInfo, require_finite
 from argosy.config.hf import from_config, read_config
 from argosy.config.model import ModelSpec

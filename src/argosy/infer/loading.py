@@ -49,7 +49,9 @@ def load_engine(source: Source, spec: RunSpec, device: torch.device) -> Engine:
     """The engine of a run spec on one device, with the weights of a source, in a precision the device can compute in."""
     precision = evaluation_precision(spec.train.precision, device)
     if precision == "fp32" != choose_precision(spec.train.precision, device):
-        _log.info("trained in %s, computed in fp32: this CPU has no instructions for 16-bit floats", spec.train.precision)
+        _log.info(
+            "trained in %s, computed in fp32: this CPU has no instructions for 16-bit floats", spec.train.precision
+        )
     require_fit(source, build_model(source.model, "meta"), source.model)
     return parallelize(
         spec.model_copy(update={"model": source.model}),

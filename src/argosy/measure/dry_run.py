@@ -14,7 +14,7 @@ from argosy.measure.rehearsal import describe_rehearsal, rehearse
 from argosy.parallel.mesh import Mesh
 from argosy.parallel.precision import slow_precision
 from argosy.record.rundir import RunDir
-from argosy.record.sinks.asked import require_packages
+from argosy.record.sink_process import require_packages
 from argosy.supervise.world import World
 from argosy.train.device import machine_facts, prepare_device, require_memory
 from argosy.train.opening import Opening

@@ -28,8 +28,7 @@ from argosy.parallel.mesh import Mesh, joined
 from argosy.record.heartbeat import Heartbeat, clear_heartbeats
 from argosy.record.jsonl import JsonlWriter, now
 from argosy.record.rundir import RunDir
-from argosy.record.sink_process import serve_sinks
-from argosy.record.sinks.asked import require_packages
+from argosy.record.sink_process import require_packages, serve_sinks
 from argosy.supervise.rank_files import RankFiles
 from argosy.supervise.rank_process import open_heartbeat
 from argosy.supervise.world import World, find_world

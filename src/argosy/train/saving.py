@@ -19,12 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from argosy.checkpoint.load import load_into
 from argosy.checkpoint.manifest import OPTIMIZER, WEIGHTS, TrainProgress
-from argosy.checkpoint.save import Content, contents, write
-from argosy.checkpoint.save_plan import Plan, make_plan
-from argosy.checkpoint.snapshot import Snapshot
-from argosy.checkpoint.store import latest, listed, prune, step_of, sweep
+from argosy.checkpoint.save import Content, Snapshot, contents, write
+from argosy.checkpoint.store import latest, listed, load_into, prune, step_of, sweep
+from argosy.checkpoint.stored import Plan, make_plan
 from argosy.config.batches import Batches
 from argosy.config.schema import CheckpointSpec
 from argosy.config.units import Duration
