@@ -18,7 +18,7 @@ from argosy.parallel.mesh import Mesh, make_mesh
 from argosy.supervise.world import World
 from argosy.parallel.replicas import odd_replicas
 from argosy.train import run as runs
-from argosy.train.validation import evaluate
+from argosy.train.step import evaluate
 from argosy.train.loop import fresh_weights
 from argosy.train.session import open_session
 

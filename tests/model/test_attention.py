@@ -17,7 +17,7 @@ from argosy.model import attention
 from argosy.model.attention import BACKENDS, Case, Mask, choose_backend, explicit_bias
 from argosy.model.ops import flash
 from argosy.model.positions import alibi_slopes
-from argosy.model.share import Share
+from argosy.model.sharding import Share
 from argosy.parallel.transformer_blocks import recompute_block
 from model import flash_twin
 

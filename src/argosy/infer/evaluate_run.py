@@ -17,7 +17,7 @@ from argosy.data.samples.windows import Stream
 from argosy.errors import ArgosyError
 from argosy.infer.loading import load_engine, open_trained
 from argosy.train.device import prepare_device
-from argosy.train.validation import Evaluation, evaluate
+from argosy.train.step import Evaluation, evaluate
 
 _log = logging.getLogger(__name__)
 # The keys of `data` that define a run's samples, whatever the corpus.

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from argosy.compat import compiled_flex_attention, flex_block_mask, sdpa_priority
 from argosy.model.ops import flash, hopper
 from argosy.model.ops.attention_backends import Form, attend
-from argosy.model.share import WHOLE, Share, drop
+from argosy.model.sharding import WHOLE, Share, drop
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from argosy.model.layers import AttentionBlock, Block, Embedding, Linear, Norm
 from argosy.model.moe import Report, SparseBlock, sum_reports
 from argosy.model.objective import Loss, Objective, Output, Stream
 from argosy.model.positions import make_context
-from argosy.model.sharding import OUTSIDE, VOCABULARY, Declaration
-from argosy.model.share import WHOLE, Share
+from argosy.model.sharding import OUTSIDE, VOCABULARY, WHOLE, Declaration, Share
 
 
 class Decoder(nn.Module):

@@ -17,8 +17,7 @@ from argosy.model.layers import Embedding, Linear, Norm, PostNormBlock, Together
 from argosy.model.objective import Loss, Objective, Output, Stream
 from argosy.model.ops.activation import activate
 from argosy.model.positions import make_context
-from argosy.model.sharding import REPLICATED, VOCABULARY, Declaration, shardable
-from argosy.model.share import WHOLE, Share
+from argosy.model.sharding import REPLICATED, VOCABULARY, WHOLE, Declaration, Share, shardable
 
 
 class Encoder(nn.Module):

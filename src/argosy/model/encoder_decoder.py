@@ -17,8 +17,7 @@ from argosy.model.attention import Attend, Mask, prepare_attention
 from argosy.model.layers import Block, Embedding, Linear, Norm, Together
 from argosy.model.objective import Loss, Objective, Output, Stream
 from argosy.model.positions import Across, Context, relative_buckets
-from argosy.model.sharding import OUTSIDE, VOCABULARY, Declaration, Sharding, shardable
-from argosy.model.share import WHOLE, Dropout, Share
+from argosy.model.sharding import OUTSIDE, VOCABULARY, WHOLE, Declaration, Dropout, Sharding, Share, shardable
 
 
 class RelativeBias(nn.Embedding):

@@ -23,8 +23,7 @@ from argosy.model.ops.heads import project_heads, rotate
 from argosy.model.ops.matmul import matmuls
 from argosy.model.ops.norm import add, add_norm, norm, split_norm
 from argosy.model.positions import Across, Context
-from argosy.model.sharding import COLUMN, INSIDE, OUTSIDE, ROW, VOCABULARY, Declaration, shardable
-from argosy.model.share import Dropout
+from argosy.model.sharding import COLUMN, INSIDE, OUTSIDE, ROW, VOCABULARY, Declaration, Dropout, shardable
 
 
 class Linear(nn.Linear):

@@ -16,7 +16,7 @@ from argosy.config.counts import RELATIVE_BUCKETS
 from argosy.config.model import ModelSpec
 from argosy.model.attention import Attend, Mask, Prepare, prepare_attention
 from argosy.model.ops.heads import Rope
-from argosy.model.share import WHOLE, Share
+from argosy.model.sharding import WHOLE, Share
 
 RELATIVE_REACH = 128  # tokens; T5 tells greater distances not apart
 

@@ -24,7 +24,7 @@ from argosy.model.attention import Attend, Mask, Prepare, prepare_attention
 from argosy.model.decoder import Decoder
 from argosy.model.moe import MoE
 from argosy.model.objective import Objective
-from argosy.model.share import WHOLE, Dropout, Share
+from argosy.model.sharding import WHOLE, Dropout, Share
 from argosy.parallel.exchange import gather, swap
 from argosy.parallel.mesh import Mesh
 

@@ -24,7 +24,7 @@ from argosy.model.ops.attention_backends import OPERATIONS as ATTENTION_OPERATIO
 from argosy.model.ops.cross_entropy import hide_from_compiler
 from argosy.model.ops.grouped import OPERATIONS as GROUPED_OPERATIONS
 from argosy.model.retriever import Retriever
-from argosy.model.share import Dropout
+from argosy.model.sharding import Dropout
 
 _KEPT = COSTLY_OPERATIONS | ATTENTION_OPERATIONS | GROUPED_OPERATIONS
 

@@ -36,9 +36,8 @@ from argosy.train.rewind import (
 )
 from argosy.train.saving import Saving, first_interval
 from argosy.train.session import Session
-from argosy.train.step import Step, StepwiseCollection, take_step
+from argosy.train.step import Step, StepwiseCollection, evaluate, take_step
 from argosy.train.telemetry import Meter, Taken, Telemetry
-from argosy.train.validation import evaluate
 
 if TYPE_CHECKING:
     from argosy.train.profile_steps import Profiling, Window

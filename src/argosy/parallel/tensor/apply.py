@@ -24,8 +24,7 @@ from argosy.model.encoder_decoder import EncoderDecoder, Stack
 from argosy.model.layers import AttentionBlock, Embedding, Linear
 from argosy.model.moe import MoE, Report
 from argosy.model.retriever import Tower
-from argosy.model.sharding import Declaration, Sharding
-from argosy.model.share import Dropout
+from argosy.model.sharding import Declaration, Dropout, Sharding
 from argosy.parallel.cutting import cut_parameters
 from argosy.parallel.tensor.region import Region
 from argosy.parallel.tensor.vocabulary import SpreadOutput, look_up
