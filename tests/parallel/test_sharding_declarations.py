@@ -3,11 +3,14 @@ need it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
 
 from argosy.compat import fake_ranks
+from argosy.config.model import ModelSpec
 from argosy.config.resolve import resolve
 from argosy.config.schema import RunSpec
 from argosy.errors import ArgosyError
@@ -68,22 +71,32 @@ def test_gradients_of_norms_are_summed_only_where_ranks_have_other_tokens_or_hea
 class ScaledBlock(Block):
     """A layer somebody adds without a thought of layouts."""
 
-    def __init__(self, spec: object) -> None:
-        super().__init__(spec)  # type: ignore[arg-type]
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__(spec)
         self.scale = nn.Parameter(torch.ones(1))
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, change: Callable[[nn.Module, ModelSpec], None]) -> None:
+    """Every model that is parallelized is changed first."""
+
+    def changed(spec: ModelSpec, device: str) -> nn.Module:
+        model = build_model(spec, device)
+        with torch.device(device):
+            change(model, spec)
+        return model
+
+    monkeypatch.setattr(seam, "build_model", changed)
+
+
+def scale_a_block(model: nn.Module, spec: ModelSpec) -> None:
+    model.get_submodule("layers")["1"] = ScaledBlock(spec)  # type: ignore[index, operator]
 
 
 @pytest.mark.parametrize(("layout", "refused"), [("parallel.tp=2", True), ("parallel.dp_shard=2", False)])
 def test_a_layer_without_a_declaration_is_refused_under_tensor_parallelism(
     layout: str, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def with_a_new_layer(spec: object, device: object = "cpu") -> nn.Module:
-        model = build_model(spec, device)  # type: ignore[arg-type]
-        with torch.device("meta"):
-            model.layers["1"] = ScaledBlock(spec)  # type: ignore[index, operator]
-        return model
-
-    monkeypatch.setattr(seam, "build_model", with_a_new_layer)
+    plant(monkeypatch, scale_a_block)
     spec = spec_of("gpt2", layout)
     with fake_ranks(0, 2):
         mesh = make_mesh(spec.parallel, torch.device("meta"))
@@ -96,29 +109,16 @@ def test_a_layer_without_a_declaration_is_refused_under_tensor_parallelism(
     assert "tensor_parallel" in refusal.value.fix
 
 
-def test_a_module_that_no_stage_would_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def with_a_new_module(spec: object, device: object = "cpu") -> nn.Module:
-        model = build_model(spec, device)  # type: ignore[arg-type]
-        model.extra = nn.Linear(4, 4, device="meta")
-        return model
-
-    monkeypatch.setattr(seam, "build_model", with_a_new_module)
-    spec = spec_of("gpt2", "parallel.pp=2")
-    with fake_ranks(0, 2), pytest.raises(ArgosyError, match=r"no pipeline stage holds extra\.weight"):
+def test_a_parameter_that_its_module_reads_whole_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ScaledBlock, "tensor_parallel", {**Block.tensor_parallel, "scale": COLUMN})
+    plant(monkeypatch, scale_a_block)
+    spec = spec_of("gpt2", "parallel.tp=2")
+    with fake_ranks(0, 2), pytest.raises(ArgosyError, match=r"ScaledBlock\.scale is declared to be cut"):
         parallelize(spec, make_mesh(spec.parallel, torch.device("meta")))
 
 
-def test_a_parameter_that_its_module_reads_whole_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ScaledBlock, "tensor_parallel", {**Block.tensor_parallel, "scale": COLUMN})
-    test_error = r"ScaledBlock\.scale is declared to be cut"
-
-    def with_a_new_layer(spec: object, device: object = "cpu") -> nn.Module:
-        model = build_model(spec, device)  # type: ignore[arg-type]
-        with torch.device("meta"):
-            model.layers["1"] = ScaledBlock(spec)  # type: ignore[index, operator]
-        return model
-
-    monkeypatch.setattr(seam, "build_model", with_a_new_layer)
-    spec = spec_of("gpt2", "parallel.tp=2")
-    with fake_ranks(0, 2), pytest.raises(ArgosyError, match=test_error):
+def test_a_module_that_no_stage_would_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, lambda model, spec: model.add_module("extra", nn.Linear(4, 4)))
+    spec = spec_of("gpt2", "parallel.pp=2")
+    with fake_ranks(0, 2), pytest.raises(ArgosyError, match=r"no pipeline stage holds extra\.weight"):
         parallelize(spec, make_mesh(spec.parallel, torch.device("meta")))

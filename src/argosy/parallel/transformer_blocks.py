@@ -77,10 +77,12 @@ def apply_compile(model: nn.Module, scope: str) -> None:
 
 class DropoutSeeds:
     """Seeds every block of a model anew in each forward pass. A model that is compiled whole, or that has two texts go through
-    the same blocks, draws as it goes."""
+    the same blocks, draws as it goes, and so does one that no engine trains: whoever takes the module alone has its own seeds."""
 
     def __init__(self, model: nn.Module, seed: int) -> None:
-        self._run_seed, self._seed = seed, 0
+        self._run_seed = seed
+        # Of the micro-batch; None: none was begun.
+        self._seed: int | None = None
         drops = any(isinstance(module, Dropout) and module.rate for module in model.modules())
         if drops and model._compiled_call_impl is None and not isinstance(model, Retriever):
             for name, block in named_blocks(model):
@@ -93,7 +95,7 @@ class DropoutSeeds:
 
     def _hook(self, name: str) -> Any:
         def seed(block: nn.Module, inputs: Any) -> None:
-            if block.training:
+            if block.training and self._seed is not None:
                 torch.manual_seed(derive_seed(self._seed, name))
 
         return torch.compiler.disable(seed)
