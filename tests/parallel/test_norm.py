@@ -9,8 +9,8 @@ import torch
 
 from argosy.compat import square_sum
 from argosy.model.objective import Loss
-from argosy.parallel.micro_batches import Sums
 from argosy.parallel.shards import norm_of
+from argosy.parallel.single import Sums
 
 LARGE = 1 << 23
 

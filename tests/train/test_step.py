@@ -15,8 +15,7 @@ from argosy.data.samples.windows import Batch
 from argosy.errors import ArgosyError
 from argosy.model.build import build_model
 from argosy.model.init import initialise
-from argosy.parallel.micro_batches import copied
-from argosy.parallel.single import SingleDevice
+from argosy.parallel.single import SingleDevice, copied
 from argosy.parallel.transformer_blocks import DropoutSeeds
 from argosy.train.optimizer import Optimizer, undecayed
 

@@ -20,9 +20,9 @@ from argosy.parallel.cp import input_cut
 from argosy.parallel.engine import Result, ignore_phase
 from argosy.parallel.fsdp import reduce_after
 from argosy.parallel.mesh import DATA_AXES, SUM_AXES, Mesh
-from argosy.parallel.micro_batches import MicroBatches
 from argosy.parallel.replicas import sum_gradients
 from argosy.parallel.shards import norm_of
+from argosy.parallel.single import MicroBatches
 from argosy.parallel.tensor.apply import partial_parameters
 from argosy.parallel.transformer_blocks import DropoutSeeds
 

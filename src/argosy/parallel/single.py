@@ -1,20 +1,26 @@
 """One process, one device: the engine every other layout is compared with.
 
 Losses are sums; the trainer divides once, by the number of valid tokens of the whole global batch.
+
+`MicroBatches` is gradient accumulation, which all engines share: a rank's samples of a global batch are cut into micro-batches
+whose gradients and losses add up. Batches lie in page-locked memory: a GPU fetches from it by itself, while the processor goes on. The copy is made in the
+loader's thread. Memory comes from torch's own pool, which notes every transfer that reads a tensor, by whichever slice of it,
+and gives the memory to no one before those have ended; so a batch may be let go as soon as its transfers are asked for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
+from argosy.compat import accumulate_in
 from argosy.data.samples.windows import Batch
-from argosy.model.objective import Objective
+from argosy.model.objective import Loss, Objective
 from argosy.parallel.cuda_graphs import CudaGraphs
 from argosy.parallel.engine import Result, ignore_phase
-from argosy.parallel.micro_batches import MicroBatches
 from argosy.parallel.shards import norm_of
 from argosy.parallel.transformer_blocks import DropoutSeeds
 
@@ -72,3 +78,152 @@ class SingleDevice:
     def _objective(self, batch: Batch, loss_scale: Tensor | float = 1.0) -> Objective:
         tokens_per_sample = torch.full((), batch.valid_tokens / len(batch.tokens), device=self.device)
         return Objective(self._z_loss, loss_scale, tokens_per_sample)
+
+
+Inputs = dict[str, Tensor]
+
+
+class MicroBatches:
+    """What every engine does with the samples of its rank."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        dropout: DropoutSeeds,
+        *,
+        size: int,
+        device: torch.device,
+        fp32_gradients: bool = False,
+        shard: Callable[[Inputs, Objective], tuple[Inputs, Objective]] | None = None,
+    ) -> None:
+        """Args:
+        size: samples in a micro-batch.
+        fp32_gradients: keep gradients in 32 bits even where a step has only one micro-batch.
+        shard: cuts the inputs of a micro-batch for this rank, where ranks share a sequence.
+        """
+        self.size, self._model, self._dropout, self._device = size, model, dropout, device
+        self._fp32_gradients, self._shard = fp32_gradients, shard
+
+    def place(self, batch: Batch) -> Batch:
+        """Copy a batch into page-locked memory, where the device is a GPU."""
+        if self._device.type != "cuda":
+            return batch
+        # A new thread would lock pages for the first GPU.
+        with torch.cuda.device(self._device):
+            return copied(batch, pinned=True)
+
+    def firsts(self, batch: Batch) -> range:
+        """The first sample of each micro-batch."""
+        return range(0, len(batch.tokens), self.size)
+
+    def inputs(self, batch: Batch, first: int, objective: Objective) -> tuple[Inputs, Objective]:
+        """Return what the model is given of the micro-batch that begins at sample `first`, on the device, and how its loss
+        is made."""
+        rows = slice(first, first + self.size)
+        inputs = {name: tensor[rows].to(self._device, non_blocking=True) for name, tensor in tensors_of(batch).items()}
+        return (inputs, objective) if self._shard is None else self._shard(inputs, objective)
+
+    def accumulates(self, samples: int) -> bool:
+        """True if the gradients of `samples` samples add up in 32 bits. Those of one micro-batch stay as computed."""
+        return samples > self.size or self._fp32_gradients
+
+    def prepare_gradients(self, batch: Batch) -> None:
+        """Choose the precision that the backward passes over a batch leave gradients in."""
+        wide = self.accumulates(len(batch.tokens))
+        for parameter in self._model.parameters():
+            if parameter.dtype != torch.float32:
+                accumulate_in(parameter, torch.float32 if wide else parameter.dtype)
+
+    def seed_dropout(self, step: int, micro: int) -> None:
+        """Begin the forward pass of micro-batch `micro` of the global batch."""
+        self._dropout.begin(step, micro)
+
+    def forward_backward(
+        self,
+        batch: Batch,
+        step: int,
+        objective: Objective,
+        *,
+        run: Callable[[Inputs, Objective], Loss],
+        first_micro: int = 0,
+        before: Callable[[bool], None] = lambda last: None,
+    ) -> Result:
+        """Run `run`, a forward and backward pass, on each micro-batch and sum what it reports.
+
+        Args:
+            first_micro: number of this rank's first micro-batch in the global batch.
+            before: called ahead of each pass with whether it is the step's last.
+        """
+        self.prepare_gradients(batch)
+        sums, firsts = Sums(self._device), self.firsts(batch)
+        for micro, first in enumerate(firsts, start=first_micro):
+            before(first == firsts[-1])
+            self.seed_dropout(step, micro)
+            sums.add(run(*self.inputs(batch, first, objective)))
+        return sums.result(batch.valid_tokens)
+
+    def forward_backward_micro(self, inputs: Inputs, objective: Objective) -> Loss:
+        """Add the gradients of one micro-batch to the parameters."""
+        loss = self.forward(inputs, objective)
+        loss.total.backward()
+        return loss
+
+    def forward(self, inputs: Inputs, objective: Objective) -> Loss:
+        others = {name: tensor for name, tensor in inputs.items() if name not in ("tokens", "labels")}
+        loss: Loss = self._model(inputs["tokens"], inputs["labels"], objective, **others)
+        return loss
+
+    def evaluate(self, batch: Batch, objective: Objective) -> Result:
+        """Sum the losses of a batch without gradients. The model has to be in evaluation mode."""
+        sums = Sums(self._device)
+        for first in self.firsts(batch):
+            sums.add(self.forward(*self.inputs(batch, first, objective))._replace(expert_load=None))
+        return sums.result(batch.valid_tokens)
+
+
+class Sums:
+    """Sums over micro-batches, of which there may be thousands: in 64 bits."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.loss = torch.zeros((), dtype=torch.float64, device=device)
+        self.metrics: dict[str, Tensor] = {}
+        self.expert_load: Tensor | None = None
+
+    def add(self, loss: Loss) -> None:
+        self.loss += loss.cross_entropy
+        self.add_report(loss.metrics, loss.expert_load)
+
+    def add_report(self, metrics: dict[str, Tensor], expert_load: Tensor | None) -> None:
+        """What a part of a model reports that may have no loss."""
+        for name, value in metrics.items():
+            self.metrics[name] = self.metrics[name] + value if name in self.metrics else value.double()
+        if expert_load is not None:
+            self.expert_load = expert_load if self.expert_load is None else self.expert_load + expert_load
+
+    def result(self, tokens: int) -> Result:
+        return Result(self.loss, tokens, self.metrics, self.expert_load)
+
+
+@dataclass(frozen=True)
+class TensorBatch(Batch):
+    """A batch whose arrays are views of these tensors."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+
+def tensors_of(batch: Batch) -> dict[str, Tensor]:
+    """Tokens, labels and all inputs by name, on the host, without a copy."""
+    if isinstance(batch, TensorBatch):
+        return batch.tensors
+    arrays = {"tokens": batch.tokens, "labels": batch.labels, **batch.inputs}
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def copied(batch: Batch, *, pinned: bool) -> TensorBatch:
+    """A contiguous copy of a batch, page-locked or not."""
+    tensors = {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned).copy_(tensor)
+        for name, tensor in tensors_of(batch).items()
+    }
+    arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
+    return TensorBatch(arrays.pop("tokens"), arrays.pop("labels"), arrays, tensors)

@@ -29,8 +29,7 @@ from argosy.record.heartbeat import Heartbeat, clear_heartbeats
 from argosy.record.jsonl import JsonlWriter, now
 from argosy.record.rundir import RunDir
 from argosy.record.sink_process import require_packages, serve_sinks
-from argosy.supervise.rank_files import RankFiles
-from argosy.supervise.rank_process import open_heartbeat
+from argosy.supervise.rank_process import RankFiles, open_heartbeat
 from argosy.supervise.world import World, find_world
 from argosy.train.device import machine_facts, name_of, prepare_device
 from argosy.train.loop import Trainer

@@ -24,12 +24,12 @@ from argosy.parallel.engine import Result, ignore_phase
 from argosy.parallel.fsdp import reduce_everything, reduce_nothing
 from argosy.parallel.host_group import all_gather_json
 from argosy.parallel.mesh import SUM_AXES, Mesh
-from argosy.parallel.micro_batches import Sums
 from argosy.parallel.pipeline.runtime import Key, Pass, Runtime
 from argosy.parallel.pipeline.schedules import Action, forward_order, training_order, with_messages
 from argosy.parallel.pipeline.shared import SharedWeights
 from argosy.parallel.pipeline.stage_cut import Stages
 from argosy.parallel.shards import square_sum_of
+from argosy.parallel.single import Sums
 from argosy.parallel.transformer_blocks import DropoutSeeds
 
 _Micro = tuple[Batch, int]  # a micro-batch: where it is, and its first sample there
