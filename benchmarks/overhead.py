@@ -36,7 +36,7 @@ from argosy.record.alerts import Alerts
 from argosy.record.jsonl import JsonlWriter, Record
 from argosy.train import run as training
 from argosy.train.loop import Trainer
-from argosy.train.phases import Phases
+from argosy.train.telemetry import Phases
 
 # Seconds, steps, steps.
 LAST, BLOCK, LOG = (int(os.environ.get(name, default)) for name, default in (("LAST", 150), ("BLOCK", 20), ("LOG", 10)))
@@ -74,11 +74,12 @@ class Blocks:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer, self._sink_process, self._deadline = trainer, -1, math.inf
         self._last, self._logged = (0.0, 0.0), False
+        self._phases: Any = None  # of the running loop
         self.measured = [Block(True)]
 
     def due(self, step: int) -> bool:
-        if self._trainer.device.type == "cuda":
-            torch.cuda.synchronize(self._trainer.device)
+        if self._trainer.session.device.type == "cuda":
+            torch.cuda.synchronize(self._trainer.session.device)
         now, block = (time.perf_counter(), time.process_time()), self.measured[-1]
         (block.with_log if self._logged else block.steps).append((now[0] - self._last[0], now[1] - self._last[1]))
         if step % BLOCK == 0:
@@ -99,9 +100,10 @@ class Blocks:
         self._switch(self.measured[-1].on)
 
     def _switch(self, on: bool) -> None:
-        phases = self._trainer.telemetry.phases
+        engine = self._trainer.session.engine
+        self._phases = phases = self._phases or engine.on_phase.__self__  # type: ignore[attr-defined]
         enter = type(phases).enter.__get__(phases) if on else _nothing
-        phases.enter = self._trainer.engine.enter = enter  # type: ignore[method-assign]
+        phases.enter = engine.on_phase = enter
         if self._sink_process < 0:
             self._sink_process = _find_sink_process()
         for pid in (self._sink_process, *_children(self._sink_process)):
@@ -130,8 +132,8 @@ def _find_sink_process() -> int:
 class Alternating(Trainer):
     made: Alternating
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         Alternating.made = self
         self.logs: Any = Blocks(self)
 

@@ -96,8 +96,8 @@ def train(keys: Sequence[str], graph: str) -> Trained:
         marks[step].record()
     torch.cuda.synchronize()
     ms = statistics.median(before.elapsed_time(after) for before, after in list(pairwise(marks))[WARM:])
-    replayed = engine.replays is not None and bool(engine.replays.wanted)
-    return Trained(numbers, {name: weight.cpu() for name, weight in optimizer.weights().items()}, ms, replayed)
+    weights = {name: weight.cpu() for name, weight in optimizer.weights().items()}
+    return Trained(numbers, weights, ms, engine.uses_cuda_graph)
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from benchmarks.planner.spelling import MEASURED, TEXTS, canonical, spelled
 
 from argosy.config.model import ModelSpec
 from argosy.config.resolve import resolve_model
-from argosy.families.registry import ALIASES, PRESETS
+from argosy.families.family_registry import ALIASES, PRESETS
 from argosy.plan.hardware import Gpu
 
 MATTER = (

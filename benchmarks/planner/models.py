@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.planner.gaps import value
 
 from argosy.config.model import ModelSpec
-from argosy.families.registry import FAMILIES
+from argosy.families.family_registry import FAMILIES
 from argosy.plan.layouts import Latent, Work
 
 HEAD_DIMS = {"qwen3": 128, "gpt-oss": 64, "gptoss": 64, "nemotron-340b": 192, "gemma": 256}

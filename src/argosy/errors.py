@@ -65,6 +65,7 @@ CODES: Final[dict[str, str]] = {
     "checkpoint.save-failed": "A checkpoint could not be written.",
     "checkpoint.version": "A checkpoint was written by a newer version of Argosy.",
     "model.no-text": "The model is a retriever: it compares texts and cannot generate any.",
+    "model.undeclared": "A module does not declare how its parameters may be sharded, which tensor or pipeline parallelism needs.",
     "hf.unsupported": "A Hugging Face model has a setting Argosy cannot represent, or a model of ours one they cannot.",
     "hf.bad-files": "A Hugging Face model directory lacks a file or tensor, or holds one that is damaged or not safe to read.",
     "hf.differs": "An exported model does not hold or compute what ours does; nothing was kept.",

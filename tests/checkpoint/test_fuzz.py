@@ -15,13 +15,12 @@ from blake3 import blake3
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from argosy.checkpoint.load import load_into
 from argosy.checkpoint.manifest import TrainProgress, finish, verify
-from argosy.checkpoint.save_plan import Stored
-from argosy.checkpoint.stored import index_of
+from argosy.checkpoint.store import load_into
+from argosy.checkpoint.stored import Stored, index_of
 from argosy.checkpoint.tensors import TensorInfo, write_tensors
 from argosy.errors import ArgosyError
-from argosy.parallel.slices import Box
+from argosy.parallel.shards import Box
 
 TENSORS = {"a": torch.arange(12.0).view(4, 3), "b": torch.arange(6.0), "c": torch.tensor(3.0)}
 NAME = "step-00000007"

@@ -18,8 +18,8 @@ from argosy.checkpoint.source import Source
 from argosy.checkpoint.tensors import TensorInfo
 from argosy.config.model import ModelSpec
 from argosy.errors import ArgosyError
+from argosy.families.family_registry import FAMILIES
 from argosy.families.hf_config import to_config
-from argosy.families.registry import FAMILIES
 from argosy.model.build import build_model
 
 LLAMA3 = {"kind": "llama3", "factor": 4, "original_seq_len": 8, "low_freq_factor": 1, "high_freq_factor": 3}

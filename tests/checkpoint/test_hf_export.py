@@ -20,8 +20,8 @@ from argosy.checkpoint.source import open_source
 from argosy.config.resolve import resolve
 from argosy.data.text.tokenizer import ByteTokenizer
 from argosy.errors import ArgosyError
+from argosy.infer.loading import load_model
 from argosy.train.run import TrainOptions, train
-from argosy.train.session import load_model
 from hf_models import MODELS, save
 
 TOKENS = torch.randint(0, 257, (2, 40), generator=torch.Generator().manual_seed(1))

@@ -22,7 +22,7 @@ from argosy.checkpoint.store import latest
 from argosy.config.start import starting_model
 from argosy.data.text.tokenizer import train_bpe
 from argosy.errors import ArgosyError
-from argosy.train.session import load_model
+from argosy.infer.loading import load_model
 from checkpoint.full_disk import full_beyond
 from hf_models import DECODERS, save
 

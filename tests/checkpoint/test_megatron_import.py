@@ -27,10 +27,10 @@ from argosy.cli.app import app
 from argosy.config.model import ModelSpec
 from argosy.config.resolve import resolve, resolve_model
 from argosy.errors import ArgosyError
+from argosy.infer.loading import load_model
 from argosy.model.build import build_model
 from argosy.model.init import initial_value
-from argosy.parallel.slices import Box
-from argosy.train.session import load_model
+from argosy.parallel.shards import Box
 from checkpoint.full_disk import full_beyond
 from megatron_files import arguments_of, halves, megatron_state, whole, write_checkpoint
 

@@ -29,7 +29,7 @@ from argosy.checkpoint.store import latest
 from argosy.config.resolve import resolve_model
 from argosy.errors import ArgosyError
 from argosy.model.build import build_model
-from argosy.parallel.slices import whole_box
+from argosy.parallel.shards import whole_box
 from megatron_files import arguments_of, megatron_state, write_checkpoint
 
 SPEC = resolve_model(

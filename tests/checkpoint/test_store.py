@@ -22,7 +22,7 @@ from argosy.checkpoint.save import save
 from argosy.checkpoint.store import latest, listed, prune
 from argosy.checkpoint.tensors import TensorFile, read_tensors, write_tensors
 from argosy.errors import ArgosyError
-from argosy.parallel.slices import Box
+from argosy.parallel.shards import Box
 
 
 def tensors(value: float) -> dict[str, torch.Tensor]:

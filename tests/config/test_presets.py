@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from argosy.config.counts import count_parameters, training_flops_per_token
 from argosy.config.model import ModelSpec
 from argosy.config.resolve import resolve_model
-from argosy.families.registry import ALIASES, PRESETS
+from argosy.families.family_registry import ALIASES, PRESETS
 from argosy.model.build import build_model
 
 

@@ -18,7 +18,7 @@ from argosy.config.schema import DataSource, RunSpec
 from argosy.data.corpus.indexed import IndexedWriter, dtype_for
 from argosy.data.open import open_data
 from argosy.errors import ArgosyError
-from argosy.tasks.registry import task_of
+from argosy.tasks.task_registry import task_of
 
 SPLITS = ("train", "validation", "test")
 # Documents of several sequences, as in sentence-split corpora, and of one. Only the index marks the end of a document.

@@ -16,6 +16,11 @@ def nothing(*arguments: Any, **options: Any) -> None:
     """A reduction in place is left out."""
 
 
+def none_of_them(*arguments: Any, **options: Any) -> list[Any]:
+    """A list that is to be worked on comes out empty."""
+    return []
+
+
 def unchanged(*arguments: Any) -> Any:
     """A function of its last argument gives it back as it is."""
     return arguments[-1]

@@ -9,17 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from argosy.checkpoint.load import load_into
+from argosy.checkpoint.store import load_into
 from argosy.checkpoint.manifest import OPTIMIZER, WEIGHTS, TrainProgress
-from argosy.checkpoint.save_plan import make_plan
+from argosy.checkpoint.stored import make_plan
 from argosy.checkpoint.save import contents, save
 from argosy.checkpoint.store import latest
 from argosy.model.init import initial_weights
 from argosy.parallel.mesh import Mesh, make_mesh
+from argosy.parallel.parallelize import parallelize
 from argosy.parallel.shards import local, whole
 from argosy.parallel.host_group import make_host_group
 from argosy.train.optimizer import Optimizer
-from argosy.train.session import make_engine, make_model
 from dist.training import batch_of, share_of, spec_of, take_step
 
 State = dict[str, np.ndarray]
@@ -29,10 +29,9 @@ def _session(model: str, layout: str) -> tuple[Optimizer, object, Mesh]:
     spec = spec_of(model, layout)
     cpu = torch.device("cpu")
     mesh = make_mesh(spec.parallel, cpu) if dist.is_initialized() else Mesh(cpu)
-    built = make_model(spec, mesh)
-    engine = make_engine(spec, built, mesh)
-    optimizer = Optimizer(built, spec.optim)
-    optimizer.set_weights(initial_weights(built, spec.model, spec.train.seed))
+    engine = parallelize(spec, mesh)
+    optimizer = Optimizer(engine.model, spec.optim)
+    optimizer.set_weights(initial_weights(engine.model, spec.model, spec.train.seed))
     return optimizer, engine, mesh
 
 

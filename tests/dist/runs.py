@@ -18,8 +18,9 @@ from argosy.parallel.mesh import Mesh, make_mesh
 from argosy.supervise.world import World
 from argosy.parallel.replicas import odd_replicas
 from argosy.train import run as runs
-from argosy.train.validation import evaluate
-from argosy.train.loop import Trainer
+from argosy.train.step import evaluate
+from argosy.train.loop import fresh_weights
+from argosy.train.session import open_session
 
 
 def read_batches(path: str, overrides: Sequence[str], count: int) -> list[list[list[int]]]:
@@ -39,19 +40,18 @@ def _joined(parallel: ParallelSpec, world: World, device: torch.device) -> Itera
 
 def train(path: str, overrides: Sequence[str]) -> int:
     world = World(dist.get_rank(), dist.get_rank(), dist.get_world_size(), source="the pool")
-    with patch.object(runs, "joined", _joined), patch.object(runs, "find_world", lambda environ: world):
-        return runs.train(resolve(Path(path), overrides), Path(path), runs.TrainOptions(quiet=True))
+    with patch.object(runs, "joined", _joined):
+        return runs.train(resolve(Path(path), overrides), Path(path), runs.TrainOptions(quiet=True), world)
 
 
 def validation_loss(path: str, overrides: Sequence[str], samples: int, batch: int) -> float:
     """Of fresh weights, on as many samples as asked for."""
     spec = resolve(Path(path), overrides).spec
     cpu = torch.device("cpu")
-    trainer = Trainer(spec, make_mesh(spec.parallel, cpu) if dist.is_initialized() else Mesh(cpu))
-    trainer.start = None
-    trainer.optimizer.set_weights(trainer._fresh_weights([]))
-    assert trainer.validation is not None
-    return evaluate(trainer.engine, trainer.validation, samples=samples, batch=batch, split="validation").loss
+    session = open_session(spec, make_mesh(spec.parallel, cpu) if dist.is_initialized() else Mesh(cpu))
+    session.optimizer.set_weights(fresh_weights(session, None, []))
+    assert session.validation is not None
+    return evaluate(session.engine, session.validation, samples=samples, batch=batch, split="validation").loss
 
 
 

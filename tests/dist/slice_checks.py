@@ -7,7 +7,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from argosy.parallel.slices import Box, held_boxes
+from argosy.model.layers import Linear
+from argosy.parallel.shards import Box, held_boxes
 from argosy.parallel.shards import local, part_of, whole
 from argosy.parallel.cutting import cut_parameters
 
@@ -16,7 +17,7 @@ def held(dp: int, tp: int, rows: int, dim: int) -> list[Box]:
     """The boxes, once found to be what is there."""
     mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
     values = torch.arange(rows * 12.0).view(rows, 12)
-    layer = nn.Linear(12, rows, bias=False)
+    layer = Linear(12, rows, bias=False)
     layer.weight = nn.Parameter(values.clone())
     cut_parameters(layer, {"weight": dim}, mesh["tp"])
     fully_shard(layer, mesh=mesh["dp"])

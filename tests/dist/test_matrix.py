@@ -208,11 +208,11 @@ def test_a_compiled_layout_computes_the_same(pool: Pool, layout: str, scope: str
 
 REGION, EXPERTS = "argosy.parallel.tensor.region", "argosy.parallel.tensor.apply:_enter_experts"
 BUGS = [  # layout, function, what it is replaced by (in dist/bugs.py)
-    ("dp_replicate=2", "argosy.parallel.data:sum_gradients", "nothing"),
+    ("dp_replicate=2", "argosy.parallel.data_parallel:sum_gradients", "nothing"),
     ("dp_replicate=2 dp_shard=2", "argosy.parallel.mesh:Mesh.sum_", "nothing"),
     ("dp_shard=2", "argosy.parallel.fsdp:FSDPModule.set_gradient_divide_factor", "nothing"),
     ("dp_shard=2", "argosy.parallel.shards:dist.all_reduce", "nothing"),
-    ("cp=2", "argosy.parallel.data:sum_gradients", "nothing"),
+    ("cp=2", "argosy.parallel.data_parallel:sum_gradients", "nothing"),
     ("cp=2", "argosy.parallel.exchange:scatter_sum_into", "own_part_only"),
     ("cp=2", "argosy.parallel.cp:Cut.joined", "in_order_of_ranks"),
     ("cp=2", "argosy.parallel.cp:_summed", "unchanged"),
@@ -220,8 +220,8 @@ BUGS = [  # layout, function, what it is replaced by (in dist/bugs.py)
     ("pp=2 model.tied=true", "argosy.parallel.pipeline.shared:SharedWeights.sum_gradients", "nothing"),
     ("pp=2", "argosy.parallel.mesh:Mesh.sum_", "nothing"),
     ("tp=2 sp=false", f"{REGION}:summed", "unsummed"),
-    ("tp=2 sp=false", "argosy.parallel.data:sum_partial_gradients", "nothing"),
-    ("tp=2", "argosy.parallel.data:sum_partial_gradients", "nothing"),
+    ("tp=2 sp=false", "argosy.parallel.data_parallel:partial_parameters", "none_of_them"),
+    ("tp=2", "argosy.parallel.data_parallel:partial_parameters", "none_of_them"),
     ("tp=2", f"{REGION}:summed_to_shares", "own_share"),
     ("tp=2", "argosy.parallel.tensor.vocabulary:gather_into", "own_rows_only"),
     ("tp=2", EXPERTS, "undivided"),

@@ -16,9 +16,9 @@ from argosy.data.samples.masks import IGNORED
 from argosy.data.samples.windows import Batch
 from argosy.model.init import initial_weights
 from argosy.parallel.mesh import Mesh, make_mesh
+from argosy.parallel.parallelize import parallelize
 from argosy.parallel.shards import whole
 from argosy.train.optimizer import Optimizer
-from argosy.train.session import make_engine, make_model
 from argosy.train.step import take_step
 
 SEQ, VOCAB, BATCH = 16, 67, 16  # a vocabulary no number of ranks divides
@@ -111,9 +111,9 @@ def train_steps(model: str, layout: str, steps: int) -> Trace:
     spec = spec_of(model, layout)
     cpu = torch.device("cpu")
     mesh = make_mesh(spec.parallel, cpu) if dist.is_initialized() else Mesh(cpu)
-    built = make_model(spec, mesh)
-    engine, optimizer = make_engine(spec, built, mesh), Optimizer(built, spec.optim)
-    optimizer.set_weights(initial_weights(built, spec.model, spec.train.seed))
+    engine = parallelize(spec, mesh)
+    optimizer = Optimizer(engine.model, spec.optim)
+    optimizer.set_weights(initial_weights(engine.model, spec.model, spec.train.seed))
     losses, norms = [], []
     for step in range(1, steps + 1):
         batch = batch_of(model, step)

@@ -9,7 +9,7 @@ from argosy.config.counts import layer_flops, layer_keys, training_flops_per_tok
 from argosy.config.model import ModelSpec
 from argosy.config.resolve import resolve_model
 from argosy.errors import ArgosyError
-from argosy.families.registry import PRESETS, plan_of
+from argosy.families.family_registry import PRESETS, plan_of
 from argosy.model.build import build_model
 from argosy.model.init import initialise
 

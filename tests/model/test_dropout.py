@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from argosy.model.attention import Mask, prepare_attention
-from argosy.model.dropout import Dropout, drop
-from argosy.model.share import WHOLE, Share
+from argosy.model.sharding import WHOLE, Dropout, Share, drop
 
 
 @pytest.mark.parametrize("share", [Share((1,), 2), Share((0, 3), 4), Share((2,), 4)])

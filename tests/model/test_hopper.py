@@ -16,7 +16,7 @@ from argosy.model.attention import BACKENDS, Case, Mask, choose_backend
 from argosy.model.ops import flash, hopper
 from argosy.model.ops.attention_backends import Form
 from argosy.model.ops.kernels import hopper_backward, hopper_backward_128, hopper_forward
-from argosy.model.share import Share
+from argosy.model.sharding import Share
 from argosy.train.kernel_profile import kind_of
 from model import flash_twin
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from argosy.compat import square_sum
+from argosy.model.objective import Loss
 from argosy.parallel.shards import norm_of
-from argosy.parallel.single import Sums, zero_sum
+from argosy.parallel.single import Sums
 
 LARGE = 1 << 23
 
@@ -57,8 +58,7 @@ def test_a_tensor_that_is_not_contiguous_counts_all_its_elements() -> None:
 
 def test_losses_of_many_micro_batches_add_up_in_64_bits() -> None:
     """2^24 + 1 is no 32-bit number: a sum that has come so far would stay there."""
-    total, metrics = zero_sum(torch.device("cpu")), Sums()
-    for value in (2.0**24, 1.0, 1.0, 1.0):
-        total += torch.tensor(value)
-        metrics.add({"z_loss": torch.tensor(value)})
-    assert float(total) == float(metrics["z_loss"]) == 2.0**24 + 3
+    sums = Sums(torch.device("cpu"))
+    for value in map(torch.tensor, (2.0**24, 1.0, 1.0, 1.0)):
+        sums.add(Loss(value, value, {"z_loss": value}))
+    assert float(sums.loss) == float(sums.metrics["z_loss"]) == 2.0**24 + 3

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from argosy.config.optimizers.muon import newton_schulz_seconds
 from argosy.config.resolve import resolve, resolve_model
 from argosy.config.schema import ParallelSpec
 from argosy.config.stage_layers import bubble
@@ -18,8 +19,8 @@ from argosy.plan.hardware import find_gpu, parse_cluster
 from argosy.plan.kernels import Rates, efficiency
 from argosy.plan.layouts import Layout, Recompute, Schedule, Work
 from argosy.plan.links import group
-from argosy.plan.muon import newton_schulz
 from argosy.plan.time import StepTime, step_time
+from argosy.plan.updating_rank import UpdatingRank
 
 
 def time_of(work: Work, layout: Layout, cluster: str, stack: str = "argosy") -> StepTime:
@@ -209,9 +210,12 @@ def test_muon_takes_its_iterations_and_keeps_less(tmp_path: Path) -> None:
 def test_newton_schulz_has_the_products_of_its_formula() -> None:
     """An iteration computes X X^T, its square, and the result times X: 4 m^2 n + 2 m^3 FLOPs at the rate of large matmuls."""
     rates = Rates(sms=132, product=6e14, narrow=6e14, attention=3e14, memory=1e20)
+    cluster = parse_cluster("1xH100")
+    links = calibration().links(cluster)
+    rank = UpdatingRank(Work(resolve_model("gpt2"), 1024, 8), Layout(), cluster, links, rates, layers=1)
     rows, columns = 4096, 14336
     flops = 5 * (4 * rows**2 * columns + 2 * rows**3)
-    assert newton_schulz(rates, columns, rows, 5) == pytest.approx(flops / rates.product, rel=0.1)
+    assert newton_schulz_seconds(rank, columns, rows, 5) == pytest.approx(flops / rates.product, rel=0.1)
 
 
 @pytest.mark.parametrize(

@@ -522,7 +522,7 @@ def test_a_real_run_is_carried_while_a_dead_sink_costs_it_nothing(tmp_path: Path
 def test_a_sink_whose_package_is_missing_is_refused_before_training(
     write_spec: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import argosy.record.sinks.asked as asked
+    import argosy.record.sink_process as asked
     from argosy.config.watching import LogSpec, SinksSpec
     from argosy.errors import ArgosyError
 

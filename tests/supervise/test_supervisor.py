@@ -16,7 +16,7 @@ from argosy.record.heartbeat import Heartbeat
 from argosy.record.jsonl import read_jsonl
 from argosy.record.rundir import RunDir
 from argosy.supervise.evidence import Witness, find_culprit, find_mismatch, new_debug_directory, relevant_thread
-from argosy.supervise.rank_files import RankFiles, write_atomically
+from argosy.supervise.rank_process import RankFiles, write_atomically
 from argosy.supervise.supervisor import Supervisor
 
 

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from argosy.config.schema import OptimSpec
+from argosy.config.optimizers.adamw import RULE, AdamWSpec
 from argosy.model.ops.choice import kernels
-from argosy.train.adamw import adamw
+from argosy.train.adamw_update import make_update
 from argosy.train.slots import Slot, Update
 
 pytest.importorskip("triton", reason="the kernels need triton, which the dev extra brings on Linux")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-RULE = adamw(OptimSpec.model_validate({"lr": 0.01, "min_lr": 0.001}))
+UPDATE = make_update(AdamWSpec(), nn.Module())
 CASES = [  # elements, precision of parameter and gradient, whether they begin where a wide load may not
     (4096, torch.bfloat16, torch.bfloat16, False),
     (3, torch.bfloat16, torch.bfloat16, False),
@@ -48,9 +48,9 @@ def test_parameters_of_any_length_place_and_precision_are_updated_at_once(skip: 
     with torch.no_grad():
         with kernels(False):
             for slot, gradient in zip(*expected, strict=True):
-                RULE.apply([slot], [gradient], update, 0.1)
+                UPDATE([slot], [gradient], update, 0.1)
         with kernels(True):
-            RULE.apply(*found, update, 0.1)
+            UPDATE(*found, update, 0.1)
     for old, ours, torchs in zip(before[0], found[0], expected[0], strict=True):
         assert torch.equal(ours.master, old.master) == bool(skip)
         torch.testing.assert_close(ours.master, torchs.master, rtol=1e-5, atol=1e-7)

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 from argosy.config.resolve import resolve
 from argosy.data.open import open_data
+from argosy.infer.loading import load_model
 from argosy.record.jsonl import read_metrics
 from argosy.train.run import TrainOptions, train
-from argosy.train.session import load_model
 from hf_models import save
 
 STEPS, BATCH = 5, 8

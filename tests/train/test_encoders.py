@@ -24,12 +24,13 @@ from argosy.infer.decoding import Sampling
 from argosy.infer.evaluate_run import evaluate_run
 from argosy.infer.generate import sample
 from argosy.model.build import build_model
-from argosy.model.init import initialise
+from argosy.model.init import initial_weights, initialise
 from argosy.parallel.mesh import Mesh
+from argosy.parallel.parallelize import parallelize
 from argosy.parallel.single import SingleDevice
+from argosy.parallel.transformer_blocks import DropoutSeeds
 from argosy.record.jsonl import read_metrics
 from argosy.train.run import TrainOptions, train
-from argosy.train.session import make_engine
 
 Write = Callable[..., Path]
 SIZES = {"layers": 2, "hidden": 32, "heads": 4, "vocab_size": 300}
@@ -133,7 +134,7 @@ def test_gradients_do_not_depend_on_the_micro_batch(kind: str, write_spec: Write
     for micro_batch in (1, 2, 8):
         model = build_model(resolved.model)
         initialise(model, resolved.model, seed=1)
-        engine = SingleDevice(model, micro_batch=micro_batch, seed=1, device=torch.device("cpu"))
+        engine = SingleDevice(model, DropoutSeeds(model, seed=1), micro_batch=micro_batch, device=torch.device("cpu"))
         result = engine.forward_backward(batch, step=1)
         assert result.tokens == int((batch.labels != IGNORED).sum())
         found.append([p.grad / result.tokens for p in model.parameters()])
@@ -147,11 +148,13 @@ def test_recomputing_changes_no_gradient(recompute: str, spec: Path) -> None:
     found = []
     for how in ("none", recompute):
         resolved = resolve(spec, [f"parallel.recompute={how}"]).spec
-        model = build_model(resolved.model)
-        initialise(model, resolved.model, seed=1)
-        engine = make_engine(resolved, model, Mesh(torch.device("cpu")))
+        engine = parallelize(
+            resolved,
+            Mesh(torch.device("cpu")),
+            weights=lambda model, spec=resolved.model: initial_weights(model, spec, seed=1),
+        )
         engine.forward_backward(open_data(resolved).training().batch(0, 8), step=1)
-        found.append([p.grad for p in model.parameters()])
+        found.append([p.grad for p in engine.model.parameters()])
     for one, another in zip(*found, strict=True):
         torch.testing.assert_close(one, another, rtol=1e-5, atol=1e-7)
 
@@ -164,7 +167,8 @@ def test_the_pair_counts_as_its_mean_over_samples(write_spec: Write, corpus: Pat
         batch = open_data(resolved).training().batch(0, 8)
         model = build_model(resolved.model)
         initialise(model, resolved.model, seed=1)
-        result = SingleDevice(model, micro_batch=4, seed=1, device=torch.device("cpu")).forward_backward(batch, step=1)
+        engine = SingleDevice(model, DropoutSeeds(model, seed=1), micro_batch=4, device=torch.device("cpu"))
+        result = engine.forward_backward(batch, step=1)
         assert float(result.metrics["nsp_loss"]) / result.tokens == pytest.approx(np.log(2), abs=0.05)
         assert 0 <= float(result.metrics["nsp_accuracy"]) / result.tokens <= 1
 

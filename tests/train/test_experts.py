@@ -21,6 +21,7 @@ from argosy.model.init import initial_weights
 from argosy.model.moe import describe_load
 from argosy.parallel.precision import apply_precision
 from argosy.parallel.single import SingleDevice
+from argosy.parallel.transformer_blocks import DropoutSeeds
 from argosy.record.jsonl import read_metrics
 from argosy.train.optimizer import Optimizer
 from argosy.train.run import TrainOptions, train
@@ -85,7 +86,7 @@ def test_parameters_without_gradients_are_kept_but_neither_trained_nor_rounded()
     value = torch.full((64,), 1.0 + 2.0**-20)
     for parameter in frozen.values():
         parameter.copy_(value)
-    engine = SingleDevice(model, micro_batch=2, seed=1, device=torch.device("cpu"))
+    engine = SingleDevice(model, DropoutSeeds(model, seed=1), micro_batch=2, device=torch.device("cpu"))
     tokens, labels = np.random.default_rng(0).integers(0, 257, (2, 4, 16))
     result = engine.forward_backward(Batch(tokens, labels), step=1)
     optimizer.step(tokens=result.tokens, lr=0.01)

@@ -179,7 +179,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, *batches: int) -> None:
 
         def hurt(*arguments: Any) -> Any:
             result = forward_backward(*arguments)
-            stream = hurt.trainer.stream  # type: ignore[attr-defined]
+            stream = hurt.trainer.session.stream  # type: ignore[attr-defined]
             if any((stream.batch(8 * n, 8).tokens == batch.tokens).all() for n in batches):
                 next(engine.model.parameters()).grad.fill_(math.nan)
             return result

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from argosy.plan.hardware import Peak
-from argosy.train import meter
-from argosy.train.meter import Meter
+from argosy.train import telemetry
+from argosy.train.telemetry import Meter
 
 
 class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
-        monkeypatch.setattr(meter.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(telemetry.time, "perf_counter", lambda: self.now)
 
 
 def test_a_log_of_four_gpus_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,15 +11,16 @@ import torch
 from torch import nn
 
 from argosy import compat
+from argosy.config.optimizers.muon import MuonSpec
 from argosy.config.resolve import resolve, resolve_model
-from argosy.config.schema import MuonSpec, OptimSpec
+from argosy.config.schema import OptimSpec
 from argosy.errors import ArgosyError
 from argosy.model.build import build_model
 from argosy.model.init import initial_weights
 from argosy.parallel.precision import apply_precision
 from argosy.record.jsonl import read_metrics
-from argosy.train.muon import Heads, muon, muon_matrices, orthogonalise
-from argosy.train.optimizer import Optimizer, lr_factors
+from argosy.train.muon_update import Heads, heads_of, muon, orthogonalise
+from argosy.train.optimizer import Optimizer, hidden_matrices, lr_factors
 from argosy.train.run import TrainOptions, train
 from argosy.train.slots import Slot, Update
 
@@ -33,11 +34,11 @@ def run(
 ) -> torch.Tensor:
     parameter = nn.Parameter(start.clone())
     slot = Slot("w", parameter, parameter.detach(), {"momentum": torch.zeros_like(start)})
-    rule = muon(spec, heads or {})
+    apply = muon(spec, heads or {})
     for number, gradient in enumerate(gradients, start=1):
         update = Update(0.02, torch.tensor(1.0), torch.tensor(0.0), torch.tensor(float(number)))
         with torch.no_grad():
-            rule.apply([slot], [gradient], update, 0.1)
+            apply([slot], [gradient], update, 0.1)
     return parameter.detach()
 
 
@@ -112,14 +113,14 @@ def test_hidden_matrices_are_muons_and_the_rest_adamws() -> None:
         for i in (0, 1)
         for part in ("attn.qkv", "attn.out", "mlp.gate", "mlp.up", "mlp.down")
     }
-    assert muon_matrices(built)[1]["layers.0.attn.qkv.weight"] == Heads((2, 1, 1), 8)
+    assert heads_of(built)["layers.0.attn.qkv.weight"] == Heads((2, 1, 1), 8)
 
 
 def test_every_family_has_matrices_and_embeddings_are_never_among_them() -> None:
     for preset in ("gpt2", "mpt-1b", "bert-base", "t5-base"):
         built = build_model(resolve_model(preset, ["layers=1"]), "meta")
-        names, heads = muon_matrices(built)
-        assert heads.keys() <= names
+        names = hidden_matrices(built)
+        assert heads_of(built).keys() <= names
         assert not {name for name in names if "embed" in name or "relative" in name or "norm" in name}
 
 

@@ -16,7 +16,7 @@ from argosy.config.resolve import resolve
 from argosy.config.schema import RunSpec
 from argosy.errors import ArgosyError
 from argosy.train import device as training_device
-from argosy.train.device_memory import Memory, require_memory
+from argosy.train.device import Memory, require_memory
 
 Argosy = Callable[..., "CompletedProcess[str]"]
 

@@ -22,6 +22,7 @@ from argosy.errors import ArgosyError
 from argosy.infer.decoding import Sampling
 from argosy.infer.evaluate_run import evaluate_run
 from argosy.infer.generate import sample
+from argosy.infer.loading import load_model
 from argosy.measure.dry_run import dry_run
 from argosy.model.build import build_model
 from argosy.model.init import initial_value, initial_weights, initialise
@@ -36,10 +37,10 @@ from argosy.parallel.precision import (
     slow_precision,
 )  # fmt: skip
 from argosy.parallel.single import SingleDevice
+from argosy.parallel.transformer_blocks import DropoutSeeds
 from argosy.record.jsonl import read_jsonl, read_metrics
 from argosy.train.optimizer import Optimizer
 from argosy.train.run import TrainOptions, train
-from argosy.train.session import load_model
 
 Write = Callable[..., Path]
 SPEC = resolve_model("gpt2", ["layers=2", "hidden=32", "heads=2", "vocab_size=64", "max_seq_len=16"])
@@ -62,7 +63,7 @@ def batch(rows: int = 8) -> Batch:
 
 
 def engine(built: nn.Module, micro_batch: int = 4) -> SingleDevice:
-    return SingleDevice(built, micro_batch=micro_batch, seed=1, device=CPU)
+    return SingleDevice(built, DropoutSeeds(built, seed=1), micro_batch=micro_batch, device=CPU)
 
 
 def go(path: Path, *overrides: str) -> Path:

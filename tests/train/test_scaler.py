@@ -18,16 +18,15 @@ from argosy.errors import ArgosyError
 from argosy.model.build import build_model
 from argosy.model.init import initial_weights
 from argosy.model.ops.choice import kernels
-from argosy.parallel.mesh import Mesh
 from argosy.parallel.precision import apply_precision
 from argosy.parallel.single import SingleDevice
+from argosy.parallel.transformer_blocks import DropoutSeeds
 from argosy.record.jsonl import read_metrics
-from argosy.train import scaler as module
-from argosy.train.loop import Trainer
+from argosy.train import guard as module
+from argosy.train.guard import HYSTERESIS, INITIAL, INTERVAL, MINIMUM, LossScaler
 from argosy.train.optimizer import Optimizer
 from argosy.train.rewind import require_finite
 from argosy.train.run import TrainOptions, train
-from argosy.train.scaler import HYSTERESIS, INITIAL, INTERVAL, MINIMUM, LossScaler
 
 Write = Callable[..., Path]
 CPU = torch.device("cpu")
@@ -88,7 +87,7 @@ def test_scaled_gradients_give_the_update_of_32_bits_but_for_rounding() -> None:
         optimizer = Optimizer(built, OptimSpec.model_validate({"lr": 0.01, "min_lr": 0.001}))
         optimizer.set_weights(initial_weights(built, SPEC, 1))
         scale = optimizer.loss_scale(8 * 16)
-        engine = SingleDevice(built, micro_batch=4, seed=1, device=CPU)
+        engine = SingleDevice(built, DropoutSeeds(built, seed=1), micro_batch=4, device=CPU)
         result = engine.forward_backward(batch(), 1, scale)
         norms.append(float(optimizer.step(tokens=result.tokens, lr=0.01, loss_scale=scale)))
     assert norms[1] == pytest.approx(norms[0], rel=1e-2)
@@ -149,13 +148,9 @@ def test_a_run_that_is_rewound_to_its_start_has_its_first_scale_again() -> None:
 
 
 def test_overflow_that_no_scale_cures_is_refused_with_the_weights_unharmed(write_spec: Write) -> None:
-    trainer = Trainer(
-        resolve(write_spec(train={"global_batch": 8, "steps": 8, "precision": "fp16"})).spec, Mesh(torch.device("cpu"))
-    )
-    trainer.consumed_samples = 8
-    trainer.events = type("Events", (), {"write": staticmethod(lambda record: None)})()  # type: ignore[assignment]
+    spec = resolve(write_spec(train={"global_batch": 8, "steps": 8, "precision": "fp16"})).spec
     record = {"step": 3, "loss": float("nan"), "grad_norm": float("nan"), "skipped": 17, "loss_scale": MINIMUM}
-    require_finite(record, trainer.spec)
+    require_finite(record, spec)
     with pytest.raises(ArgosyError, match="17 steps were skipped") as refusal:
-        require_finite(record | {"loss_scale": MINIMUM / 2}, trainer.spec)
+        require_finite(record | {"loss_scale": MINIMUM / 2}, spec)
     assert "bf16" in refusal.value.fix

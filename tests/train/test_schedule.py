@@ -14,14 +14,15 @@ import torch
 from argosy.config.batches import Batches
 from argosy.config.resolve import resolve
 from argosy.config.schema import OptimSpec, RampupSpec, RunSpec
+from argosy.config.units import Duration
 from argosy.errors import ArgosyError
 from argosy.measure.dry_run import dry_run
 from argosy.parallel.mesh import Mesh
 from argosy.record.jsonl import read_metrics
-from argosy.train.collection import EVERY, StepwiseCollection
-from argosy.train.loop import Trainer
 from argosy.train.run import TrainOptions, train
 from argosy.train.schedule import Schedule, make_schedule
+from argosy.train.session import open_session
+from argosy.train.step import COLLECT_EVERY, StepwiseCollection
 
 Write = Callable[..., Path]
 RAMP = {"global_batch": 16, "steps": 12, "batch_rampup": {"start": 4, "increment": 4, "samples": 60}}
@@ -125,14 +126,14 @@ def test_a_growing_batch_is_counted_in_samples_and_tokens(write_spec: Write, tmp
 @pytest.mark.parametrize("decay", ["16sp", "512tok", "1ba"])
 def test_a_fall_in_samples_is_counted_from_the_end_where_the_batch_has_grown(write_spec: Write, decay: str) -> None:
     path = write_spec(train=RAMP, optim={"lr": 1e-3, "schedule": "wsd", "decay": decay})
-    schedule = Trainer(resolve(path).spec, Mesh(torch.device("meta"))).schedule
+    schedule = open_session(resolve(path).spec, Mesh(torch.device("meta"))).schedule
     # One step of 16 samples; of the first steps, of 4, it would be four.
     assert [schedule.lr(step) for step in (9, 10, 11)] == pytest.approx([1e-3, 1e-3, 1e-4])
 
 
 def test_a_fall_in_steps_before_decay_end_is_of_the_steps_there(write_spec: Write) -> None:
     optim = {"lr": 1e-3, "min_lr": 0, "schedule": "wsd", "decay": "2ba", "decay_end": "11ba"}
-    schedule = Trainer(resolve(write_spec(train=RAMP, optim=optim)).spec, Mesh(torch.device("meta"))).schedule
+    schedule = open_session(resolve(write_spec(train=RAMP, optim=optim)).spec, Mesh(torch.device("meta"))).schedule
     # Steps 10 and 11, of 12 and 16 samples; of the first steps, of 4, it would be half of one.
     assert [schedule.lr(step) for step in (8, 9, 10, 11)] == pytest.approx([1e-3, 1e-3, 1e-3 * 16 / 28, 0.0])
 
@@ -150,7 +151,7 @@ def test_a_fall_longer_than_the_run_is_refused_however_it_is_counted(write_spec:
 )
 def test_lengths_in_samples_and_tokens_end_where_they_say(write_spec: Write, length: str, steps: int) -> None:
     spec = resolve(write_spec(train=RAMP), [length]).spec
-    assert Trainer(spec, Mesh(torch.device("meta"))).steps == steps
+    assert open_session(spec, Mesh(torch.device("meta"))).steps == steps
 
 
 def test_a_run_stopped_while_its_batch_grows_goes_on_bit_for_bit(write_spec: Write, tmp_path: Path) -> None:
@@ -175,17 +176,11 @@ def test_a_dry_run_says_how_the_batch_grows(write_spec: Write) -> None:
 
 
 def test_what_is_due_by_samples_is_due_at_the_step_that_takes_the_last_of_them(write_spec: Write) -> None:
-    trainer = Trainer(
-        resolve(write_spec(train=RAMP), ["checkpoint.every=20sp", "log.every=2"]).spec, Mesh(torch.device("meta"))
-    )
-    assert [step for step in range(1, 13) if trainer.saves.due(step)] == [
-        5,
-        8,
-        10,
-        11,
-        12,
-    ]  # 20, 44, 68, 84, 100 samples
-    assert [step for step in range(1, 13) if trainer.logs.due(step)] == [2, 4, 6, 8, 10, 12]
+    session = open_session(resolve(write_spec(train=RAMP)).spec, Mesh(torch.device("meta")))
+    by_samples, by_steps = session.timer(Duration(20, "samples")), session.timer(Duration(2, "steps"))
+    # The steps end with 20, 44, 68, 84 and 100 samples.
+    assert [step for step in range(1, 13) if by_samples.due(step)] == [5, 8, 10, 11, 12]
+    assert [step for step in range(1, 13) if by_steps.due(step)] == [2, 4, 6, 8, 10, 12]
 
 
 def test_z_loss_is_trained_and_recorded(write_spec: Write, tmp_path: Path) -> None:
@@ -208,9 +203,9 @@ def test_collection_is_by_steps_and_pythons_own_is_back_afterwards() -> None:
         knot = Knot()
         knot.itself = knot  # type: ignore[attr-defined]
         del knot
-        collection.after(EVERY - 1)
+        collection.after(COLLECT_EVERY - 1)
         assert any(isinstance(thing, Knot) for thing in gc.get_objects())
-        collection.after(EVERY)
+        collection.after(COLLECT_EVERY)
         assert not any(isinstance(thing, Knot) for thing in gc.get_objects())
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0

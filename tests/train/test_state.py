@@ -12,6 +12,7 @@ import torch
 from argosy.checkpoint.manifest import TrainProgress
 from argosy.checkpoint.save import save
 from argosy.config.model import ModelSpec
+from argosy.config.optimizers import RULES
 from argosy.config.resolve import resolve_model
 from argosy.config.schema import OptimSpec
 from argosy.config.state import checkpoint_bytes
@@ -45,7 +46,7 @@ def tensor_bytes(directory: Path) -> int:
     return total
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", RULES)
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_checkpoint_is_as_large_as_planned(name: str, precision: str, optimizer: str, tmp_path: Path) -> None:
@@ -54,18 +55,18 @@ def test_a_checkpoint_is_as_large_as_planned(name: str, precision: str, optimize
     apply_precision(model, precision)
     state = Optimizer(model, OptimSpec(lr=1e-3, min_lr=1e-4, name=optimizer))
     saved = save(tmp_path, TrainProgress(1, 8), state.weights(), state.tensors())
-    assert tensor_bytes(saved) == checkpoint_bytes(spec, optimizer)
+    assert tensor_bytes(saved) == checkpoint_bytes(spec, RULES[optimizer])
 
 
 def planned(model: ModelSpec, optimizer: str, precision: str, layout: Layout) -> tuple[float, float]:
     """GiB of weights and optimiser on one rank."""
     known = calibration()
-    work = Work(model, 16, 8, precision, optimizer=optimizer)
+    work = Work(model, 16, 8, precision, rule=RULES[optimizer])
     memory = stage_memory(work, layout, known.stacks["argosy"], known, 0)
     return memory.weights, memory.optimiser
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", RULES)
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_weights_and_optimiser_are_planned_as_a_rank_holds_them(precision: str, optimizer: str) -> None:
     from argosy.measure.rehearsal import hold, rehearse

@@ -15,8 +15,8 @@ from argosy.data.samples.windows import Batch
 from argosy.errors import ArgosyError
 from argosy.model.build import build_model
 from argosy.model.init import initialise
-from argosy.parallel.pinned_memory import copied
-from argosy.parallel.single import SingleDevice
+from argosy.parallel.single import SingleDevice, copied
+from argosy.parallel.transformer_blocks import DropoutSeeds
 from argosy.train.optimizer import Optimizer, undecayed
 
 SPEC = resolve_model("gpt2", ["layers=2", "hidden=32", "heads=4", "vocab_size=64", "max_seq_len=16"])
@@ -43,7 +43,7 @@ def optim(**changes: object) -> OptimSpec:
 
 
 def engine(built: torch.nn.Module, micro_batch: int) -> SingleDevice:
-    return SingleDevice(built, micro_batch=micro_batch, seed=1, device=CPU)
+    return SingleDevice(built, DropoutSeeds(built, seed=1), micro_batch=micro_batch, device=CPU)
 
 
 def reference_gradients(batch: Batch) -> dict[str, torch.Tensor]:

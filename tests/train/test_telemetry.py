@@ -11,8 +11,8 @@ import torch
 
 from argosy.config.resolve import resolve
 from argosy.record.jsonl import read_metrics
-from argosy.train.phases import Phases
 from argosy.train.run import TrainOptions, train
+from argosy.train.telemetry import Phases
 
 Write = Callable[..., Path]
 

@@ -10,7 +10,7 @@ from argosy.checkpoint.source import open_source
 from argosy.data.text.tokenizer import Tokenizer
 from argosy.infer.decoding import Sampling
 from argosy.infer.generate import sample, source_tokenizer
-from argosy.train.session import load_model as load
+from argosy.infer.loading import load_model as load
 
 
 def load_model(where: str | Path, *, device: str | None = None) -> nn.Module:

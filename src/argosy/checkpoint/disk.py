@@ -4,12 +4,16 @@ Writes through the page cache are copied, compete with the run for memory, and a
 checkpoint is not read again for a long time. So whole blocks use O_DIRECT from page-aligned memory. The rest of a file, and
 all of it where the file system does not support O_DIRECT, goes through the page cache. One block is written while the next is
 filled and hashed.
+
+The hash of a file, computed while it is written and again before it is loaded. BLAKE3 is as strong as SHA-256 and, on one
+core, several times as fast as disks; older checkpoints have SHA-256.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import mmap
 import os
 from collections.abc import Iterable, Iterator
@@ -17,11 +21,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import chain, cycle
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from argosy.checkpoint.hashing import new_digest
+from argosy.untrusted import open_regular
 
 _BLOCK = 32 * 2**20  # bytes
 # O_DIRECT writes must be a multiple of this many bytes.
@@ -105,3 +109,29 @@ def _through_cache(file: int) -> bool:
     flags = fcntl.fcntl(file, fcntl.F_GETFL)
     fcntl.fcntl(file, fcntl.F_SETFL, flags & ~_DIRECT)
     return bool(flags & _DIRECT)
+
+
+_PIECE = 4 * 2**20  # bytes
+
+
+class Digest(Protocol):
+    def update(self, data: memoryview | bytes, /) -> object: ...
+
+    def hexdigest(self) -> str: ...
+
+
+def new_digest(algorithm: str = "blake3") -> Digest:
+    if algorithm == "sha256":
+        return hashlib.sha256()
+    from blake3 import blake3
+
+    digest: Digest = blake3()
+    return digest
+
+
+def hash_file(path: Path, algorithm: str) -> str:
+    digest, buffer = new_digest(algorithm), memoryview(bytearray(_PIECE))
+    with open_regular(path, buffering=0) as file:
+        while count := file.readinto(buffer):  # type: ignore[attr-defined]
+            digest.update(buffer[:count])
+    return digest.hexdigest()

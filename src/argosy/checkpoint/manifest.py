@@ -21,8 +21,7 @@ from typing import Annotated, Any, Literal
 import orjson
 from pydantic import Field, ValidationError
 
-from argosy.checkpoint.disk import Written, write_bytes
-from argosy.checkpoint.hashing import hash_file
+from argosy.checkpoint.disk import Written, hash_file, write_bytes
 from argosy.checkpoint.stored import INDEX, FileName, StoredTensors, Strict
 from argosy.errors import ArgosyError
 from argosy.parallel.host_group import ALONE, HostGroup

@@ -32,7 +32,7 @@ from argosy.errors import ArgosyError
 from argosy.families.architecture import architecture_of
 from argosy.families.hf_config import read_config
 from argosy.model.init import initial_value
-from argosy.tasks.registry import TASKS
+from argosy.tasks.task_registry import TASKS
 from argosy.untrusted import read_object, read_regular
 
 TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")

@@ -2,6 +2,8 @@
 
 No file records which checkpoint is the latest: it is found by listing, and used only if every hash is right. A directory is
 renamed before it is deleted, so that a half-deleted one never looks like a checkpoint.
+
+`load_into` loads a checkpoint into tensors of any layout: each rank reads only the slices that it holds.
 """
 
 from __future__ import annotations
@@ -9,14 +11,18 @@ from __future__ import annotations
 import contextlib
 import re
 import shutil
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 
 import orjson
+import torch
+from torch import Tensor
 
 from argosy.checkpoint.manifest import Checkpoint, verify
+from argosy.checkpoint.stored import StoredTensors
 from argosy.errors import ArgosyError
 from argosy.parallel.host_group import ALONE, HostGroup
+from argosy.parallel.shards import held_boxes
 
 _NAME = re.compile(r"step-(\d{8,})")
 
@@ -118,3 +124,21 @@ def require_names(have: Set[str], need: Set[str], path: Path) -> None:
             f"{path} is of another model: it {'; it '.join(parts)}",
             fix="check model and run name",
         )
+
+
+@torch.no_grad()
+def load_into(stored: StoredTensors, tensors: Mapping[str, Tensor], where: Path, hosts: HostGroup = ALONE) -> None:
+    """Fill this rank's slices of the tensors. All ranks together must have exactly the stored names."""
+    messages = hosts.gather(orjson.dumps(list(tensors)))
+    names: list[str] = orjson.loads(hosts.tell(orjson.dumps(sorted({n for m in messages for n in orjson.loads(m)}))))
+    require_names(stored.keys(), set(names), where)
+    for name, tensor in tensors.items():
+        found, wanted = stored.infos[name].shape, tuple(tensor.shape)
+        if found != wanted:
+            raise ArgosyError(
+                "checkpoint.mismatch",
+                f"{where}: {name} has shape {list(found)}, the model wants {list(wanted)}",
+                fix="check model and run name",
+            )
+        for held in held_boxes(tensor):
+            held.of(tensor).copy_(stored.read_box(name, held.box))

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from argosy.checkpoint.disk import Written, write_bytes
 from argosy.errors import ArgosyError
-from argosy.parallel.slices import Box, whole_box
+from argosy.parallel.shards import Box, whole_box
 from argosy.untrusted import open_regular
 
 _NAMES = {

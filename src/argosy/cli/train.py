@@ -99,6 +99,6 @@ def train(
 
     def train_settled() -> int:
         with output:
-            return run.train(run.settle(resolved, path, overrides, world.size), path, options)
+            return run.train(run.settle(resolved, path, overrides, world.size), path, options, world)
 
     raise typer.Exit(run_as_rank(train_settled, world.rank))

@@ -11,7 +11,7 @@ from argosy.config.refusals import is_key
 from argosy.config.resolve import resolve
 from argosy.config.schema import RunSpec
 from argosy.errors import ArgosyError
-from argosy.tasks.registry import SECTIONS
+from argosy.tasks.task_registry import SECTIONS
 
 # Tokens in a step unless --batch is given.
 TOKENS = 16_384

@@ -11,9 +11,10 @@ import math
 from argosy.config.data_checks import check_data
 from argosy.config.layout import check_layout
 from argosy.config.lr_phases import check_schedule
+from argosy.config.optimizers import RULES
 from argosy.config.schema import RunSpec
 from argosy.errors import ArgosyError
-from argosy.tasks.registry import task_of
+from argosy.tasks.task_registry import task_of
 
 Origins = dict[str, str]
 # FP8 tensor cores need every dimension of a GEMM to be a multiple of this.
@@ -147,11 +148,28 @@ def _check_fp8(spec: RunSpec, origins: Origins) -> None:
 
 
 def _check_optimiser(spec: RunSpec, origins: Origins) -> None:
-    if spec.optim.muon is not None and spec.optim.name != "muon":
-        raise ArgosyError(
-            "config.conflict",
-            f"optim.muon is given, but the optimiser is {spec.optim.name}",
-            key="optim.muon",
-            origin=origins.get("optim.muon"),
-            fix="optim.name=muon, or leave the section out",
-        )
+    """Refuse keys of an optimiser that is not the one chosen, nor takes its rest."""
+    chosen = spec.optim.rule
+    for rule in RULES.values():
+        if rule in chosen.parts:
+            continue
+        if not rule.inline and getattr(spec.optim, rule.name) is not None:
+            section = f"optim.{rule.name}"
+            raise ArgosyError(
+                "config.conflict",
+                f"{section} is given, but the optimiser is {chosen.name}",
+                key=section,
+                origin=origins.get(section),
+                fix=f"optim.name={rule.name}, or leave the section out",
+            )
+        for key in rule.keys.model_fields if rule.inline else ():
+            path = rule.key_path(key)
+            if origins.get(path, "default") != "default":
+                own = f"write it as {chosen.key_path(key)}" if key in chosen.keys.model_fields else "leave it out"
+                raise ArgosyError(
+                    "config.conflict",
+                    f"{path} is {rule.title}'s, and {chosen.title} does not read it",
+                    key=path,
+                    origin=origins[path],
+                    fix=f"{own}, or optim.name={rule.name}",
+                )

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from argosy.config.model import ModelSpec
 from argosy.families.architecture import architecture_of
-from argosy.families.layers import NORMS_OF_A_BLOCK
-from argosy.families.registry import plan_of
+from argosy.families.family_registry import plan_of
+from argosy.families.layer_plan import NORMS_OF_A_BLOCK
 
 FLOPS_CONVENTION = "6 x active matmul parameters + attention, halved where causal; no recompute"
 TARGETS_PER_SOURCE = 114 / 512  # tokens, as T5 corrupts: 15% in spans of 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argosy.config.schema import RunSpec
 from argosy.errors import ArgosyError
-from argosy.tasks.registry import SECTIONS, task_of
+from argosy.tasks.task_registry import SECTIONS, task_of
 
 Origins = dict[str, str]
 

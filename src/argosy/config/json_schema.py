@@ -6,7 +6,7 @@ from typing import Any
 
 from argosy.config.schema import DERIVED_KEYS, RunSpec
 from argosy.config.units import Duration
-from argosy.families.registry import ALIASES, PRESETS
+from argosy.families.family_registry import ALIASES, PRESETS
 
 
 def published_schema() -> dict[str, Any]:

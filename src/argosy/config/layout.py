@@ -13,7 +13,7 @@ from argosy.config.pipeline import check_pipeline
 from argosy.config.schema import ParallelSpec, RunSpec
 from argosy.errors import ArgosyError
 from argosy.families.architecture import architecture_of
-from argosy.tasks.registry import task_of
+from argosy.tasks.task_registry import task_of
 
 Origins = dict[str, str]
 # The mesh axes, ordered from the slowest links to the fastest.

@@ -128,12 +128,19 @@ def _check_kind(spec: RunSpec, origins: Origins) -> None:
             )
 
 
+def counts_epochs(spec: RunSpec) -> bool:
+    """True if the length of the run or of a phase is counted in epochs, and so known only once the data is open."""
+    optim = spec.optim
+    durations = (spec.train.length, optim.warmup, optim.decay, optim.decay_end)
+    return any(duration is not None and duration.unit == "epochs" for duration in durations)
+
+
 def check_phases(
     spec: RunSpec, *, steps: int, epoch_samples: int | None = None, origins: Origins | None = None
 ) -> None:
     """Raise if warmup and decay do not fit into the schedule, which ends with the run or at `optim.decay_end`.
 
-    Called again once the data is open, because lengths in epochs are known only then.
+    Called again once the data is open where `counts_epochs`: lengths in epochs are known only then.
     """
     optim, batches = spec.optim, spec.train.batches
     seq_len = spec.data.seq_len

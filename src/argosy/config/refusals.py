@@ -13,7 +13,7 @@ from argosy.config.other_names import OTHER_NAMES
 from argosy.config.schema import RunSpec
 from argosy.config.secrets import WEBHOOK
 from argosy.errors import ArgosyError
-from argosy.families.registry import PRESETS
+from argosy.families.family_registry import PRESETS
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:

@@ -25,8 +25,8 @@ from argosy.config.start import HF, check_start, remembered_model, starting_mode
 from argosy.config.yaml_reader import parse_value, read_yaml
 from argosy.errors import ArgosyError
 from argosy.families.experts import BALANCE_RULE
-from argosy.families.registry import ALIASES, FAMILIES, PRESETS
-from argosy.tasks.registry import TASKS
+from argosy.families.family_registry import ALIASES, FAMILIES, PRESETS
+from argosy.tasks.task_registry import TASKS
 
 Tree = dict[str, Any]
 # The most tokens that `parallel: auto` puts into one micro-batch.

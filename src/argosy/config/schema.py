@@ -13,6 +13,8 @@ from pydantic import Field
 from argosy.config.batches import Batches
 from argosy.config.cluster import ClusterSpec
 from argosy.config.model import ModelSpec, Section
+from argosy.config.optimizer_rule import Rule
+from argosy.config.optimizers import RULES, OptimizerKeys
 from argosy.config.survival import FaultSpec, GuardSpec
 from argosy.config.units import (
     Bytes,
@@ -22,8 +24,6 @@ from argosy.config.units import (
     DurationOrAuto,
     DurationOrNone,
     DurationOrNull,
-    Fraction,
-    NotBool,
     NotNegative,
     Positive,
     PositiveNumber,
@@ -32,7 +32,7 @@ from argosy.config.units import (
 )
 from argosy.config.watching import LogSpec
 from argosy.tasks.causal_lm import FimSpec
-from argosy.tasks.registry import TaskSections
+from argosy.tasks.task_registry import TaskSections
 
 
 class PrepareSpec(Section):
@@ -141,24 +141,9 @@ class TrainSpec(Section):
         raise AssertionError("checked when the spec was resolved: one of the four is given")
 
 
-class MuonSpec(Section):
-    """Muon for the matrices inside the layers. AdamW updates all other parameters, with the other keys of `optim`."""
+class OptimSpec(OptimizerKeys):
+    """The optimiser, whose own keys are declared in `config/optimizers/`, and its learning-rate schedule."""
 
-    momentum: Fraction = Field(0.95, description="momentum coefficient")
-    nesterov: bool = Field(True, description="Nesterov momentum")
-    ns_steps: Annotated[int, Field(ge=1, le=99), NotBool] = Field(5, description="Newton-Schulz iterations")
-    lr_scaling: Literal["match_rms_adamw", "original"] = Field(
-        "match_rms_adamw",
-        description="match_rms_adamw: lr x 0.2 sqrt(max(out, in)), so AdamW's learning rate can be used; original: lr x "
-        "sqrt(max(1, out / in))",
-    )
-
-
-class OptimSpec(Section):
-    """The optimiser and its learning-rate schedule."""
-
-    name: Literal["adamw", "muon"] = Field("adamw", description="optimiser")
-    muon: MuonSpec | None = Field(None, description="Muon's own keys, with `name: muon`")
     lr: PositiveNumber = Field(description="peak learning rate")
     min_lr: NotNegative = Field(description="final learning rate; default: lr / 10")
     warmup: DurationOrNone = Field(
@@ -182,8 +167,6 @@ class OptimSpec(Section):
     decay_shape: Literal["linear", "cosine", "sqrt", "exponential"] | None = Field(
         None, description="wsd: shape of the decay; default: linear. sqrt: 1 - sqrt(x); exponential: 2 x 0.5^x - 1"
     )
-    betas: tuple[Fraction, Fraction] = Field((0.9, 0.95), description="Adam's betas")
-    eps: PositiveNumber = Field(1e-8, description="Adam's epsilon")
     weight_decay: NotNegative = Field(0.1, description="weight decay of matrices and embeddings")
     no_decay: list[str] = Field(
         [],
@@ -193,6 +176,11 @@ class OptimSpec(Section):
         {}, description="learning-rate factors by name pattern, for example {embed.*: 0.1}; the first match is used"
     )
     clip: PositiveNumber | None = Field(1.0, description="gradient clipping: largest gradient norm; null: no clipping")
+
+    @property
+    def rule(self) -> Rule:
+        """The optimiser that `name` chooses."""
+        return RULES[self.name]
 
 
 class EvalSpec(Section):

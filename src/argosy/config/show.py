@@ -10,7 +10,7 @@ from typing import Any
 from argosy.config.counts import FLOPS_CONVENTION, count_parameters, training_flops_per_token
 from argosy.config.reference import keys
 from argosy.config.resolve import resolve, resolve_model
-from argosy.families.registry import ALIASES, PRESETS
+from argosy.families.family_registry import ALIASES, PRESETS
 
 
 def resolved(path: Path | None, overrides: Sequence[str], as_json: bool) -> str:

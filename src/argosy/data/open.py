@@ -17,8 +17,8 @@ from argosy.data.samples.megatron_stream import split_by_sequence
 from argosy.data.samples.windows import Stream
 from argosy.data.text.tokenizer import Tokenizer, load_tokenizer
 from argosy.errors import ArgosyError
-from argosy.tasks.registry import task_of
 from argosy.tasks.task import Opened
+from argosy.tasks.task_registry import task_of
 
 
 @dataclass(frozen=True)

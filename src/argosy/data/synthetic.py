@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from argosy.config.schema import RunSpec
 from argosy.data.samples.windows import Batch
-from argosy.tasks.registry import task_of
+from argosy.tasks.task_registry import task_of
 
 
 def synthetic_batch(spec: RunSpec) -> Batch:

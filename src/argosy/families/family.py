@@ -9,7 +9,7 @@ from typing import Any
 
 from argosy.config.model import ModelSpec
 from argosy.families.hf_keys import Keys
-from argosy.families.layers import LayerPlan, plan_layers
+from argosy.families.layer_plan import LayerPlan, plan_layers
 from argosy.families.weight_table import Entry
 
 Row = dict[str, Any]  # keys of a model spec
@@ -51,7 +51,7 @@ class StoredNames:
 
 @dataclass(frozen=True)
 class Family:
-    """One model family. `argosy.families.registry` lists them all.
+    """One model family. `argosy.families.family_registry` lists them all.
 
     `defaults` are the structural keys of a model spec, `presets` its named sizes. `formats` has a reader and writer for each
     Hugging Face `model_type` the family covers, and `model_type` says which of them describes a given model. `table` lists where

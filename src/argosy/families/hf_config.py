@@ -16,8 +16,8 @@ from pydantic import ValidationError
 from argosy.config.model import ModelSpec
 from argosy.errors import ArgosyError
 from argosy.families.family import HfFormat, Tree
+from argosy.families.family_registry import FAMILIES, family_of
 from argosy.families.hf_keys import Keys
-from argosy.families.registry import FAMILIES, family_of
 from argosy.untrusted import read_object
 
 CONFIG = "config.json"

@@ -10,7 +10,7 @@ from argosy.config.model import ModelSpec
 from argosy.families.architecture import ENCODER_DECODER
 from argosy.families.family import Family, HfFormat, Row, StoredNames, Tree
 from argosy.families.hf_keys import Keys
-from argosy.families.layers import LayerPlan, attention_kind
+from argosy.families.layer_plan import LayerPlan, attention_kind
 from argosy.families.weight_table import Entry, KeyValue, QueryKeyValue
 
 DEFAULTS: Row = {

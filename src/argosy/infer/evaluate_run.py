@@ -9,15 +9,16 @@ from typing import Any
 
 import numpy as np
 
+from argosy.checkpoint.source import Source
 from argosy.config.resolve import resolve
 from argosy.config.schema import RunSpec
 from argosy.data.open import open_data
 from argosy.data.samples.windows import Stream
 from argosy.errors import ArgosyError
-from argosy.parallel.mesh import Mesh
-from argosy.tasks.registry import SECTIONS
-from argosy.train.session import Loaded, load_model, make_engine
-from argosy.train.validation import Evaluation, evaluate
+from argosy.infer.loading import load_engine, open_trained
+from argosy.tasks.task_registry import SECTIONS
+from argosy.train.device import prepare_device
+from argosy.train.step import Evaluation, evaluate
 
 _log = logging.getLogger(__name__)
 # The keys of `data` that define a run's samples, whatever the corpus.
@@ -45,8 +46,9 @@ def evaluate_run(
             value=seq_len,
             fix="leave it out, or give --data CORPUS",
         )
-    loaded = load_model(where, device=device)
-    spec = loaded.spec if data is None else _spec_on(loaded, data, seq_len)
+    source = open_trained(where)
+    run = source.run_spec()
+    spec = run if data is None else _spec_on(source, run, data, seq_len)
     if spec is None:
         raise ArgosyError(
             "config.missing-key",
@@ -58,9 +60,9 @@ def evaluate_run(
     opened = open_data(spec)
     # A bare .bin/.idx pair has no tokenizer; assume the model's.
     if opened.tokenizer is None:
-        opened = replace(opened, tokenizer=loaded.source.tokenizer())
-    if not loaded.source.reads(opened.tokenizer):
-        _log.info("%s", loaded.source.misread())
+        opened = replace(opened, tokenizer=source.tokenizer())
+    if not source.reads(opened.tokenizer):
+        _log.info("%s", source.misread())
     sets = opened.each(split)
     batch = spec.train.global_batch
     samples = sum(stream.epoch_samples for stream in sets.values()) if batches is None else batches * batch
@@ -72,14 +74,14 @@ def evaluate_run(
             value=batches,
             fix="--batches 1 or more, or leave it out",
         )
-    engine = make_engine(spec, loaded.model, Mesh(loaded.device))
+    engine = load_engine(source, spec, prepare_device(spec.train, device))
     result = evaluate(engine, sets, samples=samples, batch=batch, split=split if data is None else data)
-    return result, loaded.source.step
+    return result, source.step
 
 
-def _spec_on(loaded: Loaded, data: str, seq_len: int | None) -> RunSpec:
+def _spec_on(source: Source, run: RunSpec | None, data: str, seq_len: int | None) -> RunSpec:
     """Return a spec whose training split is all of a corpus, with samples made as those that the model was trained on."""
-    where, run, longest = loaded.source.where, loaded.spec, loaded.source.model.max_seq_len
+    where, longest = source.where, source.model.max_seq_len
     if seq_len is not None and seq_len > longest:
         raise ArgosyError(
             "config.arithmetic",
@@ -94,6 +96,7 @@ def _spec_on(loaded: Loaded, data: str, seq_len: int | None) -> RunSpec:
         keys |= {"train.global_batch": 8, "data.seq_len": min(longest, _LONGEST)}
     else:
         keys |= {"train.global_batch": run.train.global_batch, "parallel.micro_batch": run.parallel.micro_batch}
+        keys |= {f"train.{key}": getattr(run.train, key) for key in ("device", "precision", "deterministic")}
         made = run.data.model_dump(mode="json", include=_OF_SAMPLES)
         keys |= {f"data.{key}": value for key, value in made.items() if value is not None}
     if seq_len is not None:

@@ -12,9 +12,9 @@ from argosy.data.text.tokenizer import Tokenizer
 from argosy.errors import ArgosyError
 from argosy.infer.decoding import Sampling, generate
 from argosy.infer.infill import fill_masks, write_spans
-from argosy.tasks.registry import own_task, task_of
+from argosy.infer.loading import Loaded, load_model
 from argosy.tasks.task import Task
-from argosy.train.session import Loaded, load_model
+from argosy.tasks.task_registry import own_task, task_of
 
 _log = logging.getLogger(__name__)
 

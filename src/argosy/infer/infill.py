@@ -16,10 +16,10 @@ from argosy.data.special import SpecialTokens
 from argosy.data.text.tokenizer import Tokenizer
 from argosy.errors import ArgosyError
 from argosy.infer.decoding import Sampling, choose, generate
+from argosy.infer.loading import Loaded
 from argosy.tasks.masked_lm import BertSpec
 from argosy.tasks.span_corruption import T5Spec
 from argosy.tasks.span_corruption import sentinels as sentinels_of
-from argosy.train.session import Loaded
 
 Encode = Callable[[str], list[int]]
 _SENTINEL = re.compile(r"<extra_id_(\d+)>")

@@ -64,7 +64,7 @@ class Wanted:
     @classmethod
     def of(cls, spec: RunSpec, instance: Instance | None, fabric: str, environ: Mapping[str, str]) -> Wanted:
         cluster = spec.cluster
-        saved = checkpoint_bytes(spec.model, spec.optim.name) * (spec.checkpoint.keep + 1)
+        saved = checkpoint_bytes(spec.model, spec.optim.rule) * (spec.checkpoint.keep + 1)
         if cluster is None:
             return cls(storage=Path(spec.runs_dir), needed_bytes=saved)
         gpus = cluster.gpus if cluster.gpus is not None else (instance.gpus if instance is not None else None)

@@ -14,13 +14,12 @@ from argosy.measure.rehearsal import describe_rehearsal, rehearse
 from argosy.parallel.mesh import Mesh
 from argosy.parallel.precision import slow_precision
 from argosy.record.rundir import RunDir
-from argosy.record.sinks.asked import require_packages
+from argosy.record.sink_process import require_packages
 from argosy.supervise.world import World
-from argosy.train.device import machine_facts, prepare_device
-from argosy.train.device_memory import require_memory
-from argosy.train.loop import Trainer
+from argosy.train.device import machine_facts, prepare_device, require_memory
 from argosy.train.opening import Opening
 from argosy.train.run import TrainOptions, check_options
+from argosy.train.session import open_session
 
 
 def dry_run(
@@ -43,33 +42,33 @@ def dry_run(
         machine = machine_facts(device, spec.train.precision) if world.size == 1 else None
     else:
         layout, machine = describe_rehearsal(spec, rehearse(spec, elsewhere)), None
-    trainer = Trainer(spec, Mesh(torch.device("meta")))
+    session = open_session(spec, Mesh(torch.device("meta")))
     if elsewhere is None:
         require_memory(spec, device, ranks=world.size // spec.parallel.dp_replicate)
     run = RunDir(Path(spec.runs_dir) / spec.name)
     check_options(run, options)
     run.require_writable()
     notes: list[str] = []
-    opening = Opening(run, resolved, None, trainer.data.facts(), machine)
+    opening = Opening(run, resolved, None, session.data.facts(), machine)
     notes += [] if options.fresh else opening.check()
     checkpoint = None if options.fresh else latest(run.checkpoints, report=notes.append)
     if checkpoint is not None:
         changes = opening.changes(checkpoint.progress.step)
         notes += [f"changed since the last start: {change}" for change in changes]
-        notes += trainer.schedule_notes(run, checkpoint.progress.step, changes)
-    elif (start := trainer.start_from(run)) is not None:
+        notes += session.schedule_notes(run, checkpoint.progress.step, changes)
+    elif (start := session.starting_source(run)) is not None:
         notes.append(f"weights {start.where}, trained to step {start.step}")
     done = 0 if checkpoint is None else checkpoint.progress.step
-    tokens = sum(trainer.data.split(corpus, "train").tokens for corpus in trainer.data.corpora)
+    tokens = sum(session.data.split(corpus, "train").tokens for corpus in session.data.corpora)
     left = (
-        f"steps {done + 1} to {trainer.steps}"
-        if done < trainer.steps
-        else f"nothing: all {trainer.steps} steps are done"
+        f"steps {done + 1} to {session.steps}"
+        if done < session.steps
+        else f"nothing: all {session.steps} steps are done"
     )
     return [
         f"model   {describe_size(spec.model)}",
-        f"data    {tokens:,} training tokens, {trainer.stream.epoch_samples:,} samples of {spec.data.seq_len}",
-        f"train   {left}, {trainer.batches.describe(spec.data.seq_len)}",
+        f"data    {tokens:,} training tokens, {session.stream.epoch_samples:,} samples of {spec.data.seq_len}",
+        f"train   {left}, {session.batches.describe(spec.data.seq_len)}",
         f"run     {run.root}" + (f" goes on from step {done}" if done else " starts at step 0"),
         *layout,
         *notes,

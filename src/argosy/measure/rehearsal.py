@@ -16,9 +16,10 @@ from argosy.compat import fake_ranks
 from argosy.config.layout import AXES, check_world, describe_layout
 from argosy.config.schema import RunSpec
 from argosy.parallel.mesh import EXPERT_AXES, Mesh, make_mesh
+from argosy.parallel.parallelize import parallelize
 from argosy.parallel.shards import local
 from argosy.train.optimizer import Optimizer
-from argosy.train.session import make_engine, make_model, parameter_names
+from argosy.train.session import parameter_names
 
 _GIB = 1 << 30
 
@@ -54,7 +55,7 @@ def rehearse(spec: RunSpec, world_size: int) -> list[Part]:
 
 def hold(spec: RunSpec, mesh: Mesh) -> Part:
     """Build the model on this rank of a mesh as training does, and count what the rank holds."""
-    model = make_engine(spec, make_model(spec, mesh), mesh).model
+    model = parallelize(spec, mesh).model
     optimizer = Optimizer(model, spec.optim, names=parameter_names(spec) if mesh.size("pp") > 1 else None)
     names = [name for name, _ in model.named_parameters()]
     narrow = [name for name, parameter in model.named_parameters() if parameter.dtype != torch.float32]

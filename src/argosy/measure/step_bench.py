@@ -23,19 +23,19 @@ from argosy.config.layout import check_world
 from argosy.config.schema import RunSpec
 from argosy.console.formats import digits
 from argosy.console.progress_bar import ProgressBar
+from argosy.data.open import open_data
 from argosy.data.synthetic import synthetic_batch
 from argosy.model.init import initial_weights
 from argosy.model.ops import flash, hopper
+from argosy.parallel.engine import Engine
 from argosy.parallel.mesh import Mesh
+from argosy.parallel.parallelize import parallelize
 from argosy.parallel.precision import choose_precision, slow_precision
-from argosy.parallel.single import SingleDevice
 from argosy.plan.hardware import Peak
-from argosy.tasks.registry import task_of
-from argosy.train.device import peak_of, prepare_device
-from argosy.train.device_memory import Memory, measure_memory
+from argosy.tasks.task_registry import task_of
+from argosy.train.device import Memory, measure_memory, peak_of, prepare_device, require_memory
 from argosy.train.kernel_profile import StepProfile, kind_of, profile_step
 from argosy.train.optimizer import Optimizer
-from argosy.train.session import make_engine, make_model, open_checked_data
 from argosy.train.step import take_step
 
 _log = logging.getLogger(__name__)
@@ -192,14 +192,14 @@ def bench(spec: RunSpec, *, steps: int, warmup: int, trace: Path | None = None) 
         memory=measure_memory(engine.model, optimizer, device, accumulated=accumulated),
         profile=profile_step(step, device, trace),
         loss=float(loss),
-        replayed=engine.replays is not None and bool(engine.replays.wanted),
+        replayed=engine.uses_cuda_graph,
     )
 
 
 def seconds_per_step(spec: RunSpec, steps: int) -> float:
     """Return the median seconds a step of a run takes on this machine, with its own data, over `steps` steps after one warm-up."""
     device = prepare_device(spec.train)
-    stream = open_checked_data(spec).training()
+    stream = open_data(spec).training()
     engine, optimizer = start(spec, device)
     seconds = []
     for step in range(steps + 1):
@@ -210,12 +210,13 @@ def seconds_per_step(spec: RunSpec, steps: int) -> float:
     return statistics.median(seconds[1:])
 
 
-def start(spec: RunSpec, device: torch.device) -> tuple[SingleDevice, Optimizer]:
+def start(spec: RunSpec, device: torch.device) -> tuple[Engine, Optimizer]:
     check_world(spec.parallel, 1, "a benchmark runs in one process")
     mesh = Mesh(device)
-    model = make_model(spec, mesh)
-    engine, optimizer = make_engine(spec, model, mesh), Optimizer(model, spec.optim)
-    optimizer.set_weights(initial_weights(model, spec.model, spec.train.seed))
+    require_memory(spec, device)
+    engine = parallelize(spec, mesh)
+    optimizer = Optimizer(engine.model, spec.optim)
+    optimizer.set_weights(initial_weights(engine.model, spec.model, spec.train.seed))
     return engine, optimizer
 
 

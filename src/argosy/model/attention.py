@@ -19,10 +19,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from argosy.compat import compiled_flex_attention, flex_block_mask, sdpa_priority
-from argosy.model.dropout import drop
 from argosy.model.ops import flash, hopper
 from argosy.model.ops.attention_backends import Form, attend
-from argosy.model.share import WHOLE, Share
+from argosy.model.sharding import WHOLE, Share, drop
 
 MASK_INPUTS = ("documents", "reach")  # inputs of a model, [batch, seq], that only masks are made of
 

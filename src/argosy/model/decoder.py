@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import Tensor, nn
 
 from argosy.config.model import ModelSpec
 from argosy.data.samples.masks import IGNORED
-from argosy.families.layers import LayerPlan
-from argosy.families.registry import plan_of
+from argosy.families.family_registry import plan_of
+from argosy.families.layer_plan import LayerPlan
 from argosy.model.attention import Prepare, prepare_attention
-from argosy.model.layers import AttentionBlock, Block, Embedding, Norm
+from argosy.model.layers import AttentionBlock, Block, Embedding, Linear, Norm
 from argosy.model.moe import Report, SparseBlock, sum_reports
-from argosy.model.objective import Loss, Objective, Stream
-from argosy.model.output import Output
+from argosy.model.objective import Loss, Objective, Output, Stream
 from argosy.model.positions import make_contexts
-from argosy.model.share import WHOLE, Share
+from argosy.model.sharding import OUTSIDE, VOCABULARY, WHOLE, Declaration, Share
 
 
 class Decoder(nn.Module):
     """Tokens [batch, seq] to logits [batch, seq, vocab], or, with labels, to the loss. Layers are keyed by index, so that
     a pipeline stage can drop some and the names of the others stay."""
 
+    tensor_parallel: ClassVar[Declaration] = {"norm": OUTSIDE, "head": VOCABULARY}
     heads: Share = WHOLE  # that are computed here; set by `argosy.parallel`
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -32,7 +34,7 @@ class Decoder(nn.Module):
         self.kind_of_layer = [self.attention_kinds.index(layer.attention) for layer in plan]
         self.layers = nn.ModuleDict({str(i): _block(spec, layer, i) for i, layer in enumerate(plan)})
         self.norm: Norm | None = Norm(spec, spec.hidden)  # None: the end of the model is elsewhere
-        self.head = None if spec.tied else nn.Linear(spec.hidden, spec.vocab_size, bias=False)
+        self.head = None if spec.tied else Linear(spec.hidden, spec.vocab_size, bias=False)
         self.predict = Output()
         self.prepare_attention: Prepare = prepare_attention  # may be replaced by `argosy.parallel`
 

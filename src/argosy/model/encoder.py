@@ -5,19 +5,20 @@ Padding is a document of its own, seen by padding alone: no row of the scores is
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from argosy.config.model import ModelSpec
 from argosy.data.samples.masks import IGNORED
-from argosy.families.registry import plan_of
+from argosy.families.family_registry import plan_of
 from argosy.model.layers import Embedding, Linear, Norm, PostNormBlock, Together
-from argosy.model.objective import Loss, Objective, Stream
+from argosy.model.objective import Loss, Objective, Output, Stream
 from argosy.model.ops.activation import activate
-from argosy.model.output import Output
 from argosy.model.positions import make_contexts
-from argosy.model.share import WHOLE, Share
+from argosy.model.sharding import REPLICATED, VOCABULARY, WHOLE, Declaration, Share, shardable
 
 
 class Encoder(nn.Module):
@@ -56,6 +57,9 @@ class TokenHead(nn.Module):
     """From a hidden state to what the output embedding is multiplied with, and the bias of its logits. Its activation is
     that of the layers, or GELU where theirs is gated, as there is nothing here to gate."""
 
+    tensor_parallel: ClassVar[Declaration] = {"transform": REPLICATED, "norm": REPLICATED, "bias": VOCABULARY}
+    bias = shardable("bias")
+
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.activation = "gelu" if spec.gated else spec.activation
@@ -70,6 +74,8 @@ class TokenHead(nn.Module):
 
 class PairHead(nn.Module):
     """From the hidden states to two logits a sample: B follows A, or does not. It looks at the first token, [CLS]."""
+
+    tensor_parallel: ClassVar[Declaration] = {"pooler": REPLICATED, "classifier": REPLICATED}
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -94,12 +100,14 @@ class MaskedLM(nn.Module):
     The loss is that of the hidden tokens plus, if the model judges pairs, the mean over samples of the pair's.
     """
 
+    tensor_parallel: ClassVar[Declaration] = {"output": VOCABULARY}
+
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.spec = spec
         self.encoder = Encoder(spec)
         self.head: TokenHead | None = TokenHead(spec)  # None: the end of the model is elsewhere
-        self.output = None if spec.tied else nn.Linear(spec.hidden, spec.vocab_size, bias=False)
+        self.output = None if spec.tied else Linear(spec.hidden, spec.vocab_size, bias=False)
         self.together = Together()
         self.predict = Output()
         self.pair = PairHead(spec) if spec.judges_pairs else None

@@ -8,32 +8,41 @@ are smaller instead. Where the output embedding is the input's, hidden states ar
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from torch import Tensor, nn
 
 from argosy.config.model import ModelSpec
 from argosy.families.architecture import RELATIVE_BUCKETS
-from argosy.families.layers import LayerPlan
-from argosy.families.registry import plan_of
+from argosy.families.family_registry import plan_of
+from argosy.families.layer_plan import LayerPlan
 from argosy.model.attention import Attend, Mask, prepare_attention
-from argosy.model.dropout import Dropout
-from argosy.model.layers import Block, Embedding, Norm, Together
-from argosy.model.objective import Loss, Objective, Stream
-from argosy.model.output import Output
+from argosy.model.layers import Block, Embedding, Linear, Norm, Together
+from argosy.model.objective import Loss, Objective, Output, Stream
 from argosy.model.positions import Across, Context, relative_buckets
-from argosy.model.share import WHOLE, Share
+from argosy.model.sharding import OUTSIDE, VOCABULARY, WHOLE, Declaration, Dropout, Sharding, Share, shardable
+
+
+class RelativeBias(nn.Embedding):
+    """The bias on the scores, by range of distances and head."""
+
+    weight = shardable("weight")
+
+    def reset_parameters(self) -> None:
+        """Draw nothing: `argosy.model.init` does."""
 
 
 class Stack(nn.Module):
     """The blocks of one side."""
 
+    tensor_parallel: ClassVar[Declaration] = {"relative": Sharding(dim=1), "norm": OUTSIDE}
     heads: Share = WHOLE  # that are computed here; set by `argosy.parallel`
 
     def __init__(self, spec: ModelSpec, plan: Sequence[LayerPlan], *, decoder: bool) -> None:
         super().__init__()
         self.spec, self.decoder = spec, decoder
         self.scale = plan[0].attention.scale
-        self.relative = nn.Embedding(RELATIVE_BUCKETS, spec.heads)
+        self.relative = RelativeBias(RELATIVE_BUCKETS, spec.heads)
         self.layers = nn.ModuleDict({str(i): Block(spec, layer, across=decoder) for i, layer in enumerate(plan)})
         self.norm: Norm | None = Norm(spec, spec.hidden)  # None: the end of the stack is elsewhere
         self.dropout = Dropout(spec.dropout)
@@ -61,6 +70,8 @@ class EncoderDecoder(nn.Module):
     """Tokens [batch, seq] and the decoder's [batch, target] to logits [batch, target, vocab], or, with labels, to the
     loss."""
 
+    tensor_parallel: ClassVar[Declaration] = {"head": VOCABULARY}
+
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.spec = spec
@@ -69,7 +80,7 @@ class EncoderDecoder(nn.Module):
         # None: all of the stack is in other pipeline stages
         self.encoder: Stack | None = Stack(spec, plan[: spec.layers], decoder=False)
         self.decoder: Stack | None = Stack(spec, plan[spec.layers :], decoder=True)
-        self.head = None if spec.tied else nn.Linear(spec.hidden, spec.vocab_size, bias=False)
+        self.head = None if spec.tied else Linear(spec.hidden, spec.vocab_size, bias=False)
         self.predict = Output()
 
     def forward(

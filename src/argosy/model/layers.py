@@ -10,14 +10,14 @@ product itself: `Linear` has `weight` and `bias`, and its forward is the product
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from argosy.config.model import ModelSpec
 from argosy.families.architecture import architecture_of
-from argosy.families.layers import LayerPlan
-from argosy.model.dropout import Dropout
+from argosy.families.layer_plan import LayerPlan
 from argosy.model.ops.activation import activate, gated
 from argosy.model.ops.embedding import embed
 from argosy.model.ops.fp8 import fp8_matmuls
@@ -25,11 +25,13 @@ from argosy.model.ops.heads import project_heads, rotate
 from argosy.model.ops.matmul import matmuls
 from argosy.model.ops.norm import add, add_norm, norm, split_norm
 from argosy.model.positions import Across, Context
+from argosy.model.sharding import COLUMN, INSIDE, OUTSIDE, ROW, VOCABULARY, Declaration, Dropout, shardable
 
 
 class Linear(nn.Linear):
     """x weight^T, plus the bias it is handed, if any: mostly whoever reads the product adds it."""
 
+    weight, bias = shardable("weight"), shardable("bias")
     fp8 = False  # multiply 8-bit floats while training; set by `argosy.parallel`
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -68,6 +70,10 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
+    tensor_parallel: ClassVar[Declaration] = {
+        "qkv": COLUMN, "out.weight": ROW, "out.bias": OUTSIDE, "q_norm": INSIDE, "k_norm": INSIDE,
+    }  # fmt: skip
+
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.head_dim = spec.head_dim
@@ -93,6 +99,8 @@ class Attention(nn.Module):
 class CrossAttention(nn.Module):
     """The queries of one sequence on the keys and values of another, which `kv` holds head by head: key, value."""
 
+    tensor_parallel: ClassVar[Declaration] = {"q": COLUMN, "kv": COLUMN, "out.weight": ROW, "out.bias": OUTSIDE}
+
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.head_dim = spec.head_dim
@@ -110,6 +118,8 @@ class CrossAttention(nn.Module):
 
 
 class MLP(nn.Module):
+    tensor_parallel: ClassVar[Declaration] = {"gate": COLUMN, "up": COLUMN, "down.weight": ROW, "down.bias": OUTSIDE}
+
     def __init__(self, spec: ModelSpec, ffn: int | None = None) -> None:
         super().__init__()
         ffn = ffn or spec.ffn
@@ -132,6 +142,10 @@ class MLP(nn.Module):
 class AttentionBlock(nn.Module):
     """The first half of a block, x + attn(norm(x)), and the norm that what comes next reads; in the decoder of an
     encoder-decoder also attention to what the encoder made. With sandwich norms, what is added is normalised before."""
+
+    tensor_parallel: ClassVar[Declaration] = dict.fromkeys(
+        ("attn_norm", "attn_post_norm", "cross_norm", "mlp_norm", "mlp_post_norm"), OUTSIDE
+    )
 
     def __init__(self, spec: ModelSpec, layer: LayerPlan, *, across: bool = False) -> None:
         super().__init__()
@@ -193,6 +207,11 @@ class PostNormBlock(Block):
 class Table(nn.Embedding):
     """Vectors by number."""
 
+    weight = shardable("weight")
+
+    def reset_parameters(self) -> None:
+        """Draw nothing: `argosy.model.init` does. Torch would load its compiler to draw on the meta device, which takes seconds."""
+
     def forward(self, numbers: Tensor) -> Tensor:
         return embed(numbers, self.weight)
 
@@ -203,6 +222,10 @@ class Together(nn.Identity):
 
 class Embedding(nn.Module):
     """Token vectors, plus vectors of learned positions and of segment types (normalised then) where the model has them."""
+
+    tensor_parallel: ClassVar[Declaration] = {
+        "tokens": VOCABULARY, "positions": OUTSIDE, "types": OUTSIDE, "norm": OUTSIDE,
+    }  # fmt: skip
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()

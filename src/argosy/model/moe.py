@@ -15,20 +15,21 @@ forward pass and are summed like the loss; nothing is remembered in the model.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from argosy.compat import add_each_, mm_float32, passed_on
 from argosy.config.model import ModelSpec, MoESpec
-from argosy.families.layers import LayerPlan
+from argosy.families.layer_plan import LayerPlan
 from argosy.model.layers import MLP, AttentionBlock, normed
 from argosy.model.ops.activation import activate, gated
 from argosy.model.ops.grouped import grouped_linear
 from argosy.model.ops.norm import add
 from argosy.model.ops.permute import combine, dispatch, sort_by_expert, sort_weights
 from argosy.model.positions import Context
+from argosy.model.sharding import INSIDE, REPLICATED, Declaration, Sharding, shardable
 
 
 class Routing(NamedTuple):
@@ -48,6 +49,8 @@ class Report(NamedTuple):
 
 class Router(nn.Module):
     """Scores in 32-bit floats, whatever the model computes in."""
+
+    tensor_parallel: ClassVar[Declaration] = {"weight": INSIDE, "bias": REPLICATED}
 
     def __init__(self, hidden: int, spec: MoESpec) -> None:
         super().__init__()
@@ -84,6 +87,10 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """The routed experts: rows sorted by expert in, rows out. It is all that expert parallelism has to spread."""
 
+    tensor_parallel: ClassVar[Declaration] = {"gate": Sharding(dim=1), "up": Sharding(dim=1), "down": Sharding(dim=2)}
+    expert_parallel: ClassVar[Declaration] = dict.fromkeys(("gate", "up", "down"), Sharding(dim=0))
+    gate, up, down = shardable("gate"), shardable("up"), shardable("down")
+
     def __init__(self, spec: ModelSpec, moe: MoESpec) -> None:
         super().__init__()
         self.activation = spec.activation
@@ -104,6 +111,8 @@ class Experts(nn.Module):
 
 class MoE(nn.Module):
     """In place of an MLP: the sum of the experts a token is routed to, and of those that are shared by all."""
+
+    tensor_parallel: ClassVar[Declaration] = {"shared_gate": INSIDE}
 
     # Where a micro-batch is spread over ranks, set by `argosy.parallel`: the share of its tokens that is given here, and how
     # what is counted in the shares becomes the sum of them all. What is reported is then this share's part of a sum.

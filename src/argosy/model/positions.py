@@ -15,10 +15,10 @@ from torch import Tensor
 
 from argosy.config.model import ModelSpec
 from argosy.families.architecture import RELATIVE_BUCKETS, architecture_of
-from argosy.families.layers import AttentionKind
+from argosy.families.layer_plan import AttentionKind
 from argosy.model.attention import Attend, Mask, Prepare, prepare_attention
 from argosy.model.ops.heads import Rope
-from argosy.model.share import WHOLE, Share
+from argosy.model.sharding import WHOLE, Share
 
 RELATIVE_REACH = 128  # tokens; T5 tells greater distances not apart
 

@@ -8,6 +8,8 @@ on the size of the micro-batch, and on nothing else about how a batch is cut.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -16,12 +18,15 @@ from argosy.config.model import ModelSpec, RetrievalSpec
 from argosy.model.encoder import Encoder
 from argosy.model.layers import Linear, Together
 from argosy.model.objective import Loss, Objective
+from argosy.model.sharding import REPLICATED, Declaration
 
 TOPS = (1, 5)  # ranks up to which finding the block is counted
 
 
 class Tower(nn.Module):
     """Tokens [batch, seq] to vectors [batch, width]."""
+
+    tensor_parallel: ClassVar[Declaration] = {"projection": REPLICATED}
 
     def __init__(self, spec: ModelSpec, width: int | None) -> None:
         super().__init__()

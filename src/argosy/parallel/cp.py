@@ -11,6 +11,7 @@ tokens, by whichever back end one process would take.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -21,10 +22,9 @@ from torch import Tensor, nn
 from argosy.data.samples.masks import IGNORED
 from argosy.model.attention import MASK_INPUTS, Attend, Mask, Prepare, prepare_attention
 from argosy.model.decoder import Decoder
-from argosy.model.dropout import Dropout
 from argosy.model.moe import MoE
 from argosy.model.objective import Objective
-from argosy.model.share import WHOLE, Share
+from argosy.model.sharding import WHOLE, Dropout, Share
 from argosy.parallel.exchange import gather, swap
 from argosy.parallel.mesh import Mesh
 
@@ -68,7 +68,7 @@ class Cut:
         return [Share((rank, 2 * self.ranks - 1 - rank), 2 * self.ranks) for rank in range(self.ranks)]
 
 
-def apply_cp(model: nn.Module, mesh: Mesh, kind: str) -> None:
+def apply_context_parallel(model: nn.Module, mesh: Mesh, kind: str) -> None:
     """From now on the model is to be given parts of sequences, as `cut_inputs` makes them."""
     cut = Cut.of(mesh)
     if cut is None or not isinstance(model, Decoder):
@@ -82,7 +82,13 @@ def apply_cp(model: nn.Module, mesh: Mesh, kind: str) -> None:
             module.share, module.sum_shares = 1 / cut.ranks, partial(_summed, cut)
 
 
-def cut_inputs(inputs: dict[str, Tensor], objective: Objective, cut: Cut) -> tuple[dict[str, Tensor], Objective]:
+def input_cut(mesh: Mesh) -> Callable[[dict[str, Tensor], Objective], tuple[dict[str, Tensor], Objective]] | None:
+    """Return the function that cuts the inputs of a micro-batch for this rank; None where no ranks share a sequence."""
+    cut = Cut.of(mesh)
+    return None if cut is None else partial(cut_inputs, cut)
+
+
+def cut_inputs(cut: Cut, inputs: dict[str, Tensor], objective: Objective) -> tuple[dict[str, Tensor], Objective]:
     """Return this rank's part of a micro-batch. What masks are made of stays whole, since keys are."""
     counted = (inputs["labels"] != IGNORED).sum()
     seq, device = inputs["tokens"].shape[1], inputs["tokens"].device

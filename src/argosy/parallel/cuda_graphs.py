@@ -49,7 +49,7 @@ class CudaGraphs:
         self._first: dict[object, Recording] = {}  # passes that find no gradients
         self._begun: Recording | None = None  # the one that made the gradients there are
         self.wanted: bool | None = None  # not known yet
-        self.news: list[str] = []  # to be told
+        self._news: list[str] = []  # to be told
 
     def __call__(self, inputs: Inputs, objective: Objective) -> Loss:
         self._passes += 1
@@ -69,6 +69,11 @@ class CudaGraphs:
             self._begun = recording
         return self._replay(recording, inputs, objective)
 
+    def take_news(self) -> list[str]:
+        """Return what there is to tell the user since the last call."""
+        news, self._news = self._news, []
+        return news
+
     def _timed(self, inputs: Inputs, objective: Objective) -> Loss:
         torch.cuda.synchronize(self._device)
         started = time.perf_counter()
@@ -78,7 +83,7 @@ class CudaGraphs:
         ended = time.perf_counter()
         self.wanted = ended - host < _TAIL * (ended - started)
         if self.wanted:
-            self.news.append(
+            self._news.append(
                 f"the host needs {1000 * (host - started):.0f} ms to start the kernels of a pass, which the GPU has done by then: "
                 "from now on they are started as a whole (parallel.graph=off: one by one)"
             )
@@ -92,7 +97,7 @@ class CudaGraphs:
             known[key] = record(self._run, inputs, objective, self._parameters, self._pool)
         except RuntimeError as problem:  # out of memory, or an operation that cannot be recorded
             self.wanted = False
-            self.news.append(f"kernels are started one by one: the pass cannot be recorded ({_first_line(problem)})")
+            self._news.append(f"kernels are started one by one: the pass cannot be recorded ({_first_line(problem)})")
             self._hand(before)
             return False
         self._recorded += 1

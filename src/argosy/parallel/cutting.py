@@ -1,19 +1,20 @@
 """Parameters cut over ranks, each of which computes with its own part.
 
-A cut parameter is a DTensor, as storage: its module hands out this rank's part, a plain tensor, whenever it is read, and the
-part's gradient is that of the DTensor's part.
+A cut parameter is a DTensor, as storage: its module hands out this rank's part, a plain tensor, whenever it is read
+(`argosy.model.sharding.shardable`), and the part's gradient is that of the DTensor's part.
 """
 
 from __future__ import annotations
 
-from functools import cache, partial
-from typing import Any
+from functools import partial
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from argosy.compat import combined
+from argosy.errors import ArgosyError
+from argosy.model.sharding import LOCAL
 
 
 def cut_parameters(owner: nn.Module, dims: dict[str, int], mesh: DeviceMesh) -> None:
@@ -24,6 +25,7 @@ def cut_parameters(owner: nn.Module, dims: dict[str, int], mesh: DeviceMesh) -> 
         before = owner._parameters[name]
         if before is None:
             continue
+        _require_shardable(owner, name)
         placements = [Shard(dim)]
         here = before.detach()
         if isinstance(here, DTensor):
@@ -32,19 +34,21 @@ def cut_parameters(owner: nn.Module, dims: dict[str, int], mesh: DeviceMesh) -> 
         most = -(-before.shape[dim] // mesh.size())
         part = here.split(most, dim)[mesh.get_local_rank()].contiguous()
         spread = DTensor.from_local(part, over, placements, run_check=False, shape=before.shape, stride=before.stride())
-        setattr(owner, name, nn.Parameter(spread, requires_grad=before.requires_grad))
-    kind: Any = type(owner)
-    owner.__class__ = _reading_parts(kind, frozenset(dims), over)
+        owner.register_parameter(name, nn.Parameter(spread, requires_grad=before.requires_grad))
+    setattr(owner, LOCAL, partial(_part, over))
 
 
-@cache
-def _reading_parts(cls: Any, names: frozenset[str], mesh: DeviceMesh) -> type[nn.Module]:
-    """The class with attributes that are this rank's parts of the parameters of these names."""
-    return type(cls.__name__, (cls,), {name: property(partial(_part, name, mesh)) for name in names})
-
-
-def _part(name: str, mesh: DeviceMesh, module: nn.Module) -> Tensor | None:
-    parameter = module._parameters[name]
+def _part(mesh: DeviceMesh, parameter: nn.Parameter) -> Tensor:
     if not isinstance(parameter, DTensor) or parameter.device_mesh != mesh:
         return parameter  # FSDP has cut it further: outside of a forward pass, it asks for its own
     return parameter.to_local(grad_placements=parameter.placements)
+
+
+def _require_shardable(owner: nn.Module, name: str) -> None:
+    kind = type(owner)
+    if not isinstance(getattr(kind, name, None), property):
+        raise ArgosyError(
+            "model.undeclared",
+            f"{kind.__name__}.{name} is declared to be cut over ranks, and {kind.__name__} reads the whole of it",
+            fix=f'write `{name} = shardable("{name}")` in the class (argosy.model.sharding)',
+        )

@@ -28,11 +28,11 @@ from argosy.parallel.exchange import send, swap
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]  # rows sorted by expert, their weights, where each expert's end
 
 
-def apply_ep(model: nn.Module, mesh: DeviceMesh) -> None:
+def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     """Over the ranks of a mesh of one axis."""
     elsewhere = torch.compiler.disable(_elsewhere)  # which asks how many rows there are
     for experts in experts_of(model):
-        cut_parameters(experts, dict.fromkeys(experts._parameters, 0), mesh)
+        cut_parameters(experts, {name: s.dim for name, s in experts.expert_parallel.items() if s.dim is not None}, mesh)
         experts.forward = partial(elsewhere, experts.forward, mesh.get_group())  # type: ignore[method-assign]
 
 

@@ -1,150 +1,229 @@
-"""One process, one device: the layout every other is compared with, and the engine others extend.
+"""One process, one device: the engine every other layout is compared with.
 
-The global batch is cut into micro-batches whose gradients add up. Losses are sums; the trainer divides once, by the
-number of valid tokens of the whole global batch.
+Losses are sums; the trainer divides once, by the number of valid tokens of the whole global batch.
+
+`MicroBatches` is gradient accumulation, which all engines share: a rank's samples of a global batch are cut into micro-batches
+whose gradients and losses add up. Batches lie in page-locked memory: a GPU fetches from it by itself, while the processor goes on. The copy is made in the
+loader's thread. Memory comes from torch's own pool, which notes every transfer that reads a tensor, by whichever slice of it,
+and gives the memory to no one before those have ended; so a batch may be let go as soon as its transfers are asked for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from argosy.compat import accumulate_in
-from argosy.config.seeds import derive_seed
 from argosy.data.samples.windows import Batch
 from argosy.model.objective import Loss, Objective
 from argosy.parallel.cuda_graphs import CudaGraphs
-from argosy.parallel.dropout_seeds import DropoutSeeds
-from argosy.parallel.pinned_memory import copied, tensors_of
+from argosy.parallel.engine import Result, ignore_phase
 from argosy.parallel.shards import norm_of
-
-
-class Result(NamedTuple):
-    """Of one global batch. `loss_sum` and `metrics` stay on the device, so that nothing waits for them until they are
-    logged, divided by `tokens`."""
-
-    loss_sum: Tensor
-    tokens: int | Tensor  # a tensor where it is a sum over ranks
-    metrics: dict[str, Tensor]
-    expert_load: Tensor | None = None  # rows each expert got  # [layers with experts, experts]
+from argosy.parallel.transformer_blocks import DropoutSeeds
 
 
 class SingleDevice:
-    data_ranks = 1  # that share a global batch
+    """An `Engine`."""
+
+    data_ranks = 1
 
     def __init__(
-        self, model: nn.Module, *, micro_batch: int, seed: int, device: torch.device, z_loss: float = 0.0
+        self,
+        model: nn.Module,
+        dropout: DropoutSeeds,
+        *,
+        micro_batch: int,
+        device: torch.device,
+        z_loss: float = 0.0,
+        cuda_graphs: bool = False,
     ) -> None:
+        """With `cuda_graphs`, passes are recorded and replayed where the host is slower than the device."""
         self.model, self.device = model, device
-        self.micro_batch, self.seed, self.z_loss = micro_batch, seed, z_loss
-        self.enter: Callable[[str], None] = _unmeasured  # told which part of a step begins
-        self._dropout = DropoutSeeds(model)
-        self.replays: CudaGraphs | None = None
-
-    def replay(self) -> None:
-        """Record passes and replay them, where the host is slower than the device."""
-        self.replays = CudaGraphs(self._learn, self.model.parameters(), self.device)
-
-    def news(self) -> list[str]:
-        """What there is to tell since this was last asked."""
-        if self.replays is None:
-            return []
-        news, self.replays.news = self.replays.news, []
-        return news
+        self.on_phase: Callable[[str], None] = ignore_phase
+        self._z_loss = z_loss
+        self._micro_batches = MicroBatches(model, dropout, size=micro_batch, device=device)
+        self._run_micro = self._micro_batches.forward_backward_micro
+        self._graphs = CudaGraphs(self._run_micro, model.parameters(), device) if cuda_graphs else None
 
     def place(self, batch: Batch) -> Batch:
-        """The batch where the device reads it best; for the loader's thread, ahead of the step that needs it."""
-        if self.device.type != "cuda":
-            return batch
-        with torch.cuda.device(self.device):  # a new thread would lock pages for the first GPU
-            return copied(batch, pinned=True)
+        return self._micro_batches.place(batch)
 
     def forward_backward(self, batch: Batch, step: int, loss_scale: Tensor | float = 1.0) -> Result:
-        """Add the gradients of the summed loss of `batch`, times `loss_scale`, to the parameters."""
-        self._prepare_gradients(torch.float32 if self.accumulates(len(batch.tokens)) else None)
-        total, metrics, objective = zero_sum(self.device), Sums(), self._objective(batch, loss_scale)
-        load: Tensor | None = None
-        firsts = range(0, len(batch.tokens), self.micro_batch)
-        for micro, first in enumerate(firsts, start=self._first_micro(len(firsts))):
-            self._before_micro(last=first == firsts[-1])
-            self._dropout.begin(derive_seed(self.seed, "dropout", step, micro))
-            loss = (self.replays or self._learn)(*self._inputs(batch, first, objective))
-            total += loss.cross_entropy
-            metrics.add(loss.metrics)
-            load = loss.expert_load if load is None or loss.expert_load is None else load + loss.expert_load
-        return Result(total, batch.valid_tokens, metrics, load)
-
-    def norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
-        """The 2-norm of the gradients of all parameters, of which this rank has those given."""
-        return norm_of(list(gradients.values()))
+        objective = self._objective(batch, loss_scale)
+        return self._micro_batches.forward_backward(batch, step, objective, run=self._graphs or self._run_micro)
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Result:
         self.model.eval()
-        total, metrics, objective = zero_sum(self.device), Sums(), self._objective(batch)
-        for first in range(0, len(batch.tokens), self.micro_batch):
-            loss = self._loss(batch, first, objective)
-            total += loss.cross_entropy
-            metrics.add(loss.metrics)
+        result = self._micro_batches.evaluate(batch, self._objective(batch))
         self.model.train()
-        return Result(total, batch.valid_tokens, metrics)
+        return result
 
-    def _first_micro(self, count: int) -> int:
-        """Which of the global batch's micro-batches the first of our `count` is."""
-        return 0
+    def norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
+        return norm_of(list(gradients.values()))
 
-    def _before_micro(self, *, last: bool) -> None:
-        """For layouts that have to know which backward pass is a step's last."""
+    def accumulates(self, samples: int) -> bool:
+        return self._micro_batches.accumulates(samples)
+
+    @property
+    def uses_cuda_graph(self) -> bool:
+        return self._graphs is not None and bool(self._graphs.wanted)
+
+    def news(self) -> list[str]:
+        return [] if self._graphs is None else self._graphs.take_news()
 
     def _objective(self, batch: Batch, loss_scale: Tensor | float = 1.0) -> Objective:
         tokens_per_sample = torch.full((), batch.valid_tokens / len(batch.tokens), device=self.device)
-        return Objective(self.z_loss, loss_scale, tokens_per_sample)
+        return Objective(self._z_loss, loss_scale, tokens_per_sample)
 
-    def _learn(self, inputs: dict[str, Tensor], objective: Objective) -> Loss:
-        """Forward and back."""
-        loss = self._forward(inputs, objective)
+
+Inputs = dict[str, Tensor]
+
+
+class MicroBatches:
+    """What every engine does with the samples of its rank."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        dropout: DropoutSeeds,
+        *,
+        size: int,
+        device: torch.device,
+        fp32_gradients: bool = False,
+        shard: Callable[[Inputs, Objective], tuple[Inputs, Objective]] | None = None,
+    ) -> None:
+        """Args:
+        size: samples in a micro-batch.
+        fp32_gradients: keep gradients in 32 bits even where a step has only one micro-batch.
+        shard: cuts the inputs of a micro-batch for this rank, where ranks share a sequence.
+        """
+        self.size, self._model, self._dropout, self._device = size, model, dropout, device
+        self._fp32_gradients, self._shard = fp32_gradients, shard
+
+    def place(self, batch: Batch) -> Batch:
+        """Copy a batch into page-locked memory, where the device is a GPU."""
+        if self._device.type != "cuda":
+            return batch
+        # A new thread would lock pages for the first GPU.
+        with torch.cuda.device(self._device):
+            return copied(batch, pinned=True)
+
+    def firsts(self, batch: Batch) -> range:
+        """The first sample of each micro-batch."""
+        return range(0, len(batch.tokens), self.size)
+
+    def inputs(self, batch: Batch, first: int, objective: Objective) -> tuple[Inputs, Objective]:
+        """Return what the model is given of the micro-batch that begins at sample `first`, on the device, and how its loss
+        is made."""
+        rows = slice(first, first + self.size)
+        inputs = {name: tensor[rows].to(self._device, non_blocking=True) for name, tensor in tensors_of(batch).items()}
+        return (inputs, objective) if self._shard is None else self._shard(inputs, objective)
+
+    def accumulates(self, samples: int) -> bool:
+        """True if the gradients of `samples` samples add up in 32 bits. Those of one micro-batch stay as computed."""
+        return samples > self.size or self._fp32_gradients
+
+    def prepare_gradients(self, batch: Batch) -> None:
+        """Choose the precision that the backward passes over a batch leave gradients in."""
+        wide = self.accumulates(len(batch.tokens))
+        for parameter in self._model.parameters():
+            if parameter.dtype != torch.float32:
+                accumulate_in(parameter, torch.float32 if wide else parameter.dtype)
+
+    def seed_dropout(self, step: int, micro: int) -> None:
+        """Begin the forward pass of micro-batch `micro` of the global batch."""
+        self._dropout.begin(step, micro)
+
+    def forward_backward(
+        self,
+        batch: Batch,
+        step: int,
+        objective: Objective,
+        *,
+        run: Callable[[Inputs, Objective], Loss],
+        first_micro: int = 0,
+        before: Callable[[bool], None] = lambda last: None,
+    ) -> Result:
+        """Run `run`, a forward and backward pass, on each micro-batch and sum what it reports.
+
+        Args:
+            first_micro: number of this rank's first micro-batch in the global batch.
+            before: called ahead of each pass with whether it is the step's last.
+        """
+        self.prepare_gradients(batch)
+        sums, firsts = Sums(self._device), self.firsts(batch)
+        for micro, first in enumerate(firsts, start=first_micro):
+            before(first == firsts[-1])
+            self.seed_dropout(step, micro)
+            sums.add(run(*self.inputs(batch, first, objective)))
+        return sums.result(batch.valid_tokens)
+
+    def forward_backward_micro(self, inputs: Inputs, objective: Objective) -> Loss:
+        """Add the gradients of one micro-batch to the parameters."""
+        loss = self.forward(inputs, objective)
         loss.total.backward()
         return loss
 
-    def _loss(self, batch: Batch, first: int, objective: Objective) -> Loss:
-        return self._forward(*self._inputs(batch, first, objective))
-
-    def _forward(self, inputs: dict[str, Tensor], objective: Objective) -> Loss:
+    def forward(self, inputs: Inputs, objective: Objective) -> Loss:
         others = {name: tensor for name, tensor in inputs.items() if name not in ("tokens", "labels")}
-        loss: Loss = self.model(inputs["tokens"], inputs["labels"], objective, **others)
+        loss: Loss = self._model(inputs["tokens"], inputs["labels"], objective, **others)
         return loss
 
-    def _inputs(self, batch: Batch, first: int, objective: Objective) -> tuple[dict[str, Tensor], Objective]:
-        """What the model is given of the micro-batch that begins at sample `first`, on the device, and how its loss is made."""
-        rows = slice(first, first + self.micro_batch)
-        inputs = {name: tensor[rows].to(self.device, non_blocking=True) for name, tensor in tensors_of(batch).items()}
-        return inputs, objective
-
-    def accumulates(self, samples: int) -> bool:
-        """Whether the gradients of so many samples add up in 32 bits, whatever the parameters are: those of one micro-batch
-        stay as they were computed."""
-        return samples > self.micro_batch
-
-    def _prepare_gradients(self, dtype: torch.dtype | None) -> None:
-        for parameter in self.model.parameters():
-            if parameter.dtype != torch.float32:
-                accumulate_in(parameter, dtype or parameter.dtype)
+    def evaluate(self, batch: Batch, objective: Objective) -> Result:
+        """Sum the losses of a batch without gradients. The model has to be in evaluation mode."""
+        sums = Sums(self._device)
+        for first in self.firsts(batch):
+            sums.add(self.forward(*self.inputs(batch, first, objective))._replace(expert_load=None))
+        return sums.result(batch.valid_tokens)
 
 
-def _unmeasured(part: str) -> None: ...
+class Sums:
+    """Sums over micro-batches, of which there may be thousands: in 64 bits."""
 
+    def __init__(self, device: torch.device) -> None:
+        self.loss = torch.zeros((), dtype=torch.float64, device=device)
+        self.metrics: dict[str, Tensor] = {}
+        self.expert_load: Tensor | None = None
 
-def zero_sum(device: torch.device) -> Tensor:
-    """The start of a sum over micro-batches, of which there may be thousands: in 64 bits."""
-    return torch.zeros((), dtype=torch.float64, device=device)
+    def add(self, loss: Loss) -> None:
+        self.loss += loss.cross_entropy
+        self.add_report(loss.metrics, loss.expert_load)
 
-
-class Sums(dict[str, Tensor]):
-    """Sums over micro-batches by name, in 64 bits."""
-
-    def add(self, metrics: dict[str, Tensor]) -> None:
+    def add_report(self, metrics: dict[str, Tensor], expert_load: Tensor | None) -> None:
+        """What a part of a model reports that may have no loss."""
         for name, value in metrics.items():
-            self[name] = self[name] + value if name in self else value.double()
+            self.metrics[name] = self.metrics[name] + value if name in self.metrics else value.double()
+        if expert_load is not None:
+            self.expert_load = expert_load if self.expert_load is None else self.expert_load + expert_load
+
+    def result(self, tokens: int) -> Result:
+        return Result(self.loss, tokens, self.metrics, self.expert_load)
+
+
+@dataclass(frozen=True)
+class TensorBatch(Batch):
+    """A batch whose arrays are views of these tensors."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+
+def tensors_of(batch: Batch) -> dict[str, Tensor]:
+    """Tokens, labels and all inputs by name, on the host, without a copy."""
+    if isinstance(batch, TensorBatch):
+        return batch.tensors
+    arrays = {"tokens": batch.tokens, "labels": batch.labels, **batch.inputs}
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def copied(batch: Batch, *, pinned: bool) -> TensorBatch:
+    """A contiguous copy of a batch, page-locked or not."""
+    tensors = {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned).copy_(tensor)
+        for name, tensor in tensors_of(batch).items()
+    }
+    arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
+    return TensorBatch(arrays.pop("tokens"), arrays.pop("labels"), arrays, tensors)

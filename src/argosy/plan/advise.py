@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from argosy.config.refusals import did_you_mean
 from argosy.config.resolve import resolve, resolve_model
-from argosy.config.schema import MuonSpec, ParallelSpec, RunSpec
+from argosy.config.schema import ParallelSpec, RunSpec
 from argosy.config.state import least_state_bytes
 from argosy.config.units import parse_count
 from argosy.errors import ArgosyError
@@ -20,7 +20,7 @@ from argosy.plan.layouts import Layout, Recompute, Schedule, Work, violations
 from argosy.plan.log import Log, judge
 from argosy.plan.plan_report import as_dict, distinct, explain, header, table, why_lost
 from argosy.plan.search import Candidate, Found, evaluate, search, warnings
-from argosy.tasks.registry import masks_vary
+from argosy.tasks.task_registry import masks_vary
 
 STACK = "argosy"
 CHOICES: dict[str, tuple[str, ...]] = {"recompute": get_args(Recompute), "schedule": get_args(Schedule)}
@@ -197,7 +197,7 @@ def _no_such_precision(precision: str, cluster: Cluster) -> ArgosyError:
 def _nothing(question: Question, found: Found) -> ArgosyError:
     work, cluster = question.work, question.cluster
     if found.nearest is not None:
-        need, state = found.nearest.fullest.device, least_state_bytes(work.model, work.optimizer) / GIB
+        need, state = found.nearest.fullest.device, least_state_bytes(work.model, work.rule) / GIB
         least = ceil(state / (FOR_STATE * cluster.gpu.memory))
         more = f"about {least:,} or more such GPUs" if least > cluster.gpus else "more GPUs"
         return ArgosyError(
@@ -226,11 +226,10 @@ def _nothing(question: Question, found: Found) -> ArgosyError:
 
 def _work_of(spec: RunSpec, global_batch: int | None, seq_len: int | None, precision: str | None) -> Work:
     chosen = precision or ("bf16" if spec.train.precision == "auto" else spec.train.precision)
-    muon = spec.optim.muon
     return Work(
         spec.model, seq_len or spec.data.seq_len, global_batch or spec.train.global_batch, _precision(chosen),
-        optimizer=spec.optim.name,
-        muon_steps=MuonSpec().ns_steps if muon is None else muon.ns_steps,
+        rule=spec.optim.rule,
+        rule_keys=spec.optim.rule.settings(spec.optim),
         reduced=2.0 if spec.parallel.reduce == "bf16" else None,
         reshard=spec.parallel.reshard or spec.parallel.pp > 1,
         replayed=spec.parallel.graph == "auto" and spec.parallel.compile == "off" and not masks_vary(spec),

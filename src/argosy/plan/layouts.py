@@ -17,11 +17,13 @@ from argosy.config.counts import (
     mlp_parameters,
     norm_parameters,
 )
-from argosy.config.model import ModelSpec
+from argosy.config.model import ModelSpec, Section
+from argosy.config.optimizer_rule import Rule
+from argosy.config.optimizers import DEFAULT
 from argosy.config.stage_layers import V_SHAPED
 from argosy.families.architecture import architecture_of
-from argosy.families.layers import NORMS_OF_A_BLOCK
-from argosy.families.registry import plan_of
+from argosy.families.family_registry import plan_of
+from argosy.families.layer_plan import NORMS_OF_A_BLOCK
 
 Recompute = Literal["none", "selective", "full"]
 Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "zbv", "dualpipev"]
@@ -128,7 +130,7 @@ class Work:
     """One optimiser step of a model.
 
     `latent` (MLA) and `next_tokens` (multi-token prediction: extra layers, each with the output head once more) exist only in
-    other frameworks' models. `muon_steps` is Newton-Schulz iterations. `reduced` is bytes of a gradient element while it is
+    other frameworks' models. `rule` is the optimiser, `rule_keys` its keys in the run spec. `reduced` is bytes of a gradient element while it is
     reduced (None: the stack's). `reshard`: ZeRO-3 frees a layer's gathered weights after its forward pass. `replayed`: the step may
     run as a CUDA graph, if the stack supports it.
     """
@@ -139,8 +141,8 @@ class Work:
     precision: str = "bf16"
     latent: Latent | None = None
     next_tokens: int = 0
-    optimizer: str = "adamw"
-    muon_steps: int = 5
+    rule: Rule = DEFAULT
+    rule_keys: Section | None = None
     reduced: float | None = None
     reshard: bool = True
     replayed: bool = True

@@ -15,14 +15,13 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from math import ceil
 
-from argosy.config.state import WIDE, state_bytes
+from argosy.config.optimizer_rule import Rule
+from argosy.config.optimizers import DEFAULT
+from argosy.config.state import WIDE
 from argosy.plan.calibration import Calibration, Stack
 from argosy.plan.hardware import GIB
 from argosy.plan.layouts import Layout, Work, stage_layers
 
-ORTHOGONALISING = (
-    20  # bytes of a matrix's number while Muon works on it: gradient, direction and result in 32 bits, two copies in 16
-)
 LOSS_CHUNK = GIB  # of logits at a time, where the loss is made in chunks
 
 
@@ -63,8 +62,8 @@ def stage_memory(work: Work, layout: Layout, stack: Stack, calibration: Calibrat
     layers = stage_layers(work, layout, levelled=stack.levelled)[stage]
     first, last = layout.ends(stage)
     dense, experts = stage_parameters(work, layout, layers, first=first, last=last)
-    matrices = layers * (work.sizes.attention + work.sizes.mlp) / layout.tp
-    weights, gradients, optimiser = _state(work, layout, stack, dense, experts, matrices)
+    updated = updated_by(work, layout, layers, dense, experts)
+    weights, gradients, optimiser = _state(work, layout, stack, dense, experts, updated)
     tokens = work.seq_len * layout.micro_batch / layout.cp
     wide = 2.0 if work.precision == "fp32" else 1.0  # against the 16 bits that activations are counted in
     kept, again = (wide * part for part in _activations(work, layout, stack, stage, layers, tokens))
@@ -73,8 +72,7 @@ def stage_memory(work: Work, layout: Layout, stack: Stack, calibration: Calibrat
     if stack.chunked_loss:
         begun = gradients if work.micro_batches(layout) > 1 else 0.0
         moments = [(begun, kept, logits), (begun, kept + again, 0.0), (gradients, again, 0.0)]
-    if work.optimizer == "muon":
-        moments.append((gradients + ORTHOGONALISING * _largest_matrix(work, layout), 0.0, 0.0))
+    moments.append((gradients + work.rule.working_bytes(_largest_matrix(work, layout)), 0.0, 0.0))
     buffers, communication = (wide * part for part in _transient(work, layout, stack, tokens, dense + experts, layers))
     parts = [weights, optimiser, *max(moments, key=sum), buffers, communication]
     overhead = calibration.fragmentation * sum(parts) / GIB + calibration.context
@@ -98,15 +96,25 @@ def stage_parameters(work: Work, layout: Layout, layers: int, *, first: bool, la
     return dense, routed
 
 
+def updated_by(
+    work: Work, layout: Layout, layers: int, dense: float, experts: float
+) -> list[tuple[Rule, float, float]]:
+    """Each rule of the optimiser with the parameters of one rank that it updates, of `dense` and of `experts`. All of the latter are
+    matrices inside the layers."""
+    matrices = layers * (work.sizes.attention + work.sizes.mlp) / layout.tp
+    shares = work.rule.shares(matrices, dense - matrices)
+    return [(rule, number, experts if rule is work.rule else 0.0) for rule, number in shares]
+
+
 def _state(
-    work: Work, layout: Layout, stack: Stack, dense: float, experts: float, matrices: float
+    work: Work, layout: Layout, stack: Stack, dense: float, experts: float, updated: list[tuple[Rule, float, float]]
 ) -> tuple[float, float, float]:
-    """Bytes of weights, gradients and optimiser, each sharded as the ZeRO stage says. `matrices` of the dense parameters, and all of the
-    experts', are Muon's where that is the optimiser."""
+    """Bytes of weights, gradients and optimiser, each sharded as the ZeRO stage says. A stack's figures are for the default rule;
+    `updated` says how many parameters have which rule's state."""
     once = work.micro_batches(layout) == 1 and layout.shards * layout.copies == 1  # else they are summed in more bits
     weight, gradient, optimiser = stack.weight, stack.gradient_once if once else stack.gradient, stack.optimiser
     if work.precision == "fp32" or (stack.sharded_masters and layout.zero >= 3):  # a parameter is its own master
-        weight, gradient, optimiser = WIDE, max(gradient, WIDE), state_bytes("adamw")
+        weight, gradient, optimiser = WIDE, max(gradient, WIDE), DEFAULT.state_bytes
     shards = [layout.shards if layout.zero >= stage else 1 for stage in (3, 2, 1)]
 
     def spread(of_dense: float, of_experts: float, shard: int) -> float:
@@ -115,13 +123,13 @@ def _state(
     held = [
         size * spread(dense, experts, shard) for size, shard in zip((weight, gradient, optimiser), shards, strict=True)
     ]
-    if work.optimizer == "muon":
-        held[2] -= (state_bytes("adamw") - state_bytes("muon")) * spread(matrices, experts, shards[2])
+    for rule, of_dense, of_experts in updated:
+        held[2] += (rule.state_bytes - DEFAULT.state_bytes) * spread(of_dense, of_experts, shards[2])
     return held[0], held[1], held[2]
 
 
 def _largest_matrix(work: Work, layout: Layout) -> float:
-    """Numbers of the largest matrix that Muon takes at once: whole, and of experts as many as a rank holds."""
+    """Elements of the largest matrix inside the layers: whole, and of experts as many as a rank holds."""
     model, moe = work.model, work.model.moe
     widths = [model.ffn, model.heads * model.head_dim]
     stacked = 0.0 if moe is None else moe.experts / layout.ep * moe.ffn

@@ -8,6 +8,7 @@ from typing import Any
 
 from argosy.config.counts import FLOPS_CONVENTION, describe_size
 from argosy.config.state import checkpoint_bytes
+from argosy.plan.layouts import Work
 from argosy.plan.search import Candidate, Found, warnings
 
 FORMULAS = {
@@ -25,7 +26,7 @@ FORMULAS = {
     "pipeline": "m x vpp x 2 sends of 2 x tokens x hidden / tp bytes",
     "gradients": "all-reduce over data-parallel ranks, or over copies of a sharded model, less what the last backward pass overlaps",
     "bubble": "(sum of the stages' times - the slowest's) / vpp; a third of that with zbv and dualpipev",
-    "optimiser": "34 bytes of each parameter held / memory bandwidth reached; muon: Newton-Schulz matmuls of whole matrices, and their all-gathers",
+    "optimiser": "bytes of each parameter held / memory bandwidth reached",
     "data": "12 ns for each token a data-parallel rank prefetches, less the rest of the step",
     "outside": "overhead of a step outside the layers: taking a prefetched batch, logging, synchronisation",
     "waiting": "for the slowest node (straggler): a share for each doubling of nodes",
@@ -68,7 +69,7 @@ def as_dict(candidate: Candidate, tokens: int | None) -> dict[str, Any]:
         "terms_s": {name: round(value, 6) for name, value in candidate.time.terms.items()},
         "memory_gib": [stage.as_dict() for stage in candidate.stages],
         "card_gib": candidate.cluster.gpu.memory,
-        "checkpoint_gb": round(checkpoint_bytes(candidate.work.model, candidate.work.optimizer) / 1e9, 3),
+        "checkpoint_gb": round(checkpoint_bytes(candidate.work.model, candidate.work.rule) / 1e9, 3),
         "days": None if length is None else round(length[0], 3),
         "dollars": None if length is None or length[1] is None else round(length[1], 2),
         "warnings": list(warnings(candidate)),
@@ -78,15 +79,16 @@ def as_dict(candidate: Candidate, tokens: int | None) -> dict[str, Any]:
 def header(candidate: Candidate, found: Found | None, tokens: int | None, storage: float) -> list[str]:
     work, cluster = candidate.work, candidate.cluster
     price = "" if cluster.price is None else f", ${cluster.price:,.2f} an hour"
-    size = checkpoint_bytes(work.model, work.optimizer) / 1e9
+    kept = " and ".join(rule.keeps for rule in work.rule.parts)
+    size = checkpoint_bytes(work.model, work.rule) / 1e9
     sample = f"{work.seq_len:,}"
     if work.sizes.decoder.targets:
         sample = f"({work.seq_len:,} + {round(work.seq_len * work.sizes.decoder.targets):,})"
     lines = [
         f"model       {describe_size(work.model)}",
         f"cluster     {cluster.name}: {cluster.gpus} x {cluster.gpu.name}, {cluster.nodes} node{'s' if cluster.nodes > 1 else ''}{price}",
-        f"step        {work.global_batch:,} x {sample} = {work.tokens:,} tokens, {work.precision}, {work.optimizer}",
-        f"checkpoint  {size:,.1f} GB (32-bit weights, {'moments' if work.optimizer == 'adamw' else 'momentum and moments'}): {size / storage:,.0f} s at {storage:g} GB/s",
+        f"step        {work.global_batch:,} x {sample} = {work.tokens:,} tokens, {work.precision}, {work.rule.name}",
+        f"checkpoint  {size:,.1f} GB (32-bit weights, {kept}): {size / storage:,.0f} s at {storage:g} GB/s",
     ]
     if tokens is not None:
         lines.append(f"run         {tokens:,} tokens, {-(-tokens // work.tokens):,} steps")
@@ -137,7 +139,7 @@ def explain(candidate: Candidate) -> list[str]:
     for name, seconds in candidate.time.terms.items():
         if seconds > 0:
             share = seconds / candidate.time.total
-            lines.append(f"  {name:<13}{duration(seconds):>9} {share:>4.0%}  {FORMULAS[name]}")
+            lines.append(f"  {name:<13}{duration(seconds):>9} {share:>4.0%}  {_formula(name, work)}")
     lines.append(
         f"memory in GiB, of {candidate.cluster.gpu.memory:g} on the GPU; `allocated` is the peak that torch reports,"
     )
@@ -147,6 +149,15 @@ def explain(candidate: Candidate) -> list[str]:
         parts = candidate.stages[stage].as_dict()
         lines.append(f"  stage {stage}: " + "  ".join(f"{name} {value:.2f}" for name, value in parts.items() if value))
     return lines
+
+
+def _formula(term: str, work: Work) -> str:
+    if term != "optimiser":
+        return FORMULAS[term]
+    rules = work.rule.parts
+    moved = " and ".join(sorted({f"{rule.bytes_moved:g}" for rule in rules}))
+    extra = [f"{rule.name}: {rule.extra_formula}" for rule in rules if rule.extra_formula]
+    return "; ".join([f"{moved} {FORMULAS[term]}", *extra])
 
 
 def duration(seconds: float) -> str:

@@ -26,12 +26,9 @@ from argosy.plan.layer import (
 )
 from argosy.plan.layouts import Layout, Work, stage_layers
 from argosy.plan.links import Links, exchange, gather, group, latency, reduce, send
-from argosy.plan.memory import stage_parameters
-from argosy.plan.muon import muon_seconds
+from argosy.plan.memory import stage_parameters, updated_by
+from argosy.plan.updating_rank import UpdatingRank
 
-# Bytes the optimiser moves per parameter: gradient read twice (norm and update), master weight and moments read and written,
-# 16-bit weight written.
-OPTIMISER_BYTES = 34
 # The exponent of a smooth maximum of host and device time. Measured on an H200: 184 ms where either alone took 160 to 163.
 SHARPNESS = 5
 # Seconds per token of the one prefetch thread (docs/benchmarks.md, a sample of 4,096 tokens).
@@ -216,9 +213,9 @@ def _once(
     own = dense + experts
     ranks = shards.size if layout.zero else 1
     of_experts = ranks if ranks == 1 else layout.expert_shards(ranks)
-    optimiser = OPTIMISER_BYTES * (dense / ranks + experts / of_experts) / rates.memory
-    if work.optimizer == "muon":
-        optimiser += muon_seconds(work, layout, cluster, links, rates, layers)
+    optimiser = UpdatingRank(work, layout, cluster, links, rates, layers).extra_seconds()
+    for rule, some_dense, some_experts in updated_by(work, layout, layers, dense, experts):
+        optimiser += rule.bytes_moved * (some_dense / ranks + some_experts / of_experts) / rates.memory
     reduced = stack.reduced if work.reduced is None else work.reduced
     exchanged = 0.0
     # HSDP: each rank all-reduces its shard over the copies.

@@ -2,6 +2,10 @@
 
 Everything that watches a run reads this directory and nothing else, so it works over a shared file system and after
 the job has died. A file lock keeps two trainers out of one directory; the kernel releases it however the trainer dies.
+
+`resolved.json` holds the newest version of a run's spec, and earlier ones with the last step that each trained. A changed spec is stored when its first step has been taken. A start that has nothing to do, is refused, or dies before its
+first step leaves no version. So a checkpoint is always compared with the spec that trained it, even if later steps of another
+attempt were lost.
 """
 
 from __future__ import annotations
@@ -21,7 +25,6 @@ from argosy.config.secrets import source_without_secrets, without_secrets
 from argosy.echo import VALUE_LIMIT, shorten
 from argosy.errors import ArgosyError
 from argosy.files import replace_file
-from argosy.record.versions import earlier_versions, version_at
 from argosy.untrusted import read_object
 
 # Keys that may differ when a run is resumed. All others must be as the run was started with.
@@ -330,3 +333,23 @@ def _with_new_keys(spec: Facts) -> Facts:
 def _only_moved(key: str) -> bool:
     """Return whether `key` says only where the data lies or how it is prepared. Its content is compared as `corpora`."""
     return key == "data.tokenizer" or (key.startswith("data.train.") and (key.endswith(".path") or ".prepare" in key))
+
+
+Document = dict[str, Any]
+# The parts of resolved.json that may change between starts.
+_PARTS = ("spec", "machine")
+
+
+def version_at(document: Document, step: int | None) -> Document:
+    """Return the spec and machine that trained `step`; without a step, the newest."""
+    made = [earlier for earlier in document["earlier"] if step is not None and earlier["until"] >= step]
+    return min(made, key=lambda earlier: int(earlier["until"])) if made else {part: document[part] for part in _PARTS}
+
+
+def earlier_versions(document: Document, new: Document, step: int, oldest: int) -> list[Document]:
+    """Return the earlier versions to store when `new` resumes after `step`: those of checkpoints from step `oldest` on."""
+    before = version_at(document, step)
+    kept = [earlier for earlier in document["earlier"] if oldest <= earlier["until"] < step]
+    if step and any(before[part] != new[part] for part in _PARTS):
+        kept.append({"until": step, **{part: before[part] for part in _PARTS}})
+    return kept

@@ -4,6 +4,8 @@ The trainer only appends to files. The sink process reads them as they grow, wit
 sink is stored in the run directory. So a sink that is down, slow or broken costs training nothing. It is reported once, and
 gets everything it missed when it is back, in this attempt of the run or in a later one. The sink process ends when the
 trainer does, however the trainer dies, once the sinks that answer have received everything.
+
+`require_packages` checks, before a run starts, that the packages of its sinks are installed.
 """
 
 from __future__ import annotations
@@ -20,12 +22,14 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import orjson
 
 from argosy.config.schema import RunSpec
 from argosy.config.secrets import without_secrets
+from argosy.config.watching import LogSpec
 from argosy.echo import address_only, capped
 from argosy.errors import ArgosyError
 from argosy.files import replace_file
@@ -33,8 +37,13 @@ from argosy.log_handler import install_log_handler
 from argosy.record.heartbeat import read_heartbeats
 from argosy.record.jsonl import JsonlWriter, now
 from argosy.record.rundir import RunDir
-from argosy.record.sinks.asked import asked_sinks
-from argosy.record.sinks.sink import RunFacts, Sink
+from argosy.record.sinks.mlflow import MLflow
+from argosy.record.sinks.otel import OpenTelemetry
+from argosy.record.sinks.prometheus import Prometheus
+from argosy.record.sinks.sink import RunFacts, Sink, missing
+from argosy.record.sinks.tensorboard import TensorBoard
+from argosy.record.sinks.wandb import WandB
+from argosy.record.sinks.webhook import Webhook
 from argosy.record.tail import Tail
 from argosy.retry import RetryPolicy
 
@@ -239,3 +248,29 @@ def _trainer_ended(within_s: float | None) -> bool:
 
 if __name__ == "__main__":
     main()
+
+
+_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "prometheus": "prometheus_client", "otel": "opentelemetry"}
+
+
+def asked_sinks(spec: LogSpec, run: RunFacts) -> Iterator[Sink]:
+    sinks = spec.sinks
+    if sinks.tensorboard:
+        yield TensorBoard(run)
+    if sinks.wandb is not None:
+        yield WandB(run, sinks.wandb)
+    if sinks.mlflow is not None:
+        yield MLflow(run, sinks.mlflow, sinks.mlflow_experiment)
+    if sinks.prometheus is not None:
+        yield Prometheus(run, sinks.prometheus)
+    if sinks.otel is not None:
+        yield OpenTelemetry(run, sinks.otel)
+    if spec.alerts.webhook is not None:
+        yield Webhook(run, spec.alerts.webhook)
+
+
+def require_packages(spec: LogSpec) -> None:
+    """Refuse a sink whose package is not installed, before the run starts."""
+    for extra, package in _PACKAGES.items():
+        if getattr(spec.sinks, extra) and find_spec(package) is None:
+            raise missing(package, extra)

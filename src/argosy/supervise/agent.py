@@ -21,7 +21,7 @@ from typing import Any
 from argosy.config.survival import FaultSpec
 from argosy.errors import EXIT_DONE, EXIT_RESUMABLE
 from argosy.record.rundir import RunDir
-from argosy.supervise.rank_files import RankFiles
+from argosy.supervise.rank_process import RankFiles
 from argosy.supervise.supervisor import Supervisor
 from argosy.supervise.world import Nodes
 

@@ -23,8 +23,7 @@ import orjson
 
 from argosy.files import replace_file
 from argosy.record.pulse import process_state
-from argosy.supervise.rank_files import RankFiles
-from argosy.supervise.rank_process import STACK_SIGNAL
+from argosy.supervise.rank_process import STACK_SIGNAL, RankFiles
 
 # Seconds to wait for the first answer, and after it for the others.
 _ANSWER_S, _OTHERS_S = 10.0, 3.0

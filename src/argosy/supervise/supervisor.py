@@ -33,7 +33,7 @@ from argosy.supervise.evidence import (
     relevant_thread,
     save_evidence,
 )
-from argosy.supervise.rank_files import RankFiles
+from argosy.supervise.rank_process import RankFiles
 
 _log = logging.getLogger(__name__)
 # A phase may take this many times its longest duration so far.

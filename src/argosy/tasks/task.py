@@ -62,7 +62,7 @@ S = TypeVar("S", bound=Section)
 
 
 class Task(Generic[S]):
-    """One task. `argosy.tasks.registry` lists them all.
+    """One task. `argosy.tasks.task_registry` lists them all.
 
     `section` is the key of `data` with its settings, of the type `settings_type`, where it has any. `roles` are the settings that
     name special tokens. `writes` says what `argosy sample` does with a trained model.

@@ -7,39 +7,26 @@ was never disturbed.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from argosy.checkpoint.source import Source, open_source, require_fit, starting_weights
-from argosy.checkpoint.store import listed
-from argosy.config.counts import describe_size, training_flops_per_token
+from argosy.checkpoint.source import Source, starting_weights
+from argosy.config.counts import training_flops_per_token
 from argosy.config.layout import describe_layout
-from argosy.config.lr_phases import check_phases
-from argosy.config.pipeline import describe_bubble
-from argosy.config.schema import RunSpec
-from argosy.config.units import Duration
 from argosy.console.training_lines import Console, open_console
 from argosy.data.loader import Loader
 from argosy.errors import EXIT_DONE, EXIT_RESUMABLE
 from argosy.model.init import initial_weights
-from argosy.parallel.agreement import Agreement
-from argosy.parallel.mesh import Mesh
-from argosy.parallel.precision import choose_precision, describe_precision, slow_precision
+from argosy.parallel.mesh import Agreement
 from argosy.record.heartbeat import Heartbeat, Phase
-from argosy.record.jsonl import JsonlWriter, Record, now, read_metrics
-from argosy.record.rundir import RunDir
-from argosy.train.collection import StepwiseCollection
-from argosy.train.device import peak_of
-from argosy.train.device_memory import measure_memory
+from argosy.record.jsonl import now, read_metrics
+from argosy.train.device import measure_memory, peak_of
 from argosy.train.interrupt import Interrupt
-from argosy.train.meter import Meter
-from argosy.train.opening import Opening
-from argosy.train.optimizer import Optimizer
-from argosy.train.profile_steps import Profiling, Window
-from argosy.train.replica_check import Replicas
+from argosy.train.opening import Journal, Opening, opening_lines, opening_warnings
 from argosy.train.rewind import (
+    ReplicaCheck,
     Rewind,
     describe_skips,
     passing,
@@ -48,98 +35,66 @@ from argosy.train.rewind import (
     watch_numbers,
 )
 from argosy.train.saving import Saving, first_interval
-from argosy.train.schedule import Schedule, make_schedule
-from argosy.train.schedule_change import schedule_notes
-from argosy.train.session import make_engine, make_model, open_checked_data, parameter_names, whole_model
-from argosy.train.step import Step, take_step
-from argosy.train.telemetry import Taken, Telemetry
-from argosy.train.timer import Timer
-from argosy.train.validation import evaluate
+from argosy.train.session import Session
+from argosy.train.step import Step, StepwiseCollection, evaluate, take_step
+from argosy.train.telemetry import Meter, Taken, Telemetry
+
+if TYPE_CHECKING:
+    from argosy.train.profile_steps import Profiling, Window
 
 
 class Trainer:
-    """Built from the spec and the data alone; a run directory is given to `fit`."""
+    """A session and an open run directory, from the last checkpoint to the end of the run."""
 
-    def __init__(self, spec: RunSpec, mesh: Mesh, heartbeat: Heartbeat | None = None) -> None:
-        self.spec, self.mesh, self.device = spec, mesh, mesh.device
-        self.data = open_checked_data(spec)
-        self.stream = self.data.training()
-        self.validation = self.data.each("validation") if spec.eval is not None else None
-        self.batches = spec.train.batches
-        self.steps = self._in_steps(spec.train.length) or 0
-        self.schedule = self._schedule(spec)
-        self.model = make_model(spec, mesh)
-        self.engine = make_engine(spec, self.model, mesh)
-        scaled = choose_precision(spec.train.precision, self.device) == "fp16"
-        names = parameter_names(spec) if mesh.size("pp") > 1 else None
-        guessing = math.log(spec.model.vocab_size)
-        self.optimizer = Optimizer(
-            self.model, spec.optim, scaled=scaled, guard=spec.guard, guessing=guessing, names=names
-        )
-        self.agreement, self.heartbeat = Agreement(mesh), heartbeat or Heartbeat(mesh.rank)
-        self.saves, self.logs = self._timer(first_interval(spec.checkpoint)), self._timer(spec.log.every)
-        self.evaluations = self._timer(spec.eval.every) if spec.eval is not None else None
-        self.replicas = Replicas(spec.guard, mesh, self.optimizer, self._timer)
-        self.profile: Window | None = None  # steps to look at with torch's profiler
-
-    def _schedule(self, spec: RunSpec) -> Schedule:
-        """The learning-rate schedule of a spec for this data: this run's, or the one it had before."""
-        steps = self._in_steps(spec.train.length) or 0
-        epoch_samples = self.stream.epoch_samples
-        check_phases(spec, steps=steps, epoch_samples=epoch_samples)
-        return make_schedule(spec, steps=steps, epoch_samples=epoch_samples)
-
-    def schedule_notes(self, run: RunDir, step: int, changes: list[str]) -> list[str]:
-        """What the changes do to the learning rate of a run that goes on after `step` steps."""
-        before = run.spec_at(step) if changes else None
-        if before is None:
-            return []
-        return schedule_notes(self._schedule(before), self.schedule, self.spec.optim, step, changes)
-
-    def start_from(self, run: RunDir) -> Source | None:
-        """What `init_from` names, where the run has no checkpoint of its own yet."""
-        self.start = None
-        if self.spec.init_from is not None and not listed(run.checkpoints):
-            self.start = open_source(self.spec.init_from)
-            require_fit(self.start, whole_model(self.spec), self.spec.model)
-        return self.start
-
-    def fit(
+    def __init__(
         self,
-        run: RunDir,
-        metrics: JsonlWriter,
-        events: JsonlWriter,
-        opened: tuple[Opening, list[str]] | None,
+        session: Session,
+        journal: Journal,
+        heartbeat: Heartbeat,
         *,
-        quiet: bool,
-        ends_process: bool = False,
-    ) -> int:
-        """Train to the end of the run or to a signal. `opened`: on the first rank, the run's record and what is worth saying of it."""
-        self.run, self.metrics, self.events = run, metrics, events
-        self.opening: Opening | None = None if opened is None else opened[0]
-        notes: list[str] = [] if opened is None else opened[1]
-        self.saving = Saving(run, self.spec.checkpoint, self.optimizer, self.saves, self.agreement, self._event)
+        opening: Opening | None = None,
+        start: Source | None = None,
+        profile: Window | None = None,
+    ) -> None:
+        """Args:
+        opening: on the first rank, the record of this start.
+        start: what `init_from` names, where the run has no checkpoint.
+        profile: steps to look at with torch's profiler.
+        """
+        spec = session.spec
+        self.session, self.journal, self.run, self.heartbeat = session, journal, journal.run, heartbeat
+        self.opening, self.start, self.profile = opening, start, profile
+        self.agreement = Agreement(session.mesh)
+        clock = self.agreement.now
+        self.logs = session.timer(spec.log.every, clock)
+        self.evaluations = None if spec.eval is None else session.timer(spec.eval.every, clock)
+        self.replicas = ReplicaCheck(
+            spec.guard, session.mesh, session.optimizer, lambda every: session.timer(every, clock)
+        )
+        saves = session.timer(first_interval(spec.checkpoint), clock)
+        self.saving = Saving(self.run, spec.checkpoint, session.optimizer, saves, self.agreement, self.journal.event)
+        self.consumed_samples = 0
+
+    def fit(self, notes: Iterable[str] = (), *, quiet: bool, ends_process: bool = False) -> int:
+        """Train to the end of the run or to a signal. `notes` are what is worth saying of the run directory."""
+        session, first_rank = self.session, self.session.mesh.is_first
+        said = list(notes)
         self.heartbeat.enter("load")
-        first = self._restore(notes)
+        first = self._restore(said)
         self.heartbeat.begin(first)
         changes = [] if self.opening is None else self.opening.changes(first)
-        notes += self.schedule_notes(run, first, changes)
-        if first >= self.steps:
-            if self.mesh.is_first:
+        said += session.schedule_notes(self.run, first, changes)
+        if first >= session.steps:
+            if first_rank:
                 print(
-                    f"{run.root}: step {first} is done, and the run was to have {self.steps}; "
+                    f"{self.run.root}: step {first} is done, and the run was to have {session.steps}; "
                     f"train.steps={first * 2} would go on"
                 )
             return EXIT_DONE
-        console = open_console(first=first, last=self.steps, quiet=quiet or not self.mesh.is_first)
-        start = None if self.start is None else self.start.facts()
-        self._event("resume" if first else "start", first, changes=changes, notes=notes, init_from=start)
-        self._tell([*notes, *self._opening(first), *(f"changed since the last start: {c}" for c in changes)], console)
-        self._tell([] if self.profile is None else self.profile.passed(first), console)
-        self._tell_bubble(first, console)
-        self._tell_slow_precision(first, console)
+        console = open_console(first=first, last=session.steps, quiet=quiet or not first_rank)
+        self._announce(first, said, changes, console)
         try:
-            with Interrupt(quiet=not self.mesh.is_first, hold=ends_process) as interrupt:
+            with Interrupt(quiet=not first_rank, hold=ends_process) as interrupt:
                 self.agreement.listen(interrupt)
                 self.saving.prepare()
                 self._evaluate_if_missed(first, console)
@@ -150,257 +105,262 @@ class Trainer:
             self.saving.close()
             console.close()
         self._tell_skips(last, console)
-        if last < self.steps:
-            self._event("interrupted", last, signal=self.agreement.asked)
-            console.note(f"stopped at step {last} of {self.steps}, saved; run the same command again to go on")
+        if last < session.steps:
+            self.journal.event("interrupted", last, signal=self.agreement.asked)
+            console.note(f"stopped at step {last} of {session.steps}, saved; run the same command again to go on")
             return EXIT_RESUMABLE
-        self._event("done", last)
+        self.journal.event("done", last)
         return EXIT_DONE
+
+    def _announce(self, first: int, notes: list[str], changes: list[str], console: Console) -> None:
+        start = None if self.start is None else self.start.facts()
+        self.journal.event("resume" if first else "start", first, changes=changes, notes=notes, init_from=start)
+        tell([*notes, *opening_lines(self.session, self.run, first)], console)
+        tell([f"changed since the last start: {change}" for change in changes], console)
+        tell([] if self.profile is None else self.profile.passed(first), console)
+        for event, text, warns in opening_warnings(self.session):
+            console.note(f"warning: {text}" if warns else text)
+            if warns:
+                self.journal.event(event, first, warning=text)
 
     def _run(self, first: int, console: Console) -> int:
         rewound = False
         while True:
-            self.telemetry = self._telemetry(first, rewound)
             try:
-                return self._run_steps(first, console)
+                return StepLoop(self, console, first, rewound=rewound).run()
             except Rewind as rewind:
                 first, rewound = self._rewind(rewind, console), True
 
-    def _tell_bubble(self, step: int, console: Console) -> None:
-        if self.mesh.size("pp") > 1:
-            text, long = describe_bubble(self.spec)
-            console.note(f"warning: {text}" if long else text)
-            if long:
-                self._event("bubble", step, warning=text)
-
-    def _tell_slow_precision(self, step: int, console: Console) -> None:
-        if self.mesh.is_first and (text := slow_precision(self.spec.train.precision, self.device)):
-            console.note(f"warning: {text}")
-            self._event("precision", step, warning=text)
-
-    def _telemetry(self, first: int, rewound: bool) -> Telemetry:
-        meter = Meter(
-            steps=self.steps,
-            samples=self.batches.samples(self.steps),
-            flops_per_token=training_flops_per_token(self.spec.model, self.spec.data.seq_len, self.data.target_len),
-            peak=peak_of(self.device),
-            devices=self.mesh.world_size,
-        )
-        telemetry = Telemetry(self.spec, self.run, self.mesh, meter, first=first, rewound=rewound)
-        self.engine.enter = telemetry.phases.enter
-        return telemetry
-
-    def _run_steps(self, first: int, console: Console) -> int:
-        with (
-            Loader(
-                self.stream,
-                batches=self.batches,
-                consumed_samples=self.consumed_samples,
-                rank=self.mesh.data_rank,
-                ranks=self.mesh.data_ranks,
-                place=self.engine.place,
-                position=self._position,
-            ) as loader,
-            StepwiseCollection() as collection,
-            self.telemetry as telemetry,
-        ):
-            profiling = Profiling(self.profile, self.run.root, self.device, self.mesh.rank)
-            for step in range(first + 1, self.steps + 1):
-                profiling.before(step)
-                self.heartbeat.enter("data", step)
-                batch = loader.next_batch()
-                lr = self.schedule.lr(step - 1)
-                done = take_step(self.engine, self.optimizer, batch, step=step, lr=lr, enter=self._enter)
-                ranks = self.mesh.data_ranks
-                self.consumed_samples += len(batch.tokens) * ranks
-                telemetry.after_step(samples=len(batch.tokens) * ranks, tokens=batch.read_tokens * ranks)
-                for line in profiling.after(step, last=step == self.steps):
-                    console.note(line)
-                console.advance(step)
-                collection.after(step)
-                if step == first + 1:
-                    self._tell(self._store_changes(first), console)
-                    self._tell_memory(step, console)
-
-                self.agreement.after_step()
-                last = step == self.steps or self.agreement.asked is not None
-                self._tell([*self.saving.poll(), *self.engine.news()], console)
-                saving = last or self.saving.due(step)
-                if last or saving or self.logs.due(step):  # the one place that waits for the device
-                    self._log(step, done, lr, loader, console)
-                    saving = (not self._skipping(step, console) and saving) or last
-                self.replicas.check(step, saving)
-                if self.agreement.asked is None and self._evaluation_due(step):
-                    with telemetry.pause("evaluation"):
-                        self._evaluate(step, console)
-                if saving or self.agreement.asked is not None:  # asked while evaluating: this step is the last
-                    with telemetry.pause("save"):
-                        self._save(step, console, last=last or self.agreement.asked is not None)
-                if last or self.agreement.asked is not None:
-                    return step
-        return self.steps
-
-    def _enter(self, phase: Phase) -> None:
-        self.heartbeat.enter(phase)
-        self.telemetry.phases.enter(phase)
-
-    def _log(self, step: int, done: Step, lr: float, loader: Loader, console: Console) -> None:
-        """Wait for the device, and put the step on the record."""
-        self._look_after_directory(step, console)
-        tokens = self.consumed_samples * self.spec.data.seq_len
-        record, alerts = self.telemetry.record(
-            Taken(step, done, lr, waited_s=loader.waited_s, samples=self.consumed_samples, tokens=tokens)
-        )
-        record |= self.optimizer.report()
-        loader.waited_s, self.loss = 0.0, record["loss"]
-        self._record(record)
-        console.step(record)
-        for alert in alerts:
-            self._event("alert", step, **alert)
-            console.note(f"alert at step {step}: {alert['text']}")
-        if self.optimizer.guard is None:
-            require_finite(record, self.spec)
-
-    def _store_changes(self, first: int) -> list[str]:
-        """The spec of a run that goes on is stored once a step was taken with it; that of a new one was stored when it began."""
-        return self.opening.store_taken(first) if self.opening is not None and first else []
-
-    def _look_after_directory(self, step: int, console: Console) -> None:
-        text = None if self.opening is None else self.opening.look(step - 1)
-        if text is not None:
-            self._event("alert", step, alert="directory", text=text)
-            console.note(f"ALERT at step {step}: {text}")
-
-    def _skipping(self, step: int, console: Console) -> bool:
-        """Whether this step was left out for its numbers, which is put on the record: nothing is saved in such a streak, so that
-        the newest checkpoint is from before it."""
-        guard = self.optimizer.guard
-        return guard is not None and watch_numbers(guard, step, self.batches, self._event, console.note) > 0
-
-    def _tell_skips(self, step: int, console: Console) -> None:
-        guard = self.optimizer.guard
-        if guard is not None and (text := describe_skips(guard, step)) is not None:
-            console.note(text)
-
     def _rewind(self, rewind: Rewind, console: Console) -> int:
         """Back to the newest checkpoint. Returns its step."""
-        guard = self.optimizer.guard
+        guard = self.session.optimizer.guard
         if guard is None:
             raise rewind
-        require_rewinds_left(guard, rewind, self.spec)
-        rewinds, passed, skipped = guard.rewinds + 1, passing(guard, rewind, self.batches), guard.skipped
+        require_rewinds_left(guard, rewind, self.session.spec)
+        passed, skipped = passing(guard, rewind, self.session.batches), guard.skipped
+        rewinds = guard.rewinds + 1
         notes: list[str] = []
         self.heartbeat.enter("load")
-        self.optimizer.reset()
+        self.session.optimizer.reset()
         first = self._restore(notes)
         guard.rewound(rewinds, passed, skipped)
         self.heartbeat.begin(first)
-        self._event("rewind", rewind.step, to=first, reason=rewind.reason, ranks=rewind.ranks, passed=passed)
-        for note in (f"step {rewind.step} ({rewind.reason}): rewound to step {first}", *notes):
-            console.note(note)
+        self.journal.event("rewind", rewind.step, to=first, reason=rewind.reason, ranks=rewind.ranks, passed=passed)
+        tell([f"step {rewind.step} ({rewind.reason}): rewound to step {first}", *notes], console)
         return first
-
-    def _position(self, consumed_samples: int) -> int:
-        guard = self.optimizer.guard
-        return consumed_samples if guard is None else guard.position(consumed_samples)
-
-    def _tell_memory(self, step: int, console: Console) -> None:
-        accumulated = self.engine.accumulates(self.batches.sizes[-1] // self.mesh.data_ranks)
-        self.telemetry.memory = memory = measure_memory(
-            self.model, self.optimizer, self.device, accumulated=accumulated
-        )
-        self._event("memory", step, gib=memory.as_dict())
-        console.note(f"memory {memory}")
-
-    def _evaluation_due(self, step: int) -> bool:
-        return self.evaluations is not None and (step == self.steps or self.evaluations.due(step))
-
-    def _evaluate_if_missed(self, step: int, console: Console) -> None:
-        """An interrupted run saves before it evaluates; what was left out is made up for when it goes on."""
-        in_steps = self.spec.eval is not None and self.spec.eval.every.unit != "seconds"
-        if step and in_steps and self._evaluation_due(step):
-            missed = self.mesh.from_first(lambda: "validation_loss" not in read_metrics(self.run.metrics).get(step, {}))
-            if missed:
-                self._evaluate(step, console)
 
     def _restore(self, notes: list[str]) -> int:
         """Weights and optimiser from the newest good checkpoint, or fresh ones. Returns the steps already done."""
         progress = self.saving.restore(notes)
         if progress is None:
-            self.optimizer.set_weights(self._fresh_weights(notes))
+            self.session.optimizer.set_weights(fresh_weights(self.session, self.start, notes))
         self.consumed_samples = 0 if progress is None else progress.consumed_samples
         return 0 if progress is None else progress.step
 
-    def _fresh_weights(self, notes: list[str]) -> Iterator[tuple[str, Tensor]]:
-        spec = self.spec
-        if self.start is None:
-            return initial_weights(self.model, spec.model, spec.train.seed)
-        notes.append(f"starting from the weights of {self.start.where}, trained to step {self.start.step}")
-        if (more := spec.model.vocab_size - self.start.model.vocab_size) > 0:
-            notes.append(f"{more} rows of the vocabulary are new")
-        if not self.start.reads(self.data.tokenizer):
-            notes.append(self.start.misread())
-        return starting_weights(self.start, self.model, spec.model, spec.train.seed)
+    def evaluation_due(self, step: int) -> bool:
+        return self.evaluations is not None and (step == self.session.steps or self.evaluations.due(step))
 
-    def _save(self, step: int, console: Console, *, last: bool) -> None:
-        self.heartbeat.enter(
-            "last_save" if last else "save", step
-        )  # which waits for the files, and may take much longer
-        tokens = self.consumed_samples * self.spec.data.seq_len
-        about = {"tokens": tokens, "loss": self.loss, "layout": describe_layout(self.spec.parallel)}
-        if self.mesh.is_first:
-            about["run"] = self.run.identity
-        self._tell(self.saving.save(step, self.consumed_samples, last=last, **about), console)
+    def _evaluate_if_missed(self, step: int, console: Console) -> None:
+        """An interrupted run saves before it evaluates; what was left out is made up for when it goes on."""
+        spec = self.session.spec
+        in_steps = spec.eval is not None and spec.eval.every.unit != "seconds"
+        if step and in_steps and self.evaluation_due(step):
+            metrics = self.run.metrics
+            missed = self.session.mesh.from_first(lambda: "validation_loss" not in read_metrics(metrics).get(step, {}))
+            if missed:
+                self.evaluate(step, console)
 
-    def _tell(self, notes: list[str], console: Console) -> None:
-        for note in notes:
-            console.note(note)
-
-    def _evaluate(self, step: int, console: Console) -> None:
-        if self.validation is None or self.spec.eval is None:
+    def evaluate(self, step: int, console: Console) -> None:
+        """Put the validation losses after `step` on the record."""
+        spec, validation = self.session.spec, self.session.validation
+        if validation is None or spec.eval is None:
             return
         self.heartbeat.enter("evaluate", step)
-        batch = self.spec.train.global_batch
-        result = evaluate(
-            self.engine, self.validation, samples=self.spec.eval.batches * batch, batch=batch, split="validation"
-        )
+        batch = spec.train.global_batch
+        samples = spec.eval.batches * batch
+        result = evaluate(self.session.engine, validation, samples=samples, batch=batch, split="validation")
         losses = {"validation_loss": result.loss} | {f"validation_loss/{n}": s.loss for n, s in result.sets.items()}
         losses |= {f"validation_{name}": value for name, value in result.metrics.items()}
-        self._record({"step": step, "time": now(), **losses, "validation_tokens": result.tokens})
+        self.journal.metrics({"step": step, "time": now(), **losses, "validation_tokens": result.tokens})
         console.note(f"step {step}: {result.describe()}")
 
-    def _opening(self, first: int) -> list[str]:
-        spec = self.spec
-        epochs = ", ".join(
-            f"{count:.3g} epochs of {windows.corpus.path}"
-            for windows, count in zip(
-                self.stream.sets, self.stream.epochs_after(self.batches.samples(self.steps)), strict=True
-            )
+    def _tell_skips(self, step: int, console: Console) -> None:
+        guard = self.session.optimizer.guard
+        if guard is not None and (text := describe_skips(guard, step)) is not None:
+            console.note(text)
+
+
+class StepLoop:
+    """The steps of a trainer from a restored step to the end of the run, a signal or a rewind."""
+
+    def __init__(self, trainer: Trainer, console: Console, first: int, *, rewound: bool) -> None:
+        session = trainer.session
+        self._trainer, self._session, self._console, self._first = trainer, session, console, first
+        self._journal, self._heartbeat = trainer.journal, trainer.heartbeat
+        self._agreement, self._saving = trainer.agreement, trainer.saving
+        self._engine, self._optimizer = session.engine, session.optimizer
+        self._telemetry = _telemetry(trainer, first, rewound)
+        self._engine.on_phase = self._telemetry.phases.enter
+        self._loss: float | None = None  # of the last logged step
+
+    def run(self) -> int:
+        """Returns the last step taken."""
+        session, trainer = self._session, self._trainer
+        with (
+            Loader(
+                session.stream,
+                batches=session.batches,
+                consumed_samples=trainer.consumed_samples,
+                rank=session.mesh.data_rank,
+                ranks=session.mesh.data_ranks,
+                place=self._engine.place,
+                position=self._position,
+            ) as loader,
+            StepwiseCollection() as collection,
+            self._telemetry,
+        ):
+            profiling = self._profiling()
+            for step in range(self._first + 1, session.steps + 1):
+                if profiling is not None:
+                    profiling.before(step)
+                self._heartbeat.enter("data", step)
+                batch = loader.next_batch()
+                lr = session.schedule.lr(step - 1)
+                done = take_step(self._engine, self._optimizer, batch, step=step, lr=lr, enter=self._enter)
+                ranks = session.mesh.data_ranks
+                trainer.consumed_samples += len(batch.tokens) * ranks
+                self._telemetry.after_step(samples=len(batch.tokens) * ranks, tokens=batch.read_tokens * ranks)
+                if profiling is not None:
+                    tell(profiling.after(step, last=step == session.steps), self._console)
+                self._console.advance(step)
+                collection.after(step)
+                if self._after_step(step, done, lr, loader):
+                    return step
+        return session.steps
+
+    def _profiling(self) -> Profiling | None:
+        if self._trainer.profile is None:
+            return None
+        from argosy.train.profile_steps import Profiling
+
+        session, root = self._session, self._trainer.run.root
+        return Profiling(self._trainer.profile, root, session.device, session.mesh.rank)
+
+    def _after_step(self, step: int, done: Step, lr: float, loader: Loader) -> bool:
+        """Log, check, evaluate and save what is due. Returns whether this step was the last."""
+        agreement, trainer = self._agreement, self._trainer
+        if step == self._first + 1:
+            tell(self._store_changes(), self._console)
+            self._tell_memory(step)
+        agreement.after_step()
+        last = step == self._session.steps or agreement.asked is not None
+        tell([*self._saving.poll(), *self._engine.news()], self._console)
+        saving = last or self._saving.due(step)
+        if last or saving or trainer.logs.due(step):  # the one place that waits for the device
+            self._log(step, done, lr, loader)
+            saving = (not self._skipping(step) and saving) or last
+        trainer.replicas.check(step, saving)
+        if agreement.asked is None and trainer.evaluation_due(step):
+            with self._telemetry.pause("evaluation"):
+                trainer.evaluate(step, self._console)
+        last = last or agreement.asked is not None  # asked while evaluating: this step is the last
+        if saving or last:
+            with self._telemetry.pause("save"):
+                self._save(step, last=last)
+        return last
+
+    def _enter(self, phase: Phase) -> None:
+        self._heartbeat.enter(phase)
+        self._telemetry.phases.enter(phase)
+
+    def _position(self, consumed_samples: int) -> int:
+        guard = self._optimizer.guard
+        return consumed_samples if guard is None else guard.position(consumed_samples)
+
+    def _log(self, step: int, done: Step, lr: float, loader: Loader) -> None:
+        """Wait for the device, and put the step on the record."""
+        self._look_after_directory(step)
+        samples = self._trainer.consumed_samples
+        tokens = samples * self._session.spec.data.seq_len
+        record, alerts = self._telemetry.record(
+            Taken(step, done, lr, waited_s=loader.waited_s, samples=samples, tokens=tokens)
         )
-        ranks = self.mesh.data_ranks
-        accumulation = spec.train.global_batch // (spec.parallel.micro_batch * ranks)
-        shared = f"{ranks} ranks x " if ranks > 1 else ""
-        layout = f", {describe_layout(spec.parallel)}" if self.mesh.world_size > 1 else ""
-        precision = describe_precision(self.model, choose_precision(spec.train.precision, self.device))
-        return [
-            f"{self.run.root}: {describe_size(spec.model)} on {self.device} in {precision}{layout}",
-            f"steps {first + 1} to {self.steps}, {self.batches.describe(spec.data.seq_len)} (batch {spec.train.global_batch} = {shared}{accumulation} x "
-            f"micro-batch {spec.parallel.micro_batch}, sequences of {spec.data.seq_len}); in all {epochs}",
-        ]
+        record |= self._optimizer.report()
+        loader.waited_s, self._loss = 0.0, record["loss"]
+        self._journal.metrics(record)
+        self._console.step(record)
+        for alert in alerts:
+            self._journal.event("alert", step, **alert)
+            self._console.note(f"alert at step {step}: {alert['text']}")
+        if self._optimizer.guard is None:
+            require_finite(record, self._session.spec)
 
-    def _event(self, kind: str, step: int, **facts: object) -> None:
-        if self.mesh.is_first:
-            told = {name: fact for name, fact in facts.items() if fact or fact == 0}  # rank 0 is one too
-            self.events.write({"event": kind, "step": step, "time": now(), **told})
+    def _store_changes(self) -> list[str]:
+        """The spec of a run that goes on is stored once a step was taken with it; that of a new one was stored when it began."""
+        opening = self._trainer.opening
+        return opening.store_taken(self._first) if opening is not None and self._first else []
 
-    def _record(self, record: Record) -> None:
-        if self.mesh.is_first:
-            self.metrics.write(record)
+    def _look_after_directory(self, step: int) -> None:
+        opening = self._trainer.opening
+        text = None if opening is None else opening.look(step - 1)
+        if text is not None:
+            self._journal.event("alert", step, alert="directory", text=text)
+            self._console.note(f"ALERT at step {step}: {text}")
 
-    def _in_steps(self, duration: Duration) -> int | None:
-        samples = self.stream.epoch_samples
-        return duration.steps(self.batches, seq_len=self.spec.data.seq_len, epoch_samples=samples)
+    def _skipping(self, step: int) -> bool:
+        """Whether this step was left out for its numbers, which is put on the record: nothing is saved in such a streak, so that
+        the newest checkpoint is from before it."""
+        guard, batches = self._optimizer.guard, self._session.batches
+        return guard is not None and watch_numbers(guard, step, batches, self._journal.event, self._console.note) > 0
 
-    def _timer(self, every: Duration) -> Timer:
-        samples = every.samples(seq_len=self.spec.data.seq_len, epoch_samples=self.stream.epoch_samples)
-        return Timer(every, samples, self.batches, self.agreement.now)
+    def _tell_memory(self, step: int) -> None:
+        session = self._session
+        accumulated = self._engine.accumulates(session.batches.sizes[-1] // session.mesh.data_ranks)
+        memory = measure_memory(self._engine.model, self._optimizer, session.device, accumulated=accumulated)
+        self._telemetry.memory = memory
+        self._journal.event("memory", step, gib=memory.as_dict())
+        self._console.note(f"memory {memory}")
+
+    def _save(self, step: int, *, last: bool) -> None:
+        # The last save waits for the files, and may take much longer.
+        self._heartbeat.enter("last_save" if last else "save", step)
+        spec, samples = self._session.spec, self._trainer.consumed_samples
+        about = {
+            "tokens": samples * spec.data.seq_len,
+            "loss": self._loss,
+            "layout": describe_layout(spec.parallel),
+        }
+        if self._session.mesh.is_first:
+            about["run"] = self._trainer.run.identity
+        tell(self._saving.save(step, samples, last=last, **about), self._console)
+
+
+def tell(notes: Iterable[str], console: Console) -> None:
+    for note in notes:
+        console.note(note)
+
+
+def fresh_weights(session: Session, start: Source | None, notes: list[str]) -> Iterator[tuple[str, Tensor]]:
+    """The weights a run begins with: those of `start`, or new ones drawn from its seed. Adds to `notes` what to tell of them."""
+    spec, model = session.spec, session.engine.model
+    if start is None:
+        return initial_weights(model, spec.model, spec.train.seed)
+    notes.append(f"starting from the weights of {start.where}, trained to step {start.step}")
+    if (more := spec.model.vocab_size - start.model.vocab_size) > 0:
+        notes.append(f"{more} rows of the vocabulary are new")
+    if not start.reads(session.data.tokenizer):
+        notes.append(start.misread())
+    return starting_weights(start, model, spec.model, spec.train.seed)
+
+
+def _telemetry(trainer: Trainer, first: int, rewound: bool) -> Telemetry:
+    session = trainer.session
+    spec = session.spec
+    meter = Meter(
+        steps=session.steps,
+        samples=session.batches.samples(session.steps),
+        flops_per_token=training_flops_per_token(spec.model, spec.data.seq_len, session.data.target_len),
+        peak=peak_of(session.device),
+        devices=session.mesh.world_size,
+    )
+    return Telemetry(spec, trainer.run, session.mesh, meter, first=first, rewound=rewound)

@@ -3,22 +3,35 @@
 What changed is compared with the spec that made the checkpoint the run goes on from. The new spec is stored when a step has really been
 taken with it: a start that finds nothing to do, is refused later or dies before its first step changes nothing. A run without a
 checkpoint has nothing to be compared with, and its spec is stored at once.
+
+`opening_lines` and `opening_warnings` are what a run says of itself before its first step.
+
+`check_continuity` checks that the checkpoints, metrics and events of a run directory belong together. People prune, copy and restore parts of a run. A missing part of the record is safe and gives a message. Resuming from another
+run's weights, or mixing two runs in one record, is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from argosy.checkpoint.manifest import read_checkpoint
 from argosy.checkpoint.store import listed, step_of
+from argosy.config.counts import describe_size
+from argosy.config.layout import describe_layout
+from argosy.config.pipeline import describe_bubble
 from argosy.config.resolve import Resolved
 from argosy.errors import ArgosyError
-from argosy.record.continuity import check_continuity, check_owner
+from argosy.parallel.precision import describe_precision, slow_precision
+from argosy.record.jsonl import JsonlWriter, Record, now, read_jsonl
 from argosy.record.rundir import Facts, RunDir
+from argosy.train.session import Session
 
 
 @dataclass
@@ -99,9 +112,133 @@ class Opening:
         )
 
 
+class Journal:
+    """The metrics and events of a run, which the first rank alone writes."""
+
+    def __init__(self, run: RunDir, metrics: JsonlWriter, events: JsonlWriter, *, writes: bool) -> None:
+        self.run, self._metrics, self._events, self._writes = run, metrics, events, writes
+
+    def event(self, kind: str, step: int, **facts: object) -> None:
+        if self._writes:
+            told = {name: fact for name, fact in facts.items() if fact or fact == 0}  # rank 0 is one too
+            self._events.write({"event": kind, "step": step, "time": now(), **told})
+
+    def metrics(self, record: Record) -> None:
+        if self._writes:
+            self._metrics.write(record)
+
+
 def _owner(checkpoint: Path) -> str | None:
     """The run that saved it, where it says so."""
     with suppress(ArgosyError, OSError):
         found: Any = read_checkpoint(checkpoint).progress.about.get("run")
         return found if isinstance(found, str) else None
     return None
+
+
+def opening_lines(session: Session, run: RunDir, first: int) -> list[str]:
+    """The model, the layout, the batch and the data of a run that goes on after `first` steps."""
+    spec, mesh, batches = session.spec, session.mesh, session.batches
+    epochs = ", ".join(
+        f"{count:.3g} epochs of {windows.corpus.path}"
+        for windows, count in zip(
+            session.stream.sets, session.stream.epochs_after(batches.samples(session.steps)), strict=True
+        )
+    )
+    ranks = mesh.data_ranks
+    accumulation = spec.train.global_batch // (spec.parallel.micro_batch * ranks)
+    shared = f"{ranks} ranks x " if ranks > 1 else ""
+    layout = f", {describe_layout(spec.parallel)}" if mesh.world_size > 1 else ""
+    precision = describe_precision(session.engine.model, session.precision)
+    return [
+        f"{run.root}: {describe_size(spec.model)} on {mesh.device} in {precision}{layout}",
+        f"steps {first + 1} to {session.steps}, {batches.describe(spec.data.seq_len)} (batch {spec.train.global_batch} = {shared}{accumulation} x "
+        f"micro-batch {spec.parallel.micro_batch}, sequences of {spec.data.seq_len}); in all {epochs}",
+    ]
+
+
+def opening_warnings(session: Session) -> Iterator[tuple[str, str, bool]]:
+    """(event, text, whether it is a warning) of what makes the run slow."""
+    if session.mesh.size("pp") > 1:
+        text, long = describe_bubble(session.spec)
+        yield "bubble", text, long
+    if session.mesh.is_first and (slow := slow_precision(session.spec.train.precision, session.device)):
+        yield "precision", slow, True
+
+
+# Bytes read from the end of a metrics file: certainly more than one record.
+_END = 1 << 20
+
+
+def check_continuity(run: RunDir, steps: Sequence[int]) -> list[str]:
+    """Return messages about gaps in the record, for the user to see before the run resumes.
+
+    Args:
+        steps: the steps of the checkpoints that exist, newest first.
+
+    Raises:
+        ArgosyError: the events say that checkpoints were saved, and none exists.
+    """
+    saved = max((e["step"] for e in _last_saves(run.events)), default=0)
+    logged = last_step(run.metrics)
+    if not steps:
+        if saved:
+            raise ArgosyError(
+                "run.checkpoints-gone",
+                f"{run.root} had saved step {saved} (events.jsonl), and {run.checkpoints.name}/ holds no checkpoint: starting at step 1 "
+                f"would mix two runs in one record" + (f", whose metrics go to step {logged}" if logged else ""),
+                key="name",
+                value=run.root.name,
+                fix=f"put the checkpoints back into {run.checkpoints}; or --fresh --archive to move this record aside and begin "
+                "anew; or give another name=…",
+            )
+        return [f"steps 1 to {logged} of an earlier start were never saved, and are taken again"] if logged else []
+    newest = steps[0]
+    if saved > newest:
+        return [
+            f"warning: step {saved} was saved once, and the newest checkpoint is step {newest}: steps {newest + 1} to "
+            f"{max(saved, logged)} are taken again"
+        ]
+    if logged < newest:
+        ends = f"ends at step {logged}" if logged else "is missing or empty"
+        return [
+            f"warning: metrics.jsonl {ends}, and the checkpoint is of step {newest}: what was logged between is lost"
+        ]
+    return []
+
+
+def check_owner(run: RunDir, owners: Mapping[str, str | None]) -> None:
+    """Refuse checkpoints of another run. `owners` maps a checkpoint's name to the identity of the run that saved it, or None."""
+    ours = run.identity
+    for name, owner in owners.items():
+        if ours is not None and owner is not None and owner != ours:
+            raise ArgosyError(
+                "run.changed",
+                f"{run.checkpoints / name} was saved by another run: going on from it would mix two runs in one record",
+                key="name",
+                value=run.root.name,
+                fix=f"move it away; to start from its weights give another name=… and init_from={run.checkpoints / name}; if this is the "
+                f"run it belongs to, delete {run.resolved_file}, and the next start writes it anew",
+            )
+
+
+def last_step(path: Path) -> int:
+    """Return the step of the last complete record of a metrics file, or 0 if there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _END))
+            lines = file.read().splitlines()
+    except OSError:
+        return 0
+    for line in reversed(lines):
+        try:
+            return int(orjson.loads(line)["step"])
+        except (ValueError, KeyError, TypeError):
+            continue
+    return 0
+
+
+def _last_saves(events: Path) -> list[dict[str, int]]:
+    """Return the newest save event, as a list of at most one. Earlier ones may be of steps that were rewound."""
+    saves = [e for e in read_jsonl(events) if e.get("event") == "save" and isinstance(e.get("step"), int)]
+    return saves[-1:]

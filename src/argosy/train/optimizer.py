@@ -12,16 +12,15 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
+from argosy.config.optimizer_rule import Rule
 from argosy.config.refusals import did_you_mean
-from argosy.config.schema import MuonSpec, OptimSpec
+from argosy.config.schema import OptimSpec
 from argosy.config.survival import GuardSpec
 from argosy.errors import ArgosyError
+from argosy.parallel.precision import DTYPES
 from argosy.parallel.shards import local, norm_of, part_of, spread_like
-from argosy.train.adamw import adamw
-from argosy.train.guard import Guard
-from argosy.train.muon import muon, muon_matrices
-from argosy.train.scaler import MINIMUM, LossScaler
-from argosy.train.slots import Group, Rule, Slot, Update
+from argosy.train.guard import MINIMUM, Guard, LossScaler
+from argosy.train.slots import Group, Slot, Update, make_update_of
 
 Norm = Callable[[Mapping[str, Tensor]], Tensor]
 
@@ -149,24 +148,35 @@ class Optimizer:
 
 def _group(model: nn.Module, spec: OptimSpec) -> tuple[dict[str, Slot], list[Group]]:
     """Every trained parameter with its state, and the parameters that are updated alike."""
-    hidden, heads = muon_matrices(model) if spec.name == "muon" else (set(), {})
-    rules = {False: adamw(spec), True: muon(spec.muon or MuonSpec(), heads)}
+    updates = {rule: make_update_of(rule)(rule.settings(spec), model) for rule in spec.rule.parts}
+    matrices = hidden_matrices(model)
     without, factors = undecayed(model, spec.no_decay), lr_factors(model, spec.lr_scale)
     slots: dict[str, Slot] = {}
-    groups: dict[tuple[bool, float, float], Group] = {}
+    groups: dict[tuple[Rule, float, float], Group] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            rule, decay = rules[name in hidden], 0.0 if name in without else spec.weight_decay
-            factor = factors.get(name, 1.0)
+            rule = spec.rule.rule_for(hidden_matrix=name in matrices)
+            decay, factor = 0.0 if name in without else spec.weight_decay, factors.get(name, 1.0)
             slots[name] = slot = _slot(name, parameter, rule)
-            groups.setdefault((name in hidden, decay, factor), Group(rule, decay, factor, [])).slots.append(slot)
+            groups.setdefault((rule, decay, factor), Group(updates[rule], decay, factor, [])).slots.append(slot)
     return slots, list(groups.values())
 
 
 def _slot(name: str, parameter: nn.Parameter, rule: Rule) -> Slot:
     part = local(parameter).detach()
     master = part if part.dtype == torch.float32 else part.float()
-    return Slot(name, parameter, master, {key: torch.zeros_like(master) for key in rule.state})
+    state = {key: torch.zeros_like(master, dtype=DTYPES[dtype]) for key, dtype in rule.state.items()}
+    return Slot(name, parameter, master, state)
+
+
+def hidden_matrices(model: nn.Module) -> set[str]:
+    """Names of the matrices inside the layers, and stacks of them: not embeddings, output head, norms and biases."""
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    return {
+        name
+        for name, parameter in model.named_parameters()
+        if "layers" in name.split(".") and parameter.ndim >= 2 and id(parameter) not in embeddings
+    }
 
 
 def undecayed(model: nn.Module, patterns: list[str]) -> set[str]:

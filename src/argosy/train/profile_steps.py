@@ -63,6 +63,7 @@ class Profiling:
     def __init__(self, window: Window | None, root: Path, device: torch.device, rank: int) -> None:
         self._window, self._root, self._device, self._rank = window, root / "profile", device, rank
         self._profiler: Any = None
+        self._begun = 0
 
     def before(self, step: int) -> None:
         if self._window is not None and self._profiler is None and self._window.first <= step < self._window.last:

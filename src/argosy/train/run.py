@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import orjson
 import torch
@@ -24,20 +25,19 @@ from argosy.config.start import MODEL_FILE
 from argosy.errors import ArgosyError
 from argosy.files import replace_file
 from argosy.parallel.mesh import Mesh, joined
-from argosy.plan.advise import predict
-from argosy.plan.auto import cluster_of, is_open, settle_layout
 from argosy.record.heartbeat import Heartbeat, clear_heartbeats
 from argosy.record.jsonl import JsonlWriter, now
 from argosy.record.rundir import RunDir
-from argosy.record.sink_process import serve_sinks
-from argosy.record.sinks.asked import require_packages
-from argosy.supervise.rank_files import RankFiles
-from argosy.supervise.rank_process import open_heartbeat
-from argosy.supervise.world import find_world
+from argosy.record.sink_process import require_packages, serve_sinks
+from argosy.supervise.rank_process import RankFiles, open_heartbeat
+from argosy.supervise.world import World, find_world
 from argosy.train.device import machine_facts, name_of, prepare_device
 from argosy.train.loop import Trainer
-from argosy.train.opening import Opening
-from argosy.train.profile_steps import Window
+from argosy.train.opening import Journal, Opening
+from argosy.train.session import Session, open_session
+
+if TYPE_CHECKING:
+    from argosy.train.profile_steps import Window
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,11 @@ class TrainOptions:
 
 def settle(resolved: Resolved, source: Path | None, overrides: Sequence[str], ranks: int) -> Resolved:
     """The run with a layout for so many ranks, where its spec leaves that open."""
-    if ranks == 1 or not is_open(resolved):
+    if ranks == 1:
+        return resolved
+    from argosy.plan.auto import cluster_of, is_open, settle_layout
+
+    if not is_open(resolved):
         return resolved
     spec = resolved.spec
     return settle_layout(resolved, source, overrides, ranks, cluster_of(spec, _gpu_name(spec.train), ranks))
@@ -61,31 +65,43 @@ def _gpu_name(spec: TrainSpec) -> str | None:
     return torch.cuda.get_device_name() if spec.device != "cpu" and torch.cuda.is_available() else None
 
 
-def train(resolved: Resolved, source: Path | None, options: TrainOptions) -> int:
-    """Train, or go on training, until the run's length is reached, as one of the ranks there are. Returns the exit code."""
-    spec, world = resolved.spec, find_world(os.environ)
+def train(resolved: Resolved, source: Path | None, options: TrainOptions, world: World | None = None) -> int:
+    """Train, or go on training, until the run's length is reached, as one of the ranks there are. Returns the exit code.
+
+    Args:
+        source: the file of the run spec, kept with the run.
+        world: which rank this process is; found in the environment unless given.
+    """
+    spec, world = resolved.spec, world or find_world(os.environ)
     check_world(spec.parallel, world.size, world.source, spec.train.global_batch)
     require_packages(spec.log)
     device = prepare_device(spec.train, local_rank=None if world.size == 1 else world.local_rank)
     with open_heartbeat(world.rank) as heartbeat, joined(spec.parallel, world, device) as mesh:
-        trainer = Trainer(spec, mesh, heartbeat)  # refuses whatever can be refused before the run directory is touched
-        trainer.profile = None if options.profile is None else Window.parse(options.profile, trainer.steps)
+        session = open_session(spec, mesh)
+        profile = None if options.profile is None else _window(options.profile, session.steps)
         run = RunDir(Path(spec.runs_dir) / spec.name)
-        opened = mesh.on_first(lambda: _open(run, trainer, resolved, source, options))
+        opened = mesh.on_first(lambda: _open(run, session, resolved, source, options))
         try:
             stalls = (run.events, spec.log.alerts.stall_s) if mesh.is_first else None
             heartbeat.publish(run.heartbeats, world.size, stalls=stalls)
-            if not mesh.is_first:
-                trainer.start_from(run)
+            opening, start, notes = opened or (None, session.starting_source(run), [])
             with (
                 serve_sinks(run, spec) if mesh.is_first else nullcontext(),
                 JsonlWriter(run.metrics) as metrics,
                 JsonlWriter(run.events) as events,
                 _told(events, mesh, heartbeat),
             ):
-                return trainer.fit(run, metrics, events, opened, quiet=options.quiet, ends_process=options.ends_process)
+                journal = Journal(run, metrics, events, writes=mesh.is_first)
+                trainer = Trainer(session, journal, heartbeat, opening=opening, start=start, profile=profile)
+                return trainer.fit(notes, quiet=options.quiet, ends_process=options.ends_process)
         finally:
             run.close()
+
+
+def _window(text: str, steps: int) -> Window:
+    from argosy.train.profile_steps import Window
+
+    return Window.parse(text, steps)
 
 
 @contextmanager
@@ -107,10 +123,10 @@ def _told(events: JsonlWriter, mesh: Mesh, heartbeat: Heartbeat) -> Iterator[Non
 
 
 def _open(
-    run: RunDir, trainer: Trainer, resolved: Resolved, source: Path | None, options: TrainOptions
-) -> tuple[Opening, list[str]]:
+    run: RunDir, session: Session, resolved: Resolved, source: Path | None, options: TrainOptions
+) -> tuple[Opening, Source | None, list[str]]:
     """The run directory with its lock held, an earlier run moved aside if that was asked for, and checked to be one that can go on.
-    Returns its record, and what is worth knowing about it."""
+    Returns its record, the weights it starts from and what is worth knowing about it."""
     check_options(run, options)
     occupied = run.holds_a_run
     run.open_for_training()
@@ -118,13 +134,17 @@ def _open(
         if options.fresh and occupied:
             print(f"the earlier run is now {run.archive()}")
             run.open_for_training()
-        machine = machine_facts(trainer.device, trainer.spec.train.precision)
-        text = None if source is None else source.read_text(encoding="utf-8")
-        opening = Opening(run, resolved, text, trainer.data.facts(), machine)
+        start = session.starting_source(run)
+        opening = Opening(
+            run,
+            resolved,
+            None if source is None else source.read_text(encoding="utf-8"),
+            session.data.facts(),
+            machine_facts(session.device, session.spec.train.precision),
+            start=None if start is None else start.facts(),
+            beside=lambda: _store_beside(run, session, start),
+        )
         notes = opening.check()
-        start = trainer.start_from(run)
-        opening.start = None if start is None else start.facts()
-        opening.beside = lambda: _store_beside(run, trainer, start)
         if listed(run.checkpoints):
             run.require_room()
         else:
@@ -133,27 +153,32 @@ def _open(
     except BaseException:
         run.close()
         raise
-    return opening, notes
+    return opening, start, notes
 
 
-def _store_beside(run: RunDir, trainer: Trainer, start: Source | None) -> None:
+def _store_beside(run: RunDir, session: Session, start: Source | None) -> None:
     """The prediction, the tokenizer, and what belongs to the model the run started from."""
-    _store_plan(run, trainer)
-    if trainer.data.tokenizer is not None:
-        name, content = trainer.data.tokenizer.stored()
+    _store_plan(run, session)
+    tokenizer = session.data.tokenizer
+    if tokenizer is not None:
+        name, content = tokenizer.stored()
         replace_file(run.root / name, content)
-    if start is not None and start.reads(trainer.data.tokenizer):
+    if start is not None and start.reads(tokenizer):
         copy_assets(start.root, run.root)
 
 
-def _store_plan(run: RunDir, trainer: Trainer) -> None:
+def _store_plan(run: RunDir, session: Session) -> None:
     """What the planner says of this layout on these GPUs, for whoever compares it with what was measured."""
-    spec, ranks = trainer.spec, trainer.mesh.world_size
-    cluster = cluster_of(spec, name_of(trainer.device), ranks)
+    run.plan_file.unlink(missing_ok=True)
+    spec, gpu = session.spec, name_of(session.device)
+    if gpu is None and spec.cluster is None:
+        return
+    from argosy.plan.advise import predict
+    from argosy.plan.auto import cluster_of
+
+    cluster = cluster_of(spec, gpu, session.mesh.world_size)
     prediction = None if cluster is None else predict(spec, cluster)
-    if prediction is None:
-        run.plan_file.unlink(missing_ok=True)
-    else:
+    if prediction is not None:
         replace_file(run.plan_file, orjson.dumps({"cluster": cluster, **prediction}, option=orjson.OPT_INDENT_2))
 
 

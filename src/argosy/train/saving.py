@@ -19,21 +19,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from argosy.checkpoint.load import load_into
 from argosy.checkpoint.manifest import OPTIMIZER, WEIGHTS, TrainProgress
-from argosy.checkpoint.save import Content, contents, write
-from argosy.checkpoint.save_plan import Plan, make_plan
-from argosy.checkpoint.snapshot import Snapshot
-from argosy.checkpoint.store import latest, listed, prune, step_of, sweep
+from argosy.checkpoint.save import Content, Snapshot, contents, write
+from argosy.checkpoint.store import latest, listed, load_into, prune, step_of, sweep
+from argosy.checkpoint.stored import Plan, make_plan
+from argosy.config.batches import Batches
 from argosy.config.schema import CheckpointSpec
 from argosy.config.units import Duration
 from argosy.errors import ArgosyError
-from argosy.parallel.agreement import Agreement
 from argosy.parallel.host_group import make_host_group
+from argosy.parallel.mesh import Agreement
 from argosy.record.jsonl import now
 from argosy.record.rundir import RunDir
 from argosy.train.optimizer import Optimizer
-from argosy.train.timer import Timer
 
 RETRY_S = 60.0  # after a save that failed
 FIRST_S = 60.0  # with `every: auto`, until the first save has told what one costs
@@ -42,6 +40,32 @@ FIRST_S = 60.0  # with `every: auto`, until the first save has told what one cos
 def first_interval(spec: CheckpointSpec) -> Duration:
     """Between saves, until `auto` has measured one."""
     return Duration(FIRST_S, "seconds") if isinstance(spec.every, str) else spec.every
+
+
+class Timer:
+    """Something due every so many steps, samples or seconds of a clock. Of samples, at the step that takes the last of
+    them."""
+
+    def __init__(
+        self, every: Duration, samples: int | None, batches: Batches, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._every, self._samples, self._batches = every, samples, batches
+        self._clock, self._last = clock, clock()
+
+    def every(self, seconds: float) -> None:
+        """From now on due after so many seconds, counted from when it last was."""
+        self._every, self._samples = Duration(seconds, "seconds"), None
+
+    def due(self, step: int) -> bool:
+        if self._every.unit == "steps":
+            return step % int(self._every.amount) == 0
+        if self._samples is not None:
+            before, after = self._batches.samples(step - 1), self._batches.samples(step)
+            return after // self._samples > before // self._samples
+        if self._clock() - self._last < self._every.amount:
+            return False
+        self._last = self._clock()
+        return True
 
 
 @dataclass

@@ -1,18 +1,21 @@
-"""What an update rule works on: parameters with their 32-bit masters and what the rule remembers about each.
+"""What an optimiser's update works on: parameters with their 32-bit masters and the state its `Rule` declares.
 
-A rule is a function over many parameters at once, and the names of the tensors it keeps for each. Everything it is told
-about the step that could make the host wait for the device is a tensor on the device.
+An update is a function over many parameters at once. Everything it is told about the step that could make the host wait for the
+device is a tensor on the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from importlib import import_module
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from argosy.compat import copy_
+from argosy.config.optimizer_rule import Rule
 from argosy.parallel.shards import local
 
 
@@ -46,16 +49,33 @@ class Update:
     count: Tensor  # updates made, with this one
 
 
-class Rule(NamedTuple):
-    state: tuple[str, ...]  # of tensors kept for each parameter, shaped like it
-    apply: Callable[[Sequence[Slot], Sequence[Tensor], Update, float], None]  # slots, gradients, update, weight decay
+# (slots, their gradients as plain tensors, the step, weight decay): updates master, state and parameter of each slot in place.
+Apply = Callable[[Sequence[Slot], Sequence[Tensor], Update, float], None]
+
+
+class MakeUpdate(Protocol):
+    """`make_update` of a rule's module: the rule's keys and the model to the update of its parameters."""
+
+    def __call__(self, keys: Any, model: nn.Module) -> Apply: ...
+
+
+def make_update_of(rule: Rule) -> MakeUpdate:
+    """`make_update` in `<name>_update.py` beside this file, which is loaded only for a run that uses the rule."""
+    make: MakeUpdate = import_module(f"argosy.train.{rule.name}_update").make_update
+    return make
+
+
+def write_parameters(slots: Sequence[Slot]) -> None:
+    """Round the masters of one group to their parameters, unless each parameter is its own master."""
+    if slots[0].separate:
+        copy_([slot.part for slot in slots], [slot.master for slot in slots])
 
 
 @dataclass(frozen=True)
 class Group:
     """Parameters that are updated by one rule, with one weight decay and one factor on the learning rate."""
 
-    rule: Rule
+    update: Apply
     weight_decay: float
     lr_scale: float
     slots: list[Slot]
@@ -65,4 +85,4 @@ class Group:
         gradients = [local(slot.parameter.grad) for slot in active if slot.parameter.grad is not None]
         if active:
             with torch.no_grad():
-                self.rule.apply(active, gradients, replace(update, lr=update.lr * self.lr_scale), self.weight_decay)
+                self.update(active, gradients, replace(update, lr=update.lr * self.lr_scale), self.weight_decay)

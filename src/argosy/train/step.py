@@ -1,18 +1,29 @@
-"""One optimiser step, the same for training, timing and benchmarks, whatever the layout. Nothing in it waits for the device."""
+"""One optimiser step, the same for training, timing and benchmarks, whatever the layout. Nothing in it waits for the device.
+
+`evaluate` is the mean loss over a split, of each source and of all sources together: a sum over tokens, divided once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from argosy.data.samples.windows import Batch
+from argosy.data.samples.order import apportion
+from argosy.data.samples.windows import Batch, Stream
 from argosy.model.moe import balance_experts
-from argosy.parallel.single import Result, SingleDevice
+from argosy.parallel.engine import Engine, Result
 from argosy.record.heartbeat import Phase
 from argosy.train.optimizer import Optimizer
+
+COLLECT_EVERY = 500  # steps
 
 
 class Step(NamedTuple):
@@ -21,7 +32,7 @@ class Step(NamedTuple):
 
 
 def take_step(
-    engine: SingleDevice,
+    engine: Engine,
     optimizer: Optimizer,
     batch: Batch,
     *,
@@ -47,3 +58,86 @@ def take_step(
     if result.expert_load is not None:
         balance_experts(engine.model, torch.where(optimizer.skip > 0, 0, result.expert_load))  # no load moves nothing
     return Step(result, grad_norm)
+
+
+class StepwiseCollection:
+    """Garbage collection at chosen steps: `with StepwiseCollection() as collection:` … `collection.after(step)`.
+
+    Python's own starts whenever enough objects were made, walks everything the program holds, and so makes single steps slow: on
+    many ranks, each at another step, every step."""
+
+    def __init__(self) -> None:
+        self._was_enabled = gc.isenabled()
+
+    def __enter__(self) -> StepwiseCollection:
+        gc.collect()
+        gc.freeze()  # what exists now stays to the end of the run: no need to walk it again
+        gc.disable()
+        return self
+
+    def after(self, step: int) -> None:
+        if step % COLLECT_EVERY == 0:
+            gc.collect()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        gc.unfreeze()
+        if self._was_enabled:
+            gc.enable()
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    split: str
+    loss: float  # nats a token
+    tokens: int
+    samples: int
+    sets: dict[str, Evaluation] = field(default_factory=dict)  # each source alone, where there are several
+    metrics: dict[str, float] = field(default_factory=dict)  # what else the model reports, as the accuracy on pairs
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(self.loss, 700.0))
+
+    def describe(self) -> str:
+        text = f"{self.split} loss {self.loss:.4f}, perplexity {self.perplexity:.2f}"
+        text += "".join(f", {name.replace('_', ' ')} {value:.4f}" for name, value in self.metrics.items())
+        return text + (
+            f" ({', '.join(f'{name} {one.loss:.4f}' for name, one in self.sets.items())})" if self.sets else ""
+        )
+
+
+def evaluate(engine: Engine, sets: Mapping[str, Stream], *, samples: int, batch: int, split: str) -> Evaluation:
+    """Over `samples` samples in all, at most one pass over the split: from each set its share by size, and one at
+    least. The losses of sets and whole are each a sum over tokens, divided once."""
+    sizes = np.array([stream.epoch_samples for stream in sets.values()])
+    shares = np.clip(apportion(sizes / sizes.sum(), samples), 1, sizes)
+    found: dict[str, Evaluation] = {}
+    whole = _Sums()
+    for (name, stream), share in zip(sets.items(), shares.tolist(), strict=True):
+        sums = _sum_losses(engine, stream, share, batch)
+        found[name] = sums.evaluation(split, share, {})
+        whole.add(sums.loss, sums.tokens, sums.metrics)
+    return whole.evaluation(split, int(shares.sum()), found if len(found) > 1 else {})
+
+
+@dataclass
+class _Sums:
+    loss: float = 0.0
+    tokens: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def add(self, loss: float, tokens: int, metrics: Mapping[str, float]) -> None:
+        self.loss, self.tokens = self.loss + loss, self.tokens + tokens
+        self.metrics = {name: self.metrics.get(name, 0.0) + value for name, value in metrics.items()}
+
+    def evaluation(self, split: str, samples: int, sets: dict[str, Evaluation]) -> Evaluation:
+        metrics = {name: value / self.tokens for name, value in self.metrics.items()}
+        return Evaluation(split, self.loss / self.tokens, self.tokens, samples, sets, metrics)
+
+
+def _sum_losses(engine: Engine, stream: Stream, samples: int, batch: int) -> _Sums:
+    sums = _Sums()
+    for first in range(0, samples, batch):
+        result = engine.evaluate(stream.batch(first, min(batch, samples - first)))
+        sums.add(float(result.loss_sum), int(result.tokens), {name: float(m) for name, m in result.metrics.items()})
+    return sums

@@ -2,15 +2,22 @@
 and a device's memory go, what each rank did, what the GPU's sensors say, goodput, cost, and alerts.
 
 Between logs it only reads clocks. Ranks exchange a few numbers at a log, between hosts; the first writes them down.
+
+`Phases` tells where the time of a step goes: marks between its parts, read when a step is logged. On a GPU a mark is an event in the device's queue, so that nothing waits until the times are asked for; on a CPU it is the
+clock. Only the newest steps before a log are kept, which bounds what a mark costs however rare logs are.
+
+`Meter` makes the figures of a logged step: loss, rates, utilisation, waiting, memory and the time that is left.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from types import TracebackType
 from typing import Any
 
@@ -19,17 +26,14 @@ import torch
 from argosy.config.schema import RunSpec
 from argosy.model.moe import describe_load
 from argosy.parallel.mesh import Mesh
-from argosy.plan.hardware import facts
+from argosy.plan.hardware import Peak, facts
 from argosy.record.alerts import Alerts
 from argosy.record.jsonl import JsonlWriter, Record, now
 from argosy.record.ledger import PRODUCTIVE, Ledger, process_started
 from argosy.record.rank_columns import Ranks
 from argosy.record.rundir import RunDir
 from argosy.record.sensors import FIELDS, Sensors
-from argosy.train.device import peak_memory_gib
-from argosy.train.device_memory import Memory
-from argosy.train.meter import Meter
-from argosy.train.phases import COMMUNICATION, Phases
+from argosy.train.device import Memory, peak_memory_gib
 from argosy.train.step import Step
 
 
@@ -152,3 +156,123 @@ def hourly_price(spec: RunSpec) -> float | None:
 
 def _uuid(device: torch.device) -> str | None:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+
+
+COMMUNICATION, OTHER = "communication", "other"  # not the rank's own work; what lies between two steps
+_KEPT = 16  # steps before a log whose parts are averaged
+
+
+class Phases:
+    """`enter` names what begins, `end_step` ends a step; `take` gives the mean seconds of each part since it was last asked."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._step: list[tuple[str, Any]] = []
+        self._steps: deque[list[tuple[str, Any]]] = deque(maxlen=_KEPT)
+        self._spare: list[Any] = []  # events that can be recorded again
+
+    def enter(self, name: str) -> None:
+        self._step.append((name, self._mark()))
+
+    def end_step(self) -> None:
+        if self._step:
+            self.enter(OTHER)
+            if len(self._steps) == _KEPT:
+                self._spare += [mark for _, mark in self._steps.popleft()]
+            self._steps.append(self._step)
+            self._step = []
+
+    def take(self) -> dict[str, float]:
+        """Mean seconds of each part. Waits for the device."""
+        seconds: dict[str, float] = {}
+        for step in self._steps:
+            for (name, before), (_, after) in pairwise(step):
+                seconds[name] = seconds.get(name, 0.0) + self._between(before, after)
+            self._spare += [mark for _, mark in step]
+        count = max(1, len(self._steps))
+        self._steps.clear()
+        return {name: total / count for name, total in seconds.items()}
+
+    def _mark(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        mark = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
+        mark.record()
+        return mark
+
+    def _between(self, before: Any, after: Any) -> float:
+        if not self._on_gpu:
+            return float(after - before)
+        after.synchronize()
+        return float(before.elapsed_time(after)) / 1000
+
+
+@dataclass
+class Meter:
+    """Rates are over the steps since the last log, without evaluations and saves; the ETA is over all samples of this process
+    but those of the first step, which pays for warming up, and with everything that came between them."""
+
+    steps: int
+    samples: int  # of the whole run
+    flops_per_token: float
+    peak: Peak | None
+    devices: int = 1  # the peak is of each
+    _since: float = field(default_factory=time.perf_counter)
+    _tokens: int = 0
+    _steps_done: int = 0
+    _warm_at: float | None = None
+    _samples_warm: int = 0
+
+    def count(self, *, samples: int, tokens: int) -> None:
+        """After each step."""
+        self._tokens += tokens
+        self._steps_done += 1
+        if self._warm_at is None:
+            self._warm_at = time.perf_counter()
+        else:
+            self._samples_warm += samples
+
+    def pause(self, seconds: float) -> None:
+        """Leave the time of an evaluation or a save out of the rates."""
+        self._since += seconds
+
+    def record(
+        self,
+        *,
+        step: int,
+        loss: float,
+        grad_norm: float,
+        lr: float,
+        waited_s: float,
+        memory_gib: float,
+        samples: int,
+        tokens: int,
+    ) -> Record:
+        elapsed = max(time.perf_counter() - self._since, 1e-9)
+        tokens_per_s = self._tokens / elapsed
+        tflops = tokens_per_s * self.flops_per_token / 1e12
+        step_s = elapsed / max(1, self._steps_done)
+        if self._warm_at is not None and self._samples_warm:
+            left_s = (time.perf_counter() - self._warm_at) / self._samples_warm * (self.samples - samples)
+        else:
+            left_s = step_s * (self.steps - step)
+        self._since, self._tokens, self._steps_done = time.perf_counter(), 0, 0
+        return {
+            "step": step,
+            "steps": self.steps,
+            "time": now(),
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "lr": lr,
+            "samples": samples,
+            "tokens": tokens,
+            "tokens_per_s": tokens_per_s,
+            "tokens_per_s_gpu": tokens_per_s / self.devices,
+            "tflops": tflops,
+            "mfu": None if self.peak is None else tflops / (self.peak.tflops * self.devices),
+            "peak": None if self.peak is None else str(self.peak),
+            "step_s": step_s,
+            "data_wait": min(1.0, waited_s / elapsed),
+            "memory_gib": memory_gib,
+            "eta_s": left_s,
+        }

@@ -25,7 +25,7 @@ from starlette.responses import FileResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from argosy.errors import ArgosyError
-from argosy.families.registry import ALIASES, PRESETS
+from argosy.families.family_registry import ALIASES, PRESETS
 from argosy.plan.advise import Question, answer
 from argosy.plan.hardware import facts
 from argosy.watch.diagnosis import diagnose

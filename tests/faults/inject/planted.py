@@ -65,7 +65,7 @@ def _hold(take_step: Any, *step: Any, **options: Any) -> Any:
 
 def _skip_collective(take_step: Any, *step: Any, **options: Any) -> Any:
     """Do not sum this rank's gradients of this step: its next collective meets another one of the other ranks."""
-    from argosy.parallel import data
+    from argosy.parallel import data_parallel as data
 
     whole, data.sum_gradients = data.sum_gradients, lambda *arguments: None
     try:
@@ -76,7 +76,7 @@ def _skip_collective(take_step: Any, *step: Any, **options: Any) -> Any:
 
 def _hurt_gradients(take_step: Any, *step: Any, factor: float, **options: Any) -> Any:
     """Multiply this rank's gradients of this step, before they are summed over all ranks."""
-    from argosy.parallel import data
+    from argosy.parallel import data_parallel as data
 
     whole = data.sum_gradients
 

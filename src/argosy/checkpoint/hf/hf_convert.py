@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from argosy.config.model import ModelSpec
-from argosy.families.registry import family_of
+from argosy.families.family_registry import family_of
 from argosy.families.weight_table import Entry, KeyValue, Layout, QueryKeyValue, Same, Stacked, Transposed, Twice
 
 Weights = dict[str, Tensor]

@@ -16,13 +16,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from argosy.checkpoint.hashing import hash_file
+from argosy.checkpoint.disk import hash_file
 from argosy.checkpoint.hf.hf_convert import entries, to_ours, to_theirs
 from argosy.checkpoint.tensors import TensorFile, TensorInfo, require_finite
 from argosy.config.model import ModelSpec
 from argosy.errors import ArgosyError
+from argosy.families.family_registry import family_of
 from argosy.families.hf_config import from_config, read_config
-from argosy.families.registry import family_of
 from argosy.families.weight_table import Entry
 from argosy.model.build import build_model
 from argosy.untrusted import MIB, read_object, read_regular, resolve_inside

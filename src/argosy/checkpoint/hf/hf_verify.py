@@ -22,8 +22,8 @@ from argosy.config.counts import count_parameters
 from argosy.config.model import ModelSpec
 from argosy.errors import ArgosyError
 from argosy.families.architecture import architecture_of
+from argosy.families.family_registry import plan_of
 from argosy.families.hf_config import read_config
-from argosy.families.registry import plan_of
 from argosy.host_memory import available_memory
 from argosy.model.build import build_model
 

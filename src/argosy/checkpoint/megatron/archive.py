@@ -22,7 +22,7 @@ from torch import Tensor
 
 from argosy.checkpoint.megatron.pickles import GlobalName, PersistentId, PickledObject, UnreadableError, read_pickle
 from argosy.checkpoint.tensors import TensorInfo, read_span
-from argosy.parallel.slices import Box
+from argosy.parallel.shards import Box
 from argosy.untrusted import open_regular
 
 _PIECE = 8 * 2**20  # bytes

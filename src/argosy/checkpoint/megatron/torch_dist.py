@@ -20,7 +20,7 @@ from argosy.checkpoint.megatron.archive import Place, StoredNumbers, locate_tens
 from argosy.checkpoint.megatron.pickles import GlobalName, PickledObject, UnknownNameError, UnreadableError, read_pickle
 from argosy.checkpoint.tensors import TensorInfo
 from argosy.errors import ArgosyError
-from argosy.parallel.slices import Box, tiled
+from argosy.parallel.shards import Box, tiled
 from argosy.untrusted import read_regular
 
 METADATA = ".metadata"

@@ -21,7 +21,7 @@ from argosy.config.model import ModelSpec
 from argosy.errors import ArgosyError
 from argosy.families.architecture import architecture_of
 from argosy.model.build import build_model
-from argosy.parallel.slices import Box
+from argosy.parallel.shards import Box
 
 EMBEDDING = "embedding.word_embeddings.weight"
 _ENDS = {

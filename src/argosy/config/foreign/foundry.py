@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from argosy.config.foreign.draft import Draft
+from argosy.config.optimizers import DEFAULT, rule_elsewhere
 from argosy.config.yaml_reader import read_yaml
 from argosy.errors import ArgosyError
 
@@ -30,8 +31,6 @@ _PLAIN = {
     "model.init_config.init_std": "model.init_std",
     "train_loader.dataset.max_seq_len": "data.seq_len",
     "optimizer.lr": "optim.lr",
-    "optimizer.eps": "optim.eps",
-    "optimizer.betas": "optim.betas",
     "optimizer.weight_decay": "optim.weight_decay",
     "algorithms.gradient_clipping.clipping_threshold": "optim.clip",
     "eval_interval": "eval.every",
@@ -48,7 +47,7 @@ _HANDLED = (
     "model.name", "model.no_bias", "model.learned_pos_emb", "model.expansion_ratio", "model.norm_type",
     "model.pretrained_model_name_or_path", "model.pretrained", "model.attn_config.alibi", "model.attn_config.alibi_bias_max", "model.attn_config.rope",
     "model.attn_config.rope_theta", "model.attn_config.attn_type", "model.attn_config.sliding_window_size", "tokenizer.name",
-    "train_loader.dataset.remote", "train_loader.dataset.local", "train_loader.dataset.split", "optimizer.name",
+    "train_loader.dataset.remote", "train_loader.dataset.local", "train_loader.dataset.split", "optimizer.name", "optimizer.betas", "optimizer.eps",
     "scheduler.name", "scheduler.alpha_f", "scheduler.t_warmup", "scheduler.t_max", "max_duration", "precision", "eval_subset_num_batches",
     "device_train_microbatch_size", "save_folder", "fsdp_config", "callbacks", "eval_loader", "loggers.tensorboard",
     "variables", "data_local", "data_remote", "tokenizer_name", "max_seq_len", "global_seed",
@@ -218,18 +217,7 @@ def _training(draft: Draft, flat: Leaves) -> None:
     draft.set("train.precision", precision.get(asked, "bf16"))
     if asked not in precision:
         draft.left.append(f"precision: {asked}: replaced by bf16")
-    name = str(flat.get("optimizer.name", "decoupled_adamw"))
-    if name not in ("decoupled_adamw", "adamw"):
-        draft.left.append(f"optimizer.name: {name}: replaced by AdamW")
-    # Foundry's optimisers have no weight decay by default.
-    if draft.get("optim.weight_decay") is None:
-        draft.set("optim.weight_decay", 0.0)
-    if name == "decoupled_adamw" and (decay := draft.get("optim.weight_decay")):
-        lr = draft.get("optim.lr", 1.0)
-        draft.set("optim.weight_decay", decay / lr)
-        draft.notes.append(
-            f"decoupled weight decay {decay:g} is {decay / lr:g} here, where it is multiplied by the learning rate"
-        )
+    _optimiser(draft, flat)
     if "algorithms.gradient_clipping.clipping_threshold" not in flat:
         draft.set("optim.clip", None)
     _schedule(draft, flat)
@@ -239,6 +227,31 @@ def _training(draft: Draft, flat: Leaves) -> None:
     else:
         draft.notes.append(
             f"device_train_microbatch_size: {micro}: the planner chooses it, with the rest of `parallel`"
+        )
+
+
+def _optimiser(draft: Draft, flat: Leaves) -> None:
+    name = flat.get("optimizer.name")
+    rule = DEFAULT if name is None else rule_elsewhere("foundry", str(name))
+    if rule is None:
+        draft.left.append(f"optimizer.name: {name}: replaced by {DEFAULT.title}")
+        rule = DEFAULT
+    if rule is not DEFAULT:
+        draft.set("optim.name", rule.name)
+    for key in ("betas", "eps"):
+        value = flat.get(f"optimizer.{key}")
+        if value is not None and key in rule.keys.model_fields:
+            draft.set(rule.key_path(key), value)
+        elif value is not None:
+            draft.left.append(f"optimizer.{key}: {value}: {rule.title} does not read it")
+    if draft.get("optim.weight_decay") is None:
+        draft.set("optim.weight_decay", 0.0)  # Foundry's optimisers decay nothing unless told to
+    decoupled = name is None or str(name).startswith("decoupled_")
+    if decoupled and (decay := draft.get("optim.weight_decay")):
+        lr = draft.get("optim.lr", 1.0)
+        draft.set("optim.weight_decay", decay / lr)
+        draft.notes.append(
+            f"decoupled weight decay {decay:g} is {decay / lr:g} here, where it is multiplied by the learning rate"
         )
 
 

@@ -14,6 +14,7 @@ from argosy.config.foreign.draft import Draft
 from argosy.config.foreign.megatron_model import MODEL_ARGUMENTS, describe_model, family_of
 from argosy.config.foreign.megatron_schedule import SCHEDULE_ARGUMENTS, describe_schedule
 from argosy.config.foreign.megatron_words import Values, first_word, number, read_value
+from argosy.config.optimizers import DEFAULT, rule_elsewhere
 from argosy.errors import ArgosyError
 
 
@@ -227,9 +228,10 @@ def _training(draft: Draft, given: dict[str, Values]) -> None:
     betas = (("adam-beta1", "0.9"), ("adam-beta2", "0.999"))
     draft.set("optim.betas", [read_value(name, given.get(name) or [default], number) for name, default in betas])
     optimizer = first_word(given, "optimizer", "adam")
-    draft.set("optim.name", "muon" if optimizer == "muon" else "adamw")
-    if optimizer not in ("adam", "muon"):
-        draft.left.append(f"--optimizer {optimizer}: replaced by AdamW")
+    rule = rule_elsewhere("megatron", optimizer)
+    draft.set("optim.name", (rule or DEFAULT).name)
+    if rule is None:
+        draft.left.append(f"--optimizer {optimizer}: replaced by {DEFAULT.title}")
     precision = [name for name in ("fp8-format", "bf16", "fp16") if name in given]
     draft.set("train.precision", precision[0].removesuffix("-format") if precision else "fp32")
     _pipeline(draft, given)

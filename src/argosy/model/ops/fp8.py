@@ -24,7 +24,7 @@ from torch import Tensor
 
 from argosy.compat import scaled_mm
 from argosy.model.ops.choice import use_kernel
-from argosy.model.ops.later import now_or_later
+from argosy.model.ops.matmul import now_or_later
 
 FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from argosy.compat import grouped_mm
-from argosy.model.ops.later import now_or_later
+from argosy.model.ops.matmul import now_or_later
 
 _ALIGNMENT = 8  # the kernel reads rows of 16 bytes
 

@@ -2,11 +2,16 @@
 
 The gradients each product has for the input are added up by the products themselves, where plain autograd would write
 every one out and add them afterwards. The gradient of a small weight is cut along the tokens (`split_of`).
+
+The gradient of a weight may be put off (`weights_later`). A backward pass needs the gradients of inputs at once, since another layer waits
+for them; those of weights are needed only at the end of a step. Whoever puts them off fills with them the time in which a
+pipeline has nothing else to do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -15,7 +20,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from argosy.model.ops.choice import use_kernel
-from argosy.model.ops.later import is_separable, now_or_later
 
 _TILES = ((128, 256), (256, 128), (192, 192), (256, 192), (192, 256), (320, 128), (128, 320), (128, 128))  # of cuBLAS
 _SMALL_TILE = 0.85  # how fast the smallest of them works, measured against the others
@@ -93,3 +97,56 @@ def _filled(height: int, width: int, tile: tuple[int, int], split: int, processo
 @cache
 def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+class Later:
+    """What was put off in one backward pass."""
+
+    def __init__(self) -> None:
+        self._work: list[tuple[Tensor, Callable[[], Tensor]]] = []
+
+    def put(self, weight: Tensor, gradient: Callable[[], Tensor]) -> None:
+        self._work.append((weight, gradient))
+
+    def run(self) -> None:
+        for weight, gradient in self._work:
+            torch.autograd.backward(weight, gradient())
+        self._work = []
+
+
+_separable = False
+_later: Later | None = None
+
+
+@contextmanager
+def separable() -> Iterator[None]:
+    """Forward passes in here leave it open when the gradients of weights are computed."""
+    global _separable
+    _separable = True
+    try:
+        yield
+    finally:
+        _separable = False
+
+
+def is_separable() -> bool:
+    return _separable
+
+
+@contextmanager
+def weights_later() -> Iterator[Later]:
+    """Backward passes in here put off the gradients of the weights of matrix products."""
+    global _later
+    _later = Later()
+    try:
+        yield _later
+    finally:
+        _later = None
+
+
+def now_or_later(weight: Tensor, gradient: Callable[[], Tensor]) -> Tensor | None:
+    """For the backward pass of a product: the gradient, or None where it was put off."""
+    if _later is None:
+        return gradient()
+    _later.put(weight, gradient)
+    return None

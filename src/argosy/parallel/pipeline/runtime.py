@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from argosy.model.objective import Loss, Stream
-from argosy.model.ops.later import Later, separable, weights_later
+from argosy.model.ops.matmul import Later, separable, weights_later
 from argosy.parallel.pipeline.schedules import Action
 from argosy.parallel.pipeline.stage_messages import Form, Mail, Pending
 

@@ -7,15 +7,19 @@ that has one of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 from argosy.config.model import ModelSpec
 from argosy.config.schema import ParallelSpec
 from argosy.config.stage_layers import rank_of_stage, split_layers
+from argosy.errors import ArgosyError
 from argosy.families.architecture import architecture_of
+
+_Children = dict[str, nn.Module | None]
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class Stages:
         return {module: tuple(ranks) for module, ranks in held.items() if len(ranks) > 1}
 
 
-def cut(model: ModelSpec, parallel: ParallelSpec, seq_len: int) -> Stages:
+def cut_stages(model: ModelSpec, parallel: ParallelSpec, seq_len: int) -> Stages:
     """The stages of a layout."""
     anatomy = architecture_of(model).modules(model)
     count = parallel.pp * parallel.vpp
@@ -53,19 +57,61 @@ def cut(model: ModelSpec, parallel: ParallelSpec, seq_len: int) -> Stages:
     return Stages(tuple(stages), tuple(rank_of_stage(parallel.schedule, parallel.pp, s) for s in range(count)))
 
 
-def part_of(module: nn.Module, kept: Iterable[str], path: str = "") -> nn.Module:
-    """The same module with only the modules named, and those without weights, in it. What it keeps is shared with the whole,
-    and so is everything that was done to the module itself."""
-    kept = set(kept)
-    part = object.__new__(type(module))  # whatever the class asks for when it is built was asked already
-    part.__dict__.update(module.__dict__)
-    part._modules = {}
+def keep_stages(model: nn.Module, stages: Stages, rank: int) -> None:
+    """Remove from a model what only other pipeline ranks hold. From now on its forward pass takes the number of one of this
+    rank's stages, and computes that stage alone."""
+    _require_held(model, frozenset().union(*stages.modules))
+    for module, children in _kept_children(model, stages.modules_of_rank(rank)):
+        module._modules = children
+    model.forward = StageForward(model, {stage: stages.modules[stage] for stage in stages.of_rank(rank)})
+
+
+class StageForward:
+    """The forward pass of a model, restricted to the modules of one stage."""
+
+    def __init__(self, model: nn.Module, modules: Mapping[int, frozenset[str]]) -> None:
+        self._model, self._modules, self._forward = model, modules, model.forward
+        # By stage, found when it is first computed, after everything was done to the model.
+        self._children: dict[int, list[tuple[nn.Module, _Children]]] = {}
+
+    def __call__(self, *inputs: Any, stage: int, **named: Any) -> Any:
+        if len(self._modules) == 1:
+            return self._forward(*inputs, **named)
+        if stage not in self._children:
+            self._children[stage] = list(_kept_children(self._model, self._modules[stage]))
+        before = [(module, module._modules) for module, _ in self._children[stage]]
+        try:
+            for module, children in self._children[stage]:
+                module._modules = children
+            return self._forward(*inputs, **named)
+        finally:
+            for module, whole in before:
+                module._modules = whole
+
+
+def _kept_children(module: nn.Module, kept: Iterable[str], path: str = "") -> Iterator[tuple[nn.Module, _Children]]:
+    """Of each module that loses some of its children: those it has left. Modules named in `kept` and modules without weights
+    stay; the others become None, or leave the dictionary they are in."""
+    kept, left = set(kept), _Children()
     for name, child in module._modules.items():
         where = f"{path}{name}"
-        if child is None or where in kept or not any(True for _ in child.parameters()):
-            part._modules[name] = child
-        elif any(other.startswith(f"{where}.") for other in kept):
-            part._modules[name] = part_of(child, kept, f"{where}.")
+        inside = any(other.startswith(f"{where}.") for other in kept)
+        if child is None or where in kept or inside or not any(True for _ in child.parameters()):
+            left[name] = child
+            if child is not None and inside and where not in kept:
+                yield from _kept_children(child, kept, f"{where}.")
         elif not isinstance(module, nn.ModuleDict):
-            part._modules[name] = None
-    return part
+            left[name] = None
+    yield module, left
+
+
+def _require_held(model: nn.Module, held: frozenset[str]) -> None:
+    """Refuse a model with parameters that no stage holds: they would be nowhere."""
+    lost = [name for name, _ in model.named_parameters() if not any(name.startswith(f"{module}.") for module in held)]
+    if lost:
+        raise ArgosyError(
+            "model.undeclared",
+            f"no pipeline stage holds {', '.join(lost)}",
+            key="parallel.pp",
+            fix="name the module in argosy/families/architecture.py, or parallel.pp=1",
+        )

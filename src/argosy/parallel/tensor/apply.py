@@ -1,12 +1,10 @@
-"""Which parameters of a model are cut, along which dimension, and where activations enter and leave the cut part.
+"""Cutting the parameters of a model as its modules declare it, and where activations enter and leave the cut part.
 
-The tables name parameters by the class they belong to, so that one serves every model there is. Column-parallel and
-row-parallel layers are a pair of cuts with one entrance and one exit around both: attention, MLP, experts. The output
-projections add no bias of their own (the residual sum does), so that the sum over ranks never counts one twice.
+Column-parallel and row-parallel layers are a pair of cuts with one entrance and one exit around both: attention, MLP, experts.
+The output projections add no bias of their own (the residual sum does), so that the sum over ranks never counts one twice.
 
-Everything that is not cut is whole on every rank. Some of that sees only a part of what
-it is multiplied with (a share of the tokens, some of the heads), and so has a part of its gradient: the engine has these
-summed over the ranks, once a step.
+Everything that is not cut is whole on every rank. Some of that sees only a part of what it is multiplied with (a share of the
+tokens, some of the heads), and so has a part of its gradient: the engine sums these over the ranks, once a step.
 """
 
 from __future__ import annotations
@@ -15,88 +13,81 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from argosy.config.checks import FP8_ALIGNMENT
+from argosy.errors import ArgosyError
 from argosy.model.decoder import Decoder
-from argosy.model.dropout import Dropout
-from argosy.model.encoder import Encoder, MaskedLM, TokenHead
+from argosy.model.encoder import Encoder, MaskedLM
 from argosy.model.encoder_decoder import EncoderDecoder, Stack
-from argosy.model.layers import MLP, Attention, AttentionBlock, Block, CrossAttention, Embedding, Linear
-from argosy.model.moe import Experts, MoE, Report
+from argosy.model.layers import AttentionBlock, Embedding, Linear
+from argosy.model.moe import MoE, Report
 from argosy.model.retriever import Tower
+from argosy.model.sharding import Declaration, Dropout, Sharding
 from argosy.parallel.cutting import cut_parameters
-from argosy.parallel.replicas import sum_gradients
 from argosy.parallel.tensor.region import Region
 from argosy.parallel.tensor.vocabulary import SpreadOutput, look_up
 
-# The dimension each is cut along. The rows of qkv and kv lie head by head, so that equal parts are whole heads.
-CUT: dict[type[nn.Module], dict[str, int]] = {
-    Attention: {"qkv.weight": 0, "qkv.bias": 0, "out.weight": 1},
-    CrossAttention: {"q.weight": 0, "q.bias": 0, "kv.weight": 0, "kv.bias": 0, "out.weight": 1},
-    MLP: {"gate.weight": 0, "gate.bias": 0, "up.weight": 0, "up.bias": 0, "down.weight": 1},
-    Experts: {"gate": 1, "up": 1, "down": 2},
-    Embedding: {"tokens.weight": 0},
-    Stack: {"relative.weight": 1},
-    TokenHead: {"bias": 0},
-    Decoder: {"head.weight": 0},
-    EncoderDecoder: {"head.weight": 0},
-    MaskedLM: {"output.weight": 0},
-}
-_NORM = ("weight", "bias")
-_BLOCK_NORMS = ("attn_norm", "attn_post_norm", "cross_norm", "mlp_norm", "mlp_post_norm")
-# Whole parameters inside the cut part, where each rank has some heads or a part of every expert.
-INSIDE: dict[type[nn.Module], tuple[str, ...]] = {
-    Attention: tuple(f"{norm}.{name}" for norm in ("q_norm", "k_norm") for name in _NORM),
-    MoE: ("router.weight", "shared_gate.weight"),
-}
-# Those outside of it, where with sequence parallelism each rank has some tokens.
-OUTSIDE: dict[type[nn.Module], tuple[str, ...]] = {
-    AttentionBlock: (
-        *(f"{norm}.{name}" for norm in _BLOCK_NORMS for name in _NORM),
-        "attn.out.bias",
-        "cross.out.bias",
-    ),
-    Block: ("mlp.down.bias",),
-    Embedding: ("positions.weight", "types.weight", "norm.weight", "norm.bias"),
-    Decoder: ("norm.weight", "norm.bias"),
-    Stack: ("norm.weight", "norm.bias"),
-}
-
 
 def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> None:
-    """Over the ranks of a mesh of one axis; with `sequence`, what is not cut is spread by tokens."""
+    """Shard a model over the ranks of a mesh of one axis; with `sequence`, what is not cut is spread by tokens."""
     region = Region(mesh.get_group(), sequence)
+    declared = declared_shardings(model)
     for module in list(model.modules()):
         _connect(module, region)
     cuts: dict[nn.Module, dict[str, int]] = {}
-    for module in model.modules():
-        for cls, dims in CUT.items():
-            for path, dim in dims.items() if isinstance(module, cls) else ():
-                if (found := _find(module, path)) is not None:
-                    cuts.setdefault(found[0], {})[found[1]] = dim
+    for name, sharding in declared.items():
+        if sharding.dim is not None:
+            path, _, parameter = name.rpartition(".")
+            cuts.setdefault(model.get_submodule(path), {})[parameter] = sharding.dim
     for owner, named in cuts.items():
         cut_parameters(owner, named, mesh)
         if isinstance(owner, Linear):
             owner.fp8 = owner.fp8 and all(size % FP8_ALIGNMENT == 0 for size in owner.weight.shape)
 
 
-def sum_partial_gradients(model: nn.Module, group: dist.ProcessGroup, dtype: torch.dtype, *, sequence: bool) -> None:
-    """After a step's last backward pass: sum what is whole on every rank, but saw only a part."""
-    sum_gradients(list(partial_parameters(model, sequence=sequence)), group, dtype)
+def partial_parameters(model: nn.Module, *, sequence: bool) -> list[nn.Parameter]:
+    """Parameters that are whole on every rank but saw only a part: after a step's last backward pass their gradients have to be
+    summed over the ranks."""
+    when = ("always", "sequence") if sequence else ("always",)
+    parameters = dict(model.named_parameters())
+    return [parameters[name] for name, sharding in declared_shardings(model).items() if sharding.partial in when]
 
 
-def partial_parameters(model: nn.Module, *, sequence: bool) -> Iterator[nn.Parameter]:
-    """Those whose gradients are parts of a sum over the ranks."""
-    for module in model.modules():
-        for table in (INSIDE, OUTSIDE) if sequence else (INSIDE,):
-            for cls, paths in table.items():
-                for path in paths if isinstance(module, cls) else ():
-                    if (found := _find(module, path)) is not None:
-                        yield getattr(*found)
+def declared_shardings(model: nn.Module) -> dict[str, Sharding]:
+    """What its modules declare of each parameter of a model, by name. A parameter that none declares is refused."""
+    found: dict[str, Sharding] = {}
+    for path, module in model.named_modules():
+        declaration: Declaration = getattr(module, "tensor_parallel", {})
+        for name, sharding in declaration.items():
+            found |= dict.fromkeys(_parameters_of(module, path, name), sharding)
+    undeclared = [name for name, _ in model.named_parameters() if name not in found]
+    if undeclared:
+        owner = type(model.get_submodule(undeclared[0].rpartition(".")[0])).__name__
+        raise ArgosyError(
+            "model.undeclared",
+            f"no module declares how {', '.join(undeclared)} ({owner}) may be sharded; with parallel.tp > 1 a gradient that ranks "
+            "have in parts would not be summed",
+            key="parallel.tp",
+            fix="name it in `tensor_parallel` of its class or of the class around it (argosy.model.sharding), or parallel.tp=1",
+        )
+    return found
+
+
+def _parameters_of(module: nn.Module, path: str, name: str) -> Iterator[str]:
+    """The full names of the parameters that a declaration of a module at `path` names, as far as the model has them."""
+    *outer, last = name.split(".")
+    owner: nn.Module | None = module
+    for part in outer:
+        owner = None if owner is None else owner._modules.get(part)
+    if owner is None:
+        return
+    start = ".".join(filter(None, (path, name)))
+    if owner._parameters.get(last) is not None:
+        yield start
+    elif (child := owner._modules.get(last)) is not None:
+        yield from (f"{start}.{inner}" for inner, _ in child.named_parameters())
 
 
 def _connect(module: nn.Module, region: Region) -> None:
@@ -149,13 +140,3 @@ def _enter_experts(region: Region, module: nn.Module, arguments: tuple[Tensor, T
 def _leave_experts(region: Region, module: nn.Module, arguments: Any, result: tuple[Tensor, Report]) -> Any:
     y, report = result
     return region.leave(y), report
-
-
-def _find(module: nn.Module, path: str) -> tuple[nn.Module, str] | None:
-    """The module that has the parameter, and its name there; None where the model has no such part."""
-    *outer, name = path.split(".")
-    for part in outer:
-        if (child := getattr(module, part, None)) is None:
-            return None
-        module = child
-    return (module, name) if module._parameters.get(name) is not None else None

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from argosy.compat import gather_into, passed_on, scatter_sum_into
-from argosy.model.share import WHOLE, Share
+from argosy.model.sharding import WHOLE, Share
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from argosy.compat import copy_
-from argosy.config.schema import MuonSpec
-from argosy.config.state import STATE
+from argosy.config.optimizers.muon import MuonSpec
 from argosy.model.layers import Attention, CrossAttention
 from argosy.parallel.precision import DTYPES, evaluation_precision
 from argosy.parallel.shards import with_whole
-from argosy.train.slots import Rule, Slot, Update
+from argosy.train.slots import Apply, Slot, Update, write_parameters
 
 _A, _B, _C = 3.4445, -4.7750, 2.0315  # Keller Jordan's: steepest at zero, singular values end between 0.7 and 1.2
 _SMALLEST_NORM = 1e-7
@@ -35,7 +33,11 @@ class Heads(NamedTuple):
     head_dim: int
 
 
-def muon(spec: MuonSpec, heads: Mapping[str, Heads]) -> Rule:
+def make_update(keys: MuonSpec, model: nn.Module) -> Apply:
+    return muon(keys, heads_of(model))
+
+
+def muon(spec: MuonSpec, heads: Mapping[str, Heads]) -> Apply:
     """`heads` names the parameters whose rows are more than one matrix."""
 
     def apply(slots: Sequence[Slot], gradients: Sequence[Tensor], update: Update, weight_decay: float) -> None:
@@ -48,27 +50,20 @@ def muon(spec: MuonSpec, heads: Mapping[str, Heads]) -> Rule:
             turn = partial(_direction, heads=heads.get(slot.name), spec=spec)
             change = with_whole(direction, slot.parameter, turn, stacked=direction.ndim == 3)
             slot.master.mul_(1 - update.lr * weight_decay * go).sub_(change * (update.lr * go))
-        if slots[0].separate:
-            copy_([slot.part for slot in slots], [slot.master for slot in slots])
+        write_parameters(slots)
 
-    return Rule(STATE["muon"], apply)
+    return apply
 
 
-def muon_matrices(model: nn.Module) -> tuple[set[str], dict[str, Heads]]:
-    """(the parameters for Muon: matrices and stacks of them inside the layers; those made of several matrices by heads)"""
-    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    names = {
-        name
-        for name, parameter in model.named_parameters()
-        if "layers" in name.split(".") and parameter.ndim >= 2 and id(parameter) not in embeddings
-    }
+def heads_of(model: nn.Module) -> dict[str, Heads]:
+    """The parameters that are made of several matrices, by name."""
     heads: dict[str, Heads] = {}
     for name, module in model.named_modules():
         if isinstance(module, Attention):
             heads[f"{name}.qkv.weight"] = Heads((module.group, 1, 1), module.head_dim)
         elif isinstance(module, CrossAttention):
             heads[f"{name}.kv.weight"] = Heads((1, 1), module.head_dim)
-    return names, heads
+    return heads
 
 
 def _direction(matrix: Tensor, heads: Heads | None, spec: MuonSpec) -> Tensor:

@@ -11,7 +11,7 @@ from argosy.config.schema import DataSpec, RunSpec
 from argosy.data.synthetic import synthetic_batch
 from argosy.errors import ArgosyError
 from argosy.families.architecture import DECODER, ENCODER, ENCODER_DECODER, RETRIEVER
-from argosy.tasks.registry import SECTIONS, TASKS, TaskName, task_of, tasks_for
+from argosy.tasks.task_registry import SECTIONS, TASKS, TaskName, task_of, tasks_for
 
 PRESETS = {"gpt2": "causal-lm", "bert-base": "masked-lm", "t5-small": "span-corruption", "ict-base": "inverse-cloze"}
 

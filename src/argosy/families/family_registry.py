@@ -11,7 +11,7 @@ from argosy.families.bert import BERT
 from argosy.families.family import Family, Row
 from argosy.families.gemma3 import GEMMA3
 from argosy.families.gpt import GPT
-from argosy.families.layers import LayerPlan
+from argosy.families.layer_plan import LayerPlan
 from argosy.families.llama import LLAMA
 from argosy.families.mpt import MPT
 from argosy.families.t5 import T5

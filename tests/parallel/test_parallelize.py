@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,13 +14,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from argosy.config.resolve import resolve_model
-from argosy.config.schema import ParallelSpec
-from argosy.model.build import build_model
-from argosy.model.init import initialise
+from argosy.config.resolve import resolve
+from argosy.model.init import initial_weights
 from argosy.model.objective import Objective
-from argosy.parallel.apply import apply_layout
 from argosy.parallel.mesh import Mesh
+from argosy.parallel.parallelize import parallelize
 
 SIZES = ["layers=2", "hidden=32", "heads=4", "ffn=64", "vocab_size=64", "max_seq_len=64"]
 
@@ -27,14 +26,24 @@ SIZES = ["layers=2", "hidden=32", "heads=4", "ffn=64", "vocab_size=64", "max_seq
 EXPERTS = ["mlp_bias=false", "moe={experts: 4, top_k: 2, ffn: 24, router: sigmoid, bias_rate: 0.1, z_loss: 0.1}"]
 
 
+def _built(more: list[str], layout: dict[str, Any]) -> nn.Module:
+    keys = [
+        "model.preset=gpt2",
+        *(f"model.{key}" for key in [*SIZES, *more]),
+        "data.train=synthetic",
+        "data.seq_len=64",
+    ]
+    keys += [f"parallel.{key}={value}" for key, value in ({"micro_batch": 2} | layout).items()]
+    spec = resolve(None, [*keys, "train.global_batch=2", "train.steps=3", "optim.lr=1e-3", "eval=off"]).spec
+    weights = partial(initial_weights, spec=spec.model, seed=5)
+    return parallelize(spec, Mesh(torch.device("cpu")), weights=weights).model
+
+
 def _train(
     layout: dict[str, Any], *, dropout: float, more: list[str] | None = None
 ) -> tuple[list[torch.Tensor], list[str]]:
     """Losses and last gradients of three steps."""
-    spec = resolve_model("gpt2", [*SIZES, f"dropout={dropout}", *(more or [])])
-    model = build_model(spec)
-    initialise(model, spec, 5)
-    apply_layout(model, ParallelSpec(micro_batch=2, **layout), Mesh(torch.device("cpu")), "fp32")
+    model = _built([f"dropout={dropout}", *(more or [])], layout)
     results = []
     for step in range(3):
         torch.manual_seed(step)
@@ -96,10 +105,7 @@ class _Storages(TorchDispatchMode):
 
 def test_each_way_of_recomputing_keeps_less() -> None:
     def kept(recompute: str) -> int:
-        spec = resolve_model("gpt2", SIZES)
-        model = build_model(spec)
-        initialise(model, spec, 5)
-        apply_layout(model, ParallelSpec(micro_batch=2, recompute=recompute), Mesh(torch.device("cpu")), "fp32")
+        model = _built([], {"recompute": recompute})
         tokens, labels = torch.randint(0, 64, (2, 2, 64))
         with _Storages() as storages:
             loss = model(tokens, labels, Objective())

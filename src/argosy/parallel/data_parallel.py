@@ -1,0 +1,167 @@
+"""Several ranks, each with its share of the global batch: replicas, shards of one model (FSDP), or replicas of shards.
+
+A rank's share is a contiguous range of the batch's samples, so that micro-batches, and with them dropout and whatever a
+model makes of a micro-batch, are those of one process. Gradients are sums over all ranks, made once a step, after the last
+micro-batch; losses, counts and loads are summed too, so that every rank has the `Result` of the global batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from argosy.config.schema import ParallelSpec
+from argosy.data.samples.windows import Batch
+from argosy.model.objective import Objective
+from argosy.parallel.cp import input_cut
+from argosy.parallel.engine import Result, ignore_phase
+from argosy.parallel.fsdp import reduce_after
+from argosy.parallel.mesh import DATA_AXES, SUM_AXES, Mesh
+from argosy.parallel.replicas import sum_gradients
+from argosy.parallel.shards import norm_of
+from argosy.parallel.single import MicroBatches
+from argosy.parallel.tensor.apply import partial_parameters
+from argosy.parallel.transformer_blocks import DropoutSeeds
+
+
+class DataParallel:
+    """An `Engine`."""
+
+    def __init__(
+        self, model: nn.Module, mesh: Mesh, parallel: ParallelSpec, dropout: DropoutSeeds, *, z_loss: float
+    ) -> None:
+        self.model, self.device, self.data_ranks = model, mesh.device, mesh.data_ranks
+        self.on_phase: Callable[[str], None] = ignore_phase
+        self._micro_batches = make_micro_batches(model, mesh, parallel, dropout)
+        self._reduction = Reduction(model, mesh, parallel, z_loss=z_loss)
+        self._data_rank = mesh.data_rank
+
+    def place(self, batch: Batch) -> Batch:
+        return self._micro_batches.place(batch)
+
+    def forward_backward(self, batch: Batch, step: int, loss_scale: Tensor | float = 1.0) -> Result:
+        self.on_phase("communication")
+        totals = self._reduction.count(batch)
+        self.on_phase("forward_backward")
+        result = self._micro_batches.forward_backward(
+            batch,
+            step,
+            self._reduction.objective(totals, loss_scale),
+            run=self._micro_batches.forward_backward_micro,
+            first_micro=self._data_rank * len(self._micro_batches.firsts(batch)),
+            before=lambda last: reduce_after(self.model, last=last),
+        )
+        self.on_phase("communication")
+        self._reduction.sum_gradients()
+        return self._reduction.sum_result(result, totals)
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> Result:
+        """Shares may differ by a sample, and so may the micro-batches in them: a rank that has fewer goes along with the others
+        on samples that do not count, since each pass gathers parameters from all."""
+        mine, most = self._reduction.share(batch, self._micro_batches.size)
+        totals = self._reduction.count(mine)
+        objective = self._reduction.objective(totals)
+        self.model.eval()
+        result = self._micro_batches.evaluate(mine, objective)
+        for _ in range(most - len(self._micro_batches.firsts(mine))):
+            self._micro_batches.forward(*self._micro_batches.inputs(batch, 0, objective))
+        self.model.train()
+        return self._reduction.sum_result(result, totals)
+
+    def norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
+        return norm_of(list(gradients.values()))
+
+    def accumulates(self, samples: int) -> bool:
+        return self._micro_batches.accumulates(samples)
+
+    @property
+    def uses_cuda_graph(self) -> bool:
+        return False
+
+    def news(self) -> list[str]:
+        return []
+
+
+def make_micro_batches(model: nn.Module, mesh: Mesh, parallel: ParallelSpec, dropout: DropoutSeeds) -> MicroBatches:
+    """The micro-batches of one of several ranks."""
+    return MicroBatches(
+        model,
+        dropout,
+        size=parallel.micro_batch,
+        device=mesh.device,
+        fp32_gradients=parallel.reduce == "fp32",
+        shard=input_cut(mesh),
+    )
+
+
+class Totals(NamedTuple):
+    """Counts of the global batch, on the device."""
+
+    tokens: Tensor
+    samples: Tensor
+
+
+class Reduction:
+    """What the ranks of a global batch sum: counts before a step, gradients and results after it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        parallel: ParallelSpec,
+        *,
+        z_loss: float,
+        result_axes: tuple[str, ...] = SUM_AXES,
+    ) -> None:
+        """`result_axes` are the axes whose ranks have other parts of what is reported."""
+        self._model, self._mesh, self._z_loss = model, mesh, z_loss
+        self._dtype = torch.float32 if parallel.reduce == "fp32" else torch.bfloat16
+        along = mesh.along(*SUM_AXES)
+        # FSDP sums by itself.
+        self._group = None if along is None or mesh.has_fsdp else along.get_group()
+        self._tensor_parallel = mesh.along("tp")
+        self._partial = [] if self._tensor_parallel is None else partial_parameters(model, sequence=parallel.sp)
+        self._result_axes = result_axes
+
+    def count(self, batch: Batch) -> Totals:
+        counts = [
+            torch.full((), n, dtype=torch.int64, device=self._mesh.device)
+            for n in (batch.valid_tokens, len(batch.tokens))
+        ]
+        totals = torch.stack(counts)
+        # Ranks that share a sequence were all given the whole of it.
+        self._mesh.sum_(totals, *DATA_AXES)
+        return Totals(*totals.unbind())
+
+    def objective(self, totals: Totals, loss_scale: Tensor | float = 1.0) -> Objective:
+        return Objective(self._z_loss, loss_scale, (totals.tokens / totals.samples).float())
+
+    def share(self, batch: Batch, micro_batch: int) -> tuple[Batch, int]:
+        """Return this rank's share of a batch that every rank has whole, and the most micro-batches any rank has."""
+        ranks, rank, count = self._mesh.data_ranks, self._mesh.data_rank, len(batch.tokens)
+        mine = batch.rows(count * rank // ranks, count * (rank + 1) // ranks)
+        return mine, -(-count // (ranks * micro_batch))
+
+    def sum_gradients(self) -> None:
+        """Sum what FSDP has not summed already, after a step's last micro-batch."""
+        if self._group is not None:
+            sum_gradients(self._model.parameters(), self._group, self._dtype)
+        if self._tensor_parallel is not None:
+            sum_gradients(self._partial, self._tensor_parallel.get_group(), self._dtype)
+
+    def sum_result(self, result: Result, totals: Totals) -> Result:
+        """Sum everything reported over the ranks, in one message."""
+        load = result.expert_load
+        parts = [result.loss_sum, *result.metrics.values(), *([] if load is None else [load])]
+        flat = torch.cat([part.detach().reshape(-1).double() for part in parts])
+        self._mesh.sum_(flat, *self._result_axes)
+        pieces = [
+            piece.view_as(part).to(part.dtype)
+            for piece, part in zip(flat.split([part.numel() for part in parts]), parts, strict=True)
+        ]
+        metrics = dict(zip(result.metrics, pieces[1:], strict=False))
+        return Result(pieces[0], totals.tokens, metrics, None if load is None else pieces[-1])

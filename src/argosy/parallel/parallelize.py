@@ -1,0 +1,104 @@
+"""From a run spec to an engine: every change a layout makes to a plain model, once, in one order, and nowhere else.
+
+Models know nothing of this; they declare how they may be sharded (`argosy.model.sharding`). Each change keeps the names of the
+parameters and the numbers that are computed. Until `materialise`, the model is on the meta device: a device never has to hold
+more of it than its part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from argosy.config.schema import RunSpec
+from argosy.model.build import build_model
+from argosy.parallel.engine import Engine
+from argosy.parallel.mesh import Mesh
+from argosy.parallel.precision import apply_precision, choose_precision
+from argosy.parallel.shards import local, part_of
+from argosy.parallel.single import SingleDevice
+from argosy.parallel.transformer_blocks import DropoutSeeds, apply_compile, apply_recompute, blocks_of
+from argosy.tasks.task_registry import masks_vary
+
+# The name and the whole value of each parameter of a model.
+Weights = Callable[[nn.Module], Iterable[tuple[str, Tensor]]]
+
+
+def parallelize(spec: RunSpec, mesh: Mesh, *, precision: str | None = None, weights: Weights | None = None) -> Engine:
+    """Build the part of the model that this rank of the mesh holds, and the engine that trains it.
+
+    Modules of layouts that a run does not have are not imported: DTensor and FSDP alone take most of a second.
+
+    Args:
+        precision: what to compute in instead of `train.precision`.
+        weights: values to fill the parameters with. Without them memory is left uninitialised: a trainer fills it through the
+            optimiser, which keeps weights in 32 bits, from a checkpoint or with new ones.
+    """
+    parallel, seed, z_loss = spec.parallel, spec.train.seed, spec.train.z_loss
+    pp, tp, ep, cp = (mesh.along(axis) for axis in ("pp", "tp", "ep", "cp"))
+    precision = precision or choose_precision(spec.train.precision, mesh.device)
+
+    model = build_model(spec.model, "meta")
+    if pp is not None:
+        from argosy.parallel.pipeline.stage_cut import cut_stages, keep_stages
+
+        stages = cut_stages(spec.model, parallel, spec.data.seq_len)
+        keep_stages(model, stages, pp.get_local_rank())
+    apply_precision(model, precision, masters=mesh.has_fsdp)
+    if tp is not None:
+        from argosy.parallel.tensor.apply import apply_tensor_parallel
+
+        apply_tensor_parallel(model, tp, sequence=parallel.sp)
+    if ep is not None:
+        from argosy.parallel.ep import apply_expert_parallel
+
+        apply_expert_parallel(model, ep)
+    if cp is not None:
+        from argosy.parallel.cp import apply_context_parallel
+
+        apply_context_parallel(model, mesh, parallel.cp_kind)
+    if parallel.recompute != "none":
+        apply_recompute(model, parallel.recompute)
+    if parallel.compile != "off":
+        apply_compile(model, parallel.compile)
+    if mesh.has_fsdp:
+        from argosy.parallel.fsdp import apply_fsdp
+
+        apply_fsdp(model, blocks_of(model), mesh, parallel, precision)
+    materialise(model, mesh.device, weights)
+    dropout = DropoutSeeds(model, seed)
+    if pp is not None:
+        from argosy.parallel.pipeline.pipeline_engine import PipelineParallel
+
+        return PipelineParallel(model, mesh, stages, parallel, dropout, z_loss=z_loss)
+    if mesh.devices is not None:
+        from argosy.parallel.data_parallel import DataParallel
+
+        return DataParallel(model, mesh, parallel, dropout, z_loss=z_loss)
+    return SingleDevice(
+        model,
+        dropout,
+        micro_batch=parallel.micro_batch,
+        device=mesh.device,
+        z_loss=z_loss,
+        cuda_graphs=captures_graphs(spec, mesh.device),
+    )
+
+
+@torch.no_grad()
+def materialise(model: nn.Module, device: torch.device, weights: Weights | None) -> None:
+    """Give the parameters memory on the device and, where `weights` are given, this rank's part of each value."""
+    model.to_empty(device=device)
+    if weights is not None:
+        parameters = dict(model.named_parameters())
+        for name, value in weights(model):
+            local(parameters[name]).copy_(part_of(value, parameters[name]))
+
+
+def captures_graphs(spec: RunSpec, device: torch.device) -> bool:
+    """True if every pass is the same kernels, and so may be captured as a CUDA graph. With dropout it is not: each block of each
+    pass is seeded anew. Document masks may be, but no GPU has yet shown that they replay with the same bits."""
+    asked = device.type == "cuda" and spec.parallel.graph == "auto" and spec.parallel.compile == "off"
+    return asked and not spec.model.dropout and not masks_vary(spec)

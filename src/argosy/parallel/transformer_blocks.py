@@ -1,0 +1,101 @@
+"""What is done to the transformer blocks of a model one by one: activation checkpointing, compiling, seeds for dropout.
+
+Activation checkpointing (`parallel.recompute`) trades arithmetic for memory. `full` keeps the input of each block and runs the
+block again in the backward pass: about a third more arithmetic. `selective` keeps the results of matmuls and attention too, and
+computes again only what is cheap: norms, activations, rotations, 8-bit copies. Both give the bits of `none`, dropout included.
+
+Each block seeds its own dropout from (seed of the micro-batch, the block's name), so that what it drops does not depend on what
+was drawn before it: a rank that has only some of the blocks drops what one process drops there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from argosy.compat import COSTLY_OPERATIONS, tell_compiler
+from argosy.config.seeds import derive_seed
+from argosy.model.ops.attention_backends import OPERATIONS as ATTENTION_OPERATIONS
+from argosy.model.ops.cross_entropy import hide_from_compiler
+from argosy.model.ops.grouped import OPERATIONS as GROUPED_OPERATIONS
+from argosy.model.retriever import Retriever
+from argosy.model.sharding import Dropout
+
+_KEPT = COSTLY_OPERATIONS | ATTENTION_OPERATIONS | GROUPED_OPERATIONS
+
+
+def named_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The transformer blocks of every stack the model has."""
+    for name, module in model.named_modules():
+        if name.split(".")[-1] == "layers":
+            for index, block in module.named_children():
+                yield f"{name}.{index}", block
+
+
+def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
+    yield from (block for _, block in named_blocks(model))
+
+
+def apply_recompute(model: nn.Module, how: str) -> None:
+    """Wrap the forward pass of every block so that it keeps fewer activations."""
+    for block in blocks_of(model):
+        recompute_block(block, how)
+
+
+def recompute_block(block: nn.Module, how: str) -> None:
+    options: dict[str, Any] = {} if how == "full" else {"context_fn": _keep_costly}
+    draws = any(isinstance(module, Dropout) and module.rate for module in block.modules())
+    block.forward = partial(_recomputed, block, block.forward, options | {"preserve_rng_state": draws})
+
+
+def _recomputed(block: nn.Module, forward: Callable[..., Any], options: dict[str, Any], *inputs: Any) -> Any:
+    if not block.training or not torch.is_grad_enabled():
+        return forward(*inputs)
+    return checkpoint(forward, *inputs, use_reentrant=False, **options)
+
+
+def _keep_costly() -> Any:
+    return create_selective_checkpoint_contexts(_policy)
+
+
+def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def apply_compile(model: nn.Module, scope: str) -> None:
+    """torch.compile the model, or block after block. Nothing is compiled before the first forward pass."""
+    tell_compiler()
+    hide_from_compiler()
+    for module in (model,) if scope == "model" else blocks_of(model):
+        module.compile()
+
+
+class DropoutSeeds:
+    """Seeds every block of a model anew in each forward pass. A model that is compiled whole, or that has two texts go through
+    the same blocks, draws as it goes, and so does one that no engine trains: whoever takes the module alone has its own seeds."""
+
+    def __init__(self, model: nn.Module, seed: int) -> None:
+        self._run_seed = seed
+        # Of the micro-batch; None: none was begun.
+        self._seed: int | None = None
+        drops = any(isinstance(module, Dropout) and module.rate for module in model.modules())
+        if drops and model._compiled_call_impl is None and not isinstance(model, Retriever):
+            for name, block in named_blocks(model):
+                block.register_forward_pre_hook(self._hook(name))
+
+    def begin(self, step: int, micro: int) -> None:
+        """Before the forward pass of micro-batch `micro` of a step, or of a part of the model for it."""
+        self._seed = derive_seed(self._run_seed, "dropout", step, micro)
+        torch.manual_seed(self._seed)
+
+    def _hook(self, name: str) -> Any:
+        def seed(block: nn.Module, inputs: Any) -> None:
+            if block.training and self._seed is not None:
+                torch.manual_seed(derive_seed(self._seed, name))
+
+        return torch.compiler.disable(seed)
