@@ -17,7 +17,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, settings
 
-from forking import ForkServer
+import forking
 from programs import not_available
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -119,26 +119,13 @@ def write_spec(tmp_path: Path, corpus: Path) -> Callable[..., Path]:
     return write
 
 
-@pytest.fixture(scope="session")
-def fork_server() -> Iterator[ForkServer]:
-    server = ForkServer()
-    yield server
-    server.close()
-
-
 @pytest.fixture
-def argosy(tmp_path: Path, fork_server: ForkServer) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run the command as a user would, in an empty directory; with options of `subprocess.run` in an interpreter of its own."""
+def argosy(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run the command as a user would, in an empty directory, with options of `subprocess.run`."""
 
     def run(
         *arguments: object, cwd: Path = tmp_path, timeout: float = 120, **options: Any
     ) -> subprocess.CompletedProcess[str]:
-        words = [str(a) for a in arguments]
-        if not options:
-            return fork_server.run(words, cwd, timeout)
-        options = {"capture_output": True, "text": True} | options
-        return subprocess.run(
-            [sys.executable, "-m", "argosy", *words], check=False, cwd=cwd, timeout=timeout, **options
-        )
+        return forking.run([str(a) for a in arguments], timeout, cwd=cwd, **options)
 
     return run

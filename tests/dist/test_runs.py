@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ from argosy.train.run import TrainOptions
 from argosy.train.run import train as train_alone
 from dist import runs
 from dist.pool import Pool
+from forking import ARGOSY, Popen
 
 Write = Callable[..., Path]
 LAYOUTS = [
@@ -110,12 +110,12 @@ def test_a_replica_with_one_other_bit_is_named_on_every_rank(pool: Pool) -> None
 
 
 def command(path: Path, *more: str) -> list[str]:
-    return [sys.executable, "-m", "argosy", "train", str(path), *more, "--nproc", "2", "parallel.micro_batch=1"]
+    return [*ARGOSY, "train", str(path), *more, "--nproc", "2", "parallel.micro_batch=1"]
 
 
 def test_ranks_started_here_stop_together_save_and_ask_to_be_run_again(write_spec: Write, tmp_path: Path) -> None:
     path = write_spec(train={"global_batch": 8, "steps": 5000}, eval="off", checkpoint={"every": 100_000})
-    process = subprocess.Popen(command(path, "parallel.dp_shard=2", "--quiet"), stderr=subprocess.PIPE, text=True)
+    process = Popen(command(path, "parallel.dp_shard=2", "--quiet"), stderr=subprocess.PIPE, text=True)
     metrics = tmp_path / "runs" / "tiny" / "metrics.jsonl"
     while not list(read_jsonl(metrics)):
         time.sleep(0.05)
