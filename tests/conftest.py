@@ -19,6 +19,7 @@ import yaml
 from hypothesis import HealthCheck, settings
 
 import forking
+import order
 from programs import not_available
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -58,6 +59,10 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if os.environ.get("CI") and reporter is not None and reporter.stats.get("skipped") and exitstatus == 0:
         session.exitstatus = 1
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: order.place(item.path))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
