@@ -14,17 +14,27 @@ PIP    := $(BIN)/python -m pip install --disable-pip-version-check --constraint 
 LOG    := $(VENV)/install.log
 QUIET   = >$(LOG) 2>&1 || { status=$$?; tail -n 40 $(LOG); echo "Set-up failed; all of its output is in $(LOG)"; exit $$status; }
 
-.PHONY: demo test check faults storm bench docs clean
+.PHONY: demo test check lint types faults storm bench docs clean
 
 demo: $(VENV)/.core
 	@$(BIN)/argosy demo
 
-test: check
-	$(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile
+# Types are checked beside the tests, which wait for other programs now and then; what mypy says is the end of the output.
+test: lint
+	@$(MAKE) --no-print-directory types >$(VENV)/types.log 2>&1 & types=$$!; \
+	$(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile --no-loadscope-reorder; tests=$$?; \
+	wait $$types; types=$$?; cat $(VENV)/types.log; \
+	[ $$tests = 0 ] || echo "make test: tests failed (pytest's exit code $$tests); its summary is above" >&2; \
+	[ $$types = 0 ] || echo "make test: make types failed" >&2; \
+	[ $$tests = 0 ] && [ $$types = 0 ]
 
-check: $(VENV)/.dev
+check: lint types
+
+lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+
+types: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from order import LONGEST
+
 TESTS = Path(__file__).parent
 
 
@@ -15,3 +17,7 @@ def test_no_folder_with_tests_is_passed_over(pytestconfig: pytest.Config) -> Non
     passed_over = [f for f in folders if any(fnmatch(f, p) for p in pytestconfig.getini("norecursedirs"))]
     assert "dist" in folders
     assert not passed_over
+
+
+def test_the_files_that_are_to_run_first_are_there() -> None:
+    assert not [file for file in LONGEST if not (TESTS / file).exists()]

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from argosy.api.runs import plan_run as plan_run
     from argosy.api.runs import read_metrics as read_metrics
     from argosy.api.runs import resolve_run as resolve_run
+    from argosy.api.training import TrainedRun as TrainedRun
+    from argosy.api.training import train_run as train_run
     from argosy.config.schema import RunSpec as RunSpec
     from argosy.errors import ArgosyError as ArgosyError
 
@@ -38,12 +40,14 @@ _HOMES = {
     "PlannedLayout": "argosy.api.runs",
     "RunSpec": "argosy.config.schema",
     "SampleDataset": "argosy.api.datasets",
+    "TrainedRun": "argosy.api.training",
     "generate_text": "argosy.api.models",
     "load_model": "argosy.api.models",
     "load_tokenizer": "argosy.api.models",
     "plan_run": "argosy.api.runs",
     "read_metrics": "argosy.api.runs",
     "resolve_run": "argosy.api.runs",
+    "train_run": "argosy.api.training",
 }
 __all__ = ["__version__", *sorted(_HOMES)]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from argosy.data.corpus.indexed import IndexedReader
 from argosy.data.open import open_data
 from argosy.infer.decoding import Sampling
 from argosy.infer.generate import sample
-from argosy.train.run import TrainOptions, train
 
 
 @pytest.fixture(scope="module")
@@ -36,13 +36,10 @@ def run(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
         "eval": {"every": 2, "batches": 1},
         "log": {"every": 1},
     }
-    spec = argosy.resolve_run(keys)
-    (root / "run.yaml").write_text(json.dumps(json.loads(json.dumps(keys, default=str))))
-    assert spec.train.global_batch == 4
-    from argosy.config.resolve import resolve
-
-    assert train(resolve(root / "run.yaml"), root / "run.yaml", TrainOptions(quiet=True)) == 0
-    return root / "tiny"
+    trained = argosy.train_run(keys)
+    assert trained.finished
+    assert trained.step == 4
+    return trained.directory
 
 
 def test_importing_argosy_imports_neither_torch_nor_numpy() -> None:
@@ -174,3 +171,32 @@ def test_a_step_without_a_value_has_nan(tmp_path: Path) -> None:
     assert list(metrics) == ["step", "loss"]
     assert metrics["loss"][0] == 2.0
     assert np.isnan(metrics["loss"][1:]).all()
+
+
+def test_a_callback_sees_every_record_and_can_stop_a_run_that_then_goes_on(write_spec: Callable[..., Path]) -> None:
+    path = write_spec()
+    whole: list[dict[str, Any]] = []
+    reference = argosy.train_run(path, {"name": "whole"}, on_record=lambda record: whole.append(dict(record)))
+    assert reference.finished
+    assert [record["step"] for record in whole] == [1, 2, 3, 3, 4, 5, 6, 6]
+    assert [record["step"] for record in whole if "validation_loss" in record] == [3, 6]
+
+    stopped = argosy.train_run(path, on_record=lambda record: record["step"] < 4)
+    assert (stopped.finished, stopped.step) == (False, 4)
+    resumed = argosy.train_run(path)
+    assert (resumed.finished, resumed.step) == (True, 6)
+    assert resumed.metrics()["loss"].tolist() == reference.metrics()["loss"].tolist()
+
+
+def test_an_error_in_a_callback_reaches_the_caller(write_spec: Callable[..., Path]) -> None:
+    def fail(record: Mapping[str, Any]) -> None:
+        raise ZeroDivisionError("the callback's own")
+
+    with pytest.raises(ZeroDivisionError, match="own"):
+        argosy.train_run(write_spec(), on_record=fail)
+
+
+def test_a_callback_cannot_stop_a_run_outside_the_main_thread(write_spec: Callable[..., Path]) -> None:
+    path = write_spec()
+    with ThreadPoolExecutor(1) as pool, pytest.raises(RuntimeError, match="main thread"):
+        pool.submit(argosy.train_run, path, on_record=lambda record: False).result()

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from argosy import __version__
+from forking import ARGOSY, Popen
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 Write = Callable[..., Path]
@@ -158,10 +159,9 @@ def test_a_reader_that_leaves_early_is_not_a_bug(tmp_path: Path) -> None:
 def test_training_goes_on_when_its_reader_leaves(write_spec: Write, tmp_path: Path) -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
-    process = subprocess.run(
-        [sys.executable, "-m", "argosy", "train", str(write_spec())], stdout=write_end, cwd=tmp_path, check=False
-    )
+    process = Popen([*ARGOSY, "train", str(write_spec())], stdout=write_end, cwd=tmp_path)
     os.close(write_end)
+    process.wait(120)
     assert process.returncode == 0
     assert (tmp_path / "runs" / "tiny" / "checkpoints" / "step-00000006").exists()
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+import forking
+
 
 def plan(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "argosy", "plan", *arguments], capture_output=True, text=True, check=False
-    )
+    return forking.run(["plan", *arguments])
 
 
 def test_the_ranked_table_with_days_and_dollars() -> None:

@@ -56,7 +56,9 @@ class Pool:
     def _grow(self, ranks: int) -> None:
         """A process is started when a case first needs it: forked from one that has imported torch and computed nothing."""
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["argosy.train.run", "torch.distributed.tensor", "torch.distributed.fsdp"])
+        context.set_forkserver_preload([
+            "argosy.train.run", "torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo", "numpy.random"
+        ])  # fmt: skip
         while len(self._processes) < ranks:
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs,), daemon=True)

@@ -1,4 +1,4 @@
-"""Every layout computes the numbers of one process: loss and gradient norm at every step, and every weight after five."""
+"""Every layout computes the numbers of one process: loss and gradient norm at every step, and every weight after the last."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from dist.norms import spread_norm
 from dist.pool import Pool
 from dist.training import DECODERS, ENCODERS, Trace, spec_of, train_broken, train_compiled, train_steps
 
-STEPS = 5
+# The second step begins with what the first left: weights, moments, biases of experts, gradients that were to be cleared. Every planted
+# bug shows by then. The model with experts, which has whatever the others have, goes on for longer on the layouts all models try.
+STEPS, MORE_STEPS = 2, 5
 LAYOUTS = [  # one line each: keys of `parallel`; the batch is 16
     "dp_replicate=2",
     "dp_shard=2",
@@ -115,7 +117,7 @@ CASES = [
 
 
 @cache
-def reference(model: str, keys: str, steps: int = STEPS) -> Trace:
+def reference(model: str, keys: str, steps: int) -> Trace:
     return train_steps(model, keys, steps)
 
 
@@ -123,7 +125,7 @@ def sized(layout: str) -> str:
     """With as few micro-batches, and layers where no stage needs one, as show what more would: a case's time is theirs."""
     if "micro_batch=" not in layout:
         layout += " micro_batch=4"
-    return layout if "pp=" in layout else f"{layout} model.layers=2"
+    return layout if "pp=" in layout or "model.layers=" in layout else f"{layout} model.layers=2"
 
 
 def run(
@@ -137,7 +139,7 @@ def run(
 def require_equal(model: str, layout: str, traces: list[Trace]) -> None:
     """Every rank's numbers are those of one process with the same micro-batches."""
     kept = [key for key in sized(layout).split() if "." in key or key.startswith("micro_batch")]
-    expected = reference(model, " ".join(kept))
+    expected = reference(model, " ".join(kept), len(traces[0].losses))
     for trace in traces:
         np.testing.assert_allclose(trace.losses, expected.losses, rtol=1e-5)
         np.testing.assert_allclose(trace.norms, expected.norms, rtol=1e-4)
@@ -154,7 +156,8 @@ def test_the_norm_of_what_is_spread_is_that_of_64_bit_sums_over_the_whole(pool: 
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_a_layout_computes_what_one_process_does(pool: Pool, model: str, layout: str) -> None:
-    require_equal(model, layout, run(pool, model, layout))
+    steps = MORE_STEPS if model == "moe" and layout in LAYOUTS else STEPS
+    require_equal(model, layout, run(pool, model, layout, steps=steps))
 
 
 @pytest.mark.parametrize(
@@ -198,7 +201,7 @@ COMPILED = ["dp_shard=2", "cp=2", "cp=2 cp_kind=ulysses", "tp=2", "tp=2 sp=false
 @pytest.mark.parametrize(
     ("layout", "scope"),
     [
-        ("tp=2 sp=false", "model"),
+        ("tp=2 sp=false model.layers=1", "model"),
         *(pytest.param(layout, scope, marks=pytest.mark.slow) for layout in COMPILED for scope in ("block", "model")),
     ],
 )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+import forking
 from argosy.checkpoint.store import latest
 from argosy.config.resolve import resolve
 from argosy.data.open import open_data
@@ -109,13 +109,14 @@ def test_a_replica_with_one_other_bit_is_named_on_every_rank(pool: Pool) -> None
     assert pool.run(2, runs.odd_replicas_with_a_flip, 1) == [[0, 1], [0, 1]], "of two, none is the odd one"
 
 
-def command(path: Path, *more: str) -> list[str]:
-    return [sys.executable, "-m", "argosy", "train", str(path), *more, "--nproc", "2", "parallel.micro_batch=1"]
+def words(path: Path, *more: str) -> list[str]:
+    return ["train", str(path), *more, "--nproc", "2", "parallel.micro_batch=1"]
 
 
 def test_ranks_started_here_stop_together_save_and_ask_to_be_run_again(write_spec: Write, tmp_path: Path) -> None:
     path = write_spec(train={"global_batch": 8, "steps": 5000}, eval="off", checkpoint={"every": 100_000})
-    process = subprocess.Popen(command(path, "parallel.dp_shard=2", "--quiet"), stderr=subprocess.PIPE, text=True)
+    line = [*forking.ARGOSY, *words(path, "parallel.dp_shard=2", "--quiet")]
+    process = forking.Popen(line, stderr=subprocess.PIPE, text=True)
     metrics = tmp_path / "runs" / "tiny" / "metrics.jsonl"
     while not list(read_jsonl(metrics)):
         time.sleep(0.05)
@@ -131,9 +132,7 @@ def test_ranks_started_here_stop_together_save_and_ask_to_be_run_again(write_spe
 
 def test_the_first_rank_that_fails_is_told_once(write_spec: Write) -> None:
     path = write_spec(optim={"lr": 1e30, "clip": None}, checkpoint={"every": 100}, eval="off")
-    done = subprocess.run(
-        command(path, "parallel.dp_replicate=2", "train.steps=30"), capture_output=True, text=True, timeout=120, check=False
-    )
+    done = forking.run(words(path, "parallel.dp_replicate=2", "train.steps=30"))
     assert done.returncode == EXIT_REFUSED
     assert done.stderr.count("error[train.non-finite]") == 1
     assert "rank " in done.stderr

@@ -10,7 +10,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from argosy.errors import EXIT_RESUMABLE
 from argosy.record.heartbeat import read_heartbeats
 from argosy.record.jsonl import read_jsonl, read_metrics
 from argosy.record.pulse import process_state
+from forking import ARGOSY, Popen
 
 STEPS, SAVED_EVERY = 40, 8
 # Longer than anything takes here, even on a busy machine.
@@ -135,12 +135,13 @@ class Run:
     said: str = ""
 
     def start(self, *arguments: str, env: dict[str, str] | None = None) -> None:
-        command = [sys.executable, "-m", "argosy", "train", str(self.spec), "--quiet", *arguments]
+        command = [*ARGOSY, "train", str(self.spec), "--quiet", *arguments]
         environ = os.environ | {"OMP_NUM_THREADS": "1"} | (env or {})
         if env and "ARGOSY_FAULT" in env:
             environ |= planted(env["ARGOSY_FAULT"])
         self._log = log = self.spec.with_suffix(f".{len(list(self.spec.parent.glob('*.said')))}.said").open("w+")
-        self.process = subprocess.Popen(command, cwd=self.spec.parent, env=environ, stdout=log, stderr=log, text=True)
+        popen = subprocess.Popen if "LD_PRELOAD" in environ else Popen  # libraries are loaded with the interpreter
+        self.process = popen(command, cwd=self.spec.parent, env=environ, stdout=log, stderr=log, text=True)
 
     def wait(self, timeout_s: float = PATIENCE_S) -> int:
         assert self.process is not None

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from rendering import ROOT
+
+import forking
 
 GUIDES = ("gpt3-on-aks", "mpt-on-aks", "llama-on-eks", "gpt3-on-hyperpod", "parallelism-lab")
 
@@ -21,14 +22,12 @@ def test_the_commands_of_a_guide_run(guide: str, tmp_path: Path) -> None:
     assert blocks
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / "bin").mkdir()
-    command = tmp_path / "bin" / "argosy"
-    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m argosy "$@"\n')
-    command.chmod(0o755)
-    environment = os.environ | {"PATH": f"{command.parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
     script = "set -eu\n" + "\n".join(blocks)
-    done = subprocess.run(
-        ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
+    with forking.command(tmp_path / "bin"):
+        done = subprocess.run(
+            ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     trained = list((tmp_path / "runs").glob("*/checkpoints/step-00000010"))
     assert trained

@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from argosy.launch.render import render
 from argosy.record.jsonl import read_metrics
 from argosy.supervise.world import find_nodes
 from faults.bench import held
+from forking import ARGOSY, Popen
 from ports import free_port
 from waiting import wait_for
 
@@ -58,7 +58,7 @@ class Pods:
         config = next(d for d in objects_of(render(placed)) if d["kind"] == "ConfigMap")
         (volume / "spec").mkdir(exist_ok=True)
         (volume / "spec" / "run.yaml").write_text(config["data"]["run.yaml"])
-        self.running: dict[int, subprocess.Popen[bytes]] = {}
+        self.running: dict[int, Popen] = {}
 
     def start(self, node: int, **more: str) -> None:
         pod = self.templates[min(node, len(self.templates) - 1)]
@@ -78,8 +78,8 @@ class Pods:
         words = [word.replace("/etc/argosy", str(self.volume / "spec")) for word in container["args"]]
         assert container["command"] == ["argosy"]
         with (self.volume / f"pod-{node}.log").open("ab") as log:
-            self.running[node] = subprocess.Popen(
-                [sys.executable, "-m", "argosy", *words], cwd=self.volume, env=keep | environment | more,
+            self.running[node] = Popen(
+                [*ARGOSY, *words], cwd=self.volume, env=keep | environment | more,
                 stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
 

@@ -27,6 +27,7 @@ from argosy.config.watching import AlertsSpec, LogSpec
 from argosy.record.jsonl import JsonlWriter, read_jsonl
 from argosy.record.rundir import RunDir
 from argosy.record.sink_process import SinkProcess, serve_sinks
+from forking import ARGOSY, Popen
 from ports import free_port
 from record.run_dirs import log, make_run
 
@@ -430,9 +431,7 @@ def test_a_sink_that_never_answers_holds_up_neither_the_run_nor_another_sink(
 
     with tarpit() as port:
         asked = ["log.sinks.tensorboard=true", f"log.sinks.mlflow=http://127.0.0.1:{port}"]
-        trainer = subprocess.Popen(
-            [sys.executable, "-m", "argosy", "train", str(write_spec()), *asked, "--quiet"], stderr=subprocess.PIPE
-        )
+        trainer = Popen([*ARGOSY, "train", str(write_spec()), *asked, "--quiet"], stderr=subprocess.PIPE)
         run = tmp_path / "runs" / "tiny"
         try:
             wait_for(lambda: [e for e in read_jsonl(run / "events.jsonl") if e["event"] == "done"])

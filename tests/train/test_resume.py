@@ -11,8 +11,6 @@ import itertools
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,18 +22,19 @@ from argosy.checkpoint.store import listed
 from argosy.errors import EXIT_RESUMABLE
 from argosy.record.jsonl import read_jsonl, read_metrics
 from faults.bench import PATIENCE_S, held
+from forking import ARGOSY, Popen
 
 STEPS = 24
-MODEL = {"family": "gpt", "layers": 2, "hidden": 96, "heads": 4, "vocab_size": 257, "dropout": 0.1}
+MODEL = {"family": "gpt", "layers": 2, "hidden": 32, "heads": 4, "vocab_size": 257, "dropout": 0.1}
 Write = Callable[..., Path]
 
 
 @pytest.fixture
 def spec(write_spec: Write) -> Path:
-    """8 sequences of 64 in micro-batches of 2; saved every 5 steps, evaluated every 4."""
+    """8 sequences of 32 in micro-batches of 2; saved every 5 steps, evaluated every 4."""
     return write_spec(
         model=MODEL,
-        data={"train": str(_corpus_of(write_spec)), "seq_len": 64, "split": [90, 10, 0]},
+        data={"train": str(_corpus_of(write_spec)), "seq_len": 32, "split": [90, 10, 0]},
         train={"global_batch": 8, "steps": STEPS},
         parallel={"micro_batch": 2},
         eval={"every": 4, "batches": 1},
@@ -49,9 +48,8 @@ def _corpus_of(write_spec: Write) -> str:
     return str(yaml.safe_load(write_spec().read_text())["data"]["train"])
 
 
-def start(spec: Path, name: str, **environ: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "argosy", "train", str(spec), f"name={name}", "--quiet"]
-    return subprocess.Popen(command, cwd=spec.parent, env=os.environ | environ)
+def start(spec: Path, name: str, **environ: str) -> Popen:
+    return Popen([*ARGOSY, "train", str(spec), f"name={name}", "--quiet"], cwd=spec.parent, env=os.environ | environ)
 
 
 def outcome(run: Path) -> tuple[dict[int, tuple[float, float, float | None]], str]:

@@ -7,7 +7,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from urllib.parse import quote
 import pytest
 
 from argosy.record.jsonl import JsonlWriter
+from forking import ARGOSY, Popen
 from record.run_dirs import log, make_run, record
 from waiting import wait_for
 from watch.conftest import Dashboard
@@ -77,8 +77,8 @@ def test_a_chart_grows_while_a_training_runs_without_reloading(
     page: Any, dashboard: Dashboard, tmp_path: Path, write_spec: Callable[..., Path]
 ) -> None:
     path = write_spec(train={"global_batch": 8, "steps": 100_000}, eval="off", checkpoint={"every": "1h"})
-    command = [sys.executable, "-m", "argosy", "train", str(path), "--quiet"]
-    trainer = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command = [*ARGOSY, "train", str(path), "--quiet"]
+    trainer = Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         page.goto(f"{dashboard.address}/#/runs?run=tiny")
         page.reload()

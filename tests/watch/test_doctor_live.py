@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from argosy.record.jsonl import read_jsonl
 from argosy.watch.diagnosis import diagnose
 from argosy.watch.finding import Finding
 from argosy.watch.run_list import Run
+from forking import ARGOSY, Popen
 from waiting import wait_for
 
 Write = Callable[..., Path]
@@ -28,10 +28,10 @@ STEPS = {"train": {"global_batch": 8, "steps": 100_000}, "checkpoint": {"every":
 
 
 @contextlib.contextmanager
-def training(path: Path, *overrides: str, nproc: int = 2) -> Iterator[subprocess.Popen[bytes]]:
+def training(path: Path, *overrides: str, nproc: int = 2) -> Iterator[Popen]:
     ranks = ["--nproc", str(nproc)] if nproc > 1 else []
-    command = [sys.executable, "-m", "argosy", "train", str(path), *overrides, *ranks, "--quiet"]
-    trainer = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    command = [*ARGOSY, "train", str(path), *overrides, *ranks, "--quiet"]
+    trainer = Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     try:
         yield trainer
     finally:

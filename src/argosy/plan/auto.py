@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from argosy.config.layout import AXES, check_layout
 from argosy.config.resolve import Resolved, resolve
@@ -21,7 +22,11 @@ def is_open(resolved: Resolved) -> bool:
 
 
 def settle_layout(
-    resolved: Resolved, path: Path | None, overrides: Sequence[str], ranks: int, planned_on: str | None
+    resolved: Resolved,
+    source: Path | Mapping[str, Any] | None,
+    overrides: Sequence[str],
+    ranks: int,
+    planned_on: str | None,
 ) -> Resolved:
     """Return the run with a layout for `ranks` ranks, if its spec leaves the layout open.
 
@@ -30,7 +35,7 @@ def settle_layout(
     chosen = open_layout(resolved, planned_on, ranks)
     if not chosen:
         return resolved
-    settled = resolve(path, [*overrides, *chosen])
+    settled = resolve(source, [*overrides, *chosen])
     keys = {override.partition("=")[0] for override in chosen}
     return Resolved(settled.spec, {key: ORIGIN if key in keys else origin for key, origin in settled.origins.items()})
 

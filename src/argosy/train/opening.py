@@ -115,8 +115,21 @@ class Opening:
 class Journal:
     """The metrics and events of a run, which the first rank alone writes."""
 
-    def __init__(self, run: RunDir, metrics: JsonlWriter, events: JsonlWriter, *, writes: bool) -> None:
+    def __init__(
+        self,
+        run: RunDir,
+        metrics: JsonlWriter,
+        events: JsonlWriter,
+        *,
+        writes: bool,
+        on_record: Callable[[Record], None] | None = None,
+    ) -> None:
+        """Args:
+        writes: this is the first rank.
+        on_record: called with every record of metrics, after it was written.
+        """
         self.run, self._metrics, self._events, self._writes = run, metrics, events, writes
+        self._on_record = on_record
 
     def event(self, kind: str, step: int, **facts: object) -> None:
         if self._writes:
@@ -126,6 +139,8 @@ class Journal:
     def metrics(self, record: Record) -> None:
         if self._writes:
             self._metrics.write(record)
+            if self._on_record is not None:
+                self._on_record(record)
 
 
 def _owner(checkpoint: Path) -> str | None:

@@ -6,11 +6,11 @@ Whatever can be refused is refused before the run directory is touched.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import orjson
 import torch
@@ -26,7 +26,7 @@ from argosy.errors import ArgosyError
 from argosy.files import replace_file
 from argosy.parallel.mesh import Mesh, joined
 from argosy.record.heartbeat import Heartbeat, clear_heartbeats
-from argosy.record.jsonl import JsonlWriter, now
+from argosy.record.jsonl import JsonlWriter, Record, now
 from argosy.record.rundir import RunDir
 from argosy.record.sink_process import require_packages, serve_sinks
 from argosy.supervise.rank_process import RankFiles, open_heartbeat
@@ -47,9 +47,12 @@ class TrainOptions:
     quiet: bool = False
     profile: str | None = None  # steps to look at with torch's profiler, as 10:13
     ends_process: bool = False  # the process ends with the run: once that is saved, no signal changes its exit code
+    on_record: Callable[[Record], None] | None = None  # called by the first rank with every record of metrics
 
 
-def settle(resolved: Resolved, source: Path | None, overrides: Sequence[str], ranks: int) -> Resolved:
+def settle(
+    resolved: Resolved, source: Path | Mapping[str, Any] | None, overrides: Sequence[str], ranks: int
+) -> Resolved:
     """The run with a layout for so many ranks, where its spec leaves that open."""
     if ranks == 1:
         return resolved
@@ -91,7 +94,7 @@ def train(resolved: Resolved, source: Path | None, options: TrainOptions, world:
                 JsonlWriter(run.events) as events,
                 _told(events, mesh, heartbeat),
             ):
-                journal = Journal(run, metrics, events, writes=mesh.is_first)
+                journal = Journal(run, metrics, events, writes=mesh.is_first, on_record=options.on_record)
                 trainer = Trainer(session, journal, heartbeat, opening=opening, start=start, profile=profile)
                 return trainer.fit(notes, quiet=options.quiet, ends_process=options.ends_process)
         finally:

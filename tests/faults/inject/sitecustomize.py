@@ -40,4 +40,7 @@ class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 if "ARGOSY_FAULT" in os.environ:
     import planted
 
-    sys.meta_path.insert(0, _AfterImport("argosy.train.loop", planted.plant))
+    if (loop := sys.modules.get("argosy.train.loop")) is not None:  # in a fork of a process that has imported it
+        planted.plant(loop)
+    else:
+        sys.meta_path.insert(0, _AfterImport("argosy.train.loop", planted.plant))
