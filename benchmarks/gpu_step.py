@@ -18,6 +18,7 @@ os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 GPT2 = ["model.preset=gpt2-large", "model.vocab_size=50304", "data.seq_len=1024", "train.global_batch=32"]
 LLAMA = ["model.preset=llama3-1b", "data.seq_len=8192", "train.global_batch=4"]
+LLAMA_8B = ["model.preset=llama3-8b", "model.layers=8", "data.seq_len=8192", "train.global_batch=2"]
 MPT = ["model.preset=mpt-1b", "data.seq_len=2048", "train.global_batch=16"]
 MOE = ["model.preset=moe-3.5b-a1.1b", "data.seq_len=4096", "train.global_batch=8"]
 COMPILED = ["parallel.compile=model"]
@@ -32,6 +33,8 @@ CASES = {
     "llama3-1b deterministic": [*LLAMA, "train.deterministic=true"],
     "llama3-1b compiled": [*LLAMA, *COMPILED],
     "llama3-1b fp8": [*LLAMA, "train.precision=fp8"],
+    "llama3-8b shape": LLAMA_8B,
+    "llama3-8b shape deterministic": [*LLAMA_8B, "train.deterministic=true"],
     "mpt-1b": MPT,
     "moe": MOE,
 }
