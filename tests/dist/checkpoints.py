@@ -26,7 +26,7 @@ State = dict[str, np.ndarray]
 
 
 def _session(model: str, layout: str) -> tuple[Optimizer, object, Mesh]:
-    spec = spec_of(model, layout)
+    spec = spec_of(model, f"{layout} micro_batch=4")
     cpu = torch.device("cpu")
     mesh = make_mesh(spec.parallel, cpu) if dist.is_initialized() else Mesh(cpu)
     engine = parallelize(spec, mesh)

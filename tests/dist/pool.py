@@ -7,6 +7,7 @@ pool, and the next case gets a new one.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import multiprocessing
 import os
@@ -81,6 +82,8 @@ def _serve(pipe: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    gc.freeze()  # as in conftest.py
+    gc.unfreeze = lambda: None  # type: ignore[assignment]
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     while True:
         try:

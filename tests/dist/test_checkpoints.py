@@ -95,13 +95,15 @@ def test_stages_save_their_own_and_a_tied_weight_once(pool: Pool, tmp_path: Path
 FAMILIES = ["dp_replicate=2", "dp_shard=2", "dp_replicate=2 dp_shard=2", "cp=2", "tp=2", "pp=2"]
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-@pytest.mark.parametrize("layout", FAMILIES)
+# What is saved in the loop itself, and loaded, is compared for every layout above: here one is enough.
+@pytest.mark.parametrize(
+    ("layout", "mode"), [*((layout, "async") for layout in FAMILIES), ("dp_replicate=2 dp_shard=2", "sync")]
+)
 def test_resumed_three_times_in_a_row_is_bit_equal(
     pool: Pool, write_spec: Callable[..., Path], tmp_path: Path, layout: str, mode: str
 ) -> None:
     path = write_spec(optim={"lr": 1e-3, "schedule": "constant"}, eval="off", checkpoint={"every": 1, "mode": mode})
-    keys = [*(f"parallel.{key}" for key in layout.split()), "parallel.micro_batch=1"]
+    keys = [*(f"parallel.{key}" for key in layout.split()), "parallel.micro_batch=2"]
     ranks = resolve(path, keys).spec.parallel.world_size
     pool.run(ranks, runs.train, str(path), [*keys, "name=once", "train.steps=4"])
     for steps in (1, 2, 3, 4):

@@ -29,7 +29,7 @@ LAYOUTS = [
 
 
 def keys(layout: list[str], *more: str) -> list[str]:
-    return [*(f"parallel.{key}" for key in layout), "parallel.micro_batch=1", *more]
+    return [*(f"parallel.{key}" for key in layout), "parallel.micro_batch=2", *more]
 
 
 def ranks_of(layout: list[str]) -> int:
@@ -80,7 +80,7 @@ def test_a_run_goes_on_in_another_layout_as_if_nothing_had_happened(
 def test_experts_are_saved_and_found_again_wherever_they_are(pool: Pool, write_spec: Write, tmp_path: Path) -> None:
     path = write_spec(optim={"lr": 1e-3, "schedule": "constant"})
     experts = ["model.mlp_bias=false", "model.moe={experts: 4, top_k: 2, ffn: 32, bias_rate: 0.01}"]
-    train_alone(resolve(path, ["name=one", "parallel.micro_batch=1", *experts]), path, TrainOptions(quiet=True))
+    train_alone(resolve(path, ["name=one", "parallel.micro_batch=2", *experts]), path, TrainOptions(quiet=True))
     expected = read_metrics(tmp_path / "runs" / "one" / "metrics.jsonl")
     for steps, layout in ((2, ["dp_shard=2", "ep=2"]), (4, ["dp_shard=2", "cp=2", "ep=4"]), (6, ["dp_replicate=2"])):
         more = keys(layout, f"train.steps={steps}", *experts)
