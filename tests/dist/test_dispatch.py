@@ -9,7 +9,7 @@ from torch import Tensor
 
 from argosy.config.resolve import resolve_model
 from argosy.model.moe import Experts
-from argosy.parallel.ep import apply_ep
+from argosy.parallel.ep import apply_expert_parallel
 from argosy.parallel.mesh import make_mesh
 from dist.pool import Pool
 from dist.training import spec_of
@@ -40,7 +40,7 @@ def compute(loads: list[list[int]]) -> list[Tensor]:
     mesh = make_mesh(spec_of("moe", "dp_shard=2 ep=2").parallel, torch.device("cpu"))
     experts, along = make_experts(), mesh.along("ep")
     assert along is not None
-    apply_ep(torch.nn.Sequential(experts), along)
+    apply_expert_parallel(torch.nn.Sequential(experts), along)
     rank = dist.get_rank()
     rows, weights, offsets = rows_of(rank, loads[rank])
     out = experts(rows, weights, offsets)
