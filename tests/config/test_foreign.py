@@ -180,6 +180,16 @@ def test_mixtral_is_read_number_by_number(tmp_path: Path) -> None:
     assert (silent.get("model.moe.balance_loss"), silent.get("model.moe.top_k")) == (0.0, 2)
 
 
+def test_foundrys_lion_keeps_its_betas_and_its_decay_for_each_learning_rate(tmp_path: Path) -> None:
+    path = tmp_path / "train.yaml"
+    lion = {"name": "decoupled_lionw", "lr": 1.0e-4, "betas": [0.9, 0.95], "eps": 1.0e-8, "weight_decay": 1.0e-5}
+    path.write_text(yaml.safe_dump(MPT | {"optimizer": lion}))
+    draft = from_foundry(path)
+    optim = resolve_text(draft.text("x"), tmp_path).optim
+    assert (optim.name, optim.lion.betas, optim.weight_decay) == ("lion", (0.9, 0.95), pytest.approx(0.1))
+    assert "optimizer.eps: 1e-08: Lion does not read it" in draft.left
+
+
 def test_bert_and_t5_are_not_taken_for_decoders(tmp_path: Path) -> None:
     bert, t5 = from_megatron(BERT), from_megatron(T5)
     spec = resolve_text(bert.text("x"), tmp_path)

@@ -207,6 +207,21 @@ def test_muon_takes_its_iterations_and_keeps_less(tmp_path: Path) -> None:
     assert more["terms_s"]["optimiser"] > 1.5 * muon["terms_s"]["optimiser"]
 
 
+def test_lion_keeps_one_tensor_and_moves_fewer_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "model: llama3-8b\ndata: {train: synthetic, seq_len: 4096}\ntrain: {global_batch: 64, steps: 100}\noptim: {lr: 1e-4}\n"
+        "parallel: {dp_shard: 16, micro_batch: 1, recompute: full}\n"
+    )
+    plans = [predict(resolve(path, [f"optim.name={name}"]).spec, "2xp5.48xlarge") for name in ("adamw", "lion")]
+    assert plans[0] is not None
+    assert plans[1] is not None
+    adamw, lion = plans
+    assert lion["checkpoint_gb"] == pytest.approx(adamw["checkpoint_gb"] * 8 / 12, rel=1e-3)
+    assert lion["memory_gib"][0]["optimiser"] == pytest.approx(adamw["memory_gib"][0]["optimiser"] / 2, rel=1e-3)
+    assert lion["terms_s"]["optimiser"] < adamw["terms_s"]["optimiser"]
+
+
 def test_newton_schulz_has_the_products_of_its_formula() -> None:
     """An iteration computes X X^T, its square, and the result times X: 4 m^2 n + 2 m^3 FLOPs at the rate of large matmuls."""
     rates = Rates(sms=132, product=6e14, narrow=6e14, attention=3e14, memory=1e20)
