@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,16 @@ def test_a_checkpoint_is_as_large_as_planned(name: str, precision: str, optimize
     state = Optimizer(model, OptimSpec(lr=1e-3, min_lr=1e-4, name=optimizer))
     saved = save(tmp_path, TrainProgress(1, 8), state.weights(), state.tensors())
     assert tensor_bytes(saved) == checkpoint_bytes(spec, RULES[optimizer])
+
+
+def test_state_in_16_bits_is_held_and_counted_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rule = replace(RULES["adamw"], state={"exp_avg": "bf16", "exp_avg_sq": "fp32"})
+    monkeypatch.setitem(RULES, rule.name, rule)
+    spec = resolve_model(TINY | MODELS["untied"])
+    state = Optimizer(build_model(spec, torch.device("cpu")), OptimSpec(lr=1e-3, min_lr=1e-4))
+    saved = save(tmp_path, TrainProgress(1, 8), state.weights(), state.tensors())
+    assert {t.dtype for name, t in state.tensors().items() if name.startswith("exp_avg/")} == {torch.bfloat16}
+    assert tensor_bytes(saved) == checkpoint_bytes(spec, rule)
 
 
 def planned(model: ModelSpec, optimizer: str, precision: str, layout: Layout) -> tuple[float, float]:
