@@ -330,7 +330,7 @@ def test_what_foundry_does_by_default_is_written_down(tmp_path: Path) -> None:
         ({"load_path": "/a/b"}, "load_path: /a/b"),
         ({"precision": "amp_fp4"}, "precision: amp_fp4"),
         ({"callbacks": {"speed_monitor": {}, "early_stopper": {"monitor": "loss"}}}, "callbacks.early_stopper"),
-        ({"optimizer": {"name": "decoupled_lionw", "lr": 1e-4}}, "optimizer.name: decoupled_lionw"),
+        ({"optimizer": {"name": "adalr_lion", "lr": 1e-4}}, "optimizer.name: adalr_lion"),
         ({"eval_loader": {"dataset": {"remote": "s3://b/c", "split": "val"}}}, "eval_loader (s3://b/c, split val)"),
         ({"fsdp_config": {"activation_cpu_offload": True}}, "fsdp_config.activation_cpu_offload"),
     ],
