@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from argosy.api.models import generate_text as generate_text
     from argosy.api.models import load_model as load_model
     from argosy.api.models import load_tokenizer as load_tokenizer
-    from argosy.api.runs import Metrics as Metrics
-    from argosy.api.runs import Plan as Plan
-    from argosy.api.runs import PlannedLayout as PlannedLayout
-    from argosy.api.runs import plan_run as plan_run
-    from argosy.api.runs import read_metrics as read_metrics
-    from argosy.api.runs import resolve_run as resolve_run
+    from argosy.api.run_specs import Metrics as Metrics
+    from argosy.api.run_specs import Plan as Plan
+    from argosy.api.run_specs import PlannedLayout as PlannedLayout
+    from argosy.api.run_specs import plan_run as plan_run
+    from argosy.api.run_specs import read_metrics as read_metrics
+    from argosy.api.run_specs import resolve_run as resolve_run
     from argosy.api.training import TrainedRun as TrainedRun
     from argosy.api.training import train_run as train_run
     from argosy.config.schema import RunSpec as RunSpec
@@ -35,18 +35,18 @@ logging.getLogger("argosy").addHandler(logging.NullHandler())
 _HOMES = {
     "ArgosyError": "argosy.errors",
     "CorpusDataset": "argosy.api.datasets",
-    "Metrics": "argosy.api.runs",
-    "Plan": "argosy.api.runs",
-    "PlannedLayout": "argosy.api.runs",
+    "Metrics": "argosy.api.run_specs",
+    "Plan": "argosy.api.run_specs",
+    "PlannedLayout": "argosy.api.run_specs",
     "RunSpec": "argosy.config.schema",
     "SampleDataset": "argosy.api.datasets",
     "TrainedRun": "argosy.api.training",
     "generate_text": "argosy.api.models",
     "load_model": "argosy.api.models",
     "load_tokenizer": "argosy.api.models",
-    "plan_run": "argosy.api.runs",
-    "read_metrics": "argosy.api.runs",
-    "resolve_run": "argosy.api.runs",
+    "plan_run": "argosy.api.run_specs",
+    "read_metrics": "argosy.api.run_specs",
+    "resolve_run": "argosy.api.run_specs",
     "train_run": "argosy.api.training",
 }
 __all__ = ["__version__", *sorted(_HOMES)]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from argosy.data.corpus.corpus import Corpus
 from argosy.data.corpus.indexed import IndexedReader, IndexedWriter, dtype_for
-from argosy.data.samples.bert import DOES_NOT_FOLLOW, FOLLOWS, BertSamples, MaskedBatch, MaskedLM
+from argosy.data.samples.bert_samples import DOES_NOT_FOLLOW, FOLLOWS, BertSamples, MaskedBatch, MaskedLM
 from argosy.data.samples.document_windows import DocumentWindows
 from argosy.data.samples.draws import sample_keys
 from argosy.data.samples.masks import IGNORED

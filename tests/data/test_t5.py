@@ -13,7 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from argosy.data.samples.draws import sample_keys
-from argosy.data.samples.t5 import SpanBatch, SpanCorruption, lengths_for
+from argosy.data.samples.t5_samples import SpanBatch, SpanCorruption, lengths_for
 from argosy.errors import ArgosyError
 
 EOS, FIRST, START = 1, 50_000, 0

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from argosy.api.runs import Source, resolve_run
+from argosy.api.run_specs import Source, resolve_run
 from argosy.data.corpus.corpus import open_corpus
 from argosy.data.open import open_data
 

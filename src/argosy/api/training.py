@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from argosy.api.runs import Metrics, Source, as_arguments, read_metrics, resolved
+from argosy.api.run_specs import Metrics, Source, as_arguments, read_metrics, resolved
 from argosy.checkpoint.store import listed, step_of
 from argosy.errors import EXIT_DONE
 from argosy.record.rundir import RunDir

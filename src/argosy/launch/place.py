@@ -18,7 +18,7 @@ from argosy.families.architecture import architecture_of
 from argosy.launch.fabric import check_sharp, choose_fabric, nic_request
 from argosy.launch.placement import Placement, gib
 from argosy.launch.registry import find_target
-from argosy.launch.secrets import refuse_secrets
+from argosy.launch.secret_checks import refuse_secrets
 from argosy.launch.target import Target
 from argosy.plan.advise import predict
 from argosy.plan.auto import open_layout

@@ -45,7 +45,7 @@ class MaskedLMTask(DocumentTask[BertSpec]):
     writes = "masks"
 
     def document_set(self, opened: Opened, corpus: Corpus, part: Split, number: int) -> DocumentSet:
-        from argosy.data.samples.bert import BertSamples, MaskedLM
+        from argosy.data.samples.bert_samples import BertSamples, MaskedLM
 
         run, bert = opened.run, self.settings(opened.run)
         how = MaskedLM(
@@ -64,7 +64,7 @@ class MaskedLMTask(DocumentTask[BertSpec]):
     def synthetic(self, run: Run, draw: Callable[[int], Any]) -> Batch:
         import numpy as np
 
-        from argosy.data.samples.bert import MaskedLM
+        from argosy.data.samples.bert_samples import MaskedLM
         from argosy.data.samples.masks import IGNORED
         from argosy.data.samples.windows import Batch
 

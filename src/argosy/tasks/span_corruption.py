@@ -47,7 +47,7 @@ class SpanCorruptionTask(Task[T5Spec]):
         return {"targets": None}
 
     def target_len(self, run: Run) -> int | None:
-        from argosy.data.samples.t5 import lengths_for
+        from argosy.data.samples.t5_samples import lengths_for
 
         t5 = self.settings(run)
         return lengths_for(run.data.seq_len, t5.noise_density, t5.mean_span).targets
@@ -56,7 +56,7 @@ class SpanCorruptionTask(Task[T5Spec]):
         self, opened: Opened, split: str, corpora: Sequence[Corpus], weights: Sequence[float] | None, *, training: bool
     ) -> Stream:
         """Windows of the token stream, just so long that their corrupted form fills data.seq_len."""
-        from argosy.data.samples.t5 import SpanCorruption, SpanMaker
+        from argosy.data.samples.t5_samples import SpanCorruption, SpanMaker
         from argosy.data.samples.windows import SampleStream, Windows
 
         run, special, t5 = opened.run, opened.special, self.settings(opened.run)
