@@ -139,7 +139,7 @@ def _tokenizer_in(root: Path) -> Tokenizer | None:
 
 
 def _tokenizer_settings(root: Path) -> dict[str, Any]:
-    """Those of transformers' own class; nothing where they cannot be read, as they decide little."""
+    """Return the settings of transformers' tokenizer class; empty if they cannot be read, since they matter little."""
     try:
         return read_object(root / "tokenizer_config.json", within=root)
     except (OSError, ValueError):

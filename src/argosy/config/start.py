@@ -31,8 +31,9 @@ _STRETCH = ("rope_theta", "rope_scaling", "window")
 
 
 def directory_of(source: str) -> Path:
-    """Of a source that says what it is: no shell reads a `~` behind such a word."""
-    return Path(os.path.expanduser(source.partition(":")[2]))  # pathlib's own raises where there is no such user
+    """Return the directory of a source with a prefix, as `hf:~/models/base`. No shell expands a `~` after a prefix."""
+    # pathlib's expanduser raises if there is no such user.
+    return Path(os.path.expanduser(source.partition(":")[2]))
 
 
 def model_root(path: Path) -> Path:

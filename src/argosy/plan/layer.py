@@ -78,7 +78,7 @@ Linear = tuple[float, float, float, int, float]  # rows, inputs, outputs, how ma
 
 
 def _projections(work: Work, layout: Layout, tokens: float) -> list[Linear]:
-    """Of attention."""
+    """Return the linear layers of attention."""
     sizes, latent, tp = work.sizes, work.latent, layout.tp
     if latent is None:
         shapes = [(sizes.hidden, (sizes.query + 2 * sizes.key_value) / tp), (sizes.query / tp, sizes.hidden)]
@@ -125,7 +125,7 @@ def _element_bytes(work: Work, layout: Layout) -> float:
 
 
 def layer_parameters(work: Work, layout: Layout) -> float:
-    """Of an average layer, on one rank before sharding over data."""
+    """Return the parameters of an average layer on one rank, before sharding over data-parallel ranks."""
     sizes, moe = work.sizes, work.model.moe
     own = (sizes.attention + sizes.mlp) / layout.tp
     if moe is not None:

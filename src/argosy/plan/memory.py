@@ -54,7 +54,7 @@ class StageMemory:
 
 
 def memory_of(work: Work, layout: Layout, stack: Stack, calibration: Calibration) -> list[StageMemory]:
-    """Of each pipeline stage in turn."""
+    """Return the memory of each pipeline stage."""
     return [stage_memory(work, layout, stack, calibration, stage) for stage in range(layout.pp)]
 
 

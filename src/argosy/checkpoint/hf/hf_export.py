@@ -159,7 +159,7 @@ class Converter:
         return value if self.dtype is None else _rounded(name, value, self.dtype)
 
     def theirs(self, name: str) -> Tensor:
-        """Those made of one parameter are asked for one after the other, so that it is read and converted once."""
+        """Return a tensor in Hugging Face's layout. Tensors of one parameter are read in a row, so that it is converted once."""
         if name not in self._made:
             entry = self._entries[name]
             self._made = to_theirs(entry, self.ours(entry.ours))
@@ -184,7 +184,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _compare_logits(stage: Path, reader: Converter, memory: float) -> str:
-    """Of the directory itself, or of one with less of the model, which fits in `memory` bytes."""
+    """Compare the logits of the exported model, or of a smaller cut of it that fits in `memory` bytes, with ours."""
     spec = reader.spec
     cut = what_fits(spec, min(memory, available_memory()))
     if cut == spec:

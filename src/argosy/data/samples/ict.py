@@ -51,7 +51,7 @@ class InverseCloze:
 
 
 class ClozeSamples(DocumentSamples):
-    """Those of one split of corpus `number` of the run."""
+    """The inverse-cloze samples of one split of corpus `number` of the run."""
 
     def __init__(
         self, corpus: Corpus, split: Split, task: InverseCloze, seed: int, *, number: int, ends_in_eod: bool
