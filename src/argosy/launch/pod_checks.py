@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import PurePosixPath
 
+from argosy.config.cluster import ClusterSpec
 from argosy.errors import ArgosyError
 from argosy.launch.placement import Placement
 
@@ -38,6 +39,14 @@ def check_pods(placed: Placement) -> None:
             key="cluster.storage",
             fix="cluster.storage=CLAIM for an existing claim; or {claim: …, kind: azure-lustre | azure-blob | fsx}",
         )
+    _check_resources(placed)
+    _check_security(cluster)
+    _check_paths(placed)
+
+
+def _check_resources(placed: Placement) -> None:
+    """Refuse requests that are unknown or do not fit together."""
+    cluster = placed.cluster
     if not placed.cpus or placed.memory_gib < 2:
         raise ArgosyError(
             "launch.resources",
@@ -53,6 +62,10 @@ def check_pods(placed: Placement) -> None:
             value=cluster.shm,
             fix=f"cluster.shm={max(1, placed.memory_gib // 8)}Gi",
         )
+
+
+def _check_security(cluster: ClusterSpec) -> None:
+    """Refuse root without saying so, and a variable that has a secret and a plain value."""
     if cluster.user == 0 and not cluster.privileged:
         raise ArgosyError(
             "launch.security",
@@ -68,7 +81,6 @@ def check_pods(placed: Placement) -> None:
             key=f"cluster.env.{name}",
             fix="leave it out of one of them",
         )
-    _check_paths(placed)
 
 
 def _check_image(image: str) -> None:

@@ -97,31 +97,17 @@ class Json(Response):
         return orjson.dumps(content, default=str, option=orjson.OPT_NON_STR_KEYS)
 
 
-def make_app(root: Path, token: str) -> Starlette:
-    cache = RunCache(root)
+class RunApi:
+    """The answers of the dashboard's API, from the run directories below one root."""
 
-    def answers(function: Callable[[Request], Any]) -> Callable[[Request], Awaitable[Response]]:
-        async def endpoint(request: Request) -> Response:
-            try:
-                return Json(await run_in_threadpool(function, request))
-            except ArgosyError as error:
-                return Json({"error": error.as_dict()}, status_code=404 if error.code == "run.not-found" else 400)
-            except (ValueError, OverflowError) as error:
-                return Json({"error": {"cause": str(error)}}, status_code=400)
+    def __init__(self, root: Path) -> None:
+        self._cache = RunCache(root)
 
-        return endpoint
+    def runs(self, request: Request) -> Any:
+        return [run.summary() for run in self._cache.all_fresh()]
 
-    def named(request: Request) -> Run:
-        return cache.get(request.query_params.get("run", ""))
-
-    def several(request: Request) -> list[Run]:
-        return [cache.get(name) for name in request.query_params.getlist("run")]
-
-    def runs(request: Request) -> Any:
-        return [run.summary() for run in cache.all_fresh()]
-
-    def run_page(request: Request) -> Any:
-        run = named(request)
+    def run(self, request: Request) -> Any:
+        run = self._named(request)
         return run.summary() | {
             "names": run.series.names(),
             "waterfall": waterfall(run.series.last),
@@ -131,7 +117,7 @@ def make_app(root: Path, token: str) -> Starlette:
             "predicted": predicted(run),
         }
 
-    def curves(request: Request) -> Any:
+    def curves(self, request: Request) -> Any:
         query = request.query_params
         first, last = (float(query[k]) if query.get(k) else None for k in ("from", "to"))
         pieces = min(_MOST_PIECES, max(10, int(query.get("pieces", 600))))
@@ -140,39 +126,66 @@ def make_app(root: Path, token: str) -> Starlette:
                 "version": run.series.version,
                 "curves": run.series.curves(query.getlist("metric"), first=first, last=last, pieces=pieces),
             }
-            for run in several(request)
+            for run in self._several(request)
         }
 
-    def ranks(request: Request) -> Any:
-        heat = named(request).heat
+    def ranks(self, request: Request) -> Any:
+        heat = self._named(request).heat
         _in_background(heat.update, 0.05)
         return heat.picture(request.query_params.get("column", RATIO)) | {"reading": heat.reading}
 
-    def verdict(request: Request) -> Any:
-        run = named(request)
+    def verdict(self, request: Request) -> Any:
+        run = self._named(request)
         found = [] if run.state() == "done" else diagnose(run, read_bytes=_LOG_BYTES)
         shown = [finding for finding in found if finding.weight > FINE and (finding.name not in STATES or finding.fix)]
         return [finding.as_dict() for finding in shown][:4]
 
-    routes = [
-        Route("/", _file("index.html")),
-        Route("/page/{name}", _static),
-        Route("/api/runs", answers(runs)),
-        Route("/api/run", answers(run_page)),
-        Route("/api/curves", answers(curves)),
-        Route("/api/ranks", answers(ranks)),
-        Route("/api/verdict", answers(verdict)),
-        Route(
-            "/api/log", answers(lambda request: end_of_log(named(request), int(request.query_params.get("rank", 0))))
-        ),
-        Route("/api/config", answers(lambda request: config_rows(named(request)))),
-        Route("/api/diff", answers(lambda request: config_diff(several(request)))),
-        Route("/api/plan", answers(lambda request: plan(request.query_params))),
-        Route("/api/choices", answers(lambda request: choices())),
-    ]
-    app = Starlette(routes=routes)
+    def log(self, request: Request) -> Any:
+        return end_of_log(self._named(request), int(request.query_params.get("rank", 0)))
+
+    def config(self, request: Request) -> Any:
+        return config_rows(self._named(request))
+
+    def diff(self, request: Request) -> Any:
+        return config_diff(self._several(request))
+
+    def plan(self, request: Request) -> Any:
+        return plan(request.query_params)
+
+    def choices(self, request: Request) -> Any:
+        return choices()
+
+    def _named(self, request: Request) -> Run:
+        return self._cache.get(request.query_params.get("run", ""))
+
+    def _several(self, request: Request) -> list[Run]:
+        return [self._cache.get(name) for name in request.query_params.getlist("run")]
+
+
+def make_app(root: Path, token: str) -> Starlette:
+    """Build the dashboard's web application for the run directories below `root`."""
+    api = RunApi(root)
+    answers = (
+        api.runs, api.run, api.curves, api.ranks, api.verdict, api.log, api.config, api.diff, api.plan, api.choices
+    )  # fmt: skip
+    pages = [Route("/", _file("index.html")), Route("/page/{name}", _static)]
+    app = Starlette(routes=[*pages, *(Route(f"/api/{answer.__name__}", _json(answer)) for answer in answers)])
     app.add_middleware(BaseHTTPMiddleware, dispatch=_guard(token))
     return app
+
+
+def _json(function: Callable[[Request], Any]) -> Callable[[Request], Awaitable[Response]]:
+    """Return the endpoint that answers with a function's result, or with its refusal, as JSON."""
+
+    async def endpoint(request: Request) -> Response:
+        try:
+            return Json(await run_in_threadpool(function, request))
+        except ArgosyError as error:
+            return Json({"error": error.as_dict()}, status_code=404 if error.code == "run.not-found" else 400)
+        except (ValueError, OverflowError) as error:
+            return Json({"error": {"cause": str(error)}}, status_code=400)
+
+    return endpoint
 
 
 def _guard(token: str) -> Callable[[Request, Any], Awaitable[Response]]:
