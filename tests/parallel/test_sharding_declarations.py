@@ -38,7 +38,7 @@ MODELS = {
 
 def spec_of(model: str, *layout: str) -> RunSpec:
     keys = [*MODELS[model], *(f"model.{size}" for size in SIZES), "data.train=synthetic", "data.seq_len=32"]
-    keys += ["train.global_batch=4", "train.steps=1", "optim.lr=1e-3", "parallel.micro_batch=1", "eval=off"]
+    keys += ["train.global_batch=4", "train.steps=1", "optim.lr=1e-3", "parallel.micro_batch=2", "eval=off"]
     return resolve(None, [*keys, *layout]).spec
 
 
