@@ -60,13 +60,14 @@ def spec_of(model: str, layout: str) -> RunSpec:
     given = [key if "." in key.split("=")[0] else f"parallel.{key}" for key in layout.split()]
     if not any(key.startswith("parallel.micro_batch") for key in given):
         given.append("parallel.micro_batch=2")
+    # A key's bias has no gradient: its rounding noise must not become an update. Lion has no epsilon.
+    epsilon = [] if "optim.name=lion" in given else ["optim.eps=1e-6"]
     return resolve(
         None,
         [
             preset, *(key if key.startswith("data.") else f"model.{key}" for key in keys), "data.train=synthetic", f"data.seq_len={SEQ}",
             f"train.global_batch={BATCH}", "train.steps=100", "train.precision=fp32", "optim.lr=3e-3", "eval=off",
-            "optim.eps=1e-6",  # a key's bias has no gradient: its rounding noise must not become an update
-            *given,
+            *epsilon, *given,
         ],
     ).spec  # fmt: skip
 
