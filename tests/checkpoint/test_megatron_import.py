@@ -28,8 +28,7 @@ from argosy.config.model import ModelSpec
 from argosy.config.resolve import resolve, resolve_model
 from argosy.errors import ArgosyError
 from argosy.infer.loading import load_model
-from argosy.model.build import build_model
-from argosy.model.init import initial_value
+from argosy.model.build import build_model, initial_value
 from argosy.parallel.shards import Box
 from checkpoint.full_disk import full_beyond
 from megatron_files import arguments_of, halves, megatron_state, whole, write_checkpoint

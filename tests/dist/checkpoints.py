@@ -14,7 +14,7 @@ from argosy.checkpoint.manifest import OPTIMIZER, WEIGHTS, TrainProgress
 from argosy.checkpoint.stored import make_plan
 from argosy.checkpoint.save import contents, save
 from argosy.checkpoint.store import latest
-from argosy.model.init import initial_weights
+from argosy.model.build import initial_weights
 from argosy.parallel.mesh import Mesh, make_mesh
 from argosy.parallel.parallelize import parallelize
 from argosy.parallel.shards import local, whole

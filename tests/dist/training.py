@@ -14,7 +14,7 @@ from argosy.config.resolve import resolve
 from argosy.config.schema import RunSpec
 from argosy.data.samples.masks import IGNORED
 from argosy.data.samples.windows import Batch
-from argosy.model.init import initial_weights
+from argosy.model.build import initial_weights
 from argosy.parallel.mesh import Mesh, make_mesh
 from argosy.parallel.parallelize import parallelize
 from argosy.parallel.shards import whole

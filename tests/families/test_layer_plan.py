@@ -10,8 +10,7 @@ from argosy.config.model import ModelSpec
 from argosy.config.resolve import resolve_model
 from argosy.errors import ArgosyError
 from argosy.families.family_registry import PRESETS, plan_of
-from argosy.model.build import build_model
-from argosy.model.init import initialise
+from argosy.model.build import build_model, initialise
 
 SMALL = ["layers=6", "hidden=48", "heads=6", "kv_heads=2", "ffn=80", "vocab_size=101", "max_seq_len=40"]
 

@@ -15,8 +15,7 @@ from argosy.data.open import open_data
 from argosy.data.samples.masks import IGNORED
 from argosy.data.samples.windows import BatchMaker
 from argosy.errors import ArgosyError
-from argosy.model.build import build_model
-from argosy.model.init import initialise
+from argosy.model.build import build_model, initialise
 from argosy.model.objective import Objective
 
 EOD = 0

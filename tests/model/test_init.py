@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from argosy.config.resolve import resolve_model
-from argosy.model.build import build_model
-from argosy.model.init import initialise
+from argosy.model.build import build_model, initialise
 
 SIZES = ["hidden=64", "heads=4", "vocab_size=500", "max_seq_len=32"]
 

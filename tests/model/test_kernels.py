@@ -16,10 +16,10 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 from argosy.config.resolve import resolve_model  # noqa: E402
 from argosy.errors import ArgosyError  # noqa: E402
-from argosy.model.build import build_model  # noqa: E402
-from argosy.model.init import initialise  # noqa: E402
+from argosy.model.build import build_model, initialise  # noqa: E402
+from argosy.model.layers import embed  # noqa: E402
 from argosy.model.objective import Objective  # noqa: E402
-from argosy.model.ops import activation, choice, cross_entropy, embedding, fp8, heads, matmul, norm, permute  # noqa: E402
+from argosy.model.ops import activation, choice, cross_entropy, fp8, heads, matmul, norm, permute  # noqa: E402
 from argosy.model.ops.choice import kernels  # noqa: E402
 from argosy.model.ops.kernels import heads_kernel, norm_kernel  # noqa: E402
 from argosy.model.positions import rope_tables  # noqa: E402
@@ -108,7 +108,7 @@ def test_gated_activations(dtype: torch.dtype, kind: str) -> None:
 def test_embedding(dtype: torch.dtype, width: int) -> None:
     tokens = torch.randint(2, 90, (2, 90))
     tokens[torch.rand(2, 90) < 0.8] = 1  # more uses of one row than one program adds up; of the last row none
-    both(lambda weight: embedding.embed(tokens.to(DEVICE), weight), {"weight": torch.randn(91, width)}, dtype)
+    both(lambda weight: embed(tokens.to(DEVICE), weight), {"weight": torch.randn(91, width)}, dtype)
 
 
 @dataclass

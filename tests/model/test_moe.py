@@ -16,9 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from argosy.config.resolve import resolve_model
 from argosy.data.samples.masks import IGNORED
 from argosy.errors import ArgosyError
-from argosy.model.build import build_model
+from argosy.model.build import build_model, initialise
 from argosy.model.decoder import Decoder
-from argosy.model.init import initialise
 from argosy.model.moe import MoE, balance_experts
 from argosy.model.objective import Loss, Objective
 from argosy.model.ops import grouped

@@ -12,10 +12,9 @@ from torch.nn import functional as F
 from argosy.checkpoint.hf.hf_convert import entries, from_hf, to_hf
 from argosy.config.model import ModelSpec
 from argosy.config.resolve import resolve_model
+from argosy.families.architecture import attention_kind
 from argosy.families.hf_config import from_config
-from argosy.families.layer_plan import attention_kind
-from argosy.model.build import build_model
-from argosy.model.init import initialise
+from argosy.model.build import build_model, initialise
 from argosy.model.objective import Objective
 from argosy.model.positions import rope_frequencies, rope_tables
 

@@ -14,8 +14,7 @@ from argosy.checkpoint.hf.hf_convert import entries, from_hf, to_hf
 from argosy.config.model import ModelSpec
 from argosy.config.resolve import resolve_model
 from argosy.data.samples.masks import IGNORED
-from argosy.model.build import build_model
-from argosy.model.init import initialise
+from argosy.model.build import build_model, initialise
 from argosy.model.objective import Objective
 
 T = transformers

@@ -7,8 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from argosy.config.resolve import resolve_model
-from argosy.model.build import build_model
-from argosy.model.init import initialise
+from argosy.model.build import build_model, initialise
 from argosy.model.objective import Objective
 
 SIZES = ["layers=2", "hidden=32", "heads=4", "ffn=64", "vocab_size=64", "max_seq_len=16", "dropout=0"]

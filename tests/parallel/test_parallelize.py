@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from argosy.config.resolve import resolve
-from argosy.model.init import initial_weights
+from argosy.model.build import initial_weights
 from argosy.model.objective import Objective
 from argosy.parallel.mesh import Mesh
 from argosy.parallel.parallelize import parallelize

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from argosy.record import sensors as sensors_module
-from argosy.record.sensors import Sensors
+from argosy.record import rank_columns as sensors_module
+from argosy.record.rank_columns import Sensors
 from waiting import wait_for
 
 ALL = {"utilisation": 0.97, "temperature": 71.0, "power_w": 412.5, "throttled": 1.0}

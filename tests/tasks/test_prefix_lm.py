@@ -19,8 +19,7 @@ from argosy.data.samples.windows import Batch
 from argosy.data.synthetic import synthetic_batch
 from argosy.errors import ArgosyError
 from argosy.model.attention import BACKENDS, Case, Mask, explicit_bias
-from argosy.model.build import build_model
-from argosy.model.init import initialise
+from argosy.model.build import build_model, initialise
 from argosy.tasks.prefix_lm import PrefixLM, PrefixSpec, with_prefix
 
 SMALL = ["layers=3", "hidden=48", "heads=4", "kv_heads=2", "ffn=64", "vocab_size=101", "max_seq_len=24"]

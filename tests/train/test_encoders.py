@@ -23,8 +23,7 @@ from argosy.errors import ArgosyError
 from argosy.infer.decoding import Sampling
 from argosy.infer.evaluate_run import evaluate_run
 from argosy.infer.generate import sample
-from argosy.model.build import build_model
-from argosy.model.init import initial_weights, initialise
+from argosy.model.build import build_model, initial_weights, initialise
 from argosy.parallel.mesh import Mesh
 from argosy.parallel.parallelize import parallelize
 from argosy.parallel.single import SingleDevice

@@ -16,8 +16,7 @@ from argosy.config.resolve import resolve, resolve_model
 from argosy.config.schema import OptimSpec
 from argosy.data.samples.windows import Batch
 from argosy.errors import EXIT_DONE
-from argosy.model.build import build_model
-from argosy.model.init import initial_weights
+from argosy.model.build import build_model, initial_weights
 from argosy.model.moe import describe_load
 from argosy.parallel.precision import apply_precision
 from argosy.parallel.single import SingleDevice

@@ -13,8 +13,7 @@ from argosy.config.optimizers.lion import LionSpec
 from argosy.config.resolve import resolve, resolve_model
 from argosy.config.schema import OptimSpec
 from argosy.errors import ArgosyError
-from argosy.model.build import build_model
-from argosy.model.init import initial_weights
+from argosy.model.build import build_model, initial_weights
 from argosy.model.ops.choice import kernels
 from argosy.parallel.precision import apply_precision
 from argosy.record.jsonl import read_metrics

@@ -24,8 +24,7 @@ from argosy.infer.evaluate_run import evaluate_run
 from argosy.infer.generate import sample
 from argosy.infer.loading import load_model
 from argosy.measure.dry_run import dry_run
-from argosy.model.build import build_model
-from argosy.model.init import initial_value, initial_weights, initialise
+from argosy.model.build import build_model, initial_value, initial_weights, initialise
 from argosy.model.ops.choice import kernels
 from argosy.parallel import precision as precision_module
 from argosy.parallel.precision import (

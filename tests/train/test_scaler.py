@@ -15,8 +15,7 @@ from argosy.config.schema import OptimSpec
 from argosy.console.training_lines import describe
 from argosy.data.samples.windows import Batch
 from argosy.errors import ArgosyError
-from argosy.model.build import build_model
-from argosy.model.init import initial_weights
+from argosy.model.build import build_model, initial_weights
 from argosy.model.ops.choice import kernels
 from argosy.parallel.precision import apply_precision
 from argosy.parallel.single import SingleDevice

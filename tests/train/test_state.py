@@ -12,11 +12,11 @@ import torch
 
 from argosy.checkpoint.manifest import TrainProgress
 from argosy.checkpoint.save import save
+from argosy.config.counts import checkpoint_bytes
 from argosy.config.model import ModelSpec
 from argosy.config.optimizers import RULES
 from argosy.config.resolve import resolve_model
 from argosy.config.schema import OptimSpec
-from argosy.config.state import checkpoint_bytes
 from argosy.model.build import build_model
 from argosy.parallel.precision import apply_precision
 from argosy.plan.calibration import calibration

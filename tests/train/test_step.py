@@ -13,8 +13,7 @@ from argosy.config.schema import OptimSpec
 from argosy.data.samples.masks import IGNORED
 from argosy.data.samples.windows import Batch
 from argosy.errors import ArgosyError
-from argosy.model.build import build_model
-from argosy.model.init import initialise
+from argosy.model.build import build_model, initialise
 from argosy.parallel.single import SingleDevice, copied
 from argosy.parallel.transformer_blocks import DropoutSeeds
 from argosy.train.optimizer import Optimizer, undecayed

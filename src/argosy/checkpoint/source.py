@@ -31,7 +31,7 @@ from argosy.data.text.tokenizer import LARGEST_TOKENIZER, Tokenizer, load_tokeni
 from argosy.errors import ArgosyError
 from argosy.families.architecture import architecture_of
 from argosy.families.hf_config import read_config
-from argosy.model.init import initial_value
+from argosy.model.build import initial_value
 from argosy.tasks.task_registry import TASKS
 from argosy.untrusted import read_object, read_regular
 

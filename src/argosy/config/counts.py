@@ -3,6 +3,10 @@
 FLOPs follow one convention, named wherever they are shown: two per multiply-add, three passes (forward, and backward
 at twice its cost), matrix products and attention only, the output head included, the embedding look-up not, and causal
 attention counted at the half it needs (a token sees half of the sequence on average).
+
+`checkpoint_bytes` and `least_state_bytes` are what a checkpoint holds and what training keeps of a model, in bytes. A checkpoint holds the weights in 32 bits, whatever precision they are computed in (parameters of fewer bits are rounded from them), and
+the optimiser's state tensors, which its `Rule` declares: two with AdamW, 12 bytes a parameter in all. A parameter that no gradient trains
+has no state.
 """
 
 from __future__ import annotations
@@ -10,9 +14,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from argosy.config.model import ModelSpec
-from argosy.families.architecture import architecture_of
+from argosy.config.optimizer_rule import Rule
+from argosy.config.optimizers import DEFAULT
+from argosy.families.architecture import NORMS_OF_A_BLOCK, architecture_of
 from argosy.families.family_registry import plan_of
-from argosy.families.layer_plan import NORMS_OF_A_BLOCK
 
 FLOPS_CONVENTION = "6 x active matmul parameters + attention, halved where causal; no recompute"
 TARGETS_PER_SOURCE = 114 / 512  # tokens, as T5 corrupts: 15% in spans of 3
@@ -176,3 +181,20 @@ def _sides_flops(spec: ModelSpec, source: int, target: int) -> tuple[float, floa
     encoder = source * (2 * (attention + mlp) + 4 * width * source)
     decoder = target * (2 * (attention + query_side + mlp) + 4 * width * (target / 2 + source))
     return encoder, decoder + source * 2 * (attention - query_side)
+
+
+WIDE = 4  # bytes of a 32-bit number
+
+
+def checkpoint_bytes(model: ModelSpec, rule: Rule = DEFAULT) -> int:
+    """Bytes of the tensors of one checkpoint; its headers and index are small beside them."""
+    count = count_parameters(model)
+    others = count.total - count.fixed - count.matrices
+    state = sum(part.state_bytes * int(number) for part, number in rule.shares(count.matrices, others))
+    return WIDE * count.total + state
+
+
+def least_state_bytes(model: ModelSpec, rule: Rule = DEFAULT) -> int:
+    """Bytes of weights, gradients and optimiser that all ranks of one replica keep at least, in any precision: a 32-bit parameter is its
+    own master and has a 32-bit gradient, and a 16-bit one has as many bytes in its copy and gradient together."""
+    return checkpoint_bytes(model, rule) + WIDE * count_parameters(model).total

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from functools import partial
 
 from argosy.config.model import ModelSpec
+from argosy.families.architecture import plan_layers
 from argosy.families.family import Family, HfFormat, Row, StoredNames, Tree
 from argosy.families.hf_keys import ACTIVATIONS, Keys, activation_name
-from argosy.families.layer_plan import plan_layers
 from argosy.families.weight_table import SAME, Entry, Layout, QueryKeyValue, Twice
 
 _WITH_PAIRS, _WITHOUT = "BertForPreTraining", "BertForMaskedLM"

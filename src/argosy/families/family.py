@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from argosy.config.model import ModelSpec
+from argosy.families.architecture import LayerPlan, plan_layers
 from argosy.families.hf_keys import Keys
-from argosy.families.layer_plan import LayerPlan, plan_layers
 from argosy.families.weight_table import Entry
 
 Row = dict[str, Any]  # keys of a model spec

@@ -7,11 +7,11 @@ Names of presets say what people call a model, never how large it is: sizes are 
 from __future__ import annotations
 
 from argosy.config.model import ModelSpec
+from argosy.families.architecture import LayerPlan
 from argosy.families.bert import BERT
 from argosy.families.family import Family, Row
 from argosy.families.gemma3 import GEMMA3
 from argosy.families.gpt import GPT
-from argosy.families.layer_plan import LayerPlan
 from argosy.families.llama import LLAMA
 from argosy.families.mpt import MPT
 from argosy.families.t5 import T5

@@ -8,11 +8,11 @@ from functools import partial
 from typing import Any
 
 from argosy.config.model import ModelSpec
+from argosy.families.architecture import plan_layers
 from argosy.families.family import Family, HfFormat, Row, StoredNames, Tree
 from argosy.families.gated import attention_table, gated_mlp_table
 from argosy.families.hf_keys import Keys
 from argosy.families.hf_rope import ROPE_KEYS, read_scaling, write_scaling
-from argosy.families.layer_plan import plan_layers
 from argosy.families.weight_table import Entry
 
 GLOBAL_EVERY = 6

@@ -7,10 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from argosy.config.model import ModelSpec
-from argosy.families.architecture import ENCODER_DECODER
+from argosy.families.architecture import ENCODER_DECODER, LayerPlan, attention_kind
 from argosy.families.family import Family, HfFormat, Row, StoredNames, Tree
 from argosy.families.hf_keys import Keys
-from argosy.families.layer_plan import LayerPlan, attention_kind
 from argosy.families.weight_table import Entry, KeyValue, QueryKeyValue
 
 DEFAULTS: Row = {

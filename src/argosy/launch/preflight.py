@@ -18,9 +18,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from argosy.config.counts import checkpoint_bytes
 from argosy.config.resolve import resolve
 from argosy.config.schema import RunSpec
-from argosy.config.state import checkpoint_bytes
 from argosy.errors import EXIT_DONE, EXIT_REFUSED
 from argosy.launch.fabric import card_count, choose_fabric
 from argosy.launch.placement import gib

@@ -25,7 +25,7 @@ from argosy.console.formats import digits
 from argosy.console.progress_bar import ProgressBar
 from argosy.data.open import open_data
 from argosy.data.synthetic import synthetic_batch
-from argosy.model.init import initial_weights
+from argosy.model.build import initial_weights
 from argosy.model.ops import flash, hopper
 from argosy.parallel.engine import Engine
 from argosy.parallel.mesh import Mesh

@@ -1,13 +1,18 @@
-"""From a model spec to the model."""
+"""From a model spec to the model, and to its fresh weights.
+
+Fresh weights are the same for every layout: each parameter is drawn from a seed made of (run seed, its name).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from argosy.config.model import ModelSpec
+from argosy.config.seeds import derive_seed
 from argosy.families.architecture import DECODER, ENCODER, ENCODER_DECODER, RETRIEVER, Architecture, architecture_of
 from argosy.model.decoder import Decoder
 from argosy.model.encoder import MaskedLM
@@ -23,6 +28,56 @@ _MODELS: dict[Architecture, Callable[[ModelSpec], nn.Module]] = {
 
 
 def build_model(spec: ModelSpec, device: torch.device | str = "cpu") -> nn.Module:
-    """The model with uninitialised weights; `argosy.model.init` or a checkpoint fills them."""
+    """The model with uninitialised weights; `argosy.model.build` or a checkpoint fills them."""
     with torch.device(device):
         return _MODELS[architecture_of(spec)](spec)
+
+
+# The projections that write into the residual stream start smaller, so that its variance does not grow with depth.
+_INTO_RESIDUAL = ("attn.out.weight", "mlp.down.weight", "experts.down", "shared.down.weight")
+
+
+def initialise(model: nn.Module, spec: ModelSpec, seed: int) -> None:
+    """In the precision the model has; an optimiser that keeps masters takes `initial_weights` itself."""
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, value in initial_weights(model, spec, seed):
+            parameters[name].copy_(value)
+
+
+def initial_weights(model: nn.Module, spec: ModelSpec, seed: int) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in model.named_parameters():
+        yield name, initial_value(name, parameter.shape, spec, seed)
+
+
+def initial_value(name: str, shape: torch.Size, spec: ModelSpec, seed: int) -> Tensor:
+    """The whole parameter in 32-bit floats on the CPU, whatever the device or layout it is for."""
+    if name.endswith(".bias"):
+        return torch.zeros(shape)
+    if name.split(".")[-2].endswith("norm"):
+        return torch.full(shape, spec.norm_start)
+    generator = torch.Generator().manual_seed(derive_seed(seed, "init", name))
+    value = torch.empty(shape).normal_(0.0, 1.0, generator=generator)
+    if architecture_of(spec).fan_in_init:
+        return value.mul_(_t5_std(name, shape, spec))
+    std = spec.init_std
+    if name.endswith(_INTO_RESIDUAL):
+        std /= math.sqrt(2 * spec.layers)
+    return value.mul_(std)
+
+
+def _t5_std(name: str, shape: torch.Size, spec: ModelSpec) -> Tensor | float:
+    """T5's: 1 / sqrt(inputs) for a matrix, 1 for the embedding; queries are smaller by the root of a head's width, by
+    which T5 does not divide the scores. A head of its own is such a matrix, as T5 1.1 was trained: drawn like the embedding,
+    as transformers has it, its logits would begin as wide as the root of the model."""
+    if name.endswith("embed.tokens.weight"):
+        return spec.init_std
+    inputs = spec.hidden if name.endswith("relative.weight") else shape[-1]
+    std = spec.init_std / math.sqrt(inputs)
+    if name.endswith("cross.q.weight"):
+        return std / math.sqrt(spec.head_dim)
+    if name.endswith("qkv.weight"):
+        group = torch.ones(spec.heads // spec.kv_heads + 2)
+        group[:-2] /= math.sqrt(spec.head_dim)
+        return std * group.repeat_interleave(spec.head_dim).repeat(spec.kv_heads)[:, None]
+    return std

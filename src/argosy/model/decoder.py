@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from argosy.config.model import ModelSpec
 from argosy.data.samples.masks import IGNORED
+from argosy.families.architecture import LayerPlan
 from argosy.families.family_registry import plan_of
-from argosy.families.layer_plan import LayerPlan
 from argosy.model.attention import Prepare, prepare_attention
 from argosy.model.layers import AttentionBlock, Block, Embedding, Linear, Norm
 from argosy.model.moe import Report, SparseBlock, sum_reports

@@ -13,9 +13,8 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from argosy.config.model import ModelSpec
-from argosy.families.architecture import RELATIVE_BUCKETS
+from argosy.families.architecture import RELATIVE_BUCKETS, LayerPlan
 from argosy.families.family_registry import plan_of
-from argosy.families.layer_plan import LayerPlan
 from argosy.model.attention import Attend, Mask, prepare_attention
 from argosy.model.layers import Block, Embedding, Linear, Norm, Together
 from argosy.model.objective import Loss, Objective, Output, Stream
@@ -29,7 +28,7 @@ class RelativeBias(nn.Embedding):
     weight = shardable("weight")
 
     def reset_parameters(self) -> None:
-        """Draw nothing: `argosy.model.init` does."""
+        """Draw nothing: `argosy.model.build` does."""
 
 
 class Stack(nn.Module):

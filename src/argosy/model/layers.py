@@ -14,12 +14,12 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from argosy.config.model import ModelSpec
-from argosy.families.architecture import architecture_of
-from argosy.families.layer_plan import LayerPlan
+from argosy.families.architecture import LayerPlan, architecture_of
 from argosy.model.ops.activation import activate, gated
-from argosy.model.ops.embedding import embed
+from argosy.model.ops.choice import use_kernel
 from argosy.model.ops.fp8 import fp8_matmuls
 from argosy.model.ops.heads import project_heads, rotate
 from argosy.model.ops.matmul import matmuls
@@ -210,7 +210,7 @@ class Table(nn.Embedding):
     weight = shardable("weight")
 
     def reset_parameters(self) -> None:
-        """Draw nothing: `argosy.model.init` does. Torch would load its compiler to draw on the meta device, which takes seconds."""
+        """Draw nothing: `argosy.model.build` does. Torch would load its compiler to draw on the meta device, which takes seconds."""
 
     def forward(self, numbers: Tensor) -> Tensor:
         return embed(numbers, self.weight)
@@ -249,3 +249,14 @@ class Embedding(nn.Module):
             x = self.norm(x)
         dropped: Tensor = self.dropout(x)
         return dropped
+
+
+def embed(numbers: Tensor, weight: Tensor) -> Tensor:
+    """weight[numbers], of weight [rows, width]. Backward, the gradients of a row's many uses are added up in the same order every
+    time."""
+    if use_kernel(weight):
+        from argosy.model.ops.kernels.embedding_kernel import Embed
+
+        result: Tensor = Embed.apply(numbers, weight)
+        return result
+    return F.embedding(numbers, weight)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from argosy.compat import add_each_, mm_float32, passed_on
 from argosy.config.model import ModelSpec, MoESpec
-from argosy.families.layer_plan import LayerPlan
+from argosy.families.architecture import LayerPlan
 from argosy.model.layers import MLP, AttentionBlock, normed
 from argosy.model.ops.activation import activate, gated
 from argosy.model.ops.grouped import grouped_linear

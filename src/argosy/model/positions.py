@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from argosy.config.model import ModelSpec
-from argosy.families.architecture import RELATIVE_BUCKETS, architecture_of
-from argosy.families.layer_plan import AttentionKind
+from argosy.families.architecture import RELATIVE_BUCKETS, AttentionKind, architecture_of
 from argosy.model.attention import Attend, Mask, Prepare, prepare_attention
 from argosy.model.ops.heads import Rope
 from argosy.model.sharding import WHOLE, Share

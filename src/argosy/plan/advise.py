@@ -8,10 +8,10 @@ from math import ceil
 from pathlib import Path
 from typing import Any, get_args
 
+from argosy.config.counts import least_state_bytes
 from argosy.config.refusals import did_you_mean
 from argosy.config.resolve import resolve, resolve_model
 from argosy.config.schema import ParallelSpec, RunSpec
-from argosy.config.state import least_state_bytes
 from argosy.config.units import parse_count
 from argosy.errors import ArgosyError
 from argosy.plan.calibration import calibration

@@ -21,9 +21,8 @@ from argosy.config.model import ModelSpec, Section
 from argosy.config.optimizer_rule import Rule
 from argosy.config.optimizers import DEFAULT
 from argosy.config.stage_layers import V_SHAPED
-from argosy.families.architecture import architecture_of
+from argosy.families.architecture import NORMS_OF_A_BLOCK, architecture_of
 from argosy.families.family_registry import plan_of
-from argosy.families.layer_plan import NORMS_OF_A_BLOCK
 
 Recompute = Literal["none", "selective", "full"]
 Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "zbv", "dualpipev"]

@@ -15,9 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from math import ceil
 
+from argosy.config.counts import WIDE
 from argosy.config.optimizer_rule import Rule
 from argosy.config.optimizers import DEFAULT
-from argosy.config.state import WIDE
 from argosy.plan.calibration import Calibration, Stack
 from argosy.plan.hardware import GIB
 from argosy.plan.layouts import Layout, Work, stage_layers

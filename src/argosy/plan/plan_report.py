@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from argosy.config.counts import FLOPS_CONVENTION, describe_size
-from argosy.config.state import checkpoint_bytes
+from argosy.config.counts import FLOPS_CONVENTION, checkpoint_bytes, describe_size
 from argosy.plan.layouts import Work
 from argosy.plan.search import Candidate, Found, warnings
 

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from argosy.compat import set_deterministic
-from argosy.config.counts import count_parameters
+from argosy.config.counts import count_parameters, least_state_bytes
 from argosy.config.schema import RunSpec, TrainSpec
-from argosy.config.state import least_state_bytes
 from argosy.console.formats import digits
 from argosy.errors import ArgosyError
 from argosy.host_memory import available_memory

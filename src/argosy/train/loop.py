@@ -18,7 +18,7 @@ from argosy.config.layout import describe_layout
 from argosy.console.training_lines import Console, open_console
 from argosy.data.loader import Loader
 from argosy.errors import EXIT_DONE, EXIT_RESUMABLE
-from argosy.model.init import initial_weights
+from argosy.model.build import initial_weights
 from argosy.parallel.mesh import Agreement
 from argosy.record.heartbeat import Heartbeat, Phase
 from argosy.record.jsonl import now, read_metrics

@@ -30,9 +30,8 @@ from argosy.plan.hardware import Peak, facts
 from argosy.record.alerts import Alerts
 from argosy.record.jsonl import JsonlWriter, Record, now
 from argosy.record.ledger import PRODUCTIVE, Ledger, process_started
-from argosy.record.rank_columns import Ranks
+from argosy.record.rank_columns import FIELDS, Ranks, Sensors
 from argosy.record.rundir import RunDir
-from argosy.record.sensors import FIELDS, Sensors
 from argosy.train.device import Memory, peak_memory_gib
 from argosy.train.step import Step
 

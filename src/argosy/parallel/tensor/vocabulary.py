@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from argosy.compat import gather_into
+from argosy.model.layers import embed
 from argosy.model.objective import Output
 from argosy.model.ops.cross_entropy import linear_cross_entropy, logits_gradient_, row_losses
-from argosy.model.ops.embedding import embed
 from argosy.parallel.tensor.region import Region, gathered
 
 
