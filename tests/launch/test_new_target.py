@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -58,7 +59,12 @@ def test_a_new_target_is_rendered_started_asked_read_and_stopped(
     assert "# background.sh\nset -e\nargosy train run.yaml" in rendered
     assert json.loads(rendered.partition("# plan.json\n")[2])["target"] == "background"
     assert "started in the background" in argosy("launch", spec)
-    wait_for(lambda: "step " in argosy("status", spec), 120, lambda: argosy("status", spec), every_s=1.0)
+    wait_for(
+        lambda: re.search("step [0-9]", argosy("status", spec)) is not None,
+        120,
+        lambda: argosy("status", spec),
+        every_s=1.0,
+    )
     assert "train      running: in the background" in argosy("status", spec)
     assert argosy("logs", spec, "--tail", 1).strip()
     assert "ended process group" in argosy("stop", spec)

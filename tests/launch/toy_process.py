@@ -13,6 +13,12 @@ from argosy.launch.placement import Placement
 from argosy.launch.stages import stages_of
 from argosy.launch.target import Launched, LaunchOptions, RunStatus, State, Target, logged_progress, not_found
 
+# All of argosy with this target, for the processes it starts.
+REGISTERED = (
+    "from argosy.config.targets import TARGETS; TARGETS['background'] = 'toy_process'; "
+    "from argosy.__main__ import main; main()"
+)
+
 
 class BackgroundTarget(Target):
     name = "background"
@@ -24,7 +30,7 @@ class BackgroundTarget(Target):
 
     def apply(self, placed: Placement, options: LaunchOptions) -> int:
         commands = [
-            shlex.join([sys.executable, "-m", "argosy", *stage.command(placed, str(options.path.resolve()))])
+            shlex.join([sys.executable, "-c", REGISTERED, *stage.command(placed, str(options.path.resolve()))])
             for stage in stages_of(placed)
         ]
         started = subprocess.Popen(
