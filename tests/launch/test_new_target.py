@@ -61,9 +61,9 @@ def test_a_new_target_is_rendered_started_asked_read_and_stopped(
     assert "started in the background" in argosy("launch", spec)
     wait_for(
         lambda: re.search("step [0-9]", argosy("status", spec)) is not None,
-        120,
+        240,
         lambda: argosy("status", spec),
-        every_s=1.0,
+        every_s=5.0,  # each look starts a process, which the run's own start has to compete with
     )
     assert "train      running: in the background" in argosy("status", spec)
     assert argosy("logs", spec, "--tail", 1).strip()
