@@ -1,1 +1,1 @@
-"""How a model is spread over devices, behind one seam: `forward_backward(batch, step) -> (loss sum, tokens, metrics)`."""
+"""Layouts that spread a model over devices, behind one interface: `forward_backward(batch, step) -> (loss sum, tokens, metrics)`."""

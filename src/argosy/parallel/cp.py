@@ -1,12 +1,13 @@
-"""Context parallelism: the tokens of a sequence are spread over ranks, so that each keeps the activations of its own only.
+"""Context parallelism: each rank holds a part of every sequence, and keeps the activations of its own tokens only.
 
-Everything in a model works token by token, but for four things: attention, positions, dropout, whose masks are drawn for
-the whole sequence so that they are those of one process, and the losses of routers, which are means over a micro-batch. A sequence is cut into twice as many pieces as there are ranks, and rank r gets piece r and the r-th from
-the end: with a causal mask later queries see more keys, and so each rank has as much to do.
+A model works token by token except in four places: attention, positions, dropout and router losses. Dropout masks are drawn
+for the whole sequence, so that they equal those of one process. Router losses are means over a micro-batch. A sequence is cut
+into twice as many pieces as there are ranks, and rank r gets piece r and the r-th from the end. With a causal mask later queries
+see more keys, so this gives every rank the same amount of work.
 
-Attention has two forms. `allgather` gathers the keys and values of the whole sequence, and each rank computes its own
-queries on them. `ulysses` swaps tokens for heads: each rank computes some of the heads for all
-tokens, by whichever back end one process would take.
+Attention has two forms. `allgather` all-gathers the keys and values of the whole sequence, and each rank computes its own
+queries on them. `ulysses` exchanges tokens for heads in an all-to-all: each rank computes some of the heads for all tokens, with
+the attention back end that one process would use.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from argosy.parallel.mesh import Mesh
 
 @dataclass(frozen=True)
 class Cut:
-    """How a sequence is spread over the ranks of a group."""
+    """The division of a sequence over the ranks of a process group."""
 
     group: dist.ProcessGroup
 
@@ -46,20 +47,20 @@ class Cut:
 
     @property
     def share(self) -> Share:
-        """Of a sequence, this rank's."""
+        """This rank's share of a sequence."""
         return self._shares[self.group.rank()]
 
     @property
     def heads(self) -> Share:
-        """This rank's, where tokens are swapped for heads."""
+        """This rank's share of the heads, for `ulysses`."""
         return Share((self.group.rank(),), self.ranks)
 
     def parts(self, whole: Tensor) -> Tensor:
-        """What each rank has of [.., seq, width]: [ranks, .., seq / ranks, width]."""
+        """Split [.., seq, width] into the parts of all ranks: [ranks, .., seq / ranks, width]."""
         return torch.stack([share.take(whole, whole.ndim - 2) for share in self._shares])
 
     def joined(self, parts: Tensor) -> Tensor:
-        """The other way round."""
+        """Join the parts of all ranks into whole sequences: the inverse of `parts`."""
         pieces = [part.chunk(2, dim=-2) for part in parts.unbind()]
         return torch.cat([*(first for first, _ in pieces), *(second for _, second in reversed(pieces))], dim=-2)
 
@@ -69,7 +70,7 @@ class Cut:
 
 
 def apply_context_parallel(model: nn.Module, mesh: Mesh, kind: str) -> None:
-    """From now on the model is to be given parts of sequences, as `cut_inputs` makes them."""
+    """Make the model take parts of sequences, as `cut_inputs` makes them."""
     cut = Cut.of(mesh)
     if cut is None or not isinstance(model, Decoder):
         return
@@ -89,7 +90,7 @@ def input_cut(mesh: Mesh) -> Callable[[dict[str, Tensor], Objective], tuple[dict
 
 
 def cut_inputs(cut: Cut, inputs: dict[str, Tensor], objective: Objective) -> tuple[dict[str, Tensor], Objective]:
-    """Return this rank's part of a micro-batch. What masks are made of stays whole, since keys are."""
+    """Return this rank's part of a micro-batch. Inputs of the attention mask stay whole, because the keys are."""
     counted = (inputs["labels"] != IGNORED).sum()
     seq, device = inputs["tokens"].shape[1], inputs["tokens"].device
     whole = {"positions": torch.arange(seq, device=device)[None]} | inputs
@@ -138,7 +139,8 @@ def _swapping(
 
     def attend_some(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = (_shareable(t, q.shape[1], cut.ranks) for t in (k, v))
-        by_rank = [t.unflatten(1, (cut.ranks, -1)).transpose(0, 1) for t in (q, k, v)]  # [ranks, batch, heads, ..]
+        # [ranks, batch, heads, ..]
+        by_rank = [t.unflatten(1, (cut.ranks, -1)).transpose(0, 1) for t in (q, k, v)]
         counts = [t.shape[2] for t in by_rank]
         every_q, every_k, every_v = cut.joined(swap(torch.cat(by_rank, dim=2), cut.group)).split(counts, dim=1)
         y = swap(cut.parts(attend(every_q, every_k, every_v)), cut.group)
@@ -148,7 +150,7 @@ def _swapping(
 
 
 def _shareable(x: Tensor, heads: int, ranks: int) -> Tensor:
-    """Key or value heads as often as it takes to give every rank those that its query heads look at."""
+    """Repeat the KV heads until every rank can be given those that its query heads attend to."""
     kv_heads = x.shape[1]
     if kv_heads % ranks == 0:
         return x

@@ -1,12 +1,12 @@
-"""The forward and backward pass of a micro-batch, recorded once as a CUDA graph and from then on started as a whole.
+"""CUDA graphs: the forward and backward pass of a micro-batch, captured once and then replayed.
 
-A GPU that is given few tokens at a time is done with its kernels sooner than the host can start them, some two thousand in
-a step. A recording starts them all at once. It reads and writes fixed places in memory: inputs are copied to where it reads
-them, losses are copied from where it writes them, and the gradients it makes are handed to the parameters each time.
-The kernels, their order and their numbers are those of an ordinary pass.
+A GPU with few tokens per pass finishes its kernels sooner than the host can launch them, about two thousand in a step. A CUDA
+graph launches them all at once. It reads and writes fixed addresses: inputs are copied to where the graph reads them, losses
+are copied from where it writes them, and its gradients are assigned to the parameters after each replay. The kernels, their
+order and their results are those of an ordinary pass.
 
-The second pass is timed. If the GPU is still at work long after the host has started everything, the host is not what the
-step waits for, and nothing is recorded.
+The second pass is timed. If the GPU is still busy long after the host has launched everything, the step is not launch-bound,
+and nothing is captured.
 """
 
 from __future__ import annotations
@@ -22,10 +22,13 @@ from torch import Tensor, nn
 from argosy.model.objective import Loss, Objective
 
 Inputs = dict[str, Tensor]
-Pass = Callable[[Inputs, Objective], Loss]  # adds to the gradients
+# Adds to the gradients.
+Pass = Callable[[Inputs, Objective], Loss]
 
-_TAIL = 0.1  # of a pass: what the GPU may still need once the host is done, where the host is the limit
-_MOST = 4  # recordings: each keeps the memory of its gradients
+# A pass is launch-bound if the GPU finishes within this fraction of the pass after the host.
+_TAIL = 0.1
+# The most graphs: each keeps the memory of its gradients.
+_MOST = 4
 
 
 @dataclass
@@ -33,23 +36,30 @@ class Recording:
     inputs: Inputs
     objective: Objective
     loss: Loss
-    graph: Any  # of torch.cuda: has `replay`
+    # A torch.cuda.CUDAGraph.
+    graph: Any
     gradients: list[Tensor | None]
-    more: dict[object, Recording] = field(default_factory=dict)  # passes that add to these gradients
+    # Passes that add to these gradients.
+    more: dict[object, Recording] = field(default_factory=dict)
 
 
 class CudaGraphs:
-    """In the place of a pass: the pass itself at first, its recording later."""
+    """A drop-in replacement for a pass: it runs the pass itself at first, and replays its CUDA graph later."""
 
     def __init__(self, run: Pass, parameters: Iterable[nn.Parameter], device: torch.device) -> None:
         self._run, self._device = run, device
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._passes, self._recorded = 0, 0
-        self._pool: Any = None  # of memory, shared by the recordings, which never run at the same time
-        self._first: dict[object, Recording] = {}  # passes that find no gradients
-        self._begun: Recording | None = None  # the one that made the gradients there are
-        self.wanted: bool | None = None  # not known yet
-        self._news: list[str] = []  # to be told
+        # The memory pool that all graphs share: they never run at the same time.
+        self._pool: Any = None
+        # Passes that find no gradients.
+        self._first: dict[object, Recording] = {}
+        # The recording that made the current gradients.
+        self._begun: Recording | None = None
+        # None: not known yet.
+        self.wanted: bool | None = None
+        # Messages for the user.
+        self._news: list[str] = []
 
     def __call__(self, inputs: Inputs, objective: Objective) -> Loss:
         self._passes += 1
@@ -70,7 +80,7 @@ class CudaGraphs:
         return self._replay(recording, inputs, objective)
 
     def take_news(self) -> list[str]:
-        """Return what there is to tell the user since the last call."""
+        """Return the messages for the user since the last call."""
         news, self._news = self._news, []
         return news
 
@@ -90,12 +100,13 @@ class CudaGraphs:
         return loss
 
     def _record(self, known: dict[object, Recording], key: object, inputs: Inputs, objective: Objective) -> bool:
-        """Whether it could be recorded. The pass has not run yet."""
+        """Capture the pass without running it. Return False if it cannot be captured."""
         before = [parameter.grad for parameter in self._parameters]
         try:
             self._pool = self._pool or torch.cuda.graph_pool_handle()
             known[key] = record(self._run, inputs, objective, self._parameters, self._pool)
-        except RuntimeError as problem:  # out of memory, or an operation that cannot be recorded
+        # Out of memory, or an operation that cannot be captured.
+        except RuntimeError as problem:
             self.wanted = False
             self._news.append(f"kernels are started one by one: the pass cannot be recorded ({_first_line(problem)})")
             self._hand(before)
@@ -118,7 +129,7 @@ class CudaGraphs:
 
 
 def record(run: Pass, inputs: Inputs, objective: Objective, parameters: list[nn.Parameter], pool: Any) -> Recording:
-    """What `run` does, without doing it. Other threads go on using the device: only this one must not while it records."""
+    """Capture `run` as a CUDA graph, without running it. Other threads may use the device during the capture; this one may not."""
     inputs = {name: tensor.clone() for name, tensor in inputs.items()}
     objective = _held(objective)
     graph = torch.cuda.CUDAGraph()
@@ -128,14 +139,14 @@ def record(run: Pass, inputs: Inputs, objective: Objective, parameters: list[nn.
 
 
 def _form(inputs: Inputs, objective: Objective, parameters: list[nn.Parameter]) -> object:
-    """Passes alike in this are the same kernels."""
+    """Return the key of a pass: passes with equal keys launch the same kernels."""
     shapes = tuple((name, tensor.shape, tensor.dtype) for name, tensor in inputs.items())
     constants = tuple(value for value in vars(objective).values() if not isinstance(value, Tensor))
     return shapes, constants, len(_numbers(objective)), parameters[0].grad_dtype
 
 
 def _numbers(objective: Objective) -> list[Tensor]:
-    """What of it is on the device, and may be another number in each pass."""
+    """Return the tensors of an objective: they are on the device, and may change from pass to pass."""
     return [value for value in vars(objective).values() if isinstance(value, Tensor)]
 
 

@@ -1,7 +1,7 @@
-"""Parameters cut over ranks, each of which computes with its own part.
+"""Parameters sharded over ranks, each of which computes with its own shard.
 
-A cut parameter is a DTensor, as storage: its module hands out this rank's part, a plain tensor, whenever it is read
-(`argosy.model.sharding.shardable`), and the part's gradient is that of the DTensor's part.
+A sharded parameter is a DTensor, for storage only: reading it from its module returns this rank's shard, a plain tensor
+(`argosy.model.sharding.shardable`). The gradient of the shard becomes the gradient of the DTensor's local part.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from argosy.model.sharding import LOCAL
 
 
 def cut_parameters(owner: nn.Module, dims: dict[str, int], mesh: DeviceMesh) -> None:
-    """Leave this rank its part of the parameters of these names, cut along these dimensions over a mesh of one axis. They may
-    have been cut over another before, along other dimensions."""
+    """Shard the named parameters along the given dimensions over a mesh of one axis. They may already be sharded over another
+    axis along other dimensions."""
     over = mesh
     for name, dim in dims.items():
         before = owner._parameters[name]
@@ -40,7 +40,8 @@ def cut_parameters(owner: nn.Module, dims: dict[str, int], mesh: DeviceMesh) -> 
 
 def _part(mesh: DeviceMesh, parameter: nn.Parameter) -> Tensor:
     if not isinstance(parameter, DTensor) or parameter.device_mesh != mesh:
-        return parameter  # FSDP has cut it further: outside of a forward pass, it asks for its own
+        # FSDP has sharded it further, and reads its own shard outside of a forward pass.
+        return parameter
     return parameter.to_local(grad_placements=parameter.placements)
 
 

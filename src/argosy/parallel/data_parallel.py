@@ -1,8 +1,8 @@
-"""Several ranks, each with its share of the global batch: replicas, shards of one model (FSDP), or replicas of shards.
+"""Data parallelism: each rank trains on its share of the global batch, with a replica of the model, a shard (FSDP) or both.
 
-A rank's share is a contiguous range of the batch's samples, so that micro-batches, and with them dropout and whatever a
-model makes of a micro-batch, are those of one process. Gradients are sums over all ranks, made once a step, after the last
-micro-batch; losses, counts and loads are summed too, so that every rank has the `Result` of the global batch.
+A rank's share is a contiguous range of the batch's samples. Micro-batches, and with them dropout and losses per micro-batch, are
+therefore those of one process. Gradients are summed over all ranks once a step, after the last micro-batch. Losses, counts and
+expert loads are summed too, so that every rank has the `Result` of the global batch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from argosy.parallel.transformer_blocks import DropoutSeeds
 
 
 class DataParallel:
-    """An `Engine`."""
+    """The `Engine` of data-parallel ranks, with or without FSDP, tensor and context parallelism."""
 
     def __init__(
         self, model: nn.Module, mesh: Mesh, parallel: ParallelSpec, dropout: DropoutSeeds, *, z_loss: float
@@ -60,8 +60,8 @@ class DataParallel:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Result:
-        """Shares may differ by a sample, and so may the micro-batches in them: a rank that has fewer goes along with the others
-        on samples that do not count, since each pass gathers parameters from all."""
+        """Sum the loss of a batch that is whole on every rank. Shares may differ by a sample, and so by a micro-batch. A rank with
+        fewer micro-batches runs extra passes that do not count, because each pass all-gathers parameters from all ranks."""
         mine, most = self._reduction.share(batch, self._micro_batches.size)
         totals = self._reduction.count(mine)
         objective = self._reduction.objective(totals)
@@ -87,7 +87,7 @@ class DataParallel:
 
 
 def make_micro_batches(model: nn.Module, mesh: Mesh, parallel: ParallelSpec, dropout: DropoutSeeds) -> MicroBatches:
-    """The micro-batches of one of several ranks."""
+    """Return the `MicroBatches` of one of several ranks."""
     return MicroBatches(
         model,
         dropout,
@@ -106,7 +106,7 @@ class Totals(NamedTuple):
 
 
 class Reduction:
-    """What the ranks of a global batch sum: counts before a step, gradients and results after it."""
+    """The all-reduces of a step: counts before it, gradients and results after it."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class Reduction:
         z_loss: float,
         result_axes: tuple[str, ...] = SUM_AXES,
     ) -> None:
-        """`result_axes` are the axes whose ranks have other parts of what is reported."""
+        """`result_axes` are the axes whose ranks report different parts of the result."""
         self._model, self._mesh, self._z_loss = model, mesh, z_loss
         self._dtype = torch.float32 if parallel.reduce == "fp32" else torch.bfloat16
         along = mesh.along(*SUM_AXES)
@@ -133,7 +133,7 @@ class Reduction:
             for n in (batch.valid_tokens, len(batch.tokens))
         ]
         totals = torch.stack(counts)
-        # Ranks that share a sequence were all given the whole of it.
+        # Context-parallel ranks all read the whole sequence: only data-parallel ranks are summed.
         self._mesh.sum_(totals, *DATA_AXES)
         return Totals(*totals.unbind())
 
@@ -147,14 +147,14 @@ class Reduction:
         return mine, -(-count // (ranks * micro_batch))
 
     def sum_gradients(self) -> None:
-        """Sum what FSDP has not summed already, after a step's last micro-batch."""
+        """Sum the gradients that FSDP has not summed already, after a step's last micro-batch."""
         if self._group is not None:
             sum_gradients(self._model.parameters(), self._group, self._dtype)
         if self._tensor_parallel is not None:
             sum_gradients(self._partial, self._tensor_parallel.get_group(), self._dtype)
 
     def sum_result(self, result: Result, totals: Totals) -> Result:
-        """Sum everything reported over the ranks, in one message."""
+        """Sum everything reported over the ranks, in one all-reduce."""
         load = result.expert_load
         parts = [result.loss_sum, *result.metrics.values(), *([] if load is None else [load])]
         flat = torch.cat([part.detach().reshape(-1).double() for part in parts])

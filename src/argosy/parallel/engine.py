@@ -1,4 +1,4 @@
-"""The seam between training and layouts: whatever the layout, the trainer sees an `Engine` and gets a `Result`."""
+"""The interface between training and layouts: whatever the layout, the trainer sees an `Engine` and gets a `Result`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Result(NamedTuple):
     logged, divided by `tokens`."""
 
     loss_sum: Tensor
-    # A tensor where it is a sum over ranks.
+    # A tensor if it is a sum over ranks.
     tokens: int | Tensor
     metrics: dict[str, Tensor]
     # Rows each expert got. [layers with experts, experts]
@@ -26,7 +26,7 @@ class Result(NamedTuple):
 class Engine(Protocol):
     """A model on its devices, made by `parallelize`."""
 
-    # What this rank holds of the model. Parameters have the names they have in one process.
+    # The part of the model that this rank holds. Parameters have the names they have in one process.
     model: nn.Module
     device: torch.device
     # Ranks that share a global batch.
@@ -35,7 +35,7 @@ class Engine(Protocol):
     on_phase: Callable[[str], None]
 
     def place(self, batch: Batch) -> Batch:
-        """Copy a batch to where the device reads it best. The loader's thread calls this ahead of the step."""
+        """Copy a batch to memory that the device reads fast. The loader's thread calls this ahead of the step."""
         ...
 
     def forward_backward(self, batch: Batch, step: int, loss_scale: Tensor | float = 1.0) -> Result:
@@ -44,15 +44,15 @@ class Engine(Protocol):
         ...
 
     def evaluate(self, batch: Batch) -> Result:
-        """Sum the loss of a batch that is whole, and the same on every rank."""
+        """Sum the loss of a batch that every rank has whole."""
         ...
 
     def norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
-        """Return the 2-norm of the gradients of all parameters, given those of this rank by name."""
+        """Return the 2-norm of the gradients of all parameters. `gradients` are those of this rank, by name."""
         ...
 
     def accumulates(self, samples: int) -> bool:
-        """True if the gradients of `samples` samples on this rank add up in 32 bits, whatever the parameters are."""
+        """True if the gradients of `samples` samples on this rank accumulate in 32 bits, whatever the dtype of the parameters."""
         ...
 
     @property
@@ -61,9 +61,9 @@ class Engine(Protocol):
         ...
 
     def news(self) -> list[str]:
-        """Return what there is to tell the user since the last call."""
+        """Return the messages for the user since the last call."""
         ...
 
 
 def ignore_phase(name: str) -> None:
-    """The `on_phase` of an engine nobody measures."""
+    """Do nothing: the `on_phase` of an engine that nobody measures."""

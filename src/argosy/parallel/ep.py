@@ -1,13 +1,13 @@
-"""Expert parallelism: the routed experts are spread over ranks, and the rows they read travel to them and back.
+"""Expert parallelism: the routed experts are spread over ranks, and token rows travel to them and back by all-to-all.
 
-Each of `ep` ranks has an equal, consecutive part of the experts. The rows of a rank's tokens lie sorted by expert, and so by
-the rank that has it: they are sent in one exchange of uneven parts, sorted once more by expert where they arrive, computed by
-the same grouped products, and sent back the way they came. No row is dropped or padded. The ranks are among those that have
-other tokens (dp_shard x cp), so that the gradient of an expert is already the sum over the ep ranks, and FSDP has only to sum
-over those that hold the same experts; these share the experts' state among them.
+Each of `ep` ranks has an equal, consecutive part of the experts. The rows of a rank's tokens are sorted by expert, and so by
+the rank that has the expert. One all-to-all of uneven parts sends them. The receiver sorts them by expert again, computes them
+with the same grouped GEMMs, and sends them back. No row is dropped or padded. The ep ranks are part of dp_shard x cp, whose
+ranks have different tokens. The gradient of an expert is therefore already the sum over the ep ranks, and FSDP sums only over
+the ranks that hold the same experts and shards the experts' state over them.
 
-How many rows each rank sends to each other one is known to the routers alone. Exchanging these counts and reading them is the
-one thing in a step for which the host waits for the device: once for each layer and micro-batch.
+Row counts per rank are known to the routers alone. Exchanging and reading these counts is the only time in a step that the host
+waits for the device: once for each layer and micro-batch.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ from argosy.model.ops.permute import combine, dispatch, sort_by_expert, sort_wei
 from argosy.parallel.cutting import cut_parameters
 from argosy.parallel.exchange import send, swap
 
-Compute = Callable[[Tensor, Tensor, Tensor], Tensor]  # rows sorted by expert, their weights, where each expert's end
+# Takes rows sorted by expert, their weights, and the end of each expert's rows.
+Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Over the ranks of a mesh of one axis."""
-    elsewhere = torch.compiler.disable(_elsewhere)  # which asks how many rows there are
+    """Spread the experts of a model over the ranks of a mesh of one axis."""
+    # Row counts are data-dependent, which torch.compile cannot trace.
+    elsewhere = torch.compiler.disable(_elsewhere)
     for experts in experts_of(model):
         cut_parameters(experts, {name: s.dim for name, s in experts.expert_parallel.items() if s.dim is not None}, mesh)
         experts.forward = partial(elsewhere, experts.forward, mesh.get_group())  # type: ignore[method-assign]
@@ -41,10 +43,11 @@ def experts_of(model: nn.Module) -> list[Experts]:
 
 
 def _elsewhere(compute: Compute, group: dist.ProcessGroup, rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-    """As `Experts.forward`, with each row computed by the rank that has its expert."""
+    """Compute `Experts.forward` with each row computed by the rank that has its expert."""
     ranks = group.size()
-    ours = offsets.diff(prepend=offsets.new_zeros(1)).view(ranks, -1)  # rows for each rank's experts
-    theirs = swap(ours, group)  # rows of each rank for the experts here
+    # Row counts by rank and expert: those sent to other ranks, and those received for the experts here.
+    ours = offsets.diff(prepend=offsets.new_zeros(1)).view(ranks, -1)
+    theirs = swap(ours, group)
     sent, received = torch.stack((ours.sum(1), theirs.sum(1))).tolist()
     arrived = send(rows, sent, received, group)
     their_weights = send(weights, sent, received, group)

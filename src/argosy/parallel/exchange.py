@@ -1,7 +1,7 @@
-"""What ranks exchange in the middle of a forward pass, with the exchange its gradient needs.
+"""Collectives in the middle of a forward pass, each with the collective that its gradient needs.
 
-What all ranks read, all contribute to the gradient of: a gather is summed and scattered on the way back. What is only moved
-moves back.
+The backward pass of an all-gather is a reduce-scatter, because every rank that reads a value contributes to its gradient. The
+backward pass of an all-to-all is the reverse all-to-all.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from argosy.compat import gather_into, scatter_sum_into
 
 
 def gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The x of every rank, in their order: [ranks, *x's]."""
+    """All-gather x: return the x of every rank in rank order, [ranks, *x.shape]."""
     parts: Tensor = _Gather.apply(x, group)
     return parts
 
 
 def swap(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """parts[r] goes to rank r, and what comes back at r is rank r's part for this one: [ranks, ..]."""
+    """All-to-all of equal parts: send parts[r] to rank r, and return what each rank sent here, [ranks, ..]."""
     theirs: Tensor = _Swap.apply(parts, group)
     return theirs
 
 
 def send(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    """The first sent[0] rows go to rank 0, and so on; what comes are received[r] rows from rank r, in their order."""
+    """All-to-all of uneven parts: send the first sent[0] rows to rank 0 and so on; return received[r] rows from each rank r, in
+    rank order."""
     theirs: Tensor = _Send.apply(rows, sent, received, group)
     return theirs
 

@@ -1,10 +1,11 @@
-"""Sharded data parallelism, by torch's `fully_shard`: each rank keeps a part of every parameter, of its gradient and of the
-optimiser's state; a block's parameters are gathered for its forward and backward pass, in the training precision, from
-32-bit parts, which are the masters themselves.
+"""Sharded data parallelism (FSDP), by torch's `fully_shard`.
 
-Blocks are a unit each, and what is left (embeddings, head, last norm) is the unit of the whole model, so that tied weights
-are never in two. Gradients are summed, never averaged: the optimiser divides once. What is not trained by gradients, as the
-biases of experts, stays whole on every rank.
+Each rank keeps a shard of every parameter, of its gradient and of the optimiser's state. A block's parameters are all-gathered
+for its forward and backward pass, in the training precision, from 32-bit shards, which are the master weights themselves.
+
+Each block is an FSDP unit. The rest (embeddings, head, last norm) is the unit of the whole model, so that tied weights are never
+in two units. Gradients are summed, never averaged: the optimiser divides once. Parameters that are not trained by gradients,
+such as the router biases of experts, stay whole on every rank.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from argosy.parallel.shards import local
 def apply_fsdp(
     model: nn.Module, blocks: Iterable[nn.Module], mesh: Mesh, parallel: ParallelSpec, precision: str
 ) -> None:
-    """From now on the parameters are DTensors of this rank's parts."""
+    """Shard the model: its parameters become DTensors of which this rank holds a shard."""
     policy = MixedPrecisionPolicy(
         param_dtype=None if precision == "fp32" else DTYPES[precision],
         reduce_dtype=torch.float32 if parallel.reduce == "fp32" else torch.bfloat16,
@@ -48,11 +49,12 @@ def apply_fsdp(
         shard(unit, mesh=over, reshard_after_forward=parallel.reshard and unit is not model)
     for module in units(model):
         module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)  # gloo has no sum that multiplies, which a factor asks for
+        # A divide factor needs a pre-multiplied sum, which gloo does not have.
+        module.set_force_sum_reduction_for_comms(True)
 
 
 def _place_experts(parameter: nn.Parameter, ranks: int) -> Shard:
-    """Experts, or where there are too few a part of each, for every rank."""
+    """Choose the dimension to shard: experts, or with too few experts the inner dimension of each."""
     experts, inner, *_ = local(parameter).shape
     return Shard(1) if experts % ranks and inner % ranks == 0 else Shard(0)
 
@@ -62,13 +64,13 @@ def units(model: nn.Module) -> list[FSDPModule]:
 
 
 def reduce_after(model: nn.Module, *, last: bool) -> None:
-    """Whether the next backward pass sums gradients over ranks: only that of a step's last micro-batch does."""
+    """Make the next backward pass sum gradients over ranks if it is the step's last micro-batch."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)
 
 
 def reduce_nothing(model: nn.Module, *, reshard: bool) -> None:
-    """From now on backward passes leave gradients whole on this rank, and, unless they are to `reshard`, parameters too."""
+    """Make backward passes leave gradients unreduced on this rank, and without `reshard` parameters gathered too."""
     if isinstance(model, FSDPModule):
         model.set_is_last_backward(False)
         model.set_reshard_after_backward(reshard)
@@ -76,7 +78,7 @@ def reduce_nothing(model: nn.Module, *, reshard: bool) -> None:
 
 
 def reduce_everything(model: nn.Module) -> None:
-    """Sum over ranks all gradients that were left whole."""
+    """Sum all gradients that `reduce_nothing` left unreduced over the ranks."""
     if isinstance(model, FSDPModule):
         model.set_is_last_backward(True)
         model.set_reshard_after_backward(True)
@@ -85,7 +87,7 @@ def reduce_everything(model: nn.Module) -> None:
 
 
 def _shard_mesh(mesh: Mesh) -> DeviceMesh:
-    """Parts along dp_shard and cp, whose ranks compute with the same parameters; copies along dp_replicate."""
+    """Return the mesh to shard over: shards along dp_shard and cp, replicas along dp_replicate."""
     parts = mesh.along("dp_shard", "cp")
     if parts is None:
         raise AssertionError("one process has nothing to shard over")

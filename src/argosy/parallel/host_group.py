@@ -1,5 +1,6 @@
-"""Ranks that send each other small messages between hosts: bytes and JSON, never pickles, so that no rank can make another run
-code. A `HostGroup` has a process group of its own, so that a thread beside training can use it; a group of one rank sends nothing."""
+"""Small messages between ranks over the host network: bytes and JSON, never pickles, so that no rank can make another run code.
+
+A `HostGroup` has a process group of its own, so that a thread beside training can use it. A group of one rank sends nothing."""
 
 from __future__ import annotations
 
@@ -17,14 +18,15 @@ from torch import Tensor
 class HostGroup:
     rank: int = 0
     size: int = 1
-    group: dist.ProcessGroup | None = None  # None: this process is alone
+    # None: this process is the only rank.
+    group: dist.ProcessGroup | None = None
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
 
     def gather(self, message: bytes) -> list[bytes]:
-        """Everybody's message, on the first rank; on others nothing."""
+        """Return the messages of all ranks on the first rank, and an empty list on the others."""
         if self.group is None:
             return [message]
         sizes = torch.zeros(self.size, dtype=torch.int64)
@@ -36,7 +38,7 @@ class HostGroup:
         return [_text(part, int(size)) for part, size in zip(parts or (), sizes, strict=False)]
 
     def scatter(self, messages: Sequence[bytes]) -> bytes:
-        """To each rank its own of the messages that the first one gives."""
+        """Return this rank's message of those that the first rank passes, one for each rank."""
         if self.group is None:
             return messages[0]
         sizes = torch.zeros(self.size, dtype=torch.int64)
@@ -49,7 +51,7 @@ class HostGroup:
         return _text(mine, int(sizes[self.rank]))
 
     def tell(self, message: bytes) -> bytes:
-        """What the first rank says, on all of them."""
+        """Broadcast: return the first rank's message on all ranks."""
         return self.scatter([message] * self.size if self.is_first else [])
 
 
@@ -57,7 +59,7 @@ ALONE = HostGroup()
 
 
 def make_host_group() -> HostGroup:
-    """Of all ranks there are; every one has to ask at the same time."""
+    """Return a group of all ranks. This is a collective: every rank has to call it."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return ALONE
     return HostGroup(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo"))
@@ -66,8 +68,8 @@ def make_host_group() -> HostGroup:
 def all_gather_json(document: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return every rank's document, in the order of ranks, on all ranks of `group` (None: the default group).
 
-    This is the replacement for `dist.all_gather_object`, which pickles. Both exchanges are all-gathers of CPU tensors, so
-    that in a fake process group every rank seems to say what this one does.
+    This replaces `dist.all_gather_object`, which pickles. Both collectives are all-gathers of CPU tensors, so that in a fake
+    process group every rank appears to send this rank's document.
     """
     message = orjson.dumps(document)
     ranks = dist.get_world_size(group)
