@@ -1,14 +1,15 @@
-"""The ranks of a run as a grid with named axes, and what is asked of them together.
+"""The device mesh of a run: its ranks as a grid with named axes, and the collectives over it.
 
-The axes are `pp`, `dp_replicate`, `dp_shard`, `cp` and `tp`, in this order: neighbours in the last exchange most, and sit
-closest. Only axes larger than one exist as process groups. One process has no group at all, and everything asked of the mesh
-is then answered on the spot: the layout of size one runs no hook and makes no call.
+The axes are `pp`, `dp_replicate`, `dp_shard`, `cp` and `tp`, in this order: neighbours along the last axis exchange most, and
+are closest to each other. Only axes larger than one have process groups. A world size of one has no process group, and the
+methods of the mesh then return at once, without a collective.
 
-`Agreement` is what every rank must know alike to do the same thing at the same step: whether one of them was asked to stop, the
-time, and how many saves have been written. Signals reach ranks at different moments, and clocks differ. At the end of each step a rank sends what it knows, without
-waiting, and reads what all of them sent a step ago, which has arrived by then. So all ranks learn of a signal at the same
-step, at most one later, and neither the device nor, as long as ranks are within a step of each other, the host waits. It
-travels between hosts, not between GPUs. In one process nothing is sent, and a signal is known at once.
+`Agreement` holds what every rank must know alike to do the same thing at the same step: whether a rank was asked to stop, the
+time, and how many saves have been written. Signals reach ranks at different moments, and clocks differ. At the end of each step
+a rank starts an asynchronous all-reduce of what it knows, and reads the result of the one it started a step ago. All ranks
+therefore learn of a signal at the same step, at most one step late. The device never waits, and the host waits only if ranks are
+more than a step apart. The all-reduce uses the host network, not the GPUs. In one process nothing is sent, and a signal is known
+at once.
 """
 
 from __future__ import annotations
@@ -35,12 +36,14 @@ from argosy.config.schema import ParallelSpec
 from argosy.errors import EXIT_REFUSED, ArgosyError
 from argosy.supervise.world import World
 
-DATA_AXES = ("dp_replicate", "dp_shard")  # whose ranks have other samples
-SUM_AXES = (*DATA_AXES, "cp")  # whose ranks have other tokens: losses and gradients are summed over them
-EXPERT_AXES = ("edp", "ep")  # dp_shard x cp once more: ranks with the same experts, and with others
-TIMEOUT = timedelta(
-    minutes=30
-)  # for the slowest thing ranks wait for each other in: a checkpoint being read or written
+# Axes whose ranks have different samples.
+DATA_AXES = ("dp_replicate", "dp_shard")
+# Axes whose ranks have different tokens: losses and gradients are summed over them.
+SUM_AXES = (*DATA_AXES, "cp")
+# dp_shard x cp, divided again: ranks with the same experts, and ranks with different experts.
+EXPERT_AXES = ("edp", "ep")
+# The slowest collective waits for a checkpoint that is being read or written.
+TIMEOUT = timedelta(minutes=30)
 
 T = TypeVar("T")
 
@@ -49,12 +52,14 @@ T = TypeVar("T")
 class Mesh:
     device: torch.device
     rank: int = 0
-    devices: DeviceMesh | None = None  # of the axes larger than one; None: this process is alone
-    experts: DeviceMesh | None = None  # of EXPERT_AXES, where experts are spread
+    # The axes larger than one. None: this process is the only rank.
+    devices: DeviceMesh | None = None
+    # EXPERT_AXES. None: no expert parallelism.
+    experts: DeviceMesh | None = None
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank writes the run directory and speaks to the user."""
+        """True if this rank writes the run directory and prints to the console."""
         return self.rank == 0
 
     @property
@@ -66,7 +71,7 @@ class Mesh:
         return () if self.devices is None else self.devices.mesh_dim_names or ()
 
     def size(self, *axes: str) -> int:
-        """Ranks along axes."""
+        """Return the number of ranks along the axes."""
         sizes = [along.size() for axis in axes if (along := self.along(axis)) is not None]
         return math.prod(sizes)
 
@@ -76,7 +81,7 @@ class Mesh:
 
     @property
     def data_rank(self) -> int:
-        """Which of the equal shares of a global batch this rank reads."""
+        """The index of the equal share of a global batch that this rank reads."""
         found = 0
         for axis in DATA_AXES:
             if self.devices is not None and axis in self.names:
@@ -85,34 +90,36 @@ class Mesh:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each rank holds only a part of the model's state."""
+        """True if each rank holds only a shard of the model's state."""
         return self.has_fsdp or self.size("tp") > 1
 
     @property
     def has_fsdp(self) -> bool:
-        """Whether parameters are gathered from ranks with other samples when they are needed."""
+        """True if FSDP shards the parameters, and all-gathers them when they are needed."""
         return self.size("dp_shard") > 1 or self.experts is not None
 
     def along(self, *axes: str) -> DeviceMesh | None:
-        """The ranks along those of the axes that exist, as one axis; `ep` and `edp` each alone."""
+        """Return the ranks along those of the axes that exist, flattened into one axis; None if none exists.
+
+        `ep` and `edp` can only be asked for alone."""
         if self.experts is not None and len(axes) == 1 and axes[0] in EXPERT_AXES:
             return self.experts[axes[0]]
         names = tuple(name for name in self.names if name in axes)
         return flattened(self.devices[names]) if self.devices is not None and names else None
 
     def ranks_along(self, axis: str) -> list[int]:
-        """The ranks that differ from this one in that axis alone, itself among them."""
+        """Return the ranks that differ from this one along that axis only, this rank included."""
         along = self.along(axis)
         return [self.rank] if along is None else dist.get_process_group_ranks(along.get_group())
 
     def sum_(self, tensor: Tensor, *axes: str) -> None:
-        """Replace a tensor by its sum over the ranks along the axes, by default all that have other tokens."""
+        """All-reduce a tensor in place: sum it over the ranks along the axes, by default `SUM_AXES`."""
         along = self.along(*(axes or SUM_AXES))
         if along is not None:
             dist.all_reduce(tensor, group=along.get_group())
 
     def on_first(self, function: Callable[[], T]) -> T | None:
-        """Run it on the first rank, while the others wait. Where it is refused there, the others leave too, silently."""
+        """Run `function` on the first rank while the others wait. If it raises ArgosyError there, the others exit silently."""
         if self.devices is None:
             return function()
         done = torch.zeros((), dtype=torch.int64)
@@ -131,7 +138,7 @@ class Mesh:
         return result
 
     def from_first(self, function: Callable[[], int]) -> int:
-        """A whole number (or a truth) that the first rank finds, for all of them."""
+        """Run `function` on the first rank and broadcast the integer (or bool) it returns to all ranks."""
         found = self.on_first(function)
         if self.devices is None:
             return int(found or 0)
@@ -140,7 +147,7 @@ class Mesh:
         return int(number)
 
     def gathered(self, numbers: list[float]) -> list[list[float]]:
-        """The numbers of every rank, by rank; they travel between hosts."""
+        """All-gather numbers over the host network: return those of every rank, by rank."""
         if self.devices is None:
             return [numbers]
         mine = torch.tensor(numbers, dtype=torch.float64)
@@ -150,13 +157,15 @@ class Mesh:
 
     def wait_for_all(self) -> None:
         if self.devices is not None:
-            dist.all_reduce(torch.zeros(()))  # on the host, whatever the device
+            # A CPU tensor: ranks wait on the host, whatever the device.
+            dist.all_reduce(torch.zeros(()))
 
 
 @contextmanager
 def joined(parallel: ParallelSpec, world: World, device: torch.device) -> Iterator[Mesh]:
-    """The mesh of a layout that is for as many ranks as there are (`check_world`), with this process in its place in it; the
-    groups are gone at the end."""
+    """Initialise the process group, yield the mesh of a layout, and destroy the group at the end.
+
+    The layout has to match the world size (`check_world`)."""
     if world.size == 1:
         yield Mesh(device)
         return
@@ -172,9 +181,10 @@ def joined(parallel: ParallelSpec, world: World, device: torch.device) -> Iterat
 
 
 def make_mesh(parallel: ParallelSpec, device: torch.device) -> Mesh:
-    """Once the process group exists."""
+    """Return the mesh of a layout. The process group has to exist."""
     sizes = {axis: getattr(parallel, axis) for axis in AXES if getattr(parallel, axis) > 1}
-    kind = "cpu" if device.type == "meta" else device.type  # a rehearsal's ranks have no device
+    # The ranks of a rehearsal have no device.
+    kind = "cpu" if device.type == "meta" else device.type
     devices = init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     mesh = Mesh(device, dist.get_rank(), devices)
     over = mesh.along("dp_shard", "cp")
@@ -185,7 +195,7 @@ def make_mesh(parallel: ParallelSpec, device: torch.device) -> Mesh:
 
 
 class Asked(Protocol):
-    """Who hears of signals in this process."""
+    """The signal listener of this process."""
 
     asked: str | None
 
@@ -205,12 +215,12 @@ class Agreement:
         self._listener = listener
 
     def follow(self, count: Callable[[], int]) -> None:
-        """`count` says how many saves this rank has seen to their end, well or not."""
+        """Register `count`, which returns how many saves this rank has seen end, successful or failed."""
         self._count = count
 
     @property
     def saves(self) -> int:
-        """How many the first rank has seen to their end, once all ranks know of it."""
+        """The number of saves that the first rank has seen end, once all ranks know of them."""
         return self._count() if self._mesh.devices is None else self._saves
 
     @property
@@ -221,17 +231,17 @@ class Agreement:
         return signal.Signals(self._signal).name if self._signal else None
 
     def now(self) -> float:
-        """Seconds; on all ranks those of the first one's clock."""
+        """Return the first rank's monotonic clock in seconds, the same on all ranks."""
         return time.monotonic() if self._mesh.devices is None else self._time
 
     def after_step(self) -> None:
-        """Learn what was sent a step ago, and send again."""
+        """Receive the all-reduce that was started a step ago, and start the next."""
         if self._mesh.devices is not None:
             self._receive()
             self._send()
 
     def close(self) -> None:
-        """Take what is still on its way, so that no rank leaves while another waits for it."""
+        """Finish the all-reduce that is still pending, so that no rank exits while another waits for it."""
         self._receive()
 
     def _send(self) -> None:

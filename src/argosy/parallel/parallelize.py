@@ -1,8 +1,8 @@
-"""From a run spec to an engine: every change a layout makes to a plain model, once, in one order, and nowhere else.
+"""The path from a run spec to an engine: all changes that a layout makes to a plain model, in one order and one place.
 
-Models know nothing of this; they declare how they may be sharded (`argosy.model.sharding`). Each change keeps the names of the
-parameters and the numbers that are computed. Until `materialise`, the model is on the meta device: a device never has to hold
-more of it than its part.
+Models know nothing of layouts; they declare how they may be sharded (`argosy.model.sharding`). Each change keeps the names of
+the parameters and the computed results. The model is on the meta device until `materialise`: a device never holds more than its
+shard.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def parallelize(spec: RunSpec, mesh: Mesh, *, precision: str | None = None, weig
     Modules of layouts that a run does not have are not imported: DTensor and FSDP alone take most of a second.
 
     Args:
-        precision: what to compute in instead of `train.precision`.
-        weights: values to fill the parameters with. Without them memory is left uninitialised: a trainer fills it through the
-            optimiser, which keeps weights in 32 bits, from a checkpoint or with new ones.
+        precision: compute precision that overrides `train.precision`.
+        weights: values to fill the parameters with. Without them memory stays uninitialised: a trainer fills it through the
+            optimiser, which holds the 32-bit master weights, from a checkpoint or with initial values.
     """
     parallel, seed, z_loss = spec.parallel, spec.train.seed, spec.train.z_loss
     pp, tp, ep, cp = (mesh.along(axis) for axis in ("pp", "tp", "ep", "cp"))
@@ -98,7 +98,9 @@ def materialise(model: nn.Module, device: torch.device, weights: Weights | None)
 
 
 def captures_graphs(spec: RunSpec, device: torch.device) -> bool:
-    """True if every pass is the same kernels, and so may be captured as a CUDA graph. With dropout it is not: each block of each
-    pass is seeded anew. Document masks may be, but no GPU has yet shown that they replay with the same bits."""
+    """True if every pass launches the same kernels, so that it can be captured as a CUDA graph.
+
+    Dropout rules it out: each block of each pass is seeded anew. Document masks are excluded because no GPU has yet shown that
+    they replay with the same bits."""
     asked = device.type == "cuda" and spec.parallel.graph == "auto" and spec.parallel.compile == "off"
     return asked and not spec.model.dropout and not masks_vary(spec)

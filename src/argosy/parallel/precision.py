@@ -1,8 +1,8 @@
 """The precision a model computes in.
 
-Parameters are kept on the device in the training precision, and everything computed from them follows: there is no
-autocast. What needs more bits says so where it is computed (norms, rotary tables and losses are 32-bit inside), and the
-optimiser keeps 32-bit masters. With fp8, parameters are bf16 and the products of the layers multiply 8-bit floats;
+Mixed precision without autocast: parameters are on the device in the training precision, and everything computed from them
+follows. Operations that need more bits cast where they compute (norms, rope tables and losses are 32-bit inside), and the
+optimiser keeps 32-bit master weights. With fp8, parameters are bf16 and the matmuls of the layers multiply 8-bit floats;
 embeddings, norms and the head stay bf16.
 
 A CPU may lack instructions for 16-bit floats. Training keeps the precision it was asked for and warns; evaluation and
@@ -22,12 +22,14 @@ from argosy.errors import ArgosyError
 from argosy.model.layers import Linear
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
-_FP8_CAPABILITY = (8, 9)  # Ada and Hopper are the first with 8-bit products
-_SIDE = 48  # of the matmul that is timed
+# Ada and Hopper are the first with fp8 matmuls.
+_FP8_CAPABILITY = (8, 9)
+# Rows and columns of the matmul that is timed.
+_SIDE = 48
 
 
 def choose_precision(asked: str, device: torch.device) -> str:
-    """What `auto` stands for on a device; a refusal where the device cannot do what was asked for."""
+    """Resolve `auto` for a device. Raise ArgosyError if the device cannot compute in the precision that was asked for."""
     if asked == "auto":
         return "bf16" if device.type == "cuda" else "fp32"
     if asked == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
@@ -44,21 +46,22 @@ def choose_precision(asked: str, device: torch.device) -> str:
 
 
 def evaluation_precision(asked: str, device: torch.device) -> str:
-    """What a model that was trained with `asked` is evaluated in: 8-bit products are for training, on any device, and a CPU
-    without kernels for 16-bit floats uses fp32."""
+    """Return the precision to evaluate a model in that was trained with `asked`.
+
+    fp8 is for training only: evaluation uses bf16. A CPU without kernels for 16-bit floats uses fp32."""
     chosen = choose_precision("bf16" if asked == "fp8" else asked, device)
     return "fp32" if _support(chosen, device) == "missing" else chosen
 
 
 def recorded_precision(asked: str, device: torch.device) -> str:
-    """The precision in words that are the same on every machine with the same arithmetic, for the run's record."""
+    """Describe the precision for the run's record. Machines with the same arithmetic give the same words."""
     chosen = choose_precision(asked, device)
     support = _support(chosen, device)
     return chosen if support == "native" else f"{chosen} ({support} in this CPU)"
 
 
 def slow_precision(asked: str, device: torch.device) -> str | None:
-    """A warning if the precision costs much more time than fp32 on this CPU, with the fix; None otherwise."""
+    """Return a warning, with the fix, if the precision is much slower than fp32 on this CPU; None otherwise."""
     chosen = choose_precision(asked, device)
     support = _support(chosen, device)
     if support == "native":
@@ -75,15 +78,16 @@ def _name(precision: str) -> str:
 
 
 def _support(precision: str, device: torch.device) -> str:
-    """`native`, `emulated` or `missing`, as `compat.cpu_matmul_support` says it."""
+    """Return `native`, `emulated` or `missing`: the result of `compat.cpu_matmul_support`."""
     if device.type != "cpu" or precision == "fp32":
         return "native"
     return compat.cpu_matmul_support(DTYPES[precision])
 
 
 def _slowdown(precision: str) -> float:
-    """The time of a small matmul in a precision over that in fp32, the best of a few each. It is small enough for one thread:
-    several wait for each other on a busy machine."""
+    """Return the time of a small matmul in a precision divided by its time in fp32, each the best of 5.
+
+    The matmul is small enough for one thread: several threads wait for each other on a busy machine."""
 
     def best(dtype: torch.dtype) -> float:
         a, seconds = torch.ones(_SIDE, _SIDE, dtype=dtype), []
@@ -97,9 +101,10 @@ def _slowdown(precision: str) -> float:
 
 
 def apply_precision(model: nn.Module, precision: str, *, masters: bool = False) -> None:
-    """Put the parameters into the training precision, unless they are to be `masters`: then whoever gathers them for a
-    forward pass rounds them. What is not trained by gradients stays as it is: a model that keeps
-    state, as the biases of experts, keeps it in the precision it chose."""
+    """Cast the parameters to the training precision.
+
+    With `masters` they stay as they are, as master weights: FSDP casts them when it all-gathers them for a forward pass.
+    Parameters that are not trained by gradients, such as the router biases of experts, always keep their precision."""
     for parameter in model.parameters():
         if parameter.requires_grad and not masters:
             parameter.data = parameter.data.to(DTYPES[precision])
@@ -108,7 +113,7 @@ def apply_precision(model: nn.Module, precision: str, *, masters: bool = False) 
 
 
 def apply_fp8(model: nn.Module) -> None:
-    """Let the linear layers of the blocks multiply 8-bit floats, where both sizes allow it, as they must in some."""
+    """Enable fp8 matmuls in the linear layers of the blocks whose sizes allow it. Raise ArgosyError if none does."""
     linear = _linear_layers(model)
     for module in linear:
         module.fp8 = module.in_features % FP8_ALIGNMENT == 0 and module.out_features % FP8_ALIGNMENT == 0
@@ -125,7 +130,7 @@ def apply_fp8(model: nn.Module) -> None:
 
 
 def describe_precision(model: nn.Module, precision: str) -> str:
-    """For the reader of a run's first lines: with fp8, also how much of the model has it."""
+    """Describe the precision for the first lines of a run: with fp8, also the number of layers that use it."""
     if precision != "fp8":
         return precision
     linear = _linear_layers(model)
@@ -133,5 +138,5 @@ def describe_precision(model: nn.Module, precision: str) -> str:
 
 
 def _linear_layers(model: nn.Module) -> list[Linear]:
-    """Of the blocks."""
+    """Return the linear layers of the transformer blocks."""
     return [m for name, m in model.named_modules() if isinstance(m, Linear) and "layers" in name.split(".")]

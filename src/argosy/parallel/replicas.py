@@ -1,5 +1,5 @@
-"""Ranks that hold the same parameters: sums of their gradients, once a step, in pieces large enough to be worth sending; and
-whether what they hold is still the same."""
+"""Ranks that hold the same parameters: the all-reduce of their gradients, once a step and in buckets, and a check that the
+replicas still hold the same bits."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from argosy.compat import copy_
 from argosy.parallel.shards import local
 
-_BUCKET = 64 * 2**20  # bytes sent at once
+_BUCKET = 64 * 2**20  # bytes
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, dtype: torch.dtype) -> None:
-    """Replace every gradient by its sum over the group, sent as `dtype`."""
+    """All-reduce every gradient over the group in place, sent as `dtype`."""
     gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     for bucket in _buckets(gradients, _BUCKET // dtype.itemsize):
         flat = torch.cat([gradient.reshape(-1).to(dtype) for gradient in bucket])
@@ -27,8 +27,9 @@ def sum_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, 
 
 
 def odd_replicas(parameters: Iterable[Tensor], group: dist.ProcessGroup) -> list[int]:
-    """Ranks of the group, all of which are to hold the same bits, that hold others than most do; where there is no most, all
-    of them. Waits for the device."""
+    """Return the ranks of a group of replicas whose bits differ from the most common ones; all ranks if no two agree.
+
+    Waits for the device."""
     digest = _digest(parameters)
     found = [torch.empty_like(digest) for _ in range(dist.get_world_size(group))]
     dist.all_gather(found, digest, group=group)
@@ -39,10 +40,11 @@ def odd_replicas(parameters: Iterable[Tensor], group: dist.ProcessGroup) -> list
 
 
 def _digest(parameters: Iterable[Tensor]) -> Tensor:
-    """A sum that any flipped bit changes, as whole numbers: sums of floats depend on the order."""
+    """Return a checksum that any flipped bit changes. It sums integers, because sums of floats depend on the order."""
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     sums = [p.detach().contiguous().view(kinds[p.element_size()]).sum(dtype=torch.int64) for p in parameters]
-    places = torch.arange(1, 2 * len(sums), 2, device=sums[0].device)  # odd: no factor loses a bit
+    # Odd factors lose no bit.
+    places = torch.arange(1, 2 * len(sums), 2, device=sums[0].device)
     return (torch.stack(sums) * places).sum()
 
 

@@ -1,7 +1,7 @@
-"""Tensors of which each rank holds a part: torch's DTensor, as storage only. What is computed with is the part itself.
+"""Tensors of which each rank holds a shard: torch's DTensor, as storage only. Computation uses the local shard.
 
-`held_boxes` tells which boxes of a whole tensor this rank holds, for any placement: what is needed to save under one layout and
-load under another. Every cut leaves a rank consecutive pieces, and so a box: one run of every dimension.
+`held_boxes` returns the boxes of a whole tensor that this rank holds, for any placement. Checkpoints need it to save under one
+layout and load under another. Every cut leaves a rank consecutive pieces, and so a box: one range of every dimension.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from argosy.compat import gather_into, square_sum
 
 
 def is_spread(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Without importing what makes such tensors, which takes most of a second: one process never has any."""
+    """True if a tensor is a DTensor. This does not import DTensor, which takes most of a second: one process never has any."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, sharing its memory; a plain tensor is all of itself."""
+    """Return this rank's shard of a tensor, sharing its memory. A plain tensor is returned as it is."""
     if not is_spread(tensor):
         return tensor
     with torch.no_grad():
@@ -37,7 +37,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def spread_like(part: Tensor, like: Tensor) -> Tensor:
-    """What the parts of all ranks make together, laid out as `like` is."""
+    """Return the DTensor whose shard on this rank is `part`, with the layout of `like`."""
     if not is_spread(like):
         return part
     from torch.distributed.tensor import DTensor
@@ -48,7 +48,7 @@ def spread_like(part: Tensor, like: Tensor) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor. Every rank that holds a part of it has to ask at the same time."""
+    """All-gather a whole tensor. Every rank that holds a shard of it has to call this."""
     if not is_spread(tensor):
         return tensor
     part = local(tensor)
@@ -58,15 +58,16 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def part_of(value: Tensor, like: Tensor) -> Tensor:
-    """This rank's part of a whole `value`, laid out as `like` is, without asking the others: each has all of it."""
+    """Return this rank's shard of a whole `value`, with the layout of `like`, without a collective."""
     for cut in cuts_of(like):
         value = value.narrow(cut.dim, cut.first, cut.size)
     return value
 
 
 def with_whole(part: Tensor, like: Tensor, function: Callable[[Tensor], Tensor], *, stacked: bool = False) -> Tensor:
-    """This rank's part of function(what the parts make together), for what cannot be computed part by part. What is `stacked`
-    is computed for each entry of the first dimension by itself: those of other ranks are not needed."""
+    """All-gather a tensor, apply `function` to the whole, and return this rank's shard of the result.
+
+    With `stacked`, entries of the first dimension are independent, and those of other ranks are not gathered."""
     cuts = [cut for cut in cuts_of(like) if cut.dim > 0 or not stacked]
     for cut in reversed(cuts):
         part = _joined(part, cut)
@@ -77,15 +78,15 @@ def with_whole(part: Tensor, like: Tensor, function: Callable[[Tensor], Tensor],
 
 
 def norm_of(tensors: Sequence[Tensor]) -> Tensor:
-    """The 2-norm of all tensors together, rounded once, to 32 bits. See `square_sum_of` for how shards count."""
+    """Return the 2-norm of all tensors together, rounded once, to 32 bits. `square_sum_of` says how shards count."""
     return square_sum_of(tensors).sqrt().float()
 
 
 def square_sum_of(tensors: Sequence[Tensor]) -> Tensor:
-    """The sum of the squares of all elements, in 64 bits. Tensors cut along the same axes are summed over these; the others are
-    whole on every rank, and count once.
+    """Return the sum of the squares of all elements, in 64 bits. Tensors sharded along the same axes are summed over these axes;
+    the others are whole on every rank, and count once.
 
-    With 32-bit sums the norm of one and the same gradient depended on how many elements a rank holds: 0.7% at 38 M elements."""
+    With 32-bit sums the norm of the same gradient depended on how many elements a rank holds: 0.7% at 38 M elements."""
     together: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
     for tensor in tensors:
         together.setdefault(tuple(cut.group for cut in cuts_of(tensor)), []).append(local(tensor))
@@ -99,8 +100,8 @@ def square_sum_of(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class Cut(NamedTuple):
-    """One dimension, `whole` long, in consecutive pieces, one for each rank along an axis; the last may be shorter, or
-    empty."""
+    """A cut of one dimension, `whole` long, into consecutive pieces, one for each rank along an axis. The last pieces may be
+    shorter, or empty."""
 
     dim: int
     whole: int
@@ -125,14 +126,15 @@ class Cut(NamedTuple):
 
 
 def cuts_of(tensor: Tensor) -> list[Cut]:
-    """How this rank's part comes about, cut after cut. FSDP's axes are the first of a mesh and cut last, what other axes
-    have left. Where both cut the same dimension, torch's placement says so too, but is wrong about uneven pieces."""
+    """Return the cuts that lead to this rank's shard, in order. FSDP's axes are the first of a mesh and cut last, after the
+    other axes. If both cut the same dimension, torch's placement has the same order but is wrong about uneven pieces."""
     if not is_spread(tensor):
         return []
     lengths, cuts = list(tensor.shape), []
     for axis, placement in reversed(list(enumerate(tensor.placements))):
         if not placement.is_replicate():
-            dim: int = placement.dim  # type: ignore[attr-defined]  # of Shard, and of its like
+            # Shard and its variants have `dim`.
+            dim: int = placement.dim  # type: ignore[attr-defined]
             cuts.append(Cut(dim, lengths[dim], tensor.device_mesh, axis))
             lengths[dim] = cuts[-1].size
     return cuts
@@ -147,7 +149,7 @@ def _joined(part: Tensor, cut: Cut) -> Tensor:
 
 
 class Box(NamedTuple):
-    """Part of a tensor: where it begins, and how far it goes, in each dimension."""
+    """A box of a tensor: its offset and its size in each dimension."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -161,25 +163,25 @@ class Box(NamedTuple):
         return tuple(slice(first, first + size) for first, size in zip(self.offset, self.shape, strict=True))
 
     def common(self, other: Box) -> Box | None:
-        """What lies in both, or None."""
+        """Return the intersection of two boxes; None if it is empty."""
         first = tuple(map(max, self.offset, other.offset))
         ends = (min(a + n, b + m) for a, n, b, m in zip(*self, *other, strict=True))
         shape = tuple(end - start for start, end in zip(first, ends, strict=True))
         return Box(first, shape) if min(shape, default=1) > 0 else None
 
     def within(self, outer: Box) -> Box:
-        """The same box, counted from where `outer` begins."""
+        """Return the same box, with its offset relative to that of `outer`."""
         return Box(tuple(a - b for a, b in zip(self.offset, outer.offset, strict=True)), self.shape)
 
 
 class Held(NamedTuple):
-    """A box of the whole tensor, and where it lies in what this rank has of it."""
+    """A box of the whole tensor, and the same box in this rank's shard."""
 
     box: Box
     here: Box
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Its numbers, sharing the tensor's memory."""
+        """Return the values of the box, sharing the tensor's memory."""
         return local(tensor)[self.here.slices]
 
 
@@ -188,14 +190,13 @@ def whole_box(shape: tuple[int, ...]) -> Box:
 
 
 def tiled(box: Box, parts: list[Box]) -> bool:
-    """Whether parts that lie in a box hold every number of it once: parts that share some, or leave some out, would load
-    whatever was in memory."""
+    """True if the parts of a box hold every element of it exactly once. With gaps, loading would leave uninitialised memory."""
     shared = any(a.common(b) is not None for i, a in enumerate(parts) for b in parts[:i])
     return not shared and sum(part.numel for part in parts) == box.numel
 
 
 def held_boxes(tensor: Tensor) -> list[Held]:
-    """All that this rank has of a tensor, if anything; a plain tensor is all of itself."""
+    """Return the boxes of a tensor that this rank holds, possibly none. A plain tensor is held whole."""
     offset, shape = [0] * tensor.ndim, list(tensor.shape)
     for cut in cuts_of(tensor):
         offset[cut.dim] += cut.first

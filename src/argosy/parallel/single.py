@@ -1,11 +1,12 @@
-"""One process, one device: the engine every other layout is compared with.
+"""The engine of one process and one device, which every other layout is compared with.
 
 Losses are sums; the trainer divides once, by the number of valid tokens of the whole global batch.
 
 `MicroBatches` is gradient accumulation, which all engines share: a rank's samples of a global batch are cut into micro-batches
-whose gradients and losses add up. Batches lie in page-locked memory: a GPU fetches from it by itself, while the processor goes on. The copy is made in the
-loader's thread. Memory comes from torch's own pool, which notes every transfer that reads a tensor, by whichever slice of it,
-and gives the memory to no one before those have ended; so a batch may be let go as soon as its transfers are asked for.
+whose gradients and losses add up. Batches are in pinned (page-locked) memory, from which a GPU copies while the CPU goes on. The
+loader's thread makes the pinned copy. The memory comes from torch's own pool, which tracks every transfer that reads a tensor or
+a slice of it, and reuses the memory only after those have ended. A batch may therefore be released as soon as its transfers are
+queued.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from argosy.parallel.transformer_blocks import DropoutSeeds
 
 
 class SingleDevice:
-    """An `Engine`."""
+    """The `Engine` of one device."""
 
     data_ranks = 1
 
@@ -40,7 +41,7 @@ class SingleDevice:
         z_loss: float = 0.0,
         cuda_graphs: bool = False,
     ) -> None:
-        """With `cuda_graphs`, passes are recorded and replayed where the host is slower than the device."""
+        """With `cuda_graphs`, passes are captured as CUDA graphs and replayed if they are launch-bound."""
         self.model, self.device = model, device
         self.on_phase: Callable[[str], None] = ignore_phase
         self._z_loss = z_loss
@@ -84,7 +85,7 @@ Inputs = dict[str, Tensor]
 
 
 class MicroBatches:
-    """What every engine does with the samples of its rank."""
+    """Gradient accumulation over the micro-batches of a rank, shared by all engines."""
 
     def __init__(
         self,
@@ -105,37 +106,36 @@ class MicroBatches:
         self._fp32_gradients, self._shard = fp32_gradients, shard
 
     def place(self, batch: Batch) -> Batch:
-        """Copy a batch into page-locked memory, where the device is a GPU."""
+        """Copy a batch into pinned memory if the device is a GPU."""
         if self._device.type != "cuda":
             return batch
-        # A new thread would lock pages for the first GPU.
+        # Without this, a new thread would pin memory for the first GPU.
         with torch.cuda.device(self._device):
             return copied(batch, pinned=True)
 
     def firsts(self, batch: Batch) -> range:
-        """The first sample of each micro-batch."""
+        """Return the index of the first sample of each micro-batch."""
         return range(0, len(batch.tokens), self.size)
 
     def inputs(self, batch: Batch, first: int, objective: Objective) -> tuple[Inputs, Objective]:
-        """Return what the model is given of the micro-batch that begins at sample `first`, on the device, and how its loss
-        is made."""
+        """Return the model's inputs for the micro-batch that begins at sample `first`, on the device, and its objective."""
         rows = slice(first, first + self.size)
         inputs = {name: tensor[rows].to(self._device, non_blocking=True) for name, tensor in tensors_of(batch).items()}
         return (inputs, objective) if self._shard is None else self._shard(inputs, objective)
 
     def accumulates(self, samples: int) -> bool:
-        """True if the gradients of `samples` samples add up in 32 bits. Those of one micro-batch stay as computed."""
+        """True if the gradients of `samples` samples accumulate in 32 bits. Those of one micro-batch keep their precision."""
         return samples > self.size or self._fp32_gradients
 
     def prepare_gradients(self, batch: Batch) -> None:
-        """Choose the precision that the backward passes over a batch leave gradients in."""
+        """Set the precision of the gradients that the backward passes over a batch accumulate."""
         wide = self.accumulates(len(batch.tokens))
         for parameter in self._model.parameters():
             if parameter.dtype != torch.float32:
                 accumulate_in(parameter, torch.float32 if wide else parameter.dtype)
 
     def seed_dropout(self, step: int, micro: int) -> None:
-        """Begin the forward pass of micro-batch `micro` of the global batch."""
+        """Seed dropout for the forward pass of micro-batch `micro` of the global batch."""
         self._dropout.begin(step, micro)
 
     def forward_backward(
@@ -148,11 +148,11 @@ class MicroBatches:
         first_micro: int = 0,
         before: Callable[[bool], None] = lambda last: None,
     ) -> Result:
-        """Run `run`, a forward and backward pass, on each micro-batch and sum what it reports.
+        """Run `run`, a forward and backward pass, on each micro-batch and sum the results.
 
         Args:
             first_micro: number of this rank's first micro-batch in the global batch.
-            before: called ahead of each pass with whether it is the step's last.
+            before: called ahead of each pass, with True if it is the step's last.
         """
         self.prepare_gradients(batch)
         sums, firsts = Sums(self._device), self.firsts(batch)
@@ -182,7 +182,7 @@ class MicroBatches:
 
 
 class Sums:
-    """Sums over micro-batches, of which there may be thousands: in 64 bits."""
+    """The sums over micro-batches, in 64 bits: there may be thousands of micro-batches."""
 
     def __init__(self, device: torch.device) -> None:
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
@@ -194,7 +194,7 @@ class Sums:
         self.add_report(loss.metrics, loss.expert_load)
 
     def add_report(self, metrics: dict[str, Tensor], expert_load: Tensor | None) -> None:
-        """What a part of a model reports that may have no loss."""
+        """Add the metrics of a part of a model, such as a pipeline stage, that may have no loss."""
         for name, value in metrics.items():
             self.metrics[name] = self.metrics[name] + value if name in self.metrics else value.double()
         if expert_load is not None:
@@ -212,7 +212,7 @@ class TensorBatch(Batch):
 
 
 def tensors_of(batch: Batch) -> dict[str, Tensor]:
-    """Tokens, labels and all inputs by name, on the host, without a copy."""
+    """Return tokens, labels and all other inputs by name, on the host, without a copy."""
     if isinstance(batch, TensorBatch):
         return batch.tensors
     arrays = {"tokens": batch.tokens, "labels": batch.labels, **batch.inputs}
@@ -220,7 +220,7 @@ def tensors_of(batch: Batch) -> dict[str, Tensor]:
 
 
 def copied(batch: Batch, *, pinned: bool) -> TensorBatch:
-    """A contiguous copy of a batch, page-locked or not."""
+    """Return a contiguous copy of a batch, in pinned memory or not."""
     tensors = {
         name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned).copy_(tensor)
         for name, tensor in tensors_of(batch).items()

@@ -1,11 +1,11 @@
-"""What is done to the transformer blocks of a model one by one: activation checkpointing, compiling, seeds for dropout.
+"""Changes to each transformer block of a model: activation checkpointing, torch.compile, dropout seeds.
 
 Activation checkpointing (`parallel.recompute`) trades arithmetic for memory. `full` keeps the input of each block and runs the
 block again in the backward pass: about a third more arithmetic. `selective` keeps the results of matmuls and attention too, and
-computes again only what is cheap: norms, activations, rotations, 8-bit copies. Both give the bits of `none`, dropout included.
+recomputes only what is cheap: norms, activations, rope, 8-bit copies. Both give the bits of `none`, dropout included.
 
-Each block seeds its own dropout from (seed of the micro-batch, the block's name), so that what it drops does not depend on what
-was drawn before it: a rank that has only some of the blocks drops what one process drops there.
+Each block seeds its own dropout from (seed of the micro-batch, name of the block). Its mask therefore does not depend on earlier
+random numbers: a rank that has only some of the blocks drops the same values as one process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _KEPT = COSTLY_OPERATIONS | ATTENTION_OPERATIONS | GROUPED_OPERATIONS
 
 
 def named_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The transformer blocks of every stack the model has."""
+    """Yield the names and transformer blocks of every stack of the model."""
     for name, module in model.named_modules():
         if name.split(".")[-1] == "layers":
             for index, block in module.named_children():
@@ -68,7 +68,7 @@ def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoi
 
 
 def apply_compile(model: nn.Module, scope: str) -> None:
-    """torch.compile the model, or block after block. Nothing is compiled before the first forward pass."""
+    """Apply torch.compile to the model, or to each block. Nothing is compiled before the first forward pass."""
     tell_compiler()
     hide_from_compiler()
     for module in (model,) if scope == "model" else blocks_of(model):
@@ -76,12 +76,14 @@ def apply_compile(model: nn.Module, scope: str) -> None:
 
 
 class DropoutSeeds:
-    """Seeds every block of a model anew in each forward pass. A model that is compiled whole, or that has two texts go through
-    the same blocks, draws as it goes, and so does one that no engine trains: whoever takes the module alone has its own seeds."""
+    """Dropout seeds: a hook seeds every block of a model anew in each forward pass.
+
+    No hook is used for a model that is compiled whole or that sends two texts through the same blocks (a retriever): it draws
+    from one generator. The same holds for a model that no engine trains, whose caller does the seeding."""
 
     def __init__(self, model: nn.Module, seed: int) -> None:
         self._run_seed = seed
-        # Of the micro-batch; None: none was begun.
+        # The seed of the micro-batch. None: no micro-batch was begun.
         self._seed: int | None = None
         drops = any(isinstance(module, Dropout) and module.rate for module in model.modules())
         if drops and model._compiled_call_impl is None and not isinstance(model, Retriever):
@@ -89,7 +91,7 @@ class DropoutSeeds:
                 block.register_forward_pre_hook(self._hook(name))
 
     def begin(self, step: int, micro: int) -> None:
-        """Before the forward pass of micro-batch `micro` of a step, or of a part of the model for it."""
+        """Set the seed for micro-batch `micro` of a step. Call this before each forward pass of the model or of a stage."""
         self._seed = derive_seed(self._run_seed, "dropout", step, micro)
         torch.manual_seed(self._seed)
 
