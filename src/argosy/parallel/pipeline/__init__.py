@@ -1,1 +1,1 @@
-"""Pipeline parallelism: consecutive parts of a model on different ranks, micro-batches on their way through them."""
+"""Pipeline parallelism: consecutive stages of a model on different ranks, through which micro-batches pass."""

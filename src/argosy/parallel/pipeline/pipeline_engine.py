@@ -1,9 +1,9 @@
-"""The engine of a pipeline: this rank's stages, with the micro-batches of a step on their way through all of them.
+"""The engine of pipeline parallelism: runs this rank's stages on the micro-batches of a step.
 
-Every pipeline rank reads the same samples: the first stage needs the tokens, the last the labels, and the others whatever
-depends on positions or documents. Gradients are summed over data-parallel ranks after the last micro-batch, then those of
-weights that several stages hold over their holders. Each rank reports what its stages know; the sum over ranks is the
-`Result` of the global batch.
+Every pipeline rank reads the same samples: the first stage needs the tokens, the last the labels, and the others the inputs that
+depend on positions or documents. Gradients are summed over data-parallel ranks after the last micro-batch. Gradients of weights
+that several stages hold are then summed over their holders. Each rank reports the metrics of its stages; the sum over ranks is
+the `Result` of the global batch.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ from argosy.parallel.shards import square_sum_of
 from argosy.parallel.single import Sums
 from argosy.parallel.transformer_blocks import DropoutSeeds
 
-_Micro = tuple[Batch, int]  # a micro-batch: where it is, and its first sample there
+# A micro-batch: the batch that it is part of, and the index of its first sample.
+_Micro = tuple[Batch, int]
 
 
 class PipelineParallel:
-    """An `Engine`. `model` is what this rank holds, all its stages together; its forward pass takes the number of a stage."""
+    """The `Engine` of pipeline ranks. `model` holds all stages of this rank; its forward pass takes the number of a stage."""
 
     def __init__(
         self,
@@ -51,7 +52,7 @@ class PipelineParallel:
         along = mesh.along("pp")
         if along is None:
             raise AssertionError("one rank is no pipeline")
-        # FSDP fears that a stream which passes a stage untouched is changed in place; a runtime only sends it on.
+        # FSDP warns that a stream which passes a stage unchanged may be modified in place. The runtime only sends it on.
         warnings.filterwarnings("ignore", message=".*returned a view tensor", category=UserWarning)
         self.model, self.device, self.data_ranks = model, mesh.device, mesh.data_ranks
         self.on_phase: Callable[[str], None] = ignore_phase
@@ -61,7 +62,7 @@ class PipelineParallel:
         self._runtime = Runtime(self._pipeline, stages.ranks, mesh.device)
         self._shared = SharedWeights(model, stages, self._pipeline)
         self._actions = cache(self._make_actions)
-        # By training or not: the names of the metrics, and the shape of the experts' loads.
+        # Key: training or not. Value: the names of the metrics, and the shape of the expert loads.
         self._reported: dict[bool, tuple[list[str], tuple[int, ...] | None]] = {}
 
     def place(self, batch: Batch) -> Batch:
@@ -89,7 +90,8 @@ class PipelineParallel:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Result:
-        """As without a pipeline, a data-parallel rank that has fewer micro-batches goes along on samples that do not count."""
+        """Sum the loss of a batch that is whole on every rank. A data-parallel rank with fewer micro-batches runs extra ones that do
+        not count."""
         mine, most = self._reduction.share(batch, self._micro_batches.size)
         totals = self._reduction.count(mine)
         own = [(mine, first) for first in self._micro_batches.firsts(mine)]
@@ -144,7 +146,7 @@ class PipelineParallel:
         return with_messages(orders, parallel.schedule)[dist.get_rank(self._pipeline)]
 
     def _joined(self, reports: Sequence[Loss | Stream], *, training: bool) -> Result:
-        """What this rank's stages report of all micro-batches, with a zero for what only other ranks report."""
+        """Sum the reports of this rank's stages over all micro-batches. Metrics that only other ranks report are zero."""
         sums = Sums(self.device)
         for report in reports:
             if isinstance(report, Loss):
@@ -160,7 +162,7 @@ class PipelineParallel:
         return Result(sums.loss, 0, metrics, sums.expert_load)
 
     def _agree(self, sums: Sums) -> tuple[list[str], tuple[int, ...] | None]:
-        """Return the names of the metrics that any rank of the pipeline reports, and the shape of the experts' loads."""
+        """Return the names of the metrics that any rank of the pipeline reports, and the shape of the expert loads."""
         load = sums.expert_load
         mine = {"metrics": list(sums.metrics), "load": None if load is None else list(load.shape)}
         theirs = all_gather_json(mine, self._pipeline)

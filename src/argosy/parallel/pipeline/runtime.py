@@ -1,8 +1,8 @@
-"""One step of a pipeline on one rank: its actions in order, and what each leaves for the next.
+"""The pipeline runtime: runs the actions of one step on one rank, in order.
 
-Of a micro-batch that a stage has passed forward, its inputs and outputs are kept until it comes back, and nothing else: torch's
-own runtime, whose orders are used here, keeps buffers for all micro-batches of a step in both directions, and needs an extra
-pass to learn their shapes.
+After the forward pass of a micro-batch through a stage, only its inputs and outputs are kept until its backward pass. torch's own
+runtime, whose schedules are used here, keeps buffers for all micro-batches of a step in both directions, and needs an extra pass
+to learn their shapes.
 """
 
 from __future__ import annotations
@@ -25,36 +25,43 @@ Key = tuple[int, int]  # stage, micro-batch
 
 
 class Pass(Protocol):
-    """The forward pass of one stage for one micro-batch, going on from what the stage before made."""
+    """The forward pass of one stage for one micro-batch. `stream` is the output of the previous stage."""
 
     def __call__(self, stage: int, micro: int, stream: tuple[Tensor, ...] | None) -> Loss | Stream: ...
 
 
 @dataclass
 class _State:
-    """What is under way in a step."""
+    """The tensors and messages in flight during a step."""
 
-    arriving: dict[Key, Pending] = field(default_factory=dict)  # streams
-    returning: dict[Key, Pending] = field(default_factory=dict)  # gradients of streams
-    streams: dict[Key, tuple[Tensor, ...]] = field(default_factory=dict)  # made here for a stage that is here too
+    # Streams that are being received.
+    arriving: dict[Key, Pending] = field(default_factory=dict)
+    # Gradients of streams that are being received.
+    returning: dict[Key, Pending] = field(default_factory=dict)
+    # Outputs of stages here, until they are sent or the next stage here reads them.
+    streams: dict[Key, tuple[Tensor, ...]] = field(default_factory=dict)
     gradients: dict[Key, tuple[Tensor, ...]] = field(default_factory=dict)
     inputs: dict[Key, tuple[Tensor, ...]] = field(default_factory=dict)
     outputs: dict[Key, tuple[Tensor, ...]] = field(default_factory=dict)
-    later: dict[Key, Later] = field(default_factory=dict)  # weight gradients that were put off
+    # Weight gradients that were deferred.
+    later: dict[Key, Later] = field(default_factory=dict)
     sent: list[Pending] = field(default_factory=list)
 
 
 class Runtime:
-    """`ranks[s]` is the pipeline rank of stage s."""
+    """The runtime of one pipeline rank. `ranks[s]` is the pipeline rank of stage s."""
 
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], device: torch.device) -> None:
         self._mail, self._ranks = Mail(group, device), ranks
-        self._forms: dict[tuple[int, object], list[Form]] = {}  # of what a stage makes of a micro-batch of some shape
+        # Shapes and dtypes of a stage's outputs, by stage and shape of the micro-batch.
+        self._forms: dict[tuple[int, object], list[Form]] = {}
 
     def run(
         self, actions: Sequence[Action], forward: Pass, shapes: Sequence[object], *, training: bool
     ) -> dict[Key, Loss | Stream]:
-        """What the forward passes report. `shapes` tell micro-batches apart whose streams have different shapes."""
+        """Run the actions and return the reports of the forward passes.
+
+        `shapes[m]` differs between micro-batches whose streams have different shapes."""
         in_halves = any(action.kind == "W" for action in actions)
         with separable() if in_halves else nullcontext():
             return self._run(actions, forward, shapes, training)
@@ -131,5 +138,5 @@ class Runtime:
 
 
 def _gradient(tensor: Tensor) -> Tensor:
-    """Of a stream that may have gone through a stage without being looked at."""
+    """Return the gradient of a stream: zeros if the stage did not use the stream."""
     return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad

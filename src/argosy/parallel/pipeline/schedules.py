@@ -1,8 +1,8 @@
-"""Who does what when: every rank's work of a step as one list of actions, messages included.
+"""Pipeline schedules: the actions of every rank in a step as one list, messages included.
 
-The interleaved and the zero-bubble orders are torch's; the two that need one stage a rank are a few lines, and unlike torch's
-take any number of micro-batches. Messages are then put in by replaying all ranks together: a send and its receive are added
-at the same moment, so that two ranks always have what they exchange in the same order, and none can wait for ever.
+The interleaved and zero-bubble schedules are torch's. GPipe and 1F1B, with one stage a rank, are a few lines here, and unlike
+torch's take any number of micro-batches. Messages are then inserted by simulating all ranks together: a send and its receive are
+added at the same moment. Two ranks therefore exchange their messages in the same order, and no rank can deadlock.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 from argosy.compat import torch_schedule
 from argosy.config.stage_layers import rank_of_stage
 
-# forward; backward whole, or in two halves: the gradients of inputs, then those of weights; messages of both passes
+# F: forward. B: whole backward. I and W: backward in two halves, gradients of inputs, then of weights. The rest are messages.
 Kind = Literal["F", "B", "I", "W", "send F", "receive F", "send B", "receive B"]
 
 
@@ -23,11 +23,12 @@ class Action(NamedTuple):
     micro: int
 
 
-Orders = list[list[Action]]  # by rank
+# The actions of each rank.
+Orders = list[list[Action]]
 
 
 def training_order(schedule: str, ranks: int, pieces: int, micros: int) -> Orders:
-    """Forward and backward passes of all micro-batches."""
+    """Return the forward and backward passes of all micro-batches, by rank."""
     if schedule == "gpipe":
         return [
             [Action("F", rank, m) for m in range(micros)] + [Action("B", rank, m) for m in range(micros)]
@@ -40,7 +41,7 @@ def training_order(schedule: str, ranks: int, pieces: int, micros: int) -> Order
 
 
 def forward_order(schedule: str, ranks: int, pieces: int, micros: int) -> Orders:
-    """Forward passes only: a rank's stages in turn, all micro-batches through each."""
+    """Return forward passes only, by rank: all micro-batches through each of a rank's stages in turn."""
     orders: Orders = [[] for _ in range(ranks)]
     for stage in range(ranks * pieces):
         orders[rank_of_stage(schedule, ranks, stage)] += [Action("F", stage, micro) for micro in range(micros)]
@@ -48,7 +49,7 @@ def forward_order(schedule: str, ranks: int, pieces: int, micros: int) -> Orders
 
 
 def with_messages(orders: Orders, schedule: str) -> Orders:
-    """The same with what ranks send each other. Neighbouring stages of one rank need no message."""
+    """Return the orders with sends and receives inserted. Neighbouring stages of one rank need no message."""
     full: Orders = [[] for _ in orders]
     waiting = [deque(order) for order in orders]
     last = max(action.stage for order in orders for action in order)
@@ -81,14 +82,14 @@ def _one_forward_one_backward(rank: int, ranks: int, micros: int) -> list[Action
 
 
 def _reader(action: Action) -> int | None:
-    """The stage that goes on from what an action makes."""
+    """Return the stage that reads the output of an action; None if no stage does."""
     if action.kind == "W":
         return None
     return action.stage + 1 if action.kind == "F" else action.stage - 1
 
 
 def sources(action: Action, last: int) -> tuple[Action, ...]:
-    """Of which one has to be done first, on whichever rank."""
+    """Return the actions of which one has to be done before `action`, on whichever rank."""
     kind, stage, micro = action
     if kind == "F" and stage > 0:
         return (Action("F", stage - 1, micro),)

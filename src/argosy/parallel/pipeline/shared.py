@@ -1,8 +1,8 @@
-"""Weights that several stages hold: tied embeddings, and what all layers of a stack share.
+"""Weights that several pipeline stages hold: tied embeddings, and weights that all layers of a stack share.
 
-Each holder has the gradient of what its own stage does with the weight. Holders send theirs to each other once a step and add
-them up in the same order, so that the sum is the same bits on all of them and every copy is updated alike. In a gradient norm
-the first holder's counts.
+Each holder has the gradient of its own stage's use of the weight. Holders exchange their gradients once a step and add them in
+the same order, so that the sum has the same bits everywhere and every copy gets the same update. The gradient norm counts the
+first holder's copy only.
 """
 
 from __future__ import annotations
@@ -21,21 +21,24 @@ from argosy.parallel.shards import local
 class SharedWeights:
     def __init__(self, model: nn.Module, stages: Stages, group: dist.ProcessGroup) -> None:
         self._group, rank = group, dist.get_rank(group)
-        self._sums: list[tuple[tuple[int, ...], list[nn.Parameter]]] = []  # holders, and what they share
-        self.copies: set[str] = set()  # names of weights that an earlier stage holds too
+        # The holders, and the parameters that they share.
+        self._sums: list[tuple[tuple[int, ...], list[nn.Parameter]]] = []
+        # Names of weights that an earlier stage holds too.
+        self.copies: set[str] = set()
         parameters = dict(model.named_parameters())
         by_holders: dict[tuple[int, ...], list[str]] = {}
         for module, holders in stages.shared().items():
             names = [name for name in parameters if name.startswith(f"{module}.")]
             if rank in holders and names:
                 by_holders.setdefault(holders, []).extend(names)
-        for holders, names in sorted(by_holders.items()):  # in one order everywhere: a rank may be in several sums
+        # Sorted, to be in the same order on every rank: a rank may be in several sums.
+        for holders, names in sorted(by_holders.items()):
             self._sums.append((holders, [parameters[name] for name in sorted(names)]))
             if rank != holders[0]:
                 self.copies.update(names)
 
     def sum_gradients(self) -> None:
-        """Once the gradients of the whole batch are there."""
+        """Sum the gradients of shared weights over their holders, after the last micro-batch of a step."""
         for holders, parameters in self._sums:
             gradients = list(_gradients(parameters))
             total = self._sum(torch.cat([gradient.reshape(-1) for gradient in gradients]), holders)
@@ -59,6 +62,7 @@ class SharedWeights:
 
 def _gradients(parameters: list[nn.Parameter]) -> Iterator[Tensor]:
     for parameter in parameters:
-        if parameter.grad is None:  # this stage had no use for it
+        # This stage did not use the weight.
+        if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         yield local(parameter.grad)

@@ -1,8 +1,8 @@
-"""The parts of a model that a rank holds: a stage is the model with everything that is elsewhere taken out.
+"""The division of a model into pipeline stages: a stage is the model without the modules of other stages.
 
-What stays keeps its name and its place, so that weights, optimiser and checkpoints never see the difference. The first stage
-has the embedding, the last one the output; tied weights are in both, and what all layers of a stack share is in every stage
-that has one of them.
+The modules that stay keep their names and places, so that weights, optimiser and checkpoints see no difference. The first stage
+has the embedding, the last one the output. Tied weights are in both. Weights that all layers of a stack share are in every stage
+that has one of these layers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _Children = dict[str, nn.Module | None]
 
 @dataclass(frozen=True)
 class Stages:
-    """`modules[s]` are those of stage s, on pipeline rank `ranks[s]`."""
+    """The stages of a pipeline: `modules[s]` are the modules of stage s, on pipeline rank `ranks[s]`."""
 
     modules: tuple[frozenset[str], ...]
     ranks: tuple[int, ...]
@@ -36,7 +36,7 @@ class Stages:
         return frozenset().union(*(self.modules[stage] for stage in self.of_rank(rank)))
 
     def shared(self) -> dict[str, tuple[int, ...]]:
-        """Modules that several ranks hold, and who they are, in the order of their stages."""
+        """Return the modules that several ranks hold, and these ranks in the order of their stages."""
         held: dict[str, dict[int, None]] = {}
         for modules, rank in zip(self.modules, self.ranks, strict=True):
             for module in sorted(modules):
@@ -45,7 +45,7 @@ class Stages:
 
 
 def cut_stages(model: ModelSpec, parallel: ParallelSpec, seq_len: int) -> Stages:
-    """The stages of a layout."""
+    """Return the pipeline stages of a layout."""
     anatomy = architecture_of(model).modules(model)
     count = parallel.pp * parallel.vpp
     stages = []
@@ -58,8 +58,8 @@ def cut_stages(model: ModelSpec, parallel: ParallelSpec, seq_len: int) -> Stages
 
 
 def keep_stages(model: nn.Module, stages: Stages, rank: int) -> None:
-    """Remove from a model what only other pipeline ranks hold. From now on its forward pass takes the number of one of this
-    rank's stages, and computes that stage alone."""
+    """Remove the modules that only other pipeline ranks hold. The forward pass then takes the number of one of this rank's
+    stages, and computes that stage alone."""
     _require_held(model, frozenset().union(*stages.modules))
     for module, children in _kept_children(model, stages.modules_of_rank(rank)):
         module._modules = children
@@ -71,7 +71,7 @@ class StageForward:
 
     def __init__(self, model: nn.Module, modules: Mapping[int, frozenset[str]]) -> None:
         self._model, self._modules, self._forward = model, modules, model.forward
-        # By stage, found when it is first computed, after everything was done to the model.
+        # By stage. Filled at the first pass of a stage, after all other changes to the model.
         self._children: dict[int, list[tuple[nn.Module, _Children]]] = {}
 
     def __call__(self, *inputs: Any, stage: int, **named: Any) -> Any:
@@ -90,8 +90,8 @@ class StageForward:
 
 
 def _kept_children(module: nn.Module, kept: Iterable[str], path: str = "") -> Iterator[tuple[nn.Module, _Children]]:
-    """Of each module that loses some of its children: those it has left. Modules named in `kept` and modules without weights
-    stay; the others become None, or leave the dictionary they are in."""
+    """Yield each module that may lose children, with the children it keeps. Modules named in `kept` and modules without weights
+    stay; the others become None, or are removed from their ModuleDict."""
     kept, left = set(kept), _Children()
     for name, child in module._modules.items():
         where = f"{path}{name}"
@@ -106,7 +106,7 @@ def _kept_children(module: nn.Module, kept: Iterable[str], path: str = "") -> It
 
 
 def _require_held(model: nn.Module, held: frozenset[str]) -> None:
-    """Refuse a model with parameters that no stage holds: they would be nowhere."""
+    """Refuse a model with parameters that no stage holds."""
     lost = [name for name, _ in model.named_parameters() if not any(name.startswith(f"{module}.") for module in held)]
     if lost:
         raise ArgosyError(

@@ -1,6 +1,7 @@
-"""Tensors from stage to stage. The shapes of what a stage makes are told once for each shape of micro-batch, between hosts;
-from then on both sides know them, and a receive can be asked for before its sender has begun. Nothing is kept longer than it
-is needed: a buffer is made for each message when it is asked for."""
+"""Messages between pipeline stages.
+
+A stage sends the shapes of its outputs once for each shape of micro-batch, over the host network. Both sides then know the shapes,
+and a receive can be posted before its sender has begun. No buffer is kept: each is allocated when its receive is posted."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_HEADER = 16  # whole numbers: how many tensors, then of each its type, its dimensions and their sizes
+# Integers in a header: the number of tensors, then the dtype, number of dimensions and sizes of each.
+_HEADER = 16
 
 
 class Form(NamedTuple):
@@ -21,7 +23,7 @@ class Form(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """A message on its way; the tensors are not to be touched before `wait`."""
+    """A pending message. Its tensors must not be touched before `wait`."""
 
     tensors: tuple[Tensor, ...]
     works: list[Any]
@@ -33,7 +35,7 @@ class Pending(NamedTuple):
 
 
 class Mail:
-    """Between the ranks of one pipeline."""
+    """Point-to-point messages between the ranks of one pipeline."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device

@@ -1,10 +1,10 @@
-"""Cutting the parameters of a model as its modules declare it, and where activations enter and leave the cut part.
+"""Tensor parallelism applied to a model: shards its parameters as its modules declare, and hooks the collectives around them.
 
-Column-parallel and row-parallel layers are a pair of cuts with one entrance and one exit around both: attention, MLP, experts.
-The output projections add no bias of their own (the residual sum does), so that the sum over ranks never counts one twice.
+Column-parallel and row-parallel layers come in pairs with one entry and one exit around both: attention, MLP, experts. The output
+projections add no bias of their own (the residual sum does), so that the sum over ranks never counts a bias twice.
 
-Everything that is not cut is whole on every rank. Some of that sees only a part of what it is multiplied with (a share of the
-tokens, some of the heads), and so has a part of its gradient: the engine sums these over the ranks, once a step.
+Everything else is whole on every rank. Some of these parameters see only a part of their inputs (a share of the tokens, some of
+the heads), and so get a part of their gradient: the engine sums these gradients over the ranks, once a step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from argosy.parallel.tensor.vocabulary import SpreadOutput, look_up
 
 
 def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> None:
-    """Shard a model over the ranks of a mesh of one axis; with `sequence`, what is not cut is spread by tokens."""
+    """Shard a model over the ranks of a mesh of one axis. With `sequence`, the residual stream is spread by tokens."""
     region = Region(mesh.get_group(), sequence)
     declared = declared_shardings(model)
     for module in list(model.modules()):
@@ -48,15 +48,15 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool)
 
 
 def partial_parameters(model: nn.Module, *, sequence: bool) -> list[nn.Parameter]:
-    """Parameters that are whole on every rank but saw only a part: after a step's last backward pass their gradients have to be
-    summed over the ranks."""
+    """Return the parameters that are whole on every rank but get only a part of their gradient. After a step's last backward
+    pass these gradients have to be summed over the ranks."""
     when = ("always", "sequence") if sequence else ("always",)
     parameters = dict(model.named_parameters())
     return [parameters[name] for name, sharding in declared_shardings(model).items() if sharding.partial in when]
 
 
 def declared_shardings(model: nn.Module) -> dict[str, Sharding]:
-    """What its modules declare of each parameter of a model, by name. A parameter that none declares is refused."""
+    """Return the sharding that the modules of a model declare for each parameter, by name. Raise ArgosyError if one has none."""
     found: dict[str, Sharding] = {}
     for path, module in model.named_modules():
         declaration: Declaration = getattr(module, "tensor_parallel", {})
@@ -76,7 +76,7 @@ def declared_shardings(model: nn.Module) -> dict[str, Sharding]:
 
 
 def _parameters_of(module: nn.Module, path: str, name: str) -> Iterator[str]:
-    """The full names of the parameters that a declaration of a module at `path` names, as far as the model has them."""
+    """Yield the full names of the parameters that the module at `path` declares as `name`, as far as the model has them."""
     *outer, last = name.split(".")
     owner: nn.Module | None = module
     for part in outer:
@@ -91,7 +91,7 @@ def _parameters_of(module: nn.Module, path: str, name: str) -> Iterator[str]:
 
 
 def _connect(module: nn.Module, region: Region) -> None:
-    """Entrances and exits, and what else of a module has to know of its part."""
+    """Hook the collectives into a module, and set its share of heads, tokens or vocabulary."""
     match module:
         case AttentionBlock():
             for name in ("attn", "cross", "mlp"):
@@ -111,12 +111,14 @@ def _connect(module: nn.Module, region: Region) -> None:
             module.share = region.tokens
         case Decoder() | EncoderDecoder():
             module.predict = SpreadOutput(module.spec.vocab_size, region, alike=False)
-        case MaskedLM():  # its heads see all tokens, alike on every rank
+        # The heads of a masked LM see all tokens, the same on every rank.
+        case MaskedLM():
             module.together.register_forward_hook(partial(_result, region.end))
             module.predict = SpreadOutput(module.spec.vocab_size, region, alike=True)
         case Tower():
             module.together.register_forward_hook(partial(_result, region.end))
-        case Stack() if not module.decoder:  # what it makes is read inside every layer of the decoder
+        # Every decoder layer reads the encoder's output inside its sharded part.
+        case Stack() if not module.decoder:
             module.together.register_forward_hook(partial(_result, region.enter))
     if isinstance(module, (Decoder, Encoder, Stack)):
         module.heads = region.share
@@ -131,8 +133,8 @@ def _result(function: Callable[[Tensor], Tensor], module: nn.Module, arguments: 
 
 
 def _enter_experts(region: Region, module: nn.Module, arguments: tuple[Tensor, Tensor | None]) -> Any:
-    """All that is computed there gives each rank a part of the gradient, and so must the router's own losses, which all ranks
-    compute alike."""
+    """Enter a MoE layer. Each rank gets a part of the gradient there. All ranks compute the same router losses, so these are
+    divided by the number of ranks."""
     x, scale = arguments
     return region.enter(x), None if scale is None else scale / region.ranks
 

@@ -1,9 +1,9 @@
-"""Where activations pass from what every rank computes alike to what each computes a part of, and back.
+"""The tensor-parallel region: the collectives by which activations enter and leave the sharded part of a block.
 
 Between blocks a rank has the residual stream: all of it or, with sequence parallelism, its share of the tokens. Inside
-attention and MLP it has all tokens and a part of the heads or of the inner width. On the way in, the tokens are gathered, and
-what comes out is a sum over ranks. Each passage has the exchange its gradient needs: what all ranks read, all
-contribute to the gradient of.
+attention and MLP it has all tokens and a part of the heads or of the inner width. On entry the tokens are all-gathered. On exit
+the outputs are summed over ranks. Each collective has the one that its gradient needs: all ranks that read a value contribute to
+its gradient.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from argosy.model.sharding import WHOLE, Share
 @dataclass(frozen=True)
 class Region:
     group: dist.ProcessGroup
-    sequence: bool  # whether tokens are spread outside of it
+    # Sequence parallelism: tokens are spread over the ranks outside of the region.
+    sequence: bool
 
     @property
     def ranks(self) -> int:
@@ -34,26 +35,26 @@ class Region:
 
     @property
     def share(self) -> Share:
-        """Of what is cut over the ranks, as heads."""
+        """This rank's share of what is sharded, such as heads."""
         return Share((self.rank,), self.ranks)
 
     @property
     def tokens(self) -> Share:
-        """Of a sequence, outside."""
+        """This rank's share of the tokens outside of the region."""
         return self.share if self.sequence else WHOLE
 
     def enter(self, x: Tensor) -> Tensor:
-        """All tokens of x [batch, seq, ..], for ranks that each compute a part with them."""
+        """Return all tokens of x [batch, seq, ..], for ranks that each compute a part with them."""
         entered: Tensor = (_GatherTokens if self.sequence else _Copy).apply(x, self.group)
         return entered
 
     def leave(self, y: Tensor) -> Tensor:
-        """The sum of what the ranks computed."""
+        """Sum the outputs of all ranks: all-reduce, or with sequence parallelism reduce-scatter to each rank's tokens."""
         left: Tensor = (_SumToShares if self.sequence else _Sum).apply(y, self.group)
         return left
 
     def end(self, x: Tensor) -> Tensor:
-        """All tokens of x, for ranks that go on to compute all alike."""
+        """Return all tokens of x, for ranks that all compute the same from there on."""
         ended: Tensor = _Join.apply(x, self.group) if self.sequence else x
         return ended
 
@@ -119,14 +120,14 @@ def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[batch, seq / ranks, ..] of every rank -> [batch, seq, ..]."""
+    """All-gather tokens: [batch, seq / ranks, ..] of every rank -> [batch, seq, ..]."""
     parts = x.new_empty(group.size(), *x.shape)
     gather_into(parts.flatten(0, 1), x.contiguous(), group)
     return parts.transpose(0, 1).flatten(1, 2)
 
 
 def summed_to_shares(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[batch, seq, ..] -> this rank's tokens of the sum over ranks, [batch, seq / ranks, ..]."""
+    """Reduce-scatter tokens: [batch, seq, ..] -> this rank's tokens of the sum over ranks, [batch, seq / ranks, ..]."""
     parts = x.unflatten(1, (group.size(), -1)).transpose(0, 1).contiguous()
     share = torch.empty_like(parts[0])
     scatter_sum_into(share, parts.flatten(0, 1), group)

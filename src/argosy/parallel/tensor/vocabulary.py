@@ -1,9 +1,9 @@
-"""The vocabulary cut over ranks: rows of the embedding, and of the head with its logits and their loss.
+"""Vocabulary parallelism: the rows of the embedding and of the output head are sharded over ranks, with the loss.
 
-A rank has a contiguous range of the tokens' rows, the last perhaps fewer; nothing is padded. A token is looked up by the
-rank that has its row, and the sum over ranks is its vector. For the loss each rank makes the logits of its range only, a
-few rows of the batch at a time, and turns them into their log-sum-exp and the logit of the label, if it has that; these two
-numbers a token are all that is exchanged, and with them each rank has the loss and the gradient of its own logits.
+A rank has a contiguous range of vocabulary rows; the last rank may have fewer, and nothing is padded. The rank that has a token's
+row looks it up, and the sum over ranks is the token's vector. For the loss each rank computes the logits of its range only, a few
+rows of the batch at a time. It reduces them to their log-sum-exp and, if it has the label, the logit of the label. Only these two
+numbers per token are exchanged. They give each rank the loss and the gradient of its own logits.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from argosy.parallel.tensor.region import Region, gathered
 
 @dataclass(frozen=True)
 class Rows:
-    """Which rows of a vocabulary of `size` this rank has."""
+    """The rows of a vocabulary of `size` that this rank has. `most` is the largest number of rows on any rank."""
 
     first: int
-    most: int  # that any rank has
+    most: int
     size: int
 
     @staticmethod
@@ -38,7 +38,7 @@ class Rows:
 
 
 def look_up(embedding: nn.Embedding, region: Region, tokens: Tensor) -> Tensor:
-    """The vectors of all tokens [batch, seq], whoever has their rows."""
+    """Return the vectors of all tokens [batch, seq], whichever rank has their rows."""
     weight = embedding.weight
     row = tokens - Rows.of(embedding.num_embeddings, region).first
     elsewhere = (row < 0) | (row >= weight.shape[0])
@@ -47,7 +47,8 @@ def look_up(embedding: nn.Embedding, region: Region, tokens: Tensor) -> Tensor:
 
 
 class SpreadOutput(Output):
-    """`x` is what the region's outside has or, where `alike`, all tokens on every rank."""
+    """The output head with a sharded vocabulary. With `alike`, `x` has all tokens on every rank; otherwise those outside of the
+    region."""
 
     def __init__(self, vocab_size: int, region: Region, *, alike: bool) -> None:
         super().__init__()
@@ -72,9 +73,10 @@ class SpreadOutput(Output):
 def softmax_loss_(
     first: int, group: dist.ProcessGroup, logits: Tensor, labels: Tensor, z_loss: float, with_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `argosy.model.ops.cross_entropy.softmax_loss_`, with logits of the columns from `first` on."""
+    """Compute `argosy.model.ops.cross_entropy.softmax_loss_` from the logits of this rank's columns, which begin at `first`."""
     full, column = logits.float(), (labels - first)[:, None]
-    here = (column >= 0) & (column < logits.shape[1])  # never a label that is ignored: those are negative
+    # Ignored labels are negative, and so never here.
+    here = (column >= 0) & (column < logits.shape[1])
     column = column.masked_fill(~here, 0)
     ours = torch.stack((full.logsumexp(-1), full.gather(-1, column).masked_fill(~here, 0)[:, 0]))
     every = ours.new_empty(group.size(), *ours.shape)
