@@ -1,1 +1,1 @@
-"""Training: loss, optimiser, schedule, the step, the loop, evaluation, and reading what the model writes."""
+"""Training: the optimiser, the learning-rate schedule, the step, the loop, saving and evaluation."""

@@ -1,5 +1,5 @@
-"""AdamW in one pass over memory: gradients in any precision, moments and masters in 32 bits, and the parameters themselves written
-in their own precision on the way. Where `skip` is not 0, nothing changes."""
+"""The AdamW kernel, one pass over memory. Gradients may have any precision; moments and master weights are 32-bit. The same pass
+writes the parameters in their own precision. If `skip` is not 0, nothing changes."""
 
 from __future__ import annotations
 

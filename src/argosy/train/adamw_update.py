@@ -1,4 +1,4 @@
-"""AdamW over 32-bit masters: a Triton kernel that does all in one pass where there is a GPU, torch's fused update elsewhere."""
+"""The AdamW update of 32-bit master weights: one pass of a Triton kernel on a GPU, torch's fused update elsewhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from argosy.train.slots import Apply, Slot, Update, write_parameters
 def make_update(keys: AdamWSpec, model: nn.Module) -> Apply:
     def apply(slots: Sequence[Slot], gradients: Sequence[Tensor], update: Update, weight_decay: float) -> None:
         run = _one_pass if use_kernel(slots[0].master) else _fused
-        # A rank may have no part of a parameter.
+        # A rank may have an empty shard of a parameter.
         held = [number for number, slot in enumerate(slots) if slot.master.numel()]
         if held:
             run([slots[n] for n in held], [gradients[n] for n in held], update, keys, weight_decay)
@@ -31,7 +31,8 @@ def _one_pass(
     from argosy.train.update_kernel import launch
 
     betas = torch.stack([torch.full_like(update.count, beta, dtype=torch.float64) for beta in keys.betas])
-    corrections = (1 - betas**update.count).float()  # of the bias of both moments
+    # Bias correction of both moments.
+    corrections = (1 - betas**update.count).float()
     launch(
         adamw_kernel, slots, gradients, update.scale, corrections, update.skip,
         update.lr, *keys.betas, keys.eps, 1.0 - update.lr * weight_decay,

@@ -1,8 +1,7 @@
-"""The device a run trains on, the switches that make its arithmetic repeatable, and what its bits depend on besides;
-and where its memory goes: what is kept between steps, and what a step needs on top at its peak.
+"""The device of a run: its choice, its deterministic mode, the facts that its bits depend on, and its memory use.
 
-A model that is larger than its device by what it keeps alone is refused before it is built. On a CPU nothing else would: memory
-is promised there that is not to be had, until the kernel ends some process, not always this one.
+A model whose weights, gradients and optimiser state exceed the device's memory is refused before it is built. On a CPU nothing
+else would refuse it: the system overcommits memory until the kernel kills some process, not always this one.
 """
 
 from __future__ import annotations
@@ -30,7 +29,8 @@ from argosy.train.optimizer import Optimizer
 
 
 def prepare_device(spec: TrainSpec, asked: str | None = None, *, local_rank: int | None = None) -> torch.device:
-    """The device of the spec, or the one `asked` for instead; of several ranks on a machine each gets a GPU of its own."""
+    """Return the device of the spec, or `asked` instead, in deterministic mode if the spec says so. Each local rank gets its own
+    GPU."""
     name: str = asked or spec.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -44,7 +44,8 @@ def prepare_device(spec: TrainSpec, asked: str | None = None, *, local_rank: int
             fix="use cpu, or check the driver with nvidia-smi",
         )
     if spec.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts, which is later
+        # cuBLAS reads this when it starts, which is later.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     set_deterministic(spec.deterministic)
     if name == "cuda" and local_rank is not None:
@@ -66,12 +67,13 @@ def _own_gpu(local_rank: int) -> torch.device:
 
 
 def name_of(device: torch.device) -> str | None:
-    """A GPU's name, as its driver gives it."""
+    """Return the name of a GPU as its driver gives it; None for a CPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else None
 
 
 def machine_facts(device: torch.device, precision: str) -> dict[str, str | int | None]:
-    """What computes here, and what `train.precision` became. Where one of these differs, so may the last bits of every number."""
+    """Return the hardware, software and precision that compute here. If one of them differs, the last bits of every result may
+    differ."""
     if device.type == "cuda":
         return {
             "torch": torch.__version__,
@@ -97,14 +99,14 @@ def peak_of(device: torch.device) -> Peak | None:
 
 
 def memory_of(device: torch.device) -> float:
-    """Bytes: of the whole GPU; of a CPU's, what can still be taken."""
+    """Return bytes of memory: the total of a GPU, or what is still available to a CPU."""
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
     return available_memory()
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Most memory used so far: allocated on the GPU, or resident in this process."""
+    """Return the peak memory so far: allocated on the GPU, or resident in this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
@@ -112,7 +114,8 @@ def peak_memory_gib(device: torch.device) -> float:
 
 @dataclass(frozen=True)
 class Memory:
-    """In GiB. `rest` is the peak without the others: activations, logits, workspaces, and on a CPU the program itself."""
+    """The peak memory and its parts, in GiB. `rest` is what the other parts leave: activations, logits, workspaces, and on a CPU the
+    program itself."""
 
     peak: float
     parameters: float
@@ -139,7 +142,7 @@ class Memory:
 
 
 def require_memory(spec: RunSpec, device: torch.device, *, ranks: int = 1) -> None:
-    """Of weights, gradients and optimiser a rank keeps at least its share among the `ranks` of one replica."""
+    """Refuse a model whose weights, gradients and optimiser state, shared by the `ranks` of one replica, exceed the memory."""
     parameters, whole = count_parameters(spec.model).total, least_state_bytes(spec.model, spec.optim.rule)
     need, there = whole / ranks, memory_of(device)
     if need > there:
@@ -156,10 +159,12 @@ def require_memory(spec: RunSpec, device: torch.device, *, ranks: int = 1) -> No
 
 
 def measure_memory(model: nn.Module, optimizer: Optimizer, device: torch.device, *, accumulated: bool) -> Memory:
-    """Once a step has been made. Gradients that are accumulated over micro-batches are 32-bit."""
+    """Measure the memory by category. Call this after a step. `accumulated`: gradients are accumulated over micro-batches, in 32
+    bits."""
     parameters = [local(p) for p in model.parameters()]
     trained = [local(p) for p in model.parameters() if p.requires_grad]
-    shared = {p.untyped_storage().data_ptr() for p in parameters}  # a 32-bit parameter is its own master
+    # A 32-bit parameter is its own master weight.
+    shared = {p.untyped_storage().data_ptr() for p in parameters}
     kept = [local(t) for t in (*optimizer.weights().values(), *optimizer.tensors().values())]
     return Memory(
         peak=peak_memory_gib(device),

@@ -1,29 +1,30 @@
-"""Skip steps whose numbers are not to be trusted: a NaN, an infinity, or a spike that no healthy run has.
+"""The guard, which skips steps whose loss or gradient norm is NaN, infinite or a spike that no healthy run has, and loss scaling.
 
 Gradient norms of healthy runs are heavy-tailed: one rare document in a batch of one gives 100 times the median norm, and a loss far
 above that of guessing. Clipping bounds what such a step can do. So by default the guard compares with the extremes of the run, not
 with its mean, and only once `window` steps are known:
 
 - A gradient norm 1,000 times the largest the run has ever had is a fault by itself: a flipped bit, a loss scale left in.
-- A norm twice the largest of the last `window` steps is a fault where the loss agrees: a mean over at least 8 samples that is 1.25
+- A norm twice the largest of the last `window` steps is a fault if the loss is high too: a mean over at least 8 samples that is 1.25
   times the highest loss the run has ever had, and 1.25 times that of guessing, log(vocabulary). The batch as a whole is then
   predicted worse than by guessing, which samples drawn at random from a blend do not do together: a corrupted batch, wrong
   labels, broken weights.
 
 Such a spike enters neither window nor extremes: the next step has the same limits, and after `skips` in a row the run is rewound.
 
-`guard.sigma` asks for a stricter rule instead: loss or norm more than `sigma` standard deviations above the mean of the window, and
-more than `sigma` percent. There a spike enters the window as if it had been at the limit: one cannot blind the guard, and a level
-that has really changed is accepted after a few.
+`guard.sigma` selects a stricter rule instead: loss or norm more than `sigma` standard deviations above the mean of the window, and
+more than `sigma` percent. With this rule a spike enters the window clipped to the limit: one spike cannot blind the guard, and a
+level that has really changed is accepted after a few steps.
 
-All of it is arithmetic on the device, on numbers every rank has alike: the update is multiplied by nothing, and the host learns
-of it when a step is logged. Window and extremes are part of a checkpoint, so that a resumed run decides as one that never stopped.
+The guard computes on the device, from numbers that are the same on every rank. A skipped update changes nothing, and the host
+learns of it when a step is logged. Window and extremes are part of a checkpoint, so that a resumed run decides as one that never
+stopped.
 
-`LossScaler` is dynamic loss scaling for fp16, whose smallest number is 6e-8 and whose largest is 65,504. The loss is multiplied by a large scale so that gradients do not vanish, and the scale follows what the gradients bear.
-A step whose gradients overflow is skipped; once `HYSTERESIS` steps have been, each further one halves the scale. After
-`INTERVAL` good steps in a row the scale is doubled, and the patience is restored. A scale below `MINIMUM` means that it
-is not the scale that makes the gradients overflow: whoever reads it there gives up. All of it is arithmetic on the device:
-the host learns of a skipped step when the step is logged.
+`LossScaler` is dynamic loss scaling for fp16, whose smallest number is 6e-8 and whose largest is 65,504. The loss is multiplied by
+a large scale so that gradients do not underflow, and the scale adapts to the gradients. A step whose gradients overflow is
+skipped. From the overflow number `HYSTERESIS` on, each one also halves the scale. After `INTERVAL` good steps in a row the scale is
+doubled, and the hysteresis is restored. A scale below `MINIMUM` means that the scale is not the cause of the overflow: the run
+then stops. The scaler too computes on the device: the host learns of a skipped step when the step is logged.
 """
 
 from __future__ import annotations
@@ -39,16 +40,16 @@ from argosy.config.survival import GuardSpec
 
 # Multiples of the highest loss of the run, of the largest norm of the window, and of the largest norm of the run.
 HIGH_LOSS, HIGH_NORM, ABSURD_NORM = 1.25, 2.0, 1000.0
-# Samples in a step from which on its loss counts: one rare document among them cannot bring the mean above the limit.
+# Fewest samples in a step for its loss to count: one rare document among them cannot bring the mean above the limit.
 FEWEST_SAMPLES = 8
 # With `sigma`: a standard deviation counts as at least this share of the mean.
 _FLOOR = 0.01
-# Skipped steps kept on the device until the host asks.
+# Skipped steps kept on the device until the host reads them.
 _REMEMBERED = 64
 
 
 class Skipped(NamedTuple):
-    """A step that was left out, and what would have been usual."""
+    """A skipped step, and the limits that it was compared with."""
 
     step: int
     loss: float
@@ -62,7 +63,7 @@ class Skipped(NamedTuple):
 
     @property
     def cause(self) -> str:
-        """The numbers that decided."""
+        """The numbers that led to the skip, as text."""
         if self.reason == "non-finite":
             return f"the loss is {self.loss:.5g} and the gradient norm {self.grad_norm:.5g}"
         pairs = ("loss", self.loss, self.loss_limit), ("gradient norm", self.grad_norm, self.norm_limit)
@@ -75,20 +76,27 @@ class Guard:
     def __init__(self, spec: GuardSpec, device: torch.device, *, guessing: float = 0.0) -> None:
         """`guessing` is the loss of a model that knows nothing, log(vocabulary)."""
         self.spec, self._guessing = spec, guessing
-        self._window = torch.zeros(2, spec.window, device=device)  # loss and gradient norm of the last steps
-        self._highest = torch.zeros(2, device=device)  # loss and gradient norm, of all steps that were not skipped
+        # Loss and gradient norm of the last steps. [2, window]
+        self._window = torch.zeros(2, spec.window, device=device)
+        # The highest loss and gradient norm of all steps that were not skipped.
+        self._highest = torch.zeros(2, device=device)
         self._places = torch.arange(spec.window, device=device)
         self._entered = torch.zeros((), dtype=torch.int64, device=device)
-        self._streak = torch.zeros((), dtype=torch.int64, device=device)  # skipped in a row, up to now
-        self._skipped = torch.zeros((), dtype=torch.int64, device=device)  # in all
+        # The current number of skipped steps in a row, and the total.
+        self._streak = torch.zeros((), dtype=torch.int64, device=device)
+        self._skipped = torch.zeros((), dtype=torch.int64, device=device)
         self._remembered = torch.zeros(_REMEMBERED, 5, dtype=torch.float64, device=device)
-        self._told = 0  # of the skipped, those the host knows of
+        # The number of skipped steps that the host has reported.
+        self._told = 0
         self.rewinds = 0
-        self.passed: list[tuple[int, int]] = []  # (samples consumed before, samples passed over)
+        # (samples consumed before, samples passed over)
+        self.passed: list[tuple[int, int]] = []
 
     def judge(self, step: int, loss: Tensor, norm: Tensor, excused: Tensor, samples: int) -> Tensor:
-        """1 where the step of so many samples is to be skipped, else 0. `excused` says that somebody else deals with it, and it is
-        not usual."""
+        """Return 1 if the step is to be skipped, else 0, as a tensor.
+
+        `excused`: the loss scaler handles the step, and it does not enter the window. `samples`: number of samples in the step.
+        """
         values = torch.stack([loss.float(), norm.float()])
         sigma = self.spec.sigma
         limits = self._limits_by_extremes(values, samples) if sigma is None else self._limits_by_deviation(sigma)
@@ -111,7 +119,7 @@ class Guard:
         return bad.float()
 
     def _limits_by_extremes(self, values: Tensor, samples: int) -> Tensor:
-        """The limits of loss and norm. Only the norm decides; its limit is lower where the loss is above its own."""
+        """Return the limits of loss and norm. Only the norm decides; its limit is lower if the loss is above its own limit."""
         alone = ABSURD_NORM * self._highest[1]
         if samples < FEWEST_SAMPLES:
             limits = torch.stack([torch.full_like(alone, torch.inf), alone])
@@ -119,7 +127,7 @@ class Guard:
             loss = HIGH_LOSS * self._highest[0].clamp(min=self._guessing)
             together = HIGH_NORM * self._window[1].amax()
             limits = torch.stack([loss, torch.where(values[0] > loss, together, alone)])
-        # Steps without any gradient say nothing about what is usual.
+        # A limit of 0 comes from steps without any gradient, and is no limit.
         return torch.where(limits > 0, limits, torch.inf)
 
     def _limits_by_deviation(self, sigma: float) -> Tensor:
@@ -127,7 +135,8 @@ class Guard:
         return mean + sigma * torch.maximum(self._window.std(1, correction=0), _FLOOR * mean.abs())
 
     def report(self) -> tuple[list[Skipped], int]:
-        """(steps skipped since the last report, the newest 64 at most; how many in a row up to now); waits for the device."""
+        """Return the steps skipped since the last report, at most the newest 64, and the current number in a row. Waits for the
+        device."""
         skipped, streak = int(self._skipped), int(self._streak)
         rows = self._remembered.tolist() if skipped > self._told else []
         first = max(self._told, skipped - _REMEMBERED)
@@ -136,22 +145,22 @@ class Guard:
         return found, streak
 
     def position(self, consumed_samples: int) -> int:
-        """Where in the stream the next sample is: past those that were passed over."""
+        """Return the position of the next sample in the stream: the samples that were passed over count too."""
         return consumed_samples + sum(count for at, count in self.passed if at <= consumed_samples)
 
     def rewound(self, rewinds: int, passed: list[tuple[int, int]], skipped: int) -> None:
-        """The run begins again from a checkpoint whose state was loaded: what is known by now, it did not know."""
+        """Restore, after a rewind has loaded an older checkpoint, the counts that the checkpoint does not know."""
         self.rewinds, self.passed, self._told = rewinds, passed, skipped
         self._skipped.fill_(skipped)
         self._streak.zero_()
 
     @property
     def skipped(self) -> int:
-        """In all; waits for the device."""
+        """The total number of skipped steps. Waits for the device."""
         return int(self._skipped)
 
     def numbers(self) -> dict[str, float]:
-        """The whole state, read from the device."""
+        """Return the whole state, read from the device."""
         found = {
             "guard/window": float(self.spec.window),
             "guard/entered": float(self._entered),
@@ -168,7 +177,7 @@ class Guard:
         return found
 
     def load(self, numbers: Mapping[str, float]) -> None:
-        """A run that had no guard so far, or another window, starts afresh."""
+        """Load the state. A run that had no guard so far, or another window, starts from an empty one."""
         for tensor in (self._window, self._highest, self._entered, self._streak, self._skipped):
             tensor.zero_()
         if numbers.get("guard/window") == self.spec.window:
@@ -178,7 +187,7 @@ class Guard:
             held = min(int(self._entered), self.spec.window)
             rows = [[numbers[f"guard/{kind}/{n}"] for n in range(held)] for kind in ("loss", "norm")]
             self._window[:, :held] = torch.tensor(rows)
-            # A checkpoint made before records were kept has only the window.
+            # An older checkpoint has the window but not the extremes.
             self._highest.copy_(self._window.amax(1))
             for n, kind in enumerate(("loss", "norm")):
                 self._highest[n] = numbers.get(f"guard/highest/{kind}", float(self._highest[n]))
@@ -189,18 +198,21 @@ class Guard:
         self._told = int(self._skipped)
 
 
-INITIAL, MINIMUM = 2.0**16, 1.0  # of the mean over tokens
+# Scales of the mean loss over tokens.
+INITIAL, MINIMUM = 2.0**16, 1.0
 FACTOR, INTERVAL, HYSTERESIS = 2.0, 1000, 2
 
 
 class LossScaler:
     def __init__(self, device: torch.device) -> None:
         self.scale = torch.full((), INITIAL, device=device)
-        self._good = torch.zeros((), device=device)  # steps in a row without overflow
-        self._patience = torch.full((), float(HYSTERESIS), device=device)  # overflows until the scale is lowered
+        # Steps in a row without overflow.
+        self._good = torch.zeros((), device=device)
+        # Overflows until the scale is lowered.
+        self._patience = torch.full((), float(HYSTERESIS), device=device)
 
     def update(self, overflow: Tensor) -> None:
-        """After a step; `overflow` is 1 if it was skipped, else 0."""
+        """Adapt the scale after a step. `overflow` is 1 if the step was skipped, else 0."""
         bad = overflow > 0
         self._good = torch.where(bad, 0.0, self._good + 1)
         self._patience = torch.where(bad, self._patience - 1, self._patience)
@@ -211,11 +223,11 @@ class LossScaler:
         self._good = torch.where(higher, 0.0, self._good)
 
     def numbers(self) -> dict[str, float]:
-        """The whole state, read from the device."""
+        """Return the whole state, read from the device."""
         return {"loss_scale": float(self.scale), "good_steps": float(self._good), "patience": float(self._patience)}
 
     def load(self, numbers: Mapping[str, float]) -> None:
-        """A run that is rewound to its start, or used another precision so far, has none of them, and starts afresh."""
+        """Load the state. A run that is rewound to its start, or used another precision so far, has none, and gets the initial one."""
         self.scale.fill_(numbers.get("loss_scale", INITIAL))
         self._good.fill_(numbers.get("good_steps", 0.0))
         self._patience.fill_(numbers.get("patience", HYSTERESIS))

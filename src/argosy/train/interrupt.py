@@ -1,12 +1,11 @@
-"""Ctrl-C, SIGTERM and SIGUSR1: the first asks for an orderly stop after this step, the second ends the process at once.
+"""The handler of Ctrl-C, SIGTERM and SIGUSR1: the first signal stops the run after this step, the second ends the process at once.
 
-SIGUSR1 is what HyperPod's agent sends to end a run in order, and many Slurm scripts before the time limit. One request may arrive
-twice: Slurm signals every process of a job, and the agent passes on what it gets. What comes within less than half a second of the
-first is the first. A scheduler may also repeat its request in other words, SIGUSR1 before the time limit and SIGTERM at it: one after
-the other is still an orderly stop, and only the same signal again, or Ctrl-C, is somebody who does not want to wait.
+HyperPod's agent sends SIGUSR1 to stop a run gracefully, and many Slurm scripts send it before the time limit. One request may
+arrive twice: Slurm signals every process of a job, and the agent forwards what it gets. Signals within 0.4 s of the first count as
+the first. A scheduler may also send SIGUSR1 before the time limit and SIGTERM at it: two different signals are still a graceful
+stop. Only the same signal again, or Ctrl-C, ends the process at once.
 
-Once the last step is saved there is nothing left to stop: from then on signals are ignored, and the exit code stays the one of an
-orderly end.
+After the last step is saved, signals are ignored, and the exit code stays that of a graceful stop.
 """
 
 from __future__ import annotations
@@ -22,12 +21,14 @@ _SAME_S = 0.4
 
 
 class Interrupt:
-    """`with Interrupt() as interrupt:` … `if interrupt.asked: save and leave`, then `interrupt.settle()`.
+    """A context manager that turns signals into a request to stop.
+
+    Usage: `with Interrupt() as interrupt:` … `if interrupt.asked: save and leave`, then `interrupt.settle()`.
 
     Args:
-        quiet: say nothing.
-        hold: after `settle`, go on ignoring signals when the block is left, because the process ends with it: what it still has to
-            do (closing files, leaving process groups, unloading torch) takes long enough for a second signal.
+        quiet: print nothing.
+        hold: after `settle`, keep ignoring signals when the block is left, because the process is about to end. Closing files,
+            destroying process groups and unloading torch take long enough for a second signal to arrive.
     """
 
     def __init__(self, *, quiet: bool = False, hold: bool = False) -> None:
@@ -46,11 +47,11 @@ class Interrupt:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         for number, handler in self._previous.items():
-            # An ending interpreter takes its own handlers back, but not what the system ignores.
+            # An interpreter that ends restores its own handlers, but leaves SIG_IGN in place.
             signal.signal(number, signal.SIG_IGN if self._settled and self._hold else handler)
 
     def settle(self) -> None:
-        """The last step is saved: from now on signals change nothing."""
+        """Ignore signals from now on, because the last step is saved."""
         self._settled = True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

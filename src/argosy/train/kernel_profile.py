@@ -1,7 +1,7 @@
-"""One training step as its device saw it: the time of every kernel, by what it is for, and whether the host waited.
+"""A profile of one training step: the device time of every kernel, by kind, and the number of host waits.
 
-A kernel is told by its name. Products and attention are the floor: work that the model asks for and that no fusion
-removes. On a CPU the operations themselves are timed.
+The name of a kernel gives its kind. Matmuls and attention are the floor: work that the model needs and that no fusion removes. On
+a CPU the operations themselves are timed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-# In this order: attention kernels are made of products too.
+# In this order: names of attention kernels may match those of matmuls too.
 _KINDS = {
     "attention": re.compile(r"cudnn|sdpa|fmha|flash|attention|scaled_dot_product", re.IGNORECASE),
     "gemm": re.compile(
@@ -29,11 +29,14 @@ _STEP = "argosy step"
 
 @dataclass(frozen=True)
 class StepProfile:
-    """Times in milliseconds."""
+    """The kernel times of a step, in milliseconds."""
 
-    kinds: dict[str, float]  # "gemm", "attention", "other"
-    kernels: list[tuple[str, float, int]]  # name, time, calls; longest first
-    host_waits: int  # times the host waited for the device inside the step
+    # Keys: "gemm", "attention", "other".
+    kinds: dict[str, float]
+    # (name, time, calls), longest first.
+    kernels: list[tuple[str, float, int]]
+    # How often the host waited for the device inside the step.
+    host_waits: int
 
     @property
     def floor(self) -> float:
@@ -45,7 +48,7 @@ class StepProfile:
 
 
 def profile_step(step: Callable[[], object], device: torch.device, trace: Path | None = None) -> StepProfile:
-    """Run one step under the profiler; `trace` is written for chrome://tracing or Perfetto."""
+    """Run one step under the profiler. A trace for chrome://tracing or Perfetto is written to `trace`."""
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with profile(activities=activities) as found:
@@ -74,7 +77,7 @@ def profile_step(step: Callable[[], object], device: torch.device, trace: Path |
 
 
 def write_trace(found: profile, path: Path) -> None:
-    """The profiler does not raise where it cannot write, but then its text has no end."""
+    """Write a trace. Raise OSError if it is incomplete: the profiler itself does not raise when it cannot write."""
     path.write_bytes(b"")
     found.export_chrome_trace(str(path))
     with path.open("rb") as file:

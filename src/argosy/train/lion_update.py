@@ -1,6 +1,6 @@
-"""Lion's update: c = b1 m + (1 - b1) g,  w <- w - lr (sign(c) + decay w),  m <- b2 m + (1 - b2) g.
+"""The Lion update: c = b1 m + (1 - b1) g,  w <- w - lr (sign(c) + decay w),  m <- b2 m + (1 - b2) g.
 
-Where there is a GPU, a Triton kernel does it in one pass over memory; elsewhere plain torch does.
+On a GPU a Triton kernel computes it in one pass over memory; elsewhere plain torch does.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _plain(
         # In a skipped step the gradient may be infinite. With the momentum in its place, the momentum does not change.
         g = torch.where(go > 0, gradient.float() * update.scale, momentum)
         c = momentum.lerp(g, 1 - beta1)
-        # The sign of NaN is 0: the weights would stand still, and the loss would not tell.
+        # The sign of NaN is 0: the weights would stop changing, and the loss would not show it.
         direction = torch.where(c.isnan(), c, c.sign())
         slot.master.mul_(1 - update.lr * weight_decay * go).sub_(direction * (update.lr * go))
         momentum.lerp_(g, 1 - beta2)

@@ -1,8 +1,7 @@
-"""The training loop: one step after another, logging, evaluating and saving when due, resuming where it stopped.
+"""The training loop: takes steps, logs, evaluates and saves when due, and resumes from the last checkpoint.
 
-A run directory with a checkpoint is always continued. Nothing a step does depends on the process it runs in: sample
-order, dropout and learning rate are functions of the step, so a killed and resumed run gives the same bits as one that
-was never disturbed.
+A run directory with a checkpoint is always resumed. A step does not depend on the process it runs in: sample order, dropout and
+learning rate are functions of the step, so a killed and resumed run gives the same bits as one that was never interrupted.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class Trainer:
-    """A session and an open run directory, from the last checkpoint to the end of the run."""
+    """The trainer of a session in an open run directory, from the last checkpoint to the end of the run."""
 
     def __init__(
         self,
@@ -58,8 +57,8 @@ class Trainer:
     ) -> None:
         """Args:
         opening: on the first rank, the record of this start.
-        start: what `init_from` names, where the run has no checkpoint.
-        profile: steps to look at with torch's profiler.
+        start: the weights that `init_from` names, if the run has no checkpoint.
+        profile: steps to profile with torch's profiler.
         """
         spec = session.spec
         self.session, self.journal, self.run, self.heartbeat = session, journal, journal.run, heartbeat
@@ -76,7 +75,7 @@ class Trainer:
         self.consumed_samples = 0
 
     def fit(self, notes: Iterable[str] = (), *, quiet: bool, ends_process: bool = False) -> int:
-        """Train to the end of the run or to a signal. `notes` are what is worth saying of the run directory."""
+        """Train to the end of the run or to a signal. Returns the exit code. `notes` are messages about the run directory."""
         session, first_rank = self.session, self.session.mesh.is_first
         said = list(notes)
         self.heartbeat.enter("load")
@@ -132,7 +131,7 @@ class Trainer:
                 first, rewound = self._rewind(rewind, console), True
 
     def _rewind(self, rewind: Rewind, console: Console) -> int:
-        """Back to the newest checkpoint. Returns its step."""
+        """Go back to the newest checkpoint. Returns its step."""
         guard = self.session.optimizer.guard
         if guard is None:
             raise rewind
@@ -150,7 +149,7 @@ class Trainer:
         return first
 
     def _restore(self, notes: list[str]) -> int:
-        """Weights and optimiser from the newest good checkpoint, or fresh ones. Returns the steps already done."""
+        """Load weights and optimiser from the newest good checkpoint, or initialise them. Returns the number of steps done."""
         progress = self.saving.restore(notes)
         if progress is None:
             self.session.optimizer.set_weights(fresh_weights(self.session, self.start, notes))
@@ -161,7 +160,7 @@ class Trainer:
         return self.evaluations is not None and (step == self.session.steps or self.evaluations.due(step))
 
     def _evaluate_if_missed(self, step: int, console: Console) -> None:
-        """An interrupted run saves before it evaluates; what was left out is made up for when it goes on."""
+        """Evaluate if the last step was due for it but was not evaluated: an interrupted run saves without evaluating."""
         spec = self.session.spec
         in_steps = spec.eval is not None and spec.eval.every.unit != "seconds"
         if step and in_steps and self.evaluation_due(step):
@@ -171,7 +170,7 @@ class Trainer:
                 self.evaluate(step, console)
 
     def evaluate(self, step: int, console: Console) -> None:
-        """Put the validation losses after `step` on the record."""
+        """Evaluate after `step` and write the validation losses to the metrics."""
         spec, validation = self.session.spec, self.session.validation
         if validation is None or spec.eval is None:
             return
@@ -201,10 +200,11 @@ class StepLoop:
         self._engine, self._optimizer = session.engine, session.optimizer
         self._telemetry = _telemetry(trainer, first, rewound)
         self._engine.on_phase = self._telemetry.phases.enter
-        self._loss: float | None = None  # of the last logged step
+        # The loss of the last logged step.
+        self._loss: float | None = None
 
     def run(self) -> int:
-        """Returns the last step taken."""
+        """Take the steps. Returns the last step taken."""
         session, trainer = self._session, self._trainer
         with (
             Loader(
@@ -247,7 +247,7 @@ class StepLoop:
         return Profiling(self._trainer.profile, root, session.device, session.mesh.rank)
 
     def _after_step(self, step: int, done: Step, lr: float, loader: Loader) -> bool:
-        """Log, check, evaluate and save what is due. Returns whether this step was the last."""
+        """Log, check, evaluate and save if due. Returns True if this step was the last."""
         agreement, trainer = self._agreement, self._trainer
         if step == self._first + 1:
             tell(self._store_changes(), self._console)
@@ -256,14 +256,16 @@ class StepLoop:
         last = step == self._session.steps or agreement.asked is not None
         tell([*self._saving.poll(), *self._engine.news()], self._console)
         saving = last or self._saving.due(step)
-        if last or saving or trainer.logs.due(step):  # the one place that waits for the device
+        # Only logging waits for the device.
+        if last or saving or trainer.logs.due(step):
             self._log(step, done, lr, loader)
             saving = (not self._skipping(step) and saving) or last
         trainer.replicas.check(step, saving)
         if agreement.asked is None and trainer.evaluation_due(step):
             with self._telemetry.pause("evaluation"):
                 trainer.evaluate(step, self._console)
-        last = last or agreement.asked is not None  # asked while evaluating: this step is the last
+        # A stop was requested during the evaluation: this step is the last.
+        last = last or agreement.asked is not None
         if saving or last:
             with self._telemetry.pause("save"):
                 self._save(step, last=last)
@@ -278,7 +280,7 @@ class StepLoop:
         return consumed_samples if guard is None else guard.position(consumed_samples)
 
     def _log(self, step: int, done: Step, lr: float, loader: Loader) -> None:
-        """Wait for the device, and put the step on the record."""
+        """Wait for the device, and write the step to the metrics."""
         self._look_after_directory(step)
         samples = self._trainer.consumed_samples
         tokens = samples * self._session.spec.data.seq_len
@@ -296,7 +298,7 @@ class StepLoop:
             require_finite(record, self._session.spec)
 
     def _store_changes(self) -> list[str]:
-        """The spec of a run that goes on is stored once a step was taken with it; that of a new one was stored when it began."""
+        """Store the spec of a resumed run, after its first step. The spec of a new run was stored when it began."""
         opening = self._trainer.opening
         return opening.store_taken(self._first) if opening is not None and self._first else []
 
@@ -308,8 +310,8 @@ class StepLoop:
             self._console.note(f"ALERT at step {step}: {text}")
 
     def _skipping(self, step: int) -> bool:
-        """Whether this step was left out for its numbers, which is put on the record: nothing is saved in such a streak, so that
-        the newest checkpoint is from before it."""
+        """Record skipped steps. Returns True if this step was skipped by the guard: nothing is saved in a streak of skipped steps,
+        so that the newest checkpoint is from before it."""
         guard, batches = self._optimizer.guard, self._session.batches
         return guard is not None and watch_numbers(guard, step, batches, self._journal.event, self._console.note) > 0
 
@@ -341,7 +343,7 @@ def tell(notes: Iterable[str], console: Console) -> None:
 
 
 def fresh_weights(session: Session, start: Source | None, notes: list[str]) -> Iterator[tuple[str, Tensor]]:
-    """The weights a run begins with: those of `start`, or new ones drawn from its seed. Adds to `notes` what to tell of them."""
+    """Return the weights a run begins with: those of `start`, or initial ones drawn from the seed. Adds messages to `notes`."""
     spec, model = session.spec, session.engine.model
     if start is None:
         return initial_weights(model, spec.model, spec.train.seed)

@@ -1,9 +1,9 @@
-"""Muon: momentum whose direction is orthogonalised, for the matrices inside the layers.
+"""The Muon update: orthogonalised momentum, for the matrices inside the layers.
 
-The momentum matrix U S V^T is replaced by about U V^T: every direction it holds gets the same weight. A few Newton-Schulz
-iterations X <- a X + (b A + c A^2) X with A = X X^T do that with products alone, in bf16, on a matrix that was first
-divided by its norm. Query, key and value share one parameter but are matrices of their own, and so is each expert.
-Embeddings, head, norms and biases are no such matrices and stay with AdamW.
+The momentum matrix U S V^T is replaced by about U V^T: all its singular directions get the same weight. A few Newton-Schulz
+iterations X <- a X + (b A + c A^2) X with A = X X^T do that with matmuls alone, in bf16, on a matrix that was first divided by its
+norm. Query, key and value share one parameter but are separate matrices, and so is each expert. Embeddings, head, norms and biases
+are updated by AdamW.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from argosy.parallel.precision import DTYPES, evaluation_precision
 from argosy.parallel.shards import with_whole
 from argosy.train.slots import Apply, Slot, Update, write_parameters
 
-_A, _B, _C = 3.4445, -4.7750, 2.0315  # Keller Jordan's: steepest at zero, singular values end between 0.7 and 1.2
+# Keller Jordan's coefficients: steepest at zero, singular values end between 0.7 and 1.2.
+_A, _B, _C = 3.4445, -4.7750, 2.0315
 _SMALLEST_NORM = 1e-7
 
 
 class Heads(NamedTuple):
-    """Rows that hold several matrices, head by head: `parts` heads of each in turn."""
+    """The layout of rows that hold several matrices, head by head: `parts` heads of each in turn."""
 
     parts: tuple[int, ...]
     head_dim: int
@@ -38,7 +39,7 @@ def make_update(keys: MuonSpec, model: nn.Module) -> Apply:
 
 
 def muon(spec: MuonSpec, heads: Mapping[str, Heads]) -> Apply:
-    """`heads` names the parameters whose rows are more than one matrix."""
+    """Return the Muon update. `heads` names the parameters whose rows are more than one matrix."""
 
     def apply(slots: Sequence[Slot], gradients: Sequence[Tensor], update: Update, weight_decay: float) -> None:
         go = 1 - update.skip
@@ -56,7 +57,7 @@ def muon(spec: MuonSpec, heads: Mapping[str, Heads]) -> Apply:
 
 
 def heads_of(model: nn.Module) -> dict[str, Heads]:
-    """The parameters that are made of several matrices, by name."""
+    """Return the layouts of the parameters that hold several matrices, by name."""
     heads: dict[str, Heads] = {}
     for name, module in model.named_modules():
         if isinstance(module, Attention):
@@ -69,7 +70,7 @@ def heads_of(model: nn.Module) -> dict[str, Heads]:
 def _direction(matrix: Tensor, heads: Heads | None, spec: MuonSpec) -> Tensor:
     if heads is None:
         return orthogonalise(matrix, spec.ns_steps).float() * _scale(matrix, spec)
-    slots = matrix.unflatten(0, (-1, sum(heads.parts), heads.head_dim))  # [key/value heads, slots, head_dim, in]
+    slots = matrix.unflatten(0, (-1, sum(heads.parts), heads.head_dim))  # [KV heads, slots, head_dim, in]
     directions = [
         _direction(part.flatten(0, 2), None, spec).unflatten(0, part.shape[:3])
         for part in slots.split(heads.parts, dim=1)
@@ -78,17 +79,16 @@ def _direction(matrix: Tensor, heads: Heads | None, spec: MuonSpec) -> Tensor:
 
 
 def _scale(matrix: Tensor, spec: MuonSpec) -> float:
-    """Of the learning rate, by the matrix's shape."""
+    """Return the factor on the learning rate for the shape of a matrix."""
     rows, columns = matrix.shape[-2:]
     if spec.lr_scaling == "original":
         return math.sqrt(max(1.0, rows / columns))
-    return 0.2 * math.sqrt(
-        max(rows, columns)
-    )  # entries about as large as AdamW's, so that one learning rate serves both
+    # Entries are about as large as AdamW's, so that one learning rate serves both.
+    return 0.2 * math.sqrt(max(rows, columns))
 
 
 def orthogonalise(matrix: Tensor, steps: int) -> Tensor:
-    """About U V^T of each matrix U S V^T in [.., out, in], in bf16; in fp32 on a CPU without kernels for bf16."""
+    """Return about U V^T for each matrix U S V^T in [.., out, in], in bf16; in fp32 on a CPU without kernels for bf16."""
     x = matrix.to(DTYPES[evaluation_precision("bf16", matrix.device)]).reshape(-1, *matrix.shape[-2:])
     tall = x.shape[1] > x.shape[2]
     if tall:
