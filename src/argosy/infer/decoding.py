@@ -30,7 +30,7 @@ def generate(
     device: torch.device,
     beside: Callable[[range], Mapping[str, list[int]]] = lambda shown: {},
 ) -> Iterator[int]:
-    """Yield tokens after `ids`. The model sees the last `limit` tokens, and what `beside` gives for their places in the text."""
+    """Yield tokens after `ids`. The model sees the last `limit` tokens, and the inputs that `beside` returns for their positions."""
     generator = torch.Generator().manual_seed(derive_seed(options.seed, "sample"))
     history = list(ids)
     for _ in range(options.tokens):
@@ -46,7 +46,7 @@ def generate(
 
 
 def choose(logits: Tensor, options: Sampling, generator: torch.Generator) -> int:
-    # This is as good as greedy, and dividing by it would overflow.
+    # Such a temperature is greedy in effect, and dividing by it would overflow.
     if options.temperature < 1e-4:
         return int(logits.argmax())
     if options.top_k:

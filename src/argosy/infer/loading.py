@@ -26,14 +26,14 @@ class Loaded:
     """A model on a device, and where it came from."""
 
     source: Source
-    # Of the run it was trained by, or of the first of an average; None for a model that was imported.
+    # The spec of the run that trained it, or of the first run of an average. None for an imported model.
     spec: RunSpec | None
     model: nn.Module
     device: torch.device
 
 
 def load_model(where: str, *, device: str | None = None) -> Loaded:
-    """The model as a plain module, in evaluation mode."""
+    """Load a model as a plain module, in evaluation mode."""
     source = open_trained(where)
     spec = source.run_spec()
     plain = _plain_spec(source, spec)
@@ -46,7 +46,7 @@ def open_trained(where: str) -> Source:
 
 
 def load_engine(source: Source, spec: RunSpec, device: torch.device) -> Engine:
-    """The engine of a run spec on one device, with the weights of a source, in a precision the device can compute in."""
+    """Return the engine of a run spec on one device, with the weights of a source, in a precision the device supports."""
     precision = evaluation_precision(spec.train.precision, device)
     if precision == "fp32" != choose_precision(spec.train.precision, device):
         _log.info(
@@ -62,7 +62,7 @@ def load_engine(source: Source, spec: RunSpec, device: torch.device) -> Engine:
 
 
 def _plain_spec(source: Source, spec: RunSpec | None) -> RunSpec:
-    """The spec of the run, or of one that would go on from a model that was not trained here, without compiling or recomputing."""
+    """Return a spec to load the model with, without torch.compile or recompute. `spec` is None for a model not trained here."""
     return RunSpec(
         model=source.model,
         data=DataSpec(train=[DataSource(path=source.where)], seq_len=source.model.max_seq_len),

@@ -23,8 +23,9 @@ stopped.
 `LossScaler` is dynamic loss scaling for fp16, whose smallest number is 6e-8 and whose largest is 65,504. The loss is multiplied by
 a large scale so that gradients do not underflow, and the scale adapts to the gradients. A step whose gradients overflow is
 skipped. From the overflow number `HYSTERESIS` on, each one also halves the scale. After `INTERVAL` good steps in a row the scale is
-doubled, and the hysteresis is restored. A scale below `MINIMUM` means that the scale is not the cause of the overflow: the run
-then stops. The scaler too computes on the device: the host learns of a skipped step when the step is logged.
+doubled, and the hysteresis is restored. A scale below `MINIMUM` means that the scale is not the cause of the overflow: the guard
+then judges the step, and without a guard the run stops. The scaler too computes on the device: the host learns of a skipped step
+when the step is logged.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """The record of a run from its start to its first step, held by the first rank.
 
-What changed is compared with the spec that made the checkpoint the run goes on from. The new spec is stored when a step has really been
-taken with it: a start that finds nothing to do, is refused later or dies before its first step changes nothing. A run without a
-checkpoint has nothing to be compared with, and its spec is stored at once.
+A resumed run is compared with the spec that made its checkpoint. The new spec is stored after the first step taken with it: a
+start that finds nothing to do, is refused later or dies before its first step changes nothing. A run without a checkpoint has
+nothing to be compared with, and its spec is stored at once.
 
-`opening_lines` and `opening_warnings` are what a run says of itself before its first step.
+`opening_lines` and `opening_warnings` return the messages of a run before its first step.
 
-`check_continuity` checks that the checkpoints, metrics and events of a run directory belong together. People prune, copy and restore parts of a run. A missing part of the record is safe and gives a message. Resuming from another
-run's weights, or mixing two runs in one record, is refused.
+`check_continuity` checks that the checkpoints, metrics and events of a run directory belong together. People prune, copy and
+restore parts of a run. A missing part of the record is safe and gives a message. Resuming from another run's weights, or mixing
+two runs in one record, is refused.
 """
 
 from __future__ import annotations
@@ -36,19 +37,22 @@ from argosy.train.session import Session
 
 @dataclass
 class Opening:
-    """`beside` writes what else describes the run (its tokenizer, the prediction), once its spec is stored."""
+    """The record of one start of a run. `beside` writes the other files that describe the run (tokenizer, prediction) after its
+    spec is stored."""
 
     run: RunDir
     resolved: Resolved
-    source: str | None  # the text of the run spec, as it was when the run was started
+    # The text of the run spec when the run was started.
+    source: str | None
     data: Facts
-    machine: Facts | None  # None: the run will go on on another, of which nothing is known
+    # None: the run will train on another machine, which is not known here.
+    machine: Facts | None
     start: Facts | None = None
     beside: Callable[[], None] = lambda: None
     _lost: str | None = None
 
     def check(self) -> list[str]:
-        """Refuse what cannot go on here. Returns what is worth knowing about the directory."""
+        """Refuse a run directory that this run cannot resume. Returns messages about the directory."""
         checkpoints = listed(self.run.checkpoints)
         check_owner(self.run, {path.name: _owner(path) for path in checkpoints})
         notes = check_continuity(self.run, [step_of(path) for path in checkpoints])
@@ -57,13 +61,13 @@ class Opening:
         return notes
 
     def changes(self, step: int) -> list[str]:
-        """What differs from the spec that made `step`, in words."""
+        """Describe the differences from the spec that made `step`."""
         if not step:
             return []
         return self.run.compare(self.resolved, self.data, self.machine, step=step)
 
     def store(self, step: int) -> None:
-        """The spec holds from the step after `step` on."""
+        """Store the spec, which is valid from the step after `step` on."""
         checkpoints = listed(self.run.checkpoints)
         self.run.store(
             self.resolved, self.source, self.data, self.machine or {}, self.start,
@@ -74,7 +78,7 @@ class Opening:
         self.beside()
 
     def store_taken(self, step: int) -> list[str]:
-        """`store`, once a step after `step` was taken. A failure is told, and training goes on."""
+        """Store the spec after a step beyond `step` was taken. A failure is returned as a message, and training goes on."""
         try:
             self.store(step)
         except (ArgosyError, OSError) as error:
@@ -83,10 +87,11 @@ class Opening:
         return []
 
     def look(self, step: int) -> str | None:
-        """What became of the run directory while training, once for each time that something did.
+        """Return a message if the run directory was deleted, moved or replaced during training, once for each time.
 
-        One that was deleted is made again at once, with its lock and the spec, so that the next save has a place. One that was
-        moved or replaced is not written to, since another run may be there: the next save stops the run, unless it is back by then.
+        A deleted directory is made again at once, with its lock and the spec, so that the next save has a place. A directory that
+        was moved or replaced is not written to, because another run may be there: the next save stops the run, unless the directory
+        is back by then.
         """
         lost, before = self.run.lost(), self._lost
         self._lost = lost
@@ -113,7 +118,7 @@ class Opening:
 
 
 class Journal:
-    """The metrics and events of a run, which the first rank alone writes."""
+    """The writer of a run's metrics and events. Only the first rank writes."""
 
     def __init__(
         self,
@@ -133,7 +138,8 @@ class Journal:
 
     def event(self, kind: str, step: int, **facts: object) -> None:
         if self._writes:
-            told = {name: fact for name, fact in facts.items() if fact or fact == 0}  # rank 0 is one too
+            # 0 is a fact too, such as rank 0.
+            told = {name: fact for name, fact in facts.items() if fact or fact == 0}
             self._events.write({"event": kind, "step": step, "time": now(), **told})
 
     def metrics(self, record: Record) -> None:
@@ -144,7 +150,7 @@ class Journal:
 
 
 def _owner(checkpoint: Path) -> str | None:
-    """The run that saved it, where it says so."""
+    """Return the identity of the run that saved a checkpoint; None if it is not recorded."""
     with suppress(ArgosyError, OSError):
         found: Any = read_checkpoint(checkpoint).progress.about.get("run")
         return found if isinstance(found, str) else None
@@ -152,7 +158,7 @@ def _owner(checkpoint: Path) -> str | None:
 
 
 def opening_lines(session: Session, run: RunDir, first: int) -> list[str]:
-    """The model, the layout, the batch and the data of a run that goes on after `first` steps."""
+    """Describe the model, the layout, the batch and the data of a run that resumes after `first` steps."""
     spec, mesh, batches = session.spec, session.mesh, session.batches
     epochs = ", ".join(
         f"{count:.3g} epochs of {windows.corpus.path}"
@@ -173,7 +179,7 @@ def opening_lines(session: Session, run: RunDir, first: int) -> list[str]:
 
 
 def opening_warnings(session: Session) -> Iterator[tuple[str, str, bool]]:
-    """(event, text, whether it is a warning) of what makes the run slow."""
+    """Yield (event, text, True if it is a warning) for each thing that makes the run slow."""
     if session.mesh.size("pp") > 1:
         text, long = describe_bubble(session.spec)
         yield "bubble", text, long
@@ -181,7 +187,7 @@ def opening_warnings(session: Session) -> Iterator[tuple[str, str, bool]]:
         yield "precision", slow, True
 
 
-# Bytes read from the end of a metrics file: certainly more than one record.
+# Bytes read from the end of a metrics file: more than one record.
 _END = 1 << 20
 
 

@@ -1,7 +1,7 @@
-"""The optimiser: 32-bit master weights, an update rule, decay on matrices only, clipping without a host sync.
+"""The optimiser: 32-bit master weights, an update rule, weight decay on matrices only, clipping without a host sync.
 
-The model computes with parameters in the training precision; the optimiser keeps the weights themselves, in 32 bits, and
-writes the parameters from them after each update. Weights and state go to and come from a checkpoint by parameter name.
+The model computes with parameters in the training precision. The optimiser keeps the master weights in 32 bits, and writes the
+parameters from them after each update. Checkpoints hold weights and state by parameter name.
 """
 
 from __future__ import annotations
@@ -36,23 +36,29 @@ class Optimizer:
         guessing: float = 0.0,
         names: Collection[str] | None = None,
     ) -> None:
-        """`scaled`: whether the loss is to be scaled; unless given, where the parameters are fp16. `guard`: which steps are
-        skipped for their numbers, given the loss of `guessing`. `names`: of all parameters, where `model` is only a part."""
+        """Args:
+        scaled: use loss scaling. None: use it if the parameters are fp16.
+        guard: rules for skipping steps with a bad loss or gradient norm.
+        guessing: the loss of a model that knows nothing, for the guard.
+        names: the names of all parameters, if `model` is only a part, as in a pipeline.
+        """
         require_matches(spec, names or [name for name, _ in model.named_parameters()])
         self._slots, self._groups = _group(model, spec)
         # A model may keep state that it changes itself. It is saved and loaded with the weights.
         self._fixed = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
         self._clip = spec.clip
         first = next(iter(self._slots.values())).parameter
-        self._updates = torch.zeros((), device=first.device)  # made: steps without those that were skipped
+        # Updates made: steps without the skipped ones.
+        self._updates = torch.zeros((), device=first.device)
         self._steps = 0
-        self.skip = torch.zeros_like(self._updates)  # 1 where the last step was skipped
+        # 1 if the last step was skipped, else 0.
+        self.skip = torch.zeros_like(self._updates)
         scaled = first.dtype == torch.float16 if scaled is None else scaled
         self._scaler = LossScaler(first.device) if scaled else None
         self.guard = None if guard is None else Guard(guard, first.device, guessing=guessing)
 
     def loss_scale(self, tokens: int) -> Tensor | float:
-        """What a summed loss over about `tokens` tokens is to be multiplied with; the same is to be given to `step`."""
+        """Return the factor for a summed loss over about `tokens` tokens. Pass the same factor to `step`."""
         return 1.0 if self._scaler is None else self._scaler.scale / tokens
 
     def step(
@@ -66,9 +72,15 @@ class Optimizer:
         step: int = 0,
         norm: Norm | None = None,
     ) -> Tensor:
-        """Divide the summed gradients by `tokens` and by their scale, clip, update, clear. A guard reads the norm, and
-        `loss_sum`, over `samples` samples. Returns the norm before clipping; `norm` is how that of all gradients is found
-        where this rank has only some."""
+        """Divide the summed gradients by `tokens` and their scale, clip them, update the weights, and clear the gradients.
+
+        Args:
+            loss_sum: the summed loss over `samples` samples, which the guard reads with the gradient norm.
+            norm: computes the norm of all gradients, if this rank has only some of them.
+
+        Returns:
+            The gradient norm before clipping.
+        """
         parameters = {name: slot.parameter for name, slot in self._slots.items()}
         divisor = loss_scale * tokens
         gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
@@ -81,7 +93,8 @@ class Optimizer:
             self._scaler.update(skip)
         if self.guard is not None and loss_sum is not None:
             excused = torch.zeros_like(grad_norm, dtype=torch.bool)
-            if self._scaler is not None:  # a lower scale may yet do
+            # A lower loss scale may still prevent the overflow.
+            if self._scaler is not None:
                 excused = (skip > 0) & (self._scaler.scale >= MINIMUM)
             skip = torch.maximum(skip, self.guard.judge(step, loss_sum / tokens, grad_norm, excused, samples))
         self._steps, self.skip = self._steps + 1, skip
@@ -93,12 +106,12 @@ class Optimizer:
         return grad_norm
 
     def weights(self) -> dict[str, Tensor]:
-        """The 32-bit weights by parameter name, spread over ranks as the parameters are."""
+        """Return the 32-bit master weights by parameter name, sharded as the parameters are."""
         return {name: spread_like(slot.master, slot.parameter) for name, slot in self._slots.items()} | self._fixed
 
     @torch.no_grad()
     def set_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Masters and, from them, parameters; of each weight, given whole, this rank's part."""
+        """Set the master weights and the parameters to this rank's shard of each weight, given whole."""
         masters = self.weights()
         for name, value in weights:
             local(masters[name]).copy_(part_of(value, masters[name]))
@@ -106,13 +119,13 @@ class Optimizer:
 
     @torch.no_grad()
     def write_parameters(self) -> None:
-        """From masters that were changed from outside."""
+        """Write the parameters from master weights that were changed from outside."""
         for slot in self._slots.values():
             if slot.separate:
                 slot.part.copy_(slot.master)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The state, as `exp_avg/<parameter>` and so on, spread as the parameters are."""
+        """Return the state tensors, named `exp_avg/<parameter>` and so on, sharded as the parameters are."""
         return {
             f"{key}/{slot.name}": spread_like(value, slot.parameter)
             for slot in self._slots.values()
@@ -120,12 +133,12 @@ class Optimizer:
         }
 
     def numbers(self) -> dict[str, float]:
-        """The rest of the state, read from the device."""
+        """Return the scalars of the state, read from the device."""
         parts = [part.numbers() for part in (self._scaler, self.guard) if part is not None]
         return {"updates": float(self._updates)} | {name: value for part in parts for name, value in part.items()}
 
     def set_numbers(self, numbers: Mapping[str, float], step: int) -> None:
-        """What `numbers` gave after `step` steps."""
+        """Load what `numbers` returned after `step` steps."""
         self._steps = step
         self._updates.fill_(numbers.get("updates", step))
         for part in (self._scaler, self.guard):
@@ -133,13 +146,13 @@ class Optimizer:
                 part.load(numbers)
 
     def reset(self) -> None:
-        """As new, but for the weights."""
+        """Reset all state except the weights."""
         for tensor in self.tensors().values():
             local(tensor).zero_()
         self.set_numbers({}, 0)
 
     def report(self) -> dict[str, float]:
-        """What a logged step says about loss scaling and skipped steps; waits for the device."""
+        """Return the metrics of loss scaling and skipped steps for a logged step. Waits for the device."""
         skipped: dict[str, float] = {"skipped": self._steps - int(self._updates)}
         if self._scaler is None:
             return skipped if self.guard is not None and self.guard.skipped else {}
@@ -147,7 +160,7 @@ class Optimizer:
 
 
 def _group(model: nn.Module, spec: OptimSpec) -> tuple[dict[str, Slot], list[Group]]:
-    """Every trained parameter with its state, and the parameters that are updated alike."""
+    """Return a slot for every trained parameter, and the groups of parameters with the same rule, decay and factor."""
     updates = {rule: make_update_of(rule)(rule.settings(spec), model) for rule in spec.rule.parts}
     matrices = hidden_matrices(model)
     without, factors = undecayed(model, spec.no_decay), lr_factors(model, spec.lr_scale)
@@ -170,7 +183,7 @@ def _slot(name: str, parameter: nn.Parameter, rule: Rule) -> Slot:
 
 
 def hidden_matrices(model: nn.Module) -> set[str]:
-    """Names of the matrices inside the layers, and stacks of them: not embeddings, output head, norms and biases."""
+    """Return the names of the matrices inside the layers and stacks of them, without embeddings, output head, norms and biases."""
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     return {
         name
@@ -180,13 +193,13 @@ def hidden_matrices(model: nn.Module) -> set[str]:
 
 
 def undecayed(model: nn.Module, patterns: list[str]) -> set[str]:
-    """Vectors (biases and norms), and what the patterns name."""
+    """Return the names of parameters without weight decay: vectors (biases and norms), and those that a pattern matches."""
     vectors = {name for name, p in model.named_parameters() if p.ndim < 2}
     return vectors.union(*(_matching(model, pattern) for pattern in patterns))
 
 
 def lr_factors(model: nn.Module, patterns: Mapping[str, float]) -> dict[str, float]:
-    """Of the parameters that a pattern names; the first that does counts."""
+    """Return the learning-rate factors of the parameters that a pattern matches. The first match counts."""
     factors: dict[str, float] = {}
     for pattern, factor in patterns.items():
         for name in _matching(model, pattern):
@@ -215,7 +228,7 @@ def require_matches(spec: OptimSpec, names: Collection[str]) -> None:
 
 
 def _shapes(name: str) -> Iterator[str]:
-    """Patterns that would match it, one for each word of it from either end; numbers of layers are no words."""
+    """Yield patterns that match a name, one for each of its words from either end. Layer numbers are not words."""
     words = name.split(".")
     yield from (".".join(words[: i + 1]) + ".*" for i in range(len(words) - 1) if not words[i].isdigit())
     yield from ("*." + ".".join(words[-i:]) for i in range(1, len(words)) if not words[-i].isdigit())

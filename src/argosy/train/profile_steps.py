@@ -1,7 +1,7 @@
-"""`argosy train --profile 10:13`: those steps of a real run under torch's profiler.
+"""`argosy train --profile 10:13`: runs these steps of a real run under torch's profiler.
 
-On each rank that the run has: a trace for Perfetto, on a GPU the allocator's history, and from the first rank a short table of
-where the time went. The profiler costs time while it looks; steps before and after it are not touched.
+Each rank writes a trace for Perfetto, and on a GPU the allocator's history. The first rank prints a short table of kernel times.
+The profiler slows down the steps in the window; steps before and after it are not affected.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _COMMUNICATION = re.compile(r"nccl|gloo|c10d|all_?reduce|all_?gather|reduce_?sca
 
 @dataclass(frozen=True)
 class Window:
-    """Steps `first` up to, not including, `last`."""
+    """The steps to profile: from `first` up to, not including, `last`."""
 
     first: int
     last: int
 
     @classmethod
     def parse(cls, text: str, steps: int | None = None) -> Window:
-        """Of a run of so many steps, where they are known."""
+        """Parse `10:13` or `10`. `steps` is the length of the run, if it is known."""
         match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
         window = None if match is None else cls(int(match[1]), int(match[2] or int(match[1]) + 1))
         if window is None or not 1 <= window.first < window.last:
@@ -52,13 +52,13 @@ class Window:
         return window
 
     def passed(self, done: int) -> list[str]:
-        """What to tell of a run that goes on after these steps."""
+        """Return a message if a run that resumes after step `done` is past the window."""
         behind = self.last - 1 <= done
         return [f"steps {self.first} to {self.last - 1} are done already: nothing is profiled"] if behind else []
 
 
 class Profiling:
-    """`before` and `after` each step; what was found is written when the window ends, or the run does."""
+    """The profiler of a run. Call `before` and `after` around each step; the profile is written when the window or the run ends."""
 
     def __init__(self, window: Window | None, root: Path, device: torch.device, rank: int) -> None:
         self._window, self._root, self._device, self._rank = window, root / "profile", device, rank
@@ -71,7 +71,7 @@ class Profiling:
             self._begin()
 
     def after(self, step: int, *, last: bool) -> list[str]:
-        """The table, once, when the window or the run has just ended."""
+        """Return the table if the window or the run has just ended; otherwise no lines."""
         if self._profiler is None or self._window is None or not (last or step + 1 >= self._window.last):
             return []
         return self._end(step + 1 - self._begun)
@@ -102,7 +102,7 @@ class Profiling:
 
 
 def _table(profiler: Any, on_gpu: bool, steps: int, trace: Path) -> list[str]:
-    """Milliseconds a step by kind, and the longest kernels."""
+    """Return a table of milliseconds per step by kind, and the longest kernels."""
     where, times = "CUDA" if on_gpu else "CPU", dict[str, tuple[float, int]]()
     for event in profiler.events() or []:
         if event.device_type.name == where and not event.is_user_annotation:

@@ -1,8 +1,8 @@
-"""What becomes of a run whose steps are skipped one after the other: back to the last checkpoint and past the samples, then a stop.
+"""Rewinds: a run that skips many steps in a row goes back to its last checkpoint and passes over the samples, and stops in the end.
 
-Skipping leaves the weights as they were. If that does not help, the steps before may have done the harm: the run is rewound to
-its newest checkpoint, takes the steps since again, and passes over the samples it stumbled on. The steps of the run stay what
-they were; only the position in the stream of samples moves, and it is part of the checkpoint.
+Skipping leaves the weights unchanged. If that does not help, earlier steps may have damaged them: the run is rewound to its newest
+checkpoint, repeats the steps since then, and passes over the samples of the skipped steps. Step numbers do not change. Only the
+position in the stream of samples moves, and it is part of the checkpoint.
 """
 
 from __future__ import annotations
@@ -30,18 +30,20 @@ from argosy.train.saving import Timer
 
 @dataclass
 class Rewind(Exception):
-    """The run is to go on from its newest checkpoint."""
+    """A request to resume the run from its newest checkpoint."""
 
-    step: int  # at which it was decided
+    # The step at which the rewind was decided.
+    step: int
     reason: str
-    first_bad: int | None = None  # the first of the steps whose samples are to be passed over, up to `step`
+    # The samples of steps `first_bad` to `step` are passed over.
+    first_bad: int | None = None
     ranks: tuple[int, ...] = ()
 
 
 def watch_numbers(
     guard: Guard, step: int, batches: Batches, event: Callable[..., None], tell: Callable[[str], None]
 ) -> int:
-    """Put skipped steps on the record and the console; rewind where there are too many in a row. Returns how many there are."""
+    """Write skipped steps to the events and the console, and return the number in a row. Raise Rewind if there are too many."""
     skipped, streak = guard.report()
     for one in skipped:
         first = guard.position(batches.samples(one.step - 1))
@@ -66,7 +68,7 @@ def watch_numbers(
 
 
 def describe_skips(guard: Guard, steps: int) -> str | None:
-    """The guard's part in a run, for its last lines; nothing where it had none."""
+    """Summarise the skips and rewinds of a run for its last lines; None if there were none."""
     if not guard.skipped and not guard.rewinds:
         return None
     rewinds = f", and rewound the run {guard.rewinds} times" if guard.rewinds else ""
@@ -77,7 +79,7 @@ def describe_skips(guard: Guard, steps: int) -> str | None:
 
 
 def passing(guard: Guard, rewind: Rewind, batches: Batches) -> list[tuple[int, int]]:
-    """What was passed over up to now, and what is to be by this rewind."""
+    """Return the ranges of samples passed over so far, with the range that this rewind adds."""
     if rewind.first_bad is None:
         return guard.passed
     at = batches.samples(rewind.first_bad - 1)
@@ -108,7 +110,7 @@ def require_rewinds_left(guard: Guard, rewind: Rewind, spec: RunSpec) -> None:
 
 
 def require_finite(record: Record, spec: RunSpec) -> None:
-    """Without a guard: refuse to go on with numbers that are none, unless a lower loss scale may yet do."""
+    """Raise ArgosyError if loss or norm is not finite, for runs without a guard, unless a lower loss scale may still help."""
     loss, grad_norm, scale = record["loss"], record["grad_norm"], record.get("loss_scale")
     if math.isfinite(loss) and math.isfinite(grad_norm):
         return
@@ -127,10 +129,10 @@ def require_finite(record: Record, spec: RunSpec) -> None:
 
 
 class ReplicaCheck:
-    """Whether ranks that hold the same parameters still hold the same bits: memory and arithmetic can go wrong without a word.
+    """A check that replicas still hold the same bits: memory and arithmetic can fail silently.
 
-    Their digests are compared every so often (`guard.replica_check`) and before each save, so that no checkpoint is made of a run
-    that has come apart. Where they differ the run is rewound to one that had not.
+    Digests of the weights are compared at an interval (`guard.replica_check`) and before each save, so that no checkpoint is made
+    from replicas that differ. If they differ, the run is rewound to the last checkpoint.
     """
 
     def __init__(
@@ -147,11 +149,12 @@ class ReplicaCheck:
         weights = self._optimizer.weights().values()
         flags = torch.zeros(self._mesh.world_size)
         flags[odd_replicas([local(weight) for weight in weights], self._group.get_group())] = 1
-        dist.all_reduce(flags)  # all ranks go back, not only those that saw it
+        # All ranks rewind, not only those that found the difference.
+        dist.all_reduce(flags)
         if flags.any():
             raise Rewind(step, "replica-mismatch", ranks=tuple(flags.nonzero().flatten().tolist()))
 
 
 def _told(value: float) -> float | str:
-    """JSON has no word for what is not a number."""
+    """Return a value that JSON can hold: NaN and infinities as text."""
     return value if math.isfinite(value) else str(value)

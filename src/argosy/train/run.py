@@ -1,6 +1,6 @@
-"""A run from its spec to its exit code: the ranks join, the trainer is built, the run directory is opened by the first rank.
+"""A run from its spec to its exit code: joins the ranks, builds the trainer, and opens the run directory on the first rank.
 
-Whatever can be refused is refused before the run directory is touched.
+All checks that can refuse a run come before the run directory is touched.
 """
 
 from __future__ import annotations
@@ -42,18 +42,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrainOptions:
-    fresh: bool = False  # start anew; refuse if the run directory holds a run
-    archive: bool = False  # with fresh: move the earlier run aside
+    # Start a new run; refuse if the run directory holds a run.
+    fresh: bool = False
+    # With fresh: move the earlier run aside.
+    archive: bool = False
     quiet: bool = False
-    profile: str | None = None  # steps to look at with torch's profiler, as 10:13
-    ends_process: bool = False  # the process ends with the run: once that is saved, no signal changes its exit code
-    on_record: Callable[[Record], None] | None = None  # called by the first rank with every record of metrics
+    # Steps to profile with torch's profiler, such as 10:13.
+    profile: str | None = None
+    # The process ends with the run: after the last save no signal changes its exit code.
+    ends_process: bool = False
+    # Called by the first rank with every record of metrics.
+    on_record: Callable[[Record], None] | None = None
 
 
 def settle(
     resolved: Resolved, source: Path | Mapping[str, Any] | None, overrides: Sequence[str], ranks: int
 ) -> Resolved:
-    """The run with a layout for so many ranks, where its spec leaves that open."""
+    """Return the run with a layout for `ranks` ranks, if its spec leaves the layout open."""
     if ranks == 1:
         return resolved
     from argosy.plan.auto import cluster_of, is_open, settle_layout
@@ -69,11 +74,11 @@ def _gpu_name(spec: TrainSpec) -> str | None:
 
 
 def train(resolved: Resolved, source: Path | None, options: TrainOptions, world: World | None = None) -> int:
-    """Train, or go on training, until the run's length is reached, as one of the ranks there are. Returns the exit code.
+    """Start or resume training as one rank of the world, until the run's length is reached. Returns the exit code.
 
     Args:
         source: the file of the run spec, kept with the run.
-        world: which rank this process is; found in the environment unless given.
+        world: the rank of this process and the world size. None: read from the environment.
     """
     spec, world = resolved.spec, world or find_world(os.environ)
     check_world(spec.parallel, world.size, world.source, spec.train.global_batch)
@@ -109,8 +114,8 @@ def _window(text: str, steps: int) -> Window:
 
 @contextmanager
 def _told(events: JsonlWriter, mesh: Mesh, heartbeat: Heartbeat) -> Iterator[None]:
-    """A failure is put on the record: by the first rank where all refuse alike; what ends one rank by itself, unless an agent tells
-    of it, which knows what the others did."""
+    """Write a failure in this block to the events. The first rank writes an ArgosyError, which all ranks raise alike. Any other
+    exception is written by the rank that raised it, unless a supervisor reports it, which knows what the other ranks did."""
     try:
         yield
     except Exception as error:
@@ -128,8 +133,9 @@ def _told(events: JsonlWriter, mesh: Mesh, heartbeat: Heartbeat) -> Iterator[Non
 def _open(
     run: RunDir, session: Session, resolved: Resolved, source: Path | None, options: TrainOptions
 ) -> tuple[Opening, Source | None, list[str]]:
-    """The run directory with its lock held, an earlier run moved aside if that was asked for, and checked to be one that can go on.
-    Returns its record, the weights it starts from and what is worth knowing about it."""
+    """Open and lock the run directory, archive an earlier run if asked to, and check that the run can start or resume.
+
+    Returns its record, the weights it starts from and messages about the directory."""
     check_options(run, options)
     occupied = run.holds_a_run
     run.open_for_training()
@@ -160,7 +166,7 @@ def _open(
 
 
 def _store_beside(run: RunDir, session: Session, start: Source | None) -> None:
-    """The prediction, the tokenizer, and what belongs to the model the run started from."""
+    """Store the prediction, the tokenizer, and the assets of the model that the run started from."""
     _store_plan(run, session)
     tokenizer = session.data.tokenizer
     if tokenizer is not None:
@@ -171,7 +177,7 @@ def _store_beside(run: RunDir, session: Session, start: Source | None) -> None:
 
 
 def _store_plan(run: RunDir, session: Session) -> None:
-    """What the planner says of this layout on these GPUs, for whoever compares it with what was measured."""
+    """Store the planner's prediction for this layout on these GPUs, to be compared with measurements."""
     run.plan_file.unlink(missing_ok=True)
     spec, gpu = session.spec, name_of(session.device)
     if gpu is None and spec.cluster is None:

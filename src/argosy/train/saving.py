@@ -1,9 +1,9 @@
-"""The trainer's side of checkpoints: which one to go on from, what is saved when, and what becomes of a save that fails.
+"""The trainer's side of checkpoints: which one to resume from, when to save, and how to handle a save that fails.
 
-Every rank saves what it holds and reads what it holds, whatever the layout was and is. A save takes a copy, for which training
-waits, and is written by a thread beside it; the ranks confirm it to each other on a process group of their own. The thread does
-nothing but copy, hash and write large blocks, for all of which Python's lock is released. A save that is due while one is being
-written is left out. One that fails is tried again soon, and stops the run only when many have failed in a row.
+Every rank saves and loads its own shards, whatever the layouts of the saved and the current run. An asynchronous save takes a
+snapshot, for which training waits, and a background thread writes it. The ranks confirm it to each other on a separate process
+group. The thread only copies, hashes and writes large blocks, all of which release the GIL. A save that is due while another is
+being written is skipped. A save that fails is retried soon, and stops the run only after many failures in a row.
 """
 
 from __future__ import annotations
@@ -33,18 +33,20 @@ from argosy.record.jsonl import now
 from argosy.record.rundir import RunDir
 from argosy.train.optimizer import Optimizer
 
-RETRY_S = 60.0  # after a save that failed
-FIRST_S = 60.0  # with `every: auto`, until the first save has told what one costs
+# Seconds until the retry of a failed save.
+RETRY_S = 60.0
+# Seconds until the first save with `every: auto`, which measures the cost of a save.
+FIRST_S = 60.0
 
 
 def first_interval(spec: CheckpointSpec) -> Duration:
-    """Between saves, until `auto` has measured one."""
+    """Return the interval between saves until `auto` has measured one."""
     return Duration(FIRST_S, "seconds") if isinstance(spec.every, str) else spec.every
 
 
 class Timer:
-    """Something due every so many steps, samples or seconds of a clock. Of samples, at the step that takes the last of
-    them."""
+    """A timer that is due every so many steps, samples or seconds. An interval in samples is due at the step that takes its last
+    sample."""
 
     def __init__(
         self, every: Duration, samples: int | None, batches: Batches, clock: Callable[[], float] = time.monotonic
@@ -53,7 +55,7 @@ class Timer:
         self._clock, self._last = clock, clock()
 
     def every(self, seconds: float) -> None:
-        """From now on due after so many seconds, counted from when it last was."""
+        """Change the interval to `seconds`, counted from when the timer was last due."""
         self._every, self._samples = Duration(seconds, "seconds"), None
 
     def due(self, step: int) -> bool:
@@ -70,12 +72,14 @@ class Timer:
 
 @dataclass
 class _Writing:
-    """A save on its way to the disk."""
+    """A save that is being written."""
 
-    number: int  # of the saves this process has begun
+    # The number of this save among those that this process has begun.
+    number: int
     step: int
-    stall_s: float  # for which training waited
-    write_s: float = 0.0  # both, at the end, are on all ranks those of the first
+    # How long training waited, and how long writing took. At the end all ranks have the times of the first.
+    stall_s: float
+    write_s: float = 0.0
     thread: threading.Thread | None = None
     path: Path | None = None
     error: BaseException | None = None
@@ -91,7 +95,7 @@ class Saving:
         agreement: Agreement,
         event: Callable[..., None],
     ) -> None:
-        """`event(kind, step, **facts)` puts something on the record."""
+        """`event(kind, step, **facts)` writes an event of the run."""
         self._run, self._spec, self._optimizer, self._event = run, spec, optimizer, event
         self._timer, self._agreement = timer, agreement
         self._team, self._snapshot = make_host_group(), Snapshot()
@@ -102,7 +106,7 @@ class Saving:
         agreement.follow(lambda: self._ended)
 
     def restore(self, notes: list[str]) -> TrainProgress | None:
-        """Weights and optimiser from the newest good checkpoint, and where it stands; None where there is none."""
+        """Load weights and optimiser from the newest good checkpoint and return its progress; None if there is no checkpoint."""
         self.finish()
         if self._team.is_first:
             sweep(self._run.checkpoints)
@@ -118,12 +122,12 @@ class Saving:
         return progress
 
     def prepare(self) -> None:
-        """What can be done for the first save before the first step."""
+        """Prepare the first save before the first step."""
         if self._spec.mode == "async":
             self._snapshot.prepare(self._files())
 
     def _files(self) -> dict[str, Content]:
-        """What this rank is to write, sharing the tensors' memory."""
+        """Return the files that this rank writes, sharing the tensors' memory."""
         groups = {WEIGHTS: self._optimizer.weights(), OPTIMIZER: self._optimizer.tensors()}
         if self._plan is None:
             self._plan = make_plan(groups, self._team)
@@ -133,8 +137,12 @@ class Saving:
         return self._timer.due(step) or self._agreement.now() >= self._retry_at
 
     def save(self, step: int, consumed_samples: int, *, last: bool, **about: Any) -> list[str]:
-        """Save this step, `last` or not: the last one is waited for, and must not fail. `about` is for people who look at the
-        checkpoint. Returns what to tell."""
+        """Save this step. Returns messages for the user.
+
+        Args:
+            last: this is the last save of the run: wait for it, and raise if it fails.
+            about: facts for people who look at the checkpoint.
+        """
         if self._writing is not None and not last:
             self._event("save-skipped", step, writing=self._writing.step)
             return [f"step {step} is not saved: step {self._writing.step} is still being written"]
@@ -157,7 +165,7 @@ class Saving:
         return notes + self._settle(last=last)
 
     def poll(self) -> list[str]:
-        """What has become of the save being written, once all ranks can know. Returns what to tell."""
+        """Finish the save being written if all ranks know that it has ended. Returns messages for the user."""
         if self._writing is None or self._agreement.saves < self._writing.number:
             return []
         return self._settle()
@@ -167,7 +175,7 @@ class Saving:
         return [] if self._writing is None else self._settle()
 
     def close(self) -> None:
-        """At the end of a run that has failed: what is being written is worth a wait, and its fault no word more."""
+        """Wait up to `RETRY_S` for the save being written, at the end of a failed run. Its errors are ignored."""
         if self._writing is not None and self._writing.thread is not None:
             self._writing.thread.join(RETRY_S)
 
@@ -225,7 +233,7 @@ class Saving:
         return [f"ALERT: {error.cause}; training goes on, and tries again in {RETRY_S:.0f}s"]
 
     def _make_room(self) -> None:
-        """Remove now what the next good save would remove, as long as another is left."""
+        """Remove the checkpoints that the next good save would remove, but keep at least one."""
         found = listed(self._run.checkpoints)
         if found:
             prune(self._run.checkpoints, max(1, self._spec.keep - 1), step_of(found[0]), self._spec.keep_every)

@@ -1,16 +1,16 @@
-"""The learning rate as a pure function of the step: nothing to save, nothing to restore.
+"""The learning-rate schedule, a pure function of the step: nothing to save, nothing to restore.
 
-Every schedule rises to the peak over the warm-up. Then `constant` stays, `cosine` and `linear` fall to the final rate,
-`inverse_sqrt` falls with the square root of the progress and stops at the final rate, and `wsd` stays and falls over its
-`decay`. Progress is counted in samples: while the batch still grows, a small step moves the schedule less than a large one;
-where it does not grow, the two are the same.
+Every schedule rises to the peak over the warm-up. Then `constant` stays, `cosine` and `linear` decay to the final rate,
+`inverse_sqrt` decays with the square root of the progress and stops at the final rate, and `wsd` stays and decays over its
+`decay`. Progress is counted in samples: during a batch ramp-up a small step moves the schedule less than a large one. With a
+constant batch, counting steps gives the same.
 
 By default the first step has lr / warm-up steps, the last step of the warm-up and the one after it have the peak, and the last
-step of the run has the final rate: no step is spent at a rate of 0, and both ends are reached exactly. `optim.warmup_init` and
+step of the run has the final rate: no step has a rate of 0, and both ends are reached exactly. `optim.warmup_init` and
 `optim.decay_end` give the schedules of Megatron-LM, Composer and nanoGPT, whose phases are counted from the step's beginning.
 
-The rate is a function of the step and of the whole schedule, so that a longer run is less far along its fall: lengthened at its
-end, a cosine run jumps back up. `schedule_notes` says so, for that is a choice only where it is known.
+The rate depends on the step and on the length of the run. A longer run is less far along its decay: if a cosine run is lengthened
+at its end, its rate jumps back up. `schedule_notes` tells the user.
 """
 
 from __future__ import annotations
@@ -25,22 +25,26 @@ from argosy.config.schema import OptimSpec, RunSpec
 
 _FALLING = ("cosine", "linear", "wsd")
 _KEYS = ("optim.", "train.steps", "train.tokens", "train.samples", "train.epochs", "train.batch_rampup")
-_SAME = 1e-9  # relative: the same rate, rounded otherwise
+# The relative difference up to which two rates count as the same.
+_SAME = 1e-9
 
 
 @dataclass(frozen=True)
 class Schedule:
     kind: str
-    shape: str  # of the fall: linear, cosine, sqrt or exponential
+    # The shape of the decay: linear, cosine, sqrt or exponential.
+    shape: str
     peak: float
     final: float
-    first: float | None  # rate of the first step; None: what one step of the warm-up gives
+    # The rate of the first step. None: that of one step of the warm-up.
+    first: float | None
     phases: LrPhases
     batches: Batches
-    steps: int  # length of the run
+    # The length of the run.
+    steps: int
 
     def lr(self, step: int) -> float:
-        """The learning rate of the optimiser step after `step` steps."""
+        """Return the learning rate of the optimiser step after `step` steps."""
         done, phases = self.batches.samples(step), self.phases
         if done < phases.rise_end:
             if self.first is None:
@@ -58,7 +62,7 @@ class Schedule:
 
 
 def _left(shape: str, share: float) -> float:
-    """What is left of the way from the peak to the final rate: from 1 to 0 as `share` goes from 0 to 1."""
+    """Return the remaining fraction of the decay from peak to final rate: from 1 to 0 as `share` goes from 0 to 1."""
     if shape == "cosine":
         return (1 + math.cos(math.pi * share)) / 2
     if shape == "exponential":
@@ -75,7 +79,7 @@ def make_schedule(spec: RunSpec, *, steps: int, epoch_samples: int) -> Schedule:
 
 
 def schedule_notes(before: Schedule, after: Schedule, optim: OptimSpec, step: int, changes: Iterable[str]) -> list[str]:
-    """Notes for a run that goes on after `step` steps with another schedule than made them; none where no rate differs."""
+    """Return messages for a run that resumes after `step` steps with a changed schedule; none if no rate differs."""
     was, now = before.lr(step), after.lr(step)
     end_was, end_now = before.lr(before.steps - 1), after.lr(after.steps - 1)
     if _alike(was, now):

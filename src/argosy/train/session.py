@@ -1,5 +1,5 @@
-"""Everything of a run that does not depend on its directory: data, schedule, engine and optimiser, in the order that refuses
-earliest. A run directory is touched only once all of this stands."""
+"""The parts of a run that do not depend on its directory: data, schedule, engine and optimiser, in the order that refuses
+earliest. A run directory is touched only after all of them are built."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from argosy.train.schedule import Schedule, make_schedule, schedule_notes
 
 @dataclass(frozen=True)
 class Session:
-    """What a trainer works with."""
+    """The data, schedule, engine and optimiser that a trainer uses."""
 
     spec: RunSpec
     mesh: Mesh
     data: RunData
     stream: Stream
-    # By source; None: the run does not evaluate.
+    # Validation data by source. None: the run does not evaluate.
     validation: dict[str, Stream] | None
     steps: int
     schedule: Schedule
@@ -60,7 +60,7 @@ class Session:
         return Timer(every, samples, self.batches, clock)
 
     def schedule_notes(self, run: RunDir, step: int, changes: list[str]) -> list[str]:
-        """What the changes do to the learning rate of a run that goes on after `step` steps."""
+        """Describe the effect of spec changes on the learning rate of a run that resumes after `step` steps."""
         before = run.spec_at(step) if changes else None
         if before is None:
             return []
@@ -68,7 +68,7 @@ class Session:
         return schedule_notes(earlier, self.schedule, self.spec.optim, step, changes)
 
     def starting_source(self, run: RunDir) -> Source | None:
-        """What `init_from` names, where the run has no checkpoint of its own yet."""
+        """Return the weights that `init_from` names; None if the run already has a checkpoint."""
         if self.spec.init_from is None or listed(run.checkpoints):
             return None
         source = open_source(self.spec.init_from)
@@ -101,12 +101,12 @@ def open_session(spec: RunSpec, mesh: Mesh) -> Session:
 
 
 def parameter_names(spec: RunSpec) -> list[str]:
-    """The names of all parameters of the model, whichever rank holds them."""
+    """Return the names of all parameters of the model, whichever rank holds them."""
     return [name for name, _ in build_model(spec.model, "meta").named_parameters()]
 
 
 def _schedule(spec: RunSpec, epoch_samples: int) -> Schedule:
-    """The learning-rate schedule of a spec for data of this size: the run's, or the one it had before."""
+    """Return the learning-rate schedule of a spec for data of this size."""
     steps = spec.train.length.steps(spec.train.batches, seq_len=spec.data.seq_len, epoch_samples=epoch_samples) or 0
     if counts_epochs(spec):
         check_phases(spec, steps=steps, epoch_samples=epoch_samples)

@@ -1,7 +1,7 @@
-"""What an optimiser's update works on: parameters with their 32-bit masters and the state its `Rule` declares.
+"""Optimiser slots: parameters with their 32-bit master weights and the state that the update's `Rule` declares.
 
-An update is a function over many parameters at once. Everything it is told about the step that could make the host wait for the
-device is a tensor on the device.
+An update is a function over many parameters at once. Arguments that would make the host wait for the device are tensors on the
+device.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from argosy.parallel.shards import local
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter. A 32-bit parameter is its own master. Where the parameter is spread over ranks, master and state are
-    those of this rank's part."""
+    """One parameter with its master weight and state. A 32-bit parameter is its own master weight. If the parameter is sharded,
+    master weight and state are those of this rank's shard."""
 
     name: str
     parameter: nn.Parameter
@@ -31,7 +31,7 @@ class Slot:
 
     @property
     def part(self) -> Tensor:
-        """What this rank holds of the parameter, sharing its memory."""
+        """This rank's shard of the parameter, sharing its memory."""
         return local(self.parameter)
 
     @property
@@ -41,39 +41,43 @@ class Slot:
 
 @dataclass(frozen=True)
 class Update:
-    """One step, the same for all groups. The tensors are 0-dimensional, 32-bit and on the device."""
+    """The arguments of one step, the same for all groups. The tensors are 0-dimensional, 32-bit and on the device."""
 
     lr: float
-    scale: Tensor  # multiplies the gradients: the mean, and clipping
-    skip: Tensor  # 1: change nothing, 0: go ahead
-    count: Tensor  # updates made, with this one
+    # The factor on the gradients, from the mean and from clipping.
+    scale: Tensor
+    # 1: change nothing. 0: update.
+    skip: Tensor
+    # The number of updates, this one included.
+    count: Tensor
 
 
-# (slots, their gradients as plain tensors, the step, weight decay): updates master, state and parameter of each slot in place.
+# Takes (slots, their gradients as plain tensors, the step, weight decay). Updates master weight, state and parameter of each slot
+# in place.
 Apply = Callable[[Sequence[Slot], Sequence[Tensor], Update, float], None]
 
 
 class MakeUpdate(Protocol):
-    """`make_update` of a rule's module: the rule's keys and the model to the update of its parameters."""
+    """The type of `make_update` in a rule's module: it takes the rule's keys and the model, and returns the update."""
 
     def __call__(self, keys: Any, model: nn.Module) -> Apply: ...
 
 
 def make_update_of(rule: Rule) -> MakeUpdate:
-    """`make_update` in `<name>_update.py` beside this file, which is loaded only for a run that uses the rule."""
+    """Return `make_update` of `<name>_update.py` beside this file, which is imported only for a run that uses the rule."""
     make: MakeUpdate = import_module(f"argosy.train.{rule.name}_update").make_update
     return make
 
 
 def write_parameters(slots: Sequence[Slot]) -> None:
-    """Round the masters of one group to their parameters, unless each parameter is its own master."""
+    """Cast the master weights of one group to their parameters, unless each parameter is its own master weight."""
     if slots[0].separate:
         copy_([slot.part for slot in slots], [slot.master for slot in slots])
 
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters that are updated by one rule, with one weight decay and one factor on the learning rate."""
+    """A group of parameters with the same update rule, weight decay and factor on the learning rate."""
 
     update: Apply
     weight_decay: float

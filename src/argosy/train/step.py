@@ -1,6 +1,6 @@
-"""One optimiser step, the same for training, timing and benchmarks, whatever the layout. Nothing in it waits for the device.
+"""One optimiser step, the same for training, timing and benchmarks, whatever the layout. It never waits for the device.
 
-`evaluate` is the mean loss over a split, of each source and of all sources together: a sum over tokens, divided once.
+`evaluate` computes the mean loss over a split, of each source and of all sources together: a sum over tokens, divided once.
 """
 
 from __future__ import annotations
@@ -40,8 +40,13 @@ def take_step(
     lr: float,
     enter: Callable[[Phase], None] = lambda phase: None,
 ) -> Step:
-    """Gradients of a global batch, of which `batch` is this rank's share, and the update they ask for; `step` counts from 1.
-    `enter` is told of each phase."""
+    """Compute the gradients of a global batch and update the weights.
+
+    Args:
+        batch: this rank's share of the global batch.
+        step: number of the step, from 1.
+        enter: called with the name of each phase as it begins.
+    """
     enter("forward_backward")
     loss_scale = optimizer.loss_scale(batch.labels.size * engine.data_ranks)
     result = engine.forward_backward(batch, step, loss_scale)
@@ -56,22 +61,24 @@ def take_step(
         norm=engine.norm,
     )
     if result.expert_load is not None:
-        balance_experts(engine.model, torch.where(optimizer.skip > 0, 0, result.expert_load))  # no load moves nothing
+        # A skipped step has a load of 0, which changes no router bias.
+        balance_experts(engine.model, torch.where(optimizer.skip > 0, 0, result.expert_load))
     return Step(result, grad_norm)
 
 
 class StepwiseCollection:
     """Garbage collection at chosen steps: `with StepwiseCollection() as collection:` … `collection.after(step)`.
 
-    Python's own starts whenever enough objects were made, walks everything the program holds, and so makes single steps slow: on
-    many ranks, each at another step, every step."""
+    Python's automatic collection starts after a number of allocations and walks all objects, which makes single steps slow. On
+    many ranks, each at a different step, it makes every step slow."""
 
     def __init__(self) -> None:
         self._was_enabled = gc.isenabled()
 
     def __enter__(self) -> StepwiseCollection:
         gc.collect()
-        gc.freeze()  # what exists now stays to the end of the run: no need to walk it again
+        # Objects that exist now stay to the end of the run: collections need not walk them again.
+        gc.freeze()
         gc.disable()
         return self
 
@@ -88,11 +95,13 @@ class StepwiseCollection:
 @dataclass(frozen=True)
 class Evaluation:
     split: str
-    loss: float  # nats a token
+    loss: float  # nats per token
     tokens: int
     samples: int
-    sets: dict[str, Evaluation] = field(default_factory=dict)  # each source alone, where there are several
-    metrics: dict[str, float] = field(default_factory=dict)  # what else the model reports, as the accuracy on pairs
+    # Each source alone, if there are several.
+    sets: dict[str, Evaluation] = field(default_factory=dict)
+    # Other metrics of the model, such as the accuracy on pairs.
+    metrics: dict[str, float] = field(default_factory=dict)
 
     @property
     def perplexity(self) -> float:
@@ -107,8 +116,9 @@ class Evaluation:
 
 
 def evaluate(engine: Engine, sets: Mapping[str, Stream], *, samples: int, batch: int, split: str) -> Evaluation:
-    """Over `samples` samples in all, at most one pass over the split: from each set its share by size, and one at
-    least. The losses of sets and whole are each a sum over tokens, divided once."""
+    """Evaluate `samples` samples in all, at most one pass over the split. Each set gets a share by size, at least one sample.
+
+    The losses of each set and of the whole are each a sum over tokens, divided once."""
     sizes = np.array([stream.epoch_samples for stream in sets.values()])
     shares = np.clip(apportion(sizes / sizes.sum(), samples), 1, sizes)
     found: dict[str, Evaluation] = {}

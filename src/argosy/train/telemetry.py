@@ -1,12 +1,13 @@
-"""What is measured while a run trains, and put on its record when a step is logged: rates and utilisation, where a step's time
-and a device's memory go, what each rank did, what the GPU's sensors say, goodput, cost, and alerts.
+"""Telemetry of a training run, recorded when a step is logged: rates and utilisation, time by phase, memory by category, times of
+each rank, GPU sensors, goodput, cost, and alerts.
 
-Between logs it only reads clocks. Ranks exchange a few numbers at a log, between hosts; the first writes them down.
+Between logs it only reads clocks. At a log the ranks exchange a few numbers over the host network, and the first rank writes them.
 
-`Phases` tells where the time of a step goes: marks between its parts, read when a step is logged. On a GPU a mark is an event in the device's queue, so that nothing waits until the times are asked for; on a CPU it is the
-clock. Only the newest steps before a log are kept, which bounds what a mark costs however rare logs are.
+`Phases` measures the time of each phase of a step, with timestamps that are read when a step is logged. On a GPU a timestamp is a
+CUDA event, so that nothing waits until the times are read; on a CPU it is the clock. Only the newest steps before a log are kept,
+which bounds the cost of timestamps however rare logs are.
 
-`Meter` makes the figures of a logged step: loss, rates, utilisation, waiting, memory and the time that is left.
+`Meter` computes the metrics of a logged step: loss, rates, utilisation, data wait, memory and the remaining time.
 """
 
 from __future__ import annotations
@@ -38,13 +39,15 @@ from argosy.train.step import Step
 
 @dataclass
 class Taken:
-    """What the loop knows about the step it logs."""
+    """The facts that the loop passes about the step it logs."""
 
     step: int
     done: Step
     lr: float
-    waited_s: float  # for data, since the last log
-    samples: int  # consumed by the run so far
+    # Time spent waiting for data since the last log.
+    waited_s: float
+    # Samples and tokens consumed by the run so far.
+    samples: int
     tokens: int
 
 
@@ -61,7 +64,8 @@ class Telemetry:
         self._paused: dict[str, float] = {}
         self._logged = time.perf_counter()
         self._steps = 0
-        self.memory: Memory | None = None  # by category, once a step was made
+        # By category. None until the first step is done.
+        self.memory: Memory | None = None
 
     def after_step(self, *, samples: int, tokens: int) -> None:
         self.phases.end_step()
@@ -70,7 +74,7 @@ class Telemetry:
 
     @contextmanager
     def pause(self, why: str) -> Iterator[None]:
-        """Around an evaluation or a save: kept out of the rates, and accounted for."""
+        """Exclude the time of an evaluation or a save from the rates, and account for it separately."""
         started = time.perf_counter()
         yield
         seconds = time.perf_counter() - started
@@ -78,7 +82,7 @@ class Telemetry:
         self._paused[why] = self._paused.get(why, 0.0) + seconds
 
     def record(self, taken: Taken) -> tuple[Record, list[dict[str, Any]]]:
-        """The record of a step and the alerts it raises; waits for the device, and for the other ranks."""
+        """Return the record of a step and the alerts it raises. Waits for the device and for the other ranks."""
         result, tokens = taken.done.result, int(taken.done.result.tokens)
         memory = peak_memory_gib(self._mesh.device)
         record = self.meter.record(
@@ -132,7 +136,7 @@ class Telemetry:
         return Ranks.of(self._mesh.gathered(mine), step=step, time=now(), stages=self._stages)
 
     def _account(self, waited_s: float) -> Record:
-        """Split the time since the last log, and say where all of it went so far."""
+        """Split the time since the last log by category, and return the totals so far."""
         passed = time.perf_counter() - self._logged
         self._logged += passed
         aside = sum(self._paused.values())
@@ -146,7 +150,7 @@ class Telemetry:
 
 
 def hourly_price(spec: RunSpec) -> float | None:
-    """Dollars an hour: as given, or what is known of the cluster's nodes."""
+    """Return the price in dollars per hour: `log.price`, or the known price of the cluster's nodes."""
     if spec.log.price is not None or spec.cluster is None or spec.cluster.instance is None:
         return spec.log.price
     instance = facts().instances.get(spec.cluster.instance.removeprefix("ml."))
@@ -157,18 +161,21 @@ def _uuid(device: torch.device) -> str | None:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
-COMMUNICATION, OTHER = "communication", "other"  # not the rank's own work; what lies between two steps
-_KEPT = 16  # steps before a log whose parts are averaged
+# Phases: communication is not the rank's own work, and other is the time between two steps.
+COMMUNICATION, OTHER = "communication", "other"
+# The number of steps before a log whose phases are averaged.
+_KEPT = 16
 
 
 class Phases:
-    """`enter` names what begins, `end_step` ends a step; `take` gives the mean seconds of each part since it was last asked."""
+    """The times of the phases of a step. `enter` begins a phase, `end_step` ends a step, and `take` returns the mean times."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self._step: list[tuple[str, Any]] = []
         self._steps: deque[list[tuple[str, Any]]] = deque(maxlen=_KEPT)
-        self._spare: list[Any] = []  # events that can be recorded again
+        # CUDA events that can be recorded again.
+        self._spare: list[Any] = []
 
     def enter(self, name: str) -> None:
         self._step.append((name, self._mark()))
@@ -182,7 +189,7 @@ class Phases:
             self._step = []
 
     def take(self) -> dict[str, float]:
-        """Mean seconds of each part. Waits for the device."""
+        """Return the mean seconds of each phase since the last call. Waits for the device."""
         seconds: dict[str, float] = {}
         for step in self._steps:
             for (name, before), (_, after) in pairwise(step):
@@ -208,14 +215,18 @@ class Phases:
 
 @dataclass
 class Meter:
-    """Rates are over the steps since the last log, without evaluations and saves; the ETA is over all samples of this process
-    but those of the first step, which pays for warming up, and with everything that came between them."""
+    """The rates and the ETA of a run.
+
+    Rates cover the steps since the last log, without evaluations and saves. The ETA is based on all samples of this process except
+    those of the first step, which includes warm-up, and on the time of evaluations and saves between them."""
 
     steps: int
-    samples: int  # of the whole run
+    # Samples of the whole run.
+    samples: int
     flops_per_token: float
     peak: Peak | None
-    devices: int = 1  # the peak is of each
+    # `peak` is that of one device.
+    devices: int = 1
     _since: float = field(default_factory=time.perf_counter)
     _tokens: int = 0
     _steps_done: int = 0
@@ -223,7 +234,7 @@ class Meter:
     _samples_warm: int = 0
 
     def count(self, *, samples: int, tokens: int) -> None:
-        """After each step."""
+        """Count a step, after it."""
         self._tokens += tokens
         self._steps_done += 1
         if self._warm_at is None:

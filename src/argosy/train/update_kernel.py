@@ -1,8 +1,8 @@
-"""One Triton launch over many parameters: what the kernels of optimisers share.
+"""One Triton launch over many parameters: the shared code of the optimiser kernels.
 
-A program updates a piece of one parameter. Where the parameters lie is read from a table of addresses, made anew for each
-step, since gradients move. A launch for each parameter instead takes the host longer than a small model's step takes
-the GPU, and leaves the GPU half empty on every norm and bias.
+A program updates a piece of one parameter. It reads the addresses of the tensors from a table, which is made anew for each step
+because gradients move. One launch per parameter would take the host longer than a small model's step takes the GPU, and would leave
+the GPU half empty on every norm and bias.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from torch import Tensor
 
 from argosy.train.slots import Slot
 
-_BLOCK = 4096  # elements a program updates
-_ALIGNED = tl.constexpr(
-    16
-)  # bytes of a wide load; elements of a parameter are a multiple too, for the last load to be wide
+# Elements that a program updates.
+_BLOCK = 4096
+# Bytes of a wide load. The number of elements is a multiple of it too, so that the last load is wide.
+_ALIGNED = tl.constexpr(16)
 # Columns of the table: the number of elements, the first program for the row, and addresses. The state's tensors are the last.
 COUNT, FIRST, PARAMETER, MASTER, GRADIENT, STATE = (tl.constexpr(n) for n in range(6))
-Row = tuple[Tensor, ...]  # of one parameter, in the order of the addresses: all of one length and contiguous
+# The tensors of one parameter in the order of the addresses, all of one length and contiguous.
+Row = tuple[Tensor, ...]
 
 
 @triton.jit
 def piece(table, row_of, COLUMNS: tl.constexpr, ALIGNED: tl.constexpr, B: tl.constexpr):
-    """This program's row of the table, the elements it updates, and which of them exist."""
+    """Return this program's row of the table, the indices of the elements it updates, and a mask of those that exist."""
     row = table + tl.load(row_of + tl.program_id(0)) * COLUMNS
     count = tl.load(row + COUNT)
     if ALIGNED:
@@ -69,7 +70,7 @@ _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 
 
 def _table(rows: Iterable[Row], firsts: Sequence[int], device: torch.device) -> Tensor:
-    """The columns named above, by row. The host does not wait for its transfer."""
+    """Return the table of the columns named above, one row per parameter. The host does not wait for its transfer."""
     facts = [
         [row[0].numel(), first, *(part.data_ptr() for part in row)] for row, first in zip(rows, firsts, strict=True)
     ]
@@ -78,7 +79,7 @@ def _table(rows: Iterable[Row], firsts: Sequence[int], device: torch.device) -> 
 
 @lru_cache(maxsize=16)
 def _programs(counts: tuple[int, ...], device: torch.device) -> tuple[Tensor, list[int]]:
-    """Which row each program works on, and of each row the first program."""
+    """Return the row that each program works on, and the first program of each row."""
     programs = torch.tensor([triton.cdiv(count, _BLOCK) for count in counts])
     row_of = torch.repeat_interleave(torch.arange(len(counts)), programs)
     return row_of.to(device, torch.int32), (programs.cumsum(0) - programs).tolist()
