@@ -228,7 +228,7 @@ class LossScaler:
         return {"loss_scale": float(self.scale), "good_steps": float(self._good), "patience": float(self._patience)}
 
     def load(self, numbers: Mapping[str, float]) -> None:
-        """Load the state. A run that is rewound to its start, or used another precision so far, has none, and gets the initial one."""
+        """Load the state. A run that is rewound to its start, or used another precision so far, gets the initial state."""
         self.scale.fill_(numbers.get("loss_scale", INITIAL))
         self._good.fill_(numbers.get("good_steps", 0.0))
         self._patience.fill_(numbers.get("patience", HYSTERESIS))

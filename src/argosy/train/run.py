@@ -114,7 +114,7 @@ def _window(text: str, steps: int) -> Window:
 
 @contextmanager
 def _told(events: JsonlWriter, mesh: Mesh, heartbeat: Heartbeat) -> Iterator[None]:
-    """Write a failure in this block to the events. The first rank writes an ArgosyError, which all ranks raise alike. Any other
+    """Write a failure in this block to the events. The first rank writes an ArgosyError, which all ranks raise. Any other
     exception is written by the rank that raised it, unless a supervisor reports it, which knows what the other ranks did."""
     try:
         yield

@@ -28,7 +28,8 @@ COLLECT_EVERY = 500  # steps
 
 class Step(NamedTuple):
     result: Result
-    grad_norm: Tensor  # before clipping
+    # Before clipping.
+    grad_norm: Tensor
 
 
 def take_step(

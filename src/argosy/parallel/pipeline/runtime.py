@@ -21,7 +21,8 @@ from argosy.model.ops.matmul import Later, separable, weights_later
 from argosy.parallel.pipeline.schedules import Action
 from argosy.parallel.pipeline.stage_messages import Form, Mail, Pending
 
-Key = tuple[int, int]  # stage, micro-batch
+# (stage, micro-batch)
+Key = tuple[int, int]
 
 
 class Pass(Protocol):

@@ -1,1 +1,1 @@
-"""Tensor and sequence parallelism: every matrix of a block, and the vocabulary, is sharded over ranks that work on the same tokens."""
+"""Tensor and sequence parallelism: the matrices of a block and the vocabulary, sharded over ranks with the same tokens."""
