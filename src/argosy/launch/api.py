@@ -1,8 +1,8 @@
 """The Kubernetes API as a launch uses it: apply, get, list, watch, logs, delete, through the official client's DynamicClient.
 
-The server itself says which kinds it knows and under which paths (discovery), so that core kinds and operators' kinds go one
-way. Everything sent may be sent again: applying is idempotent, watches resume, and a server that is busy, restarting or out of
-reach is asked again by one retry policy. This module needs the extra `k8s`; `targets/kubernetes.py` imports it when it is used.
+Discovery tells which kinds the server knows and under which paths, so core kinds and operators' kinds use the same code. Every
+request may be repeated: applying is idempotent, watches resume, and one retry policy repeats requests to a server that is busy,
+restarting or out of reach. This module needs the extra `k8s`; `targets/kubernetes.py` imports it only when it is used.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from argosy.launch.pod import Manifest
 from argosy.retry import GaveUp, RetryPolicy, Transient, retry_after_s
 
 MANAGER = "argosy"
-# 409: the object changed meanwhile, or its namespace is being made.
+# 409: the object changed meanwhile, or its namespace is being created.
 RETRY = RetryPolicy(attempts=8, base_s=0.5, cap_s=20.0, statuses=frozenset({409, 429, 500, 502, 503, 504}))
-# A container that has not started (400), an object that is gone, a version that is too old to go on from (410).
+# 400: the container has not started. 404: the object is gone. 410: the resource version is too old to resume a watch from.
 _NOTHING_TO_READ = frozenset({400, 404, 410})
 _WAIT_S = 30.0
-# A path below a file: nothing can be there.
+# A path below a file, where no file can exist.
 _NO_FILE = f"{os.devnull}/discovery"
 
 
 class Forbidden(ArgosyError):
-    """403: whoever asks has no right to it."""
+    """HTTP 403: the user or service account lacks the permission."""
 
 
 class Cluster:
-    """One API server, one namespace."""
+    """One namespace of one API server."""
 
     def __init__(self, api: client.ApiClient, namespace: str, retry: RetryPolicy = RETRY) -> None:
         self._api, self.namespace, self._retry = api, namespace, retry
         self._dynamic: _RetryingClient | None = None
-        # Resources that were looked up; None: the server does not know the kind.
+        # Resources looked up so far. None: the server does not know the kind.
         self._resources: dict[Kind, Any] = {}
 
     def apply(self, document: Manifest) -> None:
-        """Make it so, whatever is there (server-side apply). Fields the server does not know are refused, not dropped."""
+        """Create or update an object by server-side apply. The server rejects unknown fields instead of dropping them."""
         kind = kind_of(document)
         self._require(kind).server_side_apply(
             body=document,
@@ -69,19 +69,19 @@ class Cluster:
             return None
 
     def require(self, kind: Kind) -> None:
-        """Refuse where nothing has made this kind known to the server.
+        """Refuse a kind that the server does not know.
 
         Raises:
-            ArgosyError: the kind is unknown; the refusal names the operator it needs.
+            ArgosyError: the kind is unknown. The refusal names the operator that provides it.
         """
         self._require(kind)
 
     def find(self, kind: Kind, selector: Mapping[str, str] | None = None, fields: str | None = None) -> list[Manifest]:
-        """Return the objects of a kind that a label selector and a field selector match; none where the kind is unknown."""
+        """Return the objects of a kind that match a label selector and a field selector; an unknown kind has none."""
         return self._list(kind, selector, fields)[0]
 
     def _list(self, kind: Kind, selector: Mapping[str, str] | None, fields: str | None) -> tuple[list[Manifest], str]:
-        """Return the objects, and the version of the list, from which a watch goes on."""
+        """Return the objects and the resource version of the list, from which a watch can start."""
         resource = self._resource(kind)
         if resource is None:
             return [], ""
@@ -99,7 +99,7 @@ class Cluster:
         return [item | named for item in found.get("items") or []], version
 
     def delete(self, kind: Kind, name: str) -> bool:
-        """Delete an object with all it owns; pods get their time to save. False: it was not there."""
+        """Delete an object and all it owns. Pods get their grace period to save. Return False if the object did not exist."""
         resource = self._resource(kind)
         if resource is None:
             return False
@@ -110,7 +110,7 @@ class Cluster:
         return True
 
     def changes(self, kind: Kind, selector: Mapping[str, str], seconds: int) -> Iterator[None]:
-        """Yield when something has changed. Ends after `seconds`, or when the connection is lost: look again, call it anew."""
+        """Yield once for each change. Stop after `seconds`, or when the connection is lost; the caller then looks and calls again."""
         _, version = self._list(kind, selector, None)
         resource = self._resource(kind)
         if resource is not None:
@@ -125,7 +125,7 @@ class Cluster:
     def logs(
         self, pod: str, *, follow: bool = False, tail: int | None = None, since: str | None = None
     ) -> Iterator[str]:
-        """Yield the lines of a pod's only container, each after its time, by which `since` goes on."""
+        """Yield the lines of a pod's only container, each prefixed with its timestamp. `since` takes such a timestamp to resume from."""
         query = [("timestamps", "true")] + ([("follow", "true")] if follow else [])
         query += [] if tail is None else [("tailLines", str(tail))]
         query += [] if since is None else [("sinceTime", since)]
@@ -133,7 +133,7 @@ class Cluster:
         yield from self._lines(log, pod, 600.0 if follow else 60.0, query_params=query)
 
     def _lines(self, resource: Any, name: str | None, wait_s: float, **params: Any) -> Iterator[str]:
-        """Yield the lines of an answer that comes bit by bit. A lost connection ends it, and is no error."""
+        """Yield the lines of a streamed response. A lost connection ends the stream without an error."""
         timeout = (wait_s, wait_s)
         try:
             answer = resource.get(name, self.namespace, serialize=False, _request_timeout=timeout, **params)
@@ -162,12 +162,12 @@ class Cluster:
         return resource
 
     def _resource(self, kind: Kind) -> Any:
-        """Return what the server says of a kind, or None where it does not know it. Asked once for each kind."""
+        """Return the API resource of a kind, or None if the server does not know it. Each kind is looked up once."""
         if self._dynamic is None:
             self._dynamic = _RetryingClient(self._api, self._retry)
         if kind not in self._resources:
             group, _, version = kind.api_version.rpartition("/")
-            # Without the prefix a core kind would be looked for in every group that has a v1.
+            # Without the prefix, discovery would search for a core kind in every group that has a v1.
             place = {"prefix": "apis", "group": group} if group else {"prefix": "api"}
             try:
                 found = self._dynamic.resources.get(**place, api_version=version, kind=kind.name)
@@ -178,10 +178,10 @@ class Cluster:
 
 
 class _Discovery(LazyDiscoverer):  # type: ignore[misc]  # the client has no types
-    """Discovery kept in memory, for the one command this process is.
+    """API discovery cached in memory, for the lifetime of this process.
 
-    The library keeps what it discovered in a file with a known name in the temporary directory, where another user of the machine may
-    have put one of theirs, and discovers everything anew for each kind it does not find.
+    The library caches its discovery in a file with a predictable name in the temporary directory, where another user of the machine
+    may have planted one. It also repeats the whole discovery for each kind it does not find.
     """
 
     def __init__(self, dynamic: DynamicClient, cache_file: str | None) -> None:
@@ -193,10 +193,10 @@ class _Discovery(LazyDiscoverer):  # type: ignore[misc]  # the client has no typ
 
 
 class _RetryingClient(DynamicClient):  # type: ignore[misc]  # the client has no types
-    """A DynamicClient whose requests, those of discovery included, are retried, timed and refused in plain words.
+    """A DynamicClient with retries, timeouts and plain error messages, for discovery requests too.
 
-    A 404 of something that was asked for or is to be deleted stays the library's `NotFoundError`. Answers that are streamed
-    (`serialize=False`) are neither retried nor translated: whoever reads them does both.
+    A 404 on GET or DELETE stays the library's `NotFoundError`. Streamed responses (`serialize=False`) are neither retried nor
+    translated: their reader does both.
     """
 
     def __init__(self, api: client.ApiClient, retry: RetryPolicy) -> None:
@@ -209,7 +209,7 @@ class _RetryingClient(DynamicClient):  # type: ignore[misc]  # the client has no
         params.setdefault("_request_timeout", (_WAIT_S, _WAIT_S))
         asked = f"{method.upper()} /{path.lstrip('/')}"
         try:
-            # The query is extended in place by each attempt.
+            # Each attempt extends the query in place, so it gets a copy.
             answer = self._retry.call(lambda: self._attempt(method, path, body, _copied(params)))
         except GaveUp as over:
             raise ArgosyError(
@@ -229,7 +229,7 @@ class _RetryingClient(DynamicClient):  # type: ignore[misc]  # the client has no
         try:
             return super().request(method, path, body, **params)
         except ApiException as error:
-            # 0: TLS failed before there was an answer.
+            # Status 0: TLS failed before the server answered.
             if not error.status:
                 raise Transient(str(error.reason)) from None
             if error.status in self._retry.statuses:
@@ -243,7 +243,7 @@ class _RetryingClient(DynamicClient):  # type: ignore[misc]  # the client has no
 
 
 def connect(namespace: str | None, *, in_cluster: bool = False, retry: RetryPolicy = RETRY) -> Cluster:
-    """Return the cluster kubectl would talk to, or the one this pod runs in. Nothing is sent yet.
+    """Return the cluster kubectl would talk to, or the one this pod runs in. This sends no request.
 
     Raises:
         ArgosyError: no cluster is configured.
@@ -255,7 +255,7 @@ def connect(namespace: str | None, *, in_cluster: bool = False, retry: RetryPoli
         if in_cluster:
             config.load_incluster_config(client_configuration=settings)
         else:
-            # The client reads the variable once, when it is imported.
+            # The client reads KUBECONFIG only once, at import.
             files = os.environ.get("KUBECONFIG")
             current = config.list_kube_config_contexts(files)[1]
             config.load_kube_config(files, client_configuration=settings)
@@ -272,7 +272,7 @@ def connect(namespace: str | None, *, in_cluster: bool = False, retry: RetryPoli
 
 
 def _plain(_: Any, answer: Manifest) -> Manifest:
-    """Keep an answer a dictionary: the library would wrap each of its fields."""
+    """Return the response as a plain dictionary. The library would wrap each of its fields."""
     return answer
 
 

@@ -1,7 +1,7 @@
-"""What the Helm chart takes from the code: `python -m argosy.launch.chart charts/argosy` writes both files.
+"""Generated files of the Helm chart. `python -m argosy.launch.chart charts/argosy` writes both.
 
-Helm checks values against a JSON Schema made from the run spec's own before anything is installed, so that a misspelt key is
-refused there as it is here. The rights of the conductor are those the targets declare.
+Before an install, Helm validates the values against a JSON Schema derived from the run spec's schema, so Helm rejects a misspelt
+key as `argosy` does. The conductor's RBAC rules are the ones the targets declare.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def values_schema() -> dict[str, Any]:
     definitions = run.pop("$defs")
     run.pop("$schema")
     run["required"] = sorted({*run["required"], "cluster"})
-    definitions["ClusterSpec"]["properties"]["target"]["enum"] = pod_targets()  # what a pod can start
+    # The conductor runs in a pod and can start only these targets.
+    definitions["ClusterSpec"]["properties"]["target"]["enum"] = pod_targets()
     viewer = {"enabled": _SWITCH, "port": _PORT}
     parts = {
         "run": run,
@@ -36,7 +37,8 @@ def values_schema() -> dict[str, Any]:
         "tensorboard": _section(viewer),
         "networkPolicy": _section({"enabled": _SWITCH}),
         "podMonitor": _section({"enabled": _SWITCH, "interval": _TEXT, "labels": _LABELS}),
-        "global": {"type": "object"},  # Helm's own, which every chart gets
+        # Helm passes its own `global` to every chart.
+        "global": {"type": "object"},
     }
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
@@ -68,7 +70,7 @@ def _rules(cluster: ClusterSpec) -> list[dict[str, list[str]]]:
 
 
 def files() -> dict[str, str]:
-    """Return the chart's generated files by their path inside it."""
+    """Return the contents of the generated files, by path inside the chart."""
     return {
         "values.schema.json": json.dumps(values_schema(), indent=1) + "\n",
         "files/rights.json": json.dumps(conductor_rights(), indent=1) + "\n",

@@ -1,7 +1,7 @@
-"""Conducting a launch on Kubernetes: each stage is applied when the one before it has succeeded, and a failure stops the chain.
+"""The conductor of a launch on Kubernetes. It applies each stage once the previous one has succeeded; a failure stops the chain.
 
-What is there already decides what is done: a stage that is running with the same settings is followed, one that has ended is
-replaced, one with other settings is left alone and the launch refused. Interrupted, the same command goes on.
+The conductor follows a stage that already runs with the same settings and replaces one that has ended. It refuses the launch if a
+stage runs with other settings, and leaves that stage alone. After an interruption, the same command resumes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ Say = Callable[[str], None]
 
 @dataclass
 class Conductor:
-    """One launch. `jobs`: the kinds the target's own job may be; `restarts_itself`: something in the cluster restarts that job."""
+    """The conductor of one launch.
+
+    `jobs` are the kinds that the target's own job may have. `restarts_itself` says that something in the cluster restarts that job.
+    """
 
     cluster: Cluster
     placed: Placement
@@ -41,18 +44,18 @@ class Conductor:
     look_every: int = _LOOK_EVERY_S
 
     def run(self, only: Stage | None = None, *, follow: bool = True) -> int:
-        """Exit code 0 when every stage has succeeded, or when the last has been started and is not followed."""
-        # Now, and not when data has been prepared for hours.
+        """Run the stages and return the exit code: 0 if all succeeded, or if the last one was started and is not followed."""
+        # Check now, not after hours of data preparation.
         for stage in self.manifests.stages:
             self.cluster.require(self._kind(stage))
-        # Before their spec is written over.
+        # Check this before the spec of running stages is overwritten.
         going = [stage for stage in self.manifests.stages if self._running(stage)]
         for document in [*self.manifests.storage, *self.manifests.spec]:
             self._require_ours(document)
             self.cluster.apply(document)
         stages = list(self.manifests.stages) if only is None else [only]
         if only is None and going:
-            # What came before it is done, and could not have the GPUs it holds.
+            # Earlier stages are done, and could not get the GPUs that the running stage holds.
             stages = stages[stages.index(going[-1]) :]
         for stage in stages:
             self._start(stage)
@@ -70,7 +73,7 @@ class Conductor:
         return self.manifests.stages[stage][-1]
 
     def _kind(self, stage: Stage) -> Kind:
-        """Return the kind of a stage's job, as the target declares it where it is the target's own."""
+        """Return the kind of a stage's job, as the target declares it if the job is the target's own."""
         kind = kind_of(self._job(stage))
         return next((declared for declared in self.jobs if declared == kind), kind)
 
@@ -78,7 +81,7 @@ class Conductor:
         return f"{self.placed.spec.name} -n {self.cluster.namespace}"
 
     def _followed(self, stage: Stage, stages: Sequence[Stage]) -> State:
-        """As `_follow`; whoever stops looking is told what goes on without them."""
+        """Follow a stage as `_follow` does. On Ctrl-C, tell the user what continues in the cluster."""
         try:
             return self._follow(stage)
         except KeyboardInterrupt:
@@ -103,7 +106,7 @@ class Conductor:
         self.say(f"{stage}: {job['kind']} {job['metadata']['name']} applied")
 
     def _running(self, stage: Stage) -> bool:
-        """Whether it runs with these settings. One that runs with others is a refusal."""
+        """Return whether a stage is running with these settings. Refuse if it runs with other settings."""
         job = self._job(stage)
         there = self.cluster.get(kind_of(job), job["metadata"]["name"])
         if there is None:
@@ -122,12 +125,12 @@ class Conductor:
         )
 
     def _digest(self, stage: Stage) -> str:
-        """Of all that decides what a stage does: its objects, and the run spec its pods read."""
+        """Return a hash of everything that decides what a stage does: its objects, and the run spec its pods read."""
         parts = [self.manifests.stages[stage], self.placed.spec.model_dump(mode="json")]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
     def _remove(self, job: Manifest) -> None:
-        """An ended job makes room for its successor: most of its fields cannot be changed."""
+        """Delete an ended job to make room for its successor. Most fields of a job are immutable."""
         kind, name = kind_of(job), job["metadata"]["name"]
         if self.cluster.get(kind, name) is None:
             return
@@ -143,7 +146,7 @@ class Conductor:
             time.sleep(min(1.0, self.look_every))
 
     def _follow(self, stage: Stage) -> State:
-        """Tell every change, until the stage is over."""
+        """Report every change of a stage until it is over, and return its final state."""
         told = ""
         restarts = 0
         while True:
@@ -166,7 +169,7 @@ class Conductor:
                 time.sleep(min(1.0, self.look_every))
 
     def _may_start_again(self, stage: Stage, state: State, restarts: int) -> bool:
-        """Plain Jobs have nobody else who would restart all pods together; a refusal stays one."""
+        """Return whether the conductor restarts a failed stage. Nothing else restarts all pods of a plain Job; a refusal is final."""
         alone = stage.trains and not self.restarts_itself
         return alone and "refused to run" not in state.text and restarts < self.placed.cluster.restarts
 
@@ -198,7 +201,7 @@ def selector(run: str, stage: str | None = None) -> dict[str, str]:
 
 
 def look(cluster: Cluster, run: str, stage: str, kinds: Sequence[Kind]) -> State:
-    """How a stage of a run is doing now."""
+    """Return the current state of a stage of a run."""
     own = _jobs(cluster, selector(run, stage), kinds)
     pods = sorted(cluster.find(POD, selector(run, stage)), key=pod_number)
     state = stage_state(own[0] if own else None, pods, [])
@@ -208,7 +211,7 @@ def look(cluster: Cluster, run: str, stage: str, kinds: Sequence[Kind]) -> State
 
 
 def runs_in(cluster: Cluster, kinds: Sequence[Kind]) -> dict[str, dict[str, State]]:
-    """Every run of the namespace, with the state of each of its stages."""
+    """Return every run of the namespace, with the state of each of its stages."""
     found: dict[str, dict[str, State]] = {}
     for job in _jobs(cluster, {"app.kubernetes.io/managed-by": "argosy"}, kinds):
         labels = job["metadata"].get("labels", {})
@@ -218,7 +221,10 @@ def runs_in(cluster: Cluster, kinds: Sequence[Kind]) -> dict[str, dict[str, Stat
 
 
 def _jobs(cluster: Cluster, wanted: dict[str, str], kinds: Sequence[Kind], *, passing: bool = False) -> list[Manifest]:
-    """Those nobody else owns. Whoever may not see one kind may see another; who may see none is told so, unless `passing`."""
+    """Return the matching objects that no other object owns.
+
+    Kinds that the user may not list are skipped. If that is all of them, raise `Forbidden`, unless `passing` is set.
+    """
     found, refusals = [], []
     for kind in kinds:
         try:
@@ -231,7 +237,7 @@ def _jobs(cluster: Cluster, wanted: dict[str, str], kinds: Sequence[Kind], *, pa
 
 
 def stop(cluster: Cluster, run: str, kinds: Sequence[Kind], beside: Sequence[Kind]) -> list[str]:
-    """Delete the run's jobs, whose pods save first, and what was made beside them. Data, checkpoints, claims and the spec stay."""
+    """Delete the run's jobs, whose pods save first, and their companion objects. Data, checkpoints, claims and the spec stay."""
     stopped = []
     others = [item for kind in beside for item in _jobs(cluster, selector(run), [kind], passing=True)]
     for item in [*_jobs(cluster, selector(run), kinds), *others]:

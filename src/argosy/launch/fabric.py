@@ -23,7 +23,8 @@ _AZURE_HOPPER = {
     "NCCL_IB_QPS_PER_CONNECTION": "4",
     "NCCL_IGNORE_CPU_AFFINITY": "1",
     "NCCL_MIN_NCHANNELS": "32",
-    "NCCL_NET_GDR_LEVEL": "SYS",  # these virtual machines hide their PCIe topology; an image with a file of it sets NCCL_TOPO_FILE
+    # These virtual machines hide their PCIe topology. An image that ships a topology file sets NCCL_TOPO_FILE.
+    "NCCL_NET_GDR_LEVEL": "SYS",
     "NCCL_P2P_NET_CHUNKSIZE": "524288",
     "NCCL_PXN_DISABLE": "1",
 }
@@ -31,7 +32,7 @@ _NETS = {"efa": "Libfabric", "infiniband": "IB", "roce": "IB", "tcp": "Socket"}
 
 
 def choose_fabric(cluster: ClusterSpec, instance: Instance | None) -> str:
-    """What connects the nodes: `none` where there is one, or no GPU."""
+    """Return the network that connects the nodes: `none` for a single node or without GPUs."""
     if cluster.nodes == 1 or cluster.gpus == 0:
         return "none"
     if cluster.fabric != "auto":
@@ -50,7 +51,7 @@ def choose_fabric(cluster: ClusterSpec, instance: Instance | None) -> str:
 
 
 def nic_request(cluster: ClusterSpec, instance: Instance | None, gpus: int, fabric: str) -> tuple[str, int] | None:
-    """(resource, number) of network cards a pod asks for: with half a node's GPUs, half of its cards."""
+    """Return the resource name and the number of network cards a pod requests. Half of a node's GPUs get half of its cards."""
     if fabric in ("none", "tcp"):
         return None
     by_cloud = EFA_RESOURCE if fabric == "efa" else INFINIBAND_RESOURCE if cluster.cloud == "aks" else None
@@ -68,14 +69,14 @@ def nic_request(cluster: ClusterSpec, instance: Instance | None, gpus: int, fabr
 
 
 def card_count(instance: Instance, gpus: int) -> int:
-    """Network cards that go with so many of a node's GPUs."""
+    """Return the number of network cards that go with `gpus` of a node's GPUs."""
     return min(instance.nics, -(-instance.nics * gpus // instance.gpus))
 
 
 def fabric_environment(
     cluster: ClusterSpec, instance: Instance | None, fabric: str, device: str = DEVICE_IN_POD
 ) -> Mapping[str, str]:
-    """Return the variables of NCCL and the libraries below it. `device`: the first InfiniBand device as a process sees it."""
+    """Return the environment of NCCL and the libraries below it. `device` is the first InfiniBand device as a process sees it."""
     gloo = {} if cluster.interface is None else {"GLOO_SOCKET_IFNAME": cluster.interface}
     if fabric == "none":
         return gloo
@@ -87,7 +88,7 @@ def fabric_environment(
         variables |= _AZURE_HOPPER
     if cluster.sharp:
         variables |= _sharp(device)
-        # SHARP's plugin brings a transport of another name; preflight looks whether it is used.
+        # SHARP's plugin brings a transport of another name; preflight checks that NCCL uses it.
         del variables["NCCL_NET"]
     return variables
 

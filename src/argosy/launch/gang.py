@@ -1,4 +1,4 @@
-"""Gang scheduling: all pods of a run get nodes, or none holds any while it waits."""
+"""Gang scheduling: either all pods of a run get nodes, or none holds a node while waiting."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from argosy.launch.stages import Stage
 
 
 def pod_group(placed: Placement, stage: Stage, name: str, template: Manifest) -> list[Manifest]:
-    """The group object of the chosen scheduler; the template is marked as its member."""
+    """Return the PodGroup of the chosen scheduler, if any, and mark the pod template as its member."""
     cluster = placed.cluster
     metadata = {"name": name, "namespace": cluster.namespace, "labels": labels(placed, stage)}
     if cluster.gang == "volcano":

@@ -1,7 +1,7 @@
-"""Indexed Jobs: plain Kubernetes, no operator. Data stages and preflight are these on every target; a run may be one too.
+"""Indexed Jobs of plain Kubernetes, without an operator. Every target uses them for data stages and preflight, some for training.
 
-Kubernetes tells each pod its index; a headless Service gives the first pod a name. A pod that fails ends the whole Job, since
-ranks cannot go on without each other; `argosy launch` (or the chart's conductor) starts it again.
+Kubernetes tells each pod its index, and a headless Service gives the first pod a DNS name. A failed pod ends the whole Job, since
+ranks cannot continue without each other; `argosy launch` (or the chart's conductor) restarts it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from argosy.launch.pod import PORT, Manifest, job_metadata, labels, nvlink_domai
 from argosy.launch.stages import Stage
 
 CONTAINER = "argosy"
-REFUSED = 2  # the exit code of a refusal: trying again cannot help
+# The exit code of a refusal: a retry cannot help.
+REFUSED = 2
 
 STOP_WHEN_REFUSED: dict[str, Any] = {
     "action": "FailJob",
@@ -24,7 +25,7 @@ STOP_WHEN_REFUSED: dict[str, Any] = {
 
 
 def data_job(placed: Placement, stage: Stage) -> list[Manifest]:
-    """Workers that share a data stage by their index, each tried again a few times."""
+    """Return the Job of a data stage. Its workers split the work by index, and each is retried a few times."""
     workers = placed.cluster.data.count
     name = f"{placed.name}-{stage}"
     require_room(placed.name, f"-{stage}-{workers - 1}-abcde")
@@ -34,7 +35,7 @@ def data_job(placed: Placement, stage: Stage) -> list[Manifest]:
 
 
 def ranks_job(placed: Placement, stage: Stage) -> list[Manifest]:
-    """Pods that train or are tested together."""
+    """Return the objects of a stage whose pods form one group of ranks: training or preflight."""
     name = placed.name if stage.trains else f"{placed.name}-{stage}"
     nodes = placed.cluster.nodes
     require_room(name, f"-{nodes - 1}-abcde")
@@ -66,7 +67,7 @@ def _job(placed: Placement, stage: Stage, name: str, template: Manifest, *, coun
 
 
 def job_spec(template: Manifest, *, count: int, retries: int, disruptions_fail: bool) -> Manifest:
-    """With `disruptions_fail` a pod that is drained or preempted ends the Job, so that all its pods start anew together."""
+    """Return the spec of an indexed Job. With `disruptions_fail`, a drained or preempted pod ends the Job, so that all pods restart together."""
     disrupted = {
         "action": "FailJob" if disruptions_fail else "Ignore",
         "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],

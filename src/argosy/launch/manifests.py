@@ -1,4 +1,4 @@
-"""Kubernetes objects of a launch as one value: those all stages share, those of each stage, and the same as YAML files."""
+"""The Kubernetes objects of a launch as one value: shared objects, objects of each stage, and both as YAML files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from argosy.launch.storage import storage_objects
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of object. `plural` is its resource in a Role; `operator` is what has to be installed for a cluster to know it."""
+    """A kind of object. `plural` is its resource name in a Role. `operator` names the software that provides the kind."""
 
     api_version: str
     name: str
@@ -29,7 +29,7 @@ class Kind:
 
 POD, EVENT, SERVICE = Kind("v1", "Pod"), Kind("v1", "Event"), Kind("v1", "Service")
 JOB = Kind("batch/v1", "Job", "jobs")
-# What jobs of any target may need beside them, and what goes when they go.
+# Companion objects that jobs of any target may need. They are deleted with the jobs.
 BESIDE = (
     Kind("resource.nvidia.com/v1beta1", "ComputeDomain"),
     SERVICE,
@@ -44,14 +44,14 @@ def kind_of(document: Manifest) -> Kind:
 
 @dataclass(frozen=True)
 class Manifests:
-    """Every object of a launch. The last object of a stage is its job; those before it are what the job needs."""
+    """Every object of a launch. The last object of a stage is its job; the objects before it are what the job needs."""
 
     storage: list[Manifest]
     spec: list[Manifest]
     stages: dict[Stage, list[Manifest]]
 
     def files(self) -> dict[str, str]:
-        """Return the objects as YAML, in files numbered in the order they are applied. Files without objects are left out."""
+        """Return the objects as YAML files, numbered in the order they are applied. Empty files are left out."""
         named = {"00-storage.yaml": self.storage, "10-spec.yaml": self.spec}
         for number, (stage, objects) in enumerate(self.stages.items(), start=2):
             named[f"{number}0-{stage}.yaml"] = objects
@@ -59,7 +59,7 @@ class Manifests:
 
 
 def shared_objects(placed: Placement) -> tuple[list[Manifest], list[Manifest]]:
-    """Return the volume's objects and the run spec's, which come before every stage."""
+    """Return the objects of the volume and of the run spec, which are applied before every stage."""
     spec = {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -74,7 +74,7 @@ def shared_objects(placed: Placement) -> tuple[list[Manifest], list[Manifest]]:
 
 
 class _Plain(yaml.SafeDumper):
-    """A dumper without anchors that writes text of several lines as it was written."""
+    """A YAML dumper that writes no anchors and keeps multi-line text as literal blocks."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

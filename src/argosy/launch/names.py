@@ -1,4 +1,4 @@
-"""Names that Kubernetes accepts: a run's name as a DNS label, and what operators append to it, within 63 characters."""
+"""Names that Kubernetes accepts: a run's name as a DNS label, at most 63 characters with the suffixes that operators append."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ LIMIT = 63
 
 
 def object_name(run: str) -> str:
-    """`GPT3.7b_v2` -> `gpt3-7b-v2`. Two runs may get the same one; the label `argosy/run` tells them apart."""
+    """Return a run's name as a DNS label: `GPT3.7b_v2` -> `gpt3-7b-v2`. If two runs collide, the label `argosy/run` tells them apart."""
     name = re.sub(r"[^a-z0-9-]", "-", run.lower()).strip("-")
     return name if name[:1].isalpha() else f"run-{name}"
 
 
 def require_room(name: str, suffix: str) -> None:
-    """Refuse a name that is too long once an operator has made names of its own from it."""
+    """Refuse a name that is too long with the suffix that an operator appends."""
     whole = f"{name}{suffix}"
     if len(whole) > LIMIT:
         raise ArgosyError(

@@ -1,8 +1,8 @@
-"""Placing a run on its cluster, with every refusal made before a file is written.
+"""The placement of a run on its cluster. Every refusal happens before a file is written.
 
-Sizes come from the instance's facts unless the spec overrides them. A layout the spec leaves to Argosy is chosen by the
-planner for the GPUs there are, so that the same run with another number of nodes goes on with another layout, and the same
-batch and order of samples.
+Sizes come from the instance's facts unless the spec overrides them. If the spec leaves the layout open, the planner chooses one for
+the available GPUs. The same run can therefore resume on another number of nodes, with another layout but the same batch size and
+sample order.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from argosy.plan.advise import predict
 from argosy.plan.auto import open_layout
 from argosy.plan.hardware import Instance, find_instance
 
-_SHARE = 0.9  # of a node's cores and memory that a pod asks for: the rest is the system's
+# The share of a node's cores and memory that a pod requests. The rest is left to the system.
+_SHARE = 0.9
 _MOST_SHM_GIB = 64
 
 
 def place(
     path: Path, overrides: Sequence[str] = (), target: str | None = None, *, oversized: bool = False
 ) -> Placement:
-    """Read a run spec, and put it on its cluster.
+    """Read a run spec and place the run on its cluster.
 
     Args:
-        overrides: `key=value` laid over the spec.
-        target: in place of `cluster.target`.
-        oversized: accept a layout that the planner says does not fit into the GPUs' memory.
+        overrides: `key=value` pairs that override the spec.
+        target: the target to use instead of `cluster.target`.
+        oversized: accept a layout that, by the planner's estimate, does not fit into GPU memory.
 
     Raises:
         ArgosyError: the run cannot be started there as it is specified.
@@ -109,7 +110,7 @@ def _check_nodes(resolved: Resolved, cluster: ClusterSpec, target: Target) -> No
 
 
 def _check_memory(placed: Placement) -> None:
-    """Refuse a layout that runs out of memory, before nodes are held for it."""
+    """Refuse a layout that would run out of GPU memory, before the run occupies any node."""
     prediction = placed.prediction
     if prediction is None or prediction["fits"]:
         return
@@ -160,12 +161,12 @@ def _memory(cluster: ClusterSpec, instance: Instance | None, gpus: int) -> int:
 
 
 def _share(instance: Instance, gpus: int) -> float:
-    """Of a node's cores and memory: with half its GPUs go half of them, so that others can use the rest."""
+    """Return the share of a node's cores and memory to request. Half of its GPUs get half, so that other jobs can use the rest."""
     return _SHARE * (gpus / instance.gpus if 0 < gpus < instance.gpus else 1)
 
 
 def _planned_on(resolved: Resolved, instance: Instance | None, cluster: ClusterSpec, gpus: int) -> str | None:
-    """The cluster as the planner names it, where it knows the nodes and the model."""
+    """Return the cluster as the planner names it, or None if the planner does not know the nodes or the model."""
     if instance is None or gpus != instance.gpus or (cluster.ranks or gpus) != gpus:
         return None
     return f"{cluster.nodes}x{instance.name}" if architecture_of(resolved.spec.model).planned else None

@@ -1,4 +1,4 @@
-"""A run placed on a cluster: what every target renders from. `argosy.launch.place` makes it."""
+"""The placement of a run on a cluster, from which every target renders. `argosy.launch.place` creates it."""
 
 from __future__ import annotations
 
@@ -17,18 +17,21 @@ _UNITS = {"Mi": 2**-10, "Gi": 1, "Ti": 2**10, "Pi": 2**20}
 @dataclass(frozen=True)
 class Placement:
     resolved: Resolved
-    source: str  # the run spec as it was written
-    overrides: tuple[str, ...]  # laid over it: the user's, then the planner's layout
+    # The run spec as the user wrote it.
+    source: str
+    # `key=value` overrides of the spec: the user's, then the planner's layout.
+    overrides: tuple[str, ...]
     cluster: ClusterSpec
     instance: Instance | None
     fabric: str
     nics: tuple[str, int] | None
-    gpus: int  # of a node
-    ranks: int  # on a node
+    gpus: int  # per node
+    ranks: int  # per node
     cpus: int
     memory_gib: int
     shm_gib: int
-    prediction: dict[str, Any] | None  # the planner's, of this layout
+    # The planner's prediction for this layout.
+    prediction: dict[str, Any] | None
 
     @property
     def spec(self) -> RunSpec:
@@ -40,12 +43,12 @@ class Placement:
 
     @property
     def storage(self) -> StorageSpec:
-        """Of a Kubernetes job, which has one."""
+        """The shared volume. A run on Kubernetes always has one."""
         if self.cluster.storage is None:
             raise AssertionError("checked when the run was placed")
         return self.cluster.storage
 
 
 def gib(quantity: str) -> int:
-    """`64Gi` -> 64; less than one is one."""
+    """Return a Kubernetes quantity in GiB, at least 1: `64Gi` -> 64."""
     return max(1, int(int(quantity[:-2]) * _UNITS[quantity[-2:]]))

@@ -1,8 +1,7 @@
-"""The one pod body every Kubernetes target is made from.
+"""The pod template that all Kubernetes targets share.
 
-An ordinary user without privileges, requests equal to limits, shared memory that is sized and counted, caches and dumps on
-node-local scratch, the run spec as a mounted file, secrets by reference. Targets add what their operator needs and change
-nothing else.
+A pod runs as an unprivileged user, with requests equal to limits. Its /dev/shm has a size limit and counts as memory. Caches and
+dumps go to node-local scratch, the run spec is a mounted file, and secrets are references. Targets add only what their operator needs.
 """
 
 from __future__ import annotations
@@ -18,28 +17,31 @@ from argosy.launch.stages import Stage
 Manifest = dict[str, Any]
 SCRATCH = "/scratch"
 PORT = 29500
-METRICS_PORT = "metrics"  # by this name a PodMonitor finds it
+# A PodMonitor finds the port by this name.
+METRICS_PORT = "metrics"
 RUN_LABEL = "argosy/run"
 STAGE_LABEL = "argosy/stage"
-RANKS = "argosy/ranks"  # of a pod, so that a rank's log is found
+# The annotation with the number of ranks in a pod. It tells which pod has the log of a rank.
+RANKS = "argosy/ranks"
 
-# Labels by which a cloud tells which nodes are near each other.
+# The node labels that tell which nodes are close in the network, by cloud.
 _NEAR = {
     "aks": "ib/torset",
     "eks": "topology.k8s.aws/network-node-layer-2",
     "hyperpod": "topology.k8s.aws/network-node-layer-2",
 }
-_CLIQUE = "nvidia.com/gpu.clique"  # nodes of one NVLink domain
+# Nodes of one NVLink domain share the value of this label.
+_CLIQUE = "nvidia.com/gpu.clique"
 
 
 def labels(placed: Placement, stage: Stage | None = None) -> dict[str, str]:
-    """By these `argosy status`, `logs`, `stop` and `ls` find what belongs to a run."""
+    """Return the labels by which `argosy status`, `logs`, `stop` and `ls` find the objects of a run."""
     own = {"app.kubernetes.io/managed-by": "argosy", RUN_LABEL: placed.spec.name}
     return own if stage is None else own | {STAGE_LABEL: stage.name}
 
 
 def job_metadata(placed: Placement, stage: Stage, name: str) -> Manifest:
-    """Of the object a stage is: Kueue reads queue and priority there, not on pods."""
+    """Return the metadata of a stage's job. Kueue reads queue and priority there, not on pods."""
     cluster, marks = placed.cluster, labels(placed, stage)
     if cluster.queue is not None:
         marks["kueue.x-k8s.io/queue-name"] = cluster.queue
@@ -49,7 +51,7 @@ def job_metadata(placed: Placement, stage: Stage, name: str) -> Manifest:
 
 
 def pod_template(placed: Placement, stage: Stage, container: str, env: Mapping[str, str] | None = None) -> Manifest:
-    """`env`: what this target has to say of ranks and where the first listens."""
+    """Return the pod template of a stage. `env` has the target's variables: ranks, and the address of the first one."""
     on_gpus = stage.on_gpus
     cluster = placed.cluster
     spec: Manifest = {
@@ -84,7 +86,8 @@ def _container(placed: Placement, stage: Stage, name: str, env: Mapping[str, str
     body: Manifest = {
         "name": name,
         "image": cluster.image,
-        "imagePullPolicy": "IfNotPresent" if "@" in str(cluster.image) else "Always",  # a tag may have moved
+        # A digest is immutable; a tag may have moved.
+        "imagePullPolicy": "IfNotPresent" if "@" in str(cluster.image) else "Always",
         "command": ["argosy"],
         "args": literal(stage.command(placed)),
         "workingDir": placed.storage.mount,
@@ -108,7 +111,7 @@ def _container(placed: Placement, stage: Stage, name: str, env: Mapping[str, str
 
 
 def literal(words: Sequence[str]) -> list[str]:
-    """Arguments as they are: Kubernetes would put a variable, which may be a secret, in place of `$(NAME)`."""
+    """Return the arguments escaped. Kubernetes would replace `$(NAME)` with a variable, which may be a secret."""
     return [word.replace("$(", "$$(") for word in words]
 
 
@@ -124,13 +127,13 @@ def _resources(placed: Placement) -> dict[str, str]:
 
 
 def training_environment(placed: Placement, device: str = DEVICE_IN_POD) -> dict[str, str]:
-    """Return the variables of ranks, on Slurm as in a pod. `device`: the first InfiniBand device as a rank sees it."""
+    """Return the environment of ranks, for Slurm and pods alike. `device` is the first InfiniBand device as a rank sees it."""
     debug = {"NCCL_DEBUG": "WARN"} if placed.gpus else {}
     return debug | dict(fabric_environment(placed.cluster, placed.instance, placed.fabric, device))
 
 
 def _environment(placed: Placement, env: Mapping[str, str], *, on_gpus: bool) -> list[Manifest]:
-    """Argosy's variables, then the user's over them, then the target's, which nothing may change."""
+    """Return the environment of a container: Argosy's variables, overridden by the user's, then by the target's."""
     variables = {
         "HOME": SCRATCH,
         "HF_HOME": f"{SCRATCH}/huggingface",
@@ -183,12 +186,13 @@ def _container_security(placed: Placement, *, on_gpus: bool) -> Manifest:
         return {"privileged": True}
     capabilities: Manifest = {"drop": ["ALL"]}
     if on_gpus and placed.nics is not None:
-        capabilities["add"] = ["IPC_LOCK"]  # RDMA pins its buffers in memory
+        # RDMA pins its buffers in memory.
+        capabilities["add"] = ["IPC_LOCK"]
     return {"allowPrivilegeEscalation": False, "capabilities": capabilities, "readOnlyRootFilesystem": True}
 
 
 def _placing(placed: Placement, stage: Stage) -> Manifest:
-    """On which nodes: of the right type, one pod on each, and near each other."""
+    """Return the scheduling fields of a pod: nodes of the right type, one pod per node, close to each other."""
     cluster = placed.cluster
     selector = dict(cluster.node_selector)
     if cluster.instance is not None and cluster.cloud != "generic":
@@ -217,7 +221,8 @@ def _affinity(placed: Placement, stage: Stage) -> Manifest:
         apart = [mates | {"topologyKey": "kubernetes.io/hostname"}]
         affinity["podAntiAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": apart}
     near = _near(placed)
-    if near is not None and cluster.queue is None and cluster.nodes > 1:  # Kueue has an annotation for it
+    # With Kueue, an annotation asks for the topology instead.
+    if near is not None and cluster.queue is None and cluster.nodes > 1:
         together = mates | {"topologyKey": near}
         if cluster.topology_required or near == _CLIQUE:
             affinity["podAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": [together]}
@@ -240,7 +245,7 @@ def _near(placed: Placement) -> str | None:
 
 
 def _shares_nvlink(placed: Placement) -> bool:
-    """Nodes of one rack-wide NVLink domain reach each other's memory through a channel they have to claim."""
+    """Return whether the nodes form one rack-wide NVLink domain. They then need a claim on the channel to each other's memory."""
     instance = placed.instance
     return instance is not None and 1 < placed.cluster.nodes <= instance.nvlink_nodes and placed.gpus > 0
 
