@@ -1,7 +1,7 @@
-"""One retry policy for everything that asks a server again: exponential back-off with jitter, Retry-After, attempts, a budget.
+"""The retry policy of all requests to servers: exponential back-off with jitter, Retry-After, a limit of attempts, a time budget.
 
-An attempt that fails in a way that may pass raises `Transient`; any other exception ends the attempts at once. Loops that wait
-for something to happen (polls) have no failures to count, and are not retries.
+An attempt that fails in a transient way raises `Transient`; any other exception ends the attempts at once. Polling loops have no
+failures to count and are not retries.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import TypeVar
 
 Result = TypeVar("Result")
 
-# Request Timeout, Too Early, Too Many Requests, and every fault of a server's own.
+# Request Timeout, Too Early, Too Many Requests, and all server errors.
 TRANSIENT_STATUSES = frozenset({408, 425, 429, *range(500, 600)})
 
 
 class Transient(Exception):
-    """A failure that may pass. `retry_after_s` is the server's own wish; `progressed` starts the count of failures anew."""
+    """A transient failure. `retry_after_s` is the wait the server asked for; `progressed` resets the count of failures in a row."""
 
     def __init__(self, reason: str, *, retry_after_s: float | None = None, progressed: bool = False) -> None:
         super().__init__(reason)
@@ -30,7 +30,7 @@ class Transient(Exception):
 
 
 class GaveUp(Exception):
-    """The attempts or the budget are used up, or the wait was interrupted."""
+    """The failure after the attempts or the budget are used up, or the wait was interrupted."""
 
     def __init__(self, last: Transient, attempts: int, elapsed_s: float) -> None:
         super().__init__(str(last))
@@ -39,7 +39,7 @@ class GaveUp(Exception):
 
 @dataclass(frozen=True)
 class Clock:
-    """The time that a policy reads and spends. `sleep` returns true if it was interrupted, as `threading.Event.wait` does."""
+    """The clock that a policy reads and sleeps by. `sleep` returns true if it was interrupted, as `threading.Event.wait` does."""
 
     now: Callable[[], float] = time.monotonic
     sleep: Callable[[float], bool | None] = time.sleep
@@ -47,11 +47,11 @@ class Clock:
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """How often and how long a failing operation is attempted.
+    """The policy for repeating a failing operation: how often, and for how long.
 
-    `attempts` counts failures in a row; None: any number. The pause doubles from `base_s` up to `cap_s`, and `jitter` is the share
-    of it that is random, so that many clients do not come back together. `budget_s` bounds attempts and pauses together.
-    `longest_retry_after_s` is the most a server may ask for. `statuses` are the HTTP answers that may pass.
+    `attempts` is the limit of failures in a row; None means no limit. The pause doubles from `base_s` up to `cap_s`. `jitter` is the
+    random share of the pause, so that many clients do not come back together. `budget_s` limits the time of attempts and pauses
+    together. `longest_retry_after_s` is the longest wait a server may ask for. `statuses` are the HTTP statuses to retry.
     """
 
     attempts: int | None = 8
@@ -64,8 +64,8 @@ class RetryPolicy:
     clock: Clock = field(default_factory=Clock)
 
     def pause_s(self, failures: int, retry_after_s: float | None = None) -> float:
-        """Return the seconds to wait after so many failures in a row: never less than the server asked for."""
-        # 2**1024 is no float, and any cap is reached long before.
+        """Return the seconds to wait after `failures` failures in a row, never less than the server asked for."""
+        # 2**1024 overflows a float, and any cap is reached long before.
         backoff = min(self.cap_s, self.base_s * 2.0 ** min(failures - 1, 64))
         if retry_after_s is not None:
             return retry_after_s + min(1.0, backoff) * random.uniform(0.0, self.jitter)
@@ -74,13 +74,13 @@ class RetryPolicy:
     def call(
         self, attempt: Callable[[], Result], on_retry: Callable[[Transient, int, float], None] | None = None
     ) -> Result:
-        """Return what `attempt` returns, called again while it raises `Transient`.
+        """Call `attempt` until it no longer raises `Transient`, and return its result.
 
         Args:
-            on_retry: is told of each failure, how many there were in a row, and the seconds of the pause that follows.
+            on_retry: called before each pause with the failure, the number of failures in a row, and the pause in seconds.
 
         Raises:
-            GaveUp: from the last failure.
+            GaveUp: no attempt is left; its cause is the last failure.
         """
         began, total, in_a_row = self.clock.now(), 0, 0
         while True:
@@ -108,9 +108,9 @@ class RetryPolicy:
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """Return the seconds an answer asks to wait: `Retry-After` as a number or a date, or the reset of `RateLimit: "api";r=0;t=55`.
+    """Return the seconds a response asks to wait: `Retry-After` as a number or a date, or the reset of `RateLimit: "api";r=0;t=55`.
 
-    A date is compared with the server's own clock where the answer has one. None: nothing was asked for.
+    A date is compared with the server's own clock if the response has a `Date`. None: the response does not ask for a wait.
     """
     given = {str(name).lower(): str(value).strip() for name, value in headers.items()}
     asked = given.get("retry-after", "")

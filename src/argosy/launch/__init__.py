@@ -1,1 +1,1 @@
-"""From a run spec to a job: placed on a cluster, rendered, applied, followed, stopped. Never imports torch."""
+"""Launching: turn a run spec into a job by placing, rendering, applying, following and stopping it. Never imports torch."""

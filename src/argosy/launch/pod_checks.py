@@ -1,4 +1,4 @@
-"""Refusals of what cannot run in pods: no image or volume, unknown sizes, a privileged user, paths that end with the pod."""
+"""Refusals of runs that cannot run in pods: no image or volume, unknown sizes, a root user, paths that are lost with the pod."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _check_security(cluster: ClusterSpec) -> None:
 
 
 def _check_image(image: str) -> None:
-    """A name that means another image tomorrow gives the pods of one run different ones."""
+    """Refuse a mutable image name, with which pods of one run could get different images."""
     name, _, digest = image.partition("@")
     _, _, tag = name.rpartition("/")[2].partition(":")
     if not digest and tag in ("", "latest"):
@@ -99,7 +99,7 @@ def _check_image(image: str) -> None:
 
 
 def _check_paths(placed: Placement) -> None:
-    """What has to outlive a pod has to lie on the shared volume; relative paths do."""
+    """Refuse absolute paths outside the shared volume for what must outlive a pod. Relative paths start at its mount."""
     mount, spec = PurePosixPath(placed.storage.mount), placed.spec
     paths = {"runs_dir": spec.runs_dir} | {
         f"data.train.{n}.path": source.path.removeprefix("file://") for n, source in enumerate(spec.data.train)

@@ -1,4 +1,4 @@
-"""Logs of ranks on Kubernetes: which pod holds a rank, its lines as they come, and how far training is by the last of them."""
+"""The logs of ranks on Kubernetes: the pod that holds a rank, its lines as they arrive, and the training progress they show."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TAIL = 200
 
 
 def progress_in_log(cluster: Cluster, run: str) -> str | None:
-    """Return the newest line about a step in the log of the first pod."""
+    """Return the newest step line in the log of the first pod, or None."""
     first = [pod["metadata"]["name"] for pod in _pods(cluster, run) if pod_number(pod) == 0][-1:]
     lines = [line for pod in first for line in cluster.logs(pod, tail=_TAIL)]
     told = [line for line in lines if re.search(STEP_LINE, line)]
@@ -29,13 +29,13 @@ def progress_in_log(cluster: Cluster, run: str) -> str | None:
 def read_pod_log(
     cluster: Cluster, run: Launched, kinds: Sequence[Kind], *, rank: int, follow: bool, tail: int | None
 ) -> Iterator[str]:
-    """Yield the lines of the pod that holds a rank, with `follow` until training has ended, over any number of connections."""
+    """Yield the log lines of the pod that holds a rank. With `follow`, reconnect as often as needed until training has ended."""
     since, seen = None, set[str]()
     while True:
-        # Asked before reading: the end may come while we read.
+        # Ask before reading, because training may end while we read.
         last = not follow or look(cluster, run.name, TRAIN.name, kinds).over
         if not last and not _pods(cluster, run.name) and run.name in runs_in(cluster, kinds):
-            # It waits for nodes, or in a queue; `argosy status` says which.
+            # The run waits for nodes or in a queue; `argosy status` says which.
             time.sleep(1.0)
             continue
         pod = _pod_of(run, cluster, rank)
@@ -43,7 +43,7 @@ def read_pod_log(
             stamp, _, text = line.partition(" ")
             if stamp != since:
                 since, seen = stamp, set()
-            # The second the connection broke off in comes again.
+            # After a reconnect, the lines of the last second are sent again.
             if text not in seen:
                 seen.add(text)
                 yield text
@@ -53,7 +53,7 @@ def read_pod_log(
 
 
 def _pod_of(run: Launched, cluster: Cluster, rank: int) -> str:
-    """Return the newest pod that holds a rank; each pod is marked with the number of its ranks."""
+    """Return the name of the newest pod that holds a rank. An annotation on each pod has the number of its ranks."""
     pods = _pods(cluster, run.name)
     if not pods:
         raise not_found(run, f"namespace {cluster.namespace} has no pod of {run.name}")
@@ -67,7 +67,7 @@ def _pod_of(run: Launched, cluster: Cluster, rank: int) -> str:
 
 
 def _pods(cluster: Cluster, run: str) -> list[Manifest]:
-    """Return the pods of the last stage that has any, by number, the newest of a number last."""
+    """Return the pods of the last stage that has any, sorted by pod number, then by age with the newest last."""
     pods = cluster.find(POD, selector(run))
     for stage in reversed(STAGES):
         mine = [pod for pod in pods if pod["metadata"].get("labels", {}).get(STAGE_LABEL) == stage]

@@ -1,7 +1,7 @@
-"""What one node is checked for before a run is trusted to it: GPUs, limits, devices, storage, names, clock, secrets.
+"""Preflight checks of one node before training: GPUs, limits, devices, storage, names, clock, secrets.
 
-Each check says what it found, and what to do where that is not enough. Nothing here needs torch; how fast the nodes reach each
-other is measured by their ranks (`argosy.measure.bandwidth`), and judged here.
+Each check reports what it found, and a fix if that is not enough. Nothing here needs torch. The ranks measure the bandwidth between
+nodes (`argosy.measure.bandwidth`), and this module judges the result.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from argosy.plan.hardware import Instance, find_instance
 
 _MIB, _GIB = 2**20, 2**30
 _PROBE_BYTES = 128 * _MIB
-_MEMLOCK = 16 * _GIB  # what RDMA may pin; below it the first connection fails with a message about memory
+# The memory RDMA must be able to pin. With less, the first connection fails with a message about memory.
+_MEMLOCK = 16 * _GIB
 _LEAST_SHM = 1 * _GIB
 _CLOCK_S = 5.0
 _INFINIBAND = Path("/sys/class/infiniband")
@@ -38,7 +39,8 @@ _INFINIBAND = Path("/sys/class/infiniband")
 @dataclass(frozen=True)
 class Check:
     name: str
-    ok: bool | None  # None: there was nothing to check
+    # None: there was nothing to check.
+    ok: bool | None
     found: str
     fix: str = ""
 
@@ -48,7 +50,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a node should have, from the run spec; without one, only what is there is told."""
+    """The requirements of a run spec on a node. Without a run spec, the checks only report what they find."""
 
     gpus: int | None = None
     fabric: str = "none"
@@ -58,8 +60,10 @@ class Wanted:
     needed_bytes: int = 0
     names: tuple[str, ...] = ()
     tokens: tuple[str, ...] = ()
-    floor: float | None = None  # GB/s of bus bandwidth between nodes
-    sharp: bool = False  # reductions inside the network
+    # The least bus bandwidth between nodes, in GB/s.
+    floor: float | None = None
+    # Reductions run inside the network (InfiniBand SHARP).
+    sharp: bool = False
 
     @classmethod
     def of(cls, spec: RunSpec, instance: Instance | None, fabric: str, environ: Mapping[str, str]) -> Wanted:
@@ -86,7 +90,7 @@ class Wanted:
 
 
 def check_node(wanted: Wanted) -> list[Check]:
-    """Every check of this node; one that breaks is a check that failed."""
+    """Run every check on this node. A check that raises OSError counts as failed."""
     found = []
     for check in (_gpus, _memlock, _shm, _devices, _space, _speed, _clock, _names, _tokens):
         try:
@@ -135,7 +139,10 @@ def _gpus(wanted: Wanted) -> Check:
 
 
 def _ailing(tool: str) -> str:
-    """What the driver itself asks for after an error (an Xid), where it is new enough to say so; and rows it could not remap."""
+    """Return why the driver considers a GPU faulty, or an empty string.
+
+    A recent driver names the recovery action it needs after an error (an Xid). Every driver reports memory rows that it could not remap.
+    """
     done = subprocess.run([tool, "-q"], capture_output=True, text=True, check=False, timeout=60)
     pairs = [[part.strip() for part in line.split(" : ", 1)] for line in done.stdout.splitlines() if " : " in line]
     asked = [value for key, value in pairs if key == "GPU Recovery Action" and value not in ("None", "N/A")]
@@ -158,7 +165,7 @@ def _memlock(wanted: Wanted) -> Check:
 
 
 def _may_lock() -> bool:
-    """CAP_IPC_LOCK, which lifts the limit."""
+    """Return whether the process has CAP_IPC_LOCK, which lifts the memlock limit."""
     status = Path("/proc/self/status").read_text()
     effective = next((line.split()[1] for line in status.splitlines() if line.startswith("CapEff:")), "0")
     return bool(int(effective, 16) >> 14 & 1)
@@ -174,7 +181,7 @@ def _shm(wanted: Wanted) -> Check:
 
 
 def _devices(wanted: Wanted) -> Check:
-    """Network cards that are there and up; whether NCCL uses them shows when ranks have talked."""
+    """Check that the network cards are present and up. The bandwidth measurement shows whether NCCL uses them."""
     cards = sorted(path.name for path in _INFINIBAND.iterdir()) if _INFINIBAND.is_dir() else []
     if wanted.fabric in ("none", "tcp"):
         return Check("fabric", None, f"{wanted.fabric}; {len(cards)} RDMA devices")
@@ -191,7 +198,7 @@ def _devices(wanted: Wanted) -> Check:
 
 
 def _no_provider() -> str:
-    """Why libfabric cannot use EFA here; nothing where it can."""
+    """Return why libfabric cannot use EFA here, or an empty string if it can."""
     tool = shutil.which("fi_info", path=f"{os.environ.get('PATH', '')}{os.pathsep}/opt/amazon/efa/bin")
     if tool is None:
         return "libfabric's fi_info is not in this image"
@@ -201,7 +208,8 @@ def _no_provider() -> str:
 
 def _port_state(card: str) -> str:
     states = [path.read_text() for path in (_INFINIBAND / card / "ports").glob("*/state")]
-    return " ".join(states) or "ACTIVE"  # EFA has no ports to ask
+    # EFA devices have no port state to read.
+    return " ".join(states) or "ACTIVE"
 
 
 def _space(wanted: Wanted) -> Check:
@@ -214,7 +222,7 @@ def _space(wanted: Wanted) -> Check:
 
 
 def _speed(wanted: Wanted) -> Check:
-    """Writing and reading back, past the page cache as far as it lets us."""
+    """Measure a write and a read back from storage, bypassing the page cache as far as possible."""
     wanted.storage.mkdir(parents=True, exist_ok=True)
     probe = wanted.storage / f".preflight-{socket.gethostname()}-{os.getpid()}"
     block = os.urandom(8 * _MIB)
@@ -240,7 +248,7 @@ def _speed(wanted: Wanted) -> Check:
 
 
 def _clock(wanted: Wanted) -> Check:
-    """Against the storage's, which all nodes see."""
+    """Compare the node's clock with the clock of the storage, which all nodes see."""
     probe = wanted.storage / f".clock-{socket.gethostname()}-{os.getpid()}"
     try:
         probe.write_bytes(b"")
@@ -263,7 +271,7 @@ def _names(wanted: Wanted) -> Check:
 
 
 def _tokens(wanted: Wanted) -> Check:
-    """That they are there; never what they are."""
+    """Check that the secrets are set. Their values are never shown."""
     if not wanted.tokens:
         return Check("tokens", None, "none asked for")
     absent = [name for name in wanted.tokens if not os.environ.get(name)]
@@ -275,14 +283,21 @@ def _tokens(wanted: Wanted) -> Check:
 def judge_bandwidth(
     wanted: Wanted, measured: Sequence[tuple[str, float]], transport: str | None, *, collnet: bool = False
 ) -> list[Check]:
-    """`measured`: (nodes, GB/s of bus bandwidth) of all nodes together and of pairs; `collnet`: whether the network reduces."""
+    """Return the checks of transport and bandwidth between nodes.
+
+    Args:
+        measured: (nodes, bus bandwidth in GB/s) for all nodes together and for pairs of nodes.
+        transport: the network NCCL uses, if its log says so.
+        collnet: NCCL reduces inside the network.
+    """
     checks = []
     if wanted.sharp:
         fix = (
             "" if collnet else "leave cluster.sharp out, or use an image and driver whose SHARP versions fit each other"
         )
         checks.append(Check("sharp", collnet, "in use" if collnet else "asked for, and NCCL does not use it", fix))
-    if transport is not None and not wanted.sharp:  # SHARP's plugin brings a transport of its own name
+    # SHARP's plugin brings a transport of its own name.
+    if transport is not None and not wanted.sharp:
         expected = {"efa": "libfabric", "infiniband": "ib", "roce": "ib", "tcp": "socket"}.get(wanted.fabric)
         ok = expected is None or transport.lower().startswith(expected)
         fix = f"NCCL talks by {transport}, and the nodes have {wanted.fabric}: the plugin or the devices are not in the pod"
@@ -303,7 +318,7 @@ def judge_bandwidth(
 
 
 def wanted_of(arguments: Sequence[str], environ: Mapping[str, str]) -> Wanted:
-    """What `[RUN.yaml] [key=value …]` asks of a node; nothing asks for nothing."""
+    """Return what `[RUN.yaml] [key=value …]` requires of a node. Without arguments there are no requirements."""
     if not arguments:
         return Wanted()
     spec = resolve(Path(arguments[0]), arguments[1:], elsewhere=True).spec
@@ -318,7 +333,7 @@ def wanted_of(arguments: Sequence[str], environ: Mapping[str, str]) -> Wanted:
 def finish(
     wanted: Wanted, own: Sequence[Check], probed: Mapping[str, Any] | None, *, as_json: bool, speak: bool = True
 ) -> int:
-    """Tell what was found, once for all ranks, and return the exit code, the same on every one."""
+    """Print the results on the rank with `speak` and return the exit code, which is the same on every rank."""
     reports: dict[str, Sequence[Check]] = {socket.gethostname(): own}
     if probed is not None:
         reports = {node: [Check(**check) for check in checks] for node, checks in probed["nodes"].items()}
@@ -334,7 +349,7 @@ def finish(
 
 
 def describe(reports: Mapping[str, Sequence[Check]], say: Callable[[str], None]) -> None:
-    """A line for each check, then the nodes at fault by name, with what to do."""
+    """Print a line for each check, then each failed check with its node and its fix."""
     words = {True: "ok", False: "FAILED", None: "-"}
     for node, checks in reports.items():
         for check in checks:

@@ -1,5 +1,7 @@
-"""Targets by name. A target's module is imported when the target is asked for, and only modules named in the table of
-`argosy.config.targets` are: a run spec chooses among them and cannot name another."""
+"""The registry of targets by name. A target's module is imported when the target is requested.
+
+Only modules in the table of `argosy.config.targets` are imported: a run spec chooses among them and cannot name another.
+"""
 
 from __future__ import annotations
 

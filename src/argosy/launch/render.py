@@ -1,4 +1,4 @@
-"""Rendering: a placed run to the files that start it, and plan.json beside them. Pure: the same spec gives the same bytes."""
+"""Render a placed run to the files that start it, with a plan.json. Rendering is pure: the same spec gives the same bytes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ PLAN = "plan.json"
 
 
 def render(placed: Placement) -> dict[str, str]:
-    """Return file names and contents, in the order they are used."""
+    """Return the rendered files by name, in the order they are used."""
     files = find_target(placed.cluster.target).render(placed)
     return files | {PLAN: json.dumps(plan(placed, files), indent=2) + "\n"}
 
 
 def plan(placed: Placement, files: dict[str, str]) -> dict[str, Any]:
-    """Return what was resolved and what is expected, for people and programs that look at the files later."""
+    """Return the contents of plan.json: the resolved settings and the planner's prediction, for later readers of the files."""
     cluster = placed.cluster
     in_pods = find_target(cluster.target).makes_pods
     digest = hashlib.sha256("".join(f"{name}\0{text}\0" for name, text in files.items()).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Runs by a run spec or by a name alone: started, asked for their state and log, and ended by their target."""
+"""Start a run, find a launched one by run spec or by name, and ask its target for status, log or stop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def start(placed: Placement, options: LaunchOptions) -> int:
 
 
 def chosen_stage(placed: Placement, name: str | None) -> Stage | None:
-    """Return the stage of that name, which the run must have.
+    """Return the stage with that name, or None without a name.
 
     Raises:
         ArgosyError: the run has no such stage.
@@ -41,12 +41,12 @@ def find(run: str, namespace: str | None, target: str | None = None) -> Launched
     """Find a launched run.
 
     Args:
-        run: a run spec's file, a run directory, or a run's name, which is looked for in the namespace, or here.
-        namespace: of Kubernetes; without one the run spec's, or that of the current context.
-        target: where it was launched, if not where its spec says.
+        run: a run spec's file, a run directory, or a run's name. A name is looked up in the namespace, or on this machine.
+        namespace: the Kubernetes namespace; the default is the run spec's, or the one of the current context.
+        target: the target the run was launched on, if it differs from its spec.
 
     Raises:
-        ArgosyError: it is neither here nor can a cluster be asked for it.
+        ArgosyError: the run is not on this machine, and no cluster can be asked for it.
     """
     if run.endswith((".yaml", ".yml")):
         spec = resolve(Path(run), elsewhere=True).spec
@@ -66,7 +66,7 @@ def find(run: str, namespace: str | None, target: str | None = None) -> Launched
 
 
 def status(run: Launched) -> RunStatus:
-    """Return the state of every stage, and how far training is."""
+    """Return the state of every stage, and the training progress."""
     return find_target(run.target).status(run)
 
 
@@ -76,5 +76,5 @@ def logs(run: Launched, *, rank: int, follow: bool, tail: int | None) -> Iterato
 
 
 def end(run: Launched) -> list[str]:
-    """End a run; it saves first. Return what was ended, in words."""
+    """End a run, which saves first. Return a description of each job that was ended."""
     return find_target(run.target).stop(run)

@@ -1,7 +1,7 @@
-"""Secrets never travel in a run spec: what looks like one is refused before anything is rendered.
+"""Refusal of secrets in a run spec, before anything is rendered.
 
-Tokens reach a pod by reference to a Kubernetes Secret (`cluster.secrets`); a Slurm job takes them from the environment it
-was submitted in.
+A pod gets tokens by reference to a Kubernetes Secret (`cluster.secrets`). A Slurm job gets them from the environment it was
+submitted in.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from argosy.errors import ArgosyError
 
 
 def refuse_secrets(text: str, overrides: Iterable[str], spec: RunSpec, *, stays_here: bool) -> None:
-    """Refuse a run spec that holds a secret: it would be rendered, stored in the run directory and shown in process lists.
+    """Refuse a run spec that contains a secret, which would appear in rendered files, the run directory and process lists.
 
-    `stays_here`: the run is started on this machine, so that the address of a webhook leaves it in no file.
+    `stays_here` allows a webhook's address: the run starts on this machine, and no file with the address leaves it.
     """
     for number, line in enumerate(text.splitlines(), start=1):
         if looks_secret(line):

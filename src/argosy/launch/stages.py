@@ -1,7 +1,7 @@
-"""The stages of a launch, in their order, and the command of each.
+"""The stages of a launch, in order, and the command of each.
 
-Every stage can be run again: data stages find the corpora's manifests and have nothing to do, preflight measures anew,
-training goes on from the newest checkpoint. A stage starts when the one before it has succeeded.
+Every stage can be repeated: data stages find the corpora's manifests and do nothing, preflight measures again, and training resumes
+from the newest checkpoint. A stage starts when the previous one has succeeded.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ SPEC_FILE = "/etc/argosy/run.yaml"
 class Stage:
     """One step of a launch: which runs have it, what it executes, and on what.
 
-    `needed` says whether a run has this stage. `verb` makes the arguments of `argosy` from the run spec's file with its
-    overrides. A stage `on_gpus` is one group of ranks on the run's nodes; the others are CPU workers that share the work by their
-    index. The stage that `trains` is the run itself: its job is the target's own, and it is carried on after a restart.
+    `needed` says whether a run has this stage. `verb` builds the arguments of `argosy` from the run spec's file and its overrides. A
+    stage `on_gpus` is one group of ranks on the run's nodes; other stages are CPU workers that split the work by index. The stage that
+    `trains` is the run itself: its job is the target's own, and it resumes after a restart.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Stage:
         return self.name
 
     def command(self, placed: Placement, spec_file: str = SPEC_FILE) -> list[str]:
-        """Return the arguments of `argosy` that do this stage's work in one pod or on one node."""
+        """Return the `argosy` arguments that run this stage in one pod or on one node."""
         return self.verb(placed, [spec_file, *placed.overrides])
 
 
@@ -58,5 +58,5 @@ STAGES = {stage.name: stage for stage in (FETCH, PREPARE, PREFLIGHT, TRAIN)}
 
 
 def stages_of(placed: Placement) -> list[Stage]:
-    """Return the stages this run has, in their order."""
+    """Return the stages of this run, in order."""
     return [stage for stage in STAGES.values() if stage.needed(placed)]

@@ -1,7 +1,7 @@
-"""How a stage is doing, in plain words, from what Kubernetes says of its job, pods and events.
+"""The state of a stage in plain words, from its job, pods and events on Kubernetes.
 
-The same few things stop most launches: an image that cannot be pulled, no room on any node, a quota, a claim that is not bound, too
-little memory, an eviction. Each is told by name, with what to do.
+A few causes stop most launches: an image that cannot be pulled, no room on any node, a quota, an unbound claim, too little memory,
+an eviction. The state names the cause and the fix.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def stage_state(job: Manifest | None, pods: Sequence[Manifest], events: Sequence
 
 @dataclass(frozen=True)
 class Trouble:
-    weight: int  # the more it explains, the larger
+    # The trouble with the largest weight explains most, and is the one reported.
+    weight: int
     text: str
     fix: str
     pod: str | None = None
@@ -100,7 +101,8 @@ def _container_troubles(on: str, name: str, pod: Manifest, container: Manifest) 
         if not ended or ended.get("exitCode") == 0:
             continue
         code = ended.get("exitCode")
-        now = 70 if when == "state" else 30  # what is over and was restarted explains less
+        # A container that was restarted since explains less.
+        now = 70 if when == "state" else 30
         if ended.get("reason") == "OOMKilled":
             limit = _memory_limit(pod)
             text = f"{on} ran out of memory and was killed: its limit is {limit}, /dev/shm included"
@@ -129,7 +131,7 @@ def _unschedulable(name: str, message: str) -> Trouble:
 
 
 def _event_troubles(job: Manifest, pods: Sequence[Manifest], events: Iterable[Manifest]) -> list[Trouble]:
-    """Warnings about the run's own objects."""
+    """Return the troubles that Warning events report about the run's own objects."""
     mine = {job["metadata"]["name"], *(pod["metadata"]["name"] for pod in pods)}
     claims = {
         volume["persistentVolumeClaim"]["claimName"]
@@ -185,7 +187,7 @@ def _runtime(job: Manifest) -> str:
 
 
 def pod_number(pod: Manifest) -> int:
-    """Which node of the run a pod is, by whatever its operator says."""
+    """Return the node index of a pod in its run, from the labels of its operator or from its name."""
     metadata = pod["metadata"]
     marks = {**metadata.get("annotations", {}), **metadata.get("labels", {})}
     index = marks.get("batch.kubernetes.io/job-completion-index")

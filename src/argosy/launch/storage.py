@@ -1,4 +1,4 @@
-"""The shared volume: claims and classes for the stores each cloud has. What is made is kept: no uninstall deletes a checkpoint."""
+"""The shared volume: claims and storage classes for each cloud's stores. They are kept: no uninstall deletes a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from argosy.launch.placement import Placement
 from argosy.launch.pod import Manifest
 
 KEEP = {"helm.sh/resource-policy": "keep"}
-OURS = {"app.kubernetes.io/managed-by": "argosy"}  # and no run's: several share a volume
+# No label of a run, because several runs share a volume.
+OURS = {"app.kubernetes.io/managed-by": "argosy"}
 
 _BLOB_OPTIONS = [
     "-o allow_other",
@@ -25,12 +26,12 @@ _BLOB_OPTIONS = [
     "--block-cache-block-size=32",
     "--block-cache-parallelism=80",
 ]
-# Azure Managed Lustre is sold in steps that depend on its throughput (MB/s for each TiB).
+# Azure Managed Lustre is sold in steps that depend on its throughput (MB/s per TiB).
 _LUSTRE_STEP_TIB = {"40": 48, "125": 16, "250": 8, "500": 4}
 
 
 def storage_objects(placed: Placement) -> list[Manifest]:
-    """Class, volume and claim, as far as they are to be made."""
+    """Return the storage class, volume and claim to create; nothing for an existing claim."""
     store = placed.storage
     makers = {"azure-lustre": _azure_lustre, "azure-blob": _azure_blob, "fsx": _fsx, "fsx-static": _fsx_static}
     if store.kind == "existing":
@@ -162,7 +163,7 @@ def _claim(placed: Placement, storage_class: str, size: str) -> dict[str, Any]:
 
 
 def _refuse_idle(store: StorageSpec, used: set[str]) -> None:
-    """A key that this kind of store does not read."""
+    """Refuse keys that this kind of store does not read."""
     always = {"claim", "mount", "kind"}
     for key in store.model_fields_set - always - used:
         if getattr(store, key) not in (None, []):

@@ -1,7 +1,7 @@
-"""What a launch target is: render, apply, status, logs, stop, the rights it needs, and what else differs between targets.
+"""The interface of a launch target: render, apply, status, logs, stop, RBAC rules, and whatever else differs between targets.
 
-A target is where and by whom a run's processes are started. Everything that depends on it is a property or a method here, so
-that nothing else in the tree compares target names. `argosy.config.targets` lists the targets; docs/how-to/add-a-launch-target.md
+A target decides where a run's processes start and what starts them. Everything that depends on it is an attribute or a method here,
+so that no other code compares target names. `argosy.config.targets` lists the targets; docs/how-to/add-a-launch-target.md
 shows how to add one.
 """
 
@@ -28,12 +28,12 @@ _LIST_RUNS = "`argosy ls` lists the runs of a namespace (-n NAMESPACE)"
 
 @dataclass(frozen=True)
 class State:
-    """How a stage is doing, and what to do about it."""
+    """The state of a stage, and the fix if it needs one."""
 
     phase: Phase
     text: str
     fix: str = ""
-    # The pod whose log tells more.
+    # The pod whose log has the details.
     pod: str | None = None
 
     @property
@@ -46,7 +46,7 @@ class State:
 
 @dataclass(frozen=True)
 class Launched:
-    """A run that was launched: its target's name, its Kubernetes namespace if it was given, its run directory as seen here."""
+    """A launched run: the name of its target, its Kubernetes namespace if one was given, and its run directory on this machine."""
 
     name: str
     target: str
@@ -56,7 +56,7 @@ class Launched:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """What `argosy status` tells: the state of every stage that was started, and the last step that was logged."""
+    """The output of `argosy status`: the state of every stage that was started, and the last logged step."""
 
     run: str
     namespace: str | None = None
@@ -66,7 +66,7 @@ class RunStatus:
 
 @dataclass(frozen=True)
 class Right:
-    """A rule of a Kubernetes Role: what a launch from inside the cluster may do with one resource of an API group."""
+    """A rule of a Kubernetes Role: the verbs that a launch from inside the cluster may use on one resource of an API group."""
 
     group: str
     resource: str
@@ -75,10 +75,10 @@ class Right:
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """How `argosy launch` was called.
+    """The options of an `argosy launch` call.
 
-    `path` is the run spec's file. `only` is the one stage to run, where one was asked for. `follow` waits for the last stage to
-    end. `in_cluster` takes the credentials of the pod this runs in. `output` is where rendered files are written.
+    `path` is the run spec's file. `only` is the single stage to run; None runs all. `follow` waits for the last stage to end.
+    `in_cluster` uses the credentials of the pod this process runs in. `output` is the directory for rendered files.
     """
 
     path: Path
@@ -94,15 +94,15 @@ class Target(ABC):
 
     # The value of cluster.target.
     name: ClassVar[str]
-    # Processes are started on this machine: there is one node, its GPUs need not be declared, and nothing leaves it.
+    # Processes start on this machine: there is one node, its GPUs need not be declared, and no data leaves it.
     on_this_machine: ClassVar[bool] = False
     # Stages are pods on Kubernetes: they need an image, a volume, resource requests and a namespace.
     makes_pods: ClassVar[bool] = False
-    # Something in the cluster restarts a training job that failed; otherwise whoever follows the launch does.
+    # The cluster restarts a failed training job. Otherwise the process that follows the launch does.
     restarts_itself: ClassVar[bool] = True
 
     def check(self, placed: Placement) -> None:  # noqa: B027  # most targets can run whatever was placed
-        """Refuse what this target cannot run. Called before anything is rendered.
+        """Refuse a run that this target cannot start. Called before rendering.
 
         Raises:
             ArgosyError: the run cannot be started here as it is specified.
@@ -110,34 +110,34 @@ class Target(ABC):
 
     @abstractmethod
     def render(self, placed: Placement) -> dict[str, str]:
-        """Return the files that start the run, by name, in the order they are used. Pure: no clock, no network."""
+        """Return the files that start the run, by name, in the order they are used. The function is pure: no clock, no network."""
 
     @abstractmethod
     def apply(self, placed: Placement, options: LaunchOptions) -> int:
-        """Start the run, or follow it if it was started before, and return the exit code."""
+        """Start the run, or follow it if it is already started, and return the exit code."""
 
     @abstractmethod
     def stop(self, run: Launched) -> list[str]:
-        """End the run; it saves first. Return what was ended, in words."""
+        """End the run, which saves first. Return a description of each job that was ended."""
 
     def status(self, run: Launched) -> RunStatus:
-        """Return how the run is doing. Without a scheduler to ask, only the run directory tells."""
+        """Return the status of the run. This default has no scheduler to ask and reads the run directory."""
         return RunStatus(run.name, progress=logged_progress(run))
 
     def logs(self, run: Launched, *, rank: int, follow: bool, tail: int | None) -> Iterator[str]:
         """Yield the lines of a rank's log, from the run directory."""
-        # A log that is followed may yet begin.
+        # A followed log may not exist yet.
         if not follow:
             _require_log(run, rank)
         yield from read_log(run.directory, rank, tail=tail, follow=follow)
 
     def rights(self, cluster: ClusterSpec) -> Sequence[Right]:
-        """Return what the chart's conductor may do for this target, beside what every launch needs."""
+        """Return the RBAC rules that the chart's conductor needs for this target, in addition to those of every launch."""
         return ()
 
 
 def logged_progress(run: Launched) -> str | None:
-    """Return the newest step in the run directory's metrics, or None where there is none to see."""
+    """Return the newest step in the run directory's metrics, or None if there is none."""
     metrics = run.directory / "metrics.jsonl"
     if not metrics.exists():
         return None

@@ -1,1 +1,1 @@
-"""What starts a run: one module for each target, registered in `argosy.config.targets`."""
+"""The launch targets, one module each, registered in `argosy.config.targets`."""

@@ -1,8 +1,9 @@
-"""SageMaker HyperPod: a PyTorchJob that HyperPod resumes, or a HyperPodPyTorchJob of its own operator, by `cluster.operator`.
+"""SageMaker HyperPod. `cluster.operator` chooses a PyTorchJob that HyperPod resumes, or a HyperPodPyTorchJob of HyperPod's operator.
 
-HyperPod's own operator has an agent in each pod and watches the log for runs that hang. The agent (`hyperpodrun`, in place of `--nproc`) is told by the operator where to meet. In each pod it reads what the first rank there
-prints, from a file it has to be asked to keep, and reports the pod as hanging when no line about a step has come for long; how long
-follows from the planner's step time. So the first rank of every node prints those lines.
+HyperPod's operator runs an agent in each pod and watches the log for hangs. The agent (`hyperpodrun`, instead of `--nproc`) starts
+the ranks and gets the rendezvous address from the operator. In each pod it reads the output of the first local rank from a log file,
+which `--tee` and `--log-dir` make it keep. It reports a hang when no step line has arrived for a time derived from the planner's step
+time. Therefore the first rank of every node prints step lines.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ from argosy.launch.targets.pytorchjob import PYTORCH_JOB, pytorch_job
 
 AGENT_PORT = 8080
 AGENT_LOGS = "/tmp/hyperpod"
-AGENT_STATE = "/opt/ml/input/config"  # the agent writes there, and the root file system is read-only
+# The agent writes here. It needs a volume, because the root file system is read-only.
+AGENT_STATE = "/opt/ml/input/config"
 CONTAINER = "argosy"
-_START_S = 3600  # images, data, first compilation
+# Seconds for pulling images, loading data and the first compilation.
+_START_S = 3600
 _LEAST_SILENCE_S = 600
 _HYPERPOD_JOB = Kind(
     "sagemaker.amazonaws.com/v1",
@@ -87,7 +90,7 @@ def _check_hyperpod(cluster: ClusterSpec) -> None:
 
 
 def _resumed_job(placed: Placement) -> list[Manifest]:
-    """Return a PyTorchJob that HyperPod resumes when it has replaced a faulty node. It takes operators 1.7.0 to 1.8.1."""
+    """Return a PyTorchJob that HyperPod resumes after it has replaced a faulty node. It needs Training Operator 1.7.0 to 1.8.1."""
     *before, job = pytorch_job(placed)
     job["metadata"]["annotations"] = {
         "sagemaker.amazonaws.com/enable-job-auto-resume": "true",
@@ -139,7 +142,8 @@ def _policy(placed: Placement) -> Manifest:
         "expectedRecurringFrequencyInSeconds": _silence(placed),
     }
     last = _in_steps(placed, placed.spec.train.length)
-    if last is not None:  # what follows the last step is saving, which may take long
+    # After the last step the run saves, which may take long.
+    if last is not None:
         hang["stopPattern"] = f".*{STEP_LINE.replace('[0-9]+', str(last))}.*"
     return {
         "cleanPodPolicy": "All",
@@ -150,14 +154,15 @@ def _policy(placed: Placement) -> Manifest:
 
 
 def _silence(placed: Placement) -> int:
-    """Seconds without a line that mean a hang: ten times what lies between two lines, beside an evaluation."""
+    """Return the seconds without a step line that count as a hang: ten times the interval between lines, plus an evaluation."""
     spec, every = placed.spec, placed.spec.log.every
     seconds = 60.0 if placed.prediction is None else float(placed.prediction["step_s"])
-    evaluation = 0.0 if spec.eval is None else spec.eval.batches * seconds  # a batch costs less than a step
+    # An upper bound: an evaluation batch costs less than a step.
+    evaluation = 0.0 if spec.eval is None else spec.eval.batches * seconds
     between = every.amount if every.unit == "seconds" else seconds * (_in_steps(placed, every) or 1)
     return max(_LEAST_SILENCE_S, int(10 * between + evaluation))
 
 
 def _in_steps(placed: Placement, duration: Duration) -> int | None:
-    """None: in epochs, and nobody has counted the corpus yet."""
+    """Return a duration in steps. None: it is in epochs, and the size of the corpus is not known yet."""
     return duration.steps(placed.spec.train.batches, seq_len=placed.spec.data.seq_len)

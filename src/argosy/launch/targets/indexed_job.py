@@ -1,4 +1,4 @@
-"""A plain indexed Job for training: no operator has to be installed, and whoever follows the launch restarts it."""
+"""A plain indexed Job for training. It needs no operator, and the process that follows the launch restarts it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""JobSet: when one pod dies all are made anew and go on from the newest checkpoint, which is what a layout needs.
+"""JobSet: when one pod dies, it recreates all pods, and the ranks resume together from the newest checkpoint.
 
-Failures count towards `cluster.restarts`; disruptions (drains, preemptions, lost nodes) do not; a refusal ends the run at once.
+Failures count towards `cluster.restarts`; disruptions (drains, preemptions, lost nodes) do not. A refusal ends the run at once.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _job_set(placed: Placement) -> list[Manifest]:
 
 
 def replicated_jobs(placed: Placement, template: Manifest) -> Manifest:
-    """The part of a JobSet's spec that a TrainingRuntime also carries."""
+    """Return the part of a JobSet's spec that a TrainingRuntime also contains."""
     job = job_spec(template, count=placed.cluster.nodes, retries=0, disruptions_fail=True)
     rules = [
         {

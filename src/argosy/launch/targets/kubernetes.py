@@ -1,7 +1,7 @@
-"""What the Kubernetes targets share: rendering, conducting, asking and stopping jobs made of the one pod body.
+"""The base of the Kubernetes targets: render, conduct, query and stop jobs made from the shared pod template.
 
 A target that starts pods subclasses `KubernetesTarget`, names the kind of its training job and renders it. The official client
-is imported only when a cluster is spoken to.
+is imported only to talk to a cluster.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class KubernetesTarget(Target):
     """A target whose stages are pods. Data stages and preflight are plain Jobs; the training job is the subclass's own."""
 
     makes_pods = True
-    # Kinds the training job may be.
+    # The kinds that the training job may have.
     jobs: ClassVar[tuple[Kind, ...]]
-    # Further kinds that are made for it and go with it.
+    # Further kinds that are created for the training job and deleted with it.
     beside: ClassVar[tuple[Kind, ...]] = ()
 
     @abstractmethod
     def train_objects(self, placed: Placement) -> list[Manifest]:
-        """Return the objects of the training stage: the job last, what it needs before it."""
+        """Return the objects of the training stage: first what the job needs, then the job."""
 
     def check(self, placed: Placement) -> None:
         check_pods(placed)
@@ -77,7 +77,7 @@ class KubernetesTarget(Target):
         return RunStatus(run.name, cluster.namespace, states, progress)
 
     def logs(self, run: Launched, *, rank: int, follow: bool, tail: int | None) -> Iterator[str]:
-        """Yield the log of the pod that holds a rank; a lost connection is taken up again where it broke off."""
+        """Yield the log of the pod that holds a rank. A lost connection resumes where it broke off."""
         cluster = _cluster_of(run)
         from argosy.launch.pod_logs import read_pod_log
 
@@ -93,13 +93,13 @@ class KubernetesTarget(Target):
         return stopped
 
     def rights(self, cluster: ClusterSpec) -> Sequence[Right]:
-        """Return the rights to its own kinds; plain Jobs every launch may make."""
+        """Return the RBAC rules for the target's own kinds. Every launch may already create plain Jobs."""
         jobs = [Right(kind.group, kind.plural, _JOB_VERBS) for kind in self.jobs if kind != JOB]
         return [*jobs, *(Right(kind.group, kind.plural, _BESIDE_VERBS) for kind in self.beside)]
 
 
 def job_kinds() -> list[Kind]:
-    """Return the kinds a stage may be on any target: a run known by its name alone is looked for in all of them."""
+    """Return the kinds that a stage's job may have on any target. A run known only by name is searched in all of them."""
     return list(dict.fromkeys([JOB, *(kind for target in _all() for kind in target.jobs)]))
 
 
@@ -137,7 +137,7 @@ def connected(namespace: str | None, *, in_cluster: bool = False) -> Cluster:
 
 
 def _cluster_of(run: Launched) -> Cluster:
-    """Connect to the cluster of a run; where none is configured, say that the run is not on this machine either."""
+    """Connect to the cluster of a run. If none is configured, say that the run is not on this machine either."""
     try:
         return connected(run.namespace)
     except ArgosyError as error:

@@ -1,4 +1,4 @@
-"""This machine: the stages one after the other, as a script or as child processes; the first that fails ends the chain."""
+"""This machine: the stages run one after the other, as a script or as child processes. The first failure ends the chain."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class LocalTarget(Target):
         for stage in stages_of(placed) if options.only is None else [options.only]:
             arguments = stage.command(placed, path)
             if placed.ranks == 1 and "--nproc" in arguments:
-                # The one process needs no agent.
+                # A single rank needs no launcher.
                 arguments = arguments[: arguments.index("--nproc")]
             options.say(f"{stage}: argosy {' '.join(arguments[: arguments.index(path) + 1])} …")
             code = subprocess.run([sys.executable, "-m", "argosy", *arguments], check=False).returncode
             if code != EXIT_DONE:
-                # A shell's exit code of a process that a signal ended.
+                # Report a signal as a shell does, as 128 plus its number.
                 code = code if code >= 0 else 128 - code
                 options.say(f"{stage}: exit code {code}")
                 return code

@@ -1,7 +1,7 @@
 """PyTorchJob (Kubeflow Training Operator 1.x).
 
-The operator names the container `pytorch`, tells every pod its rank as a node and where the master listens, and restarts a
-failed pod alone. The others notice that it is gone, end, and are restarted too: they meet again at the master's address.
+The operator requires the container name `pytorch`, tells every pod its node rank and the master's address, and restarts only the
+failed pod. The other pods notice the loss, exit and are restarted too; all meet again at the master's address.
 """
 
 from __future__ import annotations
@@ -54,5 +54,6 @@ def pytorch_job(placed: Placement) -> list[Manifest]:
 
 def _template(placed: Placement) -> Manifest:
     template = pod_template(placed, TRAIN, CONTAINER)
-    del template["spec"]["restartPolicy"]  # the replica's takes its place
+    # The replica's restartPolicy replaces it.
+    del template["spec"]["restartPolicy"]
     return template

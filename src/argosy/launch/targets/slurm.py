@@ -1,7 +1,7 @@
 """Slurm: a batch script for each stage, and one that submits them as a chain.
 
-A task on each node starts that node's ranks. Before the time limit, or when the job is preempted, Slurm signals the script; the
-run saves and the job is put back into the queue. The variables are those a pod gets.
+One task per node starts the ranks of that node. Before the time limit, or on preemption, Slurm signals the script; the run saves and
+the script requeues the job. Ranks get the same environment variables as in a pod.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class SlurmTarget(Target):
         return {"run.yaml": placed.source, **scripts, SUBMIT: _submit(stages)}
 
     def apply(self, placed: Placement, options: LaunchOptions) -> int:
-        """Submit the chain. The spec has to lie where every node sees it: beside the run directories, unless --output says where."""
+        """Submit the chain of jobs. The spec is written where every node sees it: beside the run directories, or to --output."""
         directory = options.output or Path(placed.spec.runs_dir) / f".launch-{placed.name}"
         write(render(placed), directory)
         line = [str(directory / SUBMIT)]
@@ -60,7 +60,7 @@ class SlurmTarget(Target):
         return RunStatus(run.name, stages=_states(run), progress=logged_progress(run))
 
     def stop(self, run: Launched) -> list[str]:
-        """Take what waits out of the queue; what trains saves, and is not queued again."""
+        """Cancel waiting jobs. A running training job saves first and is not requeued."""
         jobs = [line.split() for line in _queued(run, "%A %j %T")]
         if not jobs:
             raise not_found(run, f"Slurm has no job of {run.name}")
@@ -86,7 +86,7 @@ def _states(run: Launched) -> dict[str, State]:
 
 
 def _queued(run: Launched, columns: str) -> list[str]:
-    """Return a line of these columns for each job of the run that is in the queue."""
+    """Return one line with these columns for each queued or running job of the run."""
     names = ",".join(_job_name(run, stage) for stage in STAGES)
     return _ask("squeue", "--noheader", f"--format={columns}", f"--name={names}").splitlines()
 
@@ -200,7 +200,7 @@ def _quoted(word: str) -> str:
 
 
 def _submit(stages: list[Stage]) -> str:
-    """Each stage after the one before it has succeeded; prints the number of each job."""
+    """Return the script that submits each stage to run after the previous one succeeds, and prints each job's id."""
     lines = [
         "#!/bin/bash",
         "set -euo pipefail",

@@ -1,7 +1,7 @@
-"""TrainJob (Kubeflow Trainer 2.x) with a TrainingRuntime of its own that carries the pod body.
+"""TrainJob (Kubeflow Trainer 2.x) with its own TrainingRuntime, which contains the pod template.
 
-The runtime is a JobSet template, so restarts are whole. What later versions renamed (pod overrides, patches) is not used, and
-neither is `resourcesPerNode`, which replaces or drops parts of a pod's resources in some of them.
+The runtime is a JobSet template, so a restart restarts all pods. Fields that later versions renamed (pod overrides, patches) are not
+used. Neither is `resourcesPerNode`, which replaces or drops parts of a pod's resources in some versions.
 """
 
 from __future__ import annotations
