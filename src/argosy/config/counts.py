@@ -1,12 +1,11 @@
 """Parameters and training FLOPs of a model spec, computed without building it.
 
-FLOPs follow one convention, named wherever they are shown: two per multiply-add, three passes (forward, and backward
-at twice its cost), matrix products and attention only, the output head included, the embedding look-up not, and causal
-attention counted at the half it needs (a token sees half of the sequence on average).
+FLOPs follow one convention, named wherever they are shown. A multiply-add is two FLOPs. Training costs three forward passes: the
+backward pass costs twice the forward pass. Only matmuls and attention count, with the output head but without the embedding
+look-up. Causal attention counts half, since a token sees half of the sequence on average.
 
-`checkpoint_bytes` and `least_state_bytes` are what a checkpoint holds and what training keeps of a model, in bytes. A checkpoint holds the weights in 32 bits, whatever precision they are computed in (parameters of fewer bits are rounded from them), and
-the optimiser's state tensors, which its `Rule` declares: two with AdamW, 12 bytes a parameter in all. A parameter that no gradient trains
-has no state.
+A checkpoint holds fp32 master weights, whatever the training precision is (16-bit parameters are rounded from them), and the
+optimiser state, whose tensors its `Rule` declares: two with AdamW, 12 bytes per parameter in all. Untrained buffers have no state.
 """
 
 from __future__ import annotations
@@ -20,14 +19,21 @@ from argosy.families.architecture import NORMS_OF_A_BLOCK, architecture_of
 from argosy.families.family_registry import plan_of
 
 FLOPS_CONVENTION = "6 x active matmul parameters + attention, halved where causal; no recompute"
-TARGETS_PER_SOURCE = 114 / 512  # tokens, as T5 corrupts: 15% in spans of 3
+# Target tokens per source token in T5's span corruption: 15% of the tokens in spans of 3.
+TARGETS_PER_SOURCE = 114 / 512
 
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """`total` is what is stored; `active` is what one token uses (smaller only with experts); `matmul` is the part of
-    `active` that multiplies each token, with the output head counted even where it is tied. `matrices` is the part of `total` in
-    matrices inside the layers, and `fixed` what no gradient trains."""
+    """Parameter counts of a model.
+
+    Attributes:
+        total: stored parameters.
+        active: parameters that one token uses; smaller than `total` only with experts.
+        matmul: the part of `active` in matmuls, with the output head counted even if it is tied.
+        matrices: the part of `total` in matrices inside the layers.
+        fixed: the part of `total` that no gradient trains.
+    """
 
     total: int
     active: int
@@ -49,7 +55,8 @@ def count_parameters(spec: ModelSpec) -> ParameterCount:
     other += ends.norms * norm_parameters(spec) + ends.other
     head = spec.vocab_size * spec.hidden if kind.has_vocabulary else 0
     one = embedding + matmul + other + (0 if spec.tied else head)
-    towers = kind.towers(spec)  # a token passes through one of them
+    # A token passes through only one of the towers.
+    towers = kind.towers(spec)
     return ParameterCount(
         total=one * towers,
         active=one - idle,
@@ -60,28 +67,29 @@ def count_parameters(spec: ModelSpec) -> ParameterCount:
 
 
 def _fixed(spec: ModelSpec) -> int:
-    """Count the biases that level the load of experts: a rule of their own moves them."""
+    """Count the router biases for load balancing. They have an update rule of their own instead of gradients."""
     moe = spec.moe
     return 0 if moe is None or moe.bias_rate is None else (spec.layers - moe.dense_layers) * moe.experts
 
 
 def describe_size(spec: ModelSpec) -> str:
-    """The model's name and its parameters, with the active ones where they are fewer."""
+    """Return the model's name and its parameter count, and the active count if it is smaller."""
     count = count_parameters(spec)
     active = f", {count.active:,} active" if count.active < count.total else ""
     return f"{spec.preset or spec.family}, {count.total:,} parameters{active}"
 
 
 def training_flops_per_token(spec: ModelSpec, seq_len: int | None = None, target_len: int | None = None) -> float:
-    """Training FLOPs for each token of a sample of `seq_len` tokens (default: the model's own length).
+    """Return the training FLOPs per token of a sample of `seq_len` tokens (default: the model's maximum length).
 
-    For T5 a sample is `seq_len` encoder tokens and `target_len` decoder tokens, and the figure is for the average one.
+    For T5 a sample has `seq_len` encoder tokens and `target_len` decoder tokens, and the result is the average over both.
     """
     seq, kind = seq_len or spec.max_seq_len, architecture_of(spec)
     width = spec.heads * spec.head_dim
     if kind.two_sequences:
         return _encoder_decoder_flops(spec, seq, target_len or max(1, round(seq * TARGETS_PER_SOURCE)))
-    attention = 4 * width * sum(layer_keys(spec, seq))  # scores and their product with the values, two FLOPs each
+    # Two matmuls, queries x keys and scores x values, of two FLOPs per multiply-add.
+    attention = 4 * width * sum(layer_keys(spec, seq))
     matmul: float = count_parameters(spec).matmul
     if kind.has_vocabulary:
         matmul -= (1 - kind.predicted) * (kind.ends(spec).matmul + spec.vocab_size * spec.hidden)
@@ -89,7 +97,7 @@ def training_flops_per_token(spec: ModelSpec, seq_len: int | None = None, target
 
 
 def layer_flops(spec: ModelSpec, seq_len: int, target_len: int | None = None) -> tuple[list[float], float]:
-    """(forward FLOPs of each layer for one sample, an encoder's layers before its decoder's; those of the output head)"""
+    """Return the forward FLOPs of each layer for one sample, encoder layers before decoder layers, and those of the output head."""
     width, kind = spec.heads * spec.head_dim, architecture_of(spec)
     attention, dense = attention_parameters(spec)[0], mlp_parameters(spec, spec.ffn)[0]
     head = 2.0 * spec.hidden * spec.vocab_size * seq_len
@@ -111,8 +119,10 @@ def layer_flops(spec: ModelSpec, seq_len: int, target_len: int | None = None) ->
 
 
 def layer_keys(spec: ModelSpec, seq: int) -> list[float]:
-    """Return how many keys a query sees on average in each layer: all of the sequence, or, where attention is causal, half of it
-    and less where the layer's window cuts it."""
+    """Return how many keys a query sees on average in each layer.
+
+    This is the whole sequence, or half of it with causal attention, or less if the layer has a sliding window.
+    """
     plan = plan_of(spec)
     if not architecture_of(spec).causal:
         return [float(seq)] * len(plan)
@@ -129,7 +139,7 @@ def norm_parameters(spec: ModelSpec, width: int | None = None) -> int:
 
 
 def attention_parameters(spec: ModelSpec) -> tuple[int, int]:
-    """(matmul, other) parameters of one attention block."""
+    """Return the parameters of one attention block, in matmuls and elsewhere."""
     query, key_value = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     matmul = spec.hidden * (2 * query + 2 * key_value)
     other = (query + 2 * key_value + spec.hidden) if spec.attention_bias else 0
@@ -137,13 +147,13 @@ def attention_parameters(spec: ModelSpec) -> tuple[int, int]:
 
 
 def mlp_parameters(spec: ModelSpec, ffn: int) -> tuple[int, int]:
-    """(matmul, other) parameters of one MLP of that inner width."""
+    """Return the parameters of one MLP of inner width `ffn`, in matmuls and elsewhere."""
     inputs = 2 if spec.gated else 1
     return (inputs + 1) * spec.hidden * ffn, (inputs * ffn + spec.hidden) if spec.mlp_bias else 0
 
 
 def _blocks(spec: ModelSpec) -> tuple[int, int, int]:
-    """Return (matmul, other, idle) parameters of the blocks of all stacks; idle counts the experts a token does not visit."""
+    """Return (matmul, other, idle) parameters of the blocks of all stacks; idle ones are in experts a token is not routed to."""
     attention, attention_other = attention_parameters(spec)
     dense, dense_other = mlp_parameters(spec, spec.ffn)
     plan, moe = plan_of(spec), spec.moe
@@ -152,7 +162,8 @@ def _blocks(spec: ModelSpec) -> tuple[int, int, int]:
     matmul = len(plan) * attention + dense_layers * dense
     norms = sum(NORMS_OF_A_BLOCK[layer.norms] for layer in plan)
     other = len(plan) * attention_other + norms * norm_parameters(spec) + dense_layers * dense_other
-    for across in architecture_of(spec).stacks(spec)[1:]:  # layers that also look at what the first stack made
+    # Decoder layers have cross-attention to the output of the first stack.
+    for across in architecture_of(spec).stacks(spec)[1:]:
         query_norms = 2 * norm_parameters(spec, spec.head_dim) if spec.qk_norm else 0
         matmul += across * attention
         other += across * (attention_other - query_norms + norm_parameters(spec))
@@ -172,12 +183,11 @@ def _encoder_decoder_flops(spec: ModelSpec, source: int, target: int) -> float:
 
 
 def _sides_flops(spec: ModelSpec, source: int, target: int) -> tuple[float, float]:
-    """Forward FLOPs of an encoder's and of a decoder's layer for one sample."""
+    """Return the forward FLOPs of an encoder layer and of a decoder layer for one sample."""
     attention, mlp = attention_parameters(spec)[0], mlp_parameters(spec, spec.ffn)[0]
     width = spec.heads * spec.head_dim
-    query_side = (
-        spec.hidden * 2 * width
-    )  # cross attention: queries and output from the target, keys and values from the source
+    # Cross-attention: queries and output come from the target, keys and values from the source.
+    query_side = spec.hidden * 2 * width
     encoder = source * (2 * (attention + mlp) + 4 * width * source)
     decoder = target * (2 * (attention + query_side + mlp) + 4 * width * (target / 2 + source))
     return encoder, decoder + source * 2 * (attention - query_side)

@@ -1,4 +1,4 @@
-"""Data and evaluation against the model and each other, as far as the spec alone tells."""
+"""Checks of the data and evaluation settings against the model and each other, from the spec alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def check_data(spec: RunSpec, origins: Origins) -> None:
 
 
 def _check_samples(spec: RunSpec, origins: Origins) -> None:
-    """Keys for samples of another kind than the model's would be ignored."""
+    """Refuse keys for another kind of samples than the model's, which would be ignored."""
     task = task_of(spec)
     for section in SECTIONS:
         if getattr(spec.data, section) is not None and section != task.section:
@@ -47,7 +47,7 @@ def _check_split(spec: RunSpec, origins: Origins) -> None:
 
 
 def _check_evaluation(spec: RunSpec, origins: Origins) -> None:
-    """Seen in the field: zero evaluation iterations with a validation split, or the reverse, dies in a bare assert."""
+    """Refuse evaluation that is only half on. In other trainers, 0 evaluation batches or no validation split ends in a bare assert."""
     if spec.eval is None:
         return
     if spec.eval.batches == 0:

@@ -22,7 +22,7 @@ class Section(BaseModel):
 
 
 def _whole(value: Any) -> Any:
-    """64, 64.0 and "64" alike, as the fields read them; anything else as it is."""
+    """Return 64, 64.0 and "64" as the integer 64, as the fields parse them, and any other value unchanged."""
     if isinstance(value, str) and value.isascii() and value.isdigit():
         return int(value)
     return int(value) if isinstance(value, float) and value.is_integer() else value
@@ -171,7 +171,7 @@ class ModelSpec(Section):
     @model_validator(mode="before")
     @classmethod
     def _derive_sizes(cls, data: Any) -> Any:
-        """Sizes that follow from others. Wrong types are left as they are, for the field checks to name."""
+        """Fill in sizes that follow from others. Wrong types pass through, so that the field checks name them."""
         if not isinstance(data, dict):
             return data
         data = dict(data)
@@ -209,7 +209,7 @@ class ModelSpec(Section):
         return self
 
     def _check_family(self) -> None:
-        """Choices that would be ignored, or give a model nobody meant, are refused."""
+        """Refuse choices that would be ignored or give an unintended model."""
         allowed = {"decoder": ("learned", "rope", "alibi"), "encoder": ("learned",), "encoder-decoder": ("relative",)}
         if self.positions not in allowed[self.architecture]:
             raise ValueError(

@@ -1,7 +1,7 @@
-"""The `Rule`: everything about an optimiser that can be said without torch.
+"""The `Rule` of an optimiser: everything about it that needs no torch.
 
-The run spec reads a rule's keys, the planner its bytes and seconds, training its state tensors and which parameters it takes. Each
-optimiser declares its rule in a module of `config/optimizers/`, and computes its update in `train/<name>_update.py`.
+The run spec reads a rule's keys, and the planner its bytes and seconds. Training reads its state tensors and which parameters it
+updates. Each optimiser declares its rule in a module of `config/optimizers/`, and computes its update in `train/<name>_update.py`.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ class PlannedRank(Protocol):
 
     @property
     def layers(self) -> int:
-        """Number of layers the rank holds."""
+        """The number of layers on the rank."""
 
     @property
     def matrices(self) -> Sequence[tuple[float, float, float]]:
-        """(rows, columns, how many) of the matrices in an average layer that the rank updates whole."""
+        """The matrices in an average layer that the rank updates whole, as (rows, columns, how many)."""
 
     def matmul_seconds(self, rows: float, columns: float, inner: float) -> float:
-        """Seconds of a 16-bit matmul [rows, inner] x [inner, columns]."""
+        """Return the seconds of a 16-bit matmul [rows, inner] x [inner, columns]."""
 
     def gather_seconds(self, bytes_per_number: float) -> float:
-        """Seconds to gather one layer's sharded matrices on every rank that needs them whole."""
+        """Return the seconds to all-gather one layer's sharded matrices on every rank that needs them whole."""
 
 
 def _no_seconds(keys: Any, rank: PlannedRank) -> float:
@@ -77,28 +77,28 @@ class Rule:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the state tensors for one parameter that this rule updates."""
+        """The bytes of the state tensors for one parameter that this rule updates."""
         return sum(_BYTES[dtype] for dtype in self.state.values())
 
     @property
     def parts(self) -> tuple[Rule, ...]:
-        """The rules of a run with this optimiser: this one, and the one that takes the rest."""
+        """The rules of a run with this optimiser: this one, and the one for the rest of the parameters."""
         return (self,) if self.rest is None else (self, *self.rest.parts)
 
     def rule_for(self, *, hidden_matrix: bool) -> Rule:
-        """The rule that updates a parameter, which is a matrix inside the layers or something else."""
+        """Return the rule that updates a parameter, given whether it is a matrix inside the layers."""
         return self if self.rest is None or hidden_matrix else self.rest
 
     def shares(self, matrices: float, others: float) -> list[tuple[Rule, float]]:
-        """Each rule with the number of parameters it updates, of `matrices` inside the layers and `others`."""
+        """Return each rule with the number of parameters it updates, out of `matrices` inside the layers and `others`."""
         return [(self, matrices + others)] if self.rest is None else [(self, matrices), (self.rest, others)]
 
     def key_path(self, key: str) -> str:
-        """The dotted path of one of the rule's keys in the run spec."""
+        """Return the dotted path of one of the rule's keys in the run spec."""
         return f"optim.{key}" if self.inline else f"optim.{self.name}.{key}"
 
     def settings(self, optim: Section) -> Section:
-        """The rule's keys in a run spec's `optim`, with defaults for a section that was left out."""
+        """Return the rule's keys in a run spec's `optim`, with defaults for a section that was left out."""
         if self.inline:
             return self.keys.model_construct(**{key: getattr(optim, key) for key in self.keys.model_fields})
         return getattr(optim, self.name) or self.keys()

@@ -1,7 +1,7 @@
-"""How a pipeline cuts a model: which layers make a stage, which rank holds it, and how long ranks stand idle.
+"""The split of a model into pipeline stages: the layers of each stage, the rank that holds it, and the pipeline bubble.
 
-Stages are cut so that the slowest is as fast as can be, by FLOPs, the output head counted with the last one. Needs no torch,
-so that a plan and a refusal can be made on any machine.
+The split minimises the FLOPs of the slowest stage, with the output head counted in the last one. It needs no torch, so that plans
+and refusals can be made on any machine.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from argosy.config.model import ModelSpec
 from argosy.config.schema import ParallelSpec
 from argosy.families.architecture import architecture_of
 
-V_SHAPED = ("zbv", "dualpipev")  # two stages a rank, down the ranks and up again: the first has both ends of the model
-SEVERAL_STAGES = ("interleaved-1f1b", *V_SHAPED)  # that need more than one a rank
+# Schedules with two stages per rank, down the ranks and up again. The first rank holds both ends of the model.
+V_SHAPED = ("zbv", "dualpipev")
+# Schedules that need more than one stage per rank.
+SEVERAL_STAGES = ("interleaved-1f1b", *V_SHAPED)
 
 
 def count_layers(model: ModelSpec) -> int:
@@ -29,13 +31,13 @@ def rank_of_stage(schedule: str, ranks: int, stage: int) -> int:
 
 
 def split_layers(model: ModelSpec, stages: int, seq_len: int, target_len: int | None = None) -> list[range]:
-    """The layers of each stage, by number; those of an encoder-decoder are counted through both stacks."""
+    """Return the layer numbers of each stage. Numbers of an encoder-decoder run through both stacks."""
     layers, head = layer_flops(model, seq_len, target_len)
     return split_costs([*layers[:-1], layers[-1] + head], stages)
 
 
 def split_costs(costs: list[float], parts: int) -> list[range]:
-    """Consecutive parts, none empty, of which the most costly costs least; among equals, those with the smallest squares."""
+    """Split costs into consecutive non-empty parts. Minimise the largest part, then the sum of squares of the parts."""
     sums = [0.0, *accumulate(costs)]
     best: list[list[tuple[float, float, int]]] = [[(0.0, 0.0, 0)] + [(inf, inf, 0)] * len(costs)]
     for part in range(1, parts + 1):
@@ -55,10 +57,10 @@ def split_costs(costs: list[float], parts: int) -> list[range]:
 
 
 def bubble(parallel: ParallelSpec, micros: int) -> tuple[float, str]:
-    """(the share of a step in which a rank has nothing to do, for stages that take equally long; the arithmetic)
+    """Return the pipeline bubble (the share of a step in which a rank is idle) and its arithmetic, for equally long stages.
 
-    Time is counted in passes of one micro-batch through one stage: forward and backward together, or, where the backward
-    pass is made in two halves, each of the three alone.
+    Time is counted in passes of one micro-batch through one stage. A pass is forward and backward together; if the schedule splits the
+    backward pass in two, each of the three parts is one pass.
     """
     ranks, pieces = parallel.pp, parallel.vpp
     if parallel.schedule in V_SHAPED:

@@ -1,7 +1,7 @@
-"""Where a run starts from (`init_from`): the model that lies there, and whether the run's own model is the same.
+"""The start of a run (`init_from`): read the model stored there and compare it with the run's own model.
 
-It is a Hugging Face directory (`hf:DIR`), a run, one checkpoint of a run, or a directory made by `argosy ckpt import`.
-Only descriptions are read here; `argosy.checkpoint.source` reads the weights.
+The start is a Hugging Face directory (`hf:DIR`), a run, one checkpoint of a run, or a directory made by `argosy ckpt import`.
+This module reads only descriptions; `argosy.checkpoint.source` reads the weights.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from argosy.untrusted import read_object
 
 HF = "hf:"
 MEGATRON = "megatron:"
-MODEL_FILE = "model.json"  # describes an imported model, as resolved.json describes a run
+# Describes an imported model, as resolved.json describes a run.
+MODEL_FILE = "model.json"
 RUN_FILE = "resolved.json"
 
-# Change how a model is trained, not what its weights mean.
+# Keys that change how a model is trained, but not what its weights mean.
 _FREE = ("preset", "dropout", "init_std", "moe.balance_loss", "moe.z_loss")
-# Change what the weights compute, on purpose where the user wrote them: longer sequences are trained this way.
+# Keys that change what the weights compute. The user may set them on purpose, to train on longer sequences.
 _STRETCH = ("rope_theta", "rope_scaling", "window")
 
 
@@ -37,7 +38,7 @@ def directory_of(source: str) -> Path:
 
 
 def model_root(path: Path) -> Path:
-    """The directory that describes a model's checkpoint: its own, or that of the run it belongs to."""
+    """Return the directory that describes a model's checkpoint: its own, or that of the run it belongs to."""
     for root in (path, *([path.parent.parent] if path.parent.name == "checkpoints" else [])):
         if (root / MODEL_FILE).exists() or (root / RUN_FILE).exists():
             return root
@@ -52,7 +53,7 @@ def model_root(path: Path) -> Path:
 
 
 def stored_description(root: Path) -> dict[str, Any]:
-    """The JSON object that describes the run or the imported model in `root`."""
+    """Return the JSON object that describes the run or the imported model in `root`."""
     path = root / (MODEL_FILE if (root / MODEL_FILE).exists() else RUN_FILE)
     try:
         return read_object(path, within=root)
@@ -61,7 +62,7 @@ def stored_description(root: Path) -> dict[str, Any]:
 
 
 def starting_model(init_from: str) -> ModelSpec:
-    """The model that lies there."""
+    """Return the model stored at `init_from`."""
     if init_from.startswith(HF):
         directory = directory_of(init_from)
         return from_config(read_config(directory), str(directory / "config.json"))
@@ -84,7 +85,7 @@ def starting_model(init_from: str) -> ModelSpec:
 
 
 def remembered_model(run: Path, init_from: str) -> ModelSpec | None:
-    """The model of a run that was started from there, if it has saved anything since."""
+    """Return the model of a run that started from `init_from`, or None if it has no checkpoint yet."""
     if not (run / RUN_FILE).exists() or not any((run / "checkpoints").glob("step-*")):
         return None
     spec = stored_description(run).get("spec") or {}
@@ -92,7 +93,7 @@ def remembered_model(run: Path, init_from: str) -> ModelSpec | None:
 
 
 def check_start(model: ModelSpec, start: ModelSpec, origins: dict[str, str]) -> None:
-    """Refuse a model whose numbers the weights of the start would not give."""
+    """Refuse a model that would compute something else than the starting model with the same weights."""
     if becomes_towers(start, model):
         start = start.model_copy(update={key: getattr(model, key) for key in ("retrieval", "pair", "tied")})
     for key, ours, theirs in differences(model, start):
@@ -113,17 +114,18 @@ def check_start(model: ModelSpec, start: ModelSpec, origins: dict[str, str]) -> 
 
 
 def becomes_towers(start: ModelSpec, model: ModelSpec) -> bool:
-    """Whether an encoder without towers is what the towers of a retriever begin as. Its heads are then left behind."""
+    """Return whether a plain encoder initialises the towers of a retriever. Its heads are then dropped."""
     return (architecture_of(start), architecture_of(model)) == (ENCODER, RETRIEVER)
 
 
 def differences(model: ModelSpec, start: ModelSpec) -> Iterator[tuple[str, Any, Any]]:
-    """(key, here, there) of what matters to the weights."""
+    """Yield (key, value here, value there) for each difference that matters to the weights."""
     here, there = leaves(model.model_dump()), leaves(start.model_dump())
     for key in sorted(here.keys() | there.keys()):
         mine, theirs = here.get(key), there.get(key)
         more_rows = key == "vocab_size" and model.vocab_size > start.vocab_size
         longer = key == "max_seq_len" and model.positions != "learned"
-        levelled = key == "moe.bias_rate" and mine is not None  # biases that are new begin at zero
+        # New load-balancing biases begin at zero.
+        levelled = key == "moe.bias_rate" and mine is not None
         if mine != theirs and key not in _FREE and not (more_rows or longer or levelled):
             yield key, mine, theirs

@@ -1,5 +1,8 @@
-"""Time of one layer, and of the output head, on one rank without communication: products, attention and element-wise bytes of
-both passes, what a backward pass makes again, what the host takes to launch it all, and what adding gradients up moves."""
+"""Time of one layer and of the output head on one rank, without communication.
+
+It has five parts: matmuls, attention and element-wise kernels of both passes, recompute in the backward pass, host time for kernel
+launches, and gradient accumulation.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +15,23 @@ from argosy.plan.calibration import Calibration, Stack
 from argosy.plan.kernels import LINE, Rates, linear, product
 from argosy.plan.layouts import Layout, Work
 
-BACKWARD_ATTENTION = 2.5  # five products for the two of the forward pass
-BACKWARD_ELEMENTS = 1.7  # bytes of the backward pass's element-wise kernels against the forward's
-CAST_BYTES = 4  # of an input to an 8-bit product: read in 16 bits, written twice, as it lies and transposed
+# Five matmuls in the backward pass for two in the forward pass.
+BACKWARD_ATTENTION = 2.5
+# Ratio of the bytes that element-wise kernels move in the backward and in the forward pass.
+BACKWARD_ELEMENTS = 1.7
+# Bytes per element to cast the input of an 8-bit matmul: read in 16 bits, written twice in 8 bits, plain and transposed.
+CAST_BYTES = 4
 
 
 @dataclass
 class Pass:
-    """Seconds of one layer, forward or backward."""
+    """The seconds of one pass of a layer, forward or backward."""
 
     products: float = 0.0
     attention: float = 0.0
     elements: float = 0.0
-    last: float = 0.0  # of the products, the last one
+    # The last of the matmuls, which is part of `products`.
+    last: float = 0.0
 
     @property
     def total(self) -> float:
@@ -34,7 +41,7 @@ class Pass:
 def layer_passes(
     work: Work, layout: Layout, stack: Stack, known: Calibration, rates: Rates, tokens: float
 ) -> tuple[Pass, Pass]:
-    """An average layer's forward and backward pass on one rank, without communication."""
+    """Return the forward and the backward pass of an average layer on one rank, without communication."""
     sizes, model, tp = work.sizes, work.model, layout.tp
     narrow = work.precision in ("fp8", "fp4")
     forward, backward = Pass(), Pass()
@@ -48,7 +55,8 @@ def layer_passes(
     if model.moe is not None:
         local = max(1, model.moe.experts // layout.ep)
         routed, width = tokens * model.moe.top_k / local, model.moe.ffn / layout.expert_tp
-        routed *= layout.expert_tp / tp  # ranks that do not share experts share the tokens
+        # Tensor-parallel ranks that do not split the experts split the tokens.
+        routed *= layout.expert_tp / tp
         share = sizes.expert_layers
         linears += [
             (routed, sizes.hidden, inputs * width, local, share),
@@ -74,7 +82,8 @@ def layer_passes(
     return forward, backward
 
 
-Linear = tuple[float, float, float, int, float]  # rows, inputs, outputs, how many of them, share of the layers
+# (rows, inputs, outputs, how many, share of the layers that have it)
+Linear = tuple[float, float, float, int, float]
 
 
 def _projections(work: Work, layout: Layout, tokens: float) -> list[Linear]:
@@ -115,8 +124,10 @@ def _keys(work: Work) -> float:
 
 
 def _element_bytes(work: Work, layout: Layout) -> float:
-    """Bytes of a token that a layer's forward pass reads and writes outside products: norms and residual sums on the
-    stream, rotation and activation on what tensor parallelism splits."""
+    """Return the bytes per token that a layer's forward pass reads and writes outside matmuls.
+
+    These are norms and residual additions on the residual stream, and rope and activation function on tensor-parallel shards.
+    """
     sizes, model = work.sizes, work.model
     stream = 20.0 * sizes.stream / (layout.tp if layout.sp else 1)
     inner = 2 * (3 if model.gated else 2) * (sizes.mlp_width + sizes.expert_width)
@@ -134,7 +145,7 @@ def layer_parameters(work: Work, layout: Layout) -> float:
 
 
 def accumulated_bytes(work: Work, layout: Layout, stack: Stack) -> float:
-    """Bytes moved to add a layer's gradients to those of the micro-batches before. What is sharded is reduced first."""
+    """Return the bytes that gradient accumulation moves for one layer. Sharded gradients are reduced first, and cost nothing here."""
     once = work.micro_batches(layout) == 1 and stack.gradient_once < stack.gradient
     if once or (layout.zero == 3 and layout.pp == 1):
         return 0.0
@@ -142,8 +153,10 @@ def accumulated_bytes(work: Work, layout: Layout, stack: Stack) -> float:
 
 
 def host_seconds(work: Work, layout: Layout, stack: Stack, known: Calibration) -> float:
-    """Seconds of the host for one layer and micro-batch: its modules forward, and twice as much backward. None where a
-    recording is replayed; where that leaves experts out, what they add to a layer."""
+    """Return the host seconds for one layer and micro-batch: its modules in the forward pass, and twice that in the backward pass.
+
+    A CUDA graph replay takes no host time. If the graph leaves experts out, their share of a layer remains.
+    """
     if stack.replays and work.replayed and layout.gpus == 1 and not work.model.dropout:
         return 0.0
     again = 0
@@ -156,7 +169,7 @@ def host_seconds(work: Work, layout: Layout, stack: Stack, known: Calibration) -
 
 
 def remade(layout: Layout, stack: Stack, forward: Pass) -> float:
-    """What the backward pass makes again."""
+    """Return the seconds of recompute in the backward pass."""
     if layout.recompute == "none":
         return 0.0
     if layout.recompute == "full":
@@ -167,7 +180,8 @@ def remade(layout: Layout, stack: Stack, forward: Pass) -> float:
 
 
 def head_seconds(work: Work, layout: Layout, stack: Stack, rates: Rates, tokens: float) -> float:
-    """Output head and loss, of one micro-batch."""
-    vocab = LINE * ceil(work.model.vocab_size / layout.tp / LINE)  # all stacks pad it
+    """Return the seconds of output head and loss for one micro-batch."""
+    # All stacks pad the vocabulary.
+    vocab = LINE * ceil(work.model.vocab_size / layout.tp / LINE)
     tokens *= work.sizes.predicted
     return sum(linear(rates, tokens, work.sizes.hidden, vocab)) + stack.loss * tokens * vocab / rates.memory

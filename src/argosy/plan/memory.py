@@ -1,13 +1,13 @@
-"""Memory of every pipeline stage, by category, before anything is allocated.
+"""Predicted memory of every pipeline stage, by category, before anything is allocated.
 
-Predicted is the peak that `torch.cuda.max_memory_allocated` would report on a rank of the stage. The allocator reserves
-more (`reserved`: a stated share for fragmentation), and the device shows more still (`device`: CUDA's context and NCCL's
-buffers), which is what has to fit on the card.
+The prediction is the peak that `torch.cuda.max_memory_allocated` would report on a rank of the stage. The allocator reserves more (a
+stated share for fragmentation), and the device uses more still (CUDA's context and NCCL's buffers). The sum, `device`, has to fit on
+the card.
 
-Activations are counted tensor by tensor for what a layer keeps for its backward pass, in bytes of a token: the inputs
-and outputs of both norms (8 h; with dropout 2 h of masks), which only sequence parallelism splits; queries, keys and
-values, attention's result, and the MLP's inner tensors, which tensor parallelism splits. For a GPT that is the 34 h of
-Korthikanti et al. (2205.05198), and 10 h + 24 h / tp without sequence parallelism.
+Activations are counted tensor by tensor, as what a layer keeps for its backward pass, in bytes per token. The inputs and outputs of
+both norms (8 h, plus 2 h of masks with dropout) are split only by sequence parallelism. Queries, keys, values, the attention output
+and the MLP's inner tensors are split by tensor parallelism. For a GPT this gives the 34 h of Korthikanti et al. (2205.05198), and
+10 h + 24 h / tp without sequence parallelism.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from argosy.plan.calibration import Calibration, Stack
 from argosy.plan.hardware import GIB
 from argosy.plan.layouts import Layout, Work, stage_layers
 
-LOSS_CHUNK = GIB  # of logits at a time, where the loss is made in chunks
+# Bytes of logits in one chunk of a chunked loss.
+LOSS_CHUNK = GIB
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """GiB on one rank of a stage, when it is fullest."""
+    """The peak memory on one rank of a stage, in GiB."""
 
     weights: float
     gradients: float
@@ -36,7 +37,8 @@ class StageMemory:
     logits: float
     buffers: float
     communication: float
-    overhead: float  # of the allocator and the device: not in `allocated`
+    # Overhead of the allocator and the device, not part of `allocated`.
+    overhead: float
 
     @property
     def allocated(self) -> float:
@@ -45,7 +47,7 @@ class StageMemory:
 
     @property
     def device(self) -> float:
-        """What has to fit on the card."""
+        """The memory that has to fit on the card."""
         return self.allocated + self.overhead
 
     def as_dict(self) -> dict[str, float]:
@@ -65,7 +67,8 @@ def stage_memory(work: Work, layout: Layout, stack: Stack, calibration: Calibrat
     updated = updated_by(work, layout, layers, dense, experts)
     weights, gradients, optimiser = _state(work, layout, stack, dense, experts, updated)
     tokens = work.seq_len * layout.micro_batch / layout.cp
-    wide = 2.0 if work.precision == "fp32" else 1.0  # against the 16 bits that activations are counted in
+    # Activations are counted in 16 bits, and take twice that in fp32.
+    wide = 2.0 if work.precision == "fp32" else 1.0
     kept, again = (wide * part for part in _activations(work, layout, stack, stage, layers, tokens))
     logits = wide * _logits(work, layout, stack, tokens) if last else 0.0
     moments = [(gradients, kept + again, logits), (gradients + optimiser * stack.widened / stack.optimiser, 0.0, 0.0)]
@@ -81,7 +84,10 @@ def stage_memory(work: Work, layout: Layout, stack: Stack, calibration: Calibrat
 
 
 def stage_parameters(work: Work, layout: Layout, layers: int, *, first: bool, last: bool) -> tuple[float, float]:
-    """(shared by all ranks of a data-parallel group, in routed experts) on one rank, before sharding over data."""
+    """Return the dense and the routed-expert parameters on one rank, before data-parallel sharding.
+
+    All ranks of a data-parallel group share the dense parameters.
+    """
     sizes, moe = work.sizes, work.model.moe
     dense = layers * ((sizes.attention + sizes.mlp) / layout.tp + sizes.other)
     if first:
@@ -99,8 +105,10 @@ def stage_parameters(work: Work, layout: Layout, layers: int, *, first: bool, la
 def updated_by(
     work: Work, layout: Layout, layers: int, dense: float, experts: float
 ) -> list[tuple[Rule, float, float]]:
-    """Each rule of the optimiser with the parameters of one rank that it updates, of `dense` and of `experts`. All of the latter are
-    matrices inside the layers."""
+    """Return each rule of the optimiser with the number of `dense` and of `experts` parameters it updates on one rank.
+
+    All expert parameters are in matrices inside the layers.
+    """
     matrices = layers * (work.sizes.attention + work.sizes.mlp) / layout.tp
     shares = work.rule.shares(matrices, dense - matrices)
     return [(rule, number, experts if rule is work.rule else 0.0) for rule, number in shares]
@@ -109,11 +117,15 @@ def updated_by(
 def _state(
     work: Work, layout: Layout, stack: Stack, dense: float, experts: float, updated: list[tuple[Rule, float, float]]
 ) -> tuple[float, float, float]:
-    """Bytes of weights, gradients and optimiser, each sharded as the ZeRO stage says. A stack's figures are for the default rule;
-    `updated` says how many parameters have which rule's state."""
-    once = work.micro_batches(layout) == 1 and layout.shards * layout.copies == 1  # else they are summed in more bits
+    """Return the bytes of weights, gradients and optimiser state, each sharded by ZeRO stage.
+
+    A stack's figures are for the default rule. `updated` says how many parameters have the state of which rule.
+    """
+    # Gradients that are summed, over micro-batches or ranks, take more bits.
+    once = work.micro_batches(layout) == 1 and layout.shards * layout.copies == 1
     weight, gradient, optimiser = stack.weight, stack.gradient_once if once else stack.gradient, stack.optimiser
-    if work.precision == "fp32" or (stack.sharded_masters and layout.zero >= 3):  # a parameter is its own master
+    # Here a parameter is its own master weight.
+    if work.precision == "fp32" or (stack.sharded_masters and layout.zero >= 3):
         weight, gradient, optimiser = WIDE, max(gradient, WIDE), DEFAULT.state_bytes
     shards = [layout.shards if layout.zero >= stage else 1 for stage in (3, 2, 1)]
 
@@ -129,7 +141,7 @@ def _state(
 
 
 def _largest_matrix(work: Work, layout: Layout) -> float:
-    """Elements of the largest matrix inside the layers: whole, and of experts as many as a rank holds."""
+    """Return the number of elements of the largest whole matrix inside the layers. Stacked experts count as many as a rank holds."""
     model, moe = work.model, work.model.moe
     widths = [model.ffn, model.heads * model.head_dim]
     stacked = 0.0 if moe is None else moe.experts / layout.ep * moe.ffn
@@ -137,9 +149,11 @@ def _largest_matrix(work: Work, layout: Layout) -> float:
 
 
 def in_flight(layout: Layout, micro_batches: int, stage: int) -> float:
-    """Micro-batches whose activations a stage holds at once, of all its layers. 1F1B: those ahead of it in the pipeline
-    and its own. Interleaved: its warm-up, in chunks. V-shaped: every rank as many as the first of 1F1B, and where forward
-    and backward passes are paired one more."""
+    """Return the number of micro-batches whose activations a stage holds at once, for all its layers.
+
+    1F1B: one for the stage and one for each stage after it. Interleaved: the warm-up, counted in chunks. V-shaped: every rank holds as
+    many as the first rank of 1F1B, and one more if forward and backward passes are paired (DualPipeV).
+    """
     if layout.schedule == "gpipe":
         return micro_batches
     if layout.is_v_shaped:
@@ -151,7 +165,7 @@ def in_flight(layout: Layout, micro_batches: int, stage: int) -> float:
 
 
 def layer_activations(work: Work, layout: Layout, stack: Stack) -> tuple[float, float]:
-    """Bytes of a token that a layer keeps (with what the layout recomputes left out), and that one has while it runs."""
+    """Return the bytes per token that a layer keeps, without what is recomputed, and the bytes per token of a running layer."""
     sizes, model = work.sizes, work.model
     outer = layout.tp if layout.sp else 1
     stream = (10 if model.dropout else 8) * sizes.stream + 4 * sizes.latent
@@ -159,14 +173,16 @@ def layer_activations(work: Work, layout: Layout, stack: Stack) -> tuple[float, 
     projections = 2 * (2 * sizes.query + 2 * key_value)
     inner = 2 * (3 if model.gated else 2)
     routed = inner * sizes.expert_width + 2 * sizes.hidden * sizes.expert_layers * (model.moe.top_k if model.moe else 0)
-    kept_of_score = 5 if model.dropout else 2  # the softmax; with dropout its mask and result as well
+    # Bytes per score: the softmax, and with dropout its mask and result as well.
+    kept_of_score = 5 if model.dropout else 2
     scores = kept_of_score * model.heads * work.seq_len / layout.cp if stack.attention == "unfused" else 0.0
     split = projections + inner * sizes.mlp_width + routed
     if stack.narrow_inputs and work.precision in ("fp8", "fp4"):
-        split -= sizes.mlp_width + sizes.expert_width  # the second product's input is kept in 8 bits
+        # The input of the MLP's second matmul is kept in 8 bits.
+        split -= sizes.mlp_width + sizes.expert_width
     whole = stream / outer + (split + scores) / layout.tp
-    # Sequence parallelism gathers the whole sequence before a product, and has it whole after one, for the layer at work.
-    # Beside it are the gradients of the MLP's inner tensors, in place of its second product's input.
+    # With sequence parallelism, the running layer holds the whole sequence before and after a matmul. It also holds the gradients of
+    # the MLP's inner tensors, in place of the input of its second matmul.
     running = whole + (6 * sizes.hidden if layout.sp else 0)
     running += (inner - 2) * (sizes.mlp_width + sizes.expert_width) / layout.tp
     if layout.recompute == "none":
@@ -183,7 +199,7 @@ def layer_activations(work: Work, layout: Layout, stack: Stack) -> tuple[float, 
 def _activations(
     work: Work, layout: Layout, stack: Stack, stage: int, layers: int, tokens: float
 ) -> tuple[float, float]:
-    """Bytes kept of the micro-batches in flight, and those of a layer that is made again or at work."""
+    """Return the activation bytes kept for micro-batches in flight, and the extra bytes of the layer that runs or is recomputed."""
     kept, running = layer_activations(work, layout, stack)
     flying = in_flight(layout, work.micro_batches(layout), stage)
     ends = 2 * work.sizes.hidden * any(layout.ends(stage)) / (layout.tp if layout.sp else 1)
@@ -191,8 +207,11 @@ def _activations(
 
 
 def _logits(work: Work, layout: Layout, stack: Stack, tokens: float) -> float:
-    """Bytes of output head and loss at their peak. A chunked loss has the logits of two chunks, the one at work and the one
-    before, and by its end the gradients of the head's input and, in 32 bits, of its weight."""
+    """Return the peak bytes of output head and loss.
+
+    A chunked loss holds the logits of two chunks, the current and the previous one. At its end it also holds the gradients of the
+    head's input and, in 32 bits, of the head's weight.
+    """
     vocab, judged = work.model.vocab_size / layout.tp, tokens * work.sizes.predicted
     if not stack.chunked_loss:
         return judged * vocab * stack.logit
@@ -204,12 +223,16 @@ def _logits(work: Work, layout: Layout, stack: Stack, tokens: float) -> float:
 def _transient(
     work: Work, layout: Layout, stack: Stack, tokens: float, parameters: float, layers: int
 ) -> tuple[float, float]:
-    """Workspaces, and what communication holds. ZeRO-3: two gathered layers (the one in use and the next), one layer's
-    whole gradients, and the ends; in a pipeline, where gathering for each micro-batch would cost too much, the whole
-    stage's weights and gradients. Else: what pipeline stages pass on, and a bucket of gradients and one of weights, where
-    the stack copies them to exchange them."""
+    """Return the bytes of workspaces and of communication buffers.
+
+    ZeRO-3 holds two gathered layers (the current one and the prefetched one), the unsharded gradients of one layer, and the ends of the
+    model. In a pipeline, where an all-gather per micro-batch would cost too much, it holds the weights and gradients of the whole stage.
+    Without ZeRO-3, the buffers hold what pipeline stages send to each other. A stack that copies to communicate adds one bucket of
+    gradients and one of weights.
+    """
     sizes = work.sizes
-    buffers = 4.0 * tokens * sizes.hidden / (layout.tp if layout.sp else 1)  # gradients of the residual stream
+    # Gradients of the residual stream.
+    buffers = 4.0 * tokens * sizes.hidden / (layout.tp if layout.sp else 1)
     if layout.zero < 3:
         copied = (stack.reduced + 2) * min(stack.bucket, parameters) if layout.zero else 0.0
         return buffers, copied + 4.0 * tokens * sizes.hidden / layout.tp * (layout.pp > 1)

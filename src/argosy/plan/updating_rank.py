@@ -1,6 +1,6 @@
-"""What a rule asks about the rank whose update it prices: `PlannedRank` for a planned layout.
+"""The `PlannedRank` of a planned layout, from which a rule computes the cost of its update.
 
-A rule that needs whole matrices has their shards gathered first, over the ranks that shard the state and those of tensor parallelism.
+If a rule needs whole matrices, their shards are all-gathered first, over the ranks that shard the state and the tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from argosy.plan.links import Links, gather, group
 
 @dataclass(frozen=True)
 class UpdatingRank:
-    """One rank of a layout, a `PlannedRank`, with so many layers."""
+    """One rank of a layout with `layers` layers. It implements `PlannedRank`."""
 
     work: Work
     layout: Layout
@@ -25,20 +25,20 @@ class UpdatingRank:
     layers: int
 
     def extra_seconds(self) -> float:
-        """Seconds the optimiser takes in a step beyond moving its bytes."""
+        """Return the seconds of an optimiser step beyond moving its bytes."""
         rule, keys = self.work.rule, self.work.rule_keys
         return rule.extra_seconds(rule.keys() if keys is None else keys, self)
 
     @property
     def matrices(self) -> list[tuple[float, float, float]]:
-        """(rows, columns, how many) of an average layer's matrices."""
+        """The matrices of an average layer, as (rows, columns, how many)."""
         return layer_matrices(self.work, self.layout)
 
     def matmul_seconds(self, rows: float, columns: float, inner: float) -> float:
         return product(self.rates, rows, columns, inner)
 
     def gather_seconds(self, bytes_per_number: float) -> float:
-        """Seconds to gather one layer's matrices, but for experts, which are updated where they are."""
+        """Return the seconds to all-gather one layer's matrices. Experts are updated in place, without a gather."""
         sizes, layout = self.work.sizes, self.layout
         whole = bytes_per_number * (sizes.attention + sizes.mlp)
         seconds = gather(self.links, group(layout, "tp", self.cluster), whole) if layout.tp > 1 else 0.0
@@ -48,14 +48,15 @@ class UpdatingRank:
 
 
 def layer_matrices(work: Work, layout: Layout) -> list[tuple[float, float, float]]:
-    """(rows, columns, how many) of an average layer's matrices on one rank."""
+    """Return the matrices of an average layer on one rank, as (rows, columns, how many)."""
     model, sizes = work.model, work.sizes
     attention = sizes.decoder.mean(1, 2)
     query, key_value, hidden = model.heads * model.head_dim, model.kv_heads * model.head_dim, model.hidden
+    # Projections of queries and outputs, then of keys and values.
     found = [
         (query, hidden, 2 * attention),
         (key_value, hidden, 2 * attention),
-    ]  # of queries and outputs; keys and values
+    ]
     inputs = 3 if model.gated else 2
     found.append((model.ffn, hidden, inputs * (1 - sizes.expert_layers)))
     if model.moe is not None:
@@ -66,5 +67,5 @@ def layer_matrices(work: Work, layout: Layout) -> list[tuple[float, float, float
 
 
 def _over_experts(layout: Layout) -> int:
-    """Ranks that hold the same experts and shard them: each takes some of the matrices."""
+    """Return the number of ranks that shard the same experts. Each updates some of the matrices."""
     return layout.expert_shards(layout.shards) if layout.zero >= 3 else 1

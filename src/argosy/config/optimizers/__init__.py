@@ -28,7 +28,7 @@ RULES = _declared()
 
 
 def _optimizer_fields() -> dict[str, Any]:
-    """`name`, the keys of rules that have no section, and a section for each of the others."""
+    """Return the fields of `optim`: `name`, the keys of inline rules, and a section for each other rule."""
     names = Literal[tuple(RULES)]  # type: ignore[valid-type]
     fields: dict[str, Any] = {"name": (names, Field(DEFAULT.name, description="optimiser"))}
     for rule in RULES.values():
@@ -53,5 +53,5 @@ else:
 
 
 def rule_elsewhere(trainer: str, name: str) -> Rule | None:
-    """The rule for what another trainer calls `name`, or None."""
+    """Return the rule for what another trainer calls `name`, or None."""
     return next((rule for rule in RULES.values() if name in rule.names_elsewhere.get(trainer, ())), None)

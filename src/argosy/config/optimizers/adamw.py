@@ -1,4 +1,4 @@
-"""AdamW: two moments of the gradient, decoupled weight decay. The default, and the rule others hand embeddings and norms to."""
+"""AdamW: two moments of the gradient and decoupled weight decay. It is the default, and the rule others use for embeddings and norms."""
 
 from __future__ import annotations
 

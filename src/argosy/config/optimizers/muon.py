@@ -1,7 +1,7 @@
 """Muon: momentum whose direction is orthogonalised by Newton-Schulz iterations, for the matrices inside the layers.
 
-Its cost to the planner: every rank orthogonalises whole matrices. Their shards are gathered first, over the ranks that shard the
-state and those of tensor parallelism, and each of these computes the same. Of stacked experts a rank does those it holds.
+The planner's cost model: every rank orthogonalises whole matrices. The shards are all-gathered first, over the ranks that shard the
+state and the tensor-parallel ranks, and each of these ranks computes the same update. A rank updates only the experts it holds.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from argosy.config.optimizer_rule import PlannedRank, Rule
 from argosy.config.optimizers.adamw import RULE as ADAMW
 from argosy.config.units import Fraction, NotBool
 
-_GATHERED = 4  # bytes of a number of the direction
-_WORKING = 20  # bytes of a matrix's number: gradient, direction and result in 32 bits, two copies in 16
+# Bytes per element of the gathered direction.
+_GATHERED = 4
+# Bytes per element of a matrix: gradient, direction and result in 32 bits, two copies in 16 bits.
+_WORKING = 20
 
 
 class MuonSpec(Section):
@@ -32,7 +34,7 @@ class MuonSpec(Section):
 
 
 def newton_schulz_seconds(rank: PlannedRank, rows: float, columns: float, steps: int) -> float:
-    """Seconds to orthogonalise one matrix X: each iteration multiplies X X^T, its square, and that square by X."""
+    """Return the seconds to orthogonalise one matrix X. Each iteration computes X X^T, its square, and the product with X."""
     short, long = sorted((rows, columns))
     matmul = rank.matmul_seconds
     return steps * (matmul(short, short, long) + matmul(short, short, short) + matmul(short, long, short))
@@ -56,7 +58,7 @@ RULE = Rule(
     state={"momentum": "fp32"},
     keeps="momentum",
     rest=ADAMW,
-    # One state tensor less than AdamW, and a direction that is written and read.
+    # Muon has one state tensor less than AdamW, but writes and reads a direction.
     bytes_moved=ADAMW.bytes_moved,
     working_bytes=_working_bytes,
     extra_seconds=_extra_seconds,
