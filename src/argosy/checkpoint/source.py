@@ -1,5 +1,7 @@
-"""Weights to start from, to sample or to export, wherever they lie: a run (its newest good checkpoint), one checkpoint, a
-model imported before, or a Hugging Face directory. Read one parameter at a time, by our names."""
+"""The source of weights to start from, to sample or to export, read one parameter at a time, by our names.
+
+A source is a run (its newest good checkpoint), one checkpoint, an imported model, or a Hugging Face directory.
+"""
 
 from __future__ import annotations
 
@@ -40,23 +42,29 @@ TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_tok
 
 @dataclass(frozen=True)
 class Source:
-    where: str  # as the user wrote it
+    # The location as the user wrote it.
+    where: str
     model: ModelSpec
     infos: dict[str, TensorInfo]
     read: Callable[[str], Tensor]
-    root: Path  # holds the tokenizer and what else belongs to the model
-    checkpoint: Checkpoint | None  # None: a Hugging Face directory
-    vocab_size: int  # rows that are no padding, as far as the model's own files say
+    # The directory with the tokenizer and the other files of the model.
+    root: Path
+    # None: the source is a Hugging Face directory.
+    checkpoint: Checkpoint | None
+    # Vocabulary rows without padding, as far as the model's own files say.
+    vocab_size: int
     eod_id: int | None
-    token_ids: dict[str, Any]  # in Hugging Face's names
-    run: dict[str, Any] | None = None  # spec of the run that trained it; None: it was not trained here
+    # Special tokens, by Hugging Face's names.
+    token_ids: dict[str, Any]
+    # The spec of the run that trained the model. None: no run of ours did.
+    run: dict[str, Any] | None = None
 
     @property
     def step(self) -> int:
         return self.checkpoint.progress.step if self.checkpoint is not None else 0
 
     def facts(self) -> dict[str, Any]:
-        """What a run that starts here remembers of it."""
+        """Return what a run that starts from this source records about it."""
         return {"from": self.where, "step": self.step, "vocab_size": self.vocab_size, "token_ids": self.token_ids}
 
     def run_spec(self) -> RunSpec | None:
@@ -67,28 +75,29 @@ class Source:
             raise ArgosyError("run.damaged", cause, fix="restore it from a backup") from None
 
     def tokenizer(self) -> Tokenizer | None:
-        """The one kept beside the weights."""
+        """Return the tokenizer stored beside the weights, or None."""
         return _tokenizer_in(self.root)
 
     def opening(self, tokenizer: Tokenizer) -> list[int]:
-        """The token that begins a text by the model's config, where the tokenizer's settings or its own rules put it."""
+        """Return the model's beginning-of-text token if the tokenizer's settings or its own rules prepend it, else nothing."""
         begins = self.token_ids.get("bos_token_id")
         asked = _tokenizer_settings(self.root).get("add_bos_token")
         there = begins in tokenizer.opening() if asked is None else bool(asked)
         return [begins] if there and isinstance(begins, int) else []
 
     def reads(self, data: Tokenizer | None) -> bool:
-        """Whether data of that tokenizer means to the model what it says, as far as is known."""
+        """Return False if data of that tokenizer has other ids than the model's own tokenizer. Unknown tokenizers count as equal."""
         own = self.tokenizer()
         if data is None or own is None or data.fingerprint == own.fingerprint:
             return True
-        _, content = data.stored()  # one tokenizer may lie there in two forms
+        # One tokenizer may be stored in two forms.
+        _, content = data.stored()
         return any(
             read_regular(path, LARGEST_TOKENIZER, within=self.root) == content for path in tokenizer_files(self.root)
         )
 
     def misread(self) -> str:
-        """What is to be said where it does not."""
+        """Return the message for data that fails `reads`."""
         return f"the data was not made with the tokenizer of {self.where}: its ids mean other text there"
 
 
@@ -147,7 +156,7 @@ def _tokenizer_settings(root: Path) -> dict[str, Any]:
 
 
 def _special_ids(data: Mapping[str, Any], tokenizer: Tokenizer | None) -> dict[str, int]:
-    """The tokens that samples of encoders are made with, by role. They may be ids that the tokenizer does not have."""
+    """Return the ids of the special tokens in encoder samples, by role. The tokenizer may not have them."""
     found: dict[str, int] = {}
     for task in TASKS.values():
         for role in task.roles:
@@ -185,7 +194,7 @@ def hf_source(where: str, found: HfModel) -> Source:
 
 
 def require_fit(source: Source, model: nn.Module, spec: ModelSpec) -> None:
-    """Refuse weights that are not of this model; its vocabulary may be larger than theirs."""
+    """Refuse weights that do not fit the model. The model's vocabulary may be larger than the source's."""
     wanted = {name: (_name_there(source, spec, name), tuple(p.shape)) for name, p in model.named_parameters()}
     need = {there for there, _ in wanted.values() if there is not None}
     left = source.infos.keys() - need if becomes_towers(source.model, spec) else set()
@@ -204,10 +213,13 @@ def require_fit(source: Source, model: nn.Module, spec: ModelSpec) -> None:
 
 
 def starting_weights(source: Source, model: nn.Module, spec: ModelSpec, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter of a model by name, from a source that fits. What it does not have is drawn as for a new model: what
-    towers have beside an encoder, and biases that level experts, which begin at zero. Rows by which the vocabulary is larger
-    are the mean of the others. Their logits are then the mean of the others', so that k of them beside n add at most
-    log(1 + k / n) to a loss; drawn rows would have logits about zero, which in a trained model may be far above all others."""
+    """Yield every parameter of a model by name, from a source that fits.
+
+    Parameters that the source lacks are initialised as in a new model: what towers have beyond an encoder, and load-balancing biases of
+    experts, which begin at zero. New vocabulary rows are the mean of the existing rows. Their logits are then the mean of the existing
+    logits, so that k new rows beside n add at most log(1 + k / n) to the loss. Random rows would have logits near zero, which in a
+    trained model may be far above all others.
+    """
     for name, parameter in model.named_parameters():
         there = _name_there(source, spec, name)
         value = initial_value(name, parameter.shape, spec, seed) if there is None else source.read(there)
@@ -219,8 +231,9 @@ def starting_weights(source: Source, model: nn.Module, spec: ModelSpec, seed: in
 
 
 def _name_there(source: Source, spec: ModelSpec, name: str) -> str | None:
-    """The parameter of the source that one of the model begins as, if any."""
+    """Return the name of the source's parameter that initialises a parameter of the model, or None."""
     if not becomes_towers(source.model, spec):
         return None if name.endswith("router.bias") and name not in source.infos else name
-    _, _, inside = name.split(".", 2)  # of one of the towers
+    # The name within one of the towers.
+    _, _, inside = name.split(".", 2)
     return None if inside.startswith("projection.") else inside

@@ -1,1 +1,1 @@
-"""Model directories of Hugging Face: reading their weights, importing, exporting, verifying. `argosy.families` has the tables."""
+"""Hugging Face model directories: read weights, import, export, verify. `argosy.families` has the weight tables."""

@@ -1,7 +1,7 @@
-"""Numbers between our parameters and Hugging Face's tensors, as the weight tables of `argosy.families` declare.
+"""Conversion between our parameters and Hugging Face's tensors, as the weight tables of `argosy.families` declare it.
 
-Entries are independent of each other: a converter goes through a table and holds one parameter at a time. A layout only
-moves numbers, so it works on tensors without data as well (device "meta"), which is how shapes are known beforehand.
+Entries are independent: a converter walks a table and holds one parameter at a time. A layout only moves numbers, so it also works on
+tensors without data (device "meta"). This gives the shapes in advance.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ Weights = dict[str, Tensor]
 
 
 def entries(spec: ModelSpec) -> list[Entry]:
-    """Return the table of a model: every one of our parameters, in the order of the model."""
+    """Return the weight table of a model: all our parameters, in model order."""
     return list(family_of(spec).table(spec))
 
 
 def to_ours(entry: Entry, theirs: Mapping[str, Tensor]) -> Tensor:
-    """Return our parameter. A missing tensor is a KeyError that names it."""
+    """Return our parameter of an entry. A missing tensor raises a KeyError that names it."""
     return _join(entry.layout, [theirs[name] for name in entry.theirs]).contiguous()
 
 
 def to_theirs(entry: Entry, ours: Tensor) -> Weights:
-    """Return their tensors by name."""
+    """Return Hugging Face's tensors of an entry, by name."""
     parts = _split(entry.layout, ours)
     return {name: part.contiguous() for name, part in zip(entry.theirs, parts, strict=True)}
 
 
 def from_hf(table: Iterable[Entry], weights: Mapping[str, Tensor]) -> Weights:
-    """Return our whole state dict from theirs."""
+    """Return our whole state dict, converted from Hugging Face's."""
     return {entry.ours: to_ours(entry, weights) for entry in table}
 
 
 def to_hf(table: Iterable[Entry], weights: Mapping[str, Tensor]) -> Weights:
-    """Return their whole state dict from ours; a tied head is left out, as it is where they save it."""
+    """Return Hugging Face's whole state dict, converted from ours. A tied head is left out, as in their own files."""
     return {name: part for entry in table for name, part in to_theirs(entry, weights[entry.ours]).items()}
 
 
 def _join(layout: Layout, parts: Sequence[Tensor]) -> Tensor:
-    """Their tensors to ours: `_split(layout, _join(layout, parts))` gives the parts again."""
+    """Return our tensor from Hugging Face's parts. `_split` is the inverse."""
     match layout:
         case Same() | Twice():
             return parts[0]

@@ -1,8 +1,8 @@
-"""`argosy ckpt export`: weights of ours as a directory that `from_pretrained` loads.
+"""`argosy ckpt export`: write our weights as a directory that `from_pretrained` loads.
 
-One parameter is in memory at a time, no GPU is needed, and the rows that only padded the vocabulary are left out. Before
-the directory takes its name, every tensor is read back and compared bit for bit, and the logits are compared with those
-of transformers' own model.
+The export holds one parameter in memory at a time, needs no GPU, and leaves out padding rows of the vocabulary. Before the directory
+gets its final name, every tensor is read back and compared bit for bit, and the logits are compared with those of transformers' own
+model.
 """
 
 from __future__ import annotations
@@ -43,14 +43,15 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class ExportOptions:
-    dtype: str | None = None  # None: as the weights are stored
+    # None: the dtype of the stored weights.
+    dtype: str | None = None
     shard_size: int = 5_000_000_000  # bytes
     verify: bool = True
     keep_padding: bool = False
 
 
 def shard_bytes(text: str) -> int:
-    """`5GB` in bytes."""
+    """Return a shard size such as `5GB` in bytes."""
     try:
         size = int(parse_bytes(text))
         if size < 1:
@@ -99,7 +100,8 @@ def export_hf(where: str, to: Path, options: ExportOptions, *, dry_run: bool = F
     reader = Converter(source, spec, None if options.dtype is None else DTYPES[options.dtype])
     shards = _shards(reader.infos, options.shard_size)
     size = sum(info.nbytes for info in reader.infos.values())
-    dtype = _name(reduce(torch.promote_types, (info.dtype for info in reader.infos.values())))  # it holds them all
+    # The smallest dtype that can represent all tensors.
+    dtype = _name(reduce(torch.promote_types, (info.dtype for info in reader.infos.values())))
     facts = Exported(
         where,
         source.step,
@@ -119,7 +121,8 @@ def export_hf(where: str, to: Path, options: ExportOptions, *, dry_run: bool = F
         with ProgressBar("export", size, "B") as bar:
             _write_weights(stage, shards, _counted(reader.theirs, bar))
         ids = source.token_ids
-        if source.eod_id is not None and "eos_token_id" not in ids:  # where a document ends, the next one begins
+        # The token that ends a document also begins the next one.
+        if source.eod_id is not None and "eos_token_id" not in ids:
             ids = {"bos_token_id": source.eod_id, "eos_token_id": source.eod_id} | ids
         _write_json(stage / CONFIG, config | ids | {"dtype": dtype, "torch_dtype": dtype})
         copy_assets(source.root, stage)
@@ -137,8 +140,10 @@ def export_hf(where: str, to: Path, options: ExportOptions, *, dry_run: bool = F
 
 
 class Converter:
-    """Our parameters, without padding and in the precision asked for, and the tensors of theirs made of them. The spec may
-    be of fewer layers and tokens than the source has."""
+    """A reader of our parameters and of the Hugging Face tensors made from them, without padding and in the requested dtype.
+
+    The spec may have fewer layers and tokens than the source.
+    """
 
     def __init__(self, source: Source, spec: ModelSpec, dtype: torch.dtype | None) -> None:
         self.source, self.spec, self.dtype = source, spec, dtype
@@ -159,7 +164,7 @@ class Converter:
         return value if self.dtype is None else _rounded(name, value, self.dtype)
 
     def theirs(self, name: str) -> Tensor:
-        """Return a tensor in Hugging Face's layout. Tensors of one parameter are read in a row, so that it is converted once."""
+        """Return a tensor in Hugging Face's layout. Tensors of one parameter are read in a row, so each parameter is converted once."""
         if name not in self._made:
             entry = self._entries[name]
             self._made = to_theirs(entry, self.ours(entry.ours))
@@ -201,7 +206,7 @@ def _compare_logits(stage: Path, reader: Converter, memory: float) -> str:
 
 
 def _rows(source: Source, options: ExportOptions, notes: list[str]) -> int:
-    """Rows of the vocabulary that are no padding: those of the tokenizer, or of the model the run started from."""
+    """Return the number of vocabulary rows without padding: those of the tokenizer, or of the model the run started from."""
     tokenizer = source.tokenizer()
     if tokenizer is None:
         notes.append("the model keeps no tokenizer: none is written, and the vocabulary stays as it is")
@@ -212,7 +217,7 @@ def _rows(source: Source, options: ExportOptions, notes: list[str]) -> int:
 
 
 def _shards(infos: dict[str, TensorInfo], most: int) -> dict[str, dict[str, TensorInfo]]:
-    """Tensors by file, in order; a tensor larger than a shard has one to itself."""
+    """Return the tensors of each file, in order. A tensor larger than `most` bytes gets a file of its own."""
     parts: list[dict[str, TensorInfo]] = [{}]
     filled = 0
     for name, info in infos.items():

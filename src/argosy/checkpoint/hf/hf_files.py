@@ -1,7 +1,7 @@
 """The weights of a Hugging Face directory, read tensor by tensor from one safetensors file or from shards with an index.
 
-Everything is held against the model's table before a number is read: a tensor that is missing, left over or of another
-shape is named. Pickled weights are never opened.
+The files are checked against the model's weight table before any data is read: the error names a tensor that is missing, unexpected
+or of another shape. Pickled weights are never opened.
 """
 
 from __future__ import annotations
@@ -33,24 +33,28 @@ _FETCH = "fetch the model again"
 
 @dataclass(frozen=True)
 class HfModel:
-    """A model directory whose weights are known to be all there. `unused` are tensors the model does without, `copied`
-    those that are not stored because they equal another."""
+    """A model directory whose weights are complete.
+
+    `unused` are stored tensors that the model does not need. `copied` maps tensors that are not stored to the tensors they equal.
+    """
 
     directory: Path
     spec: ModelSpec
-    table: dict[str, Entry]  # by our name
+    # Entries by our parameter name.
+    table: dict[str, Entry]
     files: list[TensorFile]
-    where: dict[str, tuple[TensorFile, str]]  # their name in the table -> the file, and the name in it
+    # The file and the stored name of each tensor, by its Hugging Face name in the table.
+    where: dict[str, tuple[TensorFile, str]]
     unused: list[str]
     copied: dict[str, str]
 
     @property
     def infos(self) -> dict[str, TensorInfo]:
-        """What our parameters will be."""
+        """The shape and dtype of each of our parameters after conversion."""
         return {name: TensorInfo.of(self._shape(entry)) for name, entry in self.table.items()}
 
     def read(self, name: str) -> Tensor:
-        """One of our parameters."""
+        """Read and convert one of our parameters."""
         entry = self.table[name]
         return to_ours(entry, {theirs: self.read_theirs(theirs) for theirs in entry.theirs})
 
@@ -80,7 +84,7 @@ def open_hf(directory: Path) -> HfModel:
             if name in where:
                 raise _bad(f"{name} is in {where[name][0].path.name} and in {file.path.name}", _FETCH)
             where[name] = (file, stored)
-    # A tied weight may be stored under any of its names.
+    # A tied weight may be stored under either of its names.
     where |= {
         original: where[copy]
         for copy, original in family.copies.items()
@@ -107,7 +111,7 @@ def open_hf(directory: Path) -> HfModel:
 
 
 def check_hashes(model: HfModel) -> int:
-    """Compare each file with the hash it was downloaded under, where its directory keeps one. Returns how many were."""
+    """Compare each file with its published SHA-256, if the directory has it. Return the number of files compared."""
     checked = 0
     for path, promised in ((file.path, _promised_hash(file.path)) for file in model.files):
         if promised is None:
@@ -120,7 +124,10 @@ def check_hashes(model: HfModel) -> int:
 
 
 def _promised_hash(path: Path) -> str | None:
-    """The Hub's cache names a large file by its SHA-256; a download into a directory notes it as the `etag`."""
+    """Return the published SHA-256 of a file, or None.
+
+    The Hub's cache names a large file by its SHA-256. A download into a directory stores it as the `etag`.
+    """
     names = [path.resolve().name]
     note = path.parent / ".cache" / "huggingface" / "download" / f"{path.name}.metadata"
     with contextlib.suppress(OSError):
@@ -129,7 +136,8 @@ def _promised_hash(path: Path) -> str | None:
 
 
 def _paths(directory: Path) -> Iterator[Path]:
-    if os.path.lexists(directory / SINGLE):  # also where there is an index: transformers then does not look at it
+    # The single file takes precedence over an index, as in transformers.
+    if os.path.lexists(directory / SINGLE):
         yield directory / SINGLE
     elif (directory / INDEX).exists():
         try:
@@ -176,7 +184,7 @@ def _check_shapes(model: HfModel) -> None:
 
 
 def _check_copies(model: HfModel, names: list[str]) -> None:
-    """Tied weights that were stored twice are the same numbers, or the model is not tied."""
+    """Refuse tied weights that were stored twice with different numbers."""
     for name in names:
         original = family_of(model.spec).stored.copies[name]
         if not torch.equal(model.read_theirs(name), model.read_theirs(original)):

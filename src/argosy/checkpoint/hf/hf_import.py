@@ -1,6 +1,7 @@
-"""`argosy ckpt import`: a Hugging Face directory as a directory of ours (see `model_directory`).
+"""`argosy ckpt import`: convert a Hugging Face directory to our format (see `model_directory`).
 
-One parameter is in memory at a time. The directory is made under a hidden name and renamed: it is whole or absent.
+The import holds one parameter in memory at a time. It writes under a hidden name and renames at the end, so the directory is either
+complete or absent.
 """
 
 from __future__ import annotations
@@ -32,10 +33,12 @@ class Imported:
     files_hashed: int
     files: int
     unused: list[str]
-    copied: dict[str, str]  # their names
+    # In Hugging Face's names.
+    copied: dict[str, str]
     assets: list[str]
     tokenizer: bool
-    balance_loss: float | None = None  # our weight, of a model with experts
+    # Our weight of the load-balancing loss, for a model with experts.
+    balance_loss: float | None = None
 
     def describe(self, *, done: bool) -> str:
         lines = [

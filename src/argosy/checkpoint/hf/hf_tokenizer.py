@@ -1,5 +1,7 @@
-"""The tokenizer of an exported model, so that AutoTokenizer loads it: files that came with the model are kept; what is
-missing is made from the tokenizer.json of the run."""
+"""The tokenizer files of an exported model, for AutoTokenizer.
+
+Files that came with the model are kept. Missing ones are made from the tokenizer.json of the run.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from argosy.checkpoint.source import Source
 from argosy.config.model import ModelSpec
 from argosy.data.text.tokenizer import EOD_NAMES, ByteTokenizer
 
-# Roles that transformers knows, and the names they go by.
+# Token roles of transformers, and the usual token names for each.
 _ROLES = {
     "unk_token": ("[UNK]", "<unk>"),
     "pad_token": ("[PAD]", "<pad>", "<|pad|>"),
@@ -23,7 +25,7 @@ _ROLES = {
 
 
 def write_tokenizer(source: Source, spec: ModelSpec, to: Path) -> list[str]:
-    """Complete the tokenizer's files in `to`. Returns what should be known about them."""
+    """Write the missing tokenizer files to `to`, and return notes for the user."""
     tokenizer = source.tokenizer()
     if tokenizer is None:
         return []
@@ -53,12 +55,12 @@ def write_tokenizer(source: Source, spec: ModelSpec, to: Path) -> list[str]:
 
 
 def _inputs(spec: ModelSpec) -> list[str]:
-    """What the tokenizer gives a model. Versions of transformers differ in what they take for granted."""
+    """Return the names of the model's inputs from the tokenizer. Their default differs between versions of transformers."""
     return ["input_ids", *(["token_type_ids"] if spec.type_vocab_size is not None else []), "attention_mask"]
 
 
 def _bytes_as_bpe() -> str:
-    """The byte tokenizer as a tokenizer.json: ids 0..255 are the bytes, 256 ends a document."""
+    """Return the byte tokenizer as a tokenizer.json: ids 0..255 are the bytes, and 256 ends a document."""
     from tokenizers import Tokenizer as Engine
     from tokenizers import decoders, models, pre_tokenizers
 
@@ -70,7 +72,7 @@ def _bytes_as_bpe() -> str:
 
 
 def _letter(byte: int) -> str:
-    """The character that stands for a byte in byte-level BPE: itself where it is printable, else one from 256 on."""
+    """Return the character for a byte in byte-level BPE: the byte itself if it is printable, else a character from 256 on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     if byte in printable:
         return chr(byte)

@@ -1,9 +1,9 @@
-"""Whether an exported model is ours: every tensor bit for bit, and the logits of transformers' own model.
+"""Verification of an exported model: every tensor bit for bit, and the logits against transformers' own model.
 
-Tensors are compared one at a time. Logits need a model in memory, theirs and then ours. Where that is more than the export
-may take, the same is done with less of the model: the first rows of the vocabulary and as many of the first layers as fit,
-written by the same code. That still goes through the embedding, the layers' code, the head and every setting of the config,
-while all weights have been compared before.
+Tensors are compared one at a time. Logits need a whole model in memory, first theirs, then ours. If that exceeds the memory limit of
+the export, a cut of the model is written by the same code and compared: the first rows of the vocabulary and as many of the first
+layers as fit. The cut still covers the embedding, the layers' code, the head and every setting of the config, and all weights have
+been compared before.
 """
 
 from __future__ import annotations
@@ -27,24 +27,28 @@ from argosy.families.hf_config import read_config
 from argosy.host_memory import available_memory
 from argosy.model.build import build_model
 
-TOLERANCE = 1e-4  # of the largest logit; two programs in 32-bit floats differ by 1e-6
-_OVERHEAD = 2  # of a model's weights: the file is in memory as well while it is loaded
-_ROWS = 1024  # of the vocabulary, where a model is cut
+# Relative to the largest logit. Two implementations in 32-bit floats differ by 1e-6.
+TOLERANCE = 1e-4
+# Memory relative to a model's weights: the file is in memory as well during loading.
+_OVERHEAD = 2
+# Vocabulary rows of a cut model.
+_ROWS = 1024
 
 
 def compare_weights(directory: Path, ours: Callable[[str], Tensor]) -> None:
-    """Read what was written as an import would, and hold it against our parameters."""
+    """Read the written files as an import would, and compare them with our parameters."""
     written = open_hf(directory)
     for name in written.table:
         value = ours(name)
-        if not value.isfinite().all():  # no logit would equal another, and neither disk nor conversion is to blame
+        # With NaN no logits would be equal, and neither disk nor conversion is to blame.
+        if not value.isfinite().all():
             raise _differs(f"{name} holds NaN or an infinity", "export a checkpoint from before it did")
         if not torch.equal(written.read(name), value):
             raise _differs(f"{name} was read back with other numbers", "check the disk, and export again")
 
 
 def compare_logits(directory: Path, spec: ModelSpec, ours: Callable[[str], Tensor]) -> str:
-    """On random tokens, in 32-bit floats, with the weights as exported. Returns what was found, in words."""
+    """Compare logits on random tokens, in 32-bit floats, with the exported weights. Return the result in words."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, spec.vocab_size, (2, min(32, spec.max_seq_len)), generator=generator)
     with torch.no_grad():
@@ -60,7 +64,7 @@ def compare_logits(directory: Path, spec: ModelSpec, ours: Callable[[str], Tenso
 
 
 def missing_for_logits(spec: ModelSpec) -> str | None:
-    """Why logits cannot be compared on this machine, if so."""
+    """Return why logits cannot be compared on this machine, or None if they can."""
     if importlib.util.find_spec("transformers") is None:
         return "transformers is not installed: the logits were not compared with its model (pip install transformers)"
     if (need := _need(_cut(spec, _least(spec)))) > available_memory():
@@ -69,7 +73,7 @@ def missing_for_logits(spec: ModelSpec) -> str | None:
 
 
 def what_fits(spec: ModelSpec, allowed: float) -> ModelSpec:
-    """The model, or what of it fits in `allowed` bytes; at least one layer."""
+    """Return the model, or the largest cut of it that fits in `allowed` bytes; a cut has at least one layer of each kind."""
     if _need(spec) <= allowed:
         return spec
     sizes = [_cut(spec, layers) for layers in range(spec.layers, _least(spec) - 1, -1)]
@@ -77,7 +81,7 @@ def what_fits(spec: ModelSpec, allowed: float) -> ModelSpec:
 
 
 def _least(spec: ModelSpec) -> int:
-    """Return the number of first layers among which there is one of each kind."""
+    """Return the smallest number of first layers that includes one layer of each kind."""
     plan = plan_of(spec)
     kinds = 1 + max(plan.index(layer) for layer in set(plan))
     return kinds if spec.moe is None else max(kinds, spec.moe.dense_layers + 1)
@@ -109,7 +113,8 @@ def _their_logits(directory: Path, spec: ModelSpec, tokens: Tensor) -> Tensor:
     kind: Any = getattr(transformers, read_config(directory)["architectures"][0])
     model = kind.from_pretrained(directory, dtype=torch.float32).eval()
     if spec.moe is not None and hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # the faster ones do not take experts of every width
+        # The faster implementations do not support every expert width.
+        model.set_experts_implementation("eager")
     output = model(input_ids=tokens, **_decoder_side(spec, tokens, "decoder_input_ids"))
     logits: Tensor = output.prediction_logits if "prediction_logits" in output else output.logits
     return logits
