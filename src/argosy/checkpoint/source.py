@@ -86,7 +86,7 @@ class Source:
         return [begins] if there and isinstance(begins, int) else []
 
     def reads(self, data: Tokenizer | None) -> bool:
-        """Return False if data of that tokenizer has other ids than the model's own tokenizer. Unknown tokenizers count as equal."""
+        """Return whether ids of the data's tokenizer mean the same text to the model. If a tokenizer is unknown, assume they do."""
         own = self.tokenizer()
         if data is None or own is None or data.fingerprint == own.fingerprint:
             return True

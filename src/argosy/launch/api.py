@@ -37,7 +37,7 @@ _NO_FILE = f"{os.devnull}/discovery"
 
 
 class Forbidden(ArgosyError):
-    """HTTP 403: the user or service account lacks the permission."""
+    """The refusal for HTTP 403: the user or service account lacks the permission."""
 
 
 class Cluster:

@@ -65,7 +65,7 @@ def _check_resources(placed: Placement) -> None:
 
 
 def _check_security(cluster: ClusterSpec) -> None:
-    """Refuse root without saying so, and a variable that has a secret and a plain value."""
+    """Refuse root without `cluster.privileged`, and a variable with both a secret and a plain value."""
     if cluster.user == 0 and not cluster.privileged:
         raise ArgosyError(
             "launch.security",
