@@ -1,9 +1,9 @@
-"""Who may look at whom, and the back ends that compute it.
+"""Attention masks, and the back ends that compute attention under them.
 
-A `Mask` says what is asked: causal or not, a sliding window, documents that do not see each other, how far ahead each query
-sees, ALiBi slopes, an additive bias. `BACKENDS` is the table of ways to compute it, fastest first; each declares what it can serve, and the
-first that can is taken. The last one writes the whole mask out as an additive bias: it serves everything, everywhere,
-and is what the others are tested against.
+A `Mask` describes the request: causal or not, a sliding window, documents that do not see each other, how far ahead each
+query sees, ALiBi slopes, an additive bias. `BACKENDS` lists the implementations, fastest first. Each declares what it can
+serve, and the first that can is used. The last one writes the whole mask out as an additive bias. It serves every case on
+every device, and the tests compare the others with it.
 """
 
 from __future__ import annotations
@@ -23,23 +23,28 @@ from argosy.model.ops import flash, hopper
 from argosy.model.ops.attention_backends import Form, attend
 from argosy.model.sharding import WHOLE, Share, drop
 
-MASK_INPUTS = ("documents", "reach")  # inputs of a model, [batch, seq], that only masks are made of
+# Model inputs that only attention masks are made of.
+MASK_INPUTS = ("documents", "reach")  # [batch, seq]
 
 
 @dataclass(frozen=True)
 class Mask:
-    """What attention may see. Everything not set is unrestricted."""
+    """An attention mask: the keys each query may see. A field that is not set restricts nothing."""
 
     causal: bool
-    window: int | None = None  # a query sees itself and the window - 1 keys before it
-    slopes: Tensor | None = None  # ALiBi: subtracts slope x distance from the score  # [heads]
-    documents: Tensor | None = None  # only equal ids see each other  # [batch, seq]
-    # The last key each query sees, where that is not itself: beyond it nothing is seen. A window counts keys behind a query only.
+    # A query sees itself and the window - 1 keys before it.
+    window: int | None = None
+    # ALiBi subtracts slope x distance from the score.
+    slopes: Tensor | None = None  # [heads]
+    # Only tokens with equal document ids see each other.
+    documents: Tensor | None = None  # [batch, seq]
+    # The last key each query sees, if that is not the query's own. A window counts only the keys behind a query.
     reach: Tensor | None = None  # [batch, seq]
-    bias: Tensor | None = None  # added to the scores; may be trained  # [1 or batch, heads, queries, keys]
+    # Added to the scores; may be trained.
+    bias: Tensor | None = None  # [1 or batch, heads, queries, keys]
 
     def within(self, queries: int) -> Mask:
-        """The same, without a window that is too wide to matter."""
+        """Return the same mask, without a window too wide to matter for `queries` queries."""
         if self.window is None or self.window < queries:
             return self
         return replace(self, window=None)
@@ -51,7 +56,7 @@ class Mask:
 
 
 class Case(NamedTuple):
-    """What a back end is asked about."""
+    """The request a back end accepts or refuses."""
 
     mask: Mask
     device: torch.device
@@ -59,25 +64,30 @@ class Case(NamedTuple):
     head_dim: int
     seq: int  # keys
     dropout: float
-    heads: Share = WHOLE  # that are here
-    queries: Share = WHOLE  # that are here, of the sequence whose keys are all here
+    # The share of the attention heads on this rank.
+    heads: Share = WHOLE
+    # The share of the queries on this rank, which has the keys of the whole sequence.
+    queries: Share = WHOLE
 
     @property
     def is_whole(self) -> bool:
         return self.heads.is_whole and self.queries.is_whole
 
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # query, key, value [batch, heads, seq, head_dim] -> like query
+# Maps query, key and value [batch, heads, seq, head_dim] to a result shaped like the query.
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Backend(NamedTuple):
     name: str
-    refuses: Callable[[Case], str | None]  # why it cannot serve a case, or None
-    prepare: Callable[[Case, float | None], Attend]  # for one forward pass; the scale, or None: 1 / sqrt(head_dim)
+    # Returns why the back end cannot serve a case, or None.
+    refuses: Callable[[Case], str | None]
+    # Prepares one forward pass, given the scale of the scores or None for 1 / sqrt(head_dim).
+    prepare: Callable[[Case, float | None], Attend]
 
 
 class Prepare(Protocol):
-    """How a model makes its attention; a layout in which a sequence is spread over ranks puts its own in place."""
+    """The function with which a model prepares attention. Context parallelism replaces it with its own."""
 
     def __call__(
         self,
@@ -103,8 +113,14 @@ def prepare_attention(
     heads: Share = WHOLE,
     queries: Share = WHOLE,
 ) -> Attend:
-    """The function every layer of a forward pass over `seq` tokens, computed like x, calls; what they share is made here,
-    once."""
+    """Return the attention function that every layer of a forward pass calls.
+
+    Whatever the layers share, such as a block mask, is made here once.
+
+    Args:
+        x: a tensor with the device and dtype of the computation.
+        seq: the number of keys.
+    """
     case = Case(mask.within(seq), x.device, x.dtype, head_dim, seq, dropout, heads, queries)
     return choose_backend(case).prepare(case, scale)
 
@@ -146,7 +162,10 @@ def _flash(case: Case, scale: float | None) -> Attend:
 
 
 def _by_pieces(case: Case, attend: Attend) -> Attend:
-    """Each piece of the queries on the keys up to its last, by an `attend` whose queries are the last of its keys."""
+    """Run `attend` on each piece of the queries, with the keys up to that piece's last.
+
+    `attend` must take its queries to be the last of its keys.
+    """
     size = case.seq // case.queries.of
 
     def attend_each(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -159,7 +178,8 @@ def _by_pieces(case: Case, attend: Attend) -> Attend:
 
 def _sdpa_refuses(case: Case) -> str | None:
     if case.dropout and not case.is_whole and case.device.type == "cpu":
-        return "draws what it drops for the heads and queries it is given"  # on a GPU no two layouts draw alike anyway
+        # On a GPU no two layouts draw the same dropout mask anyway.
+        return "draws what it drops for the heads and queries it is given"
     if not case.queries.is_whole and case.mask.causal:
         return "takes the queries for those of the first keys"
     return None if case.mask.is_plain else "only plain causal or bidirectional attention"
@@ -182,7 +202,8 @@ def _pieces_refuse(case: Case) -> str | None:
 
 
 def _pieces(case: Case, scale: float | None) -> Attend:
-    from torch.nn.attention.bias import causal_lower_right  # loads torch's compiler, which takes more than a second
+    # Imported here because it loads torch's compiler, which takes more than a second.
+    from torch.nn.attention.bias import causal_lower_right
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(
@@ -256,7 +277,7 @@ def _explicit(case: Case, scale: float | None) -> Attend:
 
 
 def _attend_dropping(case: Case, bias: Tensor | None, scale: float | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """In plain steps, with the dropout one process has on these heads and queries."""
+    """Compute attention in plain torch, with the dropout a single process would apply to these heads and queries."""
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     scores = q @ k.transpose(2, 3) * (case.head_dim**-0.5 if scale is None else scale)
     shares = (scores if bias is None else scores + bias).float().softmax(-1).to(v.dtype)
@@ -264,7 +285,7 @@ def _attend_dropping(case: Case, bias: Tensor | None, scale: float | None, q: Te
 
 
 def explicit_bias(case: Case) -> Tensor | None:
-    """The mask as numbers to add to the scores, [1 or batch, 1 or heads, queries, seq]; None if there is nothing to add."""
+    """Return the mask as an additive bias [1 or batch, 1 or heads, queries, seq], or None if it restricts nothing."""
     mask, queries = case.mask, case.queries
     if mask.is_plain and not mask.causal:
         return None

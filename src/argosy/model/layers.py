@@ -1,10 +1,10 @@
-"""The blocks every model is made of: linear, norm, attention (to itself or across), MLP.
+"""The layers every model is made of: linear, norm, self-attention, cross-attention, MLP.
 
-The query, key and value projections are one matrix, laid out group by group: for each key/value head its query heads,
-then its key, then its value. Cutting the rows into equal parts therefore never cuts a head.
+The query, key and value projections are one matrix, laid out group by group: for each KV head its query heads, then its
+key, then its value. Cutting the rows into equal tensor-parallel shards therefore never cuts a head.
 
-The bias of a matrix product is added by the operation that reads the product, which costs nothing there, and not by the
-product itself: `Linear` has `weight` and `bias`, and its forward is the product alone.
+The operation that reads a matmul's output adds the bias, which costs nothing there. `Linear` holds `weight` and `bias`,
+but its forward pass is the matmul alone.
 """
 
 from __future__ import annotations
@@ -29,17 +29,21 @@ from argosy.model.sharding import COLUMN, INSIDE, OUTSIDE, ROW, VOCABULARY, Decl
 
 
 class Linear(nn.Linear):
-    """x weight^T, plus the bias it is handed, if any: mostly whoever reads the product adds it."""
+    """A linear layer that computes x weight^T and adds only the bias its caller passes.
+
+    Usually the operation that reads the result adds the bias.
+    """
 
     weight, bias = shardable("weight"), shardable("bias")
-    fp8 = False  # multiply 8-bit floats while training; set by `argosy.parallel`
+    # Use fp8 matmuls while training. `argosy.parallel` sets it.
+    fp8 = False
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return multiply(x, [self], [bias])[0]
 
 
 def multiply(x: Tensor, layers: Sequence[Linear], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-    """The products of one input with several layers, which share what can be shared."""
+    """Return the outputs of several layers on one input, sharing the work that they have in common."""
     rounded = layers[0].fp8 and layers[0].training
     return (fp8_matmuls if rounded else matmuls)(x, [layer.weight for layer in layers], biases)
 
@@ -54,18 +58,18 @@ class Norm(nn.Module):
 
     @property
     def scale(self) -> Tensor:
-        """What the normalised numbers are multiplied by. An offset from one is added in 32 bits: 16 would round it away."""
+        """The factor of the normalised values. An offset from one is added in 32 bits: 16 would round it away."""
         return 1 + self.weight.float() if self.centred else self.weight
 
     def forward(self, x: Tensor) -> Tensor:
         return norm(x, self.scale, self.bias, eps=self.eps, rms=self.rms)
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(x, its norm)."""
+        """Return x and its norm."""
         return split_norm(x, self.scale, self.bias, eps=self.eps, rms=self.rms)
 
     def add(self, x: Tensor, y: Tensor, y_bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(x + y + y_bias, its norm)."""
+        """Return x + y + y_bias and its norm."""
         return add_norm(x, y, y_bias, self.scale, self.bias, eps=self.eps, rms=self.rms)
 
 
@@ -77,14 +81,15 @@ class Attention(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.head_dim = spec.head_dim
-        self.group = spec.heads // spec.kv_heads  # query heads that share a key/value head
+        # Query heads per KV head.
+        self.group = spec.heads // spec.kv_heads
         self.qkv = Linear(spec.hidden, (spec.heads + 2 * spec.kv_heads) * spec.head_dim, bias=spec.attention_bias)
         self.out = Linear(spec.heads * spec.head_dim, spec.hidden, bias=spec.attention_bias)
         self.q_norm = Norm(spec, spec.head_dim) if spec.qk_norm else None
         self.k_norm = Norm(spec, spec.head_dim) if spec.qk_norm else None
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        """Without the output projection's bias. [batch, seq, hidden]"""
+        """Return the attention output [batch, seq, hidden], without the output projection's bias."""
         normed = self.q_norm is not None
         q, k, v = project_heads(self.qkv, x, None if normed else context.rope, group=self.group, head_dim=self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
@@ -97,7 +102,10 @@ class Attention(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """The queries of one sequence on the keys and values of another, which `kv` holds head by head: key, value."""
+    """Attention from the queries of one sequence to the keys and values of another.
+
+    The rows of `kv` are laid out head by head: the key, then the value.
+    """
 
     tensor_parallel: ClassVar[Declaration] = {"q": COLUMN, "kv": COLUMN, "out.weight": ROW, "out.bias": OUTSIDE}
 
@@ -109,7 +117,7 @@ class CrossAttention(nn.Module):
         self.out = Linear(spec.heads * spec.head_dim, spec.hidden, bias=spec.attention_bias)
 
     def forward(self, x: Tensor, across: Across) -> Tensor:
-        """Without the output projection's bias. [batch, seq, hidden]"""
+        """Return the attention output [batch, seq, hidden], without the output projection's bias."""
         q = self.q(x, self.q.bias).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         k, v = self.kv(across.memory, self.kv.bias).unflatten(-1, (-1, 2, self.head_dim)).unbind(3)
         y = across.attend(q, k.transpose(1, 2), v.transpose(1, 2))
@@ -129,7 +137,7 @@ class MLP(nn.Module):
         self.down = Linear(ffn, spec.hidden, bias=spec.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Without the bias of the last product. [batch, seq, hidden]"""
+        """Return the MLP output [batch, seq, hidden], without the down projection's bias."""
         if self.gate is None:
             y = activate(self.activation, self.up(x), self.up.bias)
         else:
@@ -140,8 +148,11 @@ class MLP(nn.Module):
 
 
 class AttentionBlock(nn.Module):
-    """The first half of a block, x + attn(norm(x)), and the norm that what comes next reads; in the decoder of an
-    encoder-decoder also attention to what the encoder made. With sandwich norms, what is added is normalised before."""
+    """The first half of a block: x + attn(norm(x)), and the norm that the second half reads.
+
+    In the decoder of an encoder-decoder it also has cross-attention to the encoder's output. With sandwich norms, the
+    output of attention is normalised before it is added to the residual stream.
+    """
 
     tensor_parallel: ClassVar[Declaration] = dict.fromkeys(
         ("attn_norm", "attn_post_norm", "cross_norm", "mlp_norm", "mlp_post_norm"), OUTSIDE
@@ -160,7 +171,7 @@ class AttentionBlock(nn.Module):
         self.mlp_post_norm = Norm(spec, spec.hidden) if sandwich else None
 
     def attend(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor]:
-        """(the residual stream after attention, its norm)"""
+        """Return the residual stream after attention, and its norm."""
         x, h = self.attn_norm.split(x)
         y, bias = self.drop(*normed(self.attn_post_norm, self.attn(h, context), self.attn.out.bias))
         if self.cross is not None and self.cross_norm is not None and context.across is not None:
@@ -169,14 +180,14 @@ class AttentionBlock(nn.Module):
         return self.mlp_norm.add(x, y, bias)
 
     def drop(self, y: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Dropout falls on the product with its bias, which is then no longer to be added."""
+        """Apply dropout to y + bias, and return it with None for the bias. Without dropout, return y and bias unchanged."""
         if not self.dropout.active:
             return y, bias
         return self.dropout(y if bias is None else y + bias), None
 
 
 def normed(norm: Norm | None, y: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The product with its bias, normalised; or both as they are, where there is no norm."""
+    """Return norm(y + bias) with None for the bias, or y and bias unchanged if there is no norm."""
     if norm is None:
         return y, bias
     out: Tensor = norm(y if bias is None else y + bias)
@@ -184,7 +195,7 @@ def normed(norm: Norm | None, y: Tensor, bias: Tensor | None) -> tuple[Tensor, T
 
 
 class Block(AttentionBlock):
-    """Attention and MLP, each added to the residual stream: x + attn(norm(x)), then x + mlp(norm(x))."""
+    """A pre-norm block with attention and an MLP: x + attn(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, spec: ModelSpec, layer: LayerPlan, *, across: bool = False) -> None:
         super().__init__(spec, layer, across=across)
@@ -196,7 +207,7 @@ class Block(AttentionBlock):
 
 
 class PostNormBlock(Block):
-    """The norms behind the sums, as BERT has them: x = norm(x + attn(x)), then x = norm(x + mlp(x))."""
+    """A post-norm block, as BERT has it: x = norm(x + attn(x)), then x = norm(x + mlp(x))."""
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         _, x = self.attn_norm.add(x, *self.drop(self.attn(x, context), self.attn.out.bias))
@@ -205,23 +216,29 @@ class PostNormBlock(Block):
 
 
 class Table(nn.Embedding):
-    """Vectors by number."""
+    """An embedding table: maps an index to a vector."""
 
     weight = shardable("weight")
 
     def reset_parameters(self) -> None:
-        """Draw nothing: `argosy.model.build` does. Torch would load its compiler to draw on the meta device, which takes seconds."""
+        """Leave the weights uninitialised; `argosy.model.build` fills them.
+
+        To draw weights on the meta device, torch would load its compiler, which takes seconds.
+        """
 
     def forward(self, numbers: Tensor) -> Tensor:
         return embed(numbers, self.weight)
 
 
 class Together(nn.Identity):
-    """Where a layout that spreads the tokens of a sequence brings them together."""
+    """The place where sequence parallelism all-gathers the tokens of a sequence. Otherwise it does nothing."""
 
 
 class Embedding(nn.Module):
-    """Token vectors, plus vectors of learned positions and of segment types (normalised then) where the model has them."""
+    """The input embedding: token vectors, plus learned positions and segment types where the model has them.
+
+    BERT's is normalised afterwards.
+    """
 
     tensor_parallel: ClassVar[Declaration] = {
         "tokens": VOCABULARY, "positions": OUTSIDE, "types": OUTSIDE, "norm": OUTSIDE,
@@ -239,7 +256,8 @@ class Embedding(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor | None = None, types: Tensor | None = None) -> Tensor:
         x: Tensor = self.tokens(tokens)
         if self.scale is not None:
-            x = x * torch.tensor(self.scale, dtype=x.dtype)  # rounded as the weights are, as Gemma was trained
+            # The scale is rounded to the precision of the weights, as in Gemma's training.
+            x = x * torch.tensor(self.scale, dtype=x.dtype)
         if self.positions is not None:
             where = torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions
             x = x + self.positions(where)

@@ -1,7 +1,7 @@
-"""What a model returns when it is given labels: a loss that is a sum, and sums to report beside it; or, where only a part of
-the model is here, what the next part goes on from.
+"""The result of a model's forward pass with labels: a summed loss and summed metrics.
 
-`Output` leads from hidden states to logits, or to the loss of labels: every model with a vocabulary ends there.
+A pipeline stage that lacks the end of the model returns a `Stream`, from which the next stage continues. `Output` maps
+hidden states to logits, or to the loss on labels. Every model with a vocabulary ends with it.
 """
 
 from __future__ import annotations
@@ -17,48 +17,60 @@ from argosy.model.ops.cross_entropy import linear_cross_entropy
 
 @dataclass(frozen=True)
 class Objective:
-    """How the loss is made."""
+    """The settings from which a model computes its loss."""
 
-    z_loss: float = 0.0  # weight of log(sum of exp(logits))^2
-    scale: Tensor | float = 1.0  # everything that is differentiated is multiplied with it (fp16's loss scaling)
-    # The tokens that count in the global batch for each of its samples. A loss there is one of for each sample is
-    # multiplied with it: divided by the tokens, as everything is, it is then a mean over samples, however the batch is cut.
+    # The weight of log(sum of exp(logits))^2.
+    z_loss: float = 0.0
+    # The factor of everything that is differentiated: the loss scale of fp16.
+    scale: Tensor | float = 1.0
+    # The tokens that count in the global batch, divided by its samples. A loss with one term per sample is multiplied by
+    # it. All losses are later divided by the tokens, so this makes it a mean over samples, however the batch is cut.
     tokens_per_sample: Tensor | float = 1.0
-    counted: Tensor | None = None  # labels of the micro-batch that count, where a model is given only some of them
+    # The labels of the micro-batch that count, if the model is given only some of them.
+    counted: Tensor | None = None
 
     def z_metrics(self, total: Tensor, cross_entropy: Tensor) -> dict[str, Tensor]:
-        """The part of a token loss that is its z-loss, where there is one."""
+        """Return the z-loss part of a token loss as a metric, or nothing if the z-loss is off."""
         return {"z_loss": total.detach() - cross_entropy} if self.z_loss else {}
 
 
 class Loss(NamedTuple):
-    """Of one micro-batch. `total` is to be differentiated; the others are for the record and have no gradient."""
+    """The loss of one micro-batch. `total` is differentiated; the other fields are metrics without a gradient."""
 
-    total: Tensor  # scaled, with every auxiliary term
-    cross_entropy: Tensor  # summed over the labels that count
-    metrics: dict[str, Tensor]  # further sums; the record divides them by the tokens of the global batch
-    expert_load: Tensor | None = None  # rows each expert got, whole numbers  # [layers with experts, experts]
+    # Scaled, with every auxiliary term.
+    total: Tensor
+    # Summed over the labels that count.
+    cross_entropy: Tensor
+    # Further sums. The log divides them by the tokens of the global batch.
+    metrics: dict[str, Tensor]
+    # The number of rows each expert got.
+    expert_load: Tensor | None = None  # [layers with experts, experts]
 
 
 class Stream(NamedTuple):
-    """What a model that lacks its last parts returns in place of a loss; one that lacks its first parts goes on from it.
-    The others are this part's share of the sums in `Loss`, no gradients."""
+    """The output of a pipeline stage that is not the last, in place of a loss. The next stage continues from it.
+
+    `metrics` and `expert_load` are this stage's share of the sums in `Loss`, without gradients.
+    """
 
     tensors: tuple[Tensor, ...]  # [batch, seq, hidden] each
     metrics: dict[str, Tensor]
-    expert_load: Tensor | None = None  # zero for the layers that are elsewhere  # [layers with experts, experts]
+    # Zero for the layers of other stages.
+    expert_load: Tensor | None = None  # [layers with experts, experts]
 
 
 class Output(nn.Module):
-    """It has no weights of its own: the matrix is handed to it, since it may be the embedding's. A layout that spreads the
-    vocabulary puts another in its place."""
+    """The output head, without weights of its own: the caller passes the matrix, which may be the embedding's.
+
+    A layout that shards the vocabulary replaces this module.
+    """
 
     def logits(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [batch, seq, hidden], weight [vocab, hidden]."""
+        """Return the logits of x [batch, seq, hidden] for a weight [vocab, hidden]."""
         return F.linear(x, weight, bias)
 
     def losses(
         self, x: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, z_loss: float = 0.0
     ) -> tuple[Tensor, Tensor]:
-        """(summed loss of labels [batch, seq], its cross-entropy part without gradient)"""
+        """Return the summed loss on labels [batch, seq], and its cross-entropy part without a gradient."""
         return linear_cross_entropy(x.flatten(0, 1), weight, labels.flatten(), bias=bias, z_loss=z_loss)

@@ -1,7 +1,7 @@
-"""How order is encoded, and what every block of one forward pass shares because of it.
+"""Position encodings, and the context that all blocks of a forward pass share.
 
-Rotary tables and ALiBi slopes are computed from the positions in each forward pass: nothing is stored in the model, so
-nothing has to be saved, moved or sharded.
+Rope tables and ALiBi slopes are computed from the positions in each forward pass. The model stores nothing, so nothing has
+to be saved, moved or sharded.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from argosy.model.attention import Attend, Mask, Prepare, prepare_attention
 from argosy.model.ops.heads import Rope
 from argosy.model.sharding import WHOLE, Share
 
-RELATIVE_REACH = 128  # tokens; T5 tells greater distances not apart
+# In tokens. T5 does not distinguish greater distances.
+RELATIVE_REACH = 128
 
 
 @dataclass(frozen=True)
 class Across:
-    """What a decoder looks at in its encoder."""
+    """The encoder's output, and the decoder's attention to it."""
 
     memory: Tensor  # [batch, keys, hidden]
     attend: Attend
@@ -32,12 +33,14 @@ class Across:
 
 @dataclass(frozen=True)
 class Context:
-    """What every block needs to know about this forward pass."""
+    """The inputs of a forward pass that all blocks share."""
 
     rope: Rope | None
     attend: Attend
-    scale: Tensor | None = None  # what a mean over its tokens weighs in the loss, for a block that adds one
-    across: Across | None = None  # in the decoder of an encoder-decoder
+    # The weight in the loss of a mean over this pass's tokens, for blocks that add such a term.
+    scale: Tensor | None = None
+    # Set in the decoder of an encoder-decoder.
+    across: Across | None = None
 
 
 def make_contexts(
@@ -54,13 +57,13 @@ def make_contexts(
     heads: Share = WHOLE,
     prepare: Prepare = prepare_attention,
 ) -> dict[int, Context]:
-    """Make one context for each kind of attention, numbered as the kinds are: layers of one kind share theirs.
+    """Make one context for each kind of attention, under the same key. All layers of a kind share it.
 
     Args:
         x: the embedded tokens [batch, seq, hidden], or a share of them.
-        seq: the number of tokens that attention sees, by the `heads` there are here.
-        positions: [1 or batch, seq], which restart where documents do.
-        documents, reach: of the whole sequence, as `Mask` has them.
+        seq: the number of tokens that attention sees, with the `heads` on this rank.
+        positions: [1 or batch, seq], restarting where documents do.
+        documents, reach: as in `Mask`, for the whole sequence.
     """
     device = x.device
     where = None
@@ -78,10 +81,10 @@ def make_contexts(
 
 
 def rope_frequencies(head_dim: int, kind: AttentionKind, device: torch.device) -> Tensor:
-    """Radians a token for each pair of a head's dimensions. [head_dim / 2]
+    """Return the rope frequency, in radians per token, of each pair of a head's dimensions. [head_dim / 2]
 
-    Step by step as everybody computes them: what the last bit of a frequency adds to the angle of token 100,000 is in the
-    third digit, and weights were trained with these.
+    The steps are the ones other implementations take, because published weights were trained with them: the last bit of a
+    frequency changes the third digit of the angle of token 100,000.
     """
     exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
     frequencies: Tensor = 1.0 / kind.rope_theta**exponents
@@ -91,30 +94,36 @@ def rope_frequencies(head_dim: int, kind: AttentionKind, device: torch.device) -
     stretched = frequencies / scaling.factor
     if scaling.kind == "linear" or scaling.original_seq_len is None:
         return stretched
-    # 1 keeps a frequency, 0 stretches it; in between lie waves that fit low_freq_factor to high_freq_factor times
-    waves = scaling.original_seq_len / (2 * math.pi / frequencies)  # in the sequences first trained on
+    # `kept` is 1 where a frequency stays and 0 where it is stretched. In between lie the waves that fit low_freq_factor to
+    # high_freq_factor times into the sequences first trained on.
+    waves = scaling.original_seq_len / (2 * math.pi / frequencies)
     kept = (waves - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     between = (1 - kept) * frequencies / scaling.factor + kept * frequencies
     return torch.where(kept > 1, frequencies, torch.where(kept < 0, stretched, between))
 
 
 def rope_tables(positions: Tensor, frequencies: Tensor) -> Rope:
-    """cos and sin of position x frequency, for positions [1 or batch, seq]."""
+    """Return cos and sin of position x frequency, for positions [1 or batch, seq]."""
     angles = positions[:, :, None].float() * frequencies
     return angles.cos(), angles.sin()
 
 
 def alibi_slopes(heads: int, device: torch.device) -> Tensor:
-    """The geometric slopes 2^(-8 i / heads). For a head count that is no power of two, those of the next power of two,
-    every second one first."""
+    """Return the ALiBi slopes 2^(-8 i / heads) for i = 1, 2, ...
+
+    If the number of heads is not a power of two, use the slopes of the next power of two, every second one first.
+    """
     power = 2 ** math.ceil(math.log2(heads))
     slopes = 2.0 ** (-8.0 / power * torch.arange(1, power + 1, device=device, dtype=torch.float32))
     return slopes if power == heads else torch.cat((slopes[1::2], slopes[::2]))[:heads]
 
 
 def relative_buckets(queries: int, keys: int, device: torch.device, *, causal: bool) -> Tensor:
-    """Which of RELATIVE_BUCKETS a distance falls into, [queries, keys]: near ones have a bucket each, the others share
-    ever wider ones up to RELATIVE_REACH. Where both directions are seen, each has half of the buckets."""
+    """Return the relative position bucket of each distance. [queries, keys]
+
+    Small distances have a bucket each. Larger ones share ever wider buckets, up to RELATIVE_REACH. If attention is
+    bidirectional, each direction has half of the RELATIVE_BUCKETS.
+    """
     distance = torch.arange(queries, device=device)[:, None] - torch.arange(keys, device=device)[None, :]
     buckets = RELATIVE_BUCKETS if causal else RELATIVE_BUCKETS // 2
     ahead = 0 if causal else (distance < 0) * buckets

@@ -1,16 +1,16 @@
-"""How a model may be spread over ranks: what its modules declare of their parameters, and which pieces of a whole this process has.
+"""Sharding declarations: how a module's parameters are cut over ranks, and which share of a whole this rank has.
 
-A module class names in `tensor_parallel` its own parameters and those of its children, and what becomes of each when its matmuls
-are cut over ranks. A name may be that of a parameter (`out.weight`) or of a child, for all parameters in it (`q_norm`). A layout
-refuses a model with a parameter that nothing declares: its gradient would silently not be summed.
+A module class lists in `tensor_parallel` its own parameters and those of its children, with what happens to each when its
+matmuls are cut over ranks. A name is that of a parameter (`out.weight`), or of a child for all parameters in it (`q_norm`).
+A layout refuses a model with an undeclared parameter: its gradient would silently not be summed.
 
-Attention, MLP and experts are the tensor-parallel region of a block: column-parallel matmuls on the way in, row-parallel ones on
-the way out. Inside, a rank has all tokens and a part of the heads or of the inner width. Outside, it has all of the residual
-stream or, with sequence parallelism, its share of the tokens.
+Attention, MLP and experts are the tensor-parallel region of a block: column-parallel matmuls on the way in, row-parallel ones
+on the way out. Inside, a rank has all tokens and a part of the heads or of the inner width. Outside, it has all of the
+residual stream or, with sequence parallelism, its share of the tokens.
 
-A model is whole unless `argosy.parallel` says otherwise. Its forward pass has to know its `Share` in two places only: what differs
-from head to head without being a weight (ALiBi's slopes), and what is drawn at random. `Dropout` draws its mask for the whole and
-uses this process's share of it, so that it is that of one process.
+A model is whole unless `argosy.parallel` shards it. The forward pass needs its `Share` in two places only: for values that
+differ from head to head without being weights (ALiBi's slopes), and for random draws. `Dropout` draws its mask for the whole
+tensor and uses this rank's share of it, so that every layout drops what a single process would.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ from torch.nn import functional as F
 
 
 class Sharding(NamedTuple):
-    """What becomes of one parameter: cut along `dim`, or whole on every rank. The gradient of a whole one is this rank's part of
-    a sum over ranks `always`, only with `sequence` parallelism, or `never`."""
+    """The sharding of one parameter: cut along `dim`, or whole on every rank.
+
+    `partial` says when a rank's gradient of a whole parameter is only its part of a sum over ranks: `always`, only with
+    `sequence` parallelism, or `never`.
+    """
 
     dim: int | None = None
     partial: Literal["always", "sequence", "never"] = "never"
@@ -34,22 +37,22 @@ class Sharding(NamedTuple):
 
 Declaration = Mapping[str, Sharding]
 
-# A matmul's output features, rows of its weight; with its bias.
+# A matmul's output features: the rows of its weight, and its bias.
 COLUMN = Sharding(dim=0)
-# A matmul's input features. Its bias is added after the sum over ranks, and so is outside of the region.
+# A matmul's input features. Its bias is added after the sum over ranks, so it is outside of the region.
 ROW = Sharding(dim=1)
-# Entries of the vocabulary, rows of the matrix.
+# Entries of the vocabulary: the rows of the matrix.
 VOCABULARY = Sharding(dim=0)
 # Whole, inside the region: used with some of the heads or a part of every expert.
 INSIDE = Sharding(partial="always")
-# Whole, outside of the region: with sequence parallelism used with some of the tokens.
+# Whole, outside of the region: with sequence parallelism, used with some of the tokens.
 OUTSIDE = Sharding(partial="sequence")
-# Whole, and used with all tokens on every rank alike.
+# Whole, and used with all tokens on every rank.
 REPLICATED = Sharding()
 
 
 def shardable(name: str) -> Any:
-    """The attribute of a parameter that a layout may shard: reading it gives what this rank computes with, a plain tensor."""
+    """Return a property for a parameter that a layout may shard. Reading it gives this rank's part as a plain tensor."""
 
     def read(module: nn.Module) -> Tensor | None:
         try:
@@ -62,13 +65,13 @@ def shardable(name: str) -> Any:
     return property(read, lambda module, value: module.register_parameter(name, value))
 
 
-# The attribute in which a layout puts the function from a parameter of a module to this rank's part of it.
+# The attribute in which a layout stores the function that maps a module's parameter to this rank's part of it.
 LOCAL = "_local_part"
 
 
 @dataclass(frozen=True)
 class Share:
-    """`pieces` of the `of` equal pieces something is cut into, in the order they lie in here."""
+    """A share of something cut into `of` equal pieces: the numbers of this rank's `pieces`, in the order it stores them."""
 
     pieces: tuple[int, ...] = (0,)
     of: int = 1
@@ -78,22 +81,22 @@ class Share:
         return self.of == 1
 
     def size_of_whole(self, size: int) -> int:
-        """How long the whole is, of which `size` is this share."""
+        """Return the length of the whole, given the length of this share."""
         return size * self.of // len(self.pieces)
 
     def size_of(self, whole: int) -> int:
-        """How long this share of `whole` is."""
+        """Return the length of this share, given the length of the whole."""
         return whole * len(self.pieces) // self.of
 
     def take(self, whole: Tensor, dim: int) -> Tensor:
-        """This share of a tensor, a copy unless it is all of it."""
+        """Return this share of a tensor along `dim`: a copy, or the tensor itself if the share is the whole."""
         if self.is_whole:
             return whole
         pieces = whole.chunk(self.of, dim)
         return torch.cat([pieces[piece] for piece in self.pieces], dim)
 
     def inside(self, outer: Share) -> Share:
-        """This share of what is itself a share."""
+        """Return this share of another share, as a share of the whole."""
         fine = [piece * self.of + part for piece in outer.pieces for part in range(self.of)]
         each = len(outer.pieces)
         chosen = [fine[place * each + n] for place in self.pieces for n in range(each)]
@@ -104,9 +107,10 @@ WHOLE = Share()
 
 
 class Dropout(nn.Module):
-    """On activations [batch, seq, ..], while training."""
+    """Dropout on activations [batch, seq, ..], active only while training."""
 
-    share: Share = WHOLE  # of the sequence; set by `argosy.parallel`
+    # This rank's share of the sequence. `argosy.parallel` sets it.
+    share: Share = WHOLE
 
     def __init__(self, rate: float) -> None:
         super().__init__()
@@ -121,7 +125,7 @@ class Dropout(nn.Module):
 
 
 def drop(x: Tensor, rate: float, shares: dict[int, Share]) -> Tensor:
-    """Drop from x, which along some dimensions is a share, what one process would drop there."""
+    """Apply dropout to x, which is a share along the dimensions in `shares`, as a single process would to the whole."""
     cut = {dim: share for dim, share in shares.items() if not share.is_whole}
     if not cut:
         return F.dropout(x, rate)
