@@ -1,1 +1,1 @@
-"""Plain PyTorch models built from a model spec, and their Hugging Face names. They know nothing of parallelism."""
+"""Plain PyTorch models built from a model spec. They contain no collectives and no process groups."""

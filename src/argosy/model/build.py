@@ -1,6 +1,6 @@
-"""From a model spec to the model, and to its fresh weights.
+"""Build a model from its spec, and draw its initial weights.
 
-Fresh weights are the same for every layout: each parameter is drawn from a seed made of (run seed, its name).
+Initial weights are the same for every layout: each parameter is drawn from a seed derived from (run seed, its name).
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _MODELS: dict[Architecture, Callable[[ModelSpec], nn.Module]] = {
 
 
 def build_model(spec: ModelSpec, device: torch.device | str = "cpu") -> nn.Module:
-    """The model with uninitialised weights; `argosy.model.build` or a checkpoint fills them."""
+    """Return the model with uninitialised weights. `initialise` or a checkpoint fills them."""
     with torch.device(device):
         return _MODELS[architecture_of(spec)](spec)
 
 
-# The projections that write into the residual stream start smaller, so that its variance does not grow with depth.
+# The projections that write into the residual stream start smaller, so that the stream's variance does not grow with depth.
 _INTO_RESIDUAL = ("attn.out.weight", "mlp.down.weight", "experts.down", "shared.down.weight")
 
 
 def initialise(model: nn.Module, spec: ModelSpec, seed: int) -> None:
-    """In the precision the model has; an optimiser that keeps masters takes `initial_weights` itself."""
+    """Fill the model's weights, in the model's precision. An optimiser with master weights uses `initial_weights` itself."""
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name, value in initial_weights(model, spec, seed):
@@ -51,7 +51,7 @@ def initial_weights(model: nn.Module, spec: ModelSpec, seed: int) -> Iterator[tu
 
 
 def initial_value(name: str, shape: torch.Size, spec: ModelSpec, seed: int) -> Tensor:
-    """The whole parameter in 32-bit floats on the CPU, whatever the device or layout it is for."""
+    """Return the initial value of a whole parameter in 32-bit floats on the CPU, for any device and layout."""
     if name.endswith(".bias"):
         return torch.zeros(shape)
     if name.split(".")[-2].endswith("norm"):
@@ -67,9 +67,12 @@ def initial_value(name: str, shape: torch.Size, spec: ModelSpec, seed: int) -> T
 
 
 def _t5_std(name: str, shape: torch.Size, spec: ModelSpec) -> Tensor | float:
-    """T5's: 1 / sqrt(inputs) for a matrix, 1 for the embedding; queries are smaller by the root of a head's width, by
-    which T5 does not divide the scores. A head of its own is such a matrix, as T5 1.1 was trained: drawn like the embedding,
-    as transformers has it, its logits would begin as wide as the root of the model."""
+    """Return T5's standard deviation, as a multiple of init_std: 1 / sqrt(inputs) for a matrix, 1 for the embedding.
+
+    Query projections are smaller by sqrt(head_dim), because T5 does not divide the scores by it. An untied output head is
+    drawn like any matrix, as T5 1.1 was trained. Drawn like the embedding, as in transformers, its logits would start with
+    a standard deviation of sqrt(hidden).
+    """
     if name.endswith("embed.tokens.weight"):
         return spec.init_std
     inputs = spec.hidden if name.endswith("relative.weight") else shape[-1]

@@ -1,4 +1,4 @@
-"""The decoder: every causal language model of Argosy, from GPT-2 to Qwen3, is this one class with another spec."""
+"""The decoder. Every causal language model of Argosy, from GPT-2 to Qwen3, is this class with a different spec."""
 
 from __future__ import annotations
 
@@ -19,11 +19,14 @@ from argosy.model.sharding import OUTSIDE, VOCABULARY, WHOLE, Declaration, Share
 
 
 class Decoder(nn.Module):
-    """Tokens [batch, seq] to logits [batch, seq, vocab], or, with labels, to the loss. Layers are keyed by index, so that
-    a pipeline stage can drop some and the names of the others stay."""
+    """A decoder that maps tokens [batch, seq] to logits [batch, seq, vocab], or to the loss if labels are given.
+
+    Layers are keyed by index, so that a pipeline stage can drop some without renaming the others.
+    """
 
     tensor_parallel: ClassVar[Declaration] = {"norm": OUTSIDE, "head": VOCABULARY}
-    heads: Share = WHOLE  # that are computed here; set by `argosy.parallel`
+    # The share of the attention heads on this rank. `argosy.parallel` sets it.
+    heads: Share = WHOLE
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -33,10 +36,12 @@ class Decoder(nn.Module):
         self.attention_kinds = list(dict.fromkeys(layer.attention for layer in plan))
         self.kind_of_layer = [self.attention_kinds.index(layer.attention) for layer in plan]
         self.layers = nn.ModuleDict({str(i): _block(spec, layer, i) for i, layer in enumerate(plan)})
-        self.norm: Norm | None = Norm(spec, spec.hidden)  # None: the end of the model is elsewhere
+        # None if the end of the model is on another pipeline stage.
+        self.norm: Norm | None = Norm(spec, spec.hidden)
         self.head = None if spec.tied else Linear(spec.hidden, spec.vocab_size, bias=False)
         self.predict = Output()
-        self.prepare_attention: Prepare = prepare_attention  # may be replaced by `argosy.parallel`
+        # `argosy.parallel` may replace it.
+        self.prepare_attention: Prepare = prepare_attention
 
     def forward(
         self,
@@ -49,8 +54,12 @@ class Decoder(nn.Module):
         reach: Tensor | None = None,
         positions: Tensor | None = None,
     ) -> Tensor | Loss | Stream:
-        """`stream` is what the earlier layers made, where they are elsewhere. `documents` and `reach` [batch, seq] say who sees whom,
-        as `argosy.model.attention.Mask` has them."""
+        """Return the logits, the loss if labels are given, or a `Stream` on a pipeline stage that is not the last.
+
+        Args:
+            stream: the output of the previous pipeline stage.
+            documents, reach: [batch, seq], the attention mask as in `argosy.model.attention.Mask`.
+        """
         objective = objective or Objective()
         counted = objective.counted
         if counted is None and labels is not None:
@@ -82,7 +91,7 @@ class Decoder(nn.Module):
         return Loss(total * objective.scale, cross_entropy, metrics, load)
 
     def _routed(self, reports: dict[int, Report], counted: Tensor | None) -> tuple[dict[str, Tensor], Tensor | None]:
-        """What the layers with experts report."""
+        """Return the metrics and loads of the layers with experts, if there are any."""
         if not reports or counted is None or self.spec.moe is None:
             return {}, None
         return sum_reports(reports, self.spec.layers - self.spec.moe.dense_layers, counted)

@@ -1,6 +1,6 @@
-"""BERT: a post-norm encoder that looks both ways, the head that names hidden tokens, and the one that judges pairs.
+"""BERT: a bidirectional post-norm encoder, the head that predicts masked tokens, and the head that classifies pairs.
 
-Padding is a document of its own, seen by padding alone: no row of the scores is ever empty, and text never sees it.
+Padding is a document of its own that only padding sees. Text never sees it, and no row of the scores is ever empty.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from argosy.model.sharding import REPLICATED, VOCABULARY, WHOLE, Declaration, Sh
 
 
 class Encoder(nn.Module):
-    """Tokens [batch, seq] to hidden states [batch, seq, hidden]."""
+    """A bidirectional encoder that maps tokens [batch, seq] to hidden states [batch, seq, hidden]."""
 
-    heads: Share = WHOLE  # that are computed here; set by `argosy.parallel`
+    # The share of the attention heads on this rank. `argosy.parallel` sets it.
+    heads: Share = WHOLE
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -42,7 +43,12 @@ class Encoder(nn.Module):
         token_types: Tensor | None = None,
         padding_mask: Tensor | None = None,
     ) -> Tensor:
-        """`padding_mask` [batch, seq] is False for padding; `stream` is what earlier layers made that are elsewhere."""
+        """Return the hidden states.
+
+        Args:
+            stream: the output of the previous pipeline stage.
+            padding_mask: [batch, seq], False for padding.
+        """
         x: Tensor = self.embed(tokens, types=token_types) if stream is None else stream[0]
         context = make_contexts(
             self.spec, {0: self.attention}, x, seq=tokens.shape[1], documents=padding_mask, training=self.training,
@@ -54,8 +60,10 @@ class Encoder(nn.Module):
 
 
 class TokenHead(nn.Module):
-    """From a hidden state to what the output embedding is multiplied with, and the bias of its logits. Its activation is
-    that of the layers, or GELU where theirs is gated, as there is nothing here to gate."""
+    """The transform between the last hidden state and the output embedding, and the bias of the logits.
+
+    Its activation is that of the layers, or GELU if theirs is gated, because there is nothing to gate here.
+    """
 
     tensor_parallel: ClassVar[Declaration] = {"transform": REPLICATED, "norm": REPLICATED, "bias": VOCABULARY}
     bias = shardable("bias")
@@ -73,7 +81,7 @@ class TokenHead(nn.Module):
 
 
 class PairHead(nn.Module):
-    """From the hidden states to two logits a sample: B follows A, or does not. It looks at the first token, [CLS]."""
+    """The classifier of pairs: two logits per sample, B follows A or not, from the hidden state of [CLS]."""
 
     tensor_parallel: ClassVar[Declaration] = {"pooler": REPLICATED, "classifier": REPLICATED}
 
@@ -88,16 +96,16 @@ class PairHead(nn.Module):
         return logits
 
     def losses(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """(summed cross-entropy, right answers)"""
+        """Return the summed cross-entropy and the number of correct answers."""
         logits = self(x).float()
         right = (logits.argmax(-1) == labels).sum()
         return F.cross_entropy(logits, labels, reduction="sum", ignore_index=IGNORED), right.float()
 
 
 class MaskedLM(nn.Module):
-    """Tokens [batch, seq] to logits [batch, seq, vocab], or, with labels, to the loss.
+    """An encoder that maps tokens [batch, seq] to logits [batch, seq, vocab], or to the loss if labels are given.
 
-    The loss is that of the hidden tokens plus, if the model judges pairs, the mean over samples of the pair's.
+    The loss is that of the masked tokens plus, if the model classifies pairs, the mean pair loss over samples.
     """
 
     tensor_parallel: ClassVar[Declaration] = {"output": VOCABULARY}
@@ -106,7 +114,8 @@ class MaskedLM(nn.Module):
         super().__init__()
         self.spec = spec
         self.encoder = Encoder(spec)
-        self.head: TokenHead | None = TokenHead(spec)  # None: the end of the model is elsewhere
+        # None if the end of the model is on another pipeline stage.
+        self.head: TokenHead | None = TokenHead(spec)
         self.output = None if spec.tied else Linear(spec.hidden, spec.vocab_size, bias=False)
         self.together = Together()
         self.predict = Output()
@@ -124,7 +133,11 @@ class MaskedLM(nn.Module):
         predicted: Tensor | None = None,
         pair_labels: Tensor | None = None,
     ) -> Tensor | Loss | Stream:
-        """`predicted` [batch, n] are the positions that `labels` [batch, n] are of, instead of all positions."""
+        """Return the logits, the loss if labels are given, or a `Stream` on a pipeline stage that is not the last.
+
+        Args:
+            predicted: [batch, n], the positions of `labels` [batch, n]; None if labels cover all positions.
+        """
         objective = objective or Objective()
         x = self.encoder(tokens, stream=stream, token_types=token_types, padding_mask=padding_mask)
         if self.head is None:

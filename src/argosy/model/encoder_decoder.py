@@ -1,8 +1,8 @@
-"""T5: an encoder that looks both ways, and a decoder that also looks at what the encoder made.
+"""T5: a bidirectional encoder, and a decoder with cross-attention to the encoder's output.
 
-The order of tokens is known from a bias on the scores alone: one number for each head and range of distances, shared by
-all layers of a stack and trained with it. Scores are not divided by the root of the head's width; the initial weights
-are smaller instead. Where the output embedding is the input's, hidden states are scaled down before it.
+Positions enter only through a trained bias on the scores: one number per head and bucket of distances, shared by all layers
+of a stack. Scores are not divided by sqrt(head_dim); the initial weights are smaller instead. If the output head is tied to
+the embedding, hidden states are scaled down before it.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ from argosy.model.sharding import OUTSIDE, VOCABULARY, WHOLE, Declaration, Dropo
 
 
 class RelativeBias(nn.Embedding):
-    """The bias on the scores, by range of distances and head."""
+    """The relative position bias on the scores, by bucket of distances and head."""
 
     weight = shardable("weight")
 
     def reset_parameters(self) -> None:
-        """Draw nothing: `argosy.model.build` does."""
+        """Leave the weights uninitialised; `argosy.model.build` fills them."""
 
 
 class Stack(nn.Module):
-    """The blocks of one side."""
+    """The blocks of the encoder or of the decoder, with their relative position bias and final norm."""
 
     tensor_parallel: ClassVar[Declaration] = {"relative": Sharding(dim=1), "norm": OUTSIDE}
-    heads: Share = WHOLE  # that are computed here; set by `argosy.parallel`
+    # The share of the attention heads on this rank. `argosy.parallel` sets it.
+    heads: Share = WHOLE
 
     def __init__(self, spec: ModelSpec, plan: Sequence[LayerPlan], *, decoder: bool) -> None:
         super().__init__()
@@ -43,13 +44,19 @@ class Stack(nn.Module):
         self.scale = plan[0].attention.scale
         self.relative = RelativeBias(RELATIVE_BUCKETS, spec.heads)
         self.layers = nn.ModuleDict({str(i): Block(spec, layer, across=decoder) for i, layer in enumerate(plan)})
-        self.norm: Norm | None = Norm(spec, spec.hidden)  # None: the end of the stack is elsewhere
+        # None if the end of the stack is on another pipeline stage.
+        self.norm: Norm | None = Norm(spec, spec.hidden)
         self.dropout = Dropout(spec.dropout)
         self.together = Together()
 
     def forward(self, x: Tensor, seq: int, memory: Tensor | None = None) -> Tensor:
-        """x [batch, seq, hidden], or a share of the sequence; the decoder's also of the encoder's `memory` [batch, keys,
-        hidden]."""
+        """Return the output of the stack.
+
+        Args:
+            x: [batch, seq, hidden], or a share of the sequence.
+            seq: the length of the whole sequence.
+            memory: the encoder's output [batch, keys, hidden], for the decoder.
+        """
         buckets = relative_buckets(seq, seq, x.device, causal=self.decoder)
         bias = self.relative(buckets).permute(2, 0, 1)[None]  # [1, heads, queries, keys]
         across = None if memory is None else Across(memory, self._attend(Mask(causal=False), x, seq))
@@ -66,8 +73,10 @@ class Stack(nn.Module):
 
 
 class EncoderDecoder(nn.Module):
-    """Tokens [batch, seq] and the decoder's [batch, target] to logits [batch, target, vocab], or, with labels, to the
-    loss."""
+    """A model that maps encoder tokens [batch, seq] and decoder tokens [batch, target] to logits [batch, target, vocab].
+
+    If labels are given, it returns the loss instead.
+    """
 
     tensor_parallel: ClassVar[Declaration] = {"head": VOCABULARY}
 
@@ -76,7 +85,7 @@ class EncoderDecoder(nn.Module):
         self.spec = spec
         self.embed = Embedding(spec)
         plan = plan_of(spec)
-        # None: all of the stack is in other pipeline stages
+        # None if all of the stack is on other pipeline stages.
         self.encoder: Stack | None = Stack(spec, plan[: spec.layers], decoder=False)
         self.decoder: Stack | None = Stack(spec, plan[spec.layers :], decoder=True)
         self.head = None if spec.tied else Linear(spec.hidden, spec.vocab_size, bias=False)
@@ -91,7 +100,11 @@ class EncoderDecoder(nn.Module):
         stream: tuple[Tensor, ...] | None = None,
         decoder_tokens: Tensor,
     ) -> Tensor | Loss | Stream:
-        """`stream` is what earlier layers, where they are elsewhere, made of both sequences."""
+        """Return the logits, the loss if labels are given, or a `Stream` on a pipeline stage that is not the last.
+
+        Args:
+            stream: the previous pipeline stage's output for both sequences.
+        """
         objective = objective or Objective()
         memory, x = (self.embed(tokens), self.embed(decoder_tokens)) if stream is None else stream
         if self.encoder is not None:

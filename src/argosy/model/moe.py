@@ -1,15 +1,15 @@
 """Mixture of experts: a router sends each token to its k best experts, and no token is ever dropped.
 
-The expert matrices are stacked, [experts, out, in], and multiplied by a grouped product over rows sorted by expert. The
-weight of an expert in a token's sum is multiplied in before its last product, which is linear: so the rows that come out
-are only added up, and need not be kept for the backward pass.
+The expert matrices are stacked, [experts, out, in]. A grouped GEMM multiplies them with rows sorted by expert. An expert's
+weight in a token's sum is applied before the expert's last matmul, which is linear. The rows that come out are therefore
+only added up, and the backward pass does not need them.
 
-Two things hold the experts' load level. The balance loss is experts x sum over experts of (share of the pairs sent to it x
-mean score), Switch's form: 1 when level, at most `experts`. It and the router's z-loss are means over the tokens of a
-micro-batch, and enter the gradient where the router's weights leave it, so that recomputing a block cannot count them twice.
-The bias of DeepSeek-V3 is added to the scores only to choose by; after each step it moves by a fixed rate, up for experts
-that got less than the mean and down for those that got more (`balance_experts`). The loads it needs are outputs of the
-forward pass and are summed like the loss; nothing is remembered in the model.
+Load balancing has two means. The balance loss is Switch's: experts x sum over experts of (share of the pairs sent to it x
+mean score), which is 1 when loads are level and at most `experts`. The balance loss and the router's z-loss are means over
+the tokens of a micro-batch. They enter the gradient at the router's weights, so that activation checkpointing (recompute)
+cannot count them twice. The bias of DeepSeek-V3 is added to the scores only for choosing experts. After each step
+`balance_experts` moves it by a fixed rate: up for experts below the mean load, down for experts above it. The loads are
+outputs of the forward pass and are summed like the loss; the model stores nothing.
 """
 
 from __future__ import annotations
@@ -33,22 +33,28 @@ from argosy.model.sharding import INSIDE, REPLICATED, Declaration, Sharding, sha
 
 
 class Routing(NamedTuple):
-    weights: Tensor  # in the sum over a token's experts, 32-bit  # [tokens, k]
-    chosen: Tensor  # experts  # [tokens, k]
-    logits: Tensor  # 32-bit  # [tokens, experts]
-    scores: Tensor  # 32-bit  # [tokens, experts]
+    # The weights in the sum over a token's experts, 32-bit.
+    weights: Tensor  # [tokens, k]
+    # The expert numbers.
+    chosen: Tensor  # [tokens, k]
+    # Logits and scores are 32-bit.
+    logits: Tensor  # [tokens, experts]
+    scores: Tensor  # [tokens, experts]
 
 
 class Report(NamedTuple):
-    """What one layer did with one micro-batch; no gradients."""
+    """The routing statistics of one layer and one micro-batch, without gradients."""
 
-    load: Tensor  # rows of each expert, whole numbers  # [experts]
-    balance: Tensor  # the balance loss, unweighted
-    z: Tensor  # the mean of log(sum of exp(logits))^2
+    # The number of rows of each expert.
+    load: Tensor  # [experts]
+    # The balance loss, unweighted.
+    balance: Tensor
+    # The mean of log(sum of exp(logits))^2.
+    z: Tensor
 
 
 class Router(nn.Module):
-    """Scores in 32-bit floats, whatever the model computes in."""
+    """The router. It computes scores in 32-bit floats, whatever the precision of the model."""
 
     tensor_parallel: ClassVar[Declaration] = {"weight": INSIDE, "bias": REPLICATED}
 
@@ -62,7 +68,7 @@ class Router(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Routing:
-        """For x [tokens, hidden]."""
+        """Route the tokens x [tokens, hidden]."""
         spec = self.spec
         logits: Tensor = _RouterProduct.apply(x, self.weight)
         scores = logits.softmax(-1) if spec.router == "softmax" else logits.sigmoid()
@@ -76,7 +82,8 @@ class Router(nn.Module):
         spec = self.spec
         if self.bias is not None:
             scores = scores + self.bias
-        if spec.groups > 1:  # only the experts of the groups whose two best have the highest sum
+        if spec.groups > 1:
+            # Keep only the groups whose two best experts have the highest sum.
             by_group = scores.unflatten(-1, (spec.groups, -1))
             best = by_group.topk(2).values.sum(-1).topk(spec.top_groups).indices
             outside = ~_one_of(best, spec.groups).any(1)
@@ -85,7 +92,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """The routed experts: rows sorted by expert in, rows out. It is all that expert parallelism has to spread."""
+    """The routed experts: rows sorted by expert in, rows out. Expert parallelism shards only this module."""
 
     tensor_parallel: ClassVar[Declaration] = {"gate": Sharding(dim=1), "up": Sharding(dim=1), "down": Sharding(dim=2)}
     expert_parallel: ClassVar[Declaration] = dict.fromkeys(("gate", "up", "down"), Sharding(dim=0))
@@ -100,7 +107,13 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(outer))
 
     def forward(self, rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-        """weights x expert(rows): rows [rows, hidden], weights [rows], offsets [experts] where each expert's rows end."""
+        """Return weights x expert(rows).
+
+        Args:
+            rows: [rows, hidden], sorted by expert.
+            weights: [rows].
+            offsets: [experts], where each expert's rows end.
+        """
         up = grouped_linear(rows, self.up, offsets)
         if self.gate is None:
             y = (activate(self.activation, up, None) * weights[:, None]).to(up.dtype)
@@ -110,12 +123,12 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """In place of an MLP: the sum of the experts a token is routed to, and of those that are shared by all."""
+    """A mixture of experts in place of an MLP: the sum of a token's routed experts and of the shared experts."""
 
     tensor_parallel: ClassVar[Declaration] = {"shared_gate": INSIDE}
 
-    # Where a micro-batch is spread over ranks, set by `argosy.parallel`: the share of its tokens that is given here, and how
-    # what is counted in the shares becomes the sum of them all. What is reported is then this share's part of a sum.
+    # `argosy.parallel` sets these two if a micro-batch is spread over ranks: the share of its tokens on this rank, and the
+    # function that sums loads over the shares. The report is then this rank's part of a sum.
     share = 1.0
     sum_shares: Callable[[Tensor], Tensor] = staticmethod(lambda load: load)
 
@@ -128,7 +141,11 @@ class MoE(nn.Module):
         self.shared_gate = nn.Linear(spec.hidden, 1, bias=False) if moe.shared_gate else None
 
     def forward(self, x: Tensor, scale: Tensor | None) -> tuple[Tensor, Report]:
-        """For x [batch, seq, hidden]; `scale` is what a mean over its tokens weighs in the loss, None without a loss."""
+        """Return the output for x [batch, seq, hidden] and the routing report.
+
+        Args:
+            scale: the weight in the loss of a mean over x's tokens, or None without a loss.
+        """
         flat = x.flatten(0, -2)
         routing = self.router(flat)
         permutation = sort_by_expert(routing.chosen, self.spec.experts)
@@ -146,11 +163,12 @@ class MoE(nn.Module):
 
 
 class SparseBlock(AttentionBlock):
-    """Attention and experts, each added to the residual stream. It also returns what the experts report."""
+    """A block with attention and experts, each added to the residual stream. It also returns the routing report."""
 
     def __init__(self, spec: ModelSpec, layer: LayerPlan, moe: MoESpec, row: int) -> None:
         super().__init__(spec, layer)
-        self.row = row  # of the loads: which of the model's layers with experts this is
+        # The number of this layer among the model's layers with experts: its row in the loads.
+        self.row = row
         self.mlp = MoE(spec, moe)
 
     def forward(self, x: Tensor, context: Context) -> tuple[Tensor, Report]:
@@ -160,7 +178,10 @@ class SparseBlock(AttentionBlock):
 
 
 def balance_loss(routing: Routing, load: Tensor) -> Tensor:
-    """1 when every expert gets as much; sigmoid scores are first made shares, as softmax scores are."""
+    """Return the balance loss, which is 1 when all experts have equal loads.
+
+    Sigmoid scores are first normalised to shares, which softmax scores already are.
+    """
     shares = routing.scores / (routing.scores.sum(-1, keepdim=True) + 1e-20)
     return len(load) * (load / load.sum() * shares.mean(0)).sum()
 
@@ -170,8 +191,12 @@ def z_loss(logits: Tensor) -> Tensor:
 
 
 def sum_reports(reports: Mapping[int, Report], rows: int, tokens: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """(for the record: means over layers, weighted by tokens; the load of every layer's experts [layers, experts]), given the
-    reports by row of the loads. A layer that is not among the `rows` adds nothing."""
+    """Sum the reports of a model's layers, keyed by their row in the loads.
+
+    Returns:
+        The metrics for the log, means over the `rows` layers weighted by tokens, and the loads [rows, experts]. A layer
+        without a report adds nothing.
+    """
     one = next(iter(reports.values()))
     means = {
         "balance_loss": torch.stack([report.balance for report in reports.values()]).sum() * (tokens / rows),
@@ -182,31 +207,35 @@ def sum_reports(reports: Mapping[int, Report], rows: int, tokens: Tensor) -> tup
 
 
 def describe_load(load: Tensor) -> dict[str, float]:
-    """For the record, of loads [layers, experts]; waits for the device."""
+    """Return the load balancing metrics for the log, from loads [layers, experts]. Waits for the device."""
     load = load.cpu()
     shares = load.double() / load.sum(-1, keepdim=True)
     entropy = -torch.xlogy(shares, shares).sum(-1)
     return {
-        "max_load": float(shares.max()) * load.shape[-1],  # of the busiest expert of any layer; 1 is the mean
-        "effective_experts": float(entropy.exp().mean()),  # all of them when level; a mean over layers
-        "idle_experts": int((load == 0).sum()),  # that got nothing, in all layers
+        # The load of the busiest expert of any layer, relative to the mean load.
+        "max_load": float(shares.max()) * load.shape[-1],
+        # The number of experts when loads are level; a mean over layers.
+        "effective_experts": float(entropy.exp().mean()),
+        # Experts that got no rows, over all layers.
+        "idle_experts": int((load == 0).sum()),
     }
 
 
 @torch.no_grad()
 def balance_experts(model: nn.Module, load: Tensor) -> None:
-    """Move each expert's bias by one step towards a level load, given the load of a whole global batch [layers, experts]."""
+    """Move each expert's bias one step towards a level load, given the loads of a global batch [layers, experts]."""
     blocks = [module for module in model.modules() if isinstance(module, SparseBlock)]
     biases = {block.row: block.mlp.router.bias for block in blocks if block.mlp.router.bias is not None}
     if biases:
         rate = blocks[0].mlp.spec.bias_rate or 0.0
-        below = load.sum(-1, keepdim=True) - load.shape[-1] * load  # experts x (mean - load), still whole numbers
+        # experts x (mean - load), still whole numbers.
+        below = load.sum(-1, keepdim=True) - load.shape[-1] * load
         moves = (rate * below.sign()).unbind()
         add_each_(list(biases.values()), [moves[row] for row in biases])
 
 
 class _RouterProduct(torch.autograd.Function):
-    """x weight^T in 32-bit floats, without a 32-bit copy of x."""
+    """Computes x weight^T in 32-bit floats, without a 32-bit copy of x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -221,7 +250,7 @@ class _RouterProduct(torch.autograd.Function):
 
 
 class _Pick(torch.autograd.Function):
-    """scores[t, chosen[t, j]]. An expert is chosen at most once a token, so the gradient needs no sum over threads."""
+    """Gathers scores[t, chosen[t, j]]. A token chooses an expert at most once, so the gradient needs no atomic sums."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, chosen: Tensor) -> Tensor:
@@ -236,7 +265,7 @@ class _Pick(torch.autograd.Function):
 
 
 class _AddLoss(torch.autograd.Function):
-    """x, with scale x loss added to whatever is differentiated behind it."""
+    """Returns x unchanged, and adds scale x loss to the loss that is differentiated."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
@@ -249,5 +278,5 @@ class _AddLoss(torch.autograd.Function):
 
 
 def _one_of(index: Tensor, count: int) -> Tensor:
-    """[n, j] -> [n, j, count], true where the last index is the one given."""
+    """Return the one-hot form of an index: [n, j] -> [n, j, count]."""
     return index[..., None] == torch.arange(count, device=index.device)

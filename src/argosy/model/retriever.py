@@ -1,9 +1,9 @@
-"""Two towers on BERT: which block of text does a query belong to?
+"""A two-tower retriever on BERT: it finds the block of text that a query belongs to.
 
-A sequence's vector is the hidden state of its first token, [CLS], through a projection if the model has one; the score
-of a query and a block is the product of their vectors, divided by the root of their width as in attention. Each query
-is asked for its block among all blocks of the micro-batch: the others are its wrong answers, so that the loss depends
-on the size of the micro-batch, and on nothing else about how a batch is cut.
+A sequence's vector is the hidden state of its first token, [CLS], after a projection if the model has one. The score of a
+query and a block is the dot product of their vectors, divided by the square root of their width as in attention. Each query
+must find its block among all blocks of the micro-batch: the others are its negatives. The loss therefore depends on the size
+of the micro-batch, but on nothing else about how a batch is cut.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from argosy.model.layers import Linear, Together
 from argosy.model.objective import Loss, Objective
 from argosy.model.sharding import REPLICATED, Declaration
 
-TOPS = (1, 5)  # ranks up to which finding the block is counted
+# The k of the top-k accuracies that are logged.
+TOPS = (1, 5)
 
 
 class Tower(nn.Module):
-    """Tokens [batch, seq] to vectors [batch, width]."""
+    """An encoder that maps tokens [batch, seq] to vectors [batch, width]."""
 
     tensor_parallel: ClassVar[Declaration] = {"projection": REPLICATED}
 
@@ -42,7 +43,10 @@ class Tower(nn.Module):
 
 
 class Retriever(nn.Module):
-    """Blocks [batch, seq] and queries [batch, query] to scores [queries, blocks], or, with labels, to the loss."""
+    """A model that maps blocks [batch, seq] and queries [batch, query] to scores [queries, blocks].
+
+    If labels are given, it returns the loss instead.
+    """
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -61,7 +65,11 @@ class Retriever(nn.Module):
         padding_mask: Tensor | None = None,
         query_padding_mask: Tensor | None = None,
     ) -> Tensor | Loss:
-        """`labels` [batch] number the blocks: the block of another row with the same number is no wrong answer."""
+        """Return the scores, or the loss if labels are given.
+
+        Args:
+            labels: [batch], a number for each block. Another row's block with the same number is not a negative.
+        """
         objective = objective or Objective()
         queries = self.towers["shared" if self.shared else "query"](query_tokens, query_padding_mask)
         blocks = self.towers["shared" if self.shared else "block"](tokens, padding_mask)
@@ -72,6 +80,7 @@ class Retriever(nn.Module):
         again = (labels[:, None] == labels[None, :]) & (rows[:, None] != rows[None, :])
         scores = scores.masked_fill(again, float("-inf"))
         total = F.cross_entropy(scores, rows, reduction="sum")
-        rank = (scores > scores.diagonal()[:, None]).sum(1)  # blocks that score higher than the right one
+        # The number of blocks that score higher than the right one.
+        rank = (scores > scores.diagonal()[:, None]).sum(1)
         metrics = {f"top{n}_accuracy": (rank < n).sum().float() for n in TOPS}
         return Loss(total * objective.scale, total.detach(), metrics)
