@@ -1,5 +1,5 @@
-"""The operations between matrix products, each twice: plain torch, and a Triton kernel that reads and writes memory once.
+"""The operations between matmuls, each in two forms: plain torch, and a Triton kernel that reads and writes memory once.
 
-The plain twin defines what an operation computes, runs everywhere and is what the tests compare the kernel with. The
-kernel serves on a GPU (`argosy.model.ops.choice` decides). Both accumulate in 32-bit floats, whatever the tensors are.
+The torch form defines what an operation computes and runs everywhere. The tests compare the kernel with it. The kernel runs
+on a GPU (`argosy.model.ops.choice` decides). Both accumulate in 32-bit floats, whatever the dtype of the tensors.
 """

@@ -1,4 +1,4 @@
-"""The MLP's non-linearity, with the bias of the product before it: gelu (exact or by tanh), relu, and silu(gate) x up."""
+"""The MLP's activation, with the bias of the matmul before it: gelu (exact or tanh), relu, swiglu and geglu."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from argosy.model.ops.choice import use_kernel
 
 
 def activate(kind: str, y: Tensor, bias: Tensor | None) -> Tensor:
-    """kind(y + bias), for `gelu`, `gelu_tanh` and `relu`."""
+    """Return kind(y + bias), for `gelu`, `gelu_tanh` and `relu`."""
     if use_kernel(y):
         from argosy.model.ops.kernels.activation_kernel import Activate
 
@@ -23,7 +23,7 @@ def activate(kind: str, y: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def gated(kind: str, gate: Tensor, up: Tensor, weight: Tensor | None = None) -> Tensor:
-    """silu(gate) x up (`swiglu`), or gelu_tanh(gate) x up (`geglu`); times `weight` [rows], where the rows have weights."""
+    """Return silu(gate) x up (`swiglu`) or gelu_tanh(gate) x up (`geglu`), times `weight` [rows] if it is given."""
     inner = "silu" if kind == "swiglu" else "gelu_tanh"
     if use_kernel(gate):
         from argosy.model.ops.kernels.activation_kernel import Gated, WeightedGated

@@ -1,5 +1,8 @@
-"""Attention by kernels that torch does not have: as operators, so that recompute may keep their results and a compiler takes
-them whole. They take heads where the projections leave them, [batch, seq, heads, head_dim]."""
+"""Attention kernels from outside torch, registered as custom operators.
+
+As operators, activation checkpointing (recompute) can keep their results, and torch.compile does not trace into them. They
+read heads where the projections write them, [batch, seq, heads, head_dim].
+"""
 
 from __future__ import annotations
 
@@ -12,30 +15,32 @@ from argosy.model.ops import flash, hopper
 
 
 class Form(NamedTuple):
-    """Where there are more keys than queries, the queries are the last."""
+    """The mask and scale of a kernel call. If there are more keys than queries, the queries are the last."""
 
     causal: bool
-    window: int | None  # a query sees itself and so many keys, less one, before it
-    scale: float | None  # of the scores; None: 1 / sqrt(head_dim)
+    # A query sees itself and the window - 1 keys before it.
+    window: int | None
+    # The scale of the scores; None for 1 / sqrt(head_dim).
+    scale: float | None
 
 
 class Kernels(Protocol):
-    """What computes both passes."""
+    """A module with the kernels of both passes."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, form: Form) -> tuple[Tensor, Tensor]:
-        """(result like q, logs of the sums of exponentials [batch, heads, seq])."""
+        """Return the result, shaped like q, and the log-sum-exp of the scores [batch, heads, seq]."""
 
     def backward(
         self, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, form: Form
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients of q, k and v."""
+        """Return the gradients of q, k and v."""
 
 
 KERNELS: dict[str, Kernels] = {"flash": flash, "hopper": hopper}
 
 
 def attend(kernels: str, form: Form, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention of q, k, v [batch, heads, seq, head_dim] by these kernels."""
+    """Return the attention of q, k, v [batch, heads, seq, head_dim], computed by the named kernels."""
     by_token = (t.transpose(1, 2) for t in (q, k, v))
     out: Tensor = _Attend.apply(kernels, form, *by_token)
     return out.transpose(1, 2)
@@ -56,7 +61,7 @@ class _Attend(torch.autograd.Function):
         return None, None, *_backward(kernels, gradients[0], *ctx.saved_tensors, *form)
 
 
-# Results are contiguous, which they mostly are anyway: a compiler is told how they lie, and holds the operators to it.
+# Results are made contiguous, which they mostly are: the fake operators promise that layout to torch.compile.
 @torch.library.custom_op("argosy::attention", mutates_args=())
 def _forward(
     kernels: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, scale: float | None

@@ -1,8 +1,8 @@
-"""Which of an operation's two forms runs: the Triton kernel where there is a GPU to run it, else plain torch.
+"""The choice between an operation's two forms: the Triton kernel on a GPU, else plain torch.
 
-`ARGOSY_KERNELS=torch` turns all kernels but torch's off; `ARGOSY_KERNELS=triton` asks for them also on the CPU, where they run only
-under Triton's interpreter (`TRITON_INTERPRET=1`): slow, and how the tests check them without a GPU. A compiled model
-uses plain torch, which the compiler fuses by itself, but for attention.
+`ARGOSY_KERNELS=torch` turns off all kernels but torch's. `ARGOSY_KERNELS=triton` uses the kernels on the CPU too, where they
+run only under Triton's interpreter (`TRITON_INTERPRET=1`). That is slow; the tests use it to check kernels without a GPU. A
+compiled model uses plain torch, which torch.compile fuses by itself, except for attention.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _forced: list[bool] = []
 
 
 def use_kernel(x: Tensor) -> bool:
-    """Whether the Triton form is to work on `x`."""
+    """Return whether the Triton form runs on `x`."""
     if _forced:
         return _forced[-1]
     if torch.compiler.is_compiling():
@@ -33,7 +33,10 @@ def use_kernel(x: Tensor) -> bool:
 
 
 def installed(package: str) -> str | None:
-    """The version of a package, or None. To be asked when a module is loaded: a compiler would trip over the question."""
+    """Return the version of an installed package, or None.
+
+    Call it when a module is loaded: torch.compile cannot trace it.
+    """
     try:
         return version(package)
     except PackageNotFoundError:
@@ -42,7 +45,7 @@ def installed(package: str) -> str | None:
 
 @contextmanager
 def kernels(on: bool) -> Iterator[None]:
-    """Inside, every operation takes the one form or the other."""
+    """Force every operation inside to its Triton form, or to its torch form."""
     _forced.append(on)
     try:
         yield
@@ -51,7 +54,7 @@ def kernels(on: bool) -> Iterator[None]:
 
 
 def gpu_refusal(device: torch.device, capabilities: tuple[int, ...]) -> str | None:
-    """Why kernels for NVIDIA's GPUs of these compute capabilities, by their first number, cannot work here, or None."""
+    """Return why kernels for these major compute capabilities of NVIDIA GPUs cannot run on a device, or None."""
     if device.type != "cuda" or torch.version.hip is not None:
         return "needs a GPU of NVIDIA's"
     if only_torch():
@@ -67,7 +70,7 @@ def _available() -> bool:
 
 
 def only_torch() -> bool:
-    """Whether all kernels but torch's are turned off."""
+    """Return whether all kernels but torch's are turned off."""
     return _asked() == "torch"
 
 

@@ -1,9 +1,9 @@
-"""The output head and the loss in one: logits exist for a few rows at a time and never all at once.
+"""The output head fused with the loss: logits exist for a few rows at a time, never all at once.
 
 For 32,768 tokens and a vocabulary of 50,304 the logits alone would be 3.3 GB in bf16 and their gradient as much again.
-Here a chunk of rows is multiplied with the head, turned into its loss and, in place, into the gradient of its logits,
-and multiplied on into the gradients of the hidden states and the head, before the next chunk begins. The backward pass
-then only scales what is there. Losses are sums over the labels that count, in 32-bit floats.
+Here the rows are processed in chunks. A chunk is multiplied with the head. Its logits are turned into losses and then, in
+place, into their gradient, which is multiplied into the gradients of the hidden states and the head. Then the next chunk
+begins. The backward pass only scales these gradients. Losses are sums over the labels that count, in 32-bit floats.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from argosy.compat import add_product
 from argosy.data.samples.masks import IGNORED
 from argosy.model.ops.choice import use_kernel
 
-CHUNK_BYTES = 1 << 30  # of logits at a time, about
-_TILE = 256  # rows a matrix product works on together
+# The approximate size of a chunk's logits.
+CHUNK_BYTES = 1 << 30
+# Rows in a tile of a GEMM.
+_TILE = 256
 
-# logits [rows, vocab], labels [rows], z-loss, whether with a gradient -> as `softmax_loss_`
+# Maps logits [rows, vocab], labels [rows], the z-loss weight and whether to compute a gradient to what `softmax_loss_` returns.
 RowsToLosses = Callable[[Tensor, Tensor, float, bool], tuple[Tensor, Tensor, Tensor]]
 
 
@@ -35,13 +37,19 @@ def linear_cross_entropy(
     rows_to_losses: RowsToLosses | None = None,
     width: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(summed loss, its cross-entropy part without gradient) of logits = hidden weight^T + bias.
+    """Return the summed loss of logits = hidden weight^T + bias, and its cross-entropy part without a gradient.
 
-    hidden [tokens, width], weight [vocab, width], labels [tokens]. The z-loss adds z_loss x log(sum of exp)^2 a token, which
-    keeps the logits from drifting; the two sums differ by it. Where `weight` has only a part of the vocabulary,
-    `rows_to_losses` knows of the others, and chunks are as long as logits of `width` allow, for all alike.
+    The two sums differ by the z-loss, z_loss x log(sum of exp)^2 per token, which keeps the logits from drifting.
+
+    Args:
+        hidden: [tokens, width].
+        weight: [vocab, width], or this rank's part of the vocabulary.
+        labels: [tokens].
+        rows_to_losses: replaces `softmax_loss_` if the vocabulary is sharded; it combines the ranks' parts.
+        width: the vocabulary size from which the chunk length follows, so that all ranks use equal chunks.
     """
-    with_gradient = torch.is_grad_enabled()  # inside the function it never is, and the inputs do not tell
+    # Inside the autograd function gradients are always disabled, and the inputs do not tell.
+    with_gradient = torch.is_grad_enabled()
     chunk = chunk_rows(len(hidden), (width or weight.shape[0]) * weight.element_size())
     total, cross_entropy = _apply(
         hidden, weight, bias, labels, z_loss, with_gradient, rows_to_losses or softmax_loss_, chunk
@@ -98,14 +106,17 @@ _apply: Callable[..., tuple[Tensor, Tensor]] = _LinearCrossEntropy.apply
 
 
 def hide_from_compiler() -> None:
-    """Before a model is compiled: the compiler has nothing to add here, and that of torch 2.11 drops the gradient of `hidden`. Only
-    then, since to ask for it loads the compiler, which takes more than a second."""
+    """Exclude this operation from torch.compile. Call it before a model is compiled.
+
+    Compiling gains nothing here, and torch 2.11's compiler drops the gradient of `hidden`. It is not done on import because
+    it loads the compiler, which takes more than a second.
+    """
     global _apply
     _apply = torch.compiler.disable(_LinearCrossEntropy.apply)
 
 
 def scaled(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """tensor x factor, in another precision."""
+    """Return tensor x factor, converted to `dtype`."""
     if use_kernel(tensor):
         from argosy.model.ops.kernels.cross_entropy_kernel import scaled as fused
 
@@ -114,14 +125,14 @@ def scaled(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def chunk_rows(rows: int, row_bytes: int) -> int:
-    """Rows of a chunk: as few chunks as keep within CHUNK_BYTES, equal, and, where they are long, made of whole tiles."""
+    """Return the rows per chunk: the fewest equal chunks within CHUNK_BYTES, rounded up to whole tiles if they are long."""
     chunks = max(1, -(-rows * row_bytes // CHUNK_BYTES))
     each = -(-rows // chunks)
     return each if each < _TILE else min(rows, -(-each // _TILE) * _TILE)
 
 
 def softmax_loss_(logits: Tensor, labels: Tensor, z_loss: float, with_gradient: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """(losses, cross-entropies, gradient of the logits) a row; the logits are overwritten."""
+    """Return the losses, cross-entropies and logit gradients of rows of logits. Overwrites the logits."""
     if use_kernel(logits):
         from argosy.model.ops.kernels.cross_entropy_kernel import softmax_loss_ as fused
 
@@ -136,7 +147,7 @@ def softmax_loss_(logits: Tensor, labels: Tensor, z_loss: float, with_gradient: 
 
 
 def row_losses(lse: Tensor, picked: Tensor, labels: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
-    """(losses, cross-entropies) of rows with these logs of summed exponentials and logits of their labels."""
+    """Return the losses and cross-entropies of rows, given their log-sum-exp and the logits of their labels (`picked`)."""
     counts = labels != IGNORED
     cross_entropy = torch.where(counts, lse - picked, 0.0)
     losses = cross_entropy + torch.where(counts, z_loss * lse * lse, 0.0) if z_loss else cross_entropy
@@ -144,7 +155,7 @@ def row_losses(lse: Tensor, picked: Tensor, labels: Tensor, z_loss: float) -> tu
 
 
 def logits_gradient_(full: Tensor, lse: Tensor, column: Tensor, drop: Tensor, labels: Tensor, z_loss: float) -> Tensor:
-    """In place of the logits: softmax, and `drop` added at the label's column [rows, 1]."""
+    """Overwrite the logits with their gradient: the softmax, with `drop` added at the label's column [rows, 1]."""
     gradient = full.sub_(lse[:, None]).exp_()
     if z_loss:
         gradient *= (1 + 2 * z_loss * lse)[:, None]

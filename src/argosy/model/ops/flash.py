@@ -1,6 +1,6 @@
-"""Attention by the kernels of the package flash-attn-4, where it is installed (`pip install 'argosy[flash]'`).
+"""Attention by the kernels of the package flash-attn-4, if it is installed (`pip install 'argosy[flash]'`).
 
-On Hopper they are faster than what torch has, and unlike cuDNN's their backward pass can repeat bit for bit.
+On Hopper they are faster than torch's own. Unlike cuDNN's, their backward pass can be deterministic, bit for bit.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ if TYPE_CHECKING:
     from argosy.model.ops.attention_backends import Form
 
 _PACKAGE = "flash-attn-4"
-_CAPABILITIES = (9, 10)  # by their first number: Hopper, and the Blackwell of data centres
+# Major compute capabilities: Hopper and data-centre Blackwell.
+_CAPABILITIES = (9, 10)
 _WIDEST_HEAD, _HEAD_STEP = 128, 8
 
 INSTALLED: Final = installed(_PACKAGE)
 
 
 def refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why these kernels cannot work here, or None."""
+    """Return why these kernels cannot run, or None."""
     if INSTALLED is None:
         return f"{_PACKAGE} is not installed"
     if dtype not in (torch.bfloat16, torch.float16):
@@ -37,7 +38,7 @@ def refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | No
 
 
 def is_kernel(name: str) -> bool:
-    """Whether a profiler's name is that of one of these kernels."""
+    """Return whether a kernel name in a profile is one of these kernels."""
     return "flash_attncute" in name
 
 
@@ -60,7 +61,7 @@ def backward(
 
 
 def _window(window: int | None) -> tuple[int | None, int | None]:
-    """How many keys before and after its own a query sees."""
+    """Return the number of keys that a query sees before and after its own."""
     return (None, None) if window is None else (window - 1, 0)
 
 
@@ -68,7 +69,8 @@ def _window(window: int | None) -> tuple[int | None, int | None]:
 def _interface() -> Any:
     try:
         return importlib.import_module("flash_attn.cute.interface")
-    except (ImportError, OSError, RuntimeError) as error:  # the last two for libraries it cannot find
+    # OSError and RuntimeError are raised for shared libraries it cannot find.
+    except (ImportError, OSError, RuntimeError) as error:
         raise ArgosyError(
             "device.broken-package",
             f"{_PACKAGE} {INSTALLED} is installed but cannot be loaded: {error}",

@@ -1,16 +1,16 @@
-"""Matrix products of 8-bit floats.
+"""Matmuls in 8-bit floats (fp8).
 
-A tensor is stored as x = scale x values, with one scale for the whole tensor, taken from its largest magnitude just before
-(nothing is remembered between steps, so a resumed run has the same scales). Weights and activations are e4m3 (largest
-448), gradients e5m2 (largest 57,344: less precise, wider). With y = x w^T the three products are
+A tensor is stored as x = scale x values, with one scale per tensor, computed from its current largest magnitude. No scales
+are kept between steps, so a resumed run has the same scales. Weights and activations are e4m3 (largest value 448), gradients
+e5m2 (largest value 57,344: less precise, wider). With y = x w^T the three matmuls are
 
     y  = x w^T       x [tokens, in]       w [out, in]           along `in`
     dx = dy w        dy [tokens, out]     w^T [in, out]         along `out`
     dw = dy^T x      dy^T [out, tokens]   x^T [in, tokens]      along `tokens`
 
-and the hardware wants both factors contiguous along the dimension it sums over: hence each tensor is kept both ways, which
-one pass writes. Sums are 32-bit; only the forward product may use the faster, slightly shorter accumulation.
-On a CPU the same rounding is followed by an ordinary product: what the tests run.
+and the hardware needs both factors contiguous along the dimension it sums over. Each tensor is therefore stored both plain
+and transposed; one pass writes both. Sums are 32-bit. Only the forward matmul may use the faster, slightly less precise
+accumulation. On a CPU the same rounding is followed by an ordinary matmul, which the tests run.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
 class Quantised(NamedTuple):
     values: Tensor  # [rows, cols]
     transposed: Tensor  # [cols, rows], contiguous
-    scale: Tensor  # 0-dimensional, 32-bit: x = scale x values
+    # x = scale x values, 32-bit.
+    scale: Tensor  # []
 
 
 def fp8_matmuls(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-    """x weight^T + bias for every weight [out, in] of x [.., in], which is rounded once for all."""
+    """Return x weight^T + bias for every weight [out, in]. x [.., in] is quantised once for all of them."""
     found: tuple[Tensor, ...] = _Fp8Products.apply(x, len(weights), *weights, *biases)
     return found
 
 
 def quantise(x: Tensor, dtype: torch.dtype) -> Quantised:
-    """x [rows, cols] in 8 bits, both ways."""
+    """Return x [rows, cols] quantised to 8 bits, plain and transposed."""
     if use_kernel(x):
         from argosy.model.ops.kernels.fp8_kernel import quantise as fused
 

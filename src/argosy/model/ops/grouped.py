@@ -1,13 +1,13 @@
-"""One matrix product per expert, over rows that lie sorted by expert.
+"""Grouped GEMM: one matmul per expert, over rows sorted by expert.
 
-`offsets[e]` is where the rows of expert e end, so it starts where the one before it ends, and an expert may have none. They
-stay on the device: on a GPU the kernel reads them there, and nothing waits. With y = x w^T, for each expert,
+`offsets[e]` is where the rows of expert e end; they start where those of expert e - 1 end. An expert may have no rows. The
+offsets stay on the device: on a GPU the kernel reads them there, without a synchronisation. With y = x w^T, for each expert,
 
     y  = x w^T      x [rows, in]       w [experts, out, in]
     dx = dy w       dy [rows, out]
     dw = dy^T x     [experts, out, in]
 
-The loop over experts is the twin that runs everywhere; it has to know the offsets, which on a GPU means to wait for them.
+The loop over experts is the form that runs everywhere. It reads the offsets on the host, which on a GPU synchronises.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from torch import Tensor
 from argosy.compat import grouped_mm
 from argosy.model.ops.matmul import now_or_later
 
-_ALIGNMENT = 8  # the kernel reads rows of 16 bytes
+# The kernel reads rows in units of 16 bytes: 8 bf16 values.
+_ALIGNMENT = 8
 
 
 def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """x weight[e]^T for the rows of each expert e."""
+    """Return x weight[e]^T for the rows of each expert e."""
     y: Tensor = _GroupedLinear.apply(x, weight, offsets)
     return y
 
@@ -34,7 +35,8 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight, offsets)
-        ctx.weight = weight  # itself: what was saved may be a copy
+        # The weight itself: the saved tensor may be a copy.
+        ctx.weight = weight
         return _product(x, weight.transpose(1, 2), offsets)
 
     @staticmethod
@@ -48,12 +50,12 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def _product(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    """a[rows of e] b[e]: [rows, k] and [experts, k, n] -> [rows, n]."""
+    """Return a[rows of e] b[e] for each expert: [rows, k] and [experts, k, n] -> [rows, n]."""
     return grouped_mm(a, b, offsets) if _has_kernel(a, b) else product_loop(a, b, offsets)
 
 
 def _outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    """a[rows of e]^T b[rows of e]: [rows, m] and [rows, n] -> [experts, m, n]."""
+    """Return a[rows of e]^T b[rows of e] for each expert: [rows, m] and [rows, n] -> [experts, m, n]."""
     return grouped_mm(a.t(), b, offsets) if _has_kernel(a, b) else outer_loop(a, b, offsets)
 
 
@@ -62,7 +64,7 @@ def _has_kernel(a: Tensor, b: Tensor) -> bool:
     return a.is_cuda and len(a) > 0 and a.dtype == b.dtype == torch.bfloat16 and aligned
 
 
-# Custom operators, so that a compiler takes them whole instead of asking how long each group is.
+# Custom operators, so that torch.compile does not trace into them: group sizes are data-dependent.
 @torch.library.custom_op("argosy::grouped_product", mutates_args=())
 def product_loop(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     out = a.new_empty(a.shape[0], b.shape[-1])

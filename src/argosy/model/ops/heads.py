@@ -1,6 +1,6 @@
-"""From the fused query-key-value product to the heads attention works on, rotated where the model has rotary positions.
+"""Split the fused query-key-value projection into heads, and apply rope if the model has it.
 
-The product's columns are slots of one head each: for every key/value head its query heads, its key, its value.
+The projection's columns are slots of one head each: for every KV head its query heads, its key, its value.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from torch import Tensor
 
 from argosy.model.ops.choice import use_kernel
 
-Rope = tuple[Tensor, Tensor]  # cos and sin, 32-bit, [1 or batch, seq, head_dim / 2]
+# cos and sin, 32-bit.
+Rope = tuple[Tensor, Tensor]  # [1 or batch, seq, head_dim / 2] each
 
 
 class Projection(Protocol):
-    """A linear layer that adds a bias only if it is handed one."""
+    """A linear layer that adds only the bias its caller passes."""
 
     @property
     def bias(self) -> Tensor | None: ...
@@ -26,12 +27,16 @@ class Projection(Protocol):
 def project_heads(
     qkv: Projection, x: Tensor, rope: Rope | None, *, group: int, head_dim: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value [batch, heads, seq, head_dim] of x [batch, seq, hidden]; `group` query heads share a key."""
+    """Return query, key and value [batch, heads, seq, head_dim] of x [batch, seq, hidden].
+
+    Args:
+        group: query heads per KV head.
+    """
     bias = qkv.bias
     if use_kernel(x) and _power_of_two(head_dim):
         from argosy.model.ops.kernels.heads_kernel import SplitHeads
 
-        # The product adds the bias for nothing; its gradient is summed where the parts are joined again.
+        # The matmul adds the bias at no cost. `SplitHeads` sums the bias gradient in its backward pass.
         product = qkv(x, None if bias is None else bias.detach())
         q, k, v = SplitHeads.apply(product, bias, rope, group, head_dim)
         return q, k, v
@@ -45,7 +50,7 @@ def split_heads(qkv: Tensor, rope: Rope | None, *, group: int, head_dim: int) ->
 
 
 def rotate(x: Tensor, rope: Rope) -> Tensor:
-    """Rotate each pair (i, i + head_dim / 2) of x [batch, heads, seq, head_dim]."""
+    """Apply rope to each pair (i, i + head_dim / 2) of x [batch, heads, seq, head_dim]."""
     cos, sin = rope[0][:, None], rope[1][:, None]
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

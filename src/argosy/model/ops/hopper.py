@@ -1,5 +1,8 @@
-"""Causal attention by Argosy's own kernels for Hopper, for heads of 64 and 128: the fastest over both passes, also where bits must repeat.
-They are written in Gluon, whose form changes between versions of Triton: they run only with those they were measured with."""
+"""Causal attention by Argosy's own Hopper kernels, for heads of 64 and 128.
+
+Over both passes they are the fastest, with and without deterministic results. They are written in Gluon, whose interface
+changes between versions of Triton, so they run only with the versions they were measured with.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,12 @@ _TRITON: Final = installed("triton")
 _MEASURED = ("3.6.", "3.7.", "3.9.")
 _CAPABILITIES = (9,)
 _HEAD_DIMS = (64, 128)
-_TOKENS = 128  # that a sequence is a multiple of
+# Sequence lengths must be a multiple of this.
+_TOKENS = 128
 
 
 def refusal(device: torch.device, dtype: torch.dtype, head_dim: int, seq: int) -> str | None:
-    """Why these kernels cannot work here, or None."""
+    """Return why these kernels cannot run, or None."""
     if _TRITON is None or not _TRITON.startswith(_MEASURED):
         return f"is measured with Triton {', '.join(v.rstrip('.') for v in _MEASURED)} only"
     if why := gpu_refusal(device, _CAPABILITIES):
@@ -33,7 +37,7 @@ def refusal(device: torch.device, dtype: torch.dtype, head_dim: int, seq: int) -
 
 
 class Kernels(Protocol):
-    """What computes the backward pass for heads of one width."""
+    """A module with the backward kernel for one head width."""
 
     def attend_backward(
         self,
@@ -50,7 +54,7 @@ class Kernels(Protocol):
 
 
 def is_kernel(name: str) -> bool:
-    """Whether a profiler's name is that of one of these kernels."""
+    """Return whether a kernel name in a profile is one of these kernels."""
     return name.startswith("_attention_")
 
 
@@ -76,7 +80,10 @@ def _scale(form: Form, q: Tensor) -> float:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """x [batch, seq, heads, head_dim] as the kernels fetch it: tokens at equal distances, everything in steps of 16 bytes."""
+    """Return x [batch, seq, heads, head_dim] in a layout the kernels can load, copied if need be.
+
+    Tokens must have a constant stride across the batch, and all strides must be multiples of 16 bytes.
+    """
     batch, token, head, column = x.stride()
     even = token > 0 and token % 8 == 0 and head % 8 == 0 and x.data_ptr() % 16 == 0
     fits = column == 1 and (len(x) == 1 or batch == x.shape[1] * token) and even

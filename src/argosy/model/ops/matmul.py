@@ -1,11 +1,10 @@
-"""Matrix products of one input, one or several, as the gate and the up projection of an MLP.
+"""Matmuls of one input with one or several weights, such as the gate and up projections of an MLP.
 
-The gradients each product has for the input are added up by the products themselves, where plain autograd would write
-every one out and add them afterwards. The gradient of a small weight is cut along the tokens (`split_of`).
+The backward GEMMs accumulate the input's gradient directly. Plain autograd would write one gradient per matmul and add them
+afterwards. The gradient GEMM of a small weight is split along the tokens (`split_of`).
 
-The gradient of a weight may be put off (`weights_later`). A backward pass needs the gradients of inputs at once, since another layer waits
-for them; those of weights are needed only at the end of a step. Whoever puts them off fills with them the time in which a
-pipeline has nothing else to do.
+Weight gradients can be deferred (`weights_later`). A backward pass needs input gradients at once, because another layer waits
+for them, but weight gradients only at the end of a step. A pipeline schedule computes them in its bubbles.
 """
 
 from __future__ import annotations
@@ -21,13 +20,16 @@ from torch.nn import functional as F
 
 from argosy.model.ops.choice import use_kernel
 
-_TILES = ((128, 256), (256, 128), (192, 192), (256, 192), (192, 256), (320, 128), (128, 320), (128, 128))  # of cuBLAS
-_SMALL_TILE = 0.85  # how fast the smallest of them works, measured against the others
-_SUM_COST = 180  # tokens: a product of so many takes as long as reading its result once
+# Tile sizes of cuBLAS.
+_TILES = ((128, 256), (256, 128), (192, 192), (256, 192), (192, 256), (320, 128), (128, 320), (128, 128))
+# The measured speed of the smallest tile, relative to the others.
+_SMALL_TILE = 0.85
+# In tokens: a GEMM over this many takes as long as reading its result once.
+_SUM_COST = 180
 
 
 def matmuls(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-    """x weight^T + bias for every weight [out, in] of x [.., in]."""
+    """Return x weight^T + bias for every weight [out, in], for x [.., in]."""
     if is_separable() or use_kernel(x):
         found: tuple[Tensor, ...] = _Products.apply(x, *weights, *biases)
         return found
@@ -39,7 +41,8 @@ class _Products(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, *factors: Tensor) -> tuple[Tensor, ...]:
         weights, biases = factors[: len(factors) // 2], factors[len(factors) // 2 :]
         ctx.save_for_backward(x, *weights)
-        ctx.weights = weights  # themselves: what was saved may be a copy
+        # The weights themselves: the saved tensors may be copies.
+        ctx.weights = weights
         return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
     @staticmethod
@@ -63,7 +66,7 @@ class _Products(torch.autograd.Function):
 
 
 def weight_gradient(d_y: Tensor, x: Tensor) -> Tensor:
-    """d_y^T x, of d_y [tokens, out] and x [tokens, in]."""
+    """Return d_y^T x, for d_y [tokens, out] and x [tokens, in]."""
     split = split_of(d_y.shape[1], x.shape[1], len(x), processors(x.device))
     if split == 1:
         return d_y.t() @ x
@@ -74,8 +77,11 @@ def weight_gradient(d_y: Tensor, x: Tensor) -> Tensor:
 
 @cache
 def split_of(height: int, width: int, tokens: int, processors: int) -> int:
-    """Into how many parts to cut the tokens of a weight's gradient [height, width], so that its tiles fill the GPU: 200 tiles
-    on 132 processors take as long as 264 would. Adding the parts up costs something too."""
+    """Return the number of parts to split the tokens of a weight gradient [height, width] into (split-K).
+
+    More parts give more tiles, which fill the GPU better: 200 tiles on 132 multiprocessors take as long as 264. Summing the
+    parts has a cost too.
+    """
 
     def speed(split: int) -> float:
         return max(_filled(height, width, tile, split, processors) for tile in _TILES) * (
@@ -87,7 +93,7 @@ def split_of(height: int, width: int, tokens: int, processors: int) -> int:
 
 
 def _filled(height: int, width: int, tile: tuple[int, int], split: int, processors: int) -> float:
-    """Which part of the time and place of all processors goes into the product."""
+    """Return the fraction of the GPU's throughput that a GEMM uses with this tile size and split."""
     tiles = -(-height // tile[0]) * -(-width // tile[1]) * split
     waves = -(-tiles // processors)
     small = _SMALL_TILE if tile[0] * tile[1] <= 128 * 128 else 1.0
@@ -100,7 +106,7 @@ def processors(device: torch.device) -> int:
 
 
 class Later:
-    """What was put off in one backward pass."""
+    """The weight gradients deferred in one backward pass."""
 
     def __init__(self) -> None:
         self._work: list[tuple[Tensor, Callable[[], Tensor]]] = []
@@ -120,7 +126,7 @@ _later: Later | None = None
 
 @contextmanager
 def separable() -> Iterator[None]:
-    """Forward passes in here leave it open when the gradients of weights are computed."""
+    """Run forward passes whose weight gradients can be deferred."""
     global _separable
     _separable = True
     try:
@@ -135,7 +141,7 @@ def is_separable() -> bool:
 
 @contextmanager
 def weights_later() -> Iterator[Later]:
-    """Backward passes in here put off the gradients of the weights of matrix products."""
+    """Defer the weight gradients of matmuls in the backward passes inside."""
     global _later
     _later = Later()
     try:
@@ -145,7 +151,7 @@ def weights_later() -> Iterator[Later]:
 
 
 def now_or_later(weight: Tensor, gradient: Callable[[], Tensor]) -> Tensor | None:
-    """For the backward pass of a product: the gradient, or None where it was put off."""
+    """Return a weight's gradient, or None if it is deferred. Called in the backward pass of a matmul."""
     if _later is None:
         return gradient()
     _later.put(weight, gradient)

@@ -1,8 +1,8 @@
-"""Layer norm and RMS norm, alone or together with the residual sum they read.
+"""Layer norm and RMS norm, alone or fused with the residual sum they read.
 
-`add_norm` is what a transformer does between two matrix products: add the last product and its bias to the residual
-stream, and normalise the sum for the next. Apart, that is five passes over memory; together, four, and the gradients of
-bias and norm come out of the same backward pass.
+`add_norm` is the step between two matmuls of a transformer: it adds the last matmul's output and its bias to the residual
+stream, and normalises the sum for the next matmul. Separately these take five passes over memory; fused, four. One backward
+pass gives the gradients of both the bias and the norm.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, rms: boo
 
 
 def split_norm(x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, rms: bool) -> tuple[Tensor, Tensor]:
-    """(x, its norm): the two ways a residual stream goes on. Going both ways from here, x gets its gradient in one pass."""
+    """Return x and its norm, the two branches of the residual stream.
+
+    If both branches start here, one pass computes the gradient of x.
+    """
     if use_kernel(x):
         return _fused(x, None, None, weight, bias, eps, rms)
     return x, _norm(x, weight, bias, eps, rms)
@@ -27,7 +30,7 @@ def split_norm(x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, rm
 def add_norm(
     x: Tensor, y: Tensor, y_bias: Tensor | None, weight: Tensor, bias: Tensor | None, *, eps: float, rms: bool
 ) -> tuple[Tensor, Tensor]:
-    """(x + y + y_bias, the norm of that)."""
+    """Return x + y + y_bias and its norm."""
     if use_kernel(x):
         return _fused(x, y, y_bias, weight, bias, eps, rms)
     total = add(x, y, y_bias)
@@ -35,7 +38,7 @@ def add_norm(
 
 
 def add(x: Tensor, y: Tensor, y_bias: Tensor | None) -> Tensor:
-    """x + y + y_bias."""
+    """Return x + y + y_bias."""
     if y_bias is None:
         return x + y
     if use_kernel(x):

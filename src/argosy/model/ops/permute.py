@@ -1,8 +1,8 @@
-"""Tokens to the rows their experts read, sorted by expert, and back.
+"""Permute tokens to rows sorted by expert, and back.
 
-A token that goes to k experts is k rows. Every step here has a fixed shape and leaves its result on the device, and a
-gradient is gathered, never scattered, so that it does not depend on the order threads happen to finish in: the rows of a
-token are summed from where the permutation says they are, in the order of its experts.
+A token that goes to k experts becomes k rows. Every step has a fixed shape and leaves its result on the device. Gradients are
+gathered, never scattered, so they do not depend on the order in which threads finish: a token's rows are summed in the order
+of its experts.
 """
 
 from __future__ import annotations
@@ -16,20 +16,27 @@ from argosy.model.ops.choice import use_kernel
 
 
 class Permutation(NamedTuple):
-    """Of the (token, expert) pairs, numbered token x k + place among the token's experts."""
+    """A permutation of the (token, expert) pairs, numbered token x k + place among the token's experts."""
 
-    order: Tensor  # the pair each row is  # [rows]
-    rows: Tensor  # the row each pair is  # [tokens, k]
-    offsets: Tensor  # where the rows of each expert end, 32-bit integers  # [experts]
+    # The pair of each row.
+    order: Tensor  # [rows]
+    # The row of each pair.
+    rows: Tensor  # [tokens, k]
+    # Where the rows of each expert end, 32-bit integers.
+    offsets: Tensor  # [experts]
 
     @property
     def load(self) -> Tensor:
-        """Rows of each expert. [experts]"""
+        """The number of rows of each expert. [experts]"""
         return self.offsets.diff(prepend=self.offsets.new_zeros(1)).long()
 
 
 def sort_by_expert(chosen: Tensor, experts: int) -> Permutation:
-    """For `chosen` [tokens, k], the experts of each token. Within an expert, rows keep the order of the tokens."""
+    """Return the permutation that sorts pairs by expert. Within an expert, rows keep the order of the tokens.
+
+    Args:
+        chosen: [tokens, k], the experts of each token.
+    """
     sorted_ids, order = chosen.flatten().sort(stable=True)
     every = torch.arange(experts, device=chosen.device, dtype=sorted_ids.dtype)
     offsets = torch.searchsorted(sorted_ids, every, right=True, out_int32=True)
@@ -37,26 +44,26 @@ def sort_by_expert(chosen: Tensor, experts: int) -> Permutation:
 
 
 def dispatch(x: Tensor, permutation: Permutation) -> Tensor:
-    """The row of each (token, expert) pair: [tokens, width] -> [rows, width]."""
+    """Copy each token to the rows of its experts: [tokens, width] -> [rows, width]."""
     rows: Tensor = _GatherSum.apply(x, permutation.order[:, None] // permutation.rows.shape[1], permutation.rows)
     return rows
 
 
 def combine(y: Tensor, permutation: Permutation) -> Tensor:
-    """The sum of each token's rows: [rows, width] -> [tokens, width]."""
+    """Sum the rows of each token: [rows, width] -> [tokens, width]."""
     k = permutation.rows.shape[1]
     sums: Tensor = _GatherSum.apply(y, permutation.rows, permutation.order[:, None] // k)
     return sums
 
 
 def sort_weights(weights: Tensor, permutation: Permutation) -> Tensor:
-    """The weight of each row, from those of the pairs [tokens, k]."""
+    """Return the weight of each row, given the weights of the pairs [tokens, k]."""
     rows: Tensor = _GatherSum.apply(weights.view(-1, 1), permutation.order[:, None], permutation.rows.view(-1, 1))
     return rows[:, 0]
 
 
 class _GatherSum(torch.autograd.Function):
-    """out[i] = sum of source[index[i]]; `back` is the index with which the gradient is the same operation."""
+    """Computes out[i] = sum of source[index[i]]. The gradient is the same operation with the index `back`."""
 
     @staticmethod
     def forward(ctx: Any, source: Tensor, index: Tensor, back: Tensor) -> Tensor:
@@ -70,7 +77,7 @@ class _GatherSum(torch.autograd.Function):
 
 
 def gather_sum(source: Tensor, index: Tensor) -> Tensor:
-    """For each i the sum over j of source[index[i, j]]: [rows, width] and [n, j] -> [n, width]."""
+    """Return the sum over j of source[index[i, j]] for each i: [rows, width] and [n, j] -> [n, width]."""
     if source.shape[1] > 1 and use_kernel(source):
         from argosy.model.ops.kernels.permute_kernel import gather_sum as fused
 
