@@ -1,4 +1,4 @@
-"""The Triton forms of `argosy.model.ops`: only what is imported from here needs Triton."""
+"""The Triton forms of `argosy.model.ops`. Only these modules need Triton."""
 
 import os
 

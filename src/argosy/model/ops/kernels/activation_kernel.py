@@ -1,4 +1,4 @@
-"""Activations with the bias before them, read once and written once; the bias gradient comes out of the backward pass."""
+"""Activations fused with the bias before them, in one pass over memory. The backward pass also sums the bias gradient."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_ROWS, _COLS = 16, 256  # of a tile
-_TILES_DOWN = 16  # tiles a program walks in the backward pass, summing the bias gradient
+# The size of a tile.
+_ROWS, _COLS = 16, 256
+# Tiles per program in the backward pass, over which it sums the bias gradient.
+_TILES_DOWN = 16
 
 
 @triton.jit
 def _gelu_tanh_parts(x):
-    """sigmoid(2u) and du/dx x 2, for gelu(x) = x sigmoid(2u), u = sqrt(2 / pi) (x + 0.044715 x^3)."""
+    """Return sigmoid(2u) and 2 du/dx, for gelu(x) = x sigmoid(2u), u = sqrt(2 / pi) (x + 0.044715 x^3)."""
     square = x * x
     s = tl.sigmoid(1.5957691216057308 * x * (1.0 + 0.044715 * square))
     return s, 1.5957691216057308 * (1.0 + 0.134145 * square)
@@ -24,7 +26,8 @@ def _gelu_tanh_parts(x):
 @triton.jit
 def _value(x, KIND: tl.constexpr):
     if KIND == "relu":
-        return tl.where(x < 0, 0.0, x)  # a NaN stays one
+        # This form keeps a NaN.
+        return tl.where(x < 0, 0.0, x)
     elif KIND == "gelu":
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif KIND == "silu":
@@ -187,8 +190,10 @@ def _weighted_backward(d_out, gate, up, weight, d_gate, d_up, d_weight, width, K
 
 
 class WeightedGated(torch.autograd.Function):
-    """The gated activation of rows that each have a weight. The unweighted activation is computed again for the weight's
-    gradient, rather than kept."""
+    """A gated activation with a weight for each row.
+
+    The backward pass recomputes the unweighted activation for the weight's gradient, instead of storing it.
+    """
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, kind: str) -> Tensor:

@@ -1,6 +1,9 @@
-"""Rows of logits to their losses and, in place, to the gradient of the logits. A program takes a row and walks it twice:
-once for the sum of exponentials, once, while it is still in the cache, to overwrite it: what is read first is to stay there, what
-is read or written last is not. The gradients made of these are scaled, and rounded to their precision, in one pass."""
+"""Turn rows of logits into losses and, in place, into the gradient of the logits.
+
+A program reads a row twice: once for the sum of exponentials, and once, while the row is still in the cache, to overwrite it.
+Eviction hints keep the first read in the cache and let the second read and the write leave it. Another kernel scales the
+resulting gradients and rounds them to their precision in one pass.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from torch import Tensor
 
 from argosy.data.samples.masks import IGNORED
 
-# Large programs: few rows at a time, so that a row is still cached the second time. Half as large for narrow rows.
+# Programs are large, so that few rows are in flight and a row is still cached at the second read. Narrow rows use half the size.
 _LANES, _EACH, _NARROW = 1024, 16, 1 << 16
 
 
@@ -32,7 +35,7 @@ def _softmax_loss(
                 cols = first + tl.arange(0, B)
                 tl.store(start + cols, tl.zeros((B,), logits.dtype.element_ty), mask=cols < width)
     else:
-        # Every lane keeps a maximum and a sum of its own, and rescales the sum once for EACH logits.
+        # Every lane keeps its own maximum and sum, and rescales the sum once per EACH logits.
         highest = tl.full((LANES,), float("-inf"), tl.float32)
         total = tl.zeros((LANES,), tl.float32)
         for first in range(0, width, B):
@@ -49,7 +52,8 @@ def _softmax_loss(
         tl.store(cross_entropies + row, cross_entropy)
         tl.store(losses + row, cross_entropy + z_loss * lse * lse)
         if GRADIENT:
-            tl.debug_barrier()  # the label's logit is read before it is overwritten
+            # The label's logit must be read before it is overwritten.
+            tl.debug_barrier()
             factor = 1.0 + 2.0 * z_loss * lse
             for first in range(0, width, B):
                 cols = first + tl.arange(0, B)
@@ -61,7 +65,7 @@ def _softmax_loss(
 
 
 def softmax_loss_(logits: Tensor, labels: Tensor, z_loss: float, with_gradient: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """As `argosy.model.ops.cross_entropy.softmax_loss_`."""
+    """Return what `argosy.model.ops.cross_entropy.softmax_loss_` returns, computed by one kernel."""
     losses = torch.empty((2, len(logits)), dtype=torch.float32, device=logits.device)
     lanes = _LANES if logits.shape[1] > _NARROW else _LANES // 2
     _softmax_loss[(len(logits),)](
@@ -80,7 +84,7 @@ def _scale(source, factor, target, count, B: tl.constexpr):
 
 
 def scaled(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """As `argosy.model.ops.cross_entropy.scaled`."""
+    """Return what `argosy.model.ops.cross_entropy.scaled` returns, computed by one kernel."""
     result = torch.empty_like(tensor, dtype=dtype)
     _scale[(triton.cdiv(tensor.numel(), 2048),)](tensor, factor, result, tensor.numel(), 2048, num_warps=4)
     return result

@@ -1,5 +1,8 @@
-"""The gradient of a table of rows, of which each was used by some tokens: those of a row are sorted together, and added up in 32
-bits. A row that very many used is added up in parts, by as many programs, and the parts by one more."""
+"""The gradient of an embedding table.
+
+The uses of a row are sorted together and their gradients summed in 32 bits. A row with very many uses is summed in parts, one
+program per part, and another program sums the parts.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,17 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-_PART, _COLS = 64, 1024  # uses that one program adds up, and columns it does that for
+# Uses that one program sums, and the columns it sums them for.
+_PART, _COLS = 64, 1024
 
 
 @triton.jit
 def _slot(use, first, PART: tl.constexpr):
-    """Where the part that begins with a use is kept. Of PART uses one after the other at most two begin a part: one that a row
-    began before them goes on with, and the first of another row."""
+    """Return the slot of the part that begins with a use.
+
+    Among PART consecutive uses at most two begin a part that needs a slot: one that continues a row begun earlier, and the first
+    of another row.
+    """
     return 2 * (use // PART) + (use == first)
 
 
@@ -27,7 +34,8 @@ def _add_uses(
 ):  # fmt: skip
     use = tl.program_id(0).to(tl.int64)
     first, end = tl.load(firsts + use), tl.load(ends + use)
-    if (use - first) % PART == 0:  # else another program adds it up
+    # Otherwise another program sums this use.
+    if (use - first) % PART == 0:
         col = tl.program_id(1) * COLS + tl.arange(0, COLS)
         inside = col < width
         total = tl.zeros((COLS,), tl.float32)

@@ -1,4 +1,4 @@
-"""To 8-bit floats, both ways round: one pass for the largest magnitude, one that rounds and writes rows and columns."""
+"""Quantise to 8-bit floats: one pass finds the largest magnitude, another rounds and writes the tensor and its transpose."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_PARTS = 1024  # programs of the first pass at most, each leaving one maximum for the second
+# The most programs of the first pass. Each leaves one maximum for the second.
+_PARTS = 1024
 _TILE = 8192
 _ROWS, _COLS = 64, 64
 
@@ -20,7 +21,8 @@ def _largest(x, parts, count, each, B: tl.constexpr):
         at = first + start + tl.arange(0, B)
         inside = (start + tl.arange(0, B) < each) & (at < count)
         size = tl.abs(tl.load(x + at, mask=inside, other=0.0).to(tl.float32))
-        found = tl.maximum(found, tl.where(size == size, size, float("inf")))  # a maximum would pass over a NaN
+        # A maximum would ignore a NaN.
+        found = tl.maximum(found, tl.where(size == size, size, float("inf")))
     tl.store(parts + tl.program_id(0), tl.max(found, 0))
 
 
@@ -44,7 +46,7 @@ def _round(
 
 
 def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """(values, transposed, scale) of x [rows, cols], as `argosy.model.ops.fp8.quantise`."""
+    """Return the values, transposed values and scale of x [rows, cols], like `argosy.model.ops.fp8.quantise`."""
     x = x.contiguous()
     rows, cols = x.shape
     parts = torch.empty(_PARTS, dtype=torch.float32, device=x.device)

@@ -1,7 +1,7 @@
-"""The fused query-key-value product cut into its three parts, rotated on the way; and the gradients of the three joined
-again, rotated back, with the bias gradient summed in the same pass.
+"""Split the fused query-key-value projection into its three parts and apply rope in the same pass.
 
-The product's columns are slots of one head each: for every key/value head its queries, its key, its value.
+The backward pass joins the three gradients, rotates them back and sums the bias gradient in one pass. The projection's columns
+are slots of one head each: for every KV head its queries, its key, its value.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_TOKENS = 32  # of a tile
-_TILES_DOWN = 8  # tiles a program walks when it joins
+# Tokens per tile.
+_TOKENS = 32
+# Tiles per program in `_join`.
+_TILES_DOWN = 8
 
 
 @triton.jit
@@ -27,8 +29,9 @@ def _turn(first, second, cos, sin, BACK: tl.constexpr):
 
 @triton.jit
 def _split(qkv, q, k, cos, sin, tokens, table_rows, kv_heads, GROUP: tl.constexpr, HALF: tl.constexpr, R: tl.constexpr):
-    """Write rotated queries [tokens, heads, head_dim] and keys [tokens, kv_heads, head_dim]; values stay where they are."""
-    place = tl.program_id(1)  # of the head among the queries and keys of all groups
+    """Write rotated queries [tokens, heads, head_dim] and keys [tokens, kv_heads, head_dim]. Values stay where they are."""
+    # The head's place among the queries and keys of all groups.
+    place = tl.program_id(1)
     group = place // (GROUP + 1)
     slot = place % (GROUP + 1)
     token = tl.program_id(0) * R + tl.arange(0, R)
@@ -57,7 +60,7 @@ def _join(
     ROPE: tl.constexpr, HAS_BIAS: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, R: tl.constexpr,
     TILES: tl.constexpr,
 ):  # fmt: skip
-    """d_qkv from the three gradients, whose strides over batch, head and token are given (the last is 1)."""
+    """Write d_qkv from the three gradients, given their strides over batch, head and token (the last stride is 1)."""
     place = tl.program_id(1)
     group = place // (GROUP + 2)
     slot = place % (GROUP + 2)
@@ -97,9 +100,9 @@ def _join(
 
 
 class SplitHeads(torch.autograd.Function):
-    """qkv [batch, seq, slots x head_dim] -> q, k, v [batch, heads, seq, head_dim].
+    """Splits qkv [batch, seq, slots x head_dim] into q, k, v [batch, heads, seq, head_dim].
 
-    `bias` is not added here: the product has it already, and only its gradient is made here.
+    `bias` is not added here, because the matmul has added it. The backward pass only computes its gradient.
     """
 
     @staticmethod

@@ -1,19 +1,19 @@
-"""Causal attention on Hopper, backwards.
+"""The backward pass of causal attention on Hopper, for heads of 64.
 
-A program has 128 keys of one key head, and goes through the queries that see them, 64 of one head at a time, of all heads that
-share these keys: the gradients of keys and values are summed in registers and written once. In it one warp fetches, and three
-groups of four warps compute. Two workers have 64 keys each, with
+A program has 128 keys of one KV head. It iterates over the queries that see them, 64 of one head at a time, of all heads that share
+these keys. The gradients of keys and values are summed in registers and written once. One warp loads, and three groups of four warps
+compute. Two workers have 64 keys each and compute
 
     S = K Q^T    P = exp(S - lse)    dP = V dO^T    dS = P (dP - delta)    dV += P dO    dK += dS Q
 
-and hand dS to the third, which has dQ = dS^T K and adds it to a 32-bit sum in memory. The sum is kept in the order in which threads
-have it, for wide additions; a last kernel sets it right.
+They pass dS to the third group, which computes dQ = dS^T K and adds it to a 32-bit sum in memory. The sum is stored in the order of
+the threads' registers, for wide additions. A last kernel restores the row order.
 
-Where bits must repeat, programs add to a sum in a fixed order: the first keys first. A counter per warp and block of queries says how
-many have added. Programs with the first keys start first, so that a program only ever waits for programs started before it, and cannot
-deadlock; they are the longest, so that none is left over at the end. All go through the queries from the last down to their diagonal. A
-program waits at its start until the one before it is a step ahead, and from then on they stay in step. The counter is read before the
-matmul, and written one step late beside the next matmul, so that neither latency is exposed.
+In deterministic mode, programs add to a sum in a fixed order: the first keys first. A counter per warp and block of queries says how
+many programs have added. Programs with the first keys start first. A program therefore waits only for programs started before it and
+cannot deadlock. They are also the longest, so none is left over at the end. All iterate over the queries from the last down to their
+diagonal. A program waits at its start until the one before it is a step ahead, and from then on they stay in step. The counter is read
+before the matmul and written one step late beside the next matmul, so that neither latency is exposed.
 """
 
 from __future__ import annotations
@@ -37,18 +37,22 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from argosy.model.ops.kernels.hopper_forward import _exp2, _fetch, described
 
-_WIDTH = gl.constexpr(64)  # of a head
-_SIDE = gl.constexpr(64)  # keys of a worker, queries of a step
+# The head width.
+_WIDTH = gl.constexpr(64)
+# Keys per worker, and queries per step.
+_SIDE = gl.constexpr(64)
 _WORKERS = gl.constexpr(2)
-_STAGES, _SLOTS = gl.constexpr(4), gl.constexpr(4)  # of queries fetched, of dS handed on
-_TURNS = gl.constexpr(4)  # counters of a block of queries: one for each warp that adds
+# Stages of loaded queries, and slots for dS between the workers and the adder.
+_STAGES, _SLOTS = gl.constexpr(4), gl.constexpr(4)
+# Counters per block of queries: one for each warp that adds.
+_TURNS = gl.constexpr(4)
 _LOGS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-# The four values that a thread has of 16 rows and 8 columns are added to 16 bytes in a row.
+# A thread's four values of 16 rows and 8 columns are added to 16 contiguous bytes.
 _ADD = gl.constexpr(
     "red.global.add.v4.f32 [$8], {$4, $5, $6, $7}; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;"
 )
 _ADD_OPERANDS = gl.constexpr("=r,=r,=r,=r,f,f,f,f,l,l,l,l")
-# Braces make registers and labels local. Relaxed reads are enough: additions happen in L2 and cannot start before the read is done.
+# Braces make registers and labels local. Relaxed reads suffice: additions happen in L2 and cannot start before the read is done.
 _READ_TURN = gl.constexpr("ld.relaxed.gpu.global.u32 $0, [$1];")
 _AWAIT_TURN = gl.constexpr(
     "{ .reg .pred late; mov.u32 $0, $1; again: setp.ne.u32 late, $0, $3; @!late bra ready;"
@@ -59,14 +63,16 @@ _END_TURN = gl.constexpr(
     "{ .reg .pred ends; bar.warp.sync 0xffffffff; setp.ne.u32 ends, $2, 0;"
     " @ends red.release.gpu.global.add.u32 [$1], 1; mov.u32 $0, 0; }"
 )
-_FULL_WAVE = 128  # programs at work together, about
-# Who adds to a sum of dQ first: whoever comes; the program with the last keys; the one with the first keys.
+# The approximate number of programs that run at the same time.
+_FULL_WAVE = 128
+# The order in which programs add to a sum of dQ: any, the last keys first, or the first keys first.
 ANY, LAST_KEYS, FIRST_KEYS = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
-# From so many blocks of keys on, starting with the longest programs pays more than waiting for the one before costs.
+# From this many key blocks on, starting the longest programs first gains more than waiting for the previous program costs.
 _LONG = 32
 
 
-if hasattr(gl.shared_memory_descriptor, "reinterpret"):  # Triton 3.9's name for it
+# Triton 3.9 renamed `_reinterpret`.
+if hasattr(gl.shared_memory_descriptor, "reinterpret"):
 
     @gluon.jit
     def _as_rows(logs, LAYOUT: gl.constexpr):
@@ -81,7 +87,10 @@ else:
 
 @gluon.jit
 def _place(key_blocks, SECTION: gl.constexpr, ORDER: gl.constexpr):
-    """(batch x key heads + key head, block of keys) of this program, SECTION key heads at a time: those that add first, first."""
+    """Return batch x KV heads + KV head, and the key block, of this program.
+
+    Programs go through SECTION KV heads at a time; those that add first start first.
+    """
     place = gl.program_id(0)
     within = place % (SECTION * key_blocks)
     key_block = within // SECTION
@@ -92,8 +101,10 @@ def _place(key_blocks, SECTION: gl.constexpr, ORDER: gl.constexpr):
 
 @gluon.jit
 def _step(step, key_block, blocks, GROUP: gl.constexpr, ORDER: gl.constexpr):
-    """(block of queries, head of the group): from the diagonal on, or from the last block back to it. Without an order programs begin
-    with different heads, so that few add to the same sums at a time."""
+    """Return the block of queries and the head of the group at a step: from the diagonal on, or from the last block back to it.
+
+    With ORDER ANY, programs start with different heads, so that few add to the same sums at a time.
+    """
     block = key_block * _WORKERS + step // GROUP
     member = step % GROUP
     if ORDER == ANY:
@@ -105,7 +116,7 @@ def _step(step, key_block, blocks, GROUP: gl.constexpr, ORDER: gl.constexpr):
 
 @gluon.jit
 def _adding_before(block, key_block, ORDER: gl.constexpr):
-    """How many programs add to a block of queries before the one with this block of keys."""
+    """Return how many programs add to a block of queries before the one with this key block."""
     before = block // _WORKERS - key_block
     if ORDER == FIRST_KEYS:
         before = key_block
@@ -149,7 +160,7 @@ def _adder(
     k_here, _, _, _, _, ds_here, kv_full, _, _, ds_full, ds_free = here
     pair, key_block = _place(key_blocks, SECTION, ORDER)
     blocks = key_blocks * _WORKERS
-    # One element per thread: the counters of its warp, which has the same rows of a block in every program.
+    # One element per thread: the counter of its warp, which has the same rows of a block in every program.
     thread = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
     counters = (turns + thread // 32).to(gl.int64)
     last = counters
@@ -174,7 +185,8 @@ def _adder(
             last = turn
         d_q = warpgroup_mma_wait(0, deps=[d_q])
         mbarrier.arrive(ds_free.index(slot), count=1)
-        row = gl.arange(0, _SIDE, gl.SliceLayout(1, SUM))[:, None]  # here, not before the loop, which has few registers
+        # Computed here and not before the loop, to save registers.
+        row = gl.arange(0, _SIDE, gl.SliceLayout(1, SUM))[:, None]
         column = gl.arange(0, _WIDTH, gl.SliceLayout(0, SUM))[None, :]
         inner = (((row // 16) * (_WIDTH // 8) + column // 8) * 32 + (row % 8) * 4 + (column % 8) // 2) * 4
         target = sums + tile.to(gl.int64) * (_SIDE * _WIDTH)
@@ -218,7 +230,7 @@ def _work(
         x = gl.where(keys[:, None] <= (block * _SIDE + gl.arange(0, _SIDE, QUERIES))[None, :], x, -float("inf"))
     p = _exp2(x)
     delta = logs.index(1).load(QUERIES)
-    # This wait stands here so that the assembler does not move the one for d_p above the exponentials.
+    # This wait is here to keep the assembler from moving the wait for d_p above the exponentials.
     mbarrier.wait(ds_free.index(slot), ((step // _SLOTS) & 1) ^ 1)
     d_p, p = warpgroup_mma_wait(0, deps=[d_p, p])
     d_v = warpgroup_mma(gl.convert_layout(p.to(gl.bfloat16), LEFT), d_out_here.index(stage), d_v, is_async=True)
@@ -248,8 +260,10 @@ def _worker(
     d_k = gl.zeros([_SIDE, _WIDTH], gl.float32, SUM)
     d_v = gl.zeros([_SIDE, _WIDTH], gl.float32, SUM)
     blocks = key_blocks * _WORKERS
-    MASKED_STEPS: gl.constexpr = (WORKER + 1) * GROUP  # blocks up to the diagonal
-    plain = 0  # steps without hidden keys that come first
+    # Steps up to the diagonal block, which mask keys.
+    MASKED_STEPS: gl.constexpr = (WORKER + 1) * GROUP
+    # Steps without masked keys that come first.
+    plain = 0
     if ORDER == FIRST_KEYS:
         plain = steps - MASKED_STEPS
     for step in range(plain):
@@ -307,8 +321,7 @@ def _attention_before(
     out, d_out, lse, logs, sums, turns, seq, heads, out_batch, out_token, out_head, d_out_batch, d_out_token, d_out_head,
     WIDTH: tl.constexpr, R: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
-    """For R queries of a head lse, to base 2, and delta, the sum of out x d_out, side by side; zeros in the sums of dQ and in the
-    counters of who added to them."""
+    """Prepare R queries of a head: write lse to base 2 and delta, the sum of out x d_out; zero the sums of dQ and their counters."""
     head = tl.program_id(0) % heads
     block = tl.program_id(0) // heads % (seq // R)
     batch = (tl.program_id(0) // heads // (seq // R)).to(tl.int64)
@@ -328,8 +341,11 @@ def _attention_before(
 def _attention_after(
     sums, d_q, seq, heads, plain_scale, WIDTH: tl.constexpr, R: tl.constexpr, PART: tl.constexpr, BY_THREAD: tl.constexpr
 ):  # fmt: skip
-    """The sums of dQ for R queries of a head, PART columns at a time, which lie row by row or, BY_THREAD, by 16 rows, 8 columns, row
-    of 8, pair of columns, half of the 16 rows, column of the pair."""
+    """Write dQ of R queries of a head from its 32-bit sums, PART columns at a time.
+
+    The sums are stored row by row or, with BY_THREAD, by 16 rows, 8 columns, row of 8, pair of columns, half of the 16 rows, column
+    of the pair.
+    """
     head = tl.program_id(0) % heads
     block = tl.program_id(0) // heads % (seq // R)
     batch = (tl.program_id(0) // heads // (seq // R)).to(tl.int64)
@@ -346,8 +362,10 @@ def _attention_after(
 def attend_backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, *, repeatable: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v [batch, seq, heads, 64], whose forward pass gave `out` and `lse`; with the same bits each time
-    if `repeatable`."""
+    """Return the gradients of q, k and v [batch, seq, heads, 64], given the forward pass's `out` and `lse`.
+
+    They are deterministic, bit for bit, if `repeatable`.
+    """
     return start(_attention_backward, _TURNS.value, True, d_out, q, k, v, out, lse, scale, repeatable=repeatable)
 
 
@@ -355,8 +373,12 @@ def start(
     kernel: Any, turns_each: int, by_thread: bool, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float,
     *, repeatable: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Run a backward kernel between those that prepare its sums and set them right. It has `turns_each` counters of who added, for
-    each block of queries, and leaves sums in the order of its threads or row by row."""
+    """Run a backward kernel, between the kernel that prepares its sums and the one that writes dQ from them.
+
+    Args:
+        turns_each: the kernel's counters per block of queries.
+        by_thread: the kernel stores its sums in the order of its threads, not row by row.
+    """
     batch, seq, heads, width = q.shape
     kv_heads, side = k.shape[2], _SIDE.value
     d_q = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -382,6 +404,9 @@ def start(
 
 
 def section(pairs: int, key_blocks: int) -> int:
-    """How many key heads to work on at a time, so that what they share stays cached: as many as fill the GPU, of equal sections."""
+    """Return how many KV heads to work on at a time, so that their data stays in the cache.
+
+    It is the largest divisor of the KV heads of all samples (`pairs`) that does not overfill the GPU.
+    """
     wanted = max(1, _FULL_WAVE // key_blocks)
     return max(size for size in range(1, wanted + 1) if pairs % size == 0)

@@ -1,10 +1,10 @@
-"""Causal attention on Hopper, backwards, for heads of 128.
+"""The backward pass of causal attention on Hopper, for heads of 128.
 
-As for heads of 64 (`hopper_backward`), a program has 128 keys of one key head and goes through the queries that see them, and two workers
-of four warps have 64 keys each. Their sums of dK and dV fill the registers, so that no third group of warps can have dQ = dS^T K: each
-worker computes half of its columns, of all 128 keys. It reads the other worker's dS from shared memory one step late, beside the scores of
-the next step, so that neither worker waits for the other. Two more warps take dQ from shared memory and add it to the sum in memory, in
-the order of turns that `hopper_backward` describes where bits must repeat.
+As for heads of 64 (`hopper_backward`), a program has 128 keys of one KV head and iterates over the queries that see them, and two
+workers of four warps have 64 keys each. Their sums of dK and dV fill the registers, so there is no room for a third group of warps to
+compute dQ = dS^T K. Instead each worker computes half of dQ's columns, over all 128 keys. It reads the other worker's dS from shared
+memory one step late, beside the scores of the next step, so that neither worker waits for the other. Two more warps read dQ from shared
+memory and add it to the sum in memory. In deterministic mode they add in the order that `hopper_backward` describes.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from argosy.model.ops.kernels.hopper_forward import _exp2
 
 _WIDTH, _HALF = gl.constexpr(128), gl.constexpr(64)
 _STAGES, _SLOTS = gl.constexpr(2), gl.constexpr(2)
-# Counters of a block of queries: one for each warp that adds.
+# Counters per block of queries: one for each warp that adds.
 _TURNS = gl.constexpr(2)
 
 
 @gluon.jit
 def _late_product(here, slot, WORKER: gl.constexpr):
-    """Start dQ of a step whose dS lies in a slot: this worker's half of the columns, of all keys."""
+    """Start the matmul for dQ of the step whose dS is in a slot: this worker's half of the columns, over all keys."""
     SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HALF, 16])
     k_here, _, _, _, _, ds_here, _, _, _, _, _ = here
     d_q = gl.zeros([_SIDE, _HALF], gl.float32, SUM)
@@ -62,11 +62,11 @@ def _adder(
     here, dq_here, dq_full, dq_free, sums, turns, key_blocks, GROUP: gl.constexpr, SECTION: gl.constexpr,
     ORDER: gl.constexpr,
 ):  # fmt: skip
-    """Add the workers' halves of dQ to the sums of a block of queries: [columns' half, query, column]."""
+    """Add the workers' halves of dQ to the sums of a block of queries, stored as [half of the columns, query, column]."""
     ROWS: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [2, 1], [1, 0])
     pair, key_block = _place(key_blocks, SECTION, ORDER)
     blocks = key_blocks * _WORKERS
-    # One element per thread: the counters of its warp, which has the same rows of a block in every program.
+    # One element per thread: the counter of its warp, which has the same rows of a block in every program.
     thread = gl.arange(0, 64, gl.BlockedLayout([1], [32], [2], [0]))
     counters = (turns + thread // 32).to(gl.int64)
     last = counters
@@ -101,7 +101,7 @@ def _adder(
 
 @gluon.jit
 def _hand_over(d_q, step, adding, WORKER: gl.constexpr):
-    """Give a step's dQ to the warps that add it."""
+    """Pass a step's dQ to the warps that add it."""
     dq_here, dq_full, dq_free = adding
     mbarrier.wait(dq_free.index(WORKER), (step & 1) ^ 1)
     dq_here.index(WORKER).store(d_q)
@@ -125,7 +125,7 @@ def _work(
     late = step - 1
     logs = _as_rows(logs_here.index(stage), FLAT)
     mbarrier.wait(full.index(stage), (step // _STAGES) & 1)
-    # Both products begin with what is subtracted from them, which then needs no registers of its own.
+    # Both accumulators start with the value to subtract, which then needs no registers of its own.
     s = nothing - (logs.index(0).load(QUERIES) / scale)[None, :]
     s = warpgroup_mma(k_here.index(WORKER), q_here.index(stage).permute((1, 0)), s, is_async=True)
     if FIRST:
@@ -172,8 +172,10 @@ def _worker(
     d_k = gl.zeros([_SIDE, _WIDTH], gl.float32, SUM)
     d_v = gl.zeros([_SIDE, _WIDTH], gl.float32, SUM)
     blocks = key_blocks * _WORKERS
-    MASKED_STEPS: gl.constexpr = (WORKER + 1) * GROUP  # blocks up to the diagonal
-    plain = 1  # steps without hidden keys that come first
+    # Steps up to the diagonal block, which mask keys.
+    MASKED_STEPS: gl.constexpr = (WORKER + 1) * GROUP
+    # Where the steps that come first, without masked keys, end. Step 0 always masks.
+    plain = 1
     if ORDER == FIRST_KEYS:
         plain = gl.maximum(steps - MASKED_STEPS, 1)
     d_k, d_v = _work(here, adding, d_k, d_v, 0, key_block, blocks, scale, WORKER, GROUP, ORDER, True, True)
@@ -243,6 +245,8 @@ def _attention_backward_128(
 def attend_backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, *, repeatable: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v [batch, seq, heads, 128], whose forward pass gave `out` and `lse`; with the same bits each time
-    if `repeatable`."""
+    """Return the gradients of q, k and v [batch, seq, heads, 128], given the forward pass's `out` and `lse`.
+
+    They are deterministic, bit for bit, if `repeatable`.
+    """
     return start(_attention_backward_128, _TURNS.value, False, d_out, q, k, v, out, lse, scale, repeatable=repeatable)

@@ -1,11 +1,11 @@
-"""Causal attention on Hopper, forwards.
+"""The forward pass of causal attention on Hopper.
 
-A program has a processor to itself and takes tiles in turn, the longest first. In it one warp fetches blocks of keys and values
-into a ring in shared memory, and workers, four warps each, compute: a worker has 64 queries of one head, and heads that share
-their keys work on the same blocks. While one worker is busy with exponentials, the products of the others run.
+A program is persistent: it has a multiprocessor to itself and takes tiles in turn, the longest first. One warp loads blocks of
+keys and values into a ring buffer in shared memory. Workers of four warps each compute: a worker has 64 queries of one head, and
+the heads that share a KV head work on the same blocks. While one worker computes exponentials, the matmuls of the others run.
 
-A stage of the ring holds block c of the keys and block c of the values. The product with the values comes a block late, so that
-both products of a turn run together; block c of the keys and block c - 1 of the values are done with, and fetched, at once.
+A stage of the ring holds block c of the keys and block c of the values. The matmul with the values runs one block late, so that
+both matmuls of an iteration overlap. Block c of the keys and block c - 1 of the values are therefore freed, and loaded, together.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from argosy.model.ops.matmul import processors
 
-# Queries of a worker, keys of a block.
+# Queries per worker, and keys per block.
 _QUERIES, _KEYS = gl.constexpr(64), gl.constexpr(128)
 _LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-# Workers of a program and stages of its ring, by the width of a head: as many as registers and shared memory hold.
+# Workers per program and stages of its ring, by head width: as many as registers and shared memory allow.
 _TEAMS = {64: (3, 4), 128: (2, 2)}
-# Names that newer versions of Triton changed.
+# Newer versions of Triton renamed these.
 _fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 _write = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
@@ -50,7 +50,7 @@ def _log2(x):
 
 @gluon.jit
 def _tile_count(tiles):
-    """How many tiles this program takes: the i-th of each even round from the front, of each odd one from the back."""
+    """Return how many tiles this program takes: the i-th of each even round, the i-th from the end of each odd round."""
     programs = gl.num_programs(0)
     rounds = tiles // programs
     place = gl.where(rounds % 2 == 0, gl.program_id(0), programs - 1 - gl.program_id(0))
@@ -59,7 +59,7 @@ def _tile_count(tiles):
 
 @gluon.jit
 def _tile(turn, head_tiles, KV_HEADS: gl.constexpr):
-    """(batch x KV_HEADS + key head, which of its tiles, 0 being the longest) of this program's turn."""
+    """Return batch x KV_HEADS + KV head, and which of its tiles (0 is the longest), for this program's turn."""
     programs = gl.num_programs(0)
     place = gl.where(turn % 2 == 0, gl.program_id(0), programs - 1 - gl.program_id(0))
     tile = turn * programs + place
@@ -69,14 +69,14 @@ def _tile(turn, head_tiles, KV_HEADS: gl.constexpr):
 
 @gluon.jit
 def _part(tile, worker, blocks, GROUP: gl.constexpr, WORKERS: gl.constexpr):
-    """(block of queries, head of the group) of a worker; a worker too many does the last one's work again."""
+    """Return a worker's block of queries and head of the group. A surplus worker repeats the last one's work."""
     part = gl.minimum(tile * WORKERS + worker, blocks * GROUP - 1)
     return blocks - 1 - part // GROUP, part % GROUP
 
 
 @gluon.jit
 def _key_blocks(block):
-    """How many blocks of keys a block of queries sees."""
+    """Return the number of key blocks that a block of queries sees."""
     return (block * _QUERIES + _QUERIES - 1) // _KEYS + 1
 
 
@@ -88,7 +88,8 @@ def _fetcher(
     q_here, k_here, v_here, q_full, q_free, k_full, v_full, free = ring
     q, k, v, seq, q_head, k_head, v_head, tiles, head_tiles = fetch
     blocks = seq // _QUERIES
-    count = 0  # blocks of keys fetched
+    # Key blocks loaded so far.
+    count = 0
     late_stage = 0
     late_row = 0
     late_column = 0
@@ -125,7 +126,7 @@ def _fetcher(
 
 @gluon.jit
 def _thread_sums(p):
-    """The row sums of what each of a row's four threads has: added up among them once, at the end."""
+    """Return the partial row sums of each of a row's four threads, which are summed over the threads once at the end."""
     return gl.sum(gl.sum(p.reshape([_QUERIES, _KEYS // 8, 4, 2]), axis=3), axis=1)
 
 
@@ -140,7 +141,8 @@ def _worker(
     q_here, k_here, v_here, q_full, q_free, k_full, v_full, free = ring
     out, lse, out_here, seq, out_head, tiles, head_tiles, scale = work
     blocks = seq // _QUERIES
-    count = 0  # blocks of keys seen
+    # Key blocks seen so far.
+    count = 0
     queries = q_here.index(WORKER)
     nothing = gl.zeros([_QUERIES, _KEYS], gl.float32, SCORES)
     for turn in range(_tile_count(tiles)):
@@ -148,12 +150,13 @@ def _worker(
         longest, _ = _part(tile, 0, blocks, GROUP, WORKERS)
         block, head = _part(tile, WORKER, blocks, GROUP, WORKERS)
         key_blocks = _key_blocks(block)
-        for _ in range(_key_blocks(longest) - key_blocks):  # that only others need
+        # Skip the key blocks that only other workers need.
+        for _ in range(_key_blocks(longest) - key_blocks):
             mbarrier.wait(k_full.index(count % STAGES), (count // STAGES) & 1)
             mbarrier.arrive(free.index(count % STAGES), count=1)
             mbarrier.wait(v_full.index(count % STAGES), (count // STAGES) & 1)
             count += 1
-        # The diagonal block, the only one with hidden keys.
+        # The diagonal block, the only one with masked keys.
         stage = count % STAGES
         mbarrier.wait(q_full.index(WORKER), turn & 1)
         mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
@@ -193,7 +196,8 @@ def _worker(
         o = warpgroup_mma_wait(0, deps=[o])
         count += 1
         whole = gl.convert_layout(gl.sum(total, axis=1), gl.SliceLayout(1, SCORES))
-        row = pair // KV_HEADS * KV_HEADS * GROUP + pair % KV_HEADS * GROUP + head  # of the logs: batch x heads + head
+        # The row of lse: batch x heads + head.
+        row = pair // KV_HEADS * KV_HEADS * GROUP + pair % KV_HEADS * GROUP + head
         gl.store(lse + row.to(gl.int64) * seq + rows, (highest * scale + _log2(whole)) * 0.6931471805599453)
         o = o * gl.convert_layout(1.0 / whole, gl.SliceLayout(1, OUT))[:, None]
         tma.store_wait(0)
@@ -245,8 +249,7 @@ def _attention_forward(
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """(result, logs of the sums of exponentials [batch, heads, seq]) of q, k and v
-    [batch, seq, heads, head_dim]."""
+    """Return the attention of q, k and v [batch, seq, heads, head_dim], and its log-sum-exp [batch, heads, seq]."""
     batch, seq, heads, width = q.shape
     kv_heads = k.shape[2]
     workers, stages = _TEAMS[width]
@@ -263,7 +266,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tenso
 
 
 def described(x: Tensor, rows: int) -> TensorDescriptor:
-    """x [batch, seq, heads, head_dim] as rows of tokens, in which head h begins h x its stride further on; cut into `rows`."""
+    """Return a TMA descriptor of x [batch, seq, heads, head_dim] with blocks of `rows` tokens.
+
+    It has one row per token. Head h starts at column h x its stride.
+    """
     batch, seq, heads, width = x.shape
     shape = [batch * seq, (heads - 1) * x.stride(2) + width]
     return TensorDescriptor(x, shape, [x.stride(1), 1], [rows, width], _LAYOUT)

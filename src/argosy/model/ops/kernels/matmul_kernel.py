@@ -1,4 +1,4 @@
-"""The sum of a product's parts, in 32 bits and one pass; torch's own reduction over so few takes four times as long."""
+"""Sum the parts of a split-K GEMM in 32 bits and one pass. Torch's own reduction over so few parts takes four times as long."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _sum(parts, out, count, PARTS: tl.constexpr, B: tl.constexpr):
 
 
 def sum_parts(parts: Tensor) -> Tensor:
-    """parts[0] + parts[1] + …"""
+    """Return parts[0] + parts[1] + …"""
     out = torch.empty_like(parts[0])
     _sum[(triton.cdiv(out.numel(), 2048),)](parts, out, out.numel(), len(parts), 2048, num_warps=4)
     return out

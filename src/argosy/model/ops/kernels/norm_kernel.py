@@ -1,8 +1,8 @@
-"""Residual sum and norm in one pass over memory, and their gradients in another.
+"""The residual sum and norm in one pass over memory, and their gradients in another.
 
-A program takes whole rows. In the backward pass few programs take many rows each, so that the sums over rows (the
-gradients of the norm's weight and bias and of the added bias) stay in registers until the end; what each program found is
-then summed by torch, in a fixed order, so that the result is the same each time.
+A program takes whole rows. In the backward pass few programs take many rows each, so that the sums over rows (the gradients
+of the norm's weight and bias and of the added bias) stay in registers until the end. Torch then sums the programs' results in
+a fixed order, so that the result is deterministic.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_PROGRAMS = 528  # in the backward pass: four for each multiprocessor of an H100 or H200
-_STAGES = 3  # rows on their way while one is worked on; without, the pass takes twice as long
+# Programs in the backward pass: four for each multiprocessor of an H100 or H200.
+_PROGRAMS = 528
+# Rows prefetched while one is processed. Without prefetch the pass takes twice as long.
+_STAGES = 3
 
 
 @triton.jit
@@ -93,7 +95,7 @@ def _backward(
 
 
 class AddNorm(torch.autograd.Function):
-    """(x + y + y_bias, its norm); with no y, (x, its norm), which saves adding the two gradients of x."""
+    """Returns x + y + y_bias and its norm. Without y it returns x and its norm, which saves adding the two gradients of x."""
 
     @staticmethod
     def forward(
@@ -123,7 +125,8 @@ class AddNorm(torch.autograd.Function):
         d_total, d_out = gradients
         total, weight, statistics = ctx.saved_tensors
         rms, bias_dtype, y_bias_dtype, has_y = ctx.form
-        if d_out is None:  # nothing reads the norm
+        # Nothing reads the norm.
+        if d_out is None:
             return d_total, d_total if has_y else None, None, None, None, None, None
         width = total.shape[-1]
         rows = total.numel() // width
@@ -132,9 +135,8 @@ class AddNorm(torch.autograd.Function):
         d_x = torch.empty_like(total)
         rows_each = triton.cdiv(rows, _PROGRAMS)
         programs = triton.cdiv(rows, rows_each)
-        kinds = (
-            1 + (bias_dtype is not None) + (y_bias_dtype is not None)
-        )  # of sums over rows: the norm's weight, its bias, y's bias
+        # The sums over rows: the norm's weight, its bias, y's bias.
+        kinds = 1 + (bias_dtype is not None) + (y_bias_dtype is not None)
         partial = torch.empty((kinds, programs, width), dtype=torch.float32, device=total.device)
         block = triton.next_power_of_2(width)
         _backward[(programs,)](
@@ -173,7 +175,7 @@ def _column_sums(x, sums, rows, width, R: tl.constexpr, C: tl.constexpr, TILES: 
 
 
 class Add(torch.autograd.Function):
-    """x + y + y_bias."""
+    """Returns x + y + y_bias."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, y_bias: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Rows gathered by index and summed, read once and written once."""
+"""Gather rows by index and sum them, in one pass over memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _gather_sum(source, index, out, width, K: tl.constexpr, C: tl.constexpr):
 
 
 def gather_sum(source: Tensor, index: Tensor) -> Tensor:
-    """For each i the sum over j of source[index[i, j]]."""
+    """Return the sum over j of source[index[i, j]] for each i."""
     source, index = source.contiguous(), index.contiguous()
     width = source.shape[1]
     out = torch.empty((index.shape[0], width), dtype=source.dtype, device=source.device)
