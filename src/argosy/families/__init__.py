@@ -1,1 +1,1 @@
-"""Model families: each module is one family, from its structural defaults to its weights in Hugging Face's files. No torch."""
+"""Model families, without torch. A family module has everything from structural defaults to weight names in Hugging Face's files."""

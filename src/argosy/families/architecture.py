@@ -1,10 +1,11 @@
-"""The architectures a model may have: decoder, encoder, retriever, encoder-decoder. Every room that treats them differently asks
-one of these objects, and none compares names.
+"""The architectures a model may have: decoder, encoder, retriever, encoder-decoder.
 
-They are facts, without torch: the modules that a pipeline cuts, the layers that are counted, what fits and what does not.
+Code that treats architectures differently reads a property of these objects and never compares names. They are plain facts
+without torch: the modules that pipeline stages are cut from, the layers that are counted, the layouts that are possible.
 
-The layer plan is what one layer of a model has that another may have otherwise. A model is built from its plan, and counted and planned by it. Layers whose attention is of the same kind share one mask and one
-table of rotary positions in each forward pass.
+The layer plan has the properties that may differ from layer to layer of a model. The model is built from its plan, and the
+parameter counts and the planner read it too. Layers with the same kind of attention share one attention mask and one rope table
+in each forward pass.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from typing import Literal
 
 from argosy.config.model import ModelSpec, RopeScaling
 
-RELATIVE_BUCKETS = 32  # T5's relative position buckets
-PREDICTED_SHARE = 0.15  # tokens that BERT hides: only there is the head asked
+# T5's relative position buckets.
+RELATIVE_BUCKETS = 32
+# The share of tokens that BERT masks. The output head runs only on these.
+PREDICTED_SHARE = 0.15
 
 
 @dataclass(frozen=True)
@@ -25,12 +28,13 @@ class Modules:
     begin: tuple[str, ...]
     blocks: tuple[str, ...]
     end: tuple[str, ...]
-    beside: dict[str, tuple[str, ...]] = field(default_factory=dict)  # what a block needs in its pipeline stage besides
+    # Further modules that a block needs on its pipeline stage.
+    beside: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Ends:
-    """Parameters outside the blocks and the embedding: a matrix that multiplies each token, norms, and others."""
+    """The number of parameters outside the blocks and the embedding: matmuls on each token, norms, and others."""
 
     matmul: int = 0
     norms: int = 0
@@ -39,16 +43,21 @@ class Ends:
 
 @dataclass(frozen=True)
 class Architecture:
-    """`uncuttable` says why context parallelism cannot cut its sequences, where it cannot. `planned` is False where the planner
-    does not know it well enough to choose a layout. `predicted` is the share of the tokens that the output head judges."""
+    """The properties of an architecture.
+
+    `writes_text` is True if the model generates one token after another. `has_vocabulary` is True if it has an output head
+    over the vocabulary. `fan_in_init` scales initial weights by the width of each matrix's input, as T5 does. `uncuttable`
+    says why context parallelism cannot cut its sequences, or is None. `planned` is False if the planner cannot choose a
+    layout for it. `predicted` is the share of the tokens that the output head runs on.
+    """
 
     name: str
     causal: bool = False
-    writes_text: bool = True  # one token after another
+    writes_text: bool = True
     two_sequences: bool = False
-    has_vocabulary: bool = True  # an output head over it
+    has_vocabulary: bool = True
     normed_embedding: bool = False
-    fan_in_init: bool = False  # initial weights by the width of each matrix's input, as T5 has them
+    fan_in_init: bool = False
     uncuttable: str | None = None
     planned: bool = True
     predicted: float = 1.0
@@ -58,7 +67,7 @@ class Architecture:
         return (spec.layers,)
 
     def towers(self, spec: ModelSpec) -> int:
-        """Return how many copies of everything the model has."""
+        """Return the number of towers: full copies of the encoder, each with its own weights."""
         return 1
 
     def ends(self, spec: ModelSpec) -> Ends:
@@ -78,7 +87,7 @@ class _Decoder(Architecture):
 
 class _Encoder(Architecture):
     def ends(self, spec: ModelSpec) -> Ends:
-        """The embedding's norm, the head's transform with its norm and biases, and the pooler and classifier of pairs."""
+        """Count the embedding's norm, the head's transform with its norm and biases, and the pooler and pair classifier."""
         other = spec.hidden + spec.vocab_size
         if spec.judges_pairs:
             other += spec.hidden * spec.hidden + spec.hidden + 2 * spec.hidden + 2
@@ -96,7 +105,7 @@ class _Retriever(_Encoder):
         return 1 if spec.retrieval is None or spec.retrieval.shared else 2
 
     def ends(self, spec: ModelSpec) -> Ends:
-        """The embedding's norm, and the projection, which only the first token of a sequence passes through."""
+        """Count the embedding's norm, and the projection, which only the first token of a sequence passes through."""
         width = spec.retrieval.projection if spec.retrieval is not None else None
         return Ends(norms=1, other=0 if width is None else spec.hidden * width + width)
 
@@ -109,7 +118,7 @@ class _EncoderDecoder(Architecture):
         return Ends(norms=2, other=2 * RELATIVE_BUCKETS * spec.heads)
 
     def modules(self, spec: ModelSpec) -> Modules:
-        """A stack's relative positions are in every stage that has one of its blocks."""
+        """Return the modules. A stack's relative position bias is on every pipeline stage that has one of its blocks."""
         first, second = self.stacks(spec)
         encoder, decoder = _blocks("encoder.layers", first), _blocks("decoder.layers", second)
         beside: dict[str, tuple[str, ...]] = dict.fromkeys(encoder, ("encoder.relative",))
@@ -159,7 +168,7 @@ NORMS_OF_A_BLOCK: dict[NormPlacement, int] = {"pre": 2, "post": 2, "sandwich": 4
 
 @dataclass(frozen=True)
 class AttentionKind:
-    """What attention sees and how positions turn it. `scale` multiplies the scores; None: 1 / sqrt(head_dim)."""
+    """A kind of attention: its window, its rope settings, and the `scale` of the scores (None: 1 / sqrt(head_dim))."""
 
     window: int | None
     rope_theta: float
@@ -169,14 +178,14 @@ class AttentionKind:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """One layer: its kind of attention, and where its norms stand."""
+    """The plan of one layer: its kind of attention and the placement of its norms."""
 
     attention: AttentionKind
     norms: NormPlacement = "pre"
 
 
 def attention_kind(spec: ModelSpec, *, local: bool) -> AttentionKind:
-    """Return the attention that the keys of a spec describe: that of a layer with the window (`local`), or of a global one."""
+    """Return the attention that a spec describes, for a layer with the window (`local`) or for a global layer."""
     scale = None if spec.query_pre_attn_scalar is None else spec.query_pre_attn_scalar**-0.5
     if local and spec.local_rope_theta is not None:
         return AttentionKind(spec.window, spec.local_rope_theta, None, scale)
@@ -184,8 +193,7 @@ def attention_kind(spec: ModelSpec, *, local: bool) -> AttentionKind:
 
 
 def plan_layers(spec: ModelSpec, norms: NormPlacement = "pre") -> tuple[LayerPlan, ...]:
-    """Return the plan that the keys of a spec describe: layers that are all alike, or, with `global_every`, windows of which every
-    so many layers one is global."""
+    """Return the plan that a spec describes: identical layers, or, with `global_every` = n, every n-th layer global."""
     local = LayerPlan(attention_kind(spec, local=spec.window is not None), norms)
     if spec.global_every is None:
         return (local,) * spec.layers

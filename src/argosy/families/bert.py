@@ -1,5 +1,7 @@
-"""BERT, and the two towers of a retriever on it. Hugging Face has it as BertForPreTraining, or as BertForMaskedLM where the model
-judges no pairs; everything has a bias."""
+"""BERT, and the two-tower retriever built on it.
+
+Hugging Face's class is BertForPreTraining, or BertForMaskedLM if the model does not classify pairs. Every layer has a bias.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from argosy.families.hf_keys import ACTIVATIONS, Keys, activation_name
 from argosy.families.weight_table import SAME, Entry, Layout, QueryKeyValue, Twice
 
 _WITH_PAIRS, _WITHOUT = "BertForPreTraining", "BertForMaskedLM"
-# Google's Chinese and multilingual models carry the settings of a pooler that no code has.
+# Google's Chinese and multilingual models have the settings of a pooler that no code implements.
 _OLD_POOLER = ("fc_size", "num_attention_heads", "num_fc_layers", "size_per_head", "type")
 
 DEFAULTS: Row = {
@@ -32,7 +34,7 @@ def _bert(layers: int, hidden: int, heads: int) -> Row:
 PRESETS: dict[str, Row] = {
     "bert-base": _bert(12, 768, 12),
     "bert-large": _bert(24, 1024, 16),
-    # Retrieval by the inverse cloze task, as ORQA has it: BERT twice, vectors of 128.
+    # Retrieval by the inverse cloze task, as in ORQA: two BERT towers, vectors of 128.
     "ict-base": _bert(12, 768, 12) | {"pair": "none", "retrieval": {"projection": 128}},
     "ict-large": _bert(24, 1024, 16) | {"pair": "none", "retrieval": {"projection": 128}},
 }
@@ -85,10 +87,11 @@ def _table(spec: ModelSpec) -> Iterator[Entry]:
     yield from _both("encoder.embed.norm", "bert.embeddings.LayerNorm")
     for i in range(spec.layers):
         yield from _block(spec, f"encoder.layers.{i}", f"bert.encoder.layer.{i}")
+    # An untied head has its own bias; the other is unused.
     own = (
         "cls.predictions.decoder.bias",
         "cls.predictions.bias",
-    )  # a head of its own has its bias; the other is unused
+    )
     yield Entry("head.bias", own[1:]) if spec.tied else Entry("head.bias", own, Twice())
     yield from _both("head.transform", "cls.predictions.transform.dense")
     yield from _both("head.norm", "cls.predictions.transform.LayerNorm")
@@ -110,7 +113,7 @@ def _block(spec: ModelSpec, ours: str, theirs: str) -> Iterator[Entry]:
 
 
 def _both(ours: str, *theirs: str, layout: Layout = SAME) -> Iterator[Entry]:
-    """Weight and bias."""
+    """Yield the entries of a layer's weight and bias."""
     for kind in ("weight", "bias"):
         yield Entry(f"{ours}.{kind}", tuple(f"{name}.{kind}" for name in theirs), layout)
 
@@ -128,12 +131,13 @@ BERT = Family(
             "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
             "cls.predictions.decoder.bias": "cls.predictions.bias",
         },
-        # transformers 4 has one bias for both, also with a head of its own, and stores it under one of the names.
+        # transformers 4 shares one bias, even with an untied head, and stores it under one of the names.
         left_out={
             "cls.predictions.decoder.bias": "cls.predictions.bias",
             "cls.predictions.bias": "cls.predictions.decoder.bias",
         },
-        unused=r"embeddings\.position_ids$|^cls\.seq_relationship\.|^bert\.pooler\.",  # heads of a model without pairs
+        # The heads of a model that does not classify pairs.
+        unused=r"embeddings\.position_ids$|^cls\.seq_relationship\.|^bert\.pooler\.",
         renamed={r"LayerNorm\.gamma$": "LayerNorm.weight", r"LayerNorm\.beta$": "LayerNorm.bias"},
     ),
     plan=partial(plan_layers, norms="post"),

@@ -1,8 +1,8 @@
 """Mixtures of experts: mixtral and qwen3_moe.
 
-Both have one balance loss over the routers of all layers together, `router_aux_loss_coef` times a sum that is `top_k` when
-loads are level. Ours is a sum over layers, each 1 when level. So `moe.balance_loss` = coef x top_k / layers with experts:
-the same loss when level, and the same gradient wherever the layers have the same loads, as with one layer.
+Both have one balance loss over the routers of all layers together: `router_aux_loss_coef` times a sum that is `top_k` when
+loads are level. Ours is a sum over layers, each 1 when level. Therefore `moe.balance_loss` = coef x top_k / layers with
+experts. The loss is then the same when loads are level, and the gradient is the same if all layers have the same loads.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BALANCE_RULE = "router_aux_loss_coef x top_k / layers with experts"
 _FLAG = (
     "transformers adds its balance loss only where it also returns the routers' logits; Argosy whenever it has a weight"
 )
-# Significant digits of our weight and of theirs. Theirs has more, so that a weight that was divided and multiplied again is what it was.
+# Significant digits of our weight and of theirs. Theirs has more, so that a weight survives the division and multiplication.
 _DIGITS, _THEIR_DIGITS = 12, 15
 
 
@@ -69,7 +69,8 @@ def read_qwen3_moe(keys: Keys) -> Tree:
     )
     keys.ignore("Qwen3-MoE's window, where it has one, is of all layers", "max_window_layers")
     keys.only("decoder_sparse_step", 1)
-    keys.only("use_qk_norm", True)  # this and the next two as Qwen3-Coder has them
+    # Qwen3-Coder has this key and the next two.
+    keys.only("use_qk_norm", True)
     keys.only("shared_expert_intermediate_size", 0)
     keys.only("qkv_bias", False)
     dense = keys.listing("mlp_only_layers")
@@ -78,7 +79,8 @@ def read_qwen3_moe(keys: Keys) -> Tree:
     window = keys.take("sliding_window", 4096, null=True)
     if not keys.take("use_sliding_window", False):
         window = None
-    experts = keys.take("num_local_experts", 128)  # transformers 5's name for it
+    # transformers 5's name for num_experts.
+    experts = keys.take("num_local_experts", 128)
     moe = {
         "experts": keys.take("num_experts", experts),
         "top_k": keys.take("num_experts_per_tok", 8),
@@ -117,7 +119,7 @@ def write_qwen3_moe(spec: ModelSpec) -> Tree:
 
 
 def _is_mixtral(spec: ModelSpec) -> bool:
-    """Whether Mixtral's own class computes this model: a plain softmax router and its experts, in every layer."""
+    """Return whether Mixtral's class can compute this model: a plain softmax router with experts in every layer."""
     moe = spec.moe
     if moe is None or spec.qk_norm or not moe.norm_topk or moe.dense_layers or moe.shared_experts:
         return False
@@ -125,7 +127,7 @@ def _is_mixtral(spec: ModelSpec) -> bool:
 
 
 def experts_table(spec: ModelSpec, moe: MoESpec, ours: str, theirs: str) -> Iterator[Entry]:
-    """The MoE `ours` of a layer, in their layer `theirs`."""
+    """Yield the entries of the MoE `ours` of a layer, stored in their layer `theirs`."""
     mixtral = _is_mixtral(spec)
     theirs += ".block_sparse_moe" if mixtral else ".mlp"
     yield Entry(f"{ours}.router.weight", (f"{theirs}.gate.weight",))
@@ -136,7 +138,8 @@ def experts_table(spec: ModelSpec, moe: MoESpec, ours: str, theirs: str) -> Iter
             f"{theirs}.experts.{e}.{short if mixtral else name + '_proj'}.weight" for e in range(moe.experts)
         )
         yield Entry(f"{ours}.experts.{name}", of_each, Stacked())
-    shared = "shared_expert" if moe.shared_gate else "shared_experts"  # Qwen2-MoE's, DeepSeek's
+    # Qwen2-MoE's name, or DeepSeek's.
+    shared = "shared_expert" if moe.shared_gate else "shared_experts"
     for name in ("gate", "up", "down") if moe.shared_experts else ():
         yield Entry(f"{ours}.shared.{name}.weight", (f"{theirs}.{shared}.{name}_proj.weight",))
     if moe.shared_gate:

@@ -1,4 +1,4 @@
-"""What a model family declares: its structure, its named sizes, and its place in Hugging Face's files."""
+"""The declaration of a model family: its structure, its presets, and its format in Hugging Face's files."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from argosy.families.architecture import LayerPlan, plan_layers
 from argosy.families.hf_keys import Keys
 from argosy.families.weight_table import Entry
 
-Row = dict[str, Any]  # keys of a model spec
-Tree = dict[str, Any]  # keys of a config.json
+# Keys of a model spec.
+Row = dict[str, Any]
+# Keys of a config.json.
+Tree = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class HfFormat:
-    """Reader and writer of the config.json of one `model_type`."""
+    """The reader and writer of the config.json of one `model_type`."""
 
     read: Callable[[Keys], Row]
     write: Callable[[ModelSpec], Tree]
@@ -26,11 +28,11 @@ class HfFormat:
 
 @dataclass(frozen=True)
 class StoredNames:
-    """What a file may hold beside the table's names: copies of tied weights, names of older versions, buffers.
+    """The tensor names a file may have besides the table's: copies of tied weights, names of older versions, buffers.
 
-    `prefix` is missing from the names where the model was saved without its head. `copies` are tensors that must equal
-    another, and are written by nobody. `unused` are those a model may do without. `left_out` are stored only where they
-    differ from another.
+    `prefix` is missing from the names if the model was saved without its head. `copies` are tensors that must equal another;
+    we never write them. `unused` matches tensors that a model does not need. `left_out` are stored only if they differ from
+    another. `renamed` maps patterns of older names to new ones.
     """
 
     prefix: str = ""
@@ -40,7 +42,7 @@ class StoredNames:
     renamed: dict[str, str] = field(default_factory=dict)
 
     def name_of(self, stored: str, known: Collection[str]) -> str:
-        """The name that the table has for a tensor of a file."""
+        """Return the table's name for a tensor of a file."""
         for pattern, name in self.renamed.items():
             stored = re.sub(pattern, name, stored)
         return f"{self.prefix}{stored}" if stored not in known and f"{self.prefix}{stored}" in known else stored
@@ -54,8 +56,8 @@ class Family:
     """One model family. `argosy.families.family_registry` lists them all.
 
     `defaults` are the structural keys of a model spec, `presets` its named sizes. `formats` has a reader and writer for each
-    Hugging Face `model_type` the family covers, and `model_type` says which of them describes a given model. `table` lists where
-    each of our parameters lies in their files. `plan` describes every layer, those of all stacks in order.
+    Hugging Face `model_type` the family covers, and `model_type` returns the one that describes a given model. `table` lists
+    where each of our parameters is in their files. `plan` describes every layer, those of all stacks in order.
     """
 
     name: str

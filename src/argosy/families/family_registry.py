@@ -1,7 +1,7 @@
-"""Every model family, once; and the presets of all of them.
+"""The registry of model families and of their presets.
 
-Names of presets say what people call a model, never how large it is: sizes are computed from the rows by
-`argosy.config.counts` (Azure's "375m" example has 65 M parameters, and `argosy config models` says so).
+A preset's name is what people call a model, not its size. `argosy.config.counts` computes sizes from the rows (Azure's "375m"
+example has 65 M parameters, and `argosy config models` says so).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from argosy.families.t5 import T5
 FAMILIES: dict[str, Family] = {family.name: family for family in (GPT, MPT, LLAMA, GEMMA3, BERT, T5)}
 PRESETS: dict[str, Row] = {name: row for family in FAMILIES.values() for name, row in family.presets.items()}
 
-# The bare labels of the two cloud examples, so that their own commands can be followed word for word.
+# The bare labels of the two cloud examples, so that their commands work unchanged.
 ALIASES: dict[str, str] = {
     label: f"gpt3-{label}"
     for label in (

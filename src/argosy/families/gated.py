@@ -1,4 +1,4 @@
-"""What Llama and its relatives share: the keys of their config.json, and the names of their attention and gated MLP."""
+"""The common part of Llama and its relatives: their config.json keys, and the names of their attention and gated MLP."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def read_gated(
     hidden: int = 4096,
     theta: float = 10_000.0,
 ) -> Tree:
-    """What llama and its relatives share; the arguments are the defaults of their config classes."""
+    """Read the config.json keys that llama and its relatives share. The arguments are the defaults of their config classes."""
     keys.only("hidden_act", "silu")
     keys.only("attention_dropout", 0.0)
     longest = keys.take("max_position_embeddings", max_seq_len)

@@ -1,5 +1,8 @@
-"""Gemma 3, the text models: windows in five of six layers, with a rotary base of their own; norms on both sides of attention and
-MLP, whose weights are offsets from one; norms of queries and keys; token vectors scaled by sqrt(hidden)."""
+"""Gemma 3, the text models.
+
+Five of six layers have a sliding window and their own rope base. Attention and MLP have norms on both sides, whose weights are
+offsets from one. Queries and keys are normalised. Token vectors are scaled by sqrt(hidden).
+"""
 
 from __future__ import annotations
 
@@ -66,7 +69,7 @@ def _read(keys: Keys) -> Row:
 
 
 def _read_pattern(keys: Keys, layers: int) -> int:
-    """Every so many layers, one is global. The list of layers wins over the number that older files have."""
+    """Return n, where every n-th layer is global. `layer_types` takes precedence over the number in older files."""
     pattern = keys.count("sliding_window_pattern", keys.count("_sliding_window_pattern", GLOBAL_EVERY))
     kinds = keys.listing("layer_types") or _layer_types(pattern, layers)
     candidates: list[int] = [pattern, *range(1, layers + 2)]
@@ -83,8 +86,11 @@ def _layer_types(every: int, layers: int) -> list[str]:
 
 
 def _read_rope(keys: Keys) -> Row:
-    """`rope_theta`, `rope_local_base_freq` and `rope_scaling`; or both kinds of layers in `rope_parameters`, as transformers 5
-    writes them. Scaling is of the global layers alone."""
+    """Read the rope settings of global and local layers.
+
+    Older files have `rope_theta`, `rope_local_base_freq` and `rope_scaling`. transformers 5 writes both kinds of layers into
+    `rope_parameters`. Scaling applies to the global layers only.
+    """
     theta, local_theta = keys.take("rope_theta", 1_000_000.0), keys.take("rope_local_base_freq", 10_000.0)
     old, new = keys.section("rope_scaling"), keys.section("rope_parameters")
     everywhere, local = new.section(_GLOBAL), new.section(_LOCAL)

@@ -1,5 +1,7 @@
-"""GPT-2 and GPT-3: learned positions, a bias everywhere; Hugging Face's `gpt2` stores matrices transposed, with query, key and
-value side by side."""
+"""GPT-2 and GPT-3: learned positions and biases in every layer.
+
+Hugging Face's `gpt2` stores matrices transposed, with query, key and value side by side.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ def _gpt(layers: int, hidden: int, heads: int, *, seq: int = 2048, vocab: int = 
 
 
 PRESETS: dict[str, Row] = {
-    # GPT-3: the paper's table, with the head counts that divide the width.
+    # GPT-3: the paper's table, with head counts that divide the width.
     "gpt3-125m": _gpt(12, 768, 12),
     "gpt3-345m": _gpt(24, 1024, 16, seq=1024),
     "gpt3-357m": _gpt(24, 1024, 16),
@@ -39,7 +41,7 @@ PRESETS: dict[str, Row] = {
     "gpt3-13b": _gpt(40, 5120, 40),
     "gpt3-30b": _gpt(48, 7168, 56),
     "gpt3-175b": _gpt(96, 12288, 96),
-    # Sizes of the Azure Megatron-LM example whose labels are not their parameter counts.
+    # Presets of the Azure Megatron-LM example, whose labels are not their parameter counts.
     "gpt3-375m": _gpt(12, 512, 8),
     "gpt3-857m": _gpt(24, 1024, 16),
     # Table 1 of the Megatron-LM scaling paper (arXiv 2104.04473), as the HyperPod example lists it; vocabulary padded to 51,200.
@@ -136,6 +138,7 @@ GPT = Family(
     stored=StoredNames(
         prefix="transformer.",
         copies={"lm_head.weight": "transformer.wte.weight"},
-        unused=r"h\.\d+\.attn\.(bias|masked_bias)$",  # the causal mask
+        # The causal mask.
+        unused=r"h\.\d+\.attn\.(bias|masked_bias)$",
     ),
 )

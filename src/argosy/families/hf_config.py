@@ -1,8 +1,8 @@
-"""Hugging Face's config.json to a model spec and back, without torch or transformers.
+"""Convert Hugging Face's config.json to a model spec and back, without torch or transformers.
 
-Whatever decides the numbers a model computes, or how it is trained, is either taken over or refused by its name and value;
-what does not is on an explicit list with the reason. A key that is missing has the default of transformers' own config class.
-A config that we write is read back, and whatever comes out different has no place in it.
+A key that affects what a model computes, or how it is trained, is either converted or refused by name and value. Keys without
+effect are on an explicit list with the reason. A missing key has the default of transformers' own config class. A config that
+we write is read back, and every key that changes on the way cannot be exported.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from argosy.families.hf_keys import Keys
 from argosy.untrusted import read_object
 
 CONFIG = "config.json"
-# Of no effect on what a trained model computes: an export may lose them, and says so.
+# Keys without effect on what a trained model computes. An export may lose them, and reports it.
 TRAINING_ONLY = frozenset({"preset", "dropout", "init_std", "pair", "moe.z_loss"})
 
 
@@ -36,7 +36,7 @@ def model_type_of(spec: ModelSpec) -> str:
 
 
 def read_config(directory: Path) -> Tree:
-    """config.json of a Hugging Face model directory."""
+    """Return the config.json of a Hugging Face model directory."""
     path = directory / CONFIG
     try:
         return read_object(path, within=directory)
@@ -53,7 +53,11 @@ def read_config(directory: Path) -> Tree:
 
 
 def from_config(document: Mapping[str, Any], where: str = CONFIG) -> ModelSpec:
-    """The model spec of a config.json, or a refusal that names the key that cannot be represented."""
+    """Return the model spec of a config.json.
+
+    Raises:
+        ArgosyError: a key cannot be represented; the message names it.
+    """
     keys = Keys(document, where)
     kind = keys.take("model_type", None)
     if kind not in FORMATS:
@@ -76,7 +80,7 @@ def from_config(document: Mapping[str, Any], where: str = CONFIG) -> ModelSpec:
 
 
 def key_fates(kind: str) -> dict[str, str]:
-    """Return what becomes of each key of a kind of config: "read", "held" to what we compute, or why it is ignored."""
+    """Return how each key of a `model_type` is handled: "read", "held" to what we compute, or why it is ignored."""
     keys = Keys({"model_type": kind}, CONFIG)
     FORMATS[kind].read(keys)
     keys.finish()
@@ -84,7 +88,11 @@ def key_fates(kind: str) -> dict[str, str]:
 
 
 def to_config(spec: ModelSpec) -> Tree:
-    """config.json of a model, without what only its weights and tokenizer know; a refusal where it would not say all."""
+    """Return the config.json of a model, without the keys that only its weights and tokenizer determine.
+
+    Raises:
+        ArgosyError: the config cannot represent a key of the spec that affects what the model computes.
+    """
     kind = model_type_of(spec)
     document = {"model_type": kind, **FORMATS[kind].write(spec)}
     gap = {key: pair for key, pair in export_gap(spec, document).items() if key not in TRAINING_ONLY}
@@ -102,16 +110,17 @@ def to_config(spec: ModelSpec) -> Tree:
 
 
 def export_gap(spec: ModelSpec, document: Tree) -> dict[str, tuple[Any, Any]]:
-    """Keys of the spec that a config does not say: (ours, what it would be read back as)."""
+    """Return the keys of the spec that a config does not preserve, each with our value and the value read back."""
     ours, back = leaves(spec.model_dump()), leaves(from_config(document).model_dump())
     gap = {key: (value, back.get(key)) for key, value in ours.items() if value != back.get(key)}
     if spec.moe is not None and not spec.moe.dense_layers:
-        gap.pop("ffn", None)  # no layer has it
+        # No layer has a dense MLP.
+        gap.pop("ffn", None)
     return gap
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Tree:
-    """The keys of a spec and, dotted, those of its parts."""
+    """Return the keys of a spec with those of its sections flattened to dotted names."""
     found: Tree = {}
     for key, value in tree.items():
         found |= leaves(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}

@@ -1,6 +1,9 @@
-"""A config.json read key by key: every key is taken over, held to the values we can represent, or ignored for a stated reason.
-One that is none of these is refused, since it may change what the model computes or how it is trained. So a key that a new
-version of transformers adds cannot be dropped."""
+"""Read a config.json key by key.
+
+Every key is converted, held to the values we can represent, or ignored for a stated reason. Any other key is refused, because
+it may change what the model computes or how it is trained. A key added by a new version of transformers is therefore never
+dropped silently.
+"""
 
 from __future__ import annotations
 
@@ -39,22 +42,23 @@ _IGNORED_BECAUSE: dict[str, tuple[str, ...]] = {
         "remove_invalid_values", "suppress_tokens", "begin_suppress_tokens", "exponential_decay_length_penalty", "prefix",
     ),
 }  # fmt: skip
-# Without effect in every family, with the reason. A family's reader adds what has none there (`Keys.ignore`).
+# Keys without effect in every family, with the reason. A family's reader adds its own (`Keys.ignore`).
 IGNORED = {key: reason for reason, keys in _IGNORED_BECAUSE.items() for key in keys}
-# Keys of every config class that mean another model unless they are as here.
+# Keys of every config class that describe a different model unless they have these values.
 _HELD: tuple[tuple[str, Any], ...] = (
     ("is_encoder_decoder", False),
     ("is_decoder", False),
     ("add_cross_attention", False),
     ("cross_attention_hidden_size", None),
     ("tie_encoder_decoder", False),
-    ("torchscript", False),  # transformers 4 copies tied weights then, so that training moves them apart
+    # With torchscript, transformers 4 copies tied weights, so that training moves them apart.
+    ("torchscript", False),
     ("pruned_heads", {}),
 )
 
 
 class Keys:
-    """The keys of one JSON object. `fates` says what became of each: "read", "held", or why it is ignored."""
+    """The keys of one JSON object. `fates` says how each was handled: "read", "held", or why it is ignored."""
 
     def __init__(self, document: Mapping[str, Any], where: str) -> None:
         self.where = where
@@ -62,8 +66,11 @@ class Keys:
         self._document = document
 
     def take(self, key: str, default: Any, *, null: bool = False) -> Any:
-        """The value of a key, or what a missing one means. A key set to nothing is refused, unless that is a value of its own
-        (`null`) or what a missing key means: no default of ours is put in place of one of theirs."""
+        """Return the value of a key, or `default` if it is missing.
+
+        A key set to null is refused, unless null is a value of its own (`null`) or the default: we never replace one of their
+        values with a default of ours.
+        """
         self.fates[key] = READ
         value = self._document.get(key, default)
         if value is None and default is not None and not null:
@@ -71,35 +78,35 @@ class Keys:
         return value
 
     def count(self, key: str, default: int) -> int:
-        """A whole number that is needed to read other keys."""
+        """Return a whole number that is needed to read other keys."""
         value = self.take(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
             raise self.refuse(key, value, "a whole number belongs here")
         return int(value)
 
     def choice(self, key: str, known: Mapping[Any, Any], default: Any) -> Any:
-        """Our word for theirs; a value we have no word for is refused."""
+        """Return our value for theirs, from the mapping `known`. Other values are refused."""
         value = self.take(key, default)
         if not isinstance(value, str | int | float | bool | None) or value not in known:
             raise self.refuse(key, value, f"only {' or '.join(repr(word) for word in known)} can be represented")
         return known[value]
 
     def listing(self, key: str) -> list[Any]:
-        """A list; a missing one is empty."""
+        """Return a list, empty if the key is missing."""
         value = self.take(key, None) or []
         if not isinstance(value, list):
             raise self.refuse(key, value, "a list belongs here")
         return value
 
     def only(self, key: str, *allowed: Any) -> None:
-        """Held to the values we can represent; the first of them is what a missing key means."""
+        """Refuse a key unless its value is one we can represent. The first allowed value is the default."""
         value = self.take(key, allowed[0], null=None in allowed)
         self.fates[key] = HELD
         if value not in allowed:
             raise self.refuse(key, value, f"only {' or '.join(repr(word) for word in allowed)} can be represented")
 
     def same(self, *keys: str, default: Any) -> Any:
-        """One value that several of their keys must share."""
+        """Return the one value that several of their keys must share."""
         values = {key: self.take(key, default) for key in keys}
         first = values[keys[0]]
         for key, value in values.items():
@@ -114,11 +121,11 @@ class Keys:
         return Keys(value, f"{self.where}: {key}")
 
     def ignore(self, reason: str, *keys: str) -> None:
-        """Pass over keys that have no effect on what Argosy computes, for this reason."""
+        """Ignore keys that have no effect on what Argosy computes, for the given reason."""
         self.fates |= dict.fromkeys(keys, reason)
 
     def finish(self) -> None:
-        """Refuse what nobody looked at. A key that is null asks for nothing."""
+        """Refuse keys that no reader has handled. A null key asks for nothing and passes."""
         for key, allowed in _HELD:
             if key not in self.fates:
                 self.only(key, allowed)
@@ -139,7 +146,7 @@ class Keys:
 
 
 def activation_name(spec: ModelSpec) -> str:
-    """Their word for the activation of an MLP without a gate."""
+    """Return Hugging Face's name for the activation of an MLP without a gate."""
     if spec.activation not in _ACTIVATION_NAMES:
         raise ArgosyError(
             "hf.unsupported",

@@ -1,5 +1,8 @@
-"""Rotary positions in config.json: `rope_theta` and `rope_scaling` as files had them up to transformers 4, or both in
-`rope_parameters` as transformers 5 writes them. We read either and write both, so that old and new readers load it."""
+"""Rope settings in config.json.
+
+Files up to transformers 4 have `rope_theta` and `rope_scaling`; transformers 5 writes both into `rope_parameters`. We read
+either and write both, so that old and new readers load the file.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ def read_rope(keys: Keys, *, theta: float = 10_000.0, max_seq_len: int) -> dict[
 
 
 def read_scaling(rope: Keys, max_seq_len: int) -> dict[str, Any] | None:
-    """Return our keys of a section that says how frequencies are stretched; None where they are not."""
+    """Return our keys for a section with rope scaling, or None if frequencies are not scaled."""
     old_name = rope.take("type", "default")
     kind = rope.take("rope_type", old_name)
     if kind == "default":

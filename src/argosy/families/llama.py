@@ -1,4 +1,4 @@
-"""Llama and those built like it: Mistral, Qwen3, and their mixtures of experts (`experts.py` has what these add)."""
+"""Llama and models built like it: Mistral, Qwen3, and their mixtures of experts (see `experts.py`)."""
 
 from __future__ import annotations
 
@@ -74,7 +74,8 @@ PRESETS: dict[str, Row] = {
 
 def _read_llama(keys: Keys) -> Tree:
     keys.ignore("SmolLM's name for its own class", "is_llama_config")
-    keys.only("rope_interleaved", False)  # SmolLM; transformers reads neither
+    # SmolLM's; transformers reads neither key.
+    keys.only("rope_interleaved", False)
     return read_gated(keys, kv_heads=None, head_dim=None, max_seq_len=2048) | {
         "attention_bias": keys.take("attention_bias", False),
         "mlp_bias": keys.take("mlp_bias", False),
@@ -124,7 +125,7 @@ _LAYER_TYPES = {False: "full_attention", True: "sliding_attention"}
 
 
 def _qwen_window(keys: Keys, layers: int) -> int | None:
-    """Their window may cover some of the layers; ours covers all or none."""
+    """Return Qwen's window, or None. Theirs may cover some of the layers; ours covers all or none."""
     on, window = keys.take("use_sliding_window", False), keys.take("sliding_window", 4096, null=True)
     first = keys.count("max_window_layers", 28)
     by_rule = [_LAYER_TYPES[bool(on and window and i >= first)] for i in range(layers)]

@@ -1,4 +1,4 @@
-"""MPT: ALiBi, no biases anywhere, the head always the embedding; Hugging Face's `mpt` stacks query, key and value."""
+"""MPT: ALiBi, no biases, and a tied output head. Hugging Face's `mpt` stacks query, key and value."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def _read(keys: Keys) -> Tree:
     held: tuple[tuple[Any, ...], ...] = (
         ("attn_type", "multihead_attention"), ("alibi", True), ("alibi_bias_max", 8), ("clip_qkv", None),
         ("softmax_scale", None), ("prefix_lm", False), ("qk_ln", False), ("attn_uses_sequence_id", False),
-        ("rope", False), ("sliding_window_size", -1), ("fused_qkv", True), ("nope", False), ("qk_gn", False),  # and below: as LLM-Foundry writes them
+        # From here on, keys that LLM-Foundry writes.
+        ("rope", False), ("sliding_window_size", -1), ("fused_qkv", True), ("nope", False), ("qk_gn", False),
     )  # fmt: skip
     for key, *allowed in held:
         attention.only(key, *allowed)
@@ -94,7 +95,7 @@ def _write(spec: ModelSpec) -> Tree:
         "layer_norm_epsilon": spec.norm_eps,
         "learned_pos_emb": False,
         "no_bias": True,
-        # No dropout: transformers 5 takes only whole numbers for attn_pdrop.
+        # Dropout is left out: transformers 5 accepts only whole numbers for attn_pdrop.
         "attn_config": {"alibi": True, "alibi_bias_max": 8, "attn_impl": "torch"},
         "tie_word_embeddings": True,
         "initializer_range": spec.init_std,

@@ -1,4 +1,4 @@
-"""T5, 1.0 and 1.1: an encoder and a decoder without biases; the relative position bias is kept by the first layer of each stack."""
+"""T5 1.0 and 1.1: an encoder-decoder without biases. In files, the first layer of each stack has the relative position bias."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PRESETS: dict[str, Row] = {
     "t5-large": _t5(24, 1024, 16, 64, 4096),
     "t5-3b": _t5(24, 1024, 32, 128, 16384),
     "t5-11b": _t5(24, 1024, 128, 128, 65536),
-    # T5 1.1: a gated MLP, an output head of its own.
+    # T5 1.1: a gated MLP and an untied output head.
     "t5-v1.1-small": _t5_1_1(8, 512, 6, 1024),
     "t5-v1.1-base": _t5_1_1(12, 768, 12, 2048),
     "t5-v1.1-large": _t5_1_1(24, 1024, 16, 2816),
@@ -45,7 +45,8 @@ PRESETS: dict[str, Row] = {
     "t5-v1.1-xxl": _t5_1_1(24, 4096, 64, 10240),
 }
 
-# For each feed_forward_proj: our activation, and the function that transformers makes of it and also stores (their "gated-gelu" is a tanh).
+# For each feed_forward_proj: our activation, and the function that transformers derives from it and also stores. Their
+# "gated-gelu" is the tanh form.
 _T5_ACTIVATIONS = {
     "relu": ("relu", "relu"),
     "gelu": ("gelu", "gelu"),
@@ -63,15 +64,16 @@ def _read(keys: Keys) -> Tree:
     keys.only("is_encoder_decoder", True)
     keys.ignore("transformers sets it for each of the two stacks", "is_decoder")
     activation, function = keys.choice("feed_forward_proj", _T5_ACTIVATIONS, "relu")
-    keys.only("dense_act_fn", function)  # where a file has them, they win over feed_forward_proj
+    # If a file has these two keys, they take precedence over feed_forward_proj.
+    keys.only("dense_act_fn", function)
     keys.only("is_gated_act", activation.endswith("glu"))
-    # Our samples begin a target with the padding token, as every published T5 does.
+    # Our samples start a target with the padding token, as every published T5 does.
     pad = keys.take("pad_token_id", 0, null=True)
     if (start := keys.take("decoder_start_token_id", None)) not in (pad, None):
         raise keys.refuse(
             "decoder_start_token_id", start, f"pad_token_id is {pad!r}, and Argosy begins a target with that"
         )
-    # A head of its own goes with logits that are not scaled; transformers 5 only keeps the latter.
+    # An untied head goes with unscaled logits. transformers 5 stores only the scaling.
     tied = keys.take("tie_word_embeddings", True, null=True) is not False
     scaled = keys.take("scale_decoder_outputs", tied)
     if scaled and not tied:
@@ -152,7 +154,7 @@ def _block(spec: ModelSpec, ours: str, theirs: str, *, decoder: bool) -> Iterato
 
 
 def _plan(spec: ModelSpec) -> tuple[LayerPlan, ...]:
-    """T5 does not divide its scores: the initial weights of the queries are smaller instead."""
+    """Return T5's plan. T5 does not divide its scores: the initial weights of the queries are smaller instead."""
     kind = replace(attention_kind(spec, local=False), scale=1.0)
     return (LayerPlan(kind),) * sum(ENCODER_DECODER.stacks(spec))
 
@@ -170,8 +172,9 @@ T5 = Family(
             "decoder.embed_tokens.weight": "shared.weight",
             "lm_head.weight": "shared.weight",
         },
-        left_out={"lm_head.weight": "shared.weight"},  # transformers 5 begins with one for both, also in version 1.1
-        # Version 1.0 stores a bias for cross attention that its own code never reads.
+        # transformers 5 starts with one weight for both, also in version 1.1.
+        left_out={"lm_head.weight": "shared.weight"},
+        # Version 1.0 stores a bias for cross-attention that its own code never reads.
         unused=r"^decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight$",
     ),
     plan=_plan,

@@ -1,8 +1,7 @@
-"""The language of the weight tables: an `Entry` is one of our parameters, the tensors of theirs it is made of, and the
-layout between them.
+"""The vocabulary of the weight tables: an `Entry` names one of our parameters, their tensors it is made of, and the layout.
 
-These are declarations. `argosy.checkpoint.hf.hf_convert` moves the numbers, one parameter at a time, so that no model has to fit
-in memory.
+These are declarations. `argosy.checkpoint.hf.hf_convert` converts the tensors one parameter at a time, so that the model does
+not have to fit in memory.
 """
 
 from __future__ import annotations
@@ -14,28 +13,31 @@ from argosy.config.model import ModelSpec
 
 @dataclass(frozen=True)
 class Same:
-    """One tensor, as it is."""
+    """One tensor, stored unchanged."""
 
 
 @dataclass(frozen=True)
 class Transposed:
-    """One matrix stored as [in, out], as GPT-2's Conv1D has it."""
+    """One matrix stored as [in, out], as in GPT-2's Conv1D."""
 
 
 @dataclass(frozen=True)
 class Twice:
-    """One tensor under two names, of which the first is the one that is computed with."""
+    """One tensor stored under two names. The model computes with the first."""
 
 
 @dataclass(frozen=True)
 class Stacked:
-    """Many tensors of one shape, one for each expert; ours has them along a new first dimension."""
+    """Many tensors of one shape, one per expert. Ours stacks them along a new first dimension."""
 
 
 @dataclass(frozen=True)
 class QueryKeyValue:
-    """Rows (of a matrix or a bias) of all queries, all keys, all values: apart in three tensors, or `fused` in one, which
-    may be stored `transposed`. Ours is one, group by group: for each key/value head its queries, its key, its value."""
+    """The rows, of a matrix or a bias, of all queries, all keys and all values.
+
+    Theirs are three tensors, or one if `fused`, which may be stored `transposed`. Ours is one tensor, group by group: for each
+    KV head its queries, its key, its value.
+    """
 
     heads: int
     kv_heads: int
@@ -49,13 +51,13 @@ class QueryKeyValue:
 
     @property
     def rows(self) -> list[int]:
-        """Rows of the queries, of the keys and of the values."""
+        """The number of rows of the queries, of the keys and of the values."""
         return [self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * self.head_dim]
 
 
 @dataclass(frozen=True)
 class KeyValue:
-    """Rows of all keys and rows of all values, apart; ours is one, for each head its key and its value."""
+    """The rows of all keys and of all values, in two tensors. Ours is one tensor: for each head its key and its value."""
 
     heads: int
 
@@ -66,7 +68,7 @@ SAME, TRANSPOSED = Same(), Transposed()
 
 @dataclass(frozen=True)
 class Entry:
-    """One of our parameters and where it is in theirs."""
+    """One of our parameters, and their tensors it is made of."""
 
     ours: str
     theirs: tuple[str, ...]

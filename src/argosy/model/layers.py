@@ -270,8 +270,10 @@ class Embedding(nn.Module):
 
 
 def embed(numbers: Tensor, weight: Tensor) -> Tensor:
-    """weight[numbers], of weight [rows, width]. Backward, the gradients of a row's many uses are added up in the same order every
-    time."""
+    """Return weight[numbers], for a weight [rows, width].
+
+    The backward pass sums the gradients of a row's uses in the same order every time.
+    """
     if use_kernel(weight):
         from argosy.model.ops.kernels.embedding_kernel import Embed
 
