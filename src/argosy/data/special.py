@@ -1,5 +1,7 @@
-"""Special tokens by their names in the tokenizer, or by ids where it has no such token: a free id beyond its entries will
-do, if the model has a row for it."""
+"""Special tokens, looked up by their names in the tokenizer or given as ids.
+
+If the tokenizer has no such token, a free id beyond its entries will do, provided that the model has a row for it.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,19 @@ from argosy.tasks.task import SpecialToken
 @dataclass(frozen=True)
 class SpecialTokens:
     tokenizer: Tokenizer | None
-    vocab_size: int  # rows of the model
+    # Rows of the model's vocabulary.
+    vocab_size: int
 
     def id_of(self, key: str, token: SpecialToken) -> int:
-        """`key` is the one of the run spec that names the token."""
+        """Return the id of a token.
+
+        Args:
+            key: the key of the run spec that names the token, for error messages.
+            token: its name in the tokenizer, or its id.
+
+        Raises:
+            ArgosyError: the tokenizer has no such token, or the id is beyond the model's vocabulary.
+        """
         found = token if isinstance(token, int) else None if self.tokenizer is None else self.tokenizer.id_of(token)
         if found is not None and found < self.vocab_size:
             return found

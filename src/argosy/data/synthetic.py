@@ -1,4 +1,4 @@
-"""Batches of random tokens in the shape of a run's samples: what a benchmark trains on."""
+"""Batches of random tokens in the shape of a run's samples, for benchmarks."""
 
 from __future__ import annotations
 

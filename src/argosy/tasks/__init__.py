@@ -1,1 +1,1 @@
-"""Tasks: what a model is trained on. Each module is one task, from its section of the run spec to what `argosy sample` does."""
+"""Training tasks. Each task module has everything from a section of the run spec to the behaviour of `argosy sample`."""

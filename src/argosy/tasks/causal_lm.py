@@ -1,5 +1,7 @@
-"""Causal language modelling: a decoder predicts each next token of windows of the token stream. Some training documents may be
-rearranged for fill-in-the-middle (`data.fim`)."""
+"""Causal language modelling: a decoder predicts each next token of windows of the token stream.
+
+A share of the training documents may be reordered for fill-in-the-middle (`data.fim`).
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,7 @@ class WindowTask(Task[S]):
         return Batch(tokens, draw(run.data.seq_len))
 
     def maker(self, opened: Opened, *, fim: bool) -> Maker:
-        """Return what turns windows into batches."""
+        """Return the maker that turns windows into batches."""
         from argosy.data.samples.windows import BatchMaker
 
         data, eod = opened.run.data, opened.eod
@@ -104,7 +106,10 @@ class WindowTask(Task[S]):
         *,
         training: bool,
     ) -> Stream:
-        """In training, as many samples as the whole run takes, since Megatron's order depends on it; else one epoch."""
+        """Return the samples in Megatron's order: those of the whole run in training, else one epoch.
+
+        Megatron's order depends on the number of samples.
+        """
         from argosy.data.samples.megatron_stream import MegatronStream, split_by_sequence
 
         data, train = opened.run.data, opened.run.train

@@ -1,4 +1,4 @@
-"""A task whose samples are made of whole documents, as BERT's and those of inverse cloze are."""
+"""The base class of tasks whose samples are made of documents: BERT's and inverse cloze."""
 
 from __future__ import annotations
 

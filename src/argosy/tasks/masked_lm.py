@@ -1,4 +1,4 @@
-"""Masked language modelling, BERT's task: an encoder names hidden tokens, and judges whether two segments belong together."""
+"""Masked language modelling, BERT's task: an encoder predicts masked tokens, and whether two segments belong together."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ class MaskedLMTask(DocumentTask[BertSpec]):
             mask_rate=bert.mask_rate,
             max_ngram=bert.max_ngram,
             short_seq_prob=bert.short_seq_prob,
-            words=None if opened.tokenizer is None else opened.tokenizer.vocab_size,  # rows beyond it are padding
+            # Rows of the vocabulary beyond the tokenizer's are padding.
+            words=None if opened.tokenizer is None else opened.tokenizer.vocab_size,
         )
         seed = document_seed(opened, part, number)
         return BertSamples(corpus, part, how, seed, ends_in_eod=ends_in_eod(opened, corpus))

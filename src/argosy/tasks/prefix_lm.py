@@ -1,7 +1,7 @@
 """Prefix language modelling: a decoder sees the first part of a sample in both directions, and predicts the rest token by token.
 
-The length of the prefix is drawn from (seed, sample index), so that it depends neither on the layout nor on where a run was
-resumed. No loss is taken on the prefix, except that its last token predicts the first of the rest.
+The length of the prefix is drawn from (seed, sample index), so it depends neither on the layout nor on where a run was resumed.
+The prefix has no loss, except that its last token predicts the first token after it.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class PrefixLM(WindowTask[PrefixSpec]):
 
 @dataclass(frozen=True)
 class PrefixMaker:
-    """Adds prefixes to the batches of another maker."""
+    """A maker that adds prefixes to the batches of another maker."""
 
     inner: Maker
     seed: int
@@ -85,8 +85,7 @@ class PrefixMaker:
 
 
 def with_prefix(batch: Batch, first: int, seed: int, prefix: PrefixSpec) -> Batch:
-    """Return samples `first`, `first` + 1, … with `reach`, the last token each of their tokens sees, and labels behind the prefix
-    only."""
+    """Return samples `first`, `first` + 1, … with labels only after the prefix, and with `reach`, the last token each token sees."""
     import numpy as np
 
     from argosy.data.samples.draws import fractions, sample_keys
@@ -94,7 +93,8 @@ def with_prefix(batch: Batch, first: int, seed: int, prefix: PrefixSpec) -> Batc
     from argosy.data.samples.windows import Batch
 
     count, seq = batch.tokens.shape
-    indices = range(first, first + count)  # a sample index is never used twice, whatever the epoch
+    # A sample index is never used twice, in any epoch.
+    indices = range(first, first + count)
     drawn = fractions(sample_keys(seed, "prefix", [0] * count, indices), 1)  # [count, 1]
     share = prefix.shortest + (prefix.longest - prefix.shortest) * drawn
     lengths = np.clip((share * (seq + 1)).astype(np.int64), 1, seq)

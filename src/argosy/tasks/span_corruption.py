@@ -1,4 +1,4 @@
-"""Span corruption, T5's task: an encoder-decoder writes what spans of a text that were replaced by sentinels stood for."""
+"""Span corruption, T5's task: spans of a text are replaced by sentinels, and an encoder-decoder predicts the spans."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class SpanCorruptionTask(Task[T5Spec]):
     def stream(
         self, opened: Opened, split: str, corpora: Sequence[Corpus], weights: Sequence[float] | None, *, training: bool
     ) -> Stream:
-        """Windows of the token stream, just so long that their corrupted form fills data.seq_len."""
+        """Return windows of the token stream, of the length whose corrupted form fills data.seq_len."""
         from argosy.data.samples.t5_samples import SpanCorruption, SpanMaker
         from argosy.data.samples.windows import SampleStream, Windows
 
@@ -81,14 +81,17 @@ class SpanCorruptionTask(Task[T5Spec]):
 
 
 def sentinels(special: SpecialTokens, t5: T5Spec) -> range:
-    """Return the ids of the sentinels, the lowest first, which is the last of them: as many as the spec says, or as are nothing
-    else."""
+    """Return the ids of the sentinels, lowest first; the lowest id is the last sentinel.
+
+    There are as many as the spec says, or fewer if some of the ids are other tokens.
+    """
     tokenizer = special.tokenizer
     first = special.id_of("data.t5.sentinel", t5.sentinel)
     count = min(t5.sentinels, first + 1)
     if tokenizer is not None and isinstance(t5.sentinel, str) and t5.sentinel.endswith("0>"):
         names = [f"{t5.sentinel.removesuffix('0>')}{i}>" for i in range(count)]
         count = next((i for i, name in enumerate(names) if tokenizer.id_of(name) != first - i), count)
-    elif tokenizer is not None and first >= tokenizer.vocab_size:  # a free id, and below are words
+    elif tokenizer is not None and first >= tokenizer.vocab_size:
+        # A free id. The ids of the tokenizer's own tokens are below it.
         count = min(count, first - tokenizer.vocab_size + 1)
     return range(first - count + 1, first + 1)

@@ -1,7 +1,7 @@
-"""What a task declares and does.
+"""The interface of a training task.
 
-`config/` reads a task's section and runs its checks, so that a module of a task imports neither numpy nor `argosy.data` until it
-makes samples.
+`config/` reads a task's section and runs its checks. A task module therefore imports numpy and `argosy.data` only when it makes
+samples.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 Origins = dict[str, str]
 # A token's name in the tokenizer, or its id. An id may be beyond the tokenizer's vocabulary.
 SpecialToken = str | Whole
-# Keys of `data` that only windows of the token stream have, with what they are where they are left out.
+# Keys of `data` that apply only to windows of the token stream, with their defaults.
 WINDOW_KEYS: dict[str, Any] = {
     "order": "argosy", "order_cache": None, "fim": None, "mask_eod": False, "document_mask": False, "reset_positions": False,
 }  # fmt: skip
 
 
 class Run(Protocol):
-    """What a task reads of a `RunSpec`, whose `data` has the section of every task."""
+    """The part of a `RunSpec` that a task reads. Its `data` has the section of every task."""
 
     @property
     def model(self) -> ModelSpec: ...
@@ -45,7 +45,7 @@ class Run(Protocol):
 
 @dataclass(frozen=True)
 class Opened:
-    """The opened data of a run: its tokenizer, and the token that ends documents, where there are such."""
+    """The opened data of a run: its tokenizer and its end-of-document token, if there are any."""
 
     run: Run
     tokenizer: Tokenizer | None
@@ -64,18 +64,19 @@ S = TypeVar("S", bound=Section)
 class Task(Generic[S]):
     """One task. `argosy.tasks.task_registry` lists them all.
 
-    `section` is the key of `data` with its settings, of the type `settings_type`, where it has any. `roles` are the settings that
-    name special tokens. `writes` says what `argosy sample` does with a trained model.
+    `samples` describes its samples in words. `section` is the key of `data` with its settings, of type `settings_type`, if it has
+    any. `roles` are the settings that name special tokens. `reads_windows` is True if samples are windows of the token stream.
+    `masks_vary` is True if the attention mask depends on the batch. `writes` says what `argosy sample` does with a trained model.
     """
 
     name: ClassVar[str]
-    samples: ClassVar[str]  # in words
+    samples: ClassVar[str]
     architectures: ClassVar[tuple[Architecture, ...]]
     section: ClassVar[str | None] = None
     settings_type: type[S]
     roles: ClassVar[tuple[str, ...]] = ()
-    reads_windows = False  # of the token stream
-    masks_vary = False  # from sample to sample: who sees whom depends on the batch
+    reads_windows = False
+    masks_vary = False
     writes: ClassVar[Literal["continuation", "masks", "spans"] | None] = None
 
     def settings(self, run: Run) -> S:
@@ -97,24 +98,26 @@ class Task(Generic[S]):
                 )
 
     def other_lengths(self, run: Run) -> dict[str, int | None]:
-        """Return the lengths of a sample's further sequences by key; None where only the data tells."""
+        """Return the lengths of a sample's other sequences by key, None for a length that only the data determines."""
         return {}
 
     def target_len(self, run: Run) -> int | None:
-        """Return the tokens of the decoder's side of a sample, where there are two sides."""
+        """Return the number of decoder tokens per sample for an encoder-decoder, else None."""
         return None
 
     def stream(
         self, opened: Opened, split: str, corpora: Sequence[Corpus], weights: Sequence[float] | None, *, training: bool
     ) -> Stream:
-        """Return the samples of a split, blended by weights, or by size where there are none. What is drawn for training alone
-        (fill-in-the-middle) is left out elsewhere."""
+        """Return the samples of a split, blended by weights, or by size if there are none.
+
+        Augmentations for training (fill-in-the-middle) apply only if `training`.
+        """
         raise NotImplementedError
 
     def synthetic(self, run: Run, draw: Callable[[int], Any]) -> Batch:
-        """Return a batch of random tokens, of which `draw` makes rows of a length."""
+        """Return a batch of random tokens. `draw` returns rows of a given length."""
         raise NotImplementedError
 
     def prompt_inputs(self, prompt: int, shown: range) -> dict[str, list[int]]:
-        """Return what the model is given beside the tokens `shown` of a text whose first `prompt` were given."""
+        """Return the model's inputs besides the tokens, for the positions `shown` of a text with a prompt of `prompt` tokens."""
         return {}

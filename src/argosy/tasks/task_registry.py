@@ -1,4 +1,4 @@
-"""Every task, once: its object, its name in `data.task`, and its section of `data`."""
+"""The registry of tasks: their objects, their names in `data.task`, and their sections of `data`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from argosy.tasks.prefix_lm import PrefixLM, PrefixSpec
 from argosy.tasks.span_corruption import SpanCorruptionTask, T5Spec
 from argosy.tasks.task import Run, Task
 
-# The first that fits an architecture is its own.
+# The first task that fits an architecture is its default.
 TASKS: dict[str, Task[Any]] = {
     task.name: task for task in (CausalLM(), PrefixLM(), MaskedLMTask(), SpanCorruptionTask(), InverseClozeTask())
 }
@@ -41,22 +41,26 @@ SECTIONS = tuple(task.section for task in TASKS.values() if task.section is not 
 
 
 def tasks_for(architecture: Architecture) -> list[Task[Any]]:
-    """Return the tasks an architecture can be trained on, its own first."""
+    """Return the tasks an architecture can be trained on, its default first."""
     return [task for task in TASKS.values() if architecture in task.architectures]
 
 
 def own_task(model: ModelSpec) -> Task[Any]:
-    """Return the task a model is trained on unless a run asks for another."""
+    """Return the task a model is trained on unless the run sets another."""
     return tasks_for(architecture_of(model))[0]
 
 
 def masks_vary(run: Run) -> bool:
-    """Return whether who sees whom in a sample depends on the batch."""
+    """Return whether the attention mask depends on the batch."""
     return bool(run.data.document_mask) or task_of(run).masks_vary
 
 
 def task_of(run: Run) -> Task[Any]:
-    """Return the task of a run, or a refusal that lists those its model can do."""
+    """Return the task of a run.
+
+    Raises:
+        ArgosyError: the task does not fit the model; the message lists those that do.
+    """
     if run.data.task is None:
         return own_task(run.model)
     architecture = architecture_of(run.model)

@@ -1,15 +1,15 @@
-"""BERT's samples: [CLS] A [SEP] B [SEP], some tokens hidden for the model to name, and whether B belongs behind A.
+"""BERT's samples: [CLS] A [SEP] B [SEP], with some tokens masked for the model to predict, and whether B follows A.
 
-A and B are the two parts of a window of one document, parted at the start of a random sentence, or at a random token
-where there is none. What is asked about the pair:
+A and B are the two parts of a window of one document, split at the start of a random sentence, or at a random token if there
+is none. The question about the pair:
 
     nsp   next sentence (BERT): for half of the samples B is taken from another document instead
-    sop   sentence order (ALBERT, and what Megatron calls NSP): for half of the samples A and B trade places
+    sop   sentence order (ALBERT, and what Megatron calls NSP): for half of the samples A and B are swapped
     none  nothing (RoBERTa): [CLS] A [SEP] with the whole window as A
 
 An epoch visits every window of every document once, in the order of a keyed bijection. A sample is a pure function of
-(seed, epoch, its place in the epoch). With `short_seq_prob` a sample is a random shorter stretch of its window, so that
-a model meets all lengths; the rest of that window waits for another epoch.
+(seed, epoch, its place in the epoch). With probability `short_seq_prob` a sample is a random shorter part of its window, so
+that the model sees all lengths. The rest of that window is not used in this epoch.
 """
 
 from __future__ import annotations
@@ -30,27 +30,35 @@ from argosy.errors import ArgosyError
 
 Rows = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
-FOLLOWS, DOES_NOT_FOLLOW = 0, 1  # pair labels, as Hugging Face's BERT and ALBERT have them
-_MASKED, _REPLACED = 0.8, 0.1  # of the positions to predict; the rest are shown as they are
+# Pair labels, as in Hugging Face's BERT and ALBERT.
+FOLLOWS, DOES_NOT_FOLLOW = 0, 1
+# Shares of the predicted positions that show [MASK] and a random token. The rest stay unchanged.
+_MASKED, _REPLACED = 0.8, 0.1
 
 
 @dataclass(frozen=True)
 class MaskedBatch:
-    """`count` samples. IGNORED labels are left out of the loss."""
+    """A batch of `count` samples. IGNORED labels do not count in the loss."""
 
     tokens: Rows  # [count, seq_len]
-    labels: Rows  # the token that was there, IGNORED where nothing is asked  # [count, seq_len]
-    token_types: Rows  # 1 for B and its [SEP], else 0  # [count, seq_len]
-    padding_mask: Mask  # False for padding  # [count, seq_len]
-    pair_labels: Rows  # IGNORED where a window of one token, or `pair: none`, makes no pair  # [count]
+    # The original token at predicted positions, else IGNORED.
+    labels: Rows  # [count, seq_len]
+    # 1 for B and its [SEP], else 0.
+    token_types: Rows  # [count, seq_len]
+    # False for padding.
+    padding_mask: Mask  # [count, seq_len]
+    # IGNORED if there is no pair: with `pair: none`, or for a window of one token.
+    pair_labels: Rows  # [count]
 
     @property
     def valid_tokens(self) -> int:
         return int((self.labels != IGNORED).sum())
 
     def batch(self, predictions: int) -> Batch:
-        """For the model, which is asked at `predictions` positions a row, the most there can be: the head is large, and
-        most positions hide nothing."""
+        """Return the model's batch, with labels at `predictions` positions per row, the most a row can have.
+
+        The output head is large, and most positions are not masked.
+        """
         predicted = np.argsort(self.labels == IGNORED, axis=1, kind="stable")[:, :predictions]
         inputs: dict[str, npt.NDArray[Any]] = {
             "token_types": self.token_types,
@@ -63,7 +71,7 @@ class MaskedBatch:
 
 @dataclass(frozen=True)
 class MaskedLM:
-    """How samples are made. The default figures are BERT's."""
+    """The settings from which samples are made. The defaults are BERT's."""
 
     seq_len: int
     vocab_size: int
@@ -72,10 +80,13 @@ class MaskedLM:
     mask: int
     pad: int
     pair: Literal["nsp", "sop", "none"] = "nsp"
-    mask_rate: float = 0.15  # of the text's tokens
-    max_ngram: int = 1  # tokens hidden together at most; n of them with a weight of 1 / n
+    # The share of the text's tokens to predict.
+    mask_rate: float = 0.15
+    # The most tokens masked together. A run of n has a weight of 1 / n.
+    max_ngram: int = 1
     short_seq_prob: float = 0.1
-    words: int | None = None  # ids below it may stand in for a hidden token; without it, all of the vocabulary
+    # Random replacements are ids below this; None for the whole vocabulary.
+    words: int | None = None
 
     def __post_init__(self) -> None:
         special = (self.cls, self.sep, self.mask, self.pad)
@@ -114,41 +125,44 @@ class MaskedLM:
 
     @property
     def room(self) -> int:
-        """Tokens of text that fit."""
+        """The most tokens of text that fit into a sample."""
         return self.seq_len - (2 if self.pair == "none" else 3)
 
     @property
     def fewest(self) -> int:
-        """Tokens of text that a sample needs."""
+        """The fewest tokens of text that a sample needs."""
         return 1 if self.pair == "none" else 2
 
     @property
     def predictions(self) -> int:
-        """Positions to predict in a sample at most."""
+        """The most positions to predict in a sample."""
         return max(1, int(np.rint(self.mask_rate * self.room)))
 
     def hide(self, tokens: Rows, text: Mask, keys: Keys) -> tuple[Rows, Rows]:
-        """(what the model sees, labels), for one key a row. Only tokens of the text are hidden.  # [count, seq_len]"""
+        """Return the masked tokens and the labels, given one key per row. Only tokens of the text are masked. [count, seq_len]"""
         chosen = self.choose(text, keys)
-        draws = fractions(keys, 4 * tokens.shape[1])[:, 2 * tokens.shape[1] :]  # the first half chose the positions
+        # `choose` uses the first half of the draws.
+        draws = fractions(keys, 4 * tokens.shape[1])[:, 2 * tokens.shape[1] :]
         fate, replacement = np.split(draws, 2, axis=1)
         words = self.vocab_size if self.words is None else self.words
         special = sorted(id_ for id_ in {self.cls, self.sep, self.mask, self.pad} if id_ < words)
         random = (replacement * (words - len(special))).astype(np.int64)
-        for id_ in special:  # in rising order: each id at or beyond a special one moves up past it
+        # In ascending order: each id at or above a special one moves up past it.
+        for id_ in special:
             random += random >= id_
         shown = np.where(fate < _MASKED, self.mask, np.where(fate < _MASKED + _REPLACED, random, tokens))
         return np.where(chosen, shown, tokens), np.where(chosen, tokens, IGNORED)
 
     def choose(self, text: Mask, keys: Keys) -> Mask:
-        """The positions to predict: exactly round(mask_rate x tokens of text) a row, but one at least.
+        """Return the positions to predict: exactly round(mask_rate x tokens of text) per row, but at least one.
 
-        Positions are tried in random order, and each hides a run of up to `max_ngram` tokens to its right that ends
-        where the budget, the segment, or a run already hidden ends it.
+        Positions are tried in random order. Each masks a run of up to `max_ngram` tokens to its right. The run ends early at
+        the end of the budget, at the end of the segment, or at a run already masked.
         """
         length = text.shape[1]
         chosen = np.zeros(text.shape, bool)
-        draws = words(keys, length) >> np.uint64(1)  # below 2^63, so that text comes first
+        # Below 2^63, so that text sorts first.
+        draws = words(keys, length) >> np.uint64(1)
         orders = np.argsort(np.where(text, draws, np.uint64(2**63)), axis=1, kind="stable")
         sizes = text.sum(axis=1)
         budgets = np.minimum(np.maximum(np.rint(self.mask_rate * sizes).astype(np.int64), 1), sizes)
@@ -171,7 +185,7 @@ class MaskedLM:
 
 
 class BertSamples(DocumentSamples):
-    """The samples of one split of one corpus, without end: sample i is number i % count of epoch i // count."""
+    """The endless samples of one split of one corpus: sample i is number i % count of epoch i // count."""
 
     def __init__(self, corpus: Corpus, split: Split, task: MaskedLM, seed: int, *, ends_in_eod: bool) -> None:
         super().__init__(corpus, split, task.room, seed, ends_in_eod=ends_in_eod)
@@ -202,7 +216,7 @@ class BertSamples(DocumentSamples):
         )
 
     def _plans(self, indices: Indices) -> list[tuple[Range, Range, int]]:
-        """(where A is, where B is, pair label) of each sample."""
+        """Return the range of A, the range of B and the pair label of each sample."""
         epochs, places = np.divmod(indices, self.count)
         draws = fractions(sample_keys(self.seed, "bert-pair", epochs, places), 7)
         return [self._plan(int(w), *row.tolist()) for w, row in zip(self.order(indices), draws, strict=True)]
@@ -211,7 +225,7 @@ class BertSamples(DocumentSamples):
         self, number: int, short: float, size: float, offset: float, pivot: float, follows: float, other: float,
         place: float,
     ) -> tuple[Range, Range, int]:  # fmt: skip
-        """From draws in [0, 1)."""
+        """Return the range of A, the range of B and the pair label of a window, given random draws in [0, 1)."""
         task, window = self.task, self.windows.locate(number)
         start, end = window.start, window.end
         if short < task.short_seq_prob:
@@ -230,8 +244,11 @@ class BertSamples(DocumentSamples):
         return first, self._elsewhere(window.siblings, len(second), other, place), DOES_NOT_FOLLOW
 
     def _elsewhere(self, siblings: tuple[int, int], size: int, other: float, place: float) -> Range:
-        """Up to `size` tokens of another document, from the start of a sentence where it has any, else from any token:
-        as the true B begins, so that the manner of the cut does not give the answer away."""
+        """Return the range of up to `size` tokens of another document.
+
+        Like the true B, it starts at a sentence, or at any token if the document has no sentence bounds. The way it is cut
+        therefore does not reveal the answer.
+        """
         first, last = siblings
         number = int(other * (self.count - (last - first)))
         window = self.windows.locate(number if number < first else number + last - first)
@@ -242,7 +259,7 @@ class BertSamples(DocumentSamples):
         return range(start, min(start + size, window.document_end))
 
     def _assemble(self, pairs: list[tuple[Rows, Rows]]) -> tuple[Rows, Rows, Mask]:
-        """(tokens, token types, which of them are text), padded."""
+        """Return the padded tokens, their token types, and a mask that is True for text."""
         task = self.task
         parts = [[first, second] if len(second) else [first] for first, second in pairs]
         tokens, text = assemble(parts, task.seq_len, cls=task.cls, sep=task.sep, pad=task.pad)

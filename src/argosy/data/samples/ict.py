@@ -1,12 +1,12 @@
-"""Samples of the inverse cloze task (Lee et al., 2019): which block of text was this sentence taken from?
+"""Samples of the inverse cloze task (Lee et al., 2019): find the block of text that a sentence was taken from.
 
-A block is a window of a document, its query one of the window's sentences, drawn at random. Mostly the sentence is taken
-out of the block, so that it has to be found by its meaning; for `query_in_block` of the samples it stays, so that words in
-common are learnt to count too. A window without a bound between sentences gives a random stretch of at most half of it.
+A block is a window of a document. Its query is one of the window's sentences, drawn at random. Usually the sentence is removed
+from the block, so that the model must find the block by meaning. For a share `query_in_block` of the samples it stays, so that
+the model also learns to match common words. A window without sentence bounds gives a random part of at most half of it.
 
     tokens         [CLS] block [SEP]
     query_tokens   [CLS] query [SEP]
-    labels         a number for each block; equal ones are the same block, which is no wrong answer to its own query
+    labels         a number for each block; equal numbers are the same block, which is not a negative for its own query
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ from argosy.data.samples.order import Indices
 from argosy.data.samples.windows import Batch, check_ids
 from argosy.errors import ArgosyError
 
-_AROUND = 2  # [CLS] and [SEP]
-_BLOCKS = 2**40  # numbers for the blocks of one corpus
+# [CLS] and [SEP].
+_AROUND = 2
+# The range of block numbers of one corpus.
+_BLOCKS = 2**40
 
 
 @dataclass(frozen=True)
 class InverseCloze:
-    """How samples are made."""
+    """The settings from which samples are made. `seq_len` is the length of a block."""
 
-    seq_len: int  # of a block
+    seq_len: int
     query_len: int
     vocab_size: int
     cls: int
@@ -51,7 +53,7 @@ class InverseCloze:
 
 
 class ClozeSamples(DocumentSamples):
-    """The inverse-cloze samples of one split of corpus `number` of the run."""
+    """The inverse cloze samples of one split of the run's corpus `number`."""
 
     def __init__(
         self, corpus: Corpus, split: Split, task: InverseCloze, seed: int, *, number: int, ends_in_eod: bool
@@ -82,13 +84,13 @@ class ClozeSamples(DocumentSamples):
         return [part for plan in self._plans(indices) for part in plan if part]
 
     def _plans(self, indices: Indices) -> list[tuple[Range, Range, Range]]:
-        """(the block up to a point, the block from there on, the query) of each sample."""
+        """Return the ranges of the block's two parts and of the query, for each sample."""
         epochs, places = np.divmod(indices, self.count)
         draws = fractions(sample_keys(self.seed, "ict", epochs, places), 2)
         return [self._plan(int(w), *row.tolist()) for w, row in zip(self.order(indices), draws, strict=True)]
 
     def _plan(self, number: int, place: float, stays: float) -> tuple[Range, Range, Range]:
-        """From draws in [0, 1)."""
+        """Return the ranges of a block's two parts and of its query, given random draws in [0, 1)."""
         window, room = self.windows.locate(number), self.task.query_len - _AROUND
         size = window.end - window.start
         if len(window.sentences):
@@ -106,5 +108,5 @@ class ClozeSamples(DocumentSamples):
 
 
 def _filled(sizes: list[int], length: int) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
-    """False for padding.  # [count, length]"""
+    """Return the padding mask of rows with these sizes, False for padding. [count, length]"""
     return np.asarray(np.arange(length) < np.array(sizes, np.int64)[:, None] + _AROUND)

@@ -1,15 +1,14 @@
 """Span corruption, the objective of T5 (Raffel et al., 2020): spans of the text are replaced by sentinels, and the
-decoder writes each sentinel followed by what it stands for.
+decoder writes each sentinel followed by the span it replaces.
 
     text      Thank you for inviting me to your party last week
     inputs    Thank you <X> me to your party <Y> week EOS
     targets   <X> for inviting <Y> last EOS
 
-The number of corrupted tokens and of spans depends on the text's length alone, so all samples have the same shape and
-nothing is padded: the text is made just so long (568 tokens for 512) that its corrupted form fills `seq_len` exactly.
-How the corrupted tokens are shared out among the spans, and the kept ones among the gaps, is drawn uniformly from all
-ways to do so (stars and bars), keyed by (seed, epoch, sample). A text begins with a kept stretch and ends with a
-corrupted one, as T5's do.
+The number of corrupted tokens and of spans depends only on the text's length. All samples therefore have the same shape and
+need no padding: the text has the length (568 tokens for 512) whose corrupted form fills `seq_len` exactly. The division of the
+corrupted tokens into spans, and of the kept ones into gaps, is drawn uniformly from all possible divisions (stars and bars),
+keyed by (seed, epoch, sample). A text begins with kept tokens and ends with a corrupted span, as in T5.
 """
 
 from __future__ import annotations
@@ -31,24 +30,28 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class SpanBatch:
-    """`count` samples; every target counts towards the loss."""
+    """A batch of `count` samples. Every target counts in the loss."""
 
-    tokens: Rows  # for the encoder  # [count, seq_len]
-    decoder_tokens: Rows  # the targets, one to the right  # [count, target_len]
-    labels: Rows  # the targets  # [count, target_len]
+    # The encoder's tokens.
+    tokens: Rows  # [count, seq_len]
+    # The targets, shifted right by one.
+    decoder_tokens: Rows  # [count, target_len]
+    # The targets.
+    labels: Rows  # [count, target_len]
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """What becomes of a text of `text` tokens."""
+    """The lengths that result from corrupting a text of `text` tokens: `noise` tokens are replaced, in `spans` spans."""
 
     text: int
-    noise: int  # tokens replaced
-    spans: int  # stretches of them
+    noise: int
+    spans: int
 
     @property
     def inputs(self) -> int:
-        return self.text - self.noise + self.spans + 1  # kept tokens, a sentinel for each span, EOS
+        # Kept tokens, a sentinel for each span, EOS.
+        return self.text - self.noise + self.spans + 1
 
     @property
     def targets(self) -> int:
@@ -56,19 +59,23 @@ class Lengths:
 
 
 def corrupted_lengths(text: int, noise_density: float, mean_span: float) -> Lengths:
-    """T5's rounding. A token at least is replaced and one kept; each span has a token of its own and one before it."""
+    """Return the lengths for a text, with T5's rounding.
+
+    At least one token is replaced and one kept. Each span has at least one token, and one kept token before it.
+    """
     noise = min(max(round(text * noise_density), 1), text - 1)
     spans = min(max(round(noise / mean_span), 1), noise, text - noise)
     return Lengths(text, noise, spans)
 
 
 def lengths_for(seq_len: int, noise_density: float, mean_span: float) -> Lengths:
-    """The longest text whose corrupted form, EOS included, has at most `seq_len` tokens.
+    """Return the lengths of the longest text whose corrupted form, EOS included, has at most `seq_len` tokens.
 
-    A text longer by one token never gives shorter inputs, and they grow by one at most unless spans must be left out
-    because fewer tokens are kept than there are spans; so any length can be met exactly but with extreme settings.
+    One more token of text never shortens the inputs. It lengthens them by at most one, unless spans must be left out because
+    fewer tokens are kept than there are spans. Any length can therefore be met exactly, except with extreme settings.
     """
-    enough = int((seq_len + 2) / (1 - noise_density)) + 3  # so many keep more than seq_len tokens
+    # A text of this length keeps more than seq_len tokens.
+    enough = int((seq_len + 2) / (1 - noise_density)) + 3
     texts = range(2, enough)
     fit = bisect_right(texts, seq_len, key=lambda text: corrupted_lengths(text, noise_density, mean_span).inputs)
     return corrupted_lengths(texts[fit - 1], noise_density, mean_span)
@@ -76,15 +83,18 @@ def lengths_for(seq_len: int, noise_density: float, mean_span: float) -> Lengths
 
 @dataclass(frozen=True)
 class SpanCorruption:
-    """Texts of `text_len` tokens in, samples of `seq_len` and `target_len` out."""
+    """The corruption of texts of `text_len` tokens into samples of `seq_len` inputs and `target_len` targets."""
 
     seq_len: int
-    first_sentinel: int  # the next ones count down from it
+    # The next sentinels have the ids below it.
+    first_sentinel: int
     eos: int
-    decoder_start: int = 0  # what the decoder reads first; T5 uses its padding id
+    # The decoder's first token. T5 uses its padding id.
+    decoder_start: int = 0
     noise_density: float = 0.15
     mean_span: float = 3.0
-    sentinels: int = 100  # that the vocabulary holds
+    # The number of sentinels in the vocabulary.
+    sentinels: int = 100
     lengths: Lengths = field(init=False)
 
     def __post_init__(self) -> None:
@@ -134,12 +144,12 @@ class SpanCorruption:
 
     @property
     def used_sentinels(self) -> range:
-        """The ids that stand for spans, lowest first."""
+        """The ids of the sentinels in use, lowest first."""
         return range(self.first_sentinel - self.lengths.spans + 1, self.first_sentinel + 1)
 
     @property
     def text_len(self) -> int:
-        """Tokens to read for one sample."""
+        """The number of tokens to read for one sample."""
         return self.lengths.text
 
     @property
@@ -147,7 +157,7 @@ class SpanCorruption:
         return self.lengths.targets
 
     def corrupt(self, texts: Rows, seed: int, epochs: Iterable[int], samples: Iterable[int]) -> SpanBatch:
-        """The samples `samples` of their epochs, from their texts.  # [count, text_len]"""
+        """Return the samples `samples` of their epochs, made from their texts [count, text_len]."""
         noise = self.noise_mask(sample_keys(seed, "t5", epochs, samples))
         labels = self._fold(texts, ~noise, self.target_len)
         decoder_tokens = np.roll(labels, 1, axis=1)
@@ -155,20 +165,19 @@ class SpanCorruption:
         return SpanBatch(tokens=self._fold(texts, noise, self.seq_len), decoder_tokens=decoder_tokens, labels=labels)
 
     def noise_mask(self, keys: Keys) -> Mask:
-        """True where a token is replaced.  # [count, text_len]"""
+        """Return a mask that is True for the tokens to replace. [count, text_len]"""
         lengths = self.lengths
         draws = words(keys, lengths.text - 2)
         noise = _segments(draws[:, : lengths.noise - 1], lengths.spans)
         kept = _segments(draws[:, lengths.noise - 1 :], lengths.spans)
-        ends = np.cumsum(
-            np.stack([kept, noise], axis=2).reshape(len(keys), 2 * lengths.spans), axis=1
-        )  # kept, noise, kept, noise …
+        # Kept, noise, kept, noise …
+        ends = np.cumsum(np.stack([kept, noise], axis=2).reshape(len(keys), 2 * lengths.spans), axis=1)
         flips = np.zeros((len(keys), lengths.text), np.int64)
         np.put_along_axis(flips, ends[:, :-1], 1, axis=1)
         return np.asarray(np.cumsum(flips, axis=1) % 2 == 1)
 
     def _fold(self, texts: Rows, hidden: Mask, length: int) -> Rows:
-        """Each hidden stretch becomes its sentinel, and EOS ends the row."""
+        """Replace each hidden span with its sentinel, and end each row with EOS."""
         starts = hidden.copy()
         starts[:, 1:] &= ~hidden[:, :-1]
         sentinels = self.first_sentinel - (np.cumsum(starts, axis=1) - 1)
@@ -178,7 +187,7 @@ class SpanCorruption:
 
 @dataclass(frozen=True)
 class SpanMaker:
-    """Span corruption of windows of the token stream, `text_len` tokens and the one after them, which is left out."""
+    """A maker that corrupts windows of the token stream. A window has `text_len` + 1 tokens; the last is not used."""
 
     vocab_size: int
     seed: int
@@ -186,14 +195,17 @@ class SpanMaker:
 
     def batch(self, rows: Rows, first: int, name: Callable[[int], str]) -> Batch:
         check_ids(rows, self.vocab_size, name)
-        indices = range(first, first + len(rows))  # a sample index is never used twice, whatever the epoch
+        # A sample index is never used twice, in any epoch.
+        indices = range(first, first + len(rows))
         made = self.task.corrupt(rows[:, :-1], self.seed, [0] * len(rows), indices)
         return Batch(made.tokens, made.labels, {"decoder_tokens": made.decoder_tokens})
 
 
 def _segments(draws: npt.NDArray[np.uint64], count: int) -> npt.NDArray[np.int64]:
-    """The sizes of `count` non-empty segments of n items, from a random word for each of the n - 1 gaps between them:
-    the gaps with the smallest words become bounds.  # [rows, n - 1] -> [rows, count]"""
+    """Return the sizes of `count` non-empty segments of n items. [rows, n - 1] -> [rows, count]
+
+    `draws` has a random word for each of the n - 1 gaps between items. The gaps with the smallest words become bounds.
+    """
     chosen = np.sort(np.argsort(draws, axis=1, kind="stable")[:, : count - 1], axis=1) + 1
     bounds = np.pad(chosen, ((0, 0), (1, 1)))
     bounds[:, -1] = draws.shape[1] + 1
