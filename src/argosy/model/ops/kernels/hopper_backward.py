@@ -37,9 +37,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from argosy.model.ops.kernels.hopper_forward import _exp2, _fetch, described
 
-# The head width.
+# The head width; keys per worker, which is also queries per step.
 _WIDTH = gl.constexpr(64)
-# Keys per worker, and queries per step.
 _SIDE = gl.constexpr(64)
 _WORKERS = gl.constexpr(2)
 # Stages of loaded queries, and slots for dS between the workers and the adder.
@@ -87,10 +86,7 @@ else:
 
 @gluon.jit
 def _place(key_blocks, SECTION: gl.constexpr, ORDER: gl.constexpr):
-    """Return batch x KV heads + KV head, and the key block, of this program.
-
-    Programs go through SECTION KV heads at a time; those that add first start first.
-    """
+    """Return batch x KV heads + KV head, and the key block. Of each SECTION KV heads, programs that add first start first."""
     place = gl.program_id(0)
     within = place % (SECTION * key_blocks)
     key_block = within // SECTION
@@ -101,10 +97,8 @@ def _place(key_blocks, SECTION: gl.constexpr, ORDER: gl.constexpr):
 
 @gluon.jit
 def _step(step, key_block, blocks, GROUP: gl.constexpr, ORDER: gl.constexpr):
-    """Return the block of queries and the head of the group at a step: from the diagonal on, or from the last block back to it.
-
-    With ORDER ANY, programs start with different heads, so that few add to the same sums at a time.
-    """
+    """Return the block of queries and the head of the group at a step. In any order, programs start with different heads, so that
+    few add to the same sums at a time."""
     block = key_block * _WORKERS + step // GROUP
     member = step % GROUP
     if ORDER == ANY:
@@ -341,11 +335,8 @@ def _attention_before(
 def _attention_after(
     sums, d_q, seq, heads, plain_scale, WIDTH: tl.constexpr, R: tl.constexpr, PART: tl.constexpr, BY_THREAD: tl.constexpr
 ):  # fmt: skip
-    """Write dQ of R queries of a head from its 32-bit sums, PART columns at a time.
-
-    The sums are stored row by row or, with BY_THREAD, by 16 rows, 8 columns, row of 8, pair of columns, half of the 16 rows, column
-    of the pair.
-    """
+    """Write dQ of R queries of a head from its 32-bit sums, PART columns at a time. The sums are stored row by row or, BY_THREAD, by 16
+    rows, 8 columns, row of 8, pair of columns, half of the 16 rows, column of the pair."""
     head = tl.program_id(0) % heads
     block = tl.program_id(0) // heads % (seq // R)
     batch = (tl.program_id(0) // heads // (seq // R)).to(tl.int64)
@@ -362,10 +353,7 @@ def _attention_after(
 def attend_backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, *, repeatable: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v [batch, seq, heads, 64], given the forward pass's `out` and `lse`.
-
-    They are deterministic, bit for bit, if `repeatable`.
-    """
+    """Return the gradients of q, k and v [batch, seq, heads, 64]. They are deterministic, bit for bit, if `repeatable`."""
     return start(_attention_backward, _TURNS.value, True, d_out, q, k, v, out, lse, scale, repeatable=repeatable)
 
 
@@ -404,9 +392,6 @@ def start(
 
 
 def section(pairs: int, key_blocks: int) -> int:
-    """Return how many KV heads to work on at a time, so that their data stays in the cache.
-
-    It is the largest divisor of the KV heads of all samples (`pairs`) that does not overfill the GPU.
-    """
+    """Return how many KV heads to work on at a time, so that their data stays cached: a divisor of `pairs` that fills the GPU."""
     wanted = max(1, _FULL_WAVE // key_blocks)
     return max(size for size in range(1, wanted + 1) if pairs % size == 0)
