@@ -24,7 +24,7 @@ TaskName = Literal["causal-lm", "prefix-lm", "masked-lm", "span-corruption", "in
 
 
 class TaskSections(Section):
-    """What `data` has for tasks: which one, and the settings of each."""
+    """The keys of `data` for tasks: the chosen task, and the settings of each."""
 
     task: TaskName | None = Field(
         None, description="what the model is trained on; unless given, its architecture's own task"

@@ -97,8 +97,10 @@ def _place(key_blocks, SECTION: gl.constexpr, ORDER: gl.constexpr):
 
 @gluon.jit
 def _step(step, key_block, blocks, GROUP: gl.constexpr, ORDER: gl.constexpr):
-    """Return the block of queries and the head of the group at a step. In any order, programs start with different heads, so that
-    few add to the same sums at a time."""
+    """Return the block of queries and the head of the group at a step: from the diagonal on, or from the last block back to it.
+
+    With ORDER ANY, programs start with different heads, so that few add to the same sums at a time.
+    """
     block = key_block * _WORKERS + step // GROUP
     member = step % GROUP
     if ORDER == ANY:
