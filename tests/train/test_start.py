@@ -25,7 +25,7 @@ calls, before = [], []
 def imported(frame):
     while frame is not None:
         code = frame.f_code
-        if code.co_name == "<module>" and code.co_filename.endswith(".py") and not code.co_filename.endswith("__main__.py"):
+        if code.co_name == "<module>" and code.co_filename.endswith(".py") and not code.co_filename.endswith(("__main__.py", "trace.py")):
             return True
         frame = frame.f_back
     return False

@@ -89,7 +89,7 @@ def test_one_process_that_crashes_has_said_where_in_its_log(write_spec: Write, t
         wait_for(lambda: log.exists() and "it was ended, or crashed" in log.read_text())
         found = verdict(run)
     assert found.verdict == "rank 0: native code of a rank crashed (logs/1/0.log)"
-    assert "in _run_steps" in (run / "logs" / "1" / "0.log").read_text()
+    assert "in take_step" in (run / "logs" / "1" / "0.log").read_text()
 
 
 # tests/record/test_alerts.py is the short form.

@@ -246,10 +246,6 @@ def _trainer_ended(within_s: float | None) -> bool:
     return bool(select.select([0], [], [], within_s)[0])
 
 
-if __name__ == "__main__":
-    main()
-
-
 _PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "prometheus": "prometheus_client", "otel": "opentelemetry"}
 
 
@@ -274,3 +270,7 @@ def require_packages(spec: LogSpec) -> None:
     for extra, package in _PACKAGES.items():
         if getattr(spec.sinks, extra) and find_spec(package) is None:
             raise missing(package, extra)
+
+
+if __name__ == "__main__":
+    main()
