@@ -13,12 +13,6 @@ from argosy.launch.placement import Placement
 from argosy.launch.stages import stages_of
 from argosy.launch.target import Launched, LaunchOptions, RunStatus, State, Target, logged_progress, not_found
 
-# All of argosy with this target, for the processes it starts.
-REGISTERED = (
-    "from argosy.config.targets import TARGETS; TARGETS['background'] = 'toy_process'; "
-    "from argosy.__main__ import main; main()"
-)
-
 
 class BackgroundTarget(Target):
     name = "background"
@@ -29,8 +23,10 @@ class BackgroundTarget(Target):
         return {"run.yaml": placed.source, "background.sh": "\n".join(["set -e", *lines, ""])}
 
     def apply(self, placed: Placement, options: LaunchOptions) -> int:
+        # The processes it starts do not have the line in the registry that this one has.
+        path, known = str(options.path.resolve()), "cluster.target=local"
         commands = [
-            shlex.join([sys.executable, "-c", REGISTERED, *stage.command(placed, str(options.path.resolve()))])
+            shlex.join([sys.executable, "-m", "argosy", *stage.command(placed, path), known])
             for stage in stages_of(placed)
         ]
         started = subprocess.Popen(
