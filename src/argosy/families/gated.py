@@ -45,7 +45,8 @@ def read_gated(
     }
 
 
-def write_gated(spec: ModelSpec) -> Tree:
+def write_sizes(spec: ModelSpec) -> Tree:
+    """Return the sizes of a decoder under the names that Llama and its relatives share."""
     return {
         "num_hidden_layers": spec.layers,
         "hidden_size": spec.hidden,
@@ -55,6 +56,12 @@ def write_gated(spec: ModelSpec) -> Tree:
         "intermediate_size": spec.ffn,
         "vocab_size": spec.vocab_size,
         "max_position_embeddings": spec.max_seq_len,
+    }
+
+
+def write_gated(spec: ModelSpec) -> Tree:
+    return {
+        **write_sizes(spec),
         "hidden_act": "silu",
         "attention_dropout": 0.0,
         "rms_norm_eps": spec.norm_eps,

@@ -13,7 +13,7 @@ from typing import Any
 from argosy.config.model import ModelSpec
 from argosy.families.architecture import plan_layers
 from argosy.families.family import Family, HfFormat, Row, StoredNames, Tree
-from argosy.families.gated import attention_table, gated_mlp_table
+from argosy.families.gated import attention_table, gated_mlp_table, write_sizes
 from argosy.families.hf_keys import Keys
 from argosy.families.hf_rope import ROPE_KEYS, read_scaling, write_scaling
 from argosy.families.weight_table import Entry
@@ -113,14 +113,7 @@ def _write(spec: ModelSpec) -> Tree:
     scaling, every = write_scaling(spec), spec.global_every or spec.layers + 1
     return {
         "architectures": ["Gemma3ForCausalLM"],
-        "num_hidden_layers": spec.layers,
-        "hidden_size": spec.hidden,
-        "num_attention_heads": spec.heads,
-        "num_key_value_heads": spec.kv_heads,
-        "head_dim": spec.head_dim,
-        "intermediate_size": spec.ffn,
-        "vocab_size": spec.vocab_size,
-        "max_position_embeddings": spec.max_seq_len,
+        **write_sizes(spec),
         "hidden_activation": "gelu_pytorch_tanh",
         "attention_dropout": 0.0,
         "attention_bias": spec.attention_bias,
