@@ -59,10 +59,11 @@ def _late_product(here, slot, WORKER: gl.constexpr):
 
 @gluon.jit
 def _adder(
-    here, dq_here, dq_full, dq_free, sums, turns, key_blocks, GROUP: gl.constexpr, SECTION: gl.constexpr,
+    adding, sums, turns, key_blocks, GROUP: gl.constexpr, SECTION: gl.constexpr,
     ORDER: gl.constexpr,
 ):  # fmt: skip
     """Add the workers' halves of dQ to the sums of a block of queries, stored as [half of the columns, query, column]."""
+    dq_here, dq_full, dq_free = adding
     ROWS: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [2, 1], [1, 0])
     pair, key_block = _place(key_blocks, SECTION, ORDER)
     blocks = key_blocks * _WORKERS
@@ -237,7 +238,7 @@ def _attention_backward_128(
     gl.warp_specialize([
         (_worker, (here, adding, out, key_blocks, seq, scale, 0, KV_HEADS, GROUP, SECTION, ORDER)),
         (_worker, (here, adding, out, key_blocks, seq, scale, 1, KV_HEADS, GROUP, SECTION, ORDER)),
-        (_adder, (here, dq_here, dq_full, dq_free, sums, turns, key_blocks, GROUP, SECTION, ORDER)),
+        (_adder, (adding, sums, turns, key_blocks, GROUP, SECTION, ORDER)),
         (_fetcher, (here, fetch, key_blocks, seq, KV_HEADS, GROUP, SECTION, ORDER, _WIDTH, _STAGES)),
     ], [4, 2, 1], [240, 32, 32])  # fmt: skip
 
