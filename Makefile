@@ -30,9 +30,10 @@ test: lint
 
 check: lint types
 
+# Without ruff's cache: where an import belongs depends on other files, and a cached answer does not notice that they changed.
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
+	$(BIN)/ruff check --no-cache .
 
 types: $(VENV)/.dev
 	$(BIN)/mypy

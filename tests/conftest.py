@@ -19,7 +19,7 @@ import yaml
 from hypothesis import HealthCheck, settings
 
 import forking
-import order
+import longest_first
 from programs import not_available
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -62,7 +62,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: order.place(item.path))
+    items.sort(key=lambda item: longest_first.place(item.path))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -6,7 +6,6 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
-
 from order import LONGEST
 
 TESTS = Path(__file__).parent
