@@ -47,6 +47,14 @@ def test_the_architecture_page_lists_every_folder() -> None:
         assert f"{package.parent.name}/" in tree, f"{package.parent} is not in docs/architecture.md"
 
 
+def test_every_file_that_the_architecture_page_names_exists() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    named = re.findall(r"`(\w+/[\w/]+\.\w+)`", page)
+    assert len(named) > 60
+    missing = {name for name in named if not (ROOT / "src" / "argosy" / name).exists()}
+    assert not missing
+
+
 def test_the_readme_lists_every_verb() -> None:
     from typer.main import get_command
 
