@@ -27,5 +27,10 @@ def install_log_handler() -> None:
     """Show records of the `argosy` logger from INFO on. A second call changes nothing."""
     logger = logging.getLogger("argosy")
     logger.setLevel(logging.INFO)
-    if not any(isinstance(handler, StderrHandler) for handler in logger.handlers):
+    if not has_log_handler():
         logger.addHandler(StderrHandler())
+
+
+def has_log_handler() -> bool:
+    """Return whether this process shows records. A process that it starts should do the same."""
+    return any(isinstance(handler, StderrHandler) for handler in logging.getLogger("argosy").handlers)

@@ -153,12 +153,13 @@ def test_nested_keys_and_lists_of_sentences(tmp_path: Path) -> None:
 
 
 def test_a_fall_back_to_the_slow_engine_is_said(
-    inputs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    inputs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO", logger="argosy")
     monkeypatch.setattr(engines, "ENGINES", {})
     tokenizer = JsonTokenizer(train_bpe(["some text of no matter"] * 9, 300), "t")
     assert prepare(inputs, tokenizer, tmp_path / "out", PrepareOptions(workers=2)) is not None
-    assert "tokenizing with tokenizers, the reference" in capsys.readouterr().err
+    assert "tokenizing with tokenizers, the reference" in caplog.text
 
 
 def test_every_worker_proves_its_engine(inputs: list[str], tmp_path: Path) -> None:
@@ -196,9 +197,11 @@ from pathlib import Path
 from argosy.data.prepare import part_runner, work
 from argosy.data.prepare.job import prepare
 from argosy.data.text.tokenizer import ByteTokenizer
+from argosy.log_handler import install_log_handler
 work._block_bytes = lambda files: 1 << 19
 part_runner._INLINE_BYTES = 1 << 20
 if __name__ == "__main__":
+    install_log_handler()
     prepare(sys.argv[2:], ByteTokenizer(), Path(sys.argv[1]), work.PrepareOptions(workers=2, shards=2))
 """
 

@@ -25,7 +25,7 @@ from web_server import WebServer, web_server
 
 from argosy.cli.app import app
 from argosy.data.corpus.corpus_manifest import read_manifest
-from argosy.data.prepare import part_runner, work
+from argosy.data.prepare import part_runner, work, workers
 from argosy.data.prepare.job import prepare
 from argosy.data.prepare.work import PrepareOptions
 from argosy.data.remote import remote_inputs, web_inputs
@@ -283,6 +283,17 @@ def test_web_inputs_are_read_by_worker_processes(
         whole = [path for _, path in server.asked]
     if not ranges:
         assert sorted(whole) == sorted(f"/{path.name}" for path in raw.iterdir())
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_a_worker_process_shows_notes_as_its_parent_does(
+    raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], shown: bool
+) -> None:
+    monkeypatch.setattr(part_runner, "_INLINE_BYTES", 0)
+    monkeypatch.setattr(workers, "has_log_handler", lambda: shown)
+    with web_server(raw, faults=["", "429"]) as server:  # the parent asks first, then a worker
+        make([f"{server.url}/a.jsonl"], tmp_path / "corpus", workers=2)
+    assert ("note: " in (said := capfd.readouterr().err), "the server asks to wait 0 s" in said) == (shown, shown)
 
 
 def test_a_gzip_file_that_the_server_calls_encoded_is_the_file(raw: Path, tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ class WebServer:
             request.connection.shutdown(socket.SHUT_RDWR)
             return
         if fault.isdigit():
-            return self._send(request, int(fault), {}, b"")
+            return self._send(request, int(fault), {"Retry-After": "0"} if fault == "429" else {}, b"")
         if path.endswith("/"):
             links = "".join(f'<a href="{below.name}">{below.name}</a>\n' for below in sorted(self.root.iterdir()))
             return self._send(request, 200, {"Content-Type": "text/html"}, links.encode())

@@ -21,6 +21,7 @@ from typing import Any
 from argosy.config.counts import checkpoint_bytes
 from argosy.config.resolve import resolve
 from argosy.config.schema import RunSpec
+from argosy.console.output import say
 from argosy.errors import EXIT_DONE, EXIT_REFUSED
 from argosy.launch.fabric import card_count, choose_fabric
 from argosy.launch.placement import gib
@@ -342,9 +343,9 @@ def finish(
         )
     well = all(check.ok is not False for checks in reports.values() for check in checks)
     if speak and as_json:
-        print(json.dumps({"ok": well, "nodes": {n: [check.as_dict() for check in c] for n, c in reports.items()}}))
+        say(json.dumps({"ok": well, "nodes": {n: [check.as_dict() for check in c] for n, c in reports.items()}}))
     elif speak:
-        describe(reports, lambda line: print(line, flush=True))
+        describe(reports, say)
     return EXIT_DONE if well else EXIT_REFUSED
 
 

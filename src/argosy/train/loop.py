@@ -14,6 +14,7 @@ from torch import Tensor
 from argosy.checkpoint.source import Source, starting_weights
 from argosy.config.counts import training_flops_per_token
 from argosy.config.layout import describe_layout
+from argosy.console.output import say
 from argosy.console.training_lines import Console, open_console
 from argosy.data.loader import Loader
 from argosy.errors import EXIT_DONE, EXIT_RESUMABLE
@@ -85,7 +86,7 @@ class Trainer:
         said += session.schedule_notes(self.run, first, changes)
         if first >= session.steps:
             if first_rank:
-                print(
+                say(
                     f"{self.run.root}: step {first} is done, and the run was to have {session.steps}; "
                     f"train.steps={first * 2} would go on"
                 )

@@ -22,6 +22,7 @@ from argosy.config.layout import check_world
 from argosy.config.resolve import Resolved
 from argosy.config.schema import TrainSpec
 from argosy.config.start import MODEL_FILE
+from argosy.console.output import say
 from argosy.errors import ArgosyError
 from argosy.files import replace_file
 from argosy.parallel.mesh import Mesh, joined
@@ -141,7 +142,7 @@ def _open(
     run.open_for_training()
     try:
         if options.fresh and occupied:
-            print(f"the earlier run is now {run.archive()}")
+            say(f"the earlier run is now {run.archive()}")
             run.open_for_training()
         start = session.starting_source(run)
         opening = Opening(

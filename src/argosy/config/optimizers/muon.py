@@ -17,7 +17,7 @@ from argosy.config.units import Fraction, NotBool
 
 # Bytes per element of the gathered direction.
 _GATHERED = 4
-# Bytes per element of a matrix: gradient, direction and result in 32 bits, two copies in 16 bits.
+# Bytes per element of a matrix: gradient, direction, result and scaled change in 32 bits, two copies in 16 bits.
 _WORKING = 20
 
 

@@ -15,9 +15,9 @@ input records must equal documents plus quarantined records; the sum is checked.
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import shutil
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -40,6 +40,8 @@ from argosy.data.text.tokenizer import Tokenizer
 from argosy.errors import ArgosyError
 from argosy.files import create_file, replace_file
 
+_log = logging.getLogger(__name__)
+
 
 def prepare(
     inputs: Sequence[str], tokenizer: Tokenizer, output: Path, options: PrepareOptions
@@ -55,7 +57,7 @@ def prepare(
     Returns:
         The manifest of each corpus, or None if other machines are still at work.
     """
-    return prepare_files(find_inputs(inputs, report=_warn), tokenizer, output, options)
+    return prepare_files(find_inputs(inputs, report=_log.info), tokenizer, output, options)
 
 
 def prepare_files(
@@ -81,10 +83,6 @@ def prepare_files(
         raise cannot_write(output, error.strerror or str(error)) from None
     finally:
         job.release()
-
-
-def _warn(text: str) -> None:
-    print(f"note: {text}", file=sys.stderr)
 
 
 class Arrivals(Protocol):
@@ -125,7 +123,7 @@ class PrepareJob:
         # Another machine may have started just now; its plan must be the same.
         if not create_file(plan, work.plan.content()):
             self._resume_or_clear(plan)
-        self._locks = lock_shards(work.parts / "locks", work.own_shards, _warn)
+        self._locks = lock_shards(work.parts / "locks", work.own_shards, _log.info)
         # The process that held the locks may have finished and removed the parts.
         if not is_current(self._locks, work.parts / "locks"):
             self.release()

@@ -6,7 +6,7 @@ process that only distributes work loads no engine and opens no input, which kee
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Iterator
 
 from argosy.data.prepare.parts import PartFacts, PartMaker, PartName
@@ -15,6 +15,8 @@ from argosy.data.prepare.work import Work
 from argosy.data.prepare.workers import EncoderSpec, Pool, Task, encoder_spec
 from argosy.data.text.engines import Encode, Proof, choose_engine, likely_engine
 from argosy.data.text.tokenizer import JsonTokenizer
+
+_log = logging.getLogger(__name__)
 
 # Smaller inputs are prepared in this process: starting workers would take longer.
 _INLINE_BYTES = 4 << 20
@@ -85,7 +87,7 @@ class PartRunner:
     def _report_fallback(self, is_fast: bool, description: str) -> None:
         """Report a fallback to the reference, except for small inputs and tokenizers that have no faster engine."""
         if not is_fast and isinstance(self.tokenizer, JsonTokenizer) and self.input_bytes >= SAMPLE_BYTES:
-            print(f"note: tokenizing with {description}", file=sys.stderr)
+            _log.info("tokenizing with %s", description)
 
     def _encoder_spec(self, engine: str | None) -> EncoderSpec:
         return encoder_spec(self.tokenizer, engine, eod=self.work.eod)

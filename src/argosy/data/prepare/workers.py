@@ -25,6 +25,7 @@ from argosy.data.text.engines import Encode, EngineFault, Proof, load_engine
 from argosy.data.text.inputs import InputFile
 from argosy.data.text.tokenizer import ByteTokenizer, JsonTokenizer, SentencePieceTokenizer, Tokenizer
 from argosy.errors import ArgosyError
+from argosy.log_handler import has_log_handler, install_log_handler
 
 _AGAIN = "run the same command again, with fewer --workers if memory is short: finished parts are kept"
 # How long to wait for a worker that closed its pipe to exit.
@@ -91,7 +92,7 @@ class Pool:
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_work,
-                args=(theirs, directory, spec, options, None if number else sampled),
+                args=(theirs, directory, spec, options, None if number else sampled, has_log_handler()),
                 name=f"prepare-{number}",
                 daemon=True,
             )
@@ -208,7 +209,10 @@ def _work(
     spec: EncoderSpec,
     options: PartOptions,
     sampled: list[list[InputFile]] | None,
+    shows_log: bool,
 ) -> None:
+    if shows_log:
+        install_log_handler()
     # The parent handles Ctrl-C and terminates the workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

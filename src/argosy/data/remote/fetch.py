@@ -13,9 +13,9 @@ JSON lines because a single JSON document would be rewritten for each of SlimPaj
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import shutil
-import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -36,6 +36,7 @@ from argosy.errors import ArgosyError
 from argosy.record.jsonl import read_jsonl
 from argosy.retry import RetryPolicy
 
+_log = logging.getLogger(__name__)
 JOURNAL = ".fetch.jsonl"
 PARTIAL = ".partial"
 
@@ -98,13 +99,13 @@ def fetch(names: Sequence[str], output: Path, options: FetchOptions) -> Fetched:
     name = f".fetch-{options.machine}-of-{options.machines}.jsonl" if options.machines > 1 else JOURNAL
     with FetchJournal(output, name) as journal:
         web = Web(options.retry, options.timeout_s)
-        files = find_files(names, options.choice, web, note)[options.machine :: options.machines]
+        files = find_files(names, options.choice, web, _log.info)[options.machine :: options.machines]
         return FetchJob(web, files, output, journal).run(options.workers)
 
 
 def preview(names: Sequence[str], output: Path, options: FetchOptions) -> Fetched:
     """Return what `fetch` would download, without writing anything."""
-    files = find_files(names, options.choice, Web(options.retry, options.timeout_s), note)
+    files = find_files(names, options.choice, Web(options.retry, options.timeout_s), _log.info)
     listed = [FetchedFile(str(output / file.path), file.size, file.sha256, file.origin) for file in files]
     return Fetched(str(output), listed, sum(_missing_bytes(output, file) for file in files))
 
@@ -156,7 +157,7 @@ class FetchJournal:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            note(f"another fetch is running in {self.path.parent}; waiting for it")
+            _log.info("another fetch is running in %s; waiting for it", self.path.parent)
             fcntl.flock(self._fd, fcntl.LOCK_EX)
         # A kill can truncate the last line. End it, so that the reader skips it.
         if (size := os.fstat(self._fd).st_size) and os.pread(self._fd, 1, size - 1) != b"\n":
@@ -289,7 +290,7 @@ class FetchJob:
         if line["identity"] != file.identity or facts.st_size != file.size or not isinstance(line.get("sha256"), str):
             return None
         if line["mtime_ns"] != facts.st_mtime_ns and hash_file(target, file).sha256 != line["sha256"]:
-            note(f"{target} has changed since it was fetched; fetching it again")
+            _log.info("%s has changed since it was fetched; fetching it again", target)
             return None
         return str(line["sha256"])
 
@@ -325,8 +326,3 @@ def _missing_bytes(output: Path, file: RemoteFile, *, anew: bool = False) -> int
 def _free(output: Path) -> int:
     nearest = next(parent for parent in (output.absolute(), *output.absolute().parents) if parent.exists())
     return shutil.disk_usage(nearest).free
-
-
-def note(text: str) -> None:
-    """Print a note to stderr."""
-    print(f"note: {text}", file=sys.stderr, flush=True)

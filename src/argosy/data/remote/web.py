@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import http.client
 import ipaddress
+import logging
 import os
 import re
 import socket
 import ssl
-import sys
 import threading
 import time
 import weakref
@@ -33,6 +33,7 @@ from argosy import __version__
 from argosy.errors import ArgosyError
 from argosy.retry import Clock, GaveUp, RetryPolicy, Transient, retry_after_s
 
+_log = logging.getLogger(__name__)
 T = TypeVar("T")
 Headers = Mapping[str, str]
 
@@ -191,12 +192,12 @@ class Web:
             # One failure alone is over before anybody wonders.
             if failures > 1:
                 again = f"trying again in {pause_s:.0f} s, {failures} of {self._retry.attempts} attempts failed"
-                print(f"note: {what}: {trouble}; {again}", file=sys.stderr, flush=True)
+                _log.info("%s: %s; %s", what, trouble, again)
             return
         until = time.monotonic() + asked
         with self._lock:
             if until > self._not_before + 1.0:
-                print(f"note: {trouble}: the server asks to wait {asked:.0f} s", file=sys.stderr, flush=True)
+                _log.info("%s: the server asks to wait %.0f s", trouble, asked)
             self._not_before = max(self._not_before, until)
 
     def _pause(self, seconds: float) -> None:

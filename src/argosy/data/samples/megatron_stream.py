@@ -10,7 +10,7 @@ token does.
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,6 +23,8 @@ from argosy.data.samples.megatron_order import MegatronSamples, split_ranges
 from argosy.data.samples.order import Indices
 from argosy.data.samples.windows import Batch, Maker
 from argosy.errors import ArgosyError
+
+_log = logging.getLogger(__name__)
 
 
 def split_by_sequence(corpus: Corpus, shares: Sequence[float]) -> dict[str, Split]:
@@ -54,10 +56,8 @@ class MegatronSet:
         )
         self.count = len(self.samples)
         if self.samples.cache_problem is not None:
-            print(
-                f"note: the sample order of {corpus.path} could not be cached: {self.samples.cache_problem}",
-                file=sys.stderr,
-            )
+            problem = self.samples.cache_problem
+            _log.info("the sample order of %s could not be cached: %s", corpus.path, problem)
 
     def pieces(self, index: int) -> list[tuple[int, int]]:
         """Return the token ranges (start, count) in the corpus that make up a sample."""
