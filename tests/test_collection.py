@@ -6,7 +6,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
-from order import LONGEST
+
+from longest_first import LONGEST
 
 TESTS = Path(__file__).parent
 

@@ -8,6 +8,7 @@ preparation, so the disk need not hold the whole data set.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,13 +16,14 @@ from pathlib import Path
 from argosy.data.corpus.corpus_manifest import Manifest
 from argosy.data.prepare.job import prepare_files
 from argosy.data.prepare.work import PrepareOptions
-from argosy.data.remote.fetch import Fetched, FetchedFile, FetchJob, FetchJournal, FetchOptions, check_space, note
+from argosy.data.remote.fetch import Fetched, FetchedFile, FetchJob, FetchJournal, FetchOptions, check_space
 from argosy.data.remote.hub import RemoteFile
 from argosy.data.remote.sources import find_files
 from argosy.data.remote.web import Stopped, Web
 from argosy.data.text.inputs import InputFile, require_known
 from argosy.data.text.tokenizer import Tokenizer
 
+_log = logging.getLogger(__name__)
 # Without `keep`: files downloaded ahead of preparation, per parallel download.
 _PREFETCH_FILES = 2
 # How long `close` waits for running downloads to stop.
@@ -50,7 +52,7 @@ def fetch_and_prepare(
         keep: Keep the downloaded files. Otherwise each file is deleted once it is prepared.
     """
     web = Web(options.retry, options.timeout_s)
-    files = find_files(names, options.choice, web, note)
+    files = find_files(names, options.choice, web, _log.info)
     inputs = [InputFile(str(output / file.path), file.size, file.identity) for file in files]
     for file in inputs:
         require_known([file] if file.is_known else [], file.path)
