@@ -85,19 +85,30 @@ class DropoutSeeds:
         self._run_seed = seed
         # The seed of the micro-batch. None: no micro-batch was begun.
         self._seed: int | None = None
-        drops = any(isinstance(module, Dropout) and module.rate for module in model.modules())
-        if drops and model._compiled_call_impl is None and not isinstance(model, Retriever):
+        self._drops = any(isinstance(module, Dropout) and module.rate for module in model.modules())
+        if self._drops and model._compiled_call_impl is None and not isinstance(model, Retriever):
             for name, block in named_blocks(model):
                 block.register_forward_pre_hook(self._hook(name))
 
     def begin(self, step: int, micro: int) -> None:
         """Set the seed for micro-batch `micro` of a step. Call this before each forward pass of the model or of a stage."""
-        self._seed = derive_seed(self._run_seed, "dropout", step, micro)
-        torch.manual_seed(self._seed)
+        if self._drops:
+            self._seed = derive_seed(self._run_seed, "dropout", step, micro)
+            _seed_generators(self._seed)
 
     def _hook(self, name: str) -> Any:
         def seed(block: nn.Module, inputs: Any) -> None:
             if block.training and self._seed is not None:
-                torch.manual_seed(derive_seed(self._seed, name))
+                _seed_generators(derive_seed(self._seed, name))
 
         return torch.compiler.disable(seed)
+
+
+def _seed_generators(seed: int) -> None:
+    """Seed the generators of the CPU and of the GPUs in use, as `torch.manual_seed` does.
+
+    For each kind of device that is not in use, that function stores the seed with a formatted stack, for later: milliseconds
+    and memory that no one frees, at every call."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
