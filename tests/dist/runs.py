@@ -44,16 +44,15 @@ def train(path: str, overrides: Sequence[str]) -> int:
         return runs.train(resolve(Path(path), overrides), Path(path), runs.TrainOptions(quiet=True), world)
 
 
-def validation_loss(path: str, overrides: Sequence[str], samples: int, batch: int) -> float:
-    """Of fresh weights, on as many samples as asked for."""
+def validate(path: str, overrides: Sequence[str], samples: int, batch: int) -> dict[str, float]:
+    """Return loss and metrics of fresh weights on as many samples as asked for."""
     spec = resolve(Path(path), overrides).spec
     cpu = torch.device("cpu")
     session = open_session(spec, make_mesh(spec.parallel, cpu) if dist.is_initialized() else Mesh(cpu))
     session.optimizer.set_weights(fresh_weights(session, None, []))
     assert session.validation is not None
-    return evaluate(session.engine, session.validation, samples=samples, batch=batch, split="validation").loss
-
-
+    found = evaluate(session.engine, session.validation, samples=samples, batch=batch, split="validation")
+    return {"loss": found.loss, **found.metrics}
 
 
 def odd_replicas_with_a_flip(rank: int | None) -> list[int]:

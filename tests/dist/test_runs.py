@@ -98,9 +98,20 @@ def test_evaluation_counts_every_sample_once_whatever_is_left_over(
     pool: Pool, write_spec: Write, layout: list[str], samples: int
 ) -> None:
     path = write_spec()
-    expected = runs.validation_loss(str(path), [], samples, 5)
-    for loss in pool.run(ranks_of(layout), runs.validation_loss, str(path), keys(layout), samples, 5):
-        assert loss == pytest.approx(expected, rel=1e-5)
+    expected = runs.validate(str(path), [], samples, 5)
+    for found in pool.run(ranks_of(layout), runs.validate, str(path), keys(layout), samples, 5):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", [LAYOUTS[n] for n in (0, 1, 7)])
+def test_ranks_without_a_sample_report_the_metrics_of_the_others(
+    pool: Pool, write_spec: Write, layout: list[str]
+) -> None:
+    experts = ["model.mlp_bias=false", "model.moe={experts: 4, top_k: 2, ffn: 32, balance_loss: 0.1}"]
+    expected = runs.validate(str(path := write_spec()), experts, 1, 5)
+    assert len(expected) > 1
+    for found in pool.run(ranks_of(layout), runs.validate, str(path), keys(layout, *experts), 1, 5):
+        assert found == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_replica_with_one_other_bit_is_named_on_every_rank(pool: Pool) -> None:

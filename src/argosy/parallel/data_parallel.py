@@ -66,9 +66,8 @@ class DataParallel:
         totals = self._reduction.count(mine)
         objective = self._reduction.objective(totals)
         self.model.eval()
-        result = self._micro_batches.evaluate(mine, objective)
-        for _ in range(most - len(self._micro_batches.firsts(mine))):
-            self._micro_batches.forward(*self._micro_batches.inputs(batch, 0, objective))
+        uncounted = [batch] * (most - len(self._micro_batches.firsts(mine)))
+        result = self._micro_batches.evaluate(mine, objective, uncounted)
         self.model.train()
         return self._reduction.sum_result(result, totals)
 

@@ -11,7 +11,7 @@ queued.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -173,11 +173,16 @@ class MicroBatches:
         loss: Loss = self._model(inputs["tokens"], inputs["labels"], objective, **others)
         return loss
 
-    def evaluate(self, batch: Batch, objective: Objective) -> Result:
-        """Sum the losses of a batch without gradients. The model has to be in evaluation mode."""
+    def evaluate(self, batch: Batch, objective: Objective, uncounted: Sequence[Batch] = ()) -> Result:
+        """Sum the losses of a batch without gradients. The model has to be in evaluation mode.
+
+        The first micro-batches of `uncounted` run too, because other ranks wait for their collectives. They add nothing, but the
+        result of every rank has the same metrics."""
         sums = Sums(self._device)
         for first in self.firsts(batch):
             sums.add(self.forward(*self.inputs(batch, first, objective))._replace(expert_load=None))
+        for other in uncounted:
+            sums.add_zeros(self.forward(*self.inputs(other, 0, objective)).metrics)
         return sums.result(batch.valid_tokens)
 
 
@@ -199,6 +204,11 @@ class Sums:
             self.metrics[name] = self.metrics[name] + value if name in self.metrics else value.double()
         if expert_load is not None:
             self.expert_load = expert_load if self.expert_load is None else self.expert_load + expert_load
+
+    def add_zeros(self, metrics: dict[str, Tensor]) -> None:
+        """Have these metrics in the sums: 0 where no pass that counts reports them."""
+        for name, value in metrics.items():
+            self.metrics.setdefault(name, torch.zeros_like(value, dtype=torch.float64))
 
     def result(self, tokens: int) -> Result:
         return Result(self.loss, tokens, self.metrics, self.expert_load)

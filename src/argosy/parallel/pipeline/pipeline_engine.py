@@ -103,8 +103,11 @@ class PipelineParallel:
         self.model.eval()
         reports = self._run(forward, micros, training=False)
         self.model.train()
-        counted = [report for (_, micro), report in reports.items() if micro < len(own)]
-        return self._reduction.sum_result(self._joined(counted, training=False), totals)
+        counted, uncounted = (
+            [report for (_, micro), report in reports.items() if (micro < len(own)) is counts]
+            for counts in (True, False)
+        )
+        return self._reduction.sum_result(self._joined(counted, uncounted, training=False), totals)
 
     def norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
         own = [gradient for name, gradient in gradients.items() if name not in self._shared.copies]
@@ -145,13 +148,17 @@ class PipelineParallel:
         orders = make(parallel.schedule, parallel.pp, parallel.vpp, micros)
         return with_messages(orders, parallel.schedule)[dist.get_rank(self._pipeline)]
 
-    def _joined(self, reports: Sequence[Loss | Stream], *, training: bool) -> Result:
+    def _joined(
+        self, reports: Sequence[Loss | Stream], uncounted: Sequence[Loss | Stream] = (), *, training: bool
+    ) -> Result:
         """Sum the reports of this rank's stages over all micro-batches. Metrics that only other ranks report are zero."""
         sums = Sums(self.device)
         for report in reports:
             if isinstance(report, Loss):
                 sums.loss += report.cross_entropy
             sums.add_report(report.metrics, report.expert_load if training else None)
+        for report in uncounted:
+            sums.add_zeros(report.metrics)
         if training not in self._reported:
             self._reported[training] = self._agree(sums)
         names, shape = self._reported[training]
