@@ -28,7 +28,7 @@ def storm(bench: Bench, name: str, kills: int, seed: int) -> tuple[int, int]:
     killed = runs = 0
     while killed < kills:
         runs += 1
-        with bench.run(f"{name}-{runs}", fault={"same_step": 1000, "restarts": 1000}) as run:
+        with bench.run(f"{name}-{runs}", "--fresh", "--archive", fault={"same_step": 1000, "restarts": 1000}) as run:
             while killed < kills and run.process is not None and run.process.poll() is None:
                 killed += _kill_once(run, rng)
             assert run.wait() == 0, run.said

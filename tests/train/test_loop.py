@@ -52,8 +52,10 @@ def test_a_finished_run_is_not_trained_again_but_can_be_lengthened(
 ) -> None:
     path = write_spec()
     go(path)
+    assert go(path, options=TrainOptions()) == EXIT_DONE
+    assert "all 6 steps are done" in capsys.readouterr().out
     assert go(path) == EXIT_DONE
-    assert "step 6 is done" in capsys.readouterr().out
+    assert capsys.readouterr() == ("", "")
     assert go(path, "train.steps=9") == EXIT_DONE
     assert max(read_metrics(tmp_path / "runs" / "tiny" / "metrics.jsonl")) == 9
 
@@ -67,6 +69,19 @@ def test_fresh_never_overwrites_silently(write_spec: Write, tmp_path: Path) -> N
     assert go(path, options=TrainOptions(fresh=True, archive=True, quiet=True)) == EXIT_DONE
     assert (tmp_path / "runs" / "tiny.old-1" / "checkpoints" / "step-00000006").exists()
     assert next(e["event"] for e in read_jsonl(tmp_path / "runs" / "tiny" / "events.jsonl")) == "start"
+
+
+def test_a_start_that_is_refused_leaves_the_earlier_run_where_it_is(write_spec: Write, tmp_path: Path) -> None:
+    path = write_spec()
+    go(path)
+    go(path, "name=other")
+    for checkpoint in listed(tmp_path / "runs" / "other" / "checkpoints"):
+        (checkpoint / "weights.safetensors").write_bytes(b"damaged")
+    bad, anew = f"init_from={tmp_path / 'runs' / 'other'}", TrainOptions(fresh=True, archive=True, quiet=True)
+    for start in (lambda: go(path, bad, options=anew), lambda: dry_run(resolve(path, [bad]), anew)):
+        with pytest.raises(ArgosyError):
+            start()
+    assert [run.name for run in sorted((tmp_path / "runs").iterdir())] == ["other", "tiny"]
 
 
 def test_a_corrupt_newest_checkpoint_costs_one_interval_and_changes_nothing(write_spec: Write, tmp_path: Path) -> None:
@@ -252,6 +267,8 @@ def test_a_dry_run_checks_everything_and_writes_nothing(write_spec: Write, tmp_p
     ):
         with pytest.raises(ArgosyError):
             dry_run(resolve(write_spec(), [bad]), TrainOptions())
+    with pytest.raises(ArgosyError):
+        dry_run(resolve(write_spec()), TrainOptions(profile="90:95"))
     go(write_spec())
     assert "nothing: all 6 steps" in "\n".join(dry_run(resolve(write_spec()), TrainOptions()))
     assert "starts at step 0" in "\n".join(dry_run(resolve(write_spec()), TrainOptions(fresh=True, archive=True)))

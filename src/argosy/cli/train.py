@@ -84,11 +84,14 @@ def train(
 
         arguments = without_option(sys.argv[1:], "--nproc")
         raise typer.Exit(start_ranks(nproc, nodes, arguments, directory, spec.fault))
-    from argosy.supervise.rank_process import keep_output, run_as_rank
+    from argosy.supervise.rank_process import attempt, keep_output, run_as_rank
 
     output = None if dry_run else keep_output(directory, world)
     from argosy.train import run
 
+    if attempt(os.environ) > 0:
+        # Ranks that are started again get the same command, and resume the run that their first start began.
+        fresh = archive = False
     options = run.TrainOptions(fresh=fresh, archive=archive, quiet=quiet, profile=profile, ends_process=True)
     if output is None:
         from argosy.measure.dry_run import dry_run as check

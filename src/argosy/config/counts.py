@@ -96,13 +96,15 @@ def training_flops_per_token(spec: ModelSpec, seq_len: int | None = None, target
     return 3 * (2 * matmul + attention)
 
 
-def layer_flops(spec: ModelSpec, seq_len: int, target_len: int | None = None) -> tuple[list[float], float]:
-    """Return the forward FLOPs of each layer for one sample, encoder layers before decoder layers, and those of the output head."""
+def layer_flops(spec: ModelSpec, seq_len: int) -> tuple[list[float], float]:
+    """Return the forward FLOPs of each layer for one sample, encoder layers before decoder layers, and those of the output head.
+
+    Targets of an encoder-decoder are as long as its task makes them by default."""
     width, kind = spec.heads * spec.head_dim, architecture_of(spec)
     attention, dense = attention_parameters(spec)[0], mlp_parameters(spec, spec.ffn)[0]
-    head = 2.0 * spec.hidden * spec.vocab_size * seq_len
+    head = 2.0 * spec.hidden * spec.vocab_size * seq_len * kind.has_vocabulary
     if kind.two_sequences:
-        target = target_len or max(1, round(seq_len * TARGETS_PER_SOURCE))
+        target = max(1, round(seq_len * TARGETS_PER_SOURCE))
         each = zip(kind.stacks(spec), _sides_flops(spec, seq_len, target), strict=True)
         return [flops for count, flops in each for _ in range(count)], head * target / seq_len
     head = kind.predicted * (head + 2.0 * kind.ends(spec).matmul * seq_len)

@@ -30,9 +30,9 @@ def rank_of_stage(schedule: str, ranks: int, stage: int) -> int:
     return ranks - 1 - place if schedule in V_SHAPED and stage >= ranks else place
 
 
-def split_layers(model: ModelSpec, stages: int, seq_len: int, target_len: int | None = None) -> list[range]:
+def split_layers(model: ModelSpec, stages: int, seq_len: int) -> list[range]:
     """Return the layer numbers of each stage. Numbers of an encoder-decoder run through both stacks."""
-    layers, head = layer_flops(model, seq_len, target_len)
+    layers, head = layer_flops(model, seq_len)
     return split_costs([*layers[:-1], layers[-1] + head], stages)
 
 

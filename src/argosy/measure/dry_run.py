@@ -18,7 +18,7 @@ from argosy.record.sink_process import require_packages
 from argosy.supervise.world import World
 from argosy.train.device import machine_facts, prepare_device, require_memory
 from argosy.train.opening import Opening
-from argosy.train.run import TrainOptions, check_options
+from argosy.train.run import TrainOptions, check_options, profile_window
 from argosy.train.session import open_session
 
 
@@ -45,6 +45,7 @@ def dry_run(
     session = open_session(spec, Mesh(torch.device("meta")))
     if elsewhere is None:
         require_memory(spec, device, ranks=world.size // spec.parallel.dp_replicate)
+    profile_window(options, session.steps)
     run = RunDir(Path(spec.runs_dir) / spec.name)
     check_options(run, options)
     run.require_writable()
@@ -56,7 +57,7 @@ def dry_run(
         changes = opening.changes(checkpoint.progress.step)
         notes += [f"changed since the last start: {change}" for change in changes]
         notes += session.schedule_notes(run, checkpoint.progress.step, changes)
-    elif (start := session.starting_source(run)) is not None:
+    elif (start := session.starting_source(run, fresh=options.fresh)) is not None:
         notes.append(f"weights {start.where}, trained to step {start.step}")
     done = 0 if checkpoint is None else checkpoint.progress.step
     tokens = sum(session.data.split(corpus, "train").tokens for corpus in session.data.corpora)

@@ -89,11 +89,6 @@ class Mesh:
         return found
 
     @property
-    def is_sharded(self) -> bool:
-        """True if each rank holds only a shard of the model's state."""
-        return self.has_fsdp or self.size("tp") > 1
-
-    @property
     def has_fsdp(self) -> bool:
         """True if FSDP shards the parameters, and all-gathers them when they are needed."""
         return self.size("dp_shard") > 1 or self.experts is not None
@@ -154,11 +149,6 @@ class Mesh:
         everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
         dist.all_gather(everyone, mine)
         return [row.tolist() for row in everyone]
-
-    def wait_for_all(self) -> None:
-        if self.devices is not None:
-            # A CPU tensor: ranks wait on the host, whatever the device.
-            dist.all_reduce(torch.zeros(()))
 
 
 @contextmanager

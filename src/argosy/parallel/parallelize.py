@@ -29,7 +29,7 @@ Weights = Callable[[nn.Module], Iterable[tuple[str, Tensor]]]
 def parallelize(spec: RunSpec, mesh: Mesh, *, precision: str | None = None, weights: Weights | None = None) -> Engine:
     """Build the part of the model that this rank of the mesh holds, and the engine that trains it.
 
-    Modules of layouts that a run does not have are not imported: DTensor and FSDP alone take most of a second.
+    A run on one device imports no module of the others: DTensor and FSDP alone take most of a second.
 
     Args:
         precision: compute precision that overrides `train.precision`.

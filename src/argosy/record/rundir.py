@@ -83,11 +83,6 @@ class RunDir:
         return self.root / "debug"
 
     @property
-    def tokenizer_file(self) -> Path | None:
-        """The tokenizer kept with the run, if there is one."""
-        return next(iter(sorted(self.root.glob("tokenizer.*"))), None)
-
-    @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
 

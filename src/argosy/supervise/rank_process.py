@@ -166,8 +166,8 @@ class RankFiles:
 
 
 def attempt(environ: Mapping[str, str]) -> int:
-    """Return how often the agent has restarted its ranks."""
-    return int(environ.get(_ATTEMPT, "0"))
+    """Return how often the agent, ours or torchrun, has restarted its ranks."""
+    return int(environ.get(_ATTEMPT) or environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def agent(environ: Mapping[str, str]) -> int:

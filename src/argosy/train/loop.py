@@ -85,16 +85,13 @@ class Trainer:
         changes = [] if self.opening is None else self.opening.changes(first)
         said += session.schedule_notes(self.run, first, changes)
         if first >= session.steps:
-            if first_rank:
-                say(
-                    f"{self.run.root}: step {first} is done, and the run was to have {session.steps}; "
-                    f"train.steps={first * 2} would go on"
-                )
+            if first_rank and not quiet:
+                say(f"{self.run.root}: all {session.steps} steps are done; train.steps={first * 2} continues the run")
             return EXIT_DONE
         console = open_console(first=first, last=session.steps, quiet=quiet or not first_rank)
         self._announce(first, said, changes, console)
         try:
-            with Interrupt(quiet=not first_rank, hold=ends_process) as interrupt:
+            with Interrupt(quiet=not (first_rank and ends_process), hold=ends_process) as interrupt:
                 self.agreement.listen(interrupt)
                 self.saving.prepare()
                 self._evaluate_if_missed(first, console)

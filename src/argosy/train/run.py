@@ -22,7 +22,6 @@ from argosy.config.layout import check_world
 from argosy.config.resolve import Resolved
 from argosy.config.schema import TrainSpec
 from argosy.config.start import MODEL_FILE
-from argosy.console.output import say
 from argosy.errors import ArgosyError
 from argosy.files import replace_file
 from argosy.parallel.mesh import Mesh, joined
@@ -87,7 +86,7 @@ def train(resolved: Resolved, source: Path | None, options: TrainOptions, world:
     device = prepare_device(spec.train, local_rank=None if world.size == 1 else world.local_rank)
     with open_heartbeat(world.rank) as heartbeat, joined(spec.parallel, world, device) as mesh:
         session = open_session(spec, mesh)
-        profile = None if options.profile is None else _window(options.profile, session.steps)
+        profile = profile_window(options, session.steps)
         run = RunDir(Path(spec.runs_dir) / spec.name)
         opened = mesh.on_first(lambda: _open(run, session, resolved, source, options))
         try:
@@ -107,10 +106,13 @@ def train(resolved: Resolved, source: Path | None, options: TrainOptions, world:
             run.close()
 
 
-def _window(text: str, steps: int) -> Window:
+def profile_window(options: TrainOptions, steps: int) -> Window | None:
+    """Return the steps to profile; refuse those that a run of `steps` steps does not have."""
+    if options.profile is None:
+        return None
     from argosy.train.profile_steps import Window
 
-    return Window.parse(text, steps)
+    return Window.parse(options.profile, steps)
 
 
 @contextmanager
@@ -138,13 +140,14 @@ def _open(
 
     Returns its record, the weights it starts from and messages about the directory."""
     check_options(run, options)
-    occupied = run.holds_a_run
+    replaces, notes = options.fresh and run.holds_a_run, []
     run.open_for_training()
     try:
-        if options.fresh and occupied:
-            say(f"the earlier run is now {run.archive()}")
+        # The last refusal of the start: after it, the earlier run may be moved.
+        start = session.starting_source(run, fresh=replaces)
+        if replaces:
+            notes.append(f"the earlier run is now {run.archive()}")
             run.open_for_training()
-        start = session.starting_source(run)
         opening = Opening(
             run,
             resolved,
@@ -154,7 +157,7 @@ def _open(
             start=None if start is None else start.facts(),
             beside=lambda: _store_beside(run, session, start),
         )
-        notes = opening.check()
+        notes += opening.check()
         if listed(run.checkpoints):
             run.require_room()
         else:

@@ -67,9 +67,9 @@ class Session:
         earlier = _schedule(before, self.stream.epoch_samples)
         return schedule_notes(earlier, self.schedule, self.spec.optim, step, changes)
 
-    def starting_source(self, run: RunDir) -> Source | None:
-        """Return the weights that `init_from` names; None if the run already has a checkpoint."""
-        if self.spec.init_from is None or listed(run.checkpoints):
+    def starting_source(self, run: RunDir, *, fresh: bool = False) -> Source | None:
+        """Return the weights that `init_from` names; None if the run already has a checkpoint and does not start afresh."""
+        if self.spec.init_from is None or (listed(run.checkpoints) and not fresh):
             return None
         source = open_source(self.spec.init_from)
         require_fit(source, build_model(self.spec.model, "meta"), self.spec.model)
