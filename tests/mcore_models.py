@@ -1,5 +1,7 @@
-"""Small GPT models of Megatron-core's own, run and saved by it on CPUs: `python mcore_models.py DIR KIND-FORM…`, one process
-for each rank. DIR/KIND-FORM/ is what `--save` would have written, DIR/KIND-FORM.pt the tokens and logits."""
+"""Small GPT models of Megatron-core's own, run and saved by it on CPUs: `python mcore_models.py DIR RANKS:KIND-FORM,KIND-FORM…`.
+
+DIR/KIND-FORM/ is what `--save` would have written, DIR/KIND-FORM.pt the tokens and logits. Ranks are forked from one process: to
+import Megatron-core takes many times as long as to run such a model."""
 
 from __future__ import annotations
 
@@ -98,14 +100,13 @@ def build(kind: str) -> Any:
     return model.eval()
 
 
-def run(place: Path, names: list[str]) -> None:
+def run(place: Path, rank: int, ranks: int, names: list[str]) -> None:
     from megatron.core import dist_checkpointing, parallel_state
 
     _without_gpu()
-    where = f"file://{os.environ['RENDEZVOUS']}"
-    dist.init_process_group(
-        "gloo", init_method=where, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
-    )
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    where = f"file://{place / f'rendezvous-{ranks}'}"
+    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=ranks)
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     tokens = torch.randint(0, VOCAB, (2, 24), generator=torch.Generator().manual_seed(3))
@@ -127,5 +128,22 @@ def run(place: Path, names: list[str]) -> None:
     dist.destroy_process_group()
 
 
+def fork_ranks(place: Path, ranks: int, names: list[str]) -> int:
+    """Returns 0 if every rank ended well."""
+    started = [
+        multiprocessing.get_context("fork").Process(target=run, args=(place, r, ranks, names)) for r in range(ranks)
+    ]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join()
+    return max(abs(process.exitcode or 0) for process in started)
+
+
 if __name__ == "__main__":
-    run(Path(sys.argv[1]), sys.argv[2:])
+    import megatron.core.dist_checkpointing
+    import megatron.core.models.gpt  # noqa: F401
+
+    for ranks, _, names in (job.partition(":") for job in sys.argv[2:]):
+        if code := fork_ranks(Path(sys.argv[1]), int(ranks), names.split(",")):
+            sys.exit(code)

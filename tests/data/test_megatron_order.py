@@ -190,7 +190,7 @@ BLENDED = st.lists(
 KINDS = st.sampled_from(["by weight", "by size", "every sample once"])
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(BLENDED, SEQ_LENS, SEEDS, st.sampled_from(["98,2,0", "70,20,10"]), st.integers(20, 400), KINDS)
 def test_blends_are_those_of_megatrons_builder(
     sets: list[tuple[list[int], float]], seq_len: int, seed: int, shares: str, asked: int, kind: str

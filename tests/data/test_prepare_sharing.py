@@ -158,7 +158,7 @@ def test_a_fall_back_to_the_slow_engine_is_said(
     caplog.set_level("INFO", logger="argosy")
     monkeypatch.setattr(engines, "ENGINES", {})
     tokenizer = JsonTokenizer(train_bpe(["some text of no matter"] * 9, 300), "t")
-    assert prepare(inputs, tokenizer, tmp_path / "out", PrepareOptions(workers=2)) is not None
+    assert prepare(inputs[:1], tokenizer, tmp_path / "out", PrepareOptions(workers=2)) is not None
     assert "tokenizing with tokenizers, the reference" in caplog.text
 
 

@@ -97,22 +97,22 @@ FAMILIES = ["dp_replicate=2", "dp_shard=2", "dp_replicate=2 dp_shard=2", "cp=2",
 
 # What is saved in the loop itself, and loaded, is compared for every layout above: here one is enough.
 @pytest.mark.parametrize(
-    ("layout", "mode"), [*((layout, "async") for layout in FAMILIES), ("dp_replicate=2 dp_shard=2", "sync")]
+    ("layout", "mode"), [*((layout, "async") for layout in FAMILIES), ("dp_shard=2", "sync")]
 )
-def test_resumed_three_times_in_a_row_is_bit_equal(
+def test_resumed_twice_in_a_row_is_bit_equal(
     pool: Pool, write_spec: Callable[..., Path], tmp_path: Path, layout: str, mode: str
 ) -> None:
     path = write_spec(optim={"lr": 1e-3, "schedule": "constant"}, eval="off", checkpoint={"every": 1, "mode": mode})
     keys = [*(f"parallel.{key}" for key in layout.split()), "parallel.micro_batch=2"]
     ranks = resolve(path, keys).spec.parallel.world_size
-    pool.run(ranks, runs.train, str(path), [*keys, "name=once", "train.steps=4"])
-    for steps in (1, 2, 3, 4):
+    pool.run(ranks, runs.train, str(path), [*keys, "name=once", "train.steps=3"])
+    for steps in (1, 2, 3):
         pool.run(ranks, runs.train, str(path), [*keys, f"train.steps={steps}"])
     once, often = tmp_path / "runs" / "once", tmp_path / "runs" / "tiny"
     numbers = [{s: (r["loss"], r["grad_norm"]) for s, r in read_metrics(run / "metrics.jsonl").items()} for run in (once, often)]
     assert numbers[0] == numbers[1]
-    assert list(numbers[0]) == [1, 2, 3, 4]
-    ends = [verify(run / "checkpoints" / "step-00000004") for run in (once, often)]
+    assert list(numbers[0]) == [1, 2, 3]
+    ends = [verify(run / "checkpoints" / "step-00000003") for run in (once, often)]
     for one, other in zip(*[(end.weights(), end.optimizer()) for end in ends], strict=True):
         assert one.keys() == other.keys()
         assert all(torch.equal(one[name], other[name]) for name in one)

@@ -27,7 +27,7 @@ from faults.bench import held
 from ports import free_port
 from waiting import PATIENCE_S
 
-STEPS = 120
+STEPS = 40
 SAGEMAKER = (*HYPERPOD, "cluster.operator=sagemaker")
 AGENT = next(Path("/opt/hyperpod").glob("lib/python3*/site-packages/hyperpod_elastic_agent"), None)
 
@@ -150,7 +150,7 @@ def agents(write_spec: Callable[..., Path], corpus: Path, tmp_path: Path) -> Ite
         data={"train": "corpus", "seq_len": 32, "split": [90, 10, 0]},
         train={"global_batch": 8, "steps": STEPS},
         parallel={"dp_replicate": NODES, "micro_batch": 2},
-        checkpoint={"every": 30, "keep": 3},
+        checkpoint={"every": 10, "keep": 3},
         eval=False,
     )  # fmt: skip
     made = Agents(job_of(spec), spec.read_text(), tmp_path, AGENT.parent)

@@ -24,7 +24,8 @@ from argosy.model.ops.choice import kernels  # noqa: E402
 from argosy.model.ops.kernels import heads_kernel, norm_kernel  # noqa: E402
 from argosy.model.positions import rope_tables  # noqa: E402
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# Interpreted, a kernel treats both 16-bit types alike.
+DTYPES = [torch.float32, torch.bfloat16, *([torch.float16] if DEVICE == "cuda" else [])]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
@@ -124,7 +125,7 @@ class Given:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rope", ["none", "shared", "per row"])
-@pytest.mark.parametrize(("kv_heads", "group"), [(3, 1), (2, 3)])
+@pytest.mark.parametrize(("kv_heads", "group"), [(2, 1), (1, 3)])
 @pytest.mark.parametrize("biased", [False, True])
 def test_heads(dtype: torch.dtype, rope: str, kv_heads: int, group: int, biased: bool) -> None:
     batch, seq, head_dim, hidden = 2, 137 if DEVICE == "cuda" else 11, 16, 24  # a program and a part of one
