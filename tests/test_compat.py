@@ -16,7 +16,7 @@ import argosy.compat
 torch.set_num_threads(2)
 values = torch.from_numpy(np.linspace(-3, 3, 1 << 13, dtype=np.float32))
 wrong = 0
-for _ in range(100):
+for _ in range(50):
     child = os.fork()
     if not child:
         for _ in range(20):

@@ -120,8 +120,11 @@ def test_each_way_of_recomputing_keeps_less() -> None:
 @pytest.mark.parametrize(
     ("scope", "recompute", "more"),
     [
-        *((scope, recompute, []) for scope in ("block", "model") for recompute in ("none", "selective", "full")),
+        ("block", "none", []),
+        ("block", "full", []),
         ("block", "selective", EXPERTS),
+        ("model", "none", []),
+        ("model", "selective", []),
     ],
 )
 def test_compiling_gives_the_same_numbers_from_one_graph_and_what_follows_the_loss(
