@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from argosy.config.counts import count_parameters
 from argosy.config.model import ModelSpec
-from argosy.config.resolve import resolve_model
+from argosy.config.resolve import resolve, resolve_model
 from argosy.model.build import build_model, initialise
 from argosy.model.objective import Objective
 from argosy.model.ops import cross_entropy
+from argosy.record.jsonl import read_metrics
+from argosy.train.run import TrainOptions, train
 
 VOCAB = 131
 SIZES = [
@@ -87,6 +92,19 @@ def test_additional_columns_get_no_probability_and_no_gradient() -> None:
     torch.testing.assert_close(losses, expected)
     torch.testing.assert_close(logits[:, :11].sum(1), torch.zeros(5), atol=1e-6, rtol=0)
     assert not logits[:, 11:].any()
+
+
+def test_a_run_may_resume_with_other_padding(write_spec: Callable[..., Path], tmp_path: Path) -> None:
+    path = write_spec(
+        eval="off", train={"global_batch": 8, "steps": 4}, optim={"lr": 1e-3, "schedule": "constant", "warmup": 1}
+    )
+    losses = {}
+    for name, starts in (("one", [["train.steps=4"]]), ("two", [["model.vocab_multiple=1", "train.steps=2"], []])):
+        for overrides in starts:
+            assert train(resolve(path, [f"name={name}", *overrides]), path, TrainOptions(quiet=True)) == 0
+        losses[name] = [line["loss"] for line in read_metrics(tmp_path / "runs" / name / "metrics.jsonl").values()]
+    assert len(losses["one"]) == 4
+    assert losses["two"] == pytest.approx(losses["one"], rel=1e-6)
 
 
 @pytest.mark.parametrize(

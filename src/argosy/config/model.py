@@ -124,7 +124,9 @@ class ModelSpec(Section):
     kv_heads: Positive = Field(description="key/value heads; fewer than heads is grouped-query attention")
     head_dim: Positive = Field(description="width of one head; hidden / heads unless given")
     ffn: Positive = Field(description="inner width of the MLP; 4 x hidden unless given")
-    vocab_size: Count = Field(description="rows of the token embedding")
+    vocab_size: Count = Field(
+        description="rows of the token embedding; without a preset, the size of the tokenizer of the corpus, if that is on this machine"
+    )
     vocab_multiple: Positive = Field(
         128,
         description="the output head's matmul has a multiple of this many rows on each tensor-parallel rank, which is faster; "
