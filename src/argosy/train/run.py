@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,8 +82,11 @@ def _kept_micro_batch(spec: RunSpec) -> int | None:
     """Return the micro-batch with which the run's newest checkpoint was made; None without a checkpoint."""
     run = RunDir(Path(spec.runs_dir) / spec.name)
     checkpoints = listed(run.checkpoints)
-    before = run.spec_at(step_of(checkpoints[0])) if checkpoints else None
-    return None if before is None else before.parallel.micro_batch
+    # A record that cannot be read is refused when the run directory is opened.
+    with suppress(ArgosyError):
+        before = run.spec_at(step_of(checkpoints[0])) if checkpoints else None
+        return None if before is None else before.parallel.micro_batch
+    return None
 
 
 def _gpu_name(spec: TrainSpec) -> str | None:

@@ -5,9 +5,9 @@ Here the rows are processed in chunks. A chunk is multiplied with the head. Its 
 place, into their gradient, which is multiplied into the gradients of the hidden states and the head. Then the next chunk
 begins. The backward pass only scales these gradients. Losses are sums over the labels that count, in 32-bit floats.
 
-Tensor cores need rows of logits that begin at multiples of 16 bytes: with 50,257 columns a GEMM takes about twice the time it
-takes with 50,304. So the head is copied with rows of zeros below it, up to a multiple of `multiple`. The additional logits are
-zeros, the softmax does not read them, and they are their own gradient. Nothing outside of this file knows of them.
+GEMMs are fast only if rows of logits begin at multiples of 16 bytes: a step of gpt2 on an H200 took 239 ms with 50,257 columns
+and 131 ms with 50,304. So the head is copied with rows of zeros below it, up to a multiple of `multiple`. The additional logits
+are zeros that the softmax does not count, and their gradients are zeros too. Parameters and their gradients do not have them.
 """
 
 from __future__ import annotations
