@@ -34,9 +34,7 @@ class AttentionCase(NamedTuple):
 
 
 def attention_lines(spec: RunSpec, precision: str, device: torch.device) -> list[str]:
-    """Return who computes attention on a GPU, a line for each back end; nothing for another device."""
-    if device.type != "cuda":
-        return []
+    """Return who computes attention on a GPU, a line for each back end."""
     said: dict[str, list[str]] = {}
     for layers, case in attention_cases(spec, precision, device):
         said.setdefault(_described(case, deterministic=spec.train.deterministic), []).append(layers)

@@ -176,7 +176,7 @@ def opening_lines(session: Session, run: RunDir, first: int) -> list[str]:
         f"{run.root}: {describe_size(spec.model)} on {mesh.device} in {precision}{layout}",
         f"steps {first + 1} to {session.steps}, {batches.describe(spec.data.seq_len)} (batch {spec.train.global_batch} = {shared}{accumulation} x "
         f"micro-batch {spec.parallel.micro_batch}, sequences of {spec.data.seq_len}); in all {epochs}",
-        *attention_lines(spec, session.precision, mesh.device),
+        *(attention_lines(spec, session.precision, mesh.device) if mesh.device.type == "cuda" else ()),
     ]
 
 
