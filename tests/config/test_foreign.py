@@ -85,6 +85,9 @@ def test_the_arguments_of_a_well_known_job_become_a_run_spec(tmp_path: Path) -> 
     assert spec.optim.betas == (0.9, 0.95)
     assert spec.data.tokenizer == "/fsx/gpt2"
     assert spec.model.positions == "learned"
+    # GPT-2's tokenizer has 50,257 entries, and Megatron pads to 128 x tp unless it is told otherwise.
+    assert (spec.model.vocab_size, spec.model.padded_vocab(spec.parallel.tp)) == (50257, 51200)
+    assert from_megatron(f"{GPT3} --make-vocab-size-divisible-by 64").get("model.vocab_multiple") == 64
     # Megatron's default.
     assert spec.model.dropout == 0.1
     assert (str(spec.optim.decay_end), spec.optim.warmup_init) == ("126953125sp", 0.0)

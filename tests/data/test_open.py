@@ -47,6 +47,35 @@ def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(write_spec: Write) 
     assert (error.code, error.fix) == ("tokenizer.vocabulary", "model.vocab_size=257")
 
 
+def test_a_model_without_a_preset_has_the_vocabulary_of_its_corpus(write_spec: Write, corpus: Path) -> None:
+    found = resolve(write_spec(model={"family": "gpt", "layers": 1, "hidden": 16, "heads": 2}))
+    assert (found.spec.model.vocab_size, found.spec.model.padded_vocab()) == (257, 384)
+    assert found.origins["model.vocab_size"] == f"derived: the tokenizer of {corpus}"
+    # A preset has a vocabulary of its own.
+    assert resolve(write_spec(model="gpt2")).spec.model.vocab_size == 50257
+    with pytest.raises(ArgosyError, match="vocab_size is required"):
+        resolve(write_spec(model={"family": "gpt", "layers": 1, "hidden": 16, "heads": 2}), ["data.train=nowhere"])
+
+
+def test_a_run_whose_data_uses_little_of_the_vocabulary_says_so(write_spec: Write, tmp_path: Path) -> None:
+    writer = IndexedWriter(tmp_path / "pair", dtype_for(1000))
+    writer.add_document([np.arange(0, 100)])
+    writer.finish()
+    pair = f"data.train={tmp_path / 'pair'}"
+
+    def said(*overrides: str) -> str:
+        return (
+            open_data(resolve(write_spec(model="gpt2"), ["data.seq_len=8", *overrides]).spec).unused_vocabulary() or ""
+        )
+
+    # 50,000 rows of width 768.
+    assert "38.4M parameters" in said()
+    assert "model.vocab_size=257 leaves them out" in said()
+    assert "model.vocab_size=100 leaves them out" in said(pair)
+    assert "train-tokenizer --vocab-size 100" in said(pair, "data.tokenizer=bytes", "model.vocab_size=257")
+    assert said("model.vocab_size=512") == said(pair, "model.vocab_size=199") == ""
+
+
 def test_a_token_beyond_the_vocabulary_of_a_bare_pair_is_found_by_looking(write_spec: Write, tmp_path: Path) -> None:
     writer = IndexedWriter(tmp_path / "pair", dtype_for(1000))
     for _ in range(20):

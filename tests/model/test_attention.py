@@ -260,10 +260,11 @@ def test_flash_says_why_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         patched.setenv("ARGOSY_KERNELS", "torch")
         assert flash.refusal(gpu, torch.bfloat16, 64) == "ARGOSY_KERNELS=torch"
+    with monkeypatch.context() as patched:
+        patched.setattr(flash, "INSTALLED", None)
+        assert "not installed" in str(flash.refusal(gpu, torch.bfloat16, 64))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert "capability" in str(flash.refusal(gpu, torch.bfloat16, 64))
-    monkeypatch.setattr(flash, "INSTALLED", None)
-    assert "not installed" in str(flash.refusal(gpu, torch.bfloat16, 64))
 
 
 def test_a_flash_package_that_cannot_be_loaded_is_an_error_not_a_detour(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,7 +162,7 @@ def test_cross_entropy(dtype: torch.dtype, z_loss: float, biased: bool, monkeypa
     }
     both(
         lambda hidden, weight, bias: cross_entropy.linear_cross_entropy(
-            hidden, weight, labels.to(DEVICE), bias=bias, z_loss=z_loss
+            hidden, weight, labels.to(DEVICE), bias=bias, z_loss=z_loss, multiple=128 if biased else 1
         ),
         inputs,
         dtype,

@@ -59,7 +59,7 @@ def train_run(
     """
     source = Path(run) if isinstance(run, str) else run
     world, arguments = find_world(os.environ), as_arguments(overrides)
-    settled = settle(resolved(source, overrides), source, arguments, world.size)
+    settled = settle(resolved(source, overrides), source, arguments, world.size, fresh=fresh)
     listener = None if on_record is None else _stoppable(on_record)
     options = TrainOptions(fresh=fresh, quiet=quiet, on_record=listener)
     code = train(settled, source if isinstance(source, Path) else None, options, world)

@@ -96,12 +96,13 @@ def train(
     if output is None:
         from argosy.measure.dry_run import dry_run as check
 
-        settled = run.settle(resolved, path, overrides, world_size or world.size)
+        settled = run.settle(resolved, path, overrides, world_size or world.size, fresh=fresh)
         print("\n".join(check(settled, options, world, world_size)))
         return
 
     def train_settled() -> int:
         with output:
-            return run.train(run.settle(resolved, path, overrides, world.size), path, options, world)
+            settled = run.settle(resolved, path, overrides, world.size, fresh=fresh)
+            return run.train(settled, path, options, world)
 
     raise typer.Exit(run_as_rank(train_settled, world.rank))

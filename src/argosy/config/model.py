@@ -124,7 +124,14 @@ class ModelSpec(Section):
     kv_heads: Positive = Field(description="key/value heads; fewer than heads is grouped-query attention")
     head_dim: Positive = Field(description="width of one head; hidden / heads unless given")
     ffn: Positive = Field(description="inner width of the MLP; 4 x hidden unless given")
-    vocab_size: Count = Field(description="rows of the token embedding")
+    vocab_size: Count = Field(
+        description="rows of the token embedding; without a preset, the size of the tokenizer of the corpus, if that is on this machine"
+    )
+    vocab_multiple: Positive = Field(
+        128,
+        description="the output head's matmul has a multiple of this many rows on each tensor-parallel rank, which is faster; "
+        "the rows beyond vocab_size are zeros that no parameter, loss or checkpoint has; 1: no such rows",
+    )
     max_seq_len: Positive = Field(description="longest sequence the model is meant for")
 
     architecture: Literal["decoder", "encoder", "encoder-decoder"] = Field(description="which way attention looks")
@@ -259,6 +266,11 @@ class ModelSpec(Section):
                 f"moe.dense_layers {self.moe.dense_layers} leaves none of {self.layers} layers for experts: "
                 f"use at most {self.layers - 1}, or leave moe out"
             )
+
+    def padded_vocab(self, tp: int = 1) -> int:
+        """Return the rows of the output head's matmul on `tp` tensor-parallel ranks together."""
+        each = self.vocab_multiple * tp
+        return -(-self.vocab_size // each) * each
 
     @property
     def gated(self) -> bool:

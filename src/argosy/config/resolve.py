@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from argosy.config.checks import check
+from argosy.config.corpus_vocabulary import corpus_vocabulary
 from argosy.config.model import ModelSpec
 from argosy.config.refusals import did_you_mean, kind_of, refusal_of, section_of
 from argosy.config.schema import RunSpec
@@ -297,6 +298,9 @@ def _derive(tree: Tree, origins: dict[str, str]) -> None:
         elif model.get("max_seq_len") is None and _as_number(data.get("seq_len")) is not None:
             model["max_seq_len"] = data["seq_len"]
             origins["model.max_seq_len"] = "derived: data.seq_len"
+        if model.get("vocab_size") is None and (known := corpus_vocabulary(data)) is not None:
+            model["vocab_size"], corpus = known
+            origins["model.vocab_size"] = f"derived: the tokenizer of {corpus}"
         if (section := _task_section(model, data)) is not None and data.get(section) is None:
             data[section] = {}
     if isinstance(optim, dict) and optim.get("min_lr") is None and (lr := _as_number(optim.get("lr"))) is not None:

@@ -243,7 +243,8 @@ class ParallelSpec(Section):
         "fp32", description="type of gradients while they are reduced over data-parallel ranks"
     )
     micro_batch: Positive = Field(
-        description="micro-batch size: samples in one forward pass on one rank; gradient accumulation does the rest of global_batch"
+        description="micro-batch size: samples in one forward pass on one rank; gradient accumulation does the rest of global_batch; "
+        "by default the fastest that fits, by the planner, on a GPU it knows, and elsewhere at most 16,384 tokens; a resumed run keeps its own"
     )
     recompute: Literal["none", "selective", "full"] = Field(
         "none",

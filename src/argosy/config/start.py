@@ -26,7 +26,7 @@ MODEL_FILE = "model.json"
 RUN_FILE = "resolved.json"
 
 # Keys that change how a model is trained, but not what its weights mean.
-_FREE = ("preset", "dropout", "init_std", "moe.balance_loss", "moe.z_loss")
+_FREE = ("preset", "vocab_multiple", "dropout", "init_std", "moe.balance_loss", "moe.z_loss")
 # Keys that change what the weights compute. The user may set them on purpose, to train on longer sequences.
 _STRETCH = ("rope_theta", "rope_scaling", "window")
 

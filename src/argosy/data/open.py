@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from argosy.config.schema import DataSource, RunSpec
+from argosy.console.formats import amount
 from argosy.data.corpus.corpus import Corpus, Split, open_corpus
 from argosy.data.samples.megatron_stream import split_by_sequence
 from argosy.data.samples.windows import Stream
@@ -57,6 +59,29 @@ class RunData:
     def target_len(self) -> int | None:
         """The decoder sequence length of an encoder-decoder sample, else None."""
         return task_of(self.spec).target_len(self.spec)
+
+    @cached_property
+    def largest_tokens(self) -> list[int]:
+        """The largest token id of each corpus."""
+        return [corpus.max_token() for corpus in self.corpora]
+
+    def unused_vocabulary(self) -> str | None:
+        """Describe a vocabulary of which the corpora use less than half, and what to do about it; else None."""
+        model = self.spec.model
+        used, rows = max(self.largest_tokens) + 1, model.vocab_size
+        if 2 * used > rows:
+            return None
+        entries = max(used, 0 if self.tokenizer is None else self.tokenizer.vocab_size)
+        idle = (rows - used) * model.hidden * (1 if model.tied else 2)
+        fix = f"model.vocab_size={entries} leaves them out"
+        if 2 * entries > rows:
+            fix = (
+                f"a smaller tokenizer, by `argosy data train-tokenizer --vocab-size {used}` or less, needs none of them"
+            )
+        return (
+            f"the data has token ids below {used:,}, and the vocabulary {rows:,} rows: {amount(idle)} parameters are of tokens that "
+            f"never occur; {fix}"
+        )
 
     def facts(self) -> dict[str, Any]:
         """Return what a run records about its data: the identity of each corpus, and the end-of-document id."""
@@ -138,8 +163,8 @@ def _check_vocabulary(spec: RunSpec, data: RunData) -> None:
             value=rows,
             fix=f"model.vocab_size={data.tokenizer.vocab_size}",
         )
-    for corpus in data.corpora:
-        if (largest := corpus.max_token()) >= rows:
+    for corpus, largest in zip(data.corpora, data.largest_tokens, strict=True):
+        if largest >= rows:
             raise ArgosyError(
                 "tokenizer.vocabulary",
                 f"{corpus.path} holds token id {largest:,}; the model's vocabulary of {rows:,} ends at {rows - 1:,}",

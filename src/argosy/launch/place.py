@@ -21,7 +21,7 @@ from argosy.launch.registry import find_target
 from argosy.launch.secret_checks import refuse_secrets
 from argosy.launch.target import Target
 from argosy.plan.advise import predict
-from argosy.plan.auto import open_layout
+from argosy.plan.auto import open_layout, settle_micro_batch
 from argosy.plan.hardware import Instance, find_instance
 
 # The share of a node's cores and memory that a pod requests. The rest is left to the system.
@@ -56,6 +56,8 @@ def place(
     layout = open_layout(resolved, planned_on, ranks * cluster.nodes)
     if layout:
         resolved = resolve(path, [*overrides, *added, *layout], elsewhere=True)
+    # The ranks choose the same, if it is open.
+    resolved = settle_micro_batch(resolved, planned_on, None)
     check_world(
         resolved.spec.parallel,
         ranks * cluster.nodes,

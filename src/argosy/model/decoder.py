@@ -39,7 +39,7 @@ class Decoder(nn.Module):
         # None if the end of the model is on another pipeline stage.
         self.norm: Norm | None = Norm(spec, spec.hidden)
         self.head = None if spec.tied else Linear(spec.hidden, spec.vocab_size, bias=False)
-        self.predict = Output()
+        self.predict = Output(spec)
         # `argosy.parallel` may replace it.
         self.prepare_attention: Prepare = prepare_attention
 

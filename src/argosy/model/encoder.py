@@ -118,7 +118,7 @@ class MaskedLM(nn.Module):
         self.head: TokenHead | None = TokenHead(spec)
         self.output = None if spec.tied else Linear(spec.hidden, spec.vocab_size, bias=False)
         self.together = Together()
-        self.predict = Output()
+        self.predict = Output(spec)
         self.pair = PairHead(spec) if spec.judges_pairs else None
 
     def forward(

@@ -89,7 +89,7 @@ class EncoderDecoder(nn.Module):
         self.encoder: Stack | None = Stack(spec, plan[: spec.layers], decoder=False)
         self.decoder: Stack | None = Stack(spec, plan[spec.layers :], decoder=True)
         self.head = None if spec.tied else Linear(spec.hidden, spec.vocab_size, bias=False)
-        self.predict = Output()
+        self.predict = Output(spec)
 
     def forward(
         self,

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from argosy.config.model import ModelSpec
 from argosy.model.ops.cross_entropy import linear_cross_entropy
 
 
@@ -65,6 +66,10 @@ class Output(nn.Module):
     A layout that shards the vocabulary replaces this module.
     """
 
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.multiple = spec.vocab_multiple
+
     def logits(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return the logits of x [batch, seq, hidden] for a weight [vocab, hidden]."""
         return F.linear(x, weight, bias)
@@ -73,4 +78,6 @@ class Output(nn.Module):
         self, x: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, z_loss: float = 0.0
     ) -> tuple[Tensor, Tensor]:
         """Return the summed loss on labels [batch, seq], and its cross-entropy part without a gradient."""
-        return linear_cross_entropy(x.flatten(0, 1), weight, labels.flatten(), bias=bias, z_loss=z_loss)
+        return linear_cross_entropy(
+            x.flatten(0, 1), weight, labels.flatten(), bias=bias, z_loss=z_loss, multiple=self.multiple
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from math import ceil
+from math import ceil, gcd
 from pathlib import Path
 from typing import Any, get_args
 
@@ -19,7 +19,7 @@ from argosy.plan.hardware import GIB, Cluster, parse_cluster
 from argosy.plan.layouts import Layout, Recompute, Schedule, Work, violations
 from argosy.plan.log import Log, judge
 from argosy.plan.plan_report import as_dict, distinct, explain, header, table, why_lost
-from argosy.plan.search import Candidate, Found, evaluate, search, warnings
+from argosy.plan.search import Candidate, Found, evaluate, micro_batches, search, warnings
 from argosy.tasks.task_registry import masks_vary
 
 STACK = "argosy"
@@ -165,6 +165,19 @@ def ranked_layouts(spec: RunSpec, cluster: str, fixed: dict[str, object]) -> Ite
     """Yield the keys of `parallel` for a run on a cluster, best layout first. `fixed` has the axes that are already chosen."""
     question = Question(_work_of(spec, None, None, None), parse_cluster(cluster), _tokens_of(spec), fixed, None)
     return (parallel_keys(candidate.layout) for candidate in answer(question, top=1).found.best)
+
+
+def ranked_micro_batches(spec: RunSpec, cluster: str) -> list[int]:
+    """Return micro-batch sizes for a run with its own layout on a cluster, best first; none if its world size is another."""
+    nodes, known = parse_cluster(cluster), calibration()
+    layout = _asked(spec.parallel, nodes)
+    if layout is None:
+        return []
+    # The size has to divide every batch of a ramp-up.
+    batch = gcd(spec.train.global_batch, *(spec.train.batches.rampup or ())[:2])
+    share, work = max(1, batch // layout.dp), _work_of(spec, None, None, None)
+    found = micro_batches(work, layout, nodes, known.stacks[STACK], known, share)
+    return [candidate.layout.micro_batch for candidate in found]
 
 
 def predict(spec: RunSpec, cluster: str) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""The layout of `parallel: auto`, chosen once the world size and the GPU are known."""
+"""The layout of `parallel: auto` and the micro-batch, chosen once the world size and the GPU are known."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from argosy.config.checks import check
 from argosy.config.layout import AXES, check_layout
 from argosy.config.resolve import Resolved, resolve
 from argosy.config.schema import RunSpec
 from argosy.errors import ArgosyError
-from argosy.plan.advise import ranked_layouts
+from argosy.families.architecture import architecture_of
+from argosy.plan.advise import ranked_layouts, ranked_micro_batches
 from argosy.plan.hardware import gpu_of_device, parse_cluster
 
 ORIGIN = "planner"
+# The origin of a micro-batch that a resumed run keeps.
+KEPT = "the run's first start"
 
 
 def is_open(resolved: Resolved) -> bool:
@@ -63,6 +67,33 @@ def open_layout(resolved: Resolved, planned_on: str | None, ranks: int) -> tuple
         else:
             return tuple(f"parallel.{key}={value}" for key, value in chosen.items())
     raise refusal or AssertionError("the planner refuses what has no layout")
+
+
+def settle_micro_batch(resolved: Resolved, planned_on: str | None, kept: int | None) -> Resolved:
+    """Return the run with a micro-batch for its layout, if its spec leaves that open.
+
+    A resumed run keeps the size it has, because another one changes the rounding of sums. A fresh run of a decoder gets the planner's
+    best on hardware that the planner knows. Other runs keep the size they were resolved with: predicted memory was compared with
+    measurements for decoders only, and a retriever's micro-batch is part of its task.
+
+    Args:
+        planned_on: the planner's name of the cluster, or None.
+        kept: the size that the run was saved with, or None.
+    """
+    if "micro_batch" not in _open_keys(resolved):
+        return resolved
+    sizes = [(kept, KEPT)] if kept is not None else []
+    if planned_on is not None and architecture_of(resolved.spec.model).causal:
+        sizes += [(size, ORIGIN) for size in ranked_micro_batches(resolved.spec, planned_on)]
+    for size, origin in sizes:
+        parallel = resolved.spec.parallel.model_copy(update={"micro_batch": size})
+        spec = resolved.spec.model_copy(update={"parallel": parallel})
+        try:
+            check(spec, resolved.origins)
+        except ArgosyError:
+            continue
+        return Resolved(spec, resolved.origins | {"parallel.micro_batch": origin})
+    return resolved
 
 
 def _check(spec: RunSpec, chosen: dict[str, object]) -> None:

@@ -117,7 +117,10 @@ def dense_peak(device_name: str) -> Peak | None:
 
 
 def gpu_of_device(device_name: str) -> Gpu | None:
+    """Return the GPU that a driver reports by this name; None if it is not known, or is a slice (MIG) of one."""
     reported = device_name.lower()
+    if " mig " in reported:
+        return None
     for gpu in facts().gpus.values():
         if all(re.search(rf"{re.escape(word.lower())}(?![0-9])", reported) for word in gpu.device):
             return gpu

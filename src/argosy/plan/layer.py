@@ -7,12 +7,11 @@ launches, and gradient accumulation.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil
 
 from argosy.config.counts import layer_keys
 from argosy.families.architecture import architecture_of
 from argosy.plan.calibration import Calibration, Stack
-from argosy.plan.kernels import LINE, Rates, linear, product
+from argosy.plan.kernels import Rates, linear, product
 from argosy.plan.layouts import Layout, Work
 
 # Five matmuls in the backward pass for two in the forward pass.
@@ -182,6 +181,6 @@ def remade(layout: Layout, stack: Stack, forward: Pass) -> float:
 def head_seconds(work: Work, layout: Layout, stack: Stack, rates: Rates, tokens: float) -> float:
     """Return the seconds of output head and loss for one micro-batch."""
     # All stacks pad the vocabulary.
-    vocab = LINE * ceil(work.model.vocab_size / layout.tp / LINE)
+    vocab = work.model.padded_vocab(layout.tp) // layout.tp
     tokens *= work.sizes.predicted
     return sum(linear(rates, tokens, work.sizes.hidden, vocab)) + stack.loss * tokens * vocab / rates.memory

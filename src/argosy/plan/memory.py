@@ -210,14 +210,15 @@ def _logits(work: Work, layout: Layout, stack: Stack, tokens: float) -> float:
     """Return the peak bytes of output head and loss.
 
     A chunked loss holds the logits of two chunks, the current and the previous one. At its end it also holds the gradients of the
-    head's input and, in 32 bits, of the head's weight.
+    head's input and, in 32 bits, of the head's weight. If the vocabulary is padded, it multiplies a padded copy of the weight.
     """
-    vocab, judged = work.model.vocab_size / layout.tp, tokens * work.sizes.predicted
+    vocab, judged = work.model.padded_vocab(layout.tp) / layout.tp, tokens * work.sizes.predicted
     if not stack.chunked_loss:
         return judged * vocab * stack.logit
     whole = 2 * judged * vocab
     chunks = ceil(whole / LOSS_CHUNK)
-    return min(2, chunks) * whole / chunks + work.sizes.hidden * (2 * judged + 4 * vocab)
+    copied = 2 * vocab if vocab * layout.tp > work.model.vocab_size else 0.0
+    return min(2, chunks) * whole / chunks + work.sizes.hidden * (2 * judged + 4 * vocab + copied)
 
 
 def _transient(

@@ -24,6 +24,12 @@ RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 SMALL_BUBBLE = 0.02
 # The share of GPU memory a layout may need. The rest is a reserve for what the model does not predict.
 MARGIN = 0.97
+# The most tokens of a micro-batch on one rank.
+MOST_TOKENS = 131_072
+# Predicted step times of the same layout with another micro-batch are equal up to this factor.
+EQUAL = 1.01
+# The share of GPU memory up to which a larger micro-batch costs nothing.
+ROOMY = 0.5
 
 
 @dataclass(frozen=True)
@@ -85,8 +91,7 @@ def search(
         if reason is not None:
             left_out["do not divide"] += 1
             continue
-        # The first stage has the most micro-batches in flight and the last stage has the logits: no other stage needs more.
-        need = max(stage_memory(work, layout, stack, known, stage).device for stage in {0, layout.pp - 1})
+        need = _need(work, layout, stack, known)
         if need > MARGIN * cluster.gpu.memory:
             left_out["do not fit"] += 1
             if nearest is None or need < nearest[0]:
@@ -153,7 +158,7 @@ def _variants(work: Work, base: Layout, experts: list[int], domain: int) -> Iter
     zeros = [(0, 1), *((3, copies) for copies in _copies(base, domain))] if base.dp > 1 else [(0, 1)]
     for ep in experts:
         for micro_batch in [n for n in (1, 2, 4, 8, 16, 32, 64, 128, 256) if share % n == 0]:
-            if micro_batch * work.seq_len > 131_072 * base.cp:
+            if micro_batch * work.seq_len > MOST_TOKENS * base.cp:
                 break
             for vpp in chunks:
                 m = share // micro_batch
@@ -167,6 +172,41 @@ def _copies(base: Layout, domain: int) -> list[int]:
     """Return the numbers of copies to try: 1 (FSDP over all data-parallel ranks), and one copy in each NVLink domain (HSDP)."""
     near = domain // (base.tp * base.cp)
     return [1, base.dp // near] if 1 < near < base.dp and base.dp % near == 0 else [1]
+
+
+def micro_batches(
+    work: Work, layout: Layout, cluster: Cluster, stack: Stack, known: Calibration, share: int
+) -> list[Candidate]:
+    """Return a layout with each micro-batch size that divides `share` samples and fits, best first.
+
+    Step times that differ by less than the prediction can tell count as equal. Of equal sizes the largest that leaves much of the memory
+    free comes first, and then the smallest. If no size fits, the result is the smallest.
+    """
+    longest = MOST_TOKENS * layout.cp // work.seq_len
+    sizes = [size for size in _divisors(share) if size <= max(1, longest)]
+    every = [replace(layout, micro_batch=size) for size in sizes]
+    found = [
+        evaluate(work, one, cluster, stack, known)
+        for one in every
+        if not any(violations(work, one, layout.gpus)) and _need(work, one, stack, known) <= MARGIN * cluster.gpu.memory
+    ]
+    if not found:
+        return [evaluate(work, every[0], cluster, stack, known)]
+    fastest, room = min(candidate.time.total for candidate in found), ROOMY * cluster.gpu.memory
+
+    def place(candidate: Candidate) -> tuple[float, bool, int]:
+        size, is_full = candidate.layout.micro_batch, candidate.fullest.device > room
+        return max(candidate.time.total, EQUAL * fastest), is_full, size if is_full else -size
+
+    return sorted(found, key=place)
+
+
+def _need(work: Work, layout: Layout, stack: Stack, known: Calibration) -> float:
+    """Return the GiB that a layout needs of a GPU.
+
+    The first stage has the most micro-batches in flight and the last stage has the logits: no other stage needs more.
+    """
+    return max(stage_memory(work, layout, stack, known, stage).device for stage in {0, layout.pp - 1})
 
 
 @lru_cache

@@ -32,7 +32,7 @@ FREE_TO_CHANGE = ("runs_dir", "log.", "checkpoint.", "eval", "data.order_cache",
 # Keys that may differ, but change the numbers of later steps (layout and kernels by rounding and dropout). Changes are recorded.
 CHANGES_LATER_STEPS = (
     "train.steps", "train.tokens", "train.samples", "train.epochs", "train.precision", "train.z_loss", "train.device",
-    "train.deterministic", "optim.", "parallel.", "guard", "machine.",
+    "train.deterministic", "optim.", "parallel.", "guard", "machine.", "model.vocab_multiple",
 )  # fmt: skip
 # The exception among them: an optimiser cannot load another's state.
 HELD = ("optim.name",)

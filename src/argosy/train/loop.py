@@ -344,6 +344,7 @@ def fresh_weights(session: Session, start: Source | None, notes: list[str]) -> I
     """Return the weights a run begins with: those of `start`, or initial ones drawn from the seed. Adds messages to `notes`."""
     spec, model = session.spec, session.engine.model
     if start is None:
+        notes += filter(None, [session.data.unused_vocabulary()])
         return initial_weights(model, spec.model, spec.train.seed)
     notes.append(f"starting from the weights of {start.where}, trained to step {start.step}")
     if (more := spec.model.vocab_size - start.model.vocab_size) > 0:

@@ -32,6 +32,7 @@ from argosy.errors import ArgosyError
 from argosy.parallel.precision import describe_precision, slow_precision
 from argosy.record.jsonl import JsonlWriter, Record, now, read_jsonl
 from argosy.record.rundir import Facts, RunDir
+from argosy.train.attention_report import attention_lines
 from argosy.train.session import Session
 
 
@@ -175,6 +176,7 @@ def opening_lines(session: Session, run: RunDir, first: int) -> list[str]:
         f"{run.root}: {describe_size(spec.model)} on {mesh.device} in {precision}{layout}",
         f"steps {first + 1} to {session.steps}, {batches.describe(spec.data.seq_len)} (batch {spec.train.global_batch} = {shared}{accumulation} x "
         f"micro-batch {spec.parallel.micro_batch}, sequences of {spec.data.seq_len}); in all {epochs}",
+        *(attention_lines(spec, session.precision, mesh.device) if mesh.device.type == "cuda" else ()),
     ]
 
 

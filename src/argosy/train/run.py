@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,10 +17,10 @@ import torch
 
 from argosy.checkpoint.assets import copy_assets
 from argosy.checkpoint.source import Source
-from argosy.checkpoint.store import listed
+from argosy.checkpoint.store import listed, step_of
 from argosy.config.layout import check_world
 from argosy.config.resolve import Resolved
-from argosy.config.schema import TrainSpec
+from argosy.config.schema import RunSpec, TrainSpec
 from argosy.config.start import MODEL_FILE
 from argosy.errors import ArgosyError
 from argosy.files import replace_file
@@ -56,17 +56,37 @@ class TrainOptions:
 
 
 def settle(
-    resolved: Resolved, source: Path | Mapping[str, Any] | None, overrides: Sequence[str], ranks: int
+    resolved: Resolved,
+    source: Path | Mapping[str, Any] | None,
+    overrides: Sequence[str],
+    ranks: int,
+    *,
+    fresh: bool = False,
 ) -> Resolved:
-    """Return the run with a layout for `ranks` ranks, if its spec leaves the layout open."""
-    if ranks == 1:
-        return resolved
-    from argosy.plan.auto import cluster_of, is_open, settle_layout
+    """Return the run with a layout for `ranks` ranks and a micro-batch, as far as its spec leaves them open.
 
-    if not is_open(resolved):
+    Args:
+        fresh: nothing of an earlier run in the run directory is kept.
+    """
+    gpu, kept = _gpu_name(resolved.spec.train), None if fresh else _kept_micro_batch(resolved.spec)
+    if ranks == 1 and gpu is None and kept is None:
         return resolved
-    spec = resolved.spec
-    return settle_layout(resolved, source, overrides, ranks, cluster_of(spec, _gpu_name(spec.train), ranks))
+    from argosy.plan.auto import cluster_of, is_open, settle_layout, settle_micro_batch
+
+    planned_on = cluster_of(resolved.spec, gpu, ranks) if gpu is not None or is_open(resolved) else None
+    resolved = settle_layout(resolved, source, overrides, ranks, planned_on)
+    return settle_micro_batch(resolved, None if gpu is None else planned_on, kept)
+
+
+def _kept_micro_batch(spec: RunSpec) -> int | None:
+    """Return the micro-batch with which the run's newest checkpoint was made; None without a checkpoint."""
+    run = RunDir(Path(spec.runs_dir) / spec.name)
+    checkpoints = listed(run.checkpoints)
+    # A record that cannot be read is refused when the run directory is opened.
+    with suppress(ArgosyError):
+        before = run.spec_at(step_of(checkpoints[0])) if checkpoints else None
+        return None if before is None else before.parallel.micro_batch
+    return None
 
 
 def _gpu_name(spec: TrainSpec) -> str | None:

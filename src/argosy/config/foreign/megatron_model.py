@@ -57,9 +57,9 @@ def describe_model(draft: Draft, family: str, given: Arguments) -> None:
         guess = (
             32000
             if first_word(given, "tokenizer-type") == "Llama2Tokenizer"
-            else {"bert": 30592, "t5": 32128}.get(family)
+            else {"bert": 30522, "t5": 32128}.get(family)
         )
-        draft.set("model.vocab_size", guess or 50304)
+        draft.set("model.vocab_size", guess or 50257)
         draft.notes.append(
             "model.vocab_size is a guess, because Megatron reads it from the tokenizer: set your tokenizer's size"
         )

@@ -4,6 +4,10 @@ For 32,768 tokens and a vocabulary of 50,304 the logits alone would be 3.3 GB in
 Here the rows are processed in chunks. A chunk is multiplied with the head. Its logits are turned into losses and then, in
 place, into their gradient, which is multiplied into the gradients of the hidden states and the head. Then the next chunk
 begins. The backward pass only scales these gradients. Losses are sums over the labels that count, in 32-bit floats.
+
+GEMMs are fast only if rows of logits begin at multiples of 16 bytes: a step of gpt2 on an H200 took 239 ms with 50,257 columns
+and 131 ms with 50,304. So the head is copied with rows of zeros below it, up to a multiple of `multiple`. The additional logits
+are zeros that the softmax does not count, and their gradients are zeros too. Parameters and their gradients do not have them.
 """
 
 from __future__ import annotations
@@ -23,8 +27,9 @@ CHUNK_BYTES = 1 << 30
 # Rows in a tile of a GEMM.
 _TILE = 256
 
-# Maps logits [rows, vocab], labels [rows], the z-loss weight and whether to compute a gradient to what `softmax_loss_` returns.
-RowsToLosses = Callable[[Tensor, Tensor, float, bool], tuple[Tensor, Tensor, Tensor]]
+# Maps logits [rows, padded vocab], labels [rows], the z-loss weight, whether to compute a gradient and the vocab without padding
+# to what `softmax_loss_` returns.
+RowsToLosses = Callable[[Tensor, Tensor, float, bool, int], tuple[Tensor, Tensor]]
 
 
 def linear_cross_entropy(
@@ -36,6 +41,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     rows_to_losses: RowsToLosses | None = None,
     width: int | None = None,
+    multiple: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """Return the summed loss of logits = hidden weight^T + bias, and its cross-entropy part without a gradient.
 
@@ -47,12 +53,13 @@ def linear_cross_entropy(
         labels: [tokens].
         rows_to_losses: replaces `softmax_loss_` if the vocabulary is sharded; it combines the ranks' parts.
         width: the vocabulary size from which the chunk length follows, so that all ranks use equal chunks.
+        multiple: the GEMMs have a multiple of this many columns of logits.
     """
     # Inside the autograd function gradients are always disabled, and the inputs do not tell.
     with_gradient = torch.is_grad_enabled()
     chunk = chunk_rows(len(hidden), (width or weight.shape[0]) * weight.element_size())
     total, cross_entropy = _apply(
-        hidden, weight, bias, labels, z_loss, with_gradient, rows_to_losses or softmax_loss_, chunk
+        hidden, weight, bias, labels, z_loss, with_gradient, rows_to_losses or softmax_loss_, chunk, multiple
     )
     return total, cross_entropy
 
@@ -69,17 +76,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
         with_gradient: bool,
         rows_to_losses: RowsToLosses,
         rows: int,
+        multiple: int,
     ) -> tuple[Tensor, Tensor]:
         wants = [with_gradient and t is not None and t.requires_grad for t in (hidden, weight, bias)]
         d_hidden = torch.empty_like(hidden) if any(wants) else None
         d_weight: Tensor | None = None
         d_bias = torch.zeros_like(bias, dtype=torch.float32) if wants[2] and bias is not None else None
+        vocab, weight = len(weight), _padded(weight, multiple)
+        bias = None if bias is None else _padded(bias, multiple)
         total = torch.zeros((), device=hidden.device)
         cross_entropy = torch.zeros((), device=hidden.device)
         for first in range(0, len(hidden), rows):
             part = slice(first, first + rows)
             logits = torch.nn.functional.linear(hidden[part], weight, bias)
-            losses, ce, logits = rows_to_losses(logits, labels[part], z_loss, any(wants))
+            losses, ce = rows_to_losses(logits, labels[part], z_loss, any(wants), vocab)
             total += losses.sum()
             cross_entropy += ce.sum()
             if d_hidden is not None:
@@ -87,8 +97,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if wants[1]:
                 d_weight = add_product(d_weight, logits.t(), hidden[part])
             if d_bias is not None:
-                d_bias += logits.sum(0, dtype=torch.float32)
-        ctx.save_for_backward(d_hidden, d_weight, d_bias)
+                d_bias += logits[:, :vocab].sum(0, dtype=torch.float32)
+        ctx.save_for_backward(d_hidden, None if d_weight is None else d_weight[:vocab], d_bias)
         ctx.dtypes = (hidden.dtype, weight.dtype, weight.dtype)
         ctx.mark_non_differentiable(cross_entropy)
         return total, cross_entropy
@@ -99,7 +109,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None if t is None else scaled(t, gradients[0], dtype)
             for t, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
-        return (*found, None, None, None, None, None)
+        return (*found, None, None, None, None, None, None)
 
 
 _apply: Callable[..., tuple[Tensor, Tensor]] = _LinearCrossEntropy.apply
@@ -113,6 +123,12 @@ def hide_from_compiler() -> None:
     """
     global _apply
     _apply = torch.compiler.disable(_LinearCrossEntropy.apply)
+
+
+def _padded(tensor: Tensor, multiple: int) -> Tensor:
+    """Return a tensor with zeros behind its rows, up to a multiple of `multiple` rows; itself if there are as many."""
+    missing = -len(tensor) % multiple
+    return torch.cat((tensor, tensor.new_zeros(missing, *tensor.shape[1:]))) if missing else tensor
 
 
 def scaled(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -131,19 +147,25 @@ def chunk_rows(rows: int, row_bytes: int) -> int:
     return each if each < _TILE else min(rows, -(-each // _TILE) * _TILE)
 
 
-def softmax_loss_(logits: Tensor, labels: Tensor, z_loss: float, with_gradient: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the losses, cross-entropies and logit gradients of rows of logits. Overwrites the logits."""
+def softmax_loss_(
+    logits: Tensor, labels: Tensor, z_loss: float, with_gradient: bool, vocab: int
+) -> tuple[Tensor, Tensor]:
+    """Return the losses and cross-entropies of rows of logits, and overwrite the logits with their gradient.
+
+    Only the first `vocab` logits of a row count. The others are zeros, before and after.
+    """
     if use_kernel(logits):
         from argosy.model.ops.kernels.cross_entropy_kernel import softmax_loss_ as fused
 
-        return fused(logits, labels, z_loss, with_gradient)
+        return fused(logits, labels, z_loss, with_gradient, vocab)
+    logits = logits[:, :vocab]
     full, column = logits.float(), labels.clamp(min=0)[:, None]
     lse = full.logsumexp(-1)
     picked = full.gather(-1, column)[:, 0]
     losses, cross_entropy = row_losses(lse, picked, labels, z_loss)
     if with_gradient:
         logits.copy_(logits_gradient_(full, lse, column, torch.full_like(lse, -1.0)[:, None], labels, z_loss))
-    return losses, cross_entropy, logits
+    return losses, cross_entropy
 
 
 def row_losses(lse: Tensor, picked: Tensor, labels: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:

@@ -24,17 +24,16 @@ _CAPABILITIES = (9, 10)
 _WIDEST_HEAD, _HEAD_STEP = 128, 8
 
 INSTALLED: Final = installed(_PACKAGE)
+NOT_INSTALLED: Final = f"{_PACKAGE} is not installed"
 
 
 def refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Return why these kernels cannot run, or None."""
-    if INSTALLED is None:
-        return f"{_PACKAGE} is not installed"
+    """Return why these kernels cannot run, or None. `NOT_INSTALLED` is the reason only if there is no other."""
     if dtype not in (torch.bfloat16, torch.float16):
         return "needs 16-bit floats"
     if head_dim % _HEAD_STEP or head_dim > _WIDEST_HEAD:
         return f"needs heads of a multiple of {_HEAD_STEP}, {_WIDEST_HEAD} at most"
-    return gpu_refusal(device, _CAPABILITIES)
+    return gpu_refusal(device, _CAPABILITIES) or (NOT_INSTALLED if INSTALLED is None else None)
 
 
 def is_kernel(name: str) -> bool:

@@ -1,6 +1,6 @@
 """Vocabulary parallelism: the rows of the embedding and of the output head are sharded over ranks, with the loss.
 
-A rank has a contiguous range of vocabulary rows; the last rank may have fewer, and nothing is padded. The rank that has a token's
+A rank has a contiguous range of vocabulary rows; the last rank may have fewer. Padding exists only inside the loss's GEMMs. The rank that has a token's
 row looks it up, and the sum over ranks is the token's vector. For the loss each rank computes the logits of its range only, a few
 rows of the batch at a time. It reduces them to their log-sum-exp and, if it has the label, the logit of the label. Only these two
 numbers per token are exchanged. They give each rank the loss and the gradient of its own logits.
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from argosy.compat import gather_into
+from argosy.config.model import ModelSpec
 from argosy.model.layers import embed
 from argosy.model.objective import Output
 from argosy.model.ops.cross_entropy import linear_cross_entropy, logits_gradient_, row_losses
@@ -50,9 +51,9 @@ class SpreadOutput(Output):
     """The output head with a sharded vocabulary. With `alike`, `x` has all tokens on every rank; otherwise those outside of the
     region."""
 
-    def __init__(self, vocab_size: int, region: Region, *, alike: bool) -> None:
-        super().__init__()
-        self._rows, self._region = Rows.of(vocab_size, region), region
+    def __init__(self, spec: ModelSpec, region: Region, *, alike: bool) -> None:
+        super().__init__(spec)
+        self._rows, self._region = Rows.of(spec.vocab_size, region), region
         self._way_in = Region(region.group, region.sequence and not alike)
 
     def logits(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -67,16 +68,18 @@ class SpreadOutput(Output):
         return linear_cross_entropy(
             self._way_in.enter(x).flatten(0, 1), weight, labels.flatten(), bias=bias, z_loss=z_loss,
             rows_to_losses=partial(softmax_loss_, self._rows.first, self._region.group), width=self._rows.most,
+            multiple=self.multiple,
         )  # fmt: skip
 
 
 def softmax_loss_(
-    first: int, group: dist.ProcessGroup, logits: Tensor, labels: Tensor, z_loss: float, with_gradient: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+    first: int, group: dist.ProcessGroup, logits: Tensor, labels: Tensor, z_loss: float, with_gradient: bool, vocab: int
+) -> tuple[Tensor, Tensor]:
     """Compute `argosy.model.ops.cross_entropy.softmax_loss_` from the logits of this rank's columns, which begin at `first`."""
+    logits = logits[:, :vocab]
     full, column = logits.float(), (labels - first)[:, None]
     # Ignored labels are negative, and so never here.
-    here = (column >= 0) & (column < logits.shape[1])
+    here = (column >= 0) & (column < vocab)
     column = column.masked_fill(~here, 0)
     ours = torch.stack((full.logsumexp(-1), full.gather(-1, column).masked_fill(~here, 0)[:, 0]))
     every = ours.new_empty(group.size(), *ours.shape)
@@ -85,4 +88,4 @@ def softmax_loss_(
     losses, cross_entropy = row_losses(lse, picked, labels, z_loss)
     if with_gradient:
         logits.copy_(logits_gradient_(full, lse, column, -here.to(full.dtype), labels, z_loss))
-    return losses, cross_entropy, logits
+    return losses, cross_entropy

@@ -20,7 +20,7 @@ _LANES, _EACH, _NARROW = 1024, 16, 1 << 16
 
 @triton.jit
 def _softmax_loss(
-    logits, labels, losses, cross_entropies, width, z_loss, ignored, GRADIENT: tl.constexpr, LANES: tl.constexpr,
+    logits, labels, losses, cross_entropies, width, vocab, z_loss, ignored, GRADIENT: tl.constexpr, LANES: tl.constexpr,
     EACH: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -41,7 +41,7 @@ def _softmax_loss(
         for first in range(0, width, B):
             cols = first + tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
             logit = tl.load(start + cols, mask=cols < width, other=float("-inf"), eviction_policy="evict_last")
-            x = logit.to(tl.float32)
+            x = tl.where(cols < vocab, logit.to(tl.float32), float("-inf"))
             higher = tl.maximum(highest, tl.max(x, 1))
             safe = tl.where(higher == float("-inf"), 0.0, higher)
             total = total * tl.exp(highest - safe) + tl.sum(tl.exp(x - safe[:, None]), 1)
@@ -60,19 +60,25 @@ def _softmax_loss(
                 logit = tl.load(start + cols, mask=cols < width, other=float("-inf"), eviction_policy="evict_first")
                 gradient = tl.exp(logit.to(tl.float32) - lse) * factor
                 gradient = tl.where(cols == label, gradient - 1.0, gradient)
+                gradient = tl.where(cols < vocab, gradient, 0.0)
                 gradient = gradient.to(logits.dtype.element_ty)
                 tl.store(start + cols, gradient, mask=cols < width, eviction_policy="evict_first")
 
 
-def softmax_loss_(logits: Tensor, labels: Tensor, z_loss: float, with_gradient: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `argosy.model.ops.cross_entropy.softmax_loss_` returns, computed by one kernel."""
+def softmax_loss_(
+    logits: Tensor, labels: Tensor, z_loss: float, with_gradient: bool, vocab: int
+) -> tuple[Tensor, Tensor]:
+    """Return what `argosy.model.ops.cross_entropy.softmax_loss_` returns, computed by one kernel.
+
+    The padding is read and written too: with a row's end at a multiple of 16, loads and stores are vectors up to there.
+    """
     losses = torch.empty((2, len(logits)), dtype=torch.float32, device=logits.device)
     lanes = _LANES if logits.shape[1] > _NARROW else _LANES // 2
     _softmax_loss[(len(logits),)](
-        logits, labels, losses[0], losses[1], logits.shape[1], z_loss, IGNORED, with_gradient, lanes, _EACH,
-        num_warps=lanes // 32,
+        logits, labels, losses[0], losses[1], logits.shape[1], vocab, z_loss, IGNORED, with_gradient, lanes,
+        _EACH, num_warps=lanes // 32,
     )  # fmt: skip
-    return losses[0], losses[1], logits
+    return losses[0], losses[1]
 
 
 @triton.jit

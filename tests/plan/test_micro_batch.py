@@ -1,0 +1,102 @@
+"""The micro-batch that a run leaves open is chosen from predicted memory and step time, and a resumed run keeps its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from benchmarks.planner.rows import Row, read_rows
+
+from argosy.config.resolve import Resolved, resolve
+from argosy.plan.advise import STACK
+from argosy.plan.auto import KEPT, ORIGIN, settle_micro_batch
+from argosy.plan.calibration import calibration
+from argosy.plan.hardware import gpu_of_device, parse_cluster
+from argosy.plan.search import MARGIN, micro_batches
+from argosy.train import run
+from argosy.train.run import TrainOptions, settle, train
+
+KEYS = ["data.train=corpus", "train.steps=10", "optim.lr=1e-4"]
+# Measured on an H200 by micro-batch, in ms: gpt2 with 64 samples of 1,024 tokens and 50,304 rows.
+GPT2 = {16: 131, 64: 119}
+
+
+def chosen(cluster: str | None, *keys: str, kept: int | None = None) -> tuple[int, str]:
+    found = settle_micro_batch(resolve(None, [*KEYS, *keys]), cluster, kept)
+    return found.spec.parallel.micro_batch, found.origins["parallel.micro_batch"]
+
+
+def measured() -> dict[str, list[Row]]:
+    """Return our own measurements of models without recompute and in bf16, as a run of the largest batch would take them."""
+    rows, _ = read_rows(Path(__file__).parents[2] / "benchmarks" / "planner" / "own.csv")
+    models: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.layout.recompute == "none" and row.work.precision == "bf16" and row.work.replayed:
+            models.setdefault(f"{row.work.model.hidden}, {row.work.seq_len}", []).append(row)
+    return {name: rows for name, rows in models.items() if len(rows) > 1}
+
+
+@pytest.mark.parametrize("cluster", ["1xH200", "1xH100"])
+@pytest.mark.parametrize("model", measured())
+def test_the_choice_is_as_fast_as_the_best_by_hand_and_fits(model: str, cluster: str) -> None:
+    rows, nodes, known = measured()[model], parse_cluster(cluster), calibration()
+    largest = max(rows, key=lambda row: row.work.global_batch)
+    found = micro_batches(largest.work, largest.layout, nodes, known.stacks[STACK], known, largest.work.global_batch)[0]
+    assert found.fullest.device <= MARGIN * nodes.gpu.memory
+    by_size = {row.layout.micro_batch: row for row in rows}
+    fitting = [row for row in rows if row.memory is not None and row.memory < 0.9 * nodes.gpu.memory]
+    per_sample = {row.layout.micro_batch: (row.step_s or 0) / row.layout.micro_batch for row in fitting}
+    assert found.layout.micro_batch in by_size
+    if cluster == "1xH200":
+        assert per_sample[found.layout.micro_batch] <= 1.03 * min(per_sample.values())
+
+
+def test_presets_as_shipped_take_the_size_that_measured_best() -> None:
+    gpt2 = ["model=gpt2", "train.global_batch=64"]
+    assert chosen("1xH200", *gpt2) == (min(GPT2, key=lambda size: GPT2[size]), ORIGIN)
+    assert chosen("1xH100", *gpt2)[0] == 64
+    assert chosen("1xH200", "model=gpt2-large", "train.global_batch=32")[0] == 32
+    llama = ["model=llama3-1b", "train.global_batch=4", "data.seq_len=8192"]
+    assert chosen("1xH200", *llama)[0] == chosen("1xH100", *llama)[0] == 4
+    wide = ["model=llama3-8b", "model.layers=8", "train.global_batch=2", "data.seq_len=8192"]
+    assert chosen("1xH200", *wide)[0] == chosen("1xH100", *wide)[0] == 2
+
+
+def test_a_small_gpu_gets_a_smaller_one_and_every_batch_of_a_ramp_is_divided() -> None:
+    llama = ["model=llama3-1b", "train.global_batch=48", "data.seq_len=8192"]
+    large, small = chosen("1xH200", *llama)[0], chosen("1xA100-40", *llama)[0]
+    assert 48 % large == 48 % small == 0
+    assert large > small == 1
+    ramp = ["model=gpt2", "train.global_batch=64", "train.batch_rampup={start: 8, increment: 4, samples: 1000}"]
+    assert chosen("1xH200", *ramp)[0] == 4
+
+
+def test_what_is_given_kept_unknown_or_no_decoder_is_not_chosen() -> None:
+    gpt2 = ["model=gpt2", "train.global_batch=64"]
+    assert chosen("1xH200", *gpt2, "parallel.micro_batch=2", kept=8) == (2, "command line")
+    assert chosen("1xH200", *gpt2, kept=8) == (8, KEPT)
+    # 24 does not divide 64.
+    assert chosen("1xH200", *gpt2, kept=24) == (64, ORIGIN)
+    assert chosen(None, *gpt2) == (16, "derived: parallel: auto")
+    for model in ("ict-base", "t5-small"):
+        assert chosen("1xH200", f"model={model}", "train.global_batch=256")[1] == "derived: parallel: auto"
+    assert gpu_of_device("NVIDIA H100 80GB HBM3 MIG 1g.10gb") is None
+
+
+def test_a_resumed_run_keeps_its_micro_batch_on_another_gpu(
+    write_spec: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_spec(parallel={}, eval="off", train={"global_batch": 8, "steps": 2}, optim={"lr": 1e-3, "warmup": 1})
+
+    def settled(gpu: str | None, *overrides: str, fresh: bool = False) -> Resolved:
+        monkeypatch.setattr(run, "_gpu_name", lambda spec: gpu)
+        return settle(resolve(path, overrides), path, overrides, 1, fresh=fresh)
+
+    # Nothing is saved yet, and the CPU has no planner.
+    assert settled(None).origins["parallel.micro_batch"] == "derived: parallel: auto"
+    assert train(resolve(path, ["parallel.micro_batch=2"]), path, TrainOptions(quiet=True)) == 0
+    for gpu in (None, "NVIDIA H200"):
+        assert settled(gpu).spec.parallel.micro_batch == 2
+    assert settled("NVIDIA H200", fresh=True).spec.parallel.micro_batch == 8
+    assert settled("NVIDIA H200", "name=other").origins["parallel.micro_batch"] == ORIGIN

@@ -1,0 +1,68 @@
+"""A run on a GPU says at its start who computes attention, and what would make it faster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from argosy.config.resolve import resolve
+from argosy.model.ops import flash, hopper
+from argosy.train.attention_report import attention_lines
+
+Say = Callable[..., list[str]]
+GPU = torch.device("cuda")
+
+
+@pytest.fixture
+def say(monkeypatch: pytest.MonkeyPatch) -> Say:
+    """Say what a run of gpt2 would on an H100 with a measured Triton and without flash-attn-4, but for what is given."""
+
+    def lines(*overrides: str, capability: int = 9, triton: str = "3.7.0", package: str | None = None) -> list[str]:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
+        monkeypatch.setattr(flash, "INSTALLED", package)
+        monkeypatch.setattr(hopper, "_TRITON", triton)
+        keys = ["model=gpt2", "data.train=corpus", "train.global_batch=8", "train.steps=9", "optim.lr=1e-3", *overrides]
+        spec = resolve(None, keys).spec
+        return attention_lines(spec, "bf16" if spec.train.precision == "auto" else spec.train.precision, GPU)
+
+    return lines
+
+
+def test_the_kernels_that_compute_attention_are_named(say: Say) -> None:
+    assert say() == ["attention by Argosy's own kernels"]
+    assert say(triton="9.0", package="4.0.0") == ["attention by flash-attn-4"]
+    assert say("train.deterministic=false", capability=8) == ["attention by cuDNN"]
+    assert say("model.positions=alibi") == ["attention by FlexAttention"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "change"),
+    [
+        (["train.precision=fp16"], "flash-attn-4 would be faster: pip install 'argosy[flash]'"),
+        (["model.dropout=0.1"], "model.dropout=0 would leave it to Argosy's own kernels"),
+        (["parallel.cp=2", "parallel.cp_kind=allgather", "model.dropout=0.1"], None),
+        (["data.seq_len=1000"], "flash-attn-4 would be faster: pip install 'argosy[flash]'"),
+        (["train.precision=fp32"], "train.precision=bf16 would leave it to Argosy's own kernels"),
+    ],
+)
+def test_what_would_make_it_faster_is_named(say: Say, keys: list[str], change: str | None) -> None:
+    (line,) = say(*keys)
+    assert (change or "attention by torch") in line
+
+
+def test_without_our_kernels_the_package_or_another_choice_is_named(say: Say) -> None:
+    assert say(triton="9.0") == ["attention by torch; flash-attn-4 would be faster: pip install 'argosy[flash]'"]
+    # An A100 has neither.
+    assert say(capability=8) == [
+        "attention by torch; train.deterministic=false leaves it to cuDNN, which is faster and not repeatable"
+    ]
+
+
+def test_layers_of_different_kinds_have_a_line_each(say: Say) -> None:
+    keys = ["model=gemma3-1b", "model.head_dim=128", "data.seq_len=2048"]
+    assert say(*keys) == [
+        "attention in a window of 512 by FlexAttention; flash-attn-4 would be faster: pip install 'argosy[flash]'",
+        "attention over the whole sequence by Argosy's own kernels",
+    ]
