@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from api_server import ApiServer
 from kubernetes.config import incluster_config
-from rendering import GPU_EXAMPLE
+from rendering import GPU_EXAMPLE, ROOT
 
 from argosy.errors import ArgosyError
 from argosy.launch import conduct, runs
@@ -27,10 +27,10 @@ from argosy.launch.placement import Placement
 from argosy.launch.registry import find_target
 from argosy.launch.stages import STAGES, TRAIN
 from argosy.launch.target import State
-from argosy.launch.targets.kubernetes import KubernetesTarget, job_kinds, kinds_beside
+from argosy.launch.targets.kubernetes import EVERY_LAUNCH, KubernetesTarget, job_kinds, kinds_beside
 from waiting import wait_for
 
-RUN = "techpulse-7b"
+RUN, CLAIM = "techpulse-7b", "fsx-shared-pvc"
 TRAIN_ONLY = ["cluster.preflight=false", "data.train.0.prepare=null"]
 
 
@@ -61,7 +61,9 @@ def conductor_of(cluster: Cluster, placed: Placement, say: Callable[[str], None]
     target = find_target(placed.cluster.target)
     assert isinstance(target, KubernetesTarget)
     made = target.manifests(placed)
-    return Conductor(cluster, placed, made, say, target.jobs, target.restarts_itself, look_every=1)
+    rights = [*EVERY_LAUNCH, *target.rights(placed.cluster)]
+    kinds = {"beside": target.beside, "rights": rights}
+    return Conductor(cluster, placed, made, say, target.jobs, target.restarts_itself, look_every=1, **kinds)
 
 
 def look(cluster: Cluster, run: str, stage: str) -> State:
@@ -149,9 +151,51 @@ def test_a_missing_operator_is_told_before_data_is_prepared_for_it(
     server: ApiServer, launch: Callable[..., tuple[int, list[str]]]
 ) -> None:
     server.unknown = {"jobsets"}
-    with pytest.raises(ArgosyError, match=r"needs JobSet \(jobset.sigs.k8s.io\)"):
+    with pytest.raises(ArgosyError, match=r"needs JobSet 0.10.0 or newer"):
         launch("cluster.preflight=false", follow=False)
     assert not server.objects
+
+
+def test_an_operator_that_is_too_old_is_told_before_data_is_prepared_for_it(
+    server: ApiServer, launch: Callable[..., tuple[int, list[str]]]
+) -> None:
+    server.missing_fields = {"onJobFailureMessagePatterns"}
+    with pytest.raises(ArgosyError, match=r"JobSet of this cluster is too old: .*came with 0.10.0") as refused:
+        launch()
+    assert "kubectl apply --server-side -f https://github.com/kubernetes-sigs/jobset/" in str(refused.value.fix)
+    assert not server.objects, "nothing was made, a file system neither"
+
+
+def test_the_guide_installs_the_operators_that_refusals_name() -> None:
+    guide = (ROOT / "docs" / "guides" / "launching.md").read_text()
+    for operator in {kind.operator for kind in job_kinds() if kind.operator is not None}:
+        assert operator.install in guide
+        if operator.name in guide:
+            assert f"{operator.name} {operator.least} or newer" in guide
+
+
+def test_a_right_that_a_later_stage_needs_is_asked_for_by_name_before_the_first(
+    server: ApiServer, launch: Callable[..., tuple[int, list[str]]]
+) -> None:
+    server.denied = {("delete", "jobsets"), ("get", "pods/log")}
+    with pytest.raises(
+        ArgosyError, match=r"you lack the right to get pods/log; delete jobsets.jobset.x-k8s.io"
+    ) as refused:
+        launch()
+    assert "--verb=get,list,create,patch,delete --resource=jobsets.jobset.x-k8s.io" in str(refused.value.fix)
+    assert not server.objects
+
+
+def test_a_claim_or_a_queue_that_is_not_there_is_told_before_pods_wait_for_it(
+    server: ApiServer, launch: Callable[..., tuple[int, list[str]]]
+) -> None:
+    with pytest.raises(ArgosyError, match="has no LocalQueue research"):
+        launch("cluster.queue=research")
+    server.any_claim = False
+    with pytest.raises(ArgosyError, match=f"the namespace training has no claim {CLAIM}"):
+        launch()
+    server.forbidden = {"persistentvolumeclaims"}
+    assert launch(only="train", follow=False)[0] == 0, "who may not look is not told that there is none"
 
 
 def test_a_namespace_that_is_not_there_is_named(
@@ -429,6 +473,7 @@ def test_events_explain_what_pods_do_not_say(
 
 
 def test_a_queue_is_said_to_be_waited_in(server: ApiServer, launch: Callable[..., tuple[int, list[str]]]) -> None:
+    server.put("localqueues", {"metadata": {"name": "gpu-queue"}})
     launch(*TRAIN_ONLY, "cluster.queue=gpu-queue", follow=False)
     server.condition("jobsets", RUN, "Suspended")
     assert "in the Kueue queue gpu-queue" in look(connect("training"), RUN, "train").text

@@ -14,13 +14,22 @@ from argosy.launch.storage import storage_objects
 
 
 @dataclass(frozen=True)
+class Operator:
+    """The software that provides a kind: its name, the oldest version that knows every field used here, and how to install it."""
+
+    name: str
+    least: str
+    install: str
+
+
+@dataclass(frozen=True)
 class Kind:
-    """A kind of object. `plural` is its resource name in a Role. `operator` names the software that provides the kind."""
+    """A kind of object. `plural` is its resource name in a Role. `operator` is the software that provides the kind."""
 
     api_version: str
     name: str
     plural: str = field(default="", compare=False)
-    operator: str | None = field(default=None, compare=False)
+    operator: Operator | None = field(default=None, compare=False)
 
     @property
     def group(self) -> str:
@@ -29,6 +38,8 @@ class Kind:
 
 POD, EVENT, SERVICE = Kind("v1", "Pod"), Kind("v1", "Event"), Kind("v1", "Service")
 JOB = Kind("batch/v1", "Job", "jobs")
+CLAIM = Kind("v1", "PersistentVolumeClaim")
+LOCAL_QUEUES = (Kind("kueue.x-k8s.io/v1beta2", "LocalQueue"), Kind("kueue.x-k8s.io/v1beta1", "LocalQueue"))
 # Companion objects that jobs of any target may need. They are deleted with the jobs.
 BESIDE = (
     Kind("resource.nvidia.com/v1beta1", "ComputeDomain"),

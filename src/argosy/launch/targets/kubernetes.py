@@ -29,6 +29,17 @@ _JOB_VERBS = ("get", "list", "create", "patch", "delete")
 _BESIDE_VERBS = ("get", "create", "patch")
 
 
+# The RBAC rules of a launch on any of these targets, besides those for the kinds of its own.
+EVERY_LAUNCH = (
+    Right("", "configmaps", _BESIDE_VERBS),
+    Right("", "services", _BESIDE_VERBS),
+    Right("", "pods", ("list", "watch")),
+    Right("", "events", ("list",)),
+    Right("", "pods/log", ("get",)),
+    Right("batch", "jobs", _JOB_VERBS),
+)
+
+
 class KubernetesTarget(Target):
     """A target whose stages are pods. Data stages and preflight are plain Jobs; the training job is the subclass's own."""
 
@@ -61,7 +72,16 @@ class KubernetesTarget(Target):
         cluster = connected(placed.cluster.namespace, in_cluster=options.in_cluster)
         from argosy.launch.conduct import Conductor
 
-        conductor = Conductor(cluster, placed, self.manifests(placed), options.say, self.jobs, self.restarts_itself)
+        conductor = Conductor(
+            cluster,
+            placed,
+            self.manifests(placed),
+            options.say,
+            self.jobs,
+            self.restarts_itself,
+            beside=self.beside,
+            rights=[*EVERY_LAUNCH, *self.rights(placed.cluster)],
+        )
         return conductor.run(options.only, follow=options.follow)
 
     def status(self, run: Launched) -> RunStatus:
