@@ -209,6 +209,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         plural, name, _, query = found
         document = json.loads(body)
+        if self.headers["Content-Type"] == "application/merge-patch+json":
+            return self._merge(plural, str(name), document)
         namespace = document["metadata"].get("namespace")
         if self.server_state.namespaces is not None and namespace not in self.server_state.namespaces:
             return self._answer(404, {"message": f'namespaces "{namespace}" not found'})
@@ -232,6 +234,15 @@ class _Handler(BaseHTTPRequestHandler):
         self.server_state.put(plural, old | document | {"metadata": old.get("metadata", {}) | document["metadata"]})
         self._answer(200, document)
 
+    def _merge(self, plural: str, name: str, changes: Object) -> None:
+        document = self.server_state.objects.get((plural, name))
+        if document is None:
+            return self._answer(404, {"message": "not found"})
+        marks = document["metadata"].get("annotations", {}) | changes["metadata"]["annotations"]
+        document["metadata"]["annotations"] = {key: value for key, value in marks.items() if value is not None}
+        self.server_state.put(plural, document)
+        self._answer(200, document)
+
     def do_POST(self) -> None:
         """A review of a right, the one thing that is created and not applied."""
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -247,7 +258,14 @@ class _Handler(BaseHTTPRequestHandler):
             return
         plural, name, _, _ = found
         with self.server_state.changed:
-            gone = self.server_state.objects.pop((plural, str(name)), None)
+            objects = self.server_state.objects
+            gone = objects.pop((plural, str(name)), None)
+            # A job's pods go with it.
+            mine = {} if gone is None else gone["metadata"].get("labels", {})
+            own = {key: mine[key] for key in ("argosy/run", "argosy/stage") if key in mine}
+            for key, pod in list(objects.items()):
+                if len(own) == 2 and key[0] == "pods" and own.items() <= pod["metadata"]["labels"].items():
+                    del objects[key]
             self.server_state.changed.notify_all()
         self._answer(200 if gone else 404, {"message": "" if gone else "not found"})
 

@@ -17,6 +17,7 @@ from api_server import ApiServer
 from kubernetes.config import incluster_config
 from rendering import GPU_EXAMPLE, ROOT
 
+from argosy.console.training_lines import stopped_line
 from argosy.errors import ArgosyError
 from argosy.launch import conduct, runs
 from argosy.launch.api import RETRY, Cluster, connect
@@ -27,7 +28,7 @@ from argosy.launch.placement import Placement
 from argosy.launch.registry import find_target
 from argosy.launch.stages import STAGES, TRAIN
 from argosy.launch.target import State
-from argosy.launch.targets.kubernetes import EVERY_LAUNCH, KubernetesTarget, job_kinds, kinds_beside
+from argosy.launch.targets.kubernetes import EVERY_LAUNCH, KubernetesTarget, job_kinds, kinds_beside, runs_of_namespace
 from waiting import wait_for
 
 RUN, CLAIM = "techpulse-7b", "fsx-shared-pvc"
@@ -351,6 +352,32 @@ def test_a_group_of_pods_goes_with_its_job(
     assert ("podgroups", RUN) in server.objects
     stop(connect("training"), RUN)
     assert ("podgroups", RUN) not in server.objects
+
+
+def test_after_a_stop_status_says_what_was_saved_and_that_a_launch_goes_on(
+    server: ApiServer, launch: Callable[..., tuple[int, list[str]]], argosy: Callable[..., Any]
+) -> None:
+    launch(*TRAIN_ONLY, follow=False)
+    server.pod("p0", run=RUN, stage="train", phase="Running")
+    server.logs["p0"] = ["2026-01-01T00:00:00Z " + stopped_line(40, 100)]
+    with pytest.raises(ArgosyError, match="has nothing of other to stop"):
+        runs.end(runs.find(str(GPU_EXAMPLE), None, None, ["name=other", "cluster.namespace=training"]))
+    said = argosy("stop", GPU_EXAMPLE, "cluster.namespace=training").stdout
+    assert said.startswith(f"ended JobSet {RUN}\nstopped: saved at step 40 of 100")
+    state = runs.status(runs.find(RUN, "training")).stages["train"]
+    assert (state.phase, state.text[:25]) == ("stopped", "saved at step 40 of 100 (")
+    assert "launch it again" in state.fix
+    assert runs_of_namespace("training")[RUN]["train"].phase == "stopped"
+    finish(server, "jobsets", RUN, "Completed")
+    launch(*TRAIN_ONLY)
+    server.objects.pop(("jobsets", RUN))
+    assert runs_of_namespace("training")[RUN]["train"].phase == "done", "its job is gone, and it had finished"
+
+
+def test_overrides_are_for_a_run_spec_and_not_for_a_name() -> None:
+    with pytest.raises(ArgosyError, match="is a run's name, and overrides change a run spec"):
+        runs.find(RUN, "training", None, ["cluster.namespace=other"])
+    assert runs.find(str(GPU_EXAMPLE), None, None, ["name=b", "cluster.namespace=c"]).namespace == "c"
 
 
 def test_after_a_stop_it_goes_on_with_another_number_of_nodes(

@@ -82,6 +82,16 @@ class Cluster:
         """
         self._require(kind)
 
+    def annotate(self, kind: Kind, name: str, marks: Mapping[str, str | None]) -> None:
+        """Set annotations of an object and leave everything else as it is. None removes an annotation."""
+        self._require(kind).patch(
+            body={"metadata": {"annotations": dict(marks)}},
+            name=name,
+            namespace=self.namespace,
+            content_type="application/merge-patch+json",
+            serializer=_plain,
+        )
+
     def knows(self, kind: Kind) -> bool:
         return self._resource(kind) is not None
 

@@ -18,6 +18,7 @@ from argosy.launch.cluster_checks import check_cluster, check_rights
 from argosy.launch.manifests import EVENT, POD, Kind, Manifests, kind_of
 from argosy.launch.placement import Placement
 from argosy.launch.pod import RUN_LABEL, STAGE_LABEL, Manifest
+from argosy.launch.run_record import FINISHED, forget_end, note_end
 from argosy.launch.stages import Stage
 from argosy.launch.states import pod_number, stage_state
 from argosy.launch.target import Right, State
@@ -66,6 +67,7 @@ class Conductor:
         check_cluster(self.cluster, self.placed, self.manifests, starting, [*self.jobs, *self.beside])
         for document in shared:
             self.cluster.apply(document)
+        forget_end(self.cluster, self.placed.spec.name)
         for stage in stages:
             self._start(stage)
             if not follow and stage == stages[-1]:
@@ -76,6 +78,8 @@ class Conductor:
                 self.say(f"{stage} {state}")
                 self._show_end_of_log(state)
                 return EXIT_STAGE_FAILED
+            if stage.trains:
+                note_end(self.cluster, self.placed.spec.name, FINISHED)
         return EXIT_DONE
 
     def _job(self, stage: Stage) -> Manifest:

@@ -38,6 +38,7 @@ class Kind:
 
 POD, EVENT, SERVICE = Kind("v1", "Pod"), Kind("v1", "Event"), Kind("v1", "Service")
 JOB = Kind("batch/v1", "Job", "jobs")
+CONFIG_MAP = Kind("v1", "ConfigMap")
 CLAIM = Kind("v1", "PersistentVolumeClaim")
 LOCAL_QUEUES = (Kind("kueue.x-k8s.io/v1beta2", "LocalQueue"), Kind("kueue.x-k8s.io/v1beta1", "LocalQueue"))
 # Companion objects that jobs of any target may need. They are deleted with the jobs.
