@@ -487,6 +487,8 @@ def test_the_reason_is_told_in_plain_words(
         ),
         ("fsx-shared-pvc", "ProvisioningFailed", "no subnet", "the claim fsx-shared-pvc is not bound: no subnet"),
         ("p0", "FailedMount", "driver not found", "a volume of p0 cannot be mounted: driver not found"),
+        ("p0", "FailedCreatePodSandBox", "no CNI", "the node node-0 cannot make a sandbox for p0: no CNI"),
+        ("p0", "FailedPreStopHook", "anything else", "p0: FailedPreStopHook: anything else"),
     ],
 )
 def test_events_explain_what_pods_do_not_say(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rendering import GPU_EXAMPLE, HYPERPOD, ROOT, objects_of, pods_of
@@ -54,6 +55,25 @@ def test_refusals_name_the_key(overrides: list[str], code: str, key: str) -> Non
         render(place(GPU_EXAMPLE, overrides))
     assert (refused.value.code, refused.value.key) == (code, key)
     assert refused.value.fix
+
+
+def test_a_launch_with_the_wrong_number_of_nodes_is_told_the_right_one() -> None:
+    with pytest.raises(ArgosyError) as refused:
+        place(GPU_EXAMPLE, ["cluster.nodes=3"])
+    assert "cluster.nodes=2, of 8 ranks each" in refused.value.fix
+    assert "--nproc" not in refused.value.fix
+
+
+def test_data_pods_tolerate_taints_and_prefer_nodes_without_gpus() -> None:
+    def pod(*overrides: str) -> dict[str, Any]:
+        files = render(place(GPU_EXAMPLE, overrides))
+        [found] = [pod for job in objects_of({"a.yaml": files["20-prepare.yaml"]}) for pod in pods_of(job)]
+        return found
+
+    assert pod()["tolerations"] == [{"key": "nvidia.com/gpu", "operator": "Exists"}]
+    [preferred] = pod()["affinity"]["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    assert preferred["preference"]["matchExpressions"][0]["operator"] == "DoesNotExist"
+    assert pod("cluster.data.tolerations=[cpu-pool]")["tolerations"] == [{"key": "cpu-pool", "operator": "Exists"}]
 
 
 def test_a_run_spec_without_a_cluster_says_what_to_add() -> None:

@@ -75,7 +75,12 @@ class WorkersSpec(Section):
     count: Positive = Field(1, description="how many")
     cpus: Positive = Field(8, description="cores of each")
     memory: Quantity = Field("32Gi", description="memory of each")
-    node_selector: dict[str, str] = Field({}, description="labels of the nodes they may use; default: any node")
+    node_selector: dict[str, str] = Field(
+        {}, description="labels of the nodes they may use; default: any node, one without GPUs if there is a choice"
+    )
+    tolerations: list[str] | None = Field(
+        None, description="taints that are tolerated, by key; default: those of cluster.tolerations"
+    )
 
 
 class ClusterSpec(Section):

@@ -61,6 +61,7 @@ def place(
         ranks * cluster.nodes,
         f"{cluster.nodes} nodes of {ranks} ranks",
         resolved.spec.train.global_batch,
+        per_node=None if chosen_target.on_this_machine else ranks,
     )
     fabric = "none" if chosen_target.on_this_machine else choose_fabric(cluster, instance)
     check_sharp(cluster, fabric)

@@ -30,6 +30,8 @@ _NEAR = {
     "eks": "topology.k8s.aws/network-node-layer-2",
     "hyperpod": "topology.k8s.aws/network-node-layer-2",
 }
+# NVIDIA's GPU feature discovery sets this label on nodes with GPUs.
+_HAS_GPUS = "nvidia.com/gpu.present"
 # Nodes of one NVLink domain share the value of this label.
 _CLIQUE = "nvidia.com/gpu.clique"
 
@@ -67,10 +69,7 @@ def pod_template(placed: Placement, stage: Stage, container: str, env: Mapping[s
         spec["imagePullSecrets"] = [{"name": name} for name in cluster.pull_secrets]
     if cluster.queue is None and cluster.priority is not None:
         spec["priorityClassName"] = cluster.priority
-    if on_gpus:
-        spec |= _placing(placed, stage)
-    elif cluster.data.node_selector:
-        spec["nodeSelector"] = dict(cluster.data.node_selector)
+    spec |= _placing(placed, stage) if on_gpus else _placing_workers(cluster)
     metadata: Manifest = {"labels": labels(placed, stage)}
     if on_gpus:
         metadata["annotations"] = {RANKS: str(placed.ranks)}
@@ -200,7 +199,7 @@ def _placing(placed: Placement, stage: Stage) -> Manifest:
         bare = cluster.instance.removeprefix("ml.")
         selector = {"node.kubernetes.io/instance-type": prefix + bare} | selector
     placing: Manifest = {"nodeSelector": selector} if selector else {}
-    placing["tolerations"] = [{"key": key, "operator": "Exists"} for key in cluster.tolerations]
+    placing["tolerations"] = _tolerations(cluster.tolerations)
     placing["affinity"] = _affinity(placed, stage)
     if cluster.host_network:
         placing |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
@@ -211,6 +210,23 @@ def _placing(placed: Placement, stage: Stage) -> Manifest:
             {"name": "nvlink-domain", "resourceClaimTemplateName": f"{placed.name}-nvlink-domain"}
         ]
     return {key: value for key, value in placing.items() if value}
+
+
+def _placing_workers(cluster: ClusterSpec) -> Manifest:
+    """Return the scheduling fields of data pods. GPU nodes serve too, for clusters that have no others, but others come first."""
+    workers = cluster.data
+    without_gpus = {"key": _HAS_GPUS, "operator": "DoesNotExist"}
+    preferred = {"weight": 100, "preference": {"matchExpressions": [without_gpus]}}
+    placing: Manifest = {
+        "nodeSelector": dict(workers.node_selector),
+        "tolerations": _tolerations(cluster.tolerations if workers.tolerations is None else workers.tolerations),
+        "affinity": {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [preferred]}},
+    }
+    return {key: value for key, value in placing.items() if value}
+
+
+def _tolerations(keys: Sequence[str]) -> list[Manifest]:
+    return [{"key": key, "operator": "Exists"} for key in keys]
 
 
 def _affinity(placed: Placement, stage: Stage) -> Manifest:
