@@ -76,6 +76,36 @@ def test_data_pods_tolerate_taints_and_prefer_nodes_without_gpus() -> None:
     assert pod("cluster.data.tolerations=[cpu-pool]")["tolerations"] == [{"key": "cpu-pool", "operator": "Exists"}]
 
 
+def test_a_new_volume_is_made_the_users_by_one_pod_with_one_capability_if_that_is_asked_for() -> None:
+    assert "chown" not in str(render(place(GPU_EXAMPLE)))
+    files = render(place(GPU_EXAMPLE, ["cluster.storage.take_ownership=true", "cluster.data.count=4"]))
+    [job] = objects_of({"a.yaml": files["20-storage.yaml"]})
+    [pod] = pods_of(job)
+    [container] = pod["containers"]
+    assert job["spec"]["completions"] == 1
+    assert (container["command"], container["args"]) == (["chown"], ["1000:1000", container["workingDir"]])
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["CHOWN"]}
+    assert not container["securityContext"]["allowPrivilegeEscalation"]
+    assert list(files).index("20-storage.yaml") < list(files).index("30-prepare.yaml")
+    for name, text in files.items():
+        if name != "20-storage.yaml" and name.endswith(".yaml"):
+            assert "runAsUser: 0" not in text
+    assert "chown" not in str(render(place(GPU_EXAMPLE, ["cluster.storage.take_ownership=true"], "slurm")))
+
+
+def test_a_store_lies_where_and_lives_as_long_as_the_spec_says() -> None:
+    def store(text: str) -> list[dict[str, Any]]:
+        return list(objects_of({"a.yaml": render(place(GPU_EXAMPLE, [f"cluster.storage={text}"]))["00-storage.yaml"]}))
+
+    where = "subnet: lustre, vnet: spoke, vnet_resource_group: net, resource_group: files, zone: 2, reclaim: Delete"
+    made, _ = store(f"{{claim: a, kind: azure-lustre, {where}}}")
+    assert made["reclaimPolicy"] == "Delete"
+    expected = {"subnet-name": "lustre", "vnet-name": "spoke", "vnet-resource-group": "net", "zones": "2"}
+    assert (expected | {"resource-group-name": "files"}).items() <= made["parameters"].items()
+    assert store("{claim: a, kind: azure-blob, reclaim: Delete}")[0]["reclaimPolicy"] == "Delete"
+    assert store("{claim: a, kind: azure-blob}")[0]["reclaimPolicy"] == "Retain"
+
+
 def test_a_run_spec_without_a_cluster_says_what_to_add() -> None:
     with pytest.raises(ArgosyError, match="does not say where") as refused:
         place(ROOT / "examples" / "gpt2-small.yaml")

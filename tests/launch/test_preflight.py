@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable
@@ -11,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from argosy.launch import node_checks
+from argosy.files import write_fix
+from argosy.launch import node_checks, storage_checks
 from argosy.launch.node_checks import Check, Wanted
 from argosy.launch.preflight import check_node, judge_bandwidth, wanted_of
 
@@ -115,6 +117,26 @@ def test_an_image_without_a_compiler_fails_preflight_and_not_the_first_kernel(
     check = node_checks.check_compiler(Wanted(gpus=1))
     assert (check.ok, "no C compiler" in check.found, "gcc" in check.fix) == (False, True, True)
     assert node_checks.check_compiler(Wanted()).ok is None
+
+
+def test_a_volume_that_belongs_to_root_is_said_with_the_key_that_changes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage_checks.os, "access", lambda *_: False)
+    checks = [check(Wanted(storage=tmp_path)) for check in storage_checks.STORAGE_CHECKS]
+    rights = named(checks, "rights")
+    assert (rights.ok, "cluster.storage.take_ownership=true" in rights.fix) == (False, True)
+    assert f"it is user {os.getuid()}'s, mode drwx" in rights.found
+    assert [check.name for check in checks if check.ok is False] == ["rights"], "one cause is told once"
+    refused, full = PermissionError(errno.EACCES, "no"), OSError(errno.ENOSPC, "no")
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    assert "take_ownership" in write_fix(refused, "free some space")
+    assert write_fix(full, "free some space") == "free some space"
+
+
+def test_the_cost_of_a_save_is_told(tmp_path: Path) -> None:
+    check = storage_checks.check_speed(Wanted(storage=tmp_path, saved_bytes=80_000_000_000, nodes=2))
+    assert "a save of 80.0 GB from 2 nodes takes about" in check.found
 
 
 def test_the_slow_node_is_named() -> None:

@@ -58,6 +58,9 @@ class Wanted:
     shm_bytes: int = _LEAST_SHM
     storage: Path = Path(".")
     needed_bytes: int = 0
+    # One checkpoint, and the nodes that write it together.
+    saved_bytes: int = 0
+    nodes: int = 1
     names: tuple[str, ...] = ()
     tokens: tuple[str, ...] = ()
     # The least bus bandwidth between nodes, in GB/s.
@@ -68,9 +71,10 @@ class Wanted:
     @classmethod
     def of(cls, spec: RunSpec, instance: Instance | None, fabric: str, environ: Mapping[str, str]) -> Wanted:
         cluster = spec.cluster
-        saved = checkpoint_bytes(spec.model, spec.optim.rule) * (spec.checkpoint.keep + 1)
+        one = checkpoint_bytes(spec.model, spec.optim.rule)
+        saved = one * (spec.checkpoint.keep + 1)
         if cluster is None:
-            return cls(storage=Path(spec.runs_dir), needed_bytes=saved)
+            return cls(storage=Path(spec.runs_dir), needed_bytes=saved, saved_bytes=one)
         gpus = cluster.gpus if cluster.gpus is not None else (instance.gpus if instance is not None else None)
         known = 0 if instance is None else card_count(instance, gpus or instance.gpus)
         cards = cluster.nics if cluster.nics is not None else known
@@ -82,6 +86,8 @@ class Wanted:
             shm_bytes=gib(cluster.shm) * _GIB if cluster.shm and find_target(cluster.target).makes_pods else _LEAST_SHM,
             storage=Path(spec.runs_dir),
             needed_bytes=saved,
+            saved_bytes=one,
+            nodes=cluster.nodes,
             names=() if master is None else (master,),
             tokens=tuple(cluster.secrets),
             floor=cluster.allreduce_floor or (instance.allreduce_floor if instance is not None else None),

@@ -61,7 +61,7 @@ def pod_template(placed: Placement, stage: Stage, container: str, env: Mapping[s
         "enableServiceLinks": False,
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": int(cluster.grace.amount),
-        "securityContext": _pod_security(cluster),
+        "securityContext": _pod_security(cluster, as_root=stage.as_root),
         "containers": [_container(placed, stage, container, env or {})],
         "volumes": _volumes(placed, on_gpus=on_gpus),
     }
@@ -87,12 +87,12 @@ def _container(placed: Placement, stage: Stage, name: str, env: Mapping[str, str
         "image": cluster.image,
         # A digest is immutable; a tag may have moved.
         "imagePullPolicy": "IfNotPresent" if "@" in str(cluster.image) else "Always",
-        "command": ["argosy"],
+        "command": [stage.program],
         "args": literal(stage.command(placed)),
         "workingDir": placed.storage.mount,
         "env": _environment(placed, env, on_gpus=on_gpus),
         "resources": {"requests": resources, "limits": resources},
-        "securityContext": _container_security(placed, on_gpus=on_gpus),
+        "securityContext": _container_security(placed, stage),
         "volumeMounts": [
             {"name": "spec", "mountPath": "/etc/argosy", "readOnly": True},
             {"name": "storage", "mountPath": placed.storage.mount},
@@ -168,7 +168,9 @@ def _volumes(placed: Placement, *, on_gpus: bool) -> list[Manifest]:
     ]
 
 
-def _pod_security(cluster: ClusterSpec) -> Manifest:
+def _pod_security(cluster: ClusterSpec, *, as_root: bool) -> Manifest:
+    if as_root:
+        return {"runAsUser": 0, "runAsGroup": 0, "seccompProfile": {"type": "RuntimeDefault"}}
     user = cluster.user
     return {
         "runAsNonRoot": user != 0,
@@ -180,11 +182,13 @@ def _pod_security(cluster: ClusterSpec) -> Manifest:
     }
 
 
-def _container_security(placed: Placement, *, on_gpus: bool) -> Manifest:
-    if placed.cluster.privileged and on_gpus:
+def _container_security(placed: Placement, stage: Stage) -> Manifest:
+    if placed.cluster.privileged and stage.on_gpus:
         return {"privileged": True}
     capabilities: Manifest = {"drop": ["ALL"]}
-    if on_gpus and placed.nics is not None:
+    if stage.as_root:
+        capabilities["add"] = ["CHOWN"]
+    if stage.on_gpus and placed.nics is not None:
         # RDMA pins its buffers in memory.
         capabilities["add"] = ["IPC_LOCK"]
     return {"allowPrivilegeEscalation": False, "capabilities": capabilities, "readOnlyRootFilesystem": True}

@@ -32,7 +32,7 @@ def chosen_stage(placed: Placement, name: str | None) -> Stage | None:
             f"this run has no stage {name}: it has {', '.join(stages)}",
             key="--stage",
             value=name,
-            fix="fetch and prepare come from data.train.N.prepare, preflight from cluster.preflight",
+            fix="storage comes from cluster.storage.take_ownership, fetch and prepare from data.train.N.prepare, preflight from cluster.preflight",
         )
     return None if name is None else STAGES[name]
 
