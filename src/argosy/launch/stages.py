@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from argosy.data.text.hub_names import on_hub
 from argosy.launch.placement import Placement
 
 SPEC_FILE = "/etc/argosy/run.yaml"
@@ -41,7 +42,9 @@ class Stage:
 
 
 def _fetches(placed: Placement) -> bool:
-    return any(source.prepare is not None and source.prepare.fetch is not None for source in placed.spec.data.train)
+    return on_hub(placed.spec.data.tokenizer) is not None or any(
+        source.prepare is not None and source.prepare.fetch is not None for source in placed.spec.data.train
+    )
 
 
 def _prepares(placed: Placement) -> bool:
