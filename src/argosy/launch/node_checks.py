@@ -186,7 +186,8 @@ def check_memlock(wanted: Wanted) -> Check:
         return Check("memlock", None, text)
     enough = soft == resource.RLIM_INFINITY or soft >= _MEMLOCK or _may_lock()
     fix = (
-        "raise the node's container runtime limit (LimitMEMLOCK=infinity): a capability does not help an ordinary user"
+        "RDMA pins its buffers, and containers inherit the limit of containerd on the node: an administrator applies "
+        "charts/node-memlock.yaml once, or makes nodes with LimitMEMLOCK=infinity. The capability IPC_LOCK has no effect for an ordinary user"
     )
     return Check("memlock", enough, text, "" if enough else fix)
 

@@ -188,9 +188,6 @@ def _container_security(placed: Placement, stage: Stage) -> Manifest:
     capabilities: Manifest = {"drop": ["ALL"]}
     if stage.as_root:
         capabilities["add"] = ["CHOWN"]
-    if stage.on_gpus and placed.nics is not None:
-        # RDMA pins its buffers in memory.
-        capabilities["add"] = ["IPC_LOCK"]
     return {"allowPrivilegeEscalation": False, "capabilities": capabilities, "readOnlyRootFilesystem": True}
 
 
