@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from rendering import GPU_EXAMPLE, HYPERPOD, ROOT, objects_of, pods_of
@@ -104,6 +105,23 @@ def test_a_store_lies_where_and_lives_as_long_as_the_spec_says() -> None:
     assert (expected | {"resource-group-name": "files"}).items() <= made["parameters"].items()
     assert store("{claim: a, kind: azure-blob, reclaim: Delete}")[0]["reclaimPolicy"] == "Delete"
     assert store("{claim: a, kind: azure-blob}")[0]["reclaimPolicy"] == "Retain"
+
+
+def test_nodes_that_hide_their_topology_get_it_as_a_file_for_nccl() -> None:
+    files = render(place(ROOT / "examples" / "aks-gpt3-375m.yaml"))
+    [spec] = objects_of({"a.yaml": files["10-spec.yaml"]})
+    system = ElementTree.fromstring(spec["data"]["nccl-topology.xml"])
+    assert [cpu.get("affinity") for cpu in system] == ["00000000,0000ffff,ffffffff", "ffffffff,ffff0000,00000000"]
+    classes = [[device.get("class") for device in switch] for cpu in system for switch in cpu]
+    assert classes == 8 * [["0x030200", "0x020700"]], "a GPU and the card beside it on each of eight switches"
+    buses = [device.get("busid") for device in system.iter("pci")]
+    assert len(set(buses)) == 24
+    [train] = [d for d in objects_of({"a.yaml": files["50-train.yaml"]}) if list(pods_of(d))]
+    for pod in pods_of(train):
+        env = {item["name"]: item.get("value") for item in pod["containers"][0]["env"]}
+        assert env["NCCL_TOPO_FILE"] == "/etc/argosy/nccl-topology.xml"
+        assert "NCCL_NET_GDR_LEVEL" not in env
+    assert "nccl-topology" not in str(render(place(GPU_EXAMPLE)))
 
 
 def test_a_run_spec_without_a_cluster_says_what_to_add() -> None:

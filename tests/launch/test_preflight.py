@@ -159,6 +159,12 @@ def test_sharp_that_is_not_used_fails_the_stage() -> None:
     assert named(judge_bandwidth(wanted, [], "IBext", collnet=True), "sharp").ok
 
 
+def test_a_topology_file_that_nccl_did_not_read_fails_the_stage() -> None:
+    wanted = Wanted(fabric="infiniband", topology="/etc/argosy/nccl-topology.xml")
+    assert named(judge_bandwidth(wanted, [], "IB"), "topology").ok is False
+    assert named(judge_bandwidth(wanted, [], "IB", topology=wanted.topology), "topology").ok
+
+
 def test_a_spec_says_what_its_nodes_need() -> None:
     root = Path(__file__).parents[2] / "examples"
     wanted = wanted_of([str(root / "eks-llama2-7b.yaml")], {"MASTER_ADDR": "first"})

@@ -11,6 +11,7 @@ from argosy.launch.placement import Placement
 from argosy.launch.pod import Manifest, labels
 from argosy.launch.stages import Stage
 from argosy.launch.storage import storage_objects
+from argosy.launch.topology import FILE_NAME, topology_file
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ class Manifests:
 
 def shared_objects(placed: Placement) -> tuple[list[Manifest], list[Manifest]]:
     """Return the objects of the volume and of the run spec, which are applied before every stage."""
+    topology = topology_file(placed.cluster, placed.instance, placed.fabric)
     spec = {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -80,7 +82,7 @@ def shared_objects(placed: Placement) -> tuple[list[Manifest], list[Manifest]]:
             "namespace": placed.cluster.namespace,
             "labels": labels(placed),
         },
-        "data": {"run.yaml": placed.source},
+        "data": {"run.yaml": placed.source} | ({} if topology is None else {FILE_NAME: topology}),
     }
     return storage_objects(placed), [spec]
 

@@ -67,6 +67,8 @@ class Wanted:
     floor: float | None = None
     # Reductions run inside the network (InfiniBand SHARP).
     sharp: bool = False
+    # The topology file that NCCL has to read.
+    topology: str | None = None
 
     @classmethod
     def of(cls, spec: RunSpec, instance: Instance | None, fabric: str, environ: Mapping[str, str]) -> Wanted:
@@ -92,6 +94,7 @@ class Wanted:
             tokens=tuple(cluster.secrets),
             floor=cluster.allreduce_floor or (instance.allreduce_floor if instance is not None else None),
             sharp=cluster.sharp,
+            topology=environ.get("NCCL_TOPO_FILE"),
         )
 
 

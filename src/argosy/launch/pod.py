@@ -12,7 +12,8 @@ from typing import Any
 from argosy.config.cluster import ClusterSpec
 from argosy.launch.fabric import DEVICE_IN_POD, fabric_environment
 from argosy.launch.placement import Placement
-from argosy.launch.stages import Stage
+from argosy.launch.stages import SPEC_DIRECTORY, Stage
+from argosy.launch.topology import FILE_NAME, topology_file
 
 Manifest = dict[str, Any]
 SCRATCH = "/scratch"
@@ -94,7 +95,7 @@ def _container(placed: Placement, stage: Stage, name: str, env: Mapping[str, str
         "resources": {"requests": resources, "limits": resources},
         "securityContext": _container_security(placed, stage),
         "volumeMounts": [
-            {"name": "spec", "mountPath": "/etc/argosy", "readOnly": True},
+            {"name": "spec", "mountPath": SPEC_DIRECTORY, "readOnly": True},
             {"name": "storage", "mountPath": placed.storage.mount},
             {"name": "scratch", "mountPath": SCRATCH},
             {"name": "tmp", "mountPath": "/tmp"},
@@ -142,6 +143,10 @@ def _environment(placed: Placement, env: Mapping[str, str], *, on_gpus: bool) ->
     }
     if on_gpus:
         variables |= training_environment(placed)
+    if on_gpus and topology_file(placed.cluster, placed.instance, placed.fabric) is not None:
+        variables["NCCL_TOPO_FILE"] = f"{SPEC_DIRECTORY}/{FILE_NAME}"
+        # Without the file, every card would have to count as near.
+        variables.pop("NCCL_NET_GDR_LEVEL", None)
     variables |= placed.cluster.env
     variables |= env
     secrets = placed.cluster.secrets

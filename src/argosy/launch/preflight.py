@@ -31,7 +31,12 @@ def check_node(wanted: Wanted) -> list[Check]:
 
 
 def judge_bandwidth(
-    wanted: Wanted, measured: Sequence[tuple[str, float]], transport: str | None, *, collnet: bool = False
+    wanted: Wanted,
+    measured: Sequence[tuple[str, float]],
+    transport: str | None,
+    *,
+    collnet: bool = False,
+    topology: str | None = None,
 ) -> list[Check]:
     """Return the checks of transport and bandwidth between nodes.
 
@@ -39,6 +44,7 @@ def judge_bandwidth(
         measured: (nodes, bus bandwidth in GB/s) for all nodes together and for pairs of nodes.
         transport: the network NCCL uses, if its log says so.
         collnet: NCCL reduces inside the network.
+        topology: the topology file that NCCL read, if its log says so.
     """
     checks = []
     if wanted.sharp:
@@ -46,6 +52,16 @@ def judge_bandwidth(
             "" if collnet else "leave cluster.sharp out, or use an image and driver whose SHARP versions fit each other"
         )
         checks.append(Check("sharp", collnet, "in use" if collnet else "asked for, and NCCL does not use it", fix))
+    # Without a transport there was no NCCL log to read.
+    if wanted.topology is not None and transport is not None:
+        used = topology == wanted.topology
+        found = f"NCCL read {topology}" if used else f"NCCL did not read {wanted.topology}"
+        fix = (
+            ""
+            if used
+            else "NCCL_TOPO_FILE has to name a file of the pod: see cluster.env, and the image's own variables"
+        )
+        checks.append(Check("topology", used, found, fix))
     # SHARP's plugin brings a transport of its own name.
     if transport is not None and not wanted.sharp:
         expected = {"efa": "libfabric", "infiniband": "ib", "roce": "ib", "tcp": "socket"}.get(wanted.fabric)
@@ -88,7 +104,7 @@ def finish(
     if probed is not None:
         reports = {node: [Check(**check) for check in checks] for node, checks in probed["nodes"].items()}
         reports["all nodes"] = judge_bandwidth(
-            wanted, probed["measured"], probed["transport"], collnet=probed["collnet"]
+            wanted, probed["measured"], probed["transport"], collnet=probed["collnet"], topology=probed["topology"]
         )
     well = all(check.ok is not False for checks in reports.values() for check in checks)
     if speak and as_json:

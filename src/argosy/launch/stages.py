@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from argosy.data.text.hub_names import on_hub
 from argosy.launch.placement import Placement
 
-SPEC_FILE = "/etc/argosy/run.yaml"
+# Where a pod sees the run's ConfigMap.
+SPEC_DIRECTORY = "/etc/argosy"
+SPEC_FILE = f"{SPEC_DIRECTORY}/run.yaml"
 
 
 @dataclass(frozen=True)
