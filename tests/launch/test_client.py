@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import threading
@@ -29,6 +30,7 @@ from argosy.launch.registry import find_target
 from argosy.launch.stages import STAGES, TRAIN
 from argosy.launch.target import State
 from argosy.launch.targets.kubernetes import EVERY_LAUNCH, KubernetesTarget, job_kinds, kinds_beside, runs_of_namespace
+from argosy.launch.upload import upload
 from waiting import wait_for
 
 RUN, CLAIM = "techpulse-7b", "fsx-shared-pvc"
@@ -378,6 +380,34 @@ def test_overrides_are_for_a_run_spec_and_not_for_a_name() -> None:
     with pytest.raises(ArgosyError, match="is a run's name, and overrides change a run spec"):
         runs.find(RUN, "training", None, ["cluster.namespace=other"])
     assert runs.find(str(GPU_EXAMPLE), None, None, ["name=b", "cluster.namespace=c"]).namespace == "c"
+
+
+def test_files_of_ones_own_reach_an_empty_volume(
+    server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    placed = place(GPU_EXAMPLE, ["cluster.storage={claim: new, kind: class, storage_class: fast, size: 16Ti}"])
+    volume, source = tmp_path / "volume", tmp_path / "gpt2"
+    source.mkdir()
+    (source / "tokenizer.json").write_text("{}")
+    # What `kubectl exec` would do: the words after -- run where the volume is, at another place here.
+    kubectl = tmp_path / "bin" / "kubectl"
+    kubectl.parent.mkdir()
+    kubectl.write_text(f'#!/bin/sh\nwhile [ "$1" != -- ]; do shift; done\nshift\nexec "$1" "$2" "$3" - "{volume}$5"\n')
+    kubectl.chmod(0o755)
+    monkeypatch.setenv("PATH", str(kubectl.parent), prepend=os.pathsep)
+    pod = ("pods", f"{RUN}-upload")
+
+    def runs() -> None:
+        assert server.objects[pod]["spec"]["securityContext"]["runAsUser"] == 1000
+        server.put("pods", server.objects[pod] | {"status": {"phase": "Running"}})
+
+    later(runs, lambda: pod in server.objects)
+    upload(placed, connect("training"), source, "tokenizers/gpt2", lambda _: None)
+    assert (volume / "data" / "tokenizers" / "gpt2" / "tokenizer.json").read_text() == "{}"
+    assert ("persistentvolumeclaims", "new") in server.objects
+    assert pod not in server.objects
+    with pytest.raises(ArgosyError, match="is not on the shared volume"):
+        upload(placed, connect("training"), source, "../etc", lambda _: None)
 
 
 def test_after_a_stop_it_goes_on_with_another_number_of_nodes(

@@ -1,12 +1,13 @@
-"""argosy status | logs | stop | ls"""
+"""argosy status | logs | stop | cp | ls"""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from argosy.cli.arguments import require_run, run_and_overrides
+from argosy.cli.arguments import RUN_HELP, RUN_METAVAR, require_run, run_and_overrides
 from argosy.cli.launch import TargetChoice
 
 if TYPE_CHECKING:
@@ -73,6 +74,28 @@ def stop(run: Run = None, namespace: Namespace = None, target: On = None) -> Non
         print(f"ended {what}")
     state = next((state for state in ask(found).stages.values() if state.phase == "stopped"), None)
     print("it saves before it ends; launching it again goes on" if state is None else state)
+
+
+def cp(
+    source: Annotated[
+        Path, typer.Argument(help="A file or a directory of this machine.", metavar="SOURCE", exists=True)
+    ],
+    destination: Annotated[str, typer.Argument(help="Its path on the shared volume.", metavar="DESTINATION")],
+    arguments: Annotated[list[str] | None, typer.Argument(help=RUN_HELP, metavar=RUN_METAVAR)] = None,
+) -> None:
+    """Copy files of one's own to the shared volume of a run on Kubernetes: a tokenizer, texts, a model to start from.
+
+    The volume is claimed if it is not there yet. Needs kubectl.
+    """
+    from argosy.launch.place import place
+    from argosy.launch.targets.kubernetes import connected
+
+    path, overrides = run_and_overrides(arguments)
+    placed = place(require_run(path), overrides)
+    cluster = connected(placed.cluster.namespace)
+    from argosy.launch.upload import upload
+
+    upload(placed, cluster, source, destination, lambda text: print(text, flush=True))
 
 
 def ls(namespace: Namespace = None, as_json: Json = False) -> None:
