@@ -3,8 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from pathlib import Path
+
+# What to do in a pod whose user may not write the shared volume.
+RIGHTS_FIX = (
+    "a new file system (FSx for Lustre) belongs to root: cluster.storage.take_ownership=true makes it cluster.user's, by one short pod; "
+    "or chown its root once yourself"
+)
+
+
+def write_fix(error: OSError, otherwise: str) -> str:
+    """Return the fix for a failed write: `RIGHTS_FIX` in a pod that lacks the right, else `otherwise`."""
+    in_pod = "KUBERNETES_SERVICE_HOST" in os.environ
+    return RIGHTS_FIX if in_pod and error.errno in (errno.EACCES, errno.EPERM) else otherwise
 
 
 def replace_file(path: Path, content: bytes, *, sync: bool = False) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import resource
 import signal
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from argosy.checkpoint import object_store
+from argosy.checkpoint import save as saving
 from argosy.checkpoint.manifest import Checkpoint, TrainProgress, verify
 from argosy.checkpoint.save import save
 from argosy.checkpoint.store import latest, listed, prune
@@ -47,6 +50,36 @@ def test_what_is_saved_comes_back_bit_for_bit(tmp_path: Path) -> None:
     for name, tensor in tensors(7).items():
         assert torch.equal(found.weights()[name], tensor)
         assert torch.equal(found.optimizer()[name], -tensor)
+
+
+def test_where_a_rename_copies_a_checkpoint_is_committed_by_its_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = tmp_path.stat().st_dev
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(
+        f"36 35 {os.major(device)}:{os.minor(device)} / /data rw - fuse.blobfuse2 blobfuse2 rw,allow_other\n"
+    )
+    monkeypatch.setattr(object_store, "_MOUNTS", mounts)
+    monkeypatch.setattr(Path, "rename", lambda *_: pytest.fail("a directory was renamed, which copies every file"))
+    root = tmp_path / "checkpoints"
+    for step in (1, 2):
+        save_step(root, step)
+
+    def dies(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as dying:
+        dying.setattr(saving, "finish", dies)
+        with pytest.raises(KeyboardInterrupt):
+            save_step(root, 3)
+    assert (root / "step-00000003").is_dir()
+    assert [path.name for path in listed(root)] == ["step-00000002", "step-00000001"], "one without a manifest is none"
+    save_step(root, 3, keep=1)
+    found = newest(root)
+    assert found is not None
+    assert found.progress.step == 3
+    assert [path.name for path in root.iterdir()] == ["step-00000003"], "what is left of others is gone"
 
 
 @pytest.mark.parametrize(

@@ -97,16 +97,17 @@ class Handler(BaseHTTPRequestHandler):
             hub.requests.append(
                 Request(self.headers["Host"], self.path, {k.lower(): v for k, v in self.headers.items()})
             )
-        if path.startswith("/api/datasets/"):
-            if fault := hub.fault_for(path):
-                return fault(self, b"[]", 0)
-            return self.api(hub, path.removeprefix("/api/datasets/"), parse_qs(parts.query))
+        for kind in ("/api/datasets/", "/api/models/"):
+            if path.startswith(kind):
+                if fault := hub.fault_for(path):
+                    return fault(self, b"[]", 0)
+                return self.api(hub, path.removeprefix(kind), parse_qs(parts.query))
         if path.startswith("/content/"):
             repo, _, name = path.removeprefix("/content/").partition("//")
             return self.body(hub, path, hub.files[repo][name])
         if path.startswith("/plain/") and path.removeprefix("/plain/") in hub.plain:
             return self.body(hub, path, hub.plain[path.removeprefix("/plain/")], etag=True)
-        found = re.fullmatch(r"/datasets/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
+        found = re.fullmatch(r"(?:/datasets)?/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
         if not found or found[3] not in hub.files.get(found[1], {}):
             return self.answer(404, code="EntryNotFound")
         if found[1] in hub.gated and self.headers["Authorization"] != f"Bearer {hub.token}":

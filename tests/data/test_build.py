@@ -16,6 +16,7 @@ from argosy.data.build_corpora import Share, build, share_of
 from argosy.data.corpus.corpus_manifest import read_manifest
 from argosy.data.remote.fetch import FetchOptions, fetch
 from argosy.data.remote.sources import Choice
+from argosy.data.text.tokenizer import load_tokenizer, train_bpe
 from argosy.errors import ArgosyError
 
 
@@ -49,6 +50,36 @@ def test_several_workers_make_the_corpus_that_one_makes(recipe: Callable[..., Pa
     alone = resolve(recipe(path=str(tmp_path / "alone"))).spec
     list(build(alone, Share()))
     assert shared == {path.name: path.read_bytes() for path in (tmp_path / "alone").glob("shard-*")}
+
+
+def test_a_tokenizer_of_the_hub_is_fetched_once_and_stays_at_its_commit(
+    recipe: Callable[..., Path], tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    vocabulary = train_bpe(["document says 1 2 3"] * 10, 300)
+    hub.files["openai/small"] |= {"tokenizer.json": vocabulary.encode(), "model.safetensors": b"not wanted"}
+    spec = resolve(recipe(), ["data.tokenizer=hf:openai/small"]).spec
+    with pytest.raises(ArgosyError, match="cannot be read") as refused:
+        list(build(spec, Share(), "prepare"))
+    assert "--only fetch" in refused.value.fix
+    assert not list(build(spec, Share(1, 2), "fetch")), "one worker fetches it"
+    [said] = build(spec, Share(0, 2), "fetch")
+    directory = Path("tokenizers/hf/openai--small")
+    assert "tokenizer.json of openai/small at commit" in said
+    assert not (directory / "model.safetensors").exists()
+    hub.files["openai/small"]["tokenizer.json"] = b"changed since"
+    assert "already there" in next(build(spec, Share(), "fetch"))
+    list(build(spec, Share(), "prepare"))
+    pinned = load_tokenizer("hf:openai/small").fingerprint
+    assert read_manifest(tmp_path / "corpus").tokenizer.fingerprint == pinned
+    hub.files["openai/none"] |= {"config.json": b"{}"}
+    with pytest.raises(ArgosyError, match=r"openai/none has no tokenizer.json"):
+        list(build(resolve(recipe(), ["data.tokenizer=hf:openai/none"]).spec, Share(), "fetch"))
+
+
+def test_fetching_needs_no_tokenizer(recipe: Callable[..., Path]) -> None:
+    spec = resolve(recipe(), ["data.tokenizer=nowhere/tokenizer.json"]).spec
+    assert not list(build(spec, Share(), "fetch"))
 
 
 def test_a_corpus_with_a_manifest_is_left_alone(recipe: Callable[..., Path], tmp_path: Path) -> None:

@@ -33,6 +33,8 @@ KINDS = {
         ("Service", "services"),
     ],
     "storage.k8s.io/v1": [("StorageClass", "storageclasses")],
+    "authorization.k8s.io/v1": [("SelfSubjectAccessReview", "selfsubjectaccessreviews")],
+    "kueue.x-k8s.io/v1beta1": [("LocalQueue", "localqueues")],
     "batch/v1": [("Job", "jobs")],
     "jobset.x-k8s.io/v1alpha2": [("JobSet", "jobsets")],
     "kubeflow.org/v1": [("PyTorchJob", "pytorchjobs")],
@@ -42,7 +44,7 @@ KINDS = {
     "scheduling.volcano.sh/v1beta1": [("PodGroup", "podgroups")],
     "scheduling.x-k8s.io/v1alpha1": [("PodGroup", "podgroups")],
 }
-CLUSTER_WIDE = ("PersistentVolume", "StorageClass")
+CLUSTER_WIDE = ("PersistentVolume", "StorageClass", "SelfSubjectAccessReview")
 
 
 class ApiServer:
@@ -56,6 +58,9 @@ class ApiServer:
         self.faults: list[int] = []
         self.unknown: set[str] = set()  # plurals whose operator is not installed
         self.forbidden: set[str] = set()  # plurals this user has no right to
+        self.denied: set[tuple[str, str]] = set()  # (verb, plural) that a review of this user's rights denies
+        self.any_claim = True  # every PersistentVolumeClaim that is asked for is there
+        self.missing_fields: set[str] = set()  # those an operator of the cluster is too old for
         self.namespaces: set[str] | None = None  # those there are; None: any
         self.cut_logs_after: int | None = None  # lines after which a log's connection is cut, once
         self.changed = threading.Condition()
@@ -204,6 +209,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         plural, name, _, query = found
         document = json.loads(body)
+        if self.headers["Content-Type"] == "application/merge-patch+json":
+            return self._merge(plural, str(name), document)
         namespace = document["metadata"].get("namespace")
         if self.server_state.namespaces is not None and namespace not in self.server_state.namespaces:
             return self._answer(404, {"message": f'namespaces "{namespace}" not found'})
@@ -216,9 +223,34 @@ class _Handler(BaseHTTPRequestHandler):
                 kubernetes_validate.validate(document, "1.34.0", strict=query.get("fieldValidation") == "Strict")
         except Exception as error:  # noqa: BLE001 - the server's word on any fault
             return self._answer(422, {"message": str(error)[:500]})
+        lacking = [field for field in self.server_state.missing_fields if f'"{field}"' in json.dumps(document)]
+        if lacking:
+            # As a server of 1.35 answers an apply of a field that the schema does not declare.
+            said = f"failed to create typed patch object ({namespace}/{name}; {document['apiVersion']}, Kind={document['kind']}): "
+            return self._answer(500, {"message": f"{said}.spec.{lacking[0]}: field not declared in schema"})
+        if query.get("dryRun") == "All":
+            return self._answer(200, document)
         old = self.server_state.objects.get((plural, str(name)), {})
         self.server_state.put(plural, old | document | {"metadata": old.get("metadata", {}) | document["metadata"]})
         self._answer(200, document)
+
+    def _merge(self, plural: str, name: str, changes: Object) -> None:
+        document = self.server_state.objects.get((plural, name))
+        if document is None:
+            return self._answer(404, {"message": "not found"})
+        marks = document["metadata"].get("annotations", {}) | changes["metadata"]["annotations"]
+        document["metadata"]["annotations"] = {key: value for key, value in marks.items() if value is not None}
+        self.server_state.put(plural, document)
+        self._answer(200, document)
+
+    def do_POST(self) -> None:
+        """A review of a right, the one thing that is created and not applied."""
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self._begin() is None:
+            return
+        of = asked["spec"]["resourceAttributes"]
+        resource = "/".join(part for part in (of["resource"], of["subresource"]) if part)
+        self._answer(201, asked | {"status": {"allowed": (of["verb"], resource) not in self.server_state.denied}})
 
     def do_DELETE(self) -> None:
         found = self._begin()
@@ -226,7 +258,14 @@ class _Handler(BaseHTTPRequestHandler):
             return
         plural, name, _, _ = found
         with self.server_state.changed:
-            gone = self.server_state.objects.pop((plural, str(name)), None)
+            objects = self.server_state.objects
+            gone = objects.pop((plural, str(name)), None)
+            # A job's pods go with it.
+            mine = {} if gone is None else gone["metadata"].get("labels", {})
+            own = {key: mine[key] for key in ("argosy/run", "argosy/stage") if key in mine}
+            for key, pod in list(objects.items()):
+                if len(own) == 2 and key[0] == "pods" and own.items() <= pod["metadata"]["labels"].items():
+                    del objects[key]
             self.server_state.changed.notify_all()
         self._answer(200 if gone else 404, {"message": "" if gone else "not found"})
 
@@ -239,6 +278,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._log(str(name), query)
         if name is not None:
             document = self.server_state.objects.get((plural, name))
+            if plural == "persistentvolumeclaims" and self.server_state.any_claim:
+                document = document or {"metadata": {"name": name}, "status": {"phase": "Bound"}}
             return self._answer(200 if document else 404, document or {"message": "not found"})
         if query.get("watch") == "true":
             return self._watch(plural, query)

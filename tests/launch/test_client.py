@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import threading
@@ -15,8 +16,9 @@ from typing import Any
 import pytest
 from api_server import ApiServer
 from kubernetes.config import incluster_config
-from rendering import GPU_EXAMPLE
+from rendering import GPU_EXAMPLE, ROOT
 
+from argosy.console.training_lines import stopped_line
 from argosy.errors import ArgosyError
 from argosy.launch import conduct, runs
 from argosy.launch.api import RETRY, Cluster, connect
@@ -27,10 +29,11 @@ from argosy.launch.placement import Placement
 from argosy.launch.registry import find_target
 from argosy.launch.stages import STAGES, TRAIN
 from argosy.launch.target import State
-from argosy.launch.targets.kubernetes import KubernetesTarget, job_kinds, kinds_beside
+from argosy.launch.targets.kubernetes import EVERY_LAUNCH, KubernetesTarget, job_kinds, kinds_beside, runs_of_namespace
+from argosy.launch.upload import upload
 from waiting import wait_for
 
-RUN = "techpulse-7b"
+RUN, CLAIM = "techpulse-7b", "fsx-shared-pvc"
 TRAIN_ONLY = ["cluster.preflight=false", "data.train.0.prepare=null"]
 
 
@@ -61,7 +64,9 @@ def conductor_of(cluster: Cluster, placed: Placement, say: Callable[[str], None]
     target = find_target(placed.cluster.target)
     assert isinstance(target, KubernetesTarget)
     made = target.manifests(placed)
-    return Conductor(cluster, placed, made, say, target.jobs, target.restarts_itself, look_every=1)
+    rights = [*EVERY_LAUNCH, *target.rights(placed.cluster)]
+    kinds = {"beside": target.beside, "rights": rights}
+    return Conductor(cluster, placed, made, say, target.jobs, target.restarts_itself, look_every=1, **kinds)
 
 
 def look(cluster: Cluster, run: str, stage: str) -> State:
@@ -149,9 +154,51 @@ def test_a_missing_operator_is_told_before_data_is_prepared_for_it(
     server: ApiServer, launch: Callable[..., tuple[int, list[str]]]
 ) -> None:
     server.unknown = {"jobsets"}
-    with pytest.raises(ArgosyError, match=r"needs JobSet \(jobset.sigs.k8s.io\)"):
+    with pytest.raises(ArgosyError, match=r"needs JobSet 0.10.0 or newer"):
         launch("cluster.preflight=false", follow=False)
     assert not server.objects
+
+
+def test_an_operator_that_is_too_old_is_told_before_data_is_prepared_for_it(
+    server: ApiServer, launch: Callable[..., tuple[int, list[str]]]
+) -> None:
+    server.missing_fields = {"onJobFailureMessagePatterns"}
+    with pytest.raises(ArgosyError, match=r"JobSet of this cluster is too old: .*came with 0.10.0") as refused:
+        launch()
+    assert "kubectl apply --server-side -f https://github.com/kubernetes-sigs/jobset/" in str(refused.value.fix)
+    assert not server.objects, "nothing was made, a file system neither"
+
+
+def test_the_guide_installs_the_operators_that_refusals_name() -> None:
+    guide = (ROOT / "docs" / "guides" / "launching.md").read_text()
+    for operator in {kind.operator for kind in job_kinds() if kind.operator is not None}:
+        assert operator.install in guide
+        if operator.name in guide:
+            assert f"{operator.name} {operator.least} or newer" in guide
+
+
+def test_a_right_that_a_later_stage_needs_is_asked_for_by_name_before_the_first(
+    server: ApiServer, launch: Callable[..., tuple[int, list[str]]]
+) -> None:
+    server.denied = {("delete", "jobsets"), ("get", "pods/log")}
+    with pytest.raises(
+        ArgosyError, match=r"you lack the right to get pods/log; delete jobsets.jobset.x-k8s.io"
+    ) as refused:
+        launch()
+    assert "--verb=get,list,create,patch,delete --resource=jobsets.jobset.x-k8s.io" in str(refused.value.fix)
+    assert not server.objects
+
+
+def test_a_claim_or_a_queue_that_is_not_there_is_told_before_pods_wait_for_it(
+    server: ApiServer, launch: Callable[..., tuple[int, list[str]]]
+) -> None:
+    with pytest.raises(ArgosyError, match="has no LocalQueue research"):
+        launch("cluster.queue=research")
+    server.any_claim = False
+    with pytest.raises(ArgosyError, match=f"the namespace training has no claim {CLAIM}"):
+        launch()
+    server.forbidden = {"persistentvolumeclaims"}
+    assert launch(only="train", follow=False)[0] == 0, "who may not look is not told that there is none"
 
 
 def test_a_namespace_that_is_not_there_is_named(
@@ -309,6 +356,60 @@ def test_a_group_of_pods_goes_with_its_job(
     assert ("podgroups", RUN) not in server.objects
 
 
+def test_after_a_stop_status_says_what_was_saved_and_that_a_launch_goes_on(
+    server: ApiServer, launch: Callable[..., tuple[int, list[str]]], argosy: Callable[..., Any]
+) -> None:
+    launch(*TRAIN_ONLY, follow=False)
+    server.pod("p0", run=RUN, stage="train", phase="Running")
+    server.logs["p0"] = ["2026-01-01T00:00:00Z " + stopped_line(40, 100)]
+    with pytest.raises(ArgosyError, match="has nothing of other to stop"):
+        runs.end(runs.find(str(GPU_EXAMPLE), None, None, ["name=other", "cluster.namespace=training"]))
+    said = argosy("stop", GPU_EXAMPLE, "cluster.namespace=training").stdout
+    assert said.startswith(f"ended JobSet {RUN}\nstopped: saved at step 40 of 100")
+    state = runs.status(runs.find(RUN, "training")).stages["train"]
+    assert (state.phase, state.text[:25]) == ("stopped", "saved at step 40 of 100 (")
+    assert "launch it again" in state.fix
+    assert runs_of_namespace("training")[RUN]["train"].phase == "stopped"
+    finish(server, "jobsets", RUN, "Completed")
+    launch(*TRAIN_ONLY)
+    server.objects.pop(("jobsets", RUN))
+    assert runs_of_namespace("training")[RUN]["train"].phase == "done", "its job is gone, and it had finished"
+
+
+def test_overrides_are_for_a_run_spec_and_not_for_a_name() -> None:
+    with pytest.raises(ArgosyError, match="is a run's name, and overrides change a run spec"):
+        runs.find(RUN, "training", None, ["cluster.namespace=other"])
+    assert runs.find(str(GPU_EXAMPLE), None, None, ["name=b", "cluster.namespace=c"]).namespace == "c"
+
+
+def test_files_of_ones_own_reach_an_empty_volume(
+    server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    placed = place(GPU_EXAMPLE, ["cluster.storage={claim: new, kind: class, storage_class: fast, size: 16Ti}"])
+    volume, source = tmp_path / "volume", tmp_path / "gpt2"
+    source.mkdir()
+    (source / "tokenizer.json").write_text("{}")
+    # What `kubectl exec` would do: the words after -- run where the volume is, at another place here.
+    kubectl = tmp_path / "bin" / "kubectl"
+    kubectl.parent.mkdir()
+    kubectl.write_text(f'#!/bin/sh\nwhile [ "$1" != -- ]; do shift; done\nshift\nexec "$1" "$2" "$3" - "{volume}$5"\n')
+    kubectl.chmod(0o755)
+    monkeypatch.setenv("PATH", str(kubectl.parent), prepend=os.pathsep)
+    pod = ("pods", f"{RUN}-upload")
+
+    def runs() -> None:
+        assert server.objects[pod]["spec"]["securityContext"]["runAsUser"] == 1000
+        server.put("pods", server.objects[pod] | {"status": {"phase": "Running"}})
+
+    later(runs, lambda: pod in server.objects)
+    upload(placed, connect("training"), source, "tokenizers/gpt2", lambda _: None)
+    assert (volume / "data" / "tokenizers" / "gpt2" / "tokenizer.json").read_text() == "{}"
+    assert ("persistentvolumeclaims", "new") in server.objects
+    assert pod not in server.objects
+    with pytest.raises(ArgosyError, match="is not on the shared volume"):
+        upload(placed, connect("training"), source, "../etc", lambda _: None)
+
+
 def test_after_a_stop_it_goes_on_with_another_number_of_nodes(
     server: ApiServer, launch: Callable[..., tuple[int, list[str]]]
 ) -> None:
@@ -416,6 +517,8 @@ def test_the_reason_is_told_in_plain_words(
         ),
         ("fsx-shared-pvc", "ProvisioningFailed", "no subnet", "the claim fsx-shared-pvc is not bound: no subnet"),
         ("p0", "FailedMount", "driver not found", "a volume of p0 cannot be mounted: driver not found"),
+        ("p0", "FailedCreatePodSandBox", "no CNI", "the node node-0 cannot make a sandbox for p0: no CNI"),
+        ("p0", "FailedPreStopHook", "anything else", "p0: FailedPreStopHook: anything else"),
     ],
 )
 def test_events_explain_what_pods_do_not_say(
@@ -429,6 +532,7 @@ def test_events_explain_what_pods_do_not_say(
 
 
 def test_a_queue_is_said_to_be_waited_in(server: ApiServer, launch: Callable[..., tuple[int, list[str]]]) -> None:
+    server.put("localqueues", {"metadata": {"name": "gpu-queue"}})
     launch(*TRAIN_ONLY, "cluster.queue=gpu-queue", follow=False)
     server.condition("jobsets", RUN, "Suspended")
     assert "in the Kueue queue gpu-queue" in look(connect("training"), RUN, "train").text

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from rendering import GPU_EXAMPLE, HYPERPOD, ROOT, objects_of, pods_of
@@ -54,6 +56,72 @@ def test_refusals_name_the_key(overrides: list[str], code: str, key: str) -> Non
         render(place(GPU_EXAMPLE, overrides))
     assert (refused.value.code, refused.value.key) == (code, key)
     assert refused.value.fix
+
+
+def test_a_launch_with_the_wrong_number_of_nodes_is_told_the_right_one() -> None:
+    with pytest.raises(ArgosyError) as refused:
+        place(GPU_EXAMPLE, ["cluster.nodes=3"])
+    assert "cluster.nodes=2, of 8 ranks each" in refused.value.fix
+    assert "--nproc" not in refused.value.fix
+
+
+def test_data_pods_tolerate_taints_and_prefer_nodes_without_gpus() -> None:
+    def pod(*overrides: str) -> dict[str, Any]:
+        files = render(place(GPU_EXAMPLE, overrides))
+        [found] = [pod for job in objects_of({"a.yaml": files["20-prepare.yaml"]}) for pod in pods_of(job)]
+        return found
+
+    assert pod()["tolerations"] == [{"key": "nvidia.com/gpu", "operator": "Exists"}]
+    [preferred] = pod()["affinity"]["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    assert preferred["preference"]["matchExpressions"][0]["operator"] == "DoesNotExist"
+    assert pod("cluster.data.tolerations=[cpu-pool]")["tolerations"] == [{"key": "cpu-pool", "operator": "Exists"}]
+
+
+def test_a_new_volume_is_made_the_users_by_one_pod_with_one_capability_if_that_is_asked_for() -> None:
+    assert "chown" not in str(render(place(GPU_EXAMPLE)))
+    files = render(place(GPU_EXAMPLE, ["cluster.storage.take_ownership=true", "cluster.data.count=4"]))
+    [job] = objects_of({"a.yaml": files["20-storage.yaml"]})
+    [pod] = pods_of(job)
+    [container] = pod["containers"]
+    assert job["spec"]["completions"] == 1
+    assert (container["command"], container["args"]) == (["chown"], ["1000:1000", container["workingDir"]])
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["CHOWN"]}
+    assert not container["securityContext"]["allowPrivilegeEscalation"]
+    assert list(files).index("20-storage.yaml") < list(files).index("30-prepare.yaml")
+    for name, text in files.items():
+        if name != "20-storage.yaml" and name.endswith(".yaml"):
+            assert "runAsUser: 0" not in text
+    assert "chown" not in str(render(place(GPU_EXAMPLE, ["cluster.storage.take_ownership=true"], "slurm")))
+
+
+def test_a_store_lies_where_and_lives_as_long_as_the_spec_says() -> None:
+    def store(text: str) -> list[dict[str, Any]]:
+        return list(objects_of({"a.yaml": render(place(GPU_EXAMPLE, [f"cluster.storage={text}"]))["00-storage.yaml"]}))
+
+    where = "subnet: lustre, vnet: spoke, vnet_resource_group: net, resource_group: files, zone: 2, reclaim: Delete"
+    made, _ = store(f"{{claim: a, kind: azure-lustre, {where}}}")
+    assert made["reclaimPolicy"] == "Delete"
+    expected = {"subnet-name": "lustre", "vnet-name": "spoke", "vnet-resource-group": "net", "zones": "2"}
+    assert (expected | {"resource-group-name": "files"}).items() <= made["parameters"].items()
+    assert store("{claim: a, kind: azure-blob, reclaim: Delete}")[0]["reclaimPolicy"] == "Delete"
+    assert store("{claim: a, kind: azure-blob}")[0]["reclaimPolicy"] == "Retain"
+
+
+def test_nodes_that_hide_their_topology_get_it_as_a_file_for_nccl() -> None:
+    files = render(place(ROOT / "examples" / "aks-gpt3-375m.yaml"))
+    [spec] = objects_of({"a.yaml": files["10-spec.yaml"]})
+    system = ElementTree.fromstring(spec["data"]["nccl-topology.xml"])
+    assert [cpu.get("affinity") for cpu in system] == ["00000000,0000ffff,ffffffff", "ffffffff,ffff0000,00000000"]
+    classes = [[device.get("class") for device in switch] for cpu in system for switch in cpu]
+    assert classes == 8 * [["0x030200", "0x020700"]], "a GPU and the card beside it on each of eight switches"
+    buses = [device.get("busid") for device in system.iter("pci")]
+    assert len(set(buses)) == 24
+    [train] = [d for d in objects_of({"a.yaml": files["50-train.yaml"]}) if list(pods_of(d))]
+    for pod in pods_of(train):
+        env = {item["name"]: item.get("value") for item in pod["containers"][0]["env"]}
+        assert env["NCCL_TOPO_FILE"] == "/etc/argosy/nccl-topology.xml"
+        assert "NCCL_NET_GDR_LEVEL" not in env
+    assert "nccl-topology" not in str(render(place(GPU_EXAMPLE)))
 
 
 def test_a_run_spec_without_a_cluster_says_what_to_add() -> None:

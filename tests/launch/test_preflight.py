@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from argosy.launch import preflight
-from argosy.launch.preflight import Check, Wanted, check_node, judge_bandwidth, wanted_of
+from argosy.files import write_fix
+from argosy.launch import node_checks, storage_checks
+from argosy.launch.node_checks import Check, Wanted
+from argosy.launch.preflight import check_node, judge_bandwidth, wanted_of
 
 
 def named(checks: list[Check], name: str) -> Check:
@@ -27,7 +31,7 @@ def test_this_machine_is_fit_for_a_run_that_asks_for_nothing(tmp_path: Path) -> 
 
 def test_what_is_missing_is_said_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HF_TOKEN", raising=False)
-    monkeypatch.setattr(preflight, "_INFINIBAND", tmp_path / "none")
+    monkeypatch.setattr(node_checks, "_INFINIBAND", tmp_path / "none")
     wanted = Wanted(
         gpus=8, fabric="efa", nics=4, shm_bytes=2**60, storage=tmp_path, needed_bytes=2**60, names=("no.such.host.invalid",),
         tokens=("HF_TOKEN",),
@@ -42,7 +46,7 @@ def test_ports_that_are_down_are_named(tmp_path: Path, monkeypatch: pytest.Monke
     for card, state in (("mlx5_0", "4: ACTIVE"), ("mlx5_1", "1: DOWN")):
         (tmp_path / card / "ports" / "1").mkdir(parents=True)
         (tmp_path / card / "ports" / "1" / "state").write_text(state)
-    monkeypatch.setattr(preflight, "_INFINIBAND", tmp_path)
+    monkeypatch.setattr(node_checks, "_INFINIBAND", tmp_path)
     check = named(check_node(Wanted(fabric="infiniband", nics=2, storage=tmp_path)), "fabric")
     assert check.ok is False
     assert "not active: mlx5_1" in check.found
@@ -50,7 +54,7 @@ def test_ports_that_are_down_are_named(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_efa_devices_that_libfabric_cannot_use_are_no_fabric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cards" / "efa_0").mkdir(parents=True)
-    monkeypatch.setattr(preflight, "_INFINIBAND", tmp_path / "cards")
+    monkeypatch.setattr(node_checks, "_INFINIBAND", tmp_path / "cards")
     tool = tmp_path / "fi_info"
     monkeypatch.setenv("PATH", str(tmp_path))
 
@@ -85,6 +89,56 @@ def test_gpus_are_counted_and_their_errors_told(tmp_path: Path, monkeypatch: pyt
     assert "could not be remapped" in gpus(0, 0, report=healthy.replace("Occurred : No", "Occurred : Yes")).found
 
 
+def test_a_driver_too_old_for_this_torch_is_said_with_the_one_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool, torch = tmp_path / "nvidia-smi", tmp_path / "torch"
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(
+        node_checks, "find_spec", lambda _: ModuleSpec("torch", None, origin=str(torch / "__init__.py"))
+    )
+    torch.mkdir()
+    tool.write_text("#!/bin/sh\n[ \"$1\" = -q ] || echo 'NVIDIA H100, 570.86.10, 0'\n")
+    tool.chmod(0o755)
+    for cuda, ok in (("'12.8'", True), ("'13.0'", False), ("None", True)):
+        (torch / "version.py").write_text(f"__version__ = '2.13.0'\ncuda: Optional[str] = {cuda}\nhip = None\n")
+        check = node_checks.check_gpus(Wanted(gpus=1))
+        assert check.ok is ok, check
+    (torch / "version.py").write_text("cuda: Optional[str] = '13.0'\n")
+    check = node_checks.check_gpus(Wanted(gpus=1))
+    assert "CUDA 13.0, which needs 580 or newer" in check.found
+
+
+def test_an_image_without_a_compiler_fails_preflight_and_not_the_first_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    check = node_checks.check_compiler(Wanted(gpus=1))
+    assert (check.ok, "no C compiler" in check.found, "gcc" in check.fix) == (False, True, True)
+    assert node_checks.check_compiler(Wanted()).ok is None
+
+
+def test_a_volume_that_belongs_to_root_is_said_with_the_key_that_changes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage_checks.os, "access", lambda *_: False)
+    checks = [check(Wanted(storage=tmp_path)) for check in storage_checks.STORAGE_CHECKS]
+    rights = named(checks, "rights")
+    assert (rights.ok, "cluster.storage.take_ownership=true" in rights.fix) == (False, True)
+    assert f"it is user {os.getuid()}'s, mode drwx" in rights.found
+    assert [check.name for check in checks if check.ok is False] == ["rights"], "one cause is told once"
+    refused, full = PermissionError(errno.EACCES, "no"), OSError(errno.ENOSPC, "no")
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    assert "take_ownership" in write_fix(refused, "free some space")
+    assert write_fix(full, "free some space") == "free some space"
+
+
+def test_the_cost_of_a_save_is_told(tmp_path: Path) -> None:
+    check = storage_checks.check_speed(Wanted(storage=tmp_path, saved_bytes=80_000_000_000, nodes=2))
+    assert "a save of 80.0 GB from 2 nodes takes about" in check.found
+
+
 def test_the_slow_node_is_named() -> None:
     pairs = [("a + b + c + d", 40.0), ("a + b", 45.0), ("c + d", 90.0), ("b + c", 42.0)]
     checks = judge_bandwidth(Wanted(fabric="efa", floor=60.0), pairs, "Libfabric")
@@ -103,6 +157,12 @@ def test_sharp_that_is_not_used_fails_the_stage() -> None:
     wanted = Wanted(fabric="infiniband", sharp=True)
     assert named(judge_bandwidth(wanted, [], "IBext"), "sharp").ok is False
     assert named(judge_bandwidth(wanted, [], "IBext", collnet=True), "sharp").ok
+
+
+def test_a_topology_file_that_nccl_did_not_read_fails_the_stage() -> None:
+    wanted = Wanted(fabric="infiniband", topology="/etc/argosy/nccl-topology.xml")
+    assert named(judge_bandwidth(wanted, [], "IB"), "topology").ok is False
+    assert named(judge_bandwidth(wanted, [], "IB", topology=wanted.topology), "topology").ok
 
 
 def test_a_spec_says_what_its_nodes_need() -> None:

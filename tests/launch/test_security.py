@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import kubernetes_validate
 import pytest
-from rendering import CASES, GPU_EXAMPLE, HYPERPOD, NAMES, files_of, objects_of, pods_of
+import yaml
+from rendering import CASES, GPU_EXAMPLE, HYPERPOD, NAMES, ROOT, files_of, objects_of, pods_of
 
 from argosy.errors import ArgosyError
+from argosy.launch import node_checks
+from argosy.launch.node_checks import Wanted
 from argosy.launch.place import place
 from argosy.launch.render import render
 
@@ -33,8 +39,7 @@ def test_pods_are_those_of_an_ordinary_user(case: Case) -> None:
             assert pod["automountServiceAccountToken"] is False
             assert pod["enableServiceLinks"] is False
             assert not [volume for volume in pod["volumes"] if "hostPath" in volume]
-            asks_for_cards = any("efa" in key or "rdma" in key for key in container["resources"]["limits"])
-            assert own["capabilities"].get("add", []) == (["IPC_LOCK"] if asks_for_cards else [])
+            assert "add" not in own["capabilities"], "a capability has no effect for an ordinary user"
 
 
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
@@ -49,6 +54,25 @@ def test_requests_are_limits_and_shared_memory_is_counted_in_them(case: Case) ->
                 if volume.get("emptyDir", {}).get("medium") == "Memory":
                     size = int(volume["emptyDir"]["sizeLimit"].removesuffix("Gi"))
                     assert size < int(resources["limits"]["memory"].removesuffix("Gi"))
+
+
+def test_the_limit_of_locked_memory_is_raised_on_the_node_and_not_in_the_pod() -> None:
+    path = ROOT / "charts" / "node-memlock.yaml"
+    raise_limit = yaml.safe_load(path.read_text())
+    kubernetes_validate.validate(raise_limit, "1.34.0", strict=True)
+    [container] = raise_limit["spec"]["template"]["spec"]["containers"]
+    assert "LimitMEMLOCK=infinity" in container["args"][0]
+    assert subprocess.run(["sh", "-n", "-c", container["args"][0]], check=False).returncode == 0
+    infinity, limit = node_checks.resource.RLIM_INFINITY, (8 << 20, 8 << 20)
+    with (
+        patch.object(node_checks, "_may_lock", lambda: False),
+        patch.object(node_checks.resource, "getrlimit") as limits,
+    ):
+        limits.return_value = limit
+        check = node_checks.check_memlock(Wanted(fabric="infiniband"))
+        limits.return_value = (infinity, infinity)
+        raised = node_checks.check_memlock(Wanted(fabric="infiniband"))
+    assert (check.ok, str(path.relative_to(ROOT)) in check.fix, raised.ok) == (False, True, True)
 
 
 def test_privileges_are_there_only_when_asked_for() -> None:

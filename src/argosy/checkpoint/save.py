@@ -1,6 +1,7 @@
-"""Saving a checkpoint: every rank writes its own files, then the first rank writes the manifest and renames the directory.
+"""Saving a checkpoint: every rank writes its own files, then the first rank writes the manifest and commits the directory.
 
-The directory is complete or absent: it is written under a hidden name, synced, and renamed.
+The directory is complete or absent: it is written under a hidden name, synced, and renamed. Where a rename copies (`object_store.py`) it is
+written under its own name and marked as incomplete until its manifest is there.
 
 Why not DCP: its planners would decide who writes what, as `make_plan` does, but they exchange pickled objects and describe
 the result in a pickle. Without that, little more than a loop over slices is left, which is here.
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from argosy.checkpoint.disk import Written, write_bytes
 from argosy.checkpoint.manifest import OPTIMIZER, WEIGHTS, TrainProgress, finish, sync_directory
+from argosy.checkpoint.object_store import copies_to_rename, mark_complete, mark_incomplete
 from argosy.checkpoint.store import remove
 from argosy.checkpoint.stored import Groups, Plan, file_of, index_of, key_of, make_plan
 from argosy.checkpoint.tensors import TensorInfo, bytes_of, header_of
@@ -74,8 +76,8 @@ def contents(plan: Plan, groups: Groups, hosts: HostGroup) -> dict[str, Content]
 def write(root: Path, progress: TrainProgress, files: Mapping[str, Content], plan: Plan, hosts: HostGroup) -> Path:
     """Write this rank's files, and commit the checkpoint once all ranks have. A failure on one rank raises on all of them."""
     final = root / f"step-{progress.step:08d}"
-    partial = root / f".{final.name}.partial"
-    fault = hosts.tell(_attempt(lambda: _make_empty(partial)) if hosts.is_first else b"")
+    partial = final if copies_to_rename(root) else root / f".{final.name}.partial"
+    fault = hosts.tell(_attempt(lambda: _make_empty(partial, final)) if hosts.is_first else b"")
     messages: list[bytes] = []
     if not fault:
         written: dict[str, Written] = {}
@@ -112,15 +114,22 @@ def _commit(
 ) -> None:
     index = index_of(plan.stored, hosts.size) if plan.stored is not None and hosts.size > 1 else None
     finish(partial, progress, files, index)
+    if partial == final:
+        mark_complete(final)
+        return
     # An existing directory is a copy of this step that failed its check, or one from before a rewind.
     remove(final)
     partial.rename(final)
     sync_directory(final.parent)
 
 
-def _make_empty(directory: Path) -> None:
+def _make_empty(directory: Path, final: Path) -> None:
+    if directory == final:
+        remove(final)
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
+    if directory == final:
+        mark_incomplete(directory)
 
 
 def _attempt(work: Callable[[], object]) -> bytes:

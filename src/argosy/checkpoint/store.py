@@ -1,7 +1,7 @@
 """The checkpoints of a run: find the newest good one, keep the last few, set bad ones aside.
 
 No file records which checkpoint is the latest: it is found by listing, and used only if every hash is right. A directory is
-renamed before it is deleted, so that a half-deleted one never looks like a checkpoint.
+renamed or marked before it is deleted, so that a half-deleted one never looks like a checkpoint.
 
 `load_into` loads a checkpoint into tensors of any layout: each rank reads only the slices that it holds.
 """
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from argosy.checkpoint.manifest import Checkpoint, verify
+from argosy.checkpoint.object_store import INCOMPLETE, copies_to_rename, is_incomplete, mark_incomplete
 from argosy.checkpoint.stored import StoredTensors
 from argosy.errors import ArgosyError
 from argosy.parallel.host_group import ALONE, HostGroup
@@ -65,8 +66,9 @@ def latest(
 
 
 def listed(root: Path) -> list[Path]:
-    """Return the checkpoint directories, newest first. Those being written or removed have other names."""
+    """Return the checkpoint directories, newest first. Those being written or removed have other names, or are marked."""
     found = [path for path in root.glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir()]
+    found = [path for path in found if not is_incomplete(path)]
     return sorted(found, key=step_of, reverse=True)
 
 
@@ -89,12 +91,19 @@ def prune(root: Path, keep: int, newest: int, keep_every: int | None = None) -> 
 
 def sweep(root: Path) -> None:
     """Remove what a killed save or a killed removal left behind."""
-    for leftover in root.glob(".step-*"):
+    for leftover in [*root.glob(".step-*"), *(mark.parent for mark in root.glob(f"step-*/{INCOMPLETE}"))]:
         shutil.rmtree(leftover, ignore_errors=True)
 
 
 def remove(path: Path) -> None:
-    if path.exists():
+    if path.exists() and copies_to_rename(path):
+        mark_incomplete(path)
+        # The mark goes last: without it, what is left would look like a checkpoint.
+        for file in path.iterdir():
+            if file.name != INCOMPLETE:
+                file.unlink(missing_ok=True)
+        shutil.rmtree(path, ignore_errors=True)
+    elif path.exists():
         doomed = path.with_name(f".{path.name}.removed")
         shutil.rmtree(doomed, ignore_errors=True)
         # Another process may have removed it first.

@@ -36,6 +36,7 @@ from argosy.cli import (
 )  # fmt: skip
 from argosy.echo import capped
 from argosy.errors import EXIT_REFUSED, ArgosyError
+from argosy.files import write_fix
 from argosy.log_handler import install_log_handler
 
 # The base class of BadParameter: click's, or that of the copy of click in newer versions of Typer.
@@ -65,7 +66,8 @@ class Verbs(TyperGroup):
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
             cause = f"{where}{error.strerror or error}"
-            raise ArgosyError("io.failed", cause, fix="check the path, its permissions and free space") from error
+            fix = write_fix(error, "check the path, its permissions and free space")
+            raise ArgosyError("io.failed", cause, fix=fix) from error
         except UnicodeEncodeError as error:
             # A file name or an argument is not UTF-8 text.
             cause = f"{error.object[:80]!a} cannot be written in {error.encoding}: {error.reason}"
@@ -137,6 +139,7 @@ app.command("launch")(launch.launch)
 app.command("status")(jobs.status)
 app.command("logs")(jobs.logs)
 app.command("stop")(jobs.stop)
+app.command("cp")(jobs.cp)
 app.command("ls")(jobs.ls)
 app.command("watch")(watch.watch)
 app.command("dash")(dash.dash)

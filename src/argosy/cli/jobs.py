@@ -1,28 +1,46 @@
-"""argosy status | logs | stop | ls"""
+"""argosy status | logs | stop | cp | ls"""
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from argosy.cli.arguments import RUN_HELP, RUN_METAVAR, require_run, run_and_overrides
 from argosy.cli.launch import TargetChoice
 
-Run = Annotated[str, typer.Argument(help="The run spec it was launched from, or its name.", metavar="RUN.yaml|NAME")]
+if TYPE_CHECKING:
+    from argosy.launch.target import Launched
+
+Run = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help="The run spec it was launched from (default: ./run.yaml) and the same overrides; or its name.",
+        metavar="[RUN.yaml|NAME] [KEY=VALUE]...",
+    ),
+]
 Namespace = Annotated[str | None, typer.Option("-n", "--namespace", help="Kubernetes namespace.")]
 On = Annotated[TargetChoice | None, typer.Option("--target", help="Where it was launched, if not where its spec says.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-def status(run: Run, namespace: Namespace = None, target: On = None, as_json: Json = False) -> None:
+def _find(arguments: list[str] | None, namespace: str | None, target: str | None) -> Launched:
+    from argosy.launch.runs import find
+
+    path, overrides = run_and_overrides(arguments)
+    given = arguments is not None and len(arguments) > len(overrides)
+    return find(arguments[0] if arguments and given else str(require_run(path)), namespace, target, overrides)
+
+
+def status(run: Run = None, namespace: Namespace = None, target: On = None, as_json: Json = False) -> None:
     """How a launched run is doing: the state of each stage with the reason in plain words, progress and ETA."""
     import json
     from dataclasses import asdict
 
-    from argosy.launch.runs import find
     from argosy.launch.runs import status as ask
 
-    found = ask(find(run, namespace, target))
+    found = ask(_find(run, namespace, target))
     if as_json:
         print(json.dumps(asdict(found)))
         return
@@ -32,7 +50,7 @@ def status(run: Run, namespace: Namespace = None, target: On = None, as_json: Js
 
 
 def logs(
-    run: Run,
+    run: Run = None,
     namespace: Namespace = None,
     target: On = None,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on as lines come.")] = False,
@@ -40,20 +58,44 @@ def logs(
     tail: Annotated[int | None, typer.Option(min=0, help="Only the last lines.")] = None,
 ) -> None:
     """The log of a run: from its pods, where a lost connection is taken up again, or from its directory."""
-    from argosy.launch.runs import find
     from argosy.launch.runs import logs as lines
 
-    for line in lines(find(run, namespace, target), rank=rank, follow=follow, tail=tail):
+    for line in lines(_find(run, namespace, target), rank=rank, follow=follow, tail=tail):
         print(line, flush=follow)
 
 
-def stop(run: Run, namespace: Namespace = None, target: On = None) -> None:
+def stop(run: Run = None, namespace: Namespace = None, target: On = None) -> None:
     """End a launched run. It saves first; data, checkpoints and volumes stay, and launching it again goes on."""
-    from argosy.launch.runs import end, find
+    from argosy.launch.runs import end
+    from argosy.launch.runs import status as ask
 
-    for what in end(find(run, namespace, target)):
+    found = _find(run, namespace, target)
+    for what in end(found):
         print(f"ended {what}")
-    print("it saves before it ends; launching it again goes on")
+    state = next((state for state in ask(found).stages.values() if state.phase == "stopped"), None)
+    print("it saves before it ends; launching it again goes on" if state is None else state)
+
+
+def cp(
+    source: Annotated[
+        Path, typer.Argument(help="A file or a directory of this machine.", metavar="SOURCE", exists=True)
+    ],
+    destination: Annotated[str, typer.Argument(help="Its path on the shared volume.", metavar="DESTINATION")],
+    arguments: Annotated[list[str] | None, typer.Argument(help=RUN_HELP, metavar=RUN_METAVAR)] = None,
+) -> None:
+    """Copy files of one's own to the shared volume of a run on Kubernetes: a tokenizer, texts, a model to start from.
+
+    The volume is claimed if it is not there yet. Needs kubectl.
+    """
+    from argosy.launch.place import place
+    from argosy.launch.targets.kubernetes import connected
+
+    path, overrides = run_and_overrides(arguments)
+    placed = place(require_run(path), overrides)
+    cluster = connected(placed.cluster.namespace)
+    from argosy.launch.upload import upload
+
+    upload(placed, cluster, source, destination, lambda text: print(text, flush=True))
 
 
 def ls(namespace: Namespace = None, as_json: Json = False) -> None:

@@ -28,7 +28,7 @@ def launch(
         bool, typer.Option("--oversized", help="Although the planner says that it does not fit into the GPUs' memory.")
     ] = False,
     stage: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Only this one: fetch, prepare, preflight or train.")
+        str | None, typer.Option(metavar="NAME", help="Only this one: storage, fetch, prepare, preflight or train.")
     ] = None,
     detach: Annotated[
         bool, typer.Option("--detach", help="Return when the last stage is started, rather than when it ends.")

@@ -46,14 +46,34 @@ class StorageSpec(Section):
     sku: str | None = Field(
         None, description="azure-lustre: AMLFS-Durable-Premium-40, -125, -250, -500; azure-blob: Standard_LRS, …"
     )
-    zone: str | None = Field(None, description="azure-lustre: availability zone; default: 1")
-    subnet: str | None = Field(None, description="fsx: the subnet's id")
+    zone: str | None = Field(
+        None, coerce_numbers_to_str=True, description="azure-lustre: availability zone; default: 1"
+    )
+    subnet: str | None = Field(
+        None, description="fsx: the subnet's id; azure-lustre: the subnet's name, default: that of the cluster's nodes"
+    )
+    vnet: str | None = Field(None, description="azure-lustre: virtual network of the subnet; default: the cluster's")
+    vnet_resource_group: str | None = Field(
+        None, description="azure-lustre: resource group of the virtual network; default: the cluster's"
+    )
+    resource_group: str | None = Field(
+        None, description="azure-lustre: resource group of the file system; default: that of the cluster's nodes"
+    )
     security_groups: list[str] = Field([], description="fsx: ids of security groups")
     throughput: Literal[125, 250, 500, 1000] | None = Field(None, description="fsx: MB/s for each TiB; default: 250")
     volume: str | None = Field(None, description="fsx-static: the file system's id, fs-…")
     dns_name: str | None = Field(None, description="fsx-static: the file system's DNS name")
     mount_name: str | None = Field(None, description="fsx-static: the file system's mount name")
     mount_options: list[str] | None = Field(None, description="in place of the store's own")
+    reclaim: Literal["Retain", "Delete"] = Field(
+        "Retain",
+        description="what becomes of a store that is made when its claim is deleted. Retain: it stays, with all data, and costs money",
+    )
+    take_ownership: bool = Field(
+        False,
+        description="make the root of the volume cluster.user's, by one short pod as root with the capability CHOWN alone: "
+        "for a new file system whose root belongs to root, as FSx makes them",
+    )
 
 
 class SlurmSpec(Section):
@@ -75,7 +95,12 @@ class WorkersSpec(Section):
     count: Positive = Field(1, description="how many")
     cpus: Positive = Field(8, description="cores of each")
     memory: Quantity = Field("32Gi", description="memory of each")
-    node_selector: dict[str, str] = Field({}, description="labels of the nodes they may use; default: any node")
+    node_selector: dict[str, str] = Field(
+        {}, description="labels of the nodes they may use; default: any node, one without GPUs if there is a choice"
+    )
+    tolerations: list[str] | None = Field(
+        None, description="taints that are tolerated, by key; default: those of cluster.tolerations"
+    )
 
 
 class ClusterSpec(Section):

@@ -146,13 +146,16 @@ def _refusal(axis: str, size: int, cause: str, near: object, origins: Origins) -
     )
 
 
-def check_world(parallel: ParallelSpec, ranks: int, source: str, batch: int | None = None) -> None:
+def check_world(
+    parallel: ParallelSpec, ranks: int, source: str, batch: int | None = None, per_node: int | None = None
+) -> None:
     """Raise if the number of processes is not the world size of the layout.
 
     Args:
         ranks: number of processes.
         source: where `ranks` comes from, for the message.
         batch: the global batch, so that the suggested layout divides it.
+        per_node: ranks on a node, if the processes are started by a launch and their number is that of its nodes.
     """
     if ranks == parallel.world_size:
         return
@@ -163,9 +166,17 @@ def check_world(parallel: ParallelSpec, ranks: int, source: str, batch: int | No
         f"process{'es' if parallel.world_size > 1 else ''}, and there {'is' if ranks == 1 else 'are'} {ranks} ({source})",
         key="parallel",
         value=describe_layout(parallel),
-        fix=f"start {parallel.world_size} processes: argosy train RUN.yaml --nproc {parallel.world_size}; "
-        + _other_layout(parallel, ranks, batch),
+        fix=f"{_other_number(parallel.world_size, per_node)}; {_other_layout(parallel, ranks, batch)}",
     )
+
+
+def _other_number(world: int, per_node: int | None) -> str:
+    """Suggest how to start the number of processes that the layout needs."""
+    if per_node is None:
+        return f"start {world} processes: argosy train RUN.yaml --nproc {world}"
+    if world % per_node:
+        return f"{world} processes are no whole number of nodes of {per_node} ranks"
+    return f"cluster.nodes={world // per_node}, of {per_node} ranks each"
 
 
 def _other_layout(parallel: ParallelSpec, ranks: int, batch: int | None) -> str:

@@ -68,7 +68,8 @@ class CorporaSpec(Section):
     """The corpora, their splits, and how windows of their tokens are read."""
 
     tokenizer: str | None = Field(
-        None, description="tokenizer.json, or `bytes`; default: the one stored with the prepared data"
+        None,
+        description="tokenizer.json, hf:NAME of the Hub (fetched once, and kept at its commit), or `bytes`; default: the one stored with the prepared data",
     )
     train: list[DataSource] = Field(min_length=1, description="the corpora, one or more")
     split: tuple[NotNegative, NotNegative, NotNegative] = Field(

@@ -12,6 +12,8 @@ from argosy.record.jsonl import Record
 
 # A regular expression for the start of a step line, for programs that watch logs.
 STEP_LINE = r"step [0-9]+/[0-9]+ \| loss "
+# The line with which training ends before its last step: the step it saved, and how many there are.
+STOPPED_LINE = r"stopped at step ([0-9]+) of ([0-9]+), saved"
 # With ARGOSY_STEP_LINES=node, the first rank of every node prints step lines, not only the first rank of all.
 STEP_LINES, EVERY_NODE = "ARGOSY_STEP_LINES", "node"
 
@@ -23,6 +25,10 @@ class Console(Protocol):
     def advance(self, step: int) -> None: ...
     def note(self, text: str) -> None: ...
     def close(self) -> None: ...
+
+
+def stopped_line(step: int, steps: int) -> str:
+    return f"stopped at step {step} of {steps}, saved; run the same command again to go on"
 
 
 def open_console(*, first: int, last: int, quiet: bool = False) -> Console:

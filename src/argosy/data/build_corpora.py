@@ -16,7 +16,9 @@ from argosy.data.prepare.job import prepare
 from argosy.data.prepare.prepare_report import describe
 from argosy.data.prepare.work import PrepareOptions
 from argosy.data.remote.fetch import FetchOptions, fetch
+from argosy.data.remote.hub_tokenizer import fetch_tokenizer
 from argosy.data.remote.sources import Choice, text_key
+from argosy.data.text.hub_names import on_hub
 from argosy.data.text.inputs import local_path
 from argosy.data.text.tokenizer import Tokenizer, load_tokenizer
 from argosy.errors import ArgosyError
@@ -61,6 +63,12 @@ def build(spec: RunSpec, share: Share, only: str | None = None) -> Iterator[str]
         only: "fetch" or "prepare" runs that half only; None runs both.
     """
     recipes = [(source, source.prepare) for source in spec.data.train if source.prepare is not None]
+    wanted = on_hub(spec.data.tokenizer)
+    # One worker fetches the tokenizer; the others find it in the stage that follows.
+    if wanted is not None and only != "prepare" and share.index == 0:
+        yield fetch_tokenizer(wanted)
+    if not recipes and wanted is not None:
+        return
     if not recipes:
         raise ArgosyError(
             "config.missing-key",
@@ -68,16 +76,18 @@ def build(spec: RunSpec, share: Share, only: str | None = None) -> Iterator[str]
             key="data.train.0.prepare",
             fix="data: {train: [{path: corpus, prepare: {fetch: c4, config: en, split: train_small}}]}",
         )
-    tokenizer = load_tokenizer(_tokenizer_of(spec))
+    # Fetching needs no tokenizer, and the volume that it fetches to may still be without one.
+    tokenizer = None if only == "fetch" else load_tokenizer(_tokenizer_of(spec))
     for source, recipe in recipes:
         corpus = local_path(source.path)
         if (corpus / FILE_NAME).exists():
-            _require_same_tokenizer(corpus, tokenizer)
+            if tokenizer is not None:
+                _require_same_tokenizer(corpus, tokenizer)
             yield f"{corpus}: already exists"
             continue
         if recipe.fetch is not None and only != "prepare":
             yield _fetch(recipe, source, share)
-        if only != "fetch":
+        if tokenizer is not None:
             yield _prepare(recipe, source, corpus, tokenizer, share)
 
 
@@ -114,7 +124,7 @@ def _tokenizer_of(spec: RunSpec) -> str:
             "config.missing-key",
             "a corpus cannot be prepared without a tokenizer",
             key="data.tokenizer",
-            fix="data.tokenizer=PATH to a tokenizer.json, vocab.json beside merges.txt, or `bytes`",
+            fix="data.tokenizer=hf:gpt2 from the Hub, PATH to a tokenizer.json, vocab.json beside merges.txt, or `bytes`",
         )
     return spec.data.tokenizer
 

@@ -32,6 +32,9 @@ RETRY = RetryPolicy(attempts=8, base_s=0.5, cap_s=20.0, statuses=frozenset({409,
 # 400: the container has not started. 404: the object is gone. 410: the resource version is too old to resume a watch from.
 _NOTHING_TO_READ = frozenset({400, 404, 410})
 _WAIT_S = 30.0
+_ACCESS_REVIEW = Kind("authorization.k8s.io/v1", "SelfSubjectAccessReview")
+# What a server says of a field that its schema does not have: with status 500, although asking again cannot help.
+UNKNOWN_FIELD = "field not declared in schema"
 # A path below a file, where no file can exist.
 _NO_FILE = f"{os.devnull}/discovery"
 
@@ -49,15 +52,18 @@ class Cluster:
         # Resources looked up so far. None: the server does not know the kind.
         self._resources: dict[Kind, Any] = {}
 
-    def apply(self, document: Manifest) -> None:
-        """Create or update an object by server-side apply. The server rejects unknown fields instead of dropping them."""
+    def apply(self, document: Manifest, *, dry_run: bool = False) -> None:
+        """Create or update an object by server-side apply. The server rejects unknown fields instead of dropping them.
+
+        With `dry_run` the server checks rights, fields and admission rules as it would, and stores nothing.
+        """
         kind = kind_of(document)
         self._require(kind).server_side_apply(
             body=document,
             namespace=self.namespace,
             field_manager=MANAGER,
             force_conflicts="true",
-            query_params=[("fieldValidation", "Strict")],
+            query_params=[("fieldValidation", "Strict"), *([("dryRun", "All")] if dry_run else [])],
             serializer=_plain,
         )
 
@@ -75,6 +81,30 @@ class Cluster:
             ArgosyError: the kind is unknown. The refusal names the operator that provides it.
         """
         self._require(kind)
+
+    def annotate(self, kind: Kind, name: str, marks: Mapping[str, str | None]) -> None:
+        """Set annotations of an object and leave everything else as it is. None removes an annotation."""
+        self._require(kind).patch(
+            body={"metadata": {"annotations": dict(marks)}},
+            name=name,
+            namespace=self.namespace,
+            content_type="application/merge-patch+json",
+            serializer=_plain,
+        )
+
+    def knows(self, kind: Kind) -> bool:
+        return self._resource(kind) is not None
+
+    def may(self, group: str, resource: str, verb: str) -> bool:
+        """Return whether this user may use a verb on a resource of the namespace. If the server does not say, return True."""
+        reviews = self._resource(_ACCESS_REVIEW)
+        if reviews is None:
+            return True
+        name, _, part = resource.partition("/")
+        asked = {"namespace": self.namespace, "group": group, "resource": name, "subresource": part, "verb": verb}
+        named = {"apiVersion": _ACCESS_REVIEW.api_version, "kind": _ACCESS_REVIEW.name}
+        answer = reviews.create(body=named | {"spec": {"resourceAttributes": asked}}, serializer=_plain)
+        return bool(answer.get("status", {}).get("allowed"))
 
     def find(self, kind: Kind, selector: Mapping[str, str] | None = None, fields: str | None = None) -> list[Manifest]:
         """Return the objects of a kind that match a label selector and a field selector; an unknown kind has none."""
@@ -153,11 +183,12 @@ class Cluster:
     def _require(self, kind: Kind) -> Any:
         resource = self._resource(kind)
         if resource is None:
+            needs = "its operator" if kind.operator is None else f"{kind.operator.name} {kind.operator.least} or newer"
             raise ArgosyError(
                 "launch.refused",
-                f"this cluster does not know the kind {kind.name}: it needs {kind.operator or 'its operator'}",
+                f"this cluster does not know the kind {kind.name}: it needs {needs}",
                 key="cluster.target",
-                fix="install that, or choose another target: --target indexed-job needs none",
+                fix=f"{install_hint(kind)}, or choose another target: --target indexed-job needs no operator",
             )
         return resource
 
@@ -175,6 +206,11 @@ class Cluster:
                 found = None
             self._resources[kind] = found
         return self._resources[kind]
+
+
+def install_hint(kind: Kind) -> str:
+    """Return how to get the operator of a kind."""
+    return "install that" if kind.operator is None else f"install it: {kind.operator.install}"
 
 
 class _Discovery(LazyDiscoverer):  # type: ignore[misc]  # the client has no types
@@ -232,7 +268,7 @@ class _RetryingClient(DynamicClient):  # type: ignore[misc]  # the client has no
             # Status 0: TLS failed before the server answered.
             if not error.status:
                 raise Transient(str(error.reason)) from None
-            if error.status in self._retry.statuses:
+            if error.status in self._retry.statuses and UNKNOWN_FIELD not in _message(error):
                 asked = retry_after_s(error.headers or {})
                 raise Transient(f"{error.status}: {_message(error)}", retry_after_s=asked) from None
             if error.status == 404 and method.upper() in ("GET", "DELETE"):

@@ -1,4 +1,4 @@
-"""Generated files of the Helm chart. `python -m argosy.launch.chart charts/argosy` writes both.
+"""Generated files of the Helm chart. `python -m argosy.launch.chart charts/argosy` writes them.
 
 Before an install, Helm validates the values against a JSON Schema derived from the run spec's schema, so Helm rejects a misspelt
 key as `argosy` does. The conductor's RBAC rules are the ones the targets declare.
@@ -14,6 +14,8 @@ from typing import Any, get_args
 from argosy.config.cluster import ClusterSpec
 from argosy.config.json_schema import published_schema
 from argosy.launch.registry import find_target, pod_targets
+from argosy.launch.target import Right
+from argosy.launch.targets.kubernetes import EVERY_LAUNCH
 
 _TEXT = {"type": "string"}
 _SWITCH = {"type": "boolean"}
@@ -63,16 +65,18 @@ def conductor_rights() -> dict[str, dict[str, Any]]:
 
 
 def _rules(cluster: ClusterSpec) -> list[dict[str, list[str]]]:
-    return [
-        {"apiGroups": [right.group], "resources": [right.resource], "verbs": list(right.verbs)}
-        for right in find_target(cluster.target).rights(cluster)
-    ]
+    return [_rule(right) for right in find_target(cluster.target).rights(cluster)]
+
+
+def _rule(right: Right) -> dict[str, list[str]]:
+    return {"apiGroups": [right.group], "resources": [right.resource], "verbs": list(right.verbs)}
 
 
 def files() -> dict[str, str]:
     """Return the contents of the generated files, by path inside the chart."""
     return {
         "values.schema.json": json.dumps(values_schema(), indent=1) + "\n",
+        "files/every-launch.json": json.dumps([_rule(right) for right in EVERY_LAUNCH], indent=1) + "\n",
         "files/rights.json": json.dumps(conductor_rights(), indent=1) + "\n",
     }
 

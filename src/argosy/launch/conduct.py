@@ -14,12 +14,14 @@ from dataclasses import dataclass
 
 from argosy.errors import EXIT_DONE, ArgosyError
 from argosy.launch.api import Cluster, Forbidden
+from argosy.launch.cluster_checks import check_cluster, check_rights
 from argosy.launch.manifests import EVENT, POD, Kind, Manifests, kind_of
 from argosy.launch.placement import Placement
 from argosy.launch.pod import RUN_LABEL, STAGE_LABEL, Manifest
+from argosy.launch.run_record import FINISHED, forget_end, note_end
 from argosy.launch.stages import Stage
 from argosy.launch.states import pod_number, stage_state
-from argosy.launch.target import State
+from argosy.launch.target import Right, State
 
 DIGEST = "argosy/digest"
 EXIT_STAGE_FAILED = 3
@@ -32,7 +34,8 @@ Say = Callable[[str], None]
 class Conductor:
     """The conductor of one launch.
 
-    `jobs` are the kinds that the target's own job may have. `restarts_itself` says that something in the cluster restarts that job.
+    `jobs` are the kinds that the target's own job may have, and `beside` the kinds it needs besides. `rights` are those of every request that
+    follows. `restarts_itself` says that something in the cluster restarts the job.
     """
 
     cluster: Cluster
@@ -42,21 +45,29 @@ class Conductor:
     jobs: Sequence[Kind] = ()
     restarts_itself: bool = True
     look_every: int = _LOOK_EVERY_S
+    beside: Sequence[Kind] = ()
+    rights: Sequence[Right] = ()
 
     def run(self, only: Stage | None = None, *, follow: bool = True) -> int:
         """Run the stages and return the exit code: 0 if all succeeded, or if the last one was started and is not followed."""
         # Check now, not after hours of data preparation.
         for stage in self.manifests.stages:
             self.cluster.require(self._kind(stage))
+        check_rights(self.cluster, self.rights)
         # Check this before the spec of running stages is overwritten.
         going = [stage for stage in self.manifests.stages if self._running(stage)]
-        for document in [*self.manifests.storage, *self.manifests.spec]:
-            self._require_ours(document)
-            self.cluster.apply(document)
         stages = list(self.manifests.stages) if only is None else [only]
         if only is None and going:
             # Earlier stages are done, and could not get the GPUs that the running stage holds.
             stages = stages[stages.index(going[-1]) :]
+        shared = [*self.manifests.storage, *self.manifests.spec]
+        for document in shared:
+            self._require_ours(document)
+        starting = [stage for stage in stages if stage not in going]
+        check_cluster(self.cluster, self.placed, self.manifests, starting, [*self.jobs, *self.beside])
+        for document in shared:
+            self.cluster.apply(document)
+        forget_end(self.cluster, self.placed.spec.name)
         for stage in stages:
             self._start(stage)
             if not follow and stage == stages[-1]:
@@ -67,6 +78,8 @@ class Conductor:
                 self.say(f"{stage} {state}")
                 self._show_end_of_log(state)
                 return EXIT_STAGE_FAILED
+            if stage.trains:
+                note_end(self.cluster, self.placed.spec.name, FINISHED)
         return EXIT_DONE
 
     def _job(self, stage: Stage) -> Manifest:

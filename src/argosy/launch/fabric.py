@@ -23,7 +23,7 @@ _AZURE_HOPPER = {
     "NCCL_IB_QPS_PER_CONNECTION": "4",
     "NCCL_IGNORE_CPU_AFFINITY": "1",
     "NCCL_MIN_NCHANNELS": "32",
-    # These virtual machines hide their PCIe topology. An image that ships a topology file sets NCCL_TOPO_FILE.
+    # These virtual machines hide their PCIe topology, so every card counts as near. Pods get a topology file in place of this.
     "NCCL_NET_GDR_LEVEL": "SYS",
     "NCCL_P2P_NET_CHUNKSIZE": "524288",
     "NCCL_PXN_DISABLE": "1",

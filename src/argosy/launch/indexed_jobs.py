@@ -26,7 +26,7 @@ STOP_WHEN_REFUSED: dict[str, Any] = {
 
 def data_job(placed: Placement, stage: Stage) -> list[Manifest]:
     """Return the Job of a data stage. Its workers split the work by index, and each is retried a few times."""
-    workers = placed.cluster.data.count
+    workers = 1 if stage.as_root else placed.cluster.data.count
     name = f"{placed.name}-{stage}"
     require_room(placed.name, f"-{stage}-{workers - 1}-abcde")
     env = {"ARGOSY_WORKERS": str(workers)}

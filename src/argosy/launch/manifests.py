@@ -11,16 +11,26 @@ from argosy.launch.placement import Placement
 from argosy.launch.pod import Manifest, labels
 from argosy.launch.stages import Stage
 from argosy.launch.storage import storage_objects
+from argosy.launch.topology import FILE_NAME, topology_file
+
+
+@dataclass(frozen=True)
+class Operator:
+    """The software that provides a kind: its name, the oldest version that knows every field used here, and how to install it."""
+
+    name: str
+    least: str
+    install: str
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of object. `plural` is its resource name in a Role. `operator` names the software that provides the kind."""
+    """A kind of object. `plural` is its resource name in a Role. `operator` is the software that provides the kind."""
 
     api_version: str
     name: str
     plural: str = field(default="", compare=False)
-    operator: str | None = field(default=None, compare=False)
+    operator: Operator | None = field(default=None, compare=False)
 
     @property
     def group(self) -> str:
@@ -29,6 +39,9 @@ class Kind:
 
 POD, EVENT, SERVICE = Kind("v1", "Pod"), Kind("v1", "Event"), Kind("v1", "Service")
 JOB = Kind("batch/v1", "Job", "jobs")
+CONFIG_MAP = Kind("v1", "ConfigMap")
+CLAIM = Kind("v1", "PersistentVolumeClaim")
+LOCAL_QUEUES = (Kind("kueue.x-k8s.io/v1beta2", "LocalQueue"), Kind("kueue.x-k8s.io/v1beta1", "LocalQueue"))
 # Companion objects that jobs of any target may need. They are deleted with the jobs.
 BESIDE = (
     Kind("resource.nvidia.com/v1beta1", "ComputeDomain"),
@@ -60,6 +73,7 @@ class Manifests:
 
 def shared_objects(placed: Placement) -> tuple[list[Manifest], list[Manifest]]:
     """Return the objects of the volume and of the run spec, which are applied before every stage."""
+    topology = topology_file(placed.cluster, placed.instance, placed.fabric)
     spec = {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -68,7 +82,7 @@ def shared_objects(placed: Placement) -> tuple[list[Manifest], list[Manifest]]:
             "namespace": placed.cluster.namespace,
             "labels": labels(placed),
         },
-        "data": {"run.yaml": placed.source},
+        "data": {"run.yaml": placed.source} | ({} if topology is None else {FILE_NAME: topology}),
     }
     return storage_objects(placed), [spec]
 

@@ -63,6 +63,7 @@ def place(
         ranks * cluster.nodes,
         f"{cluster.nodes} nodes of {ranks} ranks",
         resolved.spec.train.global_batch,
+        per_node=None if chosen_target.on_this_machine else ranks,
     )
     fabric = "none" if chosen_target.on_this_machine else choose_fabric(cluster, instance)
     check_sharp(cluster, fabric)
@@ -80,6 +81,7 @@ def place(
         cpus=cluster.cpus or int((instance.cpus or 0) * _share(instance, gpus) if instance is not None else 0),
         memory_gib=memory,
         shm_gib=gib(cluster.shm) if cluster.shm else max(1, min(_MOST_SHM_GIB, memory // 8)),
+        in_pods=chosen_target.makes_pods,
         prediction=None if planned_on is None else predict(resolved.spec, planned_on),
     )
     chosen_target.check(placed)

@@ -30,6 +30,8 @@ class Placement:
     cpus: int
     memory_gib: int
     shm_gib: int
+    # The run's stages are pods on Kubernetes.
+    in_pods: bool
     # The planner's prediction for this layout.
     prediction: dict[str, Any] | None
 

@@ -12,7 +12,8 @@ from typing import Any
 from argosy.config.cluster import ClusterSpec
 from argosy.launch.fabric import DEVICE_IN_POD, fabric_environment
 from argosy.launch.placement import Placement
-from argosy.launch.stages import Stage
+from argosy.launch.stages import SPEC_DIRECTORY, Stage
+from argosy.launch.topology import FILE_NAME, topology_file
 
 Manifest = dict[str, Any]
 SCRATCH = "/scratch"
@@ -30,6 +31,8 @@ _NEAR = {
     "eks": "topology.k8s.aws/network-node-layer-2",
     "hyperpod": "topology.k8s.aws/network-node-layer-2",
 }
+# NVIDIA's GPU feature discovery sets this label on nodes with GPUs.
+_HAS_GPUS = "nvidia.com/gpu.present"
 # Nodes of one NVLink domain share the value of this label.
 _CLIQUE = "nvidia.com/gpu.clique"
 
@@ -59,7 +62,7 @@ def pod_template(placed: Placement, stage: Stage, container: str, env: Mapping[s
         "enableServiceLinks": False,
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": int(cluster.grace.amount),
-        "securityContext": _pod_security(cluster),
+        "securityContext": _pod_security(cluster, as_root=stage.as_root),
         "containers": [_container(placed, stage, container, env or {})],
         "volumes": _volumes(placed, on_gpus=on_gpus),
     }
@@ -67,10 +70,7 @@ def pod_template(placed: Placement, stage: Stage, container: str, env: Mapping[s
         spec["imagePullSecrets"] = [{"name": name} for name in cluster.pull_secrets]
     if cluster.queue is None and cluster.priority is not None:
         spec["priorityClassName"] = cluster.priority
-    if on_gpus:
-        spec |= _placing(placed, stage)
-    elif cluster.data.node_selector:
-        spec["nodeSelector"] = dict(cluster.data.node_selector)
+    spec |= _placing(placed, stage) if on_gpus else _placing_workers(cluster)
     metadata: Manifest = {"labels": labels(placed, stage)}
     if on_gpus:
         metadata["annotations"] = {RANKS: str(placed.ranks)}
@@ -88,14 +88,14 @@ def _container(placed: Placement, stage: Stage, name: str, env: Mapping[str, str
         "image": cluster.image,
         # A digest is immutable; a tag may have moved.
         "imagePullPolicy": "IfNotPresent" if "@" in str(cluster.image) else "Always",
-        "command": ["argosy"],
+        "command": [stage.program],
         "args": literal(stage.command(placed)),
         "workingDir": placed.storage.mount,
         "env": _environment(placed, env, on_gpus=on_gpus),
         "resources": {"requests": resources, "limits": resources},
-        "securityContext": _container_security(placed, on_gpus=on_gpus),
+        "securityContext": _container_security(placed, stage),
         "volumeMounts": [
-            {"name": "spec", "mountPath": "/etc/argosy", "readOnly": True},
+            {"name": "spec", "mountPath": SPEC_DIRECTORY, "readOnly": True},
             {"name": "storage", "mountPath": placed.storage.mount},
             {"name": "scratch", "mountPath": SCRATCH},
             {"name": "tmp", "mountPath": "/tmp"},
@@ -143,6 +143,10 @@ def _environment(placed: Placement, env: Mapping[str, str], *, on_gpus: bool) ->
     }
     if on_gpus:
         variables |= training_environment(placed)
+    if on_gpus and topology_file(placed.cluster, placed.instance, placed.fabric) is not None:
+        variables["NCCL_TOPO_FILE"] = f"{SPEC_DIRECTORY}/{FILE_NAME}"
+        # Without the file, every card would have to count as near.
+        variables.pop("NCCL_NET_GDR_LEVEL", None)
     variables |= placed.cluster.env
     variables |= env
     secrets = placed.cluster.secrets
@@ -169,7 +173,9 @@ def _volumes(placed: Placement, *, on_gpus: bool) -> list[Manifest]:
     ]
 
 
-def _pod_security(cluster: ClusterSpec) -> Manifest:
+def _pod_security(cluster: ClusterSpec, *, as_root: bool) -> Manifest:
+    if as_root:
+        return {"runAsUser": 0, "runAsGroup": 0, "seccompProfile": {"type": "RuntimeDefault"}}
     user = cluster.user
     return {
         "runAsNonRoot": user != 0,
@@ -181,13 +187,12 @@ def _pod_security(cluster: ClusterSpec) -> Manifest:
     }
 
 
-def _container_security(placed: Placement, *, on_gpus: bool) -> Manifest:
-    if placed.cluster.privileged and on_gpus:
+def _container_security(placed: Placement, stage: Stage) -> Manifest:
+    if placed.cluster.privileged and stage.on_gpus:
         return {"privileged": True}
     capabilities: Manifest = {"drop": ["ALL"]}
-    if on_gpus and placed.nics is not None:
-        # RDMA pins its buffers in memory.
-        capabilities["add"] = ["IPC_LOCK"]
+    if stage.as_root:
+        capabilities["add"] = ["CHOWN"]
     return {"allowPrivilegeEscalation": False, "capabilities": capabilities, "readOnlyRootFilesystem": True}
 
 
@@ -200,7 +205,7 @@ def _placing(placed: Placement, stage: Stage) -> Manifest:
         bare = cluster.instance.removeprefix("ml.")
         selector = {"node.kubernetes.io/instance-type": prefix + bare} | selector
     placing: Manifest = {"nodeSelector": selector} if selector else {}
-    placing["tolerations"] = [{"key": key, "operator": "Exists"} for key in cluster.tolerations]
+    placing["tolerations"] = _tolerations(cluster.tolerations)
     placing["affinity"] = _affinity(placed, stage)
     if cluster.host_network:
         placing |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
@@ -211,6 +216,23 @@ def _placing(placed: Placement, stage: Stage) -> Manifest:
             {"name": "nvlink-domain", "resourceClaimTemplateName": f"{placed.name}-nvlink-domain"}
         ]
     return {key: value for key, value in placing.items() if value}
+
+
+def _placing_workers(cluster: ClusterSpec) -> Manifest:
+    """Return the scheduling fields of data pods. GPU nodes serve too, for clusters that have no others, but others come first."""
+    workers = cluster.data
+    without_gpus = {"key": _HAS_GPUS, "operator": "DoesNotExist"}
+    preferred = {"weight": 100, "preference": {"matchExpressions": [without_gpus]}}
+    placing: Manifest = {
+        "nodeSelector": dict(workers.node_selector),
+        "tolerations": _tolerations(cluster.tolerations if workers.tolerations is None else workers.tolerations),
+        "affinity": {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [preferred]}},
+    }
+    return {key: value for key, value in placing.items() if value}
+
+
+def _tolerations(keys: Sequence[str]) -> list[Manifest]:
+    return [{"key": key, "operator": "Exists"} for key in keys]
 
 
 def _affinity(placed: Placement, stage: Stage) -> Manifest:

@@ -26,22 +26,21 @@ def render(placed: Placement) -> dict[str, str]:
 def plan(placed: Placement, files: dict[str, str]) -> dict[str, Any]:
     """Return the contents of plan.json: the resolved settings and the planner's prediction, for later readers of the files."""
     cluster = placed.cluster
-    in_pods = find_target(cluster.target).makes_pods
     digest = hashlib.sha256("".join(f"{name}\0{text}\0" for name, text in files.items()).encode()).hexdigest()
     return {
         "argosy": __version__,
         "run": placed.spec.name,
-        "object": placed.name if in_pods else None,
+        "object": placed.name if placed.in_pods else None,
         "target": cluster.target,
         "cloud": cluster.cloud,
-        "namespace": cluster.namespace if in_pods else None,
+        "namespace": cluster.namespace if placed.in_pods else None,
         "nodes": cluster.nodes,
         "ranks_per_node": placed.ranks,
         "gpus_per_node": placed.gpus,
         "fabric": placed.fabric,
         "layout": describe_layout(placed.spec.parallel),
         "parallel": placed.spec.parallel.model_dump(mode="json"),
-        "stages": {stage.name: ["argosy", *stage.command(placed)] for stage in stages_of(placed)},
+        "stages": {stage.name: [stage.program, *stage.command(placed)] for stage in stages_of(placed)},
         "prediction": placed.prediction,
         "files": list(files),
         "sha256": digest,

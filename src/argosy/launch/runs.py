@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -32,27 +32,36 @@ def chosen_stage(placed: Placement, name: str | None) -> Stage | None:
             f"this run has no stage {name}: it has {', '.join(stages)}",
             key="--stage",
             value=name,
-            fix="fetch and prepare come from data.train.N.prepare, preflight from cluster.preflight",
+            fix="storage comes from cluster.storage.take_ownership, fetch and prepare from data.train.N.prepare, preflight from cluster.preflight",
         )
     return None if name is None else STAGES[name]
 
 
-def find(run: str, namespace: str | None, target: str | None = None) -> Launched:
+def find(run: str, namespace: str | None, target: str | None = None, overrides: Sequence[str] = ()) -> Launched:
     """Find a launched run.
 
     Args:
         run: a run spec's file, a run directory, or a run's name. A name is looked up in the namespace, or on this machine.
         namespace: the Kubernetes namespace; the default is the run spec's, or the one of the current context.
         target: the target the run was launched on, if it differs from its spec.
+        overrides: `key=value` pairs over the run spec, the same as when it was launched.
 
     Raises:
         ArgosyError: the run is not on this machine, and no cluster can be asked for it.
     """
     if run.endswith((".yaml", ".yml")):
-        spec = resolve(Path(run), elsewhere=True).spec
+        spec = resolve(Path(run), overrides, elsewhere=True).spec
         where = target or (local_target().name if spec.cluster is None else spec.cluster.target)
         space = namespace or (spec.cluster.namespace if spec.cluster is not None else None)
         return Launched(spec.name, where, space, Path(spec.runs_dir) / spec.name)
+    if overrides:
+        raise ArgosyError(
+            "config.conflict",
+            f"{run} is a run's name, and overrides change a run spec",
+            key="KEY=VALUE",
+            value=overrides[0],
+            fix="name the run spec's file, or leave the overrides out; -n and --target say where a run of that name is",
+        )
     directory = Path(run) if "/" in run else Path("runs") / run
     here = directory.is_dir() and namespace is None
     assumed = local_target() if here else default_target()

@@ -1,7 +1,8 @@
 """The state of a stage in plain words, from its job, pods and events on Kubernetes.
 
 A few causes stop most launches: an image that cannot be pulled, no room on any node, a quota, an unbound claim, too little memory,
-an eviction. The state names the cause and the fix.
+an eviction, a sandbox that the node cannot make. The state names the cause and the fix. Any other warning about a pod that does not start is
+repeated as Kubernetes says it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,10 @@ from argosy.launch.pod import Manifest
 from argosy.launch.target import State
 
 _DONE = ("Complete", "Completed", "Succeeded", "SuccessCriteriaMet")
+_SANDBOX_FIX = (
+    "the node's network plugin or the pause image is missing: kubectl get pods -n kube-system -o wide shows the plugin of that node; "
+    "kubectl cordon it, and the pod starts elsewhere"
+)
 _PULL = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable")
 
 
@@ -139,6 +144,9 @@ def _event_troubles(job: Manifest, pods: Sequence[Manifest], events: Iterable[Ma
         for volume in pod.get("spec", {}).get("volumes") or []
         if "persistentVolumeClaim" in volume
     }
+    pending = {
+        pod["metadata"]["name"]: pod.get("spec", {}).get("nodeName", "") for pod in pods if _phase(pod) == "Pending"
+    }
     found = []
     for event in events:
         about, said, reason = (
@@ -158,6 +166,13 @@ def _event_troubles(job: Manifest, pods: Sequence[Manifest], events: Iterable[Ma
         elif about in claims and reason in ("ProvisioningFailed", "FailedBinding"):
             fix = "check cluster.storage: class, size, and the rights of its driver"
             found.append(Trouble(88, f"the claim {about} is not bound: {said}", fix))
+        elif about in pending and reason == "FailedCreatePodSandBox":
+            text = f"the node {pending[about]} cannot make a sandbox for {about}: {said}"
+            found.append(Trouble(77, text, _SANDBOX_FIX, about))
+        elif (reason == "FailedCreate" and ours) or (about in pending and reason != "FailedScheduling"):
+            # That a pod is not scheduled is one of its conditions, and such an event may be older than the schedule.
+            fix = f"kubectl get events --field-selector involvedObject.name={about} says more"
+            found.append(Trouble(40, f"{about}: {reason}: {said}", fix, about if about in pending else None))
     return found
 
 

@@ -1,4 +1,4 @@
-"""The shared volume: claims and storage classes for each cloud's stores. They are kept: no uninstall deletes a checkpoint."""
+"""The shared volume: claims and storage classes for each cloud's stores. They are kept unless `reclaim` says otherwise: no uninstall deletes a checkpoint."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ def storage_objects(placed: Placement) -> list[Manifest]:
 
 
 def _azure_lustre(placed: Placement, store: StorageSpec) -> list[Manifest]:
-    _refuse_idle(store, {"size", "sku", "zone", "mount_options"})
+    network = {"subnet-name": "subnet", "vnet-name": "vnet", "vnet-resource-group": "vnet_resource_group"}
+    optional = network | {"resource-group-name": "resource_group"}
+    _refuse_idle(store, {"size", "sku", "zone", "mount_options", "reclaim", *optional.values()})
     sku = store.sku or "AMLFS-Durable-Premium-125"
     step = _LUSTRE_STEP_TIB.get(sku.rpartition("-")[2])
     if step is None:
@@ -68,19 +70,20 @@ def _azure_lustre(placed: Placement, store: StorageSpec) -> list[Manifest]:
         "maintenance-day-of-week": "Sunday",
         "maintenance-time-of-day-utc": "02:00",
     }
+    parameters |= {name: getattr(store, key) for name, key in optional.items() if getattr(store, key) is not None}
     made = _class(placed, "azurelustre.csi.azure.com", parameters, store.mount_options or ["noatime", "flock"])
     return [made, _claim(placed, made["metadata"]["name"], size)]
 
 
 def _azure_blob(placed: Placement, store: StorageSpec) -> list[Manifest]:
-    _refuse_idle(store, {"size", "sku", "mount_options"})
+    _refuse_idle(store, {"size", "sku", "mount_options", "reclaim"})
     parameters = {"skuName": store.sku or "Standard_LRS"}
     made = _class(placed, "blob.csi.azure.com", parameters, store.mount_options or _BLOB_OPTIONS)
     return [made | {"allowVolumeExpansion": True}, _claim(placed, made["metadata"]["name"], store.size or "10Ti")]
 
 
 def _fsx(placed: Placement, store: StorageSpec) -> list[Manifest]:
-    _refuse_idle(store, {"size", "subnet", "security_groups", "throughput", "mount_options"})
+    _refuse_idle(store, {"size", "subnet", "security_groups", "throughput", "mount_options", "reclaim"})
     if store.subnet is None or not store.security_groups:
         raise _missing(
             "subnet" if store.subnet is None else "security_groups", "a file system lies in a subnet, behind groups"
@@ -98,7 +101,7 @@ def _fsx(placed: Placement, store: StorageSpec) -> list[Manifest]:
 
 
 def _fsx_static(placed: Placement, store: StorageSpec) -> list[Manifest]:
-    _refuse_idle(store, {"size", "volume", "dns_name", "mount_name", "mount_options"})
+    _refuse_idle(store, {"size", "volume", "dns_name", "mount_name", "mount_options", "reclaim"})
     for key in ("volume", "dns_name", "mount_name"):
         if getattr(store, key) is None:
             raise _missing(key, "an existing file system is known by its id, DNS name and mount name")
@@ -113,7 +116,7 @@ def _fsx_static(placed: Placement, store: StorageSpec) -> list[Manifest]:
             "volumeMode": "Filesystem",
             "accessModes": ["ReadWriteMany"],
             "mountOptions": store.mount_options or ["flock"],
-            "persistentVolumeReclaimPolicy": "Retain",
+            "persistentVolumeReclaimPolicy": store.reclaim,
             "storageClassName": "",
             "csi": {
                 "driver": "fsx.csi.aws.com",
@@ -139,7 +142,7 @@ def _class(placed: Placement, provisioner: str, parameters: dict[str, str], opti
         "provisioner": provisioner,
         "parameters": parameters,
         "mountOptions": options,
-        "reclaimPolicy": "Retain",
+        "reclaimPolicy": placed.storage.reclaim,
         "volumeBindingMode": "Immediate",
     }
 
@@ -164,7 +167,7 @@ def _claim(placed: Placement, storage_class: str, size: str) -> dict[str, Any]:
 
 def _refuse_idle(store: StorageSpec, used: set[str]) -> None:
     """Refuse keys that this kind of store does not read."""
-    always = {"claim", "mount", "kind"}
+    always = {"claim", "mount", "kind", "take_ownership"}
     for key in store.model_fields_set - always - used:
         if getattr(store, key) not in (None, []):
             raise ArgosyError(

@@ -21,7 +21,7 @@ from argosy.launch.stages import Stage
 from argosy.record.jsonl import read_metrics
 from argosy.record.rank_logs import newest_attempt, pieces, ranks_with_logs, read_log
 
-Phase = Literal["absent", "waiting", "running", "done", "failed"]
+Phase = Literal["absent", "waiting", "running", "stopped", "done", "failed"]
 WATCH_IT = "`argosy watch {directory}` shows what it does"
 _LIST_RUNS = "`argosy ls` lists the runs of a namespace (-n NAMESPACE)"
 

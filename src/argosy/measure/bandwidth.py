@@ -31,9 +31,10 @@ def probe(world: World, ranks_per_node: int, report: Sequence[dict[str, Any]]) -
     log = Path(os.environ.get("TMPDIR", "/tmp")) / f"argosy-nccl-{os.getpid()}.log"
     if cuda:
         torch.cuda.set_device(device)
-        os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": str(log)}
+        os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,ENV", "NCCL_DEBUG_FILE": str(log)}
     if world.size == 1:
-        return {"nodes": {socket.gethostname(): list(report)}, "measured": [], "transport": None, "collnet": False}
+        nothing = {"measured": [], "transport": None, "collnet": False, "topology": None}
+        return {"nodes": {socket.gethostname(): list(report)}} | nothing
     os.environ.setdefault("MASTER_ADDR", world.address)
     os.environ.setdefault("MASTER_PORT", str(world.port))
     refuse_pickled_messages()
@@ -49,6 +50,7 @@ def probe(world: World, ranks_per_node: int, report: Sequence[dict[str, Any]]) -
             "nodes": nodes,
             "measured": measured,
             "transport": _transport(nccl_log),
+            "topology": _topology(nccl_log),
             "collnet": re.search(r"connected collnet", nccl_log, re.IGNORECASE) is not None,
         }
     finally:
@@ -100,3 +102,8 @@ def _read(log: Path) -> str:
 def _transport(nccl_log: str) -> str | None:
     found = re.findall(r"Using network (\S+(?: \S+)?)", nccl_log)
     return str(found[-1]) if found else None
+
+
+def _topology(nccl_log: str) -> str | None:
+    found = re.search(r"NCCL_TOPO_FILE set by environment to (\S+)", nccl_log)
+    return None if found is None else found[1]

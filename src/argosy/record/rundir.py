@@ -10,6 +10,7 @@ attempt were lost.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import uuid
@@ -24,7 +25,7 @@ from argosy.config.schema import RunSpec
 from argosy.config.secrets import source_without_secrets, without_secrets
 from argosy.echo import VALUE_LIMIT, shorten
 from argosy.errors import ArgosyError
-from argosy.files import replace_file
+from argosy.files import replace_file, write_fix
 from argosy.untrusted import read_object
 
 # Keys that may differ when a run is resumed. All others must be as the run was started with.
@@ -106,22 +107,23 @@ class RunDir:
                 fix="wait for it or stop it, or give this run another name",
             ) from None
         except OSError as error:
-            raise self._unwritable(error.strerror or str(error)) from None
+            raise self._unwritable(error) from None
 
-    def _unwritable(self, reason: str) -> ArgosyError:
+    def _unwritable(self, error: OSError) -> ArgosyError:
         return ArgosyError(
             "run.unwritable",
-            f"{self.root} cannot be written: {reason}",
+            f"{self.root} cannot be written: {error.strerror or error}",
             key="runs_dir",
             value=str(self.root.parent),
-            fix="make the directory writable, free some space, or choose another with runs_dir=PATH",
+            fix=write_fix(error, "make the directory writable, free some space, or choose another with runs_dir=PATH"),
         )
 
     def require_writable(self) -> None:
         """Refuse a directory that could not be created or written. Creates nothing: it is for dry runs."""
         nearest = next(parent for parent in (self.root, *self.root.absolute().parents) if parent.exists())
         if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-            raise self._unwritable(f"{nearest} is {'not writable' if nearest.is_dir() else 'not a directory'}")
+            reason = "not writable" if nearest.is_dir() else "not a directory"
+            raise self._unwritable(PermissionError(errno.EACCES, f"{nearest} is {reason}"))
 
     def close(self) -> None:
         if self._lock is not None:
@@ -207,7 +209,7 @@ class RunDir:
             if source is not None:
                 replace_file(self.spec_file, source_without_secrets(source).encode())
         except OSError as error:
-            raise self._unwritable(error.strerror or str(error)) from None
+            raise self._unwritable(error) from None
 
     def _replace(self, document: Facts) -> None:
         replace_file(self.resolved_file, orjson.dumps(document, option=orjson.OPT_INDENT_2), sync=True)
@@ -219,7 +221,7 @@ class RunDir:
         except FileNotFoundError:
             return
         except OSError as error:
-            raise self._unwritable(error.strerror or str(error)) from None
+            raise self._unwritable(error) from None
 
     @property
     def identity(self) -> str | None:

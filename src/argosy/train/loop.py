@@ -15,7 +15,7 @@ from argosy.checkpoint.source import Source, starting_weights
 from argosy.config.counts import training_flops_per_token
 from argosy.config.layout import describe_layout
 from argosy.console.output import say
-from argosy.console.training_lines import Console, open_console
+from argosy.console.training_lines import Console, open_console, stopped_line
 from argosy.data.loader import Loader
 from argosy.errors import EXIT_DONE, EXIT_RESUMABLE
 from argosy.model.build import initial_weights
@@ -104,7 +104,7 @@ class Trainer:
         self._tell_skips(last, console)
         if last < session.steps:
             self.journal.event("interrupted", last, signal=self.agreement.asked)
-            console.note(f"stopped at step {last} of {session.steps}, saved; run the same command again to go on")
+            console.note(stopped_line(last, session.steps))
             return EXIT_RESUMABLE
         self.journal.event("done", last)
         return EXIT_DONE

@@ -80,7 +80,7 @@ def prepare_files(
             job.make_shards()
         return finish(job.work)
     except OSError as error:
-        raise cannot_write(output, error.strerror or str(error)) from None
+        raise cannot_write(output, error) from None
     finally:
         job.release()
 

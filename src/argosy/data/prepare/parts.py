@@ -30,7 +30,7 @@ from argosy.data.text.readers import open_blocks, read_block
 from argosy.data.text.records import BadRecord, Parser, Sentences
 from argosy.data.text.tokenizer import Lengths
 from argosy.errors import ArgosyError
-from argosy.files import replace_file
+from argosy.files import replace_file, write_fix
 
 
 @dataclass(frozen=True, order=True)
@@ -76,14 +76,14 @@ class PartOptions:
     block_bytes: int
 
 
-def cannot_write(output: Path, reason: str) -> ArgosyError:
+def cannot_write(output: Path, error: OSError) -> ArgosyError:
     """Return a `data.write-failed` error."""
     return ArgosyError(
         "data.write-failed",
-        f"{output}: {reason}",
+        f"{output}: {error.strerror or error}",
         key="--output",
         value=str(output),
-        fix="free some space or choose another --output, then run it again: finished parts are kept",
+        fix=write_fix(error, "free some space or choose another --output, then run it again: finished parts are kept"),
     )
 
 
@@ -118,7 +118,7 @@ class PartMaker:
             check_unchanged(group)
             replace_file(self.directory / f"{name}.json", orjson.dumps(asdict(facts)))
         except OSError as error:
-            raise cannot_write(self.directory.parent, error.strerror or str(error)) from error
+            raise cannot_write(self.directory.parent, error) from error
         return facts
 
     def _reader(self, name: PartName, group: list[InputFile]) -> tuple[Blocks, Parser]:

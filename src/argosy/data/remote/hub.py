@@ -1,6 +1,6 @@
-"""A small client of the Hugging Face Hub for `argosy data fetch`: the commit, card configs and hashed files of a data set.
+"""A small client of the Hugging Face Hub for `argosy data fetch`: the commit, card configs and hashed files of a repository.
 
-It makes three REST calls (`/api/datasets/…/revision/…`, `/api/datasets/…/tree/…`, `/datasets/…/resolve/…`) through the HTTP
+It makes three REST calls (`/api/datasets/…/revision/…`, `/api/datasets/…/tree/…`, `/datasets/…/resolve/…`, and the same for models) through the HTTP
 client that downloads, instead of a second client with its own retries, cache and token. HF_ENDPOINT selects a mirror. File
 names from the Hub are untrusted: those that could leave the output directory are refused.
 """
@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import quote, urlencode, urljoin
 
 import orjson
@@ -79,15 +79,17 @@ class DataSet:
 
 
 class Hub:
-    """The Hub client."""
+    """The Hub client, for repositories of one kind. Addresses of models have no word for their kind, those of data sets do."""
 
-    def __init__(self, web: Web) -> None:
+    def __init__(self, web: Web, kind: Literal["datasets", "models"] = "datasets") -> None:
         self.web = web
+        self._api, self._pages = f"/api/{kind}", "" if kind == "models" else f"/{kind}"
+        self._noun = {"datasets": "data set", "models": "model"}[kind]
 
     def find(self, repo: str, revision: str) -> DataSet:
         """Resolve a revision of a data set to a commit. Refuse a gated data set if there is no token."""
         query = urlencode([("expand", "sha"), ("expand", "cardData"), ("expand", "gated")])
-        facts, _ = self._json(f"/api/datasets/{repo}/revision/{quote(revision, safe='')}?{query}", repo, revision)
+        facts, _ = self._json(f"{self._api}/{repo}/revision/{quote(revision, safe='')}?{query}", repo, revision)
         commit = facts.get("sha") if isinstance(facts, dict) else None
         if not isinstance(commit, str) or not re.fullmatch(r"[0-9a-f]{40,64}", commit):
             raise _nonsense(f"{repo} has no commit")
@@ -99,7 +101,7 @@ class Hub:
     def tree(self, data_set: DataSet, folder: str = "", *, recursive: bool = False) -> list[Entry]:
         """List a folder, sorted by name."""
         below = f"/{quote(folder)}" if folder else ""
-        page: str | None = f"/api/datasets/{data_set.repo}/tree/{data_set.commit}{below}?recursive={recursive}"
+        page: str | None = f"{self._api}/{data_set.repo}/tree/{data_set.commit}{below}?recursive={recursive}"
         entries: list[Entry] = []
         for _ in range(_PAGES):
             if page is None:
@@ -111,7 +113,7 @@ class Hub:
     def remote_file(self, data_set: DataSet, entry: Entry) -> RemoteFile:
         """Return the download of a listed file."""
         return RemoteFile(
-            url=f"{self.web.hub}/datasets/{data_set.repo}/resolve/{data_set.commit}/{quote(entry.path)}",
+            url=f"{self.web.hub}{self._pages}/{data_set.repo}/resolve/{data_set.commit}/{quote(entry.path)}",
             origin=data_set.name,
             path=safe_path(entry.path),
             size=entry.size,
@@ -122,7 +124,7 @@ class Hub:
 
     def explain(self, error: BadStatus, repo: str, revision: str = "") -> ArgosyError:
         """Return the error for a 4xx of the Hub, with its meaning and a fix."""
-        page = f"{self.web.hub}/datasets/{repo}"
+        page = f"{self.web.hub}{self._pages}/{repo}"
         if error.hub_code == "GatedRepo" or error.status == 403:
             return self._gated(repo)
         if error.hub_code == "RevisionNotFound":
@@ -131,7 +133,7 @@ class Hub:
             cause, fix = f"{repo} has no such file or folder: {error}", f"see {page}/tree/main"
         # The Hub answers alike for a private and for a missing data set.
         elif error.status in (401, 404):
-            cause = f"there is no data set {repo}, or it is private" + (
+            cause = f"there is no {self._noun} {repo}, or it is private" + (
                 " and HF_TOKEN has no access" if self.web.has_token else ""
             )
             fix = f"check the name at {page}; for a private one set HF_TOKEN in the environment"
@@ -144,7 +146,7 @@ class Hub:
         return ArgosyError(
             "data.fetch-refused",
             f"{repo} is gated: its owner wants terms accepted first, and {why}",
-            fix=f"accept the terms at {self.web.hub}/datasets/{repo}, then set HF_TOKEN in the environment to a token that may read it",
+            fix=f"accept the terms at {self.web.hub}{self._pages}/{repo}, then set HF_TOKEN in the environment to a token that may read it",
         )
 
     def _json(self, address: str, repo: str, revision: str) -> tuple[Any, str | None]:

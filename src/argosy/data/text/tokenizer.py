@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
+from argosy.data.text.hub_names import as_path, on_hub
 from argosy.data.text.inputs import local_path, require
 from argosy.errors import ArgosyError
 from argosy.untrusted import MIB, read_object, read_regular
@@ -227,7 +228,7 @@ def load_tokenizer(
 
     Args:
         name: `bytes`, a tokenizer.json, a SentencePiece `.model`, a GPT-2 vocab.json beside its merges.txt, or a directory
-            that holds one of them.
+            that holds one of them; `hf:NAME` for one that was fetched from the Hub.
         eod: The end-of-document token. None looks for the usual names.
         special_in_text: Encode the names of special tokens in a text as those tokens.
         within: The directory that links may not lead out of.
@@ -245,7 +246,7 @@ def load_tokenizer(
                 fix="leave --eod out",
             )
         return ByteTokenizer()
-    path = local_path(name)
+    path = local_path(as_path(name))
     if path.is_dir():
         known = ("tokenizer.json", "tokenizer.model", "vocab.json")
         path = next((path / file for file in known if (path / file).exists()), path / known[0])
@@ -263,7 +264,9 @@ def load_tokenizer(
             f"{path} cannot be read: {reason}",
             key="tokenizer",
             value=name,
-            fix="give a tokenizer.json, a SentencePiece .model, a vocab.json beside its merges.txt, or `bytes`",
+            fix="give a tokenizer.json, a SentencePiece .model, a vocab.json beside its merges.txt, `bytes`, or hf:NAME of the Hub"
+            if on_hub(name) is None
+            else "`argosy data build RUN.yaml --only fetch` fetches it; the stage fetch of a launch does",
         ) from None
     if content == ByteTokenizer().stored()[1]:
         return ByteTokenizer()

@@ -14,7 +14,7 @@ from argosy.config.cluster import ClusterSpec
 from argosy.config.units import Duration
 from argosy.console.training_lines import EVERY_NODE, STEP_LINE, STEP_LINES
 from argosy.errors import ArgosyError
-from argosy.launch.manifests import Kind
+from argosy.launch.manifests import Kind, Operator
 from argosy.launch.names import require_room
 from argosy.launch.placement import Placement
 from argosy.launch.pod import Manifest, job_metadata, literal, nvlink_domain, pod_template
@@ -35,7 +35,11 @@ _HYPERPOD_JOB = Kind(
     "sagemaker.amazonaws.com/v1",
     "HyperPodPyTorchJob",
     "hyperpodpytorchjobs",
-    operator="SageMaker HyperPod's training operator",
+    operator=Operator(
+        "SageMaker HyperPod's training operator",
+        "1.0.0",
+        "aws eks create-addon --cluster-name CLUSTER --addon-name amazon-sagemaker-hyperpod-training-operator",
+    ),
 )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from argosy.launch.gang import pod_group
 from argosy.launch.indexed_jobs import CONTAINER, REFUSED, job_spec
-from argosy.launch.manifests import Kind
+from argosy.launch.manifests import Kind, Operator
 from argosy.launch.names import require_room
 from argosy.launch.placement import Placement
 from argosy.launch.pod import PORT, Manifest, job_metadata, nvlink_domain, pod_template
@@ -15,11 +15,17 @@ from argosy.launch.stages import TRAIN
 from argosy.launch.targets.kubernetes import KubernetesTarget
 
 GROUP = "node"
+# 0.10.0 brought `onJobFailureMessagePatterns`, which tells a refusal from other failures.
+_OPERATOR = Operator(
+    "JobSet",
+    "0.10.0",
+    "kubectl apply --server-side -f https://github.com/kubernetes-sigs/jobset/releases/download/v0.12.0/manifests.yaml",
+)
 
 
 class JobSetTarget(KubernetesTarget):
     name = "jobset"
-    jobs = (Kind("jobset.x-k8s.io/v1alpha2", "JobSet", "jobsets", operator="JobSet (jobset.sigs.k8s.io)"),)
+    jobs = (Kind("jobset.x-k8s.io/v1alpha2", "JobSet", "jobsets", operator=_OPERATOR),)
 
     def train_objects(self, placed: Placement) -> list[Manifest]:
         return _job_set(placed)

@@ -19,7 +19,7 @@ from argosy.launch.placement import Placement
 from argosy.launch.pod import Manifest
 from argosy.launch.pod_checks import check_pods
 from argosy.launch.registry import all_targets
-from argosy.launch.stages import STAGES, Stage, stages_of
+from argosy.launch.stages import STAGES, TRAIN, Stage, stages_of
 from argosy.launch.target import Launched, LaunchOptions, Right, RunStatus, State, Target, logged_progress, not_found
 
 if TYPE_CHECKING:
@@ -27,6 +27,17 @@ if TYPE_CHECKING:
 
 _JOB_VERBS = ("get", "list", "create", "patch", "delete")
 _BESIDE_VERBS = ("get", "create", "patch")
+
+
+# The RBAC rules of a launch on any of these targets, besides those for the kinds of its own.
+EVERY_LAUNCH = (
+    Right("", "configmaps", _BESIDE_VERBS),
+    Right("", "services", _BESIDE_VERBS),
+    Right("", "pods", ("list", "watch")),
+    Right("", "events", ("list",)),
+    Right("", "pods/log", ("get",)),
+    Right("batch", "jobs", _JOB_VERBS),
+)
 
 
 class KubernetesTarget(Target):
@@ -61,17 +72,30 @@ class KubernetesTarget(Target):
         cluster = connected(placed.cluster.namespace, in_cluster=options.in_cluster)
         from argosy.launch.conduct import Conductor
 
-        conductor = Conductor(cluster, placed, self.manifests(placed), options.say, self.jobs, self.restarts_itself)
+        conductor = Conductor(
+            cluster,
+            placed,
+            self.manifests(placed),
+            options.say,
+            self.jobs,
+            self.restarts_itself,
+            beside=self.beside,
+            rights=[*EVERY_LAUNCH, *self.rights(placed.cluster)],
+        )
         return conductor.run(options.only, follow=options.follow)
 
     def status(self, run: Launched) -> RunStatus:
         cluster = _cluster_of(run)
         from argosy.launch.conduct import look, runs_in
         from argosy.launch.pod_logs import progress_in_log
+        from argosy.launch.run_record import recorded_spec, recorded_state
 
         found = runs_in(cluster, job_kinds()).get(run.name)
         if found is None:
-            raise not_found(run, f"namespace {cluster.namespace} has no run {run.name}")
+            spec = recorded_spec(cluster, run.name)
+            if spec is None:
+                raise not_found(run, f"namespace {cluster.namespace} has no run {run.name}")
+            return RunStatus(run.name, cluster.namespace, {TRAIN.name: recorded_state(spec)}, logged_progress(run))
         states = {stage: look(cluster, run.name, stage, job_kinds()) for stage in STAGES if stage in found}
         progress = logged_progress(run) or progress_in_log(cluster, run.name)
         return RunStatus(run.name, cluster.namespace, states, progress)
@@ -85,9 +109,9 @@ class KubernetesTarget(Target):
 
     def stop(self, run: Launched) -> list[str]:
         cluster = _cluster_of(run)
-        from argosy.launch.conduct import stop
+        from argosy.launch.stopping import stop_and_watch
 
-        stopped = stop(cluster, run.name, job_kinds(), kinds_beside())
+        stopped = stop_and_watch(cluster, run.name, job_kinds(), kinds_beside())
         if not stopped:
             raise not_found(run, f"namespace {cluster.namespace} has nothing of {run.name} to stop")
         return stopped
@@ -115,8 +139,10 @@ def runs_of_namespace(namespace: str | None) -> dict[str, dict[str, State]]:
     """Return every run of a namespace, with the state of each of its stages."""
     cluster = connected(namespace)
     from argosy.launch.conduct import runs_in
+    from argosy.launch.run_record import recorded_runs
 
-    return runs_in(cluster, job_kinds())
+    recorded = {run: {TRAIN.name: state} for run, state in recorded_runs(cluster).items()}
+    return recorded | runs_in(cluster, job_kinds())
 
 
 def connected(namespace: str | None, *, in_cluster: bool = False) -> Cluster:

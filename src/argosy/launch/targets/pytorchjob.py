@@ -6,7 +6,7 @@ failed pod. The other pods notice the loss, exit and are restarted too; all meet
 
 from __future__ import annotations
 
-from argosy.launch.manifests import Kind
+from argosy.launch.manifests import Kind, Operator
 from argosy.launch.names import require_room
 from argosy.launch.placement import Placement
 from argosy.launch.pod import Manifest, job_metadata, nvlink_domain, pod_template
@@ -14,7 +14,12 @@ from argosy.launch.stages import TRAIN
 from argosy.launch.targets.kubernetes import KubernetesTarget
 
 CONTAINER = "pytorch"
-PYTORCH_JOB = Kind("kubeflow.org/v1", "PyTorchJob", "pytorchjobs", operator="Kubeflow's Training Operator 1.x")
+_OPERATOR = Operator(
+    "Kubeflow's Training Operator",
+    "1.7.0",
+    "kubectl apply --server-side -k 'https://github.com/kubeflow/trainer.git/manifests/overlays/standalone?ref=v1.9.4'",
+)
+PYTORCH_JOB = Kind("kubeflow.org/v1", "PyTorchJob", "pytorchjobs", operator=_OPERATOR)
 
 
 class PyTorchJobTarget(KubernetesTarget):

@@ -7,7 +7,7 @@ used. Neither is `resourcesPerNode`, which replaces or drops parts of a pod's re
 from __future__ import annotations
 
 from argosy.launch.indexed_jobs import STOP_WHEN_REFUSED
-from argosy.launch.manifests import Kind
+from argosy.launch.manifests import Kind, Operator
 from argosy.launch.names import require_room
 from argosy.launch.placement import Placement
 from argosy.launch.pod import Manifest, job_metadata, labels, nvlink_domain, pod_template
@@ -17,12 +17,18 @@ from argosy.launch.targets.kubernetes import KubernetesTarget
 
 CONTAINER = "node"
 _API = "trainer.kubeflow.org/v1alpha1"
+# 2.1.0 contains the template of JobSet 0.10.
+_OPERATOR = Operator(
+    "Kubeflow Trainer",
+    "2.1.0",
+    "kubectl apply --server-side -k 'https://github.com/kubeflow/trainer.git/manifests/overlays/manager?ref=v2.3.0'",
+)
 
 
 class TrainJobTarget(KubernetesTarget):
     name = "trainjob"
-    jobs = (Kind(_API, "TrainJob", "trainjobs", operator="Kubeflow Trainer 2.x"),)
-    beside = (Kind(_API, "TrainingRuntime", "trainingruntimes"),)
+    jobs = (Kind(_API, "TrainJob", "trainjobs", operator=_OPERATOR),)
+    beside = (Kind(_API, "TrainingRuntime", "trainingruntimes", operator=_OPERATOR),)
 
     def train_objects(self, placed: Placement) -> list[Manifest]:
         return _train_job(placed)
