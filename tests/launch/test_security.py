@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rendering import CASES, GPU_EXAMPLE, HYPERPOD, NAMES, files_of, objects_of, pods_of
+from rendering import CASES, GPU_EXAMPLE, HYPERPOD, NAMES, ROOT, files_of, objects_of, pods_of
 
 from argosy.errors import ArgosyError
 from argosy.launch.place import place
@@ -59,6 +59,17 @@ def test_privileges_are_there_only_when_asked_for() -> None:
     assert refused.value.code == "launch.security"
     [pod] = pods_of(_train(["cluster.local_disk=/mnt/k8s-disks/0"]))
     assert {"name": "scratch", "hostPath": {"path": "/mnt/k8s-disks/0", "type": "Directory"}} in pod["volumes"]
+
+
+def test_a_gated_data_set_is_refused_before_anything_starts_if_no_token_reaches_its_pods() -> None:
+    spec = ROOT / "examples" / "hyperpod-gpt3-7.5b.yaml"
+    gated = "data.train.0.prepare={fetch: oscar, config: de, shards: 2}"
+    with pytest.raises(ArgosyError) as refusal:
+        place(spec, [gated])
+    assert refusal.value.code == "data.fetch-refused"
+    assert "is gated" in refusal.value.cause
+    assert "kubectl create secret generic hf-token -n hyperpod-ns-research" in refusal.value.fix
+    place(spec, [gated, "cluster.secrets={HF_TOKEN: hf-token/token}"])
 
 
 def test_secrets_go_by_reference() -> None:
