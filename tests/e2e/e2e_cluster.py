@@ -6,6 +6,7 @@ import base64
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -61,7 +62,7 @@ class E2eCluster:
     def set_up(self) -> None:
         self.core.create_namespace({"metadata": {"name": self.namespace}})
         self.make_volume(CLAIM, VOLUME_POD)
-        self.write(VOLUME_POD, "text.jsonl", TEXT)
+        self.write_text(VOLUME_POD)
 
     def tear_down(self) -> None:
         with contextlib.suppress(client.ApiException):
@@ -116,18 +117,22 @@ class E2eCluster:
         self.run_in(pod, "umount", MOUNT)
 
     def run_in(self, pod: str, *command: str) -> str:
-        """Run a command in the first container of a pod, and return what it printed."""
-        done: str = stream.stream(
-            self.core.connect_get_namespaced_pod_exec, pod, self.namespace, command=list(command),
-            stdin=False, stdout=True, stderr=True, tty=False,
-        )  # fmt: skip
-        return done
+        """Run a command in the first container of a pod, and return what it printed.
 
-    def write(self, pod: str, name: str, text: str) -> None:
-        """Write a small file to a pod's volume, as uid 1000."""
-        content = base64.b64encode(text.encode()).decode()
-        path = f"{MOUNT}/{name}"
-        self.run_in(pod, "sh", "-c", f"echo {content} | base64 -d > {path} && chown 1000:1000 {path}")
+        The client would parse JSON and print it its own way, so the streams are read here.
+        """
+        running = stream.stream(
+            self.core.connect_get_namespaced_pod_exec, pod, self.namespace, command=list(command),
+            stdin=False, stdout=True, stderr=True, tty=False, _preload_content=False,
+        )  # fmt: skip
+        running.run_forever(timeout=LONGEST_S)
+        said: str = running.read_all()
+        running.close()
+        return said
+
+    def write_text(self, pod: str) -> None:
+        """Write the corpus's text to a pod's volume, as uid 1000."""
+        self.run_in(pod, "sh", "-c", f"{TEXT} > {MOUNT}/text.jsonl && chown 1000:1000 {MOUNT}/text.jsonl")
 
     def read(self, path: str, pod: str = VOLUME_POD) -> str:
         return self.run_in(pod, "sh", "-c", f"cat {MOUNT}/{path} 2>/dev/null || true")
@@ -171,8 +176,10 @@ class E2eCluster:
         return launching
 
     def step(self, name: str) -> int:
-        lines = self.read(f"runs/{name}/metrics.jsonl").splitlines()
-        return int(json.loads(lines[-1])["step"]) if lines else 0
+        """Return the last step that a run logged, or 0."""
+        path = f"{MOUNT}/runs/{name}/metrics.jsonl"
+        found = re.search(r'"step":(\d+)', self.run_in(VOLUME_POD, "sh", "-c", f"tail -n 1 {path} 2>/dev/null || true"))
+        return int(found[1]) if found else 0
 
     def bits(self, name: str, pod: str = VOLUME_POD) -> Bits:
         last = f"runs/{name}/checkpoints/step-{STEPS:08d}/manifest.json"

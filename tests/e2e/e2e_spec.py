@@ -6,7 +6,8 @@ from typing import Any
 
 STEPS, SAVED_EVERY = 400, 50
 TARGETS = ("indexed-job", "jobset", "pytorchjob", "trainjob")
-TEXT = "".join(f'{{"text": "This is sentence number {n} of a very small corpus."}}\n' for n in range(400))
+# A shell command that prints the documents of the corpus.
+TEXT = """seq 400 | sed 's/.*/{"text": "This is sentence number & of a very small corpus."}/'"""
 MOUNT = "/data"
 
 

@@ -127,7 +127,7 @@ def test_a_full_volume_stops_the_chain_and_the_run_goes_on_when_there_is_space(
         said = cluster.launch("full", "indexed-job", "--stage", "preflight", code=EXIT_STAGE_FAILED, storage=where)
         assert "space" in said.lower()
         cluster.run_in("small", "rm", f"{MOUNT}/filler")
-        cluster.write("small", "text.jsonl", cluster.read("text.jsonl"))
+        cluster.write_text("small")
         cluster.launch("full", "indexed-job", storage=where)
         assert cluster.bits("full", "small") == undisturbed
     finally:
