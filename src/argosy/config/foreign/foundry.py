@@ -344,6 +344,7 @@ def _evaluation(draft: Draft, flat: Leaves) -> None:
     own = {key: value for key, value in flat.items() if _within(key, "eval_loader")}
     if not own or draft.get("eval.every") in (0, "0ba"):
         draft.set("eval", "off")
+        draft.notes += ["eval_loader: eval_interval is 0, so nothing is evaluated"] if own else []
         return
     part = own.get("eval_loader.dataset.split")
     # A list of loaders, one for each data set, or one loader.
