@@ -19,7 +19,7 @@ os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 GPT2 = ["model.preset=gpt2-large", "model.vocab_size=50304", "data.seq_len=1024", "train.global_batch=32"]
 LLAMA = ["model.preset=llama3-1b", "data.seq_len=8192", "train.global_batch=4"]
 LLAMA_8B = ["model.preset=llama3-8b", "model.layers=8", "data.seq_len=8192", "train.global_batch=2"]
-MPT = ["model.preset=mpt-1b", "data.seq_len=2048", "train.global_batch=16"]
+MPT = ["model.preset=mpt-1b-alibi", "data.seq_len=2048", "train.global_batch=16"]
 MOE = ["model.preset=moe-3.5b-a1.1b", "data.seq_len=4096", "train.global_batch=8"]
 COMPILED = ["parallel.compile=model"]
 CASES = {

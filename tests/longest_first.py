@@ -9,7 +9,7 @@ TESTS = Path(__file__).parent
 # most of their time.
 LONGEST = (
     "dist/test_matrix.py", "launch/test_slurm.py", "watch/test_browser.py", "launch/test_client.py", "record/test_sinks.py",
-    "launch/test_hyperpod.py", "data/test_stream.py", "dist/test_runs.py", "launch/test_guides.py", "launch/test_pods_run.py",
+    "launch/test_hyperpod.py", "data/test_stream.py", "dist/test_runs.py", "guides/test_guide_commands.py", "launch/test_pods_run.py",
     "train/test_precision.py", "model/test_kernels.py", "data/test_prepare_sharing.py", "train/test_resume.py", "faults/test_storm.py",
 )  # fmt: skip
 

@@ -12,7 +12,7 @@ from argosy.config.foreign import megatron
 from argosy.config.foreign.draft import Draft
 from argosy.config.foreign.foundry import from_foundry
 from argosy.config.foreign.megatron import from_megatron
-from argosy.config.resolve import resolve
+from argosy.config.resolve import resolve, resolve_model
 from argosy.config.schema import RunSpec
 from argosy.errors import ArgosyError
 
@@ -120,9 +120,15 @@ BERT = """pretrain_bert.py --num-layers 24 --hidden-size 1024 --num-attention-he
   --lr-decay-iters 990000 --lr-warmup-fraction .01 --mask-prob 0.2 --bert-no-binary-head --data-path /d""".replace(
     "\n", " "
 )
+ICT = """pretrain_ict.py --num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 256
+  --max-position-embeddings 256 --micro-batch-size 32 --global-batch-size 128 --train-iters 100000 --lr 0.0001
+  --lr-decay-style cosine --weight-decay 1e-1 --clip-grad 1.0 --lr-warmup-fraction .01 --data-path /d/blocks_sentence
+  --titles-data-path /d/titles --query-in-block-prob 0.2 --biencoder-projection-dim 128 --retriever-score-scaling
+  --biencoder-shared-query-context-model --ict-head-size 64 --bert-load /b""".replace("\n", " ")
+COMMANDS = {"gpt3": GPT3, "llama3": LLAMA3, "mixtral": MIXTRAL, "t5": T5, "bert": BERT, "ict": ICT}
 
 
-@pytest.mark.parametrize("words", [GPT3, LLAMA3, MIXTRAL, T5, BERT], ids=["gpt3", "llama3", "mixtral", "t5", "bert"])
+@pytest.mark.parametrize("words", COMMANDS.values(), ids=COMMANDS)
 def test_every_argument_is_translated_explained_or_listed(words: str, tmp_path: Path) -> None:
     draft = from_megatron(words)
     resolve_text(draft.text("x"), tmp_path)
@@ -132,7 +138,7 @@ def test_every_argument_is_translated_explained_or_listed(words: str, tmp_path: 
         assert quiet or f"--{name}" in said, name
 
 
-@pytest.mark.parametrize("words", [GPT3, LLAMA3, MIXTRAL, T5, BERT], ids=["gpt3", "llama3", "mixtral", "t5", "bert"])
+@pytest.mark.parametrize("words", COMMANDS.values(), ids=COMMANDS)
 def test_an_argument_that_is_said_to_be_read_changes_something(words: str) -> None:
     """An argument with an empty reason in `_NEEDLESS` must be read by code: removing it changes the draft."""
     whole = from_megatron(words)
@@ -206,6 +212,48 @@ def test_bert_and_t5_are_not_taken_for_decoders(tmp_path: Path) -> None:
     assert "relative positions" in " ".join(t5.left)
     with pytest.raises(ArgosyError, match=r"pretrain_mamba\.py trains a model"):
         from_megatron(BERT.replace("pretrain_bert", "pretrain_mamba"))
+
+
+def test_the_inverse_cloze_task_is_two_towers_of_bert(tmp_path: Path) -> None:
+    draft = from_megatron(ICT)
+    spec = resolve_text(draft.text("x"), tmp_path)
+    assert (spec.model.family, spec.model.pair, spec.parallel.micro_batch) == ("bert", "none", 32)
+    assert spec.model.retrieval is not None
+    assert (spec.model.retrieval.shared, spec.model.retrieval.projection) == (True, 128)
+    assert spec.data.ict is not None
+    assert (spec.data.ict.query_len, spec.data.ict.query_in_block) == (256, 0.2)
+    for listed in ("--titles-data-path /d/titles", "--bert-load /b", "a query's wrong answers"):
+        assert any(item.startswith(listed) for item in draft.left), listed
+    plain = from_megatron(ICT.replace("--retriever-score-scaling", "").replace("--biencoder-projection-dim 128", ""))
+    assert any(item.startswith("no --retriever-score-scaling") for item in plain.left)
+    assert plain.get("model.retrieval.projection") == 64
+
+
+@pytest.mark.parametrize(("words", "sharded"), [("", False), ("--sequence-parallel", True)])
+def test_tensor_parallelism_has_sequence_parallelism_only_where_megatron_has_it(
+    words: str, sharded: bool, tmp_path: Path
+) -> None:
+    plain = GPT3.replace("--sequence-parallel", words)
+    assert resolve_text(from_megatron(plain).text("x"), tmp_path).parallel.sp is sharded
+    alone = from_megatron(plain.replace("--tensor-model-parallel-size 8", "--tensor-model-parallel-size 1"))
+    assert alone.get("parallel.sp") is None
+
+
+def test_curves_go_where_they_went(tmp_path: Path) -> None:
+    words = f"{GPT3} --tensorboard-dir /tb --wandb-project gpt --wandb-entity us"
+    sinks = resolve_text(from_megatron(words).text("x"), tmp_path).log.sinks
+    assert (sinks.tensorboard, sinks.wandb) == (True, "us/gpt")
+    loggers = {"wandb": {"project": "mpt", "entity": "us"}, "tensorboard": {"log_dir": "/tb"}}
+    sinks = changed(tmp_path, loggers=loggers)[1].log.sinks
+    assert (sinks.tensorboard, sinks.wandb) == (True, "us/mpt")
+
+
+def test_validation_data_of_its_own_is_listed_with_its_paths() -> None:
+    words = GPT3.replace("--data-path", "--train-data-path").replace(
+        "--split 98,2,0", "--valid-data-path 0.5 /v 0.5 /w"
+    )
+    [said] = [item for item in from_megatron(words).left if "--valid-data-path" in item]
+    assert said.startswith("--valid-data-path (/v, /w): not taken over")
 
 
 @pytest.mark.parametrize(
@@ -305,6 +353,29 @@ def test_variables_left_for_the_command_line_are_left_out(tmp_path: Path) -> Non
     assert (spec.name, spec.data.train[0].path, spec.data.seq_len) == ("from-foundry", "corpus", 2048)
 
 
+def test_local_is_the_cache_of_a_mounted_remote_and_the_data_itself_without_one(tmp_path: Path) -> None:
+    """The AKS example of LLM-Foundry streams from a mounted volume to a node's own disk."""
+    mounted = {**MPT["variables"], "data_remote": "/data/my-copy-c4", "data_local": "/tmp/my-copy-c4"}  # type: ignore[dict-item]
+    [source] = changed(tmp_path, variables=mounted)[1].data.train
+    assert (source.path, source.cache) == ("file:///data/my-copy-c4", "/tmp/my-copy-c4")
+    [source] = changed(tmp_path, variables=mounted | {"data_remote": None})[1].data.train
+    assert (source.path, source.cache) == ("/tmp/my-copy-c4", None)
+
+
+@pytest.mark.parametrize("size", ["125m", "350m", "760m", "1b", "3b", "7b", "13b", "30b", "70b"])
+def test_presets_named_as_foundrys_recipes_are_their_models(size: str, tmp_path: Path) -> None:
+    """The recipes give a shape and nothing else, and Foundry's defaults are learned positions and biases."""
+    preset = resolve_model(f"mpt-{size}")
+    shape = {"d_model": preset.hidden, "n_heads": preset.heads, "n_layers": preset.layers, "expansion_ratio": 4}
+    recipe = {"name": "mpt_causal_lm", "max_seq_len": 2048, "vocab_size": 50368, "attn_config": {"attn_impl": "flash"}}
+    converted = changed(tmp_path, model=recipe | shape)[1].model
+    assert converted == preset.model_copy(update={"preset": None})
+    assert (preset.positions, preset.attention_bias, preset.mlp_bias, preset.norm_bias) == ("learned", True, True, True)
+    ours = resolve_model(f"mpt-{size}-alibi")
+    assert (ours.family, ours.positions, ours.attention_bias) == ("mpt", "alibi", False)
+    assert (ours.layers, ours.hidden, ours.heads) == (preset.layers, preset.hidden, preset.heads)
+
+
 def test_what_foundry_does_by_default_is_written_down(tmp_path: Path) -> None:
     draft, spec = changed(tmp_path, algorithms={}, scheduler={"name": "cosine_with_warmup", "t_warmup": "0.02dur"})
     assert (spec.optim.clip, spec.optim.min_lr, str(spec.optim.warmup)) == (None, 0.0, "96ba")
@@ -334,7 +405,18 @@ def test_what_foundry_does_by_default_is_written_down(tmp_path: Path) -> None:
         ({"precision": "amp_fp4"}, "precision: amp_fp4"),
         ({"callbacks": {"speed_monitor": {}, "early_stopper": {"monitor": "loss"}}}, "callbacks.early_stopper"),
         ({"optimizer": {"name": "adalr_lion", "lr": 1e-4}}, "optimizer.name: adalr_lion"),
-        ({"eval_loader": {"dataset": {"remote": "s3://b/c", "split": "val"}}}, "eval_loader (s3://b/c, split val)"),
+        (
+            {"eval_loader": {"dataset": {"remote": "s3://b/c", "split": "val"}}},
+            "eval_loader, split val (s3://b/c): not taken",
+        ),
+        (
+            {"eval_loader": [{"dataset": {"local": "/b"}}, {"dataset": {"local": "/c"}}]},
+            "eval_loader (/b, /c): not taken",
+        ),
+        (
+            {"variables": MPT["variables"] | {"data_remote": "mine"}},
+            "train_loader.dataset.local: /tmp/c4: a cache needs",
+        ),  # type: ignore[operator]
         ({"fsdp_config": {"activation_cpu_offload": True}}, "fsdp_config.activation_cpu_offload"),
     ],
 )

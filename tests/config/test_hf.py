@@ -39,7 +39,8 @@ PRESETS = {
     "mixtral-8x7b": "mixtral",
     "qwen3-30b-a3b": "qwen3_moe",
     "moe-3.5b-a1.1b": "mixtral",
-    "mpt-7b": "mpt",
+    "mpt-7b": "gpt2",
+    "mpt-7b-alibi": "mpt",
     "bert-base": "bert",
     "t5-small": "t5",
     "t5-v1.1-small": "t5",
@@ -147,14 +148,14 @@ def test_what_changes_the_numbers_and_cannot_be_said_is_refused_by_name(kind: st
         ("gpt2", "qk_norm=true", "model.qk_norm"),
         ("gpt2", "activation=swiglu", "model.activation"),
         ("bert-base", "activation=geglu", "model.activation"),
-        ("mpt-7b", "ffn=100", "model.ffn"),
+        ("mpt-7b-alibi", "ffn=100", "model.ffn"),
         ("mistral-7b", "attention_bias=true", "model.attention_bias"),
         ("llama2-7b", "positions=alibi", "model.positions"),
         ("mixtral-8x7b", "moe.router=sigmoid", "model.moe.router"),
         ("mixtral-8x7b", "moe.bias_rate=0.001", "model.moe.bias_rate"),
         ("qwen3-30b-a3b", "moe.routed_scale=2.5", "model.moe.routed_scale"),
         ("deepseek-moe-16b", "moe.dense_layers=0", "model.moe.shared_experts"),
-        ("mpt-7b", "moe={experts: 4, top_k: 2, ffn: 64}", "model.moe.experts"),
+        ("mpt-7b-alibi", "moe={experts: 4, top_k: 2, ffn: 64}", "model.moe.experts"),
     ],
 )
 def test_a_model_none_of_their_classes_computes_is_not_exported(preset: str, change: str, key: str) -> None:
@@ -203,7 +204,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": True, "use_sliding_window": False,
         "vocab_size": 151936,
     },
-    "mpt-7b": {
+    "mpt-7b-alibi": {
         "model_type": "mpt", "architectures": ["MPTForCausalLM"], "d_model": 4096, "n_heads": 32, "n_layers": 32,
         "attn_config": {
             "alibi": True, "alibi_bias_max": 8, "attn_impl": "torch", "attn_pdrop": 0, "attn_type": "multihead_attention",
@@ -214,7 +215,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "logit_scale": None, "max_seq_len": 2048, "no_bias": True, "norm_type": "low_precision_layernorm",
         "resid_pdrop": 0, "tokenizer_name": "EleutherAI/gpt-neox-20b", "verbose": 0, "vocab_size": 50368,
     },
-    "mpt-1b": {
+    "mpt-1b-alibi": {
         "model_type": "mpt", "d_model": 2048, "n_heads": 16, "n_layers": 24, "vocab_size": 50368, "max_seq_len": 2048,
         "attn_config": {
             "alibi": True, "alibi_bias_max": 8, "attn_impl": "flash", "attn_logit_softcapping": None, "attn_pdrop": 0.0,

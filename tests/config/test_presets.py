@@ -34,7 +34,7 @@ def test_counts_equal_the_model_we_build(name: str) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(
-    st.sampled_from(["gpt2", "llama2-7b", "mpt-125m"]),
+    st.sampled_from(["gpt2", "llama2-7b", "mpt-125m-alibi"]),
     st.fixed_dictionaries(
         {},
         optional={

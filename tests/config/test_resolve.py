@@ -183,9 +183,9 @@ def test_the_targets_of_a_t5_in_8_bits_are_told_without_a_number_that_is_not_kno
 
 
 def test_positions_that_alibi_does_not_have_are_not_reset(spec: Path) -> None:
-    error = refusal(spec, "model=mpt-125m", "data.reset_positions=true")
+    error = refusal(spec, "model=mpt-125m-alibi", "data.reset_positions=true")
     assert (error.code, error.key) == ("config.conflict", "data.reset_positions")
-    resolve(spec, ["model=mpt-125m", "data.reset_positions=true", "data.document_mask=true"])
+    resolve(spec, ["model=mpt-125m-alibi", "data.reset_positions=true", "data.document_mask=true"])
     resolve(spec, ["data.reset_positions=true"])
 
 

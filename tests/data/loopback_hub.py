@@ -34,6 +34,8 @@ class Hub:
 
     files: dict[str, dict[str, bytes]] = field(default_factory=lambda: defaultdict(dict))
     plain: dict[str, bytes] = field(default_factory=dict)
+    # Files of model repositories, by their path.
+    models: dict[str, bytes] = field(default_factory=dict)
     cards: dict[str, Any] = field(default_factory=dict)
     gated: set[str] = field(default_factory=set)
     # The token that opens gated repos.
@@ -105,6 +107,8 @@ class Handler(BaseHTTPRequestHandler):
         if path.startswith("/content/"):
             repo, _, name = path.removeprefix("/content/").partition("//")
             return self.body(hub, path, hub.files[repo][name])
+        if path.removeprefix("/") in hub.models:
+            return self.body(hub, path, hub.models[path.removeprefix("/")], etag=True)
         if path.startswith("/plain/") and path.removeprefix("/plain/") in hub.plain:
             return self.body(hub, path, hub.plain[path.removeprefix("/plain/")], etag=True)
         found = re.fullmatch(r"(?:/datasets)?/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)

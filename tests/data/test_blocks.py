@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import lzma
 import tempfile
 from pathlib import Path
 
@@ -22,6 +23,10 @@ LINES = st.lists(st.binary(max_size=40).map(lambda b: b.replace(b"\n", b"").repl
 def write(path: Path, content: bytes) -> InputFile:
     if path.suffix == ".gz":
         path.write_bytes(gzip.compress(content))
+    elif path.suffix == ".xz":
+        # Two streams with padding between them.
+        half = len(content) // 2
+        path.write_bytes(lzma.compress(content[:half]) + bytes(8) + lzma.compress(content[half:]))
     # Two frames, as from `cat a.zst b.zst`.
     elif path.suffix == ".zst":
         half = len(content) // 2
@@ -50,7 +55,7 @@ def read(file: InputFile, block_bytes: int, wanted: set[int] | None = None) -> d
     st.booleans(),
     st.integers(1, 70),
     st.integers(1, 50),
-    st.sampled_from([".jsonl", ".jsonl.gz", ".jsonl.zst"]),
+    st.sampled_from([".jsonl", ".jsonl.gz", ".jsonl.zst", ".jsonl.xz"]),
     st.data(),
 )
 def test_every_line_is_in_exactly_one_block(
@@ -77,7 +82,7 @@ def test_every_line_is_in_exactly_one_block(
         assert read(file, block_bytes, some) == {index: by_block[index] for index in some}
 
 
-@pytest.mark.parametrize("suffix", [".jsonl.gz", ".jsonl.zst"])
+@pytest.mark.parametrize("suffix", [".jsonl.gz", ".jsonl.zst", ".jsonl.xz"])
 @pytest.mark.parametrize("damage", ["cut", "flipped", "not compressed"])
 def test_damaged_compression_is_an_error_and_never_a_quiet_end(tmp_path: Path, suffix: str, damage: str) -> None:
     import os

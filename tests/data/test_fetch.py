@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import lzma
 import os
 import random
 import signal
@@ -56,6 +57,14 @@ def test_a_name_stands_for_its_files(
     assert stored(tmp_path) == wanted(hub, repo, *prefixes)
     for file in fetched.files:
         assert hashlib.sha256(Path(file.path).read_bytes()).hexdigest() == file.sha256
+
+
+def test_the_sample_of_oscar_is_one_file_without_a_token(hub: Hub, tmp_path: Path) -> None:
+    content = lzma.compress(b'{"text": "Words."}\n')
+    hub.models["bigscience/misc-test-data/resolve/main/stas/oscar-1GB.jsonl.xz"] = content
+    go(tmp_path, "oscar-1gb")
+    assert (tmp_path / "oscar-1GB.jsonl.xz").read_bytes() == content
+    assert text_key(["oscar-1gb"]) == "text"
 
 
 def test_the_listing_is_the_one_the_hub_s_own_client_reads(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

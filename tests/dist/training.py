@@ -26,7 +26,7 @@ _SIZES = ["layers=4", "hidden=32", "heads=4", f"vocab_size={VOCAB}", f"max_seq_l
 MODELS = {
     "gpt": ["model.preset=gpt2", *_SIZES, "tied=true"],
     "llama": ["model.preset=llama3-8b", *_SIZES, "kv_heads=4"],
-    "mpt": ["model.preset=mpt-7b", *_SIZES, "tied=true"],
+    "mpt": ["model.preset=mpt-7b-alibi", *_SIZES, "tied=true"],
     "moe": [
         "model.preset=mixtral-8x7b", *_SIZES, "kv_heads=4",
         "moe={experts: 4, top_k: 2, ffn: 24, router: sigmoid, bias_rate: 0.01, z_loss: 0.1, balance_loss: 0.1}",

@@ -1,11 +1,18 @@
-"""Schemas of the kinds no package describes, written from their API references: every field known there, and no other."""
+"""What API servers and operators accept: the schemas of Kubernetes and of the operators' packages, and for kinds that no package
+describes, schemas written from their API references: every field known there, and no other."""
 
 from __future__ import annotations
 
+import typing
 from typing import Any
 
 import jsonschema
+import kubernetes_validate
+from kubeflow.training import models as kubeflow_v1
+from kubeflow_trainer_api import models as kubeflow_v2
+from pydantic import BaseModel
 
+CORE = ("v1", "batch/v1", "apps/v1", "storage.k8s.io/v1", "rbac.authorization.k8s.io/v1", "networking.k8s.io/v1")
 ANY: dict[str, Any] = {}
 TEXT: dict[str, Any] = {"type": "string"}
 NUMBER: dict[str, Any] = {"type": "integer"}
@@ -138,3 +145,82 @@ def check_strictly(document: dict[str, Any], schema: dict[str, Any]) -> None:
         f"{error.json_path}: {error.message}" for error in jsonschema.Draft202012Validator(schema).iter_errors(document)
     ]
     assert not faults, "\n".join(faults)
+
+
+# Kueue 0.13, as far as docs/guides uses it.
+_QUOTA = fields("name nominalQuota", name=TEXT, nominalQuota=ANY, borrowingLimit=ANY, lendingLimit=ANY)
+_FLAVOR = fields("name resources", name=TEXT, resources=listed(_QUOTA))
+QUEUES = {
+    "ResourceFlavor": fields(
+        "apiVersion kind metadata", apiVersion=ANY, kind=ANY, metadata=_METADATA,
+        spec=fields(nodeLabels=ANY, nodeTaints=ANY, tolerations=ANY, topologyName=TEXT),
+    ),
+    "ClusterQueue": _object(
+        "kueue.x-k8s.io/v1beta1",
+        "ClusterQueue",
+        fields(
+            resourceGroups=listed(
+                fields("coveredResources flavors", coveredResources=listed(TEXT), flavors=listed(_FLAVOR))
+            ),
+            namespaceSelector=ANY, cohort=TEXT, queueingStrategy=TEXT, preemption=ANY, flavorFungibility=ANY,
+            admissionChecks=ANY, stopPolicy=TEXT, fairSharing=ANY,
+        ),
+    ),
+    "LocalQueue": _object(
+        "kueue.x-k8s.io/v1beta1", "LocalQueue", fields("clusterQueue", clusterQueue=TEXT, stopPolicy=TEXT)
+    ),
+}  # fmt: skip
+_WRITTEN = {"JobSet": JOB_SET, "HyperPodPyTorchJob": HYPERPOD_JOB, **QUEUES}
+
+
+def check_object(document: dict[str, Any], version: str = "1.34.0") -> None:
+    """Hold an object to the schema of its kind: Kubernetes' own, that of the operator's package, or one written here."""
+    kind = document["kind"]
+    if kind == "PyTorchJob":
+        _strict_swagger(document, kubeflow_v1.KubeflowOrgV1PyTorchJob)
+    elif kind == "TrainJob":
+        _strict_pydantic(document, kubeflow_v2.TrainerV1alpha1TrainJob)
+    elif kind == "TrainingRuntime":
+        _strict_pydantic(document, kubeflow_v2.TrainerV1alpha1TrainingRuntime)
+    elif kind in _WRITTEN:
+        check_strictly(document, _WRITTEN[kind])
+    else:
+        assert document["apiVersion"] in CORE, f"nothing checks {kind}"
+        kubernetes_validate.validate(document, version, strict=True)
+
+
+def _strict_pydantic(node: Any, annotation: Any) -> None:
+    """Every key is a field of the model that comes with the package, down to the leaves."""
+    origin = typing.get_origin(annotation)
+    if origin in (typing.Union, type(None) | int) or str(origin).endswith("UnionType"):
+        [inner] = [a for a in typing.get_args(annotation) if a is not type(None)][:1]
+        return _strict_pydantic(node, inner)
+    if origin is typing.Annotated:
+        return _strict_pydantic(node, typing.get_args(annotation)[0])
+    if origin is list:
+        return [_strict_pydantic(item, typing.get_args(annotation)[0]) for item in node] and None
+    if origin is dict:
+        return [_strict_pydantic(item, typing.get_args(annotation)[1]) for item in node.values()] and None
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        if not isinstance(node, dict):
+            return None  # a quantity, or a value that may be a number or text
+        known = {field.alias or name: field.annotation for name, field in annotation.model_fields.items()}
+        for key, value in node.items():
+            assert key in known, f"{annotation.__name__} has no {key}"
+            _strict_pydantic(value, known[key])
+    return None
+
+
+def _strict_swagger(node: Any, model: Any) -> None:
+    """The same for models of the older generator, which name their types as text."""
+    known = {model.attribute_map[name]: kind for name, kind in model.openapi_types.items()}
+    for key, value in node.items():
+        assert key in known, f"{model.__name__} has no {key}"
+        kind = known[key]
+        inner = kind.removeprefix("dict(str, ").removeprefix("list[").rstrip(")]")
+        child = getattr(kubeflow_v1, inner, None)
+        if child is None:
+            continue  # a pod template or another core type, checked as such elsewhere
+        children = value.values() if kind.startswith("dict") else value if kind.startswith("list") else [value]
+        for item in children:
+            _strict_swagger(item, child)

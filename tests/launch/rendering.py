@@ -28,7 +28,7 @@ def cases() -> list[tuple[str, Path, str | None, tuple[str, ...]]]:
     for target in (*pod_targets(), "slurm", "local"):
         more = HYPERPOD if target == "hyperpod" else ()
         if target == "local":
-            more = ("cluster.nodes=1", "parallel.dp_shard=4")
+            more = ("cluster.nodes=1", "parallel.dp_replicate=1")
         found.append((f"eks-llama2-7b.{target}", GPU_EXAMPLE, target, more))
     timed = ("log.every=60s", "eval=off")  # the planner's constants change, and with them how long a silence may be
     sagemaker = (*HYPERPOD, "cluster.operator=sagemaker", "cluster.spares=1", *timed)

@@ -189,7 +189,7 @@ def test_what_the_user_sets_is_laid_over_our_own_but_not_over_the_targets() -> N
 
 
 def test_one_node_needs_no_fabric(tmp_path: Path) -> None:
-    placed = place(GPU_EXAMPLE, ["cluster.nodes=1", "parallel.dp_shard=4", *HYPERPOD])
+    placed = place(GPU_EXAMPLE, ["cluster.nodes=1", "parallel.dp_replicate=1", *HYPERPOD])
     assert placed.fabric == "none"
     [pod] = pods_of(next(d for d in objects_of(render(placed)) if d["kind"] == "JobSet"))
     assert "NCCL_NET" not in str(pod)
@@ -233,7 +233,7 @@ CPUS = [
     "cluster.gpus=0",
     "cluster.cpus=8",
     "cluster.memory=16Gi",
-    "parallel.tp=1",
+    "parallel.dp_replicate=1",
     "parallel.dp_shard=2",
 ]
 
@@ -265,7 +265,7 @@ BIG = ["model=gpt3-175b", "data.seq_len=2048", "train.global_batch=64"]
 
 def test_what_does_not_fit_is_refused_with_the_arithmetic_unless_one_insists() -> None:
     """A layout of the user's own, far beyond the memory of 16 GPUs."""
-    layout = [*BIG, "parallel.tp=1", "parallel.dp_shard=16", "parallel.micro_batch=1"]
+    layout = [*BIG, "parallel.dp_replicate=1", "parallel.dp_shard=16"]
     with pytest.raises(ArgosyError) as refusal:
         place(GPU_EXAMPLE, layout)
     assert refusal.value.code == "plan.does-not-fit"

@@ -85,6 +85,17 @@ def test_privileges_are_there_only_when_asked_for() -> None:
     assert {"name": "scratch", "hostPath": {"path": "/mnt/k8s-disks/0", "type": "Directory"}} in pod["volumes"]
 
 
+def test_a_gated_data_set_is_refused_before_anything_starts_if_no_token_reaches_its_pods() -> None:
+    spec = ROOT / "examples" / "hyperpod-gpt3-7.5b.yaml"
+    gated = "data.train.0.prepare={fetch: oscar, config: de, shards: 2}"
+    with pytest.raises(ArgosyError) as refusal:
+        place(spec, [gated])
+    assert refusal.value.code == "data.fetch-refused"
+    assert "is gated" in refusal.value.cause
+    assert "kubectl create secret generic hf-token -n hyperpod-ns-research" in refusal.value.fix
+    place(spec, [gated, "cluster.secrets={HF_TOKEN: hf-token/token}"])
+
+
 def test_secrets_go_by_reference() -> None:
     [pod] = pods_of(_train(["cluster.secrets={HF_TOKEN: hf-token/token}"]))
     [entry] = [e for e in pod["containers"][0]["env"] if e["name"] == "HF_TOKEN"]

@@ -30,9 +30,9 @@ def rows() -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
     return made
 
 
-@pytest.mark.parametrize("preset", ["gpt2", "llama2-7b", "qwen3-0.6b", "mpt-125m", "mistral-7b"])
+@pytest.mark.parametrize("preset", ["gpt2", "llama2-7b", "qwen3-0.6b", "mpt-125m-alibi", "mistral-7b"])
 def test_a_packed_batch_equals_its_documents_one_by_one(preset: str) -> None:
-    more = {"gpt2": [], "mpt-125m": [], "qwen3-0.6b": ["kv_heads=2", "head_dim=16", "ffn=64"]}.get(
+    more = {"gpt2": [], "mpt-125m-alibi": [], "qwen3-0.6b": ["kv_heads=2", "head_dim=16", "ffn=64"]}.get(
         preset, ["kv_heads=4", "ffn=64"]
     )
     spec = resolve_model(preset, [*SIZES, *more, *(["window=7"] if preset == "mistral-7b" else [])])

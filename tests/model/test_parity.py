@@ -129,12 +129,12 @@ CASES: dict[str, tuple[str, list[str], Any]] = {
         ),
     ),
     "mpt": (
-        "mpt-125m",
+        "mpt-125m-alibi",
         ["heads=4"],
         lambda: T.MptForCausalLM(T.MptConfig(d_model=48, n_heads=4, n_layers=3, vocab_size=101, max_seq_len=40)),
     ),
     "mpt-6-heads": (
-        "mpt-125m",
+        "mpt-125m-alibi",
         ["heads=6"],
         lambda: T.MptForCausalLM(T.MptConfig(d_model=48, n_heads=6, n_layers=3, vocab_size=101, max_seq_len=40)),
     ),

@@ -125,12 +125,12 @@ def test_a_synthetic_batch_has_prefixes() -> None:
     ("keys", "key"),
     [
         (["data.prefix={shortest: 0.6, longest: 0.5}"], "data.prefix.shortest"),
-        (["model=mpt-125m", "data.task=prefix-lm"], "data.task"),
+        (["model=mpt-125m-alibi", "data.task=prefix-lm"], "data.task"),
         (["data.task=causal-lm", "data.prefix={}"], "data.prefix"),
     ],
 )
 def test_what_makes_no_sense_is_refused(keys: list[str], key: str) -> None:
-    base = ASK if keys[0] != "model=mpt-125m" else [k for k in ASK if not k.startswith("model")]
+    base = ASK if keys[0] != "model=mpt-125m-alibi" else [k for k in ASK if not k.startswith("model")]
     with pytest.raises(ArgosyError) as refused:
         resolve(None, [*base, "data.train=corpus", *keys])
     assert refused.value.key == key

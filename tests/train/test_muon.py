@@ -116,7 +116,7 @@ def test_hidden_matrices_are_muons_and_the_rest_adamws() -> None:
 
 
 def test_every_family_has_matrices_and_embeddings_are_never_among_them() -> None:
-    for preset in ("gpt2", "mpt-1b", "bert-base", "t5-base"):
+    for preset in ("gpt2", "mpt-1b-alibi", "bert-base", "t5-base"):
         built = build_model(resolve_model(preset, ["layers=1"]), "meta")
         names = hidden_matrices(built)
         assert heads_of(built).keys() <= names

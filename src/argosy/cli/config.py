@@ -60,7 +60,10 @@ Output = Annotated[Path | None, typer.Option("-o", "--output", help="Write the r
 @app.command("from-megatron", context_settings={"ignore_unknown_options": True})
 def from_megatron(
     command: Annotated[
-        str, typer.Argument(help="The arguments of pretrain_gpt.py, or the whole command, in one pair of quotes.")
+        str,
+        typer.Argument(
+            help="The arguments of pretrain_gpt.py (or _bert, _t5, _ict), or the whole command, in one pair of quotes."
+        ),
     ],
     output: Output = None,
 ) -> None:

@@ -17,7 +17,7 @@ app.command("fetch")(data_fetch.fetch)
 Inputs = Annotated[
     list[str],
     typer.Argument(
-        help="Files, globs or directories: .jsonl, .txt, each also as .zst or .gz, .parquet; local or s3://, gs://, az://, https://, hf://."
+        help="Files, globs or directories: .jsonl, .txt, each also as .zst, .gz or .xz, .parquet; local or s3://, gs://, az://, https://, hf://."
     ),
 ]
 KEY_HELP = "The JSON key or column that holds the text; meta.body for a nested one."

@@ -1,4 +1,9 @@
-"""MPT: ALiBi, no biases, and a tied output head. Hugging Face's `mpt` stacks query, key and value."""
+"""MPT: ALiBi, no biases, and a tied output head. Hugging Face's `mpt` stacks query, key and value.
+
+LLM-Foundry's pretraining recipes leave ALiBi and `no_bias` off. Their models have learned positions and biases in every layer,
+which is GPT-2's structure with exact GELU, so the presets of their names belong to the family `gpt` and are exported as `gpt2`.
+The models published as mosaicml/mpt-7b and mpt-30b have ALiBi and no biases: `mpt-7b-alibi`, `mpt-30b-alibi`.
+"""
 
 from __future__ import annotations
 
@@ -16,23 +21,28 @@ DEFAULTS: Row = {
 }  # fmt: skip
 
 
-def _mpt(layers: int, hidden: int, heads: int) -> Row:
-    return {
-        "family": "mpt", "layers": layers, "hidden": hidden, "heads": heads, "vocab_size": 50368, "max_seq_len": 2048,
-    }  # fmt: skip
+# (layers, hidden, heads) of LLM-Foundry's pretraining recipes.
+_SIZES: dict[str, tuple[int, int, int]] = {
+    "125m": (12, 768, 12),
+    "350m": (24, 1024, 16),
+    "760m": (24, 1536, 12),
+    "1b": (24, 2048, 16),
+    "3b": (32, 2560, 20),
+    "7b": (32, 4096, 32),
+    "13b": (40, 5120, 40),
+    "30b": (48, 7168, 56),
+    "70b": (80, 8192, 64),
+}
+
+
+def _mpt(size: str, **more: str) -> Row:
+    layers, hidden, heads = _SIZES[size]
+    return {"layers": layers, "hidden": hidden, "heads": heads, "vocab_size": 50368, "max_seq_len": 2048, **more}
 
 
 PRESETS: dict[str, Row] = {
-    # MPT, with the shapes of LLM-Foundry's pretraining recipes.
-    "mpt-125m": _mpt(12, 768, 12),
-    "mpt-350m": _mpt(24, 1024, 16),
-    "mpt-760m": _mpt(24, 1536, 12),
-    "mpt-1b": _mpt(24, 2048, 16),
-    "mpt-3b": _mpt(32, 2560, 20),
-    "mpt-7b": _mpt(32, 4096, 32),
-    "mpt-13b": _mpt(40, 5120, 40),
-    "mpt-30b": _mpt(48, 7168, 56),
-    "mpt-70b": _mpt(80, 8192, 64),
+    **{f"mpt-{size}": _mpt(size, family="gpt", activation="gelu") for size in _SIZES},
+    **{f"mpt-{size}-alibi": _mpt(size, family="mpt") for size in _SIZES},
 }
 
 

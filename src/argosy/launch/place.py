@@ -18,7 +18,7 @@ from argosy.families.architecture import architecture_of
 from argosy.launch.fabric import check_sharp, choose_fabric, nic_request
 from argosy.launch.placement import Placement, gib
 from argosy.launch.registry import find_target
-from argosy.launch.secret_checks import refuse_secrets
+from argosy.launch.secret_checks import refuse_secrets, require_tokens
 from argosy.launch.target import Target
 from argosy.plan.advise import predict
 from argosy.plan.auto import open_layout, settle_micro_batch
@@ -52,6 +52,8 @@ def place(
     ranks = cluster.ranks or gpus or 1
     source = path.read_text(encoding="utf-8")
     refuse_secrets(source, overrides, resolved.spec, stays_here=chosen_target.on_this_machine)
+    if chosen_target.makes_pods:
+        require_tokens(resolved.spec)
     planned_on = _planned_on(resolved, instance, cluster, gpus)
     layout = open_layout(resolved, planned_on, ranks * cluster.nodes)
     if layout:

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from argosy.config.schema import RunSpec
 from argosy.config.secrets import WEBHOOK
+from argosy.data.remote.known_sets import known_set
 from argosy.echo import looks_secret, names_secret
 from argosy.errors import ArgosyError
 
@@ -35,6 +36,25 @@ def refuse_secrets(text: str, overrides: Iterable[str], spec: RunSpec, *, stays_
         raise _refusal(
             "whoever has the address can post to it, and it would stand in every rendered file: write env:NAME", WEBHOOK
         )
+
+
+def require_tokens(spec: RunSpec) -> None:
+    """Refuse a run whose pods fetch a gated data set without a token.
+
+    The fetch stage would refuse as well, but only after the volume was made and the pods were scheduled.
+    """
+    cluster = spec.cluster
+    for number, source in enumerate(spec.data.train):
+        known = known_set(source.prepare.fetch) if source.prepare is not None and source.prepare.fetch else None
+        if known is not None and known.gated and cluster is not None and "HF_TOKEN" not in cluster.secrets:
+            raise ArgosyError(
+                "data.fetch-refused",
+                f"{known.repo} is gated: its owner wants terms accepted first, and no HF_TOKEN reaches the fetch stage",
+                key=f"data.train.{number}.prepare.fetch",
+                value=source.prepare.fetch if source.prepare is not None else None,
+                fix=f"accept the terms at https://huggingface.co/datasets/{known.repo}, kubectl create secret generic hf-token "
+                f"-n {cluster.namespace} --from-literal=token=…, then cluster.secrets={{HF_TOKEN: hf-token/token}}",
+            )
 
 
 def _refusal(cause: str, key: str | None) -> ArgosyError:

@@ -18,7 +18,7 @@ from argosy.plan.calibration import calibration
 from argosy.plan.hardware import GIB, Cluster, parse_cluster
 from argosy.plan.layouts import Layout, Recompute, Schedule, Work, violations
 from argosy.plan.log import Log, judge
-from argosy.plan.plan_report import as_dict, distinct, explain, header, table, why_lost
+from argosy.plan.plan_report import as_dict, distinct, duration, explain, header, table, why_lost
 from argosy.plan.search import Candidate, Found, evaluate, micro_batches, search, warnings
 from argosy.tasks.task_registry import masks_vary
 
@@ -102,6 +102,9 @@ class Advice:
         if self.asked is not None:
             fits = "" if self.asked.fits else f", which does not fit in {best.cluster.gpu.memory:g} GiB"
             lines += ["", "the run spec's own layout" + fits + ":", f"  {why_lost(best, self.asked)}"]
+            lines += [
+                f"  {duration(self.asked.time.total)} a step, {self.asked.fullest.device:.1f} of {best.cluster.gpu.memory:g} GiB"
+            ]
             lines += [f"  warning: {warning}" for warning in warnings(self.asked)]
         lines += [f"warning: {warning}" for warning in warnings(best)]
         lines += [] if self.narrow is None else [self._offer(self.narrow)]

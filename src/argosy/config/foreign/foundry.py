@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from argosy.config.foreign.draft import Draft
+from argosy.config.foreign.validation import take_over_validation
 from argosy.config.optimizers import DEFAULT, rule_elsewhere
 from argosy.config.yaml_reader import read_yaml
 from argosy.errors import ArgosyError
@@ -39,7 +40,6 @@ _PLAIN = {
     "save_interval": "checkpoint.every",
     "save_num_checkpoints_to_keep": "checkpoint.keep",
     "console_log_interval": "log.every",
-    "loggers.wandb.project": "log.sinks.wandb",
     "run_name": "name",
 }
 # Leaves that the functions below read, some of them together, and variables that other leaves refer to.
@@ -49,7 +49,8 @@ _HANDLED = (
     "model.attn_config.rope_theta", "model.attn_config.attn_type", "model.attn_config.sliding_window_size", "tokenizer.name",
     "train_loader.dataset.remote", "train_loader.dataset.local", "train_loader.dataset.split", "optimizer.name", "optimizer.betas", "optimizer.eps",
     "scheduler.name", "scheduler.alpha_f", "scheduler.t_warmup", "scheduler.t_max", "max_duration", "precision", "eval_subset_num_batches",
-    "device_train_microbatch_size", "save_folder", "fsdp_config", "callbacks", "eval_loader", "loggers.tensorboard",
+    "device_train_microbatch_size", "save_folder", "fsdp_config", "callbacks", "eval_loader", "loggers.tensorboard", "loggers.wandb.project",
+    "loggers.wandb.entity",
     "variables", "data_local", "data_remote", "tokenizer_name", "max_seq_len", "global_seed",
 )  # fmt: skip
 # Leaves (or whole sections) that need no key, because Argosy always does it or does it differently, with the reason.
@@ -163,14 +164,21 @@ def _model(draft: Draft, flat: Leaves) -> None:
         return
     if kind != "mpt_causal_lm":
         draft.left.append(f"model.name: {kind}: replaced by MPT")
-    draft.set("model.family", "mpt")
     _positions(draft, flat)
+    # Without ALiBi this is GPT-2's structure with exact GELU, and exported as such.
+    draft.set("model.family", "gpt" if draft.get("model.positions") == "learned" else "mpt")
+    draft.set("model.activation", "gelu")
     bias = not flat.get("model.no_bias", False)
     rms = "rmsnorm" in str(flat.get("model.norm_type", "low_precision_layernorm"))
     draft.set("model.norm", "rmsnorm" if rms else "layernorm")
     draft.set("model.norm_bias", bias and not rms)
     draft.set("model.attention_bias", bias)
     draft.set("model.mlp_bias", bias)
+    if not any(_within(key, "model.init_config") for key in flat):
+        draft.notes.append(
+            "model.init_std: weights are drawn from a normal distribution with one standard deviation; Foundry's default, "
+            "kaiming_normal_, has sqrt(2 / fan-in) for each matrix"
+        )
     draft.set("model.ffn", int(flat.get("model.expansion_ratio", 4) * draft.get("model.hidden", 0)))
     if flat.get("model.attn_config.attn_type") == "multiquery_attention":
         draft.set("model.kv_heads", 1)
@@ -194,20 +202,43 @@ def _positions(draft: Draft, flat: Leaves) -> None:
 
 
 def _data(draft: Draft, flat: Leaves) -> None:
-    remote, local = flat.get("train_loader.dataset.remote"), flat.get("train_loader.dataset.local")
-    source = remote or local or "corpus"
-    split = flat.get("train_loader.dataset.split")
-    draft.set("data.train", [{"path": str(source)}])
+    corpus, split = (
+        _corpus(draft, _dataset(flat, "train_loader"), "train_loader"),
+        flat.get("train_loader.dataset.split"),
+    )
+    draft.set("data.train", [corpus])
     draft.notes.append(
-        f"data.train is {source}" + (f" (split {split})" if split else "") + ": MDS is not read while training; "
+        f"data.train is {corpus['path']}"
+        + (f" (split {split})" if split else "")
+        + ": MDS is not read while training; "
         "`argosy data convert MDS --output DIR` converts it to a corpus once"
     )
-    if remote and local and "://" in str(remote):
-        draft.set("data.train", [{"path": str(remote), "cache": str(local)}])
     if flat.get("tokenizer.name"):
         draft.notes.append(
             f"the tokenizer is {flat['tokenizer.name']}: data.tokenizer is the path of its tokenizer.json"
         )
+
+
+def _dataset(flat: Leaves, loader: str) -> Leaves:
+    prefix = f"{loader}.dataset."
+    return {key.removeprefix(prefix): value for key, value in flat.items() if key.startswith(prefix)}
+
+
+def _corpus(draft: Draft, dataset: Leaves, loader: str) -> dict[str, str]:
+    """Return a loader's data set as an entry of `data.train`.
+
+    `local` caches `remote`, which may be a mounted directory. Without `remote` it is the data set itself.
+    """
+    remote, local = dataset.get("remote"), dataset.get("local")
+    path = str(remote or local or "corpus")
+    if not (remote and local) or remote == local:
+        return {"path": path}
+    if "://" not in path and not path.startswith("/"):
+        draft.left.append(
+            f"{loader}.dataset.local: {local}: a cache needs the absolute path of {path}, as file:///PATH"
+        )
+        return {"path": path}
+    return {"path": path if "://" in path else f"file://{path}", "cache": str(local)}
 
 
 def _training(draft: Draft, flat: Leaves) -> None:
@@ -313,12 +344,13 @@ def _evaluation(draft: Draft, flat: Leaves) -> None:
     own = {key: value for key, value in flat.items() if _within(key, "eval_loader")}
     if not own or draft.get("eval.every") in (0, "0ba"):
         draft.set("eval", "off")
+        draft.notes += ["eval_loader: eval_interval is 0, so nothing is evaluated"] if own else []
         return
-    where = own.get("eval_loader.dataset.remote") or own.get("eval_loader.dataset.local")
     part = own.get("eval_loader.dataset.split")
-    draft.left.append(
-        f"eval_loader ({where}, split {part}): validation documents are a share of the corpus (data.split)"
-    )
+    # A list of loaders, one for each data set, or one loader.
+    several = [loader.get("dataset", {}) for loader in own.get("eval_loader") or []]
+    corpora = [_corpus(draft, dataset, "eval_loader") for dataset in several or [_dataset(flat, "eval_loader")]]
+    take_over_validation(draft, f"eval_loader, split {part}" if part else "eval_loader", corpora)
     batches = flat.get("eval_subset_num_batches", -1)
     if isinstance(batches, int) and batches > 0:
         draft.set("eval.batches", batches)
@@ -347,8 +379,13 @@ def _surroundings(draft: Draft, flat: Leaves) -> None:
         draft.notes.append(
             "fsdp_config: parallel.dp_shard is the number of ranks that shard the state; `argosy plan` picks it"
         )
-    if "loggers.tensorboard" in flat:
+    if any(_within(key, "loggers.tensorboard") for key in flat):
         draft.set("log.sinks.tensorboard", True)
+    project, entity = (flat.get(f"loggers.wandb.{name}") for name in ("project", "entity"))
+    if project:
+        draft.set("log.sinks.wandb", f"{entity}/{project}" if entity else project)
+    elif entity:
+        draft.left.append(f"loggers.wandb.entity: {entity}: log.sinks.wandb is PROJECT or ENTITY/PROJECT; set it")
     for callback in dict.fromkeys(key.split(".")[1] for key in flat if key.startswith("callbacks.")):
         if callback in _WATCHED:
             draft.notes.append(f"callbacks.{callback}: always logged")

@@ -1,4 +1,4 @@
-"""The converter behind `argosy config from-megatron`: arguments of Megatron-LM's pretrain_{gpt,bert,t5}.py to a run spec.
+"""The converter behind `argosy config from-megatron`: arguments of Megatron-LM's pretrain_{gpt,bert,t5,ict}.py to a run spec.
 
 Every argument is translated, noted as not needed, or listed as having no counterpart; none is silently dropped. If Megatron's
 default differs from Argosy's, the run spec has Megatron's.
@@ -14,6 +14,7 @@ from argosy.config.foreign.draft import Draft
 from argosy.config.foreign.megatron_model import MODEL_ARGUMENTS, describe_model, family_of
 from argosy.config.foreign.megatron_schedule import SCHEDULE_ARGUMENTS, describe_schedule
 from argosy.config.foreign.megatron_words import Values, first_word, number, read_value
+from argosy.config.foreign.validation import take_over_validation
 from argosy.config.optimizers import DEFAULT, rule_elsewhere
 from argosy.errors import ArgosyError
 
@@ -60,7 +61,8 @@ _PLAIN: dict[str, tuple[str, Callable[[str], Any]]] = {
     "expert-model-parallel-size": ("parallel.ep", int),
     "save-interval": ("checkpoint.every", _steps),
     "log-interval": ("log.every", _steps),
-    "wandb-project": ("log.sinks.wandb", str),
+    "ict-head-size": ("model.retrieval.projection", int),
+    "query-in-block-prob": ("data.ict.query_in_block", number),
 }
 _SWITCHES: dict[str, tuple[str, Any]] = {
     "qk-layernorm": ("model.qk_norm", True),
@@ -70,10 +72,10 @@ _SWITCHES: dict[str, tuple[str, Any]] = {
     "grad-reduce-in-bf16": ("parallel.reduce", "bf16"),
     "recompute-activations": ("parallel.recompute", "selective"),
     "untie-embeddings-and-output-weights": ("model.tied", False),
+    "biencoder-shared-query-context-model": ("model.retrieval.shared", True),
 }
 # Arguments that need no key, with the reason. An empty reason: another function below reads the argument.
 _NEEDLESS = {
-    "sequence-parallel": "always on with tensor parallelism",
     "use-distributed-optimizer": "optimiser state is sharded if parallel.dp_shard is above 1",
     "overlap-grad-reduce": "always on",
     "overlap-param-gather": "always on",
@@ -107,7 +109,7 @@ _NEEDLESS = {
     "no-masked-softmax-fusion": "kernels are chosen for the device",
     "no-gradient-accumulation-fusion": "kernels are chosen for the device",
     "bias-gelu-fusion": "kernels are chosen for the device",
-    "tensorboard-dir": "curves are in the run directory; `argosy dash` shows them",
+    "tensorboard-dir": "event files are in the run directory's tensorboard/; `argosy dash` shows the curves too",
     "use-sharp": "cluster.sharp, if the InfiniBand switches support it",
     "mock-data": "`argosy bench` trains on synthetic data",
     "vocab-extra-ids": "the tokenizer has them",
@@ -118,7 +120,7 @@ _NEEDLESS = {
     "train-data-path": "", "valid-data-path": "", "test-data-path": "", "data-path": "", "split": "",
     "eval-interval": "", "eval-iters": "",
     "adam-beta1": "", "adam-beta2": "", "recompute-granularity": "", "save": "", "load": "", "optimizer": "",
-    "vocab-file": "", "merge-file": "", "mask-prob": "",
+    "vocab-file": "", "merge-file": "", "mask-prob": "", "sequence-parallel": "", "wandb-project": "", "wandb-entity": "",
     "num-layers-per-virtual-pipeline-stage": "", "num-virtual-stages-per-pipeline-rank": "",
 }  # fmt: skip
 
@@ -142,6 +144,7 @@ def from_megatron(command: str) -> Draft:
     describe_model(draft, family, given)
     _data(draft, family, given)
     _training(draft, given)
+    _sinks(draft, given)
     if "train" in draft.tree and "global_batch" not in draft.tree["train"] and "micro-batch-size" in given:
         draft.notes.append(
             "no --global-batch-size: Megatron's would be micro-batch x data-parallel ranks; set train.global_batch"
@@ -173,7 +176,7 @@ def _arguments(command: str) -> tuple[str, dict[str, Values]]:
         raise ArgosyError(
             "config.bad-value",
             "there is no --num-layers or --hidden-size among the arguments",
-            fix="give the arguments of pretrain_gpt.py (or _bert, _t5) in one pair of quotes",
+            fix="give the arguments of pretrain_gpt.py (or _bert, _t5, _ict) in one pair of quotes",
         )
     return script, found
 
@@ -185,9 +188,11 @@ def _data(draft: Draft, family: str, given: dict[str, Values]) -> None:
         draft.set("data.train", "corpus")
     else:
         draft.set("data.train", _corpora(words))
-    if "valid-data-path" in given or "test-data-path" in given:
+    if given.get("valid-data-path"):
+        take_over_validation(draft, "--valid-data-path", _corpora(given["valid-data-path"]))
+    if "test-data-path" in given:
         draft.left.append(
-            "--valid-data-path and --test-data-path: validation and test documents are a share of each corpus (data.split)"
+            f"--test-data-path {' '.join(given['test-data-path'])}: `argosy eval` reads any corpus after the run"
         )
     shares = " ".join(given.get("split") or ["969,30,1"]).replace(",", " ").split()
     draft.set("data.split", [read_value("split", [share], float) for share in shares] + [0.0] * (3 - len(shares)))
@@ -202,6 +207,11 @@ def _data(draft: Draft, family: str, given: dict[str, Values]) -> None:
             draft.left.append(f"--mask-prob {first_word(given, 'mask-prob')}")
         else:
             draft.set(rate, read_value("mask-prob", given["mask-prob"], number))
+    if family == "ict" and (length := draft.get("data.seq_len")) is not None:
+        draft.set("data.ict.query_len", length)
+        draft.notes.append(
+            "data.ict.query_len is --seq-length, as in Megatron; a sentence rarely needs more than 64 tokens"
+        )
     if family in ("gpt", "llama"):
         draft.set("data.order", "megatron")
         draft.notes.append(
@@ -234,6 +244,10 @@ def _training(draft: Draft, given: dict[str, Values]) -> None:
         draft.left.append(f"--optimizer {optimizer}: replaced by {DEFAULT.title}")
     precision = [name for name in ("fp8-format", "bf16", "fp16") if name in given]
     draft.set("train.precision", precision[0].removesuffix("-format") if precision else "fp32")
+    if draft.get("parallel.tp", 1) > 1:
+        draft.set("parallel.sp", "sequence-parallel" in given)
+    elif "sequence-parallel" in given:
+        draft.notes.append("--sequence-parallel: ignored, as in Megatron without tensor parallelism")
     _pipeline(draft, given)
     describe_schedule(draft, given)
     if first_word(given, "recompute-granularity") in ("full", "selective"):
@@ -248,6 +262,17 @@ def _training(draft: Draft, given: dict[str, Values]) -> None:
             "--save and --load: a run has one directory, and always resumes from its newest checkpoint; to start from Megatron's "
             f"checkpoint, `argosy ckpt import megatron:{first_word(given, 'load') or where} --to DIR` and init_from=DIR"
         )
+
+
+def _sinks(draft: Draft, given: dict[str, Values]) -> None:
+    """Translate TensorBoard and W&B. `log.sinks.wandb` is a project, or entity/project."""
+    if "tensorboard-dir" in given:
+        draft.set("log.sinks.tensorboard", True)
+    project, entity = (first_word(given, f"wandb-{name}") for name in ("project", "entity"))
+    if project:
+        draft.set("log.sinks.wandb", f"{entity}/{project}" if entity else project)
+    elif entity:
+        draft.notes.append("--wandb-entity: ignored, as in Megatron without --wandb-project")
 
 
 def _pipeline(draft: Draft, given: dict[str, Values]) -> None:

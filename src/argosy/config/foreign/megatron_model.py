@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argosy.config.foreign.draft import Draft
-from argosy.config.foreign.megatron_words import Arguments, first_word
+from argosy.config.foreign.megatron_words import Arguments, first_word, read_value
 from argosy.errors import ArgosyError
 
 # Arguments that this module reads.
@@ -11,14 +11,18 @@ MODEL_ARGUMENTS = (
     "position-embedding-type", "use-rotary-position-embeddings", "normalization", "disable-bias-linear", "swiglu",
     "hidden-dropout", "attention-dropout", "openai-gelu", "no-bias-gelu-fusion", "bert-no-binary-head", "rotary-percent",
     "use-rope-scaling", "rope-scaling-factor", "rotary-seq-len-interpolation-factor", "moe-router-load-balancing-type",
+    "biencoder-projection-dim", "retriever-score-scaling",
 )  # fmt: skip
-_SCRIPTS = {"pretrain_gpt.py": "gpt", "pretrain_bert.py": "bert", "pretrain_t5.py": "t5"}
+_SCRIPTS = {"pretrain_gpt.py": "gpt", "pretrain_bert.py": "bert", "pretrain_t5.py": "t5", "pretrain_ict.py": "ict"}
 # The original sequence length that Megatron's --use-rope-scaling extends.
 _LLAMA3_SEQ_LEN = 8192
 
 
 def family_of(script: str, given: Arguments) -> str:
-    """Return the model family: from the script, and for decoders from positions, norm and activation."""
+    """Return what is trained: from the script, and for decoders from positions, norm and activation.
+
+    It is a model family of Argosy, or `ict`: two towers of the family `bert`.
+    """
     family = _SCRIPTS.get(script, "gpt")
     if script.startswith("pretrain_") and script not in _SCRIPTS:
         raise ArgosyError(
@@ -36,13 +40,15 @@ def family_of(script: str, given: Arguments) -> str:
 
 
 def describe_model(draft: Draft, family: str, given: Arguments) -> None:
-    draft.set("model.family", family)
+    draft.set("model.family", "bert" if family == "ict" else family)
     if family in ("gpt", "llama"):
         _decoder(draft, given)
         _rotary(draft, given)
         _experts(draft, given)
     elif family == "bert":
         _bert(draft, given)
+    elif family == "ict":
+        _retriever(draft, given)
     else:
         _t5(draft, given)
     # Megatron's default, which differs from that of some families.
@@ -57,7 +63,7 @@ def describe_model(draft: Draft, family: str, given: Arguments) -> None:
         guess = (
             32000
             if first_word(given, "tokenizer-type") == "Llama2Tokenizer"
-            else {"bert": 30522, "t5": 32128}.get(family)
+            else {"bert": 30522, "ict": 30522, "t5": 32128}.get(family)
         )
         draft.set("model.vocab_size", guess or 50257)
         draft.notes.append(
@@ -137,6 +143,24 @@ def _bert(draft: Draft, given: Arguments) -> None:
     draft.set("model.activation", _gelu(given))
     draft.set("model.pair", "none" if "bert-no-binary-head" in given else "nsp")
     draft.left.append("Megatron's BERT is pre-norm; Argosy's is post-norm, as in the paper")
+
+
+def _retriever(draft: Draft, given: Arguments) -> None:
+    """Translate the two towers of pretrain_ict.py. Without a projection their vectors have the hidden width."""
+    _bert(draft, given)
+    draft.set("model.pair", "none")
+    if draft.get("model.retrieval.shared") is None:
+        draft.set("model.retrieval.shared", False)
+    width = read_value("biencoder-projection-dim", given.get("biencoder-projection-dim") or ["0"], int)
+    if width:
+        draft.set("model.retrieval.projection", width)
+    if "retriever-score-scaling" not in given:
+        draft.left.append(
+            "no --retriever-score-scaling: scores are always divided by the root of the vectors' width here"
+        )
+    draft.left.append(
+        "a query's wrong answers are the other blocks of its micro-batch; Megatron adds those of other ranks"
+    )
 
 
 def _t5(draft: Draft, given: Arguments) -> None:

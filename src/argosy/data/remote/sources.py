@@ -10,13 +10,14 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import NoReturn
 from urllib.parse import unquote, urlsplit
 
 from argosy.data.remote.download import explain
 from argosy.data.remote.hub import DataSet, Entry, Hub, RemoteFile, safe_path
+from argosy.data.remote.known_sets import KNOWN, KNOWN_FILES, KnownSet, known_set
 from argosy.data.remote.web import BadStatus, Web, check_url, refuse, shown
 from argosy.data.text.inputs import SUFFIXES
 from argosy.errors import ArgosyError
@@ -30,48 +31,6 @@ _SPLIT_WORDS = {
 _ONE_WORD = {word: split for split, words in _SPLIT_WORDS.items() for word in words}
 # The limit of wildcards in one pattern: with more, matching could take exponential time.
 _WILDCARDS = 8
-
-
-@dataclass(frozen=True)
-class FirstFiles:
-    """A small split that consists of the first files of another split."""
-
-    split: str
-    files: int
-    about: str
-
-
-@dataclass(frozen=True)
-class KnownSet:
-    """A data set with a short name."""
-
-    repo: str
-    config: str | None = None
-    # The folder name of a config.
-    folder: str = "{config}"
-    text_key: str = "text"
-    small: dict[str, FirstFiles] = field(default_factory=dict)
-
-
-KNOWN = {
-    # The train split has 59,166 .jsonl.zst files, 895 GB.
-    "slimpajama": KnownSet("cerebras/SlimPajama-627B"),
-    "c4": KnownSet(
-        "allenai/c4",
-        config="en",
-        small={
-            "train_small": FirstFiles(
-                "train", 1, "the first of 1,024 files, about 356,000 documents; llm-foundry takes the first 100,000"
-            ),
-            "val_small": FirstFiles(
-                "validation", 1, "the first of 8 files, about 45,600 documents; llm-foundry takes the first 10,000"
-            ),
-        },
-    ),
-    # A config is a language.
-    "oscar": KnownSet("oscar-corpus/OSCAR-2301", folder="{config}_meta", text_key="content"),
-}
-_BY_REPO = {known.repo.lower(): known for known in KNOWN.values()}
 
 
 @dataclass(frozen=True)
@@ -101,7 +60,7 @@ def find_files(names: Sequence[str], choice: Choice, web: Web, report: Callable[
 
 def text_key(names: Sequence[str]) -> str:
     """Return the JSON key under which these data sets store their text."""
-    keys = {known.text_key if (known := _known(name)) else "text" for name in names}
+    keys = {known.text_key if (known := known_set(name)) else "text" for name in names}
     if len(keys) > 1:
         refuse(
             f"the data sets keep their text under different keys: {', '.join(sorted(keys))}", "fetch them one by one"
@@ -118,23 +77,20 @@ def split_of(path: str) -> str | None:
     return None
 
 
-def _known(name: str) -> KnownSet | None:
-    on_hub = re.match(r"hf://datasets/([^/@]+/[^/@]+)", name)
-    return KNOWN.get(name.lower()) or _BY_REPO.get((on_hub[1] if on_hub else name).lower())
-
-
 def _find(name: str, choice: Choice, web: Web, report: Callable[[str], None]) -> list[RemoteFile]:
+    if file := KNOWN_FILES.get(name.lower()):
+        return [_by_url(f"{web.hub}/{file}", choice, web)]
     name = _hub_page_as_name(name, web.hub)
     if name.startswith("hf://"):
         return _by_path(name, choice, Hub(web))
     if "://" in name:
         return [_by_url(name, choice, web)]
-    known = _known(name)
+    known = known_set(name)
     repo = known.repo if known else name
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", repo, re.ASCII) or ".." in repo:
         refuse(
-            f"{name!r} is not a data set's name{_did_you_mean(name, KNOWN)}",
-            f"write {', '.join(KNOWN)}, owner/name, hf://datasets/owner/name/path, or an https URL",
+            f"{name!r} is not a data set's name{_did_you_mean(name, [*KNOWN, *KNOWN_FILES])}",
+            f"write {', '.join([*KNOWN, *KNOWN_FILES])}, owner/name, hf://datasets/owner/name/path, or an https URL",
         )
     hub = Hub(web)
     data_set = hub.find(repo, choice.revision or "main")

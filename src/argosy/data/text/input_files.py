@@ -125,16 +125,14 @@ def decompressed(raw: BinaryIO, file: InputFile) -> BinaryIO:
         import gzip
 
         return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
-    return cast(BinaryIO, io.BufferedReader(ZstdStream(raw, file.path), buffer_size=1 << 20))
+    return cast(BinaryIO, io.BufferedReader(FrameStream(raw, file.path), buffer_size=1 << 20))
 
 
-class ZstdStream(io.RawIOBase):
-    """A decompressed stream of one or more zstandard frames. A truncated file raises EOFError."""
+class FrameStream(io.RawIOBase):
+    """A decompressed stream of one or more zstandard frames or xz streams. A truncated file raises EOFError."""
 
     def __init__(self, raw: BinaryIO, name: str) -> None:
-        import zstandard
-
-        self._raw, self._name, self._codec = raw, name, zstandard
+        self._raw, self._name, self._is_xz = raw, name, name.endswith(".xz")
         self._frame = self._new_frame()
         self._compressed, self._ready, self._in_frame = b"", memoryview(b""), False
 
@@ -147,7 +145,7 @@ class ZstdStream(io.RawIOBase):
                 self._compressed = self._raw.read(1 << 20)
                 if not self._compressed:
                     if self._in_frame:
-                        raise EOFError(f"{self._name} ends in the middle of a zstandard frame")
+                        raise EOFError(f"{self._name} ends in the middle of its compressed data")
                     return 0
             self._decompress()
         count = min(len(target), len(self._ready))
@@ -156,13 +154,27 @@ class ZstdStream(io.RawIOBase):
         return count
 
     def _decompress(self) -> None:
+        if self._is_xz and not self._in_frame:
+            # Zero bytes may fill the space between xz streams. None begins with one.
+            self._compressed = self._compressed.lstrip(b"\0")
+            if not self._compressed:
+                return
         try:
             self._ready = memoryview(self._frame.decompress(self._compressed))
-        except self._codec.ZstdError as error:
-            raise OSError(f"{self._name} is not zstandard data: {error}") from None
+        except self._error as error:
+            raise OSError(f"{self._name} is not {'xz' if self._is_xz else 'zstandard'} data: {error}") from None
         self._in_frame, self._compressed = True, b""
         if self._frame.eof:
             self._compressed, self._frame, self._in_frame = self._frame.unused_data, self._new_frame(), False
 
     def _new_frame(self) -> Any:
-        return self._codec.ZstdDecompressor().decompressobj()
+        """Return a decompressor of one frame: `decompress`, `eof` and `unused_data` are alike in both libraries."""
+        if self._is_xz:
+            import lzma
+
+            self._error: type[Exception] = lzma.LZMAError
+            return lzma.LZMADecompressor(lzma.FORMAT_XZ)
+        import zstandard
+
+        self._error = zstandard.ZstdError
+        return zstandard.ZstdDecompressor().decompressobj()

@@ -20,8 +20,9 @@ import numpy as np
 
 from argosy.errors import ArgosyError
 
-LINES = (".jsonl", ".jsonl.zst", ".jsonl.gz", ".json.gz", ".jsonl.zstd")
-TEXT = (".txt", ".txt.zst", ".txt.gz")
+COMPRESSED = (".zst", ".zstd", ".gz", ".xz")
+LINES = (".jsonl", *(f".jsonl{suffix}" for suffix in COMPRESSED), ".json.gz", ".json.xz")
+TEXT = (".txt", ".txt.zst", ".txt.gz", ".txt.xz")
 TABLES = (".parquet",)
 SUFFIXES = LINES + TEXT + TABLES
 # A directory that contains one of these is a corpus, not an input.
@@ -74,7 +75,7 @@ class InputFile:
 
     @property
     def is_compressed(self) -> bool:
-        return self.path.endswith((".zst", ".zstd", ".gz"))
+        return self.path.endswith(COMPRESSED)
 
 
 def find_inputs(names: Sequence[str], report: Callable[[str], None] | None = None) -> list[InputFile]:

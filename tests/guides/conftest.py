@@ -1,0 +1,9 @@
+"""Tests of the guides use the schemas and the emulated API server of tests/launch, and the run of tests/e2e."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+for neighbour in ("launch", "e2e"):
+    sys.path.append(str(Path(__file__).parents[1] / neighbour))

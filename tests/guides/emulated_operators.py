@@ -1,0 +1,55 @@
+"""Operators for the emulated API server: every job they find has pods, logs two lines, and succeeds."""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+
+from api_server import ApiServer
+
+# The condition with which each operator marks a job as done.
+DONE = {
+    "jobs": "Complete",
+    "jobsets": "Completed",
+    "pytorchjobs": "Succeeded",
+    "trainjobs": "Complete",
+    "hyperpodpytorchjobs": "Completed",
+}
+
+
+class EmulatedOperators:
+    """A thread that plays all operators while the block of `with` runs."""
+
+    def __init__(self, server: ApiServer) -> None:
+        self.server, self.finished = server, list[str]()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._work, daemon=True)
+
+    def __enter__(self) -> EmulatedOperators:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _work(self) -> None:
+        while not self._ended.wait(0.05):
+            for plural, name in list(self.server.objects):
+                if plural in DONE and "status" not in self.server.objects[plural, name]:
+                    self._run(plural, name)
+
+    def _run(self, plural: str, name: str) -> None:
+        labels = self.server.objects[plural, name]["metadata"]["labels"]
+        run, stage = labels["argosy/run"], labels["argosy/stage"]
+        for index in range(2):
+            pod = f"{name}-{index}"
+            self.server.logs[pod] = [
+                "2026-01-01T00:00:00Z started",
+                "2026-01-01T00:00:01Z step 10/10 | loss 1.0000 | ETA 0s",
+            ]
+            self.server.pod(pod, run=run, stage=stage, index=index, phase="Succeeded")
+        self.finished.append(name)
+        self.server.condition(plural, name, DONE[plural])
