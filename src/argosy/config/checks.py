@@ -98,7 +98,10 @@ def _check_batch(spec: RunSpec, origins: Origins) -> None:
     batch, micro, ranks = spec.train.global_batch, spec.parallel.micro_batch, spec.parallel.data_parallel
     share = micro * ranks
     if batch % share:
-        below, above = batch // share * share, (batch // share + 1) * share
+        # A micro-batch that was not given adapts to the batch.
+        derived = origins.get("parallel.micro_batch", "").startswith("derived")
+        unit = ranks if derived else share
+        below, above = batch // unit * unit, (batch // unit + 1) * unit
         near = f"{below} or {above}" if below else str(above)
         smaller = next((n for n in range(min(micro, batch), 0, -1) if batch % (n * ranks) == 0), None)
         raise ArgosyError(
