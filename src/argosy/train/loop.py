@@ -21,6 +21,7 @@ from argosy.model.build import initial_weights
 from argosy.parallel.mesh import Agreement
 from argosy.record.heartbeat import Heartbeat, Phase
 from argosy.record.jsonl import now, read_metrics
+from argosy.train.closing import closing_lines
 from argosy.train.device import measure_memory, peak_of
 from argosy.train.interrupt import Interrupt
 from argosy.train.opening import Journal, Opening, opening_lines, opening_warnings
@@ -109,6 +110,8 @@ class Trainer:
             console.note(f"stopped at step {last} of {session.steps}, saved; run the same command again to go on")
             return EXIT_RESUMABLE
         self.journal.event("done", last)
+        if first_rank:
+            tell(closing_lines(self.run, first), console)
         return EXIT_DONE
 
     def _announce(self, first: int, notes: list[str], changes: list[str], console: Console) -> None:
