@@ -40,7 +40,8 @@ def test_a_line_of_a_long_run_fits_100_columns() -> None:
 def test_skipped_steps_are_counted_with_and_without_a_loss_scale() -> None:
     assert "skipped" not in describe(RECORD)
     assert "| 2 skipped |" in describe(RECORD | {"skipped": 2})
-    assert "| 2 skipped | scale 1024 |" in describe(RECORD | {"skipped": 2, "loss_scale": 1024.0})
+    assert "| 2 skipped |" in describe(RECORD | {"skipped": 2, "loss_scale": 1024.0})
+    assert "| scale 1024 |" in describe(RECORD | {"loss_scale": 1024.0})
 
 
 @pytest.mark.parametrize(
