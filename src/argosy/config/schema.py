@@ -71,9 +71,13 @@ class CorporaSpec(Section):
         None, description="tokenizer.json, or `bytes`; default: the one stored with the prepared data"
     )
     train: list[DataSource] = Field(min_length=1, description="the corpora, one or more")
+    validation: list[DataSource] = Field(
+        [], description="corpora to evaluate on while training, whole, in place of a share of the training corpora"
+    )
     split: tuple[NotNegative, NotNegative, NotNegative] = Field(
         (98.0, 2.0, 0.0),
-        description="relative shares of documents (order megatron: sequences) for training, validation and test",
+        description="relative shares of documents (order megatron: sequences) for training, validation and test; with "
+        "`validation`: [1, 0, 0]",
     )
     order: Literal["argosy", "megatron"] = Field(
         "argosy",
@@ -85,6 +89,12 @@ class CorporaSpec(Section):
     fim: FimSpec | None = Field(None, description="fill-in-the-middle, on training samples")
     document_mask: bool = Field(False, description="attention does not cross document boundaries inside a sample")
     reset_positions: bool = Field(False, description="positions restart at each document inside a sample")
+
+    @property
+    def sources(self) -> dict[str, DataSource]:
+        """All corpora, to train on and to evaluate on, by their keys."""
+        lists = {"train": self.train, "validation": self.validation}
+        return {f"data.{key}.{number}": one for key, given in lists.items() for number, one in enumerate(given)}
 
 
 class DataSpec(TaskSections, CorporaSpec):

@@ -60,7 +60,7 @@ def build(spec: RunSpec, share: Share, only: str | None = None) -> Iterator[str]
         share: The worker index of this process.
         only: "fetch" or "prepare" runs that half only; None runs both.
     """
-    recipes = [(source, source.prepare) for source in spec.data.train if source.prepare is not None]
+    recipes = [(source, source.prepare) for source in spec.data.sources.values() if source.prepare is not None]
     if not recipes:
         raise ArgosyError(
             "config.missing-key",

@@ -38,11 +38,13 @@ class Stage:
 
 
 def _fetches(placed: Placement) -> bool:
-    return any(source.prepare is not None and source.prepare.fetch is not None for source in placed.spec.data.train)
+    return any(
+        source.prepare is not None and source.prepare.fetch is not None for source in placed.spec.data.sources.values()
+    )
 
 
 def _prepares(placed: Placement) -> bool:
-    return any(source.prepare is not None for source in placed.spec.data.train)
+    return any(source.prepare is not None for source in placed.spec.data.sources.values())
 
 
 FETCH = Stage("fetch", _fetches, lambda _, run: ["data", "build", *run, "--only", "fetch"], on_gpus=False)

@@ -316,9 +316,14 @@ def _evaluation(draft: Draft, flat: Leaves) -> None:
         return
     where = own.get("eval_loader.dataset.remote") or own.get("eval_loader.dataset.local")
     part = own.get("eval_loader.dataset.split")
-    draft.left.append(
-        f"eval_loader ({where}, split {part}): validation documents are a share of the corpus (data.split)"
-    )
+    cache = own.get("eval_loader.dataset.local") if "://" in str(where) else None
+    if where is None or ("://" in str(where) and cache is None):
+        draft.left.append(
+            f"eval_loader ({where}, split {part}): set data.validation; without it, validation documents are a share of data.train"
+        )
+    else:
+        draft.set("data.validation", [{"path": str(where)} | ({} if cache is None else {"cache": str(cache)})])
+        draft.notes.append(f"data.validation is {where} (split {part}): convert it like data.train")
     batches = flat.get("eval_subset_num_batches", -1)
     if isinstance(batches, int) and batches > 0:
         draft.set("eval.batches", batches)
