@@ -14,10 +14,10 @@ from argosy.checkpoint.store import latest, listed
 from argosy.config.resolve import resolve
 from argosy.data.open import open_data, set_names
 from argosy.errors import EXIT_DONE, ArgosyError
-from argosy.infer.decoding import Sampling, choose
 from argosy.infer.evaluate_run import evaluate_run, unigram_entropy
 from argosy.infer.generate import sample
 from argosy.measure.dry_run import dry_run
+from argosy.model.decoding import Sampling, choose
 from argosy.record.jsonl import read_jsonl, read_metrics
 from argosy.train import device
 from argosy.train.run import TrainOptions, train

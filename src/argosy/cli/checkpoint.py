@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from argosy.cli.arguments import Best, at_best
+
 app = typer.Typer(
     help="List, verify, prune, compare and average checkpoints; import and export models.", no_args_is_help=True
 )
@@ -163,6 +165,7 @@ class Precision(StrEnum):
 def export_model(
     run: Annotated[str, typer.Argument(help="A run, one of its checkpoints, or an imported model.", metavar="RUN")],
     to: Annotated[Path, typer.Option(help="The directory to make.")],
+    best: Best = False,
     dtype: Annotated[
         Precision | None, typer.Option(help="Precision of the weights; default: as they are kept.")
     ] = None,
@@ -193,5 +196,5 @@ def export_model(
         verify=not no_verify,
         keep_padding=keep_padding,
     )
-    found = export_hf(run, to, options, dry_run=dry_run)
+    found = export_hf(at_best(run, best), to, options, dry_run=dry_run)
     print(json.dumps(asdict(found)) if as_json else found.describe(done=not dry_run))

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from argosy.cli.arguments import MODEL_HELP
+from argosy.cli.arguments import MODEL_HELP, Best, at_best
 
 
 class SplitName(StrEnum):
@@ -31,6 +31,7 @@ def evaluate(
         ),
     ] = None,
     batches: Annotated[int | None, typer.Option(min=1, help="Global batches; default: the whole split.")] = None,
+    best: Best = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: as the run was trained.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -39,6 +40,7 @@ def evaluate(
 
     from argosy.infer.evaluate_run import evaluate_run
 
+    run = at_best(run, best)
     result, step = evaluate_run(run, split=split.value, batches=batches, device=device, data=data, seq_len=seq_len)
     facts = {"run": run, "step": step, "split": result.split, "loss": result.loss, "perplexity": result.perplexity}
     facts |= {"tokens": result.tokens, "samples": result.samples}

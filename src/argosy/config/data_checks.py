@@ -49,6 +49,15 @@ def _check_split(spec: RunSpec, origins: Origins) -> None:
 def _check_evaluation(spec: RunSpec, origins: Origins) -> None:
     """Refuse evaluation that is only half on. In other trainers, 0 evaluation batches or no validation split ends in a bare assert."""
     if spec.eval is None:
+        if spec.checkpoint.best is not None:
+            raise ArgosyError(
+                "eval.half-off",
+                "checkpoint.best needs validation losses, and evaluation is off",
+                key="checkpoint.best",
+                value=spec.checkpoint.best,
+                origin=origins.get("checkpoint.best"),
+                fix="leave checkpoint.best out, or turn evaluation on: eval.every=100ba",
+            )
         return
     if spec.eval.batches == 0:
         raise ArgosyError(

@@ -46,5 +46,10 @@ _OURS: dict[str, tuple[str, ...]] = {
     "log.every": ("log_interval", "logging_steps"),
     "eval.every": ("eval_interval", "eval_steps"),
     "eval.batches": ("eval_iters",),
+    "eval.patience": ("early_stopping_patience", "early_stopping"),
+    "eval.min_delta": ("early_stopping_threshold",),
+    "checkpoint.best": ("load_best_model_at_end", "save_best"),
+    "data.validation": ("valid_data_path", "eval_dataset", "validation_data"),
+    "log.samples": ("sample_prompts",),
 }
 OTHER_NAMES = {theirs: ours for ours, names in _OURS.items() for theirs in names}

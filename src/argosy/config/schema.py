@@ -198,6 +198,13 @@ class EvalSpec(Section):
 
     every: DurationField = Field(Duration(100.0, "steps"), description="how often")
     batches: Whole = Field(10, description="global batches in one evaluation")
+    patience: Positive | None = Field(
+        None,
+        description="early stopping: end the run after this many evaluations in a row without a lower validation loss",
+    )
+    min_delta: NotNegative = Field(
+        0.0, description="with patience: the least decrease of the loss that counts as lower"
+    )
 
 
 class CheckpointSpec(Section):
@@ -216,6 +223,10 @@ class CheckpointSpec(Section):
     )
     keep: Positive = Field(3, description="number of newest checkpoints to keep")
     keep_every: Positive | None = Field(None, description="also keep checkpoints whose step is a multiple of this")
+    best: Literal["validation_loss"] | None = Field(
+        None,
+        description="also save after an evaluation with the lowest loss so far, and keep that checkpoint: RUN/best",
+    )
     max_failures: Positive = Field(5, description="consecutive failed saves before the run stops")
 
 

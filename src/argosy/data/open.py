@@ -71,15 +71,28 @@ class RunData:
 
     def facts(self) -> dict[str, Any]:
         """Return what a run records about its data: the identity of each corpus, and the end-of-document id."""
-        facts: dict[str, Any] = {"corpora": [corpus.facts() for corpus in self.corpora], "eod_id": self._eod_id()}
+        facts: dict[str, Any] = {"corpora": [corpus.facts() for corpus in self.corpora], "eod_id": self.eod_id}
         return facts | ({"validation": [corpus.facts() for corpus in self.validation]} if self.validation else {})
 
     def _stream(self, split: str, corpora: list[Corpus], weights: list[float] | None, *, training: bool) -> Stream:
         """Return a stream of the samples of the run's task."""
-        opened = Opened(self.spec, self.tokenizer, self._eod_id())
+        opened = Opened(self.spec, self.tokenizer, self.eod_id)
         return task_of(self.spec).stream(opened, split, corpora, weights, training=training)
 
-    def _eod_id(self) -> int | None:
+    def require_tokenizer(self, key: str) -> Tokenizer:
+        """Return the tokenizer, or refuse `key`, which needs one."""
+        if self.tokenizer is None:
+            raise ArgosyError(
+                "tokenizer.not-found",
+                f"{key} needs a tokenizer, and a bare .bin/.idx pair has none",
+                key=key,
+                fix=f"name it: data.tokenizer=tokenizer.json; or leave {key} out",
+            )
+        return self.tokenizer
+
+    @property
+    def eod_id(self) -> int | None:
+        """The id of the end-of-document token, None if it is unknown."""
         for corpus in self.corpora:
             if corpus.manifest is not None:
                 return corpus.manifest.tokenizer.eod_id

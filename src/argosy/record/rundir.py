@@ -76,6 +76,11 @@ class RunDir:
         return self.root / "events.jsonl"
 
     @property
+    def samples(self) -> Path:
+        """The text that the model wrote while it trained."""
+        return self.root / "samples.jsonl"
+
+    @property
     def heartbeats(self) -> Path:
         return self.root / "heartbeat"
 
