@@ -11,8 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
 from argosy import __version__
+from argosy.cli.app import GROUPS, app
 from forking import ARGOSY, Popen
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -65,6 +67,20 @@ def test_every_verb_explains_itself(argosy: Run) -> None:
         assert result.returncode == 0, result.stderr
         assert "Usage: " in result.stdout
     assert argosy("--version").stdout.strip() == f"argosy {__version__}"
+
+
+def test_help_lists_every_verb_in_a_group_with_a_summary_on_one_line(argosy: Run) -> None:
+    for verb in ("", "data", "ckpt", "config"):
+        text = argosy(*verb.split(), "--help", env={**os.environ, "COLUMNS": "80"}).stdout
+        assert "..." not in text.replace("[ARGS]...", "")
+        assert max(map(len, text.splitlines())) <= 80
+    listed = {name for verbs in GROUPS.values() for name in verbs}
+    assert listed == set(get_command(app).commands)  # type: ignore[attr-defined]
+
+
+def test_a_shell_completes_verbs(argosy: Run) -> None:
+    asked = {**os.environ, "_ARGOSY_COMPLETE": "complete_bash", "COMP_WORDS": "argosy tr", "COMP_CWORD": "1"}
+    assert argosy(env=asked).stdout.split() == ["train"]
 
 
 def test_a_refusal_is_a_short_block_and_exit_code_2(argosy: Run, write_spec: Write) -> None:

@@ -10,9 +10,7 @@ import typer
 
 from argosy.cli.arguments import Best, at_best
 
-app = typer.Typer(
-    help="List, verify, prune, compare and average checkpoints; import and export models.", no_args_is_help=True
-)
+app = typer.Typer(help="List, verify and compare checkpoints; import and export models.", no_args_is_help=True)
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, say what would be done, write nothing.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -25,8 +23,11 @@ def list_checkpoints(
     ] = True,
     as_json: Json = False,
 ) -> None:
-    """List the checkpoints of a run: step, age, size, tokens, loss, layout, whether the hashes match, and which one `train`
-    would resume from."""
+    """List the checkpoints of a run.
+
+    Shows step, age, size, tokens, losses, layout, whether the hashes match, which one `train` would resume from, and which has
+    the lowest validation loss.
+    """
     import json
 
     from argosy.checkpoint.listing import describe, list_run
@@ -40,7 +41,10 @@ def verify_checkpoints(
     run: Annotated[Path, typer.Argument(help="A run, one of its checkpoints, or an imported model.", metavar="RUN")],
     as_json: Json = False,
 ) -> None:
-    """Check every file against its hash, and that every tensor is complete; exit code 2 if one is damaged."""
+    """Check every file of every checkpoint against its hash.
+
+    Every tensor has to be complete. The exit code is 2 if a checkpoint is damaged.
+    """
     import json
 
     from argosy.checkpoint.listing import describe, list_run
@@ -62,7 +66,10 @@ def prune_checkpoints(
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Remove all but the newest checkpoints. The newest good one always stays, and so do all newer ones."""
+    """Remove all but the newest checkpoints.
+
+    The newest good one always stays, and so do all newer ones and, if the run has `checkpoint.best`, the best.
+    """
     import json
     from dataclasses import asdict
 
@@ -80,7 +87,10 @@ def compare_checkpoints(
     top: Annotated[int, typer.Option(min=1, help="Tensors to show, the most changed first.")] = 20,
     as_json: Json = False,
 ) -> None:
-    """Compare the tensors of two models: which changed, and by how much. They may have been saved with different layouts."""
+    """Compare the tensors of two models.
+
+    Shows which changed, and by how much. The models may have been saved with different layouts.
+    """
     import json
 
     from argosy.checkpoint.difference import compare
@@ -135,7 +145,9 @@ def import_model(
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Import a model from Hugging Face or Megatron-LM, to sample, evaluate, or start a run from (`init_from:`).
+    """Import a model from Hugging Face or Megatron-LM.
+
+    It can then be sampled, evaluated, or started from (`init_from:`).
 
     Hugging Face: gpt2, llama, mistral, qwen3, mpt, mixtral, qwen3_moe, bert and t5, in safetensors. A run can also start
     from hf:DIR directly. Megatron-LM: GPT models, dense or MoE, in the format torch_dist, saved with any layout. Its pickles
@@ -179,7 +191,9 @@ def export_model(
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Export a model to Hugging Face format: weights, config, tokenizer; `from_pretrained` loads it.
+    """Export a model to Hugging Face format.
+
+    The directory has weights, config and tokenizer, and `from_pretrained` loads it.
 
     One parameter is in memory at a time and no GPU is needed. Padding rows of the vocabulary are dropped. Before the directory
     gets its name, every tensor is read back, and the logits on random tokens are compared with those of transformers' own

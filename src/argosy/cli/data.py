@@ -11,7 +11,7 @@ import typer
 from argosy.cli import data_build, data_corpus, data_fetch
 from argosy.cli.arguments import local
 
-app = typer.Typer(help="Fetch text, tokenise it, and inspect, verify, merge and convert corpora.", no_args_is_help=True)
+app = typer.Typer(help="Fetch and tokenise text; inspect, verify and merge corpora.", no_args_is_help=True)
 app.command("fetch")(data_fetch.fetch)
 
 Inputs = Annotated[
@@ -68,7 +68,9 @@ def prepare(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Tokenise text into a corpus that `argosy train` and Megatron-LM read (.bin/.idx).
+    """Tokenise text into a corpus to train on.
+
+    A corpus is pairs of .bin/.idx files, which Megatron-LM reads too, and a manifest.
 
     Memory use does not grow with the corpus. If it is killed, run it again to resume. Bad records are counted and written to
     quarantine.jsonl with their file and byte offset.

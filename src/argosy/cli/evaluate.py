@@ -35,7 +35,10 @@ def evaluate(
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: as the run was trained.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Compute the loss of a run's newest checkpoint on a split of its data: over all of it, and for each source."""
+    """Compute the loss of a model on a split of its data, or a corpus.
+
+    A run's newest checkpoint is used. The loss is over all of the split, and for each source.
+    """
     import json
 
     from argosy.infer.evaluate_run import evaluate_run

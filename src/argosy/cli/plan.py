@@ -47,7 +47,7 @@ def plan(
     log: Annotated[Path | None, typer.Option(help="A log of Megatron-LM to compare with the plan.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Predict memory, time and cost of a run, and find its best parallel layout, before paying for GPUs.
+    """Predict memory, time and cost of a run; find its layout.
 
     Searches tensor, pipeline, context, expert and data parallelism, sharding, micro-batch and recompute; shows the fastest
     layouts that fit, why the others lost, and warnings. Nothing is run, and no GPU is needed.

@@ -23,7 +23,7 @@ def sample(
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: as the run was trained.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Generate text with the newest checkpoint of a run, or with another model."""
+    """Generate text with a run's newest checkpoint, or another model."""
     import json
 
     from argosy.infer.generate import sample as write

@@ -24,7 +24,7 @@ from argosy.record.rank_logs import newest_attempt, pieces, ranks_with_logs, rea
 
 Phase = Literal["absent", "waiting", "running", "done", "failed"]
 WATCH_IT = "`argosy watch {directory}` shows what it does"
-_LIST_RUNS = "`argosy ls` lists the runs of a namespace (-n NAMESPACE)"
+_LIST_RUNS = "`argosy ls` lists the runs here, and `argosy ls -n NAMESPACE` those of a namespace"
 
 
 @dataclass(frozen=True)
