@@ -35,6 +35,7 @@ from argosy.cli import (
     train,
     watch,
 )  # fmt: skip
+from argosy.cli.hints import option_hint, verb_hint
 from argosy.echo import capped
 from argosy.errors import EXIT_REFUSED, ArgosyError
 from argosy.log_handler import install_log_handler
@@ -63,6 +64,15 @@ class Verbs(TyperGroup):
                     (name.ljust(_NAME_WIDTH), self.commands[name].get_short_help_str(limit=_SUMMARY)) for name in verbs
                 ]
                 formatter.write_dl(rows)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        try:
+            return super().resolve_command(ctx, args)
+        except _USAGE_ERROR as error:
+            groups = {name: list(verb.commands) for name, verb in self.commands.items() if hasattr(verb, "commands")}
+            if (hint := verb_hint(args[0], groups)) is not None:
+                error.message = f"No such command {args[0]!r}. {hint}"
+            raise
 
     def invoke(self, ctx: Any) -> Any:
         with _short_usage_errors():
@@ -103,11 +113,15 @@ class Verbs(TyperGroup):
 
 @contextmanager
 def _short_usage_errors() -> Iterator[None]:
-    """Shorten usage errors, which repeat a wrong argument whole, however long it is."""
+    """Shorten usage errors, which repeat a wrong argument whole, however long it is. Say which key a wrong option means."""
     try:
         yield
     except _USAGE_ERROR as error:
         error.message = capped(error.message)
+        option, command = getattr(error, "option_name", None), getattr(error.ctx, "command", None)
+        takes_keys = any("KEY=VALUE" in str(p.metavar) for p in getattr(command, "params", ()))
+        if option is not None and takes_keys and (hint := option_hint(str(command.name), option, sys.argv)) is not None:
+            error.message = f"{error.message}. {capped(hint)}"
         raise
 
 

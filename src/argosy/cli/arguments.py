@@ -40,12 +40,12 @@ def at_best(run: str, best: bool) -> str:
     return f"{run.rstrip('/')}/best" if best else run
 
 
-def require_run(path: Path | None) -> Path:
+def require_run(path: Path | None, verb: str = "train") -> Path:
     if path is None:
         raise ArgosyError(
             "config.not-found",
             "no run spec is given, and there is no run.yaml in this directory",
-            fix="argosy train RUN.yaml [key.path=value …]",
+            fix=f"argosy {verb} RUN.yaml [key.path=value …]; `argosy init CORPUS` writes a run.yaml",
         )
     return path
 

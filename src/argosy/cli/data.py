@@ -28,6 +28,20 @@ class TextUnit(StrEnum):
     line = "line"
 
 
+class OtherKind(StrEnum):
+    text = "text"
+
+
+OtherFiles = Annotated[
+    OtherKind | None,
+    typer.Option(
+        "--as",
+        help="text: also read UTF-8 files of other kinds, such as .md, .html and .py, as they are.",
+        show_choices=False,
+    ),
+]
+
+
 @app.command("prepare")
 def prepare(
     inputs: Inputs,
@@ -54,6 +68,7 @@ def prepare(
     txt_unit: Annotated[
         TextUnit, typer.Option(help="Whether a file or a line is one document in a .txt file.")
     ] = TextUnit.file,
+    other_files: OtherFiles = None,
     shuffle: Annotated[int | None, typer.Option(help="Shuffle the documents of each shard with this seed.")] = None,
     shard_index: Annotated[
         int, typer.Option(min=0, help="This machine's number, if --shard-count machines divide the work.")
@@ -87,6 +102,7 @@ def prepare(
         keys=tuple(key),
         append_eod=append_eod,
         text_lines=txt_unit is TextUnit.line,
+        as_text=other_files is not None,
         max_bad=parse_share(max_bad),
         overwrite=overwrite,
         shards=shards,
@@ -119,12 +135,14 @@ def train_tokenizer(
     key: Annotated[
         list[str], typer.Option(help=f"{KEY_HELP} If repeated, the tokenizer is trained on the texts of all keys.")
     ] = ["text"],  # noqa: B006 - typer copies it
+    other_files: OtherFiles = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a tokenizer that is already there.")] = False,
 ) -> None:
     """Train a byte-level BPE tokenizer on text."""
     from argosy.data.text.train_tokenizer import train_tokenizer_on
 
-    print(train_tokenizer_on(inputs, vocab_size, output, key, overwrite=overwrite))
+    as_text = other_files is not None
+    print(train_tokenizer_on(inputs, vocab_size, output, key, overwrite=overwrite, as_text=as_text))
 
 
 app.command("build")(data_build.build)

@@ -49,7 +49,7 @@ def launch(
     from argosy.launch.target import LaunchOptions
 
     path, overrides = run_and_overrides(arguments)
-    path = require_run(path)
+    path = require_run(path, "launch")
     placed = place(path, overrides, target, oversized=oversized)
     if dry_run or output is not None:
         files = render(placed)

@@ -45,6 +45,7 @@ class PrepareSpec(Section):
     revision: str | None = Field(None, description="fetch: branch, tag or commit")
     raw: str | None = Field(None, description="fetch: directory for the files; default: PATH.raw")
     inputs: list[str] = Field([], description="files, globs or directories, if nothing is fetched")
+    as_text: bool = Field(False, description="also read files of other kinds, such as .md and .py, as text")
     key: str | None = Field(None, description="the JSON key or column that holds the text; default: the data set's own")
     shards: Positive = Field(1, description=".bin/.idx pairs to write; workers divide the work by shards")
     shuffle: Whole | None = Field(None, description="shuffle the documents of each shard with this seed")

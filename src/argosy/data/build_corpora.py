@@ -96,6 +96,7 @@ def _prepare(recipe: PrepareSpec, source: DataSource, corpus: Path, tokenizer: T
     key = recipe.key or ("text" if recipe.fetch is None else text_key([recipe.fetch]))
     options = PrepareOptions(
         keys=(key,),
+        as_text=recipe.as_text,
         shards=recipe.shards,
         shuffle_seed=recipe.shuffle,
         machine=share.index,

@@ -55,7 +55,7 @@ def prepare(
     Returns:
         The manifest of each corpus, or None if other machines are still at work.
     """
-    return prepare_files(find_inputs(inputs, report=_warn), tokenizer, output, options)
+    return prepare_files(find_inputs(inputs, report=_warn, as_text=options.as_text), tokenizer, output, options)
 
 
 def prepare_files(
