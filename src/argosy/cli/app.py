@@ -32,6 +32,7 @@ from argosy.cli import (
     launch,
     plan,
     sample,
+    sweep,
     train,
     watch,
 )  # fmt: skip
@@ -162,7 +163,7 @@ GROUPS = {
     "Start": {"demo": demo.demo, "init": init.init},
     "Data and configuration": {"data": data.app, "config": config.app},
     "Plan and measure": {"plan": plan.plan, "bench": bench.bench},
-    "Train": {"train": train.train},
+    "Train": {"train": train.train, "sweep": sweep.sweep},
     "Launch": {"launch": launch.launch, "status": jobs.status, "logs": jobs.logs, "stop": jobs.stop},
     "Watch": {
         "ls": jobs.ls, "watch": watch.watch, "dash": dash.dash, "report": watch.report, "doctor": doctor.doctor,

@@ -212,3 +212,24 @@ def export_model(
     )
     found = export_hf(at_best(run, best), to, options, dry_run=dry_run)
     print(json.dumps(asdict(found)) if as_json else found.describe(done=not dry_run))
+
+
+@app.command("push")
+def push_model(
+    directory: Annotated[Path, typer.Argument(help="A directory that `argosy ckpt export` made.", metavar="DIR")],
+    repo: Annotated[str, typer.Argument(help="The repository on the Hub, OWNER/NAME.", metavar="REPO")],
+    private: Annotated[bool, typer.Option("--private/--public", help="Who sees a new repository.")] = True,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+) -> None:
+    """Upload an exported model to the Hugging Face Hub.
+
+    Needs huggingface_hub and its token: HF_TOKEN, or `hf auth login`. A new repository is private unless --public is given.
+    """
+    import json
+    from dataclasses import asdict
+
+    from argosy.checkpoint.hf.hf_push import push_model
+
+    found = push_model(directory, repo, private=private, dry_run=dry_run)
+    print(json.dumps(asdict(found)) if as_json else found.describe())

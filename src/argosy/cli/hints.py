@@ -19,7 +19,6 @@ _OTHER_VERBS = {
     "runs": "ls",
     "list": "ls",
     "new": "init",
-    "push": "ckpt export",
     "submit": "launch",
 }
 
