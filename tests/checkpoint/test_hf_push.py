@@ -39,7 +39,7 @@ class Hub(BaseHTTPRequestHandler):
             one = json.loads(line)
             if one["key"] == "file":
                 self.server.received[one["value"]["path"]] = base64.b64decode(one["value"]["content"])  # type: ignore[attr-defined]
-        return self._answer({"commitUrl": "u", "commitOid": "0" * 40})
+        return self._answer({"commitUrl": f"http://{self.headers['Host']}/me/mine/commit/0", "commitOid": "0" * 40})
 
     def do_GET(self) -> None:
         self._answer({"id": "me/mine", "sha": "0" * 40, "siblings": []})

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from argosy.errors import ArgosyError
-from argosy.launch.sweep import plan_sweep
+from argosy.launch.sweep_trials import plan_sweep
 from argosy.record.jsonl import read_jsonl
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]

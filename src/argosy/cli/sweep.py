@@ -27,7 +27,7 @@ def sweep(
     `argosy sweep run.yaml optim.lr=1e-3,3e-3 train.seed=1,2` trains four runs in runs/NAME-sweep, one after the other, and lists them
     with the lowest validation loss first. Interrupted, the same command goes on. `argosy dash` compares the runs.
     """
-    from argosy.launch.sweep import plan_sweep, run_sweep
+    from argosy.launch.sweep_trials import plan_sweep, run_sweep
     from argosy.watch.run_table import describe_runs, list_runs
 
     path, overrides = run_and_overrides(arguments)
