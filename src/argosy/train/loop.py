@@ -154,6 +154,7 @@ class Trainer:
         self.session.optimizer.reset()
         first = self._restore(notes)
         guard.rewound(rewinds, passed, skipped)
+        self.validations.begin(first)
         self.heartbeat.begin(first)
         self.journal.event("rewind", rewind.step, to=first, reason=rewind.reason, ranks=rewind.ranks, passed=passed)
         tell([f"step {rewind.step} ({rewind.reason}): rewound to step {first}", *notes], console)
@@ -178,7 +179,7 @@ class Trainer:
             metrics = self.run.metrics
             missed = self.session.mesh.from_first(lambda: "validation_loss" not in read_metrics(metrics).get(step, {}))
             if missed:
-                self.evaluate(step, console)
+                self.validations.judge(self.evaluate(step, console))
 
     def evaluate(self, step: int, console: Console) -> float:
         """Evaluate after `step` and write the validation losses to the metrics. Returns the loss of all sources together."""
@@ -291,7 +292,7 @@ class StepLoop:
 
     def _evaluate(self, step: int) -> Verdict:
         with self._telemetry.pause("evaluation"):
-            verdict = self._trainer.validations.judge(step, self._trainer.evaluate(step, self._console))
+            verdict = self._trainer.validations.judge(self._trainer.evaluate(step, self._console))
         self._trainer.stopped_early = verdict.stops and step < self._session.steps
         return verdict
 

@@ -40,8 +40,8 @@ class Validations:
         """Read the losses up to `step`, which the run resumes from. Returns True if the run has already stopped early."""
         return self._decide(lambda: self._read(step))
 
-    def judge(self, step: int, loss: float) -> Verdict:
-        """Record the loss after `step`."""
+    def judge(self, loss: float) -> Verdict:
+        """Record the loss of an evaluation, and return what follows from it."""
         stops = self._decide(lambda: self._add(loss))
         return Verdict(loss, self.keeps_best and self._decide(lambda: loss < self._lowest_saved()), stops)
 
