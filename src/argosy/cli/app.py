@@ -159,7 +159,7 @@ def options(
 
 
 # The verbs of each part of the journey, in the order of `--help`.
-GROUPS = {
+GROUPS: dict[str, dict[str, Any]] = {
     "Start": {"demo": demo.demo, "init": init.init},
     "Data and configuration": {"data": data.app, "config": config.app},
     "Plan and measure": {"plan": plan.plan, "bench": bench.bench},
