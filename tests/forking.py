@@ -214,7 +214,7 @@ def _become(request: dict[str, Any], descriptors: array.array[int]) -> None:
     for descriptor in descriptors:
         os.close(descriptor)
     os.chdir(request["cwd"])
-    if "--nproc" in words or words[:1] in (["demo"], ["launch"], ["doctor"]):
+    if "--nproc" in words or words[:1] in (["demo"], ["launch"], ["doctor"], ["sweep"]):
         _serve_from_here()
     os.environ.clear()
     os.environ.update(request["environ"])

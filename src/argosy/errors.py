@@ -70,6 +70,8 @@ CODES: Final[dict[str, str]] = {
     "hf.bad-files": "A Hugging Face model directory lacks a file or tensor, or holds one that is damaged or not safe to read.",
     "hf.differs": "An exported model does not hold or compute what ours does; nothing was kept.",
     "hf.exists": "The directory to import or export to already holds something.",
+    "hf.missing-extra": "An optional Python package is needed to talk to the Hugging Face Hub.",
+    "hf.push-failed": "A model could not be uploaded to the Hugging Face Hub.",
     "hf.write-failed": "An imported or exported model could not be written.",
     "megatron.bad-files": "A Megatron checkpoint lacks a file or tensor, or holds one that is damaged, or that leads outside its directory.",
     "megatron.unsafe": "A pickle in a Megatron checkpoint names something that has no place there; nothing of it was run.",

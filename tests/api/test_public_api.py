@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader
 import argosy
 from argosy.data.corpus.indexed import IndexedReader
 from argosy.data.open import open_data
-from argosy.infer.decoding import Sampling
 from argosy.infer.generate import sample
+from argosy.model.decoding import Sampling
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
 from argosy import __version__
+from argosy.cli.app import GROUPS, app
 from forking import ARGOSY, Popen
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -65,6 +67,20 @@ def test_every_verb_explains_itself(argosy: Run) -> None:
         assert result.returncode == 0, result.stderr
         assert "Usage: " in result.stdout
     assert argosy("--version").stdout.strip() == f"argosy {__version__}"
+
+
+def test_help_lists_every_verb_in_a_group_with_a_summary_on_one_line(argosy: Run) -> None:
+    for verb in ("", "data", "ckpt", "config"):
+        text = argosy(*verb.split(), "--help", env={**os.environ, "COLUMNS": "80"}).stdout
+        assert "..." not in text.replace("[ARGS]...", "")
+        assert max(map(len, text.splitlines())) <= 80
+    listed = {name for verbs in GROUPS.values() for name in verbs}
+    assert listed == set(get_command(app).commands)  # type: ignore[attr-defined]
+
+
+def test_a_shell_completes_verbs(argosy: Run) -> None:
+    asked = {**os.environ, "_ARGOSY_COMPLETE": "complete_bash", "COMP_WORDS": "argosy tr", "COMP_CWORD": "1"}
+    assert argosy(env=asked).stdout.split() == ["train"]
 
 
 def test_a_refusal_is_a_short_block_and_exit_code_2(argosy: Run, write_spec: Write) -> None:
@@ -131,6 +147,11 @@ def test_the_whole_journey(argosy: Run, write_spec: Write, tmp_path: Path) -> No
     train = argosy("train", spec, "data.split=[90,10,0]")
     assert train.returncode == 0, train.stderr
     assert "step 6/6 | loss " in train.stdout
+    *_, took, _, _, _, export = train.stdout.splitlines()
+    assert took.startswith("done in ")
+    assert "best validation loss" in took
+    assert export.split() == ["argosy", "ckpt", "export", "runs/tiny", "--to", "tiny-hf"]
+    assert "done: step 6/6" in argosy("status", "runs/tiny").stdout
     evaluation = json.loads(argosy("eval", "runs/tiny", "--json").stdout)
     assert (evaluation["step"], evaluation["split"]) == (6, "validation")
     assert argosy("sample", "runs/tiny", "--prompt", "number", "--tokens", 5).stdout.startswith("number")
@@ -175,6 +196,14 @@ def test_operating_system_errors_are_refusals(argosy: Run, tmp_path: Path) -> No
 
 def _line_of(path: Path, start: str) -> int:
     return next(i for i, line in enumerate(path.read_text().splitlines(), 1) if line.strip().startswith(start))
+
+
+def test_ranks_that_cannot_share_the_batch_are_refused_before_any_is_started(argosy: Run, write_spec: Write) -> None:
+    result = argosy("train", write_spec(parallel="auto"), "train.global_batch=7", "train.device=cpu", "--nproc", 2)
+    assert result.returncode == 2
+    assert "train.global_batch 7 is not a multiple of" in result.stderr
+    assert "use global_batch 6 or 8" in result.stderr
+    assert "rank" not in result.stdout
 
 
 def test_a_launched_run_is_found_by_its_directory_and_a_missing_one_is_named(argosy: Run, tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from argosy.data.text.tokenizer import train_bpe
 from argosy.errors import ArgosyError
-from argosy.infer.decoding import Sampling
 from argosy.infer.generate import _utf8, sample
+from argosy.model.decoding import Sampling
 
 
 def argosy(*arguments: str | bytes, cwd: Path, **environment: str) -> subprocess.CompletedProcess[bytes]:

@@ -47,8 +47,57 @@ def test_a_run_spec_is_compared_with_the_best(tmp_path: Path) -> None:
     )
     done = plan(str(run), "--cluster", "1xH200")
     assert done.returncode == 0, done.stderr
-    assert re.search(r"the run spec's own layout:\n  .+\n  [\d.]+ m?s a step, [\d.]+ of [\d.]+ GiB", done.stdout)
+    [_, own] = done.stdout.split("the run spec's own layout")
+    assert "tok/s/GPU" in own, "its memory and time, as for the planner's own choice"
     assert "100 steps" in done.stdout
+
+
+def test_a_length_that_is_not_given_is_20_tokens_a_parameter_and_says_so() -> None:
+    done = plan("gpt2", "--cluster", "1xH100")
+    assert "2,488,796,160 tokens (Chinchilla's 20 a parameter" in done.stdout
+    assert "±" in done.stdout
+    assert "layout: keys of `parallel`" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("parallel.micro_batch=")
+
+
+def test_clusters_are_compared_and_the_cheapest_in_time_is_named() -> None:
+    asked = (
+        "llama2-7b",
+        "--cluster",
+        "p4d.24xlarge",
+        "--cluster",
+        "1xp5.48xlarge",
+        "--cluster",
+        "1xA10G",
+        "--tokens",
+        "20B",
+    )
+    found = json.loads(plan(*asked, "--within", "4", "--json").stdout)
+    days = {name: one["plans"][0]["days"] for name, one in found["clusters"].items()}
+    dollars = {name: one["plans"][0]["dollars"] for name, one in found["clusters"].items()}
+    assert list(days) == ["1xp4d.24xlarge", "2xp4d.24xlarge", "1xp5.48xlarge"], "as few nodes as are in time"
+    timely = [name for name in days if days[name] <= 4]
+    assert timely == ["2xp4d.24xlarge", "1xp5.48xlarge"]
+    assert found["cheapest"] == min(timely, key=dollars.__getitem__)
+    assert "1xA10G" in found["refused"]
+    text = plan(*asked, "--within", "4", "--spot", "0.5").stdout
+    assert f"cheapest within 4 days: {found['cheapest']}" in text
+    assert f"${dollars[found['cheapest']] / 2:,.0f} ±10%" in text
+
+
+def test_a_layout_is_held_by_the_keys_of_the_run_spec() -> None:
+    asked = (
+        "llama2-7b",
+        "--cluster",
+        "8xH100",
+        "--global-batch",
+        "64",
+        "--what-if",
+        "dp_replicate=2,dp_shard=4",
+        "--json",
+    )
+    [first, *_] = json.loads(plan(*asked).stdout)["plans"]
+    assert first["parallel"].items() >= {"dp_replicate": 2, "dp_shard": 4}.items()
 
 
 def test_a_run_spec_is_planned_on_its_own_cluster(tmp_path: Path) -> None:

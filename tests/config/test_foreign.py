@@ -398,6 +398,17 @@ def test_what_foundry_does_by_default_is_written_down(tmp_path: Path) -> None:
     assert "model.attn_config.rope_impl: dail" in draft.left
 
 
+def test_a_validation_corpus_is_taken_over(tmp_path: Path) -> None:
+    words = GPT3.replace(
+        "--data-path /fsx/gpt2/my-gpt2_text_document", "--train-data-path 0.3 a 0.7 b --valid-data-path 1 v"
+    )
+    spec = resolve_text(from_megatron(words.replace("--split 98,2,0", "")).text("x"), tmp_path)
+    assert [source.path for source in spec.data.validation] == ["v"]
+    assert (spec.data.split, spec.eval is not None) == ((1.0, 0.0, 0.0), True)
+    _, spec = changed(tmp_path, eval_loader={"dataset": {"remote": "s3://b/c", "local": "/tmp/v", "split": "val"}})
+    assert (spec.data.validation[0].path, spec.data.validation[0].cache) == ("s3://b/c", "/tmp/v")
+
+
 @pytest.mark.parametrize(
     ("parts", "listed"),
     [

@@ -42,6 +42,19 @@ def test_another_tokenizer_than_the_datas_is_refused(write_spec: Write, tmp_path
     assert (error.code, error.key) == ("tokenizer.mismatch", "data.tokenizer")
 
 
+def test_two_corpora_with_different_tokenizers_are_named_with_the_command_that_prepares_one_again(
+    write_spec: Write, corpus: Path, tmp_path: Path
+) -> None:
+    tokenizer = tmp_path / "t.json"
+    tokenizer.write_text(train_bpe(["some text"], 300))
+    (tmp_path / "a.txt").write_text("some text")
+    prepare([str(tmp_path / "a.txt")], load_tokenizer(str(tokenizer)), tmp_path / "other", PrepareOptions())
+    found = refusal(write_spec(data={"train": [str(corpus), str(tmp_path / "other")], "seq_len": 32}))
+    assert found.code == "tokenizer.mismatch"
+    assert str(corpus) in found.cause
+    assert f"argosy data prepare TEXT --tokenizer {corpus / 'tokenizer.json'} --output DIR" in found.fix
+
+
 def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(write_spec: Write) -> None:
     error = refusal(write_spec(), "model.vocab_size=256")
     assert (error.code, error.fix) == ("tokenizer.vocabulary", "model.vocab_size=257")

@@ -148,3 +148,15 @@ def test_the_first_rank_that_fails_is_told_once(write_spec: Write) -> None:
     assert done.stderr.count("error[train.non-finite]") == 1
     assert "rank " in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_ranks_that_share_the_model_write_the_text_that_one_process_writes(
+    pool: Pool, write_spec: Write, tmp_path: Path
+) -> None:
+    """Greedy decoding, whose tokens do not depend on the last bits of the weights."""
+    path = write_spec(log={"every": 1, "samples": {"every": 2, "prompts": ["some words"], "tokens": 4, "temperature": 0}})
+    train_alone(resolve(path, ["name=one"]), path, TrainOptions(quiet=True))
+    pool.run(2, runs.train, str(path), keys(["dp_shard=2"], "name=two"))
+    one, two = (list(read_jsonl(tmp_path / "runs" / name / "samples.jsonl")) for name in ("one", "two"))
+    assert [line["text"] for line in one] == [line["text"] for line in two]
+    assert [line["step"] for line in two] == [2, 4, 6]

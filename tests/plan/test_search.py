@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from argosy.config.resolve import resolve_model
-from argosy.plan.advise import parallel_keys
 from argosy.plan.calibration import calibration
 from argosy.plan.hardware import parse_cluster
-from argosy.plan.layouts import Work, violations
+from argosy.plan.layouts import Work, parallel_keys, violations
 from argosy.plan.search import Found, search
 
 

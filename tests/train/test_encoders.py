@@ -20,10 +20,10 @@ from argosy.data.open import open_data
 from argosy.data.samples.masks import IGNORED
 from argosy.data.synthetic import synthetic_batch
 from argosy.errors import ArgosyError
-from argosy.infer.decoding import Sampling
 from argosy.infer.evaluate_run import evaluate_run
 from argosy.infer.generate import sample
 from argosy.model.build import build_model, initial_weights, initialise
+from argosy.model.decoding import Sampling
 from argosy.parallel.mesh import Mesh
 from argosy.parallel.parallelize import parallelize
 from argosy.parallel.single import SingleDevice

@@ -17,11 +17,11 @@ from argosy.checkpoint.source import open_source, starting_weights
 from argosy.checkpoint.store import latest
 from argosy.config.resolve import resolve
 from argosy.errors import ArgosyError
-from argosy.infer.decoding import Sampling
 from argosy.infer.evaluate_run import evaluate_run
 from argosy.infer.generate import sample
 from argosy.measure.dry_run import dry_run
 from argosy.model.build import build_model
+from argosy.model.decoding import Sampling
 from argosy.record.rundir import RunDir
 from argosy.train.run import TrainOptions, train
 from hf_models import save

@@ -14,10 +14,10 @@ from argosy.checkpoint.store import latest, listed
 from argosy.config.resolve import resolve
 from argosy.data.open import open_data, set_names
 from argosy.errors import EXIT_DONE, ArgosyError
-from argosy.infer.decoding import Sampling, choose
 from argosy.infer.evaluate_run import evaluate_run, unigram_entropy
 from argosy.infer.generate import sample
 from argosy.measure.dry_run import dry_run
+from argosy.model.decoding import Sampling, choose
 from argosy.record.jsonl import read_jsonl, read_metrics
 from argosy.train import device
 from argosy.train.run import TrainOptions, train
@@ -315,6 +315,36 @@ def test_each_source_has_a_validation_loss_and_the_total_is_one_division(write_s
     few, _ = evaluate_run(str(tmp_path / "runs" / "tiny"), split="validation", batches=1)
     assert sorted(few.sets) == ["code", "news", "news-2"]
     assert all(one.samples >= 1 for one in few.sets.values())
+
+
+def test_a_validation_corpus_of_its_own_is_evaluated_whole_and_all_of_the_others_is_trained_on(
+    write_spec: Write, tmp_path: Path, corpus: Path
+) -> None:
+    own = str(write_corpus(tmp_path / "own", [[[list(range(97, 122))]] * 12]))
+    data = {"train": str(corpus), "seq_len": 32}
+    path = write_spec(data={**data, "validation": own}, eval={"every": 3, "batches": 10_000})
+    assert resolve(path).spec.data.split == (1.0, 0.0, 0.0)
+    assert go(path) == EXIT_DONE
+    metrics = read_metrics(tmp_path / "runs" / "tiny" / "metrics.jsonl")
+    whole = open_data(resolve(write_spec(data={**data, "train": own, "split": [1, 0, 0]}, eval="off")).spec).training()
+    assert metrics[6]["validation_tokens"] == whole.epoch_samples * 32
+    result, _ = evaluate_run(str(tmp_path / "runs" / "tiny"), split="validation", batches=None)
+    assert result.loss == pytest.approx(metrics[6]["validation_loss"], rel=1e-6)
+    # Another validation corpus, or none, changes no step, and a run may go on with it.
+    weights = latest(tmp_path / "runs" / "tiny" / "checkpoints", print).weights()
+    again = write_spec(name="again", data={**data, "split": [1, 0, 0]}, eval="off")
+    assert go(again) == EXIT_DONE
+    other = latest(tmp_path / "runs" / "again" / "checkpoints", print).weights()
+    assert all(torch.equal(weights[name], other[name]) for name in weights.infos)
+    later = write_spec(name="again", data={**data, "validation": own}, train={"global_batch": 8, "steps": 7})
+    assert go(later) == EXIT_DONE
+
+
+def test_a_validation_corpus_has_no_weight(write_spec: Write, corpus: Path) -> None:
+    data = {"train": str(corpus), "seq_len": 32, "validation": [{"path": str(corpus), "weight": 2}]}
+    with pytest.raises(ArgosyError, match="weights are for the blend") as refused:
+        resolve(write_spec(data=data))
+    assert refused.value.key == "data.validation.0.weight"
 
 
 def test_names_of_sets_are_short_and_differ() -> None:

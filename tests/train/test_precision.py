@@ -19,12 +19,12 @@ from argosy.config.resolve import resolve, resolve_model
 from argosy.config.schema import OptimSpec
 from argosy.data.samples.windows import Batch
 from argosy.errors import ArgosyError
-from argosy.infer.decoding import Sampling
 from argosy.infer.evaluate_run import evaluate_run
 from argosy.infer.generate import sample
 from argosy.infer.loading import load_model
 from argosy.measure.dry_run import dry_run
 from argosy.model.build import build_model, initial_value, initial_weights, initialise
+from argosy.model.decoding import Sampling
 from argosy.model.ops.choice import kernels
 from argosy.parallel import precision as precision_module
 from argosy.parallel.precision import (

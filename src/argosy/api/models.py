@@ -8,9 +8,9 @@ from torch import nn
 
 from argosy.checkpoint.source import open_source
 from argosy.data.text.tokenizer import Tokenizer
-from argosy.infer.decoding import Sampling
 from argosy.infer.generate import sample, source_tokenizer
 from argosy.infer.loading import load_model as load
+from argosy.model.decoding import Sampling
 
 
 def load_model(where: str | Path, *, device: str | None = None) -> nn.Module:

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from argosy.config.resolve import Resolved, resolve
 from argosy.config.schema import RunSpec
 from argosy.errors import ArgosyError
-from argosy.plan.advise import Question, answer, parallel_keys
+from argosy.plan.advise import Question, answer
+from argosy.plan.layouts import parallel_keys
 from argosy.record.jsonl import read_metrics as read_records
 from argosy.record.rundir import RunDir
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from argosy.checkpoint.manifest import MANIFEST, Checkpoint, read_checkpoint, verify
-from argosy.checkpoint.store import listed, step_of
+from argosy.checkpoint.store import best_checkpoint, listed, named_checkpoint, step_of
 from argosy.config.start import MODEL_FILE, model_root
 from argosy.console.formats import amount, clock, volume
 from argosy.errors import ArgosyError
@@ -18,7 +18,7 @@ from argosy.errors import ArgosyError
 @dataclass(frozen=True)
 class Listed:
     """One row of the listing. `good` is None if the hashes were not checked; `resumes` marks the one `argosy train` would resume
-    from."""
+    from, and `best` the one with the lowest validation loss."""
 
     path: str
     step: int
@@ -27,6 +27,8 @@ class Listed:
     consumed_samples: int | None
     tokens: int | None
     loss: float | None
+    validation_loss: float | None
+    best: bool
     layout: str | None
     good: bool | None
     fault: str | None
@@ -38,16 +40,17 @@ class Listed:
 
 def list_run(path: Path, *, check: bool = True) -> list[Listed]:
     """Return the checkpoints of a run, newest first; if `path` is one checkpoint, only that one."""
-    root = model_root(path)
+    root, path = model_root(path), named_checkpoint(path)
     found: list[Listed] = []
     # No run trains in the directory of an imported model.
     taken = (root / MODEL_FILE).exists()
+    best = best_checkpoint(root / "checkpoints")
     for place in listed(root / "checkpoints") if root == path else [path]:
         checkpoint, fault = _opened(place, check)
         good = fault is None if check else (None if fault is None else False)
         resumes = good is True and not taken
         taken = taken or resumes
-        found.append(_listed(place, checkpoint, good, fault, resumes))
+        found.append(_listed(place, checkpoint, good, fault, resumes=resumes, best=place == best))
     return found
 
 
@@ -63,7 +66,9 @@ def _opened(place: Path, check: bool) -> tuple[Checkpoint | None, str | None]:
     return checkpoint, None
 
 
-def _listed(place: Path, found: Checkpoint | None, good: bool | None, fault: str | None, resumes: bool) -> Listed:
+def _listed(
+    place: Path, found: Checkpoint | None, good: bool | None, fault: str | None, *, resumes: bool, best: bool
+) -> Listed:
     about = {} if found is None else found.progress.about
     written = about.get("time") or _changed(place)
     return Listed(
@@ -74,6 +79,8 @@ def _listed(place: Path, found: Checkpoint | None, good: bool | None, fault: str
         consumed_samples=None if found is None else found.progress.consumed_samples,
         tokens=about.get("tokens"),
         loss=about.get("loss"),
+        validation_loss=about.get("validation_loss"),
+        best=best,
         layout=about.get("layout"),
         good=good,
         fault=fault,
@@ -91,14 +98,19 @@ def _changed(place: Path) -> float | None:
 def describe(path: Path, found: list[Listed]) -> str:
     if not found:
         return f"{path} has no checkpoint yet"
-    lines = [f"{'step':>10}  {'age':>9}  {'size':>9}  {'tokens':>9}  {'loss':>8}  {'layout':<22}  state"]
+    lines = [
+        f"{'step':>10}  {'age':>9}  {'size':>9}  {'tokens':>9}  {'loss':>8}  {'validation':>10}  {'layout':<22}  state"
+    ]
     for one in found:
         state = {True: "good", False: f"damaged: {one.fault}", None: "not checked"}[one.good]
         age = "" if one.age_s is None else clock(one.age_s)
         tokens = "" if one.tokens is None else amount(one.tokens)
         loss = "" if one.loss is None else f"{one.loss:.4f}"
-        mark = "  <- the newest good one: what `train` goes on from" if one.resumes else ""
+        held_out = "" if one.validation_loss is None else f"{one.validation_loss:.4f}"
+        marks = ["the newest good one: what `train` goes on from"] if one.resumes else []
+        marks += ["the lowest validation loss"] if one.best else []
+        mark = f"  <- {'; '.join(marks)}" if marks else ""
         lines.append(
-            f"{one.step:>10,}  {age:>9}  {volume(one.bytes):>9}  {tokens:>9}  {loss:>8}  {one.layout or '':<22}  {state}{mark}"
+            f"{one.step:>10,}  {age:>9}  {volume(one.bytes):>9}  {tokens:>9}  {loss:>8}  {held_out:>10}  {one.layout or '':<22}  {state}{mark}"
         )
     return "\n".join(lines)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from argosy.checkpoint.store import latest, remove, step_of, superfluous
-from argosy.config.start import model_root
+from argosy.config.start import model_root, stored_description
 from argosy.console.formats import volume
 from argosy.errors import ArgosyError
 
@@ -35,7 +35,9 @@ def prune_run(run: Path, *, keep: int, keep_every: int | None, dry_run: bool) ->
     good = latest(root, notes.append)
     if good is None:
         raise ArgosyError("run.not-found", f"{run} has no checkpoint yet", fix="there is nothing to remove")
-    doomed = superfluous(root, keep, step_of(good.path), keep_every)
+    document = stored_description(root.parent)
+    keeps_best = bool(((document.get("spec") or {}).get("checkpoint") or {}).get("best"))
+    doomed = superfluous(root, keep, step_of(good.path), keep_every, keep_best=keeps_best)
     size = sum(file.stat().st_size for path in doomed for file in path.iterdir() if file.is_file())
     if not dry_run:
         for path in doomed:

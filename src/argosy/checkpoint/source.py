@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from argosy.checkpoint.assets import tokenizer_files
 from argosy.checkpoint.hf.hf_files import HfModel, open_hf
 from argosy.checkpoint.manifest import Checkpoint, verify
-from argosy.checkpoint.store import latest, listed, require_names
+from argosy.checkpoint.store import latest, listed, named_checkpoint, require_names
 from argosy.checkpoint.tensors import TensorInfo
 from argosy.config.model import ModelSpec
 from argosy.config.schema import RunSpec
@@ -104,8 +104,8 @@ class Source:
 def open_source(where: str, report: Callable[[str], None] = lambda text: None) -> Source:
     if where.startswith(HF):
         return hf_source(where, open_hf(directory_of(where)))
-    path = Path(where)
-    root = model_root(path)
+    root = model_root(Path(where))
+    path = named_checkpoint(Path(where))
     if not path.exists():
         there = [entry.name for entry in listed(root / "checkpoints")]
         raise ArgosyError(

@@ -9,6 +9,7 @@ renamed or marked before it is deleted, so that a half-deleted one never looks l
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import shutil
 from collections.abc import Callable, Mapping, Set
@@ -18,9 +19,10 @@ import orjson
 import torch
 from torch import Tensor
 
-from argosy.checkpoint.manifest import Checkpoint, verify
+from argosy.checkpoint.manifest import Checkpoint, read_checkpoint, verify
 from argosy.checkpoint.object_store import INCOMPLETE, copies_to_rename, is_incomplete, mark_incomplete
 from argosy.checkpoint.stored import StoredTensors
+from argosy.config.start import BEST
 from argosy.errors import ArgosyError
 from argosy.parallel.host_group import ALONE, HostGroup
 from argosy.parallel.shards import held_boxes
@@ -76,15 +78,52 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def superfluous(root: Path, keep: int, newest: int, keep_every: int | None = None) -> list[Path]:
-    """Return the checkpoints to delete: up to step `newest`, which is good, all but the last `keep` and multiples of
-    `keep_every`."""
+def validation_loss_of(path: Path) -> float:
+    """Return the validation loss that a checkpoint states; infinite if it states none, or cannot be read."""
+    try:
+        found = read_checkpoint(path).progress.about.get("validation_loss")
+    except ArgosyError:
+        return math.inf
+    return float(found) if isinstance(found, int | float) and math.isfinite(found) else math.inf
+
+
+def best_checkpoint(root: Path) -> Path | None:
+    """Return the checkpoint with the lowest validation loss, the newest of equals; None if none states a loss."""
+    losses = {path: validation_loss_of(path) for path in listed(root)}
+    best = min(losses, key=losses.__getitem__, default=None)
+    return None if best is None or math.isinf(losses[best]) else best
+
+
+def named_checkpoint(path: Path) -> Path:
+    """Return the checkpoint that `RUN/best` stands for, and any other path as it is.
+
+    Raises:
+        ArgosyError: no checkpoint of the run states a validation loss.
+    """
+    if path.name != BEST or path.exists():
+        return path
+    found = best_checkpoint(path.parent / "checkpoints")
+    if found is None:
+        raise ArgosyError(
+            "run.not-found",
+            f"no checkpoint of {path.parent} was saved after an evaluation, so that none is known to be the best",
+            fix=f"checkpoint.best=validation_loss keeps it; {path.parent} is the newest",
+        )
+    return found
+
+
+def superfluous(
+    root: Path, keep: int, newest: int, keep_every: int | None = None, *, keep_best: bool = False
+) -> list[Path]:
+    """Return the checkpoints to delete: up to step `newest`, which is good, all but the last `keep`, multiples of
+    `keep_every` and, with `keep_best`, the one with the lowest validation loss."""
     older = [path for path in listed(root) if step_of(path) <= newest][keep:]
-    return [path for path in older if keep_every is None or step_of(path) % keep_every]
+    best = best_checkpoint(root) if keep_best and older else None
+    return [path for path in older if (keep_every is None or step_of(path) % keep_every) and path != best]
 
 
-def prune(root: Path, keep: int, newest: int, keep_every: int | None = None) -> None:
-    for path in superfluous(root, keep, newest, keep_every):
+def prune(root: Path, keep: int, newest: int, keep_every: int | None = None, *, keep_best: bool = False) -> None:
+    for path in superfluous(root, keep, newest, keep_every, keep_best=keep_best):
         remove(path)
     sweep(root)
 

@@ -27,13 +27,16 @@ from argosy.cli import (
     demo,
     doctor,
     evaluate,
+    init,
     jobs,
     launch,
     plan,
     sample,
+    sweep,
     train,
     watch,
 )  # fmt: skip
+from argosy.cli.hints import option_hint, verb_hint
 from argosy.echo import capped
 from argosy.errors import EXIT_REFUSED, ArgosyError
 from argosy.files import write_fix
@@ -43,12 +46,35 @@ from argosy.log_handler import install_log_handler
 _USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
 
 
+# Columns of a verb's name, and of its summary, in `--help`.
+_NAME_WIDTH, _SUMMARY = 8, 66
+
+
 class Verbs(TyperGroup):
     """Runs a command, and converts expected failures (closed pipe, I/O, out of memory, Ctrl-C) to refusals or exit codes."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
         with _short_usage_errors():
             return super().make_context(*args, **kwargs)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """List the verbs in `--help` by group."""
+        for title, verbs in GROUPS.items():
+            with formatter.section(title):
+                # All groups have their summaries in one column.
+                rows = [
+                    (name.ljust(_NAME_WIDTH), self.commands[name].get_short_help_str(limit=_SUMMARY)) for name in verbs
+                ]
+                formatter.write_dl(rows)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        try:
+            return super().resolve_command(ctx, args)
+        except _USAGE_ERROR as error:
+            groups = {name: list(verb.commands) for name, verb in self.commands.items() if hasattr(verb, "commands")}
+            if (hint := verb_hint(args[0], groups)) is not None:
+                error.message = f"No such command {args[0]!r}. {hint}"
+            raise
 
     def invoke(self, ctx: Any) -> Any:
         with _short_usage_errors():
@@ -90,11 +116,15 @@ class Verbs(TyperGroup):
 
 @contextmanager
 def _short_usage_errors() -> Iterator[None]:
-    """Shorten usage errors, which repeat a wrong argument whole, however long it is."""
+    """Shorten usage errors, which repeat a wrong argument whole, however long it is. Say which key a wrong option means."""
     try:
         yield
     except _USAGE_ERROR as error:
         error.message = capped(error.message)
+        option, command = getattr(error, "option_name", None), getattr(error.ctx, "command", None)
+        takes_keys = any("KEY=VALUE" in str(p.metavar) for p in getattr(command, "params", ()))
+        if option is not None and takes_keys and (hint := option_hint(str(command.name), option, sys.argv)) is not None:
+            error.message = f"{error.message}. {capped(hint)}"
         raise
 
 
@@ -109,7 +139,6 @@ app = typer.Typer(
     name="argosy",
     help="From raw text to a trained language model: prepare the data, plan, train, evaluate, sample.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -131,25 +160,24 @@ def options(
 ) -> None: ...
 
 
-app.command("demo")(demo.demo)
-app.add_typer(data.app, name="data")
-app.command("plan")(plan.plan)
-app.command("train")(train.train)
-app.command("launch")(launch.launch)
-app.command("status")(jobs.status)
-app.command("logs")(jobs.logs)
-app.command("stop")(jobs.stop)
-app.command("cp")(jobs.cp)
-app.command("ls")(jobs.ls)
-app.command("watch")(watch.watch)
-app.command("dash")(dash.dash)
-app.command("report")(watch.report)
-app.command("doctor")(doctor.doctor)
-app.command("sample")(sample.sample)
-app.command("eval")(evaluate.evaluate)
-app.command("bench")(bench.bench)
-app.add_typer(checkpoint.app, name="ckpt")
-app.add_typer(config.app, name="config")
+# The verbs of each part of the journey, in the order of `--help`.
+GROUPS: dict[str, dict[str, Any]] = {
+    "Start": {"demo": demo.demo, "init": init.init},
+    "Data and configuration": {"data": data.app, "config": config.app},
+    "Plan and measure": {"plan": plan.plan, "bench": bench.bench},
+    "Train": {"train": train.train, "sweep": sweep.sweep},
+    "Launch": {"launch": launch.launch, "status": jobs.status, "logs": jobs.logs, "stop": jobs.stop, "cp": jobs.cp},
+    "Watch": {
+        "ls": jobs.ls, "watch": watch.watch, "dash": dash.dash, "report": watch.report, "doctor": doctor.doctor,
+    },
+    "Use the model": {"sample": sample.sample, "eval": evaluate.evaluate, "ckpt": checkpoint.app},
+}  # fmt: skip
+for _verbs in GROUPS.values():
+    for _name, _verb in _verbs.items():
+        if isinstance(_verb, typer.Typer):
+            app.add_typer(_verb, name=_name)
+        else:
+            app.command(_name)(_verb)
 
 
 def main() -> None:
@@ -165,7 +193,8 @@ def main() -> None:
             stream.reconfigure(errors=errors)
     install_log_handler()
     try:
-        app()
+        # `python -m argosy` has the same name, which completion scripts and examples use.
+        app(prog_name="argosy")
     except ArgosyError as error:
         _refuse(error)
 

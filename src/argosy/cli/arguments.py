@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from argosy.errors import ArgosyError
 
-MODEL_HELP = "A run (runs/<name>), one of its checkpoints, an imported model, or hf:DIR."
+Best = Annotated[
+    bool, typer.Option("--best", help="Take the checkpoint with the lowest validation loss; the same as RUN/best.")
+]
+MODEL_HELP = "A run (runs/<name>), its best checkpoint (runs/<name>/best) or any other, an imported model, or hf:DIR."
 RUN_METAVAR = "[RUN.yaml] [KEY=VALUE]..."
 RUN_HELP = "The run spec (default: ./run.yaml), then any number of key.path=value overrides."
 
@@ -29,12 +35,17 @@ def local(value: Path | list[Path] | None) -> Path | list[Path] | None:
     return value and [local_path(path) for path in value]
 
 
-def require_run(path: Path | None) -> Path:
+def at_best(run: str, best: bool) -> str:
+    """Return the best checkpoint of a run if it is asked for, else the run."""
+    return f"{run.rstrip('/')}/best" if best else run
+
+
+def require_run(path: Path | None, verb: str = "train") -> Path:
     if path is None:
         raise ArgosyError(
             "config.not-found",
             "no run spec is given, and there is no run.yaml in this directory",
-            fix="argosy train RUN.yaml [key.path=value …]",
+            fix=f"argosy {verb} RUN.yaml [key.path=value …]; `argosy init CORPUS` writes a run.yaml",
         )
     return path
 

@@ -42,7 +42,7 @@ def bench(
         typer.Option("-o", "--output", help="With --calibrate: write the file here instead of printing it."),
     ] = None,
 ) -> None:
-    """Time training steps of a model on this device, with synthetic data.
+    """Time training steps on this device, with synthetic data.
 
     Prints step time, tokens/s, TFLOP/s with the formula, MFU against a named dense peak, peak memory by category, and the
     floor: the time of the same step's matmuls and attention kernels, measured in the same run. Unlike a run, it does not use

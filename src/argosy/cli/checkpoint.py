@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(
-    help="List, verify, prune, compare and average checkpoints; import and export models.", no_args_is_help=True
-)
+from argosy.cli.arguments import Best, at_best
+
+app = typer.Typer(help="List, verify and compare checkpoints; import and export models.", no_args_is_help=True)
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, say what would be done, write nothing.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -23,8 +23,11 @@ def list_checkpoints(
     ] = True,
     as_json: Json = False,
 ) -> None:
-    """List the checkpoints of a run: step, age, size, tokens, loss, layout, whether the hashes match, and which one `train`
-    would resume from."""
+    """List the checkpoints of a run.
+
+    Shows step, age, size, tokens, losses, layout, whether the hashes match, which one `train` would resume from, and which has
+    the lowest validation loss.
+    """
     import json
 
     from argosy.checkpoint.listing import describe, list_run
@@ -38,7 +41,10 @@ def verify_checkpoints(
     run: Annotated[Path, typer.Argument(help="A run, one of its checkpoints, or an imported model.", metavar="RUN")],
     as_json: Json = False,
 ) -> None:
-    """Check every file against its hash, and that every tensor is complete; exit code 2 if one is damaged."""
+    """Check every file of every checkpoint against its hash.
+
+    Every tensor has to be complete. The exit code is 2 if a checkpoint is damaged.
+    """
     import json
 
     from argosy.checkpoint.listing import describe, list_run
@@ -60,7 +66,10 @@ def prune_checkpoints(
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Remove all but the newest checkpoints. The newest good one always stays, and so do all newer ones."""
+    """Remove all but the newest checkpoints.
+
+    The newest good one always stays, and so do all newer ones and, if the run has `checkpoint.best`, the best.
+    """
     import json
     from dataclasses import asdict
 
@@ -78,7 +87,10 @@ def compare_checkpoints(
     top: Annotated[int, typer.Option(min=1, help="Tensors to show, the most changed first.")] = 20,
     as_json: Json = False,
 ) -> None:
-    """Compare the tensors of two models: which changed, and by how much. They may have been saved with different layouts."""
+    """Compare the tensors of two models.
+
+    Shows which changed, and by how much. The models may have been saved with different layouts.
+    """
     import json
 
     from argosy.checkpoint.difference import compare
@@ -133,7 +145,9 @@ def import_model(
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Import a model from Hugging Face or Megatron-LM, to sample, evaluate, or start a run from (`init_from:`).
+    """Import a model from Hugging Face or Megatron-LM.
+
+    It can then be sampled, evaluated, or started from (`init_from:`).
 
     Hugging Face: gpt2, llama, mistral, qwen3, mpt, mixtral, qwen3_moe, bert and t5, in safetensors. A run can also start
     from hf:DIR directly. Megatron-LM: GPT models, dense or MoE, in the format torch_dist, saved with any layout. Its pickles
@@ -163,6 +177,7 @@ class Precision(StrEnum):
 def export_model(
     run: Annotated[str, typer.Argument(help="A run, one of its checkpoints, or an imported model.", metavar="RUN")],
     to: Annotated[Path, typer.Option(help="The directory to make.")],
+    best: Best = False,
     dtype: Annotated[
         Precision | None, typer.Option(help="Precision of the weights; default: as they are kept.")
     ] = None,
@@ -176,7 +191,9 @@ def export_model(
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Export a model to Hugging Face format: weights, config, tokenizer; `from_pretrained` loads it.
+    """Export a model to Hugging Face format.
+
+    The directory has weights, config and tokenizer, and `from_pretrained` loads it.
 
     One parameter is in memory at a time and no GPU is needed. Padding rows of the vocabulary are dropped. Before the directory
     gets its name, every tensor is read back, and the logits on random tokens are compared with those of transformers' own
@@ -193,5 +210,26 @@ def export_model(
         verify=not no_verify,
         keep_padding=keep_padding,
     )
-    found = export_hf(run, to, options, dry_run=dry_run)
+    found = export_hf(at_best(run, best), to, options, dry_run=dry_run)
     print(json.dumps(asdict(found)) if as_json else found.describe(done=not dry_run))
+
+
+@app.command("push")
+def push_model(
+    directory: Annotated[Path, typer.Argument(help="A directory that `argosy ckpt export` made.", metavar="DIR")],
+    repo: Annotated[str, typer.Argument(help="The repository on the Hub, OWNER/NAME.", metavar="REPO")],
+    private: Annotated[bool, typer.Option("--private/--public", help="Who sees a new repository.")] = True,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+) -> None:
+    """Upload an exported model to the Hugging Face Hub.
+
+    Needs huggingface_hub and its token: HF_TOKEN, or `hf auth login`. A new repository is private unless --public is given.
+    """
+    import json
+    from dataclasses import asdict
+
+    from argosy.checkpoint.hf.hf_push import push_model
+
+    found = push_model(directory, repo, private=private, dry_run=dry_run)
+    print(json.dumps(asdict(found)) if as_json else found.describe())

@@ -9,9 +9,7 @@ import typer
 
 from argosy.cli.arguments import RUN_HELP, RUN_METAVAR, run_and_overrides
 
-app = typer.Typer(
-    help="The run spec: resolved values and their origins, model presets, JSON Schema.", no_args_is_help=True
-)
+app = typer.Typer(help="Show run specs, model presets, the schema; convert others.", no_args_is_help=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -21,7 +19,10 @@ def show(
     arguments: Annotated[list[str] | None, typer.Argument(help=RUN_HELP, metavar=RUN_METAVAR)] = None,
     as_json: Json = False,
 ) -> None:
-    """Print every resolved value of a run spec and where it came from. Without a run spec: the defaults."""
+    """Print every value of a run spec and where it came from.
+
+    Without a run spec: the defaults.
+    """
     from argosy.config import show
 
     path, overrides = run_and_overrides(arguments)
@@ -30,7 +31,10 @@ def show(
 
 @app.command("models")
 def models(as_json: Json = False) -> None:
-    """List the model presets with their computed sizes: layers, hidden, heads, parameters, training FLOPs per token."""
+    """List the model presets with their computed sizes.
+
+    Shows layers, hidden size, heads, parameters, and training FLOPs per token.
+    """
     from argosy.config import show
 
     print(show.models(as_json))
@@ -67,7 +71,10 @@ def from_megatron(
     ],
     output: Output = None,
 ) -> None:
-    """Convert Megatron-LM's arguments to a run spec; arguments without a counterpart are listed at its top."""
+    """Convert Megatron-LM's arguments to a run spec.
+
+    Arguments without a counterpart are listed at its top.
+    """
     from argosy.config.foreign.megatron import from_megatron as translate
 
     _hand_over(translate(command).text("Megatron-LM's arguments"), output)
@@ -77,7 +84,10 @@ def from_megatron(
 def from_foundry(
     train_yaml: Annotated[Path, typer.Argument(help="A train.yaml of LLM-Foundry.")], output: Output = None
 ) -> None:
-    """Convert LLM-Foundry's train.yaml to a run spec; settings without a counterpart are listed at its top."""
+    """Convert LLM-Foundry's train.yaml to a run spec.
+
+    Settings without a counterpart are listed at its top.
+    """
     from argosy.config.foreign.foundry import from_foundry as translate
 
     _hand_over(translate(train_yaml).text(train_yaml.name), output)

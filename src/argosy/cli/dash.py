@@ -17,7 +17,9 @@ def dash(
         str | None, typer.Option(envvar="ARGOSY_DASH_TOKEN", help="The access token; default: a new one each time.")
     ] = None,
 ) -> None:
-    """Serve a dashboard of runs: curves, goodput, ranks, checkpoints, events, config comparison, and the planner.
+    """Serve a dashboard of runs in a browser.
+
+    It shows curves, goodput, ranks, checkpoints, events, a comparison of configs, and the planner.
 
     Listens on this machine only, and prints the link with its token. It only reads run directories, so it works on a shared
     file system, while a run trains and after it has died.

@@ -11,7 +11,7 @@ import typer
 from argosy.cli import data_build, data_corpus, data_fetch
 from argosy.cli.arguments import local
 
-app = typer.Typer(help="Fetch text, tokenise it, and inspect, verify, merge and convert corpora.", no_args_is_help=True)
+app = typer.Typer(help="Fetch and tokenise text; inspect, verify and merge corpora.", no_args_is_help=True)
 app.command("fetch")(data_fetch.fetch)
 
 Inputs = Annotated[
@@ -26,6 +26,20 @@ KEY_HELP = "The JSON key or column that holds the text; meta.body for a nested o
 class TextUnit(StrEnum):
     file = "file"
     line = "line"
+
+
+class OtherKind(StrEnum):
+    text = "text"
+
+
+OtherFiles = Annotated[
+    OtherKind | None,
+    typer.Option(
+        "--as",
+        help="text: also read UTF-8 files of other kinds, such as .md, .html and .py, as they are.",
+        show_choices=False,
+    ),
+]
 
 
 @app.command("prepare")
@@ -54,6 +68,7 @@ def prepare(
     txt_unit: Annotated[
         TextUnit, typer.Option(help="Whether a file or a line is one document in a .txt file.")
     ] = TextUnit.file,
+    other_files: OtherFiles = None,
     shuffle: Annotated[int | None, typer.Option(help="Shuffle the documents of each shard with this seed.")] = None,
     shard_index: Annotated[
         int, typer.Option(min=0, help="This machine's number, if --shard-count machines divide the work.")
@@ -68,7 +83,9 @@ def prepare(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Tokenise text into a corpus that `argosy train` and Megatron-LM read (.bin/.idx).
+    """Tokenise text into a corpus to train on.
+
+    A corpus is pairs of .bin/.idx files, which Megatron-LM reads too, and a manifest.
 
     Memory use does not grow with the corpus. If it is killed, run it again to resume. Bad records are counted and written to
     quarantine.jsonl with their file and byte offset.
@@ -85,6 +102,7 @@ def prepare(
         keys=tuple(key),
         append_eod=append_eod,
         text_lines=txt_unit is TextUnit.line,
+        as_text=other_files is not None,
         max_bad=parse_share(max_bad),
         overwrite=overwrite,
         shards=shards,
@@ -117,12 +135,14 @@ def train_tokenizer(
     key: Annotated[
         list[str], typer.Option(help=f"{KEY_HELP} If repeated, the tokenizer is trained on the texts of all keys.")
     ] = ["text"],  # noqa: B006 - typer copies it
+    other_files: OtherFiles = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a tokenizer that is already there.")] = False,
 ) -> None:
     """Train a byte-level BPE tokenizer on text."""
     from argosy.data.text.train_tokenizer import train_tokenizer_on
 
-    print(train_tokenizer_on(inputs, vocab_size, output, key, overwrite=overwrite))
+    as_text = other_files is not None
+    print(train_tokenizer_on(inputs, vocab_size, output, key, overwrite=overwrite, as_text=as_text))
 
 
 app.command("build")(data_build.build)

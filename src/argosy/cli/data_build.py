@@ -20,7 +20,9 @@ def build(
     arguments: Annotated[list[str] | None, typer.Argument(help=RUN_HELP, metavar=RUN_METAVAR)] = None,
     only: Annotated[Only | None, typer.Option(help="Only fetch, or only prepare.")] = None,
 ) -> None:
-    """Make the corpora that a run spec describes (data.train.N.prepare) and that do not exist yet.
+    """Make the missing corpora of a run spec.
+
+    A corpus with a recipe (data.train.N.prepare) is fetched and prepared unless it exists.
 
     It can be run again at any time. Pods of an Indexed Job and tasks of a Slurm array divide the work by their index; `argosy
     launch` starts them.

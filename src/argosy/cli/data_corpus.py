@@ -41,7 +41,10 @@ def inspect(
     show: Annotated[int, typer.Option(min=0, help="Documents to show as text.")] = 3,
     as_json: AsJson = False,
 ) -> None:
-    """Describe a corpus: counts, document lengths, vocabulary, duplicates, and a few documents as text."""
+    """Describe a corpus.
+
+    Shows counts, document lengths, vocabulary, duplicates, and a few documents as text.
+    """
     import json
 
     from argosy.data.corpus.inspect import inspect as run
@@ -57,7 +60,9 @@ def verify(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check every file of a corpus: sizes, hashes, index against tokens, token ids against the vocabulary.
+    """Check every file of a corpus.
+
+    Checks sizes, hashes, the index against the tokens, and token ids against the vocabulary.
 
     Lists all faults. The exit code is 2 if there is one.
     """
@@ -95,7 +100,10 @@ def merge(
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Merge corpora or Megatron pairs, as Megatron's merge_datasets.py does."""
+    """Merge corpora or Megatron pairs.
+
+    The result is that of Megatron's merge_datasets.py.
+    """
     import json
 
     from argosy.data.corpus.merge import merge as run
@@ -134,7 +142,7 @@ def convert(
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Convert MosaicML's MDS data sets to .bin/.idx, or a corpus to MDS, depending on the input."""
+    """Convert MosaicML's MDS to a corpus, or a corpus to MDS."""
     import json
 
     from argosy.data.corpus.convert import ConvertOptions

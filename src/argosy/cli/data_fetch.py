@@ -57,7 +57,7 @@ def fetch(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the files and their size, fetch nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Fetch public data sets, or files by URL, for `argosy data prepare`.
+    """Fetch public data sets, or files by URL.
 
     After an interruption, run it again to resume; finished files are kept. Every file is checked against the hash its data
     set lists. For gated data sets set HF_TOKEN in the environment; HF_ENDPOINT names a mirror.

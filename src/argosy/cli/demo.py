@@ -14,7 +14,7 @@ def demo(
     ),
     seconds: Annotated[int, typer.Option(min=5, help="Approximate duration of the whole demo.")] = 120,
 ) -> None:
-    """Train a small model end to end on this machine, with nothing to download.
+    """Train a small model end to end, with nothing to download.
 
     Writes a corpus of small stories, trains a tokenizer and then a model whose size fits the measured speed of this machine.
     Training is killed half-way and resumes. The demo then evaluates, and shows what the model writes before and after training.

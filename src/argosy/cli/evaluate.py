@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from argosy.cli.arguments import MODEL_HELP
+from argosy.cli.arguments import MODEL_HELP, Best, at_best
 
 
 class SplitName(StrEnum):
@@ -31,14 +31,19 @@ def evaluate(
         ),
     ] = None,
     batches: Annotated[int | None, typer.Option(min=1, help="Global batches; default: the whole split.")] = None,
+    best: Best = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: as the run was trained.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Compute the loss of a run's newest checkpoint on a split of its data: over all of it, and for each source."""
+    """Compute the loss of a model on a split of its data, or a corpus.
+
+    A run's newest checkpoint is used. The loss is over all of the split, and for each source.
+    """
     import json
 
     from argosy.infer.evaluate_run import evaluate_run
 
+    run = at_best(run, best)
     result, step = evaluate_run(run, split=split.value, batches=batches, device=device, data=data, seq_len=seq_len)
     facts = {"run": run, "step": step, "split": result.split, "loss": result.loss, "perplexity": result.perplexity}
     facts |= {"tokens": result.tokens, "samples": result.samples}

@@ -34,7 +34,10 @@ def _find(arguments: list[str] | None, namespace: str | None, target: str | None
 
 
 def status(run: Run = None, namespace: Namespace = None, target: On = None, as_json: Json = False) -> None:
-    """How a launched run is doing: the state of each stage with the reason in plain words, progress and ETA."""
+    """Show the state, progress and ETA of a run.
+
+    Each stage of a launched run has its state with the reason in plain words.
+    """
     import json
     from dataclasses import asdict
 
@@ -57,7 +60,10 @@ def logs(
     rank: Annotated[int, typer.Option(min=0, help="Of this rank; on Kubernetes, of the pod that holds it.")] = 0,
     tail: Annotated[int | None, typer.Option(min=0, help="Only the last lines.")] = None,
 ) -> None:
-    """The log of a run: from its pods, where a lost connection is taken up again, or from its directory."""
+    """Print the log of a run.
+
+    It comes from the pods, where a lost connection is taken up again, or from the run directory.
+    """
     from argosy.launch.runs import logs as lines
 
     for line in lines(_find(run, namespace, target), rank=rank, follow=follow, tail=tail):
@@ -65,7 +71,10 @@ def logs(
 
 
 def stop(run: Run = None, namespace: Namespace = None, target: On = None) -> None:
-    """End a launched run. It saves first; data, checkpoints and volumes stay, and launching it again goes on."""
+    """Stop a launched run, which saves first.
+
+    Data, checkpoints and volumes stay, and launching it again goes on.
+    """
     from argosy.launch.runs import end
     from argosy.launch.runs import status as ask
 
@@ -98,10 +107,27 @@ def cp(
     upload(placed, cluster, source, destination, lambda text: print(text, flush=True))
 
 
-def ls(namespace: Namespace = None, as_json: Json = False) -> None:
-    """The runs of a namespace and their stages."""
+def ls(
+    directory: Annotated[Path, typer.Argument(help="The directory of the runs.", metavar="[DIR]")] = Path("runs"),
+    cluster: Annotated[
+        bool, typer.Option("--cluster", help="List the launched runs of a Kubernetes namespace instead.")
+    ] = False,
+    namespace: Namespace = None,
+    as_json: Json = False,
+) -> None:
+    """List runs: state, step, loss, validation loss, size and age.
+
+    Without options it lists the run directories here. With --cluster or -n it lists the launched runs of a Kubernetes namespace
+    and their stages.
+    """
     import json
 
+    if not cluster and namespace is None:
+        from argosy.watch.run_table import describe_runs, list_runs
+
+        rows = list_runs(directory)
+        print(json.dumps([row.as_dict() for row in rows]) if as_json else describe_runs(directory, rows))
+        return
     from argosy.launch.targets.kubernetes import runs_of_namespace
 
     listed = runs_of_namespace(namespace)

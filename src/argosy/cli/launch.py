@@ -37,7 +37,7 @@ def launch(
         bool, typer.Option("--in-cluster", help="From inside a pod, by its service account: the chart's conductor.")
     ] = False,
 ) -> None:
-    """Start a run where its `cluster` section says: this machine, Slurm, or Kubernetes.
+    """Start a run here, on Slurm or on Kubernetes (`cluster`).
 
     The stages fetch, prepare, preflight and train follow each other, each when the one before it has succeeded; one that
     fails ends the chain with its reason and exit code 3. Interrupted, the same command goes on: what runs is followed, what is done stays
@@ -49,7 +49,7 @@ def launch(
     from argosy.launch.target import LaunchOptions
 
     path, overrides = run_and_overrides(arguments)
-    path = require_run(path)
+    path = require_run(path, "launch")
     placed = place(path, overrides, target, oversized=oversized)
     if dry_run or output is not None:
         files = render(placed)

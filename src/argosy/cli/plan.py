@@ -19,15 +19,25 @@ def plan(
         ),
     ] = None,
     cluster: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
-            help="Nodes and their type (2xp4d.24xlarge), or GPUs (16xH100); default: the run spec's, or 1xH100."
+            help="Nodes and their type (2xp4d.24xlarge), or GPUs (16xH100); default: the run spec's, or 1xH100. If repeated, they "
+            "are compared."
+        ),
+    ] = None,
+    within: Annotated[
+        float | None,
+        typer.Option(
+            min=0.001,
+            help="Find the cheapest cluster that takes at most this many days; a --cluster without a number gets as many nodes as it "
+            "needs.",
         ),
     ] = None,
     global_batch: Annotated[int | None, typer.Option(min=1, help="Global batch size: samples in a step.")] = None,
     seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens in a sample; default: the model's.")] = None,
     tokens: Annotated[
-        str | None, typer.Option(help="Tokens of the whole run, such as 20B: adds days and dollars.")
+        str | None,
+        typer.Option(help="Tokens of the whole run, such as 20B; default: the run spec's, or 20 a parameter."),
     ] = None,
     precision: Annotated[str | None, typer.Option(help="bf16, fp16 or fp8.")] = None,
     what_if: Annotated[str | None, typer.Option(help="Only layouts with these values, such as tp=4,pp=2.")] = None,
@@ -36,6 +46,10 @@ def plan(
     ] = False,
     top: Annotated[int, typer.Option(min=1, help="Layouts to show.")] = 8,
     price: Annotated[float | None, typer.Option(min=0, help="US dollars per hour of one node.")] = None,
+    spot: Annotated[
+        float | None,
+        typer.Option(min=0.01, max=1, help="Price of spot (preemptible) nodes as a share of on-demand, such as 0.4."),
+    ] = None,
     storage: Annotated[float, typer.Option(min=0.001, help="Write bandwidth for checkpoints in GB/s.")] = 2.0,
     hardware: Annotated[
         str | None, typer.Option(help="A file of GPUs and instances that overrides the known ones.")
@@ -47,24 +61,34 @@ def plan(
     log: Annotated[Path | None, typer.Option(help="A log of Megatron-LM to compare with the plan.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Predict memory, time and cost of a run, and find its best parallel layout, before paying for GPUs.
+    """Predict memory, time and cost of a run; find its layout.
 
     Searches tensor, pipeline, context, expert and data parallelism, sharding, micro-batch and recompute; shows the fastest
     layouts that fit, why the others lost, and warnings. Nothing is run, and no GPU is needed.
     """
     import json
 
-    from argosy.plan.advise import Question, answer
+    from argosy.plan.advise import Advice, Question, answer
+    from argosy.plan.clusters import compare
     from argosy.plan.figure import write_plot
     from argosy.plan.log import read_log
 
     measured = None if log is None else read_log(log)
-    question = Question.read(
-        target, overrides or [], cluster=cluster,
-        global_batch=global_batch or (None if measured is None else measured.global_batch), seq_len=seq_len, tokens=tokens,
-        precision=precision, what_if=what_if, price=price, hardware=hardware,
-    )  # fmt: skip
-    advice = answer(question, top=top, storage=storage, log=measured, calibrated=calibrated)
+
+    def ask(where: str | None) -> Advice:
+        question = Question.read(
+            target, overrides or [], cluster=where,
+            global_batch=global_batch or (None if measured is None else measured.global_batch), seq_len=seq_len, tokens=tokens,
+            precision=precision, what_if=what_if, price=price, hardware=hardware, spot=spot,
+        )  # fmt: skip
+        return answer(question, top=top, storage=storage, log=measured, calibrated=calibrated)
+
+    asked = cluster or []
+    if len(asked) > 1 or within is not None:
+        compared = compare(asked or [ask(None).question.cluster.name], ask, within)
+        print(json.dumps(compared.as_dict()) if as_json else "\n".join(compared.lines()))
+        return
+    advice = ask(asked[0] if asked else None)
     if plot is not None:
         write_plot(advice.shown, plot)
     print(json.dumps(advice.as_dict()) if as_json else "\n".join(advice.lines(explained=explain)))

@@ -74,11 +74,10 @@ def train(
     nodes = find_nodes(os.environ)
     world = find_world(os.environ) if nproc is None else nodes.with_ranks(nproc)
     if nproc is not None and not dry_run:
-        from argosy.plan.auto import is_open
+        from argosy.plan.auto import check_open_layout
 
         spec = resolved.spec
-        # With an open layout the ranks choose one themselves.
-        if not is_open(resolved):
+        if not check_open_layout(resolved, path, overrides, world.size):
             check_world(spec.parallel, world.size, world.source, spec.train.global_batch)
         from argosy.supervise.agent import start_ranks
 

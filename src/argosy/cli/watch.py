@@ -14,9 +14,9 @@ def watch(
     run: RUN,
     once: Annotated[bool, typer.Option("--once", help="Show the current state and exit.")] = False,
 ) -> None:
-    """Watch a run: curves, rates, where its time goes, ranks, events and alerts.
+    """Watch a run in the terminal.
 
-    Redraws every second on a terminal; elsewhere it prints a line for each logged step and event, and exits when the run ends. It
+    Shows curves, rates, where its time goes, ranks, events and alerts. Redraws every second on a terminal; elsewhere it prints a line for each logged step and event, and exits when the run ends. It
     reads the run directory only, from any machine that can see it.
     """
     from argosy.watch.live import watch as look
@@ -30,9 +30,9 @@ def report(
         Path | None, typer.Option("-o", "--output", help="The file to write; default: RUN/report.html.")
     ] = None,
 ) -> None:
-    """Write a report of a run: curves, facts, where its time went, incidents, config.
+    """Write a report of a run, one HTML file.
 
-    The report is one HTML file without external resources or scripts; a browser can print it to PDF.
+    It has curves, facts, where the time went, incidents and the config. The report is one HTML file without external resources or scripts; a browser can print it to PDF.
     """
     from argosy.files import replace_file
     from argosy.watch.run_list import Run, require_run

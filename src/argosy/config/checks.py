@@ -30,6 +30,7 @@ def check(spec: RunSpec, origins: Origins) -> None:
     _check_sequence(spec, origins)
     _check_fp8(spec, origins)
     check_data(spec, origins)
+    _check_text_samples(spec, origins)
     _check_optimiser(spec, origins)
     check_schedule(spec, origins)
 
@@ -98,7 +99,10 @@ def _check_batch(spec: RunSpec, origins: Origins) -> None:
     batch, micro, ranks = spec.train.global_batch, spec.parallel.micro_batch, spec.parallel.data_parallel
     share = micro * ranks
     if batch % share:
-        below, above = batch // share * share, (batch // share + 1) * share
+        # A micro-batch that was not given adapts to the batch.
+        derived = origins.get("parallel.micro_batch", "").startswith("derived")
+        unit = ranks if derived else share
+        below, above = batch // unit * unit, (batch // unit + 1) * unit
         near = f"{below} or {above}" if below else str(above)
         smaller = next((n for n in range(min(micro, batch), 0, -1) if batch % (n * ranks) == 0), None)
         raise ArgosyError(
@@ -145,6 +149,27 @@ def _check_fp8(spec: RunSpec, origins: Origins) -> None:
             fix=f"parallel.micro_batch={needed} or a multiple of it"
             + (f", or a data.seq_len that is a multiple of {FP8_ALIGNMENT}" if name == "seq_len" else ""),
         )
+
+
+def _check_text_samples(spec: RunSpec, origins: Origins) -> None:
+    """Refuse samples of text from a model, or in a layout, that cannot write them while it trains."""
+    if spec.log.samples is None:
+        return
+    split = [axis for axis in ("tp", "pp", "cp") if getattr(spec.parallel, axis) > 1]
+    if task_of(spec).writes != "continuation":
+        cause = f"only decoders continue a prompt, and this model reads {task_of(spec).samples}"
+    elif split:
+        size = getattr(spec.parallel, split[0])
+        cause = f"a rank cannot write text alone: {split[0]} {size} splits each forward pass over {size} ranks"
+    else:
+        return
+    raise ArgosyError(
+        "config.conflict",
+        cause,
+        key="log.samples",
+        origin=origins.get("log.samples"),
+        fix="leave log.samples out; `argosy sample RUN` reads the checkpoints of any layout",
+    )
 
 
 def _check_optimiser(spec: RunSpec, origins: Origins) -> None:

@@ -49,6 +49,15 @@ def _check_split(spec: RunSpec, origins: Origins) -> None:
 def _check_evaluation(spec: RunSpec, origins: Origins) -> None:
     """Refuse evaluation that is only half on. In other trainers, 0 evaluation batches or no validation split ends in a bare assert."""
     if spec.eval is None:
+        if spec.checkpoint.best is not None:
+            raise ArgosyError(
+                "eval.half-off",
+                "checkpoint.best needs validation losses, and evaluation is off",
+                key="checkpoint.best",
+                value=spec.checkpoint.best,
+                origin=origins.get("checkpoint.best"),
+                fix="leave checkpoint.best out, or turn evaluation on: eval.every=100ba",
+            )
         return
     if spec.eval.batches == 0:
         raise ArgosyError(
@@ -59,7 +68,7 @@ def _check_evaluation(spec: RunSpec, origins: Origins) -> None:
             origin=origins.get("eval.batches"),
             fix="`eval: off` turns evaluation off; otherwise eval.batches=10",
         )
-    if spec.data.split[1] == 0:
+    if spec.data.split[1] == 0 and not spec.data.validation:
         raise ArgosyError(
             "eval.half-off",
             f"data.split gives validation {spec.data.split[1]:g} of {sum(spec.data.split):g} shares, but evaluation is on "
@@ -67,7 +76,7 @@ def _check_evaluation(spec: RunSpec, origins: Origins) -> None:
             key="data.split",
             value=list(spec.data.split),
             origin=origins.get("data.split"),
-            fix="`eval: off` turns evaluation off; otherwise give validation a share: data.split=[98,2,0]",
+            fix="`eval: off` turns evaluation off; otherwise give validation a share, data.split=[98,2,0], or a corpus, data.validation=PATH",
         )
 
 
@@ -81,30 +90,39 @@ def _check_weights(spec: RunSpec) -> None:
             key=f"data.train.{weighted.index(False)}.weight",
             fix="give every corpus a weight, or none (then they mix by token count)",
         )
+    for number, source in enumerate(spec.data.validation):
+        if source.weight is not None:
+            raise ArgosyError(
+                "config.conflict",
+                f"{source.path} is evaluated on, and weights are for the blend to train on",
+                key=f"data.validation.{number}.weight",
+                value=source.weight,
+                fix="leave it out: each corpus has a validation loss of its own, and all count by their tokens",
+            )
 
 
 def _check_caches(spec: RunSpec) -> None:
-    for number, source in enumerate(spec.data.train):
+    for key, source in spec.data.sources.items():
         remote = "://" in source.path
         if remote and source.cache is None:
             raise ArgosyError(
                 "config.missing-key",
                 f"{source.path} is read through a local cache, and none is named",
-                key=f"data.train.{number}.cache",
+                key=f"{key}.cache",
                 fix="name a directory on a local disk: {path: …, cache: /local/cache, cache_limit: 200GB}",
             )
         if not remote and (source.cache is not None or source.cache_limit is not None):
             raise ArgosyError(
                 "config.conflict",
                 f"{source.path} is a local path, and needs no cache",
-                key=f"data.train.{number}.cache",
+                key=f"{key}.cache",
                 fix="leave cache and cache_limit out, or give a URL",
             )
 
 
 def _check_recipes(spec: RunSpec) -> None:
-    for number, source in enumerate(spec.data.train):
-        recipe, key = source.prepare, f"data.train.{number}.prepare"
+    for place, source in spec.data.sources.items():
+        recipe, key = source.prepare, f"{place}.prepare"
         if recipe is None:
             continue
         if (recipe.fetch is None) == (not recipe.inputs):
@@ -126,6 +144,6 @@ def _check_recipes(spec: RunSpec) -> None:
             raise ArgosyError(
                 "config.conflict",
                 f"corpora are made in directories, and {source.path} is none",
-                key=f"data.train.{number}.path",
+                key=f"{place}.path",
                 fix="make it on a mounted volume; file:///PATH with a cache streams it from there",
             )

@@ -35,14 +35,15 @@ def published_schema() -> dict[str, Any]:
         schema["properties"][key] = {"anyOf": [shorthand, schema["properties"][key]]}
     definitions["ModelSpec"]["properties"]["preset"]["enum"] = [*names, None]
     source = {"$ref": "#/$defs/DataSource"}
-    definitions["DataSpec"]["properties"]["train"] = {
-        "description": "the corpora, one or more",
-        "anyOf": [
-            {"type": "string"},
-            source,
-            {"type": "array", "minItems": 1, "items": {"anyOf": [{"type": "string"}, source]}},
-        ],
-    }
+    for key, least in (("train", 1), ("validation", 0)):
+        definitions["DataSpec"]["properties"][key] = {
+            "description": definitions["DataSpec"]["properties"][key]["description"],
+            "anyOf": [
+                {"type": "string"},
+                source,
+                {"type": "array", "minItems": least, "items": {"anyOf": [{"type": "string"}, source]}},
+            ],
+        }
     _also(definitions["DataSpec"], "split", {"type": "string", "pattern": r"^[\d.]+,[\d.]+,[\d.]+$"})
     _also(definitions["ParallelSpec"], "micro_batch", {"enum": ["auto", None]})
     _also(definitions["ClusterSpec"], "storage", {"type": "string", "description": "name of an existing claim"})

@@ -46,5 +46,28 @@ _OURS: dict[str, tuple[str, ...]] = {
     "log.every": ("log_interval", "logging_steps"),
     "eval.every": ("eval_interval", "eval_steps"),
     "eval.batches": ("eval_iters",),
+    "eval.patience": ("early_stopping_patience", "early_stopping"),
+    "eval.min_delta": ("early_stopping_threshold",),
+    "checkpoint.best": ("load_best_model_at_end", "save_best"),
+    "data.validation": ("valid_data_path", "eval_dataset", "validation_data"),
+    "log.samples": ("sample_prompts",),
 }
 OTHER_NAMES = {theirs: ours for ours, names in _OURS.items() for theirs in names}
+
+_ON_KUBERNETES = (
+    "on Kubernetes, by what the cluster has: jobset (JobSet), indexed-job (nothing installed), pytorchjob or trainjob (Kubeflow), "
+    "hyperpod (SageMaker HyperPod)"
+)
+# What to choose instead of a value that is no choice of a key, though people write it.
+OTHER_VALUES = {
+    ("cluster.target", word): fix
+    for words, fix in {
+        ("kubernetes", "k8s", "kube", "eks", "aks", "gke", "openshift"): _ON_KUBERNETES,
+        ("job", "batch"): _ON_KUBERNETES,
+        ("kubeflow", "mpijob"): "Kubeflow's operators: trainjob (version 2) or pytorchjob (version 1)",
+        ("sagemaker",): "hyperpod, for SageMaker HyperPod",
+        ("sbatch", "srun"): "slurm",
+        ("laptop", "here", "machine", "docker"): "local, for this machine",
+    }.items()
+    for word in words
+}

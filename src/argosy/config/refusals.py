@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from argosy.config.other_names import OTHER_NAMES
+from argosy.config.other_names import OTHER_NAMES, OTHER_VALUES
 from argosy.config.schema import RunSpec
 from argosy.config.secrets import WEBHOOK
 from argosy.errors import ArgosyError
@@ -84,6 +84,7 @@ def _explain(item: Any, key: str) -> tuple[str, str, str]:
         known = [part.strip(" '") for part in re.split(r",| or ", item["ctx"]["expected"])]
         given = str(item["input"])
         close = _preset_of(given) if key == "model.family" else None
+        close = close or OTHER_VALUES.get((key, given.lower()))
         close = close or did_you_mean(given, known, cutoff=0.5) or "choose one of them"
         return f"{given!r} is not one of {', '.join(known)}", close, "config.bad-value"
     if kind == "string_pattern_mismatch":
@@ -150,8 +151,13 @@ def _by_another_name(name: str) -> str | None:
 
 def _elsewhere(name: str) -> str | None:
     """Suggest the section a misplaced key belongs to: `lr` at the top level is optim.lr."""
-    places = [f"{top}.{name}" for top in RunSpec.model_fields if _has_section(top) and name in _keys_of(top)]
+    places = key_elsewhere(name)
     return f"did you mean {' or '.join(places)}?" if places else None
+
+
+def key_elsewhere(name: str) -> list[str]:
+    """Return the keys of this name in the sections of the run spec, such as optim.lr for `lr`."""
+    return [f"{top}.{name}" for top in RunSpec.model_fields if _has_section(top) and name in _keys_of(top)]
 
 
 def _has_section(top: str) -> bool:
@@ -166,8 +172,23 @@ def _preset_of(family: str) -> str | None:
 
 def did_you_mean(word: str, known: Sequence[str], section: str = "", cutoff: float = 0.6) -> str | None:
     close = difflib.get_close_matches(word.lower(), known, n=2, cutoff=cutoff)
+    close = close or [name for name in known if _distance(word.lower(), name) <= min(2, len(word) - 1)][:2]
     prefix = f"{section}." if section else ""
     return f"did you mean {' or '.join(prefix + c for c in close)}?" if close else None
+
+
+def _distance(word: str, other: str) -> int:
+    """Return the edit distance: letters to insert, delete or replace, and neighbours to swap."""
+    rows = [list(range(len(other) + 1))]
+    for i, letter in enumerate(word, 1):
+        row = [i]
+        for j, target in enumerate(other, 1):
+            cost = min(rows[-1][j] + 1, row[-1] + 1, rows[-1][j - 1] + (letter != target))
+            if i > 1 and j > 1 and (letter, target) == (other[j - 2], word[i - 2]):
+                cost = min(cost, rows[-2][j - 2] + 1)
+            row.append(cost)
+        rows.append(row)
+    return rows[-1][-1]
 
 
 def _dotted(location: tuple[int | str, ...], prefix: str) -> str:

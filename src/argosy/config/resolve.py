@@ -135,10 +135,11 @@ def _expand_shorthands(tree: Tree) -> None:
         tree["model"] = {"preset": tree["model"]}
     data = tree.get("data")
     if isinstance(data, dict):
-        if isinstance(data.get("train"), str | dict):
-            data["train"] = [data["train"]]
-        if isinstance(data.get("train"), list):
-            data["train"] = [{"path": item} if isinstance(item, str) else item for item in data["train"]]
+        for key in ("train", "validation"):
+            if isinstance(data.get(key), str | dict):
+                data[key] = [data[key]]
+            if isinstance(data.get(key), list):
+                data[key] = [{"path": item} if isinstance(item, str) else item for item in data[key]]
         # Megatron writes the split as 98,2,0.
         if isinstance(data.get("split"), str):
             data["split"] = [parse_value(part, "data.split") for part in data["split"].split(",")]
@@ -301,6 +302,9 @@ def _derive(tree: Tree, origins: dict[str, str]) -> None:
         if model.get("vocab_size") is None and (known := corpus_vocabulary(data)) is not None:
             model["vocab_size"], corpus = known
             origins["model.vocab_size"] = f"derived: the tokenizer of {corpus}"
+        if data.get("validation") and data.get("split") is None:
+            data["split"] = [1, 0, 0]
+            origins["data.split"] = "derived: data.validation"
         if (section := _task_section(model, data)) is not None and data.get(section) is None:
             data[section] = {}
     if isinstance(optim, dict) and optim.get("min_lr") is None and (lr := _as_number(optim.get("lr"))) is not None:
@@ -362,8 +366,9 @@ def _shorthand_origin(key: str, origins: dict[str, str]) -> str | None:
         return origins.get("model")
     if key == "cluster.storage.claim":
         return origins.get("cluster.storage")
-    if key.startswith("data.train.") and key.endswith(".path"):
-        return origins.get(key.removesuffix(".path")) or origins.get("data.train")
+    if key.startswith(("data.train.", "data.validation.")) and key.endswith(".path"):
+        place = key.removesuffix(".path")
+        return origins.get(place) or origins.get(place.rpartition(".")[0])
     return None
 
 

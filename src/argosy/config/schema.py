@@ -45,6 +45,7 @@ class PrepareSpec(Section):
     revision: str | None = Field(None, description="fetch: branch, tag or commit")
     raw: str | None = Field(None, description="fetch: directory for the files; default: PATH.raw")
     inputs: list[str] = Field([], description="files, globs or directories, if nothing is fetched")
+    as_text: bool = Field(False, description="also read files of other kinds, such as .md and .py, as text")
     key: str | None = Field(None, description="the JSON key or column that holds the text; default: the data set's own")
     shards: Positive = Field(1, description=".bin/.idx pairs to write; workers divide the work by shards")
     shuffle: Whole | None = Field(None, description="shuffle the documents of each shard with this seed")
@@ -72,9 +73,13 @@ class CorporaSpec(Section):
         description="tokenizer.json, hf:NAME of the Hub (fetched once, and kept at its commit), or `bytes`; default: the one stored with the prepared data",
     )
     train: list[DataSource] = Field(min_length=1, description="the corpora, one or more")
+    validation: list[DataSource] = Field(
+        [], description="corpora to evaluate on while training, whole, in place of a share of the training corpora"
+    )
     split: tuple[NotNegative, NotNegative, NotNegative] = Field(
         (98.0, 2.0, 0.0),
-        description="relative shares of documents (order megatron: sequences) for training, validation and test",
+        description="relative shares of documents (order megatron: sequences) for training, validation and test; with "
+        "`validation`: [1, 0, 0]",
     )
     order: Literal["argosy", "megatron"] = Field(
         "argosy",
@@ -86,6 +91,12 @@ class CorporaSpec(Section):
     fim: FimSpec | None = Field(None, description="fill-in-the-middle, on training samples")
     document_mask: bool = Field(False, description="attention does not cross document boundaries inside a sample")
     reset_positions: bool = Field(False, description="positions restart at each document inside a sample")
+
+    @property
+    def sources(self) -> dict[str, DataSource]:
+        """All corpora, to train on and to evaluate on, by their keys."""
+        lists = {"train": self.train, "validation": self.validation}
+        return {f"data.{key}.{number}": one for key, given in lists.items() for number, one in enumerate(given)}
 
 
 class DataSpec(TaskSections, CorporaSpec):
@@ -189,6 +200,13 @@ class EvalSpec(Section):
 
     every: DurationField = Field(Duration(100.0, "steps"), description="how often")
     batches: Whole = Field(10, description="global batches in one evaluation")
+    patience: Positive | None = Field(
+        None,
+        description="early stopping: end the run after this many evaluations in a row without a lower validation loss",
+    )
+    min_delta: NotNegative = Field(
+        0.0, description="with patience: the least decrease of the loss that counts as lower"
+    )
 
 
 class CheckpointSpec(Section):
@@ -207,6 +225,10 @@ class CheckpointSpec(Section):
     )
     keep: Positive = Field(3, description="number of newest checkpoints to keep")
     keep_every: Positive | None = Field(None, description="also keep checkpoints whose step is a multiple of this")
+    best: Literal["validation_loss"] | None = Field(
+        None,
+        description="also save after an evaluation with the lowest loss so far, and keep that checkpoint: RUN/best",
+    )
     max_failures: Positive = Field(5, description="consecutive failed saves before the run stops")
 
 

@@ -24,6 +24,8 @@ MEGATRON = "megatron:"
 # Describes an imported model, as resolved.json describes a run.
 MODEL_FILE = "model.json"
 RUN_FILE = "resolved.json"
+# RUN/best stands for the checkpoint of a run with the lowest validation loss.
+BEST = "best"
 
 # Keys that change how a model is trained, but not what its weights mean.
 _FREE = ("preset", "vocab_multiple", "dropout", "init_std", "moe.balance_loss", "moe.z_loss")
@@ -39,7 +41,8 @@ def directory_of(source: str) -> Path:
 
 def model_root(path: Path) -> Path:
     """Return the directory that describes a model's checkpoint: its own, or that of the run it belongs to."""
-    for root in (path, *([path.parent.parent] if path.parent.name == "checkpoints" else [])):
+    above = path.parent.parent if path.parent.name == "checkpoints" else path.parent if path.name == BEST else None
+    for root in (path, *([] if above is None else [above])):
         if (root / MODEL_FILE).exists() or (root / RUN_FILE).exists():
             return root
     known = sorted({p.parent.name for name in (RUN_FILE, MODEL_FILE) for p in path.parent.glob(f"*/{name}")})

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field
 
 from argosy.config.model import Section
-from argosy.config.units import Duration, DurationField, NotBool, NotNegative, PositiveNumber
+from argosy.config.units import Duration, DurationField, NotBool, NotNegative, Positive, PositiveNumber, Whole
 
 
 def _address(value: str) -> str:
@@ -77,6 +77,16 @@ class AlertsSpec(Section):
     disk_gib: NotNegative = Field(2.0, description="free GiB on the disk of the run directory")
 
 
+class SamplesSpec(Section):
+    """Text that the model writes while it trains, in the run directory's samples.jsonl. It changes no number of the training."""
+
+    prompts: list[str] = Field(min_length=1, description="texts to continue; an empty one begins a document")
+    every: DurationField = Field(Duration(500.0, "steps"), description="how often")
+    tokens: Positive = Field(64, description="most tokens to write after each prompt")
+    temperature: NotNegative = Field(0.8, description="sampling temperature; 0: greedy decoding")
+    top_k: Whole = Field(50, description="sample among this many most likely tokens; 0: among all")
+
+
 class LogSpec(Section):
     """Metrics in metrics.jsonl and on the console, sinks and alerts."""
 
@@ -84,6 +94,10 @@ class LogSpec(Section):
     price: PositiveNumber | None = Field(
         None,
         description="US dollars per hour of all machines of the run, for the cost so far; default: the list price of cluster.instance",
+    )
+    samples: SamplesSpec | None = Field(
+        None,
+        description="prompts that the model continues every so often, in samples.jsonl; data-parallel layouts only",
     )
     sinks: SinksSpec = Field(SinksSpec(), description="other tools")
     alerts: AlertsSpec = Field(AlertsSpec(), description="alert thresholds")

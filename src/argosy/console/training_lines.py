@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from argosy.console.formats import amount, clock
@@ -16,6 +17,8 @@ STEP_LINE = r"step [0-9]+/[0-9]+ \| loss "
 STOPPED_LINE = r"stopped at step ([0-9]+) of ([0-9]+), saved"
 # With ARGOSY_STEP_LINES=node, the first rank of every node prints step lines, not only the first rank of all.
 STEP_LINES, EVERY_NODE = "ARGOSY_STEP_LINES", "node"
+# The most columns of a step line.
+WIDTH = 100
 
 
 class Console(Protocol):
@@ -110,28 +113,40 @@ class Bar:
 
 
 def describe(record: Record, *, short: bool = False) -> str:
-    """Format a record as one line. `short` leaves out what the bar shows and what rarely changes."""
+    """Format a record as one line of at most `WIDTH` columns. `short` leaves out what the bar shows and what rarely changes.
 
-    def figure(key: str, form: str, scale: float = 1.0) -> str:
-        value = record.get(key)
-        return "n/a" if value is None else f"{scale * value:{form}}"
-
+    A figure that is not known is left out. Less important figures follow while there is room: metrics.jsonl has all of them.
+    """
     parts = [] if short else [f"step {record['step']}/{record.get('steps', '?')}"]
-    parts.append(f"loss {figure('loss', '.4f')}")
-    if not short:
-        parts += [f"grad norm {figure('grad_norm', '.3f')}", f"lr {figure('lr', '.2e')}"]
-    if record.get("loss_scale") is not None:
-        parts.append(f"loss scale {figure('loss_scale', 'g')}, {figure('skipped', '.0f')} skipped")
-    elif record.get("skipped"):
-        parts.append(f"{figure('skipped', '.0f')} skipped")
+    parts += _figures(record, ("loss",) if short else ("loss", "grad_norm", "lr"))
     parts.append(f"{amount(record.get('tokens_per_s') or 0.0)} tok/s")
-    if not short:
-        of = f"% of {record.get('peak')}" if record.get("mfu") is not None else ""
-        parts += [f"{figure('tflops', '.3g')} TFLOP/s", f"MFU {figure('mfu', '.1f', 100)}{of}"]
-        parts += [f"data wait {figure('data_wait', '.1f', 100)}%", f"mem {figure('memory_gib', '.2f')} GiB"]
-        if record.get("goodput") is not None:
-            parts.append(f"goodput {figure('goodput', '.0f', 100)}%")
-        if record.get("cost") is not None:
-            parts.append(f"${figure('cost', ',.2f')}")
-    parts.append(f"ETA {clock(record['eta_s']) if record.get('eta_s') is not None else 'n/a'}")
-    return " | ".join(parts)
+    end = _figures(record, ("eta_s",))
+    for extra in _figures(record, _EXTRAS[:2] if short else _EXTRAS):
+        if len(" | ".join([*parts, extra, *end])) <= WIDTH:
+            parts.append(extra)
+    return " | ".join([*parts, *end])
+
+
+_FORMATS: dict[str, Callable[[float], str]] = {
+    "loss": lambda value: f"loss {value:.4f}",
+    "grad_norm": lambda value: f"grad {value:.3f}" if value < 100 else f"grad {value:.3g}",
+    "lr": lambda value: f"lr {value:.2e}",
+    "loss_scale": lambda value: f"scale {value:g}",
+    "skipped": lambda value: f"{value:.0f} skipped",
+    "mfu": lambda value: f"MFU {100 * value:.1f}%",
+    "data_wait": lambda value: f"data wait {100 * value:.0f}%",
+    "memory_gib": lambda value: f"mem {value:.2f} GiB",
+    "cost": lambda value: f"${value:,.2f}",
+    "goodput": lambda value: f"goodput {100 * value:.0f}%",
+    "tflops": lambda value: f"{value:.3g} TFLOP/s",
+    "eta_s": lambda value: f"ETA {clock(value)}",
+}
+# The most important first.
+_EXTRAS = ("skipped", "loss_scale", "mfu", "data_wait", "memory_gib", "cost", "goodput", "tflops")
+
+
+def _figures(record: Record, keys: Iterable[str]) -> list[str]:
+    """Format the figures that are known, unless they are too small to matter."""
+    least = {"skipped": 1, "data_wait": 0.01}
+    known = {key: record[key] for key in keys if record.get(key) is not None}
+    return [_FORMATS[key](value) for key, value in known.items() if not value < least.get(key, -math.inf)]

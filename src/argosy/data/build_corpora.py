@@ -62,7 +62,7 @@ def build(spec: RunSpec, share: Share, only: str | None = None) -> Iterator[str]
         share: The worker index of this process.
         only: "fetch" or "prepare" runs that half only; None runs both.
     """
-    recipes = [(source, source.prepare) for source in spec.data.train if source.prepare is not None]
+    recipes = [(source, source.prepare) for source in spec.data.sources.values() if source.prepare is not None]
     wanted = on_hub(spec.data.tokenizer)
     # One worker fetches the tokenizer; the others find it in the stage that follows.
     if wanted is not None and only != "prepare" and share.index == 0:
@@ -106,6 +106,7 @@ def _prepare(recipe: PrepareSpec, source: DataSource, corpus: Path, tokenizer: T
     key = recipe.key or ("text" if recipe.fetch is None else text_key([recipe.fetch]))
     options = PrepareOptions(
         keys=(key,),
+        as_text=recipe.as_text,
         shards=recipe.shards,
         shuffle_seed=recipe.shuffle,
         machine=share.index,

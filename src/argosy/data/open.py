@@ -7,7 +7,7 @@ than the one that prepared the data, ids beyond the model's vocabulary, splits t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -31,6 +31,8 @@ class RunData:
     corpora: list[Corpus]
     # None for a bare Megatron pair without data.tokenizer, which is enough to train but not to sample.
     tokenizer: Tokenizer | None
+    # Corpora of their own for the validation split. Empty: a share of `corpora`.
+    validation: list[Corpus] = field(default_factory=list)
 
     def training(self) -> Stream:
         """Return the stream of the training split, blended by the weights of the run spec, in the order of `data.order`."""
@@ -45,15 +47,24 @@ class RunData:
 
     def whole(self, split: str) -> Stream:
         """Return a stream of all corpora without weights: its first `epoch_samples` samples are every sample once."""
-        return self._stream(split, self.corpora, None, training=False)
+        return self._evaluated(split, self._own(split) or self.corpora)
 
     def each(self, split: str) -> dict[str, Stream]:
         """Return one stream per source, by name, so that evaluation can report a loss for each source."""
-        names = set_names([source.path for source in self.spec.data.train])
-        return {
-            name: self._stream(split, [corpus], None, training=False)
-            for name, corpus in zip(names, self.corpora, strict=True)
-        }
+        own, data = self._own(split), self.spec.data
+        names = set_names([source.path for source in (data.validation if own else data.train)])
+        return {name: self._evaluated(split, [corpus]) for name, corpus in zip(names, own or self.corpora, strict=True)}
+
+    def _own(self, split: str) -> list[Corpus]:
+        return self.validation if split == "validation" else []
+
+    def _evaluated(self, split: str, corpora: list[Corpus]) -> Stream:
+        if not self._own(split):
+            return self._stream(split, corpora, None, training=False)
+        # All of a validation corpus belongs to its split.
+        data = self.spec.data.model_copy(update={"split": (1.0, 0.0, 0.0)})
+        whole = replace(self, spec=self.spec.model_copy(update={"data": data}))
+        return whole._stream("train", corpora, None, training=False)
 
     @property
     def target_len(self) -> int | None:
@@ -62,8 +73,8 @@ class RunData:
 
     @cached_property
     def largest_tokens(self) -> list[int]:
-        """The largest token id of each corpus."""
-        return [corpus.max_token() for corpus in self.corpora]
+        """The largest token id of each corpus, those of validation last."""
+        return [corpus.max_token() for corpus in (*self.corpora, *self.validation)]
 
     def unused_vocabulary(self) -> str | None:
         """Describe a vocabulary of which the corpora use less than half, and what to do about it; else None."""
@@ -85,14 +96,28 @@ class RunData:
 
     def facts(self) -> dict[str, Any]:
         """Return what a run records about its data: the identity of each corpus, and the end-of-document id."""
-        return {"corpora": [corpus.facts() for corpus in self.corpora], "eod_id": self._eod_id()}
+        facts: dict[str, Any] = {"corpora": [corpus.facts() for corpus in self.corpora], "eod_id": self.eod_id}
+        return facts | ({"validation": [corpus.facts() for corpus in self.validation]} if self.validation else {})
 
     def _stream(self, split: str, corpora: list[Corpus], weights: list[float] | None, *, training: bool) -> Stream:
         """Return a stream of the samples of the run's task."""
-        opened = Opened(self.spec, self.tokenizer, self._eod_id())
+        opened = Opened(self.spec, self.tokenizer, self.eod_id)
         return task_of(self.spec).stream(opened, split, corpora, weights, training=training)
 
-    def _eod_id(self) -> int | None:
+    def require_tokenizer(self, key: str) -> Tokenizer:
+        """Return the tokenizer, or refuse `key`, which needs one."""
+        if self.tokenizer is None:
+            raise ArgosyError(
+                "tokenizer.not-found",
+                f"{key} needs a tokenizer, and a bare .bin/.idx pair has none",
+                key=key,
+                fix=f"name it: data.tokenizer=tokenizer.json; or leave {key} out",
+            )
+        return self.tokenizer
+
+    @property
+    def eod_id(self) -> int | None:
+        """The id of the end-of-document token, None if it is unknown."""
         for corpus in self.corpora:
             if corpus.manifest is not None:
                 return corpus.manifest.tokenizer.eod_id
@@ -105,7 +130,8 @@ class RunData:
 def open_data(spec: RunSpec) -> RunData:
     """Open all corpora and the tokenizer of a run spec, and check them against each other and the model."""
     corpora = [_open_source(source) for source in spec.data.train]
-    data = RunData(spec, corpora, _tokenizer(spec, corpora))
+    validation = [_open_source(source) for source in spec.data.validation]
+    data = RunData(spec, corpora, _tokenizer(spec, [*corpora, *validation]), validation)
     _check_vocabulary(spec, data)
     return data
 
@@ -135,20 +161,24 @@ def _open_source(source: DataSource) -> Corpus:
 def _tokenizer(spec: RunSpec, corpora: list[Corpus]) -> Tokenizer | None:
     """Return the run's tokenizer. Refuse one whose fingerprint differs from that of a prepared corpus."""
     chosen = load_tokenizer(spec.data.tokenizer) if spec.data.tokenizer is not None else None
+    named, first = spec.data.tokenizer, None
     for corpus in corpora:
         if corpus.manifest is None:
             continue
         facts = corpus.manifest.tokenizer
         if chosen is None:
-            chosen = load_tokenizer(str(corpus.path / facts.file))
+            named, first = str(corpus.path / facts.file), corpus
+            chosen = load_tokenizer(named)
         if chosen.fingerprint != facts.fingerprint:
+            other = "the run uses" if first is None else f"{first.path} with"
             raise ArgosyError(
                 "tokenizer.mismatch",
                 f"{corpus.path} was prepared with tokenizer {facts.fingerprint[:12]} ({facts.vocab_size:,} entries), "
-                f"but the run uses {chosen.fingerprint[:12]} ({chosen.vocab_size:,} entries)",
+                f"but {other} {chosen.fingerprint[:12]} ({chosen.vocab_size:,} entries)",
                 key="data.tokenizer",
                 value=spec.data.tokenizer,
-                fix="leave data.tokenizer out to use the one stored with the data, or prepare the data again",
+                fix=("" if first is not None else "leave data.tokenizer out to use the one stored with the data; or ")
+                + f"prepare {corpus.path} again: argosy data prepare TEXT --tokenizer {named} --output DIR",
             )
     return chosen
 
@@ -163,7 +193,7 @@ def _check_vocabulary(spec: RunSpec, data: RunData) -> None:
             value=rows,
             fix=f"model.vocab_size={data.tokenizer.vocab_size}",
         )
-    for corpus, largest in zip(data.corpora, data.largest_tokens, strict=True):
+    for corpus, largest in zip((*data.corpora, *data.validation), data.largest_tokens, strict=True):
         if largest >= rows:
             raise ArgosyError(
                 "tokenizer.vocabulary",

@@ -35,7 +35,7 @@ from argosy.record.jsonl import read_metrics
 from argosy.record.rundir import RunDir
 
 if TYPE_CHECKING:
-    from argosy.infer.decoding import Sampling
+    from argosy.model.decoding import Sampling
 
 VOCABULARY = 1024
 STORIES = 6000
@@ -273,7 +273,7 @@ def _report(run: Path) -> None:
 
 
 def _sampling(tokens: int = SAMPLE_TOKENS) -> Sampling:
-    from argosy.infer.decoding import Sampling
+    from argosy.model.decoding import Sampling
 
     return Sampling(tokens=tokens, temperature=0.5, seed=7)
 
@@ -287,8 +287,8 @@ def _sample(run: Path) -> str:
 def _untrained(path: Path) -> str:
     """Return the text that the model of a run spec generates with its initial weights."""
     from argosy.data.open import open_data
-    from argosy.infer.decoding import generate
     from argosy.measure.step_bench import start
+    from argosy.model.decoding import generate
     from argosy.train.device import prepare_device
 
     spec = resolve(path).spec

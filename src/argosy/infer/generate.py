@@ -10,9 +10,9 @@ from typing import Any
 from argosy.checkpoint.source import Source
 from argosy.data.text.tokenizer import Tokenizer
 from argosy.errors import ArgosyError
-from argosy.infer.decoding import Sampling, generate
 from argosy.infer.infill import fill_masks, write_spans
 from argosy.infer.loading import Loaded, load_model
+from argosy.model.decoding import Sampling, generate
 from argosy.tasks.task import Task
 from argosy.tasks.task_registry import own_task, task_of
 

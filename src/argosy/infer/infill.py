@@ -15,8 +15,8 @@ from argosy.config.seeds import derive_seed
 from argosy.data.special import SpecialTokens
 from argosy.data.text.tokenizer import Tokenizer
 from argosy.errors import ArgosyError
-from argosy.infer.decoding import Sampling, choose, generate
 from argosy.infer.loading import Loaded
+from argosy.model.decoding import Sampling, choose, generate
 from argosy.tasks.masked_lm import BertSpec
 from argosy.tasks.span_corruption import T5Spec
 from argosy.tasks.span_corruption import sentinels as sentinels_of

@@ -102,7 +102,7 @@ def _check_paths(placed: Placement) -> None:
     """Refuse absolute paths outside the shared volume for what must outlive a pod. Relative paths start at its mount."""
     mount, spec = PurePosixPath(placed.storage.mount), placed.spec
     paths = {"runs_dir": spec.runs_dir} | {
-        f"data.train.{n}.path": source.path.removeprefix("file://") for n, source in enumerate(spec.data.train)
+        f"{key}.path": source.path.removeprefix("file://") for key, source in spec.data.sources.items()
     }
     for key, path in paths.items():
         if path.startswith("/") and mount not in (PurePosixPath(path), *PurePosixPath(path).parents):

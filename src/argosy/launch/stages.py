@@ -45,12 +45,12 @@ class Stage:
 
 def _fetches(placed: Placement) -> bool:
     return on_hub(placed.spec.data.tokenizer) is not None or any(
-        source.prepare is not None and source.prepare.fetch is not None for source in placed.spec.data.train
+        source.prepare is not None and source.prepare.fetch is not None for source in placed.spec.data.sources.values()
     )
 
 
 def _prepares(placed: Placement) -> bool:
-    return any(source.prepare is not None for source in placed.spec.data.train)
+    return any(source.prepare is not None for source in placed.spec.data.sources.values())
 
 
 def _takes_ownership(placed: Placement) -> bool:

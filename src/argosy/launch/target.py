@@ -18,12 +18,13 @@ from argosy.console.formats import clock
 from argosy.errors import ArgosyError
 from argosy.launch.placement import Placement
 from argosy.launch.stages import Stage
-from argosy.record.jsonl import read_metrics
+from argosy.record.jsonl import read_jsonl, read_metrics
+from argosy.record.lifecycle import ended_as
 from argosy.record.rank_logs import newest_attempt, pieces, ranks_with_logs, read_log
 
 Phase = Literal["absent", "waiting", "running", "stopped", "done", "failed"]
 WATCH_IT = "`argosy watch {directory}` shows what it does"
-_LIST_RUNS = "`argosy ls` lists the runs of a namespace (-n NAMESPACE)"
+_LIST_RUNS = "`argosy ls` lists the runs here, and `argosy ls -n NAMESPACE` those of a namespace"
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,9 @@ def logged_progress(run: Launched) -> str | None:
     if not records:
         return None
     last = records[-1]
-    return f"step {last['step']}/{last['steps']}, loss {last['loss']:.4f}, ETA {clock(last['eta_s'])}"
+    facts = f"step {last['step']}/{last['steps']}, loss {last['loss']:.4f}"
+    ended = ended_as(read_jsonl(run.directory / "events.jsonl"))
+    return f"{facts}, ETA {clock(last['eta_s'])}" if ended is None else f"{ended}: {facts}"
 
 
 def not_found(run: Launched, cause: str, fix: str = _LIST_RUNS) -> ArgosyError:

@@ -8,7 +8,7 @@ from math import ceil, gcd
 from pathlib import Path
 from typing import Any, get_args
 
-from argosy.config.counts import least_state_bytes
+from argosy.config.counts import count_parameters, least_state_bytes
 from argosy.config.refusals import did_you_mean
 from argosy.config.resolve import resolve, resolve_model
 from argosy.config.schema import ParallelSpec, RunSpec
@@ -16,9 +16,9 @@ from argosy.config.units import parse_count
 from argosy.errors import ArgosyError
 from argosy.plan.calibration import calibration
 from argosy.plan.hardware import GIB, Cluster, parse_cluster
-from argosy.plan.layouts import Layout, Recompute, Schedule, Work, violations
+from argosy.plan.layouts import Layout, Recompute, Schedule, Work, parallel_keys, violations
 from argosy.plan.log import Log, judge
-from argosy.plan.plan_report import as_dict, distinct, duration, explain, header, table, why_lost
+from argosy.plan.plan_report import LEGEND, MEAN_ERROR, as_dict, distinct, explain, header, table, why_lost
 from argosy.plan.search import Candidate, Found, evaluate, micro_batches, search, warnings
 from argosy.tasks.task_registry import masks_vary
 
@@ -29,14 +29,17 @@ DEFAULT_CLUSTER = "1xH100"
 FOR_STATE = 0.8
 # Tokens in a step if no batch is given.
 DEFAULT_TOKENS = 2**20
+# Tokens of a run per parameter that a token uses, if no length is given.
+CHINCHILLA = 20
 
 
 @dataclass(frozen=True)
 class Question:
     """The input of the planner.
 
-    `tokens` is the length of the run, and `fixed` has the axes a user holds (`--what-if`). `asked` is the run spec's own layout, if
-    its world size is the cluster's. `offers_narrow`: the user chose no precision, so the plan also reports fp8.
+    `tokens` is the length of the run, which `length_from` says the origin of, and `fixed` has the axes a user holds (`--what-if`).
+    `asked` is the run spec's own layout, if its world size is the cluster's. `offers_narrow`: the user chose no precision, so the
+    plan also reports fp8. `spot` is the price of preemptible nodes as a share of the on-demand price.
     """
 
     work: Work
@@ -45,28 +48,42 @@ class Question:
     fixed: dict[str, object]
     asked: Layout | None
     offers_narrow: bool = False
+    length_from: str = ""
+    spot: float | None = None
+    # GPUs of the run spec's layout, if it is for more than one and for another number than the cluster has.
+    asked_gpus: int | None = None
 
     @classmethod
     def read(
         cls, target: str, overrides: Sequence[str], *, cluster: str | None, global_batch: int | None, seq_len: int | None,
         tokens: str | None, precision: str | None, what_if: str | None, price: float | None, hardware: str | None,
+        spot: float | None = None,
     ) -> Question:  # fmt: skip
-        total = None if tokens is None else _count(tokens)
+        total, length_from = (None, "") if tokens is None else (_count(tokens), "--tokens")
         spec = None
         if target.endswith((".yaml", ".yml")) or Path(target).is_file():
             spec = resolve(Path(target), overrides, elsewhere=True).spec
             work = _work_of(spec, global_batch, seq_len, precision)
-            total = total or _tokens_of(spec)
+            if total is None:
+                total, length_from = _tokens_of(spec), "the run spec's length"
         else:
             model = resolve_model(target, overrides)
             length = seq_len or model.max_seq_len
             work = Work(model, length, global_batch or max(1, DEFAULT_TOKENS // length), _precision(precision))
+        if total is None:
+            total, length_from = (
+                CHINCHILLA * count_parameters(work.model).active,
+                "Chinchilla's 20 a parameter; --tokens sets another",
+            )
         nodes = parse_cluster(cluster or _own_cluster(spec), price=price, user_file=hardware)
+        if spot is not None and nodes.price is not None:
+            nodes = replace(nodes, price=nodes.price * spot)
         if work.precision not in ("bf16", "fp32") and work.precision not in nodes.gpu.dense:
             raise _no_such_precision(work.precision, nodes)
         return cls(
             work, nodes, total, _fixed(what_if), None if spec is None else _asked(spec.parallel, nodes),
-            offers_narrow=precision is None and work.precision == "bf16",
+            offers_narrow=precision is None and work.precision == "bf16", length_from=length_from, spot=spot,
+            asked_gpus=None if spec is None or spec.parallel.world_size in (1, nodes.gpus) else spec.parallel.world_size,
         )  # fmt: skip
 
 
@@ -95,27 +112,32 @@ class Advice:
 
     def lines(self, *, explained: bool = False) -> list[str]:
         best, tokens = self.shown[0], self.question.tokens
-        lines = [*header(best, self.found, tokens, self.storage), "", *table(self.shown, tokens)]
+        length_from, spot = self.question.length_from, self.question.spot
+        lines = [*header(best, self.found, tokens, self.storage, length_from=length_from, spot=spot), ""]
+        lines += [*table(self.shown, tokens), *LEGEND]
         if len(self.shown) > 1:
             lines += ["", "why the others lost, against the first:"]
             lines += [f"  {why_lost(best, other)}" for other in self.shown[1:4]]
         if self.asked is not None:
             fits = "" if self.asked.fits else f", which does not fit in {best.cluster.gpu.memory:g} GiB"
-            lines += ["", "the run spec's own layout" + fits + ":", f"  {why_lost(best, self.asked)}"]
-            lines += [
-                f"  {duration(self.asked.time.total)} a step, {self.asked.fullest.device:.1f} of {best.cluster.gpu.memory:g} GiB"
-            ]
+            lines += ["", "the run spec's own layout" + fits + ":", *table([self.asked], tokens)]
+            lines += [f"  {why_lost(best, self.asked)}"]
             lines += [f"  warning: {warning}" for warning in warnings(self.asked)]
+        if (gpus := self.question.asked_gpus) is not None:
+            lines += ["", f"the run spec's own layout is for {gpus} GPUs, and this cluster has {best.cluster.gpus}"]
         lines += [f"warning: {warning}" for warning in warnings(best)]
         lines += [] if self.narrow is None else [self._offer(self.narrow)]
         if self.log is not None:
             lines += ["", "the log:", *(f"  {line}" for line in judge(self.log, best))]
         if explained:
             lines += ["", *explain(best)]
+        keys = parallel_keys(best.layout)
         return [
             *lines,
             "",
-            "parallel: {" + ", ".join(f"{k}: {v}" for k, v in parallel_keys(self.shown[0].layout).items()) + "}",
+            "for the run spec, or the command line of `argosy train` and `launch`:",
+            "parallel: {" + ", ".join(f"{key}: {value}" for key, value in keys.items()) + "}",
+            " ".join(f"parallel.{key}={value}" for key, value in keys.items()),
         ]
 
     def as_dict(self) -> dict[str, Any]:
@@ -127,6 +149,8 @@ class Advice:
             "global_batch": question.work.global_batch,
             "seq_len": question.work.seq_len,
             "tokens": question.tokens,
+            "tokens_from": question.length_from,
+            "mean_error": MEAN_ERROR,
             "considered": self.found.considered,
             "left_out": dict(self.found.left_out),
             "plans": [as_dict(candidate, question.tokens) for candidate in self.shown],
@@ -134,18 +158,6 @@ class Advice:
             "fp8": None if self.narrow is None else as_dict(self.narrow, question.tokens),
             "log": None if self.log is None else {**asdict(self.log), "says": list(judge(self.log, self.shown[0]))},
         }
-
-
-def parallel_keys(layout: Layout) -> dict[str, object]:
-    """Return a layout as keys of the run spec's `parallel` section."""
-    keys = {"tp": layout.tp, "pp": layout.pp, "vpp": layout.vpp, "cp": layout.cp, "ep": layout.ep}
-    shard = layout.dp // layout.copies if layout.zero else 1
-    spread = {"dp_replicate": layout.dp // shard, "dp_shard": shard}
-    sizes: dict[str, object] = {k: v for k, v in {**keys, **spread}.items() if v > 1}
-    if layout.schedule is not None or layout.vpp > 1:
-        sizes["schedule"] = layout.schedule or "interleaved-1f1b"
-    sizes["micro_batch"] = layout.micro_batch
-    return sizes if layout.recompute == "none" else {**sizes, "recompute": layout.recompute}
 
 
 def answer(
@@ -292,7 +304,7 @@ def _count(text: str) -> int:
 def _fixed(text: str | None) -> dict[str, object]:
     """Parse `tp=4,recompute=full` to values of a layout's fields."""
     # Argosy has no separate tensor parallelism for experts.
-    axes = [field.name for field in fields(Layout) if field.name != "etp"]
+    axes = [*(field.name for field in fields(Layout) if field.name != "etp"), "dp_replicate", "dp_shard"]
     fixed: dict[str, object] = {}
     for part in [part for part in (text or "").replace(" ", ",").split(",") if part]:
         name, _, value = part.partition("=")
@@ -327,4 +339,13 @@ def _fixed(text: str | None) -> dict[str, object]:
                 value=text,
                 fix="write tp=4",
             )
-    return fixed
+    return _data_parallel(fixed)
+
+
+def _data_parallel(fixed: dict[str, object]) -> dict[str, object]:
+    """Replace the run spec's dp_replicate and dp_shard by the fields of a layout. One that is not given is 1, as in a run spec."""
+    given = {key: fixed.pop(key) for key in ("dp_replicate", "dp_shard") if key in fixed}
+    if not given:
+        return fixed
+    copies, shard = int(str(given.get("dp_replicate", 1))), int(str(given.get("dp_shard", 1)))
+    return fixed | {"dp": copies * shard, "zero": 3 if shard > 1 else 0, "copies": copies if shard > 1 else 1}

@@ -14,6 +14,7 @@ from argosy.errors import ArgosyError
 from argosy.families.architecture import architecture_of
 from argosy.plan.advise import ranked_layouts, ranked_micro_batches
 from argosy.plan.hardware import gpu_of_device, parse_cluster
+from argosy.plan.this_machine import local_gpus
 
 ORIGIN = "planner"
 # The origin of a micro-batch that a resumed run keeps.
@@ -42,6 +43,21 @@ def settle_layout(
     settled = resolve(source, [*overrides, *chosen])
     keys = {override.partition("=")[0] for override in chosen}
     return Resolved(settled.spec, {key: ORIGIN if key in keys else origin for key, origin in settled.origins.items()})
+
+
+def check_open_layout(resolved: Resolved, source: Path, overrides: Sequence[str], ranks: int) -> bool:
+    """Refuse a run for which `ranks` ranks would find no layout, before any is started. Returns False if the spec sets the layout.
+
+    The ranks choose the layout themselves, by the name that torch has for the GPU. Where the driver does not tell the name here,
+    nothing is refused.
+    """
+    if not is_open(resolved):
+        return False
+    gpus = [] if resolved.spec.train.device == "cpu" else local_gpus()
+    if gpus is not None:
+        cluster = cluster_of(resolved.spec, gpus[0] if gpus else None, ranks)
+        settle_layout(resolved, source, overrides, ranks, cluster)
+    return True
 
 
 def open_layout(resolved: Resolved, planned_on: str | None, ranks: int) -> tuple[str, ...]:

@@ -84,15 +84,24 @@ class Layout:
         return self.tp * self.pp * self.cp * self.dp
 
     def __str__(self) -> str:
-        axes = [
-            f"{axis}{getattr(self, axis)}" for axis in ("tp", "pp", "vpp", "cp", "ep", "dp") if getattr(self, axis) > 1
-        ]
-        sharded = f"zero{self.zero}" + (f"/{self.dp // self.copies}" if self.copies > 1 else "")
-        axes += [f"etp{self.etp}"] if self.etp and self.etp != self.tp else []
-        parts = [*axes, f"mb{self.micro_batch}", *([sharded] if self.zero else [])]
-        parts += ["sp"] if self.sp else []
-        parts += [self.schedule] if self.schedule in ("gpipe", *V_SHAPED) else []
-        return " ".join([*parts, *([] if self.recompute == "none" else [f"recompute={self.recompute}"])])
+        """Return the layout as keys of the run spec's `parallel` section, and what the spec has no key for."""
+        keys = parallel_keys(self)
+        keys |= {"sp": "false"} if self.tp > 1 and not self.sp else {}
+        keys |= {"etp": self.etp} if self.etp and self.etp != self.tp else {}
+        keys |= {"zero": self.zero} if self.zero in (1, 2) else {}
+        return " ".join(f"{key}={value}" for key, value in keys.items())
+
+
+def parallel_keys(layout: Layout) -> dict[str, object]:
+    """Return a layout as keys of the run spec's `parallel` section."""
+    keys = {"tp": layout.tp, "pp": layout.pp, "vpp": layout.vpp, "cp": layout.cp, "ep": layout.ep}
+    shard = layout.dp // layout.copies if layout.zero else 1
+    spread = {"dp_replicate": layout.dp // shard, "dp_shard": shard}
+    sizes: dict[str, object] = {k: v for k, v in {**keys, **spread}.items() if v > 1}
+    if layout.schedule is not None or layout.vpp > 1:
+        sizes["schedule"] = layout.schedule or "interleaved-1f1b"
+    sizes["micro_batch"] = layout.micro_batch
+    return sizes if layout.recompute == "none" else {**sizes, "recompute": layout.recompute}
 
 
 @dataclass(frozen=True)

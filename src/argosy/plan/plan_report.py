@@ -7,9 +7,16 @@ from dataclasses import asdict
 from typing import Any
 
 from argosy.config.counts import FLOPS_CONVENTION, checkpoint_bytes, describe_size
-from argosy.plan.layouts import Work
+from argosy.plan.layouts import Work, parallel_keys
 from argosy.plan.search import Candidate, Found, warnings
 
+# The mean error of step times that the planner's constants have never seen: docs/benchmarks.md.
+MEAN_ERROR = 0.10
+LEGEND = [
+    "layout: keys of `parallel`; dp_shard is FSDP (ZeRO-3), dp_replicate copies; the rest of the batch is accumulated",
+    "memory: of the rank that uses most; bubble, exposed: shares of a step that wait for the pipeline and for communication",
+    f"± is the mean error of the planner's times, {MEAN_ERROR:.0%}; half of them are within 7%",
+]
 FORMULAS = {
     "products": "m x layers x (forward + backward matmuls), FLOPs / (peak x share reached x tile and wave efficiency)",
     "attention": "FLOPs of the causal half (backward 2.5 x forward) / (peak x share reached)",
@@ -57,6 +64,7 @@ def as_dict(candidate: Candidate, tokens: int | None) -> dict[str, Any]:
     length = run_length(candidate, tokens)
     return {
         "layout": asdict(candidate.layout),
+        "parallel": parallel_keys(candidate.layout),
         "micro_batches": candidate.work.micro_batches(candidate.layout),
         "step_s": round(candidate.time.total, 5),
         "tokens_per_s_gpu": round(candidate.time.tokens_per_gpu, 1),
@@ -75,9 +83,22 @@ def as_dict(candidate: Candidate, tokens: int | None) -> dict[str, Any]:
     }
 
 
-def header(candidate: Candidate, found: Found | None, tokens: int | None, storage: float) -> list[str]:
+def header(
+    candidate: Candidate,
+    found: Found | None,
+    tokens: int | None,
+    storage: float,
+    *,
+    length_from: str,
+    spot: float | None,
+) -> list[str]:
     work, cluster = candidate.work, candidate.cluster
     price = "" if cluster.price is None else f", ${cluster.price:,.2f} an hour"
+    price += (
+        ""
+        if spot is None or cluster.price is None
+        else f" (spot, {spot:.0%} of on-demand; interruptions cost extra time)"
+    )
     kept = " and ".join(rule.keeps for rule in work.rule.parts)
     size = checkpoint_bytes(work.model, work.rule) / 1e9
     sample = f"{work.seq_len:,}"
@@ -90,7 +111,8 @@ def header(candidate: Candidate, found: Found | None, tokens: int | None, storag
         f"checkpoint  {size:,.1f} GB (32-bit weights, {kept}): {size / storage:,.0f} s at {storage:g} GB/s",
     ]
     if tokens is not None:
-        lines.append(f"run         {tokens:,} tokens, {-(-tokens // work.tokens):,} steps")
+        origin = f" ({length_from})" if length_from else ""
+        lines.append(f"run         {tokens:,} tokens{origin}, {-(-tokens // work.tokens):,} steps")
     if found is not None:
         left = ", ".join(f"{count:,} {why}" for why, count in found.left_out.items())
         lines.append(f"searched    {found.considered:,} layouts" + (f": {left}" if left else ""))
@@ -101,8 +123,8 @@ def table(candidates: Sequence[Candidate], tokens: int | None) -> list[str]:
     rows = [["", "layout", "step", "tok/s/GPU", "MFU", "memory", "", "bubble", "exposed", "days", "$"]]
     for rank, candidate in enumerate(candidates, 1):
         length = run_length(candidate, tokens)
-        days = "" if length is None else f"{length[0]:,.1f}"
-        dollars = "" if length is None or length[1] is None else f"{length[1]:,.0f}"
+        days = "" if length is None else _with_error(length[0], 1)
+        dollars = "" if length is None or length[1] is None else _with_error(length[1], 0)
         used = candidate.fullest.device / candidate.cluster.gpu.memory
         rows.append([
             str(rank), str(candidate.layout), duration(candidate.time.total), f"{candidate.time.tokens_per_gpu:,.0f}",
@@ -118,6 +140,13 @@ def table(candidates: Sequence[Candidate], tokens: int | None) -> list[str]:
         for number, column in enumerate(columns)
     ]
     return ["  ".join(row).rstrip() for row in zip(*padded, strict=True)]
+
+
+def _with_error(value: float, digits: int) -> str:
+    """Format a figure of the whole run with its error. Small ones have two significant digits."""
+    if value < 1:
+        return f"{value:.2g} ±{MEAN_ERROR * value:.1g}"
+    return f"{value:,.{digits}f} ±{MEAN_ERROR * value:,.{digits}f}"
 
 
 def why_lost(best: Candidate, other: Candidate) -> str:

@@ -113,11 +113,17 @@ def _recomputing(
     """
     axes = dict(fixed)
     schedule, recompute = axes.pop("schedule", None), axes.pop("recompute", None)
+    # Any number of copies can be asked for. The search itself tries few.
+    copies = axes.pop("copies", None)
     kinds = [kind for kind in RECOMPUTE if recompute in (None, kind)]
     hopeless: set[Layout] = set()
     for layout in layouts(work, cluster):
         if any(getattr(layout, axis) != value for axis, value in axes.items()):
             continue
+        if isinstance(copies, int):
+            if layout.copies > 1 or (copies > 1 and (layout.zero != 3 or layout.ep > 1 or layout.dp % copies)):
+                continue
+            layout = replace(layout, copies=copies)
         if schedule is not None:
             if layout.pp == 1 or (layout.vpp > 1) != (schedule in SEVERAL_STAGES):
                 continue

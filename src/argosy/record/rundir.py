@@ -29,7 +29,9 @@ from argosy.files import replace_file, write_fix
 from argosy.untrusted import read_object
 
 # Keys that may differ when a run is resumed. All others must be as the run was started with.
-FREE_TO_CHANGE = ("runs_dir", "log.", "checkpoint.", "eval", "data.order_cache", "fault.", "cluster")
+FREE_TO_CHANGE = (
+    "runs_dir", "log.", "checkpoint.", "eval", "data.order_cache", "data.validation", "corpora.validation", "fault.", "cluster",
+)  # fmt: skip
 # Keys that may differ, but change the numbers of later steps (layout and kernels by rounding and dropout). Changes are recorded.
 CHANGES_LATER_STEPS = (
     "train.steps", "train.tokens", "train.samples", "train.epochs", "train.precision", "train.z_loss", "train.device",
@@ -73,6 +75,11 @@ class RunDir:
     @property
     def events(self) -> Path:
         return self.root / "events.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        """The text that the model wrote while it trained."""
+        return self.root / "samples.jsonl"
 
     @property
     def heartbeats(self) -> Path:

@@ -22,6 +22,7 @@ from argosy.model.build import initial_weights
 from argosy.parallel.mesh import Agreement
 from argosy.record.heartbeat import Heartbeat, Phase
 from argosy.record.jsonl import now, read_metrics
+from argosy.train.closing import closing_lines, nothing_left
 from argosy.train.device import measure_memory, peak_of
 from argosy.train.interrupt import Interrupt
 from argosy.train.opening import Journal, Opening, opening_lines, opening_warnings
@@ -38,6 +39,8 @@ from argosy.train.saving import Saving, first_interval
 from argosy.train.session import Session
 from argosy.train.step import Step, StepwiseCollection, evaluate, take_step
 from argosy.train.telemetry import Meter, Taken, Telemetry
+from argosy.train.text_samples import TextSamples
+from argosy.train.validations import Validations, Verdict
 
 if TYPE_CHECKING:
     from argosy.train.profile_steps import Profiling, Window
@@ -72,7 +75,11 @@ class Trainer:
             spec.guard, session.mesh, session.optimizer, lambda every: session.timer(every, clock)
         )
         saves = session.timer(first_interval(spec.checkpoint), clock)
+        self.stopped_early = False
         self.saving = Saving(self.run, spec.checkpoint, session.optimizer, saves, self.agreement, self.journal.event)
+        self.validations = Validations(self.run, spec, session.mesh)
+        samples = spec.log.samples
+        self.samples = None if samples is None else TextSamples(session, samples, self.run, clock)
         self.consumed_samples = 0
 
     def fit(self, notes: Iterable[str] = (), *, quiet: bool, ends_process: bool = False) -> int:
@@ -84,9 +91,9 @@ class Trainer:
         self.heartbeat.begin(first)
         changes = [] if self.opening is None else self.opening.changes(first)
         said += session.schedule_notes(self.run, first, changes)
-        if first >= session.steps:
+        if self.validations.begin(first) or first >= session.steps:
             if first_rank and not quiet:
-                say(f"{self.run.root}: all {session.steps} steps are done; train.steps={first * 2} continues the run")
+                say(nothing_left(self.run, first, session.steps, self.validations))
             return EXIT_DONE
         console = open_console(first=first, last=session.steps, quiet=quiet or not first_rank)
         self._announce(first, said, changes, console)
@@ -101,12 +108,19 @@ class Trainer:
         finally:
             self.saving.close()
             console.close()
+            if self.samples is not None:
+                self.samples.close()
         self._tell_skips(last, console)
-        if last < session.steps:
+        if last < session.steps and not self.stopped_early:
             self.journal.event("interrupted", last, signal=self.agreement.asked)
             console.note(stopped_line(last, session.steps))
             return EXIT_RESUMABLE
+        if self.stopped_early:
+            self.journal.event("early-stop", last, reason=self.validations.describe)
+            console.note(f"stopped early at step {last} of {session.steps}: {self.validations.describe}")
         self.journal.event("done", last)
+        if first_rank:
+            tell(closing_lines(self.run, first), console)
         return EXIT_DONE
 
     def _announce(self, first: int, notes: list[str], changes: list[str], console: Console) -> None:
@@ -141,6 +155,7 @@ class Trainer:
         self.session.optimizer.reset()
         first = self._restore(notes)
         guard.rewound(rewinds, passed, skipped)
+        self.validations.begin(first)
         self.heartbeat.begin(first)
         self.journal.event("rewind", rewind.step, to=first, reason=rewind.reason, ranks=rewind.ranks, passed=passed)
         tell([f"step {rewind.step} ({rewind.reason}): rewound to step {first}", *notes], console)
@@ -165,13 +180,13 @@ class Trainer:
             metrics = self.run.metrics
             missed = self.session.mesh.from_first(lambda: "validation_loss" not in read_metrics(metrics).get(step, {}))
             if missed:
-                self.evaluate(step, console)
+                self.validations.judge(self.evaluate(step, console))
 
-    def evaluate(self, step: int, console: Console) -> None:
-        """Evaluate after `step` and write the validation losses to the metrics."""
+    def evaluate(self, step: int, console: Console) -> float:
+        """Evaluate after `step` and write the validation losses to the metrics. Returns the loss of all sources together."""
         spec, validation = self.session.spec, self.session.validation
         if validation is None or spec.eval is None:
-            return
+            raise AssertionError("no evaluation is due in a run that does not evaluate")
         self.heartbeat.enter("evaluate", step)
         batch = spec.train.global_batch
         samples = spec.eval.batches * batch
@@ -180,6 +195,7 @@ class Trainer:
         losses |= {f"validation_{name}": value for name, value in result.metrics.items()}
         self.journal.metrics({"step": step, "time": now(), **losses, "validation_tokens": result.tokens})
         console.note(f"step {step}: {result.describe()}")
+        return result.loss
 
     def _tell_skips(self, step: int, console: Console) -> None:
         guard = self.session.optimizer.guard
@@ -254,20 +270,32 @@ class StepLoop:
         last = step == self._session.steps or agreement.asked is not None
         tell([*self._saving.poll(), *self._engine.news()], self._console)
         saving = last or self._saving.due(step)
+        evaluating = agreement.asked is None and trainer.evaluation_due(step)
+        skipping = False
         # Only logging waits for the device.
-        if last or saving or trainer.logs.due(step):
+        if last or saving or trainer.logs.due(step) or (evaluating and trainer.validations.keeps_best):
             self._log(step, done, lr, loader)
-            saving = (not self._skipping(step) and saving) or last
+            skipping = self._skipping(step)
+            saving = (not skipping and saving) or last
         trainer.replicas.check(step, saving)
-        if agreement.asked is None and trainer.evaluation_due(step):
+        verdict = self._evaluate(step) if evaluating else None
+        if trainer.samples is not None and trainer.samples.due(step):
+            self._heartbeat.enter("evaluate", step)
             with self._telemetry.pause("evaluation"):
-                trainer.evaluate(step, self._console)
+                trainer.samples.write(step, trainer.consumed_samples * self._session.spec.data.seq_len)
+        best = verdict is not None and verdict.saves and not skipping
         # A stop was requested during the evaluation: this step is the last.
-        last = last or agreement.asked is not None
-        if saving or last:
+        last = last or agreement.asked is not None or trainer.stopped_early
+        if saving or best or last:
             with self._telemetry.pause("save"):
-                self._save(step, last=last)
+                self._save(step, verdict, last=last)
         return last
+
+    def _evaluate(self, step: int) -> Verdict:
+        with self._telemetry.pause("evaluation"):
+            verdict = self._trainer.validations.judge(self._trainer.evaluate(step, self._console))
+        self._trainer.stopped_early = verdict.stops and step < self._session.steps
+        return verdict
 
     def _enter(self, phase: Phase) -> None:
         self._heartbeat.enter(phase)
@@ -321,7 +349,7 @@ class StepLoop:
         self._journal.event("memory", step, gib=memory.as_dict())
         self._console.note(f"memory {memory}")
 
-    def _save(self, step: int, *, last: bool) -> None:
+    def _save(self, step: int, verdict: Verdict | None, *, last: bool) -> None:
         # The last save waits for the files, and may take much longer.
         self._heartbeat.enter("last_save" if last else "save", step)
         spec, samples = self._session.spec, self._trainer.consumed_samples
@@ -330,9 +358,12 @@ class StepLoop:
             "loss": self._loss,
             "layout": describe_layout(spec.parallel),
         }
+        if verdict is not None:
+            about["validation_loss"] = verdict.loss
         if self._session.mesh.is_first:
             about["run"] = self._trainer.run.identity
-        tell(self._saving.save(step, samples, last=last, **about), self._console)
+        waits = verdict is not None and verdict.saves
+        tell(self._saving.save(step, samples, last=last, waits=waits, **about), self._console)
 
 
 def tell(notes: Iterable[str], console: Console) -> None:

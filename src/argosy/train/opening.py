@@ -33,6 +33,7 @@ from argosy.parallel.precision import describe_precision, slow_precision
 from argosy.record.jsonl import JsonlWriter, Record, now, read_jsonl
 from argosy.record.rundir import Facts, RunDir
 from argosy.train.attention_report import attention_lines
+from argosy.train.device import peak_of
 from argosy.train.session import Session
 
 
@@ -172,11 +173,17 @@ def opening_lines(session: Session, run: RunDir, first: int) -> list[str]:
     shared = f"{ranks} ranks x " if ranks > 1 else ""
     layout = f", {describe_layout(spec.parallel)}" if mesh.world_size > 1 else ""
     precision = describe_precision(session.engine.model, session.precision)
+    peak = peak_of(session.device)
     return [
         f"{run.root}: {describe_size(spec.model)} on {mesh.device} in {precision}{layout}",
         f"steps {first + 1} to {session.steps}, {batches.describe(spec.data.seq_len)} (batch {spec.train.global_batch} = {shared}{accumulation} x "
         f"micro-batch {spec.parallel.micro_batch}, sequences of {spec.data.seq_len}); in all {epochs}",
         *(attention_lines(spec, session.precision, mesh.device) if mesh.device.type == "cuda" else ()),
+        *(
+            []
+            if peak is None
+            else [f"MFU is the share of the {peak.name}'s dense 16-bit peak, {peak.tflops:g} TFLOP/s"]
+        ),
     ]
 
 

@@ -136,14 +136,15 @@ class Saving:
     def due(self, step: int) -> bool:
         return self._timer.due(step) or self._agreement.now() >= self._retry_at
 
-    def save(self, step: int, consumed_samples: int, *, last: bool, **about: Any) -> list[str]:
+    def save(self, step: int, consumed_samples: int, *, last: bool, waits: bool = False, **about: Any) -> list[str]:
         """Save this step. Returns messages for the user.
 
         Args:
             last: this is the last save of the run: wait for it, and raise if it fails.
+            waits: wait for a save that is still being written, instead of skipping this one.
             about: facts for people who look at the checkpoint.
         """
-        if self._writing is not None and not last:
+        if self._writing is not None and not (last or waits):
             self._event("save-skipped", step, writing=self._writing.step)
             return [f"step {step} is not saved: step {self._writing.step} is still being written"]
         notes = self.finish()
@@ -186,7 +187,7 @@ class Saving:
                 raise AssertionError("a save begins with a plan")
             writing.path = write(self._run.checkpoints, progress, files, self._plan, self._team)
             if self._team.is_first:
-                prune(self._run.checkpoints, self._spec.keep, progress.step, self._spec.keep_every)
+                self._prune(self._spec.keep, progress.step)
             writing.write_s = time.perf_counter() - started
             times = json.loads(self._team.tell(json.dumps([writing.stall_s, writing.write_s]).encode()))
             writing.stall_s, writing.write_s = times
@@ -236,4 +237,8 @@ class Saving:
         """Remove the checkpoints that the next good save would remove, but keep at least one."""
         found = listed(self._run.checkpoints)
         if found:
-            prune(self._run.checkpoints, max(1, self._spec.keep - 1), step_of(found[0]), self._spec.keep_every)
+            self._prune(max(1, self._spec.keep - 1), step_of(found[0]))
+
+    def _prune(self, keep: int, newest: int) -> None:
+        spec = self._spec
+        prune(self._run.checkpoints, keep, newest, spec.keep_every, keep_best=spec.best is not None)

@@ -82,6 +82,8 @@ def open_session(spec: RunSpec, mesh: Mesh) -> Session:
     data = open_data(spec)
     stream = data.training()
     validation = data.each("validation") if spec.eval is not None else None
+    if spec.log.samples is not None:
+        data.require_tokenizer("log.samples")
     if data.target_len is not None:
         check_shares(spec.parallel, data.target_len, "the length of the decoder's sequences")
     schedule = _schedule(spec, stream.epoch_samples)

@@ -17,6 +17,7 @@ from argosy.errors import ArgosyError
 from argosy.record.alerts import TROUBLE
 from argosy.record.heartbeat import read_heartbeats
 from argosy.record.jsonl import Record
+from argosy.record.lifecycle import STARTS, ended_as, last_turn
 from argosy.record.rundir import RunDir
 from argosy.record.tail import RecentRecords
 from argosy.untrusted import read_object
@@ -91,16 +92,16 @@ class Run:
 
     def state(self) -> str:
         """Return the state: new, running, done, stopped (on request) or dead (without an end event)."""
-        last = next((event for event in reversed(self.events()) if event.get("event") in _ENDS), None)
+        events = self.events()
         if is_held(self.root):
             return "running"
-        kind = None if last is None else str(last["event"])
-        if kind in ("start", "resume", "restart", None):
+        kind = last_turn(events)
+        if kind is None or kind in STARTS:
             ages = (float(beat["age_s"]) for beat in self.heartbeats().values() if beat.get("alive"))
             if min(ages, default=QUIET_AFTER_S) < QUIET_AFTER_S:
                 return "running"
             return "dead" if kind or self._has_logged() else "new"
-        return {"done": "done", "interrupted": "stopped"}.get(kind, "dead")
+        return ended_as(events) or "dead"
 
     def events(self) -> list[Record]:
         """Return the newest events."""
@@ -183,9 +184,6 @@ class Run:
         except OSError:
             return None
         return None if self.series.size_read >= size * 0.999 or not size else self.series.size_read / size
-
-
-_ENDS = frozenset(("start", "resume", "restart", "done", "interrupted", "non-finite", "failed", "gave-up", "rank-died"))
 
 
 def _event(record: Record) -> Record | None:

@@ -350,7 +350,10 @@ def _evaluation(draft: Draft, flat: Leaves) -> None:
     # A list of loaders, one for each data set, or one loader.
     several = [loader.get("dataset", {}) for loader in own.get("eval_loader") or []]
     corpora = [_corpus(draft, dataset, "eval_loader") for dataset in several or [_dataset(flat, "eval_loader")]]
-    take_over_validation(draft, f"eval_loader, split {part}" if part else "eval_loader", corpora)
+    if part:
+        # MDS has a directory for each split.
+        corpora = [corpus | {"path": f"{corpus['path']}/{part}"} for corpus in corpora]
+    take_over_validation(draft, "eval_loader", corpora)
     batches = flat.get("eval_subset_num_batches", -1)
     if isinstance(batches, int) and batches > 0:
         draft.set("eval.batches", batches)

@@ -188,13 +188,13 @@ def _data(draft: Draft, family: str, given: dict[str, Values]) -> None:
         draft.set("data.train", "corpus")
     else:
         draft.set("data.train", _corpora(words))
-    if given.get("valid-data-path"):
-        take_over_validation(draft, "--valid-data-path", _corpora(given["valid-data-path"]))
+    if own := given.get("valid-data-path"):
+        take_over_validation(draft, "--valid-data-path", _corpora(own))
     if "test-data-path" in given:
         draft.left.append(
             f"--test-data-path {' '.join(given['test-data-path'])}: `argosy eval` reads any corpus after the run"
         )
-    shares = " ".join(given.get("split") or ["969,30,1"]).replace(",", " ").split()
+    shares = " ".join(["1"] if own else given.get("split") or ["969,30,1"]).replace(",", " ").split()
     draft.set("data.split", [read_value("split", [share], float) for share in shares] + [0.0] * (3 - len(shares)))
     if "vocab-file" in given and "merge-file" in given:
         draft.set("data.tokenizer", first_word(given, "vocab-file").rpartition("/")[0] or ".")
@@ -296,7 +296,7 @@ def _pipeline(draft: Draft, given: dict[str, Values]) -> None:
 def _evaluation(draft: Draft, given: dict[str, Values]) -> None:
     iterations = read_value("eval-iters", given.get("eval-iters") or ["100"], int)
     split = draft.get("data.split")
-    if iterations == 0 or (split is not None and split[1] == 0):
+    if iterations == 0 or (split is not None and split[1] == 0 and not draft.get("data.validation")):
         draft.set("eval", "off")
         return
     draft.set("eval.batches", iterations)

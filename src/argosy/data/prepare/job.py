@@ -57,7 +57,7 @@ def prepare(
     Returns:
         The manifest of each corpus, or None if other machines are still at work.
     """
-    return prepare_files(find_inputs(inputs, report=_log.info), tokenizer, output, options)
+    return prepare_files(find_inputs(inputs, report=_log.info, as_text=options.as_text), tokenizer, output, options)
 
 
 def prepare_files(

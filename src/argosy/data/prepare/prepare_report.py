@@ -15,7 +15,7 @@ from argosy.errors import ArgosyError
 
 def preview(inputs: Sequence[str], tokenizer: Tokenizer, output: Path, options: PrepareOptions) -> str:
     """Return the report of a dry run, after the checks that need no text."""
-    work = Work(find_inputs(inputs), tokenizer, output, options)
+    work = Work(find_inputs(inputs, as_text=options.as_text), tokenizer, output, options)
     eod = "no end-of-document token" if work.eod is None else f"id {work.eod} ends each document"
     lines = [f"{file.path}  {file.size:,} bytes" for file in work.files]
     total = sum(file.size for file in work.files)

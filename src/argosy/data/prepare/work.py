@@ -35,6 +35,8 @@ class PrepareOptions:
     append_eod: bool = True
     # Take each line of a .txt file as a document, instead of the whole file.
     text_lines: bool = False
+    # Also read files whose suffix is not known as text.
+    as_text: bool = False
     # The fraction of records that may be quarantined.
     max_bad: float = 0.5
     overwrite: bool = False

@@ -7,11 +7,12 @@ when it was listed; `argosy.data.text.input_files` refuses a file whose fingerpr
 
 from __future__ import annotations
 
+import codecs
 import importlib
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ class InputFile:
             the content does. Empty if unknown: then only the size is compared.
         inode: The inode of a local file; 0 where the file system has no stable inodes.
         address: Where the bytes are read if not at `path`: a URL, or the path of a local copy.
+        as_text: Read the file as text although its suffix is not known (`--as text`).
     """
 
     path: str
@@ -47,6 +49,8 @@ class InputFile:
     version: str = ""
     inode: int = 0
     address: str = ""
+    # Read as text whatever the suffix.
+    as_text: bool = False
 
     @property
     def location(self) -> str:
@@ -63,7 +67,7 @@ class InputFile:
 
     @property
     def is_known(self) -> bool:
-        return self.path.endswith(SUFFIXES)
+        return self.as_text or self.path.endswith(SUFFIXES)
 
     @property
     def is_table(self) -> bool:
@@ -71,24 +75,27 @@ class InputFile:
 
     @property
     def is_text(self) -> bool:
-        return self.path.endswith(TEXT)
+        return self.as_text or self.path.endswith(TEXT)
 
     @property
     def is_compressed(self) -> bool:
         return self.path.endswith(COMPRESSED)
 
 
-def find_inputs(names: Sequence[str], report: Callable[[str], None] | None = None) -> list[InputFile]:
+def find_inputs(
+    names: Sequence[str], report: Callable[[str], None] | None = None, *, as_text: bool = False
+) -> list[InputFile]:
     """List the input files that `names` stand for, in a fixed order.
 
     Args:
         names: Files, directories, globs or URLs. Directories and globs expand to the files with a known suffix.
         report: A function that receives a message about files in a directory that are skipped.
+        as_text: Also take files of other kinds that hold UTF-8 text, such as .md, .html and .py.
     """
     found: list[InputFile] = []
     for name in names:
         local = name.removeprefix("file://")
-        found.extend(_remote(name, report) if "://" in local else _local(local, report))
+        found.extend(_remote(name, report, as_text) if "://" in local else _local(local, report, as_text))
     if not found:
         raise ArgosyError("data.bad-input", "no input was named", fix="give files, directories or globs")
     return found
@@ -151,33 +158,56 @@ def _keeps_inodes(device: int) -> bool:
     return not any(kind.startswith("fuse") for kind in kinds)
 
 
-def _local(name: str, report: Callable[[str], None] | None) -> list[InputFile]:
+def _is_text(path: Path) -> bool:
+    """Return whether the beginning of a file is UTF-8 text."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(1 << 13)
+    except OSError:
+        return False
+    try:
+        # A character may be cut at the end of what was read.
+        codecs.getincrementaldecoder("utf-8")().decode(head)
+    except UnicodeDecodeError:
+        return False
+    return b"\0" not in head
+
+
+def _local(name: str, report: Callable[[str], None] | None, as_text: bool) -> list[InputFile]:
     path = Path(name)
+
+    def known(file: Path) -> bool:
+        return file.name.endswith(SUFFIXES) or (as_text and _is_text(file))
+
+    def listed(file: str) -> InputFile:
+        return replace(local_input(file), as_text=not file.endswith(SUFFIXES))
+
     if path.is_dir():
         corpora = {p.parent for name in _CORPUS_MARKERS for p in path.rglob(name)}
         files = [p for p in path.rglob("*") if p.is_file() and not corpora.intersection(p.parents)]
-        inside = sorted(p for p in files if p.name.endswith(SUFFIXES) and not p.name.startswith("."))
+        inside = sorted(p for p in files if not p.name.startswith(".") and known(p))
         if report is not None and len(inside) < len(files):
             other = sorted(set(files) - set(inside))
             report(f"{name}: {len(other)} files of other kinds are skipped, such as {other[0].name}")
-        return require_known([local_input(str(p)) for p in inside], name)
+        return require_known([listed(str(p)) for p in inside], name)
     if path.is_file():
-        return require_known([local_input(name)] if name.endswith(SUFFIXES) else [], name)
+        return require_known([listed(name)] if known(path) else [], name)
     if any(character in name for character in "*?["):
         root = Path(path.anchor) if path.is_absolute() else Path()
         pattern = str(path.relative_to(path.anchor)) if path.is_absolute() else name
-        matches = sorted(p for p in root.glob(pattern) if p.is_file() and p.name.endswith(SUFFIXES))
-        return require_known([local_input(str(p)) for p in matches], name)
+        matches = sorted(p for p in root.glob(pattern) if p.is_file() and known(p))
+        return require_known([listed(str(p)) for p in matches], name)
     raise ArgosyError(
         "data.not-found", f"there is no {name}", fix=f"check the path; relative paths start at {Path.cwd()}"
     )
 
 
-def _remote(name: str, report: Callable[[str], None] | None) -> list[InputFile]:
+def _remote(name: str, report: Callable[[str], None] | None, as_text: bool) -> list[InputFile]:
     # Imported late: it needs packages that local inputs do not.
     from argosy.data.remote.remote_inputs import find_remote
 
-    return require_known([file for file in find_remote(name, report) if file.is_known], name)
+    files = (replace(file, as_text=as_text and not file.is_known) for file in find_remote(name, report))
+    return require_known([file for file in files if file.is_known], name)
 
 
 def require_known(files: list[InputFile], name: str) -> list[InputFile]:
@@ -189,7 +219,9 @@ def require_known(files: list[InputFile], name: str) -> list[InputFile]:
     """
     if not files:
         raise ArgosyError(
-            "data.bad-input", f"{name} has no file of a supported type", fix=f"supported: {', '.join(SUFFIXES)}"
+            "data.bad-input",
+            f"{name} has no file of a supported type",
+            fix=f"supported: {', '.join(SUFFIXES)}; `--as text` reads other UTF-8 files, such as .md, .html and .py, as they are",
         )
     for file in files:
         named = os.fsencode(file.path)

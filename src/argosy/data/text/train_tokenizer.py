@@ -14,7 +14,7 @@ from argosy.files import replace_file
 
 
 def train_tokenizer_on(
-    inputs: Sequence[str], vocab_size: int, output: Path, keys: Sequence[str], *, overwrite: bool
+    inputs: Sequence[str], vocab_size: int, output: Path, keys: Sequence[str], *, overwrite: bool, as_text: bool = False
 ) -> str:
     """Train a BPE on the good documents of `inputs`, write it to `output`, and return a one-line summary."""
     if output.exists() and not overwrite:
@@ -26,7 +26,7 @@ def train_tokenizer_on(
             fix="choose another, or pass --overwrite",
         )
 
-    documents = all_texts(group_inputs(find_inputs(inputs), text_lines=False), keys)
+    documents = all_texts(group_inputs(find_inputs(inputs, as_text=as_text), text_lines=False), keys)
     first = next(documents, None)
     if first is None:
         raise ArgosyError("data.bad-records", "no document could be used", fix=f"is --key {', '.join(keys)} right?")

@@ -1,0 +1,41 @@
+"""The last lines of a finished run: how long it took, its best validation loss, where it is, and what to do next."""
+
+from __future__ import annotations
+
+from argosy.checkpoint.store import best_checkpoint
+from argosy.console.formats import clock
+from argosy.record.jsonl import now, read_metrics
+from argosy.record.ledger import process_started
+from argosy.record.rundir import RunDir
+from argosy.train.validations import Validations
+
+
+def nothing_left(run: RunDir, step: int, steps: int, validations: Validations) -> str:
+    """Describe a run that is started again after its last step."""
+    if step >= steps:
+        return f"{run.root}: step {step} is done, and the run was to have {steps}; train.steps={step * 2} would go on"
+    return f"{run.root}: stopped early at step {step} of {steps}, {validations.describe}; a larger eval.patience, or null, would go on"
+
+
+def closing_lines(run: RunDir, first: int) -> list[str]:
+    """Describe a run that has just taken its last step. `first` is the step it resumed from, 0 for a new run."""
+    records = read_metrics(run.metrics)
+    took = f"done in {clock(now() - process_started())}"
+    if first:
+        spent = next((record["spent"] for record in reversed(records.values()) if "spent" in record), {})
+        took += f", {clock(sum(spent.values()))} with the starts before" if spent else ""
+    facts = [took]
+    losses = {step: record["validation_loss"] for step, record in records.items() if "validation_loss" in record}
+    if losses:
+        best = min(losses, key=losses.__getitem__)
+        facts.append(f"best validation loss {losses[best]:.4f} at step {best}")
+    kept = best_checkpoint(run.checkpoints)
+    if losses and kept is not None and kept.name == f"step-{best:08d}":
+        facts.append(f"its checkpoint is {run.root}/best")
+    return [
+        f"{'; '.join(facts)}; everything is in {run.root}",
+        f"next: argosy eval {run.root}",
+        f"      argosy sample {run.root} --prompt 'Once upon a time'",
+        f"      argosy dash {run.root.parent}",
+        f"      argosy ckpt export {run.root} --to {run.root.name}-hf",
+    ]

@@ -1,0 +1,63 @@
+"""Samples of text while training (`log.samples`): written for people, and of no consequence to the training numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from argosy.checkpoint.store import latest
+from argosy.config.resolve import resolve
+from argosy.errors import ArgosyError
+from argosy.infer.generate import sample
+from argosy.model.decoding import Sampling
+from argosy.record.jsonl import read_jsonl
+from argosy.train.run import TrainOptions, train
+
+Write = Callable[..., Path]
+MOE = {
+    "family": "llama", "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "vocab_size": 257, "dropout": 0.1,
+    "moe": {"experts": 4, "top_k": 2, "ffn": 16, "bias_rate": 0.01},
+}  # fmt: skip
+PROMPTS = {"every": 2, "prompts": ["some words", ""], "tokens": 5}
+
+
+def go(path: Path, *overrides: str) -> Any:
+    resolved = resolve(path, overrides)
+    train(resolved, path, TrainOptions(quiet=True))
+    checkpoint = latest(Path(resolved.spec.runs_dir) / resolved.spec.name / "checkpoints", print)
+    assert checkpoint is not None
+    return checkpoint.weights()
+
+
+def test_samples_change_no_bit_of_the_training_and_are_those_of_the_checkpoint(
+    write_spec: Write, tmp_path: Path
+) -> None:
+    """The model has dropout and experts with balancing biases, whose state a stray forward pass would change."""
+    with_samples = go(write_spec(model=MOE, log={"every": 1, "samples": PROMPTS}, name="with"), "train.steps=5")
+    without = go(write_spec(model=MOE, name="without"), "train.steps=5")
+    assert all(torch.equal(with_samples[name], without[name]) for name in without.infos)
+    lines = list(read_jsonl(tmp_path / "runs" / "with" / "samples.jsonl"))
+    assert [(line["step"], line["prompt"]) for line in lines] == [(n, p) for n in (2, 4, 5) for p in ("some words", "")]
+    assert [line["tokens"] for line in lines[::2]] == [2 * 8 * 32, 4 * 8 * 32, 5 * 8 * 32]
+    assert all(isinstance(line["time"], float) for line in lines)
+    # The newest are what `argosy sample` writes with the last checkpoint.
+    for line in lines[-2:]:
+        assert line["text"] == sample(str(tmp_path / "runs" / "with"), line["prompt"], Sampling(5))
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"parallel": {"micro_batch": 2, "tp": 2}}, "tp 2 splits each forward pass"),
+        ({"parallel": {"micro_batch": 2, "pp": 2}}, "pp 2 splits each forward pass"),
+        ({"model": {"preset": "bert-base", "vocab_size": 300}, "data": {"train": "x", "seq_len": 32}}, "only decoders"),
+    ],
+)
+def test_a_layout_or_a_model_that_cannot_write_is_refused(write_spec: Write, sections: Any, said: str) -> None:
+    with pytest.raises(ArgosyError, match=said) as refused:
+        resolve(write_spec(**sections, log={"samples": PROMPTS}))
+    assert refused.value.key == "log.samples"
