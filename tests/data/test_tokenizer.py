@@ -97,7 +97,7 @@ def test_gpt2s_two_files_are_the_same_tokenizer_as_its_one(tmp_path: Path) -> No
     (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]) + "\n")
     texts = ["def main(): # comment", "<|endoftext|> as text", "é漢 \n\n 'll"]
     found, expected = load_tokenizer(str(tmp_path)), JsonTokenizer(TRAINED, "one file")
-    assert found.encode(texts)[0].tolist() == expected.encode(texts)[0].tolist()
+    assert found.encode_batch(texts)[0].tolist() == expected.encode_batch(texts)[0].tolist()
     assert (found.eod_id, found.vocab_size) == (expected.eod_id, expected.vocab_size)
 
 
