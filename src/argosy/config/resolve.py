@@ -22,16 +22,16 @@ from argosy.config.schema import RunSpec
 from argosy.config.secrets import without_secrets
 from argosy.config.stage_layers import SEVERAL_STAGES
 from argosy.config.start import HF, check_start, remembered_model, starting_model
+from argosy.config.units import LENGTH_KEYS
 from argosy.config.yaml_reader import parse_value, read_yaml
 from argosy.errors import ArgosyError
 from argosy.families.experts import BALANCE_RULE
 from argosy.families.family_registry import ALIASES, FAMILIES, PRESETS
-from argosy.tasks.task_registry import TASKS
+from argosy.tasks.task_registry import section_for
 
 Tree = dict[str, Any]
 # The most tokens that `parallel: auto` puts into one micro-batch.
 AUTO_MICRO_BATCH_TOKENS = 16_384
-LENGTH_KEYS = {"train.steps", "train.tokens", "train.samples", "train.epochs"}
 
 
 @dataclass(frozen=True)
@@ -167,8 +167,12 @@ def _apply_override(tree: Tree, origins: dict[str, str], override: Override) -> 
     node = set_key(tree, key, value)
     # A length in an override replaces the file's, whatever its unit.
     if key in LENGTH_KEYS and value is not None:
-        for other in LENGTH_KEYS - {key}:
-            if origins.get(other) not in OVERRIDDEN and node.get(other.removeprefix("train.")) is not None:
+        for other in LENGTH_KEYS:
+            if (
+                other != key
+                and origins.get(other) not in OVERRIDDEN
+                and node.get(other.removeprefix("train.")) is not None
+            ):
                 node[other.removeprefix("train.")] = None
                 origins[other] = f"replaced by {key}"
     for known in [k for k in origins if k == key or k.startswith(key + ".")]:
@@ -255,7 +259,7 @@ def _derive(tree: Tree, origins: dict[str, str]) -> None:
         elif model.get("max_seq_len") is None and _as_number(data.get("seq_len")) is not None:
             model["max_seq_len"] = data["seq_len"]
             origins["model.max_seq_len"] = "derived: data.seq_len"
-        if (section := _task_section(model, data)) is not None and data.get(section) is None:
+        if (section := section_for(model, data.get("task"))) is not None and data.get(section) is None:
             data[section] = {}
     if isinstance(optim, dict) and optim.get("min_lr") is None and (lr := _as_number(optim.get("lr"))) is not None:
         optim["min_lr"] = lr / 10
@@ -278,14 +282,6 @@ def _derive_layout(parallel: Tree, train: Any, data: Any, origins: dict[str, str
     if parallel.get("reshard") is None:
         parallel["reshard"] = False
         origins["parallel.reshard"] = "derived: parallel.pp"
-
-
-def _task_section(model: Tree, data: Tree) -> str | None:
-    """Return the section of `data` that describes this run's training samples."""
-    kind = "retriever" if model.get("retrieval") is not None else model.get("architecture")
-    fits = [task for task in TASKS.values() if kind in [fitting.name for fitting in task.architectures]]
-    asked = [task for task in fits if task.name == data.get("task")]
-    return next((task.section for task in (asked or fits)), None)
 
 
 def _auto_micro_batch(train: Any, data: Any, parallel: Tree) -> int:
