@@ -49,8 +49,9 @@ class Question:
 
     @classmethod
     def read(
-        cls, target: str | Mapping[str, Any], overrides: Sequence[Override], *, cluster: str | None,
-        global_batch: int | None, seq_len: int | None, tokens: str | None, precision: str | None, what_if: str | None, price: float | None, hardware: str | None,
+        cls, target: str | Mapping[str, Any], overrides: Sequence[Override], *, cluster: str | None, global_batch: int | None,
+        seq_len: int | None, tokens: str | None, precision: str | None, what_if: str | None, price: float | None,
+        hardware: str | None,
     ) -> Question:  # fmt: skip
         """Read a question. `target` is the path of a run.yaml, its keys as a dict, or the name of a preset."""
         total = None if tokens is None else _count(tokens)
