@@ -8,7 +8,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "argosy"
 FRAGMENTS = ("Of", "That", "Those", "As", "Until", "Since")
-# Rooms that still have such docstrings. Take one out when it has none.
+# Folders that still have such docstrings. Take one out when it has none.
 NOT_YET = ("model/",)
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from argosy.api.datasets import CorpusDataset as CorpusDataset
     from argosy.api.datasets import SampleDataset as SampleDataset
+    from argosy.api.models import TextGenerator as TextGenerator
     from argosy.api.models import generate_text as generate_text
     from argosy.api.models import load_model as load_model
     from argosy.api.models import load_tokenizer as load_tokenizer
@@ -22,9 +23,11 @@ if TYPE_CHECKING:
     from argosy.api.run_specs import plan_run as plan_run
     from argosy.api.run_specs import read_metrics as read_metrics
     from argosy.api.run_specs import resolve_run as resolve_run
+    from argosy.api.training import OnRecord as OnRecord
     from argosy.api.training import TrainedRun as TrainedRun
     from argosy.api.training import train_run as train_run
     from argosy.config.schema import RunSpec as RunSpec
+    from argosy.data.text.tokenizer import Tokenizer as Tokenizer
     from argosy.errors import ArgosyError as ArgosyError
 
 __version__ = "0.1.0"
@@ -36,10 +39,13 @@ _HOMES = {
     "ArgosyError": "argosy.errors",
     "CorpusDataset": "argosy.api.datasets",
     "Metrics": "argosy.api.run_specs",
+    "OnRecord": "argosy.api.training",
     "Plan": "argosy.api.run_specs",
     "PlannedLayout": "argosy.api.run_specs",
     "RunSpec": "argosy.config.schema",
     "SampleDataset": "argosy.api.datasets",
+    "TextGenerator": "argosy.api.models",
+    "Tokenizer": "argosy.data.text.tokenizer",
     "TrainedRun": "argosy.api.training",
     "generate_text": "argosy.api.models",
     "load_model": "argosy.api.models",

@@ -29,7 +29,15 @@ def run(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
     keys = {
         "name": "tiny",
         "runs_dir": root,
-        "model": {"preset": "gpt2", "layers": 2, "hidden": 32, "heads": 2, "vocab_size": 257, "max_seq_len": 32},
+        "model": {
+            "preset": "gpt2",
+            "layers": 2,
+            "hidden": 32,
+            "heads": 2,
+            "vocab_size": 257,
+            "max_seq_len": 32,
+            "dropout": 0.1,
+        },
         "data": {"train": corpus, "seq_len": 32, "split": [90, 10, 0]},
         "train": {"global_batch": 4, "steps": 4, "device": "cpu"},
         "optim": {"lr": 1e-3, "warmup": 1},
@@ -83,6 +91,16 @@ def test_a_spec_is_the_same_from_a_file_and_from_a_dict(write_spec: Callable[...
     assert keys["train"]["steps"] == 6  # the caller's dict is untouched
 
 
+def test_an_override_keeps_its_python_type(write_spec: Callable[..., Path]) -> None:
+    path = write_spec()
+    spec = argosy.resolve_run(path, {"name": "1e3", "train.steps": np.int64(7), "data.split": np.array([3, 1, 0])})
+    assert (spec.name, spec.train.steps, spec.data.split) == ("1e3", 7, (3, 1, 0))
+    assert argosy.resolve_run(path, {"train.tokens": "20M"}).train.steps is None
+    with pytest.raises(argosy.ArgosyError, match="more than once") as refused:
+        argosy.resolve_run(path, {"train.tokens": "20M", "train.steps": 5})
+    assert refused.value.origin == "override"
+
+
 def test_a_wrong_key_in_a_dict_is_refused_as_one_in_a_file_is() -> None:
     with pytest.raises(argosy.ArgosyError, match="layres") as refused:
         argosy.resolve_run({"model": {"preset": "gpt2", "layres": 2}})
@@ -102,6 +120,17 @@ def test_a_plan_has_layouts_that_the_spec_takes() -> None:
     assert "micro_batch" in best.parallel
 
 
+def test_a_plan_is_the_same_for_a_file_and_for_its_keys(write_spec: Callable[..., Path]) -> None:
+    import yaml
+
+    path = write_spec()
+    keys = yaml.safe_load(path.read_text())
+    changed = {"train.tokens": "1B"}
+    assert argosy.plan_run(keys, changed, cluster="2xH100", top=1) == argosy.plan_run(
+        path, changed, cluster="2xH100", top=1
+    )
+
+
 def test_a_loaded_model_is_a_plain_module_that_writes_what_sample_writes(run: Path) -> None:
     model = argosy.load_model(run, device="cpu")
     logits = model(torch.zeros(2, 5, dtype=torch.int64))
@@ -109,11 +138,28 @@ def test_a_loaded_model_is_a_plain_module_that_writes_what_sample_writes(run: Pa
     assert not model.training
     logits.sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+    half = argosy.load_model(run, device="cpu", dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
+    with pytest.raises(argosy.ArgosyError, match=r"not as torch\.int8"):
+        argosy.load_model(run, dtype=torch.int8)
+
+
+def test_a_generator_writes_what_sample_writes_without_loading_again(run: Path) -> None:
     options = Sampling(tokens=8, seed=3)
     said = argosy.generate_text(run, "ab", tokens=8, seed=3, device="cpu")
     assert said == sample(str(run), "ab", options, "cpu")
+    generator = argosy.TextGenerator(run, device="cpu")
+    for file in run.rglob("*.safetensors"):
+        file.rename(file.with_suffix(".away"))
+    try:
+        assert generator.generate("ab", tokens=8, seed=3) == said
+    finally:
+        for file in run.rglob("*.away"):
+            file.rename(file.with_suffix(".safetensors"))
     tokenizer = argosy.load_tokenizer(run)
-    assert tokenizer.decode(tokenizer.encode(["ab"])[0]) == "ab"
+    assert tokenizer.encode("ab") == [97, 98]
+    assert tokenizer.decode([97, 98]) == "ab"
 
 
 def test_a_corpus_is_a_dataset_of_its_documents(corpus: Path) -> None:
@@ -145,7 +191,10 @@ def test_samples_are_those_the_run_is_trained_on(write_spec: Callable[..., Path]
         assert samples[3 + row]["tokens"].tolist() == batch.tokens[row].tolist()
         assert samples[3 + row]["labels"].tolist() == batch.labels[row].tolist()
     beyond = len(samples) + 5  # in the second epoch
-    assert samples[beyond]["tokens"].tolist() == stream.batch(beyond, 1).tokens[0].tolist()
+    assert samples.read(beyond)["tokens"].tolist() == stream.batch(beyond, 1).tokens[0].tolist()
+    assert sum(1 for _ in samples) == len(samples)
+    with pytest.raises(IndexError):
+        samples[len(samples)]
     held_out = argosy.SampleDataset(path, "validation")
     assert 0 < len(held_out) < len(samples)
 
@@ -196,7 +245,12 @@ def test_an_error_in_a_callback_reaches_the_caller(write_spec: Callable[..., Pat
         argosy.train_run(write_spec(), on_record=fail)
 
 
-def test_a_callback_cannot_stop_a_run_outside_the_main_thread(write_spec: Callable[..., Path]) -> None:
+def test_a_callback_stops_a_run_outside_the_main_thread_too(write_spec: Callable[..., Path]) -> None:
     path = write_spec()
-    with ThreadPoolExecutor(1) as pool, pytest.raises(RuntimeError, match="main thread"):
-        pool.submit(argosy.train_run, path, on_record=lambda record: False).result()
+    with ThreadPoolExecutor(1) as pool:
+        stopped = pool.submit(argosy.train_run, path, on_record=lambda record: record["step"] < 2).result()
+    assert (stopped.finished, stopped.step) == (False, 2)
+    with pytest.raises(argosy.ArgosyError, match="already holds a run"):
+        argosy.train_run(path, {"train.steps": 3}, fresh=True)
+    again = argosy.train_run(path, {"train.steps": 3}, fresh=True, archive=True)
+    assert (again.finished, again.step) == (True, 3)

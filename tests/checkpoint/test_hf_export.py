@@ -93,7 +93,7 @@ def test_padding_is_removed_and_the_tokenizer_gives_the_same_ids(tmp_path: Path,
     assert model.get_input_embeddings().weight.shape[0] == model.config.vocab_size == 257
     tokenizer = T.AutoTokenizer.from_pretrained(tmp_path / "back")
     text = "Grüße, 世界!\n\tx = 1  # \x00 \U0001f600 <|endoftext|x"
-    ids = [int(i) for i in ByteTokenizer().encode([text])[0]]
+    ids = ByteTokenizer().encode(text)
     assert tokenizer(text)["input_ids"] == ids
     assert set(tokenizer(text)) == {"input_ids", "attention_mask"}
     assert tokenizer.decode(ids) == text

@@ -46,7 +46,7 @@ def megatrons(prefix: Path, values: Sequence[Any], tokenizer: Tokenizer, *, appe
         ids: list[int] = []
         lengths: list[int] = []
         for sentence in value if isinstance(value, list) else [value]:
-            found = tokenizer.encode([sentence])[0].tolist()
+            found = tokenizer.encode(sentence)
             if found:
                 ids += found
                 lengths.append(len(found))

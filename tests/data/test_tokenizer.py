@@ -21,7 +21,7 @@ TRAINED = train_bpe(["def main(): return 'hello world' # a comment\n"] * 30, 320
 @given(st.text(st.characters(exclude_categories=["Cs"])))
 def test_text_comes_back_exactly(text: str) -> None:
     for tokenizer in (ByteTokenizer(), JsonTokenizer(TRAINED, "trained")):
-        ids, lengths = tokenizer.encode([text])
+        ids, lengths = tokenizer.encode_batch([text])
         assert lengths.tolist() == [len(ids)]
         assert tokenizer.decode(ids) == text
         assert all(0 <= i < tokenizer.vocab_size for i in ids)
@@ -48,7 +48,7 @@ def test_the_fingerprint_is_of_what_decides_ids() -> None:
 def test_a_stored_length_limit_does_not_cut_documents() -> None:
     limit = {"max_length": 2, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
     tokenizer = JsonTokenizer(json.dumps(json.loads(TRAINED) | {"truncation": limit}), "limited")
-    assert len(tokenizer.encode(["a b c d e f g"])[0]) > 2
+    assert len(tokenizer.encode("a b c d e f g")) > 2
 
 
 def test_training_is_repeatable() -> None:
@@ -85,8 +85,8 @@ def test_the_end_of_document_token_is_found_or_asked_for(tmp_path: Path) -> None
 def test_texts_are_encoded_alike_alone_and_together() -> None:
     texts = ["one", "", "two three", "é"]
     for tokenizer in (ByteTokenizer(), JsonTokenizer(TRAINED, "trained")):
-        ids, lengths = tokenizer.encode(texts)
-        alone = [tokenizer.encode([text])[0].tolist() for text in texts]
+        ids, lengths = tokenizer.encode_batch(texts)
+        alone = [tokenizer.encode(text) for text in texts]
         assert [part.tolist() for part in np.split(ids, np.cumsum(lengths)[:-1])] == alone
 
 
@@ -97,14 +97,14 @@ def test_gpt2s_two_files_are_the_same_tokenizer_as_its_one(tmp_path: Path) -> No
     (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]) + "\n")
     texts = ["def main(): # comment", "<|endoftext|> as text", "é漢 \n\n 'll"]
     found, expected = load_tokenizer(str(tmp_path)), JsonTokenizer(TRAINED, "one file")
-    assert found.encode(texts)[0].tolist() == expected.encode(texts)[0].tolist()
+    assert found.encode_batch(texts)[0].tolist() == expected.encode_batch(texts)[0].tolist()
     assert (found.eod_id, found.vocab_size) == (expected.eod_id, expected.vocab_size)
 
 
 def test_control_tokens_in_text_only_when_asked() -> None:
     text = "a <|endoftext|> b"
-    assert 0 not in JsonTokenizer(TRAINED, "t").encode([text])[0]
-    assert 0 in JsonTokenizer(TRAINED, "t", special_in_text=True).encode([text])[0]
+    assert 0 not in JsonTokenizer(TRAINED, "t").encode(text)
+    assert 0 in JsonTokenizer(TRAINED, "t", special_in_text=True).encode(text)
 
 
 def test_sentencepiece_models_are_read(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_sentencepiece_models_are_read(tmp_path: Path) -> None:
         input=str(tmp_path / "text"), model_prefix=str(tmp_path / "tokenizer"), vocab_size=20, minloglevel=2
     )
     tokenizer = load_tokenizer(str(tmp_path / "tokenizer.model"))
-    ids, _ = tokenizer.encode(["some words"])
+    ids, _ = tokenizer.encode_batch(["some words"])
     assert tokenizer.decode(ids) == "some words"
     # A model may have more rows than the tokenizer has pieces.
     assert tokenizer.decode([*ids, 20, 5000]) == "some words"
@@ -145,14 +145,14 @@ def test_a_fast_engine_is_used_when_it_gives_the_same_ids(
     assert (name, said.partition(",")[0]) == (engine, engine), said
     for texts in ([], [""], ["", "one", ""]):
         encode = load_engine(engine, reference.text, special_in_text)
-        for ours, theirs in zip(encode(texts), reference.encode(texts), strict=True):
+        for ours, theirs in zip(encode(texts), reference.encode_batch(texts), strict=True):
             assert ours.tolist() == theirs.tolist()
 
 
 def test_one_different_id_and_the_reference_is_used_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(text: str, special_in_text: bool) -> object:
         def encode(texts: list[str]) -> object:
-            ids, lengths = JsonTokenizer(text, "t").encode(texts)
+            ids, lengths = JsonTokenizer(text, "t").encode_batch(texts)
             return np.where(ids == 5, 0, ids), lengths
 
         return encode

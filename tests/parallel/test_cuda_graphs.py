@@ -159,4 +159,4 @@ def test_a_pass_that_cannot_be_recorded_runs_and_says_why(
         found, _ = step(model, replays, number, 2)
         expected, _ = step(model, model.learn, number, 2)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert replays.take_news()[-1].endswith("cannot be recorded (operation not permitted when stream is capturing)")
+    assert replays.take_news()[-1].endswith("cannot be captured (operation not permitted when stream is capturing)")

@@ -16,7 +16,7 @@ from argosy.config.schema import RunSpec
 from argosy.errors import ArgosyError
 from argosy.families.family_registry import plan_of
 from argosy.model.build import build_model
-from argosy.model.layers import Block
+from argosy.model.layers import MLP, Block
 from argosy.model.sharding import COLUMN, INSIDE, OUTSIDE, ROW, Sharding
 from argosy.parallel import parallelize as seam
 from argosy.parallel.mesh import make_mesh
@@ -116,6 +116,24 @@ def test_a_parameter_that_its_module_reads_whole_is_not_cut(monkeypatch: pytest.
     plant(monkeypatch, scale_a_block)
     spec = spec_of("gpt2", "parallel.tp=2")
     with fake_ranks(0, 2), pytest.raises(ArgosyError, match=r"ScaledBlock\.scale is declared to be cut"):
+        parallelize(spec, make_mesh(spec.parallel, torch.device("meta")))
+
+
+def test_a_sharded_module_without_collectives_around_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, lambda model, spec: model.add_module("extra", MLP(spec)))
+    spec = spec_of("gpt2", "parallel.tp=2")
+    with (
+        fake_ranks(0, 2),
+        pytest.raises(ArgosyError, match=r"extra \(MLP\) declares that gate, up, down\.weight") as refusal,
+    ):
+        parallelize(spec, make_mesh(spec.parallel, torch.device("meta")))
+    assert refusal.value.code == "model.undeclared"
+
+
+def test_context_parallelism_refuses_a_model_it_would_leave_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = spec_of("gpt2", "parallel.cp=2")
+    monkeypatch.setattr(seam, "build_model", lambda model, device: nn.Linear(4, 4, device=device))
+    with fake_ranks(0, 2), pytest.raises(ArgosyError, match="decoders only, and this model is a Linear"):
         parallelize(spec, make_mesh(spec.parallel, torch.device("meta")))
 
 

@@ -55,6 +55,17 @@ def test_nodes_for_those_who_start_ranks_themselves() -> None:
     assert find_nodes(kubeflow | TORCHRUN) == Nodes(1, 2, "h0", 1234)
     assert find_nodes(kubeflow) == Nodes(1, 2, "m", 5)
     assert find_nodes({"SLURM_NODEID": "1", "SLURM_NNODES": "2"} | SLURM) == Nodes(1, 2, "gpu07", 20077)
+    by_hand = {"NODE_RANK": "1", "NNODES": "2", "MASTER_ADDR": "h0"}
+    assert find_nodes(by_hand) == Nodes(1, 2, "h0", 29500)
+
+
+def test_a_node_that_does_not_know_its_index_starts_no_world_of_its_own() -> None:
+    for environ, missing in (({"MASTER_ADDR": "h0"}, "NODE_RANK"), ({"NODE_RANK": "0"}, "MASTER_ADDR")):
+        with pytest.raises(ArgosyError) as refusal:
+            find_nodes({"NNODES": "2"} | environ)
+        assert (refusal.value.code, refusal.value.key) == ("launch.environment", missing)
+    assert find_nodes({"NNODES": "1"}) == Nodes()
+    assert find_nodes({"NNODES": "2"} | TORCHRUN) == Nodes(), "torchrun has said which rank this is"
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,13 @@ from typing import Any, get_args
 
 import pytest
 
+from argosy.config.model import ModelSpec
 from argosy.config.resolve import resolve
 from argosy.config.schema import DataSpec, RunSpec
 from argosy.data.synthetic import synthetic_batch
 from argosy.errors import ArgosyError
 from argosy.families.architecture import DECODER, ENCODER, ENCODER_DECODER, RETRIEVER
+from argosy.families.family_registry import FAMILIES
 from argosy.tasks.task_registry import SECTIONS, TASKS, TaskName, task_of, tasks_for
 
 PRESETS = {"gpt2": "causal-lm", "bert-base": "masked-lm", "t5-small": "span-corruption", "ict-base": "inverse-cloze"}
@@ -24,6 +26,7 @@ def run(preset: str, *keys: str) -> RunSpec:
 
 def test_the_names_and_sections_of_the_run_spec_are_those_of_the_tasks() -> None:
     assert set(get_args(TaskName)) == set(TASKS)
+    assert set(get_args(ModelSpec.model_fields["family"].annotation)) == set(FAMILIES)
     assert set(SECTIONS) < set(DataSpec.model_fields)
     for task in TASKS.values():
         if task.section is not None:

@@ -1,4 +1,4 @@
-"""A whole run in 8-bit products ends where one in bf16 does: the benchmark of that, and a short form of it."""
+"""A whole run with fp8 matmuls ends where one in bf16 does: the benchmark of that, and a short form of it."""
 
 from __future__ import annotations
 

@@ -221,7 +221,7 @@ def test_a_run_in_8_bit_products_is_evaluated_on_devices_that_have_none(
     logged = read_metrics(run / "metrics.jsonl")[6]["validation_loss"]
 
     def refuse(*_: object) -> None:
-        raise AssertionError("8-bit products are asked for")
+        raise AssertionError("fp8 matmuls are asked for")
 
     monkeypatch.setattr(precision_module, "apply_fp8", refuse)
     assert evaluate_run(str(run), split="validation", batches=2)[0].loss == logged

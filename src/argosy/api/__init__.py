@@ -1,1 +1,1 @@
-"""The public Python API. `import argosy` offers its names; nothing else in Argosy imports this room."""
+"""The public Python API. `import argosy` offers its names; no other folder of Argosy imports this one."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -14,6 +14,8 @@ from torch.utils.data import Dataset
 from argosy.api.run_specs import Source, resolve_run
 from argosy.data.corpus.corpus import open_corpus
 from argosy.data.open import open_data
+
+Split = Literal["train", "validation", "test"]
 
 
 class CorpusDataset(Dataset[Tensor]):
@@ -47,11 +49,16 @@ class SampleDataset(Dataset[dict[str, Tensor]]):
     """The samples a run is trained on, in the order it reads them: item `i` is sample `i` of the run, bit for bit.
 
     An item is a dict of tensors: `tokens` and `labels` ([seq_len], int64; labels of -100 are left out of the loss) and
-    whatever else the task needs, as `documents` for a document mask. `len` is one epoch of the split; training goes on
-    into the next one, and so may the index. `SampleDataset(spec, "validation")` has the validation split.
+    whatever else the task needs, as `documents` for a document mask. `len` is one epoch of the split; `read` has the samples
+    of later epochs too.
+
+    Args:
+        run: the path of a run.yaml, or the same keys as a dict.
+        split: the share of the documents to read, see `data.split`.
+        overrides: changed keys in dotted form, as `{"data.seq_len": 1024}`.
     """
 
-    def __init__(self, run: Source, split: str = "train", overrides: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, run: Source, split: Split = "train", overrides: Mapping[str, Any] | None = None) -> None:
         self._arguments = (run, split, overrides)
         data = open_data(resolve_run(run, overrides))
         self._stream = data.training() if split == "train" else data.whole(split)
@@ -60,11 +67,15 @@ class SampleDataset(Dataset[dict[str, Tensor]]):
         return self._stream.epoch_samples
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        batch = self._stream.batch(index if index >= 0 else _place(index, len(self)), 1)
+        return self.read(_place(index, len(self)))
+
+    def read(self, index: int) -> dict[str, Tensor]:
+        """Return sample `index` of the run. Training goes on into the next epoch, and so may the index."""
+        batch = self._stream.batch(index, 1)
         arrays = {"tokens": batch.tokens, "labels": batch.labels, **batch.inputs}
         return {name: torch.from_numpy(np.ascontiguousarray(array[0])) for name, array in arrays.items()}
 
-    def __reduce__(self) -> tuple[type[SampleDataset], tuple[Source, str, Mapping[str, Any] | None]]:
+    def __reduce__(self) -> tuple[type[SampleDataset], tuple[Source, Split, Mapping[str, Any] | None]]:
         return SampleDataset, self._arguments
 
 

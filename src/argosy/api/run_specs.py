@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,8 @@ def resolve_run(run: Source, overrides: Mapping[str, Any] | None = None) -> RunS
 
     Args:
         run: the path of a run.yaml, or the same keys as a dict.
-        overrides: changed keys in dotted form, as `{"train.steps": 100}`.
+        overrides: changed keys in dotted form, as `{"train.steps": 100}`. A value is taken as it is, a string too:
+            `"1e3"` is text, not a number.
 
     Raises:
         ArgosyError: the spec is wrong; its text says which key, why, and what to do.
@@ -37,13 +37,7 @@ def resolve_run(run: Source, overrides: Mapping[str, Any] | None = None) -> RunS
 
 def resolved(run: Source, overrides: Mapping[str, Any] | None = None) -> Resolved:
     """Resolve a run spec and keep the origin of every value."""
-    return resolve(Path(run) if isinstance(run, str) else run, as_arguments(overrides))
-
-
-def as_arguments(overrides: Mapping[str, Any] | None) -> list[str]:
-    """Write overrides the way the command line takes them: `key=value`."""
-    plain = {key: str(value) if isinstance(value, Path) else value for key, value in (overrides or {}).items()}
-    return [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in plain.items()]
+    return resolve(Path(run) if isinstance(run, str) else run, list((overrides or {}).items()))
 
 
 @dataclass(frozen=True)
@@ -81,7 +75,7 @@ class Plan:
 
 
 def plan_run(
-    run: str | Path,
+    run: Source,
     overrides: Mapping[str, Any] | None = None,
     *,
     cluster: str | None = None,
@@ -94,7 +88,7 @@ def plan_run(
     """Predict memory, time and cost of a run on a cluster, and find the layouts that suit it. No GPU is needed.
 
     Args:
-        run: the path of a run.yaml, or the name of a preset, as "llama3-8b".
+        run: the path of a run.yaml, the same keys as a dict, or the name of a preset, as "llama3-8b".
         overrides: changed keys: of the spec in dotted form, or of the preset's model, as `{"layers": 4}`.
         cluster: nodes and their type, as "2xp4d.24xlarge", or GPUs, as "16xH100". Default: the spec's, or one H100.
         global_batch: samples in a step. Default: the spec's, or about a million tokens.
@@ -104,7 +98,7 @@ def plan_run(
         top: number of layouts in the answer.
     """
     question = Question.read(
-        str(run), as_arguments(overrides), cluster=cluster, global_batch=global_batch, seq_len=seq_len, tokens=tokens,
+        str(run) if isinstance(run, Path) else run, list((overrides or {}).items()), cluster=cluster, global_batch=global_batch, seq_len=seq_len, tokens=tokens,
         precision=precision, what_if=None, price=None, hardware=None,
     )  # fmt: skip
     advice = answer(question, top=top)

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import os
-import signal
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, cast
 
-from argosy.api.run_specs import Metrics, Source, as_arguments, read_metrics, resolved
+from argosy.api.run_specs import Metrics, Source, read_metrics, resolved
 from argosy.checkpoint.store import listed, step_of
 from argosy.errors import EXIT_DONE
 from argosy.record.rundir import RunDir
 from argosy.supervise.world import find_world
+from argosy.train.interrupt import stop_run
 from argosy.train.run import TrainOptions, settle, train
 
-OnRecord = Callable[[Mapping[str, Any]], bool | None]
+
+class OnRecord(Protocol):
+    """A callback of `train_run`: takes a record of metrics, and returns False to stop the run."""
+
+    def __call__(self, record: Mapping[str, Any], /) -> bool | None: ...
 
 
 @dataclass(frozen=True)
@@ -40,28 +43,34 @@ def train_run(
     *,
     on_record: OnRecord | None = None,
     fresh: bool = False,
+    archive: bool = False,
     quiet: bool = True,
 ) -> TrainedRun:
     """Train a run, or resume it from its newest checkpoint, as `argosy train` does.
 
-    Under torchrun every rank calls it, and the first rank calls `on_record`. One process trains on one device.
+    Under torchrun every rank calls it, and the first rank calls `on_record`. One process trains on one device. In the
+    main thread, Ctrl-C, SIGTERM and SIGUSR1 save a checkpoint and stop the run; elsewhere Python allows no handlers.
 
     Args:
         run: the path of a run.yaml, or the same keys as a dict.
         overrides: changed keys in dotted form, as `{"train.steps": 100}`.
         on_record: called with each record of metrics: every logged step (`log.every`) and every evaluation. If it
-            returns False, the run saves a checkpoint and stops after this step; call `train_run` again to resume.
+            returns False, the run saves a checkpoint and stops after this step; call `train_run` again to resume. An
+            exception that it raises ends the run at once, without a new checkpoint, and reaches the caller.
         fresh: start anew, and refuse a run directory that holds a run.
+        archive: with `fresh`, move an earlier run aside instead of refusing.
         quiet: print no step lines.
 
     Raises:
         ArgosyError: the spec, the data or the machine do not allow this run; nothing was written then.
     """
     source = Path(run) if isinstance(run, str) else run
-    world, arguments = find_world(os.environ), as_arguments(overrides)
-    settled = settle(resolved(source, overrides), source, arguments, world.size, fresh=fresh)
+    world = find_world(os.environ)
+    # `settle` only hands the overrides on to `resolve`, which takes pairs too.
+    pairs = cast("list[str]", list((overrides or {}).items()))
+    settled = settle(resolved(source, overrides), source, pairs, world.size, fresh=fresh)
     listener = None if on_record is None else _stoppable(on_record)
-    options = TrainOptions(fresh=fresh, quiet=quiet, on_record=listener)
+    options = TrainOptions(fresh=fresh, archive=archive, quiet=quiet, on_record=listener)
     code = train(settled, source if isinstance(source, Path) else None, options, world)
     directory = RunDir(Path(settled.spec.runs_dir) / settled.spec.name)
     saved = [step_of(path) for path in listed(directory.checkpoints)]
@@ -69,13 +78,10 @@ def train_run(
 
 
 def _stoppable(on_record: OnRecord) -> Callable[[Mapping[str, Any]], None]:
-    """Turn False into the signal that asks a run to save and stop, on all ranks at the same step."""
+    """Turn False into a request to save and stop, which all ranks follow at the same step."""
 
     def listen(record: Mapping[str, Any]) -> None:
-        if on_record(dict(record)) is not False:
-            return
-        if threading.current_thread() is not threading.main_thread():
-            raise RuntimeError("a callback can stop a run only where train_run was called in the main thread")
-        signal.raise_signal(signal.SIGUSR1)
+        if on_record(dict(record)) is False:
+            stop_run()
 
     return listen

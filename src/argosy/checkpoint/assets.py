@@ -38,7 +38,7 @@ def check_assets(directory: Path) -> None:
         _content(path, directory)
     for path in tokenizer_files(directory):
         try:
-            load_tokenizer(str(path), within=directory).encode(NASTY)
+            load_tokenizer(str(path), within=directory).encode_batch(NASTY)
         except ArgosyError as error:
             # Without the sentencepiece package, a SentencePiece model cannot be checked.
             if error.code != "data.missing-extra":

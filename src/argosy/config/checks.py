@@ -12,11 +12,12 @@ from argosy.config.data_checks import check_data
 from argosy.config.layout import check_layout
 from argosy.config.lr_phases import check_schedule
 from argosy.config.optimizers import RULES
+from argosy.config.origins import Origins
 from argosy.config.schema import RunSpec
+from argosy.config.units import LENGTH_UNITS
 from argosy.errors import ArgosyError
 from argosy.tasks.task_registry import task_of
 
-Origins = dict[str, str]
 # FP8 tensor cores need every dimension of a GEMM to be a multiple of this.
 FP8_ALIGNMENT = 16
 
@@ -36,7 +37,7 @@ def check(spec: RunSpec, origins: Origins) -> None:
 
 
 def _check_length(spec: RunSpec, origins: Origins) -> None:
-    given = {key: getattr(spec.train, key) for key in ("steps", "tokens", "samples", "epochs")}
+    given = {key: getattr(spec.train, key) for key in LENGTH_UNITS}
     given = {key: value for key, value in given.items() if value is not None}
     if not given:
         raise ArgosyError(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from argosy.config.origins import Origins
 from argosy.config.schema import RunSpec
 from argosy.errors import ArgosyError
 from argosy.tasks.task_registry import SECTIONS, task_of
-
-Origins = dict[str, str]
 
 
 def check_data(spec: RunSpec, origins: Origins) -> None:

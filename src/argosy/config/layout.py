@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from argosy.config.origins import Origins
 from argosy.config.pipeline import check_pipeline
 from argosy.config.schema import ParallelSpec, RunSpec
 from argosy.errors import ArgosyError
 from argosy.families.architecture import architecture_of
 from argosy.tasks.task_registry import task_of
 
-Origins = dict[str, str]
 # The mesh axes, ordered from the slowest links to the fastest.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 

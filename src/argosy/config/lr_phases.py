@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from argosy.config.origins import Origins
 from argosy.config.schema import RunSpec
 from argosy.config.units import Duration
 from argosy.errors import ArgosyError
-
-Origins = dict[str, str]
 
 
 @dataclass(frozen=True)

@@ -37,12 +37,16 @@ class MoESpec(Section):
     shared_experts: Whole = Field(0, description="experts every token passes through")
     dense_layers: Whole = Field(0, description="leading layers that keep a dense MLP")
     shared_gate: bool = Field(False, description="weigh the shared experts by a sigmoid of the token (Qwen2-MoE)")
-    router: Literal["softmax", "sigmoid"] = Field("softmax", description="what makes a token's scores of its products")
+    router: Literal["softmax", "sigmoid"] = Field(
+        "softmax", description="function that turns the router's logits into scores of the experts"
+    )
     norm_topk: bool = Field(True, description="divide the chosen experts' scores by their sum")
     routed_scale: PositiveNumber = Field(1.0, description="factor of the routed experts' sum")
     groups: Positive = Field(1, description="groups of experts, of which a token may use `top_groups` (DeepSeek-V3)")
     top_groups: Positive = Field(1, description="groups each token may use")
-    balance_loss: NotNegative = Field(0.01, description="weight of each layer's load-balance loss, 1 when level")
+    balance_loss: NotNegative = Field(
+        0.01, description="weight of each layer's load-balancing loss, 1 if all experts get equally many tokens"
+    )
     z_loss: NotNegative = Field(0.0, description="weight of each layer's router z-loss")
     bias_rate: NotNegative | None = Field(
         None, description="step of the bias that levels loads without a loss (DeepSeek-V3: 0.001); null: no bias"
@@ -83,7 +87,7 @@ class RopeScaling(Section):
     kind: Literal["linear", "llama3"] = Field(
         description="linear: all by the factor; llama3: long waves by the factor, short ones not, a ramp between"
     )
-    factor: PositiveNumber = Field(description="how much slower a stretched frequency turns")
+    factor: PositiveNumber = Field(description="scaling factor: stretched frequencies are divided by it")
     low_freq_factor: PositiveNumber = Field(
         1.0, description="llama3: waves longer than original_seq_len / this are stretched"
     )
@@ -134,7 +138,9 @@ class ModelSpec(Section):
     )
     max_seq_len: Positive = Field(description="longest sequence the model is meant for")
 
-    architecture: Literal["decoder", "encoder", "encoder-decoder"] = Field(description="which way attention looks")
+    architecture: Literal["decoder", "encoder", "encoder-decoder"] = Field(
+        description="decoder: causal attention; encoder: bidirectional; encoder-decoder: both, with cross-attention"
+    )
     positions: Literal["learned", "rope", "alibi", "relative"] = Field(description="how order is encoded")
     norm: Literal["layernorm", "rmsnorm"] = Field(description="normalisation")
     norm_bias: bool = Field(description="whether norms have a bias")
@@ -196,7 +202,7 @@ class ModelSpec(Section):
             data["head_dim"] = hidden // heads
         if data.get("ffn") is None and isinstance(hidden, int):
             data["ffn"] = 4 * hidden
-        if data.get("family") == "t5" and data.get("decoder_layers") is None:
+        if data.get("architecture") == "encoder-decoder" and data.get("decoder_layers") is None:
             data["decoder_layers"] = data.get("layers")
         return data
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from argosy.config.origins import Origins
 from argosy.config.schema import RunSpec
 from argosy.config.stage_layers import SEVERAL_STAGES, V_SHAPED, bubble, count_layers
 from argosy.errors import ArgosyError
 
-Origins = dict[str, str]
 # The share of a step a rank is idle (the pipeline bubble) above which a run warns.
 WORTH_A_WARNING = 0.2
 

@@ -6,7 +6,6 @@ others. Each leaf remembers its layer, so that `argosy config show` can print it
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,23 +17,22 @@ from pydantic import ValidationError
 from argosy.config.checks import check
 from argosy.config.corpus_vocabulary import corpus_vocabulary
 from argosy.config.model import ModelSpec
+from argosy.config.overrides import OFF, OVERRIDDEN, Override, as_yaml, read_override, set_key
 from argosy.config.refusals import did_you_mean, kind_of, refusal_of, section_of
 from argosy.config.schema import RunSpec
 from argosy.config.secrets import without_secrets
 from argosy.config.stage_layers import SEVERAL_STAGES
 from argosy.config.start import HF, check_start, remembered_model, starting_model
+from argosy.config.units import LENGTH_KEYS
 from argosy.config.yaml_reader import parse_value, read_yaml
 from argosy.errors import ArgosyError
 from argosy.families.experts import BALANCE_RULE
 from argosy.families.family_registry import ALIASES, FAMILIES, PRESETS
-from argosy.tasks.task_registry import TASKS
+from argosy.tasks.task_registry import section_for
 
 Tree = dict[str, Any]
 # The most tokens that `parallel: auto` puts into one micro-batch.
 AUTO_MICRO_BATCH_TOKENS = 16_384
-# Marks a section that was turned off, as opposed to one that was left empty.
-OFF = object()
-LENGTH_KEYS = {"train.steps", "train.tokens", "train.samples", "train.epochs"}
 
 
 @dataclass(frozen=True)
@@ -51,13 +49,13 @@ class Resolved:
 
 
 def resolve(
-    source: Path | Mapping[str, Any] | None, overrides: Sequence[str] = (), *, elsewhere: bool = False
+    source: Path | Mapping[str, Any] | None, overrides: Sequence[Override] = (), *, elsewhere: bool = False
 ) -> Resolved:
-    """Resolve a run.yaml, or the same keys as a dict, with `key=value` overrides.
+    """Resolve a run.yaml, or the same keys as a dict, with overrides.
 
     Args:
         source: the run.yaml, its keys as a dict, or None for overrides alone.
-        overrides: command-line overrides, such as `train.steps=100`. Later ones win.
+        overrides: `train.steps=100`, as on the command line, or `("train.steps", 100)`. Later ones win.
         elsewhere: the run's files are on another machine, so the model named by `init_from` is not read or compared.
 
     Raises:
@@ -84,12 +82,13 @@ def resolve(
     return Resolved(spec, {key: origins[key] for key in leaves})
 
 
-def resolve_model(model: str | Tree, overrides: Sequence[str] = ()) -> ModelSpec:
+def resolve_model(model: str | Tree, overrides: Sequence[Override] = ()) -> ModelSpec:
     """Resolve a model alone, for commands that need no run: a preset's name or the keys of a model, and overrides."""
     tree: Tree = {"model": {"preset": model} if isinstance(model, str) else dict(model)}
     origins: dict[str, str] = {}
     for override in overrides:
-        _apply_override(tree, origins, f"model.{override}")
+        inside = f"model.{override}" if isinstance(override, str) else (f"model.{override[0]}", override[1])
+        _apply_override(tree, origins, inside)
     _expand_model(tree, origins)
     try:
         return ModelSpec.model_validate(tree["model"])
@@ -113,7 +112,7 @@ def _read(source: Path | Mapping[str, Any] | None) -> tuple[Tree, dict[str, str]
     if source is None:
         return {}, {}
     if isinstance(source, Mapping):
-        given: Tree = json.loads(json.dumps(source, default=str))
+        given: Tree = as_yaml(source)
         return given, {key: "python" for key, _ in flatten(given)}
     path = source
     tree, lines = read_yaml(path)
@@ -165,62 +164,25 @@ def _turned_off(tree: Tree) -> list[str]:
     return [key for key, value in tree.items() if value is OFF]
 
 
-def _apply_override(tree: Tree, origins: dict[str, str], override: str) -> None:
-    key, separator, text = override.partition("=")
-    key = key.strip()
-    if not separator or not key:
-        raise ArgosyError(
-            "config.bad-override",
-            f"{override!r} is not an override",
-            fix="write key.path=value, for example train.steps=100",
-        )
-    value = parse_value(text, f"override {key}")
-    node: Any = tree
-    *parents, last = key.split(".")
-    for depth, part in enumerate(parents):
-        node = _step_into(node, part, key, ".".join(parents[:depth]))
-    if isinstance(node, list):
-        node[_index(node, last, key)] = value
-    else:
-        node[last] = value
-    # A length on the command line replaces the file's, whatever its unit.
+def _apply_override(tree: Tree, origins: dict[str, str], override: Override) -> None:
+    key, value, origin = read_override(override)
+    node = set_key(tree, key, value)
+    # A length in an override replaces the file's, whatever its unit.
     if key in LENGTH_KEYS and value is not None:
-        for other in LENGTH_KEYS - {key}:
-            if origins.get(other) != "command line" and node.get(other.removeprefix("train.")) is not None:
+        for other in LENGTH_KEYS:
+            if (
+                other != key
+                and origins.get(other) not in OVERRIDDEN
+                and node.get(other.removeprefix("train.")) is not None
+            ):
                 node[other.removeprefix("train.")] = None
                 origins[other] = f"replaced by {key}"
     for known in [k for k in origins if k == key or k.startswith(key + ".")]:
         del origins[known]
     for leaf, _ in flatten(value, key):
-        origins[leaf] = "command line"
-    origins[key] = "command line"
+        origins[leaf] = origin
+    origins[key] = origin
     _expand_shorthands(tree)
-
-
-def _step_into(node: Any, part: str, key: str, walked: str) -> Any:
-    place: Any = _index(node, part, key) if isinstance(node, list) else part
-    if isinstance(node, dict) and node.get(part) in (None, OFF):
-        node[part] = {}
-    if not isinstance(node[place], dict | list):
-        inside = f"{walked}.{part}" if walked else part
-        raise ArgosyError(
-            "config.bad-override",
-            f"{inside} is {kind_of(node[place])}, it has no keys",
-            key=key,
-            fix=f"set {inside} itself",
-        )
-    return node[place]
-
-
-def _index(node: list[Any], part: str, key: str) -> int:
-    if part.isdigit() and int(part) < len(node):
-        return int(part)
-    raise ArgosyError(
-        "config.bad-override",
-        f"{part!r} is not a position in a list of {len(node)}",
-        key=key,
-        fix=f"count from 0 to {len(node) - 1}, or set the whole list",
-    )
 
 
 def _expand_model(tree: Tree, origins: dict[str, str], start: ModelSpec | None = None) -> None:
@@ -305,7 +267,7 @@ def _derive(tree: Tree, origins: dict[str, str]) -> None:
         if data.get("validation") and data.get("split") is None:
             data["split"] = [1, 0, 0]
             origins["data.split"] = "derived: data.validation"
-        if (section := _task_section(model, data)) is not None and data.get(section) is None:
+        if (section := section_for(model, data.get("task"))) is not None and data.get(section) is None:
             data[section] = {}
     if isinstance(optim, dict) and optim.get("min_lr") is None and (lr := _as_number(optim.get("lr"))) is not None:
         optim["min_lr"] = lr / 10
@@ -328,14 +290,6 @@ def _derive_layout(parallel: Tree, train: Any, data: Any, origins: dict[str, str
     if parallel.get("reshard") is None:
         parallel["reshard"] = False
         origins["parallel.reshard"] = "derived: parallel.pp"
-
-
-def _task_section(model: Tree, data: Tree) -> str | None:
-    """Return the section of `data` that describes this run's training samples."""
-    kind = "retriever" if model.get("retrieval") is not None else model.get("architecture")
-    fits = [task for task in TASKS.values() if kind in [fitting.name for fitting in task.architectures]]
-    asked = [task for task in fits if task.name == data.get("task")]
-    return next((task.section for task in (asked or fits)), None)
 
 
 def _auto_micro_batch(train: Any, data: Any, parallel: Tree) -> int:

@@ -17,6 +17,7 @@ from argosy.config.optimizer_rule import Rule
 from argosy.config.optimizers import RULES, OptimizerKeys
 from argosy.config.survival import FaultSpec, GuardSpec
 from argosy.config.units import (
+    LENGTH_UNITS,
     Bytes,
     Count,
     Duration,
@@ -146,7 +147,7 @@ class TrainSpec(Section):
 
     @property
     def length(self) -> Duration:
-        for unit in ("steps", "tokens", "samples", "epochs"):
+        for unit in LENGTH_UNITS:
             amount = getattr(self, unit)
             if amount is not None:
                 return Duration(float(amount), unit)

@@ -21,6 +21,10 @@ _SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400}
 _COUNT = re.compile(r"(\d[\d_,]*(?:\.\d+)?(?:[eE]\+?\d+)?)\s*([KMBT]?)", re.IGNORECASE)
 _DURATION = re.compile(r"(\d[\d_,]*(?:\.\d+)?(?:[eE]\+?\d+)?)\s*([KMBT]?)\s*(ba|tok|ep|sp|s|min|h|d)?", re.IGNORECASE)
 
+# The units of a run's length, which are keys of `train`, and their suffixes.
+LENGTH_UNITS = {"steps": "ba", "tokens": "tok", "samples": "sp", "epochs": "ep"}
+LENGTH_KEYS = tuple(f"train.{unit}" for unit in LENGTH_UNITS)
+
 DURATION_HELP = "write steps as 500 or 500ba, tokens as 20B or 300Mtok, epochs as 2ep, samples as 10Ksp, time as 30min"
 
 
@@ -37,7 +41,7 @@ class Duration:
             for suffix, seconds in reversed(_SECONDS.items()):
                 if self.amount >= seconds and self.amount % seconds == 0:
                     return f"{self.amount / seconds:.17g}{suffix}"
-        return amount + {"steps": "ba", "tokens": "tok", "epochs": "ep", "samples": "sp", "seconds": "s"}[self.unit]
+        return amount + (LENGTH_UNITS | {"seconds": "s"})[self.unit]
 
     def samples(self, *, seq_len: int, epoch_samples: int | None = None) -> int | None:
         """Number of samples that cover this duration, rounded up, or None if the unit is steps or time."""
@@ -107,7 +111,7 @@ def parse_duration(value: Any) -> Duration:
     amount = float(_number(match[1]) * _MULTIPLES[multiple])
     if suffix in _SECONDS:
         return _positive(Duration(amount * _SECONDS[suffix], "seconds"))
-    unit = {"ba": "steps", "tok": "tokens", "ep": "epochs", "sp": "samples"}.get(suffix)
+    unit = {text: unit for unit, text in LENGTH_UNITS.items()}.get(suffix)
     if unit is None:
         # A bare 500 is steps. A bare 20B can only be tokens.
         unit = "tokens" if multiple else "steps"

@@ -297,7 +297,7 @@ def _untrained(path: Path) -> str:
     if tokenizer is None:
         raise AssertionError("the demo prepared its corpus with a tokenizer")
     engine, _ = start(spec, device)
-    ids = [int(i) for i in tokenizer.encode([OPENING])[0]]
+    ids = tokenizer.encode(OPENING)
     written = generate(
         engine.model.eval(), ids, _sampling(SAMPLE_TOKENS // 2), limit=spec.model.max_seq_len, stop=None, device=device
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import replace
 from typing import Any
@@ -101,9 +100,7 @@ def _spec_on(source: Source, run: RunSpec | None, data: str, seq_len: int | None
         keys |= {f"data.{key}": value for key, value in made.items() if value is not None}
     if seq_len is not None:
         keys["data.seq_len"] = seq_len
-    return resolve(
-        None, [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in keys.items()]
-    ).spec
+    return resolve(None, list(keys.items())).spec
 
 
 def unigram_entropy(stream: Stream, vocab_size: int) -> float:

@@ -20,28 +20,32 @@ _log = logging.getLogger(__name__)
 
 
 def sample(where: str, prompt: str, options: Sampling, device: str | None = None) -> str:
-    """Return the model's output for a prompt: a decoder continues it, BERT fills in its masks, T5 writes the text of its spans."""
-    prompt = _utf8(prompt)
+    """Load a model and return its output for a prompt."""
     loaded = load_model(where, device=device)
-    tokenizer = source_tokenizer(loaded.source)
+    return write_text(loaded, source_tokenizer(loaded.source), prompt, options)
+
+
+def write_text(loaded: Loaded, tokenizer: Tokenizer, prompt: str, options: Sampling) -> str:
+    """Return a model's output for a prompt: a decoder continues it, BERT fills in its masks, T5 writes the text of its spans."""
+    prompt = _utf8(prompt)
     task = own_task(loaded.source.model) if loaded.spec is None else task_of(loaded.spec)
     if task.writes is None:
         raise ArgosyError(
             "model.no-text",
-            f"{where} is a retriever: it compares queries with blocks, and writes no text",
+            f"{loaded.source.where} is a retriever: it compares queries with blocks, and writes no text",
             key="model.retrieval",
             fix="`argosy eval` has its accuracy; sample from a decoder, a BERT or a T5",
         )
     if task.writes == "continuation":
         return _go_on(loaded, task, tokenizer, prompt, options)
     fill = fill_masks if task.writes == "masks" else write_spans
-    return fill(loaded, tokenizer, lambda text: _encode(tokenizer, text), prompt, options)
+    return fill(loaded, tokenizer, prompt, options)
 
 
 def _go_on(loaded: Loaded, task: Task[Any], tokenizer: Tokenizer, prompt: str, options: Sampling) -> str:
     """Return the prompt and its continuation."""
     eod = loaded.source.eod_id
-    prompt_ids = _encode(tokenizer, prompt)
+    prompt_ids = tokenizer.encode(prompt)
     # Data of our own runs has no such opening tokens.
     opening = loaded.source.opening(tokenizer) if loaded.spec is None else []
     if not (opening or prompt_ids) and eod is None:
@@ -59,10 +63,6 @@ def _go_on(loaded: Loaded, task: Task[Any], tokenizer: Tokenizer, prompt: str, o
     beside = partial(task.prompt_inputs, len(ids))
     written = list(generate(loaded.model, ids, options, limit=limit, stop=eod, device=loaded.device, beside=beside))
     return tokenizer.decode(prompt_ids + written)
-
-
-def _encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    return [int(i) for i in tokenizer.encode([prompt])[0]]
 
 
 def _utf8(prompt: str) -> str:

@@ -7,7 +7,7 @@ hold sentinels, `<extra_id_0>` and so on; the model writes each sentinel and the
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
@@ -21,18 +21,17 @@ from argosy.tasks.masked_lm import BertSpec
 from argosy.tasks.span_corruption import T5Spec
 from argosy.tasks.span_corruption import sentinels as sentinels_of
 
-Encode = Callable[[str], list[int]]
 _SENTINEL = re.compile(r"<extra_id_(\d+)>")
 
 
 @torch.no_grad()
-def fill_masks(loaded: Loaded, tokenizer: Tokenizer, encode: Encode, prompt: str, options: Sampling) -> str:
+def fill_masks(loaded: Loaded, tokenizer: Tokenizer, prompt: str, options: Sampling) -> str:
     """Return the prompt with a token in place of each mask. All are chosen at once, independently of each other."""
     bert = (loaded.spec.data.bert if loaded.spec is not None else None) or BertSpec()
     special = SpecialTokens(tokenizer, loaded.source.model.vocab_size)
     cls, sep, mask, pad = (special.id_of(f"data.bert.{r}", getattr(bert, r)) for r in ("cls", "sep", "mask", "pad"))
     name = bert.mask if isinstance(bert.mask, str) else "[MASK]"
-    first, *others = (encode(part) for part in prompt.split(name))
+    first, *others = (tokenizer.encode(part) for part in prompt.split(name))
     if not others:
         raise ArgosyError(
             "config.bad-value",
@@ -54,7 +53,7 @@ def fill_masks(loaded: Loaded, tokenizer: Tokenizer, encode: Encode, prompt: str
 
 
 @torch.no_grad()
-def write_spans(loaded: Loaded, tokenizer: Tokenizer, encode: Encode, prompt: str, options: Sampling) -> str:
+def write_spans(loaded: Loaded, tokenizer: Tokenizer, prompt: str, options: Sampling) -> str:
     """Return the decoder's output for the prompt, up to its end token."""
     t5 = (loaded.spec.data.t5 if loaded.spec is not None else None) or T5Spec()
     special = SpecialTokens(tokenizer, loaded.source.model.vocab_size)
@@ -71,7 +70,7 @@ def write_spans(loaded: Loaded, tokenizer: Tokenizer, encode: Encode, prompt: st
                 value=f"<extra_id_{part}>",
                 fix="use one of them",
             )
-        ids += [sentinels[-1] - int(part)] if at % 2 else encode(part)
+        ids += [sentinels[-1] - int(part)] if at % 2 else tokenizer.encode(part)
     ids.append(eos)
     _require_room(loaded, len(ids))
     source = torch.tensor([ids], device=loaded.device)

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from argosy.checkpoint.source import Source, open_source, require_fit, starting_weights
-from argosy.config.schema import DataSource, DataSpec, OptimSpec, ParallelSpec, RunSpec, TrainSpec
+from argosy.config.schema import RunSpec, TrainSpec
 from argosy.model.build import build_model
 from argosy.parallel.engine import Engine
 from argosy.parallel.mesh import Mesh
-from argosy.parallel.parallelize import parallelize
-from argosy.parallel.precision import choose_precision, evaluation_precision
+from argosy.parallel.parallelize import Weights, materialise, parallelize
+from argosy.parallel.precision import apply_precision, choose_precision, evaluation_precision
 from argosy.train.device import prepare_device
 
 _log = logging.getLogger(__name__)
@@ -32,13 +32,23 @@ class Loaded:
     device: torch.device
 
 
-def load_model(where: str, *, device: str | None = None) -> Loaded:
-    """Load a model as a plain module, in evaluation mode."""
+def load_model(where: str, *, device: str | None = None, precision: str | None = None) -> Loaded:
+    """Load a model as a plain module, in evaluation mode.
+
+    Args:
+        where: a run directory, a checkpoint, an imported model, or "hf:DIRECTORY".
+        device: "cpu" or "cuda". Default: the device of the run's spec.
+        precision: the precision of the parameters: "fp32", "bf16" or "fp16". Default: the one that training used, if the device
+            supports it.
+    """
     source = open_trained(where)
     spec = source.run_spec()
-    plain = _plain_spec(source, spec)
-    on = prepare_device(plain.train, device)
-    return Loaded(source, spec, load_engine(source, plain, on).model.eval(), on)
+    train = TrainSpec(global_batch=1) if spec is None else spec.train
+    on = prepare_device(train, device)
+    model = _fitting_model(source)
+    apply_precision(model, precision or _precision(train, on))
+    materialise(model, on, _weights(source))
+    return Loaded(source, spec, model.eval(), on)
 
 
 def open_trained(where: str) -> Source:
@@ -47,26 +57,28 @@ def open_trained(where: str) -> Source:
 
 def load_engine(source: Source, spec: RunSpec, device: torch.device) -> Engine:
     """Return the engine of a run spec on one device, with the weights of a source, in a precision the device supports."""
-    precision = evaluation_precision(spec.train.precision, device)
-    if precision == "fp32" != choose_precision(spec.train.precision, device):
-        _log.info(
-            "trained in %s, computed in fp32: this CPU has no instructions for 16-bit floats", spec.train.precision
-        )
-    require_fit(source, build_model(source.model, "meta"), source.model)
+    _fitting_model(source)
     return parallelize(
         spec.model_copy(update={"model": source.model}),
         Mesh(device),
-        precision=precision,
-        weights=partial(starting_weights, source, spec=source.model, seed=0),
+        precision=_precision(spec.train, device),
+        weights=_weights(source),
     )
 
 
-def _plain_spec(source: Source, spec: RunSpec | None) -> RunSpec:
-    """Return a spec to load the model with, without torch.compile or recompute. `spec` is None for a model not trained here."""
-    return RunSpec(
-        model=source.model,
-        data=DataSpec(train=[DataSource(path=source.where)], seq_len=source.model.max_seq_len),
-        train=TrainSpec(global_batch=1) if spec is None else spec.train,
-        optim=OptimSpec(lr=1.0, min_lr=1.0),
-        parallel=ParallelSpec(micro_batch=1),
-    )
+def _fitting_model(source: Source) -> nn.Module:
+    """Return the model on the meta device. Raise ArgosyError if the weights of the source do not fit it."""
+    model = build_model(source.model, "meta")
+    require_fit(source, model, source.model)
+    return model
+
+
+def _precision(train: TrainSpec, device: torch.device) -> str:
+    precision = evaluation_precision(train.precision, device)
+    if precision == "fp32" != choose_precision(train.precision, device):
+        _log.info("trained in %s, computed in fp32: this CPU has no instructions for 16-bit floats", train.precision)
+    return precision
+
+
+def _weights(source: Source) -> Weights:
+    return partial(starting_weights, source, spec=source.model, seed=0)

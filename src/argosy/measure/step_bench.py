@@ -26,7 +26,7 @@ from argosy.console.progress_bar import ProgressBar
 from argosy.data.open import open_data
 from argosy.data.synthetic import synthetic_batch
 from argosy.model.build import initial_weights
-from argosy.model.ops import flash, hopper
+from argosy.model.ops.attention_backends import KERNELS
 from argosy.parallel.engine import Engine
 from argosy.parallel.mesh import Mesh
 from argosy.parallel.parallelize import parallelize
@@ -81,9 +81,7 @@ class Bench:
     def attention(self) -> str:
         """The library whose attention kernels ran."""
         names = [name for name, _, _ in self.profile.kernels]
-        if any(map(flash.is_kernel, names)):
-            return f"flash-attn-4 {flash.INSTALLED}"
-        return "Argosy's own kernels" if any(map(hopper.is_kernel, names)) else "torch"
+        return next((kernels.title() for kernels in KERNELS.values() if any(map(kernels.is_kernel, names))), "torch")
 
     def as_dict(self) -> dict[str, Any]:
         parameters = count_parameters(self.spec.model)

@@ -79,6 +79,8 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Backend(NamedTuple):
+    """An implementation of attention: its name, what it refuses, and how it is prepared for a forward pass."""
+
     name: str
     # Returns why the back end cannot serve a case, or None.
     refuses: Callable[[Case], str | None]
@@ -131,11 +133,11 @@ def choose_backend(case: Case) -> Backend:
 
 def _hopper_refuses(case: Case) -> str | None:
     if case.dropout:
-        return "has no dropout"
+        return "the kernels have no dropout"
     if not case.mask.is_plain or not case.mask.causal or not case.queries.is_whole:
-        return "only plain causal attention of all queries"
+        return "the kernels compute only plain causal attention, of all queries"
     if case.head_dim > 64 and _flash_refuses(case) is None:
-        return "flash-attn-4 is here, and faster for wide heads"
+        return "flash-attn-4 is installed, and faster for heads wider than 64"
     return hopper.refusal(case.device, case.dtype, case.head_dim, case.seq)
 
 
@@ -146,13 +148,13 @@ def _hopper(case: Case, scale: float | None) -> Attend:
 def _flash_refuses(case: Case) -> str | None:
     mask = case.mask
     if case.dropout:
-        return "has no dropout"
+        return "flash-attn-4 has no dropout"
     if any(given is not None for given in (mask.slopes, mask.documents, mask.reach, mask.bias)):
-        return "only causal or bidirectional attention, and windows"
+        return "flash-attn-4 computes only causal or bidirectional attention, and windows"
     if mask.window is not None and not mask.causal:
-        return "a window only where attention is causal"
+        return "flash-attn-4 has windows only where attention is causal"
     if not case.queries.is_whole and not mask.causal:
-        return "takes some of the queries only where attention is causal"
+        return "flash-attn-4 takes a share of the queries only where attention is causal"
     return flash.refusal(case.device, case.dtype, case.head_dim)
 
 
@@ -179,10 +181,10 @@ def _by_pieces(case: Case, attend: Attend) -> Attend:
 def _sdpa_refuses(case: Case) -> str | None:
     if case.dropout and not case.is_whole and case.device.type == "cpu":
         # On a GPU no two layouts draw the same dropout mask anyway.
-        return "draws what it drops for the heads and queries it is given"
+        return "torch draws dropout for the heads and queries of this rank, not for those of one process"
     if not case.queries.is_whole and case.mask.causal:
-        return "takes the queries for those of the first keys"
-    return None if case.mask.is_plain else "only plain causal or bidirectional attention"
+        return "torch's causal mask takes the queries for those of the first keys"
+    return None if case.mask.is_plain else "torch's kernels compute only plain causal or bidirectional attention"
 
 
 def _sdpa(case: Case, scale: float | None) -> Attend:
@@ -197,8 +199,10 @@ def _sdpa(case: Case, scale: float | None) -> Attend:
 
 def _pieces_refuse(case: Case) -> str | None:
     if case.device.type != "cuda":
-        return "needs a GPU, where no mask is written out for it"
-    return None if case.mask.is_plain and case.mask.causal else "only plain causal attention"
+        return "a causal mask aligned with the last keys needs a GPU: elsewhere torch writes it out"
+    return (
+        None if case.mask.is_plain and case.mask.causal else "pieces of the queries are for plain causal attention only"
+    )
 
 
 def _pieces(case: Case, scale: float | None) -> Attend:
@@ -216,12 +220,12 @@ def _pieces(case: Case, scale: float | None) -> Attend:
 
 def _flex_refuses(case: Case) -> str | None:
     if case.device.type != "cuda":
-        return "needs a GPU"
+        return "FlexAttention needs a GPU"
     if case.dropout:
-        return "has no dropout"
+        return "FlexAttention has no dropout"
     if case.head_dim < 16:
-        return "needs heads of 16 or wider"
-    return "adds no bias tensor" if case.mask.bias is not None else None
+        return "FlexAttention needs heads of 16 or wider"
+    return "FlexAttention adds no bias tensor" if case.mask.bias is not None else None
 
 
 def _flex(case: Case, scale: float | None) -> Attend:

@@ -49,6 +49,8 @@ def multiply(x: Tensor, layers: Sequence[Linear], biases: Sequence[Tensor | None
 
 
 class Norm(nn.Module):
+    """LayerNorm or RMSNorm over the last dimension."""
+
     def __init__(self, spec: ModelSpec, width: int) -> None:
         super().__init__()
         self.rms, self.eps = spec.norm == "rmsnorm", spec.norm_eps
@@ -74,6 +76,8 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
+    """Self-attention: one matmul for queries, keys and values, optional norms on the heads, and the output projection."""
+
     tensor_parallel: ClassVar[Declaration] = {
         "qkv": COLUMN, "out.weight": ROW, "out.bias": OUTSIDE, "q_norm": INSIDE, "k_norm": INSIDE,
     }  # fmt: skip
@@ -126,6 +130,8 @@ class CrossAttention(nn.Module):
 
 
 class MLP(nn.Module):
+    """The feed-forward layer, gated or not."""
+
     tensor_parallel: ClassVar[Declaration] = {"gate": COLUMN, "up": COLUMN, "down.weight": ROW, "down.bias": OUTSIDE}
 
     def __init__(self, spec: ModelSpec, ffn: int | None = None) -> None:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from argosy.data.samples.masks import IGNORED
+from argosy.errors import ArgosyError
 from argosy.model.attention import MASK_INPUTS, Attend, Mask, Prepare, prepare_attention
 from argosy.model.decoder import Decoder
 from argosy.model.moe import MoE
@@ -72,8 +73,16 @@ class Cut:
 def apply_context_parallel(model: nn.Module, mesh: Mesh, kind: str) -> None:
     """Make the model take parts of sequences, as `cut_inputs` makes them."""
     cut = Cut.of(mesh)
-    if cut is None or not isinstance(model, Decoder):
+    if cut is None:
         return
+    if not isinstance(model, Decoder):
+        raise ArgosyError(
+            "config.arithmetic",
+            f"context parallelism cuts the sequences of decoders only, and this model is a {type(model).__name__}",
+            key="parallel.cp",
+            value=cut.ranks,
+            fix="parallel.cp=1, and more dp_shard",
+        )
     prepare: Prepare = partial(_gathering if kind == "allgather" else _swapping, cut)
     model.prepare_attention = prepare
     for module in model.modules():

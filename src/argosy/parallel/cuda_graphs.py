@@ -94,8 +94,8 @@ class CudaGraphs:
         self.wanted = ended - host < _TAIL * (ended - started)
         if self.wanted:
             self._news.append(
-                f"the host needs {1000 * (host - started):.0f} ms to start the kernels of a pass, which the GPU has done by then: "
-                "from now on they are started as a whole (parallel.graph=off: one by one)"
+                f"step is launch-bound ({1000 * (host - started):.0f} ms of host time per pass): capturing a CUDA graph; "
+                "parallel.graph=off disables it"
             )
         return loss
 
@@ -108,7 +108,7 @@ class CudaGraphs:
         # Out of memory, or an operation that cannot be captured.
         except RuntimeError as problem:
             self.wanted = False
-            self._news.append(f"kernels are started one by one: the pass cannot be recorded ({_first_line(problem)})")
+            self._news.append(f"no CUDA graph is used: the pass cannot be captured ({_first_line(problem)})")
             self._hand(before)
             return False
         self._recorded += 1

@@ -16,6 +16,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class HostGroup:
+    """A group of ranks that exchange bytes and JSON over the host network."""
+
     rank: int = 0
     size: int = 1
     # None: this process is the only rank.

@@ -50,6 +50,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Mesh:
+    """The grid of ranks, this rank's place in it, and its device."""
+
     device: torch.device
     rank: int = 0
     # The axes larger than one. None: this process is the only rank.
@@ -191,6 +193,8 @@ class Asked(Protocol):
 
 
 class Agreement:
+    """The facts on which all ranks agree, at most one step late: a request to stop, the time, the number of finished saves."""
+
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._listener: Asked | None = None

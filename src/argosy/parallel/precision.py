@@ -35,8 +35,8 @@ def choose_precision(asked: str, device: torch.device) -> str:
     if asked == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
         raise ArgosyError(
             "device.unavailable",
-            f"{torch.cuda.get_device_name(device)} has no 8-bit products: its compute capability is "
-            f"{'.'.join(map(str, torch.cuda.get_device_capability(device)))}, and they came with "
+            f"{torch.cuda.get_device_name(device)} has no fp8 matmuls: its compute capability is "
+            f"{'.'.join(map(str, torch.cuda.get_device_capability(device)))}, and fp8 needs "
             f"{'.'.join(map(str, _FP8_CAPABILITY))}",
             key="train.precision",
             value=asked,
@@ -121,7 +121,7 @@ def apply_fp8(model: nn.Module) -> None:
         sizes = sorted({size for module in linear for size in (module.in_features, module.out_features)})
         raise ArgosyError(
             "config.arithmetic",
-            f"8-bit products need both sizes of a linear layer to be multiples of {FP8_ALIGNMENT}, and none of the "
+            f"fp8 matmuls need both sizes of a linear layer to be multiples of {FP8_ALIGNMENT}, and none of the "
             f"{len(linear)} here has that: their sizes are {', '.join(map(str, sizes))}",
             key="train.precision",
             value="fp8",

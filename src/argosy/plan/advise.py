@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from math import ceil, gcd
 from pathlib import Path
 from typing import Any, get_args
 
 from argosy.config.counts import count_parameters, least_state_bytes
+from argosy.config.overrides import Override
 from argosy.config.refusals import did_you_mean
 from argosy.config.resolve import resolve, resolve_model
 from argosy.config.schema import ParallelSpec, RunSpec
@@ -55,14 +56,15 @@ class Question:
 
     @classmethod
     def read(
-        cls, target: str, overrides: Sequence[str], *, cluster: str | None, global_batch: int | None, seq_len: int | None,
-        tokens: str | None, precision: str | None, what_if: str | None, price: float | None, hardware: str | None,
-        spot: float | None = None,
+        cls, target: str | Mapping[str, Any], overrides: Sequence[Override], *, cluster: str | None, global_batch: int | None,
+        seq_len: int | None, tokens: str | None, precision: str | None, what_if: str | None, price: float | None,
+        hardware: str | None, spot: float | None = None,
     ) -> Question:  # fmt: skip
+        """Read a question. `target` is the path of a run.yaml, its keys as a dict, or the name of a preset."""
         total, length_from = (None, "") if tokens is None else (_count(tokens), "--tokens")
         spec = None
-        if target.endswith((".yaml", ".yml")) or Path(target).is_file():
-            spec = resolve(Path(target), overrides, elsewhere=True).spec
+        if not isinstance(target, str) or target.endswith((".yaml", ".yml")) or Path(target).is_file():
+            spec = resolve(Path(target) if isinstance(target, str) else target, overrides, elsewhere=True).spec
             work = _work_of(spec, global_batch, seq_len, precision)
             if total is None:
                 total, length_from = _tokens_of(spec), "the run spec's length"

@@ -8,6 +8,7 @@ from typing import Any
 
 from argosy.config.checks import check
 from argosy.config.layout import AXES, check_layout
+from argosy.config.overrides import Override
 from argosy.config.resolve import Resolved, resolve
 from argosy.config.schema import RunSpec
 from argosy.errors import ArgosyError
@@ -29,7 +30,7 @@ def is_open(resolved: Resolved) -> bool:
 def settle_layout(
     resolved: Resolved,
     source: Path | Mapping[str, Any] | None,
-    overrides: Sequence[str],
+    overrides: Sequence[Override],
     ranks: int,
     planned_on: str | None,
 ) -> Resolved:

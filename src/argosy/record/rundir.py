@@ -20,9 +20,10 @@ from typing import Any, Literal
 import orjson
 from pydantic import ValidationError
 
-from argosy.config.resolve import LENGTH_KEYS, Resolved, flatten
+from argosy.config.resolve import Resolved, flatten
 from argosy.config.schema import RunSpec
 from argosy.config.secrets import source_without_secrets, without_secrets
+from argosy.config.units import LENGTH_KEYS
 from argosy.echo import VALUE_LIMIT, shorten
 from argosy.errors import ArgosyError
 from argosy.files import replace_file, write_fix
@@ -34,7 +35,7 @@ FREE_TO_CHANGE = (
 )  # fmt: skip
 # Keys that may differ, but change the numbers of later steps (layout and kernels by rounding and dropout). Changes are recorded.
 CHANGES_LATER_STEPS = (
-    "train.steps", "train.tokens", "train.samples", "train.epochs", "train.precision", "train.z_loss", "train.device",
+    *LENGTH_KEYS, "train.precision", "train.z_loss", "train.device",
     "train.deterministic", "optim.", "parallel.", "guard", "machine.", "model.vocab_multiple",
 )  # fmt: skip
 # The exception among them: an optimiser cannot load another's state.

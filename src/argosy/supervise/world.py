@@ -9,7 +9,8 @@ The first of these that is set decides:
 4. None of these: one process.
 
 `argosy train --nproc` starts several processes on each node. The index and number of nodes come from PET_NODE_RANK and
-PET_NNODES (Kubeflow), JOB_COMPLETION_INDEX and NNODES, or SLURM_NODEID and SLURM_NNODES, in the same way.
+PET_NNODES (Kubeflow), JOB_COMPLETION_INDEX and NNODES, NODE_RANK and NNODES, or SLURM_NODEID and SLURM_NNODES, in the same way.
+A number of nodes without an index is refused: every node would start a world of its own.
 """
 
 from __future__ import annotations
@@ -21,6 +22,13 @@ from dataclasses import dataclass
 from argosy.errors import ArgosyError
 
 DEFAULT_PORT = 29500
+# Variables with the index of a node and the number of nodes.
+_NODE_PAIRS = (
+    ("PET_NODE_RANK", "PET_NNODES"),
+    ("JOB_COMPLETION_INDEX", "NNODES"),
+    ("NODE_RANK", "NNODES"),
+    ("SLURM_NODEID", "SLURM_NNODES"),
+)
 
 
 @dataclass(frozen=True)
@@ -64,12 +72,21 @@ def find_world(environ: Mapping[str, str]) -> World:
 
 def find_nodes(environ: Mapping[str, str]) -> Nodes:
     """Return the index of this node and the number of nodes."""
-    pairs = (("PET_NODE_RANK", "PET_NNODES"), ("JOB_COMPLETION_INDEX", "NNODES"), ("SLURM_NODEID", "SLURM_NNODES"))
-    for index, count in pairs:
+    for index, count in _NODE_PAIRS:
         if index in environ and count in environ:
             found = Nodes(_number(environ, index), _number(environ, count), *_master(environ))
             _require_inside(found.index, found.count, index, count)
+            _require_address(environ, found.address, f"{count} says that there are {found.count} nodes", found.count)
             return found
+    # A rank of torchrun knows its place. Such a variable may be left over from the script that called torchrun.
+    if "RANK" not in environ and _number(environ, "NNODES", default=1) > 1:
+        raise ArgosyError(
+            "launch.environment",
+            f"NNODES is {environ['NNODES']}, and no variable has the index of this node",
+            key="NODE_RANK",
+            fix="set NODE_RANK to 0 on the first node, 1 on the next, and MASTER_ADDR to the host of the first; or unset NNODES "
+            "for a run on this node alone",
+        )
     return Nodes()
 
 
@@ -84,15 +101,19 @@ def _world(environ: Mapping[str, str], rank: str, size: str, local: str | None, 
         source,
     )
     _require_inside(found.rank, found.size, rank, size)
-    if found.size > 1 and address == "localhost" and "MASTER_ADDR" not in environ:
+    _require_address(environ, address, f"{size} says that there are {found.size} ranks", found.size)
+    return found
+
+
+def _require_address(environ: Mapping[str, str], address: str, known: str, count: int) -> None:
+    if count > 1 and address == "localhost" and "MASTER_ADDR" not in environ:
         raise ArgosyError(
             "launch.environment",
-            f"{size} says that there are {found.size} ranks, and nothing says where the first of them listens",
+            f"{known}, and nothing says where the first of them listens",
             key="MASTER_ADDR",
             fix="set MASTER_ADDR to the host of rank 0; torchrun, PyTorchJob and TrainJob do so, and under srun the first host "
             "of SLURM_JOB_NODELIST is taken",
         )
-    return found
 
 
 def _require_inside(index: int, count: int, index_name: str, count_name: str) -> None:

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from pydantic import Field
 
 from argosy.config.model import Section
+from argosy.config.origins import Origins
 from argosy.config.units import NotBool
 from argosy.errors import ArgosyError
 from argosy.families.architecture import DECODER, Architecture
-from argosy.tasks.task import Opened, Origins, Run, S, Task
+from argosy.tasks.task import Opened, Run, S, Task
 
 if TYPE_CHECKING:
     from argosy.data.corpus.corpus import Corpus

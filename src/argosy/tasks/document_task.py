@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 
 class DocumentTask(Task[S]):
+    """A task whose samples are made of documents: pairs of segments, or a sentence and its block."""
+
     def stream(
         self, opened: Opened, split: str, corpora: Sequence[Corpus], weights: Sequence[float] | None, *, training: bool
     ) -> Stream:

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from argosy.config.model import Section
+from argosy.config.origins import Origins
 from argosy.config.units import NotBool, Positive
 from argosy.errors import ArgosyError
 from argosy.families.architecture import RETRIEVER
 from argosy.tasks.document_task import DocumentTask, document_seed, ends_in_eod
-from argosy.tasks.task import Opened, Origins, Run, SpecialToken
+from argosy.tasks.task import Opened, Run, SpecialToken
 
 if TYPE_CHECKING:
     from argosy.data.corpus.corpus import Corpus, Split

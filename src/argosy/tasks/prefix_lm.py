@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from argosy.config.model import Section
+from argosy.config.origins import Origins
 from argosy.config.units import NotBool
 from argosy.errors import ArgosyError
 from argosy.tasks.causal_lm import WindowTask
-from argosy.tasks.task import Opened, Origins, Run
+from argosy.tasks.task import Opened, Run
 
 if TYPE_CHECKING:
     from argosy.data.samples.windows import Batch, Maker

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 from argosy.config.model import ModelSpec, Section
+from argosy.config.origins import Origins
 from argosy.config.units import Whole
 from argosy.errors import ArgosyError
 from argosy.families.architecture import Architecture
@@ -21,13 +22,10 @@ if TYPE_CHECKING:
     from argosy.data.special import SpecialTokens
     from argosy.data.text.tokenizer import Tokenizer
 
-Origins = dict[str, str]
 # A token's name in the tokenizer, or its id. An id may be beyond the tokenizer's vocabulary.
 SpecialToken = str | Whole
-# Keys of `data` that apply only to windows of the token stream, with their defaults.
-WINDOW_KEYS: dict[str, Any] = {
-    "order": "argosy", "order_cache": None, "fim": None, "mask_eod": False, "document_mask": False, "reset_positions": False,
-}  # fmt: skip
+# Keys of `data` that apply only to windows of the token stream.
+WINDOW_KEYS = ("order", "order_cache", "fim", "mask_eod", "document_mask", "reset_positions")
 
 
 class Run(Protocol):
@@ -86,8 +84,8 @@ class Task(Generic[S]):
 
     def check(self, run: Run, origins: Origins) -> None:
         """Refuse keys that this task would ignore."""
-        for key, default in () if self.reads_windows else WINDOW_KEYS.items():
-            if getattr(run.data, key) != default:
+        for key in () if self.reads_windows else WINDOW_KEYS:
+            if getattr(run.data, key) != type(run.data).model_fields[key].default:
                 raise ArgosyError(
                     "config.conflict",
                     f"data.{key} is for decoders, which read windows of the token stream; this model reads {self.samples}",

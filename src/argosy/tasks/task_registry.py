@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field
@@ -43,6 +44,17 @@ SECTIONS = tuple(task.section for task in TASKS.values() if task.section is not 
 def tasks_for(architecture: Architecture) -> list[Task[Any]]:
     """Return the tasks an architecture can be trained on, its default first."""
     return [task for task in TASKS.values() if architecture in task.architectures]
+
+
+def section_for(model: Mapping[str, Any], task: object) -> str | None:
+    """Return the section of `data` with the settings of a run's task, given its unchecked `model` and `data.task`."""
+    unchecked = ModelSpec.model_construct(architecture=model.get("architecture"), retrieval=model.get("retrieval"))
+    try:
+        fits = tasks_for(architecture_of(unchecked))
+    except (KeyError, TypeError):
+        # The schema refuses the architecture later.
+        return None
+    return next((fit for fit in fits if fit.name == task), fits[0]).section
 
 
 def own_task(model: ModelSpec) -> Task[Any]:

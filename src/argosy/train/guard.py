@@ -74,6 +74,8 @@ class Skipped(NamedTuple):
 
 
 class Guard:
+    """The rule that skips steps with a bad loss or gradient norm, computed on the device."""
+
     def __init__(self, spec: GuardSpec, device: torch.device, *, guessing: float = 0.0) -> None:
         """`guessing` is the loss of a model that knows nothing, log(vocabulary)."""
         self.spec, self._guessing = spec, guessing
@@ -205,6 +207,8 @@ FACTOR, INTERVAL, HYSTERESIS = 2.0, 1000, 2
 
 
 class LossScaler:
+    """Dynamic loss scaling for fp16, computed on the device."""
+
     def __init__(self, device: torch.device) -> None:
         self.scale = torch.full((), INITIAL, device=device)
         # Steps in a row without overflow.

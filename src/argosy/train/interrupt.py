@@ -18,6 +18,8 @@ from types import FrameType, TracebackType
 from typing import Any
 
 _SAME_S = 0.4
+# The `interrupt` of the run that this thread trains.
+_current = threading.local()
 
 
 class Interrupt:
@@ -38,17 +40,24 @@ class Interrupt:
         self.asked: str | None = None
         self._asked_at = 0.0
         self._previous: dict[int, Any] = {}
+        self._outer: Interrupt | None = None
 
     def __enter__(self) -> Interrupt:
+        self._outer, _current.interrupt = getattr(_current, "interrupt", None), self
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
                 self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        _current.interrupt = self._outer
         for number, handler in self._previous.items():
             # An interpreter that ends restores its own handlers, but leaves SIG_IGN in place.
             signal.signal(number, signal.SIG_IGN if self._settled and self._hold else handler)
+
+    def stop(self) -> None:
+        """Stop the run after this step, as SIGUSR1 does. No handler is needed, so that any thread may call it."""
+        self.asked = self.asked or signal.SIGUSR1.name
 
     def settle(self) -> None:
         """Ignore signals from now on, because the last step is saved."""
@@ -67,3 +76,10 @@ class Interrupt:
         self.asked = signal.Signals(number).name
         if not self._quiet:
             os.write(2, f"\n{self.asked}: finishing this step and saving; once more to stop at once\n".encode())
+
+
+def stop_run() -> None:
+    """Stop the run that this thread trains after this step. Called outside training it does nothing."""
+    interrupt: Interrupt | None = getattr(_current, "interrupt", None)
+    if interrupt is not None:
+        interrupt.stop()

@@ -26,6 +26,8 @@ Norm = Callable[[Mapping[str, Tensor]], Tensor]
 
 
 class Optimizer:
+    """The optimiser of the parameters that this rank holds: master weights, state, update, clipping and skipped steps."""
+
     def __init__(
         self,
         model: nn.Module,

@@ -86,6 +86,8 @@ class _Writing:
 
 
 class Saving:
+    """The checkpoints of a run: restores the newest, saves when one is due, and retries saves that fail."""
+
     def __init__(
         self,
         run: RunDir,

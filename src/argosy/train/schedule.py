@@ -22,15 +22,18 @@ from dataclasses import dataclass
 from argosy.config.batches import Batches
 from argosy.config.lr_phases import LrPhases, lr_phases
 from argosy.config.schema import OptimSpec, RunSpec
+from argosy.config.units import LENGTH_KEYS
 
 _FALLING = ("cosine", "linear", "wsd")
-_KEYS = ("optim.", "train.steps", "train.tokens", "train.samples", "train.epochs", "train.batch_rampup")
+_KEYS = ("optim.", *LENGTH_KEYS, "train.batch_rampup")
 # The relative difference up to which two rates count as the same.
 _SAME = 1e-9
 
 
 @dataclass(frozen=True)
 class Schedule:
+    """A learning-rate schedule: the rate of any step."""
+
     kind: str
     # The shape of the decay: linear, cosine, sqrt or exponential.
     shape: str

@@ -52,6 +52,8 @@ class Taken:
 
 
 class Telemetry:
+    """The measurements of a run, which every rank takes and the first rank records when a step is logged."""
+
     def __init__(self, spec: RunSpec, run: RunDir, mesh: Mesh, meter: Meter, *, first: int, rewound: bool) -> None:
         self.meter, self.phases = meter, Phases(mesh.device)
         self._price, self._mesh, self._stages = hourly_price(spec), mesh, spec.parallel.pp

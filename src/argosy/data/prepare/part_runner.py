@@ -51,7 +51,7 @@ class PartRunner:
             return
         encode, description = self.engine_here()
         self._report_fallback(encode is not None, description)
-        work, vocab_size, encode = self.work, self.tokenizer.vocab_size, encode or self.tokenizer.encode
+        work, vocab_size, encode = self.work, self.tokenizer.vocab_size, encode or self.tokenizer.encode_batch
         maker = PartMaker(work.parts, encode, vocab_size, work.eod, work.part_options)
         for name, group in tasks:
             yield name, maker.make(name, group)

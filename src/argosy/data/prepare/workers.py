@@ -50,10 +50,10 @@ class EncoderSpec:
         if self.engine is not None:
             return load_engine(self.engine, self.content.decode(), self.special_in_text)
         if self.content == ByteTokenizer().stored()[1]:
-            return ByteTokenizer().encode
+            return ByteTokenizer().encode_batch
         if self.file.endswith(".model"):
-            return SentencePieceTokenizer(self.content, self.file).encode
-        return JsonTokenizer(self.content.decode(), self.file, special_in_text=self.special_in_text).encode
+            return SentencePieceTokenizer(self.content, self.file).encode_batch
+        return JsonTokenizer(self.content.decode(), self.file, special_in_text=self.special_in_text).encode_batch
 
 
 def encoder_spec(tokenizer: Tokenizer, engine: str | None, *, eod: int | None) -> EncoderSpec:

@@ -106,7 +106,7 @@ class Proof:
     def by(cls, reference: Tokenizer, sample: Sequence[str]) -> Proof:
         """Encode the hard strings and a sample of the corpus with the reference tokenizer."""
         texts = [*NASTY, *sample]
-        return cls(texts, *reference.encode(texts))
+        return cls(texts, *reference.encode_batch(texts))
 
     def check(self, encode: Encode) -> None:
         """Raise EngineFault if `encode` fails or gives other ids than the reference."""

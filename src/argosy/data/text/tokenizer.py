@@ -36,12 +36,21 @@ class Tokenizer(Protocol):
     """The interface of all tokenizers."""
 
     @property
-    def vocab_size(self) -> int: ...
+    def vocab_size(self) -> int:
+        """The number of embedding rows that the ids need: the largest id + 1."""
+
     @property
-    def eod_id(self) -> int: ...
+    def eod_id(self) -> int:
+        """The id of the end-of-document token."""
+
     @property
-    def fingerprint(self) -> str: ...
-    def encode(self, texts: Sequence[str]) -> tuple[Ids, Lengths]:
+    def fingerprint(self) -> str:
+        """A hash of everything that determines the ids. Prepared data carries it."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of one text, without special tokens."""
+
+    def encode_batch(self, texts: Sequence[str]) -> tuple[Ids, Lengths]:
         """Return the ids of all texts in one flat array, and the number of ids of each text."""
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -57,14 +66,21 @@ class Tokenizer(Protocol):
         """Return (file name, content) to store with data and checkpoints. `load_tokenizer` reads it back."""
 
 
-class ByteTokenizer:
+class _EncodesText:
+    """Encodes one text with the batch form of a tokenizer."""
+
+    def encode(self: Tokenizer, text: str) -> list[int]:
+        return [int(i) for i in self.encode_batch([text])[0]]
+
+
+class ByteTokenizer(_EncodesText):
     """A tokenizer without a file: ids 0..255 are the UTF-8 bytes, and 256 is the end of a document."""
 
     vocab_size = 257
     eod_id = 256
     fingerprint = "bytes-v1"
 
-    def encode(self, texts: Sequence[str]) -> tuple[Ids, Lengths]:
+    def encode_batch(self, texts: Sequence[str]) -> tuple[Ids, Lengths]:
         encoded = [text.encode() for text in texts]
         ids = np.frombuffer(b"".join(encoded), np.uint8).astype(np.uint32)
         return ids, np.array([len(text) for text in encoded], np.int64)
@@ -82,7 +98,7 @@ class ByteTokenizer:
         return "tokenizer.json", json.dumps({"type": self.fingerprint}).encode()
 
 
-class JsonTokenizer:
+class JsonTokenizer(_EncodesText):
     """A Hugging Face tokenizer.json, run by the `tokenizers` library. It is the reference for the fast engines."""
 
     def __init__(self, text: str, name: str, eod: str | None = None, *, special_in_text: bool = False) -> None:
@@ -124,7 +140,7 @@ class JsonTokenizer:
             fix=f"name it with --eod; its special tokens are: {', '.join(special) or 'none'}; or --no-append-eod",
         )
 
-    def encode(self, texts: Sequence[str]) -> tuple[Ids, Lengths]:
+    def encode_batch(self, texts: Sequence[str]) -> tuple[Ids, Lengths]:
         with tokenizer_faults(self.name):
             encoded = [item.ids for item in self._engine.encode_batch_fast(list(texts), add_special_tokens=False)]
         return _flat(encoded)
@@ -178,7 +194,7 @@ def panics_as_errors() -> Iterator[None]:
         raise RuntimeError(str(error)) from None
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(_EncodesText):
     """A SentencePiece `.model`, run by the `sentencepiece` library."""
 
     def __init__(self, model: bytes, name: str) -> None:
@@ -204,7 +220,7 @@ class SentencePieceTokenizer:
             )
         return int(self._engine.eos_id())
 
-    def encode(self, texts: Sequence[str]) -> tuple[Ids, Lengths]:
+    def encode_batch(self, texts: Sequence[str]) -> tuple[Ids, Lengths]:
         return _flat(self._engine.encode(list(texts), out_type=int))
 
     def decode(self, ids: Iterable[int]) -> str:

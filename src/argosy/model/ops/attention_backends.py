@@ -25,7 +25,13 @@ class Form(NamedTuple):
 
 
 class Kernels(Protocol):
-    """A module with the kernels of both passes."""
+    """A module with the kernels of both passes. Argosy's profiles find them by name."""
+
+    def title(self) -> str:
+        """Return what to call these kernels in a report."""
+
+    def is_kernel(self, name: str) -> bool:
+        """Return whether a kernel name in a profile is one of these kernels."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, form: Form) -> tuple[Tensor, Tensor]:
         """Return the result, shaped like q, and the log-sum-exp of the scores [batch, heads, seq]."""

@@ -56,12 +56,12 @@ def kernels(on: bool) -> Iterator[None]:
 def gpu_refusal(device: torch.device, capabilities: tuple[int, ...]) -> str | None:
     """Return why kernels for these major compute capabilities of NVIDIA GPUs cannot run on a device, or None."""
     if device.type != "cuda" or torch.version.hip is not None:
-        return "needs a GPU of NVIDIA's"
+        return "the kernels need an NVIDIA GPU"
     if only_torch():
         return "ARGOSY_KERNELS=torch"
     found = torch.cuda.get_device_capability(device)[0]
     wanted = " or ".join(map(str, capabilities))
-    return None if found in capabilities else f"needs a GPU of compute capability {wanted}, and this has {found}"
+    return None if found in capabilities else f"the kernels need compute capability {wanted}, and this GPU has {found}"
 
 
 @cache

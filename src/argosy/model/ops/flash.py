@@ -41,6 +41,11 @@ def is_kernel(name: str) -> bool:
     return "flash_attncute" in name
 
 
+def title() -> str:
+    """Return what to call these kernels in a report."""
+    return f"{_PACKAGE} {INSTALLED}"
+
+
 def forward(q: Tensor, k: Tensor, v: Tensor, form: Form) -> tuple[Tensor, Tensor]:
     out, lse = _interface().flash_attn_func(
         q, k, v, softmax_scale=form.scale, causal=form.causal, window_size=_window(form.window), return_lse=True

@@ -27,13 +27,17 @@ _TOKENS = 128
 def refusal(device: torch.device, dtype: torch.dtype, head_dim: int, seq: int) -> str | None:
     """Return why these kernels cannot run, or None."""
     if _TRITON is None or not _TRITON.startswith(_MEASURED):
-        return f"is measured with Triton {', '.join(v.rstrip('.') for v in _MEASURED)} only"
+        return f"the kernels are measured only with Triton {', '.join(v.rstrip('.') for v in _MEASURED)}"
     if why := gpu_refusal(device, _CAPABILITIES):
         return why
     if dtype != torch.bfloat16:
-        return "needs bf16"
+        return "the kernels need bf16"
     fits = head_dim in _HEAD_DIMS and seq % _TOKENS == 0
-    return None if fits else f"needs heads of {' or '.join(map(str, _HEAD_DIMS))} and a multiple of {_TOKENS} tokens"
+    return (
+        None
+        if fits
+        else f"the kernels need heads of {' or '.join(map(str, _HEAD_DIMS))} and a multiple of {_TOKENS} tokens"
+    )
 
 
 class Kernels(Protocol):
@@ -51,6 +55,11 @@ class Kernels(Protocol):
         *,
         repeatable: bool,
     ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+def title() -> str:
+    """Return what to call these kernels in a report."""
+    return "Argosy's own kernels"
 
 
 def is_kernel(name: str) -> bool:

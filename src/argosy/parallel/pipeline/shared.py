@@ -19,6 +19,8 @@ from argosy.parallel.shards import local
 
 
 class SharedWeights:
+    """The weights that this pipeline rank shares with others, whose gradients the holders sum once a step."""
+
     def __init__(self, model: nn.Module, stages: Stages, group: dist.ProcessGroup) -> None:
         self._group, rank = group, dist.get_rank(group)
         # The holders, and the parameters that they share.

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from argosy.config.checks import FP8_ALIGNMENT
 from argosy.errors import ArgosyError
 from argosy.model.decoder import Decoder
-from argosy.model.encoder import Encoder, MaskedLM
+from argosy.model.encoder import Encoder, MaskedLM, TokenHead
 from argosy.model.encoder_decoder import EncoderDecoder, Stack
 from argosy.model.layers import AttentionBlock, Embedding, Linear
 from argosy.model.moe import MoE, Report
@@ -29,11 +29,17 @@ from argosy.parallel.cutting import cut_parameters
 from argosy.parallel.tensor.region import Region
 from argosy.parallel.tensor.vocabulary import SpreadOutput, look_up
 
+# The parts of a block with collectives around them.
+_REGIONS = ("attn", "cross", "mlp")
+# Modules outside of these parts whose cut parameters `_connect` serves.
+_CONNECTED = (AttentionBlock, Embedding, Decoder, EncoderDecoder, MaskedLM, TokenHead, Stack)
+
 
 def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> None:
     """Shard a model over the ranks of a mesh of one axis. With `sequence`, the residual stream is spread by tokens."""
     region = Region(mesh.get_group(), sequence)
     declared = declared_shardings(model)
+    _require_regions(model)
     for module in list(model.modules()):
         _connect(module, region)
     cuts: dict[nn.Module, dict[str, int]] = {}
@@ -90,16 +96,38 @@ def _parameters_of(module: nn.Module, path: str, name: str) -> Iterator[str]:
         yield from (f"{start}.{inner}" for inner, _ in child.named_parameters())
 
 
+def _require_regions(model: nn.Module) -> None:
+    """Raise ArgosyError if a module has parameters cut over ranks or used inside a region, and no collectives are put around it."""
+    blocks = [module for module in model.modules() if isinstance(module, AttentionBlock)]
+    inside = {part for block in blocks for inner in _regions(block) for part in inner.modules()}
+    for path, module in model.named_modules():
+        declaration: Declaration = getattr(module, "tensor_parallel", {})
+        cut = [name for name, one in declaration.items() if one.dim is not None or one.partial == "always"]
+        if cut and module not in inside and not isinstance(module, _CONNECTED):
+            raise ArgosyError(
+                "model.undeclared",
+                f"{path} ({type(module).__name__}) declares that {', '.join(cut)} may be cut over ranks, and nothing sums its "
+                f"results: it is not the {', '.join(_REGIONS)} of a block",
+                key="parallel.tp",
+                fix="declare its parameters OUTSIDE or REPLICATED (argosy.model.sharding), or connect it in "
+                "argosy.parallel.tensor.apply",
+            )
+
+
+def _regions(block: AttentionBlock) -> Iterator[nn.Module]:
+    """Yield the parts of a block that compute with some of the heads or a part of the inner width."""
+    yield from (inner for name in _REGIONS if (inner := getattr(block, name, None)) is not None)
+
+
 def _connect(module: nn.Module, region: Region) -> None:
     """Hook the collectives into a module, and set its share of heads, tokens or vocabulary."""
     match module:
         case AttentionBlock():
-            for name in ("attn", "cross", "mlp"):
-                inner = getattr(module, name, None)
+            for inner in _regions(module):
                 if isinstance(inner, MoE):
                     inner.register_forward_pre_hook(partial(_enter_experts, region))
                     inner.register_forward_hook(partial(_leave_experts, region))
-                elif inner is not None:
+                else:
                     inner.register_forward_pre_hook(partial(_first_argument, region.enter))
                     inner.register_forward_hook(partial(_result, region.leave))
         case Embedding():

@@ -21,6 +21,8 @@ from argosy.model.sharding import WHOLE, Share
 
 @dataclass(frozen=True)
 class Region:
+    """The ranks that share the sharded parts of each block, and the collectives on entry and exit."""
+
     group: dist.ProcessGroup
     # Sequence parallelism: tokens are spread over the ranks outside of the region.
     sequence: bool
