@@ -12,23 +12,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from argosy.config.counts import count_parameters
+from argosy.config.schema import ModelSpec
 from argosy.config.secrets import without_secrets
 from argosy.errors import ArgosyError
 from argosy.record.alerts import TROUBLE
 from argosy.record.heartbeat import read_heartbeats
 from argosy.record.jsonl import Record
+from argosy.record.run_notes import read_notes
 from argosy.record.rundir import RunDir
 from argosy.record.tail import RecentRecords
 from argosy.untrusted import read_object
 from argosy.watch.hearing import HeartbeatAges, wait_for_heartbeat
 from argosy.watch.heat import HeatMap
-from argosy.watch.reading import printable, readable, table, valid_fields
+from argosy.watch.reading import is_number, printable, readable, table, valid_fields
 from argosy.watch.series import Series
 
 # Levels of folders below the root.
 _DEPTH = 3
 _MOST_RUNS = 2000
-_MOST_EVENTS = 5000
+_MOST_EVENTS, _MOST_SAMPLES = 5000, 2000
+# Characters of a prompt or a text that are shown.
+_LONGEST_TEXT = 20_000
 # A run without a heartbeat for this long is not running.
 QUIET_AFTER_S = 120.0
 
@@ -87,7 +92,10 @@ class Run:
         self.name = readable(self.name)
         self.dir, self.series = RunDir(self.root), Series(self.root / "metrics.jsonl")
         self._events = RecentRecords(self.dir.events, _MOST_EVENTS, _event)
+        self._samples = RecentRecords(self.root / "samples.jsonl", _MOST_SAMPLES, _sample)
         self.heat, self._heartbeat_ages = HeatMap(self.dir.ranks), HeartbeatAges()
+        self._spec: tuple[dict[str, Any], dict[str, str], int | None] | None = None
+        self._spec_version: tuple[int, ...] | None = None
 
     def state(self) -> str:
         """Return the state: new, running, done, stopped (on request) or dead (without an end event)."""
@@ -128,10 +136,48 @@ class Run:
             wait_for_heartbeat(self.heartbeats)
 
     def spec(self) -> dict[str, Any]:
-        return table(without_secrets(self._json("resolved.json").get("spec")))
+        return self._resolved()[0]
 
     def origins(self) -> dict[str, str]:
-        return table(self._json("resolved.json").get("origins"))
+        return self._resolved()[1]
+
+    def parameters(self) -> int | None:
+        """Return the number of the model's parameters, or None if this version cannot count them."""
+        return self._resolved()[2]
+
+    def _resolved(self) -> tuple[dict[str, Any], dict[str, str], int | None]:
+        """Return spec, origins and parameter count. The file is parsed again when it has changed."""
+        try:
+            status = self.dir.resolved_file.stat()
+            version = (status.st_mtime_ns, status.st_size, status.st_ino)
+        except OSError:
+            version = None
+        if self._spec_version != version or self._spec is None:
+            found = self._json("resolved.json")
+            spec = table(without_secrets(found.get("spec")))
+            self._spec, self._spec_version = (spec, table(found.get("origins")), _parameters(spec)), version
+        return self._spec
+
+    def created(self) -> float | None:
+        """Return the wall-clock time when the run was first started; before its first log, when its spec was stored."""
+        if self.series.began is not None:
+            return self.series.began
+        try:
+            return self.dir.resolved_file.stat().st_mtime
+        except OSError:
+            return None
+
+    def seconds(self) -> float | None:
+        """Return the seconds from the first start to the newest log."""
+        last = self.series.last
+        if last.get("spent"):
+            return float(sum(last["spent"].values()))
+        began, logged = self.series.began, last.get("time")
+        return None if began is None or logged is None else float(logged) - began
+
+    def samples(self) -> list[Record]:
+        """Return the newest samples of text that the run has logged."""
+        return self._samples.read()
 
     def plan(self) -> dict[str, Any]:
         """Return the planner's prediction, if one is stored with the run."""
@@ -162,6 +208,12 @@ class Run:
             "records": self.series.count,
             "reading": self._reading(),
             "last": {key: last[key] for key in keys if key in last},
+            "validation": next((value for _, value in self.series.latest("validation_loss", 1)), None),
+            "best_validation": self.series.lowest("validation_loss"),
+            "parameters": self.parameters(),
+            "created": self.created(),
+            "seconds": self.seconds(),
+            **read_notes(self.root).as_dict(),
             "alerts": sum(event.get("event") in TROUBLE for event in self.events()),
             "skips": self.skips(),
         }
@@ -190,6 +242,23 @@ _ENDS = frozenset(("start", "resume", "restart", "done", "interrupted", "non-fin
 
 def _event(record: Record) -> Record | None:
     return valid_fields(record) if isinstance(record.get("event"), str) else None
+
+
+def _sample(record: Record) -> Record | None:
+    """Return a sample with the fields that are of the right type, or None if its text or step is missing."""
+    if not is_number(record.get("step")) or not isinstance(record.get("text"), str):
+        return None
+    numbers = {key: value for key in ("step", "tokens", "time") if is_number(value := record.get(key))}
+    texts = {key: value[:_LONGEST_TEXT] for key in ("prompt", "text") if isinstance(value := record.get(key), str)}
+    return numbers | texts
+
+
+def _parameters(spec: dict[str, Any]) -> int | None:
+    try:
+        return count_parameters(ModelSpec.model_validate(spec.get("model"))).total
+    except (ValueError, ArithmeticError, ArgosyError):
+        # The spec is of another version, or damaged.
+        return None
 
 
 def _about(checkpoint: Path) -> dict[str, Any] | None:
