@@ -82,9 +82,14 @@ def comparison(runs: list[Run]) -> dict[str, Any]:
         `runs`: each run's summary, with its values of these keys in `spec`.
     """
     with_spec = [run for run in runs if run.spec()]
-    differing = {row["key"]: dict(zip((run.name for run in with_spec), row["values"], strict=True)) for row in config_diff(with_spec)}
+    differing = {
+        row["key"]: dict(zip((run.name for run in with_spec), row["values"], strict=True))
+        for row in config_diff(with_spec)
+    }
     written = [
-        key for key in differing if any(not run.origins().get(key, "default").startswith(_UNWRITTEN) for run in with_spec)
+        key
+        for key in differing
+        if any(not run.origins().get(key, "default").startswith(_UNWRITTEN) for run in with_spec)
     ]
     rows = [
         run.summary() | {"spec": {key: values[run.name] for key, values in differing.items() if run.name in values}}

@@ -98,9 +98,11 @@ export class Charts {
 
   // All charts show the same part of the axis, so that a spike can be compared across them.
   zoom(range) {
-    this.range = range;
+    // Rounded as in the address, so that a link shows the very same.
+    this.range = range && range.map((value) => (this.axis === "step" ? Math.round(value) : Number(value.toPrecision(7))));
+    if (range && this.range[0] === this.range[1]) this.range[1] += 1;
     this.whole.disabled = !range;
-    for (const one of this.drawn) one.chart.look(range);
+    for (const one of this.drawn) one.chart.look(this.range);
     this.remember();
     return this.refreshAll();
   }
@@ -116,9 +118,8 @@ export class Charts {
   }
 
   remember() {
-    const plain = (value) => (this.axis === "step" ? Math.round(value) : Number(value.toPrecision(7)));
     keep({ x: this.axis === "step" ? null : this.axis, xscale: this.xlog ? "log" : null, smooth: this.smoothing || null, y: [...this.turned], chart: this.added,
-      from: this.range ? plain(this.range[0]) : null, to: this.range ? plain(this.range[1]) : null });
+      from: this.range?.[0] ?? null, to: this.range?.[1] ?? null });
   }
 
   refreshAll() { return Promise.all(this.drawn.map((one) => this.refresh(one))); }

@@ -14,7 +14,7 @@ const COLUMNS = { ratio: "own work over its peers'", own_s: "own work, s", data_
 
 export function runPage(main, names) {
   const several = names.length > 1, charts = new Charts(names), cards = new Cards(CARDS);
-  const tiles = el("div", { class: "tiles" }), verdict = el("div", { class: "verdict", hidden: true, role: "status" });
+  const tiles = el("div", { class: "tiles", hidden: several }), verdict = el("div", { class: "verdict", hidden: true, role: "status" });
   const notes = several ? null : noteEditor(names[0]), log = rankLog(names[0]), samples = sampleViewer(names);
   main.replaceChildren(el("h1", {}, names.join(" · ")), ...(notes ? notes.nodes : []), verdict, tiles, charts.bar, charts.box, cards.box);
   let version = null, column = "ratio";
