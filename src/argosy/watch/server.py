@@ -106,8 +106,8 @@ class Json(Response):
 class RunApi:
     """The answers of the dashboard's API, from the run directories below one root."""
 
-    def __init__(self, root: Path) -> None:
-        self._cache = RunCache(root)
+    def __init__(self, root: Path, *, copied: bool = False) -> None:
+        self._cache, self._copied = RunCache(root), copied
 
     def runs(self, request: Request) -> Any:
         return [run.summary() for run in self._cache.all_fresh()]
@@ -150,6 +150,12 @@ class RunApi:
         run, (tags, note) = self._named(request), (table(body).get(key) for key in ("tags", "note"))
         if not (isinstance(tags, list) and all(isinstance(tag, str) for tag in tags) and isinstance(note, str)):
             raise ValueError("a note is an object with `tags`, a list of texts, and `note`, a text")
+        if self._copied:
+            raise ArgosyError(
+                "run.unwritable",
+                "this is a copy of a run in a cluster, where nothing is written",
+                fix="write the note where the volume is mounted: `argosy note RUN TEXT`",
+            )
         write_notes(run.root, RunNotes().tagged(tags).with_note(note))
         return read_notes(run.root).as_dict()
 
@@ -192,9 +198,9 @@ def _shown(query: Mapping[str, str]) -> dict[str, Any]:
     return {"axis": query.get("x") or "step", "first": first, "last": last}
 
 
-def make_app(root: Path, token: str) -> Starlette:
-    """Build the dashboard's web application for the run directories below `root`."""
-    api = RunApi(root)
+def make_app(root: Path, token: str, *, copied: bool = False) -> Starlette:
+    """Build the dashboard's web application for the run directories below `root`. Nothing is written into a copy of runs."""
+    api = RunApi(root, copied=copied)
     answers = (
         api.runs, api.run, api.curves, api.csv, api.table, api.samples, api.ranks, api.verdict, api.log, api.config, api.diff,
         api.plan, api.choices,
