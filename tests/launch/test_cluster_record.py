@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +15,8 @@ import pytest
 from api_server import ApiServer
 from rendering import GPU_EXAMPLE
 
+from argosy.cli.checkpoint import list_checkpoints
+from argosy.cli.watch import report, watch
 from argosy.config.resolve import resolve
 from argosy.errors import ArgosyError
 from argosy.launch.run_directory import in_cluster, run_directory
@@ -77,20 +78,19 @@ def applied(server: ApiServer) -> list[dict[str, Any]]:
 
 
 def test_watch_checkpoints_and_report_of_a_run_in_a_cluster_need_no_mounted_volume(
-    server: ApiServer, argosy: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+    server: ApiServer, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen = argosy("watch", RUN, "-n", "training", "--once")
-    assert seen.returncode == 0, seen.stderr
-    assert "step 4/" in seen.stdout
-    listed = argosy("ckpt", "ls", GPU_EXAMPLE, "--json")
-    assert listed.returncode == 0, listed.stderr
+    monkeypatch.chdir(tmp_path)
+    watch(RUN, once=True, namespace="training")
+    assert "step 4/" in capsys.readouterr().out
+    list_checkpoints(str(GPU_EXAMPLE), as_json=True)
     size = sum(path.stat().st_size for path in (KEPT / SAVED).iterdir())
-    [found] = json.loads(listed.stdout)
+    [found] = json.loads(capsys.readouterr().out)
     assert (found["step"], found["bytes"], found["fault"]) == (4, size, None)
     assert found["loss"]
-    reported = argosy("report", RUN, "--namespace", "training")
-    assert reported.returncode == 0, reported.stderr
-    assert f"<h1>{RUN}</h1>" in (tmp_path / f"{RUN}-report.html").read_text()
+    report(RUN, namespace="training")
+    assert capsys.readouterr().out == f"{RUN}-report.html\n"
+    assert f"<h1>{RUN}</h1>" in Path(f"{RUN}-report.html").read_text()
     # Each command took its pod with it.
     assert applied(server) == []
     assert [method for method, path, _ in server.requests if "pods" in path and method == "DELETE"] == ["DELETE"] * 3

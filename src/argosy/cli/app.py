@@ -29,6 +29,7 @@ from argosy.cli import (
     evaluate,
     jobs,
     launch,
+    note,
     plan,
     sample,
     train,
@@ -141,6 +142,7 @@ app.command("ls")(jobs.ls)
 app.command("watch")(watch.watch)
 app.command("dash")(dash.dash)
 app.command("report")(watch.report)
+app.command("note")(note.note)
 app.command("doctor")(doctor.doctor)
 app.command("sample")(sample.sample)
 app.command("eval")(evaluate.evaluate)

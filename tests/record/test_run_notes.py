@@ -1,0 +1,44 @@
+"""Notes and tags of a run: what is written comes back, and what cannot be kept is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from argosy.errors import ArgosyError
+from argosy.record.run_notes import FILE, RunNotes, read_notes, write_notes
+from record.run_dirs import make_run
+
+
+def test_tags_and_a_note_are_kept_in_the_run_directory_and_changed_by_the_verb(
+    tmp_path: Path, argosy: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    run = make_run(tmp_path / "runs" / "sea").root
+    assert (
+        argosy("note", run, "the one to beat", "--tag", "base", "--tag", "2026").stdout
+        == "base 2026\nthe one to beat\n"
+    )
+    assert read_notes(run) == RunNotes(("base", "2026"), "the one to beat")
+    told = argosy("note", run, "--untag", "2026", "--tag", "base", "--json").stdout
+    assert json.loads(told) == {"tags": ["base"], "note": "the one to beat"}
+
+
+@pytest.mark.parametrize(
+    "notes", [RunNotes(("",)), RunNotes(("a b",)), RunNotes(("x" * 41,)), RunNotes(("a\n",)), RunNotes(note="x" * 10_001), RunNotes(tuple(map(str, range(17))))]
+)  # fmt: skip
+def test_what_is_too_long_or_no_tag_is_refused_and_the_old_notes_stay(tmp_path: Path, notes: RunNotes) -> None:
+    write_notes(tmp_path, RunNotes(("kept",)))
+    with pytest.raises(ArgosyError) as refused:
+        write_notes(tmp_path, notes)
+    assert refused.value.code == "run.bad-note"
+    assert read_notes(tmp_path) == RunNotes(("kept",))
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"tags": 3, "note": []}', '{"tags": [1, null]}'])
+def test_a_damaged_file_counts_as_no_notes(tmp_path: Path, content: str) -> None:
+    (tmp_path / FILE).write_text(content)
+    assert read_notes(tmp_path) == RunNotes()
