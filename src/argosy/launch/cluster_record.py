@@ -3,7 +3,7 @@
 The pod runs `argosy.record.record_server` in the run's own image. It has the run's volume read-only, no service account, no
 secrets, no GPU, a fraction of a CPU, and it ends by itself when nobody asks, at the latest after half a day. Requests go through
 the API server's proxy to pods. A reader needs these rights in the namespace: `pods` (create, patch, get, delete), `pods/proxy`
-(get), and `configmaps` (get) if the run is named instead of its spec.
+(get), and `configmaps` (get) if the run is named instead of its spec; with `events` (list) it can say what a pod waits for.
 """
 
 from __future__ import annotations
@@ -131,7 +131,10 @@ class RecordReader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._cluster.delete(POD, self.pod)
+        try:
+            self._cluster.delete(POD, self.pod)
+        except ArgosyError as error:
+            _log.warning("the reader pod %s could not be deleted and ends by itself: %s", self.pod, error.cause)
 
     def fetch(self, path: str, query: Sequence[tuple[str, str]]) -> bytes:
         return self._cluster.through_pod(self.pod, PORT, path, query, {TOKEN_HEADER: self._token})
@@ -143,18 +146,24 @@ class RecordReader:
             phase = pod.get("status", {}).get("phase", "Pending")
             if phase == "Running":
                 return
-            state = stage_state({"metadata": pod["metadata"]}, [pod], self._cluster.find(EVENT))
+            state = stage_state({"metadata": pod["metadata"]}, [pod], self._events())
             if phase in ("Failed", "Succeeded") or time.monotonic() > deadline:
-                log = " ".join(line.partition(" ")[2] for line in self._cluster.logs(self.pod, tail=5))
                 raise ArgosyError(
                     "launch.refused",
-                    f"the reader {self.pod} did not start: {state}{'; its log: ' + log if log else ''}",
-                    fix="the image has to hold this version of Argosy; `argosy logs` needs no reader",
+                    f"the reader pod did not start: {state}",
+                    fix="the image has to hold this version of Argosy or a newer one; `argosy logs` needs no reader",
                 )
             if str(state) != said:
                 said = str(state)
                 _log.info("%s", said)
             time.sleep(0.5)
+
+    def _events(self) -> list[Manifest]:
+        """Return the events of the namespace. They only explain: who may not read them waits without a reason."""
+        try:
+            return self._cluster.find(EVENT)
+        except ArgosyError:
+            return []
 
 
 @contextmanager
