@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import json
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from argosy.cli.note import note
 from argosy.errors import ArgosyError
 from argosy.record.run_notes import FILE, RunNotes, read_notes, write_notes
 from record.run_dirs import make_run
 
 
 def test_tags_and_a_note_are_kept_in_the_run_directory_and_changed_by_the_verb(
-    tmp_path: Path, argosy: Callable[..., subprocess.CompletedProcess[str]]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = make_run(tmp_path / "runs" / "sea").root
-    assert (
-        argosy("note", run, "the one to beat", "--tag", "base", "--tag", "2026").stdout
-        == "base 2026\nthe one to beat\n"
-    )
+    note(run, "the one to beat", tag=["base", "2026"])
+    assert capsys.readouterr().out == "base 2026\nthe one to beat\n"
     assert read_notes(run) == RunNotes(("base", "2026"), "the one to beat")
-    told = argosy("note", run, "--untag", "2026", "--tag", "base", "--json").stdout
-    assert json.loads(told) == {"tags": ["base"], "note": "the one to beat"}
+    note(run, untag=["2026"], tag=["base"], as_json=True)
+    assert json.loads(capsys.readouterr().out) == {"tags": ["base"], "note": "the one to beat"}
 
 
 @pytest.mark.parametrize(

@@ -177,9 +177,9 @@ def _updating(mirror: RecordMirror) -> Iterator[None]:
             try:
                 mirror.update()
                 lost = False
-            except ArgosyError as error:
+            except (ArgosyError, OSError, ValueError) as error:
                 if not lost:
-                    _log.warning("the cluster does not answer, trying again: %s", error.cause)
+                    _log.warning("the run's record could not be read, trying again: %s", error)
                 lost = True
 
     thread = threading.Thread(target=keep_updating, daemon=True)
