@@ -139,6 +139,19 @@ def test_the_tip_shows_nothing_of_a_run_beyond_its_end(sight: Sight) -> None:
     assert sum("old" in line for line in beyond) == 2
 
 
+def test_a_click_in_a_legend_hides_a_run_in_all_charts_and_the_link_keeps_it_hidden(sight: Sight) -> None:
+    sight.open("runs", run=["old", "young"])
+    sight.drawn("Gradient norm", curve=1)
+    sight.chart().get_by_role("button", name="young").click()
+    for title in ("Loss", "Gradient norm"):
+        wait_for(lambda title=title: sight.chart(title).locator("svg polyline").count() == 1)
+    assert "young" not in "".join(sight.point_at(sight.drawn()[20][0]))
+    assert "hide=young" in sight.page.url
+    sight.page.keyboard.press("Enter")
+    sight.drawn("Gradient norm", curve=1)
+    assert "hide=" not in sight.page.url
+
+
 def test_the_tip_goes_with_a_zoom_and_comes_back_with_the_values_that_are_there_then(sight: Sight) -> None:
     sight.open("runs", run="old")
     whole = sight.drawn()

@@ -23,7 +23,9 @@ def dash(
     ] = None,
     namespace: NAMESPACE = None,
 ) -> None:
-    """Serve a dashboard of runs: curves, tables, samples, goodput, ranks, checkpoints, events, logs, and the planner.
+    """Serve a dashboard of runs in a browser.
+
+    It shows curves, a table of hyper-parameters and results, samples, goodput, ranks, checkpoints, events, logs, and the planner.
 
     Listens on this machine only, and prints the link with its token. It reads run directories, so it works on a shared
     file system, while a run trains and after it has died; all it writes is notes.json, the tags and the note of a run. Of a run in

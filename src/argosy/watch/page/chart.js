@@ -8,10 +8,12 @@ const WIDTH = 440, HEIGHT = 208, LEFT = 48, RIGHT = 10, TOP = 20, BOTTOM = 36;
 const NEAR = 3;
 
 export class Chart {
-  constructor(title, { onzoom, onpoint, log = false } = {}) {
+  constructor(title, { onzoom, onpoint, onhide, hidden = new Set(), log = false } = {}) {
     this.title = title;
     this.onzoom = onzoom;
     this.onpoint = onpoint || (() => {});
+    this.onhide = onhide;
+    this.hidden = hidden; // keys of curves that the legend has switched off
     this.log = log;
     this.axis = "step";
     this.xlog = false;
@@ -32,7 +34,7 @@ export class Chart {
     this.box = el("div", { class: "chart" }, this.root, this.tip, this.spoken, this.legend);
   }
 
-  // series: [{label, colour, x, step, mean, low, high, dots, dashed, beside}]
+  // series: [{key, label, colour, x, step, mean, low, high, dots, dashed, beside}]
   show(series) {
     this.series = series.filter((one) => one.x.length);
     this.draw();
@@ -41,11 +43,11 @@ export class Chart {
   draw() {
     this.root.replaceChildren();
     // Points that stand for themselves, as validation, are never smoothed.
-    this.drawn = this.series.map((one) => ({ ...one, line: one.dots ? one.mean : smooth(one.mean, this.smoothing) }));
+    this.drawn = this.series.filter((one) => !this.hidden.has(one.key)).map((one) => ({ ...one, line: one.dots ? one.mean : smooth(one.mean, this.smoothing) }));
     const [x0, x1] = this.bounds();
     if (!this.drawn.length || !Number.isFinite(x0)) {
-      this.root.append(svg("text", { x: WIDTH / 2, y: HEIGHT / 2, "text-anchor": "middle" }, "nothing logged yet"));
-      this.legend.replaceChildren();
+      this.root.append(svg("text", { x: WIDTH / 2, y: HEIGHT / 2, "text-anchor": "middle" }, this.series.length ? "all curves are hidden" : "nothing logged yet"));
+      this.drawLegend();
       this.shown = null;
       this.hide();
       return;
@@ -62,12 +64,24 @@ export class Chart {
     this.selection = svg("rect", { class: "select", y: TOP, height: HEIGHT - TOP - BOTTOM, width: 0 });
     this.cross = svg("line", { class: "cross", y1: TOP, y2: HEIGHT - BOTTOM, visibility: "hidden" });
     this.root.append(this.selection, this.cross);
-    this.legend.replaceChildren(...this.keys().map((one) => el("span", {}, el("i", { class: "k" + one.colour }), one.label)), this.drawn.some((one) => one.beside) ? el("span", {}, "dots or dashes: validation") : "");
+    this.drawLegend();
     if (this.pointer === null) this.hide(); else this.point(this.pointer);
   }
 
   // Curves whose labels and colours the legend shows: none for a single curve, and none for those beside another of the same colour.
-  keys() { return this.drawn.length < 2 ? [] : this.drawn.filter((one) => !one.beside); }
+  keys() { return this.series.length < 2 ? [] : this.series.filter((one) => !one.beside); }
+
+  // A click on a label hides its curves, or shows them again.
+  drawLegend() {
+    const shown = this.keys().map((one) => `${one.key}/${one.colour}/${this.hidden.has(one.key)}`).join("\n");
+    if (shown === this.legendShown) return; // the focus may be in it
+    this.legendShown = shown;
+    const button = (one) => el("button", { class: "key", "aria-pressed": String(!this.hidden.has(one.key)), title: "show or hide", "data-key": one.key, onclick: () => {
+      this.onhide(one.key);
+      [...this.legend.children].find((node) => node.dataset.key === one.key)?.focus();
+    } }, el("i", { class: "k" + one.colour }), one.label);
+    this.legend.replaceChildren(...this.keys().map(button), this.series.some((one) => one.beside) ? el("span", {}, "dots or dashes: validation") : "");
+  }
 
   bounds() {
     const ends = this.drawn.flatMap((one) => [this.xlog ? one.x.find((x) => x > 0) ?? one.x.at(-1) : one.x[0], one.x.at(-1)]);

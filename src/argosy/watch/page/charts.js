@@ -27,6 +27,7 @@ export class Charts {
     // Charts whose y scale is not the usual one.
     this.turned = new Set(query.getAll("y"));
     this.added = query.getAll("chart");
+    this.hidden = new Set(query.getAll("hide"));
     this.wanted = new Set();
     this.groups = new Map(GROUPS.map(([title]) => [title, el("div", { class: "grid" })]));
     this.box = el("div", {}, el("p", { class: "note" }, "nothing logged yet"));
@@ -75,7 +76,7 @@ export class Charts {
 
   add(group, title, metrics, options = {}) {
     const log = Boolean(options.log) !== this.turned.has(title);
-    const chart = new Chart(title, { log, onzoom: (range) => this.zoom(range), onpoint: (value) => this.drawn.forEach((one) => { if (one.chart !== chart) one.chart.mark(value); }) });
+    const chart = new Chart(title, { log, hidden: this.hidden, onhide: (key) => this.hide(key), onzoom: (range) => this.zoom(range), onpoint: (value) => this.drawn.forEach((one) => { if (one.chart !== chart) one.chart.mark(value); }) });
     Object.assign(chart, { axis: this.axis, xlog: this.xlog, range: this.range, smoothing: this.smoothing });
     const y = el("button", { class: "small", title: "scale of the y axis", onclick: () => {
       if (!this.turned.delete(title)) this.turned.add(title);
@@ -107,6 +108,13 @@ export class Charts {
     return this.refreshAll();
   }
 
+  // In all charts: a run that is in the way of one is in the way of the others.
+  hide(key) {
+    if (!this.hidden.delete(key)) this.hidden.add(key);
+    for (const { chart } of this.drawn) chart.draw();
+    this.remember();
+  }
+
   turn(changes) {
     Object.assign(this, changes);
     for (const { chart } of this.drawn) Object.assign(chart, { xlog: this.xlog });
@@ -118,7 +126,7 @@ export class Charts {
   }
 
   remember() {
-    keep({ x: this.axis === "step" ? null : this.axis, xscale: this.xlog ? "log" : null, smooth: this.smoothing || null, y: [...this.turned], chart: this.added,
+    keep({ x: this.axis === "step" ? null : this.axis, xscale: this.xlog ? "log" : null, smooth: this.smoothing || null, y: [...this.turned], chart: this.added, hide: [...this.hidden],
       from: this.range?.[0] ?? null, to: this.range?.[1] ?? null });
   }
 
@@ -136,7 +144,7 @@ export class Charts {
       const curve = (found[name] || { curves: {} }).curves[metric], validation = metric.startsWith("validation");
       if (!curve) return;
       const label = several ? (validation ? "validation, " : "") + name : metric.replace(/^(time|memory|host)\//, "").replace(/_mb_s$/, "");
-      series.push({ ...curve, label, colour: (several ? r : m) % 8, dots: validation && curve.x.length < 200, dashed: validation || r >= 8, beside: several && validation });
+      series.push({ ...curve, label, key: several ? name : metric, colour: (several ? r : m) % 8, dots: validation && curve.x.length < 200, dashed: validation || r >= 8, beside: several && validation });
     }));
     one.chart.show(series);
   }
