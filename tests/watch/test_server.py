@@ -73,6 +73,17 @@ def test_the_only_write_takes_the_token_and_json_and_stays_in_the_run(dashboard:
         assert [row["tags"] for row in http.get("/api/runs").json()] == [["a", "b"]]
 
 
+def test_a_run_with_a_strangers_spec_does_not_break_the_list_of_all_runs(dashboard: Dashboard, tmp_path: Path) -> None:
+    log(make_run(tmp_path / "runs" / "sea"), [10])
+    deep = '{"a":' * 900 + "1" + "}" * 900
+    for number, spec in enumerate([deep, "3", '{"model": {"layers": 1e99}}', '{"model": []}', '{"optim": {"lr": {}}}']):
+        (tmp_path / "runs" / f"odd-{number}").mkdir()
+        (tmp_path / "runs" / f"odd-{number}" / "resolved.json").write_text(f'{{"spec": {spec}, "origins": {{"a": 1}}}}')
+    with client(dashboard) as http:
+        assert len(http.get("/api/runs").json()) == 6
+        assert len(http.get("/api/table").json()["runs"]) == 6
+
+
 def test_an_x_axis_of_tokens_or_time_is_exact_and_never_falls(tmp_path: Path) -> None:
     path, billion = tmp_path / "metrics.jsonl", 10**9
     with JsonlWriter(path) as metrics:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from argosy.config.resolve import flatten
 from argosy.record.ledger import MEANING, PARTS, PRODUCTIVE
 from argosy.watch.run_list import Run
 
@@ -55,13 +54,12 @@ def predicted(run: Run) -> list[dict[str, Any]]:
 
 def config_rows(run: Run) -> list[dict[str, Any]]:
     origins = run.origins()
-    spec = run.spec()
-    return [{"key": key, "value": value, "origin": origins.get(key, "")} for key, value in flatten(spec) if spec]
+    return [{"key": key, "value": value, "origin": origins.get(key, "")} for key, value in run.flat_spec().items()]
 
 
 def config_diff(runs: list[Run]) -> list[dict[str, Any]]:
     """Return the keys in which the specs differ."""
-    specs = [flat_spec(run) for run in runs]
+    specs = [run.flat_spec() for run in runs]
     rows = [
         {"key": key, "values": [spec.get(key) for spec in specs]}
         for key in sorted(set().union(*specs))
@@ -89,16 +87,10 @@ def comparison(runs: list[Run]) -> dict[str, Any]:
     written = [
         key
         for key in differing
-        if any(not run.origins().get(key, "default").startswith(_UNWRITTEN) for run in with_spec)
+        if any(not str(run.origins().get(key, "default")).startswith(_UNWRITTEN) for run in with_spec)
     ]
     rows = [
         run.summary() | {"spec": {key: values[run.name] for key, values in differing.items() if run.name in values}}
         for run in runs
     ]
     return {"written": written, "derived": [key for key in differing if key not in written], "runs": rows}
-
-
-def flat_spec(run: Run) -> dict[str, Any]:
-    """Return the spec by dotted key; an empty one for a run without a spec."""
-    spec = run.spec()
-    return dict(flatten(spec)) if spec else {}

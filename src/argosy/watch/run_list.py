@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from argosy.config.counts import count_parameters
+from argosy.config.resolve import flatten
 from argosy.config.schema import ModelSpec
 from argosy.config.secrets import without_secrets
 from argosy.errors import ArgosyError
@@ -80,6 +81,27 @@ def _example(path: Path) -> str:
     return "runs/demo"
 
 
+@dataclass(frozen=True)
+class StoredSpec:
+    """What resolved.json says, without secrets. `version` tells whether the file has changed."""
+
+    spec: dict[str, Any]
+    flat: dict[str, Any]
+    origins: dict[str, str]
+    parameters: int | None
+    version: tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, document: dict[str, Any], version: tuple[int, ...] | None) -> StoredSpec:
+        try:
+            spec = table(without_secrets(document.get("spec")))
+            flat = dict(flatten(spec)) if spec else {}
+        except RecursionError:
+            # A stranger's file, nested deeper than any spec. It must not break the list of all runs.
+            spec, flat = {}, {}
+        return cls(spec, flat, table(document.get("origins")), _parameters(spec), version)
+
+
 @dataclass
 class Run:
     """One run, with its metrics in memory."""
@@ -94,8 +116,7 @@ class Run:
         self._events = RecentRecords(self.dir.events, _MOST_EVENTS, _event)
         self._samples = RecentRecords(self.root / "samples.jsonl", _MOST_SAMPLES, _sample)
         self.heat, self._heartbeat_ages = HeatMap(self.dir.ranks), HeartbeatAges()
-        self._spec: tuple[dict[str, Any], dict[str, str], int | None] | None = None
-        self._spec_version: tuple[int, ...] | None = None
+        self._spec: StoredSpec | None = None
 
     def state(self) -> str:
         """Return the state: new, running, done, stopped (on request) or dead (without an end event)."""
@@ -136,26 +157,28 @@ class Run:
             wait_for_heartbeat(self.heartbeats)
 
     def spec(self) -> dict[str, Any]:
-        return self._resolved()[0]
+        return self._stored().spec
+
+    def flat_spec(self) -> dict[str, Any]:
+        """Return the spec by dotted key; an empty one for a run without a spec."""
+        return self._stored().flat
 
     def origins(self) -> dict[str, str]:
-        return self._resolved()[1]
+        return self._stored().origins
 
     def parameters(self) -> int | None:
         """Return the number of the model's parameters, or None if this version cannot count them."""
-        return self._resolved()[2]
+        return self._stored().parameters
 
-    def _resolved(self) -> tuple[dict[str, Any], dict[str, str], int | None]:
-        """Return spec, origins and parameter count. The file is parsed again when it has changed."""
+    def _stored(self) -> StoredSpec:
+        """Return resolved.json, which is parsed again when it has changed."""
         try:
             status = self.dir.resolved_file.stat()
             version = (status.st_mtime_ns, status.st_size, status.st_ino)
         except OSError:
             version = None
-        if self._spec_version != version or self._spec is None:
-            found = self._json("resolved.json")
-            spec = table(without_secrets(found.get("spec")))
-            self._spec, self._spec_version = (spec, table(found.get("origins")), _parameters(spec)), version
+        if self._spec is None or self._spec.version != version:
+            self._spec = StoredSpec.of(self._json("resolved.json"), version)
         return self._spec
 
     def created(self) -> float | None:
