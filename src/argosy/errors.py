@@ -56,6 +56,7 @@ CODES: Final[dict[str, str]] = {
     "run.exists": "The run directory already holds a run that this command would overwrite.",
     "run.not-found": "The run directory does not exist, or holds no checkpoint.",
     "run.unwritable": "The run directory cannot be written to.",
+    "run.bad-note": "A tag or a note about a run is too long, or holds characters that a tag cannot have.",
     "run.changed": "The model, the data, the batch or the seed differ from those the run was started with.",
     "run.checkpoints-gone": "The run has saved checkpoints, and none of them is there any more.",
     "run.damaged": "The run directory's own record of its spec cannot be read.",

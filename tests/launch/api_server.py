@@ -9,6 +9,7 @@ import ssl
 import threading
 import time
 from collections import defaultdict
+from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,7 @@ class ApiServer:
         self.missing_fields: set[str] = set()  # those an operator of the cluster is too old for
         self.namespaces: set[str] | None = None  # those there are; None: any
         self.cut_logs_after: int | None = None  # lines after which a log's connection is cut, once
+        self.proxies: dict[str, int] = {}  # "POD:PORT" to the loopback port that plays its server
         self.changed = threading.Condition()
         self.version = 1
         outer = self
@@ -276,6 +278,8 @@ class _Handler(BaseHTTPRequestHandler):
         plural, name, sub, query = found
         if sub == "log":
             return self._log(str(name), query)
+        if sub == "proxy":
+            return self._proxy(str(name))
         if name is not None:
             document = self.server_state.objects.get((plural, name))
             if plural == "persistentvolumeclaims" and self.server_state.any_claim:
@@ -313,6 +317,22 @@ class _Handler(BaseHTTPRequestHandler):
             for document in fresh:
                 self._chunk(json.dumps({"type": "MODIFIED", "object": document}) + "\n")
         self._chunk("")
+
+    def _proxy(self, name: str) -> None:
+        """Pass a request on to the server of a pod, without the user's own credentials."""
+        port = self.server_state.proxies.get(name)
+        if port is None:
+            return self._answer(503, {"message": "no endpoints available"})
+        kept = {key: value for key, value in self.headers.items() if key.lower() not in ("authorization", "host")}
+        connection = HTTPConnection("127.0.0.1", port, timeout=30)
+        connection.request("GET", "/" + self.path.partition("/proxy/")[2], headers=kept)
+        answer = connection.getresponse()
+        body = answer.read()
+        connection.close()
+        self.send_response(answer.status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
 
     def _log(self, name: str, query: dict[str, str]) -> None:
         state = self.server_state

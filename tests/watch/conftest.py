@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 TOKEN = "a token of the test"
+VIEWPORT = {"width": 1280, "height": 900}
 
 
 class Dashboard:
@@ -57,15 +58,22 @@ def browser() -> Iterator[Any]:
         chromium.close()
 
 
-@pytest.fixture
-def page(browser: Any, dashboard: Dashboard) -> Iterator[Any]:
-    """A page that is logged in. Errors in it are collected in `page.problems`."""
-    context = browser.new_context(viewport={"width": 1280, "height": 900})
-    opened = context.new_page()
-    opened.set_default_timeout(60_000)
-    opened.problems = []
-    opened.on("pageerror", lambda error: opened.problems.append(str(error)))
-    opened.on("console", lambda message: opened.problems.append(message.text) if message.type == "error" else None)
-    opened.goto(f"{dashboard.address}/?token={TOKEN}")
-    yield opened
+@pytest.fixture(scope="session")
+def opened(browser: Any) -> Iterator[Any]:
+    """The one page of all tests: a new context for each would take as long as many of the tests."""
+    context = browser.new_context(viewport=VIEWPORT, accept_downloads=True)
+    page = context.new_page()
+    page.set_default_timeout(60_000)
+    page.problems = []
+    page.on("pageerror", lambda error: page.problems.append(str(error)))
+    page.on("console", lambda message: page.problems.append(message.text) if message.type == "error" else None)
+    yield page
     context.close()
+
+
+@pytest.fixture
+def page(opened: Any, dashboard: Dashboard) -> Any:
+    """The page, logged in to the test's own dashboard. Errors in it are collected in `page.problems`."""
+    opened.goto(f"{dashboard.address}/?token={TOKEN}")
+    opened.problems.clear()
+    return opened

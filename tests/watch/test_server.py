@@ -48,6 +48,75 @@ def test_pages_may_load_and_run_nothing_but_our_own_files(dashboard: Dashboard) 
     assert "http" not in policy
 
 
+def test_the_only_write_takes_the_token_and_json_and_stays_in_the_run(dashboard: Dashboard, tmp_path: Path) -> None:
+    run, note = make_run(tmp_path / "runs" / "sea"), {"tags": ["a", "b", "a"], "note": "one"}
+    make_run(tmp_path / "secret")
+    with client(dashboard, None) as http:
+        assert http.post("/api/note", params={"run": "sea"}, json=note).status_code == 401
+    with client(dashboard) as http:
+        # A form of another page can send text, but no JSON.
+        form = {"Content-Type": "text/plain"}
+        assert (
+            http.post("/api/note", params={"run": "sea"}, content=orjson.dumps(note), headers=form).status_code == 415
+        )
+        assert http.get("/api/note", params={"run": "sea"}).status_code == 405
+        for bad in ([], {"tags": "a", "note": ""}, {"tags": [1], "note": ""}, {"tags": ["a b"], "note": ""}):
+            assert http.post("/api/note", params={"run": "sea"}, json=bad).status_code == 400
+        too_long = {"tags": [], "note": "x" * (1 << 19)}
+        assert http.post("/api/note", params={"run": "sea"}, json=too_long).status_code == 413
+        assert http.post("/api/note", params={"run": "../secret"}, json=note).status_code == 404
+        assert not list(tmp_path.rglob("notes.json"))
+        # A link in its place is replaced, not followed.
+        (run.root / "notes.json").symlink_to(tmp_path / "elsewhere")
+        assert http.post("/api/note", params={"run": "sea"}, json=note).json() == {"tags": ["a", "b"], "note": "one"}
+        assert not (tmp_path / "elsewhere").exists()
+        assert [row["tags"] for row in http.get("/api/runs").json()] == [["a", "b"]]
+
+
+def test_a_run_with_a_strangers_spec_does_not_break_the_list_of_all_runs(dashboard: Dashboard, tmp_path: Path) -> None:
+    log(make_run(tmp_path / "runs" / "sea"), [10])
+    deep = '{"a":' * 900 + "1" + "}" * 900
+    for number, spec in enumerate([deep, "3", '{"model": {"layers": 1e99}}', '{"model": []}', '{"optim": {"lr": {}}}']):
+        (tmp_path / "runs" / f"odd-{number}").mkdir()
+        (tmp_path / "runs" / f"odd-{number}" / "resolved.json").write_text(f'{{"spec": {spec}, "origins": {{"a": 1}}}}')
+    with client(dashboard) as http:
+        assert len(http.get("/api/runs").json()) == 6
+        assert len(http.get("/api/table").json()["runs"]) == 6
+
+
+def test_an_x_axis_of_tokens_or_time_is_exact_and_never_falls(tmp_path: Path) -> None:
+    path, billion = tmp_path / "metrics.jsonl", 10**9
+    with JsonlWriter(path) as metrics:
+        for step in range(1, 6):
+            # The machine that resumed the run at step 4 has a clock that is behind.
+            clock = 1_700_000_000.25 + step - (100 if step > 3 else 0)
+            metrics.write(
+                {
+                    "step": 10 * step,
+                    "time": clock,
+                    "tokens": 70 * billion + step,
+                    "loss": 1.0,
+                    "spent": {"startup": 5.0},
+                }
+            )
+        metrics.write({"step": 55, "validation_loss": 2.0})
+    series = Series(path)
+    series.update()
+    by_tokens = series.curves(["loss", "validation_loss"], axis="tokens")
+    assert by_tokens["loss"]["x"] == [70 * billion + step for step in range(1, 6)]
+    # A record without tokens is placed by its step.
+    assert by_tokens["validation_loss"]["x"] == [70 * billion + 5]
+    assert series.curves(["loss"], axis="tokens", first=70 * billion + 3, last=70 * billion + 4)["loss"]["step"] == [
+        20,
+        30,
+        40,
+        50,
+    ]
+    assert series.curves(["loss"], axis="time")["loss"]["x"] == [5.0, 6.0, 7.0, 7.0, 7.0]
+    with pytest.raises(ValueError, match="one of step, tokens, time"):
+        series.curves(["loss"], axis="moon")
+
+
 @pytest.mark.parametrize(
     "name", ["../secret", "..", "/etc", "sea/../../secret", "sea/checkpoints", "%2e%2e/secret", "\x00"]
 )

@@ -10,7 +10,6 @@ from torch import nn
 from argosy.checkpoint.source import open_source
 from argosy.data.text.tokenizer import Tokenizer
 from argosy.errors import ArgosyError
-from argosy.infer.decoding import Sampling
 from argosy.infer.generate import source_tokenizer, write_text
 from argosy.infer.loading import load_model as load
 from argosy.model.decoding import Sampling

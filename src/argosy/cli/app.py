@@ -30,6 +30,7 @@ from argosy.cli import (
     init,
     jobs,
     launch,
+    note,
     plan,
     sample,
     sweep,
@@ -168,7 +169,8 @@ GROUPS: dict[str, dict[str, Any]] = {
     "Train": {"train": train.train, "sweep": sweep.sweep},
     "Launch": {"launch": launch.launch, "status": jobs.status, "logs": jobs.logs, "stop": jobs.stop, "cp": jobs.cp},
     "Watch": {
-        "ls": jobs.ls, "watch": watch.watch, "dash": dash.dash, "report": watch.report, "doctor": doctor.doctor,
+        "ls": jobs.ls, "watch": watch.watch, "dash": dash.dash, "report": watch.report, "note": note.note,
+        "doctor": doctor.doctor,
     },
     "Use the model": {"sample": sample.sample, "eval": evaluate.evaluate, "ckpt": checkpoint.app},
 }  # fmt: skip

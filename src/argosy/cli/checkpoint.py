@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from argosy.cli.arguments import Best, at_best
+from argosy.cli.watch import NAMESPACE
 
 app = typer.Typer(help="List, verify and compare checkpoints; import and export models.", no_args_is_help=True)
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, say what would be done, write nothing.")]
@@ -17,11 +18,21 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 @app.command("ls")
 def list_checkpoints(
-    run: Annotated[Path, typer.Argument(help="A run (runs/<name>) or an imported model.", metavar="RUN")],
+    run: Annotated[
+        str,
+        typer.Argument(
+            help="A run (runs/<name>) or an imported model; or the run spec, or with -n the name, of a run in a cluster.",
+            metavar="RUN",
+        ),
+    ],
     check: Annotated[
-        bool, typer.Option("--check/--no-check", help="Read every file and compare its hash with the manifest.")
+        bool,
+        typer.Option(
+            "--check/--no-check", help="Read every file and compare its hash with the manifest; not in a cluster."
+        ),
     ] = True,
     as_json: Json = False,
+    namespace: NAMESPACE = None,
 ) -> None:
     """List the checkpoints of a run.
 
@@ -31,9 +42,11 @@ def list_checkpoints(
     import json
 
     from argosy.checkpoint.listing import describe, list_run
+    from argosy.launch.run_directory import in_cluster, run_directory
 
-    found = list_run(run, check=check)
-    print(json.dumps([one.as_dict() for one in found], indent=2) if as_json else describe(run, found))
+    with run_directory(run, namespace) as directory:
+        found = list_run(directory, check=check and not in_cluster(run, namespace))
+        print(json.dumps([one.as_dict() for one in found], indent=2) if as_json else describe(directory, found))
 
 
 @app.command("verify")

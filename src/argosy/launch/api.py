@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kubernetes import client, config
@@ -161,6 +161,34 @@ class Cluster:
         query += [] if since is None else [("sinceTime", since)]
         log = self._require(POD).subresources["log"]
         yield from self._lines(log, pod, 600.0 if follow else 60.0, query_params=query)
+
+    def through_pod(
+        self, pod: str, port: int, path: str, query: Sequence[tuple[str, str]], headers: Mapping[str, str]
+    ) -> bytes:
+        """Return the answer of a pod's HTTP server to a GET request, which the API server passes on."""
+        where = f"/api/v1/namespaces/{self.namespace}/pods/{pod}:{port}/proxy/{path}"
+
+        def ask() -> bytes:
+            try:
+                answer = self._api.call_api(
+                    where, "GET", query_params=list(query), header_params=dict(headers), auth_settings=["BearerToken"],
+                    _preload_content=False, _return_http_data_only=True, _request_timeout=(_WAIT_S, 2 * _WAIT_S),
+                )  # fmt: skip
+                return bytes(answer.data)
+            except ApiException as error:
+                if not error.status or error.status in self._retry.statuses:
+                    raise Transient(f"{error.status}: {_message(error)}") from None
+                raise _refusal("GET", where, error) from None
+            except (OSError, HTTPError) as error:
+                raise Transient(str(error)) from None
+
+        try:
+            return self._retry.call(ask)
+        except GaveUp as over:
+            cause = f"the pod {pod} did not answer through the API server after {over.attempts} attempts: {over}"
+            raise ArgosyError(
+                "launch.api", cause, fix="check that a NetworkPolicy lets the API server reach pods of the namespace"
+            ) from None
 
     def _lines(self, resource: Any, name: str | None, wait_s: float, **params: Any) -> Iterator[str]:
         """Yield the lines of a streamed response. A lost connection ends the stream without an error."""

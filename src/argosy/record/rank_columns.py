@@ -3,26 +3,36 @@
 Ranks that exchange gradients finish a step at the same time. A straggler shows in `own_s`, the rank's own work without the
 time it waits for other ranks. Ranks of one pipeline stage do the same work and are compared; stages differ by design.
 
-`Sensors` reads a GPU's sensors by NVML: utilisation, temperature, power and clock throttling. A thread reads NVML every 5 seconds, and a logged step takes the last reading, so that a slow driver never delays training.
-Without NVML (nvidia-ml-py, or a driver) there are no readings.
+Readings of GPUs and hosts come from `sensors.py`. Only one rank of each host has those of its host.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from argosy.record.jsonl import Record
 
 # own_s: seconds a step of the rank's own work (data wait, forward, backward, optimiser), without waiting for other ranks.
-COLUMNS = ("own_s", "data_s", "memory_gib", "utilisation", "temperature", "power_w", "throttled")
+_WORK = ("own_s", "data_s", "memory_gib")
+# Each sensor's metric in the record of a step, and how the readings of all ranks become one number.
+_METRICS: dict[str, tuple[str, Callable[[list[float]], float]]] = {
+    "utilisation": ("gpu/utilisation", statistics.fmean),
+    "temperature": ("gpu/temperature", max),
+    "power_w": ("gpu/power_w", math.fsum),
+    "throttled": ("gpu/throttled", math.fsum),
+    "device_gib": ("gpu/memory_gib", max),
+    "cpu": ("host/cpu", statistics.fmean),
+    "host_gib": ("host/memory_gib", max),
+    "received_mb_s": ("host/received_mb_s", math.fsum),
+    "sent_mb_s": ("host/sent_mb_s", math.fsum),
+}
+SENSED = tuple(_METRICS)
+COLUMNS = (*_WORK, *SENSED)
 
 
 @dataclass(frozen=True)
@@ -67,16 +77,10 @@ class Ranks:
         record: Record = {}
         if len(ratios) > 1:
             record |= {"rank_spread": ratios[slowest] - 1, "slowest_rank": slowest}
-        reductions: dict[str, Callable[[list[float]], float]] = {
-            "utilisation": statistics.fmean,
-            "temperature": max,
-            "power_w": math.fsum,
-            "throttled": math.fsum,
-        }
-        for name, reduce in reductions.items():
+        for name, (metric, reduce) in _METRICS.items():
             values = [v for v in self.columns.get(name, []) if not math.isnan(v)]
             if values:
-                record[f"gpu/{name}"] = reduce(values)
+                record[metric] = reduce(values)
         return record
 
 
@@ -102,88 +106,3 @@ def _numbers(values: object) -> list[float]:
 
 def _rounded(value: float) -> float | None:
     return None if math.isnan(value) else float(f"{value:.6g}")
-
-
-# A reading is stale after 6 intervals.
-READ_EVERY_S, _STALE = 5.0, 6
-# NVML's throttle reasons that mean a problem: hardware slowdown, software and hardware thermal slowdown, power brake. The power
-# cap (0x04) is left out: a GPU under full load reaches it.
-THROTTLES = 0x08 | 0x20 | 0x40 | 0x80
-FIELDS = ("utilisation", "temperature", "power_w", "throttled")
-
-
-class Sensors:
-    """The sensors of one GPU, found by its UUID.
-
-    `read` never blocks. Values that the device does not report are left out, as the utilisation of a MIG instance. A reading
-    that is stale because the driver no longer answers is left out too.
-    """
-
-    def __init__(self, uuid: str | None, *, every_s: float = READ_EVERY_S) -> None:
-        self._latest: dict[str, float] = {}
-        self._at, self._every_s = 0.0, every_s
-        self._stop = threading.Event()
-        self._device: Any = None
-        if uuid is not None:
-            self._open(uuid)
-
-    def read(self) -> dict[str, float]:
-        return self._latest if time.monotonic() - self._at < _STALE * self._every_s else {}
-
-    def close(self) -> None:
-        self._stop.set()
-
-    def _open(self, uuid: str) -> None:
-        try:
-            import pynvml
-        except ImportError:
-            return
-        try:
-            pynvml.nvmlInit()
-            self._device = _device(pynvml, uuid)
-        except (pynvml.NVMLError, AttributeError):
-            return
-        threading.Thread(target=self._keep_reading, args=(pynvml,), name="argosy-sensors", daemon=True).start()
-
-    def _keep_reading(self, nvml: Any) -> None:
-        while not self._stop.is_set():
-            self._latest, self._at = _readings(nvml, self._device), time.monotonic()
-            self._stop.wait(self._every_s)
-
-
-def _device(nvml: Any, uuid: str) -> Any:
-    """Return the NVML handle of a GPU, or of the GPU that a MIG instance is part of.
-
-    torch leaves out the prefix of the UUID, GPU- or MIG-, so both are tried.
-    """
-    if not uuid.startswith("MIG-"):
-        try:
-            return nvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
-        except nvml.NVMLError:
-            uuid = f"MIG-{uuid.removeprefix('GPU-')}"
-    return nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(nvml.nvmlDeviceGetHandleByUUID(uuid))
-
-
-def _readings(nvml: Any, device: Any) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for name, ask in _ASKED.items():
-        try:
-            found[name] = float(ask(nvml, device))
-        except (nvml.NVMLError, AttributeError, TypeError):
-            # The GPU, the driver or this version of nvidia-ml-py does not have this sensor.
-            continue
-    return found
-
-
-def _throttled(nvml: Any, device: Any) -> bool:
-    # The name since driver 535, and the older one.
-    ask = getattr(nvml, "nvmlDeviceGetCurrentClocksEventReasons", None)
-    return bool((ask or nvml.nvmlDeviceGetCurrentClocksThrottleReasons)(device) & THROTTLES)
-
-
-_ASKED: dict[str, Callable[[Any, Any], float]] = {
-    "utilisation": lambda nvml, device: nvml.nvmlDeviceGetUtilizationRates(device).gpu / 100,
-    "temperature": lambda nvml, device: nvml.nvmlDeviceGetTemperature(device, nvml.NVML_TEMPERATURE_GPU),
-    "power_w": lambda nvml, device: nvml.nvmlDeviceGetPowerUsage(device) / 1000,
-    "throttled": _throttled,
-}

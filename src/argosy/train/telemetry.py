@@ -1,5 +1,5 @@
 """Telemetry of a training run, recorded when a step is logged: rates and utilisation, time by phase, memory by category, times of
-each rank, GPU sensors, goodput, cost, and alerts.
+each rank, sensors of GPUs and hosts, goodput, cost, and alerts.
 
 Between logs it only reads clocks. At a log the ranks exchange a few numbers over the host network, and the first rank writes them.
 
@@ -13,6 +13,7 @@ which bounds the cost of timestamps however rare logs are.
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -31,8 +32,10 @@ from argosy.plan.hardware import Peak, facts
 from argosy.record.alerts import Alerts
 from argosy.record.jsonl import JsonlWriter, Record, now
 from argosy.record.ledger import PRODUCTIVE, Ledger, process_started
-from argosy.record.rank_columns import FIELDS, Ranks, Sensors
+from argosy.record.rank_columns import SENSED, Ranks
 from argosy.record.rundir import RunDir
+from argosy.record.sensors import Sensors
+from argosy.supervise.world import find_world
 from argosy.train.device import Memory, peak_memory_gib
 from argosy.train.step import Step
 
@@ -57,7 +60,8 @@ class Telemetry:
     def __init__(self, spec: RunSpec, run: RunDir, mesh: Mesh, meter: Meter, *, first: int, rewound: bool) -> None:
         self.meter, self.phases = meter, Phases(mesh.device)
         self._price, self._mesh, self._stages = hourly_price(spec), mesh, spec.parallel.pp
-        self._sensors = Sensors(_uuid(mesh.device))
+        # The ranks of a host share its processors and network: one of them reads those.
+        self._sensors = Sensors(_uuid(mesh.device), host=find_world(os.environ).local_rank == 0)
         self._alerts = Alerts(spec.log.alerts, run.root)
         self._ranks = JsonlWriter(run.ranks)
         started = now() if rewound else process_started()
@@ -134,7 +138,7 @@ class Telemetry:
 
     def _exchange(self, step: int, own_s: float, data_s: float, memory: float) -> Ranks:
         sensed = self._sensors.read()
-        mine = [own_s, data_s, memory, *(sensed.get(field, math.nan) for field in FIELDS)]
+        mine = [own_s, data_s, memory, *(sensed.get(field, math.nan) for field in SENSED)]
         return Ranks.of(self._mesh.gathered(mine), step=step, time=now(), stages=self._stages)
 
     def _account(self, waited_s: float) -> Record:

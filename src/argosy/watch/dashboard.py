@@ -13,8 +13,8 @@ from argosy.errors import ArgosyError
 _log = logging.getLogger(__name__)
 
 
-def serve(root: Path, *, port: int, token: str | None) -> None:
-    """Serve until Ctrl-C. Port 0 takes any free port."""
+def serve(root: Path, *, port: int, token: str | None, copied: bool = False) -> None:
+    """Serve until Ctrl-C. Port 0 takes any free port. Notes cannot be written into a copy of runs in a cluster (`copied`)."""
     try:
         import uvicorn
 
@@ -31,10 +31,10 @@ def serve(root: Path, *, port: int, token: str | None) -> None:
     listener = _listen(port)
     bound = listener.getsockname()[1]
     say(
-        f"runs in {root}: http://127.0.0.1:{bound}/?token={token}\n"
+        f"runs in {'the cluster' if copied else root}: http://127.0.0.1:{bound}/?token={token}\n"
         f"Ctrl-C ends it. From another machine: ssh -L {bound}:127.0.0.1:{bound} HOST"
     )
-    config = uvicorn.Config(make_app(root, token), log_level="warning", access_log=False)
+    config = uvicorn.Config(make_app(root, token, copied=copied), log_level="warning", access_log=False)
     uvicorn.Server(config).run(sockets=[listener])
     _log.info("the dashboard is closed")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from argosy.config.resolve import flatten
 from argosy.record.ledger import MEANING, PARTS, PRODUCTIVE
 from argosy.watch.run_list import Run
 
@@ -55,13 +54,43 @@ def predicted(run: Run) -> list[dict[str, Any]]:
 
 def config_rows(run: Run) -> list[dict[str, Any]]:
     origins = run.origins()
-    spec = run.spec()
-    return [{"key": key, "value": value, "origin": origins.get(key, "")} for key, value in flatten(spec) if spec]
+    return [{"key": key, "value": value, "origin": origins.get(key, "")} for key, value in run.flat_spec().items()]
 
 
 def config_diff(runs: list[Run]) -> list[dict[str, Any]]:
     """Return the keys in which the specs differ."""
-    specs = [dict(flatten(spec)) if (spec := run.spec()) else {} for run in runs]
-    keys = sorted(set().union(*specs))
-    rows = [{"key": key, "values": [spec.get(key) for spec in specs]} for key in keys if key != "name"]
+    specs = [run.flat_spec() for run in runs]
+    rows = [
+        {"key": key, "values": [spec.get(key) for spec in specs]}
+        for key in sorted(set().union(*specs))
+        if key != "name"
+    ]
     return [row for row in rows if len({repr(value) for value in row["values"]}) > 1]
+
+
+# Beginnings of the origins of values that nobody wrote.
+_UNWRITTEN = ("default", "derived", "preset ", "family ")
+
+
+def comparison(runs: list[Run]) -> dict[str, Any]:
+    """Return the table of hyper-parameters and results.
+
+    Returns:
+        `written`: differing keys that the spec or the command line of a run names; `derived`: the other differing keys;
+        `runs`: each run's summary, with its values of these keys in `spec`.
+    """
+    with_spec = [run for run in runs if run.spec()]
+    differing = {
+        row["key"]: dict(zip((run.name for run in with_spec), row["values"], strict=True))
+        for row in config_diff(with_spec)
+    }
+    written = [
+        key
+        for key in differing
+        if any(not str(run.origins().get(key, "default")).startswith(_UNWRITTEN) for run in with_spec)
+    ]
+    rows = [
+        run.summary() | {"spec": {key: values[run.name] for key, values in differing.items() if run.name in values}}
+        for run in runs
+    ]
+    return {"written": written, "derived": [key for key in differing if key not in written], "runs": rows}

@@ -12,24 +12,30 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from argosy.config.counts import count_parameters
+from argosy.config.resolve import flatten
+from argosy.config.schema import ModelSpec
 from argosy.config.secrets import without_secrets
 from argosy.errors import ArgosyError
 from argosy.record.alerts import TROUBLE
 from argosy.record.heartbeat import read_heartbeats
 from argosy.record.jsonl import Record
 from argosy.record.lifecycle import STARTS, ended_as, last_turn
+from argosy.record.run_notes import read_notes
 from argosy.record.rundir import RunDir
 from argosy.record.tail import RecentRecords
 from argosy.untrusted import read_object
 from argosy.watch.hearing import HeartbeatAges, wait_for_heartbeat
 from argosy.watch.heat import HeatMap
-from argosy.watch.reading import printable, readable, table, valid_fields
+from argosy.watch.reading import is_number, printable, readable, table, valid_fields
 from argosy.watch.series import Series
 
 # Levels of folders below the root.
 _DEPTH = 3
 _MOST_RUNS = 2000
-_MOST_EVENTS = 5000
+_MOST_EVENTS, _MOST_SAMPLES = 5000, 2000
+# Characters of a prompt or a text that are shown.
+_LONGEST_TEXT = 20_000
 # A run without a heartbeat for this long is not running.
 QUIET_AFTER_S = 120.0
 
@@ -76,6 +82,27 @@ def _example(path: Path) -> str:
     return "runs/demo"
 
 
+@dataclass(frozen=True)
+class StoredSpec:
+    """What resolved.json says, without secrets. `version` tells whether the file has changed."""
+
+    spec: dict[str, Any]
+    flat: dict[str, Any]
+    origins: dict[str, str]
+    parameters: int | None
+    version: tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, document: dict[str, Any], version: tuple[int, ...] | None) -> StoredSpec:
+        try:
+            spec = table(without_secrets(document.get("spec")))
+            flat = dict(flatten(spec)) if spec else {}
+        except RecursionError:
+            # A stranger's file, nested deeper than any spec. It must not break the list of all runs.
+            spec, flat = {}, {}
+        return cls(spec, flat, table(document.get("origins")), _parameters(spec), version)
+
+
 @dataclass
 class Run:
     """One run, with its metrics in memory."""
@@ -88,7 +115,9 @@ class Run:
         self.name = readable(self.name)
         self.dir, self.series = RunDir(self.root), Series(self.root / "metrics.jsonl")
         self._events = RecentRecords(self.dir.events, _MOST_EVENTS, _event)
+        self._samples = RecentRecords(self.root / "samples.jsonl", _MOST_SAMPLES, _sample)
         self.heat, self._heartbeat_ages = HeatMap(self.dir.ranks), HeartbeatAges()
+        self._spec: StoredSpec | None = None
 
     def state(self) -> str:
         """Return the state: new, running, done, stopped (on request) or dead (without an end event)."""
@@ -129,10 +158,50 @@ class Run:
             wait_for_heartbeat(self.heartbeats)
 
     def spec(self) -> dict[str, Any]:
-        return table(without_secrets(self._json("resolved.json").get("spec")))
+        return self._stored().spec
+
+    def flat_spec(self) -> dict[str, Any]:
+        """Return the spec by dotted key; an empty one for a run without a spec."""
+        return self._stored().flat
 
     def origins(self) -> dict[str, str]:
-        return table(self._json("resolved.json").get("origins"))
+        return self._stored().origins
+
+    def parameters(self) -> int | None:
+        """Return the number of the model's parameters, or None if this version cannot count them."""
+        return self._stored().parameters
+
+    def _stored(self) -> StoredSpec:
+        """Return resolved.json, which is parsed again when it has changed."""
+        try:
+            status = self.dir.resolved_file.stat()
+            version = (status.st_mtime_ns, status.st_size, status.st_ino)
+        except OSError:
+            version = None
+        if self._spec is None or self._spec.version != version:
+            self._spec = StoredSpec.of(self._json("resolved.json"), version)
+        return self._spec
+
+    def created(self) -> float | None:
+        """Return the wall-clock time when the run was first started; before its first log, when its spec was stored."""
+        if self.series.began is not None:
+            return self.series.began
+        try:
+            return self.dir.resolved_file.stat().st_mtime
+        except OSError:
+            return None
+
+    def seconds(self) -> float | None:
+        """Return the seconds from the first start to the newest log."""
+        last = self.series.last
+        if last.get("spent"):
+            return float(sum(last["spent"].values()))
+        began, logged = self.series.began, last.get("time")
+        return None if began is None or logged is None else float(logged) - began
+
+    def samples(self) -> list[Record]:
+        """Return the newest samples of text that the run has logged."""
+        return self._samples.read()
 
     def plan(self) -> dict[str, Any]:
         """Return the planner's prediction, if one is stored with the run."""
@@ -163,6 +232,12 @@ class Run:
             "records": self.series.count,
             "reading": self._reading(),
             "last": {key: last[key] for key in keys if key in last},
+            "validation": next((value for _, value in self.series.latest("validation_loss", 1)), None),
+            "best_validation": self.series.lowest("validation_loss"),
+            "parameters": self.parameters(),
+            "created": self.created(),
+            "seconds": self.seconds(),
+            **read_notes(self.root).as_dict(),
             "alerts": sum(event.get("event") in TROUBLE for event in self.events()),
             "skips": self.skips(),
         }
@@ -188,6 +263,23 @@ class Run:
 
 def _event(record: Record) -> Record | None:
     return valid_fields(record) if isinstance(record.get("event"), str) else None
+
+
+def _sample(record: Record) -> Record | None:
+    """Return a sample with the fields that are of the right type, or None if its text or step is missing."""
+    if not is_number(record.get("step")) or not isinstance(record.get("text"), str):
+        return None
+    numbers = {key: value for key in ("step", "tokens", "time") if is_number(value := record.get(key))}
+    texts = {key: value[:_LONGEST_TEXT] for key in ("prompt", "text") if isinstance(value := record.get(key), str)}
+    return numbers | texts
+
+
+def _parameters(spec: dict[str, Any]) -> int | None:
+    try:
+        return count_parameters(ModelSpec.model_validate(spec.get("model"))).total
+    except (ValueError, ArithmeticError, ArgosyError):
+        # The spec is of another version, or damaged.
+        return None
 
 
 def _about(checkpoint: Path) -> dict[str, Any] | None:

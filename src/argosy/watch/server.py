@@ -1,7 +1,8 @@
 """The dashboard's server: pages and JSON about the runs under a root, for this machine and for holders of the token.
 
-It only reads. The Host header must be 127.0.0.1 or localhost, which stops DNS rebinding by other web pages. The token must be
-in a cookie, set by the first link, or in a header. The content security policy allows only our own files and scripts, so that
+It reads, and writes one thing: the tags and the note of a run (`/api/note`). The Host header must be 127.0.0.1 or localhost, which stops DNS rebinding by other web pages. The token must be
+in a cookie, set by the first link, or in a header. A browser sends the cookie only from our own pages (SameSite=Strict), and a
+write must be JSON, which a form of another page cannot send. The content security policy allows only our own files and scripts, so that
 the name of a run or metric can never become code.
 """
 
@@ -28,11 +29,14 @@ from argosy.errors import ArgosyError
 from argosy.families.family_registry import ALIASES, PRESETS
 from argosy.plan.advise import Question, answer
 from argosy.plan.hardware import facts
+from argosy.record.run_notes import RunNotes, read_notes, write_notes
+from argosy.watch.curve_csv import curve_csv
 from argosy.watch.diagnosis import diagnose
-from argosy.watch.facts import config_diff, config_rows, predicted, waterfall
+from argosy.watch.facts import comparison, config_diff, config_rows, predicted, waterfall
 from argosy.watch.finding import FINE, STATES
 from argosy.watch.heat import RATIO
 from argosy.watch.log_causes import end_of_log
+from argosy.watch.reading import table
 from argosy.watch.run_list import Run, find_runs
 
 PAGE = Path(__file__).parent / "page"
@@ -42,6 +46,8 @@ _LOOK_EVERY_S = 2.0
 _MOST_PIECES = 2000
 # Bytes of a run's logs that are read for a page.
 _LOG_BYTES = 16 << 20
+# Bytes of a request's body.
+_MOST_BODY = 1 << 18
 
 
 class RunCache:
@@ -100,8 +106,8 @@ class Json(Response):
 class RunApi:
     """The answers of the dashboard's API, from the run directories below one root."""
 
-    def __init__(self, root: Path) -> None:
-        self._cache = RunCache(root)
+    def __init__(self, root: Path, *, copied: bool = False) -> None:
+        self._cache, self._copied = RunCache(root), copied
 
     def runs(self, request: Request) -> Any:
         return [run.summary() for run in self._cache.all_fresh()]
@@ -119,15 +125,39 @@ class RunApi:
 
     def curves(self, request: Request) -> Any:
         query = request.query_params
-        first, last = (float(query[k]) if query.get(k) else None for k in ("from", "to"))
         pieces = min(_MOST_PIECES, max(10, int(query.get("pieces", 600))))
         return {
             run.name: {
                 "version": run.series.version,
-                "curves": run.series.curves(query.getlist("metric"), first=first, last=last, pieces=pieces),
+                "curves": run.series.curves(query.getlist("metric"), pieces=pieces, **_shown(query)),
             }
             for run in self._several(request)
         }
+
+    def csv(self, request: Request) -> Response:
+        query = request.query_params
+        text = curve_csv(self._several(request), query.getlist("metric"), **_shown(query))
+        headers = {"Content-Disposition": 'attachment; filename="argosy.csv"'}
+        return Response(text, media_type="text/csv; charset=utf-8", headers=headers)
+
+    def table(self, request: Request) -> Any:
+        return comparison(self._cache.all_fresh())
+
+    def samples(self, request: Request) -> Any:
+        return [{"run": run.name, **sample} for run in self._several(request) for sample in run.samples()]
+
+    def note(self, request: Request, body: Any) -> Any:
+        run, (tags, note) = self._named(request), (table(body).get(key) for key in ("tags", "note"))
+        if not (isinstance(tags, list) and all(isinstance(tag, str) for tag in tags) and isinstance(note, str)):
+            raise ValueError("a note is an object with `tags`, a list of texts, and `note`, a text")
+        if self._copied:
+            raise ArgosyError(
+                "run.unwritable",
+                "this is a copy of a run in a cluster, where nothing is written",
+                fix="write the note where the volume is mounted: `argosy note RUN TEXT`",
+            )
+        write_notes(run.root, RunNotes().tagged(tags).with_note(note))
+        return read_notes(run.root).as_dict()
 
     def ranks(self, request: Request) -> Any:
         heat = self._named(request).heat
@@ -162,30 +192,59 @@ class RunApi:
         return [self._cache.get(name) for name in request.query_params.getlist("run")]
 
 
-def make_app(root: Path, token: str) -> Starlette:
-    """Build the dashboard's web application for the run directories below `root`."""
-    api = RunApi(root)
+def _shown(query: Mapping[str, str]) -> dict[str, Any]:
+    """Return the x axis of a request, and the part of it that is wanted."""
+    first, last = (float(query[key]) if query.get(key) else None for key in ("from", "to"))
+    return {"axis": query.get("x") or "step", "first": first, "last": last}
+
+
+def make_app(root: Path, token: str, *, copied: bool = False) -> Starlette:
+    """Build the dashboard's web application for the run directories below `root`. Nothing is written into a copy of runs."""
+    api = RunApi(root, copied=copied)
     answers = (
-        api.runs, api.run, api.curves, api.ranks, api.verdict, api.log, api.config, api.diff, api.plan, api.choices
+        api.runs, api.run, api.curves, api.csv, api.table, api.samples, api.ranks, api.verdict, api.log, api.config, api.diff,
+        api.plan, api.choices,
     )  # fmt: skip
     pages = [Route("/", _file("index.html")), Route("/page/{name}", _static)]
-    app = Starlette(routes=[*pages, *(Route(f"/api/{answer.__name__}", _json(answer)) for answer in answers)])
+    reads = [Route(f"/api/{answer.__name__}", _answers(answer)) for answer in answers]
+    app = Starlette(routes=[*pages, *reads, Route("/api/note", _takes(api.note), methods=["POST"])])
     app.add_middleware(BaseHTTPMiddleware, dispatch=_guard(token))
     return app
 
 
-def _json(function: Callable[[Request], Any]) -> Callable[[Request], Awaitable[Response]]:
+def _answers(function: Callable[[Request], Any]) -> Callable[[Request], Awaitable[Response]]:
     """Return the endpoint that answers with a function's result, or with its refusal, as JSON."""
 
     async def endpoint(request: Request) -> Response:
-        try:
-            return Json(await run_in_threadpool(function, request))
-        except ArgosyError as error:
-            return Json({"error": error.as_dict()}, status_code=404 if error.code == "run.not-found" else 400)
-        except (ValueError, OverflowError) as error:
-            return Json({"error": {"cause": str(error)}}, status_code=400)
+        return await _reply(function, request)
 
     return endpoint
+
+
+def _takes(function: Callable[[Request, Any], Any]) -> Callable[[Request], Awaitable[Response]]:
+    """Return the endpoint that hands the JSON body of a request to a function."""
+
+    async def endpoint(request: Request) -> Response:
+        if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+            return Json({"error": {"cause": "only JSON is taken here"}}, status_code=415)
+        body = b""
+        async for piece in request.stream():
+            body += piece
+            if len(body) > _MOST_BODY:
+                return Json({"error": {"cause": f"more than {_MOST_BODY:,} bytes"}}, status_code=413)
+        return await _reply(lambda asked: function(asked, orjson.loads(body)), request)
+
+    return endpoint
+
+
+async def _reply(function: Callable[[Request], Any], request: Request) -> Response:
+    try:
+        found = await run_in_threadpool(function, request)
+        return found if isinstance(found, Response) else Json(found)
+    except ArgosyError as error:
+        return Json({"error": error.as_dict()}, status_code=404 if error.code == "run.not-found" else 400)
+    except (ValueError, OverflowError) as error:
+        return Json({"error": {"cause": str(error)}}, status_code=400)
 
 
 def _guard(token: str) -> Callable[[Request, Any], Awaitable[Response]]:

@@ -1,48 +1,99 @@
 // A chart of curves: drag, + and − or the wheel with Ctrl zoom; arrow keys move; Escape or a double click shows everything.
 // The server sends as many pieces as the width has room for; the range between lowest and highest of each is drawn as a band.
-import { el, svg, short, amount } from "./dom.js";
+import { el, svg, short } from "./dom.js";
+import { AXES, closest, scale, smooth, tickLabel, ticks } from "./scale.js";
 
-const WIDTH = 440, HEIGHT = 190, LEFT = 48, RIGHT = 10, TOP = 8, BOTTOM = 24;
+const WIDTH = 440, HEIGHT = 208, LEFT = 48, RIGHT = 10, TOP = 20, BOTTOM = 36;
+// Beyond the ends of a curve the tip shows its last point this near the pointer, in units of the drawing, and nothing further on.
+const NEAR = 3;
 
 export class Chart {
-  constructor(title, { onzoom, log = false } = {}) {
+  constructor(title, { onzoom, onpoint, onhide, hidden = new Set(), log = false } = {}) {
+    this.title = title;
     this.onzoom = onzoom;
+    this.onpoint = onpoint || (() => {});
+    this.onhide = onhide;
+    this.hidden = hidden; // keys of curves that the legend has switched off
     this.log = log;
-    this.range = null; // steps shown; null: all
+    this.axis = "step";
+    this.xlog = false;
+    this.range = null; // part of the x axis that is shown; null: all
     this.series = [];
     this.smoothing = 0;
+    this.pointer = null; // where the pointer is, in units of the drawing; null: not here
     this.tip = el("div", { class: "tip", hidden: true });
+    this.spoken = el("div", { class: "unseen", role: "status" });
     this.legend = el("div", { class: "legend" });
     this.root = svg("svg", {
-      viewBox: `0 0 ${WIDTH} ${HEIGHT}`, tabindex: 0, role: "img", "aria-label": title + ": drag to zoom, arrow keys to move",
+      viewBox: `0 0 ${WIDTH} ${HEIGHT}`, tabindex: 0, role: "img",
+      "aria-label": title + ": drag or press plus and minus to zoom, arrow keys to move, Shift and arrow keys to read values",
       onkeydown: (event) => this.key(event), onpointerdown: (event) => this.down(event), onpointermove: (event) => this.move(event),
-      onpointerup: (event) => this.up(event), onpointerleave: () => this.leave(), ondblclick: () => this.zoom(null),
+      onpointerup: (event) => this.up(event), onpointerleave: () => this.leave(), onblur: () => this.leave(), ondblclick: () => this.zoom(null),
       onwheel: (event) => this.wheel(event),
     });
-    this.box = el("div", { class: "chart" }, this.root, this.tip, this.legend);
+    this.box = el("div", { class: "chart" }, this.root, this.tip, this.spoken, this.legend);
   }
 
-  // series: [{label, colour, step, mean, low, high, dots}]
+  // series: [{key, label, colour, x, step, mean, low, high, dots, dashed, beside}]
   show(series) {
-    this.series = series.filter((one) => one.step.length);
+    this.series = series.filter((one) => one.x.length);
     this.draw();
   }
 
   draw() {
     this.root.replaceChildren();
-    const drawn = this.series.map((one) => ({ ...one, line: smooth(one.mean, this.smoothing) }));
-    this.drawn = drawn;
-    const steps = drawn.flatMap((one) => [one.step[0], one.step.at(-1)]);
-    const [x0, x1] = this.range || [Math.min(...steps), Math.max(...steps)];
-    if (!drawn.length || !Number.isFinite(x0)) {
-      this.root.append(svg("text", { x: WIDTH / 2, y: HEIGHT / 2, "text-anchor": "middle" }, "nothing logged yet"));
-      this.legend.replaceChildren();
+    // Points that stand for themselves, as validation, are never smoothed.
+    this.drawn = this.series.filter((one) => !this.hidden.has(one.key)).map((one) => ({ ...one, line: one.dots ? one.mean : smooth(one.mean, this.smoothing) }));
+    const [x0, x1] = this.bounds();
+    if (!this.drawn.length || !Number.isFinite(x0)) {
+      this.root.append(svg("text", { x: WIDTH / 2, y: HEIGHT / 2, "text-anchor": "middle" }, this.series.length ? "all curves are hidden" : "nothing logged yet"));
+      this.drawLegend();
+      this.shown = null;
+      this.hide();
       return;
     }
+    this.shown = [x0, x1];
+    const [low, high] = this.heights();
+    const across = scale(this.xlog), up = scale(this.log);
+    const a = across.place(x0), span = across.place(x1) - a || 1, wide = WIDTH - LEFT - RIGHT;
+    this.x = (value) => LEFT + ((across.place(this.xlog ? Math.max(value, x0) : value) - a) / span) * wide;
+    this.value = (x) => across.value(a + ((x - LEFT) / wide) * span);
+    this.y = (value) => TOP + (1 - (up.place(this.log ? Math.max(value, low) : value) - up.place(low)) / (up.place(high) - up.place(low) || 1)) * (HEIGHT - TOP - BOTTOM);
+    this.axes(low, high);
+    this.root.append(svg("g", {}, this.drawn.flatMap((one) => this.curve(one))));
+    this.selection = svg("rect", { class: "select", y: TOP, height: HEIGHT - TOP - BOTTOM, width: 0 });
+    this.cross = svg("line", { class: "cross", y1: TOP, y2: HEIGHT - BOTTOM, visibility: "hidden" });
+    this.root.append(this.selection, this.cross);
+    this.drawLegend();
+    if (this.pointer === null) this.hide(); else this.point(this.pointer);
+  }
+
+  // Curves whose labels and colours the legend shows: none for a single curve, and none for those beside another of the same colour.
+  keys() { return this.series.length < 2 ? [] : this.series.filter((one) => !one.beside); }
+
+  // A click on a label hides its curves, or shows them again.
+  drawLegend() {
+    const shown = this.keys().map((one) => `${one.key}/${one.colour}/${this.hidden.has(one.key)}`).join("\n");
+    if (shown === this.legendShown) return; // the focus may be in it
+    this.legendShown = shown;
+    const button = (one) => el("button", { class: "key", "aria-pressed": String(!this.hidden.has(one.key)), title: "show or hide", "data-key": one.key, onclick: () => {
+      this.onhide(one.key);
+      [...this.legend.children].find((node) => node.dataset.key === one.key)?.focus();
+    } }, el("i", { class: "k" + one.colour }), one.label);
+    this.legend.replaceChildren(...this.keys().map(button), this.series.some((one) => one.beside) ? el("span", {}, "dots or dashes: validation") : "");
+  }
+
+  bounds() {
+    const ends = this.drawn.flatMap((one) => [this.xlog ? one.x.find((x) => x > 0) ?? one.x.at(-1) : one.x[0], one.x.at(-1)]);
+    const whole = [Math.min(...ends), Math.max(...ends)], [x0, x1] = this.range || whole;
+    return this.xlog && x0 <= 0 ? [Math.min(whole[0], x1 / 10), x1] : [x0, x1];
+  }
+
+  heights() {
     let low = Infinity, high = -Infinity;
-    for (const one of drawn) {
-      for (let i = 0; i < one.step.length; i++) {
-        if (one.step[i] < x0 || one.step[i] > x1) continue;
+    for (const one of this.drawn) {
+      for (let i = 0; i < one.x.length; i++) {
+        if (!this.inside(one.x[i])) continue;
         low = Math.min(low, one.low[i]);
         high = Math.max(high, one.high[i]);
       }
@@ -50,48 +101,41 @@ export class Chart {
     if (!Number.isFinite(low)) [low, high] = [0, 1];
     if (this.log && low <= 0) low = high / 1e4 || 1e-9;
     if (high === low) { high += Math.abs(high) * 0.05 || 1; low -= Math.abs(low) * 0.05 || (this.log ? 0 : 1); }
-    const unit = this.log ? Math.log : (v) => v;
-    this.x = (step) => LEFT + ((step - x0) / (x1 - x0 || 1)) * (WIDTH - LEFT - RIGHT);
-    this.step = (x) => x0 + ((x - LEFT) / (WIDTH - LEFT - RIGHT)) * (x1 - x0);
-    this.y = (value) => TOP + (1 - (unit(Math.max(value, this.log ? low : -Infinity)) - unit(low)) / (unit(high) - unit(low) || 1)) * (HEIGHT - TOP - BOTTOM);
-    this.shown = [x0, x1];
-    this.axes(low, high, x0, x1);
-    const clip = svg("g", {});
-    for (const one of drawn) {
-      if (one.dots) {
-        for (let i = 0; i < one.step.length; i++) if (this.inside(one.step[i])) clip.append(svg("circle", { cx: this.x(one.step[i]), cy: this.y(one.mean[i]), r: one.step.length > 40 ? 1.8 : 3, class: "s" + one.colour }));
-        continue;
-      }
-      const inside = one.step.map((step, i) => i).filter((i) => this.inside(one.step[i]));
-      if (inside.some((i) => one.high[i] !== one.low[i])) {
-        const up = inside.map((i) => `${this.x(one.step[i]).toFixed(1)},${this.y(one.high[i]).toFixed(1)}`);
-        const down = inside.map((i) => `${this.x(one.step[i]).toFixed(1)},${this.y(one.low[i]).toFixed(1)}`).reverse();
-        clip.append(svg("polygon", { points: up.concat(down).join(" "), class: "band s" + one.colour }));
-      }
-      if (inside.length === 1) clip.append(svg("circle", { cx: this.x(one.step[inside[0]]), cy: this.y(one.line[inside[0]]), r: 2.5, class: "s" + one.colour }));
-      const points = inside.map((i) => `${this.x(one.step[i]).toFixed(1)},${this.y(one.line[i]).toFixed(1)}`);
-      clip.append(svg("polyline", { points: points.join(" "), class: "curve s" + one.colour }));
-    }
-    this.root.append(clip);
-    this.selection = svg("rect", { class: "select", y: TOP, height: HEIGHT - TOP - BOTTOM, width: 0 });
-    this.cross = svg("line", { class: "cross", y1: TOP, y2: HEIGHT - BOTTOM, visibility: "hidden" });
-    this.root.append(this.selection, this.cross);
-    const keys = drawn.length > 1 ? drawn.filter((one, i) => drawn.findIndex((other) => other.colour === one.colour && other.label === one.label) === i) : [];
-    this.legend.replaceChildren(...keys.map((one) => el("span", {}, el("i", { class: "k" + one.colour }), one.label)));
+    return [low, high];
   }
 
-  inside(step) { return step >= this.shown[0] && step <= this.shown[1]; }
+  curve(one) {
+    const inside = one.x.map((_, i) => i).filter((i) => this.inside(one.x[i])), colour = "s" + one.colour;
+    const at = (i, values) => `${this.x(one.x[i]).toFixed(1)},${this.y(values[i]).toFixed(1)}`;
+    const dot = (i, r) => svg("circle", { cx: this.x(one.x[i]), cy: this.y(one.line[i]), r, class: colour });
+    if (one.dots) return inside.map((i) => dot(i, one.x.length > 40 ? 1.8 : 3));
+    const parts = [];
+    if (inside.some((i) => one.high[i] !== one.low[i])) {
+      const outline = inside.map((i) => at(i, one.high)).concat(inside.map((i) => at(i, one.low)).reverse());
+      parts.push(svg("polygon", { points: outline.join(" "), class: "band " + colour }));
+    }
+    // What was smoothed stays in sight behind the smoothed line.
+    if (this.smoothing) parts.push(svg("polyline", { points: inside.map((i) => at(i, one.mean)).join(" "), class: `curve raw ${colour}` }));
+    if (inside.length === 1) parts.push(dot(inside[0], 2.5));
+    parts.push(svg("polyline", { points: inside.map((i) => at(i, one.line)).join(" "), class: `curve ${colour}${one.dashed ? " dashed" : ""}` }));
+    return parts;
+  }
 
-  axes(low, high, x0, x1) {
+  inside(x) { return x >= this.shown[0] && x <= this.shown[1]; }
+
+  axes(low, high) {
+    const [x0, x1] = this.shown, [caption, unit] = AXES[this.axis].unit(x1 - x0), bottom = HEIGHT - BOTTOM;
     for (const value of ticks(low, high, 5, this.log)) {
       const y = this.y(value);
-      this.root.append(svg("line", { class: "grid-line", x1: LEFT, x2: WIDTH - RIGHT, y1: y, y2: y }), svg("text", { x: LEFT - 6, y: y + 4, "text-anchor": "end" }, axis(value)));
+      this.root.append(svg("line", { class: "grid-line", x1: LEFT, x2: WIDTH - RIGHT, y1: y, y2: y }), svg("text", { x: LEFT - 6, y: y + 4, "text-anchor": "end" }, tickLabel(value)));
     }
-    for (const value of ticks(x0, x1, 5)) {
-      const x = this.x(value);
-      this.root.append(svg("text", { x, y: HEIGHT - 8, "text-anchor": x > WIDTH - RIGHT - 16 ? "end" : "middle" }, amount(value)));
+    for (const value of ticks(x0 / unit, x1 / unit, 5, this.xlog)) {
+      const x = this.x(value * unit);
+      this.root.append(svg("text", { x, y: bottom + 15, "text-anchor": x > WIDTH - RIGHT - 16 ? "end" : "middle" }, tickLabel(value)));
     }
-    this.root.append(svg("line", { class: "axis", x1: LEFT, x2: WIDTH - RIGHT, y1: HEIGHT - BOTTOM, y2: HEIGHT - BOTTOM }));
+    this.root.append(svg("line", { class: "axis", x1: LEFT, x2: WIDTH - RIGHT, y1: bottom, y2: bottom }),
+      svg("text", { class: "caption y-scale", x: 2, y: 11 }, this.log ? "log scale" : "linear"),
+      svg("text", { class: "caption x-scale", x: WIDTH - RIGHT, y: HEIGHT - 5, "text-anchor": "end" }, caption + (this.xlog ? ", log scale" : "")));
   }
 
   at(event) {
@@ -99,10 +143,10 @@ export class Chart {
     return ((event.clientX - box.left) / box.width) * WIDTH;
   }
 
-  down(event) { if (this.step && event.button === 0) { this.from = this.at(event); this.root.setPointerCapture(event.pointerId); } }
+  down(event) { if (this.shown && event.button === 0) { this.from = this.at(event); this.root.setPointerCapture(event.pointerId); } }
 
   move(event) {
-    if (!this.step) return;
+    if (!this.shown) return;
     const x = Math.min(WIDTH - RIGHT, Math.max(LEFT, this.at(event)));
     if (this.from !== undefined) {
       this.selection.setAttribute("x", Math.min(this.from, x));
@@ -112,17 +156,15 @@ export class Chart {
   }
 
   point(x) {
-    const step = this.step(x);
-    this.cross.setAttribute("x1", x); this.cross.setAttribute("x2", x); this.cross.setAttribute("visibility", "visible");
-    const lines = [];
-    let nearest = null;
-    for (const one of this.drawn) {
-      const i = closest(one.step, step);
-      if (nearest === null || Math.abs(one.step[i] - step) < Math.abs(nearest - step)) nearest = one.step[i];
-      lines.push(el("div", {}, el("i", { class: "k" + one.colour }), `${short(one.line[i])} ${one.label}${one.dots && one.label !== "validation_loss" ? " (validation)" : ""}`));
-    }
-    this.tip.replaceChildren(el("div", { class: "soft" }, "step " + Math.round(nearest)), ...lines);
-    this.tip.hidden = false;
+    this.pointer = x;
+    const value = this.value(x), near = this.drawn.map((one) => this.nearest(one, x)).filter((i) => i !== null);
+    this.mark(value);
+    this.onpoint(value);
+    this.tip.hidden = !near.length;
+    if (!near.length) { this.tip.replaceChildren(); return; }
+    const first = near.reduce((a, b) => (Math.abs(b.one.x[b.i] - value) < Math.abs(a.one.x[a.i] - value) ? b : a)), step = first.one.step[first.i];
+    const head = "step " + step.toLocaleString("en") + (this.axis === "step" ? "" : " · " + AXES[this.axis].say(first.one.x[first.i]));
+    this.tip.replaceChildren(el("div", { class: "soft" }, head), ...near.map(({ one, i }) => el("div", {}, el("i", { class: "k" + one.colour }), ...this.words(one, i, step))));
     const share = x / WIDTH;
     this.tip.style.left = share < 0.5 ? share * 100 + 2 + "%" : "auto";
     this.tip.style.right = share < 0.5 ? "auto" : (1 - share) * 100 + 2 + "%";
@@ -130,77 +172,76 @@ export class Chart {
     this.tip.style.top = "8px";
   }
 
+  // The point of a curve nearest to the pointer, or null beyond the ends of the curve.
+  nearest(one, x) {
+    const value = this.value(x), beyond = value < one.x[0] ? this.x(one.x[0]) - x : value > one.x.at(-1) ? x - this.x(one.x.at(-1)) : 0;
+    return beyond > NEAR ? null : { one, i: closest(one.x, value) };
+  }
+
+  // The value as it was logged, or the mean of the logs that one piece stands for; then what was made of it, and its own step if it is another.
+  words(one, i, step) {
+    const more = [];
+    if (one.high[i] !== one.low[i]) more.push(`mean of ${short(one.low[i])} to ${short(one.high[i])}`);
+    if (this.smoothing && !one.dots) more.push("smoothed " + short(one.line[i]));
+    if (one.step[i] !== step) more.push("at step " + one.step[i].toLocaleString("en"));
+    return [`${short(one.mean[i])} ${one.label}`, more.length ? el("span", { class: "soft" }, ", " + more.join(", ")) : ""];
+  }
+
+  // A line at a value of the x axis, also while the pointer is on another chart.
+  mark(value) {
+    if (!this.shown) return;
+    const there = value !== null && this.inside(value), x = there ? this.x(value) : 0;
+    this.cross.setAttribute("x1", x); this.cross.setAttribute("x2", x); this.cross.setAttribute("visibility", there ? "visible" : "hidden");
+  }
+
   up(event) {
     if (this.from === undefined) return;
     const [a, b] = [this.from, Math.min(WIDTH - RIGHT, Math.max(LEFT, this.at(event)))].sort((p, q) => p - q);
     this.from = undefined;
     this.selection.setAttribute("width", 0);
-    if (b - a > 6) this.zoom([this.step(Math.max(a, LEFT)), this.step(b)]);
+    if (b - a > 6) this.zoom([this.value(Math.max(a, LEFT)), this.value(b)]);
   }
 
-  leave() { this.tip.hidden = true; if (this.cross) this.cross.setAttribute("visibility", "hidden"); }
+  leave() { this.pointer = null; this.hide(); this.onpoint(null); }
+
+  hide() { this.tip.hidden = true; this.mark(null); }
 
   wheel(event) {
-    if (!event.ctrlKey || !this.step) return;
+    if (!event.ctrlKey || !this.shown) return;
     event.preventDefault();
-    this.around(this.step(this.at(event)), event.deltaY > 0 ? 1.4 : 1 / 1.4);
+    this.around(this.at(event), event.deltaY > 0 ? 1.4 : 1 / 1.4);
   }
 
   key(event) {
     if (!this.shown) return;
-    const [a, b] = this.shown, move = (b - a) / 5;
-    const does = {
-      ArrowLeft: () => this.zoom([a - move, b - move]), ArrowRight: () => this.zoom([a + move, b + move]),
-      "+": () => this.around((a + b) / 2, 1 / 1.6), "=": () => this.around((a + b) / 2, 1 / 1.6), "-": () => this.around((a + b) / 2, 1.6),
+    const middle = (LEFT + WIDTH - RIGHT) / 2, fifth = (WIDTH - LEFT - RIGHT) / 5;
+    const does = event.shiftKey && event.key.startsWith("Arrow") ? { ArrowLeft: () => this.read(-1), ArrowRight: () => this.read(1) }[event.key] : {
+      ArrowLeft: () => this.pan(-fifth), ArrowRight: () => this.pan(fifth),
+      "+": () => this.around(middle, 1 / 1.6), "=": () => this.around(middle, 1 / 1.6), "-": () => this.around(middle, 1.6),
       Escape: () => this.zoom(null), Home: () => this.zoom(null),
     }[event.key];
     if (does) { event.preventDefault(); does(); }
   }
 
-  around(centre, factor) {
-    const [a, b] = this.shown;
-    this.zoom([centre - (centre - a) * factor, centre + (b - centre) * factor]);
+  // Moves the pointer by keys, and says what is there.
+  read(way) {
+    const from = this.pointer ?? (way > 0 ? LEFT : WIDTH - RIGHT);
+    this.point(Math.min(WIDTH - RIGHT, Math.max(LEFT, from + way * (WIDTH - LEFT - RIGHT) / 40)));
+    this.spoken.textContent = [...this.tip.children].map((line) => line.textContent).join("; ");
   }
+
+  pan(by) { this.zoom([this.value(LEFT + by), this.value(WIDTH - RIGHT + by)]); }
+
+  around(x, factor) { this.zoom([this.value(x - (x - LEFT) * factor), this.value(x + (WIDTH - RIGHT - x) * factor)]); }
 
   zoom(range) {
-    if (this.onzoom) this.onzoom(range && [Math.max(0, range[0]), Math.max(1, range[1])]);
+    if (this.onzoom) this.onzoom(range && [Math.max(0, range[0]), Math.max(this.axis === "step" ? 1 : 1e-3, range[1])]);
   }
 
-  // Redraws the present pieces for the new range at once, before the server sends finer ones.
+  // Redraws the present pieces for the new range at once, before the server sends finer ones. The tip comes back when the pointer moves.
   look(range) {
     this.range = range;
+    this.pointer = null;
     this.draw();
   }
-}
-
-function smooth(values, share) {
-  if (!share) return values;
-  let mean = null;
-  return values.map((value) => (mean = mean === null || !Number.isFinite(mean) ? value : share * mean + (1 - share) * value));
-}
-
-function ticks(low, high, count, log = false) {
-  if (log && low > 0) {
-    const decades = Math.log10(high / low), parts = decades > count ? [1] : decades > 1.5 ? [1, 3] : [1, 2, 3, 5, 7];
-    const every = Math.max(1, Math.ceil((decades * parts.length) / (count + 1))), all = [];
-    for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power++) for (const part of parts) all.push(part * 10 ** power);
-    const inside = all.filter((value) => value >= low && value <= high).filter((_, i) => parts.length > 1 || i % every === 0);
-    if (inside.length > 1) return inside;
-  }
-  const span = high - low || 1, power = 10 ** Math.floor(Math.log10(span / count));
-  const step = [1, 2, 5, 10].map((m) => m * power).find((s) => span / s <= count) || power * 10;
-  const found = [];
-  for (let v = Math.ceil(low / step) * step; v <= high + step * 1e-6; v += step) found.push(Math.abs(v) < step * 1e-9 ? 0 : v);
-  return found;
-}
-
-function axis(value) {
-  if (value && (Math.abs(value) >= 1e15 || Math.abs(value) < 1e-3)) return Number(value.toPrecision(3)).toExponential().replace("e+", "e");
-  return Math.abs(value) >= 1e4 ? amount(value) : short(value);
-}
-
-function closest(steps, step) {
-  let low = 0, high = steps.length - 1;
-  while (high - low > 1) { const middle = (low + high) >> 1; if (steps[middle] < step) low = middle; else high = middle; }
-  return Math.abs(steps[low] - step) <= Math.abs(steps[high] - step) ? low : high;
 }

@@ -22,14 +22,44 @@ function fill(node, attributes, children) {
   return node;
 }
 
-export function table(columns, rows) {
-  const head = columns.map(([name, kind]) => el("th", { class: kind || "", scope: "col" }, name));
-  const body = rows.map((cells) => el("tr", {}, cells.map((cell, i) => el("td", { class: columns[i][1] || "" }, cell))));
-  return el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, head)), el("tbody", {}, body)));
+export function table(columns, rows, label) {
+  return scrolling(bareTable(columns, rows), label);
 }
 
-export async function ask(path, query = []) {
-  const reply = await fetch("/api/" + path + (query.length ? "?" + new URLSearchParams(query) : ""));
+export function bareTable(columns, rows) {
+  const head = columns.map(([name, kind]) => el("th", { class: kind || "", scope: "col" }, name));
+  const body = rows.map((cells) => el("tr", {}, cells.map((cell, i) => el("td", { class: columns[i][1] || "" }, cell))));
+  return el("table", {}, el("thead", {}, el("tr", {}, head)), el("tbody", {}, body));
+}
+
+// A part of the page that scrolls sideways, also by keys; its edges show that there is more.
+export function scrolling(content, label = "table") {
+  return el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": label + ", scrolls sideways" }, content);
+}
+
+// Offers data as a file to the browser.
+export function save(blob, name) {
+  const link = el("a", { href: URL.createObjectURL(blob), download: name.replace(/[^\w.-]+/g, "-") });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
+}
+
+// The present value of a colour of the style sheet, as [red, green, blue].
+export function shade(name) {
+  const probe = el("span", { hidden: true });
+  probe.style.color = `var(${name})`;
+  document.body.append(probe);
+  const found = getComputedStyle(probe).color.match(/[\d.]+/g).map(Number);
+  probe.remove();
+  return found.slice(0, 3);
+}
+
+export function send(path, query, body) {
+  return ask(path, query, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) });
+}
+
+export async function ask(path, query = [], options = {}) {
+  const reply = await fetch("/api/" + path + (query.length ? "?" + new URLSearchParams(query) : ""), options);
   const body = await reply.json().catch(() => ({ error: { cause: "the server answered " + reply.status } }));
   if (reply.status === 401) throw new Error("this link is no longer good: open the one that `argosy dash` printed when it was started");
   if (!reply.ok) throw new Error(body.error ? [body.error.cause, body.error.fix].filter(Boolean).join("\n") : reply.status);

@@ -1,5 +1,5 @@
 // Pictures that are not curves: the goodput waterfall, the ranks' heat map, memory as a bar.
-import { el, svg, clock, percent, short } from "./dom.js";
+import { el, svg, clock, percent, shade, short } from "./dom.js";
 
 export function waterfall(rows) {
   const total = rows.length ? rows[0].seconds : 0;
@@ -24,8 +24,7 @@ export function heatMap(map) {
   const canvas = el("canvas", { width: map.cells.length, height: map.ranks.length, role: "img", "aria-label": "each rank over time" });
   canvas.style.height = Math.max(60, Math.min(360, 14 * map.ranks.length)) + "px";
   const context = canvas.getContext("2d"), image = context.createImageData(map.cells.length, map.ranks.length);
-  const dark = matchMedia("(prefers-color-scheme: dark)").matches;
-  const from = dark ? [38, 43, 48] : [233, 235, 238], to = dark ? [255, 123, 114] : [180, 35, 24];
+  const from = shade("--grid"), to = shade("--bad");
   map.cells.forEach((column, x) => column.forEach((value, y) => {
     const share = value === null ? 0 : Math.min(1, Math.max(0, (value - low) / (high - low || 1))), at = 4 * (y * map.cells.length + x);
     for (let i = 0; i < 3; i++) image.data[at + i] = from[i] + share * (to[i] - from[i]);
