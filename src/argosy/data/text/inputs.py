@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from argosy.errors import ArgosyError
+from argosy.extras import install_extra
 
 LINES = (".jsonl", ".jsonl.zst", ".jsonl.gz", ".json.gz", ".jsonl.zstd")
 TEXT = (".txt", ".txt.zst", ".txt.gz")
@@ -101,7 +102,7 @@ def require(module: str, extra: str, purpose: str) -> Any:
         raise ArgosyError(
             "data.missing-extra",
             f"{purpose} needs the Python package {module.partition('.')[0]}",
-            fix=f"pip install 'argosy[{extra}]'",
+            fix=install_extra(extra),
         ) from None
 
 
