@@ -77,6 +77,7 @@ def shorter(page: str) -> str:
 def masked(line: str) -> str:
     """Return a line without its numbers, durations, bars and spacing."""
     line = re.sub(r"[\u2500-\u25ff\u2800-\u28ff]+", " ", line)
+    line = re.sub(r"\b[0-9a-f]{12,}\b", "#", line)
     line = re.sub(r"[-+]?\d[\d,.]*(e[-+]?\d+)?", "#", line)
     line = re.sub(r"#(?: ?[KMGTB]i?B?\b| ?(?:ms|min|[dhms])\b)?(?:#(?:ms|min|[dhms]))*", "#", line)
     return " ".join(line.split())

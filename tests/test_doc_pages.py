@@ -42,9 +42,8 @@ def test_the_commands_of_a_page_run_and_print_what_it_shows(
         write_texts(work, 150)
     else:
         shutil.copytree(after_first_run, work, symlinks=True)
-    # Importing transformers takes 4 s; exports are compared with it on one page, and in tests/checkpoint.
-    hidden = "" if path.stem == "second-run" else "transformers"
-    printed = outputs(page, work, environment(tmp_path / "bin", forked, shorter(page), hidden))
+    # Importing transformers takes 4 s of each export; tests/checkpoint compare exports with it.
+    printed = outputs(page, work, environment(tmp_path / "bin", forked, shorter(page), hidden="transformers"))
     assert differences(page, printed) == [], "the program prints something else now: run `make tutorials`"
 
 

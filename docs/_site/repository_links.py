@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from posixpath import normpath, relpath
 from typing import Any
 
-from mkdocs.structure.files import File, Files
+from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).parents[2]
 COPIES = "repository"
@@ -51,13 +51,13 @@ def _add(files: Files, config: Any, path: str) -> None:
     if (ROOT / path).is_dir():
         names = sorted(child.name for child in (ROOT / path).iterdir() if child.is_file())
         listed = "\n".join(f"- [{name}]({name})" for name in names)
-        _append(files, File.generated(config, f"{COPIES}/{path}/index.md", content=f"# {path}\n\n{listed}\n"))
+        _append(files, config, f"{path}/index.md", f"# {path}\n\n{listed}\n")
         for name in names:
             _add(files, config, f"{path}/{name}")
     else:
-        _append(files, File.generated(config, f"{COPIES}/{path}", content=(ROOT / path).read_bytes()))
+        _append(files, config, path, (ROOT / path).read_bytes())
 
 
-def _append(files: Files, file: File) -> None:
-    if file.src_uri not in files.src_uris:
-        files.append(file)
+def _append(files: Files, config: Any, path: str, content: str | bytes) -> None:
+    if f"{COPIES}/{path}" not in files.src_uris:
+        files.append(File.generated(config, f"{COPIES}/{path}", content=content, inclusion=InclusionLevel.NOT_IN_NAV))
