@@ -50,10 +50,8 @@ def main() -> None:
         wheel = check_files(dist, version)
         empty = environment(place / "empty", "--constraint", source / "constraints.txt", wheel)
         try_wheel(empty, wheel, version, place / "work", options.seconds)
-        run(
-            tools / "cyclonedx-py", "environment", empty / "python", "--output-reproducible", "--pyproject",
-            source / "pyproject.toml", "--mc-type", "library", "-o", dist / f"argosy-{version}.cdx.json",
-        )  # fmt: skip
+        bill = dist / f"argosy-{version}.cdx.json"
+        run(tools / "cyclonedx-py", "environment", "--output-reproducible", "-o", bill, empty / "python")
         (dist / "NOTES.md").write_text(notes)
     hashes = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in sorted(dist.iterdir())]
     (dist / "SHA256SUMS").write_text("".join(hashes))
