@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 _FENCE = re.compile(r"^```(\w*)(?: title=\"([^\"]*)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _SHORTER = re.compile(r"<!-- tests train with (.*?) -->")
 _MARK = "@@ end of block"
-_MOST_LINES = 16  # of an output that is written into a page
+_MOST_LINES = 24  # of an output that is written into a page
 
 
 @dataclass(frozen=True)
