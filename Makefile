@@ -4,6 +4,10 @@
 # make faults every fault of docs/guides/survival.md injected for real, and a table of what each cost
 # make storm  a run killed 200 times at random moments, and another 1,000 times (hours)
 # make bench  the measurements of docs/benchmarks.md
+# make docs   the pages that are made from the code
+# make site   the documentation as a site in site/, built twice and compared
+# make tutorials      the outputs that the tutorials show, from commands run now (5 minutes on two idle cores)
+# make release-check  wheel, sdist and SBOM in dist/, and the wheel tried in an empty environment (10 minutes)
 # Each target makes .venv on its own, and reuses it while pyproject.toml and constraints.txt are unchanged.
 
 PYTHON ?= python3
@@ -14,7 +18,7 @@ PIP    := $(BIN)/python -m pip install --disable-pip-version-check --constraint 
 LOG    := $(VENV)/install.log
 QUIET   = >$(LOG) 2>&1 || { status=$$?; tail -n 40 $(LOG); echo "Set-up failed; all of its output is in $(LOG)"; exit $$status; }
 
-.PHONY: demo test check lint types faults storm bench docs clean
+.PHONY: demo test check lint types faults storm bench docs site tutorials release-check clean
 
 demo: $(VENV)/.core
 	@$(BIN)/argosy demo
@@ -51,7 +55,22 @@ bench: $(VENV)/.dev
 docs: $(VENV)/.dev
 	$(BIN)/python -m argosy.errors > docs/errors.md
 	$(BIN)/argosy config reference > docs/run-spec.md
+	$(BIN)/python -m argosy.cli.reference_page > docs/cli.md
+	$(BIN)/python benchmarks/parallelism_pictures.py
 	$(BIN)/python -m argosy.launch.chart charts/argosy
+
+# Dates in the site are those of the last commit, so that the same sources give the same bytes.
+site: $(VENV)/.dev
+	@export SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct 2>/dev/null || echo 0) NO_MKDOCS_2_WARNING=1; \
+	$(BIN)/mkdocs build --strict --quiet --site-dir site && \
+	$(BIN)/mkdocs build --strict --quiet --site-dir $(VENV)/site-again && \
+	diff -r site $(VENV)/site-again && echo "site/index.html"
+
+tutorials: $(VENV)/.dev
+	$(BIN)/python tests/doc_pages.py docs/guides/first-run.md docs/tutorials/second-run.md
+
+release-check: $(VENV)/.python
+	$(BIN)/python .ci/release_check.py $(if $(TAG),--tag $(TAG))
 
 $(VENV)/.python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -71,4 +90,4 @@ $(VENV)/.dev: $(VENV)/.core
 	@touch $@
 
 clean:
-	rm -rf $(VENV) argosy-demo .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) argosy-demo site dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

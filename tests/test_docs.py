@@ -6,8 +6,13 @@ import re
 from pathlib import Path
 
 import pytest
+from benchmarks import parallelism_pictures
+from typer.main import get_command
 
-from argosy.config.reference import page
+from argosy.cli.app import app
+from argosy.cli.reference_page import reference_page
+from argosy.config.other_names import OTHER_NAMES
+from argosy.config.reference import keys, page
 from argosy.errors import CODES, ArgosyError, errors_page
 
 ROOT = Path(__file__).parents[1]
@@ -20,6 +25,13 @@ def test_the_error_index_is_made_from_the_codes() -> None:
 
 def test_the_key_reference_is_made_from_the_schema() -> None:
     assert (ROOT / "docs" / "run-spec.md").read_text() == page(), "run `make docs`"
+
+
+def test_the_command_reference_is_made_from_the_program() -> None:
+    made = reference_page()
+    assert (ROOT / "docs" / "cli.md").read_text() == made, "run `make docs`"
+    for name in (*get_command(app).commands, "data prepare", "ckpt export"):  # type: ignore[attr-defined]
+        assert f"### argosy {name}" in made, name
 
 
 def test_every_code_is_used_and_every_used_code_is_known() -> None:
@@ -55,14 +67,23 @@ def test_every_file_that_the_architecture_page_names_exists() -> None:
     assert not missing
 
 
-def test_the_readme_lists_every_verb() -> None:
-    from typer.main import get_command
+def test_the_pictures_of_layouts_are_made_by_their_script() -> None:
+    for name, text in parallelism_pictures.pictures().items():
+        assert (ROOT / "docs" / "images" / name).read_text() == text, "run `make docs`"
 
-    from argosy.cli.app import app
 
-    listed = (ROOT / "README.md").read_text()
-    for name in get_command(app).commands:  # type: ignore[attr-defined]
-        assert f"`argosy {name}" in listed, f"README.md does not list `argosy {name}`"
+def test_words_of_other_frameworks_lead_to_keys_that_exist() -> None:
+    known = {key.replace(".0.", ".") for key, *_ in keys()} | {"data.train"}
+    rows = re.findall(r"^\| (`[^|]*) \|([^\n]*)\|$", (ROOT / "docs" / "glossary.md").read_text(), re.MULTILINE)
+    assert len(rows) > 30
+    for ours, theirs in rows:
+        named = re.findall(r"`([^`]+)`", ours)
+        assert set(named) <= known, f"no such key: {ours}"
+        if "batch" in ours:  # the same word is the global batch of one framework and the micro-batch of another
+            continue
+        for word in re.findall(r"`(?:--)?([\w-]+)`", theirs):
+            other = OTHER_NAMES.get(word.replace("-", "_"))
+            assert other is None or other in named, f"{word} is {other}, not {ours}"
 
 
 def test_no_pickle_and_no_unsafe_loading_in_the_sources() -> None:

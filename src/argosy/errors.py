@@ -189,11 +189,14 @@ def errors_page() -> str:
         "Every refusal names its code, the key and value at fault, the cause with its arithmetic, and the fix, and ends\n"
         "the command with exit code 2. `argosy --debug …` adds the traceback; verbs with `--json` print it as an object.\n\n"
         "| code | meaning |\n| --- | --- |\n" + rows + "\n\n"
+        "## Exit codes\n\n"
         "| exit code | meaning |\n| --- | --- |\n"
         "| 0 | done |\n"
         "| 1 | a bug of ours |\n"
         "| 2 | refused: something must be changed first |\n"
+        "| 3 | a launched stage failed |\n"
         "| 75 | interrupted, checkpoint saved: run the same command again to go on |\n"
+        "| 130 | stopped at once by a second Ctrl-C, without saving |\n"
         "| ≥ 128 | killed by a signal (128 + its number) |\n"
     )
 

@@ -22,6 +22,7 @@ from argosy.data.remote.stream import open_streamed
 from argosy.data.text.inputs import find_inputs
 from argosy.data.text.tokenizer import ByteTokenizer
 from argosy.errors import ArgosyError
+from argosy.extras import install_extra
 
 
 @pytest.fixture
@@ -80,4 +81,4 @@ def test_without_its_package_the_extra_is_named(tmp_path: Path, monkeypatch: pyt
         with pytest.raises(ArgosyError) as refusal:
             attempt()
         assert refusal.value.code == "data.missing-extra"
-        assert "argosy[remote]" in refusal.value.fix
+        assert install_extra("remote") in refusal.value.fix

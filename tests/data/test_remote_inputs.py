@@ -34,6 +34,7 @@ from argosy.data.text.inputs import InputFile, find_inputs, local_path
 from argosy.data.text.tokenizer import ByteTokenizer
 from argosy.data.text.train_tokenizer import train_tokenizer_on
 from argosy.errors import ArgosyError
+from argosy.extras import install_extra
 
 
 @pytest.fixture(scope="module")
@@ -404,4 +405,4 @@ def test_a_tokenizer_is_trained_on_remote_inputs(raw: Path, tmp_path: Path) -> N
 def test_without_fsspec_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fsspec", None)
     error = refused(lambda: find_inputs(["s3://bucket/a.jsonl"]))
-    assert (error.code, "argosy[remote]" in error.fix) == ("data.missing-extra", True)
+    assert (error.code, install_extra("remote") in error.fix) == ("data.missing-extra", True)

@@ -191,7 +191,7 @@ def _read_manifest(path: Path) -> tuple[int, dict[str, Written], str]:
         raise ArgosyError(
             "checkpoint.version",
             f"{path.parent} is in version {version} of the format, and this Argosy reads up to {VERSION}",
-            fix="pip install --upgrade argosy, or use the version that wrote it",
+            fix="update Argosy (in a clone: git pull), or use the version that wrote it",
         )
     if version == 1:
         old = _OldManifest.model_validate_json(content)

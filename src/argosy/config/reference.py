@@ -30,7 +30,8 @@ def keys(model: type[BaseModel] = RunSpec, prefix: str = "") -> Iterator[tuple[s
 
 def page() -> str:
     rows = "\n".join(
-        f"| `{key}` | {kind.replace('|', ' or ')} | {default} | {text} |" for key, kind, default, text in keys()
+        f"| `{key}` | {kind.replace('|', ' or ')} | {_cell(default)} | {_cell(text)} |"
+        for key, kind, default, text in keys()
     )
     return (
         "# The run spec, key by key\n\n"
@@ -43,6 +44,11 @@ def page() -> str:
         "number too), `20B` or `300Mtok` (tokens), `2ep`, `10Ksp` (samples), `30min`, `2h`.\n\n"
         "| key | type | default | meaning |\n| --- | --- | --- | --- |\n" + rows + "\n"
     )
+
+
+def _cell(text: str) -> str:
+    """Escape what would end a cell of a table or begin a tag."""
+    return text.replace("|", "\\|").replace("<", "&lt;")
 
 
 _PLAIN_TYPES = {"str": "text", "int": "integer", "float": "number", "bool": "true|false", "Duration": "duration"}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from argosy.config.resolve import resolve
 from argosy.errors import ArgosyError
+from argosy.extras import install_extra
 from argosy.launch.placement import Placement
 from argosy.launch.registry import default_target, find_target, local_target
 from argosy.launch.stages import STAGES, Stage, stages_of
@@ -69,7 +70,7 @@ def find(run: str, namespace: str | None, target: str | None = None, overrides: 
     if target is None and not here and "/" in run:
         raise not_found(found, f"there is no run directory {directory}")
     if target is None and not here and find_spec("kubernetes") is None:
-        client = "its client: pip install 'argosy[k8s]'"
+        client = f"its client: {install_extra('k8s')}"
         raise not_found(found, f"there is no {directory} here, and asking Kubernetes for {run} needs {client}")
     return found
 

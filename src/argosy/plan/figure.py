@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from argosy.config.counts import describe_size
 from argosy.errors import ArgosyError
+from argosy.extras import install_extra
 from argosy.plan.search import Candidate
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def write_plot(shown: Sequence[Candidate], path: Path) -> None:
             "a plot needs matplotlib, which is not installed",
             key="--plot",
             value=path,
-            fix="pip install 'argosy[plot]'",
+            fix=install_extra("plot"),
         ) from None
     names = [str(candidate.layout) for candidate in shown]
     colours = list(matplotlib.colormaps["tab20"](range(20)))

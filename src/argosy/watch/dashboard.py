@@ -9,6 +9,7 @@ from pathlib import Path
 
 from argosy.console.output import say
 from argosy.errors import ArgosyError
+from argosy.extras import install_extra
 
 _log = logging.getLogger(__name__)
 
@@ -21,7 +22,7 @@ def serve(root: Path, *, port: int, token: str | None, copied: bool = False) -> 
         from argosy.watch.server import make_app
     except ImportError:
         raise ArgosyError(
-            "watch.missing-extra", "the dashboard needs starlette and uvicorn", fix="pip install 'argosy[dash]'"
+            "watch.missing-extra", "the dashboard needs starlette and uvicorn", fix=install_extra("dash")
         ) from None
     if not root.is_dir():
         raise ArgosyError(

@@ -21,4 +21,6 @@ def take_over_validation(draft: Draft, setting: str, corpora: list[dict[str, Any
         paths = ", ".join(str(corpus["path"]) for corpus in corpora)
         draft.left.append(f"{setting} ({paths}): set data.validation, with a cache for what is in object storage")
         return
-    draft.set("data.validation", [{key: corpus[key] for key in ("path", "cache") if key in corpus} for corpus in corpora])
+    draft.set(
+        "data.validation", [{key: corpus[key] for key in ("path", "cache") if key in corpus} for corpus in corpora]
+    )

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from argosy.data.text.inputs import require
 from argosy.errors import ArgosyError
+from argosy.extras import install_extra
 from argosy.retry import TRANSIENT_STATUSES, Clock, GaveUp, RetryPolicy, Transient, retry_after_s
 
 # The size of one request when a whole object is read.
@@ -187,9 +188,7 @@ class ObjectStore:
         try:
             system, root = self._fsspec.core.url_to_fs(self.url, **options, skip_instance_cache=bool(options))
         except ImportError as error:
-            raise ArgosyError(
-                "data.missing-extra", f"{self.url}: {error}", fix="pip install 'argosy[remote]'"
-            ) from None
+            raise ArgosyError("data.missing-extra", f"{self.url}: {error}", fix=install_extra("remote")) from None
         except Exception as error:
             # Every back end has its own exception classes. Most failures are missing credentials, some of them a ValueError.
             fault = _classify(error)

@@ -145,7 +145,7 @@ def choose_engine(tokenizer: Tokenizer, prove: Callable[[str], Proven]) -> tuple
     faults = []
     for name in ENGINES:
         if importlib.util.find_spec(name) is None:
-            faults.append(f"{name} is not installed (pip install 'argosy[data]')")
+            faults.append(f"{name} is not installed (the extra `data` has it)")
             continue
         try:
             proven = prove(name)

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from argosy.errors import ArgosyError
+from argosy.extras import install_extra
 
 COMPRESSED = (".zst", ".zstd", ".gz", ".xz")
 LINES = (".jsonl", *(f".jsonl{suffix}" for suffix in COMPRESSED), ".json.gz", ".json.xz")
@@ -109,7 +110,7 @@ def require(module: str, extra: str, purpose: str) -> Any:
         raise ArgosyError(
             "data.missing-extra",
             f"{purpose} needs the Python package {module.partition('.')[0]}",
-            fix=f"pip install 'argosy[{extra}]'",
+            fix=install_extra(extra),
         ) from None
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from argosy.config.cluster import ClusterSpec
 from argosy.errors import ArgosyError
+from argosy.extras import install_extra
 from argosy.launch.indexed_jobs import data_job, ranks_job
 from argosy.launch.manifests import BESIDE, JOB, Kind, Manifests, shared_objects
 from argosy.launch.placement import Placement
@@ -155,7 +156,7 @@ def connected(namespace: str | None, *, in_cluster: bool = False) -> Cluster:
         raise ArgosyError(
             "launch.missing-extra",
             "talking to Kubernetes needs its official client, which is not installed",
-            fix="pip install 'argosy[k8s]'; or argosy launch --dry-run -o DIR, and kubectl apply -f on each file in the order of their numbers",
+            fix=f"{install_extra('k8s')}; or argosy launch --dry-run -o DIR, and kubectl apply -f on each file in the order of their numbers",
         )
     from argosy.launch.api import connect
 

@@ -1,4 +1,4 @@
-"""Attention by the kernels of the package flash-attn-4, if it is installed (`pip install 'argosy[flash]'`).
+"""Attention by the kernels of the package flash-attn-4, if it is installed (the extra `flash`).
 
 On Hopper they are faster than torch's own. Unlike cuDNN's, their backward pass can be deterministic, bit for bit.
 """
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from argosy.errors import ArgosyError
+from argosy.extras import install_extra
 from argosy.model.ops.choice import gpu_refusal, installed
 
 if TYPE_CHECKING:
@@ -78,5 +79,5 @@ def _interface() -> Any:
         raise ArgosyError(
             "device.broken-package",
             f"{_PACKAGE} {INSTALLED} is installed but cannot be loaded: {error}",
-            fix="pip install 'argosy[flash]' brings the parts it needs; ARGOSY_KERNELS=torch, or pip uninstall flash-attn-4, does without it",
+            fix=f"{install_extra('flash')} brings the parts it needs; ARGOSY_KERNELS=torch, or pip uninstall flash-attn-4, does without it",
         ) from error

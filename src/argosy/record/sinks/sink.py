@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from argosy.errors import ArgosyError
+from argosy.extras import install_extra
 from argosy.record.jsonl import Record, read_jsonl
 
 
@@ -80,5 +81,5 @@ def missing(package: str, extra: str) -> ArgosyError:
         "log.missing-extra",
         f"this sink needs the package {package}",
         key=f"log.sinks.{extra}",
-        fix=f"pip install 'argosy[{extra}]', or leave the sink out",
+        fix=f"{install_extra(extra)}, or leave the sink out",
     )
