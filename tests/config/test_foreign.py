@@ -248,14 +248,6 @@ def test_curves_go_where_they_went(tmp_path: Path) -> None:
     assert (sinks.tensorboard, sinks.wandb) == (True, "us/mpt")
 
 
-def test_validation_data_of_its_own_is_listed_with_its_paths() -> None:
-    words = GPT3.replace("--data-path", "--train-data-path").replace(
-        "--split 98,2,0", "--valid-data-path 0.5 /v 0.5 /w"
-    )
-    [said] = [item for item in from_megatron(words).left if "--valid-data-path" in item]
-    assert said.startswith("--valid-data-path (/v, /w): not taken over")
-
-
 @pytest.mark.parametrize(
     ("words", "activation"),
     [("", "gelu_tanh"), ("--no-bias-gelu-fusion", "gelu"), ("--disable-bias-linear", "gelu"), ("--swiglu", "swiglu")],
@@ -405,8 +397,10 @@ def test_a_validation_corpus_is_taken_over(tmp_path: Path) -> None:
     spec = resolve_text(from_megatron(words.replace("--split 98,2,0", "")).text("x"), tmp_path)
     assert [source.path for source in spec.data.validation] == ["v"]
     assert (spec.data.split, spec.eval is not None) == ((1.0, 0.0, 0.0), True)
+    _, spec = changed(tmp_path, eval_loader=[{"dataset": {"local": "/b"}}, {"dataset": {"local": "/c"}}])
+    assert [source.path for source in spec.data.validation] == ["/b", "/c"]
     _, spec = changed(tmp_path, eval_loader={"dataset": {"remote": "s3://b/c", "local": "/tmp/v", "split": "val"}})
-    assert (spec.data.validation[0].path, spec.data.validation[0].cache) == ("s3://b/c", "/tmp/v")
+    assert (spec.data.validation[0].path, spec.data.validation[0].cache) == ("s3://b/c/val", "/tmp/v")
 
 
 @pytest.mark.parametrize(
@@ -418,11 +412,7 @@ def test_a_validation_corpus_is_taken_over(tmp_path: Path) -> None:
         ({"optimizer": {"name": "adalr_lion", "lr": 1e-4}}, "optimizer.name: adalr_lion"),
         (
             {"eval_loader": {"dataset": {"remote": "s3://b/c", "split": "val"}}},
-            "eval_loader, split val (s3://b/c): not taken",
-        ),
-        (
-            {"eval_loader": [{"dataset": {"local": "/b"}}, {"dataset": {"local": "/c"}}]},
-            "eval_loader (/b, /c): not taken",
+            "eval_loader (s3://b/c/val): set data.validation",
         ),
         (
             {"variables": MPT["variables"] | {"data_remote": "mine"}},

@@ -58,15 +58,9 @@ def place(
     layout = open_layout(resolved, planned_on, ranks * cluster.nodes)
     if layout:
         resolved = resolve(path, [*overrides, *added, *layout], elsewhere=True)
-    # The ranks choose the same, if it is open.
+    # The ranks choose the same micro-batch, if it is open.
     resolved = settle_micro_batch(resolved, planned_on, None)
-    check_world(
-        resolved.spec.parallel,
-        ranks * cluster.nodes,
-        f"{cluster.nodes} nodes of {ranks} ranks",
-        resolved.spec.train.global_batch,
-        per_node=None if chosen_target.on_this_machine else ranks,
-    )
+    _check_ranks(resolved, cluster, ranks, chosen_target)
     fabric = "none" if chosen_target.on_this_machine else choose_fabric(cluster, instance)
     check_sharp(cluster, fabric)
     memory = _memory(cluster, instance, gpus)
@@ -90,6 +84,16 @@ def place(
     if not oversized:
         _check_memory(placed)
     return placed
+
+
+def _check_ranks(resolved: Resolved, cluster: ClusterSpec, ranks: int, target: Target) -> None:
+    check_world(
+        resolved.spec.parallel,
+        ranks * cluster.nodes,
+        f"{cluster.nodes} nodes of {ranks} ranks",
+        resolved.spec.train.global_batch,
+        per_node=None if target.on_this_machine else ranks,
+    )
 
 
 def _cluster_of(resolved: Resolved) -> ClusterSpec:

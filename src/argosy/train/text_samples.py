@@ -52,7 +52,7 @@ class TextSamples:
     def _continue(self, prompt: str) -> str:
         """Return the prompt and its continuation, up to the end of the document."""
         spec, device = self._spec, self._session.device
-        prompt_ids = [int(token) for token in self._tokenizer.encode([prompt])[0]]
+        prompt_ids = self._tokenizer.encode(prompt)
         ids = prompt_ids or [self._eod or 0]
         # No stop token: the number of passes must not depend on what a rank has drawn.
         written = list(
