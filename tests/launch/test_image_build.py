@@ -2,6 +2,9 @@
 
 No daemon and no registry is needed; root is. The build takes minutes, so the tests are slow: `pytest -m slow tests/launch/test_image_build.py`.
 The CPU wheel of the same torch takes the place of CUDA's, and a stand-in of the same shape that of Amazon's installer.
+
+Measured on two busy cores: the image 12 minutes (3.7 of CPU time) and 3.0 GB with Triton and the CPU wheel, the demo in it 36 s, the kernels 12 s, the
+EFA image 19 s.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argosy.launch.manifests import Kind
+from argosy.launch.manifests import Kind, Operator
 from argosy.launch.placement import Placement
 from argosy.launch.pod import PORT, Manifest, job_metadata, pod_template
 from argosy.launch.stages import TRAIN
@@ -11,7 +11,14 @@ from argosy.launch.targets.kubernetes import KubernetesTarget
 
 class ToyJobTarget(KubernetesTarget):
     name = "toyjob"
-    jobs = (Kind("toys.example.org/v1", "ToyJob", "toyjobs", operator="the toy operator"),)
+    jobs = (
+        Kind(
+            "toys.example.org/v1",
+            "ToyJob",
+            "toyjobs",
+            operator=Operator("the toy operator", "1.0", "kubectl apply -f toys.yaml"),
+        ),
+    )
 
     def train_objects(self, placed: Placement) -> list[Manifest]:
         nodes = placed.cluster.nodes

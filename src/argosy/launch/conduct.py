@@ -63,7 +63,8 @@ class Conductor:
         shared = [*self.manifests.storage, *self.manifests.spec]
         for document in shared:
             self._require_ours(document)
-        starting = [stage for stage in stages if stage not in going]
+        # A single stage is followed by the others sooner or later, so they are checked with it.
+        starting = [stage for stage in (stages if only is None else self.manifests.stages) if stage not in going]
         check_cluster(self.cluster, self.placed, self.manifests, starting, [*self.jobs, *self.beside])
         for document in shared:
             self.cluster.apply(document)
