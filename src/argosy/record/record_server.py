@@ -141,22 +141,26 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None: ...
 
     def do_GET(self) -> None:
-        asked = urlsplit(self.path)
-        query = parse_qs(asked.query)
         given = hashlib.sha256(self.headers.get(TOKEN_HEADER, "").encode()).hexdigest()
         if not hmac.compare_digest(given, self.server.digest):
-            return self._answer(403, b"the token is missing or wrong")
+            self._answer(403, b"the token is missing or wrong")
+            return
         self.server.asked = time.monotonic()
         try:
-            if asked.path == "/list":
-                return self._answer(200, orjson.dumps(list_runs(self.server.root, query.get("run", [None])[0])))
-            if asked.path == "/read":
-                return self._answer(200, read_parts(self.server.root, query.get("part", [])))
+            self._answer(*self._found())
         except PermissionError as error:
-            return self._answer(403, str(error).encode())
+            self._answer(403, str(error).encode())
         except OSError as error:
-            return self._answer(500, (error.strerror or "the directory cannot be read").encode())
-        return self._answer(404, b"there is /list and /read")
+            self._answer(500, (error.strerror or "the directory cannot be read").encode())
+
+    def _found(self) -> tuple[int, bytes]:
+        asked = urlsplit(self.path)
+        query = parse_qs(asked.query)
+        if asked.path == "/list":
+            return 200, orjson.dumps(list_runs(self.server.root, query.get("run", [None])[0]))
+        if asked.path == "/read":
+            return 200, read_parts(self.server.root, query.get("part", []))
+        return 404, b"there is /list and /read"
 
     def _answer(self, status: int, body: bytes) -> None:
         self.send_response(status)

@@ -5,6 +5,7 @@ A run is looked up only among the directories found under the root, so no name c
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import fcntl
 import os
@@ -173,11 +174,10 @@ class Run:
 
     def _stored(self) -> StoredSpec:
         """Return resolved.json, which is parsed again when it has changed."""
-        try:
+        version: tuple[int, ...] | None = None
+        with contextlib.suppress(OSError):
             status = self.dir.resolved_file.stat()
             version = (status.st_mtime_ns, status.st_size, status.st_ino)
-        except OSError:
-            version = None
         if self._spec is None or self._spec.version != version:
             self._spec = StoredSpec.of(self._json("resolved.json"), version)
         return self._spec
