@@ -122,7 +122,8 @@ def _short_usage_errors() -> Iterator[None]:
         yield
     except _USAGE_ERROR as error:
         error.message = capped(error.message)
-        option, command = getattr(error, "option_name", None), getattr(error.ctx, "command", None)
+        option: str | None = getattr(error, "option_name", None)
+        command: Any = getattr(error.ctx, "command", None)
         takes_keys = any("KEY=VALUE" in str(p.metavar) for p in getattr(command, "params", ()))
         if option is not None and takes_keys and (hint := option_hint(str(command.name), option, sys.argv)) is not None:
             error.message = f"{error.message}. {capped(hint)}"

@@ -22,7 +22,7 @@ def closing_lines(run: RunDir, first: int) -> list[str]:
     records = read_metrics(run.metrics)
     took = f"done in {clock(now() - process_started())}"
     if first:
-        spent = next((record["spent"] for record in reversed(records.values()) if "spent" in record), {})
+        spent: dict[str, float] = next((one["spent"] for one in reversed(records.values()) if "spent" in one), {})
         took += f", {clock(sum(spent.values()))} with the starts before" if spent else ""
     facts = [took]
     losses = {step: record["validation_loss"] for step, record in records.items() if "validation_loss" in record}
