@@ -48,9 +48,9 @@ def tasks_for(architecture: Architecture) -> list[Task[Any]]:
 
 def section_for(model: Mapping[str, Any], task: object) -> str | None:
     """Return the section of `data` with the settings of a run's task, given its unchecked `model` and `data.task`."""
-    unchecked = ModelSpec.model_construct(architecture=model.get("architecture"), retrieval=model.get("retrieval"))
+    keys: dict[str, Any] = {key: model.get(key) for key in ("architecture", "retrieval")}
     try:
-        fits = tasks_for(architecture_of(unchecked))
+        fits = tasks_for(architecture_of(ModelSpec.model_construct(**keys)))
     except (KeyError, TypeError):
         # The schema refuses the architecture later.
         return None
