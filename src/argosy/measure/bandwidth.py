@@ -33,8 +33,8 @@ def probe(world: World, ranks_per_node: int, report: Sequence[dict[str, Any]]) -
         torch.cuda.set_device(device)
         os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,ENV", "NCCL_DEBUG_FILE": str(log)}
     if world.size == 1:
-        nothing = {"measured": [], "transport": None, "collnet": False, "topology": None}
-        return {"nodes": {socket.gethostname(): list(report)}} | nothing
+        nodes = {socket.gethostname(): list(report)}
+        return {"nodes": nodes, "measured": [], "transport": None, "collnet": False, "topology": None}
     os.environ.setdefault("MASTER_ADDR", world.address)
     os.environ.setdefault("MASTER_PORT", str(world.port))
     refuse_pickled_messages()
