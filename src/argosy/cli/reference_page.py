@@ -11,22 +11,13 @@ from typing import Any
 
 from typer.main import get_command
 
-from argosy.cli.app import app
-
-# The journey, and the commands of each part. A command that is in none is listed under "More".
-JOURNEY: dict[str, tuple[str, ...]] = {
-    "Try it": ("demo",),
-    "Prepare text": ("data",),
-    "Describe and plan a run": ("config", "plan"),
-    "Train": ("train", "launch", "status", "logs", "stop", "ls"),
-    "Watch and diagnose": ("watch", "dash", "report", "doctor", "bench"),
-    "Use the model": ("eval", "sample", "ckpt"),
-}
+from argosy.cli.app import GROUPS, app
 
 
 def commands(group: Any = None, prefix: str = "argosy") -> Iterator[tuple[str, Any]]:
     """Yield the whole name and the object of every command that does something, subcommands included."""
-    for name, command in (group or get_command(app)).commands.items():
+    group = group or get_command(app)
+    for name, command in group.commands.items():
         if command.hidden:
             continue
         if hasattr(command, "commands"):
@@ -38,9 +29,7 @@ def commands(group: Any = None, prefix: str = "argosy") -> Iterator[tuple[str, A
 def reference_page() -> str:
     """Return the text of docs/cli.md."""
     known = dict(commands())
-    parts = {title: [name for name in known if name.split()[1] in verbs] for title, verbs in JOURNEY.items()}
-    grouped = {name for names in parts.values() for name in names}
-    parts["More"] = [name for name in known if name not in grouped]
+    parts = {title: [name for name in known if name.split()[1] in verbs] for title, verbs in GROUPS.items()}
     lines = [
         "# The command line",
         "",
@@ -51,11 +40,10 @@ def reference_page() -> str:
         "traceback to a refusal. [Exit codes](errors.md#exit-codes) tell a refusal from an interruption.",
     ]
     for title, names in parts.items():
-        if names:
-            lines += ["", f"## {title}", "", "| command | what it does |", "| --- | --- |"]
-            lines += [f"| [`{name}`](#{_anchor(name)}) | {_cell(_summary(known[name]))} |" for name in names]
-            for name in names:
-                lines += _section(name, known[name])
+        lines += ["", f"## {title}", "", "| command | what it does |", "| --- | --- |"]
+        lines += [f"| [`{name}`](#{_anchor(name)}) | {_cell(_summary(known[name]))} |" for name in names]
+        for name in names:
+            lines += _section(name, known[name])
     return "\n".join(lines) + "\n"
 
 
