@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from argosy.config.counts import count_parameters
+from argosy.config.model import ModelSpec
 from argosy.config.resolve import flatten
-from argosy.config.schema import ModelSpec
 from argosy.config.secrets import without_secrets
 from argosy.errors import ArgosyError
 from argosy.record.alerts import TROUBLE
