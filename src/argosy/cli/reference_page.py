@@ -26,7 +26,8 @@ JOURNEY: dict[str, tuple[str, ...]] = {
 
 def commands(group: Any = None, prefix: str = "argosy") -> Iterator[tuple[str, Any]]:
     """Yield the whole name and the object of every command that does something, subcommands included."""
-    for name, command in (group or get_command(app)).commands.items():
+    root: Any = group or get_command(app)
+    for name, command in root.commands.items():
         if command.hidden:
             continue
         if hasattr(command, "commands"):
