@@ -16,8 +16,8 @@ from argosy.cli.app import GROUPS, app
 
 def commands(group: Any = None, prefix: str = "argosy") -> Iterator[tuple[str, Any]]:
     """Yield the whole name and the object of every command that does something, subcommands included."""
-    group = group or get_command(app)
-    for name, command in group.commands.items():
+    root: Any = group or get_command(app)
+    for name, command in root.commands.items():
         if command.hidden:
             continue
         if hasattr(command, "commands"):
