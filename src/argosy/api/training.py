@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from argosy.api.run_specs import Metrics, Source, read_metrics, resolved
 from argosy.checkpoint.store import listed, step_of
@@ -66,8 +66,7 @@ def train_run(
     """
     source = Path(run) if isinstance(run, str) else run
     world = find_world(os.environ)
-    # `settle` only hands the overrides on to `resolve`, which takes pairs too.
-    pairs = cast("list[str]", list((overrides or {}).items()))
+    pairs = list((overrides or {}).items())
     settled = settle(resolved(source, overrides), source, pairs, world.size, fresh=fresh)
     listener = None if on_record is None else _stoppable(on_record)
     options = TrainOptions(fresh=fresh, archive=archive, quiet=quiet, on_record=listener)

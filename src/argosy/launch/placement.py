@@ -16,6 +16,8 @@ _UNITS = {"Mi": 2**-10, "Gi": 1, "Ti": 2**10, "Pi": 2**20}
 
 @dataclass(frozen=True)
 class Placement:
+    """A run on its cluster: everything that targets render from."""
+
     resolved: Resolved
     # The run spec as the user wrote it.
     source: str

@@ -19,6 +19,7 @@ from argosy.checkpoint.assets import copy_assets
 from argosy.checkpoint.source import Source
 from argosy.checkpoint.store import listed, step_of
 from argosy.config.layout import check_world
+from argosy.config.overrides import Override
 from argosy.config.resolve import Resolved
 from argosy.config.schema import RunSpec, TrainSpec
 from argosy.config.start import MODEL_FILE
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrainOptions:
+    """How to start a run, beside its spec."""
+
     # Start a new run; refuse if the run directory holds a run.
     fresh: bool = False
     # With fresh: move the earlier run aside.
@@ -58,7 +61,7 @@ class TrainOptions:
 def settle(
     resolved: Resolved,
     source: Path | Mapping[str, Any] | None,
-    overrides: Sequence[str],
+    overrides: Sequence[Override],
     ranks: int,
     *,
     fresh: bool = False,
