@@ -117,7 +117,7 @@ def _cut(text: str) -> str:
 
 
 def environment(directory: Path, forked: Path, overrides: str = "", hidden: str = "") -> dict[str, str]:
-    """Write an `argosy` that adds overrides to `argosy train` into a new directory. Returns the environment in which pages find it.
+    """Write an `argosy` that adds overrides to `argosy train` and `argosy sweep` into a new directory. Returns the environment in which pages find it.
 
     `forked` is the command that `forking.command` made, and `hidden` a package that is treated as not installed.
     """
@@ -125,7 +125,12 @@ def environment(directory: Path, forked: Path, overrides: str = "", hidden: str 
     if hidden:
         (directory / "sitecustomize.py").write_text(f"import sys\nsys.modules[{hidden!r}] = None\n")
     path = directory / "argosy"
-    path.write_text(f'#!/bin/sh\n[ "$1" = train ] || exec {forked} "$@"\nexec {forked} "$@" {overrides}\n')
+    # A sweep keeps the length that the page gives it, of a small model.
+    small = " ".join(key for key in overrides.split() if key.startswith("model."))
+    path.write_text(
+        f'#!/bin/sh\ncase "$1" in train) exec {forked} "$@" {overrides} ;; sweep) exec {forked} "$@" {small} ;; esac\n'
+        f'exec {forked} "$@"\n'
+    )
     path.chmod(0o755)
     paths = {name: f"{directory}:{os.environ.get(name, '')}" for name in ("PATH", "PYTHONPATH")}
     return os.environ | paths | {"COLUMNS": "100", "HF_HUB_OFFLINE": "1"}
