@@ -26,7 +26,7 @@ demo: $(VENV)/.core
 # Types are checked beside the tests, which wait for other programs now and then; what mypy says is the end of the output.
 test: lint
 	@$(MAKE) --no-print-directory types >$(VENV)/types.log 2>&1 & types=$$!; \
-	$(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile --no-loadscope-reorder; tests=$$?; \
+	$(BIN)/python -m pytest -m "not slow" --numprocesses 3 --dist loadfile --no-loadscope-reorder; tests=$$?; \
 	wait $$types; types=$$?; cat $(VENV)/types.log; \
 	[ $$tests = 0 ] || echo "make test: tests failed (pytest's exit code $$tests); its summary is above" >&2; \
 	[ $$types = 0 ] || echo "make test: make types failed" >&2; \

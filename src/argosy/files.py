@@ -1,11 +1,14 @@
-"""Atomic writes of small files: a reader sees the old file or the new file, never a partial one."""
+"""Atomic writes of small files: a reader sees the old file or the new file, never a partial one. Also paths given as URLs."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
+import re
 from pathlib import Path
+
+from argosy.errors import ArgosyError
 
 # What to do in a pod whose user may not write the shared volume.
 RIGHTS_FIX = (
@@ -60,3 +63,20 @@ def create_file(path: Path, content: bytes) -> bool:
 def _temporary_path(path: Path) -> Path:
     """Return a random name in the same directory. A process id is not unique: threads share one, and so can containers."""
     return path.with_name(f".{path.name}.{os.urandom(6).hex()}")
+
+
+def local_path(name: str | Path) -> Path:
+    """Return `name` as a local path. `file://` URLs are accepted, other URLs are refused.
+
+    `Path` collapses the two slashes of a URL, which would then be taken for a relative directory.
+    """
+    address = re.fullmatch(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", str(name))
+    if address is None:
+        return Path(name)
+    if address[1] == "file":
+        return Path("/", address[2])
+    raise ArgosyError(
+        "data.bad-input",
+        f"{address[1]}://{address[2]} is remote; a local path is required here",
+        fix="copy it to a local disk, or mount it; inputs of `prepare` and corpora of `train` (with a cache) may be remote",
+    )

@@ -104,8 +104,9 @@ def test_a_server_that_asks_to_wait_is_left_alone_by_all_threads(hub: Hub, tmp_p
 
 
 def test_a_wait_that_is_too_long_and_endless_errors_are_refused(
-    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    hub: Hub, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO", logger="argosy")
     name, _ = one_file(hub)
     hub.faults["big.jsonl.zst"] = [bad.status(429, Retry_After="86400")]
     assert "asks to wait 86,400 s" in refused(tmp_path, name).cause
@@ -114,7 +115,7 @@ def test_a_wait_that_is_too_long_and_endless_errors_are_refused(
     assert error.code == "data.fetch-failed"
     assert "HTTP 500, 6 times in a row" in error.cause
     # Waiting is reported.
-    assert "HTTP 500; trying again in 0 s, 5 of 6 attempts failed" in capsys.readouterr().err
+    assert "HTTP 500; trying again in 0 s, 5 of 6 attempts failed" in caplog.text
     assert len(hub.faults["big.jsonl.zst"]) == 44
 
 

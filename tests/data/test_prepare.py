@@ -223,12 +223,13 @@ def test_a_byte_order_mark_is_not_text(tmp_path: Path) -> None:
     assert texts(run(tmp_path, b"\xef\xbb\xbfhello", "a.txt", overwrite=True)) == ["hello"]
 
 
-def test_what_is_passed_over_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_passed_over_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="argosy")
     (tmp_path / "in").mkdir()
     for name in ("a.jsonl", "notes.md", ".hidden.jsonl"):
         (tmp_path / "in" / name).write_bytes(GOOD)
     prepare([str(tmp_path / "in")], ByteTokenizer(), tmp_path / "out", PrepareOptions())
-    assert "2 files of other kinds are skipped" in capsys.readouterr().err
+    assert "2 files of other kinds are skipped" in caplog.text
     assert texts(tmp_path / "out") == ["hello"]
 
 

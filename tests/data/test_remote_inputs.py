@@ -30,11 +30,12 @@ from argosy.data.prepare.job import prepare
 from argosy.data.prepare.work import PrepareOptions
 from argosy.data.remote import remote_inputs, web_inputs
 from argosy.data.remote.web import Web
-from argosy.data.text.inputs import InputFile, find_inputs, local_path
+from argosy.data.text.inputs import InputFile, find_inputs
 from argosy.data.text.tokenizer import ByteTokenizer
 from argosy.data.text.train_tokenizer import train_tokenizer_on
 from argosy.errors import ArgosyError
 from argosy.extras import install_extra
+from argosy.files import local_path
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from crds import check_object
 
 from programs import tool
 
-PROGRAMS = ("az", "aws", "eksctl", "docker", "kubectl", "helm", "git", "curl", "deploy-aks.sh")
+PROGRAMS = ("az", "aws", "eksctl", "docker", "kubectl", "helm", "git", "curl", "cosign", "deploy-aks.sh")
 DIGEST = f"sha256:{'0' * 64}"
 # Records its words and its input, and answers what later commands of a guide need.
 _SCRIPT = r"""#!/bin/bash
@@ -64,7 +64,9 @@ EKSCTL = {
     "delete cluster": "-f",
     "scale nodegroup": "--cluster --name --nodes",
 }
-DOCKER = {"build": "-f -t --build-arg", "inspect": "--format", "login": "--username --password-stdin", "push": ""}
+DOCKER = {"build": "-f -t --build-arg", "inspect": "--format", "login": "--username --password-stdin", "push": "",
+          "buildx imagetools inspect": "--format"}  # fmt: skip
+COSIGN = {"verify": "--certificate-oidc-issuer --certificate-identity-regexp"}
 _KUBE_EVERYWHERE = {"-n", "--namespace"}
 KUBECTL = {
     "apply": "-f -k --server-side",
@@ -147,6 +149,8 @@ def check_call(call: Call, root: Path) -> None:
         _check_options(call, DOCKER, set())
         files = [root / call.words[i + 1] for i, word in enumerate(call.words) if word == "-f"]
         assert all(path.exists() for path in files), f"{call}: there is no such Dockerfile"
+    elif call.program == "cosign":
+        _check_options(call, COSIGN, set())
     elif call.program == "kubectl":
         _check_kubectl(call)
     elif call.program == "helm":

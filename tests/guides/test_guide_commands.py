@@ -55,6 +55,9 @@ def _schemas_are_read_once() -> None:
 def server(tmp_path: Path) -> Iterator[ApiServer]:
     running = ApiServer()
     running.write_config(tmp_path / "kubeconfig", namespace="default")
+    # An administrator makes queues.
+    for name in ("gpu-local-queue", "hyperpod-ns-research-localqueue"):
+        running.objects["localqueues", name] = {"metadata": {"name": name}}
     yield running
     running.close()
 

@@ -174,7 +174,7 @@ def test_a_spec_says_what_its_nodes_need() -> None:
     )  # three checkpoints and the one being written
     assert wanted.names == ("first",)
     assert wanted_of([str(root / "eks-llama2-7b.yaml"), "cluster.shm=48Gi"], {}).shm_bytes == 48 * 2**30
-    assert wanted_of([str(root / "hyperpod-gpt3-7.5b.yaml")], {}).tokens == ("HF_TOKEN",)
+    assert wanted_of([str(root / "aks-mpt-30b.yaml")], {}).tokens == ("HF_TOKEN",)
 
 
 def test_ranks_measure_each_other_and_the_exit_code_is_honest(

@@ -144,7 +144,7 @@ def test_they_say_why_they_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
         patched.setenv("ARGOSY_KERNELS", "torch")
         assert why() == "ARGOSY_KERNELS=torch"
     monkeypatch.setattr(hopper, "_TRITON", "3.10.0")
-    assert "Triton 3.6, 3.7, 3.9 only" in why()
+    assert "only with Triton 3.6, 3.7, 3.9" in why()
 
 
 def test_a_profiler_tells_whose_kernels_ran() -> None:

@@ -72,7 +72,7 @@ def test_a_run_that_stops_early_is_done_and_goes_on_bit_for_bit_with_more_patien
     assert min(taken[-2:]) >= min(taken[:-2])
     assert [event["event"] for event in read_jsonl(run / "events.jsonl")][-2:] == ["early-stop", "done"]
     # Started again, it has nothing to do.
-    assert go(path, "eval.patience=2") == EXIT_DONE
+    assert train(resolve(path, ["eval.patience=2"]), path, TrainOptions()) == EXIT_DONE
     assert f"stopped early at step {len(taken)} of 11" in capsys.readouterr().out
     assert go(path) == EXIT_DONE
     one, other = (latest(tmp_path / "runs" / name / "checkpoints", print) for name in ("whole", "early"))

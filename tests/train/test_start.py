@@ -39,8 +39,10 @@ atexit.register(lambda: open(out, "w").write(json.dumps({"calls": sorted(set(cal
 sys.setprofile(note)
 runpy.run_module("argosy", run_name="__main__")
 """
-# Called once for each of several things: values of the spec, splits of the data, files.
-OF_MANY = {"refuse_bool", "Windows.require_one", "_require_regular", "open_regular", "read_regular"}
+# Called once for each of several things: values of the spec, splits of the data, files, ranks and nodes.
+OF_MANY = {
+    "refuse_bool", "Windows.require_one", "_require_regular", "open_regular", "read_regular", "_require_address", "_require_inside",
+}  # fmt: skip
 OPENED = (
     "open_data",
     "open_corpus",

@@ -8,6 +8,10 @@
       manifest.json            format version, and size and BLAKE3 of each of the other files
 
 A checkpoint is loaded only if every hash is right. Each rank checks a share of the files.
+
+A checkpoint is written beside its place and renamed. A file system that is an object store behind FUSE renames a directory by
+copying and deleting each of its files; there a checkpoint is written where it stays, and the file `incomplete` marks its directory
+until the manifest is there.
 """
 
 from __future__ import annotations
@@ -34,6 +38,10 @@ FORMAT, VERSION = "argosy-checkpoint", 2
 # Largest manifest.json and state.json. The guard's window in state.json takes a few kB.
 _LARGEST = 256 * MIB
 _THREADS = min(4, os.cpu_count() or 1)
+# The mark of a directory that is no checkpoint yet.
+INCOMPLETE = "incomplete"
+_MOUNTS = Path("/proc/self/mountinfo")
+_STORES = ("blobfuse", "gcsfuse", "s3fs", "goofys", "mountpoint-s3", "rclone")
 _Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 _Whole = Annotated[int, Field(ge=0, lt=2**63)]
 
@@ -214,3 +222,34 @@ def sync_directory(path: Path) -> None:
 
 def corrupt(what: str) -> ArgosyError:
     return ArgosyError("checkpoint.corrupt", what, fix="use another checkpoint, or restore this one from a backup")
+
+
+def copies_to_rename(directory: Path) -> bool:
+    """Return whether the file system of a directory renames by copying, by the type of its mount."""
+    nearest = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    device = os.stat(nearest).st_dev
+    try:
+        mounts = [line.split() for line in _MOUNTS.read_text().splitlines()]
+    except OSError:
+        # Not Linux.
+        return False
+    # Fields: id, parent, major:minor, root, mount point, options, any number of others, "-", type, source.
+    types = [
+        f"{fields[fields.index('-') + 1]} {fields[fields.index('-') + 2]}".lower()
+        for fields in mounts
+        if fields[2] == f"{os.major(device)}:{os.minor(device)}"
+    ]
+    return any(name.startswith("fuse") and store in name for name in types for store in _STORES)
+
+
+def mark_incomplete(directory: Path) -> None:
+    (directory / INCOMPLETE).touch()
+
+
+def is_incomplete(directory: Path) -> bool:
+    return (directory / INCOMPLETE).exists()
+
+
+def mark_complete(directory: Path) -> None:
+    (directory / INCOMPLETE).unlink()
+    sync_directory(directory)

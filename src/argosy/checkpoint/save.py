@@ -24,8 +24,16 @@ import torch
 from torch import Tensor
 
 from argosy.checkpoint.disk import Written, write_bytes
-from argosy.checkpoint.manifest import OPTIMIZER, WEIGHTS, TrainProgress, finish, sync_directory
-from argosy.checkpoint.object_store import copies_to_rename, mark_complete, mark_incomplete
+from argosy.checkpoint.manifest import (
+    OPTIMIZER,
+    WEIGHTS,
+    TrainProgress,
+    copies_to_rename,
+    finish,
+    mark_complete,
+    mark_incomplete,
+    sync_directory,
+)
 from argosy.checkpoint.store import remove
 from argosy.checkpoint.stored import Groups, Plan, file_of, index_of, key_of, make_plan
 from argosy.checkpoint.tensors import TensorInfo, bytes_of, header_of

@@ -19,8 +19,15 @@ import orjson
 import torch
 from torch import Tensor
 
-from argosy.checkpoint.manifest import Checkpoint, read_checkpoint, verify
-from argosy.checkpoint.object_store import INCOMPLETE, copies_to_rename, is_incomplete, mark_incomplete
+from argosy.checkpoint.manifest import (
+    INCOMPLETE,
+    Checkpoint,
+    copies_to_rename,
+    is_incomplete,
+    mark_incomplete,
+    read_checkpoint,
+    verify,
+)
 from argosy.checkpoint.stored import StoredTensors
 from argosy.config.start import BEST
 from argosy.errors import ArgosyError

@@ -28,7 +28,7 @@ def run_and_overrides(arguments: list[str] | None) -> tuple[Path | None, list[st
 
 def local(value: Path | list[Path] | None) -> Path | list[Path] | None:
     """Refuse a URL where a local path is needed, instead of using it as a directory name (a typer callback)."""
-    from argosy.data.text.inputs import local_path
+    from argosy.files import local_path
 
     if isinstance(value, Path):
         return local_path(value)

@@ -92,9 +92,9 @@ def cp(
     destination: Annotated[str, typer.Argument(help="Its path on the shared volume.", metavar="DESTINATION")],
     arguments: Annotated[list[str] | None, typer.Argument(help=RUN_HELP, metavar=RUN_METAVAR)] = None,
 ) -> None:
-    """Copy files of one's own to the shared volume of a run on Kubernetes: a tokenizer, texts, a model to start from.
+    """Copy files to the volume of a run on Kubernetes.
 
-    The volume is claimed if it is not there yet. Needs kubectl.
+    For example a tokenizer, texts, or a model to start from. The volume is claimed if it is not there yet. Needs kubectl.
     """
     from argosy.launch.place import place
     from argosy.launch.targets.kubernetes import connected

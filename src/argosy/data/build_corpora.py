@@ -19,9 +19,9 @@ from argosy.data.remote.fetch import FetchOptions, fetch
 from argosy.data.remote.hub_tokenizer import fetch_tokenizer
 from argosy.data.remote.sources import Choice, text_key
 from argosy.data.text.hub_names import on_hub
-from argosy.data.text.inputs import local_path
 from argosy.data.text.tokenizer import Tokenizer, load_tokenizer
 from argosy.errors import ArgosyError
+from argosy.files import local_path
 
 _INDEXES = ("JOB_COMPLETION_INDEX", "SLURM_ARRAY_TASK_ID")
 _COUNT = "ARGOSY_WORKERS"

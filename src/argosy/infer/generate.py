@@ -21,6 +21,7 @@ _log = logging.getLogger(__name__)
 
 def sample(where: str, prompt: str, options: Sampling, device: str | None = None) -> str:
     """Load a model and return its output for a prompt."""
+    prompt = _utf8(prompt)
     loaded = load_model(where, device=device)
     return write_text(loaded, source_tokenizer(loaded.source), prompt, options)
 

@@ -132,6 +132,8 @@ def choose_backend(case: Case) -> Backend:
 
 
 def _hopper_refuses(case: Case) -> str | None:
+    if case.device.type != "cuda":
+        return "the kernels need a GPU"
     if case.dropout:
         return "the kernels have no dropout"
     if not case.mask.is_plain or not case.mask.causal or not case.queries.is_whole:

@@ -58,6 +58,8 @@ class Mesh:
     devices: DeviceMesh | None = None
     # EXPERT_AXES. None: no expert parallelism.
     experts: DeviceMesh | None = None
+    # Place among the ranks of this host.
+    local_rank: int = 0
 
     @property
     def is_first(self) -> bool:
@@ -167,7 +169,7 @@ def joined(parallel: ParallelSpec, world: World, device: torch.device) -> Iterat
     refuse_pickled_messages()
     dist.init_process_group(backend, rank=world.rank, world_size=world.size, timeout=TIMEOUT)
     try:
-        yield make_mesh(parallel, device)
+        yield replace(make_mesh(parallel, device), local_rank=world.local_rank)
     finally:
         dist.destroy_process_group()
 

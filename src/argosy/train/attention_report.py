@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from argosy.config.schema import RunSpec
+from argosy.extras import install_extra
 from argosy.families.architecture import architecture_of
 from argosy.families.family_registry import plan_of
 from argosy.model.attention import BACKENDS, Case, Mask, choose_backend
@@ -100,4 +101,4 @@ def _faster(case: Case) -> Iterator[str]:
                 yield f"{change} would leave it to {_FAST[backend.name]}, and be faster"
             elif refused == flash.NOT_INSTALLED:
                 with_change = f" with {change}" if change else ""
-                yield f"flash-attn-4 would be faster{with_change}: pip install 'argosy[flash]'"
+                yield f"flash-attn-4 would be faster{with_change}: {install_extra('flash')}"

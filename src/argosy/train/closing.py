@@ -13,13 +13,14 @@ from argosy.train.validations import Validations
 def nothing_left(run: RunDir, step: int, steps: int, validations: Validations) -> str:
     """Describe a run that is started again after its last step."""
     if step >= steps:
-        return f"{run.root}: step {step} is done, and the run was to have {steps}; train.steps={step * 2} would go on"
-    return f"{run.root}: stopped early at step {step} of {steps}, {validations.describe}; a larger eval.patience, or null, would go on"
+        return f"{run.root}: all {steps} steps are done; train.steps={step * 2} continues the run"
+    return f"{run.root}: stopped early at step {step} of {steps}, {validations.describe}; a larger eval.patience, or null, continues it"
 
 
 def closing_lines(run: RunDir, first: int) -> list[str]:
     """Describe a run that has just taken its last step. `first` is the step it resumed from, 0 for a new run."""
-    records = read_metrics(run.metrics)
+    # Without its file of metrics a run goes on, and ends as well.
+    records = read_metrics(run.metrics) if run.metrics.is_file() else {}
     took = f"done in {clock(now() - process_started())}"
     if first:
         spent: dict[str, float] = next((one["spent"] for one in reversed(records.values()) if "spent" in one), {})

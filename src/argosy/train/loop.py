@@ -119,7 +119,7 @@ class Trainer:
             self.journal.event("early-stop", last, reason=self.validations.describe)
             console.note(f"stopped early at step {last} of {session.steps}: {self.validations.describe}")
         self.journal.event("done", last)
-        if first_rank:
+        if first_rank and not quiet:
             tell(closing_lines(self.run, first), console)
         return EXIT_DONE
 

@@ -13,7 +13,6 @@ which bounds the cost of timestamps however rare logs are.
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -35,7 +34,6 @@ from argosy.record.ledger import PRODUCTIVE, Ledger, process_started
 from argosy.record.rank_columns import SENSED, Ranks
 from argosy.record.rundir import RunDir
 from argosy.record.sensors import Sensors
-from argosy.supervise.world import find_world
 from argosy.train.device import Memory, peak_memory_gib
 from argosy.train.step import Step
 
@@ -61,7 +59,7 @@ class Telemetry:
         self.meter, self.phases = meter, Phases(mesh.device)
         self._price, self._mesh, self._stages = hourly_price(spec), mesh, spec.parallel.pp
         # The ranks of a host share its processors and network: one of them reads those.
-        self._sensors = Sensors(_uuid(mesh.device), host=find_world(os.environ).local_rank == 0)
+        self._sensors = Sensors(_uuid(mesh.device), host=mesh.local_rank == 0)
         self._alerts = Alerts(spec.log.alerts, run.root)
         self._ranks = JsonlWriter(run.ranks)
         started = now() if rewound else process_started()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import codecs
 import importlib
 import os
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -112,23 +111,6 @@ def require(module: str, extra: str, purpose: str) -> Any:
             f"{purpose} needs the Python package {module.partition('.')[0]}",
             fix=install_extra(extra),
         ) from None
-
-
-def local_path(name: str | Path) -> Path:
-    """Return `name` as a local path. `file://` URLs are accepted, other URLs are refused.
-
-    `Path` collapses the two slashes of a URL, which would then be taken for a relative directory.
-    """
-    address = re.fullmatch(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", str(name))
-    if address is None:
-        return Path(name)
-    if address[1] == "file":
-        return Path("/", address[2])
-    raise ArgosyError(
-        "data.bad-input",
-        f"{address[1]}://{address[2]} is remote; a local path is required here",
-        fix="copy it to a local disk, or mount it; inputs of `prepare` and corpora of `train` (with a cache) may be remote",
-    )
 
 
 def require_no_texts(output: Path, ours: str) -> None:

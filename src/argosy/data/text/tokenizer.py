@@ -19,9 +19,10 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from argosy.data.text.hub_names import as_path, on_hub
-from argosy.data.text.inputs import local_path, require
+from argosy.data.text.hub_names import PREFIX, as_path, on_hub
+from argosy.data.text.inputs import require
 from argosy.errors import ArgosyError
+from argosy.files import local_path
 from argosy.untrusted import MIB, read_object, read_regular
 
 # The size limit of a tokenizer file. The largest published ones have 40 MiB.
@@ -262,7 +263,7 @@ def load_tokenizer(
                 fix="leave --eod out",
             )
         return ByteTokenizer()
-    path = local_path(as_path(name))
+    path = local_path(as_path(name) if name.startswith(PREFIX) else name)
     if path.is_dir():
         known = ("tokenizer.json", "tokenizer.model", "vocab.json")
         path = next((path / file for file in known if (path / file).exists()), path / known[0])
