@@ -24,7 +24,7 @@ def test_a_sweep_trains_every_combination_and_lists_the_best_first(
     assert done.returncode == 0, done.stdout + done.stderr
     assert [line.split()[0] for line in done.stdout.splitlines()[-3:]] == ["name", "lr-1e-3", "lr-1e-6"]
     again = argosy(*words)
-    assert "step 3 is done" in again.stdout
+    assert "all 3 steps are done" in again.stdout
     root = tmp_path / "runs" / "tiny-sweep"
     for name in ("lr-1e-3", "lr-1e-6"):
         assert [event["event"] for event in read_jsonl(root / name / "events.jsonl")].count("done") == 1

@@ -23,6 +23,7 @@ def init(
     """
     from argosy.plan.first_spec import ThisMachine, first_spec
 
+    written = first_spec(corpus, name, ThisMachine.look())
     if output.exists():
         raise ArgosyError(
             "config.conflict",
@@ -31,7 +32,6 @@ def init(
             value=str(output),
             fix="choose another with -o FILE, or remove it",
         )
-    written = first_spec(corpus, name, ThisMachine.look())
     output.write_text(written.text, encoding="utf-8")
     nproc = f" --nproc {written.ranks}" if written.ranks > 1 else ""
     print("\n".join([*written.notes, f"wrote {output}; next: argosy train {output}{nproc}"]))

@@ -9,6 +9,7 @@ import typer
 
 from argosy.cli.arguments import RUN_HELP, RUN_METAVAR, require_run, run_and_overrides
 from argosy.cli.launch import TargetChoice
+from argosy.errors import ArgosyError
 
 if TYPE_CHECKING:
     from argosy.launch.target import Launched
@@ -125,6 +126,8 @@ def ls(
     if not cluster and namespace is None:
         from argosy.watch.run_table import describe_runs, list_runs
 
+        if not directory.is_dir() and directory != Path("runs"):
+            raise ArgosyError("run.not-found", f"there is no directory {directory}", fix="argosy ls DIR")
         rows = list_runs(directory)
         print(json.dumps([row.as_dict() for row in rows]) if as_json else describe_runs(directory, rows))
         return

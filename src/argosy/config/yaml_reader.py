@@ -49,7 +49,14 @@ def read_yaml(path: Path) -> tuple[Any, Lines]:
         text = path.read_bytes().decode("utf-8")
         if "\0" in text:
             raise ArgosyError("config.bad-yaml", f"{path} holds a NUL character", fix="is it a text file?")
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+    except IsADirectoryError:
+        is_corpus = (path / "manifest.json").exists()
+        raise ArgosyError(
+            "config.not-found",
+            f"{path} is a {'prepared corpus' if is_corpus else 'directory'}, and a run spec is a file",
+            fix=f"`argosy init {path}` writes a run spec for it" if is_corpus else "give its RUN.yaml",
+        ) from None
+    except (FileNotFoundError, NotADirectoryError):
         raise ArgosyError(
             "config.not-found",
             f"there is no file {path}",

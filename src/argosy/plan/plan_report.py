@@ -93,7 +93,8 @@ def header(
     spot: float | None,
 ) -> list[str]:
     work, cluster = candidate.work, candidate.cluster
-    price = "" if cluster.price is None else f", ${cluster.price:,.2f} an hour"
+    unknown = "; no price is known: --price, or the name of an instance"
+    price = unknown if cluster.price is None else f", ${cluster.price:,.2f} an hour"
     price += (
         ""
         if spot is None or cluster.price is None
