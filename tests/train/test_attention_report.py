@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from argosy.config.resolve import resolve
+from argosy.extras import install_extra
 from argosy.model.ops import flash, hopper
 from argosy.train.attention_report import attention_lines
 
 Say = Callable[..., list[str]]
 GPU = torch.device("cuda")
+FASTER = f"flash-attn-4 would be faster: {install_extra('flash')}"
 
 
 @pytest.fixture
@@ -40,10 +42,10 @@ def test_the_kernels_that_compute_attention_are_named(say: Say) -> None:
 @pytest.mark.parametrize(
     ("keys", "change"),
     [
-        (["train.precision=fp16"], "flash-attn-4 would be faster: pip install 'argosy[flash]'"),
+        (["train.precision=fp16"], FASTER),
         (["model.dropout=0.1"], "model.dropout=0 would leave it to Argosy's own kernels"),
         (["parallel.cp=2", "parallel.cp_kind=allgather", "model.dropout=0.1"], None),
-        (["data.seq_len=1000"], "flash-attn-4 would be faster: pip install 'argosy[flash]'"),
+        (["data.seq_len=1000"], FASTER),
         (["train.precision=fp32"], "train.precision=bf16 would leave it to Argosy's own kernels"),
     ],
 )
@@ -53,7 +55,7 @@ def test_what_would_make_it_faster_is_named(say: Say, keys: list[str], change: s
 
 
 def test_without_our_kernels_the_package_or_another_choice_is_named(say: Say) -> None:
-    assert say(triton="9.0") == ["attention by torch; flash-attn-4 would be faster: pip install 'argosy[flash]'"]
+    assert say(triton="9.0") == [f"attention by torch; {FASTER}"]
     # An A100 has neither.
     assert say(capability=8) == [
         "attention by torch; train.deterministic=false leaves it to cuDNN, which is faster and not repeatable"
@@ -63,6 +65,6 @@ def test_without_our_kernels_the_package_or_another_choice_is_named(say: Say) ->
 def test_layers_of_different_kinds_have_a_line_each(say: Say) -> None:
     keys = ["model=gemma3-1b", "model.head_dim=128", "data.seq_len=2048"]
     assert say(*keys) == [
-        "attention in a window of 512 by FlexAttention; flash-attn-4 would be faster: pip install 'argosy[flash]'",
+        f"attention in a window of 512 by FlexAttention; {FASTER}",
         "attention over the whole sequence by Argosy's own kernels",
     ]

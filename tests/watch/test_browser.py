@@ -38,9 +38,8 @@ def test_a_run_is_listed_opened_and_zoomed_by_mouse_and_keys(page: Any, dashboar
     page.reload()
     page.get_by_role("link", name="sea").click()
     chart(page, "Loss").locator("polyline").wait_for()
-    page.locator('[data-card="Events"]').wait_for()
-    for card in ("Where the time went", "Predicted and measured", "Checkpoints", "Ranks over time", "Config"):
-        assert page.locator(f'[data-card="{card}"]').is_visible(), card
+    for card in ("Where the time went", "Predicted and measured", "Checkpoints", "Ranks over time", "Events", "Config"):
+        page.locator(f'[data-card="{card}"]').wait_for()
     whole = drawn_to(page, "Loss")
     box = chart(page, "Loss").bounding_box()
     page.mouse.move(box["x"] + 0.5 * box["width"], box["y"] + 50)
@@ -139,7 +138,7 @@ def test_a_run_in_trouble_says_so_at_the_top_and_one_without_figures_says_that(
     assert "rank 3 made no progress" in page.locator(".verdict").inner_text()
     assert "it reads from a file" in page.locator('[data-card="Events"]').inner_text()
     page.get_by_text("stack", exact=True).click()
-    assert page.get_by_text("File b.py, line 2").is_visible()
+    page.get_by_text("File b.py, line 2").wait_for()
     make_run(tmp_path / "runs" / "new")
     page.goto(f"{dashboard.address}/#/runs?run=new")
     page.get_by_text("nothing logged yet").wait_for()
@@ -199,7 +198,7 @@ def test_the_planner_answers_and_refuses_in_the_page(page: Any, dashboard: Dashb
     page.reload()
     page.locator("tbody tr").first.wait_for()
     assert "8 GPUs" in page.locator("main").inner_text()
-    assert page.locator(".memory rect").count() > 3
+    wait_for(lambda: page.locator(".memory rect").count() > 3)
     page.locator("input[name=cluster]").fill("3xZX81")
     page.get_by_role("button", name="Plan").click()
     page.locator(".problem").wait_for()
@@ -237,7 +236,7 @@ def test_a_run_of_very_many_steps_is_shown_whole_and_a_single_bad_step_in_it_fou
     wait_for(lambda: page.locator(".tile .state").count() and "reading" not in page.locator(".tile").first.inner_text())
     wait_for(lambda: len(drawn_to(page, "Loss").split()) == 600)
     # The band between lowest and highest.
-    assert chart(page, "Loss").locator("polygon.band").count() == 1
+    wait_for(lambda: chart(page, "Loss").locator("polygon.band").count() == 1)
     # The axis reaches up to the bad step.
     wait_for(lambda: "80" in chart(page, "Loss").locator("text").all_text_contents())
     box = chart(page, "Loss").bounding_box()

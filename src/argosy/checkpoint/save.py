@@ -1,6 +1,6 @@
 """Saving a checkpoint: every rank writes its own files, then the first rank writes the manifest and commits the directory.
 
-The directory is complete or absent: it is written under a hidden name, synced, and renamed. Where a rename copies (`object_store.py`) it is
+The directory is complete or absent: it is written under a hidden name, synced, and renamed. Where a rename copies (`manifest.copies_to_rename`) it is
 written under its own name and marked as incomplete until its manifest is there.
 
 Why not DCP: its planners would decide who writes what, as `make_plan` does, but they exchange pickled objects and describe
