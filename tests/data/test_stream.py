@@ -627,7 +627,9 @@ def test_processes_share_a_cache(local: Path, server: FaultyServer, tmp_path: Pa
     for reader in readers:
         assert reader.communicate(timeout=60)[0].split() == ["open", expected]
     if limit is None:
-        assert {count for (path, asked), count in server.gets.items() if path.endswith((".bin", ".idx"))} == {1}
+        # Not three times each; on a busy machine an answer that took too long is asked for again.
+        gets = [count for (path, asked), count in server.gets.items() if path.endswith((".bin", ".idx"))]
+        assert sum(gets) < 1.5 * len(gets)
     assert limit is None or bytes_in(tmp_path / "cache") <= limit
 
 

@@ -111,6 +111,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
                 server.wait(timeout=30)
 
 
+@pytest.mark.timeout(1500)
 def test_a_run_goes_through_slurm_is_queued_again_when_its_time_is_up_and_ends_when_stopped(
     slurm: Path, write_spec: Callable[..., Path], argosy: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -133,7 +134,7 @@ def test_a_run_goes_through_slurm_is_queued_again_when_its_time_is_up_and_ends_w
     job = dict(line.split() for line in told.stdout.splitlines())["train"]
     metrics = tmp_path / "runs" / "tiny" / "metrics.jsonl"
     output = lambda: "\n".join(p.read_text() for p in tmp_path.rglob("*.out")) + _ask("scontrol", "show", "job", job)  # noqa: E731
-    wait_for(lambda: metrics.exists() and max(read_metrics(metrics), default=0) >= 3, 150, output, every_s=0.3)
+    wait_for(lambda: metrics.exists() and max(read_metrics(metrics), default=0) >= 3, 400, output, every_s=0.3)
     assert "train" in argosy("status", spec).stdout
     subprocess.run(["scancel", "--signal=TERM", "--batch", job], check=True)  # what Slurm does when time runs out
     wait_for(lambda: "PENDING" in _ask("squeue", "-h", "-j", job, "-o", "%T"), 120, output, every_s=0.3)
@@ -142,7 +143,7 @@ def test_a_run_goes_through_slurm_is_queued_again_when_its_time_is_up_and_ends_w
     wait_for(lambda: _ask("sinfo", "-h", "-o", "%T").split() == ["idle"], 120, output, every_s=0.3)
     time.sleep(10)  # for the node to have forgotten the job's first start; Slurm itself waits two minutes
     subprocess.run(["scontrol", "update", f"jobid={job}", "StartTime=now"], check=True)
-    wait_for(lambda: max(read_metrics(metrics)) > saved + 3, 200, output, every_s=0.3)
+    wait_for(lambda: max(read_metrics(metrics)) > saved + 3, 400, output, every_s=0.3)
     assert "back into the queue" in output()
     assert argosy("stop", spec).returncode == 0
     wait_for(lambda: not _ask("squeue", "-h", "-j", job, "-o", "%T").strip(), 120, output, every_s=0.3)

@@ -319,7 +319,7 @@ def test_levelled_by_its_bias_a_lopsided_router_becomes_level() -> None:
         balance_experts(model, load)
         loads.append(int(load.max()) / int(load.sum()))
     assert loads[0] > 0.4
-    assert loads[-1] < 0.29  # a quarter is level
+    assert loads[-1] < 0.3  # a quarter is level; each step of the biases moves some tokens
 
 
 def test_dense_layers_come_first() -> None:

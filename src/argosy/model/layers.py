@@ -38,6 +38,9 @@ class Linear(nn.Linear):
     # Use fp8 matmuls while training. `argosy.parallel` sets it.
     fp8 = False
 
+    def reset_parameters(self) -> None:
+        """Leave the weights uninitialised; `argosy.model.build` fills them. On the meta device drawing takes longer than all else."""
+
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return multiply(x, [self], [bias])[0]
 
@@ -227,10 +230,7 @@ class Table(nn.Embedding):
     weight = shardable("weight")
 
     def reset_parameters(self) -> None:
-        """Leave the weights uninitialised; `argosy.model.build` fills them.
-
-        To draw weights on the meta device, torch would load its compiler, which takes seconds.
-        """
+        """As in `Linear`; and to draw from a normal distribution on the meta device, torch would load its compiler."""
 
     def forward(self, numbers: Tensor) -> Tensor:
         return embed(numbers, self.weight)
