@@ -54,18 +54,15 @@ def test_a_new_target_is_rendered_started_asked_read_and_stopped(
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    assert "background" in argosy("launch", "--help")
     rendered = argosy("launch", spec, "--dry-run")
     assert "# background.sh\nset -e\nargosy train run.yaml" in rendered
     assert json.loads(rendered.partition("# plan.json\n")[2])["target"] == "background"
     assert "started in the background" in argosy("launch", spec)
-    wait_for(
-        lambda: re.search("step [0-9]", argosy("status", spec)) is not None,
-        240,
-        lambda: argosy("status", spec),
-        every_s=5.0,  # each look starts a process, which the run's own start has to compete with
-    )
-    assert "train      running: in the background" in argosy("status", spec)
+    metrics = tmp_path / "runs" / "tiny" / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and metrics.stat().st_size, 240, lambda: argosy("status", spec))
+    said = argosy("status", spec)
+    assert "train      running: in the background" in said
+    assert re.search("step [0-9]", said)
     assert argosy("logs", spec, "--tail", 1).strip()
     assert "ended process group" in argosy("stop", spec)
 

@@ -20,6 +20,7 @@ Write = Callable[..., Path]
 # is being imported does not count.
 TRACE = """
 import atexit, inspect, json, runpy, sys
+import pydantic, rich, torch, torch.distributed.fsdp, torch.distributed.tensor, typer, yaml  # whose imports are long to trace
 out, *sys.argv[1:] = sys.argv[1:]
 calls, before = [], []
 def imported(frame):
