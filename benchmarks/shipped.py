@@ -1,0 +1,191 @@
+"""A benchmark that cannot flatter: `argosy train` itself, presets as shipped, beside the loops people write themselves.
+
+    python benchmarks/shipped.py [WORK …] [--steps 60] [--only argosy,plain,transformers] [--precision fp8] [--json FILE]
+
+Each run is its own process, one after the other on the same GPU. Argosy's has a preset, a corpus made by `argosy data prepare` and the keys
+that every run must have (sequence length, batch, steps, learning rate): no other key is set. Its step is the median of those its own
+metrics tell, in the second half of the run; "start" is from the command to the end of the first step. The loops of `peers.py` run
+with the largest micro-batch of theirs that fits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Work:
+    preset: str
+    batch: int
+    seq_len: int
+    vocabulary: int
+    keys: tuple[str, ...] = ()
+
+
+WORKS = {
+    "gpt2": Work("gpt2", 64, 1024, 50_257),
+    "gpt2-large": Work("gpt2-large", 32, 1024, 50_257),
+    "llama3-1b": Work("llama3-1b", 4, 8192, 128_256),
+    "llama3-8b-shape": Work("llama3-8b", 2, 8192, 128_256, ("model.layers=8",)),
+    # For a machine without a GPU, to try the benchmark itself.
+    "smoke": Work("gpt2", 4, 32, 500, ("model.layers=2", "model.hidden=32", "model.heads=2", "model.vocab_size=500")),
+}
+
+
+def make_corpus(folder: Path, vocabulary: int, tokens: int) -> Path:
+    """Prepare text whose words are drawn by Zipf's law, one id a word, as a tokenizer of this size would give."""
+    import numpy as np
+
+    corpus = folder / f"corpus-{vocabulary}"
+    if corpus.with_suffix(".idx").exists():
+        return corpus
+    words = {f"w{number}": number for number in range(vocabulary)}
+    model = {"type": "WordLevel", "vocab": words, "unk_token": "w0"}
+    added = {
+        "id": vocabulary - 1,
+        "content": f"w{vocabulary - 1}",
+        "special": True,
+        "single_word": False,
+        "lstrip": False,
+    }
+    tokenizer = {
+        "version": "1.0", "model": model, "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "added_tokens": [added | {"rstrip": False, "normalized": False}],
+    }  # fmt: skip
+    (folder / f"{corpus.name}.json").write_text(json.dumps(tokenizer))
+    tokens = max(tokens, 20_000)
+    drawn = np.minimum(np.random.default_rng(0).zipf(1.2, tokens) - 1, vocabulary - 2)
+    with (folder / f"{corpus.name}.jsonl").open("w") as file:
+        for document in np.array_split(drawn, max(200, tokens // 1000)):
+            file.write(json.dumps({"text": " ".join(f"w{number}" for number in document)}) + "\n")
+    argosy(
+        "data", "prepare", file.name, "--tokenizer", folder / f"{corpus.name}.json", "--eod", f"w{vocabulary - 1}", "--output", corpus
+    )  # fmt: skip
+    return corpus
+
+
+def argosy(*words: object) -> str:
+    command = [sys.executable, "-m", "argosy", *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
+    return done.stdout + done.stderr
+
+
+def train(name: str, work: Work, folder: Path, steps: int, more: list[str]) -> dict[str, Any]:
+    """Train as a user does, with nothing but the preset and what every run must have."""
+    corpus = make_corpus(folder, work.vocabulary, (steps + 10) * work.batch * (work.seq_len + 1) * 10 // 9)
+    run = folder / "runs" / f"{name}-{len(list(folder.glob('runs/*')))}"
+    spec = folder / f"{run.name}.yaml"
+    spec.write_text(
+        f"name: {run.name}\nruns_dir: {run.parent}\nmodel: {{preset: {work.preset}}}\n"
+        f"data: {{train: {corpus}, seq_len: {work.seq_len}}}\ntrain: {{global_batch: {work.batch}, steps: {steps}}}\noptim: {{lr: 1.0e-4}}\n"
+    )
+    began = time.time()
+    said = argosy("train", spec, *work.keys, *more)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "step_s" in row]
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    first = next((event["time"] for event in events if event["event"] == "memory"), rows[0]["time"])
+    late = [row for row in rows if row["step"] > steps // 2] or rows[-1:]
+    resolved = json.loads((run / "resolved.json").read_text())
+    return {
+        "step_s": statistics.median(row["step_s"] for row in late),
+        "mfu": late[-1].get("mfu"),
+        "memory_gib": late[-1].get("memory_gib"),
+        "start_s": first - began,
+        "micro_batch": _find(resolved, "micro_batch"),
+        "attention": next((line for line in said.splitlines() if line.startswith("attention")), None),
+    }
+
+
+def _find(tree: Any, key: str) -> Any:
+    """Return the first value of a key, however deep."""
+    if not isinstance(tree, dict):
+        return None
+    return tree[key] if key in tree else next((found for value in tree.values() if (found := _find(value, key))), None)
+
+
+def peer(loop: str, name: str, steps: int) -> dict[str, Any]:
+    """Run a loop of `peers.py` with the largest micro-batch that fits."""
+    micro_batch, said = WORKS[name].batch, ""
+    while micro_batch:
+        command = [
+            sys.executable,
+            str(HERE / "peers.py"),
+            loop,
+            name,
+            "--steps",
+            str(steps),
+            "--micro-batch",
+            str(micro_batch),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode == 0:
+            return dict(json.loads(done.stdout.splitlines()[-1]))
+        said, micro_batch = done.stderr[-2000:], micro_batch // 2
+        if "OutOfMemoryError" not in done.stderr:
+            break
+    return {"error": said}
+
+
+def show(results: dict[str, dict[str, dict[str, Any]]]) -> None:
+    print("| work | who | step | tokens/s | MFU | memory | micro-batch | start | |\n" + "| --- " * 9 + "|")
+    for name, found in results.items():
+        work = WORKS[name]
+        for who, result in found.items():
+            if "error" in result:
+                print(f"| {name} | {who} | failed: {result['error'].strip().splitlines()[-1:]} |")
+                continue
+            rate = work.batch * work.seq_len / result["step_s"]
+            mfu, memory, start = result.get("mfu"), result.get("memory_gib"), result.get("start_s")
+            cells = [
+                f"{name}, {work.batch} x {work.seq_len}", who, f"{1000 * result['step_s']:.1f} ms", f"{rate / 1000:.1f}K",
+                f"{mfu:.1%}" if mfu else "", f"{memory:.1f} GiB" if memory else "", str(result["micro_batch"]),
+                f"{start:.1f} s" if start else "", result.get("attention") or "",
+            ]  # fmt: skip
+            print("| " + " | ".join(cells) + " |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("works", nargs="*", metavar="WORK", help=", ".join(WORKS))
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--only", default="argosy,plain,transformers", help="who runs, separated by commas")
+    parser.add_argument("--precision", help="train.precision of Argosy's runs; their default without it")
+    parser.add_argument(
+        "--key", action="append", default=[], help="KEY=VALUE for Argosy's runs, to see what a key is worth"
+    )
+    parser.add_argument("--json", help="write all results to this file")
+    options = parser.parse_args()
+    more = [*options.key, *([f"train.precision={options.precision}"] if options.precision else [])]
+    results: dict[str, dict[str, dict[str, Any]]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in options.works or [name for name in WORKS if name != "smoke"]:
+            found = results.setdefault(name, {})
+            for who in options.only.split(","):
+                if who == "argosy":
+                    found["argosy" + "".join(f" {key}" for key in more)] = train(
+                        name, WORKS[name], Path(folder), options.steps, more
+                    )
+                else:
+                    found[who] = peer(who, name, max(8, options.steps // 2))
+                print(f"{name} {who}: {found[list(found)[-1]]}", file=sys.stderr, flush=True)
+    show(results)
+    if options.json:
+        Path(options.json).write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()
