@@ -1,5 +1,6 @@
 # make demo   train a small model end to end, on this machine, with nothing else installed
 # make test   lints, types, import contracts and every test
+# make test-gpu  the layout matrix, checkpoints and kernels on this machine's GPUs, with NCCL; one GPU is enough
 # make check  lints, types and import contracts only
 # make faults every fault of docs/guides/survival.md injected for real, and a table of what each cost
 # make storm  a run killed 200 times at random moments, and another 1,000 times (hours)
@@ -18,7 +19,7 @@ PIP    := $(BIN)/python -m pip install --disable-pip-version-check --constraint 
 LOG    := $(VENV)/install.log
 QUIET   = >$(LOG) 2>&1 || { status=$$?; tail -n 40 $(LOG); echo "Set-up failed; all of its output is in $(LOG)"; exit $$status; }
 
-.PHONY: demo test check lint types faults storm bench docs site tutorials release-check clean
+.PHONY: demo test test-gpu check lint types faults storm bench docs site tutorials release-check clean
 
 demo: $(VENV)/.core
 	@$(BIN)/argosy demo
@@ -31,6 +32,9 @@ test: lint
 	[ $$tests = 0 ] || echo "make test: tests failed (pytest's exit code $$tests); its summary is above" >&2; \
 	[ $$types = 0 ] || echo "make test: make types failed" >&2; \
 	[ $$tests = 0 ] && [ $$types = 0 ]
+
+test-gpu: $(VENV)/.dev
+	ARGOSY_TEST_GPU=1 $(BIN)/python -m pytest tests/dist/test_matrix.py tests/dist/test_checkpoints.py tests/dist/test_gpu_ranks.py tests/model
 
 check: lint types
 

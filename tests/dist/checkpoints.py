@@ -9,17 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from argosy.checkpoint.store import load_into
 from argosy.checkpoint.manifest import OPTIMIZER, WEIGHTS, TrainProgress
-from argosy.checkpoint.stored import make_plan
 from argosy.checkpoint.save import contents, save
-from argosy.checkpoint.store import latest
+from argosy.checkpoint.store import latest, load_into
+from argosy.checkpoint.stored import make_plan
 from argosy.model.build import initial_weights
-from argosy.parallel.mesh import Mesh, make_mesh
+from argosy.parallel.host_group import make_host_group
+from argosy.parallel.mesh import Mesh
 from argosy.parallel.parallelize import parallelize
 from argosy.parallel.shards import local, whole
-from argosy.parallel.host_group import make_host_group
 from argosy.train.optimizer import Optimizer
+from dist.devices import own_mesh
 from dist.training import batch_of, share_of, spec_of, take_step
 
 State = dict[str, np.ndarray]
@@ -27,8 +27,7 @@ State = dict[str, np.ndarray]
 
 def _session(model: str, layout: str) -> tuple[Optimizer, object, Mesh]:
     spec = spec_of(model, f"{layout} micro_batch=4")
-    cpu = torch.device("cpu")
-    mesh = make_mesh(spec.parallel, cpu) if dist.is_initialized() else Mesh(cpu)
+    mesh = own_mesh(spec.parallel)
     engine = parallelize(spec, mesh)
     optimizer = Optimizer(engine.model, spec.optim)
     optimizer.set_weights(initial_weights(engine.model, spec.model, spec.train.seed))
@@ -40,14 +39,22 @@ def _groups(optimizer: Optimizer) -> dict[str, dict[str, Tensor]]:
 
 
 def _whole(optimizer: Optimizer) -> State:
-    return {f"{g}/{n}": whole(t).numpy().copy() for g, ts in _groups(optimizer).items() for n, t in ts.items()}
+    return {
+        f"{g}/{n}": whole(t).numpy(force=True).copy() for g, ts in _groups(optimizer).items() for n, t in ts.items()
+    }
 
 
 def train_and_save(model: str, layout: str, root: str) -> State:
     """A step of training, so that the optimiser has a state, saved; and what was saved, whole."""
     optimizer, engine, mesh = _session(model, layout)
     take_step(engine, optimizer, share_of(batch_of(model, 1), mesh), step=1, lr=1e-2)
-    save(Path(root), TrainProgress(1, 16, optimizer.numbers()), optimizer.weights(), optimizer.tensors(), make_host_group())
+    save(
+        Path(root),
+        TrainProgress(1, 16, optimizer.numbers()),
+        optimizer.weights(),
+        optimizer.tensors(),
+        make_host_group(),
+    )
     return _whole(optimizer)
 
 
@@ -83,7 +90,9 @@ def save_two_ways_cut(root: str, tp_dim: int, fsdp: bool, stages: bool) -> None:
     if stages:
         mine = ["tied", f"stage{rank // 2}"]
         meshes = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])]
-        tensors = {n: distribute_tensor(_numbers(n), meshes[rank // 2], [Shard(tp_dim)], src_data_rank=None) for n in mine}
+        tensors = {
+            n: distribute_tensor(_numbers(n), meshes[rank // 2], [Shard(tp_dim)], src_data_rank=None) for n in mine
+        }
     else:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         layer = nn.Linear(5, 7, bias=False)

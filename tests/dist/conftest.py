@@ -4,7 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from dist.devices import ON_GPU
 from dist.pool import Pool
+
+collect_ignore = [] if ON_GPU else ["test_gpu_ranks.py"]
 
 
 @pytest.fixture(scope="session")

@@ -18,9 +18,7 @@ def spread_norm(ranks: int) -> tuple[float, float]:
     cuts: list[Placement] = [Shard(0), Shard(1), Replicate()]
     parts = []
     for value, cut in zip(wholes, cuts, strict=True):
-        like = DTensor.from_local(
-            value[:0], mesh, [cut], run_check=False, shape=value.shape, stride=value.stride()
-        )
+        like = DTensor.from_local(value[:0], mesh, [cut], run_check=False, shape=value.shape, stride=value.stride())
         parts.append(spread_like(part_of(value, like).contiguous(), like))
     expected = sum(float(value.double().square().sum()) for value in wholes) ** 0.5
     return float(norm_of(parts)), expected

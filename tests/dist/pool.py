@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import importlib
 import multiprocessing
-import os
 import sys
 import tempfile
 import traceback
@@ -62,7 +61,7 @@ class Pool:
         ])  # fmt: skip
         while len(self._processes) < ranks:
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, len(self._processes)), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -77,14 +76,16 @@ class Pool:
         self._processes, self._pipes = [], []
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, place: int) -> None:
     import torch
     import torch.distributed as dist
 
+    from dist.devices import BACKEND, claim
+
     torch.set_num_threads(1)
+    claim(place)
     gc.freeze()  # as in conftest.py
     gc.unfreeze = lambda: None  # type: ignore[assignment]
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     while True:
         try:
             name, arguments, rank, n, store = pipe.recv()
@@ -94,12 +95,14 @@ def _serve(pipe: Connection) -> None:
         try:
             if n > 1:
                 found = dist.FileStore(store, n)
-                dist.init_process_group("gloo", store=found, rank=rank, world_size=n, timeout=timedelta(seconds=JOIN_S))
+                dist.init_process_group(
+                    BACKEND, store=found, rank=rank, world_size=n, timeout=timedelta(seconds=JOIN_S)
+                )
             value = getattr(importlib.import_module(module), function)(*arguments)
             if n > 1:
                 dist.barrier()
             pipe.send((True, value))
-        except BaseException:
+        except BaseException:  # noqa: BLE001 - sent to the test
             pipe.send((False, traceback.format_exc()))
         finally:
             if dist.is_initialized():

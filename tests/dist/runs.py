@@ -15,18 +15,19 @@ from argosy.config.schema import ParallelSpec
 from argosy.data.loader import Loader
 from argosy.data.open import open_data
 from argosy.parallel.mesh import Mesh, make_mesh
-from argosy.supervise.world import World
 from argosy.parallel.replicas import odd_replicas
+from argosy.supervise.world import World
 from argosy.train import run as runs
-from argosy.train.step import evaluate
 from argosy.train.loop import fresh_weights
 from argosy.train.session import open_session
+from argosy.train.step import evaluate
+from dist.devices import own_mesh
 
 
 def read_batches(path: str, overrides: Sequence[str], count: int) -> list[list[list[int]]]:
     """The samples of this rank's first batches."""
     spec = resolve(Path(path), overrides).spec
-    mesh = make_mesh(spec.parallel, torch.device("cpu"))
+    mesh = own_mesh(spec.parallel)
     stream = open_data(spec).training()
     options = {"batches": spec.train.batches, "consumed_samples": 0, "rank": mesh.data_rank, "ranks": mesh.data_ranks}
     with Loader(stream, **options) as loader:
@@ -47,8 +48,7 @@ def train(path: str, overrides: Sequence[str]) -> int:
 def validate(path: str, overrides: Sequence[str], samples: int, batch: int) -> dict[str, float]:
     """Return loss and metrics of fresh weights on as many samples as asked for."""
     spec = resolve(Path(path), overrides).spec
-    cpu = torch.device("cpu")
-    session = open_session(spec, make_mesh(spec.parallel, cpu) if dist.is_initialized() else Mesh(cpu))
+    session = open_session(spec, own_mesh(spec.parallel))
     session.optimizer.set_weights(fresh_weights(session, None, []))
     assert session.validation is not None
     found = evaluate(session.engine, session.validation, samples=samples, batch=batch, split="validation")

@@ -8,9 +8,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from argosy.model.layers import Linear
-from argosy.parallel.shards import Box, held_boxes
-from argosy.parallel.shards import local, part_of, whole
 from argosy.parallel.cutting import cut_parameters
+from argosy.parallel.shards import Box, held_boxes, local, part_of, whole
 
 
 def held(dp: int, tp: int, rows: int, dim: int) -> list[Box]:

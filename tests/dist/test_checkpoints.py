@@ -96,9 +96,7 @@ FAMILIES = ["dp_replicate=2", "dp_shard=2", "dp_replicate=2 dp_shard=2", "cp=2",
 
 
 # What is saved in the loop itself, and loaded, is compared for every layout above: here one is enough.
-@pytest.mark.parametrize(
-    ("layout", "mode"), [*((layout, "async") for layout in FAMILIES), ("dp_shard=2", "sync")]
-)
+@pytest.mark.parametrize(("layout", "mode"), [*((layout, "async") for layout in FAMILIES), ("dp_shard=2", "sync")])
 def test_resumed_twice_in_a_row_is_bit_equal(
     pool: Pool, write_spec: Callable[..., Path], tmp_path: Path, layout: str, mode: str
 ) -> None:
@@ -109,7 +107,10 @@ def test_resumed_twice_in_a_row_is_bit_equal(
     for steps in (1, 2, 3):
         pool.run(ranks, runs.train, str(path), [*keys, f"train.steps={steps}"])
     once, often = tmp_path / "runs" / "once", tmp_path / "runs" / "tiny"
-    numbers = [{s: (r["loss"], r["grad_norm"]) for s, r in read_metrics(run / "metrics.jsonl").items()} for run in (once, often)]
+    numbers = [
+        {s: (r["loss"], r["grad_norm"]) for s, r in read_metrics(run / "metrics.jsonl").items()}
+        for run in (once, often)
+    ]
     assert numbers[0] == numbers[1]
     assert list(numbers[0]) == [1, 2, 3]
     ends = [verify(run / "checkpoints" / "step-00000003") for run in (once, often)]

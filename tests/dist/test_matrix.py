@@ -96,7 +96,7 @@ ONE_MODEL = {  # what is no matter of the model is tried on one
     "pp=2 dp_shard=2 tp=2 ep=2": "moe",
     "pp=2 dp_shard=2 cp=2 ep=4 recompute=full": "moe",
     "pp=2 tp=2 schedule=zbv": "moe",
-    "pp=2 tp=2": "t5",
+    "pp=2 tp=2 micro_batch=4": "t5",
     "pp=2 tp=2 sp=false": "bert",
     "pp=2 dp_shard=2 tp=2 model.dropout=0.1": "gpt",
     "tp=2 dp_shard=2 recompute=selective": "gemma",

@@ -9,12 +9,18 @@ import torch
 import torch.distributed as dist
 
 from argosy.errors import ArgosyError
-from argosy.parallel.mesh import make_mesh
 from argosy.measure.rehearsal import Part, describe_rehearsal, hold, rehearse
+from argosy.parallel.mesh import make_mesh
 from dist.pool import Pool
 from dist.training import spec_of
 
-LAYOUTS = [("gpt", "dp_replicate=2"), ("llama", "dp_shard=4"), ("moe", "dp_replicate=2 dp_shard=2"), ("gpt", "cp=2 dp_shard=2"), ("gpt", "tp=2 pp=2")]
+LAYOUTS = [
+    ("gpt", "dp_replicate=2"),
+    ("llama", "dp_shard=4"),
+    ("moe", "dp_replicate=2 dp_shard=2"),
+    ("gpt", "cp=2 dp_shard=2"),
+    ("gpt", "tp=2 pp=2"),
+]
 
 
 def held(model: str, layout: str) -> Part:

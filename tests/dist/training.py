@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from argosy.config.resolve import resolve
@@ -15,11 +14,12 @@ from argosy.config.schema import RunSpec
 from argosy.data.samples.masks import IGNORED
 from argosy.data.samples.windows import Batch
 from argosy.model.build import initial_weights
-from argosy.parallel.mesh import Mesh, make_mesh
+from argosy.parallel.mesh import Mesh
 from argosy.parallel.parallelize import parallelize
 from argosy.parallel.shards import whole
 from argosy.train.optimizer import Optimizer
 from argosy.train.step import take_step
+from dist.devices import own_mesh
 
 SEQ, VOCAB, BATCH = 16, 67, 16  # a vocabulary no number of ranks divides
 _SIZES = ["layers=4", "hidden=32", "heads=4", f"vocab_size={VOCAB}", f"max_seq_len={SEQ}", "ffn=64", "init_std=0.2"]
@@ -110,8 +110,7 @@ def share_of(batch: Batch, mesh: Mesh) -> Batch:
 
 def train_steps(model: str, layout: str, steps: int) -> Trace:
     spec = spec_of(model, layout)
-    cpu = torch.device("cpu")
-    mesh = make_mesh(spec.parallel, cpu) if dist.is_initialized() else Mesh(cpu)
+    mesh = own_mesh(spec.parallel)
     engine = parallelize(spec, mesh)
     optimizer = Optimizer(engine.model, spec.optim)
     optimizer.set_weights(initial_weights(engine.model, spec.model, spec.train.seed))
@@ -121,7 +120,7 @@ def train_steps(model: str, layout: str, steps: int) -> Trace:
         taken = take_step(engine, optimizer, share_of(batch, mesh), step=step, lr=spec.optim.lr)
         losses.append(float(taken.result.loss_sum) / int(taken.result.tokens))
         norms.append(float(taken.grad_norm))
-    return Trace(losses, norms, {name: whole(w).numpy().copy() for name, w in optimizer.weights().items()})
+    return Trace(losses, norms, {name: whole(w).numpy(force=True).copy() for name, w in optimizer.weights().items()})
 
 
 def train_compiled(model: str, layout: str, steps: int, scope: str) -> Trace:
