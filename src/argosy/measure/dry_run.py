@@ -41,7 +41,7 @@ def dry_run(
         # With several ranks, this process is none of them.
         machine = machine_facts(device, spec.train.precision) if world.size == 1 else None
     else:
-        layout, machine = describe_rehearsal(spec, rehearse(spec, elsewhere)), None
+        layout, machine = [], None
     session = open_session(spec, Mesh(torch.device("meta")))
     if elsewhere is None:
         require_memory(spec, device, ranks=world.size // spec.parallel.dp_replicate)
@@ -59,6 +59,9 @@ def dry_run(
         notes += session.schedule_notes(run, checkpoint.progress.step, changes)
     elif (start := session.starting_source(run, fresh=options.fresh)) is not None:
         notes.append(f"weights {start.where}, trained to step {start.step}")
+    if elsewhere is not None:
+        # Last: for thousands of ranks it takes longer than everything else.
+        layout += describe_rehearsal(spec, rehearse(spec, elsewhere))
     done = 0 if checkpoint is None else checkpoint.progress.step
     tokens = sum(session.data.split(corpus, "train").tokens for corpus in session.data.corpora)
     left = (
