@@ -170,10 +170,15 @@ def check_world(
     )
 
 
+# Ranks that one machine may have; more come from several.
+_MOST_ON_A_MACHINE = 16
+
+
 def _other_number(world: int, per_node: int | None) -> str:
     """Suggest how to start the number of processes that the layout needs."""
     if per_node is None:
-        return f"start {world} processes: argosy train RUN.yaml --nproc {world}"
+        one_machine = f"argosy train RUN.yaml --nproc {world}"
+        return f"start {world} processes: {one_machine if world <= _MOST_ON_A_MACHINE else 'argosy launch RUN.yaml'}"
     if world % per_node:
         return f"{world} processes are no whole number of nodes of {per_node} ranks"
     return f"cluster.nodes={world // per_node}, of {per_node} ranks each"
