@@ -131,7 +131,7 @@ def test_no_name_leads_out_of_the_root(dashboard: Dashboard, tmp_path: Path, nam
 
 ODD = [
     {"global_batch": "-3"}, {"global_batch": "0"}, {"global_batch": "1e3"}, {"global_batch": "9" * 5000}, {"seq_len": "x"}, {"price": "nan"},
-    {"price": "-1"}, {"price": "1e400"}, {"cluster": "99999999xH100"}, {"cluster": "00xH100"}, {"cluster": ""}, {"tokens": "-5B"}, {"model": "../x"},
+    {"price": "-1"}, {"price": "1e400"}, {"cluster": "99999999xH100"}, {"cluster": "00xH100"}, {"tokens": "-5B"}, {"spot": "1.5"}, {"within": "soon"}, {"model": "../x"},
 ]  # fmt: skip
 
 
@@ -151,6 +151,22 @@ def test_the_planner_reads_no_files(dashboard: Dashboard, tmp_path: Path) -> Non
         reply = http.get("/api/plan", params={"model": str(spec), "cluster": "8xH100"})
     assert reply.status_code == 400
     assert reply.json()["error"]["code"] == "config.unknown-preset"
+
+
+def test_the_planner_reads_the_spec_of_a_run_that_is_shown_and_of_no_other(
+    dashboard: Dashboard, tmp_path: Path
+) -> None:
+    run = make_run(tmp_path / "runs" / "sea")
+    log(run, [10])
+    log(make_run(tmp_path / "secret"), [10])
+    with client(dashboard) as http:
+        assert "run:sea" in http.get("/api/choices").json()["models"]
+        found = http.get("/api/plan", params={"model": "run:sea"}).json()
+        assert http.get("/api/plan", params={"model": "run:../secret"}).status_code == 404
+    spec = run.load_spec()
+    assert found["tokens_from"] == "the run spec's length"
+    assert (found["global_batch"], found["seq_len"]) == (spec.train.global_batch, spec.data.seq_len)
+    assert found["asked"]["parallel"]
 
 
 def test_a_long_run_comes_in_as_many_pieces_as_there_is_room_for_and_whole_when_zoomed(tmp_path: Path) -> None:
