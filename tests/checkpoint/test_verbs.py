@@ -38,7 +38,7 @@ def test_a_list_says_what_people_ask_of_a_checkpoint(run: Path) -> None:
     assert newest.age_s is not None
     assert 0 <= newest.age_s < 600
     assert "one process" in describe(run, [newest])
-    wide = replace(newest, layout="dp_replicate 2 x dp_shard 8 x tp 2", validation_loss=2.5, best=True, tokens=10**12)
+    wide = replace(newest, layout="dp_shard 16 x tp 2 x pp 2", validation_loss=2.5, best=True, tokens=10**12)
     told = describe(run, [replace(wide, step=123_456), replace(newest, good=False, fault="a hash", resumes=False)])
     assert max(map(len, told.splitlines())) <= 100
     assert "good, next, best" in told
