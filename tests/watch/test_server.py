@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import httpx
@@ -12,6 +13,7 @@ import pytest
 from argosy.record.jsonl import JsonlWriter
 from argosy.watch.heat import HeatMap
 from argosy.watch.series import Series
+from argosy.watch.server import make_app
 from record.run_dirs import log, make_run, record
 from watch.conftest import TOKEN, Dashboard
 
@@ -127,6 +129,17 @@ def test_no_name_leads_out_of_the_root(dashboard: Dashboard, tmp_path: Path, nam
         assert http.get("/api/run", params={"run": name}).status_code == 404
         assert http.get("/page/..%2f..%2fserver.py").status_code == 404
         assert http.get("/page/%2e%2e/server.py").status_code in (404, 400)
+
+
+def test_every_address_of_the_api_is_documented(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "watching.md").read_text()
+    served = {
+        route.path for route in make_app(tmp_path, "t").routes if getattr(route, "methods", None) == {"GET", "HEAD"}
+    }
+    # The choices are those of the planner's form.
+    assert set(re.findall(r"/api/\w+", page)) == {path for path in served if path.startswith("/api/")} - {
+        "/api/choices"
+    }
 
 
 ODD = [
