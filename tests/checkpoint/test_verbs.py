@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,12 @@ def test_a_list_says_what_people_ask_of_a_checkpoint(run: Path) -> None:
     assert newest.age_s is not None
     assert 0 <= newest.age_s < 600
     assert "one process" in describe(run, [newest])
+    wide = replace(newest, layout="dp_shard 16 x tp 2 x pp 2", validation_loss=2.5, best=True, tokens=10**12)
+    told = describe(run, [replace(wide, step=123_456), replace(newest, good=False, fault="a hash", resumes=False)])
+    assert max(map(len, told.splitlines())) <= 100
+    assert "good, next, best" in told
+    assert "is damaged: a hash" in told
+    assert "validation" not in describe(run, [replace(newest, validation_loss=None, best=False)])
     assert [one.step for one in list_run(run / "checkpoints" / "step-00000004")] == [4]
 
 

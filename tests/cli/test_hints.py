@@ -38,6 +38,8 @@ def test_a_wrong_command_is_refused_with_the_right_one(words: str, hint: str, ar
     ("override", "hint"),
     [
         ("optim.rl=3", "optim.lr"),
+        ("optm.lrr=3", "optim.lr"),
+        ("evl.every=3", "eval.every"),
         ("train.stpes=3", "train.steps"),
         ("cluster.target=kubernetes", "jobset (JobSet)"),
         ("cluster.target=sagemaker", "hyperpod"),
@@ -47,6 +49,31 @@ def test_a_wrong_key_or_value_is_refused_with_the_right_one(override: str, hint:
     with pytest.raises(ArgosyError) as refused:
         resolve(write_spec(), [override])
     assert hint in refused.value.fix
+
+
+@pytest.mark.parametrize(
+    ("words", "usage", "error"),
+    [
+        ("train --lr 3", "[OPTIONS] [RUN.yaml] [KEY=VALUE]...", "given without dashes: optim.lr=3"),
+        ("data prepare a.txt", "[OPTIONS] INPUTS...", "Missing option '--tokenizer'. tokenizer.json, SentencePiece"),
+        ("plan", "[OPTIONS] MODEL|RUN.yaml [KEY=VALUE]...", "Missing argument 'MODEL|RUN.yaml'. A preset"),
+    ],
+)
+def test_a_usage_error_shows_what_belongs_there_and_what_is_missing(
+    words: str, usage: str, error: str, argosy: Run
+) -> None:
+    said = argosy(*words.split()).stderr
+    assert said.splitlines()[0].endswith(usage)
+    assert error in said
+    assert "--help)" not in said
+
+
+def test_directories_that_an_output_needs_are_named_when_they_are_made(argosy: Run, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text")
+    prepare = ("data", "prepare", "a.txt", "--tokenizer", "bytes", "--output", "deep/down/corpus")
+    assert "made the directory" not in argosy(*prepare, "--dry-run").stderr
+    assert "made the directory deep, which was not there" in argosy(*prepare).stderr
+    assert "made the directory" not in argosy(*prepare, "--overwrite").stderr
 
 
 def test_other_text_files_are_read_when_asked_and_others_never(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from argosy.config.counts import count_parameters
 from argosy.config.resolve import resolve
+from argosy.data.corpus.corpus import open_corpus
 from argosy.errors import EXIT_DONE, ArgosyError
 from argosy.plan.first_spec import ThisMachine, first_spec
 from argosy.plan.this_machine import local_gpus
@@ -61,6 +63,25 @@ def test_one_document_is_trained_on_without_evaluation(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(first_spec(corpus, "a", LAPTOP).text)
     assert resolve(path).spec.eval is None
+    assert "the corpus is one document" in "\n".join(first_spec(corpus, "a", LAPTOP).notes)
+
+
+def test_a_validation_corpus_is_named_instead_of_a_share(corpus: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(first_spec(corpus, "a", LAPTOP, corpus).text)
+    spec = resolve(path).spec
+    assert [source.path for source in spec.data.validation] == [str(corpus)]
+    assert spec.data.split[1] == 0
+    assert spec.eval is not None
+
+
+def test_epochs_are_those_of_the_training_share(corpus: Path, tmp_path: Path) -> None:
+    written = first_spec(corpus, "a", LAPTOP).text
+    [share] = re.findall(r"split: \[(\d+), (\d+), 0\]", written)
+    _, _, tokens = spec_of(written, tmp_path)
+    trained = open_corpus(corpus).split((*map(float, share), 0))["train"].tokens
+    [epochs] = re.findall(r"([\d.]+) epochs", written)
+    assert float(epochs) == pytest.approx(tokens / trained, rel=0.05)
 
 
 def test_text_that_is_not_prepared_is_refused_with_the_commands(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -57,6 +58,22 @@ def test_a_length_that_is_not_given_is_20_tokens_a_parameter_and_says_so() -> No
     assert "±" in done.stdout
     assert "layout: keys of `parallel`" in done.stdout
     assert done.stdout.splitlines()[-1].startswith("parallel.micro_batch=")
+
+
+def test_one_line_answers_whether_it_fits_how_long_and_how_much() -> None:
+    asked = ("llama2-7b", "--cluster", "16xH100")
+    [best, *_] = json.loads(plan(*asked, "--json").stdout)["plans"]
+    [line] = [line for line in plan(*asked).stdout.splitlines() if line.startswith("answer")]
+    assert re.search(r"fits \([\d.]+ of 79.1 GiB\), [\d.]+ ±[\d.]+ days, \$[\d,]+ ±[\d,]+, with ", line)
+    assert line.endswith(best["notation"])
+    # GPUs without an instance type cost what the cheapest instance with them costs.
+    assert best["dollars"] == pytest.approx(best["days"] * 24 * 16 * 6.88, rel=1e-3)
+
+
+def test_the_names_of_clusters_are_listed() -> None:
+    listed = forking.run(["config", "clusters"]).stdout
+    assert re.search(r"^p4d\.24xlarge +8 x A100-40 .* 21\.96$", listed, re.M)
+    assert re.search(r"^H100 +79\.1 .* 6\.88$", listed, re.M)
 
 
 def test_clusters_are_compared_and_the_cheapest_in_time_is_named() -> None:
@@ -135,6 +152,7 @@ def test_what_if() -> None:
     ("arguments", "said"),
     [
         (["llama2-7b", "--cluster", "2xp4d.24xlrge"], "did you mean p4d.24xlarge"),
+        (["llama2-7b", "--cluster", "16xH900"], "did you mean H800 or H200"),
         (["gpt3-175b", "--cluster", "8xA10G"], "least memory"),
         (["llama2-7b", "--cluster", "8xH100", "--what-if", "micro_batc=4"], "did you mean micro_batch"),
         (["llama2-7b", "--cluster", "8xH100", "--what-if", "tp=3"], "tp 3"),

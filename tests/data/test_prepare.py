@@ -283,5 +283,6 @@ def test_no_corpus_is_made_among_texts(tmp_path: Path) -> None:
 
 
 def test_inputs_without_a_record_are_told_from_bad_ones(tmp_path: Path) -> None:
-    with pytest.raises(ArgosyError, match="the inputs hold no record"):
+    with pytest.raises(ArgosyError, match="the inputs hold no record") as refused:
         run(tmp_path, b"\n")
+    assert "--key" not in refused.value.fix

@@ -74,7 +74,7 @@ def test_what_is_no_cluster_is_refused(text: str) -> None:
 def test_an_unknown_name_is_refused_with_the_nearest() -> None:
     with pytest.raises(ArgosyError, match="did you mean p4d"):
         find_instance("p4d.24xlrge")
-    with pytest.raises(ArgosyError, match="did you mean h200"):
+    with pytest.raises(ArgosyError, match="did you mean H200"):
         find_gpu("h2000")
 
 

@@ -252,7 +252,7 @@ def test_another_corpus_is_read_in_samples_made_as_the_runs_are(
         assert (other.loss, other.tokens) == (own.loss, own.tokens)
 
 
-def test_a_dry_run_checks_everything_and_writes_nothing(write_spec: Write, tmp_path: Path) -> None:
+def test_a_dry_run_checks_everything_and_writes_nothing(write_spec: Write, tmp_path: Path, corpus: Path) -> None:
     text = "\n".join(dry_run(resolve(write_spec()), TrainOptions()))
     assert "steps 1 to 6" in text
     assert not (tmp_path / "runs").exists()
@@ -261,6 +261,7 @@ def test_a_dry_run_checks_everything_and_writes_nothing(write_spec: Write, tmp_p
         "model.vocab_size=200",
         "optim.no_decay=[zzz]",
         f"runs_dir={tmp_path / 'file' / 'x'}",
+        "runs_dir=/proc/runs",
         "parallel.pp=64",
         "parallel.dp_shard=2",
         *([] if torch.cuda.is_available() else ["train.device=cuda"]),
@@ -269,6 +270,9 @@ def test_a_dry_run_checks_everything_and_writes_nothing(write_spec: Write, tmp_p
             dry_run(resolve(write_spec(), [bad]), TrainOptions())
     with pytest.raises(ArgosyError):
         dry_run(resolve(write_spec()), TrainOptions(profile="90:95"))
+    assert not any(path.name.startswith(".argosy") for path in tmp_path.iterdir())
+    both = [f"data.validation={corpus}"]
+    assert "holds 10.00% of data.train back" in "\n".join(dry_run(resolve(write_spec(), both), TrainOptions()))
     go(write_spec())
     assert "nothing: all 6 steps" in "\n".join(dry_run(resolve(write_spec()), TrainOptions()))
     assert "starts at step 0" in "\n".join(dry_run(resolve(write_spec()), TrainOptions(fresh=True, archive=True)))

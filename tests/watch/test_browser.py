@@ -11,6 +11,8 @@ from urllib.parse import quote
 
 import pytest
 
+from argosy.plan.advise import Question, answer
+from argosy.plan.clusters import compare
 from argosy.record.jsonl import JsonlWriter
 from record.run_dirs import log, make_run, record
 from waiting import wait_for
@@ -24,6 +26,13 @@ def chart(page: Any, title: str) -> Any:
 def drawn_to(page: Any, title: str) -> str:
     """Return the points of a chart's first curve."""
     return str(chart(page, title).locator("polyline").first.get_attribute("points"))
+
+
+def ask_planner(model: str, cluster: str, spot: float | None = None) -> Question:
+    return Question.read(
+        model, [], cluster=cluster, global_batch=None, seq_len=None, tokens=None, precision=None, what_if=None, price=None,
+        hardware=None, spot=spot,
+    )  # fmt: skip
 
 
 def test_a_run_is_listed_opened_and_zoomed_by_mouse_and_keys(page: Any, dashboard: Dashboard, tmp_path: Path) -> None:
@@ -197,12 +206,53 @@ def test_the_planner_answers_and_refuses_in_the_page(page: Any, dashboard: Dashb
     page.goto(f"{dashboard.address}/#/plan?model=gpt2&cluster=8xH100")
     page.reload()
     page.locator("tbody tr").first.wait_for()
-    assert "8 GPUs" in page.locator("main").inner_text()
     wait_for(lambda: page.locator(".memory rect").count() > 3)
+    advice = answer(ask_planner("gpt2", "8xH100"), top=12).as_dict()
+    best, shown = advice["plans"][0], page.locator("main").inner_text()
+    for text in (best["notation"], best["time"], best["cost"], *advice["copy"], *advice["legend"], *advice["why_lost"]):
+        assert text in shown
+    assert "±" in best["time"]
+    assert "20 a parameter" in shown, "the length that was taken, as none was given"
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.get_by_role("button", name="copy what goes on the command line").click()
+    wait_for(lambda: page.evaluate("navigator.clipboard.readText()") == advice["copy"][1])
     page.locator("input[name=cluster]").fill("3xZX81")
     page.get_by_role("button", name="Plan").click()
     page.locator(".problem").wait_for()
     assert "ZX81" in page.locator(".problem").inner_text()
+
+
+def test_clusters_are_compared_in_the_page_and_the_cheapest_in_time_is_named(page: Any, dashboard: Dashboard) -> None:
+    page.goto(f"{dashboard.address}/#/plan?model=gpt2&cluster=g5.48xlarge&within=1")
+    page.reload()
+    page.get_by_role("button", name="compare with another cluster").click()
+    page.locator("input[name=cluster]").nth(1).fill("1xp5.48xlarge")
+    page.get_by_text("more", exact=True).click()
+    page.locator("input[name=spot]").fill("0.5")
+    page.get_by_role("button", name="Plan").click()
+    found = compare(["g5.48xlarge", "1xp5.48xlarge"], lambda one: answer(ask_planner("gpt2", one, spot=0.5)), 1.0)
+    wait_for(lambda: page.locator(".answer").all_text_contents() == [found.verdict()])
+    rows = page.locator('[data-card="Clusters"] tbody tr')
+    assert [row.split()[0] for row in rows.all_inner_texts()] == list(found.answers)
+    assert "best" in rows.nth(list(found.answers).index(str(found.cheapest))).inner_text()
+    assert "spot at 50% of on-demand" in page.locator("main").inner_text()
+    # The address keeps the question.
+    page.reload()
+    wait_for(lambda: page.locator(".answer").all_text_contents() == [found.verdict()])
+    rows.first.locator("a").click()
+    page.locator('[data-card="To copy"]').wait_for()
+    assert page.locator("input[name=spot]").input_value() == "0.5"
+    assert page.locator("input[name=within]").input_value() == ""
+    assert page.problems == []
+
+
+def test_a_run_is_planned_for_other_gpus_from_its_page(page: Any, dashboard: Dashboard, tmp_path: Path) -> None:
+    log(make_run(tmp_path / "runs" / "sea"), range(10, 100, 10))
+    page.goto(f"{dashboard.address}/#/runs?run=sea")
+    page.reload()
+    page.get_by_role("link", name="plan it on other GPUs").click()
+    page.locator('[data-card="The run\'s own layout"]').wait_for()
+    assert "the run spec's length" in page.locator(".tiles").inner_text()
 
 
 def test_a_narrow_dark_screen_has_no_sideways_scrolling(browser: Any, dashboard: Dashboard, tmp_path: Path) -> None:
@@ -215,6 +265,9 @@ def test_a_narrow_dark_screen_has_no_sideways_scrolling(browser: Any, dashboard:
     page.goto(f"{dashboard.address}/?token={quote('a token of the test')}")
     page.locator("tbody a").click()
     page.locator('[data-card="Events"]').wait_for(timeout=60_000)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    page.goto(f"{dashboard.address}/#/plan?model=gpt2&cluster=8xH100&cluster=1xg5.48xlarge")
+    page.locator('[data-card="Clusters"]').wait_for()
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
     background = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert sum(map(int, re.findall(r"\d+", background)[:3])) < 150

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import httpx
@@ -12,6 +13,7 @@ import pytest
 from argosy.record.jsonl import JsonlWriter
 from argosy.watch.heat import HeatMap
 from argosy.watch.series import Series
+from argosy.watch.server import make_app
 from record.run_dirs import log, make_run, record
 from watch.conftest import TOKEN, Dashboard
 
@@ -129,9 +131,20 @@ def test_no_name_leads_out_of_the_root(dashboard: Dashboard, tmp_path: Path, nam
         assert http.get("/page/%2e%2e/server.py").status_code in (404, 400)
 
 
+def test_every_address_of_the_api_is_documented(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "watching.md").read_text()
+    served = {
+        route.path for route in make_app(tmp_path, "t").routes if getattr(route, "methods", None) == {"GET", "HEAD"}
+    }
+    # The choices are those of the planner's form.
+    assert set(re.findall(r"/api/\w+", page)) == {path for path in served if path.startswith("/api/")} - {
+        "/api/choices"
+    }
+
+
 ODD = [
     {"global_batch": "-3"}, {"global_batch": "0"}, {"global_batch": "1e3"}, {"global_batch": "9" * 5000}, {"seq_len": "x"}, {"price": "nan"},
-    {"price": "-1"}, {"price": "1e400"}, {"cluster": "99999999xH100"}, {"cluster": "00xH100"}, {"cluster": ""}, {"tokens": "-5B"}, {"model": "../x"},
+    {"price": "-1"}, {"price": "1e400"}, {"cluster": "99999999xH100"}, {"cluster": "00xH100"}, {"tokens": "-5B"}, {"spot": "1.5"}, {"within": "soon"}, {"model": "../x"},
 ]  # fmt: skip
 
 
@@ -151,6 +164,22 @@ def test_the_planner_reads_no_files(dashboard: Dashboard, tmp_path: Path) -> Non
         reply = http.get("/api/plan", params={"model": str(spec), "cluster": "8xH100"})
     assert reply.status_code == 400
     assert reply.json()["error"]["code"] == "config.unknown-preset"
+
+
+def test_the_planner_reads_the_spec_of_a_run_that_is_shown_and_of_no_other(
+    dashboard: Dashboard, tmp_path: Path
+) -> None:
+    run = make_run(tmp_path / "runs" / "sea")
+    log(run, [10])
+    log(make_run(tmp_path / "secret"), [10])
+    with client(dashboard) as http:
+        assert "run:sea" in http.get("/api/choices").json()["models"]
+        found = http.get("/api/plan", params={"model": "run:sea"}).json()
+        assert http.get("/api/plan", params={"model": "run:../secret"}).status_code == 404
+    spec = run.load_spec()
+    assert found["tokens_from"] == "the run spec's length"
+    assert (found["global_batch"], found["seq_len"]) == (spec.train.global_batch, spec.data.seq_len)
+    assert found["asked"]["parallel"]
 
 
 def test_a_long_run_comes_in_as_many_pieces_as_there_is_room_for_and_whole_when_zoomed(tmp_path: Path) -> None:

@@ -96,21 +96,36 @@ def _changed(place: Path) -> float | None:
 
 
 def describe(path: Path, found: list[Listed]) -> str:
+    """Return a table of checkpoints that fits 100 columns, without columns that none has a value for, and what its marks mean."""
     if not found:
         return f"{path} has no checkpoint yet"
+    rows = [("step", "age", "size", "tokens", "loss", "validation", "state", "layout"), *map(_row, found)]
+    columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
+    widths = [max(map(len, column)) for column in columns]
+    # Numbers are aligned to the right, layout and state to the left.
     lines = [
-        f"{'step':>10}  {'age':>9}  {'size':>9}  {'tokens':>9}  {'loss':>8}  {'validation':>10}  {'layout':<22}  state"
+        "  ".join(
+            cell.ljust(width) if column[0] in ("layout", "state") else cell.rjust(width)
+            for cell, width, column in zip(row, widths, columns, strict=True)
+        ).rstrip()
+        for row in zip(*columns, strict=True)
     ]
-    for one in found:
-        state = {True: "good", False: f"damaged: {one.fault}", None: "not checked"}[one.good]
-        age = "" if one.age_s is None else clock(one.age_s)
-        tokens = "" if one.tokens is None else amount(one.tokens)
-        loss = "" if one.loss is None else f"{one.loss:.4f}"
-        held_out = "" if one.validation_loss is None else f"{one.validation_loss:.4f}"
-        marks = ["the newest good one: what `train` goes on from"] if one.resumes else []
-        marks += ["the lowest validation loss"] if one.best else []
-        mark = f"  <- {'; '.join(marks)}" if marks else ""
-        lines.append(
-            f"{one.step:>10,}  {age:>9}  {volume(one.bytes):>9}  {tokens:>9}  {loss:>8}  {held_out:>10}  {one.layout or '':<22}  {state}{mark}"
-        )
+    lines += [f"step {one.step:,} is damaged: {one.fault}" for one in found if one.good is False]
+    lines += ["next: the newest good one, which `train` goes on from"] if any(one.resumes for one in found) else []
+    lines += ["best: the lowest validation loss, RUN/best"] if any(one.best for one in found) else []
     return "\n".join(lines)
+
+
+def _row(one: Listed) -> tuple[str, ...]:
+    state = {True: "good", False: "damaged", None: "not checked"}[one.good]
+    marks = [mark for mark, is_so in (("next", one.resumes), ("best", one.best)) if is_so]
+    return (
+        f"{one.step:,}",
+        "" if one.age_s is None else clock(one.age_s),
+        volume(one.bytes),
+        "" if one.tokens is None else amount(one.tokens),
+        "" if one.loss is None else f"{one.loss:.4f}",
+        "" if one.validation_loss is None else f"{one.validation_loss:.4f}",
+        ", ".join([state, *marks]),
+        one.layout or "",
+    )

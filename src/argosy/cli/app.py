@@ -15,7 +15,7 @@ from io import TextIOWrapper
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from argosy import __version__
 from argosy.cli import (
@@ -49,6 +49,20 @@ _USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
 
 # Columns of a verb's name, and of its summary, in `--help`.
 _NAME_WIDTH, _SUMMARY = 8, 66
+
+
+def argument_usage(argument: Any) -> str:
+    """Return an argument as usage lines and the reference page write it."""
+    name: str = argument.metavar or argument.name.upper() + ("..." if argument.nargs == -1 else "")
+    return name if argument.required or name.startswith("[") else f"[{name}]"
+
+
+class Verb(TyperCommand):
+    """A command whose usage line has its arguments as they are written, without more brackets around them."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        arguments = [one for one in self.params if one.param_type_name == "argument"]
+        return ["[OPTIONS]", *map(argument_usage, arguments)]
 
 
 class Verbs(TyperGroup):
@@ -117,16 +131,19 @@ class Verbs(TyperGroup):
 
 @contextmanager
 def _short_usage_errors() -> Iterator[None]:
-    """Shorten usage errors, which repeat a wrong argument whole, however long it is. Say which key a wrong option means."""
+    """Shorten usage errors, which repeat a wrong argument whole, however long it is. Say what is missing is for, and which key a
+    wrong option means."""
     try:
         yield
     except _USAGE_ERROR as error:
-        error.message = capped(error.message)
+        error.message = capped(error.message or getattr(getattr(error, "param", None), "help", None) or "")
+        # Long options of a program begin alike, and --help is never what was meant.
+        error.possibilities = [name for name in getattr(error, "possibilities", None) or () if name != "--help"]
         option: str | None = getattr(error, "option_name", None)
         command: Any = getattr(error.ctx, "command", None)
         takes_keys = any("KEY=VALUE" in str(p.metavar) for p in getattr(command, "params", ()))
         if option is not None and takes_keys and (hint := option_hint(str(command.name), option, sys.argv)) is not None:
-            error.message = f"{error.message}. {capped(hint)}"
+            error.message, error.possibilities = f"{error.message}. {capped(hint)}", []
         raise
 
 
@@ -178,9 +195,11 @@ GROUPS: dict[str, dict[str, Any]] = {
 for _verbs in GROUPS.values():
     for _name, _verb in _verbs.items():
         if isinstance(_verb, typer.Typer):
+            for _inner in _verb.registered_commands:
+                _inner.cls = Verb
             app.add_typer(_verb, name=_name)
         else:
-            app.command(_name)(_verb)
+            app.command(_name, cls=Verb)(_verb)
 
 
 def main() -> None:

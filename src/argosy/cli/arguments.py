@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +11,7 @@ import typer
 from argosy.errors import ArgosyError
 
 Best = Annotated[
-    bool, typer.Option("--best", help="Take the checkpoint with the lowest validation loss; the same as RUN/best.")
+    bool, typer.Option("--best", help="Take the checkpoint with the lowest validation loss, which RUN/best names too.")
 ]
 MODEL_HELP = "A run (runs/<name>), its best checkpoint (runs/<name>/best) or any other, an imported model, or hf:DIR."
 RUN_METAVAR = "[RUN.yaml] [KEY=VALUE]..."
@@ -24,6 +25,20 @@ def run_and_overrides(arguments: list[str] | None) -> tuple[Path | None, list[st
         return Path(rest.pop(0)), rest
     default = Path("run.yaml")
     return (default if default.exists() else None), rest
+
+
+def new_output(ctx: typer.Context, value: Path | None) -> Path | None:
+    """Take a local path to write, and say in the end which directories above it were made (a typer callback)."""
+    if isinstance(local(value), Path) and value is not None:
+        missing = [parent for parent in value.parents if not parent.exists()]
+        if missing:
+            ctx.call_on_close(lambda: _say_made(missing[-1]))
+    return value
+
+
+def _say_made(directory: Path) -> None:
+    if directory.is_dir():
+        print(f"made the directory {directory}, which was not there", file=sys.stderr)
 
 
 def local(value: Path | list[Path] | None) -> Path | list[Path] | None:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from argosy.cli.arguments import Best, at_best
+from argosy.cli.arguments import Best, at_best, new_output
 from argosy.cli.watch import NAMESPACE
 
 app = typer.Typer(help="List, verify and compare checkpoints; import and export models.", no_args_is_help=True)
@@ -115,7 +115,7 @@ def compare_checkpoints(
 @app.command("average")
 def average_checkpoints(
     checkpoints: Annotated[list[str], typer.Argument(help="Checkpoints of one model; or one run, with --last.")],
-    to: Annotated[Path, typer.Option(help="The directory to make.")],
+    to: Annotated[Path, typer.Option(callback=new_output, help="The directory to make.")],
     last: Annotated[int | None, typer.Option(min=2, help="Average the last N checkpoints of a run.")] = None,
     dry_run: DryRun = False,
     as_json: Json = False,
@@ -138,7 +138,7 @@ def import_model(
             help="hf:DIR, with config.json and *.safetensors; or megatron:DIR, the directory of Megatron-LM's --save.",
         ),
     ],
-    to: Annotated[Path, typer.Option(help="The directory to make.")],
+    to: Annotated[Path, typer.Option(callback=new_output, help="The directory to make.")],
     changes: Annotated[
         list[str] | None,
         typer.Argument(help="megatron: keys of the model, such as vocab_size=50257.", metavar="[KEY=VALUE]..."),
@@ -189,7 +189,7 @@ class Precision(StrEnum):
 @app.command("export")
 def export_model(
     run: Annotated[str, typer.Argument(help="A run, one of its checkpoints, or an imported model.", metavar="RUN")],
-    to: Annotated[Path, typer.Option(help="The directory to make.")],
+    to: Annotated[Path, typer.Option(callback=new_output, help="The directory to make.")],
     best: Best = False,
     dtype: Annotated[
         Precision | None, typer.Option(help="Precision of the weights; default: as they are kept.")

@@ -1,4 +1,4 @@
-"""The `argosy config` commands: show, models, schema, reference, from-megatron, from-foundry."""
+"""The `argosy config` commands: show, models, clusters, schema, reference, from-megatron, from-foundry."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 
 from argosy.cli.arguments import RUN_HELP, RUN_METAVAR, run_and_overrides
 
-app = typer.Typer(help="Show run specs, model presets, the schema; convert others.", no_args_is_help=True)
+app = typer.Typer(help="Show run specs, models, clusters, the schema; convert others.", no_args_is_help=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -38,6 +38,17 @@ def models(as_json: Json = False) -> None:
     from argosy.config import show
 
     print(show.models(as_json))
+
+
+@app.command("clusters")
+def clusters(as_json: Json = False) -> None:
+    """List the node types and GPUs that the planner knows.
+
+    Shows GPUs, their memory, the network, and an estimate of the price.
+    """
+    from argosy.plan import cluster_list
+
+    print(cluster_list.clusters(as_json))
 
 
 @app.command("schema")

@@ -25,8 +25,6 @@ def dash(
 ) -> None:
     """Serve a dashboard of runs in a browser.
 
-    It shows curves, goodput, ranks, checkpoints, events, a comparison of configs, and the planner.
-
     It shows curves, a table of hyper-parameters and results, samples, goodput, ranks, checkpoints, events, logs, and the planner.
 
     Listens on this machine only, and prints the link with its token. It reads run directories, so it works on a shared

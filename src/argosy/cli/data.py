@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from argosy.cli import data_build, data_corpus, data_fetch
-from argosy.cli.arguments import local
+from argosy.cli.arguments import new_output
 
 app = typer.Typer(help="Fetch and tokenise text; inspect, verify and merge corpora.", no_args_is_help=True)
 app.command("fetch")(data_fetch.fetch)
@@ -51,7 +51,7 @@ def prepare(
             help="tokenizer.json, SentencePiece .model, vocab.json beside merges.txt, their directory, or `bytes`."
         ),
     ],
-    output: Annotated[Path, typer.Option(callback=local, help="The corpus directory to make.")],
+    output: Annotated[Path, typer.Option(callback=new_output, help="The corpus directory to make.")],
     key: Annotated[
         list[str],
         typer.Option(help=f"{KEY_HELP} If repeated, each key becomes a separate corpus, OUTPUT/KEY."),
@@ -66,7 +66,10 @@ def prepare(
         bool, typer.Option("--special-in-text", help="Let text such as <|endoftext|> become the control token.")
     ] = False,
     txt_unit: Annotated[
-        TextUnit, typer.Option(help="Whether a file or a line is one document in a .txt file.")
+        TextUnit,
+        typer.Option(
+            help="Whether a file or a line is one document in a .txt file. Validation holds back whole documents."
+        ),
     ] = TextUnit.file,
     other_files: OtherFiles = None,
     shuffle: Annotated[int | None, typer.Option(help="Shuffle the documents of each shard with this seed.")] = None,
@@ -131,7 +134,7 @@ def prepare(
 def train_tokenizer(
     inputs: Inputs,
     vocab_size: Annotated[int, typer.Option(min=257, help="Vocabulary size, with the end-of-document token.")],
-    output: Annotated[Path, typer.Option(callback=local, help="The tokenizer.json to write.")],
+    output: Annotated[Path, typer.Option(callback=new_output, help="The tokenizer.json to write.")],
     key: Annotated[
         list[str], typer.Option(help=f"{KEY_HELP} If repeated, the tokenizer is trained on the texts of all keys.")
     ] = ["text"],  # noqa: B006 - typer copies it

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from argosy.cli.arguments import local
+from argosy.cli.arguments import local, new_output
 
 Corpus = Annotated[
     Path,
@@ -88,7 +88,7 @@ def merge(
         ),
     ],
     output: Annotated[
-        Path, typer.Option(callback=local, help="The corpus directory to make, or the prefix of the pair.")
+        Path, typer.Option(callback=new_output, help="The corpus directory to make, or the prefix of the pair.")
     ],
     pair: Annotated[
         bool | None,
@@ -118,7 +118,9 @@ def convert(
     ],
     output: Annotated[
         Path,
-        typer.Option(callback=local, help="From MDS: the corpus directory or prefix to make. To MDS: the directory."),
+        typer.Option(
+            callback=new_output, help="From MDS: the corpus directory or prefix to make. To MDS: the directory."
+        ),
     ],
     column: Annotated[str, typer.Option(help="The MDS column that holds the tokens.")] = "tokens",
     bytes_dtype: Annotated[

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from argosy.cli.arguments import local
+from argosy.cli.arguments import new_output
 
 
 def fetch(
@@ -18,7 +18,7 @@ def fetch(
             "file or pattern; or an http(s) URL, with #sha256=… to check its hash."
         ),
     ],
-    output: Annotated[Path, typer.Option(callback=local, help="The directory for the files.")],
+    output: Annotated[Path, typer.Option(callback=new_output, help="The directory for the files.")],
     config: Annotated[
         str | None,
         typer.Option(help="Configuration (subset) of the data set; c4: default en; oscar: a language, such as de."),
@@ -39,7 +39,7 @@ def fetch(
     ] = False,
     tokenizer: Annotated[str | None, typer.Option(help="With --prepare: as for `argosy data prepare`.")] = None,
     corpus: Annotated[
-        Path | None, typer.Option(callback=local, help="With --prepare: the corpus directory to make.")
+        Path | None, typer.Option(callback=new_output, help="With --prepare: the corpus directory to make.")
     ] = None,
     key: Annotated[
         str | None, typer.Option(help="With --prepare: the key that holds the text; default: the data set's own.")

@@ -16,6 +16,10 @@ def init(
     ] = None,
     output: Annotated[Path, typer.Option("-o", "--output", help="The file to write.")] = Path("run.yaml"),
     name: Annotated[str, typer.Option(help="The name of the run.")] = "first",
+    validation: Annotated[
+        Path | None,
+        typer.Option(help="A prepared corpus to evaluate on; default: a share of CORPUS.", metavar="CORPUS"),
+    ] = None,
 ) -> None:
     """Write a run spec sized to this machine and a corpus.
 
@@ -23,7 +27,7 @@ def init(
     """
     from argosy.plan.first_spec import ThisMachine, first_spec
 
-    written = first_spec(corpus, name, ThisMachine.look())
+    written = first_spec(corpus, name, ThisMachine.look(), validation)
     if output.exists():
         raise ArgosyError(
             "config.conflict",

@@ -21,8 +21,8 @@ def plan(
     cluster: Annotated[
         list[str] | None,
         typer.Option(
-            help="Nodes and their type (2xp4d.24xlarge), or GPUs (16xH100); default: the run spec's, or 1xH100. If repeated, they "
-            "are compared."
+            help="Nodes and their type (2xp4d.24xlarge), or GPUs (16xH100); `argosy config clusters` lists them. Default: the run "
+            "spec's, or 1xH100. If repeated, they are compared."
         ),
     ] = None,
     within: Annotated[
@@ -45,7 +45,9 @@ def plan(
         bool, typer.Option("--explain", help="Show every term of the best layout, with its formula.")
     ] = False,
     top: Annotated[int, typer.Option(min=1, help="Layouts to show.")] = 8,
-    price: Annotated[float | None, typer.Option(min=0, help="US dollars per hour of one node.")] = None,
+    price: Annotated[
+        float | None, typer.Option(min=0, help="US dollars per hour of one node; default: an estimate.")
+    ] = None,
     spot: Annotated[
         float | None,
         typer.Option(min=0.01, max=1, help="Price of spot (preemptible) nodes as a share of on-demand, such as 0.4."),

@@ -11,7 +11,7 @@ from typing import Any
 
 from typer.main import get_command
 
-from argosy.cli.app import GROUPS, app
+from argosy.cli.app import GROUPS, app, argument_usage
 
 
 def commands(group: Any = None, prefix: str = "argosy") -> Iterator[tuple[str, Any]]:
@@ -51,11 +51,11 @@ def _section(name: str, command: Any) -> list[str]:
     shown = [parameter for parameter in command.params if not parameter.hidden and parameter.name != "help"]
     arguments = [parameter for parameter in shown if parameter.param_type_name == "argument"]
     options = [parameter for parameter in shown if parameter.param_type_name == "option"]
-    usage = " ".join([name, *(_argument(argument) for argument in arguments), *(["[OPTIONS]"] if options else [])])
+    usage = " ".join([name, *(argument_usage(argument) for argument in arguments), *(["[OPTIONS]"] if options else [])])
     lines = ["", f"### {name}", "", f"`{usage}`", "", _prose(command.help or "")]
     if shown:
         lines += ["", "| argument or option | meaning | default |", "| --- | --- | --- |"]
-        lines += [f"| `{_cell(_argument(argument))}` | {_cell(argument.help or '')} | |" for argument in arguments]
+        lines += [f"| `{_cell(argument_usage(argument))}` | {_cell(argument.help or '')} | |" for argument in arguments]
         lines += [f"| {_names(option)} | {_cell(option.help or '')} | {_default(option)} |" for option in options]
     return lines
 
@@ -75,11 +75,6 @@ def _prose(text: str) -> str:
 
 def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
-
-
-def _argument(argument: Any) -> str:
-    name = argument.metavar or argument.name.upper() + ("..." if argument.nargs == -1 else "")
-    return name if argument.required or name.startswith("[") else f"[{name}]"
 
 
 def _names(option: Any) -> str:

@@ -45,6 +45,17 @@ def _check_split(spec: RunSpec, origins: Origins) -> None:
         )
 
 
+def unused_share(spec: RunSpec) -> str | None:
+    """Say that documents are held back for validation although corpora of their own are evaluated; None if none are."""
+    split = spec.data.split
+    if not spec.data.validation or split[1] == 0:
+        return None
+    return (
+        f"data.split holds {split[1] / sum(split):.2%} of data.train back for validation, and data.validation is evaluated instead: "
+        "leave data.split out to train on all of it"
+    )
+
+
 def _check_evaluation(spec: RunSpec, origins: Origins) -> None:
     """Refuse evaluation that is only half on. In other trainers, 0 evaluation batches or no validation split ends in a bare assert."""
     if spec.eval is None:

@@ -69,7 +69,8 @@ def _explain(item: Any, key: str) -> tuple[str, str, str]:
     if kind == "extra_forbidden":
         section = key.rpartition(".")[0]
         known = _keys_of(section)
-        fix = _by_another_name(name) or did_you_mean(name, known, section) or _elsewhere(name)
+        fix = _inside(name, item["input"], known, section) or _by_another_name(name)
+        fix = fix or did_you_mean(name, known, section) or _elsewhere(name)
         fix = fix or f"known here: {', '.join(sorted(known))}"
         return f"{name!r} is not a key of {section or 'the run spec'}", fix, "config.unknown-key"
     if kind == "missing" and isinstance(item["loc"][-1], int):
@@ -109,6 +110,16 @@ def _explain(item: Any, key: str) -> tuple[str, str, str]:
     return f"it {wanted}, not {kind_of(item['input'])}", _meaning(key), "config.bad-value"
 
 
+def _inside(name: str, given: object, known: Sequence[str], section: str) -> str | None:
+    """Suggest the whole key where its section is misspelt and a single key is given in it: optim.lr for `optm.lrr`."""
+    close = difflib.get_close_matches(name.lower(), known, n=1)
+    if not close or not isinstance(given, dict) or len(given) != 1:
+        return None
+    meant, [inner] = ".".join(filter(None, (section, close[0]))), given
+    keys = _keys_of(meant)
+    return f"did you mean {meant}.{inner}?" if inner in keys else did_you_mean(str(inner), keys, meant)
+
+
 def _meaning(key: str) -> str:
     """Return a fix that quotes the key's description in the schema, or points to the reference if it has none."""
     described = _described(key)
@@ -130,7 +141,7 @@ def _keys_of(section: str) -> list[str]:
     for part in filter(None, section.split(".")):
         if not part.isdigit():
             model = section_of(model.model_fields[part].annotation)
-    return list(model.model_fields)
+    return [] if model is None else list(model.model_fields)
 
 
 def is_key(key: str) -> bool:

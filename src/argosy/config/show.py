@@ -31,9 +31,7 @@ def resolved(path: Path | None, overrides: Sequence[str], as_json: bool) -> str:
     if as_json:
         values = {key: {"value": value, "origin": origin} for key, value, origin in found.rows()}
         return json.dumps({"values": values, "facts": facts}, indent=2)
-    lines = _columns(
-        [("key", "value", "origin"), *((key, _text(value), origin) for key, value, origin in found.rows())]
-    )
+    lines = columns([("key", "value", "origin"), *((key, _text(value), origin) for key, value, origin in found.rows())])
     lines += [
         "",
         f"parameters       {counts.total:,}" + (f" ({counts.active:,} active)" if counts.active < counts.total else ""),
@@ -51,7 +49,7 @@ def defaults(as_json: bool) -> str:
             {key: {"type": kind, "default": default, "help": text} for key, kind, default, text in rows}, indent=2
         )
     return "\n".join(
-        _columns([("key", "default", "meaning"), *((key, default, text) for key, _, default, text in rows)])
+        columns([("key", "default", "meaning"), *((key, default, text) for key, _, default, text in rows)])
     )
 
 
@@ -75,7 +73,7 @@ def models(as_json: bool) -> str:
                 f"{row['flops_per_token']:.3g}",
             )
         )
-    lines = _columns(table)
+    lines = columns(table)
     aliases = ", ".join(f"{alias} = {name}" for alias, name in ALIASES.items())
     return "\n".join(
         [*lines, "", f"aliases: {aliases}", f"FLOPs: training, {FLOPS_CONVENTION}, at the listed sequence length"]
@@ -112,6 +110,6 @@ def _text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

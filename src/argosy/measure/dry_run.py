@@ -8,6 +8,7 @@ import torch
 
 from argosy.checkpoint.store import latest
 from argosy.config.counts import describe_size
+from argosy.config.data_checks import unused_share
 from argosy.config.layout import check_world
 from argosy.config.resolve import Resolved
 from argosy.measure.rehearsal import describe_rehearsal, rehearse
@@ -49,7 +50,7 @@ def dry_run(
     run = RunDir(Path(spec.runs_dir) / spec.name)
     check_options(run, options)
     run.require_writable()
-    notes: list[str] = []
+    notes = [] if (unused := unused_share(spec)) is None else [f"warning: {unused}"]
     opening = Opening(run, resolved, None, session.data.facts(), machine)
     notes += [] if options.fresh else opening.check()
     checkpoint = None if options.fresh else latest(run.checkpoints, report=notes.append)

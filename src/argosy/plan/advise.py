@@ -3,33 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from math import ceil, gcd
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from argosy.config.counts import count_parameters, least_state_bytes
 from argosy.config.overrides import Override
-from argosy.config.refusals import did_you_mean
 from argosy.config.resolve import resolve, resolve_model
 from argosy.config.schema import ParallelSpec, RunSpec
 from argosy.config.units import parse_count
 from argosy.errors import ArgosyError
 from argosy.plan.calibration import calibration
-from argosy.plan.hardware import GIB, Cluster, parse_cluster
-from argosy.plan.layouts import Layout, Recompute, Schedule, Work, parallel_keys, violations
+from argosy.plan.hardware import GIB, Cluster, parse_cluster, usual_price
+from argosy.plan.held_axes import held_axes
+from argosy.plan.layouts import Layout, Work, parallel_keys, violations
 from argosy.plan.log import Log, judge
-from argosy.plan.plan_report import LEGEND, MEAN_ERROR, as_dict, distinct, explain, header, table, why_lost
+from argosy.plan.plan_report import (
+    LEGEND,
+    MEAN_ERROR,
+    as_dict,
+    copied,
+    distinct,
+    explain,
+    header,
+    table,
+    verdict,
+    why_lost,
+)
 from argosy.plan.search import Candidate, Found, evaluate, micro_batches, search, warnings
 from argosy.tasks.task_registry import masks_vary
 
 STACK = "argosy"
-CHOICES: dict[str, tuple[str, ...]] = {"recompute": get_args(Recompute), "schedule": get_args(Schedule)}
 DEFAULT_CLUSTER = "1xH100"
 # The share of GPU memory that weights, gradients and optimiser state of a fully sharded model may take.
 FOR_STATE = 0.8
 # Tokens in a step if no batch is given.
 DEFAULT_TOKENS = 2**20
+FOR_COPYING = "for the run spec, or the command line of `argosy train` and `launch`:"
+# The share of the time above which fp8 is not offered.
+WORTH_OFFERING = 0.95
 # Tokens of a run per parameter that a token uses, if no length is given.
 CHINCHILLA = 20
 
@@ -40,7 +53,7 @@ class Question:
 
     `tokens` is the length of the run, which `length_from` says the origin of, and `fixed` has the axes a user holds (`--what-if`).
     `asked` is the run spec's own layout, if its world size is the cluster's. `offers_narrow`: the user chose no precision, so the
-    plan also reports fp8. `spot` is the price of preemptible nodes as a share of the on-demand price.
+    plan also reports fp8. `price_from` is the origin of the cluster's price, if the user did not give it.
     """
 
     work: Work
@@ -50,21 +63,25 @@ class Question:
     asked: Layout | None
     offers_narrow: bool = False
     length_from: str = ""
-    spot: float | None = None
+    price_from: str = ""
     # GPUs of the run spec's layout, if it is for more than one and for another number than the cluster has.
     asked_gpus: int | None = None
 
     @classmethod
     def read(
-        cls, target: str | Mapping[str, Any], overrides: Sequence[Override], *, cluster: str | None, global_batch: int | None,
+        cls, target: str | Mapping[str, Any] | RunSpec, overrides: Sequence[Override], *, cluster: str | None, global_batch: int | None,
         seq_len: int | None, tokens: str | None, precision: str | None, what_if: str | None, price: float | None,
         hardware: str | None, spot: float | None = None,
     ) -> Question:  # fmt: skip
-        """Read a question. `target` is the path of a run.yaml, its keys as a dict, or the name of a preset."""
+        """Read a question.
+
+        `target` is the path of a run.yaml, its keys as a dict, a spec that is already resolved, or the name of a preset. `price` is US
+        dollars per hour of one node, and `spot` the price of preemptible nodes as a share of it.
+        """
         total, length_from = (None, "") if tokens is None else (_count(tokens), "--tokens")
         spec = None
         if not isinstance(target, str) or target.endswith((".yaml", ".yml")) or Path(target).is_file():
-            spec = resolve(Path(target) if isinstance(target, str) else target, overrides, elsewhere=True).spec
+            spec = target if isinstance(target, RunSpec) else _resolved(target, overrides)
             work = _work_of(spec, global_batch, seq_len, precision)
             if total is None:
                 total, length_from = _tokens_of(spec), "the run spec's length"
@@ -75,16 +92,16 @@ class Question:
         if total is None:
             total, length_from = (
                 CHINCHILLA * count_parameters(work.model).active,
-                "Chinchilla's 20 a parameter; --tokens sets another",
+                "Chinchilla's 20 a parameter",
             )
-        nodes = parse_cluster(cluster or _own_cluster(spec), price=price, user_file=hardware)
-        if spot is not None and nodes.price is not None:
-            nodes = replace(nodes, price=nodes.price * spot)
+        nodes, price_from = _priced(
+            parse_cluster(cluster or _own_cluster(spec), price=price, user_file=hardware), spot, hardware
+        )
         if work.precision not in ("bf16", "fp32") and work.precision not in nodes.gpu.dense:
             raise _no_such_precision(work.precision, nodes)
         return cls(
-            work, nodes, total, _fixed(what_if), None if spec is None else _asked(spec.parallel, nodes),
-            offers_narrow=precision is None and work.precision == "bf16", length_from=length_from, spot=spot,
+            work, nodes, total, held_axes(what_if), None if spec is None else _asked(spec.parallel, nodes),
+            offers_narrow=precision is None and work.precision == "bf16", length_from=length_from, price_from=price_from,
             asked_gpus=None if spec is None or spec.parallel.world_size in (1, nodes.gpus) else spec.parallel.world_size,
         )  # fmt: skip
 
@@ -109,17 +126,15 @@ class Advice:
         share = narrow.time.total / self.shown[0].time.total
         return (
             f"fp8 matmuls would take {share:.0%} of the first layout's time and {narrow.fullest.device:.1f} GiB; they change the "
-            "numerics, so choose them with --precision fp8"
+            "numerics, so they are your choice: precision fp8"
         )
 
     def lines(self, *, explained: bool = False) -> list[str]:
         best, tokens = self.shown[0], self.question.tokens
-        length_from, spot = self.question.length_from, self.question.spot
-        lines = [*header(best, self.found, tokens, self.storage, length_from=length_from, spot=spot), ""]
-        lines += [*table(self.shown, tokens), *LEGEND]
+        lines = [f"{name:<12}{text}" for name, text in self.facts()]
+        lines += ["", *table(self.shown, tokens), *LEGEND]
         if len(self.shown) > 1:
-            lines += ["", "why the others lost, against the first:"]
-            lines += [f"  {why_lost(best, other)}" for other in self.shown[1:4]]
+            lines += ["", "why the others lost, against the first:", *(f"  {why}" for why in self.lost())]
         if self.asked is not None:
             fits = "" if self.asked.fits else f", which does not fit in {best.cluster.gpu.memory:g} GiB"
             lines += ["", "the run spec's own layout" + fits + ":", *table([self.asked], tokens)]
@@ -133,14 +148,19 @@ class Advice:
             lines += ["", "the log:", *(f"  {line}" for line in judge(self.log, best))]
         if explained:
             lines += ["", *explain(best)]
-        keys = parallel_keys(best.layout)
-        return [
-            *lines,
-            "",
-            "for the run spec, or the command line of `argosy train` and `launch`:",
-            "parallel: {" + ", ".join(f"{key}: {value}" for key, value in keys.items()) + "}",
-            " ".join(f"parallel.{key}={value}" for key, value in keys.items()),
-        ]
+        return [*lines, "", FOR_COPYING, *copied(best)]
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Return the answer in a line, and what was asked, as names and texts."""
+        question, best = self.question, self.shown[0]
+        asked = header(
+            best, self.found, question.tokens, self.storage, length_from=question.length_from, price_from=question.price_from
+        )  # fmt: skip
+        return [*asked, ("answer", f"{verdict(best, question.tokens)}, with {best.layout}")]
+
+    def lost(self) -> list[str]:
+        """Say of the layouts after the first in which terms they lost."""
+        return [why_lost(self.shown[0], other) for other in self.shown[1:4]]
 
     def as_dict(self) -> dict[str, Any]:
         question = self.question
@@ -152,7 +172,13 @@ class Advice:
             "seq_len": question.work.seq_len,
             "tokens": question.tokens,
             "tokens_from": question.length_from,
+            "price_from": question.price_from,
             "mean_error": MEAN_ERROR,
+            "facts": dict(self.facts()),
+            "legend": LEGEND,
+            "why_lost": self.lost(),
+            "copy": copied(self.shown[0]),
+            "offer": None if self.narrow is None else self._offer(self.narrow),
             "considered": self.found.considered,
             "left_out": dict(self.found.left_out),
             "plans": [as_dict(candidate, question.tokens) for candidate in self.shown],
@@ -174,7 +200,8 @@ def answer(
     asked = None if question.asked is None else evaluate(work, question.asked, cluster, stack, known)
     best, narrow = found.best[0], None
     if question.offers_narrow and "fp8" in cluster.gpu.dense:
-        narrow = evaluate(replace(work, precision="fp8"), best.layout, cluster, stack, known)
+        eight = evaluate(replace(work, precision="fp8"), best.layout, cluster, stack, known)
+        narrow = eight if eight.time.total < WORTH_OFFERING * best.time.total else None
     return Advice(question, found, tuple(distinct(found, top)), asked, storage, narrow, log)
 
 
@@ -205,6 +232,25 @@ def predict(spec: RunSpec, cluster: str) -> dict[str, Any] | None:
         return None
     candidate = evaluate(_work_of(spec, None, None, None), layout, nodes, known.stacks[STACK], known)
     return as_dict(candidate, _tokens_of(spec)) | {"warnings": list(warnings(candidate))}
+
+
+def _resolved(target: str | Mapping[str, Any], overrides: Sequence[Override]) -> RunSpec:
+    return resolve(Path(target) if isinstance(target, str) else target, overrides, elsewhere=True).spec
+
+
+def _priced(cluster: Cluster, spot: float | None, hardware: str | None) -> tuple[Cluster, str]:
+    """Return the cluster with a price, if one is known, and the origin of a price that is not the instance's or the user's own.
+
+    GPUs without an instance type cost as much as in the cheapest instance that has them.
+    """
+    origin = []
+    if cluster.price is None and (usual := usual_price(cluster.gpu, hardware)) is not None:
+        cluster = replace(cluster, price=usual[0] * cluster.gpus)
+        origin.append(f"as in {usual[1]}")
+    if cluster.price is not None and spot is not None:
+        cluster = replace(cluster, price=cluster.price * spot)
+        origin.append(f"spot at {spot:.0%} of on-demand, without the time that interruptions cost")
+    return cluster, "; ".join(origin)
 
 
 def _own_cluster(spec: RunSpec | None) -> str:
@@ -301,53 +347,3 @@ def _count(text: str) -> int:
         return int(parse_count(text))
     except (ValueError, TypeError) as error:
         raise ArgosyError("plan.bad-question", str(error), key="--tokens", value=text, fix="write it as 20B") from None
-
-
-def _fixed(text: str | None) -> dict[str, object]:
-    """Parse `tp=4,recompute=full` to values of a layout's fields."""
-    # Argosy has no separate tensor parallelism for experts.
-    axes = [*(field.name for field in fields(Layout) if field.name != "etp"), "dp_replicate", "dp_shard"]
-    fixed: dict[str, object] = {}
-    for part in [part for part in (text or "").replace(" ", ",").split(",") if part]:
-        name, _, value = part.partition("=")
-        if name not in axes or not value:
-            hint = did_you_mean(name, axes) or f"axes are {', '.join(axes)}"
-            raise ArgosyError(
-                "plan.bad-question",
-                f"{part!r} is not an axis and a value: {hint}",
-                key="--what-if",
-                value=text,
-                fix="write tp=4",
-            )
-        if name == "sp":
-            fixed[name] = value.lower() in ("1", "true", "yes")
-        elif name in CHOICES:
-            if value not in CHOICES[name]:
-                raise ArgosyError(
-                    "plan.bad-question",
-                    f"{name} is one of {', '.join(CHOICES[name])}, not {value!r}",
-                    key="--what-if",
-                    value=text,
-                    fix=f"write {name}={CHOICES[name][0]}",
-                )
-            fixed[name] = value
-        elif value.isdigit():
-            fixed[name] = int(value)
-        else:
-            raise ArgosyError(
-                "plan.bad-question",
-                f"{name} is a whole number, not {value!r}",
-                key="--what-if",
-                value=text,
-                fix="write tp=4",
-            )
-    return _data_parallel(fixed)
-
-
-def _data_parallel(fixed: dict[str, object]) -> dict[str, object]:
-    """Replace the run spec's dp_replicate and dp_shard by the fields of a layout. One that is not given is 1, as in a run spec."""
-    given = {key: fixed.pop(key) for key in ("dp_replicate", "dp_shard") if key in fixed}
-    if not given:
-        return fixed
-    copies, shard = int(str(given.get("dp_replicate", 1))), int(str(given.get("dp_shard", 1)))
-    return fixed | {"dp": copies * shard, "zero": 3 if shard > 1 else 0, "copies": copies if shard > 1 else 1}

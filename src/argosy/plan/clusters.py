@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from argosy.errors import ArgosyError
-from argosy.plan.advise import Advice
-from argosy.plan.plan_report import LEGEND, MEAN_ERROR, run_length, table
+from argosy.plan.advise import FOR_COPYING, Advice
+from argosy.plan.plan_report import LEGEND, MEAN_ERROR, copied, run_length, table
 
 # The most nodes that are tried for a node type without a number.
 _MOST_NODES = 512
@@ -42,13 +42,23 @@ class Comparison:
         lines = [f"run: {question.tokens or 0:,} tokens ({question.length_from}); the best layout of each cluster"]
         lines += ["  ".join((name.ljust(width), row)) for name, row in zip(names, rows, strict=True)]
         lines += LEGEND
+        lines += self.price_origins()
         lines += [f"{name}: {why}" for name, why in self.refusals.items()]
-        return [*lines, "", self.verdict()]
+        lines += ["", self.verdict()]
+        best = None if self.cheapest is None else self.answers[self.cheapest].shown[0]
+        return lines if best is None else [*lines, "", FOR_COPYING, *copied(best)]
+
+    def price_origins(self) -> list[str]:
+        """Say where prices come from that are neither the instance's nor the user's own, once for clusters that share the origin."""
+        names: dict[str, list[str]] = {}
+        for name, one in self.answers.items():
+            names.setdefault(one.question.price_from, []).append(name)
+        return [f"price of {', '.join(which)}: {origin}" for origin, which in names.items() if origin]
 
     def verdict(self) -> str:
         limit = "" if self.within is None else f" within {self.within:g} days"
         if self.cheapest is None:
-            return f"none of these clusters finishes{limit}: take more nodes, or a smaller --tokens"
+            return f"none of these clusters finishes{limit}: take more nodes, or fewer tokens"
         days, dollars = run_length(
             self.answers[self.cheapest].shown[0], self.answers[self.cheapest].question.tokens
         ) or (0.0, None)
@@ -56,11 +66,21 @@ class Comparison:
         tight = self.within is not None and days * (1 + MEAN_ERROR) > self.within
         kind = "fastest" if dollars is None else "cheapest"
         margin = "; its error bar reaches beyond that" if tight else ""
+        unpriced = [name for name, one in self.answers.items() if one.question.cluster.price is None]
+        if dollars is not None and unpriced:
+            margin += f"; no price is known for {', '.join(unpriced)}"
         return f"{kind}{limit}: {self.cheapest}, {days:,.1f} days, {cost}{margin}"
 
     def as_dict(self) -> dict[str, Any]:
         answers = {name: one.as_dict() for name, one in self.answers.items()}
-        return {"clusters": answers, "refused": self.refusals, "within_days": self.within, "cheapest": self.cheapest}
+        return {
+            "clusters": answers,
+            "refused": self.refusals,
+            "within_days": self.within,
+            "cheapest": self.cheapest,
+            "verdict": self.verdict(),
+            "legend": [*LEGEND, *self.price_origins()],
+        }
 
 
 def compare(names: Sequence[str], ask: Callable[[str], Advice], within: float | None) -> Comparison:

@@ -79,8 +79,11 @@ class FirstSpec:
     ranks: int
 
 
-def first_spec(corpus: Path | None, name: str, machine: ThisMachine) -> FirstSpec:
-    """Return a commented run spec for this machine and a prepared corpus; without a corpus, for 10 million tokens of bytes."""
+def first_spec(corpus: Path | None, name: str, machine: ThisMachine, validation: Path | None = None) -> FirstSpec:
+    """Return a commented run spec for this machine and a prepared corpus; without a corpus, for 10 million tokens of bytes.
+
+    Without a corpus for `validation`, a share of the other is held back for it, if it is large enough.
+    """
     found = None if corpus is None else _opened(corpus)
     tokens = 10_000_000 if found is None else found.tokens
     vocabulary = 257 if found is None else _vocabulary(found)
@@ -88,26 +91,32 @@ def first_spec(corpus: Path | None, name: str, machine: ThisMachine) -> FirstSpe
     layers, hidden, heads, longest, step_tokens, lr = size
     parameters = count_parameters(model).total
     split, seq_len = (_SPLITS[0], longest) if found is None else _split(found, longest)
-    evaluates = split[1] > 0
+    if validation is not None:
+        split, seq_len = (1, 0), _fitting(longest, _opened(validation), *([] if found is None else [found]))
+    evaluates = split[1] > 0 or validation is not None
+    trained = tokens * split[0] / sum(split)
     batch = max(1, step_tokens // seq_len // machine.devices) * machine.devices
-    wanted = min(CHINCHILLA * parameters, _EPOCHS * tokens * split[0] / sum(split))
+    wanted = min(CHINCHILLA * parameters, _EPOCHS * trained)
     steps = max(20, math.ceil(wanted / (batch * seq_len)))
     estimate = 6 * parameters * steps * batch * seq_len / machine.flops
-    epochs = steps * batch * seq_len / max(1, tokens)
+    epochs = steps * batch * seq_len / max(1, trained)
     keys = {
         "name": name, "layers": layers, "hidden": hidden, "heads": heads, "vocabulary": vocabulary, "lr": f"{lr:g}",
         "parameters": amount(parameters), "corpus": _scalar(corpus or "corpus"), "tokens": amount(tokens), "seq_len": seq_len, "batch": batch,
         "step_tokens": f"{batch * seq_len:,}", "steps": steps, "seen": amount(steps * batch * seq_len), "epochs": f"{epochs:.2g}",
         "estimate": clock(estimate), "machine": machine.name if machine.devices == 1 else f"{machine.devices} x {machine.name}",
         "warmup": max(1, steps // 50), "save": max(1, steps // 5), "log": max(1, min(10, steps // 20)),
-        "split": f"[{split[0]}, {split[1]}, 0]", "eval": _EVAL.format(every=max(1, steps // 10)) if evaluates else _NO_EVAL,
+        "held_out": f"split: [{split[0]}, {split[1]}, 0]" if validation is None else f"validation: {_scalar(validation)}",
+        "held_out_is": _SHARES if validation is None else "evaluated on; the whole of data.train is for training", "eval": _EVAL.format(every=max(1, steps // 10)) if evaluates else _NO_EVAL.format(why=_why_no_share(found)),
         "prepare": _PREPARE if corpus is None else "", "nproc": f" --nproc {machine.devices}" if machine.devices > 1 else "",
     }  # fmt: skip
     notes = [
         f"model   {keys['parameters']} parameters: {layers} layers of {hidden}, for {keys['machine']}",
-        f"data    {keys['corpus']}: {keys['tokens']} tokens, {'assumed; ' if found is None else ''}read {keys['epochs']} times",
+        f"data    {keys['corpus']}: {keys['tokens']} tokens, {'assumed; ' if found is None else ''}its training share read {keys['epochs']} times",
         f"length  {steps:,} steps of {keys['step_tokens']} tokens, very roughly {keys['estimate']}",
     ]
+    if not evaluates:
+        notes.append(f"eval    off: {_why_no_share(found)}")
     text = _aligned(_TEMPLATE.format(**keys))
     # A name that no run can have is refused here, before the file is written.
     resolve(yaml.safe_load(text))
@@ -117,7 +126,7 @@ def first_spec(corpus: Path | None, name: str, machine: ThisMachine) -> FirstSpe
 def _aligned(text: str) -> str:
     """Move the comments beside keys to one column."""
     pairs = [(line, re.match(r"(\s*[^\s#].*?)\s+(# .*)", line)) for line in text.splitlines()]
-    return "".join(f"{line if pair is None else f'{pair[1]:<26}{pair[2]}'}\n" for line, pair in pairs)
+    return "".join(f"{line if pair is None else f'{pair[1]:<25} {pair[2]}'}\n" for line, pair in pairs)
 
 
 def _opened(path: Path) -> Corpus:
@@ -163,6 +172,17 @@ def _sized(
     return chosen
 
 
+def _why_no_share(corpus: Corpus | None) -> str:
+    if corpus is not None and corpus.documents == 1:
+        return "the corpus is one document, of which no share can be held back: see data prepare --txt-unit"
+    return "the corpus is too small for a validation share"
+
+
+def _fitting(longest: int, *corpora: Corpus) -> int:
+    """Return the sequence length, at most `longest`, of which every corpus has a sample."""
+    return max(1, min(longest, *(corpus.tokens - 1 for corpus in corpora)))
+
+
 def _split(corpus: Corpus, longest: int) -> tuple[tuple[int, int], int]:
     """Return the shares of training and validation and the sequence length, so that both have a sample; (1, 0) if none do."""
     seq_len = longest
@@ -172,16 +192,17 @@ def _split(corpus: Corpus, longest: int) -> tuple[tuple[int, int], int]:
             if all(parts[name].tokens > seq_len for name in ("train", "validation")):
                 return shares, seq_len
         seq_len //= 2
-    return (1, 0), max(1, min(longest, corpus.tokens - 1))
+    return (1, 0), _fitting(longest, corpus)
 
 
+_SHARES = "shares for training, validation and test; or data.validation: another corpus"
 _PREPARE = """#   argosy data prepare my-texts/ --tokenizer bytes --output corpus
 """
 _EVAL = """eval:
   every: {every}             # steps between two looks at the validation loss
   batches: 10
   # patience: 5           # stop after 5 evaluations without a lower loss"""
-_NO_EVAL = "eval: off                # the corpus is too small for a validation share"
+_NO_EVAL = "eval: off                # {why}"
 _TEMPLATE = """\
 # Written by `argosy init` for {machine} and {corpus} ({tokens} tokens).
 {prepare}#   argosy train run.yaml --dry-run      check everything, write nothing
@@ -196,7 +217,7 @@ model:                    # {parameters} parameters; `argosy config models` list
   vocab_size: {vocabulary}
 data:
   train: {corpus}
-  split: {split}        # shares for training, validation and test; or data.validation: another corpus
+  {held_out}        # {held_out_is}
   seq_len: {seq_len}
 train:
   global_batch: {batch}       # samples in a step: {step_tokens} tokens

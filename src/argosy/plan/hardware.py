@@ -6,9 +6,10 @@ sparsity) and has a name, or it is unknown: MFU against a guessed peak is worse 
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -17,7 +18,6 @@ from typing import Any, Literal, TypeVar
 from pydantic import Field, ValidationError
 
 from argosy.config.model import Section
-from argosy.config.refusals import did_you_mean
 from argosy.config.units import NotNegative, Positive, PositiveNumber, Whole
 from argosy.config.yaml_reader import read_yaml
 from argosy.errors import ArgosyError
@@ -135,6 +135,13 @@ def find_instance(name: str, user_file: str | None = None) -> Instance:
     return _named(facts(user_file).instances, name.removeprefix("ml."), "instance type", "instances")
 
 
+def usual_price(gpu: Gpu, user_file: str | None = None) -> tuple[float, str] | None:
+    """Return the lowest known price of one GPU in US dollars an hour, and the instance type that has it; None if none is known."""
+    having = [one for one in facts(user_file).instances.values() if one.gpu == gpu.name and one.price is not None]
+    prices = [((one.price or 0.0) / one.gpus, -one.gpus, one.name) for one in having]
+    return None if not prices else (min(prices)[0], min(prices)[2])
+
+
 def parse_cluster(text: str, *, price: float | None = None, user_file: str | None = None) -> Cluster:
     """Parse `2xp4d.24xlarge` (nodes) or `16xH100` (GPUs).
 
@@ -157,7 +164,7 @@ def parse_cluster(text: str, *, price: float | None = None, user_file: str | Non
         per_node = min(gpu.node, count)
         hourly = None if price is None else price * -(-count // per_node)
         return Cluster(text.strip(), gpu, count, per_node, 50.0, min(gpu.joined or per_node, count), hourly)
-    instance = _named(known.instances, name.removeprefix("ml."), "instance type", "instances", also=known.gpus)
+    instance = _named(known.instances, name.removeprefix("ml."), "GPU or instance type", "instances", also=known.gpus)
     each = instance.price if price is None else price
     return Cluster(
         name=text.strip(),
@@ -223,16 +230,21 @@ def _named(
     by_lower = {known.lower(): known for known in table}
     if name.lower() in by_lower:
         return table[by_lower[name.lower()]]
-    names = [*table, *(also or {})]
-    begun = sorted(known for known in names if known.lower().startswith(name.lower()))
-    ended = sorted(known for known in names if known.lower().endswith(name.lower()))
-    hint = did_you_mean(name, [known.lower() for known in names])
-    if begun or ended:
-        hint = f"did you mean {' or '.join((begun + ended)[:3])}?"
+    names = sorted([*table, *(also or {})], key=str.lower)
+    near = _near(name, names)
     raise ArgosyError(
         "plan.unknown-hardware",
-        f"no {kind} named {name!r} is known" + (f": {hint}" if hint else ""),
+        f"no {kind} named {name!r} is known" + (f": did you mean {' or '.join(near[:3])}?" if near else ""),
         value=name,
         key=section,
-        fix=f"use one of {', '.join(sorted(names))}, or describe it in a file (--hardware FILE)",
+        fix=f"use one of {', '.join(near or names)}"
+        + (f" (or of {len(names) - len(near)} others: `argosy config clusters`)" if near else "")
+        + ", or describe it in a file (--hardware FILE)",
     )
+
+
+def _near(name: str, known: Sequence[str]) -> list[str]:
+    """Return the known names that begin or end like `name`, or else those that look like it."""
+    low = {one.lower(): one for one in known}
+    cut = [one for key, one in low.items() if key.startswith(name.lower()) or key.endswith(name.lower())]
+    return cut[:6] or [low[key] for key in difflib.get_close_matches(name.lower(), low, n=6, cutoff=0.6)]

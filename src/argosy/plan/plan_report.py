@@ -12,6 +12,7 @@ from argosy.plan.search import Candidate, Found, warnings
 
 # The mean error of step times that the planner's constants have never seen: docs/benchmarks.md.
 MEAN_ERROR = 0.10
+_UNITS = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
 LEGEND = [
     "layout: keys of `parallel`; dp_shard is FSDP (ZeRO-3), dp_replicate copies; the rest of the batch is accumulated",
     "memory: of the rank that uses most; bubble, exposed: shares of a step that wait for the pipeline and for communication",
@@ -60,11 +61,23 @@ def run_length(candidate: Candidate, tokens: int | None) -> tuple[float, float |
     return hours / 24, None if price is None else hours * price
 
 
-def as_dict(candidate: Candidate, tokens: int | None) -> dict[str, Any]:
+def length_texts(candidate: Candidate, tokens: int | None) -> tuple[str, str]:
+    """Return time and cost of the whole run with their errors, as texts; empty if they are not known."""
     length = run_length(candidate, tokens)
+    if length is None:
+        return "", ""
+    days, dollars = length
+    seconds = 86400 * days
+    unit, size = next(((unit, size) for unit, size in _UNITS if seconds >= size), _UNITS[-1])
+    return f"{_with_error(seconds / size, 1)} {unit}", "" if dollars is None else f"${_with_error(dollars, 0)}"
+
+
+def as_dict(candidate: Candidate, tokens: int | None) -> dict[str, Any]:
+    length, (time, cost) = run_length(candidate, tokens), length_texts(candidate, tokens)
     return {
         "layout": asdict(candidate.layout),
         "parallel": parallel_keys(candidate.layout),
+        "notation": str(candidate.layout),
         "micro_batches": candidate.work.micro_batches(candidate.layout),
         "step_s": round(candidate.time.total, 5),
         "tokens_per_s_gpu": round(candidate.time.tokens_per_gpu, 1),
@@ -77,10 +90,17 @@ def as_dict(candidate: Candidate, tokens: int | None) -> dict[str, Any]:
         "memory_gib": [stage.as_dict() for stage in candidate.stages],
         "card_gib": candidate.cluster.gpu.memory,
         "checkpoint_gb": round(checkpoint_bytes(candidate.work.model, candidate.work.rule) / 1e9, 3),
-        "days": None if length is None else round(length[0], 3),
-        "dollars": None if length is None or length[1] is None else round(length[1], 2),
+        "days": None if length is None else _rounded(length[0], 3),
+        "dollars": None if length is None or length[1] is None else _rounded(length[1], 2),
+        "time": time,
+        "cost": cost,
         "warnings": list(warnings(candidate)),
     }
+
+
+def _rounded(value: float, digits: int) -> float:
+    """Round a figure of the whole run; one below 1 keeps three significant digits."""
+    return round(value, digits) if value >= 1 else float(f"{value:.3g}")
 
 
 def header(
@@ -90,47 +110,59 @@ def header(
     storage: float,
     *,
     length_from: str,
-    spot: float | None,
-) -> list[str]:
+    price_from: str,
+) -> list[tuple[str, str]]:
+    """Return what was asked, as names and texts: model, cluster, step, checkpoint, length and size of the search."""
     work, cluster = candidate.work, candidate.cluster
-    unknown = "; no price is known: --price, or the name of an instance"
-    price = unknown if cluster.price is None else f", ${cluster.price:,.2f} an hour"
-    price += (
-        ""
-        if spot is None or cluster.price is None
-        else f" (spot, {spot:.0%} of on-demand; interruptions cost extra time)"
-    )
+    price = "; no price is known: --price, or the name of an instance"
+    if cluster.price is not None:
+        price = f", ${cluster.price:,.2f} an hour" + (f" ({price_from})" if price_from else "")
     kept = " and ".join(rule.keeps for rule in work.rule.parts)
     size = checkpoint_bytes(work.model, work.rule) / 1e9
     sample = f"{work.seq_len:,}"
     if work.sizes.decoder.targets:
         sample = f"({work.seq_len:,} + {round(work.seq_len * work.sizes.decoder.targets):,})"
-    lines = [
-        f"model       {describe_size(work.model)}",
-        f"cluster     {cluster.name}: {cluster.gpus} x {cluster.gpu.name}, {cluster.nodes} node{'s' if cluster.nodes > 1 else ''}{price}",
-        f"step        {work.global_batch:,} x {sample} = {work.tokens:,} tokens, {work.precision}, {work.rule.name}",
-        f"checkpoint  {size:,.1f} GB (32-bit weights, {kept}): {size / storage:,.0f} s at {storage:g} GB/s",
+    nodes = f"{cluster.nodes} node{'s' if cluster.nodes > 1 else ''}"
+    facts = [
+        ("model", describe_size(work.model)),
+        ("cluster", f"{cluster.name}: {cluster.gpus} x {cluster.gpu.name}, {nodes}{price}"),
+        ("step", f"{work.global_batch:,} x {sample} = {work.tokens:,} tokens, {work.precision}, {work.rule.name}"),
+        ("checkpoint", f"{size:,.1f} GB (32-bit weights, {kept}): {size / storage:,.0f} s at {storage:g} GB/s"),
     ]
     if tokens is not None:
         origin = f" ({length_from})" if length_from else ""
-        lines.append(f"run         {tokens:,} tokens{origin}, {-(-tokens // work.tokens):,} steps")
+        facts.append(("run", f"{tokens:,} tokens{origin}, {-(-tokens // work.tokens):,} steps"))
     if found is not None:
         left = ", ".join(f"{count:,} {why}" for why, count in found.left_out.items())
-        lines.append(f"searched    {found.considered:,} layouts" + (f": {left}" if left else ""))
-    return lines
+        facts.append(("searched", f"{found.considered:,} layouts" + (f": {left}" if left else "")))
+    return facts
+
+
+def verdict(candidate: Candidate, tokens: int | None) -> str:
+    """Answer whether a layout fits, how long the run takes and what it costs."""
+    card, used = candidate.cluster.gpu.memory, candidate.fullest.device
+    fits = f"{'fits' if candidate.fits else 'does not fit'} ({used:.1f} of {card:g} GiB)"
+    time, cost = length_texts(candidate, tokens)
+    return f"{fits}, {time}, {cost or 'no price is known'}" if time else fits
+
+
+def copied(candidate: Candidate) -> list[str]:
+    """Return a layout as lines to copy: into a run spec, and onto a command line."""
+    keys = parallel_keys(candidate.layout)
+    return [
+        "parallel: {" + ", ".join(f"{key}: {value}" for key, value in keys.items()) + "}",
+        " ".join(f"parallel.{key}={value}" for key, value in keys.items()),
+    ]
 
 
 def table(candidates: Sequence[Candidate], tokens: int | None) -> list[str]:
-    rows = [["", "layout", "step", "tok/s/GPU", "MFU", "memory", "", "bubble", "exposed", "days", "$"]]
+    rows = [["", "layout", "step", "tok/s/GPU", "MFU", "memory", "", "bubble", "exposed", "time", "cost"]]
     for rank, candidate in enumerate(candidates, 1):
-        length = run_length(candidate, tokens)
-        days = "" if length is None else _with_error(length[0], 1)
-        dollars = "" if length is None or length[1] is None else _with_error(length[1], 0)
         used = candidate.fullest.device / candidate.cluster.gpu.memory
         rows.append([
             str(rank), str(candidate.layout), duration(candidate.time.total), f"{candidate.time.tokens_per_gpu:,.0f}",
             f"{candidate.mfu:.1%}", f"{candidate.fullest.device:.1f}G", _bar(used), f"{candidate.time.bubble:.0%}",
-            f"{candidate.time.exposed:.0%}", days, dollars,
+            f"{candidate.time.exposed:.0%}", *length_texts(candidate, tokens),
         ])  # fmt: skip
     columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
     padded = [

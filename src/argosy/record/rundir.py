@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import tempfile
 import uuid
 from pathlib import Path
 from typing import Any, Literal
@@ -127,11 +128,15 @@ class RunDir:
         )
 
     def require_writable(self) -> None:
-        """Refuse a directory that could not be created or written. Creates nothing: it is for dry runs."""
+        """Refuse a directory that could not be created or written. Leaves nothing behind: it is for dry runs."""
         nearest = next(parent for parent in (self.root, *self.root.absolute().parents) if parent.exists())
-        if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-            reason = "not writable" if nearest.is_dir() else "not a directory"
-            raise self._unwritable(PermissionError(errno.EACCES, f"{nearest} is {reason}"))
+        if not nearest.is_dir():
+            raise self._unwritable(PermissionError(errno.EACCES, f"{nearest} is not a directory"))
+        try:
+            # Permissions do not tell for root, nor on file systems such as /proc.
+            os.rmdir(tempfile.mkdtemp(prefix=".argosy-", dir=nearest))
+        except OSError as error:
+            raise self._unwritable(OSError(error.errno, f"{nearest} is not writable: {error.strerror}")) from error
 
     def close(self) -> None:
         if self._lock is not None:

@@ -32,7 +32,7 @@ def closing_lines(run: RunDir, first: int) -> list[str]:
         facts.append(f"best validation loss {losses[best]:.4f} at step {best}")
     kept = best_checkpoint(run.checkpoints)
     if losses and kept is not None and kept.name == f"step-{best:08d}":
-        facts.append(f"its checkpoint is {run.root}/best")
+        facts.append(f"commands take its checkpoint as {run.root}/best")
     return [
         f"{'; '.join(facts)}; everything is in {run.root}",
         f"next: argosy eval {run.root}",

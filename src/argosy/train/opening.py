@@ -25,6 +25,7 @@ import orjson
 from argosy.checkpoint.manifest import read_checkpoint
 from argosy.checkpoint.store import listed, step_of
 from argosy.config.counts import describe_size
+from argosy.config.data_checks import unused_share
 from argosy.config.layout import describe_layout
 from argosy.config.pipeline import describe_bubble
 from argosy.config.resolve import Resolved
@@ -188,7 +189,9 @@ def opening_lines(session: Session, run: RunDir, first: int) -> list[str]:
 
 
 def opening_warnings(session: Session) -> Iterator[tuple[str, str, bool]]:
-    """Yield (event, text, True if it is a warning) for each thing that makes the run slow."""
+    """Yield (event, text, True if it is a warning) for each thing that makes the run slow or wastes data."""
+    if session.mesh.is_first and (unused := unused_share(session.spec)) is not None:
+        yield "split", unused, True
     if session.mesh.size("pp") > 1:
         text, long = describe_bubble(session.spec)
         yield "bubble", text, long

@@ -8,7 +8,6 @@ the name of a run or metric can never become code.
 
 from __future__ import annotations
 
-import re
 import secrets
 import threading
 import time
@@ -26,9 +25,6 @@ from starlette.responses import FileResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from argosy.errors import ArgosyError
-from argosy.families.family_registry import ALIASES, PRESETS
-from argosy.plan.advise import Question, answer
-from argosy.plan.hardware import facts
 from argosy.record.run_notes import RunNotes, read_notes, write_notes
 from argosy.watch.curve_csv import curve_csv
 from argosy.watch.diagnosis import diagnose
@@ -36,6 +32,7 @@ from argosy.watch.facts import comparison, config_diff, config_rows, predicted, 
 from argosy.watch.finding import FINE, STATES
 from argosy.watch.heat import RATIO
 from argosy.watch.log_causes import end_of_log
+from argosy.watch.planner_answers import choices, plan
 from argosy.watch.reading import table
 from argosy.watch.run_list import Run, find_runs
 
@@ -180,10 +177,10 @@ class RunApi:
         return config_diff(self._several(request))
 
     def plan(self, request: Request) -> Any:
-        return plan(request.query_params)
+        return plan(request.query_params, self._cache.get)
 
     def choices(self, request: Request) -> Any:
-        return choices()
+        return choices(list(self._cache.runs().values()))
 
     def _named(self, request: Request) -> Run:
         return self._cache.get(request.query_params.get("run", ""))
@@ -285,54 +282,3 @@ async def _static(request: Request) -> Response:
     if name not in {path.name for path in PAGE.iterdir()}:
         return Response("no such file", 404)
     return FileResponse(PAGE / name)
-
-
-def choices() -> dict[str, Any]:
-    """Return the models and clusters that the planner's page offers."""
-    known = facts()
-    clusters = [f"1x{name}" for name in known.instances] + [f"8x{name}" for name in known.gpus]
-    return {"models": sorted([*PRESETS, *ALIASES]), "clusters": clusters}
-
-
-def plan(query: Mapping[str, str]) -> dict[str, Any]:
-    """Return the planner's answer for a preset. A browser cannot name files."""
-    model = query.get("model", "")
-    if model not in PRESETS and model not in ALIASES:
-        raise ArgosyError(
-            "config.unknown-preset", f"there is no model preset {model!r}", key="model", fix="choose one of the list"
-        )
-
-    question = Question.read(
-        model, [], cluster=query.get("cluster", ""), global_batch=_whole(query, "global_batch"), seq_len=_whole(query, "seq_len"),
-        tokens=query.get("tokens") or None, precision=query.get("precision") or None, what_if=query.get("what_if") or None,
-        price=_price(query), hardware=None,
-    )  # fmt: skip
-    return answer(question, top=12).as_dict()
-
-
-def _whole(query: Mapping[str, str], key: str) -> int | None:
-    text = query.get(key, "").strip()
-    if not text:
-        return None
-    if re.fullmatch(r"0*[1-9][0-9]{0,9}", text) is None:
-        raise _unreadable(key, text, "a whole number from 1 to 9,999,999,999")
-    return int(text)
-
-
-def _price(query: Mapping[str, str]) -> float | None:
-    text = query.get("price", "").strip()
-    if not text:
-        return None
-    if re.fullmatch(r"[0-9]{0,9}\.?[0-9]{0,9}", text) is None or text == ".":
-        raise _unreadable("price", text, "dollars, as 12.5")
-    return float(text)
-
-
-def _unreadable(key: str, text: str, wanted: str) -> ArgosyError:
-    return ArgosyError(
-        "plan.bad-question",
-        f"{text[:40]!r} is not {wanted}",
-        key=key,
-        value=text[:40],
-        fix=f"write {wanted}, or leave it out",
-    )

@@ -91,10 +91,10 @@ def _check_bad(work: Work, good: int, quarantined: Counter[str]) -> None:
         for shard in range(work.options.shards):
             for path in corpus.glob(f"{shard_name(shard)}.*"):
                 path.unlink()
+    if not records:
+        raise ArgosyError("data.bad-records", "the inputs hold no record", fix="give files that are not empty")
     raise ArgosyError(
         "data.bad-records",
-        f"{bad:,} of {records:,} records were quarantined ({kinds}): {what}"
-        if records
-        else "the inputs hold no record",
+        f"{bad:,} of {records:,} records were quarantined ({kinds}): {what}",
         fix=f"see {work.corpora[0] / QUARANTINE_FILE}; is --key {', '.join(work.options.keys)} right?",
     )

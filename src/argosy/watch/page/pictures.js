@@ -41,14 +41,20 @@ export function heatMap(map) {
   return el("div", {}, canvas, say);
 }
 
+// The parts of a GPU's memory that are not empty. A part has the same colour in every bar.
+export function memoryParts(parts) {
+  const all = Object.entries(parts).filter(([name]) => name !== "allocated" && name !== "device").map(([name, value], i) => ({ name, value, colour: i % 8 }));
+  return all.filter(({ value }) => value > 0);
+}
+
 export function memoryBar(parts, card) {
-  const entries = Object.entries(parts).filter(([name, value]) => value > 0 && name !== "allocated" && name !== "device");
+  const entries = memoryParts(parts);
   let at = 0;
-  const total = card || entries.reduce((sum, [, value]) => sum + value, 0);
-  const pieces = entries.map(([name, value], i) => {
-    const piece = svg("rect", { x: (100 * at) / total + "%", width: (100 * value) / total + "%", y: 0, height: "100%", class: "s" + (i % 8) }, svg("title", {}, `${name} ${value.toFixed(2)} GiB`));
+  const total = card || entries.reduce((sum, { value }) => sum + value, 0);
+  const pieces = entries.map(({ name, value, colour }) => {
+    const piece = svg("rect", { x: (100 * at) / total + "%", width: (100 * value) / total + "%", y: 0, height: "100%", class: "s" + colour }, svg("title", {}, `${name} ${value.toFixed(2)} GiB`));
     at += value;
     return piece;
   });
-  return el("div", { class: "memory", title: entries.map(([name, value]) => `${name} ${value.toFixed(1)}`).join(", ") + ` GiB of ${total}` }, svg("svg", { preserveAspectRatio: "none" }, pieces));
+  return el("div", { class: "memory", title: entries.map(({ name, value }) => `${name} ${value.toFixed(1)}`).join(", ") + ` GiB of ${total}` }, svg("svg", { preserveAspectRatio: "none" }, pieces));
 }

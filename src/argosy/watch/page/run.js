@@ -1,5 +1,6 @@
 // One run, or several on the same axes.
 import { ask, el, table, amount, clock, count, figure, percent, short, when } from "./dom.js";
+import { address } from "./address.js";
 import { Cards } from "./cards.js";
 import { Charts } from "./charts.js";
 import { eventTable } from "./events.js";
@@ -16,7 +17,7 @@ export function runPage(main, names) {
   const several = names.length > 1, charts = new Charts(names), cards = new Cards(CARDS);
   const tiles = el("div", { class: "tiles", hidden: several }), verdict = el("div", { class: "verdict", hidden: true, role: "status" });
   const notes = several ? null : noteEditor(names[0]), log = rankLog(names[0]), samples = sampleViewer(names);
-  main.replaceChildren(el("h1", {}, names.join(" · ")), ...(notes ? notes.nodes : []), verdict, tiles, charts.bar, charts.box, cards.box);
+  main.replaceChildren(el("h1", {}, names.join(" · "), several ? null : el("a", { class: "beside", href: address("plan", [["model", "run:" + names[0]]]) }, "plan it on other GPUs")), ...(notes ? notes.nodes : []), verdict, tiles, charts.bar, charts.box, cards.box);
   let version = null, column = "ratio";
 
   function tile(value, label) { return el("div", { class: "tile" }, el("b", {}, value), el("span", {}, label)); }
