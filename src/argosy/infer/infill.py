@@ -48,7 +48,8 @@ def fill_masks(loaded: Loaded, tokenizer: Tokenizer, prompt: str, options: Sampl
     logits = loaded.model(torch.tensor([ids], device=loaded.device))[0].float().cpu()
     logits[:, [cls, sep, mask, pad]] = -torch.inf
     masked = [at for at, id_ in enumerate(ids) if id_ == mask]
-    for at, token in zip(masked, choose(logits[masked], options, [options.generator()] * len(masked)), strict=True):
+    generator = torch.Generator().manual_seed(options.derived_seed)
+    for at, token in zip(masked, choose(logits[masked], options, [generator] * len(masked)), strict=True):
         ids[at] = token
     return tokenizer.decode(ids[1:-1])
 

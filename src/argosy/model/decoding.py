@@ -30,8 +30,9 @@ class Sampling:
         # Dividing by such a temperature would overflow.
         return self.temperature < 1e-4
 
-    def generator(self) -> torch.Generator:
-        return torch.Generator().manual_seed(derive_seed(self.seed, "sample"))
+    @property
+    def derived_seed(self) -> int:
+        return derive_seed(self.seed, "sample")
 
 
 @torch.no_grad()
@@ -42,18 +43,23 @@ def generate(
     *,
     stop: int | None,
     ends: Callable[[int, Sequence[int]], bool] = lambda row, written: False,
+    seeds: Sequence[int] | None = None,
+    all_finished: Callable[[bool], bool] = lambda finished: finished,
 ) -> list[list[int]]:
     """Return the tokens written after each prompt.
 
-    Every text has its own generator with the same seed, so it does not depend on the other texts of the batch.
+    Every text has a generator of its own, so it does not depend on the other texts of the batch.
 
     Args:
         stop: the token that ends a text. It is not part of the result.
         ends: returns whether the tokens written so far end text `row`. All of them are part of the result.
+        seeds: a seed for each text. Default: that of the options for all.
+        all_finished: given whether this batch is finished, returns whether writing may stop. Called after every token.
     """
     texts = [list(prompt) for prompt in prompts]
     written: list[list[int]] = [[] for _ in prompts]
-    generators = [options.generator() for _ in prompts]
+    seeds = [options.derived_seed] * len(prompts) if seeds is None else seeds
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     unfinished = set(range(len(prompts)))
     for _ in range(options.tokens):
         for row, token in enumerate(choose(next_logits(texts), options, generators)):
@@ -67,7 +73,7 @@ def generate(
             written[row].append(token)
             if ends(row, written[row]):
                 unfinished.remove(row)
-        if not unfinished:
+        if all_finished(not unfinished):
             break
     return written
 
