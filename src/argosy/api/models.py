@@ -41,12 +41,12 @@ def load_tokenizer(where: str | Path) -> Tokenizer:
 class TextGenerator:
     """A trained model and its tokenizer, loaded once to write many texts: `generate(prompt)`.
 
-    `model` is the module that `load_model` returns, `tokenizer` the one of `load_tokenizer`. The arguments are those of
-    `load_model`.
+    `model` is the module that `load_model` returns (on a CPU with matrices stored column by column), `tokenizer` the one of
+    `load_tokenizer`. The arguments are those of `load_model`.
     """
 
     def __init__(self, where: str | Path, *, device: str | None = None, dtype: torch.dtype | None = None) -> None:
-        self._loaded = load(str(where), device=device, precision=_precision(dtype))
+        self._loaded = load(str(where), device=device, precision=_precision(dtype), writes=True)
         self.model: nn.Module = self._loaded.model
         self.tokenizer: Tokenizer = source_tokenizer(self._loaded.source)
 

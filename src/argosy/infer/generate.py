@@ -28,7 +28,7 @@ def sample(where: str, prompt: str, options: Sampling, device: str | None = None
 def sample_batch(where: str, prompts: Sequence[str], options: Sampling, device: str | None = None) -> list[str]:
     """Load a model and return its output for each prompt."""
     prompts = [_utf8(prompt) for prompt in prompts]
-    loaded = load_model(where, device=device)
+    loaded = load_model(where, device=device, writes=True)
     return write_texts(loaded, source_tokenizer(loaded.source), prompts, options)
 
 

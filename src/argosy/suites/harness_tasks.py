@@ -51,10 +51,17 @@ class HarnessTasks:
     """Loaded tasks with their data. Loading reads every data set; scoring may then be repeated."""
 
     def __init__(
-        self, names: Sequence[str], *, directory: Path | None = None, shots: int | None = None, key: str = "--tasks"
+        self,
+        names: Sequence[str],
+        *,
+        configs: Sequence[dict[str, Any]] = (),
+        directory: Path | None = None,
+        shots: int | None = None,
+        key: str = "--tasks",
     ) -> None:
         """Args:
         names: tasks, groups or tags, or patterns of these with `*`.
+        configs: further tasks, as the contents of task files. Their few-shot examples are their own.
         directory: task files of your own, which take precedence. Paths in them are relative to it.
         shots: few-shot examples before each question. Default: as each task says. A task that says 0 keeps 0.
         key: the setting with the names, for refusals.
@@ -63,10 +70,13 @@ class HarnessTasks:
         self._key = key
         manager = _manager(names, directory, key)
         with _in_directory(directory), _load_faults(key):
-            self._loaded = manager.load(list(names))
+            self._loaded = manager.load([*names, *configs])
         self._require_text()
-        for task in self._loaded["tasks"].values():
+        own_shots = {config["task"] for config in configs}
+        for name, task in self._loaded["tasks"].items():
             own = task.get_config("num_fewshot")
+            if name in own_shots:
+                continue
             task.set_config(key="num_fewshot", value=own or 0 if shots is None or own == 0 else shots)
 
     @property
@@ -124,6 +134,8 @@ def _manager(names: Sequence[str], directory: Path | None, key: str) -> Any:
     """Return a manager that knows the names. The thousands of tasks of the harness are read only if one of them is asked for."""
     from lm_eval.tasks import TaskManager
 
+    if directory is None and not names:
+        return TaskManager(include_defaults=False)
     if directory is not None:
         if not directory.is_dir():
             raise ArgosyError(

@@ -33,7 +33,7 @@ class TextSamples:
     def due(self, step: int) -> bool:
         return step == self._session.steps or self._timer.due(step)
 
-    def write(self, step: int, tokens: int) -> None:
+    def run(self, step: int, tokens: int) -> list[str]:
         """Continue each prompt with the weights after `step`. `tokens` is how many the run has consumed."""
         model = self._session.engine.model
         model.eval()
@@ -42,6 +42,7 @@ class TextSamples:
         if self._session.mesh.is_first:
             for prompt, text in zip(self._spec.prompts, texts, strict=True):
                 self._file.write({"step": step, "tokens": tokens, "time": now(), "prompt": prompt, "text": text})
+        return []
 
     def close(self) -> None:
         self._file.close()
