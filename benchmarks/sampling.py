@@ -59,7 +59,8 @@ def measure(name: str, batch: int, asked: argparse.Namespace) -> dict[str, objec
     def run_ours() -> list[list[int]]:
         most = asked.prompt + asked.tokens
         texts = CachedTexts(ours.model, limit=ours.source.model.max_seq_len, most=most, device=ours.device)
-        return generate(texts, prompts.tolist(), options, stop=None)
+        with torch.inference_mode():
+            return generate(texts, prompts.tolist(), options, stop=None)
 
     best = {run_theirs: float("inf"), run_ours: float("inf")}
     clock = time.process_time if asked.cpu_time else time.perf_counter

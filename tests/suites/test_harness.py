@@ -100,9 +100,12 @@ def test_the_command_prints_and_writes_scores(run: Path, tmp_path: Path, argosy:
 
 def test_wrong_names_models_and_settings_are_refused(run: Path, tmp_path: Path) -> None:
     directory = write_tasks(tmp_path / "tasks")
+    (directory / "colours.yaml").write_text(
+        (directory / "colours.yaml").read_text().replace("rows.jsonl", "gone.jsonl")
+    )
     for names, place, code in (
         (["hellaswga"], None, "eval.unknown-task"),
-        (["arc_easy"], None, "eval.bad-task"),
+        (["colours"], directory, "eval.bad-task"),
         (["letters"], tmp_path / "none", "data.not-found"),
     ):
         with pytest.raises(ArgosyError) as refused:

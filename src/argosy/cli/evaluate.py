@@ -40,6 +40,9 @@ def evaluate(
         str | None,
         typer.Option(help="Tasks of lm-evaluation-harness to score instead, with commas between: arc_easy,hellaswag."),
     ] = None,
+    icl_tasks: Annotated[
+        Path | None, typer.Option(help="A tasks.yaml of LLM-Foundry (icl_tasks), to score as --tasks.")
+    ] = None,
     task_dir: Annotated[
         Path | None, typer.Option(help="A directory with task files of your own, which need no network.")
     ] = None,
@@ -61,12 +64,13 @@ def evaluate(
     import json
 
     run = at_best(run, best)
-    if tasks is not None:
-        from argosy.infer.evaluate_tasks import evaluate_tasks
+    if tasks is not None or icl_tasks is not None:
+        from argosy.infer.evaluate_tasks import evaluate_tasks, read_icl_tasks
 
-        names = [name.strip() for name in tasks.split(",") if name.strip()]
+        names = [name.strip() for name in (tasks or "").split(",") if name.strip()]
+        icl = [] if icl_tasks is None else read_icl_tasks(icl_tasks)
         found, step = evaluate_tasks(
-            run, names, directory=task_dir, shots=few_shot, limit=limit, batch=batch_size, device=device
+            run, names, icl=icl, directory=task_dir, shots=few_shot, limit=limit, batch=batch_size, device=device
         )
         scores = {"run": run, "step": step, "tasks": {name: one.as_dict() for name, one in found.items()}}
         if output is not None:

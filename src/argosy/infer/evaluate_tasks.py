@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from argosy.config.foreign.foundry_icl import read_icl_tasks as read_sections
+from argosy.config.suites import IclTaskSpec
 from argosy.errors import ArgosyError
 from argosy.infer.generate import source_tokenizer
 from argosy.infer.loading import Loaded, load_model
 from argosy.suites.harness_tasks import HarnessTasks, TaskScores, require_harness
+from argosy.suites.icl_tasks import harness_config
 from argosy.tasks.task_registry import own_task, task_of
 
 if TYPE_CHECKING:
     from argosy.suites.harness_model import TextModel
+
+_log = logging.getLogger(__name__)
 
 
 def evaluate_tasks(
     where: str,
     names: Sequence[str],
     *,
+    icl: Sequence[IclTaskSpec] = (),
     directory: Path | None = None,
     shots: int | None = None,
     limit: int | None = None,
@@ -27,11 +34,19 @@ def evaluate_tasks(
     device: str | None = None,
     precision: str | None = None,
 ) -> tuple[dict[str, TaskScores], int]:
-    """Score a model on tasks. Returns the scores by task and the step it was trained to."""
+    """Score a model on tasks. Returns the scores by task and the step it was trained to.
+
+    Args:
+        icl: further tasks, in LLM-Foundry's form.
+        shots: examples before each question of the tasks in `names`. Default: as each task says.
+        limit: the first so many samples of each task only.
+        batch: texts in a forward pass.
+    """
     require_harness("--tasks")
     from argosy.suites.harness_model import HarnessModel
 
-    tasks = HarnessTasks(names, directory=directory, shots=shots)
+    configs = [harness_config(task) for task in icl]
+    tasks = HarnessTasks(names, configs=configs, directory=directory, shots=shots)
     loaded = load_model(where, device=device, precision=precision)
     return tasks.score(HarnessModel(text_model(loaded), batch=batch), limit=limit), loaded.source.step
 
@@ -64,3 +79,11 @@ def text_model(loaded: Loaded) -> TextModel:
         opening=source.opening(tokenizer) if loaded.spec is None else [],
         beside=task.prompt_inputs,
     )
+
+
+def read_icl_tasks(path: Path) -> list[IclTaskSpec]:
+    """Return the tasks of an LLM-Foundry file. What has no counterpart is logged."""
+    sections, left = read_sections(path)
+    for item in left:
+        _log.warning("no counterpart: %s", item)
+    return [IclTaskSpec.model_validate(section) for section in sections]

@@ -7,6 +7,8 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from argosy.checkpoint.source import Source
 from argosy.data.text.tokenizer import Tokenizer
 from argosy.errors import ArgosyError
@@ -76,7 +78,8 @@ def _go_on(
         device=loaded.device,
         beside=lambda row, shown: task.prompt_inputs(len(ids[row]), shown),
     )
-    written = generate(texts, ids, options, stop=eod)
+    with torch.inference_mode():
+        written = generate(texts, ids, options, stop=eod)
     return [tokenizer.decode(own + more) for own, more in zip(prompt_ids, written, strict=True)]
 
 

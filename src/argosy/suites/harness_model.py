@@ -7,6 +7,7 @@ answers of the others.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
@@ -128,7 +129,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             one.requests.append((number, continuation))
         ordered = sorted(inputs.values(), key=lambda one: (-len(one.tokens), one.tokens))
         found = self._share.run(self._batches(ordered), self._score)
-        scores = {number: (value, greedy) for batch in found for number, value, greedy in batch}
+        # JSON has no NaN, which a diverged model gives: it arrives as None.
+        scores = {n: (math.nan if value is None else value, greedy) for batch in found for n, value, greedy in batch}
         return [scores[number] for number in range(len(requests))]
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
