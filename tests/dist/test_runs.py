@@ -20,6 +20,7 @@ from argosy.train.run import TrainOptions
 from argosy.train.run import train as train_alone
 from dist import runs
 from dist.pool import Pool
+from suites.local_tasks import write_tasks
 
 Write = Callable[..., Path]
 LAYOUTS = [
@@ -40,14 +41,18 @@ def ranks_of(layout: list[str]) -> int:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_all_ranks_together_read_the_samples_of_one_in_its_order(pool: Pool, write_spec: Write, layout: list[str]) -> None:
+def test_all_ranks_together_read_the_samples_of_one_in_its_order(
+    pool: Pool, write_spec: Write, layout: list[str]
+) -> None:
     path = write_spec()
     stream = open_data(resolve(path).spec).training()
     found = pool.run(ranks_of(layout), runs.read_batches, str(path), keys(layout), 3)
     for step in range(3):
         distinct = found[:: 2 if {"cp=2", "tp=2"} & {*layout} else 1]  # ranks that share a sequence read the same
         if "pp=2" in layout:  # and so do the stages of a pipeline
-            assert [rank[step] for rank in found[len(found) // 2 :]] == [rank[step] for rank in found[: len(found) // 2]]
+            assert [rank[step] for rank in found[len(found) // 2 :]] == [
+                rank[step] for rank in found[: len(found) // 2]
+            ]
             distinct = found[: len(found) // 2]
         together = [sample for rank in distinct for sample in rank[step]]
         assert together == stream.batch(step * 8, 8).tokens.tolist()
@@ -69,7 +74,10 @@ def test_a_run_goes_on_in_another_layout_as_if_nothing_had_happened(
         assert found[step]["grad_norm"] == pytest.approx(record["grad_norm"], rel=1e-4)
     assert found[6]["validation_loss"] == pytest.approx(expected[6]["validation_loss"], rel=1e-5)
     events = [event["event"] for event in read_jsonl(tmp_path / "runs" / "tiny" / "events.jsonl")]
-    assert [kind for kind in events if kind in ("start", "resume", "done")] == ["start", "done"] + ["resume", "done"] * 5
+    assert [kind for kind in events if kind in ("start", "resume", "done")] == ["start", "done"] + [
+        "resume",
+        "done",
+    ] * 5
     checkpoint = latest(tmp_path / "runs" / "tiny" / "checkpoints", print)
     assert checkpoint is not None
     whole = latest(tmp_path / "runs" / "one" / "checkpoints", print)
@@ -154,9 +162,27 @@ def test_ranks_that_share_the_model_write_the_text_that_one_process_writes(
     pool: Pool, write_spec: Write, tmp_path: Path
 ) -> None:
     """Greedy decoding, whose tokens do not depend on the last bits of the weights."""
-    path = write_spec(log={"every": 1, "samples": {"every": 2, "prompts": ["some words"], "tokens": 4, "temperature": 0}})
+    path = write_spec(
+        log={"every": 1, "samples": {"every": 2, "prompts": ["some words"], "tokens": 4, "temperature": 0}}
+    )
     train_alone(resolve(path, ["name=one"]), path, TrainOptions(quiet=True))
     pool.run(2, runs.train, str(path), keys(["dp_shard=2"], "name=two"))
     one, two = (list(read_jsonl(tmp_path / "runs" / name / "samples.jsonl")) for name in ("one", "two"))
     assert [line["text"] for line in one] == [line["text"] for line in two]
     assert [line["step"] for line in two] == [2, 4, 6]
+
+
+@pytest.mark.parametrize("layout", [["dp_shard=2"], ["dp_replicate=2"]])
+def test_ranks_that_share_the_requests_score_what_one_process_scores(
+    pool: Pool, write_spec: Write, tmp_path: Path, layout: list[str]
+) -> None:
+    """Nine samples in batches of two: one rank has more of them, and texts of different lengths end at different tokens."""
+    names = ["letters", "writing", "perplexing"]
+    tasks = {"names": names, "dir": str(write_tasks(tmp_path / "tasks")), "every": 100, "batch": 2}
+    path = write_spec(eval={"every": 100, "batches": 1, "tasks": tasks})
+    train_alone(resolve(path, ["name=one", "train.steps=3"]), path, TrainOptions(quiet=True))
+    pool.run(2, runs.train, str(path), keys(layout, "name=two", "train.steps=3"))
+    one, two = (read_metrics(tmp_path / "runs" / name / "metrics.jsonl")[3] for name in ("one", "two"))
+    scores = {key: value for key, value in one.items() if key.startswith("task/")}
+    assert {key.split("/")[1] for key in scores} == set(names)
+    assert {key: two[key] for key in scores} == pytest.approx(scores, rel=1e-4)
