@@ -88,7 +88,16 @@ def test_a_request_gets_the_same_answer_whatever_its_batch_and_rank(run: Path) -
 
 def test_the_command_prints_and_writes_scores(run: Path, tmp_path: Path, argosy: Any) -> None:
     directory = write_tasks(tmp_path / "tasks")
-    options = ("--task-dir", directory, "--limit", 4, "--device", "cpu", "--output", tmp_path / "scores.json")
+    options = (
+        "--task-dir",
+        directory.relative_to(tmp_path),
+        "--limit",
+        4,
+        "--device",
+        "cpu",
+        "--output",
+        tmp_path / "scores.json",
+    )
     environment = os.environ | {"HF_DATASETS_CACHE": str(tmp_path / "cache")}
     shown = argosy("eval", run, "--tasks", "letters,perplexing", *options, env=environment)
     assert shown.returncode == 0, shown.stderr

@@ -43,6 +43,8 @@ def evaluate_tasks(
         batch: texts in a forward pass.
     """
     require_harness("--tasks")
+    if not names and not icl:
+        raise ArgosyError("config.bad-value", "no task is named", key="--tasks", fix="--tasks arc_easy,hellaswag")
     from argosy.suites.harness_model import HarnessModel
 
     configs = [harness_config(task) for task in icl]

@@ -68,20 +68,17 @@ class HarnessTasks:
         """
         require_harness(key)
         self._key = key
+        # Absolute, because tasks are loaded with this as the current directory.
+        directory = None if directory is None else directory.absolute()
         manager = _manager(names, directory, key)
         with _in_directory(directory), _load_faults(key):
             self._loaded = manager.load([*names, *configs])
         self._require_text()
-        own_shots = {config["task"] for config in configs}
+        complete = {config["task"] for config in configs}
         for name, task in self._loaded["tasks"].items():
             own = task.get_config("num_fewshot")
-            if name in own_shots:
-                continue
-            task.set_config(key="num_fewshot", value=own or 0 if shots is None or own == 0 else shots)
-
-    @property
-    def names(self) -> list[str]:
-        return list(self._loaded["tasks"])
+            if name not in complete:
+                task.set_config(key="num_fewshot", value=(own or 0) if shots is None or own == 0 else shots)
 
     def score(self, model: HarnessModel, *, limit: int | None = None, resample: bool = True) -> dict[str, TaskScores]:
         """Return the scores of every task and group.
@@ -141,7 +138,7 @@ def _manager(names: Sequence[str], directory: Path | None, key: str) -> Any:
             raise ArgosyError(
                 "data.not-found",
                 f"{directory} is not a directory",
-                key="--task-dir",
+                key="--task-dir" if key == "--tasks" else f"{key}.dir",
                 fix="name a directory of task files",
             )
         own = TaskManager(include_path=str(directory), include_defaults=False)
