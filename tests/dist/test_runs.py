@@ -20,6 +20,7 @@ from argosy.train.run import TrainOptions
 from argosy.train.run import train as train_alone
 from dist import runs
 from dist.pool import Pool
+from suites.local_tasks import write_tasks
 
 Write = Callable[..., Path]
 LAYOUTS = [
@@ -169,3 +170,19 @@ def test_ranks_that_share_the_model_write_the_text_that_one_process_writes(
     one, two = (list(read_jsonl(tmp_path / "runs" / name / "samples.jsonl")) for name in ("one", "two"))
     assert [line["text"] for line in one] == [line["text"] for line in two]
     assert [line["step"] for line in two] == [2, 4, 6]
+
+
+@pytest.mark.parametrize("layout", [["dp_shard=2"], ["dp_replicate=2"]])
+def test_ranks_that_share_the_requests_score_what_one_process_scores(
+    pool: Pool, write_spec: Write, tmp_path: Path, layout: list[str]
+) -> None:
+    """Nine samples in batches of two: one rank has more of them, and texts of different lengths end at different tokens."""
+    names = ["letters", "writing", "perplexing"]
+    tasks = {"names": names, "dir": str(write_tasks(tmp_path / "tasks")), "every": 100, "batch": 2}
+    path = write_spec(eval={"every": 100, "batches": 1, "tasks": tasks})
+    train_alone(resolve(path, ["name=one", "train.steps=3"]), path, TrainOptions(quiet=True))
+    pool.run(2, runs.train, str(path), keys(layout, "name=two", "train.steps=3"))
+    one, two = (read_metrics(tmp_path / "runs" / name / "metrics.jsonl")[3] for name in ("one", "two"))
+    scores = {key: value for key, value in one.items() if key.startswith("task/")}
+    assert {key.split("/")[1] for key in scores} == set(names)
+    assert {key: two[key] for key in scores} == pytest.approx(scores, rel=1e-4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from argosy.checkpoint.source import open_source
 from argosy.data.text.tokenizer import Tokenizer
 from argosy.errors import ArgosyError
-from argosy.infer.generate import source_tokenizer, write_text
+from argosy.infer.generate import source_tokenizer, write_texts
 from argosy.infer.loading import load_model as load
 from argosy.model.decoding import Sampling
 
@@ -40,17 +41,24 @@ def load_tokenizer(where: str | Path) -> Tokenizer:
 class TextGenerator:
     """A trained model and its tokenizer, loaded once to write many texts: `generate(prompt)`.
 
-    `model` is the module that `load_model` returns, `tokenizer` the one of `load_tokenizer`. The arguments are those of
-    `load_model`.
+    `model` is the module that `load_model` returns (on a CPU with matrices stored column by column), `tokenizer` the one of
+    `load_tokenizer`. The arguments are those of `load_model`.
     """
 
     def __init__(self, where: str | Path, *, device: str | None = None, dtype: torch.dtype | None = None) -> None:
-        self._loaded = load(str(where), device=device, precision=_precision(dtype))
+        self._loaded = load(str(where), device=device, precision=_precision(dtype), writes=True)
         self.model: nn.Module = self._loaded.model
         self.tokenizer: Tokenizer = source_tokenizer(self._loaded.source)
 
     def generate(
-        self, prompt: str = "", *, tokens: int = 200, temperature: float = 0.8, top_k: int = 50, seed: int = 0
+        self,
+        prompt: str = "",
+        *,
+        tokens: int = 200,
+        temperature: float = 0.8,
+        top_k: int = 50,
+        seed: int = 0,
+        top_p: float = 1.0,
     ) -> str:
         """Continue a prompt, as `argosy sample` does. Returns the prompt and its continuation.
 
@@ -59,8 +67,26 @@ class TextGenerator:
             temperature: 0 takes the likeliest token each time.
             top_k: sample among this many tokens; 0 among all.
             seed: the same seed gives the same text.
+            top_p: sample among the likeliest tokens whose probabilities add up to this.
         """
-        return write_text(self._loaded, self.tokenizer, prompt, Sampling(tokens, temperature, top_k, seed))
+        [text] = self.generate_batch(
+            [prompt], tokens=tokens, temperature=temperature, top_k=top_k, seed=seed, top_p=top_p
+        )
+        return text
+
+    def generate_batch(
+        self,
+        prompts: Sequence[str],
+        *,
+        tokens: int = 200,
+        temperature: float = 0.8,
+        top_k: int = 50,
+        seed: int = 0,
+        top_p: float = 1.0,
+    ) -> list[str]:
+        """Continue several prompts as one batch. The arguments are those of `generate`, which writes the same texts."""
+        options = Sampling(tokens, temperature, top_k, seed, top_p)
+        return write_texts(self._loaded, self.tokenizer, prompts, options)
 
 
 def generate_text(
@@ -71,11 +97,12 @@ def generate_text(
     temperature: float = 0.8,
     top_k: int = 50,
     seed: int = 0,
+    top_p: float = 1.0,
     device: str | None = None,
 ) -> str:
     """Load a trained model and continue one prompt. The arguments are those of `TextGenerator` and its `generate`."""
     generator = TextGenerator(where, device=device)
-    return generator.generate(prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
+    return generator.generate(prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed, top_p=top_p)
 
 
 def _precision(dtype: torch.dtype | None) -> str | None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from argosy.cli.arguments import MODEL_HELP, Best, at_best
+
+if TYPE_CHECKING:
+    from argosy.suites.harness_tasks import TaskScores
 
 
 class SplitName(StrEnum):
@@ -31,19 +36,50 @@ def evaluate(
         ),
     ] = None,
     batches: Annotated[int | None, typer.Option(min=1, help="Global batches; default: the whole split.")] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(help="Tasks of lm-evaluation-harness to score instead, with commas between: arc_easy,hellaswag."),
+    ] = None,
+    icl_tasks: Annotated[
+        Path | None, typer.Option(help="A tasks.yaml of LLM-Foundry (icl_tasks), to score as --tasks.")
+    ] = None,
+    task_dir: Annotated[
+        Path | None, typer.Option(help="A directory with task files of your own, which need no network.")
+    ] = None,
+    few_shot: Annotated[
+        int | None, typer.Option(min=0, help="Examples before each question; default: as each task says.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Score only the first so many samples of each task.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Texts in a forward pass of --tasks.")] = 8,
+    output: Annotated[Path | None, typer.Option(help="Also write the scores of --tasks to this JSON file.")] = None,
     best: Best = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: as the run was trained.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Compute the loss of a model on a split of its data, or a corpus.
+    """Compute the loss of a model on a split of its data, or a corpus; or its scores on tasks.
 
-    A run's newest checkpoint is used. The loss is over all of the split, and for each source.
+    A run's newest checkpoint is used. The loss is over all of the split, and for each source. With --tasks, a decoder is scored by
+    lm-evaluation-harness.
     """
     import json
 
+    run = at_best(run, best)
+    if tasks is not None or icl_tasks is not None:
+        from argosy.infer.evaluate_tasks import evaluate_tasks, read_icl_tasks
+
+        names = [name.strip() for name in (tasks or "").split(",") if name.strip()]
+        icl = [] if icl_tasks is None else read_icl_tasks(icl_tasks)
+        found, step = evaluate_tasks(
+            run, names, icl=icl, directory=task_dir, shots=few_shot, limit=limit, batch=batch_size, device=device
+        )
+        scores = {"run": run, "step": step, "tasks": {name: one.as_dict() for name, one in found.items()}}
+        if output is not None:
+            output.write_text(json.dumps(scores, indent=2) + "\n")
+        print(json.dumps(scores) if as_json else _table(run, step, found))
+        return
+
     from argosy.infer.evaluate_run import evaluate_run
 
-    run = at_best(run, best)
     result, step = evaluate_run(run, split=split.value, batches=batches, device=device, data=data, seq_len=seq_len)
     facts = {"run": run, "step": step, "split": result.split, "loss": result.loss, "perplexity": result.perplexity}
     facts |= {"tokens": result.tokens, "samples": result.samples}
@@ -53,3 +89,17 @@ def evaluate(
         print(json.dumps(facts))
     else:
         print(f"{run} step {step}: {result.describe()} over {result.tokens:,} tokens")
+
+
+def _table(run: str, step: int, found: Mapping[str, TaskScores]) -> str:
+    """Return the scores as a table, one line for each metric."""
+    lines = [
+        f"{run} step {step}",
+        f"{'task':<28} {'metric':<24} {'value':>10} {'stderr':>8} {'samples':>8} {'few-shot':>8}",
+    ]
+    for name, one in found.items():
+        for metric, value in one.metrics.items():
+            error = f"{one.errors[metric]:.4f}" if metric in one.errors else ""
+            samples, shots = ("" if count is None else f"{count}" for count in (one.samples, one.shots))
+            lines.append(f"{name:<28} {metric:<24} {value:>10.4f} {error:>8} {samples:>8} {shots:>8}")
+    return "\n".join(lines)

@@ -12,12 +12,17 @@ from argosy.cli.arguments import MODEL_HELP, Best, at_best
 def sample(
     run: Annotated[str, typer.Argument(help=MODEL_HELP, metavar="RUN")],
     prompt: Annotated[
-        str,
-        typer.Option(help="Text to continue; for BERT with [MASK]s to fill in, for T5 with <extra_id_0> …"),
-    ] = "",
+        list[str] | None,
+        typer.Option(
+            help="Text to continue; for BERT with [MASK]s to fill in, for T5 with <extra_id_0> …; several write a batch."
+        ),
+    ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 200,
     temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0: greedy decoding.")] = 0.8,
     top_k: Annotated[int, typer.Option(min=0, help="Sample among this many most likely tokens; 0: among all.")] = 50,
+    top_p: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Sample among the likeliest tokens with this probability together.")
+    ] = 1.0,
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same text.")] = 0,
     best: Best = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: as the run was trained.")] = None,
@@ -26,8 +31,9 @@ def sample(
     """Generate text with a run's newest checkpoint, or another model."""
     import json
 
-    from argosy.infer.generate import sample as write
+    from argosy.infer.generate import sample_batch
     from argosy.model.decoding import Sampling
 
-    text = write(at_best(run, best), prompt, Sampling(tokens, temperature, top_k, seed), device)
-    print(json.dumps({"text": text}) if as_json else text)
+    texts = sample_batch(at_best(run, best), prompt or [""], Sampling(tokens, temperature, top_k, seed, top_p), device)
+    for text in texts:
+        print(json.dumps({"text": text}) if as_json else text)

@@ -31,7 +31,7 @@ def check(spec: RunSpec, origins: Origins) -> None:
     _check_sequence(spec, origins)
     _check_fp8(spec, origins)
     check_data(spec, origins)
-    _check_text_samples(spec, origins)
+    _check_writing(spec, origins)
     _check_optimiser(spec, origins)
     check_schedule(spec, origins)
 
@@ -152,10 +152,21 @@ def _check_fp8(spec: RunSpec, origins: Origins) -> None:
         )
 
 
-def _check_text_samples(spec: RunSpec, origins: Origins) -> None:
-    """Refuse samples of text from a model, or in a layout, that cannot write them while it trains."""
-    if spec.log.samples is None:
-        return
+def _check_writing(spec: RunSpec, origins: Origins) -> None:
+    """Refuse samples of text and scores on tasks from a model, or in a layout, that cannot write while it trains."""
+    tasks = None if spec.eval is None else spec.eval.tasks
+    if tasks is not None and not (tasks.names or tasks.icl):
+        raise ArgosyError(
+            "config.missing-key",
+            "eval.tasks names no task",
+            key="eval.tasks.names",
+            origin=origins.get("eval.tasks"),
+            fix="eval.tasks.names=[arc_easy,hellaswag], or leave eval.tasks out",
+        )
+    later = {
+        "log.samples": (spec.log.samples, "`argosy sample RUN`"),
+        "eval.tasks": (tasks, "`argosy eval RUN --tasks`"),
+    }
     split = [axis for axis in ("tp", "pp", "cp") if getattr(spec.parallel, axis) > 1]
     if task_of(spec).writes != "continuation":
         cause = f"only decoders continue a prompt, and this model reads {task_of(spec).samples}"
@@ -164,13 +175,15 @@ def _check_text_samples(spec: RunSpec, origins: Origins) -> None:
         cause = f"a rank cannot write text alone: {split[0]} {size} splits each forward pass over {size} ranks"
     else:
         return
-    raise ArgosyError(
-        "config.conflict",
-        cause,
-        key="log.samples",
-        origin=origins.get("log.samples"),
-        fix="leave log.samples out; `argosy sample RUN` reads the checkpoints of any layout",
-    )
+    for key, (asked, verb) in later.items():
+        if asked is not None:
+            raise ArgosyError(
+                "config.conflict",
+                cause,
+                key=key,
+                origin=origins.get(key),
+                fix=f"leave {key} out; {verb} reads the checkpoints of any layout",
+            )
 
 
 def _check_optimiser(spec: RunSpec, origins: Origins) -> None:

@@ -15,6 +15,7 @@ from argosy.config.cluster import ClusterSpec
 from argosy.config.model import ModelSpec, Section
 from argosy.config.optimizer_rule import Rule
 from argosy.config.optimizers import RULES, OptimizerKeys
+from argosy.config.suites import TasksSpec
 from argosy.config.survival import FaultSpec, GuardSpec
 from argosy.config.units import (
     LENGTH_UNITS,
@@ -208,6 +209,7 @@ class EvalSpec(Section):
     min_delta: NotNegative = Field(
         0.0, description="with patience: the least decrease of the loss that counts as lower"
     )
+    tasks: TasksSpec | None = Field(None, description="tasks to score every so often; data-parallel layouts only")
 
 
 class CheckpointSpec(Section):

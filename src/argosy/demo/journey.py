@@ -289,6 +289,7 @@ def _untrained(path: Path) -> str:
     from argosy.data.open import open_data
     from argosy.measure.step_bench import start
     from argosy.model.decoding import generate
+    from argosy.model.kv_cache import CachedTexts
     from argosy.train.device import prepare_device
 
     spec = resolve(path).spec
@@ -298,10 +299,10 @@ def _untrained(path: Path) -> str:
         raise AssertionError("the demo prepared its corpus with a tokenizer")
     engine, _ = start(spec, device)
     ids = tokenizer.encode(OPENING)
-    written = generate(
-        engine.model.eval(), ids, _sampling(SAMPLE_TOKENS // 2), limit=spec.model.max_seq_len, stop=None, device=device
-    )
-    return tokenizer.decode(ids + list(written))
+    options, limit = _sampling(SAMPLE_TOKENS // 2), spec.model.max_seq_len
+    texts = CachedTexts(engine.model.eval(), limit=limit, most=len(ids) + options.tokens, device=device)
+    [written] = generate(texts, [ids], options, stop=None)
+    return tokenizer.decode(ids + written)
 
 
 def side_by_side(*texts: tuple[str, str]) -> str:

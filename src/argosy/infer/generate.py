@@ -1,11 +1,13 @@
-"""`argosy sample`: generate text from a prompt with the newest checkpoint of a run."""
+"""`argosy sample`: generate text from prompts with the newest checkpoint of a run."""
 
 from __future__ import annotations
 
 import logging
 import os
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
+
+import torch
 
 from argosy.checkpoint.source import Source
 from argosy.data.text.tokenizer import Tokenizer
@@ -13,6 +15,7 @@ from argosy.errors import ArgosyError
 from argosy.infer.infill import fill_masks, write_spans
 from argosy.infer.loading import Loaded, load_model
 from argosy.model.decoding import Sampling, generate
+from argosy.model.kv_cache import CachedTexts
 from argosy.tasks.task import Task
 from argosy.tasks.task_registry import own_task, task_of
 
@@ -21,14 +24,19 @@ _log = logging.getLogger(__name__)
 
 def sample(where: str, prompt: str, options: Sampling, device: str | None = None) -> str:
     """Load a model and return its output for a prompt."""
-    prompt = _utf8(prompt)
-    loaded = load_model(where, device=device)
-    return write_text(loaded, source_tokenizer(loaded.source), prompt, options)
+    return sample_batch(where, [prompt], options, device)[0]
 
 
-def write_text(loaded: Loaded, tokenizer: Tokenizer, prompt: str, options: Sampling) -> str:
-    """Return a model's output for a prompt: a decoder continues it, BERT fills in its masks, T5 writes the text of its spans."""
-    prompt = _utf8(prompt)
+def sample_batch(where: str, prompts: Sequence[str], options: Sampling, device: str | None = None) -> list[str]:
+    """Load a model and return its output for each prompt."""
+    prompts = [_utf8(prompt) for prompt in prompts]
+    loaded = load_model(where, device=device, writes=True)
+    return write_texts(loaded, source_tokenizer(loaded.source), prompts, options)
+
+
+def write_texts(loaded: Loaded, tokenizer: Tokenizer, prompts: Sequence[str], options: Sampling) -> list[str]:
+    """Return a model's output for each prompt: a decoder continues it, BERT fills in its masks, T5 writes the text of its spans."""
+    prompts = [_utf8(prompt) for prompt in prompts]
     task = own_task(loaded.source.model) if loaded.spec is None else task_of(loaded.spec)
     if task.writes is None:
         raise ArgosyError(
@@ -38,18 +46,20 @@ def write_text(loaded: Loaded, tokenizer: Tokenizer, prompt: str, options: Sampl
             fix="`argosy eval` has its accuracy; sample from a decoder, a BERT or a T5",
         )
     if task.writes == "continuation":
-        return _go_on(loaded, task, tokenizer, prompt, options)
+        return _go_on(loaded, task, tokenizer, prompts, options)
     fill = fill_masks if task.writes == "masks" else write_spans
-    return fill(loaded, tokenizer, prompt, options)
+    return [fill(loaded, tokenizer, prompt, options) for prompt in prompts]
 
 
-def _go_on(loaded: Loaded, task: Task[Any], tokenizer: Tokenizer, prompt: str, options: Sampling) -> str:
-    """Return the prompt and its continuation."""
+def _go_on(
+    loaded: Loaded, task: Task[Any], tokenizer: Tokenizer, prompts: Sequence[str], options: Sampling
+) -> list[str]:
+    """Return each prompt and its continuation. All are written as one batch."""
     eod = loaded.source.eod_id
-    prompt_ids = tokenizer.encode(prompt)
+    prompt_ids = [tokenizer.encode(prompt) for prompt in prompts]
     # Data of our own runs has no such opening tokens.
     opening = loaded.source.opening(tokenizer) if loaded.spec is None else []
-    if not (opening or prompt_ids) and eod is None:
+    if not (opening or all(prompt_ids)) and eod is None:
         raise ArgosyError(
             "tokenizer.no-eod",
             "without an end-of-document token there is nothing to start from",
@@ -57,13 +67,20 @@ def _go_on(loaded: Loaded, task: Task[Any], tokenizer: Tokenizer, prompt: str, o
             fix="give a --prompt",
         )
     # Without a prompt, start like a document.
-    ids = opening + prompt_ids or [eod or 0]
-    limit = loaded.source.model.max_seq_len
-    if len(ids) > limit:
-        _log.info("%s", f"of the prompt's {len(ids):,} tokens the model reads the last {limit:,}")
-    beside = partial(task.prompt_inputs, len(ids))
-    written = list(generate(loaded.model, ids, options, limit=limit, stop=eod, device=loaded.device, beside=beside))
-    return tokenizer.decode(prompt_ids + written)
+    ids = [opening + own or [eod or 0] for own in prompt_ids]
+    limit, longest = loaded.source.model.max_seq_len, max(map(len, ids))
+    if longest > limit:
+        _log.info("%s", f"of the prompt's {longest:,} tokens the model reads the last {limit:,}")
+    texts = CachedTexts(
+        loaded.model,
+        limit=limit,
+        most=longest + options.tokens,
+        device=loaded.device,
+        beside=lambda row, shown: task.prompt_inputs(len(ids[row]), shown),
+    )
+    with torch.inference_mode():
+        written = generate(texts, ids, options, stop=eod)
+    return [tokenizer.decode(own + more) for own, more in zip(prompt_ids, written, strict=True)]
 
 
 def _utf8(prompt: str) -> str:

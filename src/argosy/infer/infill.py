@@ -7,11 +7,11 @@ hold sentinels, `<extra_id_0>` and so on; the model writes each sentinel and the
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
 
-from argosy.config.seeds import derive_seed
 from argosy.data.special import SpecialTokens
 from argosy.data.text.tokenizer import Tokenizer
 from argosy.errors import ArgosyError
@@ -47,9 +47,11 @@ def fill_masks(loaded: Loaded, tokenizer: Tokenizer, prompt: str, options: Sampl
     _require_room(loaded, len(ids))
     logits = loaded.model(torch.tensor([ids], device=loaded.device))[0].float().cpu()
     logits[:, [cls, sep, mask, pad]] = -torch.inf
-    generator = torch.Generator().manual_seed(derive_seed(options.seed, "sample"))
-    filled = [choose(logits[at], options, generator) if id_ == mask else id_ for at, id_ in enumerate(ids)]
-    return tokenizer.decode(filled[1:-1])
+    masked = [at for at, id_ in enumerate(ids) if id_ == mask]
+    generator = torch.Generator().manual_seed(options.derived_seed)
+    for at, token in zip(masked, choose(logits[masked], options, [generator] * len(masked)), strict=True):
+        ids[at] = token
+    return tokenizer.decode(ids[1:-1])
 
 
 @torch.no_grad()
@@ -74,18 +76,18 @@ def write_spans(loaded: Loaded, tokenizer: Tokenizer, prompt: str, options: Samp
     ids.append(eos)
     _require_room(loaded, len(ids))
     source = torch.tensor([ids], device=loaded.device)
-    written = generate(
-        lambda tokens: loaded.model(source, decoder_tokens=tokens),
-        [start],
-        options,
-        limit=loaded.source.model.max_seq_len,
-        stop=eos,
-        device=loaded.device,
-    )
+    limit = loaded.source.model.max_seq_len
+
+    def next_logits(texts: Sequence[Sequence[int]]) -> Tensor:
+        shown = torch.tensor([text[-limit:] for text in texts], device=loaded.device)
+        logits: Tensor = loaded.model(source, decoder_tokens=shown)
+        return logits[:, -1]
+
+    [written] = generate(next_logits, [[start]], options, stop=eos)
     return "".join(_named(written, tokenizer, sentinels))
 
 
-def _named(ids: Iterator[int], tokenizer: Tokenizer, sentinels: range) -> Iterator[str]:
+def _named(ids: Sequence[int], tokenizer: Tokenizer, sentinels: range) -> Iterator[str]:
     """Yield the text, with sentinels by name even if the tokenizer does not know them."""
     text: list[int] = []
     for id_ in ids:

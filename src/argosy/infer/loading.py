@@ -12,6 +12,8 @@ from torch import nn
 from argosy.checkpoint.source import Source, open_source, require_fit, starting_weights
 from argosy.config.schema import RunSpec, TrainSpec
 from argosy.model.build import build_model
+from argosy.model.decoder import Decoder
+from argosy.model.layers import Table
 from argosy.parallel.engine import Engine
 from argosy.parallel.mesh import Mesh
 from argosy.parallel.parallelize import Weights, materialise, parallelize
@@ -32,7 +34,7 @@ class Loaded:
     device: torch.device
 
 
-def load_model(where: str, *, device: str | None = None, precision: str | None = None) -> Loaded:
+def load_model(where: str, *, device: str | None = None, precision: str | None = None, writes: bool = False) -> Loaded:
     """Load a model as a plain module, in evaluation mode.
 
     Args:
@@ -40,6 +42,7 @@ def load_model(where: str, *, device: str | None = None, precision: str | None =
         device: "cpu" or "cuda". Default: the device of the run's spec.
         precision: the precision of the parameters: "fp32", "bf16" or "fp16". Default: the one that training used, if the device
             supports it.
+        writes: the model will generate text: on a CPU, store weights in the order that is fastest for few tokens.
     """
     source = open_trained(where)
     spec = source.run_spec()
@@ -48,7 +51,25 @@ def load_model(where: str, *, device: str | None = None, precision: str | None =
     model = _fitting_model(source)
     apply_precision(model, precision or _precision(train, on))
     materialise(model, on, _weights(source))
+    if writes and on.type == "cpu" and isinstance(model, Decoder):
+        _store_columns(model)
     return Loaded(source, spec, model.eval(), on)
+
+
+@torch.no_grad()
+def _store_columns(model: Decoder) -> None:
+    """Store matrices column by column, which changes no value and no shape.
+
+    MKL's products of a few rows with a matrix stored this way take 0.6 to 0.95 of the time. Products of hundreds of rows, as in
+    training and scoring, may take longer.
+    """
+    for module in model.modules():
+        # A lookup reads rows. The token table is the output head too if they are tied.
+        if isinstance(module, Table) and not (module is model.embed.tokens and model.head is None):
+            continue
+        for parameter in module.parameters(recurse=False):
+            if parameter.ndim > 1 and parameter.dtype == torch.float32:
+                parameter.data = parameter.data.transpose(-1, -2).contiguous().transpose(-1, -2)
 
 
 def open_trained(where: str) -> Source:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor, nn
 
@@ -16,6 +16,9 @@ from argosy.model.moe import Report, SparseBlock, sum_reports
 from argosy.model.objective import Loss, Objective, Output, Stream
 from argosy.model.positions import make_contexts
 from argosy.model.sharding import OUTSIDE, VOCABULARY, WHOLE, Declaration, Share
+
+if TYPE_CHECKING:
+    from argosy.model.kv_cache import KeyValueCache
 
 
 class Decoder(nn.Module):
@@ -53,12 +56,16 @@ class Decoder(nn.Module):
         documents: Tensor | None = None,
         reach: Tensor | None = None,
         positions: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+        logits_at: Tensor | None = None,
     ) -> Tensor | Loss | Stream:
         """Return the logits, the loss if labels are given, or a `Stream` on a pipeline stage that is not the last.
 
         Args:
             stream: the output of the previous pipeline stage.
             documents, reach: [batch, seq], the attention mask as in `argosy.model.attention.Mask`.
+            cache: the keys and values of earlier tokens, to which those of `tokens` are added. `documents` covers both.
+            logits_at: [n], the tokens whose logits are wanted, by their number in the flattened batch. Default: all.
         """
         objective = objective or Objective()
         counted = objective.counted
@@ -69,12 +76,15 @@ class Decoder(nn.Module):
         needed = {self.kind_of_layer[int(index)] for index in self.layers}
         kinds = {number: self.attention_kinds[number] for number in needed}
         contexts = make_contexts(
-            self.spec, kinds, x, seq=tokens.shape[1], positions=positions, documents=documents, reach=reach,
-            training=self.training, scale=scale, heads=self.heads, prepare=self.prepare_attention,
+            self.spec, kinds, x, seq=tokens.shape[1] + (0 if cache is None else cache.length), positions=positions,
+            documents=documents, reach=reach, training=self.training, scale=scale, heads=self.heads,
+            prepare=self.prepare_attention if cache is None else cache.prepare,
         )  # fmt: skip
         reports: dict[int, Report] = {}
         for index, block in self.layers.items():
             context = contexts[self.kind_of_layer[int(index)]]
+            if cache is not None:
+                context = cache.context(index, context)
             if isinstance(block, SparseBlock):
                 x, reports[block.row] = block(x, context)
             else:
@@ -82,6 +92,8 @@ class Decoder(nn.Module):
         routed, load = self._routed(reports, counted)
         if self.norm is None:
             return Stream((x,), routed, load)
+        if logits_at is not None:
+            x = x.flatten(0, 1).index_select(0, logits_at)
         x = self.norm(x)
         weight = self.embed.tokens.weight if self.head is None else self.head.weight
         if labels is None:

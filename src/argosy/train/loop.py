@@ -22,6 +22,7 @@ from argosy.model.build import initial_weights
 from argosy.parallel.mesh import Agreement
 from argosy.record.heartbeat import Heartbeat, Phase
 from argosy.record.jsonl import now, read_metrics
+from argosy.train.between_steps import open_between_steps
 from argosy.train.closing import closing_lines, nothing_left
 from argosy.train.device import measure_memory, peak_of
 from argosy.train.interrupt import Interrupt
@@ -39,7 +40,6 @@ from argosy.train.saving import Saving, first_interval
 from argosy.train.session import Session
 from argosy.train.step import Step, StepwiseCollection, evaluate, take_step
 from argosy.train.telemetry import Meter, Taken, Telemetry
-from argosy.train.text_samples import TextSamples
 from argosy.train.validations import Validations, Verdict
 
 if TYPE_CHECKING:
@@ -78,8 +78,7 @@ class Trainer:
         self.stopped_early = False
         self.saving = Saving(self.run, spec.checkpoint, session.optimizer, saves, self.agreement, self.journal.event)
         self.validations = Validations(self.run, spec, session.mesh)
-        samples = spec.log.samples
-        self.samples = None if samples is None else TextSamples(session, samples, self.run, clock)
+        self.between_steps = open_between_steps(session, journal, self.agreement)
         self.consumed_samples = 0
 
     def fit(self, notes: Iterable[str] = (), *, quiet: bool, ends_process: bool = False) -> int:
@@ -108,8 +107,8 @@ class Trainer:
         finally:
             self.saving.close()
             console.close()
-            if self.samples is not None:
-                self.samples.close()
+            for work in self.between_steps:
+                work.close()
         self._tell_skips(last, console)
         if last < session.steps and not self.stopped_early:
             self.journal.event("interrupted", last, signal=self.agreement.asked)
@@ -279,10 +278,10 @@ class StepLoop:
             saving = (not skipping and saving) or last
         trainer.replicas.check(step, saving)
         verdict = self._evaluate(step) if evaluating else None
-        if trainer.samples is not None and trainer.samples.due(step):
+        for work in (work for work in trainer.between_steps if work.due(step)):
             self._heartbeat.enter("evaluate", step)
             with self._telemetry.pause("evaluation"):
-                trainer.samples.write(step, trainer.consumed_samples * self._session.spec.data.seq_len)
+                tell(work.run(step, trainer.consumed_samples * self._session.spec.data.seq_len), self._console)
         best = verdict is not None and verdict.saves and not skipping
         # A stop was requested during the evaluation: this step is the last.
         last = last or agreement.asked is not None or trainer.stopped_early

@@ -8,20 +8,17 @@ first rank writes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from contextlib import nullcontext
 
 import torch
-from torch import Tensor
 
 from argosy.config.watching import SamplesSpec
 from argosy.model.decoding import Sampling, generate
+from argosy.model.kv_cache import CachedTexts
 from argosy.record.jsonl import JsonlWriter, now
 from argosy.record.rundir import RunDir
 from argosy.tasks.task_registry import task_of
 from argosy.train.session import Session
-
-# Forward passes have a multiple of this many tokens: matmuls in 8 bits need it, and compiled code sees fewer lengths.
-_ALIGNMENT = 64
 
 
 class TextSamples:
@@ -36,46 +33,37 @@ class TextSamples:
     def due(self, step: int) -> bool:
         return step == self._session.steps or self._timer.due(step)
 
-    def write(self, step: int, tokens: int) -> None:
+    def run(self, step: int, tokens: int) -> list[str]:
         """Continue each prompt with the weights after `step`. `tokens` is how many the run has consumed."""
         model = self._session.engine.model
         model.eval()
-        for prompt in self._spec.prompts:
-            text = self._continue(prompt)
-            if self._session.mesh.is_first:
-                self._file.write({"step": step, "tokens": tokens, "time": now(), "prompt": prompt, "text": text})
+        texts = self._continue()
         model.train()
+        if self._session.mesh.is_first:
+            for prompt, text in zip(self._spec.prompts, texts, strict=True):
+                self._file.write({"step": step, "tokens": tokens, "time": now(), "prompt": prompt, "text": text})
+        return []
 
     def close(self) -> None:
         self._file.close()
 
-    def _continue(self, prompt: str) -> str:
-        """Return the prompt and its continuation, up to the end of the document."""
-        spec, device = self._spec, self._session.device
-        prompt_ids = self._tokenizer.encode(prompt)
-        ids = prompt_ids or [self._eod or 0]
-        # No stop token: the number of passes must not depend on what a rank has drawn.
-        written = list(
-            generate(
-                self._forward,
-                ids,
-                Sampling(spec.tokens, spec.temperature, spec.top_k),
-                limit=self._session.spec.data.seq_len,
-                stop=None,
-                device=device,
-                beside=partial(self._task.prompt_inputs, len(ids)),
-            )
+    def _continue(self) -> list[str]:
+        """Return each prompt and its continuation, up to the end of the document."""
+        spec, session = self._spec, self._session
+        prompts = [self._tokenizer.encode(prompt) for prompt in spec.prompts]
+        ids = [prompt or [self._eod or 0] for prompt in prompts]
+        texts = CachedTexts(
+            session.engine.model,
+            limit=session.spec.data.seq_len,
+            most=max(map(len, ids)) + spec.tokens,
+            device=session.device,
+            beside=lambda row, shown: self._task.prompt_inputs(len(ids[row]), shown),
         )
-        if self._eod in written:
-            written = written[: written.index(self._eod)]
-        return self._tokenizer.decode(prompt_ids + written)
-
-    @torch.no_grad()
-    def _forward(self, tokens: Tensor, **inputs: Tensor) -> Tensor:
-        """Return the logits of the tokens. The pass is padded at its end, which no token before it sees."""
-        most, count = self._session.spec.data.seq_len, tokens.shape[1]
-        compiled = self._session.spec.parallel.compile != "off"
-        length = most if compiled else min(most, -(-count // _ALIGNMENT) * _ALIGNMENT)
-        pad: Callable[[Tensor], Tensor] = lambda row: torch.nn.functional.pad(row, (0, length - count))  # noqa: E731
-        logits: Tensor = self._session.engine.model(pad(tokens), **{name: pad(row) for name, row in inputs.items()})
-        return logits[:, :count]
+        # Compiled code would be compiled again for each length.
+        eager = session.spec.parallel.compile != "off"
+        with torch.compiler.set_stance("force_eager") if eager else nullcontext():
+            # No stop token: the number of passes must not depend on what a rank has drawn.
+            written = generate(texts, ids, Sampling(spec.tokens, spec.temperature, spec.top_k), stop=None)
+        ends = [row.index(self._eod) if self._eod in row else None for row in written]
+        rows = zip(prompts, written, ends, strict=True)
+        return [self._tokenizer.decode(prompt + row[:end]) for prompt, row, end in rows]

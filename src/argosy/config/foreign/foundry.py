@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from argosy.config.foreign.draft import Draft
+from argosy.config.foreign.foundry_icl import take_over_icl
 from argosy.config.foreign.validation import take_over_validation
 from argosy.config.optimizers import DEFAULT, rule_elsewhere
 from argosy.config.yaml_reader import read_yaml
@@ -50,7 +51,7 @@ _HANDLED = (
     "train_loader.dataset.remote", "train_loader.dataset.local", "train_loader.dataset.split", "optimizer.name", "optimizer.betas", "optimizer.eps",
     "scheduler.name", "scheduler.alpha_f", "scheduler.t_warmup", "scheduler.t_max", "max_duration", "precision", "eval_subset_num_batches",
     "device_train_microbatch_size", "save_folder", "fsdp_config", "callbacks", "eval_loader", "loggers.tensorboard", "loggers.wandb.project",
-    "loggers.wandb.entity",
+    "loggers.wandb.entity", "icl_tasks",
     "variables", "data_local", "data_remote", "tokenizer_name", "max_seq_len", "global_seed",
 )  # fmt: skip
 # Leaves (or whole sections) that need no key, because Argosy always does it or does it differently, with the reason.
@@ -105,6 +106,7 @@ def from_foundry(path: Path) -> Draft:
     _data(draft, flat)
     _training(draft, flat)
     _evaluation(draft, flat)
+    take_over_icl(draft, flat.get("icl_tasks"))
     _surroundings(draft, flat)
     return draft
 

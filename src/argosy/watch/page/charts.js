@@ -12,6 +12,7 @@ const GROUPS = [
     ["Goodput", ["goodput"]], ["Slowest rank over its peers", ["rank_spread"]], ["Memory by part, GiB", ["memory/parameters", "memory/gradients", "memory/optimiser", "memory/rest"], { compared: ["memory_gib"] }]],
   ["Machines", ["GPU use", ["gpu/utilisation"]], ["GPU memory, GiB", ["gpu/memory_gib"]], ["GPU temperature, °C", ["gpu/temperature"]], ["GPU power, W", ["gpu/power_w"]], ["GPUs throttled", ["gpu/throttled"]],
     ["CPU use", ["host/cpu"]], ["Host memory, GiB", ["host/memory_gib"]], ["Network, MB/s", ["host/received_mb_s", "host/sent_mb_s"], { compared: ["host/received_mb_s"] }]],
+  ["Tasks"],
   ["Added"],
 ];
 
@@ -59,6 +60,9 @@ export class Charts {
     if (!found.size || [...found].every((name) => this.wanted.has(name))) return;
     this.wanted = found;
     for (const [group, ...charts] of GROUPS) for (const chart of charts) if (!this.has(chart[0]) && chart[1].some((metric) => found.has(metric))) this.add(group, ...chart);
+    // Scores are logged as task/NAME/METRIC: one chart for each task.
+    const tasks = Map.groupBy([...found].filter((name) => name.startsWith("task/")).sort(), (name) => name.split("/").slice(1, -1).join("/"));
+    for (const [task, scores] of tasks) if (!this.has(task)) this.add("Tasks", task, scores);
     for (const metric of this.added) if (!this.has(metric) && found.has(metric)) this.add("Added", metric, [metric]);
     this.more.replaceChildren(el("option", { value: "" }, "choose a metric"), ...[...found].sort().map((name) => el("option", { value: name }, name)));
   }

@@ -1,0 +1,1 @@
+"""Task suites: lm-evaluation-harness with Argosy's models as its back end."""

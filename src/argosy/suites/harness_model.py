@@ -1,0 +1,258 @@
+"""A decoder of ours as a back end of lm-evaluation-harness: log-likelihoods and generation, in batches of similar length.
+
+Context and continuation are tokenized, truncated and windowed as the harness's own Hugging Face back end does it, so an exported
+model has the same scores there. On several ranks every rank gets all requests, computes a share of the batches, and receives the
+answers of the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+import orjson
+import torch
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from torch import Tensor, nn
+
+from argosy.config.seeds import derive_seed
+from argosy.data.text.tokenizer import Tokenizer
+from argosy.errors import ArgosyError
+from argosy.model.decoding import Sampling, generate
+from argosy.model.kv_cache import CachedTexts
+
+# Tokens to write if a task does not say, the default of the harness.
+_TOKENS = 256
+# The settings of a task's generation that `generate_until` knows.
+_SETTINGS = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p"}
+# Transformers' default.
+_TOP_K = 50
+
+T = TypeVar("T")
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class TextModel:
+    """A decoder in evaluation mode, with what it takes to score and to write text."""
+
+    model: nn.Module
+    tokenizer: Tokenizer
+    device: torch.device
+    # The most tokens that the model sees.
+    limit: int
+    # The rows of the vocabulary without padding.
+    vocabulary: int
+    # The token that ends a text.
+    end: int
+    # The token before a text without a context.
+    start: int
+    # The tokens with which every text begins.
+    opening: list[int] = field(default_factory=list)
+    # Returns the model's other inputs, given the number of tokens in the prompt and the positions shown.
+    beside: Callable[[int, range], Mapping[str, list[int]]] = lambda prompt, shown: {}
+
+
+@dataclass(frozen=True)
+class RankShare:
+    """This rank's share of the batches. The default is one rank that computes all of them."""
+
+    rank: int = 0
+    ranks: int = 1
+    # Returns the documents of all ranks.
+    gather: Callable[[Any], list[Any]] = lambda document: [document]
+    # True if every forward pass is a collective, as with FSDP: all ranks then make equally many.
+    in_step: bool = False
+
+    def run(self, batches: Sequence[list[Item]], compute: Callable[[list[Item]], list[T]]) -> list[list[T]]:
+        """Return the results of every batch. Results must be JSON."""
+        numbers = range(self.rank, len(batches), self.ranks)
+        mine = {number: compute(batches[number]) for number in numbers}
+        if self.in_step and len(numbers) < -(-len(batches) // self.ranks):
+            compute(batches[0])
+        found: dict[int, list[T]] = {}
+        for part in self.gather(list(mine.items())):
+            found |= {int(number): results for number, results in part}
+        return [found[number] for number in range(len(batches))]
+
+    def all_finished(self, finished: bool) -> bool:
+        """Return whether this rank may stop writing: if passes are collectives, only when all ranks have finished."""
+        return all(self.gather(finished)) if self.in_step else finished
+
+
+class _Scored(NamedTuple):
+    """One input of the model, and the requests whose continuations end it."""
+
+    tokens: tuple[int, ...]
+    # Tokens of the context, and those cut off before the input.
+    prompt: int
+    first: int
+    # Number and continuation.
+    requests: list[tuple[int, list[int]]]
+
+
+class HarnessModel(TemplateLM):  # type: ignore[misc]
+    """The back end. `batch` is the number of texts in a forward pass."""
+
+    def __init__(self, text: TextModel, *, batch: int, share: RankShare | None = None) -> None:
+        super().__init__()
+        self._text, self._batch, self._share = text, batch, share or RankShare()
+
+    @property
+    def eot_token_id(self) -> int:
+        return self._text.end
+
+    @property
+    def prefix_token_id(self) -> int:
+        return self._text.start
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        ids = self._text.tokenizer.encode(string)
+        opening = [] if add_special_tokens is False else self._text.opening
+        return ids if ids[: len(opening)] == opening else [*opening, *ids]
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[Any, list[int], list[int]]], **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        """Return the log-likelihood of each continuation after its context, and whether greedy decoding would write it."""
+        inputs: dict[tuple[tuple[int, ...], int], _Scored] = {}
+        for number, (_, context, continuation) in enumerate(requests):
+            whole = context + continuation
+            first = max(0, len(whole) - self._text.limit - 1)
+            tokens = tuple(whole[first:-1])
+            # Continuations of one token after the same context need one pass.
+            one = inputs.setdefault((tokens, len(context)), _Scored(tokens, len(context), first, []))
+            one.requests.append((number, continuation))
+        ordered = sorted(inputs.values(), key=lambda one: (-len(one.tokens), one.tokens))
+        found = self._share.run(self._batches(ordered), self._score)
+        # JSON has no NaN, which a diverged model gives: it arrives as None.
+        scores = {n: (math.nan if value is None else value, greedy) for batch in found for n, value, greedy in batch}
+        return [scores[number] for number in range(len(requests))]
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """Return the log-likelihood of each text, in disjoint windows of the model's length."""
+        windows: list[tuple[Any, list[int], list[int]]] = []
+        owners: list[int] = []
+        for number, request in enumerate(requests):
+            rolling = get_rolling_token_windows(
+                self.tok_encode(request.args[0]), self.prefix_token_id, self._text.limit, context_len=1
+            )
+            pairs = [make_disjoint_window(window) for window in rolling]
+            windows += [(None, context, continuation) for context, continuation in pairs]
+            owners += [number] * len(pairs)
+        sums = [0.0] * len(requests)
+        for number, (value, _) in zip(owners, self._loglikelihood_tokens(windows), strict=True):
+            sums[number] += value
+        return sums
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """Return the text written after each context, up to the first of the task's stop strings."""
+        groups: dict[bytes, list[tuple[int, list[int]]]] = {}
+        for number, request in enumerate(requests):
+            context, settings = request.args
+            key = orjson.dumps(settings, option=orjson.OPT_SORT_KEYS)
+            groups.setdefault(key, []).append((number, self.tok_encode(context)))
+        texts: dict[int, str] = {}
+        for key, group in groups.items():
+            settings = _generation(orjson.loads(key), self._text.limit)
+            ordered = sorted(group, key=lambda one: -len(one[1]))
+            found = self._share.run(self._batches(ordered), lambda batch, s=settings: self._write(batch, s))  # type: ignore[misc]
+            texts |= {number: text for batch in found for number, text in batch}
+        return [texts[number] for number in range(len(requests))]
+
+    def _batches(self, ordered: Sequence[Item]) -> list[list[Item]]:
+        """Cut the requests, longest first, into batches. The first pass needs the most memory."""
+        return [list(ordered[at : at + self._batch]) for at in range(0, len(ordered), self._batch)]
+
+    @torch.no_grad()
+    def _score(self, batch: list[_Scored]) -> list[tuple[int, float, bool]]:
+        text, width = self._text, len(batch[0].tokens)
+        wanted, rows, targets, lengths = [], [], [], []
+        for row, one in enumerate(batch):
+            end = row * width + len(one.tokens)
+            most = max(len(continuation) for _, continuation in one.requests)
+            wanted += range(end - most, end)
+            for _, continuation in one.requests:
+                rows += range(len(wanted) - len(continuation), len(wanted))
+                targets += continuation
+                lengths.append(len(continuation))
+        # Padding comes after the text, where no token sees it.
+        tokens = self._tensor([[*one.tokens, *[0] * (width - len(one.tokens))] for one in batch])
+        others = [text.beside(one.prompt, range(one.first, one.first + width)) for one in batch]
+        inputs = {name: self._tensor([other[name] for other in others]) for name in others[0]}
+        logits = text.model(tokens, logits_at=self._tensor(wanted), **inputs)[:, : text.vocabulary].float()
+        at, expected = self._tensor(rows), self._tensor(targets)
+        scores = logits.log_softmax(-1)[at, expected].cpu().split(lengths)
+        greedy = (logits.argmax(-1)[at] == expected).cpu().split(lengths)
+        numbers = [number for one in batch for number, _ in one.requests]
+        return [(n, float(s.sum()), bool(g.all())) for n, s, g in zip(numbers, scores, greedy, strict=True)]
+
+    def _write(self, batch: list[tuple[int, list[int]]], settings: _Generation) -> list[tuple[int, str]]:
+        text, options = self._text, settings.options
+        prompts = [ids[-(text.limit - options.tokens) :] for _, ids in batch]
+        cached = CachedTexts(
+            text.model,
+            limit=text.limit,
+            most=len(prompts[0]) + options.tokens,
+            device=text.device,
+            beside=lambda row, shown: text.beside(len(prompts[row]), shown),
+        )
+        # Repeats of a request draw different texts.
+        seeds = [derive_seed(options.seed, "sample", number) for number, _ in batch]
+        written = generate(
+            lambda texts: cached(texts)[:, : text.vocabulary],
+            prompts,
+            options,
+            stop=text.end,
+            ends=lambda row, tokens: self._has_stop(tokens, settings),
+            seeds=seeds,
+            all_finished=self._share.all_finished,
+        )
+        texts = [postprocess_generated_text(text.tokenizer.decode(tokens), settings.until, None) for tokens in written]
+        return [(number, one) for (number, _), one in zip(batch, texts, strict=True)]
+
+    def _has_stop(self, tokens: Sequence[int], settings: _Generation) -> bool:
+        tail = self._text.tokenizer.decode(tokens[-settings.tail :])
+        return any(stop in tail for stop in settings.until)
+
+    def _tensor(self, numbers: Sequence[Any]) -> Tensor:
+        return torch.tensor(numbers, device=self._text.device)
+
+
+class _Generation(NamedTuple):
+    options: Sampling
+    until: list[str]
+
+    @property
+    def tail(self) -> int:
+        """The number of last tokens that can hold a stop string: every token has at least one byte."""
+        return max((len(stop.encode()) for stop in self.until), default=0) + 4
+
+
+def _generation(settings: dict[str, Any], limit: int) -> _Generation:
+    """Return the settings of a task's generation. Refuse what would be ignored."""
+    known = dict(normalize_gen_kwargs(settings, _TOKENS))
+    unknown = sorted(known.keys() - _SETTINGS)
+    if unknown:
+        raise ArgosyError(
+            "eval.bad-task",
+            f"a task sets {', '.join(unknown)} for its generation, and this back end knows {', '.join(sorted(_SETTINGS))}",
+            key="generation_kwargs",
+            fix="leave it out of the task's generation_kwargs",
+        )
+    tokens = known["max_gen_toks"]
+    if tokens >= limit:
+        raise ArgosyError(
+            "eval.bad-task",
+            f"a task writes up to {tokens} tokens, which leaves no room for its prompt in the model's {limit}",
+            key="max_gen_toks",
+            value=tokens,
+            fix=f"set max_gen_toks in the task's generation_kwargs to fewer than {limit}",
+        )
+    temperature = float(known.get("temperature", 1.0)) if known["do_sample"] else 0.0
+    options = Sampling(tokens, temperature, int(known.get("top_k", _TOP_K)), 0, float(known.get("top_p", 1.0)))
+    return _Generation(options, [stop for stop in known["until"] if stop])

@@ -1,0 +1,83 @@
+"""Scores on tasks while a model trains (`eval.tasks`), in the metrics as `task/NAME/METRIC`.
+
+The model is in evaluation mode, no gradients are kept, and nothing is drawn from a generator of the training. Requests are shared
+among the data-parallel ranks. With FSDP all ranks make equally many forward passes, because each gathers parameters from all.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from argosy.config.suites import TasksSpec
+from argosy.errors import ArgosyError
+from argosy.parallel.host_group import all_gather_json
+from argosy.parallel.mesh import Agreement
+from argosy.record.jsonl import now
+from argosy.suites.harness_tasks import HarnessTasks, require_harness
+from argosy.tasks.task_registry import task_of
+from argosy.train.opening import Journal
+from argosy.train.session import Session
+
+KEY = "eval.tasks"
+
+
+class TaskEvaluation:
+    """Scores the model when it is due. Tasks and their data are loaded once, before the first step."""
+
+    def __init__(self, session: Session, spec: TasksSpec, journal: Journal, agreement: Agreement) -> None:
+        require_harness(KEY)
+        from argosy.suites.harness_model import HarnessModel, RankShare, TextModel
+        from argosy.suites.icl_tasks import harness_config
+
+        self._session, self._spec, self._journal, self._agreement = session, spec, journal, agreement
+        self._timer = session.timer(spec.every, agreement.now)
+        directory = None if spec.dir is None else Path(spec.dir)
+        configs = [harness_config(task) for task in spec.icl]
+        self._tasks = HarnessTasks(spec.names, configs=configs, directory=directory, shots=spec.few_shot, key=KEY)
+        data, mesh = session.data, session.mesh
+        tokenizer = data.require_tokenizer(KEY)
+        end = tokenizer.eod_id if data.eod_id is None else data.eod_id
+        text = TextModel(
+            session.engine.model,
+            tokenizer,
+            session.device,
+            limit=session.spec.data.seq_len,
+            vocabulary=min(session.spec.model.vocab_size, tokenizer.vocab_size),
+            end=end,
+            start=end,
+            beside=task_of(session.spec).prompt_inputs,
+        )
+        share = RankShare()
+        if mesh.world_size > 1:
+            share = RankShare(mesh.rank, mesh.world_size, partial(all_gather_json), in_step=mesh.has_fsdp)
+        self._model = HarnessModel(text, batch=spec.batch, share=share)
+
+    def due(self, step: int) -> bool:
+        # A run that is asked to stop saves instead.
+        return self._agreement.asked is None and (step == self._session.steps or self._timer.due(step))
+
+    def run(self, step: int, tokens: int) -> list[str]:
+        """Score the weights after `step`. A task that cannot be run is reported, and training goes on."""
+        model = self._session.engine.model
+        # Compiled code would be compiled again for each length.
+        eager = self._session.spec.parallel.compile != "off"
+        model.eval()
+        try:
+            with torch.compiler.set_stance("force_eager") if eager else nullcontext():
+                found = self._tasks.score(self._model, limit=self._spec.limit, resample=False)
+        except ArgosyError as error:
+            self._journal.event("tasks-failed", step, warning=error.cause)
+            return [f"warning: step {step}: tasks were not scored: {error.cause}"]
+        finally:
+            model.train()
+        scores = {f"task/{name}/{metric}": v for name, one in found.items() for metric, v in one.metrics.items()}
+        self._journal.metrics({"step": step, "time": now(), **scores})
+        said = ", ".join(f"{name.removeprefix('task/')} {value:.4f}" for name, value in scores.items())
+        return [f"step {step}: {said}"]
+
+    def close(self) -> None:
+        """Nothing is open."""

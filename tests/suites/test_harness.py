@@ -1,0 +1,129 @@
+"""`argosy eval --tasks`: scores are those of lm-evaluation-harness's own back end on the exported model."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from argosy.checkpoint.hf.hf_export import ExportOptions, export_hf
+from argosy.config.resolve import resolve
+from argosy.errors import ArgosyError
+from argosy.infer.evaluate_tasks import evaluate_tasks, text_model
+from argosy.infer.loading import load_model
+from argosy.train.run import TrainOptions, train
+from suites.local_tasks import NAMES, write_tasks
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture(autouse=True)
+def _caches(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path_factory.getbasetemp() / "data-sets"))
+
+
+@pytest.fixture
+def run(write_spec: Write, tmp_path: Path) -> Path:
+    path = write_spec(eval="off")
+    train(resolve(path, ["train.steps=2", "train.precision=fp32", "optim.warmup=0"]), path, TrainOptions(quiet=True))
+    return tmp_path / "runs" / "tiny"
+
+
+def answers(model: Any, tasks: Any) -> dict[str, Any]:
+    """The scores of the harness with one of its back ends."""
+    return {name: one.as_dict() for name, one in tasks.score(model).items()}
+
+
+def test_scores_are_those_of_the_hugging_face_back_end_on_the_exported_model(run: Path, tmp_path: Path) -> None:
+    from lm_eval.models.huggingface import HFLM
+
+    from argosy.suites.harness_model import HarnessModel
+    from argosy.suites.harness_tasks import HarnessTasks
+
+    directory = write_tasks(tmp_path / "tasks")
+    export_hf(str(run), tmp_path / "hf", ExportOptions(verify=False))
+    theirs = HFLM(pretrained=str(tmp_path / "hf"), device="cpu", dtype="float32", batch_size=4)
+    tasks = HarnessTasks(NAMES, directory=directory, shots=1)
+    expected = answers(theirs, tasks)
+    assert expected["colours"]["few_shot"] == 1
+    assert {name: one["samples"] for name, one in expected.items()} == dict.fromkeys(NAMES, 9)
+    for where in (str(run), f"hf:{tmp_path / 'hf'}"):
+        ours = HarnessModel(text_model(load_model(where, device="cpu", precision="fp32")), batch=4)
+        found = answers(ours, tasks)
+        for name in NAMES:
+            assert found[name] == pytest.approx(expected[name], rel=1e-5), name
+        # Not only the scores: every answer.
+        for instance in tasks._loaded["tasks"]["writing"].instances:
+            assert len(set(instance.resps)) == 1
+    written = [instance.resps[0] for instance in tasks._loaded["tasks"]["writing"].instances]
+    assert any(written)
+    assert not any("e" in text for text in written)
+
+
+def test_a_request_gets_the_same_answer_whatever_its_batch_and_rank(run: Path) -> None:
+    from argosy.suites.harness_model import HarnessModel, RankShare
+
+    text = text_model(load_model(str(run), device="cpu", precision="fp32"))
+    requests = [(None, list(range(30 + n)), [n, n + 1][: 1 + n % 2]) for n in range(7)]
+    alone = HarnessModel(text, batch=1)._loglikelihood_tokens(requests)
+
+    parts: list[Any] = []
+    # Two ranks, one after the other: the second sees what the first has gathered.
+    for rank in range(2):
+        share = RankShare(rank, 2, gather=lambda mine: (parts.append(mine), parts)[1])
+        try:
+            found = HarnessModel(text, batch=3, share=share)._loglikelihood_tokens(requests)
+        except KeyError:
+            assert rank == 0
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in alone]
+    torch.testing.assert_close([value for value, _ in found], [value for value, _ in alone])
+
+
+def test_the_command_prints_and_writes_scores(run: Path, tmp_path: Path, argosy: Any) -> None:
+    directory = write_tasks(tmp_path / "tasks")
+    options = (
+        "--task-dir",
+        directory.relative_to(tmp_path),
+        "--limit",
+        4,
+        "--device",
+        "cpu",
+        "--output",
+        tmp_path / "scores.json",
+    )
+    environment = os.environ | {"HF_DATASETS_CACHE": str(tmp_path / "cache")}
+    shown = argosy("eval", run, "--tasks", "letters,perplexing", *options, env=environment)
+    assert shown.returncode == 0, shown.stderr
+    written = json.loads((tmp_path / "scores.json").read_text())
+    assert written["step"] == 2
+    assert written["tasks"]["letters"]["samples"] == 4
+    assert f"{written['tasks']['perplexing']['word_perplexity']:.4f}" in shown.stdout
+
+
+def test_wrong_names_models_and_settings_are_refused(run: Path, tmp_path: Path) -> None:
+    directory = write_tasks(tmp_path / "tasks")
+    (directory / "colours.yaml").write_text(
+        (directory / "colours.yaml").read_text().replace("rows.jsonl", "gone.jsonl")
+    )
+    for names, place, code in (
+        (["hellaswga"], None, "eval.unknown-task"),
+        (["colours"], directory, "eval.bad-task"),
+        (["letters"], tmp_path / "none", "data.not-found"),
+    ):
+        with pytest.raises(ArgosyError) as refused:
+            evaluate_tasks(str(run), names, directory=place, device="cpu")
+        assert refused.value.code == code
+    path = directory / "writing.yaml"
+    for old, new, said in (("9", "400", "leaves no room"), ("do_sample: false", "num_beams: 4", "num_beams")):
+        text = path.read_text()
+        path.write_text(text.replace(old, new))
+        with pytest.raises(ArgosyError, match=said):
+            evaluate_tasks(str(run), ["writing"], directory=directory, device="cpu")
+        path.write_text(text)

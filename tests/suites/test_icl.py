@@ -1,0 +1,79 @@
+"""LLM-Foundry's in-context learning tasks are taken over into the run spec, and prompts are put together as Foundry does it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from argosy.config.foreign.foundry import from_foundry
+from argosy.config.foreign.foundry_icl import read_icl_tasks
+from argosy.config.suites import IclTaskSpec, TasksSpec
+
+TASKS: list[dict[str, Any]] = [
+    {
+        "label": "piqa", "dataset_uri": "eval/piqa.jsonl", "num_fewshot": [0, 2], "icl_task_type": "multiple_choice",
+        "continuation_delimiter": "\nAnswer: ", "metric_names": ["InContextLearningMultipleChoiceAccuracy"],
+    },
+    {"label": "winograd", "dataset_uri": "eval/w.jsonl", "num_fewshot": [0], "icl_task_type": "schema"},
+    {"label": "trivia", "dataset_uri": "eval/t.jsonl", "icl_task_type": "generation_task_with_answers", "cot_delimiter": "#"},
+    {"label": "code", "dataset_uri": "eval/c.jsonl", "icl_task_type": "code_evaluation"},
+]  # fmt: skip
+TRAIN: dict[str, Any] = {
+    "model": {"name": "mpt_causal_lm", "d_model": 64, "n_heads": 4, "n_layers": 2, "vocab_size": 257},
+    "eval_interval": "500ba",
+    "icl_tasks": TASKS,
+}
+
+
+def test_tasks_of_a_train_yaml_become_a_section_of_the_run_spec(tmp_path: Path) -> None:
+    path = tmp_path / "train.yaml"
+    path.write_text(yaml.safe_dump(TRAIN | {"eval_loader": {"dataset": {"local": "corpus", "split": "val"}}}))
+    draft = from_foundry(path)
+    section = TasksSpec.model_validate(draft.get("eval.tasks"))
+    assert str(section.every) == "500ba"
+    assert [(task.name, task.type, task.few_shot) for task in section.icl] == [
+        ("piqa-0-shot", "multiple_choice", 0),
+        ("piqa-2-shot", "multiple_choice", 2),
+        ("winograd", "schema", 0),
+        ("trivia", "generation", 0),
+    ]
+    assert section.icl[0].continuation_delimiter == "\nAnswer: "
+    assert any("code_evaluation" in item for item in draft.left)
+    assert "icl_tasks.trivia.cot_delimiter: #" in draft.left
+
+
+def test_tasks_that_cannot_be_scored_there_are_listed(tmp_path: Path) -> None:
+    path = tmp_path / "train.yaml"
+    path.write_text(yaml.safe_dump(TRAIN))
+    assert any("no eval_loader" in item for item in from_foundry(path).left)
+    path.write_text(yaml.safe_dump(TRAIN | {"icl_tasks": "eval/yamls/tasks.yaml"}))
+    assert any("--icl-tasks eval/yamls/tasks.yaml" in item for item in from_foundry(path).left)
+
+
+def test_a_file_of_tasks_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.yaml"
+    path.write_text(yaml.safe_dump({"icl_tasks": TASKS[:2]}))
+    sections, left = read_icl_tasks(path)
+    assert ([section["name"] for section in sections], left) == (["piqa-0-shot", "piqa-2-shot", "winograd"], [])
+
+
+def test_prompts_have_examples_and_delimiters_where_foundry_has_them(tmp_path: Path) -> None:
+    from argosy.suites.harness_tasks import HarnessTasks
+    from argosy.suites.icl_tasks import harness_config
+
+    row = {"query": "Q?", "choices": ["yes", "no"], "gold": 1}
+    (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 3)
+    task = IclTaskSpec(
+        name="piqa", data=str(tmp_path / "rows.jsonl"), type="multiple_choice", few_shot=1, prompt="Choose.\n",
+        continuation_delimiter="\nA: ", example_delimiter="\n\n",
+    )  # fmt: skip
+    [loaded] = HarnessTasks([], configs=[harness_config(task)])._loaded["tasks"].values()
+    loaded.set_fewshot_seed(seed=1)
+    loaded.build_all_requests(limit=1, rank=0, world_size=1)
+    assert [request.args for request in loaded.instances] == [
+        ("Choose.\nQ?\nA: no\n\nQ?", "\nA: yes"),
+        ("Choose.\nQ?\nA: no\n\nQ?", "\nA: no"),
+    ]
