@@ -107,6 +107,8 @@ ONE_MODEL = {  # what is no matter of the model is tried on one
     "cp=2 recompute=full": "gemma",
     "cp=2 cp_kind=ulysses tp=2 recompute=full": "gemma",
     "pp=2 cp=2 tp=2": "llama",
+    "dp_shard=2 tp=2 cp=2": "sft",
+    "pp=2 dp_replicate=2": "sft",
 }
 CASES = [
     *((model, layout) for layout in LAYOUTS for model in DECODERS),
