@@ -11,9 +11,12 @@ import pytest
 import torch
 import transformers as T
 from datasets import Dataset
+from peft import PeftModel
 from torch import Tensor
 from trl import SFTConfig, SFTTrainer
 
+from argosy.checkpoint.hf.hf_adapter import export_adapter
+from argosy.checkpoint.hf.hf_export import ExportOptions, export_hf
 from argosy.checkpoint.source import open_source, starting_weights
 from argosy.config.resolve import resolve
 from argosy.config.schema import RunSpec
@@ -24,9 +27,11 @@ from argosy.data.prepare.job import prepare
 from argosy.data.prepare.work import PrepareOptions
 from argosy.data.samples.conversations import read_conversation
 from argosy.data.text.tokenizer import load_tokenizer
+from argosy.infer.loading import load_model
 from argosy.parallel.engine import Engine
 from argosy.parallel.mesh import Mesh
 from argosy.parallel.parallelize import parallelize
+from argosy.train.run import TrainOptions, train
 from chat_files import CHATML, MARKED, messages, write_tokenizer
 
 SEQ, COUNT = 128, 6
@@ -130,3 +135,28 @@ def test_masks_are_those_of_trl(base: Base, tmp_path: Path, template: str) -> No
         )
         assert tokens.tolist() == theirs["input_ids"]
         assert learnt.astype(int).tolist() == theirs["assistant_masks"]
+
+
+def test_peft_loads_the_adapters_of_a_run(base: Base, tmp_path: Path) -> None:
+    corpus = prepared(base, tmp_path / "corpus", base.chats)
+    run = resolve(
+        None,
+        [
+            "name=lora", f"runs_dir={tmp_path}", f"init_from=hf:{base.directory}", f"data.train={corpus}", f"data.seq_len={SEQ}",
+            "data.split=[1,0,0]", "data.task=sft", "eval=off", "model.lora={rank: 4, alpha: 8}", "train.global_batch=2",
+            "train.steps=3", "optim.lr=1e-2", "checkpoint.mode=sync",
+        ],
+    )  # fmt: skip
+    assert train(run, None, TrainOptions(quiet=True)) == 0
+    export_adapter(str(tmp_path / "lora"), tmp_path / "adapter")
+    adapted = PeftModel.from_pretrained(base.model(), tmp_path / "adapter").eval()
+    merged = load_model(str(tmp_path / "lora"), device="cpu").model
+    tokens = torch.arange(40)[None] * 7 % 302
+    with torch.no_grad():
+        expected = adapted(tokens).logits
+        torch.testing.assert_close(merged(tokens), expected, rtol=1e-5, atol=1e-5)
+        assert (expected - base.model().eval()(tokens).logits).abs().max() > 1e-3
+    export_hf(str(tmp_path / "lora"), tmp_path / "merged", ExportOptions())
+    whole = T.LlamaForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(whole(tokens).logits, expected, rtol=1e-5, atol=1e-5)

@@ -51,6 +51,16 @@ OUTSIDE = Sharding(partial="sequence")
 REPLICATED = Sharding()
 
 
+def column(layer: str) -> Declaration:
+    """Declare a linear layer, and its adapters, whose output features are cut over ranks."""
+    return {layer: COLUMN, f"{layer}.lora_a": INSIDE}
+
+
+def row(layer: str) -> Declaration:
+    """Declare a linear layer, and its adapters, whose input features are cut over ranks."""
+    return {f"{layer}.weight": ROW, f"{layer}.lora_a": ROW, f"{layer}.lora_b": INSIDE, f"{layer}.bias": OUTSIDE}
+
+
 def shardable(name: str) -> Any:
     """Return a property for a parameter that a layout may shard. Reading it gives this rank's part as a plain tensor."""
 

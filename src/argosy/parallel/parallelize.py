@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from argosy.config.schema import RunSpec
+from argosy.model.adapters import freeze_base
 from argosy.model.build import build_model
 from argosy.parallel.engine import Engine
 from argosy.parallel.mesh import Mesh
@@ -67,6 +68,8 @@ def parallelize(spec: RunSpec, mesh: Mesh, *, precision: str | None = None, weig
         from argosy.parallel.fsdp import apply_fsdp
 
         apply_fsdp(model, blocks_of(model), mesh, parallel, precision)
+    if spec.model.lora is not None:
+        freeze_base(model)
     materialise(model, mesh.device, weights)
     dropout = DropoutSeeds(model, seed)
     if pp is not None:
