@@ -18,6 +18,7 @@ from argosy.data.prepare import part_runner
 from argosy.data.prepare.job import prepare
 from argosy.data.prepare.work import PrepareOptions
 from argosy.data.samples.conversations import read_conversation
+from argosy.data.samples.preferences import pair_rows
 from argosy.data.text.records import Fault
 from argosy.data.text.tokenizer import ByteTokenizer, load_tokenizer
 from argosy.errors import ArgosyError
@@ -129,7 +130,7 @@ def test_what_is_no_conversation_is_quarantined(record: Any, kind: str) -> None:
     assert fault.value.args[0] == kind
 
 
-def test_a_preference_is_two_corpora_that_differ_in_the_last_turn(directory: Path, tmp_path: Path) -> None:
+def test_a_preference_is_two_conversations_that_end_with_their_answers(directory: Path, tmp_path: Path) -> None:
     prompt, good, bad = messages(0, 1)[:1], "Paris.", "Lyon."
     answers = [[{"role": "assistant", "content": text}] for text in (good, bad)]
     forms = [
@@ -142,9 +143,14 @@ def test_a_preference_is_two_corpora_that_differ_in_the_last_turn(directory: Pat
         preference_of({"chosen": prompt + answers[0], "rejected": [{"role": "user", "content": "?"}, *answers[1]]})
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(form) + "\n" for form in forms))
     output = prepared(tmp_path / "a.jsonl", directory, tmp_path / "out", pairs=True)
-    for name, answer in (("chosen", good), ("rejected", bad)):
-        corpus = open_corpus(output / name)
-        assert [learnt_texts(corpus, directory, n) for n in range(3)] == [[f"{answer}<|im_end|>\n"]] * 3
+    corpus = open_corpus(output)
+    answers_of = [f"{answer}<|im_end|>\n" for answer in (good, bad)]
+    assert [learnt_texts(corpus, directory, n) for n in range(3)] == [answers_of] * 3
+    batch = pair_rows(corpus, np.array([0]), 96)
+    assert [len(corpus.sequence_lengths(n)) for n in range(3)] == [4] * 3
+    starts = np.flatnonzero(batch.inputs["positions"][0] == 0)
+    assert batch.inputs["documents"][0, starts].tolist() == [0, 1, 2]
+    assert batch.tokens[0, starts[0]] == batch.tokens[0, starts[1]]
 
 
 def test_bytes_take_a_template_from_a_file(tmp_path: Path) -> None:

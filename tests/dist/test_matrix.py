@@ -109,6 +109,8 @@ ONE_MODEL = {  # what is no matter of the model is tried on one
     "pp=2 cp=2 tp=2": "llama",
     "dp_shard=2 tp=2 cp=2": "sft",
     "pp=2 dp_replicate=2": "sft",
+    "dp_shard=2 tp=2 micro_batch=2": "dpo",
+    "pp=2 dp_replicate=2 micro_batch=2": "dpo",
     "dp_shard=2 tp=2 recompute=full micro_batch=2": "lora",
     "pp=2 tp=2 schedule=zbv recompute=selective": "lora",
     "dp_replicate=2 dp_shard=2 cp=2 tp=2 sp=false": "lora",

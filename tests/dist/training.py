@@ -42,6 +42,7 @@ MODELS = {
     "prefix": ["model.preset=llama3-8b", *_SIZES, "kv_heads=2", "data.task=prefix-lm"],
     # Conversations, of which some tokens are learnt.
     "sft": ["model.preset=llama3-8b", *_SIZES, "kv_heads=2", "data.task=sft"],
+    "dpo": ["model.preset=llama3-8b", *_SIZES, "kv_heads=2", "data.task=dpo"],
     # Adapters beside frozen weights.
     "lora": ["model.preset=llama3-8b", *_SIZES, "kv_heads=2", "tied=true", "lora={rank: 4}"],
     "bert": ["model.preset=bert-base", *_SIZES, "dropout=0"],
@@ -86,8 +87,8 @@ def batch_of(model: str, step: int) -> Batch:
         labels[row, valid:] = IGNORED
     if model in ENCODERS:
         return _encoder_batch(model, rng, tokens, labels, np.arange(SEQ) < np.maximum(lengths, 1)[:, None])
-    if model == "sft":
-        return TASKS["sft"].synthetic(spec_of(model, ""), lambda length: tokens[:, :length])
+    if model in ("sft", "dpo"):
+        return TASKS[model].synthetic(spec_of(model, ""), lambda length: tokens[:, :length])
     if model == "prefix":
         return Batch(tokens, labels, {"reach": np.maximum(np.arange(SEQ), lengths[:, None] // 2)})
     if model != "packed":

@@ -13,7 +13,7 @@ import transformers as T
 from datasets import Dataset
 from peft import PeftModel
 from torch import Tensor
-from trl import SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from argosy.checkpoint.hf.hf_adapter import export_adapter
 from argosy.checkpoint.hf.hf_export import ExportOptions, export_hf
@@ -27,7 +27,9 @@ from argosy.data.prepare.job import prepare
 from argosy.data.prepare.work import PrepareOptions
 from argosy.data.samples.conversations import read_conversation
 from argosy.data.text.tokenizer import load_tokenizer
+from argosy.errors import ArgosyError
 from argosy.infer.loading import load_model
+from argosy.infer.reference import write_references
 from argosy.parallel.engine import Engine
 from argosy.parallel.mesh import Mesh
 from argosy.parallel.parallelize import parallelize
@@ -71,7 +73,8 @@ def prepared(base: Base, output: Path, records: list[dict[str, Any]], *, pairs: 
     return output
 
 
-def ours(base: Base, corpus: Path, *keys: str) -> tuple[RunSpec, Engine]:
+def ours(base: Base, corpus: Path, *keys: str, policy: Path | None = None) -> tuple[RunSpec, Engine]:
+    """Return a run that starts from the base, and its engine with the weights of `policy`, or of the base itself."""
     spec = resolve(
         None,
         [
@@ -79,7 +82,7 @@ def ours(base: Base, corpus: Path, *keys: str) -> tuple[RunSpec, Engine]:
             "train.precision=fp32", "train.global_batch=1", "train.steps=1", "optim.lr=1e-3", "parallel.micro_batch=1", *keys,
         ],
     ).spec  # fmt: skip
-    source = open_source(f"hf:{base.directory}")
+    source = open_source(f"hf:{policy or base.directory}")
     return spec, parallelize(
         spec,
         Mesh(torch.device("cpu")),
@@ -160,3 +163,41 @@ def test_peft_loads_the_adapters_of_a_run(base: Base, tmp_path: Path) -> None:
     whole = T.LlamaForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
     with torch.no_grad():
         torch.testing.assert_close(whole(tokens).logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_dpo_computes_the_loss_and_gradients_of_trl(base: Base, tmp_path: Path) -> None:
+    """The model has moved away from the reference, so that every pair has a loss of its own."""
+    pairs = []
+    for number in range(4):
+        said, other = messages(number, 2), messages(number + 1, 2)
+        pairs.append({"prompt": said[:-1], "chosen": said[-1:], "rejected": other[-1:]})
+    model = base.model()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.02)
+    model.save_pretrained(tmp_path / "policy")
+    settings = DPOConfig(
+        output_dir=str(tmp_path / "trl"), beta=0.3, max_length=SEQ, per_device_train_batch_size=4, use_cpu=True, report_to=[],
+        bf16=False, gradient_checkpointing=False,
+    )  # fmt: skip
+    trainer = DPOTrainer(
+        model=model, ref_model=base.model(), args=settings, train_dataset=Dataset.from_list(pairs), processing_class=base.tokenizer()
+    )  # fmt: skip
+    batch = next(iter(trainer.get_train_dataloader()))
+    expected = trainer.compute_loss(model.eval(), dict(batch))
+    expected.backward()
+
+    corpus = prepared(base, tmp_path / "corpus", pairs, pairs=True)
+    keys = ("data.task=dpo", "data.dpo.beta=0.3", "data.seq_len=192", "model.max_seq_len=192")
+    spec, engine = ours(base, corpus, *keys, policy=tmp_path / "policy")
+    with pytest.raises(ArgosyError, match="argosy data reference"):
+        open_data(spec).training()
+    write_references(spec, device="cpu")
+    stream = open_data(spec).training()
+    result = engine.forward_backward(stream.batch(0, len(pairs)), 1)
+    tokens = int(result.tokens)
+    assert float(result.loss_sum) / tokens == pytest.approx(expected.item(), rel=1e-5)
+    assert 0 <= float(result.metrics["reward_accuracy"]) / tokens <= 1
+    found = dict(engine.model.named_parameters())
+    for name, gradient in gradients_of(model, tmp_path / "gradients"):
+        torch.testing.assert_close(found[name].grad / tokens, gradient, rtol=1e-4, atol=1e-6)

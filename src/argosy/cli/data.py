@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from argosy.cli import data_build, data_corpus, data_fetch
+from argosy.cli import data_build, data_corpus, data_fetch, data_reference
 from argosy.cli.arguments import local
 
 app = typer.Typer(help="Fetch and tokenise text; inspect, verify and merge corpora.", no_args_is_help=True)
@@ -72,7 +72,7 @@ def prepare(
     task: Annotated[
         str | None,
         typer.Option(
-            help="The data.task to prepare for. sft: conversations as OpenAI messages, ShareGPT or Alpaca; default: text."
+            help="The data.task to prepare for. sft: conversations as OpenAI messages, ShareGPT or Alpaca; dpo: pairs of chosen and rejected answers; default: text."
         ),
     ] = None,
     chat_template: Annotated[
@@ -163,6 +163,7 @@ def train_tokenizer(
 
 
 app.command("build")(data_build.build)
+app.command("reference")(data_reference.reference)
 app.command("inspect")(data_corpus.inspect)
 app.command("verify")(data_corpus.verify)
 app.command("merge")(data_corpus.merge)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -53,12 +54,14 @@ class Decoder(nn.Module):
         documents: Tensor | None = None,
         reach: Tensor | None = None,
         positions: Tensor | None = None,
+        preference: Tensor | None = None,
     ) -> Tensor | Loss | Stream:
         """Return the logits, the loss if labels are given, or a `Stream` on a pipeline stage that is not the last.
 
         Args:
             stream: the output of the previous pipeline stage.
             documents, reach: [batch, seq], the attention mask as in `argosy.model.attention.Mask`.
+            preference: [batch, 2], if samples are pairs of answers, as in `argosy.model.preference`.
         """
         objective = objective or Objective()
         counted = objective.counted
@@ -86,6 +89,11 @@ class Decoder(nn.Module):
         weight = self.embed.tokens.weight if self.head is None else self.head.weight
         if labels is None:
             return self.predict.logits(x, weight)
+        if preference is not None and documents is not None:
+            from argosy.model.preference import preference_loss
+
+            losses = partial(self.predict.losses, weight=weight)
+            return preference_loss(losses, x, labels, documents, preference, objective, routed, load)
         total, cross_entropy = self.predict.losses(x, weight, labels, z_loss=objective.z_loss)
         metrics = objective.z_metrics(total, cross_entropy) | routed
         return Loss(total * objective.scale, cross_entropy, metrics, load)

@@ -11,6 +11,7 @@ from argosy.config.model import ModelSpec, Section
 from argosy.errors import ArgosyError
 from argosy.families.architecture import Architecture, architecture_of
 from argosy.tasks.causal_lm import CausalLM
+from argosy.tasks.dpo import DpoSpec, PreferenceTuning
 from argosy.tasks.inverse_cloze import IctSpec, InverseClozeTask
 from argosy.tasks.masked_lm import BertSpec, MaskedLMTask
 from argosy.tasks.prefix_lm import PrefixLM, PrefixSpec
@@ -22,10 +23,10 @@ from argosy.tasks.task import Run, Task
 TASKS: dict[str, Task[Any]] = {
     task.name: task
     for task in (
-        CausalLM(), PrefixLM(), SupervisedFineTuning(), MaskedLMTask(), SpanCorruptionTask(), InverseClozeTask(),
+        CausalLM(), PrefixLM(), SupervisedFineTuning(), PreferenceTuning(), MaskedLMTask(), SpanCorruptionTask(), InverseClozeTask(),
     )
 }  # fmt: skip
-TaskName = Literal["causal-lm", "prefix-lm", "sft", "masked-lm", "span-corruption", "inverse-cloze"]
+TaskName = Literal["causal-lm", "prefix-lm", "sft", "dpo", "masked-lm", "span-corruption", "inverse-cloze"]
 
 
 class TaskSections(Section):
@@ -39,6 +40,9 @@ class TaskSections(Section):
     )
     sft: SftSpec | None = Field(
         None, description="supervised fine-tuning on conversations (a decoder's samples, with `task: sft`)"
+    )
+    dpo: DpoSpec | None = Field(
+        None, description="preference tuning on pairs of answers (a decoder's samples, with `task: dpo`)"
     )
     bert: BertSpec | None = Field(None, description="masked language modelling (an encoder's samples)")
     t5: T5Spec | None = Field(None, description="span corruption (an encoder-decoder's samples)")

@@ -26,7 +26,8 @@ from argosy.errors import ArgosyError
 
 
 class ChatDocuments:
-    """The documents of conversations. Preferences have two columns: the chosen and the rejected conversation."""
+    """The documents of conversations. A preference is the chosen and the rejected conversation, each up to the end of its answer:
+    four sequences."""
 
     def __init__(self, format: ChatFormat, tokenizer: object, block_bytes: int) -> None:
         if not isinstance(tokenizer, PlacesTokens):
@@ -43,27 +44,32 @@ class ChatDocuments:
         keys = PREFERENCE_KEYS if self._pairs else CONVERSATION_KEYS
         return open_records(group, keys=keys, block_bytes=self._block_bytes), self._parse
 
-    def encode(self, documents: list[Rendered]) -> Encoded:
-        placed = self._tokenizer.encode_placed([document.text for document in documents])
-        sequences = [
-            alternating(learnt_tokens(one, document.learnt)) for one, document in zip(placed, documents, strict=True)
-        ]
-        return (
-            np.concatenate([ids for ids, _ in placed]),
-            np.concatenate(sequences),
-            np.array([len(lengths) for lengths in sequences], np.int64),
-        )
+    def encode(self, documents: list[Sequence[Rendered]]) -> Encoded:
+        parts = [part for document in documents for part in document]
+        placed = self._tokenizer.encode_placed([part.text for part in parts])
+        tokens, sequences = [], []
+        for one, part in zip(placed, parts, strict=True):
+            learnt = learnt_tokens(one, part.learnt)
+            # In a pair, what follows the answer would be taken for the beginning of the other conversation.
+            end = int(np.flatnonzero(learnt)[-1]) + 1 if self._pairs and learnt.any() else len(learnt)
+            tokens.append(one[0][:end])
+            sequences.append(alternating(learnt[:end]))
+        each = 2 if self._pairs else 1
+        of_document = [sum(len(s) for s in sequences[n : n + each]) for n in range(0, len(sequences), each)]
+        return np.concatenate(tokens), np.concatenate(sequences), np.array(of_document, np.int64)
 
-    def _parse(self, piece: Piece) -> Parsed[Rendered]:
-        return parse_piece(piece, 2 if self._pairs else 1, self._rendered)
+    def _parse(self, piece: Piece) -> Parsed[Sequence[Rendered]]:
+        return parse_piece(piece, 1, self._rendered)
 
-    def _rendered(self, record: Any) -> list[Rendered]:
+    def _rendered(self, record: Any) -> list[Sequence[Rendered]]:
         value = json_record(record)
         found = preference_of(value) if self._pairs else (conversation_of(value),)
         rendered = [self._template.render(conversation) for conversation in found]
         if not all(one.text and one.learnt for one in rendered):
             raise Fault("no-answer", "the chat template writes nothing to learn")
-        return rendered
+        if self._pairs and any(len(one.learnt) > 1 for one in rendered):
+            raise Fault("turns", "the chat template marks the last turn in several parts")
+        return [rendered]
 
 
 def learnt_tokens(placed: Placed, spans: Sequence[tuple[int, int]]) -> npt.NDArray[np.bool_]:

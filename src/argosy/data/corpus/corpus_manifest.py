@@ -67,7 +67,7 @@ class ChatFacts(_Part):
     template_sha256: str
     # The copy of the chat template beside the shards.
     file: PlainName
-    # True if the corpus is one of two, of chosen and rejected conversations.
+    # True if a document is two conversations that differ in the last answer: the chosen one, then the rejected one.
     pairs: bool = False
 
 

@@ -54,9 +54,7 @@ class PrepareOptions:
     @property
     def columns(self) -> tuple[str, ...]:
         """The names of the corpora that each record has a document in."""
-        if self.chat is None:
-            return self.keys
-        return ("chosen", "rejected") if self.chat.pairs else ("messages",)
+        return self.keys if self.chat is None else ("messages",)
 
     def __post_init__(self) -> None:
         if self.machine >= self.machines:

@@ -20,7 +20,7 @@ from argosy.config.seeds import derive_seed
 from argosy.data.corpus.corpus import Corpus, Split
 from argosy.data.samples.document_windows import document_sizes
 from argosy.data.samples.masks import IGNORED
-from argosy.data.samples.order import Indices, permute
+from argosy.data.samples.order import Indices, epoch_order
 from argosy.data.samples.packing import pack
 from argosy.data.samples.windows import Batch, check_ids
 from argosy.errors import ArgosyError
@@ -63,12 +63,7 @@ class ConversationRows:
 
     def rows_of(self, indices: Indices) -> Indices:
         """Return the row of each sample index."""
-        epochs, places = np.divmod(indices, self.count)
-        rows = np.empty(len(indices), np.int64)
-        for epoch in np.unique(epochs):
-            mine = epochs == epoch
-            rows[mine] = permute(places[mine], self.count, derive_seed(self.seed, "order", epoch))
-        return rows
+        return epoch_order(indices, self.count, self.seed)
 
     def conversations(self, row: int) -> Indices:
         """Return the documents of a row, in the order they stand there."""
