@@ -29,7 +29,7 @@ from argosy.data.samples.conversations import read_conversation
 from argosy.data.text.tokenizer import load_tokenizer
 from argosy.errors import ArgosyError
 from argosy.infer.loading import load_model
-from argosy.infer.reference import write_references
+from argosy.infer.reference_answers import write_references
 from argosy.parallel.engine import Engine
 from argosy.parallel.mesh import Mesh
 from argosy.parallel.parallelize import parallelize

@@ -19,7 +19,7 @@ def reference(
     then needs no second model. The model has to fit on one device.
     """
     from argosy.config.resolve import resolve
-    from argosy.infer.reference import write_references
+    from argosy.infer.reference_answers import write_references
 
     path, overrides = run_and_overrides(arguments)
     for line in write_references(resolve(require_run(path), overrides).spec, device=device):

@@ -7,24 +7,23 @@ dimension is cut, and of the other each rank has a part of the gradient.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor, nn
 
-from argosy.config.model import ModelSpec
-from argosy.families.adapter_sizes import adapted_layers, is_adapter
+from argosy.config.model import LoraSpec
+from argosy.families.adapter_sizes import is_adapter
 from argosy.model.layers import Linear
 
 
-def add_adapters(model: nn.Module, spec: ModelSpec) -> None:
-    """Give the linear layers that `spec.lora` names their adapters, with uninitialised weights. Does nothing without `spec.lora`."""
-    if spec.lora is None:
-        return
-    targets = adapted_layers(spec)
+def add_adapters(model: nn.Module, lora: LoraSpec, targets: Collection[str]) -> None:
+    """Give the linear layers of these names, in the blocks, their adapters, with uninitialised weights."""
     for path, module in model.named_modules():
         if isinstance(module, Linear) and "layers" in path.split(".") and path.rpartition(".")[2] in targets:
-            module.lora_a = nn.Parameter(torch.empty(spec.lora.rank, module.in_features))
-            module.lora_b = nn.Parameter(torch.empty(module.out_features, spec.lora.rank))
-            module.lora_scale = spec.lora.scale
+            module.lora_a = nn.Parameter(torch.empty(lora.rank, module.in_features))
+            module.lora_b = nn.Parameter(torch.empty(module.out_features, lora.rank))
+            module.lora_scale = lora.scale
 
 
 def freeze_base(model: nn.Module) -> None:

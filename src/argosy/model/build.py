@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from argosy.config.model import ModelSpec
 from argosy.config.seeds import derive_seed
+from argosy.families.adapter_sizes import adapted_layers
 from argosy.families.architecture import DECODER, ENCODER, ENCODER_DECODER, RETRIEVER, Architecture, architecture_of
-from argosy.model.adapters import add_adapters
 from argosy.model.decoder import Decoder
 from argosy.model.encoder import MaskedLM
 from argosy.model.encoder_decoder import EncoderDecoder
@@ -32,7 +32,10 @@ def build_model(spec: ModelSpec, device: torch.device | str = "cpu") -> nn.Modul
     """Return the model with uninitialised weights. `initialise` or a checkpoint fills them."""
     with torch.device(device):
         model = _MODELS[architecture_of(spec)](spec)
-        add_adapters(model, spec)
+        if spec.lora is not None:
+            from argosy.model.adapters import add_adapters
+
+            add_adapters(model, spec.lora, adapted_layers(spec))
     return model
 
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from argosy.config.schema import RunSpec
-from argosy.model.adapters import freeze_base
 from argosy.model.build import build_model
 from argosy.parallel.engine import Engine
 from argosy.parallel.mesh import Mesh
@@ -68,9 +67,7 @@ def parallelize(spec: RunSpec, mesh: Mesh, *, precision: str | None = None, weig
         from argosy.parallel.fsdp import apply_fsdp
 
         apply_fsdp(model, blocks_of(model), mesh, parallel, precision)
-    if spec.model.lora is not None:
-        freeze_base(model)
-    materialise(model, mesh.device, weights)
+    materialise(model, mesh.device, weights, frozen=spec.model.lora is not None)
     dropout = DropoutSeeds(model, seed)
     if pp is not None:
         from argosy.parallel.pipeline.pipeline_engine import PipelineParallel
@@ -91,8 +88,15 @@ def parallelize(spec: RunSpec, mesh: Mesh, *, precision: str | None = None, weig
 
 
 @torch.no_grad()
-def materialise(model: nn.Module, device: torch.device, weights: Weights | None) -> None:
-    """Give the parameters memory on the device and, where `weights` are given, this rank's part of each value."""
+def materialise(model: nn.Module, device: torch.device, weights: Weights | None, *, frozen: bool = False) -> None:
+    """Give the parameters memory on the device and, where `weights` are given, this rank's part of each value.
+
+    With `frozen`, only adapters are trained. Until here their base was like any parameter: FSDP keeps whole what has no gradient.
+    """
+    if frozen:
+        from argosy.model.adapters import freeze_base
+
+        freeze_base(model)
     model.to_empty(device=device)
     if weights is not None:
         parameters = dict(model.named_parameters())
