@@ -14,6 +14,8 @@ import pytest
 from argosy.data.chat.chat_records import conversation_of, preference_of
 from argosy.data.chat.chat_template import ChatFormat, ChatTemplate, chat_format
 from argosy.data.corpus.corpus import Corpus, open_corpus
+from argosy.data.corpus.merge import merge
+from argosy.data.corpus.verify import verify
 from argosy.data.prepare import part_runner
 from argosy.data.prepare.job import prepare
 from argosy.data.prepare.work import PrepareOptions
@@ -170,3 +172,16 @@ def test_plain_text_holds_no_conversations(directory: Path, tmp_path: Path) -> N
     (tmp_path / "a.txt").write_text("hello")
     with pytest.raises(ArgosyError, match="has no conversations"):
         prepared(tmp_path / "a.txt", directory, tmp_path / "out")
+
+
+def test_merging_keeps_the_masks_and_verify_finds_another_template(directory: Path, tmp_path: Path) -> None:
+    one = prepared(write_chats(tmp_path / "chats.jsonl", 4), directory, tmp_path / "one")
+    merge([one, one], tmp_path / "both")
+    both = open_corpus(tmp_path / "both")
+    assert both.manifest is not None
+    assert both.manifest.chat is not None
+    assert learnt_texts(both, directory, 5) == learnt_texts(open_corpus(one), directory, 1) != []
+    assert verify(tmp_path / "both", workers=1).faults == []
+    (tmp_path / "both" / both.manifest.chat.file).write_text(MARKED)
+    [fault] = verify(tmp_path / "both", workers=1).faults
+    assert "chat template" in fault.what

@@ -161,6 +161,7 @@ def test_peft_loads_the_adapters_of_a_run(base: Base, tmp_path: Path) -> None:
         assert (expected - base.model().eval()(tokens).logits).abs().max() > 1e-3
     export_hf(str(tmp_path / "lora"), tmp_path / "merged", ExportOptions())
     whole = T.LlamaForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
+    assert T.AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template == MARKED
     with torch.no_grad():
         torch.testing.assert_close(whole(tokens).logits, expected, rtol=1e-5, atol=1e-5)
 
