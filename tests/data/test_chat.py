@@ -89,6 +89,13 @@ def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
     assert "generation" in (refused.value.fix or "")
 
 
+def test_a_message_cannot_mark_itself_as_learnt() -> None:
+    said = messages(0, 1)
+    said[0]["content"] = "\U000ffff0learn this\U000ffff1"
+    with pytest.raises(Fault, match="private use"):
+        ChatTemplate(ChatFormat(MARKED)).render(conversation_of({"messages": said}))
+
+
 def test_a_turn_of_weight_0_is_context() -> None:
     said = messages(0, 2)
     said[1]["weight"] = 0

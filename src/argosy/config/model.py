@@ -184,6 +184,10 @@ class ModelSpec(Section):
     )
     rope_scaling: RopeScaling | None = Field(None, description="rotary frequencies for longer sequences")
     dropout: Fraction = Field(0.0, description="on embeddings, attention and residuals")
+    embed_noise: NotNegative = Field(
+        0.0,
+        description="NEFTune: while training, uniform noise of at most embed_noise / sqrt(seq_len x hidden) is added to embeddings; for example 5",
+    )
     init_std: PositiveNumber = Field(
         0.02,
         description="standard deviation of fresh weights; in T5 a factor on those that follow from each matrix's inputs",

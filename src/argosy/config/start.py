@@ -28,7 +28,7 @@ RUN_FILE = "resolved.json"
 BEST = "best"
 
 # Keys that change how a model is trained, but not what its weights mean.
-_FREE = ("preset", "vocab_multiple", "dropout", "init_std", "moe.balance_loss", "moe.z_loss")
+_FREE = ("preset", "vocab_multiple", "dropout", "embed_noise", "init_std", "moe.balance_loss", "moe.z_loss")
 # Keys that change what the weights compute. The user may set them on purpose, to train on longer sequences.
 _STRETCH = ("rope_theta", "rope_scaling", "window")
 

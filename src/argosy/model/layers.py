@@ -25,7 +25,7 @@ from argosy.model.ops.heads import project_heads, rotate
 from argosy.model.ops.matmul import matmuls
 from argosy.model.ops.norm import add, add_norm, norm, split_norm
 from argosy.model.positions import Across, Context
-from argosy.model.sharding import INSIDE, OUTSIDE, VOCABULARY, Declaration, Dropout, column, row, shardable
+from argosy.model.sharding import INSIDE, OUTSIDE, VOCABULARY, Declaration, Dropout, Noise, column, row, shardable
 
 
 class Linear(nn.Linear):
@@ -267,7 +267,7 @@ class Embedding(nn.Module):
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.dropout = Dropout(spec.dropout)
+        self.dropout, self.noise = Dropout(spec.dropout), Noise(spec.embed_noise)
         self.scale = spec.hidden**0.5 if spec.embed_scale else None
         self.tokens = Table(spec.vocab_size, spec.hidden)
         self.positions = Table(spec.max_seq_len, spec.hidden) if spec.positions == "learned" else None
@@ -286,7 +286,7 @@ class Embedding(nn.Module):
             x = x + self.types(torch.zeros_like(tokens) if types is None else types)
         if self.norm is not None:
             x = self.norm(x)
-        dropped: Tensor = self.dropout(x)
+        dropped: Tensor = self.dropout(self.noise(x))
         return dropped
 
 

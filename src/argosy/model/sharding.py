@@ -134,6 +134,21 @@ class Dropout(nn.Module):
         return drop(x, self.rate, {1: self.share}) if self.active else x
 
 
+class Noise(Dropout):
+    """NEFTune: uniform noise on embeddings [batch, seq, hidden], of at most rate / sqrt(seq x hidden), only while training.
+
+    It is a kind of dropout to layouts: seeded in the same way, and drawn for the whole sequence.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.active:
+            return x
+        batch, seq, hidden = x.shape
+        whole = self.share.size_of_whole(seq)
+        noise = x.new_empty(batch, whole, hidden).uniform_(-1.0, 1.0)
+        return torch.add(x, self.share.take(noise, 1), alpha=self.rate / (whole * hidden) ** 0.5)
+
+
 def drop(x: Tensor, rate: float, shares: dict[int, Share]) -> Tensor:
     """Apply dropout to x, which is a share along the dimensions in `shares`, as a single process would to the whole."""
     cut = {dim: share for dim, share in shares.items() if not share.is_whole}

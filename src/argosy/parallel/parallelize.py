@@ -110,4 +110,4 @@ def captures_graphs(spec: RunSpec, device: torch.device) -> bool:
     Dropout rules it out: each block of each pass is seeded anew. Document masks are excluded because no GPU has yet shown that
     they replay with the same bits."""
     asked = device.type == "cuda" and spec.parallel.graph == "auto" and spec.parallel.compile == "off"
-    return asked and not spec.model.dropout and not masks_vary(spec)
+    return asked and not spec.model.dropout and not spec.model.embed_noise and not masks_vary(spec)

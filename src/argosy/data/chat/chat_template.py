@@ -141,6 +141,9 @@ class ChatTemplate:
         marked = self._text(conversation, len(conversation.messages))
         if not self._marks_turns:
             return Rendered(marked, [self._turn(conversation, number, marked) for number in conversation.learnt])
+        written = json.dumps([conversation.messages, conversation.tools], ensure_ascii=False, default=str)
+        if _BEGIN in written or _END in written:
+            raise Fault("reserved", "a message has a character of Unicode's private use that marks turns here")
         text, spans = _unmark(marked)
         answers = [n for n, message in enumerate(conversation.messages) if message["role"] == ASSISTANT]
         if len(spans) == len(answers):
