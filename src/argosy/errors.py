@@ -40,6 +40,8 @@ CODES: Final[dict[str, str]] = {
     "data.empty-split": "A split holds no document, or too few tokens for one sample.",
     "data.bad-input": "The input to `argosy data prepare` cannot be used.",
     "data.input-changed": "An input of `argosy data prepare` was truncated, appended to, rewritten or replaced since the job was planned.",
+    "data.bad-template": "A chat template is missing, is not valid, or rewrites earlier turns of a conversation.",
+    "data.wrong-task": "A corpus was prepared for another task than the run's.",
     "data.bad-records": "More records were quarantined than allowed, or no good document was left.",
     "data.write-failed": "Prepared data could not be written: the disk is full, or the directory read-only.",
     "data.fetch-failed": "Remote data could not be fetched: the server kept failing, asked for too long a wait, or sent other content.",

@@ -107,6 +107,14 @@ ONE_MODEL = {  # what is no matter of the model is tried on one
     "cp=2 recompute=full": "gemma",
     "cp=2 cp_kind=ulysses tp=2 recompute=full": "gemma",
     "pp=2 cp=2 tp=2": "llama",
+    "dp_shard=2 tp=2 cp=2": "sft",
+    "pp=2 dp_replicate=2": "sft",
+    "dp_replicate=2 tp=2 cp=2 model.embed_noise=5": "sft",
+    "dp_shard=2 tp=2 micro_batch=2": "dpo",
+    "pp=2 dp_replicate=2 micro_batch=2": "dpo",
+    "dp_shard=2 tp=2 recompute=full micro_batch=2": "lora",
+    "pp=2 tp=2 schedule=zbv recompute=selective": "lora",
+    "dp_replicate=2 dp_shard=2 cp=2 tp=2 sp=false": "lora",
 }
 CASES = [
     *((model, layout) for layout in LAYOUTS for model in DECODERS),

@@ -17,6 +17,7 @@ from argosy.model.build import initial_weights
 from argosy.parallel.mesh import Mesh
 from argosy.parallel.parallelize import parallelize
 from argosy.parallel.shards import whole
+from argosy.tasks.task_registry import TASKS
 from argosy.train.optimizer import Optimizer
 from argosy.train.step import take_step
 from dist.devices import own_mesh
@@ -39,6 +40,11 @@ MODELS = {
     "gemma": ["model.preset=gemma3-1b", *_SIZES, "kv_heads=2", "head_dim=8", "window=6", "global_every=2"],
     # A prefix of each sample seen both ways.
     "prefix": ["model.preset=llama3-8b", *_SIZES, "kv_heads=2", "data.task=prefix-lm"],
+    # Conversations, of which some tokens are learnt.
+    "sft": ["model.preset=llama3-8b", *_SIZES, "kv_heads=2", "data.task=sft"],
+    "dpo": ["model.preset=llama3-8b", *_SIZES, "kv_heads=2", "data.task=dpo"],
+    # Adapters beside frozen weights.
+    "lora": ["model.preset=llama3-8b", *_SIZES, "kv_heads=2", "tied=true", "lora={rank: 4}"],
     "bert": ["model.preset=bert-base", *_SIZES, "dropout=0"],
     "t5": ["model.preset=t5-small", *_SIZES, "decoder_layers=2", "head_dim=8", "init_std=1", "dropout=0"],
     "ict": ["model.preset=ict-base", *_SIZES, "dropout=0", "retrieval={projection: 12}", "data.ict.query_len=8"],
@@ -81,6 +87,8 @@ def batch_of(model: str, step: int) -> Batch:
         labels[row, valid:] = IGNORED
     if model in ENCODERS:
         return _encoder_batch(model, rng, tokens, labels, np.arange(SEQ) < np.maximum(lengths, 1)[:, None])
+    if model in ("sft", "dpo"):
+        return TASKS[model].synthetic(spec_of(model, ""), lambda length: tokens[:, :length])
     if model == "prefix":
         return Batch(tokens, labels, {"reach": np.maximum(np.arange(SEQ), lengths[:, None] // 2)})
     if model != "packed":

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from argosy.config.seeds import derive_seed
 from argosy.model.attention import Mask, prepare_attention
-from argosy.model.sharding import WHOLE, Dropout, Share, drop
+from argosy.model.sharding import WHOLE, Dropout, Noise, Share, drop
 from argosy.parallel.transformer_blocks import DropoutSeeds
 
 
@@ -69,3 +69,18 @@ def test_seeding_a_micro_batch_is_torch_s_own_and_leaves_nothing_behind() -> Non
     assert len(torch.cuda._queued_calls) == stored
     torch.manual_seed(derive_seed(7, "dropout", 3, 1))
     assert torch.equal(drawn, torch.rand(4))
+
+
+def test_embedding_noise_is_bounded_and_for_training_only() -> None:
+    noise, x = Noise(5.0), torch.zeros(2, 16, 8)
+    found = noise(x)
+    bound = 5.0 / (16 * 8) ** 0.5
+    assert 0.9 * bound < float(found.abs().max()) <= bound
+    assert torch.equal(noise.eval()(x), x)
+    # A rank with a share of the sequence adds its part of the same noise.
+    noise.train()
+    torch.manual_seed(3)
+    whole = noise(x)
+    noise.share = Share((1,), 2)
+    torch.manual_seed(3)
+    assert torch.equal(noise(x[:, 8:]), whole[:, 8:])

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from argosy.checkpoint.assets import tokenizer_files
 from argosy.checkpoint.hf.hf_files import HfModel, open_hf
+from argosy.checkpoint.lora_weights import merged_weights
 from argosy.checkpoint.manifest import Checkpoint, verify
 from argosy.checkpoint.store import latest, listed, named_checkpoint, require_names
 from argosy.checkpoint.tensors import TensorInfo
@@ -31,6 +32,7 @@ from argosy.config.start import (
 )
 from argosy.data.text.tokenizer import LARGEST_TOKENIZER, Tokenizer, load_tokenizer
 from argosy.errors import ArgosyError
+from argosy.families.adapter_sizes import is_adapter
 from argosy.families.architecture import architecture_of
 from argosy.families.hf_config import read_config
 from argosy.model.build import initial_value
@@ -120,7 +122,7 @@ def open_source(where: str, report: Callable[[str], None] = lambda text: None) -
             f"{path} has no checkpoint yet",
             fix="train it first, or wait for checkpoint.every to come round",
         )
-    weights = checkpoint.weights()
+    weights = merged_weights(checkpoint.weights(), root)
     document = stored_description(root)
     model = starting_model(where)
     imported = (root / MODEL_FILE).exists()
@@ -130,7 +132,7 @@ def open_source(where: str, report: Callable[[str], None] = lambda text: None) -
         where,
         model,
         weights.infos,
-        weights.__getitem__,
+        weights.read,
         root,
         checkpoint,
         vocab_size=document.get("vocab_size", model.vocab_size)
@@ -216,7 +218,7 @@ def starting_weights(source: Source, model: nn.Module, spec: ModelSpec, seed: in
     """Yield every parameter of a model by name, from a source that fits.
 
     Parameters that the source lacks are initialised as in a new model: what towers have beyond an encoder, and load-balancing biases of
-    experts, which begin at zero. New vocabulary rows are the mean of the existing rows. Their logits are then the mean of the existing
+    experts, which begin at zero, and adapters. New vocabulary rows are the mean of the existing rows. Their logits are then the mean of the existing
     logits, so that k new rows beside n add at most log(1 + k / n) to the loss. Random rows would have logits near zero, which in a
     trained model may be far above all others.
     """
@@ -233,7 +235,8 @@ def starting_weights(source: Source, model: nn.Module, spec: ModelSpec, seed: in
 def _name_there(source: Source, spec: ModelSpec, name: str) -> str | None:
     """Return the name of the source's parameter that initialises a parameter of the model, or None."""
     if not becomes_towers(source.model, spec):
-        return None if name.endswith("router.bias") and name not in source.infos else name
+        begins_here = is_adapter(name) or (name.endswith("router.bias") and name not in source.infos)
+        return None if begins_here else name
     # The name within one of the towers.
     _, _, inside = name.split(".", 2)
     return None if inside.startswith("projection.") else inside

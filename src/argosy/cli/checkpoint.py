@@ -201,6 +201,10 @@ def export_model(
     no_verify: Annotated[
         bool, typer.Option("--no-verify", help="Do not read the weights back or compare logits with transformers.")
     ] = False,
+    adapter: Annotated[
+        bool,
+        typer.Option("--adapter", help="Only the adapters of a LoRA run, for PEFT; default: merged into the model."),
+    ] = False,
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
@@ -215,8 +219,13 @@ def export_model(
     import json
     from dataclasses import asdict
 
+    from argosy.checkpoint.hf.hf_adapter import export_adapter
     from argosy.checkpoint.hf.hf_export import ExportOptions, export_hf, shard_bytes
 
+    if adapter:
+        found = export_adapter(at_best(run, best), to, dry_run=dry_run)
+        print(json.dumps(asdict(found)) if as_json else found.describe(done=not dry_run))
+        return
     options = ExportOptions(
         dtype=None if dtype is None else dtype.value,
         shard_size=shard_bytes(shard_size),

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from argosy.cli import data_build, data_corpus, data_fetch
+from argosy.cli import data_build, data_corpus, data_fetch, data_reference
 from argosy.cli.arguments import new_output
 
 app = typer.Typer(help="Fetch and tokenise text; inspect, verify and merge corpora.", no_args_is_help=True)
@@ -72,6 +72,15 @@ def prepare(
         ),
     ] = TextUnit.file,
     other_files: OtherFiles = None,
+    task: Annotated[
+        str | None,
+        typer.Option(
+            help="The data.task to prepare for. sft: conversations as OpenAI messages, ShareGPT or Alpaca; dpo: pairs of chosen and rejected answers; default: text."
+        ),
+    ] = None,
+    chat_template: Annotated[
+        Path | None, typer.Option(help="For conversations: a Jinja file in place of the tokenizer's own chat template.")
+    ] = None,
     shuffle: Annotated[int | None, typer.Option(help="Shuffle the documents of each shard with this seed.")] = None,
     shard_index: Annotated[
         int, typer.Option(min=0, help="This machine's number, if --shard-count machines divide the work.")
@@ -92,15 +101,22 @@ def prepare(
 
     Memory use does not grow with the corpus. If it is killed, run it again to resume. Bad records are counted and written to
     quarantine.jsonl with their file and byte offset.
+
+    With --task sft, records are conversations. The tokenizer's chat template turns them into text, and the corpus knows which
+    tokens the assistant wrote.
     """
     import json
     import os
 
+    from argosy.data.chat.chat_template import format_for
     from argosy.data.prepare.job import prepare as run
     from argosy.data.prepare.prepare_report import describe, parse_share, preview
     from argosy.data.prepare.work import PrepareOptions
     from argosy.data.text.tokenizer import load_tokenizer
+    from argosy.tasks.task_registry import named_task
 
+    chosen_task = named_task(task or "causal-lm", key="--task")
+    chat = format_for(chosen_task, tokenizer, None if chat_template is None else str(chat_template))
     options = PrepareOptions(
         keys=tuple(key),
         append_eod=append_eod,
@@ -113,8 +129,9 @@ def prepare(
         machine=shard_index,
         machines=shard_count,
         shuffle_seed=shuffle,
+        chat=chat,
     )
-    chosen = load_tokenizer(tokenizer, eod, special_in_text=special_in_text)
+    chosen = load_tokenizer(tokenizer, eod, special_in_text=special_in_text or chat is not None)
     if dry_run:
         print(preview(inputs, chosen, output, options))
         return
@@ -149,6 +166,7 @@ def train_tokenizer(
 
 
 app.command("build")(data_build.build)
+app.command("reference")(data_reference.reference)
 app.command("inspect")(data_corpus.inspect)
 app.command("verify")(data_corpus.verify)
 app.command("merge")(data_corpus.merge)

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from argosy.config.model import ModelSpec
 from argosy.config.optimizer_rule import Rule
 from argosy.config.optimizers import DEFAULT
+from argosy.families.adapter_sizes import adapter_parameters
 from argosy.families.architecture import NORMS_OF_A_BLOCK, architecture_of
 from argosy.families.family_registry import plan_of
 
-FLOPS_CONVENTION = "6 x active matmul parameters + attention, halved where causal; no recompute"
+FLOPS_CONVENTION = "6 x active matmul parameters (4 x frozen ones) + attention, halved where causal; no recompute"
 # Target tokens per source token in T5's span corruption: 15% of the tokens in spans of 3.
 TARGETS_PER_SOURCE = 114 / 512
 
@@ -31,7 +32,7 @@ class ParameterCount:
         total: stored parameters.
         active: parameters that one token uses; smaller than `total` only with experts.
         matmul: the part of `active` in matmuls, with the output head counted even if it is tied.
-        matrices: the part of `total` in matrices inside the layers.
+        matrices: the part of `total` in trained matrices inside the layers.
         fixed: the part of `total` that no gradient trains.
     """
 
@@ -57,6 +58,9 @@ def count_parameters(spec: ModelSpec) -> ParameterCount:
     one = embedding + matmul + other + (0 if spec.tied else head)
     # A token passes through only one of the towers.
     towers = kind.towers(spec)
+    if spec.lora is not None:
+        adapters = _adapters(spec)
+        return ParameterCount(one + adapters, one - idle + adapters, matmul - idle + head + adapters, adapters, one)
     return ParameterCount(
         total=one * towers,
         active=one - idle,
@@ -64,6 +68,13 @@ def count_parameters(spec: ModelSpec) -> ParameterCount:
         matrices=matrices * towers,
         fixed=_fixed(spec),
     )
+
+
+def _adapters(spec: ModelSpec) -> int:
+    """Count the parameters of all adapters."""
+    dense, sparse = adapter_parameters(spec)
+    first = spec.layers if spec.moe is None else spec.moe.dense_layers
+    return first * dense + (spec.layers - first) * sparse
 
 
 def _fixed(spec: ModelSpec) -> int:
@@ -76,7 +87,8 @@ def describe_size(spec: ModelSpec) -> str:
     """Return the model's name and its parameter count, and the active count if it is smaller."""
     count = count_parameters(spec)
     active = f", {count.active:,} active" if count.active < count.total else ""
-    return f"{spec.preset or spec.family}, {count.total:,} parameters{active}"
+    trained = "" if spec.lora is None else f", {count.matrices:,} of them trained"
+    return f"{spec.preset or spec.family}, {count.total:,} parameters{active}{trained}"
 
 
 def training_flops_per_token(spec: ModelSpec, seq_len: int | None = None, target_len: int | None = None) -> float:
@@ -93,7 +105,9 @@ def training_flops_per_token(spec: ModelSpec, seq_len: int | None = None, target
     matmul: float = count_parameters(spec).matmul
     if kind.has_vocabulary:
         matmul -= (1 - kind.predicted) * (kind.ends(spec).matmul + spec.vocab_size * spec.hidden)
-    return 3 * (2 * matmul + attention)
+    # The backward pass computes no gradients of frozen weights.
+    frozen = 0.0 if spec.lora is None else matmul - _adapters(spec)
+    return 3 * (2 * matmul + attention) - 2 * frozen
 
 
 def layer_flops(spec: ModelSpec, seq_len: int) -> tuple[list[float], float]:
@@ -209,4 +223,6 @@ def checkpoint_bytes(model: ModelSpec, rule: Rule = DEFAULT) -> int:
 def least_state_bytes(model: ModelSpec, rule: Rule = DEFAULT) -> int:
     """Bytes of weights, gradients and optimiser that all ranks of one replica keep at least, in any precision: a 32-bit parameter is its
     own master and has a 32-bit gradient, and a 16-bit one has as many bytes in its copy and gradient together."""
-    return checkpoint_bytes(model, rule) + WIDE * count_parameters(model).total
+    count = count_parameters(model)
+    # Frozen weights have 16 bits at least, and no gradient.
+    return checkpoint_bytes(model, rule) - WIDE // 2 * count.fixed + WIDE * (count.total - count.fixed)

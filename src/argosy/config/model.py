@@ -115,6 +115,22 @@ class RetrievalSpec(Section):
     projection: Positive | None = Field(None, description="width of the vectors compared; without it, the hidden width")
 
 
+class LoraSpec(Section):
+    """Low-rank adapters (LoRA): the model's own weights are frozen, and two small matrices beside each are trained."""
+
+    rank: Positive = Field(description="rank of the adapters: the inner size of the two matrices")
+    alpha: PositiveNumber = Field(16.0, description="the adapters' output is multiplied by alpha / rank")
+    targets: list[Literal["qkv", "out", "gate", "up", "down"]] | None = Field(
+        None,
+        min_length=1,
+        description="linear layers of each block that have adapters: qkv (queries, keys and values), out, gate, up, down; default: all",
+    )
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
 class ModelSpec(Section):
     """The architecture. Sizes not given follow from the others, and are shown as derived."""
 
@@ -168,11 +184,16 @@ class ModelSpec(Section):
     )
     rope_scaling: RopeScaling | None = Field(None, description="rotary frequencies for longer sequences")
     dropout: Fraction = Field(0.0, description="on embeddings, attention and residuals")
+    embed_noise: NotNegative = Field(
+        0.0,
+        description="NEFTune: while training, uniform noise of at most embed_noise / sqrt(seq_len x hidden) is added to embeddings; for example 5",
+    )
     init_std: PositiveNumber = Field(
         0.02,
         description="standard deviation of fresh weights; in T5 a factor on those that follow from each matrix's inputs",
     )
     moe: MoESpec | None = Field(None, description="mixture of experts")
+    lora: LoraSpec | None = Field(None, description="low-rank adapters; only they are trained (decoders)")
     decoder_layers: Depth | None = Field(None, description="T5: blocks in the decoder")
     type_vocab_size: Positive | None = Field(None, description="BERT: segment types")
     pair: Literal["nsp", "sop", "none"] | None = Field(
@@ -219,6 +240,7 @@ class ModelSpec(Section):
             )
         self._check_family()
         self._check_experts()
+        self._check_adapters()
         return self
 
     def _check_family(self) -> None:
@@ -259,6 +281,14 @@ class ModelSpec(Section):
             raise ValueError(
                 "tied is false, and a model with retrieval has no output head to keep apart: leave tied out"
             )
+
+    def _check_adapters(self) -> None:
+        if self.lora is None:
+            return
+        if self.architecture != "decoder":
+            raise ValueError(f"lora adapts decoders, and this is an {self.architecture}: leave lora out")
+        if not self.gated and "gate" in (self.lora.targets or ()):
+            raise ValueError(f"lora.targets names gate, and an MLP with {self.activation} has none: leave it out")
 
     def _check_experts(self) -> None:
         if self.moe is None:

@@ -51,6 +51,9 @@ class PrepareSpec(Section):
     key: str | None = Field(None, description="the JSON key or column that holds the text; default: the data set's own")
     shards: Positive = Field(1, description=".bin/.idx pairs to write; workers divide the work by shards")
     shuffle: Whole | None = Field(None, description="shuffle the documents of each shard with this seed")
+    chat_template: str | None = Field(
+        None, description="for conversations: a Jinja file in place of the tokenizer's own chat template"
+    )
 
 
 class DataSource(Section):

@@ -28,7 +28,7 @@ RUN_FILE = "resolved.json"
 BEST = "best"
 
 # Keys that change how a model is trained, but not what its weights mean.
-_FREE = ("preset", "vocab_multiple", "dropout", "init_std", "moe.balance_loss", "moe.z_loss")
+_FREE = ("preset", "vocab_multiple", "dropout", "embed_noise", "init_std", "moe.balance_loss", "moe.z_loss")
 # Keys that change what the weights compute. The user may set them on purpose, to train on longer sequences.
 _STRETCH = ("rope_theta", "rope_scaling", "window")
 
@@ -80,7 +80,9 @@ def starting_model(init_from: str) -> ModelSpec:
     root = model_root(Path(init_from))
     document = stored_description(root)
     try:
-        return ModelSpec.model_validate(document["model"] if "model" in document else document["spec"]["model"])
+        found = ModelSpec.model_validate(document["model"] if "model" in document else document["spec"]["model"])
+        # Adapters are merged into the weights when these are read (`argosy.checkpoint.lora_weights`).
+        return found.model_copy(update={"lora": None})
     except (KeyError, TypeError, ValidationError) as error:
         raise ArgosyError(
             "run.damaged", f"{root} describes no model: {error}", fix="restore it from a backup"
@@ -130,5 +132,5 @@ def differences(model: ModelSpec, start: ModelSpec) -> Iterator[tuple[str, Any, 
         longer = key == "max_seq_len" and model.positions != "learned"
         # New load-balancing biases begin at zero.
         levelled = key == "moe.bias_rate" and mine is not None
-        if mine != theirs and key not in _FREE and not (more_rows or longer or levelled):
+        if mine != theirs and key not in _FREE and not key.startswith("lora") and not (more_rows or longer or levelled):
             yield key, mine, theirs

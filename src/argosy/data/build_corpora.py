@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from argosy.config.schema import DataSource, PrepareSpec, RunSpec
+from argosy.data.chat.chat_template import ChatFormat, format_for
 from argosy.data.corpus.corpus_manifest import FILE_NAME, read_manifest
 from argosy.data.prepare.job import prepare
 from argosy.data.prepare.prepare_report import describe
@@ -22,6 +23,7 @@ from argosy.data.text.hub_names import on_hub
 from argosy.data.text.tokenizer import Tokenizer, load_tokenizer
 from argosy.errors import ArgosyError
 from argosy.files import local_path
+from argosy.tasks.task_registry import task_of
 
 _INDEXES = ("JOB_COMPLETION_INDEX", "SLURM_ARRAY_TASK_ID")
 _COUNT = "ARGOSY_WORKERS"
@@ -77,7 +79,11 @@ def build(spec: RunSpec, share: Share, only: str | None = None) -> Iterator[str]
             fix="data: {train: [{path: corpus, prepare: {fetch: c4, config: en, split: train_small}}]}",
         )
     # Fetching needs no tokenizer, and the volume that it fetches to may still be without one.
-    tokenizer = None if only == "fetch" else load_tokenizer(_tokenizer_of(spec))
+    tokenizer = (
+        None
+        if only == "fetch"
+        else load_tokenizer(_tokenizer_of(spec), special_in_text=task_of(spec).records != "texts")
+    )
     for source, recipe in recipes:
         corpus = local_path(source.path)
         if (corpus / FILE_NAME).exists():
@@ -88,7 +94,8 @@ def build(spec: RunSpec, share: Share, only: str | None = None) -> Iterator[str]
         if recipe.fetch is not None and only != "prepare":
             yield _fetch(recipe, source, share)
         if tokenizer is not None:
-            yield _prepare(recipe, source, corpus, tokenizer, share)
+            chat = format_for(task_of(spec), _tokenizer_of(spec), recipe.chat_template)
+            yield _prepare(recipe, source, corpus, tokenizer, chat, share)
 
 
 def raw_directory(source: DataSource, recipe: PrepareSpec) -> str:
@@ -102,13 +109,16 @@ def _fetch(recipe: PrepareSpec, source: DataSource, share: Share) -> str:
     return fetch([str(recipe.fetch)], local_path(raw_directory(source, recipe)), options).describe()
 
 
-def _prepare(recipe: PrepareSpec, source: DataSource, corpus: Path, tokenizer: Tokenizer, share: Share) -> str:
+def _prepare(
+    recipe: PrepareSpec, source: DataSource, corpus: Path, tokenizer: Tokenizer, chat: ChatFormat | None, share: Share
+) -> str:
     key = recipe.key or ("text" if recipe.fetch is None else text_key([recipe.fetch]))
     options = PrepareOptions(
         keys=(key,),
         as_text=recipe.as_text,
         shards=recipe.shards,
         shuffle_seed=recipe.shuffle,
+        chat=chat,
         machine=share.index,
         machines=share.count,
     )

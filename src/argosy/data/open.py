@@ -116,6 +116,12 @@ class RunData:
         return self.tokenizer
 
     @property
+    def chat_template(self) -> Path | None:
+        """The chat template that the conversations were prepared with, if the data are conversations."""
+        chats = ((corpus.path, corpus.manifest.chat) for corpus in self.corpora if corpus.manifest is not None)
+        return next((path / chat.file for path, chat in chats if chat is not None), None)
+
+    @property
     def eod_id(self) -> int | None:
         """The id of the end-of-document token, None if it is unknown."""
         for corpus in self.corpora:

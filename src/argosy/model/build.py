@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from argosy.config.model import ModelSpec
 from argosy.config.seeds import derive_seed
+from argosy.families.adapter_sizes import adapted_layers
 from argosy.families.architecture import DECODER, ENCODER, ENCODER_DECODER, RETRIEVER, Architecture, architecture_of
 from argosy.model.decoder import Decoder
 from argosy.model.encoder import MaskedLM
@@ -30,7 +31,12 @@ _MODELS: dict[Architecture, Callable[[ModelSpec], nn.Module]] = {
 def build_model(spec: ModelSpec, device: torch.device | str = "cpu") -> nn.Module:
     """Return the model with uninitialised weights. `initialise` or a checkpoint fills them."""
     with torch.device(device):
-        return _MODELS[architecture_of(spec)](spec)
+        model = _MODELS[architecture_of(spec)](spec)
+        if spec.lora is not None:
+            from argosy.model.adapters import add_adapters
+
+            add_adapters(model, spec.lora, adapted_layers(spec))
+    return model
 
 
 # The projections that write into the residual stream start smaller, so that the stream's variance does not grow with depth.
@@ -52,12 +58,14 @@ def initial_weights(model: nn.Module, spec: ModelSpec, seed: int) -> Iterator[tu
 
 def initial_value(name: str, shape: torch.Size, spec: ModelSpec, seed: int) -> Tensor:
     """Return the initial value of a whole parameter in 32-bit floats on the CPU, for any device and layout."""
-    if name.endswith(".bias"):
+    if name.endswith((".bias", ".lora_b")):
         return torch.zeros(shape)
     if name.split(".")[-2].endswith("norm"):
         return torch.full(shape, spec.norm_start)
     generator = torch.Generator().manual_seed(derive_seed(seed, "init", name))
     value = torch.empty(shape).normal_(0.0, 1.0, generator=generator)
+    if name.endswith(".lora_a"):
+        return value.mul_((3 * shape[-1]) ** -0.5)
     if architecture_of(spec).fan_in_init:
         return value.mul_(_t5_std(name, shape, spec))
     std = spec.init_std

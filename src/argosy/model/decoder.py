@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor, nn
@@ -58,6 +59,7 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
         cache: KeyValueCache | None = None,
         logits_at: Tensor | None = None,
+        preference: Tensor | None = None,
     ) -> Tensor | Loss | Stream:
         """Return the logits, the loss if labels are given, or a `Stream` on a pipeline stage that is not the last.
 
@@ -66,6 +68,7 @@ class Decoder(nn.Module):
             documents, reach: [batch, seq], the attention mask as in `argosy.model.attention.Mask`.
             cache: the keys and values of earlier tokens, to which those of `tokens` are added. `documents` covers both.
             logits_at: [n], the tokens whose logits are wanted, by their number in the flattened batch. Default: all.
+            preference: [batch, 2], if samples are pairs of answers, as in `argosy.model.preference`.
         """
         objective = objective or Objective()
         counted = objective.counted
@@ -98,6 +101,11 @@ class Decoder(nn.Module):
         weight = self.embed.tokens.weight if self.head is None else self.head.weight
         if labels is None:
             return self.predict.logits(x, weight)
+        if preference is not None and documents is not None:
+            from argosy.model.preference import preference_loss
+
+            losses = partial(self.predict.losses, weight=weight)
+            return preference_loss(losses, x, labels, documents, preference, objective, routed, load)
         total, cross_entropy = self.predict.losses(x, weight, labels, z_loss=objective.z_loss)
         metrics = objective.z_metrics(total, cross_entropy) | routed
         return Loss(total * objective.scale, cross_entropy, metrics, load)

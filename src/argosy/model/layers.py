@@ -25,7 +25,7 @@ from argosy.model.ops.heads import project_heads, rotate
 from argosy.model.ops.matmul import matmuls
 from argosy.model.ops.norm import add, add_norm, norm, split_norm
 from argosy.model.positions import Across, Context
-from argosy.model.sharding import COLUMN, INSIDE, OUTSIDE, ROW, VOCABULARY, Declaration, Dropout, shardable
+from argosy.model.sharding import INSIDE, OUTSIDE, VOCABULARY, Declaration, Dropout, Noise, column, row, shardable
 
 
 class Linear(nn.Linear):
@@ -35,6 +35,9 @@ class Linear(nn.Linear):
     """
 
     weight, bias = shardable("weight"), shardable("bias")
+    # Low-rank adapters, where `argosy.model.adapters` adds them, and the factor of their output.
+    lora_a, lora_b = shardable("lora_a"), shardable("lora_b")
+    lora_scale: float | None = None
     # Use fp8 matmuls while training. `argosy.parallel` sets it.
     fp8 = False
 
@@ -48,7 +51,19 @@ class Linear(nn.Linear):
 def multiply(x: Tensor, layers: Sequence[Linear], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     """Return the outputs of several layers on one input, sharing the work that they have in common."""
     rounded = layers[0].fp8 and layers[0].training
-    return (fp8_matmuls if rounded else matmuls)(x, [layer.weight for layer in layers], biases)
+    found = (fp8_matmuls if rounded else matmuls)(x, [layer.weight for layer in layers], biases)
+    if layers[0].lora_scale is None and layers[-1].lora_scale is None:
+        return found
+    return tuple(_adapted(y, x, layer) for y, layer in zip(found, layers, strict=True))
+
+
+def _adapted(y: Tensor, x: Tensor, layer: Linear) -> Tensor:
+    """Return y plus the output of the layer's adapters, if it has any."""
+    if layer.lora_scale is None:
+        return y
+    [inner] = matmuls(x, [layer.lora_a], [None])
+    [more] = matmuls(inner, [layer.lora_b], [None])
+    return torch.add(y, more, alpha=layer.lora_scale)
 
 
 class Norm(nn.Module):
@@ -82,7 +97,7 @@ class Attention(nn.Module):
     """Self-attention: one matmul for queries, keys and values, optional norms on the heads, and the output projection."""
 
     tensor_parallel: ClassVar[Declaration] = {
-        "qkv": COLUMN, "out.weight": ROW, "out.bias": OUTSIDE, "q_norm": INSIDE, "k_norm": INSIDE,
+        **column("qkv"), **row("out"), "q_norm": INSIDE, "k_norm": INSIDE,
     }  # fmt: skip
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -114,7 +129,7 @@ class CrossAttention(nn.Module):
     The rows of `kv` are laid out head by head: the key, then the value.
     """
 
-    tensor_parallel: ClassVar[Declaration] = {"q": COLUMN, "kv": COLUMN, "out.weight": ROW, "out.bias": OUTSIDE}
+    tensor_parallel: ClassVar[Declaration] = {**column("q"), **column("kv"), **row("out")}
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -135,7 +150,7 @@ class CrossAttention(nn.Module):
 class MLP(nn.Module):
     """The feed-forward layer, gated or not."""
 
-    tensor_parallel: ClassVar[Declaration] = {"gate": COLUMN, "up": COLUMN, "down.weight": ROW, "down.bias": OUTSIDE}
+    tensor_parallel: ClassVar[Declaration] = {**column("gate"), **column("up"), **row("down")}
 
     def __init__(self, spec: ModelSpec, ffn: int | None = None) -> None:
         super().__init__()
@@ -252,7 +267,7 @@ class Embedding(nn.Module):
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.dropout = Dropout(spec.dropout)
+        self.dropout, self.noise = Dropout(spec.dropout), Noise(spec.embed_noise)
         self.scale = spec.hidden**0.5 if spec.embed_scale else None
         self.tokens = Table(spec.vocab_size, spec.hidden)
         self.positions = Table(spec.max_seq_len, spec.hidden) if spec.positions == "learned" else None
@@ -271,7 +286,7 @@ class Embedding(nn.Module):
             x = x + self.types(torch.zeros_like(tokens) if types is None else types)
         if self.norm is not None:
             x = self.norm(x)
-        dropped: Tensor = self.dropout(x)
+        dropped: Tensor = self.dropout(self.noise(x))
         return dropped
 
 

@@ -51,6 +51,16 @@ OUTSIDE = Sharding(partial="sequence")
 REPLICATED = Sharding()
 
 
+def column(layer: str) -> Declaration:
+    """Declare a linear layer, and its adapters, whose output features are cut over ranks."""
+    return {layer: COLUMN, f"{layer}.lora_a": INSIDE}
+
+
+def row(layer: str) -> Declaration:
+    """Declare a linear layer, and its adapters, whose input features are cut over ranks."""
+    return {f"{layer}.weight": ROW, f"{layer}.lora_a": ROW, f"{layer}.lora_b": INSIDE, f"{layer}.bias": OUTSIDE}
+
+
 def shardable(name: str) -> Any:
     """Return a property for a parameter that a layout may shard. Reading it gives this rank's part as a plain tensor."""
 
@@ -122,6 +132,21 @@ class Dropout(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return drop(x, self.rate, {1: self.share}) if self.active else x
+
+
+class Noise(Dropout):
+    """NEFTune: uniform noise on embeddings [batch, seq, hidden], of at most rate / sqrt(seq x hidden), only while training.
+
+    It is a kind of dropout to layouts: seeded in the same way, and drawn for the whole sequence.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.active:
+            return x
+        batch, seq, hidden = x.shape
+        whole = self.share.size_of_whole(seq)
+        noise = x.new_empty(batch, whole, hidden).uniform_(-1.0, 1.0)
+        return torch.add(x, self.share.take(noise, 1), alpha=self.rate / (whole * hidden) ** 0.5)
 
 
 def drop(x: Tensor, rate: float, shares: dict[int, Share]) -> Tensor:

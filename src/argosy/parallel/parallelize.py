@@ -67,7 +67,7 @@ def parallelize(spec: RunSpec, mesh: Mesh, *, precision: str | None = None, weig
         from argosy.parallel.fsdp import apply_fsdp
 
         apply_fsdp(model, blocks_of(model), mesh, parallel, precision)
-    materialise(model, mesh.device, weights)
+    materialise(model, mesh.device, weights, frozen=spec.model.lora is not None)
     dropout = DropoutSeeds(model, seed)
     if pp is not None:
         from argosy.parallel.pipeline.pipeline_engine import PipelineParallel
@@ -88,8 +88,15 @@ def parallelize(spec: RunSpec, mesh: Mesh, *, precision: str | None = None, weig
 
 
 @torch.no_grad()
-def materialise(model: nn.Module, device: torch.device, weights: Weights | None) -> None:
-    """Give the parameters memory on the device and, where `weights` are given, this rank's part of each value."""
+def materialise(model: nn.Module, device: torch.device, weights: Weights | None, *, frozen: bool = False) -> None:
+    """Give the parameters memory on the device and, where `weights` are given, this rank's part of each value.
+
+    With `frozen`, only adapters are trained. Until here their base was like any parameter: FSDP keeps whole what has no gradient.
+    """
+    if frozen:
+        from argosy.model.adapters import freeze_base
+
+        freeze_base(model)
     model.to_empty(device=device)
     if weights is not None:
         parameters = dict(model.named_parameters())
@@ -103,4 +110,4 @@ def captures_graphs(spec: RunSpec, device: torch.device) -> bool:
     Dropout rules it out: each block of each pass is seeded anew. Document masks are excluded because no GPU has yet shown that
     they replay with the same bits."""
     asked = device.type == "cuda" and spec.parallel.graph == "auto" and spec.parallel.compile == "off"
-    return asked and not spec.model.dropout and not masks_vary(spec)
+    return asked and not spec.model.dropout and not spec.model.embed_noise and not masks_vary(spec)

@@ -131,7 +131,7 @@ class MicroBatches:
         """Set the precision of the gradients that the backward passes over a batch accumulate."""
         wide = self.accumulates(len(batch.tokens))
         for parameter in self._model.parameters():
-            if parameter.dtype != torch.float32:
+            if parameter.requires_grad and parameter.dtype != torch.float32:
                 accumulate_in(parameter, torch.float32 if wide else parameter.dtype)
 
     def seed_dropout(self, step: int, micro: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from argosy.config.counts import layer_keys
+from argosy.families.adapter_sizes import adapted_layers
 from argosy.families.architecture import architecture_of
 from argosy.plan.calibration import Calibration, Stack
 from argosy.plan.kernels import Rates, linear, product
@@ -67,7 +68,13 @@ def layer_passes(
         )
         forward.products += share * ahead
         forward.last = share * ahead
-        backward.products += share * back
+        # Frozen weights have no gradients: a backward pass multiplies once.
+        backward.products += share * (ahead if work.frozen else back)
+    for inner, outer in _adapted(work, layout):
+        for width, height in ((inner, model.lora.rank), (model.lora.rank, outer)) if model.lora is not None else ():
+            ahead, back = linear(rates, tokens, width, height)
+            forward.products += ahead
+            backward.products += back
     forward.attention, backward.attention = _attention(work, layout, stack, known, rates, tokens)
     forward.elements = tokens * _element_bytes(work, layout) * rates.passes / rates.memory
     backward.elements = BACKWARD_ELEMENTS * forward.elements
@@ -94,6 +101,18 @@ def _projections(work: Work, layout: Layout, tokens: float) -> list[Linear]:
         shapes = [(sizes.hidden, latent.width), *((i, o / tp) for i, o in latent.matrices(work.model))]
         shapes.append((work.model.heads * work.model.head_dim / tp, sizes.hidden))
     return [(tokens, inputs, outputs, 1, 1.0) for inputs, outputs in shapes]
+
+
+def _adapted(work: Work, layout: Layout) -> list[tuple[float, float]]:
+    """Return the inputs and outputs of the adapted layers of a block on one rank."""
+    sizes, tp = work.sizes, layout.tp
+    found = {
+        "qkv": (sizes.hidden, (sizes.query + 2 * sizes.key_value) / tp),
+        "out": (sizes.query / tp, sizes.hidden),
+        **dict.fromkeys(("gate", "up"), (sizes.hidden, sizes.mlp_width / tp)),
+        "down": (sizes.mlp_width / tp, sizes.hidden),
+    }
+    return [found[name] for name in adapted_layers(work.model) if all(found[name])]
 
 
 def _attention(
@@ -148,7 +167,7 @@ def accumulated_bytes(work: Work, layout: Layout, stack: Stack) -> float:
     once = work.micro_batches(layout) == 1 and stack.gradient_once < stack.gradient
     if once or (layout.zero == 3 and layout.pp == 1):
         return 0.0
-    return stack.accumulated * layer_parameters(work, layout)
+    return stack.accumulated * (work.adapters(layout) if work.frozen else layer_parameters(work, layout))
 
 
 def host_seconds(work: Work, layout: Layout, stack: Stack, known: Calibration) -> float:
@@ -183,4 +202,5 @@ def head_seconds(work: Work, layout: Layout, stack: Stack, rates: Rates, tokens:
     # All stacks pad the vocabulary.
     vocab = work.model.padded_vocab(layout.tp) // layout.tp
     tokens *= work.sizes.predicted
-    return sum(linear(rates, tokens, work.sizes.hidden, vocab)) + stack.loss * tokens * vocab / rates.memory
+    ahead, back = linear(rates, tokens, work.sizes.hidden, vocab)
+    return ahead + (ahead if work.frozen else back) + stack.loss * tokens * vocab / rates.memory

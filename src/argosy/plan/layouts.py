@@ -21,6 +21,7 @@ from argosy.config.model import ModelSpec, Section
 from argosy.config.optimizer_rule import Rule
 from argosy.config.optimizers import DEFAULT
 from argosy.config.stage_layers import V_SHAPED
+from argosy.families.adapter_sizes import adapter_parameters
 from argosy.families.architecture import NORMS_OF_A_BLOCK, architecture_of
 from argosy.families.family_registry import plan_of
 
@@ -163,6 +164,17 @@ class Work:
     def micro_batches(self, layout: Layout) -> int:
         """Number of micro-batches in a step on one data-parallel rank (gradient accumulation steps)."""
         return max(1, round(self.global_batch / (layout.dp * layout.micro_batch)))
+
+    @property
+    def frozen(self) -> bool:
+        """True if only adapters are trained (LoRA): the weights of the model have neither gradients nor optimiser state."""
+        return self.model.lora is not None
+
+    def adapters(self, layout: Layout) -> float:
+        """Return the adapter parameters of an average layer on one rank. One of each pair of matrices is cut by tensor parallelism."""
+        dense, sparse = adapter_parameters(self.model)
+        each = dense + self.sizes.expert_layers * (sparse - dense)
+        return each * (1 + 1 / layout.tp) / 2
 
     @cached_property
     def sizes(self) -> Sizes:

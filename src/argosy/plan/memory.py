@@ -65,7 +65,10 @@ def stage_memory(work: Work, layout: Layout, stack: Stack, calibration: Calibrat
     first, last = layout.ends(stage)
     dense, experts = stage_parameters(work, layout, layers, first=first, last=last)
     updated = updated_by(work, layout, layers, dense, experts)
-    weights, gradients, optimiser = _state(work, layout, stack, dense, experts, updated)
+    trained = (layers * work.adapters(layout), 0.0) if work.frozen else (dense, experts)
+    weights, gradients, optimiser = _state(work, layout, stack, *trained, updated)
+    if work.frozen:
+        weights += _frozen_bytes(work, layout, stack, dense, experts)
     tokens = work.seq_len * layout.micro_batch / layout.cp
     # Activations are counted in 16 bits, and take twice that in fp32.
     wide = 2.0 if work.precision == "fp32" else 1.0
@@ -109,6 +112,8 @@ def updated_by(
 
     All expert parameters are in matrices inside the layers.
     """
+    if work.frozen:
+        return [(rule, number, 0.0) for rule, number in work.rule.shares(layers * work.adapters(layout), 0.0)]
     matrices = layers * (work.sizes.attention + work.sizes.mlp) / layout.tp
     shares = work.rule.shares(matrices, dense - matrices)
     return [(rule, number, experts if rule is work.rule else 0.0) for rule, number in shares]
@@ -138,6 +143,14 @@ def _state(
     for rule, of_dense, of_experts in updated:
         held[2] += (rule.state_bytes - DEFAULT.state_bytes) * spread(of_dense, of_experts, shards[2])
     return held[0], held[1], held[2]
+
+
+def _frozen_bytes(work: Work, layout: Layout, stack: Stack, dense: float, experts: float) -> float:
+    """Return the bytes of weights that are not trained. Where a parameter is its own master weight, they have 32 bits too."""
+    wide = work.precision == "fp32" or (stack.sharded_masters and layout.zero >= 3)
+    shards = layout.shards if layout.zero >= 3 else 1
+    over = 1 if shards == 1 else layout.expert_shards(shards)
+    return (WIDE if wide else stack.weight) * (dense / shards + experts / over)
 
 
 def _largest_matrix(work: Work, layout: Layout) -> float:
@@ -218,7 +231,8 @@ def _logits(work: Work, layout: Layout, stack: Stack, tokens: float) -> float:
     whole = 2 * judged * vocab
     chunks = ceil(whole / LOSS_CHUNK)
     copied = 2 * vocab if vocab * layout.tp > work.model.vocab_size else 0.0
-    return min(2, chunks) * whole / chunks + work.sizes.hidden * (2 * judged + 4 * vocab + copied)
+    of_weight = 0.0 if work.frozen else 4 * vocab
+    return min(2, chunks) * whole / chunks + work.sizes.hidden * (2 * judged + of_weight + copied)
 
 
 def _transient(
@@ -238,8 +252,8 @@ def _transient(
         copied = (stack.reduced + 2) * min(stack.bucket, parameters) if layout.zero else 0.0
         return buffers, copied + 4.0 * tokens * sizes.hidden / layout.tp * (layout.pp > 1)
     if layout.pp > 1:
-        return buffers, (2 + 4) * parameters
+        return buffers, (2 if work.frozen else 2 + 4) * parameters
     ends = sizes.embedding / layout.tp * (1 if work.model.tied else 2)
     layer = (parameters - ends) / layers
     gathered = 2 * layer if work.reshard else layers * layer
-    return buffers, 2 * gathered + 4 * layer + 2 * ends
+    return buffers, 2 * gathered + (0 if work.frozen else 4 * layer) + 2 * ends

@@ -196,7 +196,8 @@ def _gathered(work: Work, layout: Layout, cluster: Cluster, links: Links, known:
     """
     if layout.zero < 3 or layout.pp > 1:
         return 0.0
-    times = 3 if work.reshard else 2
+    # Forward, backward, and the reduce-scatter of gradients, which frozen weights do not have.
+    times = (3 if work.reshard else 2) - work.frozen
     moved = times * gather(links, group(layout, "shards", cluster), 2 * layer_parameters(work, layout))
     return max(0.0, moved - compute) + known.constants["interference"] * min(moved, compute)
 
@@ -210,7 +211,7 @@ def _once(
     first, last = layout.ends(0)
     dense, experts = stage_parameters(work, layout, layers, first=first, last=last)
     shards = group(layout, "shards", cluster)
-    own = dense + experts
+    own = layers * work.adapters(layout) if work.frozen else dense + experts
     ranks = shards.size if layout.zero else 1
     of_experts = ranks if ranks == 1 else layout.expert_shards(ranks)
     optimiser = UpdatingRank(work, layout, cluster, links, rates, layers).extra_seconds()

@@ -37,7 +37,7 @@ class PrefixLM(WindowTask[PrefixSpec]):
     samples = "windows of the token stream with a prefix (data.prefix)"
     section = "prefix"
     settings_type = PrefixSpec
-    masks_vary = True
+    mask_inputs = ("reach",)
     writes = "continuation"
 
     def check(self, run: Run, origins: Origins) -> None:

@@ -39,6 +39,8 @@ class Run(Protocol):
     def train(self) -> Any: ...
     @property
     def parallel(self) -> Any: ...
+    @property
+    def init_from(self) -> str | None: ...
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,8 @@ class Task(Generic[S]):
 
     `samples` describes its samples in words. `section` is the key of `data` with its settings, of type `settings_type`, if it has
     any. `roles` are the settings that name special tokens. `reads_windows` is True if samples are windows of the token stream.
-    `masks_vary` is True if the attention mask depends on the batch. `writes` says what `argosy sample` does with a trained model.
+    `mask_inputs` are the inputs that make the attention mask depend on the batch. `records` says what `argosy data prepare` reads for it: texts,
+    conversations, or preferences between two of them. `writes` says what `argosy sample` does with a trained model.
     """
 
     name: ClassVar[str]
@@ -74,7 +77,8 @@ class Task(Generic[S]):
     settings_type: type[S]
     roles: ClassVar[tuple[str, ...]] = ()
     reads_windows = False
-    masks_vary = False
+    mask_inputs: ClassVar[tuple[str, ...]] = ()
+    records: ClassVar[Literal["texts", "conversations", "preferences"]] = "texts"
     writes: ClassVar[Literal["continuation", "masks", "spans"] | None] = None
 
     def settings(self, run: Run) -> S:

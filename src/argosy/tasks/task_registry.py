@@ -11,17 +11,22 @@ from argosy.config.model import ModelSpec, Section
 from argosy.errors import ArgosyError
 from argosy.families.architecture import Architecture, architecture_of
 from argosy.tasks.causal_lm import CausalLM
+from argosy.tasks.dpo import DpoSpec, PreferenceTuning
 from argosy.tasks.inverse_cloze import IctSpec, InverseClozeTask
 from argosy.tasks.masked_lm import BertSpec, MaskedLMTask
 from argosy.tasks.prefix_lm import PrefixLM, PrefixSpec
+from argosy.tasks.sft import SftSpec, SupervisedFineTuning
 from argosy.tasks.span_corruption import SpanCorruptionTask, T5Spec
 from argosy.tasks.task import Run, Task
 
 # The first task that fits an architecture is its default.
 TASKS: dict[str, Task[Any]] = {
-    task.name: task for task in (CausalLM(), PrefixLM(), MaskedLMTask(), SpanCorruptionTask(), InverseClozeTask())
-}
-TaskName = Literal["causal-lm", "prefix-lm", "masked-lm", "span-corruption", "inverse-cloze"]
+    task.name: task
+    for task in (
+        CausalLM(), PrefixLM(), SupervisedFineTuning(), PreferenceTuning(), MaskedLMTask(), SpanCorruptionTask(), InverseClozeTask(),
+    )
+}  # fmt: skip
+TaskName = Literal["causal-lm", "prefix-lm", "sft", "dpo", "masked-lm", "span-corruption", "inverse-cloze"]
 
 
 class TaskSections(Section):
@@ -32,6 +37,12 @@ class TaskSections(Section):
     )
     prefix: PrefixSpec | None = Field(
         None, description="prefix language modelling (a decoder's samples, with `task: prefix-lm`)"
+    )
+    sft: SftSpec | None = Field(
+        None, description="supervised fine-tuning on conversations (a decoder's samples, with `task: sft`)"
+    )
+    dpo: DpoSpec | None = Field(
+        None, description="preference tuning on pairs of answers (a decoder's samples, with `task: dpo`)"
     )
     bert: BertSpec | None = Field(None, description="masked language modelling (an encoder's samples)")
     t5: T5Spec | None = Field(None, description="span corruption (an encoder-decoder's samples)")
@@ -57,6 +68,19 @@ def section_for(model: Mapping[str, Any], task: object) -> str | None:
     return next((fit for fit in fits if fit.name == task), fits[0]).section
 
 
+def named_task(name: str, key: str) -> Task[Any]:
+    """Return the task of a name that the user gave as `key`."""
+    if name not in TASKS:
+        raise ArgosyError(
+            "config.bad-value",
+            f"there is no task {name!r}",
+            key=key,
+            value=name,
+            fix=f"{key} {', '.join(TASKS)}: one of these",
+        )
+    return TASKS[name]
+
+
 def own_task(model: ModelSpec) -> Task[Any]:
     """Return the task a model is trained on unless the run sets another."""
     return tasks_for(architecture_of(model))[0]
@@ -64,7 +88,7 @@ def own_task(model: ModelSpec) -> Task[Any]:
 
 def masks_vary(run: Run) -> bool:
     """Return whether the attention mask depends on the batch."""
-    return bool(run.data.document_mask) or task_of(run).masks_vary
+    return bool(run.data.document_mask) or bool(task_of(run).mask_inputs)
 
 
 def task_of(run: Run) -> Task[Any]:

@@ -47,13 +47,14 @@ def attention_lines(spec: RunSpec, precision: str, device: torch.device) -> list
 def attention_cases(spec: RunSpec, precision: str, device: torch.device) -> Iterator[AttentionCase]:
     """Yield what each kind of layer asks of a back end in training."""
     model, architecture = spec.model, architecture_of(spec.model)
-    some = torch.empty(0)
+    some, given = torch.empty(0), task_of(spec).mask_inputs
+    parted = spec.data.document_mask or "documents" in given
     mask = Mask(
         causal=architecture.causal,
         slopes=some if model.positions == "alibi" else None,
         # In an encoder, padding is a document of its own.
-        documents=some if spec.data.document_mask or not (architecture.causal or architecture.two_sequences) else None,
-        reach=some if task_of(spec).masks_vary else None,
+        documents=some if parted or not (architecture.causal or architecture.two_sequences) else None,
+        reach=some if "reach" in given else None,
         bias=some if model.positions == "relative" else None,
     )
     cut = spec.parallel.cp > 1 and spec.parallel.cp_kind == "allgather"

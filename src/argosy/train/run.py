@@ -36,6 +36,7 @@ from argosy.train.device import machine_facts, name_of, prepare_device
 from argosy.train.loop import Trainer
 from argosy.train.opening import Journal, Opening
 from argosy.train.session import Session, open_session
+from argosy.untrusted import MIB, read_regular
 
 if TYPE_CHECKING:
     from argosy.train.profile_steps import Window
@@ -193,12 +194,14 @@ def _open(
 
 
 def _store_beside(run: RunDir, session: Session, start: Source | None) -> None:
-    """Store the prediction, the tokenizer, and the assets of the model that the run started from."""
+    """Store the prediction, the tokenizer, the chat template, and the assets of the model that the run started from."""
     _store_plan(run, session)
     tokenizer = session.data.tokenizer
     if tokenizer is not None:
         name, content = tokenizer.stored()
         replace_file(run.root / name, content)
+    if (template := session.data.chat_template) is not None:
+        replace_file(run.root / template.name, read_regular(template, MIB))
     if start is not None and start.reads(tokenizer):
         copy_assets(start.root, run.root)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from argosy.data.corpus.corpus_manifest import FILE_NAME, Manifest, read_manifest
 from argosy.data.corpus.indexed import IndexedReader, Tokens
@@ -70,6 +71,13 @@ class Corpus:
     def token_range(self, document: int) -> tuple[int, int]:
         """Return the first token of a document, and the one after its last."""
         return self._token_at(document), self._token_at(document + 1)
+
+    def sequence_lengths(self, document: int) -> npt.NDArray[np.int32]:
+        """Return the number of tokens of each sequence of a document."""
+        at = int(np.searchsorted(self._document_starts, document, side="right")) - 1
+        shard, within = self.shards[at], document - int(self._document_starts[at])
+        first, last = shard.document_indices[within : within + 2]
+        return shard.lengths[first:last]
 
     def prefetch(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Announce the next reads as (start, count), nearest first. Local files need no prefetch, so this does nothing."""

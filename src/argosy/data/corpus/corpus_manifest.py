@@ -61,6 +61,16 @@ class Source(_Part):
     content: str | None = None
 
 
+class ChatFacts(_Part):
+    """How the conversations of a corpus became text. The sequences of a document alternate: context, then what is learnt."""
+
+    template_sha256: str
+    # The copy of the chat template beside the shards.
+    file: PlainName
+    # True if a document is two conversations that differ in the last answer: the chosen one, then the rejected one.
+    pairs: bool = False
+
+
 class Manifest(_Part):
     """The content of manifest.json."""
 
@@ -72,6 +82,13 @@ class Manifest(_Part):
     shards: Annotated[list[Shard], Field(min_length=1)]
     sources: list[Source]
     quarantined: dict[str, int]
+    # Set if the documents are conversations. Left out of the file otherwise: earlier versions do not know it.
+    chat: ChatFacts | None = None
+
+    @property
+    def beside(self) -> list[str]:
+        """The names of the files beside the shards that say what their ids mean."""
+        return [self.tokenizer.file, *([] if self.chat is None else [self.chat.file])]
 
     @property
     def documents(self) -> int:
@@ -84,7 +101,8 @@ class Manifest(_Part):
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Write manifest.json atomically, and sync it to disk."""
-    replace_file(directory / FILE_NAME, manifest.model_dump_json(indent=2).encode() + b"\n", sync=True)
+    content = manifest.model_dump_json(indent=2, exclude={"chat"} if manifest.chat is None else None)
+    replace_file(directory / FILE_NAME, content.encode() + b"\n", sync=True)
 
 
 def read_manifest(directory: Path) -> Manifest:

@@ -198,6 +198,11 @@ class _Merge:
                     f"{first.tokenizer.eod_id} and {manifest.tokenizer.eod_id})",
                     "prepare one of them again, or merge with --pair",
                 )
+            if not self.pair and manifest.chat != first.chat:
+                raise _cannot(
+                    f"{first_path} and {path} are not both texts, or both conversations of one chat template",
+                    "merge with --pair, without the loss masks; or name both in data.train",
+                )
         bare = [corpus.path for corpus in self.corpora if corpus.manifest is None]
         if bare and not self.pair:
             raise _cannot(f"{bare[0]} has no manifest, so its tokenizer is unknown", "merge with --pair")
@@ -265,9 +270,10 @@ class _Merge:
                     os.fsync(file.fileno())
                 os.replace(_partial(target), target)
         self._join_quarantines(made)
-        stored = manifests[0].tokenizer.file
-        made.append(self.output / stored)
-        replace_file(self.output / stored, read_regular(self.corpora[0].path / stored, LARGEST_TOKENIZER), sync=True)
+        for stored in manifests[0].beside:
+            made.append(self.output / stored)
+            content = read_regular(self.corpora[0].path / stored, LARGEST_TOKENIZER)
+            replace_file(self.output / stored, content, sync=True)
         self._remove_stale()
         write_manifest(self.output, _merge_manifests(manifests))
 

@@ -21,12 +21,12 @@ import numpy.typing as npt
 
 from argosy.console.progress_bar import ProgressBar
 from argosy.data.corpus.block_hashes import BLOCK, DIGEST, blocks_of, blocks_path, wrong_blocks
-from argosy.data.corpus.corpus_manifest import Manifest, Shard
+from argosy.data.corpus.corpus_manifest import ChatFacts, Manifest, Shard
 from argosy.data.corpus.indexed import DTYPES, HEADER, MAGIC, bin_path, idx_path
 from argosy.data.corpus.pairs import Pairs, find_pairs
 from argosy.data.text.tokenizer import load_tokenizer
 from argosy.errors import ArgosyError
-from argosy.untrusted import open_regular
+from argosy.untrusted import MIB, open_regular, read_regular
 
 # The read buffer of each worker.
 _BLOCK = 8 << 20  # bytes
@@ -306,11 +306,25 @@ class _Repeated:
 
 
 def _check_whole(pairs: Pairs) -> list[Fault]:
-    """Check the parts of a corpus that belong to no single pair: the stored tokenizer, and the counts in the manifest."""
+    """Check the parts of a corpus that belong to no single pair: tokenizer, chat template, and the counts in the manifest."""
     manifest = pairs.manifest
     if manifest is None:
         return []
-    return _check_tokenizer(pairs.path / manifest.tokenizer.file, manifest) + _check_totals(pairs.path, manifest)
+    faults = [] if manifest.chat is None else _check_template(pairs.path / manifest.chat.file, manifest.chat)
+    faults += _check_tokenizer(pairs.path / manifest.tokenizer.file, manifest)
+    return faults + _check_totals(pairs.path, manifest)
+
+
+def _check_template(path: Path, chat: ChatFacts) -> list[Fault]:
+    try:
+        found = hashlib.sha256(read_regular(path, MIB)).hexdigest()
+    except OSError as error:
+        return [Fault(str(path), f"cannot be read: {error.strerror}")]
+    return (
+        []
+        if found == chat.template_sha256
+        else [Fault(str(path), "is not the chat template that the manifest promises")]
+    )
 
 
 def _check_tokenizer(path: Path, manifest: Manifest) -> list[Fault]:

@@ -12,7 +12,16 @@ from pathlib import Path
 
 import orjson
 
-from argosy.data.corpus.corpus_manifest import Manifest, Shard, Source, TokenizerFacts, read_manifest, write_manifest
+from argosy.data.chat.chat_template import TEMPLATE_FILE, ChatFormat
+from argosy.data.corpus.corpus_manifest import (
+    ChatFacts,
+    Manifest,
+    Shard,
+    Source,
+    TokenizerFacts,
+    read_manifest,
+    write_manifest,
+)
 from argosy.data.prepare.join import shard_facts_path, shard_name
 from argosy.data.prepare.parts import PartFacts
 from argosy.data.prepare.work import QUARANTINE_FILE, Work
@@ -45,15 +54,21 @@ def finish(work: Work) -> dict[Path, Manifest] | None:
                 eod_id=work.eod,
                 file=work.tokenizer.stored()[0],
             ),
-            append_eod=work.eod is not None,
+            append_eod=work.appended is not None,
             dtype=work.dtype.name,
             shards=[Shard(**document["shards"][key]) for document in documents],
             sources=_sources(work.files, facts),
             quarantined=dict(sorted(quarantined.items())),
+            chat=None if work.options.chat is None else _chat_facts(work.options.chat),
         )
         write_manifest(corpus, manifests[corpus])
     shutil.rmtree(work.parts, ignore_errors=True)
     return manifests
+
+
+def _chat_facts(format: ChatFormat) -> ChatFacts:
+    digest = hashlib.sha256(format.template.encode()).hexdigest()
+    return ChatFacts(template_sha256=digest, file=TEMPLATE_FILE, pairs=format.pairs)
 
 
 def _sources(files: list[InputFile], facts: list[PartFacts]) -> list[Source]:
@@ -96,5 +111,6 @@ def _check_bad(work: Work, good: int, quarantined: Counter[str]) -> None:
     raise ArgosyError(
         "data.bad-records",
         f"{bad:,} of {records:,} records were quarantined ({kinds}): {what}",
-        fix=f"see {work.corpora[0] / QUARANTINE_FILE}; is --key {', '.join(work.options.keys)} right?",
+        fix=f"see {work.corpora[0] / QUARANTINE_FILE}"
+        + (f"; is --key {', '.join(work.options.keys)} right?" if work.options.chat is None else ""),
     )

@@ -26,6 +26,7 @@ from typing import Protocol
 
 from argosy.config.seeds import derive_seed
 from argosy.console.progress_bar import ProgressBar
+from argosy.data.chat.chat_template import TEMPLATE_FILE
 from argosy.data.corpus.corpus_manifest import FILE_NAME, Manifest
 from argosy.data.prepare.finish import finish
 from argosy.data.prepare.join import Joiner, shard_facts_path
@@ -136,6 +137,8 @@ class PrepareJob:
         for corpus in work.corpora:
             corpus.mkdir(exist_ok=True)
             replace_file(corpus / name, content)
+            if work.options.chat is not None:
+                replace_file(corpus / TEMPLATE_FILE, work.options.chat.template.encode())
 
     def release(self) -> None:
         """Release the locks."""

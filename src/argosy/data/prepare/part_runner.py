@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from argosy.data.prepare.parts import PartFacts, PartMaker, PartName
 from argosy.data.prepare.preview import SAMPLE_BYTES, sample_texts
 from argosy.data.prepare.work import Work
-from argosy.data.prepare.workers import EncoderSpec, Pool, Task, encoder_spec
+from argosy.data.prepare.workers import EncoderSpec, Pool, Task, documents_of, encoder_spec
 from argosy.data.text.engines import Encode, Proof, choose_engine, likely_engine
 from argosy.data.text.tokenizer import JsonTokenizer
 
@@ -20,6 +20,7 @@ _log = logging.getLogger(__name__)
 
 # Smaller inputs are prepared in this process: starting workers would take longer.
 _INLINE_BYTES = 4 << 20
+_PLACED = "tokenizers, the reference, which knows the characters of each token"
 
 
 class PartRunner:
@@ -35,7 +36,7 @@ class PartRunner:
 
     def __enter__(self) -> PartRunner:
         if self._is_pool:
-            self._pool(likely_engine(self.tokenizer))
+            self._pool(None if self._places_tokens else likely_engine(self.tokenizer))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -45,14 +46,17 @@ class PartRunner:
     def run(self, tasks: Iterator[Task]) -> Iterator[tuple[PartName, PartFacts]]:
         """Yield the parts as they are finished."""
         if self._is_pool:
-            pool, description = choose_engine(self.tokenizer, self._proven_pool)
+            pool, description = None, _PLACED
+            if not self._places_tokens:
+                pool, description = choose_engine(self.tokenizer, self._proven_pool)
             self._report_fallback(pool is not None, description)
             yield from (pool or self._pool(None)).run(tasks)
             return
         encode, description = self.engine_here()
         self._report_fallback(encode is not None, description)
-        work, vocab_size, encode = self.work, self.tokenizer.vocab_size, encode or self.tokenizer.encode_batch
-        maker = PartMaker(work.parts, encode, vocab_size, work.eod, work.part_options)
+        work = self.work
+        documents = documents_of(work.part_options, encode, work.appended, lambda: self.tokenizer)
+        maker = PartMaker(work.parts, documents, self.tokenizer.vocab_size, work.part_options.keys)
         for name, group in tasks:
             yield name, maker.make(name, group)
 
@@ -60,8 +64,15 @@ class PartRunner:
     def _is_pool(self) -> bool:
         return self.work.options.workers > 1 and self.input_bytes >= _INLINE_BYTES
 
+    @property
+    def _places_tokens(self) -> bool:
+        """True if documents need to know which characters each token came from."""
+        return self.work.part_options.chat is not None
+
     def engine_here(self) -> tuple[Encode | None, str]:
         """Return the engine for this process, or None for the reference, and a description of the choice."""
+        if self._places_tokens:
+            return None, _PLACED
         if self.input_bytes < SAMPLE_BYTES and isinstance(self.tokenizer, JsonTokenizer):
             return None, "tokenizers, the reference: there is less text than the check of a faster engine needs"
 
@@ -85,9 +96,10 @@ class PartRunner:
         return self._open
 
     def _report_fallback(self, is_fast: bool, description: str) -> None:
-        """Report a fallback to the reference, except for small inputs and tokenizers that have no faster engine."""
-        if not is_fast and isinstance(self.tokenizer, JsonTokenizer) and self.input_bytes >= SAMPLE_BYTES:
+        """Report a fallback to the reference, except for small inputs, and where there is no faster engine."""
+        expected = self._places_tokens or not isinstance(self.tokenizer, JsonTokenizer)
+        if not (is_fast or expected) and self.input_bytes >= SAMPLE_BYTES:
             _log.info("tokenizing with %s", description)
 
     def _encoder_spec(self, engine: str | None) -> EncoderSpec:
-        return encoder_spec(self.tokenizer, engine, eod=self.work.eod)
+        return encoder_spec(self.tokenizer, engine, eod=self.work.appended)

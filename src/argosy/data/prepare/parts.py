@@ -14,21 +14,21 @@ import hashlib
 import os
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import orjson
 
-from argosy.data.corpus.indexed import IndexedReader, IndexedWriter, Tokens, bin_path, dtype_for
+from argosy.data.chat.chat_template import ChatFormat
+from argosy.data.corpus.indexed import IndexedReader, IndexedWriter, bin_path, dtype_for
+from argosy.data.prepare.documents import Documents, Parse
 from argosy.data.text.blocks import Blocks, Piece
-from argosy.data.text.engines import Encode
 from argosy.data.text.input_files import check_unchanged
 from argosy.data.text.inputs import InputFile
-from argosy.data.text.readers import open_blocks, read_block
-from argosy.data.text.records import BadRecord, Parser, Sentences
-from argosy.data.text.tokenizer import Lengths
+from argosy.data.text.readers import read_block
+from argosy.data.text.records import BadRecord
 from argosy.errors import ArgosyError
 from argosy.files import replace_file, write_fix
 
@@ -74,6 +74,12 @@ class PartOptions:
     append_eod: bool
     text_lines: bool
     block_bytes: int
+    # How conversations become text. None: the records are texts.
+    chat: ChatFormat | None = None
+
+    def facts(self) -> dict[str, Any]:
+        """Return the options as a dictionary. An option that came later is left out where it is not used."""
+        return {key: value for key, value in asdict(self).items() if key != "chat" or value is not None}
 
 
 def cannot_write(output: Path, error: OSError) -> ArgosyError:
@@ -90,50 +96,40 @@ def cannot_write(output: Path, error: OSError) -> ArgosyError:
 class PartMaker:
     """A maker of parts with one tokenizer. It keeps the current input open, because blocks are requested in ascending order."""
 
-    def __init__(
-        self,
-        directory: Path,
-        encode: Encode,
-        vocab_size: int,
-        eod: int | None,
-        options: PartOptions,
-    ) -> None:
-        self.directory, self.encode, self.eod, self.options = directory, encode, eod, options
+    def __init__(self, directory: Path, documents: Documents, vocab_size: int, keys: Sequence[str]) -> None:
+        self.directory, self.documents, self.keys = directory, documents, keys
         self.dtype = dtype_for(vocab_size)
         # The open input: (group, next block, reader, parser).
-        self._open: tuple[int, int, Blocks, Parser] | None = None
+        self._open: tuple[int, int, Blocks, Parse] | None = None
 
     def make(self, name: PartName, group: list[InputFile]) -> PartFacts:
         """Make the part of a block of `group`, unless it exists. Refuse it if the inputs changed meanwhile."""
         finished = read_facts(self.directory, name)
         if finished is not None:
             return finished
-        blocks, parser = self._reader(name, group)
+        blocks, parse = self._reader(name, group)
         pieces = read_block(blocks, name.block, group)
         try:
             if pieces is None:
                 facts = PartFacts(0, 0, 0, [], {}, {}, past_end=True)
             else:
-                facts = self._write(name, pieces, parser)
+                facts = self._write(name, pieces, parse)
             check_unchanged(group)
             replace_file(self.directory / f"{name}.json", orjson.dumps(asdict(facts)))
         except OSError as error:
             raise cannot_write(self.directory.parent, error) from error
         return facts
 
-    def _reader(self, name: PartName, group: list[InputFile]) -> tuple[Blocks, Parser]:
+    def _reader(self, name: PartName, group: list[InputFile]) -> tuple[Blocks, Parse]:
         if self._open is None or self._open[0] != name.group or self._open[1] > name.block:
-            options = self.options
-            opened = open_blocks(
-                group, keys=options.keys, block_bytes=options.block_bytes, text_lines=options.text_lines
-            )
+            opened = self.documents.open(group)
         else:
             opened = self._open[2:]
         self._open = (name.group, name.block + 1, *opened)
         return opened
 
-    def _write(self, name: PartName, pieces: Iterator[Piece], parser: Parser) -> PartFacts:
-        prefixes = [self.directory / name.pair(key) for key in range(len(self.options.keys))]
+    def _write(self, name: PartName, pieces: Iterator[Piece], parse: Parse) -> PartFacts:
+        prefixes = [self.directory / name.pair(key) for key in range(len(self.keys))]
         # A worker of a killed job may still be writing the same part.
         mark = f".{os.urandom(6).hex()}"
         writers = [IndexedWriter(prefix, self.dtype, sync=False, mark=mark) for prefix in prefixes]
@@ -144,9 +140,10 @@ class PartMaker:
         try:
             for piece in pieces:
                 checksums[piece.file] = zlib.crc32(piece.content, checksums.get(piece.file, 0))
-                documents, faults = parser.parse(piece)
+                documents, faults = parse(piece)
                 for writer, of_key in zip(writers, documents, strict=True):
-                    self._add(writer, of_key)
+                    if of_key:
+                        writer.add_many(*self.documents.encode(of_key))
                 bad.extend(faults)
                 files[piece.file] += len(documents[0])
                 input_bytes += piece.size
@@ -166,36 +163,6 @@ class PartMaker:
             quarantined=dict(Counter(record.kind for record in bad)),
             files={file: (files[file], faults_by_file[file], checksums[file]) for file in sorted(checksums)},
         )
-
-    def _add(self, writer: IndexedWriter, documents: list[Sentences]) -> None:
-        if not documents:
-            return
-        ids, lengths = self.encode([sentence for document in documents for sentence in document])
-        document_of = np.repeat(np.arange(len(documents)), [len(document) for document in documents])
-        # A text whose characters the tokenizer drops has no tokens, and becomes no sequence.
-        filled = lengths > 0
-        lengths = lengths[filled]
-        per_document = np.bincount(document_of[filled], minlength=len(documents))
-        # The last sequence of each document.
-        last = np.cumsum(per_document)[per_document > 0] - 1
-        tokens, lengths = _append_eod(ids, lengths, last, self.eod)
-        writer.add_many(tokens, lengths, per_document)
-
-
-def _append_eod(ids: Tokens, lengths: Lengths, last: Lengths, eod: int | None) -> tuple[Tokens, Lengths]:
-    """Append the end-of-document id to the last sequence of each document."""
-    if eod is None:
-        return ids, lengths
-    ends = np.cumsum(lengths)[last]
-    lengths = lengths.copy()
-    lengths[last] += 1
-    out = np.empty(len(ids) + len(last), ids.dtype)
-    eods = ends + np.arange(len(last))
-    keep = np.ones(len(out), bool)
-    keep[eods] = False
-    out[keep] = ids
-    out[eods] = eod
-    return out, lengths
 
 
 def clear_unfinished(directory: Path, is_ours: Callable[[PartName], bool]) -> None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import numpy as np
 
+from argosy.data.chat.chat_template import ChatFormat
 from argosy.data.corpus.corpus_manifest import FILE_NAME
 from argosy.data.corpus.indexed import dtype_for
 from argosy.data.prepare.parts import PartName, PartOptions
@@ -47,6 +48,13 @@ class PrepareOptions:
     machines: int = 1
     # Shuffle the documents of each shard with this seed. None: keep their order.
     shuffle_seed: int | None = None
+    # How conversations become text. None: the records are texts, under `keys`.
+    chat: ChatFormat | None = None
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The names of the corpora that each record has a document in."""
+        return self.keys if self.chat is None else ("messages",)
 
     def __post_init__(self) -> None:
         if self.machine >= self.machines:
@@ -65,17 +73,24 @@ class Work:
     def __init__(self, files: list[InputFile], tokenizer: Tokenizer, output: Path, options: PrepareOptions) -> None:
         _check_keys(options.keys, files)
         self.files, self.tokenizer, self.output, self.options = files, tokenizer, output, options
-        self.corpora = corpora_of(output, options.keys)
+        self.corpora = corpora_of(output, options.columns)
         self.parts = output / PARTS
         self.groups = group_inputs(files, options.text_lines)
         self.part_options = PartOptions(
-            keys=options.keys,
+            keys=options.columns,
             append_eod=options.append_eod,
             text_lines=options.text_lines,
             block_bytes=_block_bytes(files),
+            chat=options.chat,
         )
-        # Refuse a tokenizer without an end-of-document token before work starts.
-        self.eod = tokenizer.eod_id if options.append_eod else None
+        # The id that ends each document. Refuse a tokenizer without one before work starts.
+        self.appended = tokenizer.eod_id if options.append_eod and options.chat is None else None
+
+    @property
+    def eod(self) -> int | None:
+        """The end-of-document id that the manifest records. A chat template writes its own at the end of a turn."""
+        ends = None if self.options.chat is None else self.options.chat.token("eos_token")
+        return self.appended if ends is None else self.tokenizer.id_of(ends)
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -101,7 +116,7 @@ class Work:
     @property
     def plan(self) -> Plan:
         """Everything that determines the bytes of the corpus."""
-        facts = [self.tokenizer.fingerprint, self.eod, asdict(self.part_options)]
+        facts = [self.tokenizer.fingerprint, self.appended, self.part_options.facts()]
         facts += [self.options.shards, self.options.shuffle_seed]
         options = hashlib.sha256(repr(facts).encode()).hexdigest()
         return Plan.of(options, self.files, with_inodes=self.options.machines == 1)

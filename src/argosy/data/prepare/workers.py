@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection, wait  # noqa: TID251 - as abo
 from pathlib import Path
 from typing import Any
 
+from argosy.data.prepare.documents import Documents, TextDocuments
 from argosy.data.prepare.parts import PartFacts, PartMaker, PartName, PartOptions
 from argosy.data.prepare.preview import sample_texts
 from argosy.data.text.engines import Encode, EngineFault, Proof, load_engine
@@ -49,17 +50,38 @@ class EncoderSpec:
         """Load the engine or tokenizer, and return its encode function."""
         if self.engine is not None:
             return load_engine(self.engine, self.content.decode(), self.special_in_text)
+        return self.tokenizer().encode_batch
+
+    def tokenizer(self) -> Tokenizer:
+        """Load the tokenizer, run by its own library."""
         if self.content == ByteTokenizer().stored()[1]:
-            return ByteTokenizer().encode_batch
+            return ByteTokenizer()
         if self.file.endswith(".model"):
-            return SentencePieceTokenizer(self.content, self.file).encode_batch
-        return JsonTokenizer(self.content.decode(), self.file, special_in_text=self.special_in_text).encode_batch
+            return SentencePieceTokenizer(self.content, self.file)
+        return JsonTokenizer(self.content.decode(), self.file, special_in_text=self.special_in_text)
 
 
 def encoder_spec(tokenizer: Tokenizer, engine: str | None, *, eod: int | None) -> EncoderSpec:
     """Describe a tokenizer that `engine` runs; None is the tokenizer's own library."""
     special = isinstance(tokenizer, JsonTokenizer) and tokenizer.special_in_text
     return EncoderSpec(*tokenizer.stored(), engine, special, tokenizer.vocab_size, eod)
+
+
+def documents_of(
+    options: PartOptions, encode: Encode | None, eod: int | None, tokenizer: Callable[[], Tokenizer]
+) -> Documents:
+    """Return the documents that the options ask for. Without an engine's `encode`, the tokenizer itself encodes."""
+    if options.chat is not None:
+        from argosy.data.chat.chat_documents import ChatDocuments
+
+        return ChatDocuments(options.chat, tokenizer(), options.block_bytes)
+    return TextDocuments(
+        encode or tokenizer().encode_batch,
+        eod,
+        keys=options.keys,
+        block_bytes=options.block_bytes,
+        text_lines=options.text_lines,
+    )
 
 
 class WorkerFault(RuntimeError):
@@ -227,7 +249,8 @@ def _work(
     def make(name: PartName, group: list[InputFile]) -> PartFacts:
         nonlocal maker
         if maker is None:
-            maker = PartMaker(directory, proven or spec.encoder(), spec.vocab_size, spec.eod_id, options)
+            documents = documents_of(options, proven, spec.eod_id, spec.tokenizer)
+            maker = PartMaker(directory, documents, spec.vocab_size, options.keys)
         return maker.make(name, group)
 
     while True:

@@ -212,9 +212,11 @@ def _in_threads(work: Callable[[Shard], StreamedReader], shards: list[Shard], th
 
 
 def _keep_small(directory: Path, store: ObjectStore, cache: BlockCache, content: bytes) -> Manifest:
-    """Store manifest and tokenizer beside the `.idx` files, as in a local corpus. Return the manifest."""
+    """Store manifest, tokenizer and chat template beside the `.idx` files, as in a local corpus. Return the manifest."""
     cache.keep_file(directory / FILE_NAME, content)
     manifest = read_manifest(directory)
+    if manifest.chat is not None:
+        cache.keep_file(directory / manifest.chat.file, store.read_small(manifest.chat.file))
     name = manifest.tokenizer.file
     size = store.facts(name).size
     if size is None:

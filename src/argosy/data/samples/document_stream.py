@@ -12,10 +12,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from argosy.config.seeds import derive_seed
 from argosy.data.corpus.corpus import Corpus, Split
 from argosy.data.samples.document_windows import DocumentWindows
-from argosy.data.samples.order import Indices, permute
+from argosy.data.samples.order import Indices, epoch_order
 from argosy.data.samples.windows import Batch, Blended
 
 Rows = npt.NDArray[np.int64]
@@ -46,12 +45,7 @@ class DocumentSamples:
 
     def order(self, indices: Indices) -> Indices:
         """Return the window of each sample index."""
-        epochs, places = np.divmod(indices, self.count)
-        windows = np.empty(len(indices), np.int64)
-        for epoch in np.unique(epochs):
-            mine = epochs == epoch
-            windows[mine] = permute(places[mine], self.count, derive_seed(self.seed, "order", epoch))
-        return windows
+        return epoch_order(indices, self.count, self.seed)
 
     def read(self, part: Range) -> Rows:
         """Read a range of tokens, which may be empty."""

@@ -39,7 +39,7 @@ class DocumentWindows:
         self._left_out = int(ends_in_eod)
         self._first_documents = np.cumsum([0, *(shard.documents for shard in corpus.shards)])
         self._first_tokens = np.cumsum([0, *(shard.tokens for shard in corpus.shards)])
-        sizes = np.concatenate([_document_sizes(shard) for shard in corpus.shards])[split.first : split.last]
+        sizes = np.concatenate([document_sizes(shard) for shard in corpus.shards])[split.first : split.last]
         # The number of windows up to the end of each document.
         self._counts = np.cumsum(-(-np.maximum(sizes - self._left_out, 0) // length))
         self.count = int(self._counts[-1]) if len(self._counts) else 0
@@ -94,7 +94,7 @@ class DocumentWindows:
         return nearest if nearest >= even - free else even
 
 
-def _document_sizes(shard: IndexedReader) -> Indices:
+def document_sizes(shard: IndexedReader) -> Indices:
     """Return the number of tokens of each document, from the index entries at the document bounds only."""
     bounds = shard.document_indices
     # Documents without sequences at the end of the file have no pointer: they start at its end.

@@ -37,6 +37,16 @@ def permute(indices: Indices, n: int, key: int) -> Indices:
     return values.astype(np.int64)
 
 
+def epoch_order(indices: Indices, count: int, seed: int) -> Indices:
+    """Return which of `count` items each sample index visits: every epoch visits each once, in an order of its own."""
+    epochs, places = np.divmod(indices, count)
+    items = np.empty(len(indices), np.int64)
+    for epoch in np.unique(epochs):
+        mine = epochs == epoch
+        items[mine] = permute(places[mine], count, derive_seed(seed, "order", epoch))
+    return items
+
+
 def mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """Apply the finalizer of splitmix64: every input bit affects every output bit."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

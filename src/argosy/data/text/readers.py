@@ -9,12 +9,13 @@ from argosy.data.text.input_files import check_unchanged, reading
 from argosy.data.text.inputs import InputFile
 from argosy.data.text.records import Parser, texts_of
 from argosy.data.text.tables import TableBlocks
+from argosy.errors import ArgosyError
 
 
 def open_blocks(
     group: Sequence[InputFile], *, keys: Sequence[str], block_bytes: int, text_lines: bool
 ) -> tuple[Blocks, Parser]:
-    """Open an input.
+    """Open an input with documents of text.
 
     Args:
         group: One file, or several small text files that are one document each.
@@ -29,6 +30,21 @@ def open_blocks(
         if not first.is_text:
             return LineBlocks(first, block_bytes), Parser(keys)
         return LineBlocks(first, block_bytes) if text_lines else FileBlocks(group), Parser(None)
+
+
+def open_records(group: Sequence[InputFile], *, keys: Sequence[str], block_bytes: int) -> Blocks:
+    """Open an input whose records are objects, such as conversations. `keys` are the columns to read of a table, if it has them."""
+    first = group[0]
+    if first.is_text:
+        raise ArgosyError(
+            "data.bad-input",
+            f"{first.path} is plain text, and has no conversations",
+            fix="give .jsonl or .parquet files",
+        )
+    with reading(group):
+        if first.is_table:
+            return TableBlocks(first, block_bytes, keys, if_there=True)
+        return LineBlocks(first, block_bytes)
 
 
 def read_block(blocks: Blocks, index: int, group: Sequence[InputFile]) -> Iterator[Piece] | None:

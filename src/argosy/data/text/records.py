@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 
@@ -24,8 +24,44 @@ class BadRecord:
     detail: str
 
 
-class _Fault(Exception):
+class Fault(Exception):
     """The reason why a record is bad: its kind and a detail."""
+
+
+D = TypeVar("D")
+# The documents of each column, and the bad records.
+Parsed = tuple[list[list[D]], list[BadRecord]]
+
+
+def parse_piece(piece: Piece, columns: int, documents_of: Callable[[Any], Sequence[D]]) -> Parsed[D]:
+    """Return what `documents_of` makes of each record, one document for each column. A record for which it raises `Fault` is bad."""
+    documents: list[list[D]] = [[] for _ in range(columns)]
+    bad: list[BadRecord] = []
+    for record, place in zip(piece.records, piece.places, strict=True):
+        # An empty line is not a record.
+        if isinstance(record, bytes) and not record.strip():
+            continue
+        try:
+            found = documents_of(record)
+        except Fault as fault:
+            bad.append(BadRecord(piece.file, place, *fault.args))
+            continue
+        for column, document in zip(documents, found, strict=True):
+            column.append(document)
+    if piece.too_long is not None:
+        place, size = piece.too_long
+        bad.append(BadRecord(piece.file, place, "too-long", f"{size:,} bytes, more than {MAX_RECORD:,}"))
+    return documents, bad
+
+
+def json_record(record: Any) -> Any:
+    """Return the value of a JSON line. A row of a table is a value already."""
+    if not isinstance(record, bytes):
+        return record
+    try:
+        return orjson.loads(record)
+    except orjson.JSONDecodeError as error:
+        raise Fault(*_json_fault(record, error)) from None
 
 
 class Parser:
@@ -37,52 +73,32 @@ class Parser:
     def __init__(self, keys: Sequence[str] | None) -> None:
         self.paths = None if keys is None else [key.split(".") for key in keys]
 
-    def parse(self, piece: Piece) -> tuple[list[list[Sentences]], list[BadRecord]]:
+    def parse(self, piece: Piece) -> Parsed[Sentences]:
         """Return the documents of a piece for each key, each a list of one or more sentences, and the bad records."""
-        documents: list[list[Sentences]] = [[] for _ in self.paths or (None,)]
-        bad: list[BadRecord] = []
-        for record, place in zip(piece.records, piece.places, strict=True):
-            # An empty line is not a record.
-            if isinstance(record, bytes) and not record.strip():
-                continue
-            try:
-                texts = self._texts(record)
-            except _Fault as fault:
-                bad.append(BadRecord(piece.file, place, *fault.args))
-                continue
-            for column, sentences in zip(documents, texts, strict=True):
-                column.append(sentences)
-        if piece.too_long is not None:
-            place, size = piece.too_long
-            bad.append(BadRecord(piece.file, place, "too-long", f"{size:,} bytes, more than {MAX_RECORD:,}"))
-        return documents, bad
+        return parse_piece(piece, len(self.paths or (None,)), self._texts)
 
     def _texts(self, record: Any) -> list[Sentences]:
         if self.paths is None:
             return [_sentences(record)]
-        if isinstance(record, bytes):
-            try:
-                record = orjson.loads(record)
-            except orjson.JSONDecodeError as error:
-                raise _Fault(*_json_fault(record, error)) from None
+        record = json_record(record)
         if len(self.paths) == 1:
             return [_sentences(_under(record, self.paths[0]))]
         texts = []
         for path in self.paths:
             try:
                 texts.append(_sentences(_under(record, path)))
-            except _Fault as fault:
+            except Fault as fault:
                 kind, detail = fault.args
-                raise _Fault(kind, f"{'.'.join(path)}: {detail}") from None
+                raise Fault(kind, f"{'.'.join(path)}: {detail}") from None
         return texts
 
 
 def _under(value: Any, path: Sequence[str]) -> Any:
     for depth, part in enumerate(path):
         if not isinstance(value, dict):
-            raise _Fault("not-an-object", f"{'.'.join(path[:depth]) or 'the record'} is {_json_kind(value)}")
+            raise Fault("not-an-object", f"{'.'.join(path[:depth]) or 'the record'} is {json_kind(value)}")
         if part not in value:
-            raise _Fault("missing-key", f"no {part!r} among {', '.join(list(value)[:8])}")
+            raise Fault("missing-key", f"no {part!r} among {', '.join(list(value)[:8])}")
         value = value[part]
     return value
 
@@ -92,21 +108,21 @@ def _sentences(value: Any) -> Sentences:
         try:
             value = value.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise _Fault("invalid-utf8", str(error)) from None
+            raise Fault("invalid-utf8", str(error)) from None
     sentences = value if isinstance(value, list) else [value]
     blank = True
     for sentence in sentences:
         if not isinstance(sentence, str):
-            raise _Fault("not-text", f"{_json_kind(sentence)} where text belongs")
+            raise Fault("not-text", f"{json_kind(sentence)} where text belongs")
         if "\x00" in sentence:
-            raise _Fault("nul", f"a NUL character at position {sentence.index(chr(0))}")
+            raise Fault("nul", f"a NUL character at position {sentence.index(chr(0))}")
         blank = blank and (not sentence or sentence.isspace())
     if blank:
-        raise _Fault("empty", "no text")
+        raise Fault("empty", "no text")
     return sentences
 
 
-def _json_kind(value: object) -> str:
+def json_kind(value: object) -> str:
     if value is None:
         return "null"
     if isinstance(value, bool):

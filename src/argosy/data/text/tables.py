@@ -38,15 +38,17 @@ class Span:
 class TableBlocks:
     """The blocks of a Parquet table. Rows are dictionaries that hold only the columns of `keys`."""
 
-    def __init__(self, file: InputFile, block_bytes: int, keys: Sequence[str]) -> None:
+    def __init__(self, file: InputFile, block_bytes: int, keys: Sequence[str], *, if_there: bool = False) -> None:
+        """With `if_there`, the table need not have all columns of `keys`."""
         parquet = require("pyarrow.parquet", "data", "reading parquet")
-        self.file, self.keys = file, list(keys)
+        self.file = file
         with reading([file], " is not a parquet file"):
             # With a small buffer pyarrow streams the pages of a column; without one it holds the whole column of a row group.
             # Columns are read in turns, so the read-ahead of our own buffer must stay small too.
             stored = open_input(file, buffer=1 << 20)
             self._table = parquet.ParquetFile(stored, buffer_size=1 << 20, pre_buffer=False)
-        for key in keys:
+        self.keys = [key for key in keys if not if_there or key in self._table.schema_arrow.names]
+        for key in self.keys:
             self._check_column(key)
         self._spans = list(_spans(self._table.metadata, self.keys, block_bytes))
         # The row groups that are being decoded, and how many of their rows have been decoded.

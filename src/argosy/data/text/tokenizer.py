@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,8 @@ from argosy.untrusted import MIB, read_object, read_regular
 LARGEST_TOKENIZER = 512 * MIB
 Ids = npt.NDArray[np.uint32]
 Lengths = npt.NDArray[np.int64]
+# The ids of a text, and the range of its characters that each came from.
+Placed = tuple[Ids, npt.NDArray[np.int64]]  # [ids], [ids, 2]
 EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<eod>", "</s>", "<eos>", "[EOS]", "[SEP]")
 _DECIDES_IDS = ("added_tokens", "normalizer", "pre_tokenizer", "model")
 
@@ -67,6 +69,14 @@ class Tokenizer(Protocol):
         """Return (file name, content) to store with data and checkpoints. `load_tokenizer` reads it back."""
 
 
+@runtime_checkable
+class PlacesTokens(Protocol):
+    """A tokenizer that knows which characters each token came from."""
+
+    def encode_placed(self, texts: Sequence[str]) -> list[Placed]:
+        """Return the ids of each text, and the range of characters of each id."""
+
+
 class _EncodesText:
     """Encodes one text with the batch form of a tokenizer."""
 
@@ -85,6 +95,13 @@ class ByteTokenizer(_EncodesText):
         encoded = [text.encode() for text in texts]
         ids = np.frombuffer(b"".join(encoded), np.uint8).astype(np.uint32)
         return ids, np.array([len(text) for text in encoded], np.int64)
+
+    def encode_placed(self, texts: Sequence[str]) -> list[Placed]:
+        characters = [np.repeat(np.arange(len(text)), [len(c.encode()) for c in text]) for text in texts]
+        return [
+            (np.frombuffer(text.encode(), np.uint8).astype(np.uint32), np.stack((at, at + 1), axis=1))
+            for text, at in zip(texts, characters, strict=True)
+        ]
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
@@ -145,6 +162,13 @@ class JsonTokenizer(_EncodesText):
         with tokenizer_faults(self.name):
             encoded = [item.ids for item in self._engine.encode_batch_fast(list(texts), add_special_tokens=False)]
         return _flat(encoded)
+
+    def encode_placed(self, texts: Sequence[str]) -> list[Placed]:
+        with tokenizer_faults(self.name):
+            found = self._engine.encode_batch(list(texts), add_special_tokens=False)
+        return [
+            (np.array(one.ids, np.uint32), np.array(one.offsets, np.int64).reshape(len(one.ids), 2)) for one in found
+        ]
 
     def decode(self, ids: Iterable[int]) -> str:
         with tokenizer_faults(self.name):

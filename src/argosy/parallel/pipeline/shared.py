@@ -35,7 +35,9 @@ class SharedWeights:
                 by_holders.setdefault(holders, []).extend(names)
         # Sorted, to be in the same order on every rank: a rank may be in several sums.
         for holders, names in sorted(by_holders.items()):
-            self._sums.append((holders, [parameters[name] for name in sorted(names)]))
+            trained = [parameters[name] for name in sorted(names) if parameters[name].requires_grad]
+            if trained:
+                self._sums.append((holders, trained))
             if rank != holders[0]:
                 self.copies.update(names)
 

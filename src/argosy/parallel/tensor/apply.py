@@ -102,7 +102,8 @@ def _require_regions(model: nn.Module) -> None:
     inside = {part for block in blocks for inner in _regions(block) for part in inner.modules()}
     for path, module in model.named_modules():
         declaration: Declaration = getattr(module, "tensor_parallel", {})
-        cut = [name for name, one in declaration.items() if one.dim is not None or one.partial == "always"]
+        named = [name for name, one in declaration.items() if one.dim is not None or one.partial == "always"]
+        cut = [name for name in named if any(_parameters_of(module, path, name))]
         if cut and module not in inside and not isinstance(module, _CONNECTED):
             raise ArgosyError(
                 "model.undeclared",

@@ -1,0 +1,96 @@
+"""`argosy ckpt export --adapter`: write the adapters of a LoRA run as a directory that PEFT loads beside the base model.
+
+Our query, key and value projections are one layer with one pair of matrices. PEFT has three layers: each gets A, and its rows of B,
+which compute the same. The files are `adapter_config.json` and `adapter_model.safetensors`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+from torch import Tensor
+
+from argosy.checkpoint.assets import copy_assets
+from argosy.checkpoint.hf.hf_convert import entries, to_theirs
+from argosy.checkpoint.hf.hf_export import Exported
+from argosy.checkpoint.lora_weights import stored_lora
+from argosy.checkpoint.source import Source, open_source
+from argosy.checkpoint.staging import require_space, staged
+from argosy.checkpoint.stored import StoredTensors
+from argosy.checkpoint.tensors import TensorInfo, write_stream
+from argosy.config.start import HF, directory_of
+from argosy.errors import ArgosyError
+from argosy.families.weight_table import Entry, QueryKeyValue, Same
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def export_adapter(where: str, to: Path, *, dry_run: bool = False) -> Exported:
+    """Write the adapters of a run to the directory `to`."""
+    notes: list[str] = []
+    source = open_source(where, report=notes.append)
+    lora = stored_lora(source.root) if source.checkpoint is not None else None
+    if lora is None or source.checkpoint is None:
+        raise ArgosyError(
+            "checkpoint.mismatch",
+            f"{where} has no adapters",
+            key="--adapter",
+            fix="leave --adapter out; it is for runs with model.lora",
+        )
+    tensors = dict(_tensors(source, source.checkpoint.weights()))
+    infos = {name: TensorInfo.of(tensor) for name, tensor in tensors.items()}
+    size = sum(info.nbytes for info in infos.values())
+    started = str((source.run or {}).get("init_from") or "")
+    base = str(directory_of(started)) if started.startswith(HF) else started or None
+    config: dict[str, Any] = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": sorted({name.split(".")[-3] for name in tensors}),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    notes.append(f"adapters of {', '.join(config['target_modules'])}; the base model is {base or 'not a directory'}")
+    parameters = sum(tensor.numel() for tensor in tensors.values())
+    facts = Exported(where, source.step, str(to), "LoRA", parameters, size, "float32", [WEIGHTS], 0, notes)
+    require_space(to, size)
+    if not dry_run:
+        with staged(to) as stage:
+            write_stream(stage / WEIGHTS, infos, tensors.__getitem__, {"format": "pt"})
+            (stage / CONFIG).write_bytes(orjson.dumps(config, option=orjson.OPT_INDENT_2))
+            copy_assets(source.root, stage)
+    return facts
+
+
+def _tensors(source: Source, weights: StoredTensors) -> Iterator[tuple[str, Tensor]]:
+    """Yield PEFT's tensors by name."""
+    for entry in entries(source.model):
+        layer = entry.ours.removesuffix(".weight")
+        if f"{layer}.lora_a" not in weights.infos:
+            continue
+        _require_rows(entry)
+        a, b = weights[f"{layer}.lora_a"].float(), weights[f"{layer}.lora_b"].float()
+        for name, part in to_theirs(entry, b).items():
+            module = f"base_model.model.{name.removesuffix('.weight')}"
+            yield f"{module}.lora_A.weight", a.contiguous()
+            yield f"{module}.lora_B.weight", part
+
+
+def _require_rows(entry: Entry) -> None:
+    """Refuse a layout whose rows are not output features, as those of GPT-2's Conv1D."""
+    layout = entry.layout
+    if isinstance(layout, Same) or (isinstance(layout, QueryKeyValue) and not layout.transposed):
+        return
+    raise ArgosyError(
+        "hf.unsupported",
+        f"transformers stores {entry.theirs[0]} as [in, out], for which we write no adapters",
+        key="--adapter",
+        fix="leave --adapter out, which exports the merged model",
+    )

@@ -1,0 +1,80 @@
+"""Preference tuning by DPO: a decoder learns to prefer the chosen of two answers, without moving far from the model it starts from.
+
+The reference is the model of `init_from`. Its log-probabilities are computed once, by `argosy data reference`, so that training
+holds no second model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+
+from argosy.config.model import Section
+from argosy.config.origins import Origins
+from argosy.config.units import PositiveNumber
+from argosy.errors import ArgosyError
+from argosy.tasks.document_task import document_seed
+from argosy.tasks.sft import ChatTask
+from argosy.tasks.task import Opened, Run
+
+if TYPE_CHECKING:
+    from argosy.data.corpus.corpus import Corpus, Split
+    from argosy.data.samples.document_stream import DocumentSet
+    from argosy.data.samples.windows import Batch
+
+
+class DpoSpec(Section):
+    """Direct preference optimisation on pairs made by `argosy data prepare --task dpo`."""
+
+    beta: PositiveNumber = Field(0.1, description="how strongly the model is kept near the reference; larger: nearer")
+
+
+class PreferenceTuning(ChatTask[DpoSpec]):
+    name = "dpo"
+    samples = "pairs of answers (data.dpo)"
+    section = "dpo"
+    settings_type = DpoSpec
+    records = "preferences"
+
+    def check(self, run: Run, origins: Origins) -> None:
+        super().check(run, origins)
+        refused = {
+            "parallel.cp": (run.parallel.cp > 1, "the two answers of a pair are compared as wholes, and cp cuts them"),
+            "train.z_loss": (run.train.z_loss > 0, "the loss of a pair has no z-loss"),
+        }
+        for key, (asked, why) in refused.items():
+            if asked:
+                raise ArgosyError("config.conflict", why, key=key, origin=origins.get(key), fix=f"leave {key} out")
+
+    def document_set(self, opened: Opened, corpus: Corpus, part: Split, number: int) -> DocumentSet:
+        from argosy.data.samples.preferences import PreferenceRows, read_reference
+
+        self.require_chat(corpus)
+        run = opened.run
+        return PreferenceRows(
+            corpus,
+            part,
+            run.data.seq_len,
+            run.model.vocab_size,
+            document_seed(opened, part, number),
+            beta=self.settings(run).beta,
+            reference=read_reference(corpus, run.init_from),
+        )
+
+    def synthetic(self, run: Run, draw: Callable[[int], Any]) -> Batch:
+        """Return pairs of equal length, of which the second halves are learnt."""
+        import numpy as np
+
+        from argosy.data.samples.masks import IGNORED
+        from argosy.data.samples.windows import Batch
+
+        tokens, seq = draw(run.data.seq_len), run.data.seq_len
+        half = max(1, seq // 2)
+        places = np.broadcast_to(np.arange(seq), tokens.shape)
+        labels = np.where(places % half >= half // 2, np.roll(tokens, -1, axis=1), IGNORED)
+        labels[:, half - 1 :: half] = IGNORED
+        preference = np.tile(np.array([self.settings(run).beta, 0.0], np.float32), (len(tokens), 1))
+        inputs = {"documents": (places // half).astype(np.int32), "positions": places % half, "preference": preference}
+        return Batch(tokens, labels, inputs)

@@ -1,0 +1,120 @@
+"""LoRA: only adapters are trained, a run begins with the model it starts from, and merged weights compute the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from argosy.checkpoint.source import open_source
+from argosy.checkpoint.store import listed
+from argosy.config.counts import count_parameters, training_flops_per_token
+from argosy.config.resolve import Resolved, resolve, resolve_model
+from argosy.errors import ArgosyError
+from argosy.families.adapter_sizes import is_adapter
+from argosy.infer.loading import load_model
+from argosy.model.build import build_model, initialise
+from argosy.plan.calibration import calibration
+from argosy.plan.layouts import Layout, Work
+from argosy.plan.memory import memory_of
+from argosy.train.run import TrainOptions, train
+from conftest import TINY_MODEL
+
+KEYS = ("model.lora.rank=4", "model.lora.alpha=8")
+
+
+def run_of(tmp_path: Path, corpus: Path, name: str, *keys: str) -> Resolved:
+    model = ", ".join(f"{key}: {value}" for key, value in TINY_MODEL.items())
+    return resolve(
+        None,
+        [
+            f"name={name}", f"runs_dir={tmp_path}", f"model={{{model}}}", f"data.train={corpus}", "data.seq_len=32", "eval=off",
+            "train.global_batch=4", "optim.lr=1e-2", "optim.schedule=constant", "checkpoint.mode=sync", *keys,
+        ],
+    )  # fmt: skip
+
+
+def trained(run: Resolved) -> Path:
+    assert train(run, None, TrainOptions(quiet=True)) == 0
+    return Path(run.spec.runs_dir) / run.spec.name
+
+
+def bits(run: Path) -> dict[str, bytes]:
+    newest = listed(run / "checkpoints")[0]
+    return {path.name: path.read_bytes() for path in newest.glob("*.safetensors")}
+
+
+def test_a_run_trains_adapters_beside_the_model_it_starts_from(corpus: Path, tmp_path: Path) -> None:
+    base = trained(run_of(tmp_path, corpus, "base", "train.steps=2"))
+    start = [f"init_from={base}", *KEYS]
+    run = trained(run_of(tmp_path, corpus, "lora", "train.steps=4", *start))
+    before, after = open_source(str(base)), open_source(str(run))
+    assert before.infos.keys() == after.infos.keys()
+    checkpoint = after.checkpoint
+    assert checkpoint is not None
+    stored = checkpoint.weights()
+    for name in stored.infos:
+        if not is_adapter(name):
+            assert torch.equal(stored[name], before.read(name)), name
+    assert all(is_adapter(name) for name in checkpoint.optimizer().infos)
+    assert float(stored["layers.1.mlp.down.lora_b"].abs().max()) > 0
+    # Resumed, the bits are the same.
+    trained(run_of(tmp_path, corpus, "cut", "train.steps=1", *start))
+    assert bits(trained(run_of(tmp_path, corpus, "cut", "train.steps=4", *start))) == bits(run)
+    # What samples and exports reads is the merged model, which computes what the adapted one does.
+    spec = resolve(
+        None,
+        [f"init_from={base}", *KEYS, f"data.train={corpus}", "train.global_batch=4", "train.steps=1", "optim.lr=1"],
+    )
+    adapted = build_model(spec.spec.model).eval()
+    adapted.load_state_dict({name: stored[name] for name in stored.infos})
+    tokens = torch.arange(24)[None] * 7 % 257
+    with torch.no_grad():
+        found = load_model(str(run), device="cpu").model(tokens)
+        torch.testing.assert_close(found, adapted(tokens), rtol=1e-5, atol=1e-5)
+
+
+def test_fresh_adapters_change_nothing() -> None:
+    sizes = ["layers=2", "hidden=32", "heads=4", "kv_heads=2", "head_dim=8", "ffn=48", "vocab_size=64"]
+    spec = resolve_model("llama3-8b", [*sizes, "lora={rank: 2, targets: [qkv, down]}"])
+    adapted, plain = build_model(spec), build_model(spec.model_copy(update={"lora": None}))
+    initialise(adapted, spec, 1)
+    initialise(plain, spec, 1)
+    tokens = torch.arange(8)[None]
+    assert torch.equal(adapted(tokens), plain(tokens))
+    names = {name.rpartition(".")[0].rpartition(".")[2] for name, _ in adapted.named_parameters() if is_adapter(name)}
+    assert names == {"qkv", "down"}
+    count = count_parameters(spec)
+    assert count.total == sum(parameter.numel() for parameter in adapted.parameters())
+    assert count.matrices == sum(p.numel() for name, p in adapted.named_parameters() if is_adapter(name))
+
+
+def test_the_plan_counts_frozen_weights_and_adapters() -> None:
+    keys = ["model=llama2-7b", "data.train=x", "train.global_batch=8", "train.steps=1", "optim.lr=1"]
+    full, lora = (resolve(None, [*keys, *more]).spec.model for more in ((), ("model.lora.rank=16",)))
+    assert 0.6 < training_flops_per_token(lora) / training_flops_per_token(full) < 0.75
+    known = calibration()
+    of_full, of_lora = (
+        memory_of(Work(model, 4096, 8), Layout(), known.stacks["argosy"], known)[0] for model in (full, lora)
+    )
+    # 16-bit weights and nothing else, but for 40 million adapter parameters of 16 bytes.
+    assert of_lora.weights == pytest.approx(2 * count_parameters(lora).total / 2**30, rel=0.01)
+    assert of_lora.optimiser < 0.01 * of_full.optimiser
+    assert of_lora.gradients < 0.02 * of_full.gradients
+
+
+@pytest.mark.parametrize(("model", "why"), [("bert-base", "adapts decoders"), ("gpt2", "names gate")])
+def test_adapters_that_a_model_cannot_have_are_refused(model: str, why: str) -> None:
+    with pytest.raises(ArgosyError, match=why):
+        resolve(
+            None,
+            [
+                f"model.preset={model}",
+                "model.lora={rank: 2, targets: [gate]}",
+                "data.train=x",
+                "train.global_batch=1",
+                "train.steps=1",
+                "optim.lr=1",
+            ],
+        )

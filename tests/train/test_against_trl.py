@@ -1,0 +1,204 @@
+"""Fine-tuning computes what TRL computes from the same conversations and weights: masks, losses and gradients."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import transformers as T
+from datasets import Dataset
+from peft import PeftModel
+from torch import Tensor
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+
+from argosy.checkpoint.hf.hf_adapter import export_adapter
+from argosy.checkpoint.hf.hf_export import ExportOptions, export_hf
+from argosy.checkpoint.source import open_source, starting_weights
+from argosy.config.resolve import resolve
+from argosy.config.schema import RunSpec
+from argosy.data.chat.chat_template import chat_format
+from argosy.data.corpus.corpus import open_corpus
+from argosy.data.open import open_data
+from argosy.data.prepare.job import prepare
+from argosy.data.prepare.work import PrepareOptions
+from argosy.data.samples.conversations import read_conversation
+from argosy.data.text.tokenizer import load_tokenizer
+from argosy.errors import ArgosyError
+from argosy.infer.loading import load_model
+from argosy.infer.reference_answers import write_references
+from argosy.parallel.engine import Engine
+from argosy.parallel.mesh import Mesh
+from argosy.parallel.parallelize import parallelize
+from argosy.train.run import TrainOptions, train
+from chat_files import CHATML, MARKED, messages, write_tokenizer
+
+SEQ, COUNT = 128, 6
+
+
+class Base(NamedTuple):
+    """A small Llama with a chat model's tokenizer, in a directory."""
+
+    directory: Path
+    chats: list[dict[str, Any]]
+
+    def model(self) -> Any:
+        return T.LlamaForCausalLM.from_pretrained(self.directory, dtype=torch.float32)
+
+    def tokenizer(self) -> Any:
+        return T.PreTrainedTokenizerFast.from_pretrained(self.directory)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Base:
+    root = tmp_path_factory.mktemp("trl")
+    torch.manual_seed(0)
+    config = T.LlamaConfig(
+        num_hidden_layers=2, hidden_size=48, vocab_size=302, max_position_embeddings=SEQ, num_attention_heads=6,
+        num_key_value_heads=2, intermediate_size=80,
+    )  # fmt: skip
+    T.LlamaForCausalLM(config).save_pretrained(root / "base")
+    write_tokenizer(root / "base", MARKED)
+    return Base(root / "base", [{"messages": messages(n, 1 + n % 3)} for n in range(COUNT)])
+
+
+def prepared(base: Base, output: Path, records: list[dict[str, Any]], *, pairs: bool = False) -> Path:
+    source = output.with_suffix(".jsonl")
+    source.write_text("".join(json.dumps(record) + "\n" for record in records))
+    options = PrepareOptions(chat=chat_format(str(base.directory), pairs=pairs), workers=1)
+    prepare([str(source)], load_tokenizer(str(base.directory), special_in_text=True), output, options)
+    return output
+
+
+def ours(base: Base, corpus: Path, *keys: str, policy: Path | None = None) -> tuple[RunSpec, Engine]:
+    """Return a run that starts from the base, and its engine with the weights of `policy`, or of the base itself."""
+    spec = resolve(
+        None,
+        [
+            f"init_from=hf:{base.directory}", f"data.train={corpus}", f"data.seq_len={SEQ}", "data.split=[1,0,0]", "eval=off",
+            "train.precision=fp32", "train.global_batch=1", "train.steps=1", "optim.lr=1e-3", "parallel.micro_batch=1", *keys,
+        ],
+    ).spec  # fmt: skip
+    source = open_source(f"hf:{policy or base.directory}")
+    return spec, parallelize(
+        spec,
+        Mesh(torch.device("cpu")),
+        weights=lambda model: starting_weights(source, model, spec.model, spec.train.seed),
+    )
+
+
+def gradients_of(model: Any, directory: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield the gradients of a transformers model by our names: stored as its weights, and read as a model of ours would be."""
+    for parameter in model.parameters():
+        parameter.data = parameter.grad
+    model.save_pretrained(directory)
+    source = open_source(f"hf:{directory}")
+    yield from ((name, source.read(name)) for name in source.infos)
+
+
+def test_sft_computes_the_loss_and_gradients_of_trl(base: Base, tmp_path: Path) -> None:
+    """TRL pads each conversation; ours are packed, two and more in a row."""
+    settings = SFTConfig(
+        output_dir=str(tmp_path / "trl"), assistant_only_loss=True, max_length=SEQ, per_device_train_batch_size=COUNT, use_cpu=True,
+        report_to=[], bf16=False, gradient_checkpointing=False,
+    )  # fmt: skip
+    model = base.model()
+    trainer = SFTTrainer(
+        model=model, args=settings, train_dataset=Dataset.from_list(base.chats), processing_class=base.tokenizer()
+    )
+    batch = next(iter(trainer.get_train_dataloader()))
+    expected = trainer.compute_loss(model.train(), dict(batch))
+    expected.backward()
+
+    corpus = prepared(base, tmp_path / "corpus", base.chats)
+    spec, engine = ours(base, corpus, "data.task=sft")
+    stream = open_data(spec).training()
+    assert 1 < stream.epoch_samples < COUNT
+    result = engine.forward_backward(stream.batch(0, stream.epoch_samples), 1)
+    assert int(result.tokens) == int((batch["labels"][:, 1:] != -100).sum())
+    assert float(result.loss_sum) / int(result.tokens) == pytest.approx(expected.item(), rel=1e-6)
+    found = dict(engine.model.named_parameters())
+    for name, gradient in gradients_of(model, tmp_path / "gradients"):
+        torch.testing.assert_close(found[name].grad / int(result.tokens), gradient, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("template", ["marked", "plain"])
+def test_masks_are_those_of_trl(base: Base, tmp_path: Path, template: str) -> None:
+    """A marked template masks as `assistant_only_loss` does. One without marks, as TRL masks the prompt of a completion, turn by turn."""
+    tokenizer = base.tokenizer()
+    directory = write_tokenizer(tmp_path / "tokenizer", MARKED if template == "marked" else CHATML)
+    corpus = open_corpus(prepared(Base(directory, base.chats), tmp_path / "corpus", base.chats))
+    for number, chat in enumerate(base.chats):
+        tokens, learnt = read_conversation(corpus, number, 1 << 20)
+        theirs = tokenizer.apply_chat_template(
+            chat["messages"], tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        assert tokens.tolist() == theirs["input_ids"]
+        assert learnt.astype(int).tolist() == theirs["assistant_masks"]
+
+
+def test_peft_loads_the_adapters_of_a_run(base: Base, tmp_path: Path) -> None:
+    corpus = prepared(base, tmp_path / "corpus", base.chats)
+    run = resolve(
+        None,
+        [
+            "name=lora", f"runs_dir={tmp_path}", f"init_from=hf:{base.directory}", f"data.train={corpus}", f"data.seq_len={SEQ}",
+            "data.split=[1,0,0]", "data.task=sft", "eval=off", "model.lora={rank: 4, alpha: 8}", "train.global_batch=2",
+            "train.steps=3", "optim.lr=1e-2", "checkpoint.mode=sync",
+        ],
+    )  # fmt: skip
+    assert train(run, None, TrainOptions(quiet=True)) == 0
+    export_adapter(str(tmp_path / "lora"), tmp_path / "adapter")
+    adapted = PeftModel.from_pretrained(base.model(), tmp_path / "adapter").eval()
+    merged = load_model(str(tmp_path / "lora"), device="cpu").model
+    tokens = torch.arange(40)[None] * 7 % 302
+    with torch.no_grad():
+        expected = adapted(tokens).logits
+        torch.testing.assert_close(merged(tokens), expected, rtol=1e-5, atol=1e-5)
+        assert (expected - base.model().eval()(tokens).logits).abs().max() > 1e-3
+    export_hf(str(tmp_path / "lora"), tmp_path / "merged", ExportOptions())
+    whole = T.LlamaForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
+    assert T.AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template == MARKED
+    with torch.no_grad():
+        torch.testing.assert_close(whole(tokens).logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_dpo_computes_the_loss_and_gradients_of_trl(base: Base, tmp_path: Path) -> None:
+    """The model has moved away from the reference, so that every pair has a loss of its own."""
+    pairs = []
+    for number in range(4):
+        said, other = messages(number, 2), messages(number + 1, 2)
+        pairs.append({"prompt": said[:-1], "chosen": said[-1:], "rejected": other[-1:]})
+    model = base.model()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.02)
+    model.save_pretrained(tmp_path / "policy")
+    settings = DPOConfig(
+        output_dir=str(tmp_path / "trl"), beta=0.3, max_length=SEQ, per_device_train_batch_size=4, use_cpu=True, report_to=[],
+        bf16=False, gradient_checkpointing=False,
+    )  # fmt: skip
+    trainer = DPOTrainer(
+        model=model, ref_model=base.model(), args=settings, train_dataset=Dataset.from_list(pairs), processing_class=base.tokenizer()
+    )  # fmt: skip
+    batch = next(iter(trainer.get_train_dataloader()))
+    expected = trainer.compute_loss(model.eval(), dict(batch))
+    expected.backward()
+
+    corpus = prepared(base, tmp_path / "corpus", pairs, pairs=True)
+    keys = ("data.task=dpo", "data.dpo.beta=0.3", "data.seq_len=192", "model.max_seq_len=192")
+    spec, engine = ours(base, corpus, *keys, policy=tmp_path / "policy")
+    with pytest.raises(ArgosyError, match="argosy data reference"):
+        open_data(spec).training()
+    write_references(spec, device="cpu")
+    stream = open_data(spec).training()
+    result = engine.forward_backward(stream.batch(0, len(pairs)), 1)
+    tokens = int(result.tokens)
+    assert float(result.loss_sum) / tokens == pytest.approx(expected.item(), rel=1e-5)
+    assert 0 <= float(result.metrics["reward_accuracy"]) / tokens <= 1
+    found = dict(engine.model.named_parameters())
+    for name, gradient in gradients_of(model, tmp_path / "gradients"):
+        torch.testing.assert_close(found[name].grad / tokens, gradient, rtol=1e-4, atol=1e-6)
