@@ -8,11 +8,12 @@ from typing import Annotated
 
 import typer
 
-from argosy.cli import data_build, data_corpus, data_fetch
+from argosy.cli import data_build, data_corpus, data_curate, data_fetch
 from argosy.cli.arguments import local
 
-app = typer.Typer(help="Fetch and tokenise text; inspect, verify and merge corpora.", no_args_is_help=True)
+app = typer.Typer(help="Fetch, curate and tokenise text; inspect, verify and merge corpora.", no_args_is_help=True)
 app.command("fetch")(data_fetch.fetch)
+app.command("curate")(data_curate.curate)
 
 Inputs = Annotated[
     list[str],
@@ -74,6 +75,7 @@ def prepare(
         int, typer.Option(min=0, help="This machine's number, if --shard-count machines divide the work.")
     ] = 0,
     shard_count: Annotated[int, typer.Option(min=1, help="Number of machines that divide the work.")] = 1,
+    on: data_curate.Cluster = None,
     max_bad: Annotated[
         str, typer.Option(help="Refuse if more than this share of records is bad, for example 0.1%.")
     ] = "50%",
@@ -110,6 +112,7 @@ def prepare(
         machine=shard_index,
         machines=shard_count,
         shuffle_seed=shuffle,
+        cluster=on,
     )
     chosen = load_tokenizer(tokenizer, eod, special_in_text=special_in_text)
     if dry_run:

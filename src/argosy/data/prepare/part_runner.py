@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
 
-from argosy.data.prepare.parts import PartFacts, PartMaker, PartName
 from argosy.data.prepare.preview import SAMPLE_BYTES, sample_texts
-from argosy.data.prepare.work import Work
-from argosy.data.prepare.workers import EncoderSpec, Pool, Task, encoder_spec
+from argosy.data.prepare.workers import EncoderSpec, Maker, PartRecipe, Pool, Task, Workers, encoder_spec, make_maker
 from argosy.data.text.engines import Encode, Proof, choose_engine, likely_engine
-from argosy.data.text.tokenizer import JsonTokenizer
+from argosy.data.text.inputs import InputFile
+from argosy.data.text.tokenizer import JsonTokenizer, Tokenizer
 
 _log = logging.getLogger(__name__)
 
@@ -22,66 +23,121 @@ _log = logging.getLogger(__name__)
 _INLINE_BYTES = 4 << 20
 
 
+class SharedWork(Protocol):
+    """What a job tells its workers, and how many there are."""
+
+    files: list[InputFile]
+    groups: list[list[InputFile]]
+    parts: Path
+    eod: int | None
+
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
+
+    @property
+    def part_options(self) -> PartRecipe: ...
+
+    @property
+    def options(self) -> WorkerOptions: ...
+
+
+class WorkerOptions(Protocol):
+    """The options that say who does the work."""
+
+    @property
+    def workers(self) -> int: ...
+
+    @property
+    def machines(self) -> int: ...
+
+    @property
+    def cluster(self) -> str | None: ...
+
+
 class PartRunner:
     """The context manager of the workers. Entering it starts them, so that they load while this process does other work."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: SharedWork) -> None:
         self.work, self.tokenizer = work, work.tokenizer
         # The approximate share of this machine.
         self.input_bytes = sum(file.size for file in work.files) / work.options.machines
         # The input groups from which the sample for the engine check is taken.
         self.sampled = work.groups
-        self._open: Pool | None = None
+        self._open: Workers | None = None
+        self._ready = False
+        self._maker: Maker | None = None
 
     def __enter__(self) -> PartRunner:
         if self._is_pool:
-            self._pool(likely_engine(self.tokenizer))
+            self._pool(None if self.tokenizer is None else likely_engine(self.tokenizer))
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._open is not None:
             self._open.close()
 
-    def run(self, tasks: Iterator[Task]) -> Iterator[tuple[PartName, PartFacts]]:
-        """Yield the parts as they are finished."""
+    def run(self, tasks: Iterator[Task]) -> Iterator[tuple[Any, Any]]:
+        """Yield the names and facts of parts as they are finished."""
         if self._is_pool:
+            yield from self._proven_workers().run(tasks)
+            return
+        if self._maker is None:
+            encode, description = (None, "") if self.tokenizer is None else self.engine_here()
+            self._report_fallback(encode is not None, description)
+            if self.tokenizer is not None:
+                encode = encode or self.tokenizer.encode_batch
+            self._maker = make_maker(self.work.parts, self._encoder_spec(None), self.work.part_options, encode)
+        for name, group in tasks:
+            yield name, self._maker.make(name, group)
+
+    def _proven_workers(self) -> Workers:
+        """Return the workers, after the first call with the fastest engine that passes its check."""
+        if self._open is None or not self._ready:
+            self._ready = True
+            if self.tokenizer is None:
+                return self._pool(None)
             pool, description = choose_engine(self.tokenizer, self._proven_pool)
             self._report_fallback(pool is not None, description)
-            yield from (pool or self._pool(None)).run(tasks)
-            return
-        encode, description = self.engine_here()
-        self._report_fallback(encode is not None, description)
-        work, vocab_size, encode = self.work, self.tokenizer.vocab_size, encode or self.tokenizer.encode_batch
-        maker = PartMaker(work.parts, encode, vocab_size, work.eod, work.part_options)
-        for name, group in tasks:
-            yield name, maker.make(name, group)
+            return pool or self._pool(None)
+        return self._open
 
     @property
     def _is_pool(self) -> bool:
-        return self.work.options.workers > 1 and self.input_bytes >= _INLINE_BYTES
+        options = self.work.options
+        return options.cluster is not None or (options.workers > 1 and self.input_bytes >= _INLINE_BYTES)
 
     def engine_here(self) -> tuple[Encode | None, str]:
         """Return the engine for this process, or None for the reference, and a description of the choice."""
+        if self.tokenizer is None:
+            return None, "no tokenizer"
+        tokenizer = self.tokenizer
         if self.input_bytes < SAMPLE_BYTES and isinstance(self.tokenizer, JsonTokenizer):
             return None, "tokenizers, the reference: there is less text than the check of a faster engine needs"
 
         def proven(name: str) -> Encode:
-            encode = self._encoder_spec(name).encoder()
-            Proof.by(self.tokenizer, sample_texts(self.sampled, self.work.part_options)).check(encode)
+            encode = encoder_spec(tokenizer, name, eod=self.work.eod).encoder()
+            Proof.by(tokenizer, sample_texts(self.sampled, self.work.part_options)).check(encode)
             return encode
 
-        return choose_engine(self.tokenizer, proven)
+        return choose_engine(tokenizer, proven)
 
-    def _proven_pool(self, engine: str) -> Pool:
+    def _proven_pool(self, engine: str) -> Workers:
         pool = self._pool(engine)
-        pool.prove(self.tokenizer)
+        if self.tokenizer is not None:
+            pool.prove(self.tokenizer)
         return pool
 
-    def _pool(self, engine: str | None) -> Pool:
+    def _pool(self, engine: str | None) -> Workers:
         if self._open is None or self._open.engine != engine:
             self.__exit__()
-            work, spec = self.work, self._encoder_spec(engine)
-            self._open = Pool(work.options.workers, work.parts, spec, work.part_options, sampled=self.sampled)
+            work, cluster = self.work, self.work.options.cluster
+            spec = self._encoder_spec(engine)
+            if cluster is None:
+                self._open = Pool(work.options.workers, work.parts, spec, work.part_options, sampled=self.sampled)
+            else:
+                from argosy.data.prepare.ray_workers import RayWorkers
+
+                self._open = RayWorkers(cluster, work.parts, spec, work.part_options, sampled=self.sampled)
         return self._open
 
     def _report_fallback(self, is_fast: bool, description: str) -> None:
@@ -89,5 +145,5 @@ class PartRunner:
         if not is_fast and isinstance(self.tokenizer, JsonTokenizer) and self.input_bytes >= SAMPLE_BYTES:
             _log.info("tokenizing with %s", description)
 
-    def _encoder_spec(self, engine: str | None) -> EncoderSpec:
-        return encoder_spec(self.tokenizer, engine, eod=self.work.eod)
+    def _encoder_spec(self, engine: str | None) -> EncoderSpec | None:
+        return None if self.tokenizer is None else encoder_spec(self.tokenizer, engine, eod=self.work.eod)

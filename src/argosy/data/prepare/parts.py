@@ -14,7 +14,7 @@ import hashlib
 import os
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -74,6 +74,12 @@ class PartOptions:
     append_eod: bool
     text_lines: bool
     block_bytes: int
+
+    def maker(self, directory: Path, encode: Encode | None, vocab_size: int, eod: int | None) -> PartMaker:
+        """Return a maker of such parts."""
+        if encode is None:
+            raise RuntimeError("parts of a corpus need a tokenizer")
+        return PartMaker(directory, encode, vocab_size, eod, self)
 
 
 def cannot_write(output: Path, error: OSError) -> ArgosyError:
@@ -146,7 +152,7 @@ class PartMaker:
                 checksums[piece.file] = zlib.crc32(piece.content, checksums.get(piece.file, 0))
                 documents, faults = parser.parse(piece)
                 for writer, of_key in zip(writers, documents, strict=True):
-                    self._add(writer, of_key)
+                    add_documents(writer, of_key, self.encode, self.eod)
                 bad.extend(faults)
                 files[piece.file] += len(documents[0])
                 input_bytes += piece.size
@@ -167,19 +173,21 @@ class PartMaker:
             files={file: (files[file], faults_by_file[file], checksums[file]) for file in sorted(checksums)},
         )
 
-    def _add(self, writer: IndexedWriter, documents: list[Sentences]) -> None:
-        if not documents:
-            return
-        ids, lengths = self.encode([sentence for document in documents for sentence in document])
-        document_of = np.repeat(np.arange(len(documents)), [len(document) for document in documents])
-        # A text whose characters the tokenizer drops has no tokens, and becomes no sequence.
-        filled = lengths > 0
-        lengths = lengths[filled]
-        per_document = np.bincount(document_of[filled], minlength=len(documents))
-        # The last sequence of each document.
-        last = np.cumsum(per_document)[per_document > 0] - 1
-        tokens, lengths = _append_eod(ids, lengths, last, self.eod)
-        writer.add_many(tokens, lengths, per_document)
+
+def add_documents(writer: IndexedWriter, documents: Sequence[Sentences], encode: Encode, eod: int | None) -> None:
+    """Encode documents, each a list of sentences, and append them with the end-of-document id, unless it is None."""
+    if not documents:
+        return
+    ids, lengths = encode([sentence for document in documents for sentence in document])
+    document_of = np.repeat(np.arange(len(documents)), [len(document) for document in documents])
+    # A text whose characters the tokenizer drops has no tokens, and becomes no sequence.
+    filled = lengths > 0
+    lengths = lengths[filled]
+    per_document = np.bincount(document_of[filled], minlength=len(documents))
+    # The last sequence of each document.
+    last = np.cumsum(per_document)[per_document > 0] - 1
+    tokens, lengths = _append_eod(ids, lengths, last, eod)
+    writer.add_many(tokens, lengths, per_document)
 
 
 def _append_eod(ids: Tokens, lengths: Lengths, last: Lengths, eod: int | None) -> tuple[Tokens, Lengths]:

@@ -41,30 +41,40 @@ class Parser:
         """Return the documents of a piece for each key, each a list of one or more sentences, and the bad records."""
         documents: list[list[Sentences]] = [[] for _ in self.paths or (None,)]
         bad: list[BadRecord] = []
+        for found in self.each(piece):
+            if isinstance(found, BadRecord):
+                bad.append(found)
+                continue
+            for column, sentences in zip(documents, found[2], strict=True):
+                column.append(sentences)
+        return documents, bad
+
+    def each(self, piece: Piece) -> Iterator[tuple[int, Any, list[Sentences]] | BadRecord]:
+        """Yield each record of a piece: its place, the record itself, and its documents for each key; or a bad record."""
         for record, place in zip(piece.records, piece.places, strict=True):
             # An empty line is not a record.
             if isinstance(record, bytes) and not record.strip():
                 continue
             try:
-                texts = self._texts(record)
+                parsed = self._parsed(record)
+                yield place, parsed, self._texts(parsed)
             except _Fault as fault:
-                bad.append(BadRecord(piece.file, place, *fault.args))
-                continue
-            for column, sentences in zip(documents, texts, strict=True):
-                column.append(sentences)
+                yield BadRecord(piece.file, place, *fault.args)
         if piece.too_long is not None:
             place, size = piece.too_long
-            bad.append(BadRecord(piece.file, place, "too-long", f"{size:,} bytes, more than {MAX_RECORD:,}"))
-        return documents, bad
+            yield BadRecord(piece.file, place, "too-long", f"{size:,} bytes, more than {MAX_RECORD:,}")
+
+    def _parsed(self, record: Any) -> Any:
+        if self.paths is None or not isinstance(record, bytes):
+            return record
+        try:
+            return orjson.loads(record)
+        except orjson.JSONDecodeError as error:
+            raise _Fault(*_json_fault(record, error)) from None
 
     def _texts(self, record: Any) -> list[Sentences]:
         if self.paths is None:
             return [_sentences(record)]
-        if isinstance(record, bytes):
-            try:
-                record = orjson.loads(record)
-            except orjson.JSONDecodeError as error:
-                raise _Fault(*_json_fault(record, error)) from None
         if len(self.paths) == 1:
             return [_sentences(_under(record, self.paths[0]))]
         texts = []
