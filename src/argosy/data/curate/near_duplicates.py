@@ -16,6 +16,8 @@ from pydantic import Field
 from argosy.data.curate.document_marks import ComparingStep, Marks
 from argosy.data.curate.text_batch import Hashes, TextBatch, mix
 
+_ODD = np.uint64(0x9E3779B97F4A7C15)
+
 
 class Step(ComparingStep):
     """Keep the first of all documents that are connected by pairs of at least `threshold` similarity."""
@@ -61,8 +63,9 @@ class Step(ComparingStep):
             for multiplier in multipliers[band * self.rows : (band + 1) * self.rows]:
                 # Multiplication by an odd number permutes the integers of 32 bits.
                 np.multiply(hashes, multiplier, out=permuted)
-                key = mix(key + np.minimum.reduceat(permuted, starts))
-            keys[band] = np.maximum(key, np.uint64(1))
+                key *= _ODD
+                key += np.minimum.reduceat(permuted, starts)
+            keys[band] = np.maximum(mix(key), np.uint64(1))
         return keys
 
 

@@ -1,7 +1,7 @@
 """Some hundred documents as arrays, so that every step sees the same words and pays for them once.
 
-The texts of a batch are one array of code points. A word is a run of word characters, or a run of punctuation: the rule of NLTK's
-WordPunctTokenizer, `\\w+|[^\\w\\s]+`. Hashes of words and n-grams come from prefix sums of a polynomial with wrap-around in 64 bits,
+The texts of a batch are one array of code points. A word is a run of word characters, or a run of punctuation: what Python's regular
+expression `\\w+|[^\\w\\s]+` finds. Hashes of words and n-grams come from prefix sums of a polynomial with wrap-around in 64 bits,
 so an n-gram of any length costs two operations on arrays. What a step needs is computed when it is first asked for.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from argosy.data.curate.characters import SPACE, WORD, folded, kinds
+from argosy.data.curate.characters import LETTER, NOT_SYMBOL, SPACE, WORD, folded, kinds
 
 Hashes = npt.NDArray[np.uint64]
 Integers = npt.NDArray[np.int64]
@@ -209,6 +209,13 @@ class TextBatch:
     @cached_property
     def word_kinds(self) -> npt.NDArray[np.uint8]:
         """The kinds of all characters of each word, as one set of bits."""
-        starts = self._runs[0]
-        # A run reaches to the next word; the white space between them has no bit but SPACE.
-        return np.bitwise_or.reduceat(self._kinds, starts) & ~np.uint8(SPACE) if len(starts) else np.zeros(0, np.uint8)
+        starts, lengths, _, _ = self._runs
+        found = self._kinds[starts] & ~np.uint8(SPACE)
+        # Most words begin with a letter, which settles them.
+        rest = np.flatnonzero((found != WORD | LETTER | NOT_SYMBOL) & (lengths > 1))
+        if len(rest):
+            bounds = np.stack((starts[rest], starts[rest] + lengths[rest]), axis=1).ravel()
+            # The end of the last word may be the end of the text, where no segment can begin.
+            padded = np.concatenate((self._kinds, np.zeros(1, np.uint8)))
+            found[rest] = np.bitwise_or.reduceat(padded, bounds)[::2]
+        return found
