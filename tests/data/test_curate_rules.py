@@ -16,11 +16,11 @@ from datatrove.pipeline.filters.gopher_repetition_filter import GopherRepetition
 from datatrove.pipeline.formatters.pii import PIIFormatter
 from datatrove.utils import text as datatrove_text
 from datatrove.utils.word_tokenizers import WordTokenizer
+from nasty_texts import documents
 
 from argosy.data.curate import characters
 from argosy.data.curate.curation_step import step_class
 from argosy.data.curate.text_batch import TextBatch
-from nasty_texts import documents
 
 WORD = re.compile(r"\w+|[^\w\s]+")
 SENTENCE_END = re.compile(r"[.!?]+[\"')\]]*(?:\s+|$)")
@@ -43,7 +43,7 @@ class OurWords(WordTokenizer):
 
 
 WORDS = OurWords()
-TEXTS = documents(3000)
+TEXTS = documents(2000)
 
 
 def theirs(block: Any, text: str) -> tuple[str | None, str]:

@@ -39,7 +39,7 @@ from argosy.errors import ArgosyError
 from argosy.files import replace_file
 
 # Characters of a batch: large enough that calls of numpy cost little, small enough for the cache of a core.
-BATCH_CHARACTERS = 1 << 18
+BATCH_CHARACTERS = 1 << 19
 # A longer document is quarantined: every character takes about 60 bytes while its document is judged.
 MOST_CHARACTERS = 8 << 20
 # Parts are read once more, so they are compressed quickly; the shards are compressed better.
@@ -307,7 +307,7 @@ class PartRun:
             batch.alive[list(result.removed)] = False
             self._changed[label] += len(result.changed)
             # A new batch pays for its words again, which is worth it once many documents are gone.
-            if result.changed or batch.alive.mean() < 0.7:
+            if result.changed or batch.alive.mean() < 0.4:
                 living = batch.living()
                 pending = [pending[number] for number in living]
                 texts = [result.changed.get(number, batch.texts[number]) for number in living]

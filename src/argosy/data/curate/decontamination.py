@@ -16,7 +16,7 @@ import orjson
 from pydantic import Field
 
 from argosy.data.curate.curation_step import CurationStep, StepResult
-from argosy.data.curate.text_batch import Hashes, TextBatch
+from argosy.data.curate.text_batch import Hashes, TextBatch, mix
 from argosy.data.text.blocks import FileBlocks, LineBlocks
 from argosy.data.text.input_files import check_unchanged
 from argosy.data.text.inputs import InputFile, find_inputs
@@ -44,7 +44,7 @@ class Step(CurationStep):
         index, screen = _index(self.against, self.n)
         words = batch.folded_words
         starts = words.gram_starts(self.n, batch.alive)
-        grams = words.grams(self.n)[starts]
+        grams = mix(words.grams(self.n)[starts])
         # Nearly all n-grams are ruled out by one look into a table of bits.
         possible = np.flatnonzero(screen[grams >> np.uint64(64 - _SCREEN_BITS)])
         found = possible[np.isin(grams[possible], index)]
@@ -67,7 +67,7 @@ def _index(against: tuple[str, ...], n: int) -> tuple[Hashes, npt.NDArray[np.boo
             )
         batch = TextBatch(list(_strings(file)))
         words = batch.folded_words
-        found.append(words.grams(n)[words.gram_starts(n, batch.alive)])
+        found.append(mix(words.grams(n)[words.gram_starts(n, batch.alive)]))
     hashes = np.unique(np.concatenate(found))
     screen = np.zeros(1 << _SCREEN_BITS, np.bool_)
     screen[hashes >> np.uint64(64 - _SCREEN_BITS)] = True

@@ -71,7 +71,8 @@ class WordSequence:
         sums[0] = 0
         np.multiply(characters, powers(_BASE, len(characters)), out=sums[1:], dtype=np.uint64, casting="unsafe")
         np.cumsum(sums, out=sums)
-        self._letters: Hashes = (sums[starts + lengths] - sums[starts]) * inverse_powers(_BASE, len(sums))[starts]
+        # The hash of each word.
+        self.hashes: Hashes = (sums[starts + lengths] - sums[starts]) * inverse_powers(_BASE, len(sums))[starts]
 
     @property
     def count(self) -> int:
@@ -83,16 +84,11 @@ class WordSequence:
         return np.repeat(np.arange(len(self.per_document)), self.per_document)
 
     @cached_property
-    def hashes(self) -> Hashes:
-        """The hash of each word."""
-        return mix(self._letters)
-
-    @cached_property
     def _letter_sums(self) -> tuple[Hashes, Hashes]:
         """The prefix sums of the polynomial over the letters of all words written without spaces, and what each is scaled by."""
         count = int(self.bounds[-1]) + 1
         sums = np.zeros(self.count + 1, np.uint64)
-        np.cumsum(self._letters * powers(_BASE, count)[self.bounds[:-1]], out=sums[1:])
+        np.cumsum(self.hashes * powers(_BASE, count)[self.bounds[:-1]], out=sums[1:])
         return sums, inverse_powers(_BASE, count)[self.bounds]
 
     def document_sums(self, values: npt.NDArray[Any]) -> Integers:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -100,7 +101,9 @@ class RayWorkers:
         self._proof = Proof.by(reference, sample_texts(self._sampled, self._arguments[2]))
         self._add_workers()
         while not self._idle:
-            self._wait()
+            self._add_workers()
+            for _ in self._wait():
+                raise RuntimeError("no task was given out yet")
 
     def run(self, tasks: Iterator[Task]) -> Iterator[tuple[Any, Any]]:
         """Yield names and facts as they are finished. Tasks of lost workers are given to others."""
@@ -110,7 +113,8 @@ class RayWorkers:
             while self._idle and (task := again.popleft() if again else next(tasks, None)) is not None:
                 actor = self._idle.pop()
                 self._busy[actor.make.remote(*task)] = actor, task
-            if not self._busy and (self._idle or not again):
+            # A worker is idle only if there is no task left.
+            if self._idle and not self._busy:
                 return
             for task, answer in self._wait():
                 if answer is None:
@@ -150,6 +154,10 @@ class RayWorkers:
 
     def _wait(self) -> Iterator[tuple[Task, tuple[Any] | None]]:
         """Wait for workers. Yield each task that ended with its answer, or with None if its worker was lost."""
+        if not self._starting and not self._busy:
+            # The cluster has no CPU now; a node may join.
+            time.sleep(_LOOK_S)
+            return
         done, _ = self._ray.wait([*self._starting, *self._busy], num_returns=1, timeout=_LOOK_S)
         for reference in done:
             starts = reference in self._starting
