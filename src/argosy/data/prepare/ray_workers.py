@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ _log = logging.getLogger(__name__)
 _MOST_DEATHS = 4
 # How often new nodes are looked for.
 _LOOK_S = 2.0
+_CONNECT_S = 10.0
 
 
 class RayWorker:
@@ -134,16 +136,9 @@ class RayWorkers:
             self._ray.shutdown()
 
     def _connect(self, address: str | None) -> None:
-        try:
-            self._ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-        except (ConnectionError, OSError, ValueError) as error:
-            raise ArgosyError(
-                "launch.environment",
-                f"no Ray cluster answers at {address or 'this machine'}: {error}",
-                key="--on",
-                value=address,
-                fix="`ray status` on its head node shows the address; `--on ray` starts a cluster of this machine",
-            ) from None
+        if address is not None:
+            _require_answer(address)
+        self._ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
 
     def _add_workers(self) -> None:
         """Start a worker for each CPU that has none."""
@@ -190,3 +185,18 @@ class RayWorkers:
                 f"{_MOST_DEATHS} Ray workers died while making part {task[0]}: {type(error).__name__}",
                 fix="see `ray logs` for the reason, most often memory; then run the same command again: finished parts are kept",
             )
+
+
+def _require_answer(address: str) -> None:
+    """Refuse an address at which nothing listens. Ray itself would try it for many minutes."""
+    host, _, port = address.rpartition("/")[2].rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+    except (OSError, ValueError) as error:
+        raise ArgosyError(
+            "launch.environment",
+            f"no Ray cluster answers at {address}: {error}",
+            key="--on",
+            value=address,
+            fix="`ray status` on the head node shows its address; `--on ray` takes the cluster of this machine, or starts one",
+        ) from None
