@@ -49,9 +49,9 @@ def kinds() -> npt.NDArray[np.uint8]:
 
 
 @cache
-def folded() -> npt.NDArray[np.uint32]:
+def folded() -> npt.NDArray[np.uint64]:
     """Return the folded form of every code point: lower case, without accents, and 0 for every digit."""
-    table = np.arange(CODE_POINTS, dtype=np.uint32)
+    table = np.arange(CODE_POINTS, dtype=np.uint64)
     for code in range(_FOLDED_UP_TO):
         character = chr(code)
         if character.isdigit():

@@ -44,7 +44,7 @@ class Step(CurationStep):
         index, screen = _index(self.against, self.n)
         words = batch.folded_words
         starts = words.gram_starts(self.n, batch.alive)
-        grams = mix(words.grams(self.n)[starts])
+        grams = mix(words.grams(self.n, starts))
         # Nearly all n-grams are ruled out by one look into a table of bits.
         possible = np.flatnonzero(screen[grams >> np.uint64(64 - _SCREEN_BITS)])
         found = possible[np.isin(grams[possible], index)]
@@ -67,7 +67,7 @@ def _index(against: tuple[str, ...], n: int) -> tuple[Hashes, npt.NDArray[np.boo
             )
         batch = TextBatch(list(_strings(file)))
         words = batch.folded_words
-        found.append(mix(words.grams(n)[words.gram_starts(n, batch.alive)]))
+        found.append(mix(words.grams(n, words.gram_starts(n, batch.alive))))
     hashes = np.unique(np.concatenate(found))
     screen = np.zeros(1 << _SCREEN_BITS, np.bool_)
     screen[hashes >> np.uint64(64 - _SCREEN_BITS)] = True

@@ -33,10 +33,10 @@ class Step(CurationStep):
         lines = [line for line in text.split("\n") if line and not line.isspace()]
         if not lines:
             return "empty"
-        ended = sum(line[-1] in TERMINAL_PUNCTUATION for line in lines) / len(lines)
+        ended = sum([line[-1] in TERMINAL_PUNCTUATION for line in lines]) / len(lines)
         if ended < self.line_punct_thr and not (ended == 0 and self.line_punct_exclude_zero):
             return "line_punct_ratio"
-        if sum(len(line) <= self.short_line_length for line in lines) / len(lines) > self.short_line_thr:
+        if sum([len(line) <= self.short_line_length for line in lines]) / len(lines) > self.short_line_thr:
             return "short_line_ratio"
         breaks = text.count("\n")
         if find_repeated(lines)[1] / (len(text) - breaks) > self.char_duplicates_ratio:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from pydantic import field_validator
 
 from argosy.data.curate.curation_step import CurationStep, StepResult
-from argosy.data.curate.text_batch import Hashes, Integers, TextBatch, WordSequence, mix
+from argosy.data.curate.text_batch import Hashes, Integers, TextBatch, WordSequence
 
 _PARAGRAPHS = re.compile(r"\n{2,}")
 _LINES = re.compile(r"\n+")
@@ -74,7 +74,8 @@ class Step(CurationStep):
         least = min((fraction for _, fraction in self.dup_n_grams), default=0.0)
         for n, fraction in self.dup_n_grams:
             possible = candidates & (covered > least * sizes)
-            repeats = Repeats(words.joined_grams(n), words, n, possible)
+            starts = words.gram_starts(n, possible)
+            repeats = Repeats(words, n, starts, words.joined_grams(n, starts))
             covered = np.where(possible, repeats.covered(), covered)
             found = possible & (covered / np.maximum(sizes, 1) > fraction)
             # What repeated n-grams cover is an upper bound. The rule counts them from left to right, without overlap.
@@ -119,27 +120,25 @@ class Repeats:
     """The n-grams that occur more than once in their document.
 
     Args:
-        hashes: The hash of the n-gram that starts at each word.
         words: The words.
         n: The length of the n-grams.
-        documents: The documents to look at.
+        starts: The first words of the n-grams to look at.
+        hashes: Their hashes.
     """
 
-    def __init__(self, hashes: Hashes, words: WordSequence, n: int, documents: npt.NDArray[np.bool_]) -> None:
+    def __init__(self, words: WordSequence, n: int, starts: Integers, hashes: Hashes) -> None:
         self.words, self.n = words, n
-        starts = words.gram_starts(n, documents)
         # Equal n-grams of different documents are different.
-        salted = mix(np.arange(len(documents), dtype=np.uint64) + np.uint64(1))[words.document_of[starts]]
-        salted ^= hashes[starts]
+        salted = words.document_salts[starts] ^ hashes
         salted *= np.uint64(0x9E3779B97F4A7C15)
         # The number of the n-gram replaces the low bits of its hash, so that one sort of plain integers finds equal hashes with
         # their places. What remains of the hash may collide; the whole hashes of such neighbours are compared.
-        low = np.uint64(max(1, len(starts).bit_length()))
-        packed = np.sort((salted >> low << low) | np.arange(len(starts), dtype=np.uint64))
-        same = (packed[1:] >> low) == (packed[:-1] >> low)
-        places = np.flatnonzero(same)
-        numbers = packed & ((np.uint64(1) << low) - np.uint64(1))
-        before, after = numbers[places].astype(np.int64), numbers[places + 1].astype(np.int64)
+        room = np.uint64(1 << max(1, len(starts).bit_length()))
+        packed = salted & ~(room - np.uint64(1))
+        packed |= np.arange(len(starts), dtype=np.uint64)
+        packed.sort()
+        places = np.flatnonzero((packed[1:] ^ packed[:-1]) < room)
+        before, after = ((packed[at] & (room - np.uint64(1))).astype(np.int64) for at in (places, places + 1))
         equal = salted[before] == salted[after]
         before, after, places = before[equal], after[equal], places[equal]
         # A run of equal neighbours is one group. Its first member is the first occurrence, because numbers ascend.
@@ -189,7 +188,8 @@ def _top_gram(words: WordSequence, n: int, documents: npt.NDArray[np.bool_]) -> 
 
     The first n-gram wins at a tie.
     """
-    repeats = Repeats(words.grams(n), words, n, documents)
+    starts = words.gram_starts(n, documents)
+    repeats = Repeats(words, n, starts, words.grams(n, starts))
     counts = (
         np.bincount(repeats.group, minlength=len(repeats.first)) + 1 if len(repeats.group) else np.zeros(0, np.int64)
     )

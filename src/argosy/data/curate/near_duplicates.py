@@ -45,7 +45,7 @@ class Step(ComparingStep):
     def mark(self, batch: TextBatch) -> Marks:
         words, alive = batch.folded_words, batch.alive
         starts = words.gram_starts(self.n, alive)
-        hashes = (mix(words.grams(self.n)[starts]) >> np.uint64(32)).astype(np.uint32)
+        hashes = (mix(words.grams(self.n, starts)) >> np.uint64(32)).astype(np.uint32)
         sizes = np.maximum(words.per_document[alive] - self.n + 1, 0)
         keys = np.zeros((self.bands, len(sizes)), np.uint64)
         filled = sizes > 0

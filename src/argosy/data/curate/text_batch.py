@@ -69,7 +69,7 @@ class WordSequence:
         self.firsts: Integers = np.concatenate(([0], np.cumsum(per_document)))
         sums = np.empty(len(characters) + 1, np.uint64)
         sums[0] = 0
-        np.multiply(characters, powers(_BASE, len(characters)), out=sums[1:], dtype=np.uint64, casting="unsafe")
+        np.multiply(characters.astype(np.uint64, copy=False), powers(_BASE, len(characters)), out=sums[1:])
         np.cumsum(sums, out=sums)
         # The hash of each word.
         self.hashes: Hashes = (sums[starts + lengths] - sums[starts]) * inverse_powers(_BASE, len(sums))[starts]
@@ -82,6 +82,11 @@ class WordSequence:
     def document_of(self) -> Integers:
         """The document of each word."""
         return np.repeat(np.arange(len(self.per_document)), self.per_document)
+
+    @cached_property
+    def document_salts(self) -> Hashes:
+        """A hash of each word's document."""
+        return np.repeat(mix(np.arange(1, len(self.per_document) + 1, dtype=np.uint64)), self.per_document)
 
     @cached_property
     def _letter_sums(self) -> tuple[Hashes, Hashes]:
@@ -108,24 +113,20 @@ class WordSequence:
             longest[has_gram] = np.maximum.reduceat(spans, self.firsts[:-1][has_gram])
         return longest
 
-    def joined_grams(self, n: int) -> Hashes:
-        """Return a hash of words i … i + n - 1 written without spaces, for each i. Some n-grams reach into the next document."""
-        if self.count < n:
-            return np.zeros(0, np.uint64)
+    def joined_grams(self, n: int, starts: Integers) -> Hashes:
+        """Return a hash of words i … i + n - 1 written without spaces, for each start i."""
         sums, scale = self._letter_sums
-        return (sums[n:] - sums[:-n]) * scale[:-n]
+        return (sums[starts + n] - sums[starts]) * scale[starts]
 
     @cached_property
     def _word_sums(self) -> Hashes:
         sums = np.cumsum(self.hashes * powers(_WORD_BASE, self.count), dtype=np.uint64)
         return np.concatenate((np.zeros(1, np.uint64), sums))
 
-    def grams(self, n: int) -> Hashes:
-        """Return a hash of words i … i + n - 1 for each i. Some n-grams reach into the next document."""
-        if self.count < n:
-            return np.zeros(0, np.uint64)
+    def grams(self, n: int, starts: Integers) -> Hashes:
+        """Return a hash of words i … i + n - 1 for each start i."""
         sums = self._word_sums
-        return (sums[n:] - sums[:-n]) * inverse_powers(_WORD_BASE, self.count + 1)[: self.count + 1 - n]
+        return (sums[starts + n] - sums[starts]) * inverse_powers(_WORD_BASE, self.count + 1)[starts]
 
     def gram_starts(self, n: int, documents: npt.NDArray[np.bool_]) -> Integers:
         """Return the first words of the n-grams that lie within one of these documents."""
@@ -155,14 +156,15 @@ class TextBatch:
         try:
             return np.frombuffer(joined.encode("latin-1"), np.uint8)
         except UnicodeEncodeError:
-            return np.frombuffer(joined.encode("utf-32-le", "surrogatepass"), np.uint32).astype(np.intp)
+            return np.frombuffer(joined.encode("utf-32-le", "surrogatepass"), np.uint32).astype(np.uint64)
 
     def _look_up(self, table: npt.NDArray[Any], small: bytes) -> npt.NDArray[Any]:
         """Return the entry of each character in a table over all code points; `small` is its beginning as bytes."""
         codes = self._codes
         if codes.dtype == np.uint8:
             return np.frombuffer(codes.tobytes().translate(small), np.uint8)
-        found: npt.NDArray[Any] = table.take(codes)
+        # The indices of `take` are signed, of the same size.
+        found: npt.NDArray[Any] = table.take(codes.view(np.int64))
         return found
 
     @cached_property
