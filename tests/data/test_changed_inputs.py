@@ -122,7 +122,7 @@ def test_a_read_that_comes_up_short_is_refused(tmp_path: Path) -> None:
 def test_after_a_kill_parts_of_another_version_are_not_joined(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None]
 ) -> None:
-    monkeypatch.setattr(work, "_block_bytes", lambda files: 500)
+    monkeypatch.setattr(work, "block_size", lambda files: 500)
     path, out = write(tmp_path / "in.jsonl"), tmp_path / "out"
     parts = iter(range(100))
 
@@ -150,7 +150,7 @@ def test_after_a_kill_parts_of_another_version_are_not_joined(
 def test_a_change_is_seen_by_other_processes_and_crosses_from_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(work, "_block_bytes", lambda files: 500)
+    monkeypatch.setattr(work, "block_size", lambda files: 500)
     monkeypatch.setattr(part_runner, "_INLINE_BYTES", 0)
     # Use many more blocks than workers, so that most are assigned after the first part was joined.
     path, add, added = write(tmp_path / "in.jsonl", count=400), preparing.Joiner.add, []

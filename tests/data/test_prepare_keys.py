@@ -84,7 +84,7 @@ def test_a_record_without_one_of_the_keys_is_in_none_of_the_corpora(tmp_path: Pa
 def test_shards_and_shuffling_keep_the_keys_in_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shuffle_seed: int | None
 ) -> None:
-    monkeypatch.setattr(preparing, "_block_bytes", lambda files: 1 << 12)
+    monkeypatch.setattr(preparing, "block_size", lambda files: 1 << 12)
     monkeypatch.setattr(part_runner, "_INLINE_BYTES", 1 << 12)
     source = write(tmp_path / "x.jsonl", records(400))
     one = make(source, tmp_path / "one", KEYS, workers=1, shards=3, shuffle_seed=shuffle_seed)

@@ -82,7 +82,7 @@ def test_the_bytes_are_megatrons(
 
 def test_workers_and_a_fast_engine_write_megatrons_bytes_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many blocks, several files and two processes give the bytes of one process that reads line by line."""
-    monkeypatch.setattr(preparing, "_block_bytes", lambda files: 1 << 16)
+    monkeypatch.setattr(preparing, "block_size", lambda files: 1 << 16)
     monkeypatch.setattr(part_runner, "_INLINE_BYTES", 1 << 16)
     texts = [f"document {i}: one word and another, é {'more ' * (i % 90)}" for i in range(3000)]
     for number in range(3):

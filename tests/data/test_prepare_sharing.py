@@ -60,7 +60,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make blocks small, so that a few MB are many blocks."""
-    monkeypatch.setattr(work, "_block_bytes", lambda files: 1 << 19)
+    monkeypatch.setattr(work, "block_size", lambda files: 1 << 19)
     monkeypatch.setattr(part_runner, "_INLINE_BYTES", 1 << 20)
 
 
@@ -198,7 +198,7 @@ from argosy.data.prepare import part_runner, work
 from argosy.data.prepare.job import prepare
 from argosy.data.text.tokenizer import ByteTokenizer
 from argosy.log_handler import install_log_handler
-work._block_bytes = lambda files: 1 << 19
+work.block_size = lambda files: 1 << 19
 part_runner._INLINE_BYTES = 1 << 20
 if __name__ == "__main__":
     install_log_handler()

@@ -62,7 +62,7 @@ def raw(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _surroundings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Set small blocks and short timeouts, remove proxies, and close the stores of other tests."""
-    monkeypatch.setattr(work, "_block_bytes", lambda files: 1 << 12)
+    monkeypatch.setattr(work, "block_size", lambda files: 1 << 12)
     impatient = Web(HASTE)
     monkeypatch.setattr(web_inputs, "web", lambda: impatient)
     monkeypatch.setenv("no_proxy", "*")
@@ -80,7 +80,7 @@ def make(names: list[str], output: Path, **options: Any) -> dict[str, bytes]:
 @pytest.fixture(scope="module")
 def expected(raw: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(work, "_block_bytes", lambda files: 1 << 12)
+        patch.setattr(work, "block_size", lambda files: 1 << 12)
         return make([str(raw)], tmp_path_factory.mktemp("expected") / "corpus")
 
 

@@ -8,11 +8,12 @@ from typing import Annotated
 
 import typer
 
-from argosy.cli import data_build, data_corpus, data_fetch, data_reference
+from argosy.cli import data_build, data_corpus, data_curate, data_fetch, data_reference
 from argosy.cli.arguments import new_output
 
-app = typer.Typer(help="Fetch and tokenise text; inspect, verify and merge corpora.", no_args_is_help=True)
+app = typer.Typer(help="Fetch, curate and tokenise text; inspect, verify and merge corpora.", no_args_is_help=True)
 app.command("fetch")(data_fetch.fetch)
+app.command("curate")(data_curate.curate)
 
 Inputs = Annotated[
     list[str],
@@ -86,6 +87,7 @@ def prepare(
         int, typer.Option(min=0, help="This machine's number, if --shard-count machines divide the work.")
     ] = 0,
     shard_count: Annotated[int, typer.Option(min=1, help="Number of machines that divide the work.")] = 1,
+    on: data_curate.Cluster = None,
     max_bad: Annotated[
         str, typer.Option(help="Refuse if more than this share of records is bad, for example 0.1%.")
     ] = "50%",
@@ -130,6 +132,7 @@ def prepare(
         machines=shard_count,
         shuffle_seed=shuffle,
         chat=chat,
+        cluster=on,
     )
     chosen = load_tokenizer(tokenizer, eod, special_in_text=special_in_text or chat is not None)
     if dry_run:

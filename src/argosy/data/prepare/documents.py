@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,11 +14,23 @@ from argosy.data.text.engines import Encode
 from argosy.data.text.inputs import InputFile
 from argosy.data.text.readers import open_blocks
 from argosy.data.text.records import Parsed, Sentences
-from argosy.data.text.tokenizer import Lengths
+from argosy.data.text.tokenizer import Lengths, Tokenizer
 
 # The tokens of many documents back to back, the length of each sequence, and the number of sequences of each document.
 Encoded = tuple[Tokens, Lengths, Lengths]
 Parse = Callable[[Piece], Parsed[Any]]
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """What a maker of parts encodes texts with."""
+
+    encode: Encode
+    # The tokenizer itself. None: an engine runs it.
+    tokenizer: Tokenizer | None
+    vocab_size: int
+    # The id that ends each document.
+    eod: int | None
 
 
 class Documents(Protocol):
@@ -44,15 +57,20 @@ class TextDocuments:
         return blocks, parser.parse
 
     def encode(self, documents: list[Sentences]) -> Encoded:
-        ids, lengths = self._encode([sentence for document in documents for sentence in document])
-        document_of = np.repeat(np.arange(len(documents)), [len(document) for document in documents])
-        # A text whose characters the tokenizer drops has no tokens, and becomes no sequence.
-        filled = lengths > 0
-        lengths = lengths[filled]
-        per_document = np.bincount(document_of[filled], minlength=len(documents))
-        # The last sequence of each document.
-        last = np.cumsum(per_document)[per_document > 0] - 1
-        return *_append_eod(ids, lengths, last, self._eod), per_document
+        return encode_documents(documents, self._encode, self._eod)
+
+
+def encode_documents(documents: Sequence[Sentences], encode: Encode, eod: int | None) -> Encoded:
+    """Return the tokens of documents, each a list of sentences that ends with the end-of-document id, unless it is None."""
+    ids, lengths = encode([sentence for document in documents for sentence in document])
+    document_of = np.repeat(np.arange(len(documents)), [len(document) for document in documents])
+    # A text whose characters the tokenizer drops has no tokens, and becomes no sequence.
+    filled = lengths > 0
+    lengths = lengths[filled]
+    per_document = np.bincount(document_of[filled], minlength=len(documents))
+    # The last sequence of each document.
+    last = np.cumsum(per_document)[per_document > 0] - 1
+    return *_append_eod(ids, lengths, last, eod), per_document
 
 
 def _append_eod(ids: Tokens, lengths: Lengths, last: Lengths, eod: int | None) -> tuple[Tokens, Lengths]:

@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
-import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -27,19 +25,18 @@ from typing import Protocol
 from argosy.config.seeds import derive_seed
 from argosy.console.progress_bar import ProgressBar
 from argosy.data.chat.chat_template import TEMPLATE_FILE
-from argosy.data.corpus.corpus_manifest import FILE_NAME, Manifest
+from argosy.data.corpus.corpus_manifest import Manifest
+from argosy.data.prepare.claim import OutputClaim
 from argosy.data.prepare.finish import finish
 from argosy.data.prepare.join import Joiner, shard_facts_path
-from argosy.data.prepare.locks import is_current, lock_shards
 from argosy.data.prepare.part_runner import PartRunner
-from argosy.data.prepare.parts import PartName, cannot_write, clear_unfinished, read_facts
+from argosy.data.prepare.parts import PartName, cannot_write, read_facts
 from argosy.data.prepare.work import QUARANTINE_FILE, PrepareOptions, Work
 from argosy.data.prepare.workers import Task
 from argosy.data.text.input_files import fingerprint_now, require_same
 from argosy.data.text.inputs import InputFile, find_inputs, require_no_texts
 from argosy.data.text.tokenizer import Tokenizer
-from argosy.errors import ArgosyError
-from argosy.files import create_file, replace_file
+from argosy.files import replace_file
 
 _log = logging.getLogger(__name__)
 
@@ -111,28 +108,16 @@ class PrepareJob:
         self.made: set[int] = set()
         # group -> number of unfinished tasks
         self.pending: Counter[int] = Counter()
-        self._locks: int | None = None
+        self._claim = OutputClaim(work)
         self._done_elsewhere = False
 
     def claim(self) -> None:
         """Lock the output directory: a new one, or one with an unfinished attempt of the same job."""
-        work, plan = self.work, self.work.parts / "plan"
+        work = self.work
         require_no_texts(work.output, ours=QUARANTINE_FILE)
-        if work.is_done() or plan.exists():
-            self._resume_or_clear(plan)
-        work.parts.mkdir(parents=True, exist_ok=True)
-        # Another machine may have started just now; its plan must be the same.
-        if not create_file(plan, work.plan.content()):
-            self._resume_or_clear(plan)
-        self._locks = lock_shards(work.parts / "locks", work.own_shards, _log.info)
-        # The process that held the locks may have finished and removed the parts.
-        if not is_current(self._locks, work.parts / "locks"):
-            self.release()
-            self._done_elsewhere = work.is_done()
-            if not self._done_elsewhere:
-                self.claim()
+        self._done_elsewhere = not self._claim.take()
+        if self._done_elsewhere:
             return
-        clear_unfinished(work.parts, lambda part: work.shard_of(part) in work.own_shards)
         name, content = work.tokenizer.stored()
         for corpus in work.corpora:
             corpus.mkdir(exist_ok=True)
@@ -142,9 +127,7 @@ class PrepareJob:
 
     def release(self) -> None:
         """Release the locks."""
-        if self._locks is not None:
-            os.close(self._locks)
-            self._locks = None
+        self._claim.release()
 
     def start_arrivals(self, arrivals: Arrivals) -> None:
         """Start the downloads that are still needed, and wait for the first input, from which the engine check is sampled."""
@@ -235,31 +218,3 @@ class PrepareJob:
                 return False
             name = PartName(group, name.block + 1)
         return True
-
-    def _resume_or_clear(self, plan: Path) -> None:
-        """Keep the parts of the same job, or remove what `--overwrite` may replace. Refuse anything else."""
-        work = self.work
-        if work.is_done():
-            # A kill between the manifest and the end of the job leaves the parts.
-            shutil.rmtree(work.parts, ignore_errors=True)
-            refusal: ArgosyError | None = ArgosyError(
-                "data.output-exists",
-                f"{work.output} already holds a prepared corpus",
-                key="--output",
-                value=str(work.output),
-                fix="choose another directory, or pass --overwrite to replace it",
-            )
-        else:
-            refusal = work.plan.difference(plan.read_bytes(), work.output)
-        # Resume where the last attempt stopped.
-        if refusal is None:
-            return
-        if not work.options.overwrite:
-            raise refusal
-        for directory in {work.output, *work.corpora}:
-            # Without a manifest the directory is not a corpus until the new manifest is written.
-            (directory / FILE_NAME).unlink(missing_ok=True)
-            (directory / QUARANTINE_FILE).unlink(missing_ok=True)
-            for old in directory.glob("shard-*.*"):
-                old.unlink()
-        shutil.rmtree(work.parts, ignore_errors=True)

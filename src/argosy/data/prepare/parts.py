@@ -23,7 +23,7 @@ import orjson
 
 from argosy.data.chat.chat_template import ChatFormat
 from argosy.data.corpus.indexed import IndexedReader, IndexedWriter, bin_path, dtype_for
-from argosy.data.prepare.documents import Documents, Parse
+from argosy.data.prepare.documents import Documents, Encoder, Parse, TextDocuments
 from argosy.data.text.blocks import Blocks, Piece
 from argosy.data.text.input_files import check_unchanged
 from argosy.data.text.inputs import InputFile
@@ -80,6 +80,27 @@ class PartOptions:
     def facts(self) -> dict[str, Any]:
         """Return the options as a dictionary. An option that came later is left out where it is not used."""
         return {key: value for key, value in asdict(self).items() if key != "chat" or value is not None}
+
+    @property
+    def places_tokens(self) -> bool:
+        """True if documents need to know which characters each token came from."""
+        return self.chat is not None
+
+    def maker(self, directory: Path, encoder: Encoder | None) -> PartMaker:
+        """Return a maker of such parts."""
+        if encoder is None:
+            raise RuntimeError("parts of a corpus need a tokenizer")
+        return PartMaker(directory, self._documents(encoder), encoder.vocab_size, self.keys)
+
+    def _documents(self, encoder: Encoder) -> Documents:
+        """Return the kind of documents that the options ask for."""
+        if self.chat is not None and encoder.tokenizer is not None:
+            from argosy.data.chat.chat_documents import ChatDocuments
+
+            return ChatDocuments(self.chat, encoder.tokenizer, self.block_bytes)
+        return TextDocuments(
+            encoder.encode, encoder.eod, keys=self.keys, block_bytes=self.block_bytes, text_lines=self.text_lines
+        )
 
 
 def cannot_write(output: Path, error: OSError) -> ArgosyError:

@@ -50,6 +50,8 @@ class PrepareOptions:
     shuffle_seed: int | None = None
     # How conversations become text. None: the records are texts, under `keys`.
     chat: ChatFormat | None = None
+    # The address of a Ray cluster whose workers make the parts, or "ray". None: processes of this machine.
+    cluster: str | None = None
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -80,7 +82,7 @@ class Work:
             keys=options.columns,
             append_eod=options.append_eod,
             text_lines=options.text_lines,
-            block_bytes=_block_bytes(files),
+            block_bytes=block_size(files),
             chat=options.chat,
         )
         # The id that ends each document. Refuse a tokenizer without one before work starts.
@@ -108,10 +110,7 @@ class Work:
     def is_beyond(self, name: PartName) -> bool:
         """Return True if a block is past the end of its file. For compressed files and tables this is known only after a read."""
         first = self.groups[name.group][0]
-        if first.is_table or first.is_compressed:
-            return False
-        size = first.size if self.options.text_lines or not first.is_text else 1
-        return name.block * self.part_options.block_bytes >= max(1, size)
+        return is_past_end(first, name, self.part_options.block_bytes, text_lines=self.options.text_lines)
 
     @property
     def plan(self) -> Plan:
@@ -120,6 +119,19 @@ class Work:
         facts += [self.options.shards, self.options.shuffle_seed]
         options = hashlib.sha256(repr(facts).encode()).hexdigest()
         return Plan.of(options, self.files, with_inodes=self.options.machines == 1)
+
+    @property
+    def overwrite(self) -> bool:
+        return self.options.overwrite
+
+    def clear(self) -> None:
+        """Remove the corpus of another job."""
+        for directory in {self.output, *self.corpora}:
+            # Without a manifest the directory is not a corpus until the new manifest is written.
+            (directory / FILE_NAME).unlink(missing_ok=True)
+            (directory / QUARANTINE_FILE).unlink(missing_ok=True)
+            for old in directory.glob("shard-*.*"):
+                old.unlink()
 
     def is_done(self) -> bool:
         """Return True if the corpus is finished: the manifest of the last key is written last."""
@@ -148,7 +160,15 @@ def _check_keys(keys: Sequence[str], files: Sequence[InputFile]) -> None:
         )
 
 
-def _block_bytes(files: Sequence[InputFile]) -> int:
+def is_past_end(first: InputFile, name: PartName, block_bytes: int, *, text_lines: bool) -> bool:
+    """Return True if a block is known to be past the end of the group whose first file is `first`."""
+    if first.is_table or first.is_compressed:
+        return False
+    size = first.size if text_lines or not first.is_text else 1
+    return name.block * block_bytes >= max(1, size)
+
+
+def block_size(files: Sequence[InputFile]) -> int:
     """Return the block size: 1/64 of all inputs, as a power of two from 4 to 64 MiB. Enough blocks to share, not too many files."""
     share = sum(file.size for file in files) // 64
     return min(64 << 20, max(4 << 20, 1 << (share - 1).bit_length() if share else 0))

@@ -17,10 +17,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait  # noqa: TID251 - as above
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from argosy.data.prepare.documents import Documents, TextDocuments
-from argosy.data.prepare.parts import PartFacts, PartMaker, PartName, PartOptions
+from argosy.data.prepare.documents import Encoder
 from argosy.data.prepare.preview import sample_texts
 from argosy.data.text.engines import Encode, EngineFault, Proof, load_engine
 from argosy.data.text.inputs import InputFile
@@ -67,28 +66,50 @@ def encoder_spec(tokenizer: Tokenizer, engine: str | None, *, eod: int | None) -
     return EncoderSpec(*tokenizer.stored(), engine, special, tokenizer.vocab_size, eod)
 
 
-def documents_of(
-    options: PartOptions, encode: Encode | None, eod: int | None, tokenizer: Callable[[], Tokenizer]
-) -> Documents:
-    """Return the documents that the options ask for. Without an engine's `encode`, the tokenizer itself encodes."""
-    if options.chat is not None:
-        from argosy.data.chat.chat_documents import ChatDocuments
-
-        return ChatDocuments(options.chat, tokenizer(), options.block_bytes)
-    return TextDocuments(
-        encode or tokenizer().encode_batch,
-        eod,
-        keys=options.keys,
-        block_bytes=options.block_bytes,
-        text_lines=options.text_lines,
-    )
-
-
 class WorkerFault(RuntimeError):
     """An unexpected exception of a worker: a bug. Its text contains the worker's traceback."""
 
 
-Task = tuple[PartName, list[InputFile]]
+# The name of a part, or other work, and its inputs.
+Task = tuple[Any, Any]
+
+
+class Maker(Protocol):
+    """What a worker does: it makes the part of this name from its inputs and returns the facts about it."""
+
+    def make(self, name: Any, group: Any, /) -> Any: ...
+
+
+class PartRecipe(Protocol):
+    """The options of parts, from which a worker builds its maker. They are sent to other processes."""
+
+    @property
+    def keys(self) -> tuple[str, ...]: ...
+
+    @property
+    def text_lines(self) -> bool: ...
+
+    @property
+    def places_tokens(self) -> bool:
+        """True if the tokenizer itself must run, because it knows which characters each token came from."""
+
+    def maker(self, directory: Path, encoder: Encoder | None) -> Maker:
+        """Return a maker of such parts. `encoder` is None if they hold no tokens."""
+
+
+class Workers(Protocol):
+    """Processes that make parts: a pool on this machine, or a Ray cluster."""
+
+    engine: str | None
+
+    def prove(self, reference: Tokenizer) -> None:
+        """Have every worker check its engine against the reference. Raise EngineFault if one fails."""
+
+    def run(self, tasks: Iterator[Task]) -> Iterator[tuple[Any, Any]]:
+        """Yield names and facts as they are finished."""
+
+    def close(self) -> None:
+        """Stop the workers."""
 
 
 class Pool:
@@ -98,18 +119,18 @@ class Pool:
         self,
         count: int,
         directory: Path,
-        spec: EncoderSpec,
-        options: PartOptions,
+        spec: EncoderSpec | None,
+        options: PartRecipe,
         *,
         sampled: list[list[InputFile]],
     ) -> None:
         """Start `count` workers. `sampled` are the input groups from which the sample for the engine check is taken."""
         # Spawn new interpreters: a fork is unsafe, because engines have threads.
         context = multiprocessing.get_context("spawn")
-        self._busy: dict[Connection, PartName] = {}
+        self._busy: dict[Connection, Any] = {}
         self._idle: list[Connection] = []
         self._processes: dict[Connection, Any] = {}
-        self.engine = spec.engine
+        self.engine: str | None = None if spec is None else spec.engine
         for number in range(count):
             ours, theirs = context.Pipe()
             process = context.Process(
@@ -144,7 +165,7 @@ class Pool:
         if faults:
             raise EngineFault(faults[0])
 
-    def run(self, tasks: Iterator[Task]) -> Iterator[tuple[PartName, PartFacts]]:
+    def run(self, tasks: Iterator[Task]) -> Iterator[tuple[Any, Any]]:
         """Yield parts as they are finished. The next task is requested only when a worker is free."""
         while True:
             while self._idle and (task := next(tasks, None)) is not None:
@@ -158,7 +179,7 @@ class Pool:
             for ready in wait(list(self._busy)):
                 yield self._receive(ready)
 
-    def _receive(self, connection: Any) -> tuple[PartName, PartFacts]:
+    def _receive(self, connection: Any) -> tuple[Any, Any]:
         name = self._busy.pop(connection)
         try:
             answer = _answer(connection)
@@ -167,7 +188,7 @@ class Pool:
         self._idle.append(connection)
         return name, answer
 
-    def _died(self, connection: Connection, name: PartName) -> ArgosyError:
+    def _died(self, connection: Connection, name: Any) -> ArgosyError:
         process = self._processes[connection]
         process.join(_JOIN_TIMEOUT_S)
         return ArgosyError(
@@ -228,8 +249,8 @@ def _send_result(connection: Connection, make: Callable[..., Any], *arguments: A
 def _work(
     connection: Connection,
     directory: Path,
-    spec: EncoderSpec,
-    options: PartOptions,
+    spec: EncoderSpec | None,
+    options: PartRecipe,
     sampled: list[list[InputFile]] | None,
     shows_log: bool,
 ) -> None:
@@ -239,18 +260,18 @@ def _work(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _return_freed_memory()
-    if spec.engine is not None and sampled is not None:
-        _send_result(connection, sample_texts, sampled, options)
-    proven = None if spec.engine is None else _proven(spec, connection)
-    if spec.engine is not None and proven is None:
-        return
-    maker: PartMaker | None = None
+    proven: Encode | None = None
+    if spec is not None and spec.engine is not None:
+        if sampled is not None:
+            _send_result(connection, sample_texts, sampled, options)
+        proven = _proven(spec, connection)
+        if proven is None:
+            return
+    maker: Maker | None = None
 
-    def make(name: PartName, group: list[InputFile]) -> PartFacts:
+    def make(name: Any, group: Any) -> Any:
         nonlocal maker
-        if maker is None:
-            documents = documents_of(options, proven, spec.eod_id, spec.tokenizer)
-            maker = PartMaker(directory, documents, spec.vocab_size, options.keys)
+        maker = maker or make_maker(directory, spec, options, proven)
         return maker.make(name, group)
 
     while True:
@@ -261,6 +282,22 @@ def _work(
             return
         _send_result(connection, make, *task)
         release_memory()
+
+
+def make_maker(
+    directory: Path,
+    spec: EncoderSpec | None,
+    options: PartRecipe,
+    encode: Encode | None = None,
+    tokenizer: Tokenizer | None = None,
+) -> Maker:
+    """Return the maker of a worker. `encode` is an engine, and `tokenizer` a tokenizer, that is already loaded."""
+    if spec is None:
+        return options.maker(directory, None)
+    if encode is None:
+        tokenizer = tokenizer or spec.tokenizer()
+        encode = tokenizer.encode_batch
+    return options.maker(directory, Encoder(encode, tokenizer, spec.vocab_size, spec.eod_id))
 
 
 def release_memory() -> None:

@@ -33,24 +33,31 @@ D = TypeVar("D")
 Parsed = tuple[list[list[D]], list[BadRecord]]
 
 
-def parse_piece(piece: Piece, columns: int, documents_of: Callable[[Any], Sequence[D]]) -> Parsed[D]:
-    """Return what `documents_of` makes of each record, one document for each column. A record for which it raises `Fault` is bad."""
-    documents: list[list[D]] = [[] for _ in range(columns)]
-    bad: list[BadRecord] = []
+def each_record(piece: Piece, parse: Callable[[Any], D]) -> Iterator[tuple[int, D] | BadRecord]:
+    """Yield the place of each record and what `parse` makes of it. A record for which it raises `Fault` is bad."""
     for record, place in zip(piece.records, piece.places, strict=True):
         # An empty line is not a record.
         if isinstance(record, bytes) and not record.strip():
             continue
         try:
-            found = documents_of(record)
+            yield place, parse(record)
         except Fault as fault:
-            bad.append(BadRecord(piece.file, place, *fault.args))
-            continue
-        for column, document in zip(documents, found, strict=True):
-            column.append(document)
+            yield BadRecord(piece.file, place, *fault.args)
     if piece.too_long is not None:
         place, size = piece.too_long
-        bad.append(BadRecord(piece.file, place, "too-long", f"{size:,} bytes, more than {MAX_RECORD:,}"))
+        yield BadRecord(piece.file, place, "too-long", f"{size:,} bytes, more than {MAX_RECORD:,}")
+
+
+def parse_piece(piece: Piece, columns: int, documents_of: Callable[[Any], Sequence[D]]) -> Parsed[D]:
+    """Return what `documents_of` makes of each record, one document for each column."""
+    documents: list[list[D]] = [[] for _ in range(columns)]
+    bad: list[BadRecord] = []
+    for found in each_record(piece, documents_of):
+        if isinstance(found, BadRecord):
+            bad.append(found)
+            continue
+        for column, document in zip(documents, found[1], strict=True):
+            column.append(document)
     return documents, bad
 
 
@@ -76,6 +83,15 @@ class Parser:
     def parse(self, piece: Piece) -> Parsed[Sentences]:
         """Return the documents of a piece for each key, each a list of one or more sentences, and the bad records."""
         return parse_piece(piece, len(self.paths or (None,)), self._texts)
+
+    def each(self, piece: Piece) -> Iterator[tuple[int, Any, list[Sentences]] | BadRecord]:
+        """Yield each record of a piece: its place, the record itself, and its documents for each key; or a bad record."""
+        for found in each_record(piece, self._parsed):
+            yield found if isinstance(found, BadRecord) else (found[0], *found[1])
+
+    def _parsed(self, record: Any) -> tuple[Any, list[Sentences]]:
+        record = record if self.paths is None else json_record(record)
+        return record, self._texts(record)
 
     def _texts(self, record: Any) -> list[Sentences]:
         if self.paths is None:

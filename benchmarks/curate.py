@@ -1,0 +1,262 @@
+"""A benchmark of `argosy data curate` beside datatrove's local executor, and of its near-duplicates beside brute force.
+
+    python benchmarks/curate.py TOKENIZER.json [MEGABYTES] [ROUNDS]
+
+Throughput: documents of plain sentences, from the documentation and docstrings on this machine, as two JSONL files. Two pipelines, each
+with two workers, by both programs in turn, also on a sixth of the text ("work" is without start-up, from the difference): the filters of Gopher and FineWeb with JSON lines as output; and the same filters with MinHash
+near-duplicates and tokens as output. datatrove splits words with the rule that we have, a regular expression; its own English splitter
+is NLTK's, which is slower and needs a download. Its n-grams are hashed with SHA-1, because it does not work with xxhash 4. It shows the best of the rounds. On a busy machine CPU seconds tell more than seconds.
+
+Near-duplicates: 100,000 documents of random words, with copies edited to every similarity from 0.4 to 1. All pairs with a common
+5-gram are compared exactly (a sparse matrix product, which equals brute force: other pairs have similarity 0).
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import random
+import re
+import resource
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+FILTERS = ["gopher_quality", "gopher_repetition", "fineweb_quality"]
+DOCSTRING = re.compile(r'"""(.*?)"""', re.DOTALL)
+SENTENCE = re.compile(r"(?<=[.!?])\s+")
+
+
+def sentences(text: str) -> Iterator[str]:
+    for line in text.split("\n\n"):
+        for sentence in SENTENCE.split(" ".join(line.split())):
+            words = sentence.split()
+            plain = sum(word.strip(".,;:()!?\"'").isalpha() for word in words)
+            if len(words) > 5 and plain >= 0.85 * len(words) and sentence.endswith((".", "!", "?")):
+                yield sentence
+
+
+def make_corpus(directory: Path, megabytes: float) -> list[Path]:
+    """Write two JSONL files of documents of 1 to 6 kB."""
+    roots = (sys.prefix, "/usr/share/doc", "/usr/lib/python3", "/usr/local/lib", "/usr/lib")
+    names = (Path(where, name) for root in roots for where, _, found in os.walk(root) for name in found)
+    paths = sorted({path for path in names if path.suffix in (".py", ".rst", ".md", ".txt")})
+    rng = random.Random(0)
+    rng.shuffle(paths)
+    files = [directory / "a.jsonl", directory / "b.jsonl"]
+    kept: list[str] = []
+    size, limit = 0, rng.randrange(1000, 6000)
+    seen: set[str] = set()
+    with files[0].open("w") as first, files[1].open("w") as second:
+        for path in paths:
+            try:
+                text = path.read_text() if path.stat().st_size < 400_000 else ""
+            except (OSError, UnicodeDecodeError):
+                continue
+            if path.suffix == ".py":
+                text = "\n\n".join(textwrap.dedent(found) for found in DOCSTRING.findall(text) if len(found) > 200)
+            for sentence in sentences(text):
+                # A sentence that many files share would make all documents repeat themselves.
+                if sentence in seen:
+                    continue
+                seen.add(sentence)
+                kept.append(sentence)
+                if sum(map(len, kept)) > limit:
+                    paragraphs = [" ".join(kept[at : at + 4]) for at in range(0, len(kept), 4)]
+                    target = first if size % 2 else second
+                    size += target.write(json.dumps({"text": "\n".join(paragraphs)}) + "\n")
+                    kept, limit = [], rng.randrange(1000, 6000)
+            if size > megabytes * 1e6:
+                break
+    return files
+
+
+DATATROVE = """
+import re, sys
+from datatrove.executor import LocalPipelineExecutor
+from datatrove.pipeline.dedup import MinhashDedupBuckets, MinhashDedupCluster, MinhashDedupFilter, MinhashDedupSignature
+from datatrove.pipeline.dedup.minhash import MinhashConfig
+from datatrove.pipeline.filters import FineWebQualityFilter, GopherQualityFilter, GopherRepetitionFilter
+from datatrove.pipeline.readers import JsonlReader
+from datatrove.pipeline.tokens import DocumentTokenizer
+from datatrove.pipeline.writers import JsonlWriter
+from datatrove.utils.hashing import HashConfig
+from datatrove.utils.word_tokenizers import WordTokenizer
+
+class Words(WordTokenizer):
+    expression = re.compile(r"\\w+|[^\\w\\s]+")
+    def word_tokenize(self, text): return self.expression.findall(text)
+    def sent_tokenize(self, text): return [text]
+    def span_tokenize(self, text): return [(0, len(text))]
+
+source, work, tokenizer = sys.argv[1:]
+words = Words()
+def run(pipeline, name, tasks=2):
+    LocalPipelineExecutor(pipeline, tasks=tasks, workers=tasks, logging_dir=f"{work}/logs/{name}").run()
+if __name__ == "__main__":
+    filters = [GopherQualityFilter(language=words), GopherRepetitionFilter(language=words), FineWebQualityFilter(language=words)]
+    read = JsonlReader(source, glob_pattern="*.jsonl")
+    run([read, *filters, JsonlWriter(f"{work}/kept", output_filename="${rank}.jsonl", compression=None)], "filter")
+    if tokenizer:
+        config = MinhashConfig(n_grams=5, num_buckets=20, hashes_per_bucket=6, hash_config=HashConfig(hash_fc="sha1"))
+        again = JsonlReader(f"{work}/kept", glob_pattern="*.jsonl")
+        run([again, MinhashDedupSignature(f"{work}/sig", config, language=words)], "sig")
+        run([MinhashDedupBuckets(f"{work}/sig", f"{work}/buckets", config=config)], "buckets", 20)
+        run([MinhashDedupCluster(f"{work}/buckets", f"{work}/ids", config=config)], "cluster", 1)
+        tokens = DocumentTokenizer(f"{work}/tokens", tokenizer_name_or_path=tokenizer, eos_token="<|endoftext|>")
+        run([again, MinhashDedupFilter(f"{work}/ids"), tokens], "tokens")
+"""
+
+
+def cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def run(*command: str) -> tuple[float, float]:
+    """Run a command and return (seconds, CPU seconds)."""
+    started, before = time.perf_counter(), cpu_seconds()
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{command} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    return time.perf_counter() - started, cpu_seconds() - before
+
+
+def throughput(tokenizer: str, megabytes: float, rounds: int) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        source = Path(name, "source")
+        source.mkdir()
+        files = make_corpus(source, megabytes)
+        size = sum(file.stat().st_size for file in files) / 1e6
+        documents = sum(file.read_bytes().count(b"\n") for file in files)
+        print(f"{documents:,} documents, {size:.1f} MB of JSONL, load average {os.getloadavg()[0]:.1f}", flush=True)
+        script = Path(name, "by_datatrove.py")
+        script.write_text(DATATROVE)
+        few = Path(name, "few")
+        few.mkdir()
+        for file in files:
+            lines = file.read_bytes().splitlines(keepends=True)
+            (few / file.name).write_bytes(b"".join(lines[: len(lines) // 6]))
+        small = sum(file.stat().st_size for file in few.iterdir()) / 1e6
+        times: dict[str, list[tuple[float, float, float, float]]] = {}
+        for turn in range(rounds):
+            for full in (False, True):
+                label = "filters, near-duplicates, tokens" if full else "filters"
+                for whose, command in (("argosy", ours), ("datatrove", theirs)):
+                    runs = [
+                        command(Path(name), source_of, f"{turn}", tokenizer if full else "")
+                        for source_of in (few, source)
+                    ]
+                    times.setdefault(f"{whose}: {label}", []).append((*runs[0], *runs[1]))
+        print(
+            "| pipeline | seconds | CPU s | MB/s | MB/s, work | MB per CPU s, work |\n| --- | --- | --- | --- | --- | --- |"
+        )
+        for label, measured in times.items():
+            few_s, few_cpu, seconds, cpu = (min(column) for column in zip(*measured, strict=True))
+            work = (size - small) / (seconds - few_s), (size - small) / (cpu - few_cpu)
+            print(
+                f"| {label} | {seconds:.1f} | {cpu:.1f} | {size / seconds:.1f} | {work[0]:.1f} | {work[1]:.2f} |",
+                flush=True,
+            )
+
+
+def ours(place: Path, source: Path, turn: str, tokenizer: str) -> tuple[float, float]:
+    pipeline: dict[str, Any] = {"inputs": [str(source)], "steps": list(FILTERS)}
+    if tokenizer:
+        pipeline |= {"steps": [*FILTERS, "near_duplicates"], "tokenizer": tokenizer}
+    pipeline["output"] = str(place / f"ours-{source.name}-{turn}-{bool(tokenizer)}")
+    path = place / "pipeline.yaml"
+    path.write_text(yaml.safe_dump(pipeline))
+    return run("-m", "argosy", "data", "curate", str(path), "--workers", "2")
+
+
+def theirs(place: Path, source: Path, turn: str, tokenizer: str) -> tuple[float, float]:
+    work = place / f"theirs-{source.name}-{turn}-{bool(tokenizer)}"
+    return run(str(place / "by_datatrove.py"), str(source), str(work), tokenizer)
+
+
+def edited_documents(count: int, rng: np.random.Generator) -> list[Any]:
+    """Return documents as arrays of word numbers: two thirds are random, the others copies with edits."""
+    frequency = 1 / np.arange(10, 4096 + 10)
+    made: list[Any] = []
+    while len(made) < count:
+        if rng.random() < 0.66 or not made:
+            made.append(rng.choice(4096, rng.integers(50, 400), p=frequency / frequency.sum()))
+            continue
+        copy = made[rng.integers(max(0, len(made) - 5000), len(made))].copy()
+        edits = rng.random(len(copy)) < rng.random() * 0.1
+        copy[edits] = rng.integers(0, 4096, int(edits.sum()))
+        made.append(copy[rng.integers(0, 1 + len(copy) // 20) :])
+    return made
+
+
+def exact_pairs(documents: list[Any], threshold: float) -> set[tuple[int, int]]:
+    """Return the pairs whose sets of 5-grams have at least this Jaccard similarity."""
+    sparse = importlib.import_module("scipy.sparse")
+    grams = [
+        np.unique(sum(d[i : len(d) - 4 + i].astype(np.int64) << (12 * i) for i in range(5))) if len(d) > 4 else d[:0]
+        for d in documents
+    ]
+    rows = np.repeat(np.arange(len(grams)), [len(g) for g in grams])
+    _, columns = np.unique(np.concatenate(grams), return_inverse=True)
+    matrix = sparse.csr_matrix((np.ones(len(rows), np.int32), (rows, columns)))
+    common = sparse.triu(matrix @ matrix.T, 1).tocoo()
+    sizes = np.array([len(g) for g in grams])
+    union = sizes[common.row] + sizes[common.col] - common.data
+    found = common.data >= threshold * union
+    return set(zip(common.row[found].tolist(), common.col[found].tolist(), strict=True))
+
+
+def near_duplicates(count: int) -> None:
+    from argosy.data.curate import duplicate_search as search
+    from argosy.data.curate.near_duplicates import Step
+    from argosy.data.curate.text_batch import TextBatch
+
+    documents = edited_documents(count, np.random.default_rng(0))
+    letters = [chr(97 + i) for i in range(16)]
+    words = np.array([letters[i >> 8] + letters[i >> 4 & 15] + letters[i & 15] for i in range(4096)])
+    started, step = time.perf_counter(), Step()
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        sizes = []
+        for at in range(0, count, 1000):
+            chunk = [" ".join(words[document]) for document in documents[at : at + 1000]]
+            search.write_marks(directory, f"{at:08d}", [step.mark(TextBatch(chunk))])
+            sizes.append(len(chunk))
+        disk = sum(path.stat().st_size for path in directory.iterdir())
+        names = tuple(f"{at:08d}" for at in range(0, count, 1000))
+        search.JobParts(names, tuple(sizes)).write(directory)
+        marked = time.perf_counter()
+        for tasks in search.searches(directory, [step]):
+            for task in tasks:
+                task.run()
+        pairs = np.concatenate([np.fromfile(path, "<u8") for path in sorted(directory.glob("confirmed-*"))])
+        removed = search.decide(directory, [step]).documents
+        ended = time.perf_counter()
+    found = {(int(pair >> np.uint64(32)), int(pair & np.uint64(0xFFFFFFFF))) for pair in pairs}
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+    true = exact_pairs(documents, step.threshold)
+    right = len(found & true)
+    late = {second for _, second in true}
+    print(
+        f"{count:,} documents: {len(true):,} true pairs, {len(found):,} found; precision {right / len(found):.4f}, recall {right / len(true):.4f}\n"
+        f"documents removed: {len(removed):,} of {len(late):,} that have an earlier duplicate; "
+        f"{len(late & set(removed.tolist())) / len(late):.4f} of them\n"
+        f"marks {marked - started:.1f} s, search {ended - marked:.1f} s, {disk / count:.0f} bytes of marks a document, peak {memory:.0f} MB"
+    )
+
+
+if __name__ == "__main__":
+    near_duplicates(100_000)
+    throughput(
+        sys.argv[1], *(kind(value) for kind, value in zip((float, int), [*sys.argv[2:], "30", "3"][:2], strict=True))
+    )

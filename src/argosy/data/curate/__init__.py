@@ -1,0 +1,1 @@
+"""Curation: filters, masks and removal of duplicates, before a corpus is tokenised."""

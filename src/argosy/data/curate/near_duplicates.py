@@ -1,0 +1,90 @@
+"""Near-duplicates by MinHash and banding (Broder 1997), confirmed by a sketch of the n-grams.
+
+A document is its set of n-grams of folded words. `bands` x `rows` MinHash values make `bands` keys; documents that share one are
+candidates. With 20 bands of 6 rows a pair of similarity 0.8 shares a key with a probability of 99.8%, one of 0.5 with 27%. Candidates are
+then compared by the smallest hashes of their n-grams, which is exact for documents of up to `sketch` n-grams.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field
+
+from argosy.data.curate.document_marks import ComparingStep, Marks
+from argosy.data.curate.text_batch import Hashes, TextBatch, mix
+
+_ODD = np.uint64(0x9E3779B97F4A7C15)
+
+
+class Step(ComparingStep):
+    """Keep the first of all documents that are connected by pairs of at least `threshold` similarity."""
+
+    n: int = Field(default=5, ge=1)
+    # The Jaccard similarity of two sets of n-grams from which they are duplicates.
+    threshold: float = Field(default=0.8, gt=0, le=1)
+    bands: int = Field(default=20, ge=1, le=256)
+    rows: int = Field(default=6, ge=1, le=64)
+    # The largest number of n-grams kept of a document, 4 bytes each.
+    sketch: int = Field(default=1024, ge=64, le=65536)
+
+    @property
+    def similarity(self) -> float:
+        return self.threshold
+
+    @property
+    def sketch_size(self) -> int:
+        return self.sketch
+
+    @property
+    def tables(self) -> int:
+        return self.bands
+
+    def mark(self, batch: TextBatch) -> Marks:
+        words, alive = batch.folded_words, batch.alive
+        starts = words.gram_starts(self.n, alive)
+        hashes = (mix(words.grams(self.n, starts)) >> np.uint64(32)).astype(np.uint32)
+        sizes = np.maximum(words.per_document[alive] - self.n + 1, 0)
+        keys = np.zeros((self.bands, len(sizes)), np.uint64)
+        filled = sizes > 0
+        if filled.any():
+            keys[:, filled] = self._keys(hashes, (np.cumsum(sizes) - sizes)[filled])
+        return Marks(keys, *smallest(hashes, sizes, self.sketch))
+
+    def _keys(self, hashes: npt.NDArray[np.uint32], starts: npt.NDArray[np.int64]) -> Hashes:
+        """Return the keys of each band for documents whose n-grams start at `starts`."""
+        permuted = np.empty_like(hashes)
+        keys = np.empty((self.bands, len(starts)), np.uint64)
+        multipliers = _multipliers(self.bands * self.rows)
+        for band in range(self.bands):
+            key = np.full(len(starts), band + 1, np.uint64)
+            for multiplier in multipliers[band * self.rows : (band + 1) * self.rows]:
+                # Multiplication by an odd number permutes the integers of 32 bits.
+                np.multiply(hashes, multiplier, out=permuted)
+                key *= _ODD
+                key += np.minimum.reduceat(permuted, starts)
+            keys[band] = np.maximum(mix(key), np.uint64(1))
+        return keys
+
+
+@cache
+def _multipliers(count: int) -> npt.NDArray[np.uint32]:
+    """Return odd integers, the same ones in every process."""
+    values: npt.NDArray[np.uint32] = (mix(np.arange(1, count + 1, dtype=np.uint64)) >> np.uint64(32)).astype(np.uint32)
+    return values | np.uint32(1)
+
+
+def smallest(
+    hashes: npt.NDArray[np.uint32], sizes: npt.NDArray[np.int64], most: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint32]]:
+    """Return the `most` smallest different hashes of each document: their numbers, and the hashes back to back."""
+    documents = np.repeat(np.arange(len(sizes), dtype=np.uint64), sizes)
+    packed = np.sort((documents << np.uint64(32)) | hashes)
+    distinct = np.ones(len(packed), np.bool_)
+    distinct[1:] = packed[1:] != packed[:-1]
+    packed = packed[distinct]
+    counts = np.bincount((packed >> np.uint64(32)).astype(np.int64), minlength=len(sizes))
+    rank = np.arange(len(packed)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.minimum(counts, most), packed[rank < most].astype(np.uint32)

@@ -1,0 +1,103 @@
+"""Claim an output directory for a job: a new one, or one with an unfinished attempt of the same job.
+
+The plan of the job is stored with its parts, so a second attempt resumes where the first stopped and a different job is refused.
+A process holds the locks of its shards while it works.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Protocol
+
+from argosy.data.prepare.locks import is_current, lock_shards
+from argosy.data.prepare.parts import PartName, clear_unfinished
+from argosy.data.prepare.work_plan import Plan
+from argosy.errors import ArgosyError
+from argosy.files import create_file
+
+_log = logging.getLogger(__name__)
+
+
+class ClaimedWork(Protocol):
+    """A job that makes shards in an output directory."""
+
+    output: Path
+    parts: Path
+
+    @property
+    def own_shards(self) -> range:
+        """The shards that this machine makes."""
+
+    @property
+    def plan(self) -> Plan:
+        """Everything that determines the bytes of the output."""
+
+    @property
+    def overwrite(self) -> bool:
+        """Whether the output of another job may be replaced."""
+
+    def shard_of(self, name: PartName) -> int:
+        """Return the shard of a part."""
+
+    def is_done(self) -> bool:
+        """Return True if the output is finished."""
+
+    def clear(self) -> None:
+        """Remove the output of another job."""
+
+
+class OutputClaim:
+    """The claim of one process on the output of a job."""
+
+    def __init__(self, work: ClaimedWork) -> None:
+        self.work = work
+        self._locks: int | None = None
+
+    def take(self) -> bool:
+        """Lock this machine's shards. Return False if another process finished the whole job while this one waited."""
+        work, plan = self.work, self.work.parts / "plan"
+        if work.is_done() or plan.exists():
+            self._resume_or_clear(plan)
+        work.parts.mkdir(parents=True, exist_ok=True)
+        # Another machine may have started just now; its plan must be the same.
+        if not create_file(plan, work.plan.content()):
+            self._resume_or_clear(plan)
+        self._locks = lock_shards(work.parts / "locks", work.own_shards, _log.info)
+        # The process that held the locks may have finished and removed the parts.
+        if not is_current(self._locks, work.parts / "locks"):
+            self.release()
+            return False if work.is_done() else self.take()
+        clear_unfinished(work.parts, lambda part: work.shard_of(part) in work.own_shards)
+        return True
+
+    def release(self) -> None:
+        """Release the locks."""
+        if self._locks is not None:
+            os.close(self._locks)
+            self._locks = None
+
+    def _resume_or_clear(self, plan: Path) -> None:
+        """Keep the parts of the same job, or remove what `--overwrite` may replace. Refuse anything else."""
+        work = self.work
+        if work.is_done():
+            # A kill between the manifest and the end of the job leaves the parts.
+            shutil.rmtree(work.parts, ignore_errors=True)
+            refusal: ArgosyError | None = ArgosyError(
+                "data.output-exists",
+                f"{work.output} already holds a prepared corpus",
+                key="--output",
+                value=str(work.output),
+                fix="choose another directory, or pass --overwrite to replace it",
+            )
+        else:
+            refusal = work.plan.difference(plan.read_bytes(), work.output)
+        # Resume where the last attempt stopped.
+        if refusal is None:
+            return
+        if not work.overwrite:
+            raise refusal
+        work.clear()
+        shutil.rmtree(work.parts, ignore_errors=True)

@@ -1,0 +1,202 @@
+"""Workers on a Ray cluster, in place of the pool of processes of one machine.
+
+The job hands out blocks as workers become free, so fast machines do more of them. A worker is an actor of one CPU; there are as many as
+the cluster has CPUs, and more when nodes join. A block whose worker is lost with its node goes to another one. Parts are files, and
+their bytes do not depend on who makes them, so a lost answer does no harm. All nodes must see the inputs and the output directory at the
+same paths, and have Argosy installed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections import Counter, deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from argosy.data.prepare.preview import sample_texts
+from argosy.data.prepare.workers import EncoderSpec, Maker, PartRecipe, Raised, Task, make_maker
+from argosy.data.text.engines import Encode, EngineFault, Proof
+from argosy.data.text.inputs import InputFile, require
+from argosy.data.text.tokenizer import Tokenizer
+from argosy.errors import ArgosyError
+
+_log = logging.getLogger(__name__)
+# A block that so many workers died of is at fault itself.
+_MOST_DEATHS = 4
+# How often new nodes are looked for.
+_LOOK_S = 2.0
+_CONNECT_S = 10.0
+
+
+class RayWorker:
+    """The actor: it loads its engine, checks it, and makes parts one after another."""
+
+    def __init__(self, directory: Path, spec: EncoderSpec | None, options: PartRecipe) -> None:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        self.directory, self.spec, self.options = directory, spec, options
+        self._encode: Encode | None = None
+        self._maker: Maker | None = None
+
+    def start(self, proof: Proof | None) -> str | Raised | None:
+        """Load the engine. Return the fault of an engine that gives other ids than `proof`."""
+        try:
+            if self.spec is not None and self.spec.engine is not None:
+                self._encode = self.spec.encoder()
+                if proof is not None:
+                    proof.check(self._encode)
+        except EngineFault as fault:
+            return str(fault)
+        except BaseException as error:  # noqa: BLE001 - the job shows it; a Rust panic is not an Exception
+            return Raised.of(error)
+        return None
+
+    def make(self, name: Any, group: Any) -> Any:
+        """Make a part and return its facts, or the exception."""
+        try:
+            self._maker = self._maker or make_maker(self.directory, self.spec, self.options, self._encode)
+            return self._maker.make(name, group)
+        except BaseException as error:  # noqa: BLE001 - as above
+            return Raised.of(error)
+
+
+class RayWorkers:
+    """The workers of one job on a Ray cluster.
+
+    Args:
+        address: `ray` for the cluster of this machine, which is started if there is none; or the address of one.
+        directory: The directory of the parts.
+        spec: The encoder; None for parts without tokens.
+        options: The options of parts.
+        sampled: The input groups from which the sample for the engine check is taken.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        directory: Path,
+        spec: EncoderSpec | None,
+        options: PartRecipe,
+        *,
+        sampled: list[list[InputFile]],
+    ) -> None:
+        self._ray: Any = require("ray", "ray", "`--on ray`")
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        self._is_ours = not self._ray.is_initialized()
+        if self._is_ours:
+            self._connect(None if address == "ray" else address)
+        self.engine: str | None = None if spec is None else spec.engine
+        self._arguments = directory.resolve(), spec, options
+        self._sampled = sampled
+        self._proof: Proof | None = None
+        # Actors by what they are doing: the reference to the answer -> the actor, with its task.
+        self._starting: dict[Any, Any] = {}
+        self._busy: dict[Any, tuple[Any, Task]] = {}
+        self._idle: list[Any] = []
+        self._deaths: Counter[str] = Counter()
+
+    def prove(self, reference: Tokenizer) -> None:
+        """Start the workers, each of which checks its engine. Raise EngineFault if the first one fails."""
+        self._proof = Proof.by(reference, sample_texts(self._sampled, self._arguments[2]))
+        self._add_workers()
+        while not self._idle:
+            self._add_workers()
+            for _ in self._wait():
+                raise RuntimeError("no task was given out yet")
+
+    def run(self, tasks: Iterator[Task]) -> Iterator[tuple[Any, Any]]:
+        """Yield names and facts as they are finished. Tasks of lost workers are given to others."""
+        again: deque[Task] = deque()
+        while True:
+            self._add_workers()
+            while self._idle and (task := again.popleft() if again else next(tasks, None)) is not None:
+                actor = self._idle.pop()
+                self._busy[actor.make.remote(*task)] = actor, task
+            # A worker is idle only if there is no task left.
+            if self._idle and not self._busy:
+                return
+            for task, answer in self._wait():
+                if answer is None:
+                    again.append(task)
+                elif isinstance(answer[0], Raised):
+                    raise answer[0].exception()
+                else:
+                    yield task[0], answer[0]
+
+    def close(self) -> None:
+        """Stop the workers, and the connection if this object made it."""
+        actors = [*self._idle, *self._starting.values(), *(actor for actor, _ in self._busy.values())]
+        for actor in actors:
+            self._ray.kill(actor)
+        self._starting, self._busy, self._idle = {}, {}, []
+        if self._is_ours:
+            self._ray.shutdown()
+
+    def _connect(self, address: str | None) -> None:
+        if address is not None:
+            _require_answer(address)
+        self._ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+
+    def _add_workers(self) -> None:
+        """Start a worker for each CPU that has none."""
+        wanted = int(self._ray.cluster_resources().get("CPU", 0))
+        for _ in range(wanted - len(self._idle) - len(self._busy) - len(self._starting)):
+            actor = self._ray.remote(num_cpus=1)(RayWorker).remote(*self._arguments)
+            self._starting[actor.start.remote(self._proof)] = actor
+
+    def _wait(self) -> Iterator[tuple[Task, tuple[Any] | None]]:
+        """Wait for workers. Yield each task that ended with its answer, or with None if its worker was lost."""
+        if not self._starting and not self._busy:
+            # The cluster has no CPU now; a node may join.
+            time.sleep(_LOOK_S)
+            return
+        done, _ = self._ray.wait([*self._starting, *self._busy], num_returns=1, timeout=_LOOK_S)
+        for reference in done:
+            starts = reference in self._starting
+            actor, task = (self._starting.pop(reference), None) if starts else self._busy.pop(reference)
+            try:
+                answer = self._ray.get(reference)
+            except self._ray.exceptions.RayError as error:
+                if task is not None:
+                    self._lost(task, error)
+                    yield task, None
+                continue
+            if starts:
+                self._started(answer)
+            self._idle.append(actor)
+            if task is not None:
+                yield task, (answer,)
+
+    def _started(self, fault: str | Raised | None) -> None:
+        if isinstance(fault, Raised):
+            raise fault.exception()
+        if fault is not None:
+            raise EngineFault(fault)
+
+    def _lost(self, task: Task, error: Exception) -> None:
+        self._deaths[str(task[0])] += 1
+        _log.info("a Ray worker was lost while making %s; another one makes it", task[0])
+        if self._deaths[str(task[0])] >= _MOST_DEATHS:
+            raise ArgosyError(
+                "data.worker-died",
+                f"{_MOST_DEATHS} Ray workers died while making part {task[0]}: {type(error).__name__}",
+                fix="see `ray logs` for the reason, most often memory; then run the same command again: finished parts are kept",
+            )
+
+
+def _require_answer(address: str) -> None:
+    """Refuse an address at which nothing listens. Ray itself would try it for many minutes."""
+    host, _, port = address.rpartition("/")[2].rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+    except (OSError, ValueError) as error:
+        raise ArgosyError(
+            "launch.environment",
+            f"no Ray cluster answers at {address}: {error}",
+            key="--on",
+            value=address,
+            fix="`ray status` on the head node shows its address; `--on ray` takes the cluster of this machine, or starts one",
+        ) from None

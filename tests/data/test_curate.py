@@ -1,0 +1,270 @@
+"""`argosy data curate`: every record is accounted for, and the bytes depend on the inputs and the pipeline alone."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import yaml
+import zstandard
+from nasty_texts import PLAIN
+
+from argosy.data.corpus.corpus import open_corpus
+from argosy.data.corpus.verify import verify
+from argosy.data.curate import curate_work, duplicate_search
+from argosy.data.curate.curate_job import curate
+from argosy.data.curate.curate_report import CurationReport
+from argosy.data.curate.curate_work import CurateSharing
+from argosy.data.curate.near_duplicates import Step as NearDuplicates
+from argosy.data.curate.pipeline_spec import read_pipeline
+from argosy.data.curate.text_batch import TextBatch
+from argosy.data.prepare import part_runner
+from argosy.data.text.inputs import find_inputs
+from argosy.data.text.readers import all_texts
+from argosy.errors import ArgosyError
+
+SECRET = "what is the capital of the small country that lies between the two seas of the north"
+
+
+def prose(rng: random.Random, words: int = 120) -> str:
+    return " ".join(rng.choice(PLAIN) + ("" if rng.random() < 0.9 else ".") for _ in range(words)) + "."
+
+
+@pytest.fixture(scope="module")
+def raw(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write documents in every format: good ones, bad ones, copies, near copies, and one that holds a test question."""
+    root = tmp_path_factory.mktemp("raw")
+    rng = random.Random(0)
+    texts = [prose(rng) for _ in range(600)]
+    texts += texts[:30] + [text.replace("time", "moment", 1) for text in texts[100:130]]
+    texts += [
+        "short",
+        "12 34 56 78 " * 40,
+        texts[5] + " " + SECRET,
+        texts[6] + " Write to someone@mail.example.com please.",
+    ]
+    rng.shuffle(texts)
+    records = [json.dumps({"text": text, "url": f"u{i}", "n": i}) for i, text in enumerate(texts)]
+    records[7] = records[7][:-4]
+    (root / "a.jsonl").write_text("\n".join(records[:250]))
+    (root / "b.jsonl.gz").write_bytes(gzip.compress("\n".join(records[250:400]).encode()))
+    (root / "c.jsonl.zst").write_bytes(zstandard.ZstdCompressor().compress("\n".join(records[400:550]).encode()))
+    rest = [json.loads(record) for record in records[550:]]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rest), root / "d.parquet", row_group_size=40)
+    (root / "eval").mkdir()
+    (root / "eval" / "quiz.jsonl").write_text(json.dumps({"question": SECRET, "choices": ["x", "y"]}))
+    return root
+
+
+STEPS: list[Any] = [
+    {"length": {"min_characters": 50}},
+    {"language": {"keep": ["en"]}},
+    {"gopher_quality": {"min_avg_word_length": 2}},
+    "mask_pii",
+    "exact_duplicates",
+    "near_duplicates",
+]
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make blocks small, so that little text is many blocks, and compare few keys at a time."""
+    monkeypatch.setattr(curate_work, "block_size", lambda files: 1 << 15)
+    monkeypatch.setattr(part_runner, "_INLINE_BYTES", 1)
+    monkeypatch.setattr(duplicate_search, "CANDIDATES", 200)
+
+
+def write(path: Path, raw: Path, **keys: Any) -> Path:
+    steps = [*STEPS[:3], {"decontaminate": {"against": [str(raw / "eval" / "quiz.jsonl")]}}, *STEPS[3:]]
+    inputs = [str(raw / name) for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl.zst", "d.parquet")]
+    path.parent.mkdir(exist_ok=True, parents=True)
+    path.write_text(yaml.safe_dump({"inputs": inputs, "output": str(path.parent / "out"), "steps": steps} | keys))
+    return path
+
+
+def run(path: Path, **sharing: Any) -> tuple[CurationReport | None, dict[str, bytes]]:
+    report = curate(read_pipeline(path), CurateSharing(**{"workers": 1} | sharing))
+    output = Path(read_pipeline(path).spec.output)
+    content = {file.name: file.read_bytes() for file in output.iterdir() if file.is_file()}
+    # The report names the directory.
+    return report, {name: data.replace(str(output).encode(), b"out") for name, data in content.items()}
+
+
+@pytest.fixture(scope="module")
+def reference(raw: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[CurationReport, dict[str, bytes]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(curate_work, "block_size", lambda files: 1 << 15)
+        report, content = run(write(tmp_path_factory.mktemp("one") / "p.yaml", raw, shards=3, fields=["url"]))
+    assert report is not None
+    return report, content
+
+
+def test_every_record_is_counted_once_and_the_report_shows_examples(
+    reference: tuple[CurationReport, dict[str, bytes]], raw: Path
+) -> None:
+    report, content = reference
+    removed = {step["name"]: sum(step["removed"].values()) for step in report.steps}
+    assert report.records == 664 == report.documents + sum(removed.values()) + 1
+    assert report.quarantined == {"broken-json": 1}
+    assert removed["length"] == 1
+    assert removed["decontaminate"] == 1
+    assert removed["exact_duplicates"] >= 29
+    assert removed["near_duplicates"] >= 25
+    assert {step["name"]: step["changed"] for step in report.steps}["mask_pii"] == 1
+    near = report.steps[-1]["examples"][0]
+    assert near["text"] != near["kept"]["text"] or near["offset"] != near["kept"]["offset"]
+    assert "near_duplicates" in report.table()
+    assert sum(source["documents"] for source in report.sources) == report.documents
+    assert len(content["quarantine.ndjson"].splitlines()) == 1
+
+
+def test_the_output_is_an_input_of_prepare_with_the_fields_that_were_named(
+    reference: tuple[CurationReport, dict[str, bytes]], tmp_path: Path
+) -> None:
+    report, content = reference
+    for name, data in content.items():
+        (tmp_path / name).write_bytes(data)
+    files = find_inputs([str(tmp_path)])
+    texts = list(all_texts([[file] for file in files], ["text"]))
+    assert len(texts) == len(set(texts)) == report.documents
+    assert not any(SECRET in text for text in texts)
+    assert sum("email@example.com" in text for text in texts) == 1
+    first = zstandard.ZstdDecompressor().stream_reader(content["shard-00000.jsonl.zst"], read_across_frames=True).read()
+    assert set(json.loads(first.splitlines()[0])) == {"text", "url"}
+
+
+def test_workers_machines_and_order_do_not_change_the_bytes(
+    reference: tuple[CurationReport, dict[str, bytes]], raw: Path, tmp_path: Path
+) -> None:
+    _, expected = reference
+    path = write(tmp_path / "p.yaml", raw, shards=3, fields=["url"])
+    # The second machine makes its parts first and ends; the first finds all parts made and goes on.
+    assert run(path, machine=1, machines=2)[0] is None
+    assert run(path, machine=0, machines=2)[0] is None
+    report, content = run(path, machine=1, machines=2)
+    assert report is not None
+    assert content == expected
+    again = write(tmp_path / "pool" / "p.yaml", raw, shards=3, fields=["url"])
+    assert run(again, workers=2)[1] == expected
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from argosy.data.curate import curate_work, duplicate_search
+from argosy.data.curate.curate_job import curate
+from argosy.data.curate.curate_work import CurateSharing
+from argosy.data.curate.pipeline_spec import read_pipeline
+curate_work.block_size = lambda files: 1 << 15
+duplicate_search.CANDIDATES = 200
+curate(read_pipeline(Path(sys.argv[1])), CurateSharing(workers=1))
+"""
+
+
+def test_a_killed_job_goes_on_to_the_same_bytes(
+    reference: tuple[CurationReport, dict[str, bytes]], raw: Path, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "p.yaml", raw, shards=3, fields=["url"])
+    parts = tmp_path / "out" / ".parts"
+    # Killed with some parts made, and again during the search.
+    for sign in ("00000-000002.json", "pairs-*"):
+        process = subprocess.Popen([sys.executable, "-c", KILLED, str(path)])
+        while process.poll() is None and not list(parts.glob(sign)):
+            time.sleep(0.002)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        assert not (tmp_path / "out" / "curation.json").exists()
+    assert run(path)[1] == reference[1]
+
+
+def test_with_a_tokenizer_the_output_is_a_corpus_of_the_same_documents(
+    reference: tuple[CurationReport, dict[str, bytes]], raw: Path, tmp_path: Path
+) -> None:
+    report, _ = run(write(tmp_path / "p.yaml", raw, shards=3, tokenizer="bytes"))
+    assert report is not None
+    assert report.documents == reference[0].documents
+    output = tmp_path / "out"
+    assert not verify(output).faults
+    corpus = open_corpus(output)
+    assert corpus.manifest is not None
+    assert corpus.manifest.documents == report.documents
+
+
+def test_a_pipeline_that_changed_is_refused_and_so_is_a_finished_output(raw: Path, tmp_path: Path) -> None:
+    path = write(tmp_path / "p.yaml", raw, shards=3)
+    run(path, machine=0, machines=2)
+    changed = write(tmp_path / "p.yaml", raw, shards=3, fields=["n"])
+    with pytest.raises(ArgosyError, match="other options"):
+        run(changed, machine=0, machines=2)
+    run(changed, overwrite=True)
+    with pytest.raises(ArgosyError, match="already holds"):
+        run(changed)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"steps": ["gopher_qualty"]}, "did you mean gopher_quality"),
+        ({"steps": [{"length": {"min_chars": 3}}]}, "did you mean steps.0.length.min_characters"),
+        ({"steps": ["exact_duplicates", "length"]}, "put length before exact_duplicates"),
+        ({"steps": [{"language": {"keep": ["xx"]}}]}, "known are en"),
+        ({"shards": 0}, "greater than or equal to 1"),
+        ({"step": []}, "did you mean steps"),
+    ],
+)
+def test_a_wrong_pipeline_is_refused_with_the_fix(
+    raw: Path, tmp_path: Path, keys: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ArgosyError) as refusal:
+        read_pipeline(write(tmp_path / "p.yaml", raw, **keys))
+    assert message in f"{refusal.value.cause} {refusal.value.fix}"
+
+
+def shingles(text: str, n: int = 5) -> set[tuple[str, ...]]:
+    words = [word.strip(".").lower() for word in text.split()]
+    return {tuple(words[i : i + n]) for i in range(len(words) - n + 1)}
+
+
+def test_near_duplicates_are_those_of_brute_force(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pairs of every similarity from 0.4 to 1; the benchmark does the same with 100,000 documents."""
+    rng = random.Random(1)
+    texts = [prose(rng, rng.randrange(40, 400)) for _ in range(80)]
+    for original in texts[:70]:
+        words = original.split()
+        for place in rng.sample(range(len(words)), int(len(words) * rng.random() * 0.08)):
+            words[place] = rng.choice(PLAIN)
+        texts.append(" ".join(words))
+    sets = [shingles(text) for text in texts]
+    true = {
+        (a, b)
+        for a in range(len(texts))
+        for b in range(a + 1, len(texts))
+        if len(sets[a] & sets[b]) >= 0.8 * len(sets[a] | sets[b])
+    }
+    step = NearDuplicates()
+    for part, half in enumerate((texts[:100], texts[100:])):
+        duplicate_search.write_marks(tmp_path, f"{part}", [step.mark(TextBatch(half))])
+    duplicate_search.JobParts(("0", "1"), (100, len(texts) - 100)).write(tmp_path)
+    for tasks in duplicate_search.searches(tmp_path, [step]):
+        for task in tasks:
+            task.run()
+    pairs = np.concatenate([np.fromfile(path, "<u8") for path in sorted(tmp_path.glob("confirmed-*"))])
+    found = {(int(pair >> np.uint64(32)), int(pair & np.uint64(0xFFFFFFFF))) for pair in pairs}
+    assert len(true) >= 20
+    # Sketches of whole documents are exact, so no pair is wrong.
+    assert found <= true
+    assert len(found) >= 0.97 * len(true)
+    removed = set(duplicate_search.decide(tmp_path, [step]).documents.tolist())
+    assert removed == {b for _, b in found}

@@ -1,0 +1,83 @@
+"""A Ray cluster of two nodes makes the bytes that one process makes, also when a node is lost meanwhile."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from nasty_texts import PLAIN
+from ray.cluster_utils import Cluster
+
+from argosy.data.curate import curate_work
+from argosy.data.curate.curate_job import curate
+from argosy.data.curate.curate_work import CurateSharing
+from argosy.data.curate.pipeline_spec import read_pipeline
+from argosy.data.prepare import work
+from argosy.data.prepare.job import prepare
+from argosy.data.prepare.ray_workers import RayWorkers
+from argosy.data.prepare.work import PrepareOptions
+from argosy.data.text.tokenizer import ByteTokenizer
+from argosy.errors import ArgosyError
+
+# A node that is gone is noticed within a second.
+QUICK = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 200, "health_check_failure_threshold": 3}
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    monkeypatch.setattr(work, "block_size", lambda files: 1 << 15)
+    monkeypatch.setattr(curate_work, "block_size", lambda files: 1 << 15)
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False, "_system_config": QUICK})
+    yield made
+    made.shutdown()
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    found = {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
+    return {name: data.replace(str(directory).encode(), b"") for name, data in found.items()}
+
+
+def test_a_lost_node_changes_nothing(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = cluster.add_node(num_cpus=1)
+    rng = random.Random(0)
+    texts = [" ".join(rng.choices(PLAIN, k=100)) for _ in range(1500)]
+    source = tmp_path / "in.jsonl"
+    source.write_text("\n".join(json.dumps({"text": text}) for text in [*texts, *texts[:50]]))
+    options = PrepareOptions(workers=1, shards=2)
+    prepare([str(source)], ByteTokenizer(), tmp_path / "one", options)
+    prepare([str(source)], ByteTokenizer(), tmp_path / "two", PrepareOptions(shards=2, cluster=cluster.address))
+    assert content(tmp_path / "one") == content(tmp_path / "two")
+
+    waited, lost = RayWorkers._wait, []
+
+    def wait(self: RayWorkers) -> Any:
+        if len(self._busy) == 2 and not lost:
+            lost.append(node)
+            cluster.remove_node(node, allow_graceful=False)
+        return waited(self)
+
+    steps = ["gopher_repetition", "exact_duplicates", "near_duplicates"]
+    pipeline = tmp_path / "p.yaml"
+    pipeline.write_text(yaml.safe_dump({"inputs": [str(source)], "output": "", "shards": 2, "steps": steps}))
+    curate(read_pipeline(pipeline, output=str(tmp_path / "clean")), CurateSharing(workers=1))
+    monkeypatch.setattr(RayWorkers, "_wait", wait)
+    with caplog.at_level(logging.INFO, "argosy"):
+        curate(read_pipeline(pipeline, output=str(tmp_path / "again")), CurateSharing(cluster=cluster.address))
+    assert lost
+    assert "was lost" in caplog.text
+    assert content(tmp_path / "clean") == content(tmp_path / "again")
+
+
+def test_an_address_without_a_cluster_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"text": "a"}')
+    options = PrepareOptions(cluster="127.0.0.1:1")
+    with pytest.raises(ArgosyError, match="no Ray cluster answers"):
+        prepare([str(tmp_path / "in.jsonl")], ByteTokenizer(), tmp_path / "out", options)
