@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from argosy.config.resolve import Resolved, resolve
+from argosy.data.build_corpora import Share, build
 from argosy.data.chat.chat_template import chat_format
 from argosy.data.open import open_data
 from argosy.data.prepare.job import prepare
@@ -102,6 +103,15 @@ def test_texts_are_not_taken_for_conversations(corpus: Path) -> None:
     with pytest.raises(ArgosyError, match="holds texts") as refused:
         open_data(run_of(corpus).spec).training()
     assert refused.value.code == "data.wrong-task"
+
+
+def test_the_corpus_of_a_recipe_is_made_for_the_task_of_the_run(chats: Path, tmp_path: Path) -> None:
+    root = chats.parent
+    source = f"[{{path: {tmp_path / 'made'}, prepare: {{inputs: [{root / 'chats.jsonl'}]}}}}]"
+    run = run_of(chats, f"data.train={source}", f"data.tokenizer={root / 'tokenizer'}")
+    assert list(build(run.spec, Share()))
+    for name in ("shard-00000.bin", "shard-00000.idx"):
+        assert (tmp_path / "made" / name).read_bytes() == (chats / name).read_bytes()
 
 
 def test_a_resumed_run_has_the_same_bits(chats: Path, tmp_path: Path) -> None:
