@@ -20,7 +20,10 @@ from watch.conftest import TOKEN, Dashboard
 
 REPOSITORY = Path(__file__).parents[1]
 IMAGES = REPOSITORY / "docs" / "images"
-PLAN = "#/plan?" + urlencode({"model": "llama2-7b", "cluster": "2xp4d.24xlarge", "tokens": "20B"})
+PLAN = "#/plan?" + urlencode({"model": "llama2-7b", "cluster": "2xp4d.24xlarge"})
+CLUSTERS = "#/plan?" + urlencode(
+    [("model", "llama2-7b"), *(("cluster", name) for name in ("p5.48xlarge", "p4d.24xlarge")), ("within", 14)]
+)
 SPEC = {
     "model": {"preset": "llama3-1b", "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn": 192, "vocab_size": 257, "max_seq_len": 128},
     "data": {"train": "corpus", "seq_len": 128, "split": [95, 5, 0]},
@@ -39,7 +42,8 @@ def main() -> None:
         ("dash-run", "light", 1280, 1500, f"#/runs?{one}", '[data-card="Events"]'),
         ("dash-compare", "dark", 1280, 860, f"#/runs?{both}", '[data-card="Now"]'),
         ("dash-table", "light", 1280, 300, "#/table", "tbody tr"),
-        ("dash-plan", "light", 1280, 860, PLAN, "tbody tr"),
+        ("dash-plan", "light", 1280, 1000, PLAN, "tbody tr"),
+        ("dash-clusters", "light", 1280, 780, CLUSTERS, "tbody tr"),
         ("dash-narrow", "dark", 420, 900, f"#/runs?{one}", '[data-card="Events"]'),
     ]
     with tempfile.TemporaryDirectory() as folder:

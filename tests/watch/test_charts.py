@@ -23,6 +23,10 @@ from waiting import wait_for
 from watch.conftest import TOKEN, VIEWPORT, Dashboard
 
 START = 1_700_000_000.0
+SENSORS = {
+    "gpu/utilisation": 0.93, "gpu/memory_gib": 70.0, "gpu/temperature": 61.0, "gpu/power_w": 5400.0, "host/cpu": 0.2,
+    "host/memory_gib": 80.0, "host/received_mb_s": 900.0, "host/sent_mb_s": 870.0,
+}  # fmt: skip
 
 
 def loss(step: int) -> float:
@@ -35,7 +39,7 @@ def sail(root: Path, name: str, last: int, start: float, *overrides: str) -> Non
     with JsonlWriter(run.metrics) as metrics:
         for step in range(10, last + 1, 10):
             spent = {"productive": 9.0 * step, "startup": 10.0}
-            metrics.write(record(step, loss=loss(step), time=start + 10 + 9.0 * step, spent=spent))
+            metrics.write(record(step, loss=loss(step), time=start + 10 + 9.0 * step, spent=spent) | SENSORS)
             if step % 100 == 0:
                 metrics.write({"step": step, "time": start + 10 + 9.0 * step, "validation_loss": 2.0 + step / 1000})
     with JsonlWriter(run.root / "samples.jsonl") as samples:
@@ -294,6 +298,17 @@ def test_samples_are_shown_over_time_and_side_by_side(sight: Sight) -> None:
     sight.page.keyboard.press("Home")
     wait_for(lambda: card.locator("pre").all_inner_texts() == ["A ship of old at 100", "A ship of young at 100"])
     assert "819.2K tokens" in card.inner_text()
+
+
+def test_the_machines_use_temperature_power_memory_and_network_are_drawn_over_time(sight: Sight) -> None:
+    sight.open("runs", run="old")
+    for title, said in (
+        ("GPU use", "0.93"), ("GPU temperature, °C", "61"), ("GPU power, W", "5400"), ("GPU memory, GiB", "70"),
+        ("Network, MB/s", "900"), ("CPU use", "0.2"), ("Host memory, GiB", "80"),
+    ):  # fmt: skip
+        assert len(sight.drawn(title)) > 1
+        sight.chart(title).scroll_into_view_if_needed()
+        assert any(said in line for line in sight.point_at(300, title)), title
 
 
 def test_a_log_opens_at_its_end_and_stays_where_it_was_scrolled_to(sight: Sight, runs: Path) -> None:
