@@ -115,6 +115,11 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         opening = [] if add_special_tokens is False else self._text.opening
         return ids if ids[: len(opening)] == opening else [*opening, *ids]
 
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+        """Return the log-likelihood of each continuation, and whether greedy decoding would write it."""
+        found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+        return found
+
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
