@@ -203,5 +203,5 @@ def _load_faults(key: str) -> Iterator[None]:
             f"a task cannot be loaded: {type(error).__name__}: {error}",
             key=key,
             fix="data sets of the harness come from the Hugging Face Hub: fetch them where there is a network, or use task files "
-            "of your own (--task-dir, eval.task_dir); `argosy --debug` shows where it failed",
+            "of your own (--task-dir, eval.tasks.dir); `argosy --debug` shows where it failed",
         ) from error
