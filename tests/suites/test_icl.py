@@ -64,8 +64,8 @@ def test_prompts_have_examples_and_delimiters_where_foundry_has_them(tmp_path: P
     from argosy.suites.harness_tasks import HarnessTasks
     from argosy.suites.icl_tasks import harness_config
 
-    row = {"query": "Q?", "choices": ["yes", "no"], "gold": 1}
-    (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 3)
+    rows = [{"query": f"Q{n}?", "choices": ["yes", "no"], "gold": 1} for n in range(2)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     task = IclTaskSpec(
         name="piqa", data=str(tmp_path / "rows.jsonl"), type="multiple_choice", few_shot=1, prompt="Choose.\n",
         continuation_delimiter="\nA: ", example_delimiter="\n\n",
@@ -74,6 +74,6 @@ def test_prompts_have_examples_and_delimiters_where_foundry_has_them(tmp_path: P
     loaded.set_fewshot_seed(seed=1)
     loaded.build_all_requests(limit=1, rank=0, world_size=1)
     assert [request.args for request in loaded.instances] == [
-        ("Choose.\nQ?\nA: no\n\nQ?", "\nA: yes"),
-        ("Choose.\nQ?\nA: no\n\nQ?", "\nA: no"),
+        ("Choose.\nQ1?\nA: no\n\nQ0?", "\nA: yes"),
+        ("Choose.\nQ1?\nA: no\n\nQ0?", "\nA: no"),
     ]

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from argosy.model.attention import Attend, Case, Mask, explicit_bias, prepare_attention
+from argosy.model.attention import BACKENDS, Attend, Case, Mask, explicit_bias, prepare_attention
 from argosy.model.positions import Context
 from argosy.model.sharding import WHOLE, Share
 
+# Longest prompt, in tokens, whose attention mask is written out.
+_LONGEST_EXPLICIT = 4096
 _NO_INPUTS: Mapping[str, list[int]] = {}
 
 
@@ -60,7 +62,11 @@ class KeyValueCache:
     ) -> Attend:
         """Prepare attention to `seq` keys, those in the cache included."""
         if not self.length:
-            return prepare_attention(mask, x, seq, head_dim, dropout=dropout, scale=scale, heads=heads)
+            mask = mask.within(seq)
+            if mask.is_plain or seq > _LONGEST_EXPLICIT:
+                return prepare_attention(mask, x, seq, head_dim, dropout=dropout, scale=scale, heads=heads)
+            # FlexAttention, the choice on a GPU, would be compiled for every length of a prompt.
+            return BACKENDS[-1].prepare(Case(mask, x.device, x.dtype, head_dim, seq, dropout, heads), scale)
         # The one query is the last token. It sees every key that is in its window and document.
         first = 0 if mask.window is None else max(0, seq - mask.window)
         seen = replace(mask, causal=False, window=None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import orjson
@@ -115,6 +116,11 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         opening = [] if add_special_tokens is False else self._text.opening
         return ids if ids[: len(opening)] == opening else [*opening, *ids]
 
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+        """Return the log-likelihood of each continuation, and whether greedy decoding would write it."""
+        found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+        return found
+
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
@@ -160,7 +166,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         for key, group in groups.items():
             settings = _generation(orjson.loads(key), self._text.limit)
             ordered = sorted(group, key=lambda one: -len(one[1]))
-            found = self._share.run(self._batches(ordered), lambda batch, s=settings: self._write(batch, s))  # type: ignore[misc]
+            found = self._share.run(self._batches(ordered), partial(self._write, settings=settings))
             texts |= {number: text for batch in found for number, text in batch}
         return [texts[number] for number in range(len(requests))]
 
@@ -171,7 +177,10 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
     @torch.no_grad()
     def _score(self, batch: list[_Scored]) -> list[tuple[int, float, bool]]:
         text, width = self._text, len(batch[0].tokens)
-        wanted, rows, targets, lengths = [], [], [], []
+        wanted: list[int] = []
+        rows: list[int] = []
+        targets: list[int] = []
+        lengths: list[int] = []
         for row, one in enumerate(batch):
             end = row * width + len(one.tokens)
             most = max(len(continuation) for _, continuation in one.requests)

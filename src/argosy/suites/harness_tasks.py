@@ -8,6 +8,7 @@ import importlib.util
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -172,14 +173,22 @@ def _in_directory(directory: Path | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet_harness() -> Iterator[None]:
-    """Show only errors of the harness, which reports every setting as a warning."""
-    logger = logging.getLogger("lm_eval")
-    before = logger.level
+    """Show only errors of the harness, which reports every setting as a warning, and no progress bars of short steps."""
+    import datasets
+    from lm_eval.api import task
+
+    logger, bar = logging.getLogger("lm_eval"), task.tqdm
+    level, hidden = logger.level, datasets.are_progress_bars_disabled()
     logger.setLevel(logging.ERROR)
+    task.tqdm = partial(bar, disable=True)
+    datasets.disable_progress_bars()
     try:
         yield
     finally:
-        logger.setLevel(before)
+        logger.setLevel(level)
+        task.tqdm = bar
+        if not hidden:
+            datasets.enable_progress_bars()
 
 
 @contextlib.contextmanager
@@ -194,5 +203,5 @@ def _load_faults(key: str) -> Iterator[None]:
             f"a task cannot be loaded: {type(error).__name__}: {error}",
             key=key,
             fix="data sets of the harness come from the Hugging Face Hub: fetch them where there is a network, or use task files "
-            "of your own (--task-dir, eval.task_dir); `argosy --debug` shows where it failed",
+            "of your own (--task-dir, eval.tasks.dir); `argosy --debug` shows where it failed",
         ) from error

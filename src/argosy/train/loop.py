@@ -22,11 +22,10 @@ from argosy.model.build import initial_weights
 from argosy.parallel.mesh import Agreement
 from argosy.record.heartbeat import Heartbeat, Phase
 from argosy.record.jsonl import now, read_metrics
-from argosy.train.between_steps import open_between_steps
 from argosy.train.closing import closing_lines, nothing_left
 from argosy.train.device import measure_memory, peak_of
 from argosy.train.interrupt import Interrupt
-from argosy.train.opening import Journal, Opening, opening_lines, opening_warnings
+from argosy.train.opening import Journal, Opening, open_between_steps, opening_lines, opening_warnings
 from argosy.train.rewind import (
     ReplicaCheck,
     Rewind,

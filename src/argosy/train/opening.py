@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 
@@ -30,6 +30,7 @@ from argosy.config.layout import describe_layout
 from argosy.config.pipeline import describe_bubble
 from argosy.config.resolve import Resolved
 from argosy.errors import ArgosyError
+from argosy.parallel.mesh import Agreement
 from argosy.parallel.precision import describe_precision, slow_precision
 from argosy.record.jsonl import JsonlWriter, Record, now, read_jsonl
 from argosy.record.rundir import Facts, RunDir
@@ -150,6 +151,36 @@ class Journal:
             self._metrics.write(record)
             if self._on_record is not None:
                 self._on_record(record)
+
+
+class BetweenSteps(Protocol):
+    """Work between steps that reaches no training number: text that the model writes, its scores on tasks."""
+
+    def due(self, step: int) -> bool: ...
+
+    def run(self, step: int, tokens: int) -> list[str]:
+        """Do the work after `step`, when the run has consumed `tokens` tokens. Returns lines for the console."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def open_between_steps(session: Session, journal: Journal, agreement: Agreement) -> list[BetweenSteps]:
+    """Return the work that the run spec asks for, ready to be done. All ranks do it together.
+
+    A run without such work imports nothing of it.
+    """
+    found: list[BetweenSteps] = []
+    spec = session.spec
+    if spec.log.samples is not None:
+        from argosy.train.text_samples import TextSamples
+
+        found.append(TextSamples(session, spec.log.samples, journal.run, agreement.now))
+    if spec.eval is not None and spec.eval.tasks is not None:
+        from argosy.train.task_scores import TaskEvaluation
+
+        found.append(TaskEvaluation(session, spec.eval.tasks, journal, agreement))
+    return found
 
 
 def _owner(checkpoint: Path) -> str | None:

@@ -7,7 +7,6 @@ among the data-parallel ranks. With FSDP all ranks make equally many forward pas
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -53,7 +52,7 @@ class TaskEvaluation:
         )
         share = RankShare()
         if mesh.world_size > 1:
-            share = RankShare(mesh.rank, mesh.world_size, partial(all_gather_json), in_step=mesh.has_fsdp)
+            share = RankShare(mesh.rank, mesh.world_size, all_gather_json, in_step=mesh.has_fsdp)
         self._model = HarnessModel(text, batch=spec.batch, share=share)
 
     def due(self, step: int) -> bool:
