@@ -120,7 +120,7 @@ class Pool:
         self._busy: dict[Connection, Any] = {}
         self._idle: list[Connection] = []
         self._processes: dict[Connection, Any] = {}
-        self.engine = spec and spec.engine
+        self.engine: str | None = None if spec is None else spec.engine
         for number in range(count):
             ours, theirs = context.Pipe()
             process = context.Process(
