@@ -27,6 +27,7 @@ from argosy.errors import ArgosyError
 _log = logging.getLogger(__name__)
 # A block, or a start, that so many workers died of is at fault itself.
 _MOST_DEATHS = 8
+_START = "its start"
 # How often new nodes are looked for.
 _LOOK_S = 2.0
 _CONNECT_S = 10.0
@@ -160,7 +161,7 @@ class RayWorkers:
             try:
                 answer = self._ray.get(reference)
             except self._ray.exceptions.RayError as error:
-                self._lost("its start" if task is None else task[0], error)
+                self._lost(_START if task is None else task[0], error)
                 if task is not None:
                     yield task, None
                 continue
@@ -175,6 +176,7 @@ class RayWorkers:
             raise fault.exception()
         if fault is not None:
             raise EngineFault(fault)
+        self._deaths.pop(_START, None)
 
     def _lost(self, name: Any, error: Exception) -> None:
         self._deaths[str(name)] += 1
