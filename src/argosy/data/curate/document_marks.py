@@ -62,7 +62,8 @@ def ragged(values: npt.NDArray[np.uint32], starts: npt.NDArray[np.int64], sizes:
     """Return values[starts[i] : starts[i] + sizes[i]] for each i, back to back."""
     ends = np.cumsum(sizes)
     places = np.arange(int(ends[-1]) if len(ends) else 0) + np.repeat(starts - (ends - sizes), sizes)
-    return values[places]
+    found: Sketch = values[places]
+    return found
 
 
 def jaccard(

@@ -133,7 +133,8 @@ class WordSequence:
         counts = np.where(documents, np.maximum(self.per_document - n + 1, 0), 0)
         ends = np.cumsum(counts)
         offsets = self.firsts[:-1] - (ends - counts)
-        return np.arange(int(ends[-1]) if len(ends) else 0) + np.repeat(offsets, counts)
+        starts: Integers = np.arange(int(ends[-1]) if len(ends) else 0) + np.repeat(offsets, counts)
+        return starts
 
 
 class TextBatch:

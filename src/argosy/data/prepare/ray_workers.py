@@ -25,8 +25,9 @@ from argosy.data.text.tokenizer import Tokenizer
 from argosy.errors import ArgosyError
 
 _log = logging.getLogger(__name__)
-# A block that so many workers died of is at fault itself.
-_MOST_DEATHS = 4
+# A block, or a start, that so many workers died of is at fault itself.
+_MOST_DEATHS = 8
+_START = "its start"
 # How often new nodes are looked for.
 _LOOK_S = 2.0
 _CONNECT_S = 10.0
@@ -160,8 +161,8 @@ class RayWorkers:
             try:
                 answer = self._ray.get(reference)
             except self._ray.exceptions.RayError as error:
+                self._lost(_START if task is None else task[0], error)
                 if task is not None:
-                    self._lost(task, error)
                     yield task, None
                 continue
             if starts:
@@ -175,15 +176,16 @@ class RayWorkers:
             raise fault.exception()
         if fault is not None:
             raise EngineFault(fault)
+        self._deaths.pop(_START, None)
 
-    def _lost(self, task: Task, error: Exception) -> None:
-        self._deaths[str(task[0])] += 1
-        _log.info("a Ray worker was lost while making %s; another one makes it", task[0])
-        if self._deaths[str(task[0])] >= _MOST_DEATHS:
+    def _lost(self, name: Any, error: Exception) -> None:
+        self._deaths[str(name)] += 1
+        _log.info("a Ray worker was lost at %s; another one does it", name)
+        if self._deaths[str(name)] >= _MOST_DEATHS:
             raise ArgosyError(
                 "data.worker-died",
-                f"{_MOST_DEATHS} Ray workers died while making part {task[0]}: {type(error).__name__}",
-                fix="see `ray logs` for the reason, most often memory; then run the same command again: finished parts are kept",
+                f"{_MOST_DEATHS} Ray workers died at {name}: {error}",
+                fix="see `ray logs`; is Argosy installed on every node? Then run the same command again: finished parts are kept",
             )
 
 
