@@ -33,7 +33,9 @@ QUICK = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 200, "hea
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     monkeypatch.setattr(work, "block_size", lambda files: 1 << 15)
     monkeypatch.setattr(curate_work, "block_size", lambda files: 1 << 15)
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False, "_system_config": QUICK})
+    made = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False, "_system_config": QUICK}
+    )
     yield made
     made.shutdown()
 
