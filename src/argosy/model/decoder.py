@@ -15,7 +15,7 @@ from argosy.model.attention import Prepare, prepare_attention
 from argosy.model.layers import AttentionBlock, Block, Embedding, Linear, Norm
 from argosy.model.moe import Report, SparseBlock, sum_reports
 from argosy.model.objective import Loss, Objective, Output, Stream
-from argosy.model.positions import make_contexts
+from argosy.model.positions import Context, make_contexts
 from argosy.model.sharding import OUTSIDE, VOCABULARY, WHOLE, Declaration, Share
 
 if TYPE_CHECKING:
@@ -76,22 +76,13 @@ class Decoder(nn.Module):
             counted = (labels != IGNORED).sum()
         scale = None if counted is None else counted * objective.scale
         x = self.embed(tokens, positions) if stream is None else stream[0]
-        needed = {self.kind_of_layer[int(index)] for index in self.layers}
-        kinds = {number: self.attention_kinds[number] for number in needed}
+        kinds = {kind: self.attention_kinds[kind] for kind in {self.kind_of_layer[int(index)] for index in self.layers}}
         contexts = make_contexts(
             self.spec, kinds, x, seq=tokens.shape[1] + (0 if cache is None else cache.length), positions=positions,
             documents=documents, reach=reach, training=self.training, scale=scale, heads=self.heads,
             prepare=self.prepare_attention if cache is None else cache.prepare,
         )  # fmt: skip
-        reports: dict[int, Report] = {}
-        for index, block in self.layers.items():
-            context = contexts[self.kind_of_layer[int(index)]]
-            if cache is not None:
-                context = cache.context(index, context)
-            if isinstance(block, SparseBlock):
-                x, reports[block.row] = block(x, context)
-            else:
-                x = block(x, context)
+        x, reports = self._through(x, contexts, cache)
         routed, load = self._routed(reports, counted)
         if self.norm is None:
             return Stream((x,), routed, load)
@@ -109,6 +100,21 @@ class Decoder(nn.Module):
         total, cross_entropy = self.predict.losses(x, weight, labels, z_loss=objective.z_loss)
         metrics = objective.z_metrics(total, cross_entropy) | routed
         return Loss(total * objective.scale, cross_entropy, metrics, load)
+
+    def _through(
+        self, x: Tensor, contexts: dict[int, Context], cache: KeyValueCache | None
+    ) -> tuple[Tensor, dict[int, Report]]:
+        """Return the output of the layers, and what those with experts report."""
+        reports: dict[int, Report] = {}
+        for index, block in self.layers.items():
+            context = contexts[self.kind_of_layer[int(index)]]
+            if cache is not None:
+                context = cache.context(index, context)
+            if isinstance(block, SparseBlock):
+                x, reports[block.row] = block(x, context)
+            else:
+                x = block(x, context)
+        return x, reports
 
     def _routed(self, reports: dict[int, Report], counted: Tensor | None) -> tuple[dict[str, Tensor], Tensor | None]:
         """Return the metrics and loads of the layers with experts, if there are any."""

@@ -245,7 +245,7 @@ class Table(nn.Embedding):
     weight = shardable("weight")
 
     def reset_parameters(self) -> None:
-        """As in `Linear`; and to draw from a normal distribution on the meta device, torch would load its compiler."""
+        """Leave the weights uninitialised, as `Linear` does. To draw them on the meta device, torch would load its compiler."""
 
     def forward(self, numbers: Tensor) -> Tensor:
         return embed(numbers, self.weight)
