@@ -64,17 +64,11 @@ class PreferenceTuning(ChatTask[DpoSpec]):
         )
 
     def synthetic(self, run: Run, draw: Callable[[int], Any]) -> Batch:
-        """Return pairs of equal length, of which the second halves are learnt."""
+        """Return the two conversations of each row as a pair, of which the reference likes both alike."""
         import numpy as np
 
-        from argosy.data.samples.masks import IGNORED
-        from argosy.data.samples.windows import Batch
-
-        tokens, seq = draw(run.data.seq_len), run.data.seq_len
-        half = max(1, seq // 2)
-        places = np.broadcast_to(np.arange(seq), tokens.shape)
-        labels = np.where(places % half >= half // 2, np.roll(tokens, -1, axis=1), IGNORED)
-        labels[:, half - 1 :: half] = IGNORED
-        preference = np.tile(np.array([self.settings(run).beta, 0.0], np.float32), (len(tokens), 1))
-        inputs = {"documents": (places // half).astype(np.int32), "positions": places % half, "preference": preference}
-        return Batch(tokens, labels, inputs)
+        batch = super().synthetic(run, draw)
+        batch.inputs["preference"] = np.tile(
+            np.array([self.settings(run).beta, 0.0], np.float32), (len(batch.tokens), 1)
+        )
+        return batch

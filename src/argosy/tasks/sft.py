@@ -36,6 +36,20 @@ class ChatTask(DocumentTask[S]):
     mask_inputs: ClassVar[tuple[str, ...]] = ("documents",)
     writes = "continuation"
 
+    def synthetic(self, run: Run, draw: Callable[[int], Any]) -> Batch:
+        """Return rows of two conversations of equal length, of which the second halves are learnt."""
+        import numpy as np
+
+        from argosy.data.samples.masks import IGNORED
+        from argosy.data.samples.windows import Batch
+
+        tokens, seq = draw(run.data.seq_len), run.data.seq_len
+        half = max(1, seq // 2)
+        places = np.broadcast_to(np.arange(seq), tokens.shape)
+        labels = np.where(places % half >= half // 2, np.roll(tokens, -1, axis=1), IGNORED)
+        labels[:, half - 1 :: half] = IGNORED
+        return Batch(tokens, labels, {"documents": (places // half).astype(np.int32), "positions": places % half})
+
     def require_chat(self, corpus: Corpus) -> None:
         """Refuse a corpus that does not say which tokens are learnt."""
         chat = None if corpus.manifest is None else corpus.manifest.chat
@@ -72,17 +86,3 @@ class SupervisedFineTuning(ChatTask[SftSpec]):
             document_seed(opened, part, number),
             packed=self.settings(run).packing,
         )
-
-    def synthetic(self, run: Run, draw: Callable[[int], Any]) -> Batch:
-        """Return rows of two conversations of equal length, of which the second halves are learnt."""
-        import numpy as np
-
-        from argosy.data.samples.masks import IGNORED
-        from argosy.data.samples.windows import Batch
-
-        tokens, seq = draw(run.data.seq_len), run.data.seq_len
-        half = max(1, seq // 2)
-        places = np.broadcast_to(np.arange(seq), tokens.shape)
-        labels = np.where(places % half >= half // 2, np.roll(tokens, -1, axis=1), IGNORED)
-        labels[:, half - 1 :: half] = IGNORED
-        return Batch(tokens, labels, {"documents": (places // half).astype(np.int32), "positions": places % half})
