@@ -48,7 +48,7 @@ def make_corpus(folder: Path, vocabulary: int, tokens: int) -> Path:
     import numpy as np
 
     corpus = folder / f"corpus-{vocabulary}"
-    if corpus.with_suffix(".idx").exists():
+    if (corpus / "manifest.json").exists():
         return corpus
     words = {f"w{number}": number for number in range(vocabulary)}
     model = {"type": "WordLevel", "vocab": words, "unk_token": "w0"}

@@ -156,6 +156,8 @@ def test_what_if() -> None:
         (["gpt3-175b", "--cluster", "8xA10G"], "least memory"),
         (["llama2-7b", "--cluster", "8xH100", "--what-if", "micro_batc=4"], "did you mean micro_batch"),
         (["llama2-7b", "--cluster", "8xH100", "--what-if", "tp=3"], "tp 3"),
+        (["llama2-7b", "--cluster", "8xH100", "--what-if", "tp=0"], "a whole number above 0"),
+        (["llama2-7b", "--cluster", "8xH100", "--what-if", "dp_shard=²"], "a whole number above 0"),
         (["llama2-7b", "--cluster", "8xH100", "--tokens", "many"], "--tokens"),
         (["llama2-7b", "--precision", "int4"], "not a training precision"),
         (["no-such-model"], "no-such-model"),

@@ -40,12 +40,12 @@ def held_axes(text: str | None) -> dict[str, object]:
                     fix=f"write {name}={CHOICES[name][0]}",
                 )
             fixed[name] = value
-        elif value.isdigit():
+        elif value.isdecimal() and int(value) > 0:
             fixed[name] = int(value)
         else:
             raise ArgosyError(
                 "plan.bad-question",
-                f"{name} is a whole number, not {value!r}",
+                f"{name} is a whole number above 0, not {value!r}",
                 key="--what-if",
                 value=text,
                 fix="write tp=4",
