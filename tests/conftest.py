@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, settings
 import forking
 import longest_first
 from programs import not_available
+from tiny import TINY_MODEL
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -33,16 +34,6 @@ if not Path("/proc/driver/nvidia").exists():
 # No property is about time: a busy machine is no counter-example.
 settings.register_profile("argosy", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("argosy")
-
-TINY_MODEL: dict[str, Any] = {
-    "family": "llama",
-    "layers": 2,
-    "hidden": 32,
-    "heads": 4,
-    "kv_heads": 2,
-    "vocab_size": 257,
-}
-
 
 LEFT_OUT = not_available(platform.machine())
 collect_ignore = [file for file, _ in LEFT_OUT]

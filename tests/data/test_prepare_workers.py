@@ -47,7 +47,7 @@ def test_a_bug_in_a_worker_comes_with_its_type_and_traceback(tmp_path: Path, fil
     with pytest.raises(WorkerFault) as fault:
         first_part(tmp_path, broken, file)
     assert "UnicodeDecodeError" in str(fault.value)
-    assert "in documents_of" in str(fault.value)
+    assert "in make_maker" in str(fault.value)
 
 
 def test_a_refusal_of_a_worker_keeps_its_code_and_fix(tmp_path: Path, file: InputFile) -> None:

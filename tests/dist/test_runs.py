@@ -151,7 +151,7 @@ def test_ranks_started_here_stop_together_save_and_ask_to_be_run_again(write_spe
 
 def test_the_first_rank_that_fails_is_told_once(write_spec: Write) -> None:
     path = write_spec(optim={"lr": 1e30, "clip": None}, checkpoint={"every": 100}, eval="off")
-    done = forking.run(words(path, "parallel.dp_replicate=2", "train.steps=30"))
+    done = forking.run(words(path, "parallel.dp_replicate=2", "train.steps=30"), timeout=400)
     assert done.returncode == EXIT_REFUSED
     assert done.stderr.count("error[train.non-finite]") == 1
     assert "rank " in done.stderr

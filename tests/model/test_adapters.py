@@ -19,7 +19,7 @@ from argosy.plan.calibration import calibration
 from argosy.plan.layouts import Layout, Work
 from argosy.plan.memory import memory_of
 from argosy.train.run import TrainOptions, train
-from conftest import TINY_MODEL
+from tiny import TINY_MODEL
 
 KEYS = ("model.lora.rank=4", "model.lora.alpha=8")
 

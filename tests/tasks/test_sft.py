@@ -25,7 +25,7 @@ from argosy.data.text.tokenizer import load_tokenizer
 from argosy.errors import ArgosyError
 from argosy.train.run import TrainOptions, train
 from chat_files import write_chats, write_tokenizer
-from conftest import TINY_MODEL
+from tiny import TINY_MODEL
 
 SEQ = 96
 

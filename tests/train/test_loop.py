@@ -378,14 +378,16 @@ def test_samples_repeat_with_their_seed(write_spec: Write, tmp_path: Path, caplo
 
 
 def test_sampling_respects_its_options() -> None:
-    logits = torch.tensor([0.0, 5.0, 4.9, -3.0])
-    draws = {choose(logits, Sampling(top_k=2, temperature=5.0), torch.Generator().manual_seed(s)) for s in range(60)}
-    assert draws == {1, 2}
-    everything = {
-        choose(logits, Sampling(top_k=0, temperature=9.0), torch.Generator().manual_seed(s)) for s in range(300)
-    }
-    assert everything == {0, 1, 2, 3}
-    assert choose(logits, Sampling(temperature=0), torch.Generator()) == 1
+    logits = torch.tensor([[0.0, 5.0, 4.9, -3.0]])
+
+    def draws(count: int, **options: float) -> set[int]:
+        seeded = (torch.Generator().manual_seed(seed) for seed in range(count))
+        return {token for one in seeded for token in choose(logits, Sampling(**options), [one])}
+
+    assert draws(60, top_k=2, temperature=5.0) == {1, 2}
+    assert draws(300, top_k=0, temperature=9.0) == {0, 1, 2, 3}
+    assert draws(60, top_k=0, temperature=1.0, top_p=0.6) == {1, 2}
+    assert draws(1, temperature=0) == {1}
 
 
 def test_a_run_remembers_the_token_that_ends_a_document(write_spec: Write, tmp_path: Path) -> None:

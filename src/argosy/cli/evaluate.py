@@ -56,7 +56,7 @@ def evaluate(
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: as the run was trained.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Compute the loss of a model on a split of its data, or a corpus; or its scores on tasks.
+    """Compute the loss of a model on a corpus, or its scores on tasks.
 
     A run's newest checkpoint is used. The loss is over all of the split, and for each source. With --tasks, a decoder is scored by
     lm-evaluation-harness.
