@@ -102,6 +102,12 @@ def run(path: Path, **sharing: Any) -> tuple[CurationReport | None, dict[str, by
     return report, {name: data.replace(str(output).encode(), b"out") for name, data in content.items()}
 
 
+def lines_of(content: dict[str, bytes]) -> list[Any]:
+    data = content["shard-00000.jsonl.zst"]
+    text = zstandard.ZstdDecompressor().stream_reader(data, read_across_frames=True).read()
+    return [json.loads(line) for line in text.splitlines()]
+
+
 @pytest.fixture(scope="module")
 def reference(raw: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[CurationReport, dict[str, bytes]]:
     with pytest.MonkeyPatch.context() as patch:
@@ -158,6 +164,16 @@ def test_workers_machines_and_order_do_not_change_the_bytes(
     assert content == expected
     again = write(tmp_path / "pool" / "p.yaml", raw, shards=3, fields=["url"])
     assert run(again, workers=2)[1] == expected
+
+
+def test_a_nested_field_is_found_as_a_nested_key_is(tmp_path: Path) -> None:
+    records = [{"meta": {"body": f"text {lang}", "lang": lang}} for lang in ("en", "de")]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, records)))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "in.parquet")
+    keys = {"key": "meta.body", "fields": ["meta.lang"], "steps": [{"field": {"name": "meta.lang", "values": ["de"]}}]}
+    inputs = [str(tmp_path / name) for name in ("in.jsonl", "in.parquet")]
+    _, content = run(write(tmp_path / "p.yaml", tmp_path, inputs=inputs, **keys))
+    assert lines_of(content) == [{"text": "text de", "meta.lang": "de"}] * 2
 
 
 KILLED = """
@@ -220,6 +236,8 @@ def test_a_pipeline_that_changed_is_refused_and_so_is_a_finished_output(raw: Pat
         ({"steps": [{"length": {"min_chars": 3}}]}, "did you mean steps.0.length.min_characters"),
         ({"steps": ["exact_duplicates", "length"]}, "put length before exact_duplicates"),
         ({"steps": [{"language": {"keep": ["xx"]}}]}, "known are en"),
+        ({"fields": ["text"]}, "leave text out"),
+        ({"key": "meta.body", "fields": ["meta"]}, "leave meta out"),
         ({"shards": 0}, "greater than or equal to 1"),
         ({"step": []}, "did you mean steps"),
     ],

@@ -34,7 +34,7 @@ from argosy.data.text.blocks import Piece
 from argosy.data.text.input_files import check_unchanged
 from argosy.data.text.inputs import InputFile
 from argosy.data.text.readers import open_blocks, read_block
-from argosy.data.text.records import BadRecord, Parser
+from argosy.data.text.records import BadRecord, Parser, field_of
 from argosy.errors import ArgosyError
 from argosy.files import replace_file
 
@@ -103,7 +103,8 @@ class JsonLines:
 
     def add(self, texts: list[str], fields: list[dict[str, Any]]) -> None:
         lines = b"".join(
-            orjson.dumps({"text": text, **more}, default=str) + b"\n" for text, more in zip(texts, fields, strict=True)
+            orjson.dumps({"text": text} | more | {"text": text}, default=str) + b"\n"
+            for text, more in zip(texts, fields, strict=True)
         )
         self._write(self._compressor.compress(lines))
 
@@ -324,7 +325,8 @@ class PartRun:
             return
         texts = [batch.texts[number] for number in living]
         records = [pending[number][3] for number in living]
-        fields = [{name: record[name] for name in self.options.fields if name in record} for record in records]
+        names = self.options.fields
+        fields = [{name: value for name in names for value in field_of(record, name)} for record in records]
         self.sink.add(texts, fields)
         for marks, step in zip(self._marks, self.options.comparing, strict=True):
             marks.append(step.mark(batch))
