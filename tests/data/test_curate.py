@@ -27,6 +27,7 @@ from argosy.data.curate import curate_work, duplicate_search
 from argosy.data.curate.curate_job import curate
 from argosy.data.curate.curate_report import CurationReport
 from argosy.data.curate.curate_work import CurateSharing
+from argosy.data.curate.curated_shards import WriteKept
 from argosy.data.curate.near_duplicates import Step as NearDuplicates
 from argosy.data.curate.pipeline_spec import read_pipeline
 from argosy.data.curate.text_batch import TextBatch
@@ -286,3 +287,25 @@ def test_near_duplicates_are_those_of_brute_force(tmp_path: Path, monkeypatch: p
     assert len(found) >= 0.97 * len(true)
     removed = set(duplicate_search.decide(tmp_path, [step]).documents.tolist())
     assert removed == {b for _, b in found}
+
+
+def test_more_documents_than_a_pair_can_name_are_refused(tmp_path: Path) -> None:
+    duplicate_search.forget_parts()
+    duplicate_search.JobParts(("0",), (1 << 32,)).write(tmp_path)
+    with pytest.raises(ArgosyError, match="cannot be compared"):
+        next(duplicate_search.searches(tmp_path, [NearDuplicates()]))
+
+
+def test_a_part_that_lost_documents_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "in.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    path = write(tmp_path / "p.yaml", tmp_path, inputs=[str(tmp_path / "in.jsonl")], steps=["exact_duplicates"])
+    kept = tmp_path / "out" / ".parts" / "00000-000000.kept"
+
+    for content in (b"", zstandard.compress(b'{"text": "one"}\n'), b"\0" * 40):
+        with monkeypatch.context() as patch:
+            patch.setattr(WriteKept, "run", lambda task, content=content: task.path.write_bytes(content))
+            with pytest.raises(ArgosyError, match="2 were written"):
+                run(path)
+        assert not (tmp_path / "out" / "curation.json").exists()
+    kept.unlink()
+    assert len(lines_of(run(path)[1])) == 2

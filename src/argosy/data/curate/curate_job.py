@@ -28,7 +28,7 @@ from argosy.data.curate.curate_report import CurationReport, finish_curation
 from argosy.data.curate.curate_work import CurateSharing, CurateWork, list_path, part_facts, part_name, shard_path
 from argosy.data.curate.curated_part import CuratedFacts
 from argosy.data.curate.curated_shards import ShardWriter, kept_paths
-from argosy.data.curate.duplicate_search import Duplicates, JobParts, decide, searches
+from argosy.data.curate.duplicate_search import Duplicates, JobParts, decide, forget_parts, searches
 from argosy.data.curate.pipeline_spec import Pipeline
 from argosy.data.prepare.claim import OutputClaim
 from argosy.data.prepare.part_runner import PartRunner
@@ -103,7 +103,7 @@ class CurateJob:
                 progress.advance(facts.input_bytes)
         for shard, facts_of in found.items():
             listed = [asdict(facts_of[name]) | {"name": str(name)} for name in sorted(facts_of)]
-            replace_file(list_path(self.work, shard), orjson.dumps(listed))
+            replace_file(list_path(self.work, shard), orjson.dumps(listed), sync=True)
 
     def has_all_parts(self) -> bool:
         """Return True if every machine has made its parts."""
@@ -112,6 +112,7 @@ class CurateJob:
     def find_duplicates(self) -> None:
         """Search for duplicates among the parts of all machines, unless another process has done so."""
         work, steps = self.work, self.work.part_options.comparing
+        forget_parts()
         with (work.parts / "search-lock").open("w") as lock:
             fcntl.lockf(lock, fcntl.LOCK_EX)
             if (work.parts / "duplicates").exists():
@@ -141,7 +142,7 @@ class CurateJob:
             except BaseException:
                 writer.abandon()
                 raise
-            replace_file(shard_path(work, shard), orjson.dumps(facts))
+            replace_file(shard_path(work, shard), orjson.dumps(facts), sync=True)
 
     def _tasks(self, shards: set[int]) -> Iterator[Task]:
         """Yield the parts of these shards and their inputs. Where a compressed file ends is known only after a read past it."""

@@ -76,7 +76,7 @@ def finish_curation(work: CurateWork) -> CurationReport | None:
         # A shard is missing, or another machine that finished at the same time has removed the parts.
         return CurationReport.read(work.output) if work.is_done() else None
     quarantine = b"".join((work.parts / f"{name}.quarantine.jsonl").read_bytes() for name in parts)
-    replace_file(work.output / QUARANTINE_FILE, quarantine)
+    replace_file(work.output / QUARANTINE_FILE, quarantine, sync=True)
     _check(work, report)
     if work.tokenizer is not None:
         write_manifest(work.output, _manifest(work, shards, report))

@@ -110,6 +110,8 @@ class JsonLines:
 
     def finish(self) -> str:
         self._write(self._compressor.flush())
+        self._file.flush()
+        os.fsync(self._file.fileno())
         self._file.close()
         os.replace(self._temporary, self.path)
         return self._hash.hexdigest()
@@ -127,7 +129,7 @@ class Tokens:
     """A part as a pair of tokens."""
 
     def __init__(self, prefix: Path, encoder: Encoder) -> None:
-        self._writer = IndexedWriter(prefix, dtype_for(encoder.vocab_size), sync=False, mark=f".{os.urandom(6).hex()}")
+        self._writer = IndexedWriter(prefix, dtype_for(encoder.vocab_size), mark=f".{os.urandom(6).hex()}")
         self._encoder = encoder
         self.abandon = self._writer.abandon
 
@@ -194,7 +196,7 @@ class CuratedPartMaker:
         try:
             facts = CuratedFacts(past_end=True) if pieces is None else self._write(name, pieces, parser)
             check_unchanged(group)
-            replace_file(self.directory / f"{name}.json", orjson.dumps(asdict(facts)))
+            replace_file(self.directory / f"{name}.json", orjson.dumps(asdict(facts)), sync=True)
         except OSError as error:
             raise cannot_write(self.directory.parent, error) from error
         return facts
@@ -229,11 +231,11 @@ class CuratedPartMaker:
             sink.abandon()
             raise
         lines = b"".join(orjson.dumps(asdict(record)) + b"\n" for record in run.bad)
-        replace_file(self.directory / f"{name}.quarantine.jsonl", lines)
+        replace_file(self.directory / f"{name}.quarantine.jsonl", lines, sync=True)
         if self.options.comparing:
             write_marks(self.directory, str(name), run.marks())
             heads = zstandard.ZstdCompressor(level=_PART_LEVEL).compress(orjson.dumps(run.heads))
-            replace_file(self.directory / f"{name}.heads", heads)
+            replace_file(self.directory / f"{name}.heads", heads, sync=True)
         return facts
 
 
