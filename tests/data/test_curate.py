@@ -32,8 +32,11 @@ from argosy.data.curate.near_duplicates import Step as NearDuplicates
 from argosy.data.curate.pipeline_spec import read_pipeline
 from argosy.data.curate.text_batch import TextBatch
 from argosy.data.prepare import part_runner
+from argosy.data.prepare.job import prepare
+from argosy.data.prepare.work import PrepareOptions
 from argosy.data.text.inputs import find_inputs
 from argosy.data.text.readers import all_texts
+from argosy.data.text.tokenizer import ByteTokenizer
 from argosy.errors import ArgosyError
 
 SECRET = "what is the capital of the small country that lies between the two seas of the north"
@@ -225,9 +228,11 @@ def test_a_pipeline_that_changed_is_refused_and_so_is_a_finished_output(raw: Pat
     changed = write(tmp_path / "p.yaml", raw, shards=3, fields=["n"])
     with pytest.raises(ArgosyError, match="other options"):
         run(changed, machine=0, machines=2)
-    run(changed, overwrite=True)
+    report, content = run(changed, overwrite=True)
+    assert run(changed) == (report, content)
+    assert run(changed, machine=2, machines=3) == (report, content)
     with pytest.raises(ArgosyError, match="already holds"):
-        run(changed)
+        run(write(tmp_path / "p.yaml", raw, shards=2))
 
 
 @pytest.mark.parametrize(
@@ -309,3 +314,31 @@ def test_a_part_that_lost_documents_is_refused(tmp_path: Path, monkeypatch: pyte
         assert not (tmp_path / "out" / "curation.json").exists()
     kept.unlink()
     assert len(lines_of(run(path)[1])) == 2
+
+
+def test_a_corpus_of_another_command_is_not_written_over(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"text": "one"}')
+    path = write(tmp_path / "p.yaml", tmp_path, inputs=[str(tmp_path / "in.jsonl")], steps=[], tokenizer="bytes")
+    prepare([str(tmp_path / "in.jsonl")], ByteTokenizer(), tmp_path / "out", PrepareOptions(workers=1))
+    with pytest.raises(ArgosyError, match="already holds"):
+        run(path)
+    assert run(path, overwrite=True)[0] is not None
+
+
+HOLDER = "import fcntl, sys; f = open(sys.argv[1], 'r+'); fcntl.lockf(f, 2, 1, 0); print(flush=True); sys.stdin.read()"
+
+
+def test_overwrite_refuses_while_another_process_works(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"text": "one"}')
+    keys: dict[str, Any] = {"inputs": [str(tmp_path / "in.jsonl")], "steps": [], "shards": 2}
+    run(write(tmp_path / "p.yaml", tmp_path, **keys), machine=0, machines=2)
+    other = write(tmp_path / "p.yaml", tmp_path, **keys | {"examples": 1})
+    locks = tmp_path / "out" / ".parts" / "locks"
+    with subprocess.Popen([sys.executable, "-c", HOLDER, str(locks)], stdin=-1, stdout=-1) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        with pytest.raises(ArgosyError, match="another process is making"):
+            run(other, overwrite=True)
+        assert locks.exists()
+        holder.communicate()
+    assert run(other, overwrite=True)[0] is not None

@@ -13,7 +13,6 @@ The bytes do not depend on the number of processes, machines or restarts.
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import logging
 from collections.abc import Iterable, Iterator
@@ -31,6 +30,7 @@ from argosy.data.curate.curated_shards import ShardWriter, kept_paths
 from argosy.data.curate.duplicate_search import Duplicates, JobParts, decide, forget_parts, searches
 from argosy.data.curate.pipeline_spec import Pipeline
 from argosy.data.prepare.claim import OutputClaim
+from argosy.data.prepare.locks import locked
 from argosy.data.prepare.part_runner import PartRunner
 from argosy.data.prepare.parts import PartName, cannot_write
 from argosy.data.prepare.workers import Task
@@ -75,7 +75,7 @@ class CurateJob:
         self._ends: dict[int, int] = {}
 
     def claim(self) -> bool:
-        """Lock the output directory. Return False if another process finished the job meanwhile."""
+        """Lock the output directory. Return False if the job is finished."""
         work = self.work
         if not work.is_done() and not work.parts.exists():
             require_no_texts(work.output, ours="")
@@ -113,8 +113,7 @@ class CurateJob:
         """Search for duplicates among the parts of all machines, unless another process has done so."""
         work, steps = self.work, self.work.part_options.comparing
         forget_parts()
-        with (work.parts / "search-lock").open("w") as lock:
-            fcntl.lockf(lock, fcntl.LOCK_EX)
+        with locked(work.parts / "search-lock", wait=True):
             if (work.parts / "duplicates").exists():
                 return
             listed = part_facts(work)

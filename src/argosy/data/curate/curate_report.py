@@ -35,6 +35,8 @@ class CurationReport:
     steps: list[dict[str, Any]]
     shards: list[dict[str, Any]]
     sources: list[dict[str, Any]] = field(default_factory=list)
+    # A hash of the pipeline and the inputs: the same command later returns this report.
+    plan: str = ""
 
     @classmethod
     def read(cls, output: Path) -> CurationReport:
@@ -72,10 +74,10 @@ def finish_curation(work: CurateWork) -> CurationReport | None:
         parts = part_facts(work)
         duplicates = Duplicates(**read_arrays(work.parts / "duplicates"))
         report = _report(work, parts, duplicates, shards)
+        quarantine = b"".join((work.parts / f"{name}.quarantine.jsonl").read_bytes() for name in parts)
     except FileNotFoundError:
         # A shard is missing, or another machine that finished at the same time has removed the parts.
         return CurationReport.read(work.output) if work.is_done() else None
-    quarantine = b"".join((work.parts / f"{name}.quarantine.jsonl").read_bytes() for name in parts)
     replace_file(work.output / QUARANTINE_FILE, quarantine, sync=True)
     _check(work, report)
     if work.tokenizer is not None:
@@ -109,6 +111,7 @@ def _report(
         steps=steps,
         shards=shards,
         sources=_sources(work, parts, duplicates),
+        plan=work.plan.digest(),
     )
 
 
