@@ -325,6 +325,19 @@ def test_a_corpus_of_another_command_is_not_written_over(tmp_path: Path) -> None
     assert run(path, overwrite=True)[0] is not None
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("", "the inputs hold no record"), ('{"text": "one"}', "the steps removed all 1 documents, length the most")],
+)
+def test_an_output_without_documents_is_refused(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "in.jsonl").write_text(content)
+    steps = [{"length": {"min_characters": 9}}, "mask_pii", "gopher_quality", "exact_duplicates"]
+    path = write(tmp_path / "p.yaml", tmp_path, inputs=[str(tmp_path / "in.jsonl")], steps=steps)
+    with pytest.raises(ArgosyError, match=message):
+        run(path)
+
+
 HOLDER = "import fcntl, sys; f = open(sys.argv[1], 'r+'); fcntl.lockf(f, 2, 1, 0); print(flush=True); sys.stdin.read()"
 
 

@@ -183,12 +183,23 @@ def _check(work: CurateWork, report: CurationReport) -> None:
         raise RuntimeError(
             f"documents were lost: {report.records} in, {report.documents} out, {removed} removed, {bad} bad"
         )
+    if not report.records:
+        raise ArgosyError("data.bad-records", "the inputs hold no record", fix="give files that are not empty")
     if bad > work.pipeline.spec.max_bad * report.records or report.records == bad:
         kinds = ", ".join(f"{kind} {count:,}" for kind, count in report.quarantined.items())
         raise ArgosyError(
             "data.bad-records",
             f"{bad:,} of {report.records:,} records were quarantined ({kinds}), and max_bad is {work.pipeline.spec.max_bad:.2%}",
             fix=f"see {work.output / QUARANTINE_FILE}; is key {work.pipeline.spec.key} right?",
+        )
+    if not report.documents:
+        most = max(report.steps, key=lambda step: sum(step["removed"].values()))
+        raise ArgosyError(
+            "data.bad-records",
+            f"the steps removed all {removed:,} documents, {most['name']} the most of them: {sum(most['removed'].values()):,}",
+            key="steps",
+            value=most["name"],
+            fix=f"change {most['name']}, then run it with --overwrite",
         )
 
 

@@ -308,6 +308,8 @@ class PartRun:
         facts.characters_read += sum(len(text) for _, _, text, _ in pending)
         batch = TextBatch([text for _, _, text, _ in pending], [record for *_, record in pending])
         for label, step in self.options.own_steps:
+            if not batch.alive.any():
+                break
             result = step.apply(batch)
             for number, reason in result.removed.items():
                 self._remove(pending[number], label, reason)
