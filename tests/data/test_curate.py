@@ -325,7 +325,7 @@ def test_a_corpus_of_another_command_is_not_written_over(tmp_path: Path) -> None
     assert run(path, overwrite=True)[0] is not None
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.parametrize(
     ("content", "message"),
     [("", "the inputs hold no record"), ('{"text": "one"}', "the steps removed all 1 documents, length the most")],
