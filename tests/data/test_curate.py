@@ -27,12 +27,16 @@ from argosy.data.curate import curate_work, duplicate_search
 from argosy.data.curate.curate_job import curate
 from argosy.data.curate.curate_report import CurationReport
 from argosy.data.curate.curate_work import CurateSharing
+from argosy.data.curate.curated_shards import WriteKept
 from argosy.data.curate.near_duplicates import Step as NearDuplicates
 from argosy.data.curate.pipeline_spec import read_pipeline
 from argosy.data.curate.text_batch import TextBatch
 from argosy.data.prepare import part_runner
+from argosy.data.prepare.job import prepare
+from argosy.data.prepare.work import PrepareOptions
 from argosy.data.text.inputs import find_inputs
 from argosy.data.text.readers import all_texts
+from argosy.data.text.tokenizer import ByteTokenizer
 from argosy.errors import ArgosyError
 
 SECRET = "what is the capital of the small country that lies between the two seas of the north"
@@ -102,6 +106,12 @@ def run(path: Path, **sharing: Any) -> tuple[CurationReport | None, dict[str, by
     return report, {name: data.replace(str(output).encode(), b"out") for name, data in content.items()}
 
 
+def lines_of(content: dict[str, bytes]) -> list[Any]:
+    data = content["shard-00000.jsonl.zst"]
+    text = zstandard.ZstdDecompressor().stream_reader(data, read_across_frames=True).read()
+    return [json.loads(line) for line in text.splitlines()]
+
+
 @pytest.fixture(scope="module")
 def reference(raw: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[CurationReport, dict[str, bytes]]:
     with pytest.MonkeyPatch.context() as patch:
@@ -160,6 +170,16 @@ def test_workers_machines_and_order_do_not_change_the_bytes(
     assert run(again, workers=2)[1] == expected
 
 
+def test_a_nested_field_is_found_as_a_nested_key_is(tmp_path: Path) -> None:
+    records = [{"meta": {"body": f"text {lang}", "lang": lang}} for lang in ("en", "de")]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, records)))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "in.parquet")
+    keys = {"key": "meta.body", "fields": ["meta.lang"], "steps": [{"field": {"name": "meta.lang", "values": ["de"]}}]}
+    inputs = [str(tmp_path / name) for name in ("in.jsonl", "in.parquet")]
+    _, content = run(write(tmp_path / "p.yaml", tmp_path, inputs=inputs, **keys))
+    assert lines_of(content) == [{"text": "text de", "meta.lang": "de"}] * 2
+
+
 KILLED = """
 import sys
 from pathlib import Path
@@ -208,9 +228,11 @@ def test_a_pipeline_that_changed_is_refused_and_so_is_a_finished_output(raw: Pat
     changed = write(tmp_path / "p.yaml", raw, shards=3, fields=["n"])
     with pytest.raises(ArgosyError, match="other options"):
         run(changed, machine=0, machines=2)
-    run(changed, overwrite=True)
+    report, content = run(changed, overwrite=True)
+    assert run(changed) == (report, content)
+    assert run(changed, machine=2, machines=3) == (report, content)
     with pytest.raises(ArgosyError, match="already holds"):
-        run(changed)
+        run(write(tmp_path / "p.yaml", raw, shards=2))
 
 
 @pytest.mark.parametrize(
@@ -220,6 +242,8 @@ def test_a_pipeline_that_changed_is_refused_and_so_is_a_finished_output(raw: Pat
         ({"steps": [{"length": {"min_chars": 3}}]}, "did you mean steps.0.length.min_characters"),
         ({"steps": ["exact_duplicates", "length"]}, "put length before exact_duplicates"),
         ({"steps": [{"language": {"keep": ["xx"]}}]}, "known are en"),
+        ({"fields": ["text"]}, "leave text out"),
+        ({"key": "meta.body", "fields": ["meta"]}, "leave meta out"),
         ({"shards": 0}, "greater than or equal to 1"),
         ({"step": []}, "did you mean steps"),
     ],
@@ -268,3 +292,66 @@ def test_near_duplicates_are_those_of_brute_force(tmp_path: Path, monkeypatch: p
     assert len(found) >= 0.97 * len(true)
     removed = set(duplicate_search.decide(tmp_path, [step]).documents.tolist())
     assert removed == {b for _, b in found}
+
+
+def test_more_documents_than_a_pair_can_name_are_refused(tmp_path: Path) -> None:
+    duplicate_search.forget_parts()
+    duplicate_search.JobParts(("0",), (1 << 32,)).write(tmp_path)
+    with pytest.raises(ArgosyError, match="cannot be compared"):
+        next(duplicate_search.searches(tmp_path, [NearDuplicates()]))
+
+
+def test_a_part_that_lost_documents_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "in.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    path = write(tmp_path / "p.yaml", tmp_path, inputs=[str(tmp_path / "in.jsonl")], steps=["exact_duplicates"])
+    kept = tmp_path / "out" / ".parts" / "00000-000000.kept"
+
+    for content in (b"", zstandard.compress(b'{"text": "one"}\n'), b"\0" * 40):
+        with monkeypatch.context() as patch:
+            patch.setattr(WriteKept, "run", lambda task, content=content: task.path.write_bytes(content))
+            with pytest.raises(ArgosyError, match="2 were written"):
+                run(path)
+        assert not (tmp_path / "out" / "curation.json").exists()
+    kept.unlink()
+    assert len(lines_of(run(path)[1])) == 2
+
+
+def test_a_corpus_of_another_command_is_not_written_over(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"text": "one"}')
+    path = write(tmp_path / "p.yaml", tmp_path, inputs=[str(tmp_path / "in.jsonl")], steps=[], tokenizer="bytes")
+    prepare([str(tmp_path / "in.jsonl")], ByteTokenizer(), tmp_path / "out", PrepareOptions(workers=1))
+    with pytest.raises(ArgosyError, match="already holds"):
+        run(path)
+    assert run(path, overwrite=True)[0] is not None
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("", "the inputs hold no record"), ('{"text": "one"}', "the steps removed all 1 documents, length the most")],
+)
+def test_an_output_without_documents_is_refused(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "in.jsonl").write_text(content)
+    steps = [{"length": {"min_characters": 9}}, "mask_pii", "gopher_quality", "exact_duplicates"]
+    path = write(tmp_path / "p.yaml", tmp_path, inputs=[str(tmp_path / "in.jsonl")], steps=steps)
+    with pytest.raises(ArgosyError, match=message):
+        run(path)
+
+
+HOLDER = "import fcntl, sys; f = open(sys.argv[1], 'r+'); fcntl.lockf(f, 2, 1, 0); print(flush=True); sys.stdin.read()"
+
+
+def test_overwrite_refuses_while_another_process_works(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"text": "one"}')
+    keys: dict[str, Any] = {"inputs": [str(tmp_path / "in.jsonl")], "steps": [], "shards": 2}
+    run(write(tmp_path / "p.yaml", tmp_path, **keys), machine=0, machines=2)
+    other = write(tmp_path / "p.yaml", tmp_path, **keys | {"examples": 1})
+    locks = tmp_path / "out" / ".parts" / "locks"
+    with subprocess.Popen([sys.executable, "-c", HOLDER, str(locks)], stdin=-1, stdout=-1) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        with pytest.raises(ArgosyError, match="another process is making"):
+            run(other, overwrite=True)
+        assert locks.exists()
+        holder.communicate()
+    assert run(other, overwrite=True)[0] is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from datatrove.utils import text as datatrove_text
 from datatrove.utils.word_tokenizers import WordTokenizer
 from nasty_texts import documents
 
-from argosy.data.curate import characters
+from argosy.data.curate import characters, pii_masks
 from argosy.data.curate.curation_step import step_class
 from argosy.data.curate.text_batch import TextBatch
 
@@ -92,6 +93,57 @@ def test_masks_are_those_of_datatrove() -> None:
     assert [text for _, text in found] == expected
     assert sum("<email>" in text for text in expected) > 100
     assert sum("<ip>" in text for text in expected) > 100
+
+
+_ATOM, _LABEL = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+", r"[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?"
+WHOLE = re.compile(rf"\b{_ATOM}(?:\.{_ATOM})*@(?:(?:{_LABEL}\.)+{_LABEL}|{pii_masks._LITERAL})")
+
+
+def test_addresses_are_those_of_the_whole_pattern() -> None:
+    rng = random.Random(0)
+    pieces = [
+        "a",
+        "b1",
+        "é",
+        "@",
+        "@",
+        ".",
+        ".",
+        "-",
+        "+",
+        "_",
+        " ",
+        "[",
+        "]",
+        "1.2.3.4",
+        "x.y",
+        "a@b.c",
+        "\n",
+        "@[1.2.3.4]",
+    ]
+    for _ in range(5_000):
+        text = "".join(rng.choices(pieces, k=rng.randrange(1, 14)))
+        assert pii_masks.masked_emails(text, "<>") == WHOLE.sub("<>", text), text
+
+
+def test_a_long_run_without_spaces_costs_one_look_for_each_at_sign(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[int] = []
+
+    class Counted:
+        def __init__(self, pattern: re.Pattern[str]) -> None:
+            self.pattern = pattern
+
+        def match(self, text: str, *place: int) -> re.Match[str] | None:
+            looks.append(len(text))
+            return self.pattern.match(text, *place)
+
+    for name in ("_ATOMS", "_DOMAIN"):
+        monkeypatch.setattr(pii_masks, name, Counted(getattr(pii_masks, name)))
+    run = "QUJD+/x9" * (1 << 17)
+    assert pii_masks.masked_emails(f"{run}@{run}", "<>") == f"{run}@{run}"
+    assert len(looks) == 1
+    assert pii_masks.masked_emails(f"{run}@b.c {run}", "<>") == f"<> {run}"
+    assert len(looks) == 3
 
 
 def test_the_sets_of_punctuation_are_those_of_datatrove() -> None:

@@ -14,13 +14,14 @@ import yaml
 from nasty_texts import PLAIN
 from ray.cluster_utils import Cluster
 
+from argosy import __version__
 from argosy.data.curate import curate_work
 from argosy.data.curate.curate_job import curate
 from argosy.data.curate.curate_work import CurateSharing
 from argosy.data.curate.pipeline_spec import read_pipeline
 from argosy.data.prepare import work
 from argosy.data.prepare.job import prepare
-from argosy.data.prepare.ray_workers import RayWorkers
+from argosy.data.prepare.ray_workers import RayWorkers, Started
 from argosy.data.prepare.work import PrepareOptions
 from argosy.data.text.tokenizer import ByteTokenizer
 from argosy.errors import ArgosyError
@@ -53,9 +54,11 @@ def test_a_lost_node_changes_nothing(
     texts = [" ".join(rng.choices(PLAIN, k=100)) for _ in range(1500)]
     source = tmp_path / "in.jsonl"
     source.write_text("\n".join(json.dumps({"text": text}) for text in [*texts, *texts[:50]]))
+    # Relative names are those of the job's directory, also for workers that were started elsewhere.
+    monkeypatch.chdir(tmp_path)
     options = PrepareOptions(workers=1, shards=2)
-    prepare([str(source)], ByteTokenizer(), tmp_path / "one", options)
-    prepare([str(source)], ByteTokenizer(), tmp_path / "two", PrepareOptions(shards=2, cluster=cluster.address))
+    prepare(["in.jsonl"], ByteTokenizer(), Path("one"), options)
+    prepare(["in.jsonl"], ByteTokenizer(), Path("two"), PrepareOptions(shards=2, cluster=cluster.address))
     assert content(tmp_path / "one") == content(tmp_path / "two")
 
     waited, lost = RayWorkers._wait, []
@@ -68,7 +71,7 @@ def test_a_lost_node_changes_nothing(
 
     steps = ["gopher_repetition", "exact_duplicates", "near_duplicates"]
     pipeline = tmp_path / "p.yaml"
-    pipeline.write_text(yaml.safe_dump({"inputs": [str(source)], "output": "", "shards": 2, "steps": steps}))
+    pipeline.write_text(yaml.safe_dump({"inputs": ["in.jsonl"], "output": "", "shards": 2, "steps": steps}))
     curate(read_pipeline(pipeline, output=str(tmp_path / "clean")), CurateSharing(workers=1))
     monkeypatch.setattr(RayWorkers, "_wait", wait)
     with caplog.at_level(logging.INFO, "argosy"):
@@ -83,3 +86,18 @@ def test_an_address_without_a_cluster_is_refused(tmp_path: Path) -> None:
     options = PrepareOptions(cluster="127.0.0.1:1")
     with pytest.raises(ArgosyError, match="no Ray cluster answers"):
         prepare([str(tmp_path / "in.jsonl")], ByteTokenizer(), tmp_path / "out", options)
+
+
+@pytest.mark.parametrize(
+    ("started", "message"),
+    [
+        (Started("n7", "id", "0.0.0", None), "node n7 of the Ray cluster has Argosy 0.0.0"),
+        (Started("n7", "id", __version__, "cannot load this tokenizer"), "node n7 of the Ray cluster cannot use"),
+    ],
+)
+def test_a_node_with_other_software_is_refused_by_name(started: Started, message: str) -> None:
+    workers = object.__new__(RayWorkers)
+    workers.engine, workers._proven = "gigatoken", True
+    with pytest.raises(ArgosyError, match=message) as refusal:
+        workers._started(None, started)
+    assert "install" in str(refusal.value.fix)

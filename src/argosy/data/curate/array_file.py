@@ -18,14 +18,14 @@ _ALIGNMENT = 8
 
 
 def write_arrays(path: Path, arrays: Mapping[str, Array]) -> None:
-    """Write the arrays to `path`, all or none."""
+    """Write the arrays to `path`, all or none, also if the machine loses power."""
     little = {name: np.ascontiguousarray(array, array.dtype.newbyteorder("<")) for name, array in arrays.items()}
     header = orjson.dumps([(name, array.dtype.str, array.shape) for name, array in little.items()])
     parts = [header + b" " * (-(len(header) + 1) % _ALIGNMENT) + b"\n"]
     for array in little.values():
         content = array.tobytes()
         parts.append(content + b"\0" * (-len(content) % _ALIGNMENT))
-    replace_file(path, b"".join(parts))
+    replace_file(path, b"".join(parts), sync=True)
 
 
 def read_arrays(path: Path) -> dict[str, Array]:

@@ -13,7 +13,6 @@ The bytes do not depend on the number of processes, machines or restarts.
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import logging
 from collections.abc import Iterable, Iterator
@@ -28,9 +27,10 @@ from argosy.data.curate.curate_report import CurationReport, finish_curation
 from argosy.data.curate.curate_work import CurateSharing, CurateWork, list_path, part_facts, part_name, shard_path
 from argosy.data.curate.curated_part import CuratedFacts
 from argosy.data.curate.curated_shards import ShardWriter, kept_paths
-from argosy.data.curate.duplicate_search import Duplicates, JobParts, decide, searches
+from argosy.data.curate.duplicate_search import Duplicates, JobParts, decide, forget_parts, searches
 from argosy.data.curate.pipeline_spec import Pipeline
 from argosy.data.prepare.claim import OutputClaim
+from argosy.data.prepare.locks import locked
 from argosy.data.prepare.part_runner import PartRunner
 from argosy.data.prepare.parts import PartName, cannot_write
 from argosy.data.prepare.workers import Task
@@ -75,7 +75,7 @@ class CurateJob:
         self._ends: dict[int, int] = {}
 
     def claim(self) -> bool:
-        """Lock the output directory. Return False if another process finished the job meanwhile."""
+        """Lock the output directory. Return False if the job is finished."""
         work = self.work
         if not work.is_done() and not work.parts.exists():
             require_no_texts(work.output, ours="")
@@ -103,7 +103,7 @@ class CurateJob:
                 progress.advance(facts.input_bytes)
         for shard, facts_of in found.items():
             listed = [asdict(facts_of[name]) | {"name": str(name)} for name in sorted(facts_of)]
-            replace_file(list_path(self.work, shard), orjson.dumps(listed))
+            replace_file(list_path(self.work, shard), orjson.dumps(listed), sync=True)
 
     def has_all_parts(self) -> bool:
         """Return True if every machine has made its parts."""
@@ -112,8 +112,8 @@ class CurateJob:
     def find_duplicates(self) -> None:
         """Search for duplicates among the parts of all machines, unless another process has done so."""
         work, steps = self.work, self.work.part_options.comparing
-        with (work.parts / "search-lock").open("w") as lock:
-            fcntl.lockf(lock, fcntl.LOCK_EX)
+        forget_parts()
+        with locked(work.parts / "search-lock", wait=True):
             if (work.parts / "duplicates").exists():
                 return
             listed = part_facts(work)
@@ -141,7 +141,7 @@ class CurateJob:
             except BaseException:
                 writer.abandon()
                 raise
-            replace_file(shard_path(work, shard), orjson.dumps(facts))
+            replace_file(shard_path(work, shard), orjson.dumps(facts), sync=True)
 
     def _tasks(self, shards: set[int]) -> Iterator[Task]:
         """Yield the parts of these shards and their inputs. Where a compressed file ends is known only after a read past it."""

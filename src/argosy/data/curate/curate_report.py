@@ -35,6 +35,8 @@ class CurationReport:
     steps: list[dict[str, Any]]
     shards: list[dict[str, Any]]
     sources: list[dict[str, Any]] = field(default_factory=list)
+    # A hash of the pipeline and the inputs: the same command later returns this report.
+    plan: str = ""
 
     @classmethod
     def read(cls, output: Path) -> CurationReport:
@@ -72,11 +74,11 @@ def finish_curation(work: CurateWork) -> CurationReport | None:
         parts = part_facts(work)
         duplicates = Duplicates(**read_arrays(work.parts / "duplicates"))
         report = _report(work, parts, duplicates, shards)
+        quarantine = b"".join((work.parts / f"{name}.quarantine.jsonl").read_bytes() for name in parts)
     except FileNotFoundError:
         # A shard is missing, or another machine that finished at the same time has removed the parts.
         return CurationReport.read(work.output) if work.is_done() else None
-    quarantine = b"".join((work.parts / f"{name}.quarantine.jsonl").read_bytes() for name in parts)
-    replace_file(work.output / QUARANTINE_FILE, quarantine)
+    replace_file(work.output / QUARANTINE_FILE, quarantine, sync=True)
     _check(work, report)
     if work.tokenizer is not None:
         write_manifest(work.output, _manifest(work, shards, report))
@@ -109,6 +111,7 @@ def _report(
         steps=steps,
         shards=shards,
         sources=_sources(work, parts, duplicates),
+        plan=work.plan.digest(),
     )
 
 
@@ -180,12 +183,23 @@ def _check(work: CurateWork, report: CurationReport) -> None:
         raise RuntimeError(
             f"documents were lost: {report.records} in, {report.documents} out, {removed} removed, {bad} bad"
         )
+    if not report.records:
+        raise ArgosyError("data.bad-records", "the inputs hold no record", fix="give files that are not empty")
     if bad > work.pipeline.spec.max_bad * report.records or report.records == bad:
         kinds = ", ".join(f"{kind} {count:,}" for kind, count in report.quarantined.items())
         raise ArgosyError(
             "data.bad-records",
             f"{bad:,} of {report.records:,} records were quarantined ({kinds}), and max_bad is {work.pipeline.spec.max_bad:.2%}",
             fix=f"see {work.output / QUARANTINE_FILE}; is key {work.pipeline.spec.key} right?",
+        )
+    if not report.documents:
+        most = max(report.steps, key=lambda step: sum(step["removed"].values()))
+        raise ArgosyError(
+            "data.bad-records",
+            f"the steps removed all {removed:,} documents, {most['name']} the most of them: {sum(most['removed'].values()):,}",
+            key="steps",
+            value=most["name"],
+            fix=f"change {most['name']}, then run it with --overwrite",
         )
 
 

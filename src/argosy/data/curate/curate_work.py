@@ -114,8 +114,17 @@ class CurateWork:
         return self.options.overwrite
 
     def is_done(self) -> bool:
-        """Return True if the output is finished: the report is written last."""
-        return (self.output / REPORT_FILE).exists()
+        """Return True if the output is finished, or is a corpus that another command made. The report is written last."""
+        is_corpus = (self.output / FILE_NAME).exists() and not (self.parts / "plan").exists()
+        return is_corpus or (self.output / REPORT_FILE).exists()
+
+    def is_result(self) -> bool:
+        """Return True if the output is the finished result of the same plan."""
+        try:
+            report = orjson.loads((self.output / REPORT_FILE).read_bytes())
+        except FileNotFoundError:
+            return False
+        return bool(report.get("plan") == self.plan.digest())
 
     def clear(self) -> None:
         """Remove the output of another job."""

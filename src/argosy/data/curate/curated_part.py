@@ -34,7 +34,7 @@ from argosy.data.text.blocks import Piece
 from argosy.data.text.input_files import check_unchanged
 from argosy.data.text.inputs import InputFile
 from argosy.data.text.readers import open_blocks, read_block
-from argosy.data.text.records import BadRecord, Parser
+from argosy.data.text.records import BadRecord, Parser, field_of
 from argosy.errors import ArgosyError
 from argosy.files import replace_file
 
@@ -103,12 +103,15 @@ class JsonLines:
 
     def add(self, texts: list[str], fields: list[dict[str, Any]]) -> None:
         lines = b"".join(
-            orjson.dumps({"text": text, **more}, default=str) + b"\n" for text, more in zip(texts, fields, strict=True)
+            orjson.dumps({"text": text} | more | {"text": text}, default=str) + b"\n"
+            for text, more in zip(texts, fields, strict=True)
         )
         self._write(self._compressor.compress(lines))
 
     def finish(self) -> str:
         self._write(self._compressor.flush())
+        self._file.flush()
+        os.fsync(self._file.fileno())
         self._file.close()
         os.replace(self._temporary, self.path)
         return self._hash.hexdigest()
@@ -126,7 +129,7 @@ class Tokens:
     """A part as a pair of tokens."""
 
     def __init__(self, prefix: Path, encoder: Encoder) -> None:
-        self._writer = IndexedWriter(prefix, dtype_for(encoder.vocab_size), sync=False, mark=f".{os.urandom(6).hex()}")
+        self._writer = IndexedWriter(prefix, dtype_for(encoder.vocab_size), mark=f".{os.urandom(6).hex()}")
         self._encoder = encoder
         self.abandon = self._writer.abandon
 
@@ -193,7 +196,7 @@ class CuratedPartMaker:
         try:
             facts = CuratedFacts(past_end=True) if pieces is None else self._write(name, pieces, parser)
             check_unchanged(group)
-            replace_file(self.directory / f"{name}.json", orjson.dumps(asdict(facts)))
+            replace_file(self.directory / f"{name}.json", orjson.dumps(asdict(facts)), sync=True)
         except OSError as error:
             raise cannot_write(self.directory.parent, error) from error
         return facts
@@ -228,11 +231,11 @@ class CuratedPartMaker:
             sink.abandon()
             raise
         lines = b"".join(orjson.dumps(asdict(record)) + b"\n" for record in run.bad)
-        replace_file(self.directory / f"{name}.quarantine.jsonl", lines)
+        replace_file(self.directory / f"{name}.quarantine.jsonl", lines, sync=True)
         if self.options.comparing:
             write_marks(self.directory, str(name), run.marks())
             heads = zstandard.ZstdCompressor(level=_PART_LEVEL).compress(orjson.dumps(run.heads))
-            replace_file(self.directory / f"{name}.heads", heads)
+            replace_file(self.directory / f"{name}.heads", heads, sync=True)
         return facts
 
 
@@ -305,6 +308,8 @@ class PartRun:
         facts.characters_read += sum(len(text) for _, _, text, _ in pending)
         batch = TextBatch([text for _, _, text, _ in pending], [record for *_, record in pending])
         for label, step in self.options.own_steps:
+            if not batch.alive.any():
+                break
             result = step.apply(batch)
             for number, reason in result.removed.items():
                 self._remove(pending[number], label, reason)
@@ -324,7 +329,8 @@ class PartRun:
             return
         texts = [batch.texts[number] for number in living]
         records = [pending[number][3] for number in living]
-        fields = [{name: record[name] for name in self.options.fields if name in record} for record in records]
+        names = self.options.fields
+        fields = [{name: value for name in names for value in field_of(record, name)} for record in records]
         self.sink.add(texts, fields)
         for marks, step in zip(self._marks, self.options.comparing, strict=True):
             marks.append(step.mark(batch))

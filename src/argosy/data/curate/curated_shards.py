@@ -18,6 +18,7 @@ from argosy.data.curate.curate_work import CurateWork
 from argosy.data.curate.curated_part import data_path
 from argosy.data.curate.duplicate_search import Duplicates, job_parts
 from argosy.data.curate.text_batch import Integers
+from argosy.errors import ArgosyError
 from argosy.files import replace_file
 
 _LEVEL = 3
@@ -30,6 +31,18 @@ def removed_of(documents: Integers, directory: Path, name: str) -> Integers:
     first = int(parts.firsts[number])
     low, high = np.searchsorted(documents, [first, first + parts.documents[number]])
     return documents[low:high] - first
+
+
+def require_count(directory: Path, name: str, found: int, removed: int = 0) -> None:
+    """Refuse a part that does not hold the documents that were counted when it was made."""
+    parts = job_parts(directory)
+    expected = parts.documents[parts.names.index(name)] - removed
+    if found != expected:
+        raise ArgosyError(
+            "data.corrupt",
+            f"part {name} of {directory} holds {max(0, found):,} documents, and {expected:,} were written to it",
+            fix="check the file system, then start over with --overwrite",
+        )
 
 
 @dataclass(frozen=True)
@@ -50,10 +63,11 @@ class WriteKept:
         with data_path(self.directory, self.name, tokens=False).open("rb") as file:
             content = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True).read()
         lines = content.split(b"\n")
+        require_count(self.directory, self.name, len(lines) - 1)
         for place in removed:
             lines[int(place)] = b""
         kept = b"".join(line + b"\n" for line in lines if line)
-        replace_file(self.path, zstandard.ZstdCompressor(level=_LEVEL).compress(kept) if kept else b"")
+        replace_file(self.path, zstandard.ZstdCompressor(level=_LEVEL).compress(kept) if kept else b"", sync=True)
 
 
 def kept_paths(work: CurateWork, names: list[str]) -> Iterator[WriteKept]:
@@ -81,11 +95,14 @@ class ShardWriter:
         """Append the documents of a part that are no duplicates."""
         removed = removed_of(self.duplicates.documents, self.work.parts, name)
         if self._tokens is not None:
-            _add_kept(self._tokens, IndexedReader(self.work.parts / f"{name}.0"), removed)
+            reader = IndexedReader(self.work.parts / f"{name}.0")
+            require_count(self.work.parts, name, reader.documents)
+            _add_kept(self._tokens, reader, removed)
             return
         content = WriteKept(self.work.parts, name).path.read_bytes()
-        parts = job_parts(self.work.parts)
-        self._documents += parts.documents[parts.names.index(name)] - len(removed)
+        documents = _count_lines(content)
+        require_count(self.work.parts, name, documents, len(removed))
+        self._documents += documents
         self._file.write(content)
         self._hash.update(content)
 
@@ -107,6 +124,15 @@ class ShardWriter:
         else:
             self._file.close()
             self._temporary.unlink(missing_ok=True)
+
+
+def _count_lines(compressed: bytes) -> int:
+    """Return the number of lines of compressed text, or -1 if it is damaged."""
+    try:
+        chunks = zstandard.ZstdDecompressor().read_to_iter(compressed)
+        return sum(chunk.count(b"\n") for chunk in chunks)
+    except zstandard.ZstdError:
+        return -1
 
 
 def _add_kept(writer: IndexedWriter, reader: IndexedReader, removed: Integers) -> None:

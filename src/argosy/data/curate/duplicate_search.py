@@ -20,12 +20,15 @@ import orjson
 from argosy.data.curate.array_file import Array, read_arrays, write_arrays
 from argosy.data.curate.document_marks import ComparingStep, Marks, jaccard, ragged
 from argosy.data.curate.text_batch import Hashes, Integers
+from argosy.errors import ArgosyError
 from argosy.files import replace_file
 
-# Keys of one table that are compared at a time, at about 60 bytes each.
+# Keys of one table that are compared at a time, at 60 bytes each if few are equal, and at most 289.
 CANDIDATES = 8 << 20
-# Pairs whose sketches are in memory at a time, at most 16 KiB each.
-PAIRS = 16 << 10
+# Values of one side's sketches that are compared at a time, at about 80 bytes each.
+SKETCHED = 16 << 20
+# A pair of documents is one integer of 64 bits.
+MOST_DOCUMENTS = 1 << 32
 # A document is a candidate with the first document of its key, and with this many before it.
 _NEIGHBOURS = 8
 _LOW = np.uint64(0xFFFFFFFF)
@@ -61,7 +64,7 @@ class JobParts:
         return np.concatenate(([0], np.cumsum(self.documents, dtype=np.int64)))
 
     def write(self, directory: Path) -> None:
-        replace_file(directory / "part-list", orjson.dumps([self.names, self.documents]))
+        replace_file(directory / "part-list", orjson.dumps([self.names, self.documents]), sync=True)
 
 
 @lru_cache(maxsize=2)
@@ -74,6 +77,12 @@ def job_parts(directory: Path) -> JobParts:
 @lru_cache(maxsize=512)
 def _marks(directory: Path, part: str) -> dict[str, Array]:
     return read_arrays(marks_path(directory, part))
+
+
+def forget_parts() -> None:
+    """Forget what was read of parts: another job of this process may have made others at the same paths."""
+    job_parts.cache_clear()
+    _marks.cache_clear()
 
 
 @dataclass(frozen=True)
@@ -108,7 +117,7 @@ class FindCandidates:
                 arrays[f"{self.step}.{self.table}.documents"][low:high].astype(np.uint64) + np.uint64(first)
             )
         pairs = pairs_of(np.concatenate(keys), np.concatenate(documents), 0 if self.certain else _NEIGHBOURS)
-        replace_file(self.path, pairs.tobytes())
+        replace_file(self.path, pairs.tobytes(), sync=True)
 
 
 def pairs_of(keys: Hashes, documents: Hashes, neighbours: int) -> Hashes:
@@ -153,10 +162,11 @@ class ConfirmPairs:
             slices.append(pairs[np.searchsorted(pairs, low) : np.searchsorted(pairs, high)])
         pairs = np.unique(np.concatenate(slices))
         confirmed = [pairs[:0]]
-        for at in range(0, len(pairs), PAIRS):
-            chunk = pairs[at : at + PAIRS]
+        size = max(1, SKETCHED // self.sketch)
+        for at in range(0, len(pairs), size):
+            chunk = pairs[at : at + size]
             confirmed.append(chunk[self._similarity(chunk) >= self.threshold])
-        replace_file(self.path, np.concatenate(confirmed).tobytes())
+        replace_file(self.path, np.concatenate(confirmed).tobytes(), sync=True)
 
     def _similarity(self, pairs: Hashes) -> npt.NDArray[np.float64]:
         sides = np.stack((pairs >> np.uint64(32), pairs & _LOW), axis=1).astype(np.int64)
@@ -186,6 +196,12 @@ def _read_pairs(path: Path) -> Hashes:
 def searches(directory: Path, steps: list[ComparingStep]) -> Iterator[list[FindCandidates | ConfirmPairs]]:
     """Yield two lists of work, the second of which needs the results of the first."""
     count = int(job_parts(directory).firsts[-1])
+    if steps and count >= MOST_DOCUMENTS:
+        raise ArgosyError(
+            "data.bad-input",
+            f"{count:,} documents cannot be compared with each other: at most {MOST_DOCUMENTS - 1:,} can",
+            fix="curate the inputs in several jobs, or with steps that remove more before documents are compared",
+        )
     ranges = -(-count // CANDIDATES) or 1
     yield [
         FindCandidates(directory, number, table, part, ranges, certain=not step.similarity)

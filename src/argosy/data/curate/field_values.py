@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argosy.data.curate.curation_step import CurationStep, StepResult
 from argosy.data.curate.text_batch import TextBatch
+from argosy.data.text.records import field_of
 
 
 class Step(CurationStep):
@@ -20,7 +21,8 @@ class Step(CurationStep):
     def apply(self, batch: TextBatch) -> StepResult:
         result = StepResult()
         for number in batch.living():
-            value = batch.fields[number].get(self.name)
+            found = field_of(batch.fields[number], self.name)
+            value = found[0] if found else None
             if value is None:
                 result.removed[number] = "missing"
             elif self.values and value not in self.values:

@@ -62,6 +62,7 @@ def read_pipeline(path: Path, **overrides: Any) -> Pipeline:
         spec = PipelineSpec.model_validate(content)
     except ValidationError as error:
         raise _refusal(error, "", list(PipelineSpec.model_fields)) from None
+    _check_fields(spec)
     counts: Counter[str] = Counter()
     steps = []
     for number, entry in enumerate(spec.steps):
@@ -89,6 +90,19 @@ def _step(entry: Any, where: str) -> tuple[str, CurationStep]:
         return name, found.model_validate(keys or {})
     except ValidationError as error:
         raise _refusal(error, f"{where}.{name}.", list(found.model_fields)) from None
+
+
+def _check_fields(spec: PipelineSpec) -> None:
+    """Refuse a field that holds the text as it was before the steps: it would undo masks."""
+    for name in spec.fields:
+        if name in ("text", spec.key) or spec.key.startswith(f"{name}."):
+            raise ArgosyError(
+                "config.bad-value",
+                f"{name} holds the text, and the output holds the text that the steps left",
+                key="fields",
+                value=list(spec.fields),
+                fix=f"leave {name} out: the text is always written",
+            )
 
 
 def _check_order(steps: list[tuple[str, CurationStep]]) -> None:

@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 from typing import Protocol
 
-from argosy.data.prepare.locks import is_current, lock_shards
+from argosy.data.prepare.locks import is_current, lock_shards, locked
 from argosy.data.prepare.parts import PartName, clear_unfinished
 from argosy.data.prepare.work_plan import Plan
 from argosy.errors import ArgosyError
@@ -45,6 +45,9 @@ class ClaimedWork(Protocol):
     def is_done(self) -> bool:
         """Return True if the output is finished."""
 
+    def is_result(self) -> bool:
+        """Return True if the output is known to be the finished result of the same plan."""
+
     def clear(self) -> None:
         """Remove the output of another job."""
 
@@ -57,8 +60,12 @@ class OutputClaim:
         self._locks: int | None = None
 
     def take(self) -> bool:
-        """Lock this machine's shards. Return False if another process finished the whole job while this one waited."""
+        """Lock this machine's shards. Return False if other processes have finished the whole job."""
         work, plan = self.work, self.work.parts / "plan"
+        if work.is_result() and not work.overwrite:
+            # A kill between the report and the end of the job leaves the parts.
+            shutil.rmtree(work.parts, ignore_errors=True)
+            return False
         if work.is_done() or plan.exists():
             self._resume_or_clear(plan)
         work.parts.mkdir(parents=True, exist_ok=True)
@@ -83,8 +90,6 @@ class OutputClaim:
         """Keep the parts of the same job, or remove what `--overwrite` may replace. Refuse anything else."""
         work = self.work
         if work.is_done():
-            # A kill between the manifest and the end of the job leaves the parts.
-            shutil.rmtree(work.parts, ignore_errors=True)
             refusal: ArgosyError | None = ArgosyError(
                 "data.output-exists",
                 f"{work.output} already holds a prepared corpus",
@@ -98,6 +103,19 @@ class OutputClaim:
         if refusal is None:
             return
         if not work.overwrite:
+            if work.is_done():
+                # A kill between the manifest and the end of the job leaves the parts.
+                shutil.rmtree(work.parts, ignore_errors=True)
             raise refusal
-        work.clear()
-        shutil.rmtree(work.parts, ignore_errors=True)
+        work.parts.mkdir(parents=True, exist_ok=True)
+        with locked(work.parts / "locks", wait=False) as free:
+            if not free:
+                raise ArgosyError(
+                    "data.output-exists",
+                    f"another process is making a corpus in {work.output}",
+                    key="--output",
+                    value=str(work.output),
+                    fix="choose another directory, or end that process first",
+                )
+            work.clear()
+            shutil.rmtree(work.parts, ignore_errors=True)

@@ -7,10 +7,11 @@ the process.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 _BUSY = (errno.EACCES, errno.EAGAIN)
@@ -34,6 +35,23 @@ def lock_shards(file: Path, shards: Iterable[int], report: Callable[[str], None]
             told = True
             fcntl.lockf(fd, fcntl.LOCK_EX, 1, shard)
     return fd
+
+
+@contextlib.contextmanager
+def locked(file: Path, *, wait: bool) -> Iterator[bool]:
+    """Lock a whole file, which conflicts with the lock of any shard. Yield False if another process holds one and `wait` is False.
+
+    On a file system without locks nothing is locked.
+    """
+    fd, free = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), True
+    try:
+        try:
+            fcntl.lockf(fd, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            free = error.errno not in _BUSY
+        yield free
+    finally:
+        os.close(fd)
 
 
 def is_current(fd: int, file: Path) -> bool:

@@ -8,21 +8,25 @@ same paths, and have Argosy installed.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from argosy import __version__
 from argosy.data.prepare.preview import sample_texts
 from argosy.data.prepare.workers import EncoderSpec, Maker, PartRecipe, Raised, Task, make_maker
 from argosy.data.text.engines import Encode, EngineFault, Proof
 from argosy.data.text.inputs import InputFile, require
 from argosy.data.text.tokenizer import Tokenizer
 from argosy.errors import ArgosyError
+from argosy.extras import install_extra
 
 _log = logging.getLogger(__name__)
 # A block, or a start, that so many workers died of is at fault itself.
@@ -33,17 +37,36 @@ _LOOK_S = 2.0
 _CONNECT_S = 10.0
 
 
+@dataclass(frozen=True)
+class Started:
+    """What a worker tells when it has started."""
+
+    host: str
+    # Ray's id of the node.
+    node: str
+    version: str
+    # The fault of its engine, or an exception.
+    fault: str | Raised | None
+
+
 class RayWorker:
     """The actor: it loads its engine, checks it, and makes parts one after another."""
 
-    def __init__(self, directory: Path, spec: EncoderSpec | None, options: PartRecipe) -> None:
+    def __init__(self, place: str, directory: Path, spec: EncoderSpec | None, options: PartRecipe) -> None:
+        # Relative names of inputs are those of the job.
+        with contextlib.suppress(OSError):
+            os.chdir(place)
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         self.directory, self.spec, self.options = directory, spec, options
         self._encode: Encode | None = None
         self._maker: Maker | None = None
 
-    def start(self, proof: Proof | None) -> str | Raised | None:
-        """Load the engine. Return the fault of an engine that gives other ids than `proof`."""
+    def start(self, proof: Proof | None) -> Started:
+        """Load the engine, and check that it gives the ids of `proof`."""
+        node = require("ray", "ray", "`--on ray`").get_runtime_context().get_node_id()
+        return Started(socket.gethostname(), node, __version__, self._load(proof))
+
+    def _load(self, proof: Proof | None) -> str | Raised | None:
         try:
             if self.spec is not None and self.spec.engine is not None:
                 self._encode = self.spec.encoder()
@@ -90,23 +113,28 @@ class RayWorkers:
         if self._is_ours:
             self._connect(None if address == "ray" else address)
         self.engine: str | None = None if spec is None else spec.engine
-        self._arguments = directory.resolve(), spec, options
+        self._arguments = str(Path.cwd()), directory.resolve(), spec, options
         self._sampled = sampled
         self._proof: Proof | None = None
+        # True once the first worker's engine has passed its check.
+        self._proven = False
         # Actors by what they are doing: the reference to the answer -> the actor, with its task.
         self._starting: dict[Any, Any] = {}
         self._busy: dict[Any, tuple[Any, Task]] = {}
         self._idle: list[Any] = []
+        # The node of each actor that has started.
+        self._nodes: dict[Any, str] = {}
         self._deaths: Counter[str] = Counter()
 
     def prove(self, reference: Tokenizer) -> None:
         """Start the workers, each of which checks its engine. Raise EngineFault if the first one fails."""
-        self._proof = Proof.by(reference, sample_texts(self._sampled, self._arguments[2]))
+        self._proof = Proof.by(reference, sample_texts(self._sampled, self._arguments[3]))
         self._add_workers()
         while not self._idle:
             self._add_workers()
             for _ in self._wait():
                 raise RuntimeError("no task was given out yet")
+        self._proven = True
 
     def run(self, tasks: Iterator[Task]) -> Iterator[tuple[Any, Any]]:
         """Yield names and facts as they are finished. Tasks of lost workers are given to others."""
@@ -132,7 +160,7 @@ class RayWorkers:
         actors = [*self._idle, *self._starting.values(), *(actor for actor, _ in self._busy.values())]
         for actor in actors:
             self._ray.kill(actor)
-        self._starting, self._busy, self._idle = {}, {}, []
+        self._starting, self._busy, self._idle, self._nodes = {}, {}, [], {}
         if self._is_ours:
             self._ray.shutdown()
 
@@ -161,22 +189,46 @@ class RayWorkers:
             try:
                 answer = self._ray.get(reference)
             except self._ray.exceptions.RayError as error:
+                self._drop_node(actor)
                 self._lost(_START if task is None else task[0], error)
                 if task is not None:
                     yield task, None
                 continue
             if starts:
-                self._started(answer)
+                self._started(actor, answer)
             self._idle.append(actor)
             if task is not None:
                 yield task, (answer,)
 
-    def _started(self, fault: str | Raised | None) -> None:
-        if isinstance(fault, Raised):
-            raise fault.exception()
-        if fault is not None:
-            raise EngineFault(fault)
+    def _started(self, actor: Any, started: Started) -> None:
+        if started.version != __version__:
+            raise ArgosyError(
+                "launch.environment",
+                f"node {started.host} of the Ray cluster has Argosy {started.version}, and this machine {__version__}",
+                key="--on",
+                fix=f"install Argosy {__version__} on every node",
+            )
+        if isinstance(started.fault, Raised):
+            raise started.fault.exception()
+        if started.fault is not None and self._proven:
+            raise ArgosyError(
+                "launch.environment",
+                f"node {started.host} of the Ray cluster cannot use the tokenizer engine of the other nodes: {self.engine} {started.fault}",
+                key="--on",
+                fix=f"install the same packages on every node: {install_extra('data')}",
+            )
+        if started.fault is not None:
+            raise EngineFault(started.fault)
+        self._nodes[actor] = started.node
         self._deaths.pop(_START, None)
+
+    def _drop_node(self, lost: Any) -> None:
+        """Stop the idle workers of a lost worker's node, which are probably lost too. A task would die with each of them."""
+        node = self._nodes.pop(lost, None)
+        for actor in [actor for actor in self._idle if node is not None and self._nodes[actor] == node]:
+            self._idle.remove(actor)
+            del self._nodes[actor]
+            self._ray.kill(actor)
 
     def _lost(self, name: Any, error: Exception) -> None:
         self._deaths[str(name)] += 1

@@ -137,6 +137,10 @@ class Work:
         """Return True if the corpus is finished: the manifest of the last key is written last."""
         return any((directory / FILE_NAME).exists() for directory in (self.output, self.corpora[-1]))
 
+    def is_result(self) -> bool:
+        """Return False: a manifest does not tell the plan."""
+        return False
+
 
 def corpora_of(output: Path, keys: Sequence[str]) -> list[Path]:
     """Return the directory of each key's corpus: `output` itself for one key, else a subdirectory named after the key."""

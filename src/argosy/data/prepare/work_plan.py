@@ -6,6 +6,7 @@ parts of different versions of an input are never joined.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
@@ -34,6 +35,11 @@ class Plan:
     def content(self) -> bytes:
         """Return the plan as JSON."""
         return orjson.dumps({"options": self.options, "inputs": [astuple(file)[:4] for file in self.inputs]})
+
+    def digest(self) -> str:
+        """Return a hash of the plan that does not depend on the machine."""
+        plan = replace(self, inputs=tuple(replace(file, inode=0) for file in self.inputs))
+        return hashlib.sha256(plan.content()).hexdigest()
 
     def difference(self, stored: bytes, output: Path) -> ArgosyError | None:
         """Return the error that explains why the parts of a stored plan cannot be used for this one, or None if they can."""

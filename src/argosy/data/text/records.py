@@ -119,6 +119,16 @@ def _under(value: Any, path: Sequence[str]) -> Any:
     return value
 
 
+def field_of(record: Any, name: str) -> tuple[Any, ...]:
+    """Return the value of a field (nested as `meta.lang`) as a tuple of one, or an empty tuple if the record has no such field."""
+    if isinstance(record, dict) and name in record:
+        return (record[name],)
+    try:
+        return (_under(record, name.split(".")),)
+    except Fault:
+        return ()
+
+
 def _sentences(value: Any) -> Sentences:
     if isinstance(value, bytes):
         try:
