@@ -11,7 +11,7 @@ import typer
 from argosy.cli import data_build, data_corpus, data_curate, data_fetch, data_reference
 from argosy.cli.arguments import new_output
 
-app = typer.Typer(help="Fetch, curate and tokenise text; inspect, verify and merge corpora.", no_args_is_help=True)
+app = typer.Typer(help="Fetch, curate and tokenise text; inspect and verify corpora.", no_args_is_help=True)
 app.command("fetch")(data_fetch.fetch)
 app.command("curate")(data_curate.curate)
 
