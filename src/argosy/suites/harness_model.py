@@ -68,11 +68,16 @@ class RankShare:
     gather: Callable[[Any], list[Any]] = lambda document: [document]
     # True if every forward pass is a collective, as with FSDP: all ranks then make equally many.
     in_step: bool = False
+    # Called after every batch that this rank has computed.
+    after_batch: Callable[[], None] = lambda: None
 
     def run(self, batches: Sequence[list[Item]], compute: Callable[[list[Item]], list[T]]) -> list[list[T]]:
         """Return the results of every batch. Results must be JSON."""
         numbers = range(self.rank, len(batches), self.ranks)
-        mine = {number: compute(batches[number]) for number in numbers}
+        mine: dict[int, list[T]] = {}
+        for number in numbers:
+            mine[number] = compute(batches[number])
+            self.after_batch()
         if self.in_step and len(numbers) < -(-len(batches) // self.ranks):
             compute(batches[0])
         found: dict[int, list[T]] = {}

@@ -6,6 +6,7 @@ among the data-parallel ranks. With FSDP all ranks make equally many forward pas
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from argosy.config.suites import TasksSpec
 from argosy.errors import ArgosyError
 from argosy.parallel.host_group import all_gather_json
 from argosy.parallel.mesh import Agreement
+from argosy.record.heartbeat import Phase
 from argosy.record.jsonl import now
 from argosy.suites.harness_tasks import HarnessTasks, require_harness
 from argosy.tasks.task_registry import task_of
@@ -27,7 +29,11 @@ KEY = "eval.tasks"
 class TaskEvaluation:
     """Scores the model when it is due. Tasks and their data are loaded once, before the first step."""
 
-    def __init__(self, session: Session, spec: TasksSpec, journal: Journal, agreement: Agreement) -> None:
+    phase: Phase = "score_tasks"
+
+    def __init__(
+        self, session: Session, spec: TasksSpec, journal: Journal, agreement: Agreement, beat: Callable[[], None]
+    ) -> None:
         require_harness(KEY)
         from argosy.suites.harness_model import HarnessModel, RankShare, TextModel
         from argosy.suites.icl_tasks import harness_config
@@ -50,9 +56,9 @@ class TaskEvaluation:
             start=end,
             beside=task_of(session.spec).prompt_inputs,
         )
-        share = RankShare()
+        share = RankShare(after_batch=beat)
         if mesh.world_size > 1:
-            share = RankShare(mesh.rank, mesh.world_size, all_gather_json, in_step=mesh.has_fsdp)
+            share = RankShare(mesh.rank, mesh.world_size, all_gather_json, in_step=mesh.has_fsdp, after_batch=beat)
         self._model = HarnessModel(text, batch=spec.batch, share=share)
 
     def due(self, step: int) -> bool:
