@@ -6,6 +6,7 @@ among the data-parallel ranks. With FSDP all ranks make equally many forward pas
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -24,6 +25,7 @@ from argosy.train.opening import Journal
 from argosy.train.session import Session
 
 KEY = "eval.tasks"
+_log = logging.getLogger(__name__)
 
 
 class TaskEvaluation:
@@ -66,7 +68,13 @@ class TaskEvaluation:
         return self._agreement.asked is None and (step == self._session.steps or self._timer.due(step))
 
     def run(self, step: int, tokens: int) -> list[str]:
-        """Score the weights after `step`. A task that cannot be run is reported, and training goes on."""
+        """Score the weights after `step`. A task that fails is reported, and training goes on.
+
+        Tasks run other people's templates and metrics, which may raise anything, on all ranks alike. A rank that failed in a
+        collective forward pass must end: the other ranks wait there.
+        """
+        from argosy.suites.harness_model import OutOfStepError
+
         model = self._session.engine.model
         # Compiled code would be compiled again for each length.
         eager = self._session.spec.parallel.compile != "off"
@@ -74,9 +82,13 @@ class TaskEvaluation:
         try:
             with torch.compiler.set_stance("force_eager") if eager else nullcontext():
                 found = self._tasks.score(self._model, limit=self._spec.limit, resample=False)
-        except ArgosyError as error:
-            self._journal.event("tasks-failed", step, warning=error.cause)
-            return [f"warning: step {step}: tasks were not scored: {error.cause}"]
+        except OutOfStepError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever a task raises, training goes on
+            cause = error.cause if isinstance(error, ArgosyError) else f"{type(error).__name__}: {error}"
+            _log.debug("tasks were not scored", exc_info=True)
+            self._journal.event("tasks-failed", step, warning=cause)
+            return [f"warning: step {step}: tasks were not scored: {cause}"]
         finally:
             model.train()
         scores = {f"task/{name}/{metric}": v for name, one in found.items() for metric, v in one.metrics.items()}
