@@ -84,6 +84,12 @@ def test_a_request_gets_the_same_answer_whatever_its_batch_and_rank(run: Path) -
             assert rank == 0
     assert [greedy for _, greedy in found] == [greedy for _, greedy in alone]
     torch.testing.assert_close([value for value, _ in found], [value for value, _ in alone])
+    # A continuation that fills the model is scored, and a longer one has no logits of its own.
+    model, limit = HarnessModel(text, batch=2), text.limit
+    assert len(model._loglikelihood_tokens([(None, [1], [2] * limit)])) == 1
+    with pytest.raises(ArgosyError, match=f"has {limit + 1} tokens, and the model reads {limit}") as refused:
+        model._loglikelihood_tokens([(None, [1], [2] * (limit + 1))])
+    assert refused.value.code == "eval.bad-task"
 
 
 def test_a_batch_that_fails_on_one_rank_is_refused_on_all() -> None:

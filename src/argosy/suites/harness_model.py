@@ -154,6 +154,12 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         """Return the log-likelihood of each continuation after its context, and whether greedy decoding would write it."""
         inputs: dict[tuple[tuple[int, ...], int], _Scored] = {}
         for number, (_, context, continuation) in enumerate(requests):
+            if len(continuation) > self._text.limit:
+                raise ArgosyError(
+                    "eval.bad-task",
+                    f"a continuation has {len(continuation)} tokens, and the model reads {self._text.limit}",
+                    fix="leave the task out, or score a model with longer sequences",
+                )
             whole = context + continuation
             first = max(0, len(whole) - self._text.limit - 1)
             tokens = tuple(whole[first:-1])
