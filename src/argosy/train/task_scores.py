@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from argosy.checkpoint.source import inherited_start, opens_with
 from argosy.config.suites import TasksSpec
 from argosy.errors import ArgosyError
 from argosy.parallel.host_group import all_gather_json
@@ -48,6 +49,10 @@ class TaskEvaluation:
         data, mesh = session.data, session.mesh
         tokenizer = data.require_tokenizer(KEY)
         end = tokenizer.eod_id if data.eod_id is None else data.eod_id
+        # The directory is described on the first rank's file system. -1: the run did not begin from a model with such a token.
+        root = journal.run.root
+        start = mesh.from_first(lambda: -1 if (begins := inherited_start(root)) is None else begins)
+        opens = start >= 0 and bool(mesh.from_first(lambda: opens_with(root, start, tokenizer)))
         text = TextModel(
             session.engine.model,
             tokenizer,
@@ -55,7 +60,8 @@ class TaskEvaluation:
             limit=session.spec.data.seq_len,
             vocabulary=min(session.spec.model.vocab_size, tokenizer.vocab_size),
             end=end,
-            start=end,
+            start=start if start >= 0 else end,
+            opening=[start] if opens else [],
             beside=task_of(session.spec).prompt_inputs,
         )
         share = RankShare(after_batch=beat)
