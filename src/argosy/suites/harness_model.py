@@ -92,7 +92,7 @@ class RankShare:
                 compute(batches[0])
         except Exception as error:
             if self.in_step:
-                raise OutOfStepError from error
+                raise OutOfStepError(f"{type(error).__name__}: {error}") from error
             if self.ranks == 1:
                 raise
             failure = f"{type(error).__name__}: {error}"
