@@ -81,14 +81,14 @@ def test_a_reader_never_sees_a_change_half_made(tmp_path: Path) -> None:
     if child == 0:
         # Until the process is killed.
         for number in itertools.count():
-            writer.write(RankProgress(number, number, number, number, number, PHASES[number % 8]))
+            writer.write(RankProgress(number, number, number, number, number, PHASES[number % len(PHASES)]))
     seen = set[int]()
     try:
         while len(seen) < 100:
             if (progress := reader.read()) is not None:
                 entered, *others, phase = progress
                 assert others == [entered] * 4
-                assert phase == PHASES[entered % 8]
+                assert phase == PHASES[entered % len(PHASES)]
                 seen.add(entered)
     finally:
         os.kill(child, signal.SIGKILL)
@@ -117,6 +117,30 @@ def test_the_longest_time_in_a_phase_leaves_out_the_first_step(tmp_path: Path, m
     now += 2
     heartbeat.enter("data", 8)
     assert longest() == 2.0
+    heartbeat.close()
+
+
+def test_beats_within_a_phase_keep_the_long_limit_until_it_has_ended_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    page = tmp_path / "page"
+    heartbeat = Heartbeat(page=page)
+    with page.open("rb+") as file:
+        reader = Page(file.fileno())
+    heartbeat.enter("score_tasks", 8)
+    seen = []
+    for seconds in (1, 30, 2):
+        now += seconds
+        heartbeat.beat()
+        seen.append(reader.read())
+    assert [(one.entered, one.since, one.longest) for one in seen if one] == [(2, 1001, 0), (3, 1031, 0), (4, 1033, 0)]
+    heartbeat.enter("evaluate", 8)
+    # Its own phase: validation has learnt nothing from it.
+    assert reader.read() == RankProgress(5, 8, 0, now, 0.0, "evaluate")
+    heartbeat.enter("score_tasks", 9)
+    assert reader.read() == RankProgress(6, 9, 0, now, 30.0, "score_tasks")
     heartbeat.close()
 
 

@@ -84,6 +84,33 @@ def test_a_request_gets_the_same_answer_whatever_its_batch_and_rank(run: Path) -
             assert rank == 0
     assert [greedy for _, greedy in found] == [greedy for _, greedy in alone]
     torch.testing.assert_close([value for value, _ in found], [value for value, _ in alone])
+    # A continuation that fills the model is scored, and a longer one has no logits of its own.
+    model, limit = HarnessModel(text, batch=2), text.limit
+    assert len(model._loglikelihood_tokens([(None, [1], [2] * limit)])) == 1
+    with pytest.raises(ArgosyError, match=f"has {limit + 1} tokens, and the model reads {limit}") as refused:
+        model._loglikelihood_tokens([(None, [1], [2] * (limit + 1))])
+    assert refused.value.code == "eval.bad-task"
+
+
+def test_a_batch_that_fails_on_one_rank_is_refused_on_all() -> None:
+    from argosy.suites.harness_model import OutOfStepError, RankShare
+
+    def compute(batch: list[int]) -> list[int]:
+        if batch == [1]:
+            raise MemoryError("full")
+        return batch
+
+    parts: list[Any] = []
+    # The second rank fails first, and the first rank has computed its batches.
+    for rank in (1, 0):
+        share = RankShare(rank, 2, gather=lambda mine: (parts.insert(0, mine), parts)[1])
+        with pytest.raises(ArgosyError, match="MemoryError: full"):
+            share.run([[0], [1], [2]], compute)
+    assert parts == [[[(0, [0]), (2, [2])], None], [[], "MemoryError: full"]]
+    # A rank that has left a collective forward pass must not wait for the others elsewhere.
+    with pytest.raises(OutOfStepError):
+        RankShare(1, 2, gather=parts.append, in_step=True).run([[0], [1]], compute)
+    assert len(parts) == 2
 
 
 def test_the_command_prints_and_writes_scores(run: Path, tmp_path: Path, argosy: Any) -> None:

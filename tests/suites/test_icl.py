@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from argosy.config.foreign.foundry import from_foundry
 from argosy.config.foreign.foundry_icl import read_icl_tasks
-from argosy.config.suites import IclTaskSpec, TasksSpec
+from argosy.config.suites import IclTaskSpec, IclType, TasksSpec
 
 TASKS: list[dict[str, Any]] = [
     {
@@ -60,20 +61,39 @@ def test_a_file_of_tasks_is_read(tmp_path: Path) -> None:
     assert ([section["name"] for section in sections], left) == (["piqa-0-shot", "piqa-2-shot", "winograd"], [])
 
 
-def test_prompts_have_examples_and_delimiters_where_foundry_has_them(tmp_path: Path) -> None:
+ROWS: dict[IclType, list[dict[str, Any]]] = {
+    "multiple_choice": [{"query": f"Q{n}?", "choices": ["yes", "no"], "gold": 1} for n in range(2)],
+    "schema": [{"context_options": [f"a{n}", f"b{n}"], "continuation": f"c{n}", "gold": 0} for n in range(2)],
+    "language_modeling": [{"context": f"Q{n}?", "continuation": "no"} for n in range(2)],
+    "generation": [{"context": f"Q{n}?", "answer": "no", "aliases": ["non"]} for n in range(2)],
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("multiple_choice", [("{{n}}\nQ: Q1?\nA: no\n\nQ: Q0?\nA:", " yes"), ("{{n}}\nQ: Q1?\nA: no\n\nQ: Q0?\nA:", " no")]),
+        ("schema", [("{{n}}\nQ: a1\nA: c1\n\nQ: a0\nA:", " c0"), ("{{n}}\nQ: a1\nA: c1\n\nQ: b0\nA:", " c0")]),
+        ("language_modeling", [("{{n}}\nQ: Q1?\nA: no\n\nQ: Q0?\nA:", " no")]),
+        ("generation", [("{{n}}\nQ: Q1?\nA: no\n\nQ: Q0?\nA:",)]),
+    ],
+)  # fmt: skip
+def test_prompts_have_examples_and_delimiters_where_foundry_has_them_and_are_no_templates(
+    kind: IclType, expected: list[tuple[str, ...]], tmp_path: Path
+) -> None:
+    """A template that is not plain text would fail here: `n` and `{% x %}` mean nothing."""
     from argosy.suites.harness_tasks import HarnessTasks
     from argosy.suites.icl_tasks import harness_config
 
-    rows = [{"query": f"Q{n}?", "choices": ["yes", "no"], "gold": 1} for n in range(2)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[kind]))
+    strange = "{% x %}{#\\ "
     task = IclTaskSpec(
-        name="piqa", data=str(tmp_path / "rows.jsonl"), type="multiple_choice", few_shot=1, prompt="Choose.\n",
-        continuation_delimiter="\nA: ", example_delimiter="\n\n",
+        name="piqa", data=str(tmp_path / "rows.jsonl"), type=kind, few_shot=1, prompt=f"{strange}{{{{n}}}}\n",
+        question_prelimiter=f"{strange}Q: ", continuation_delimiter="\nA: ", example_delimiter="\n\n",
     )  # fmt: skip
     [loaded] = HarnessTasks([], configs=[harness_config(task)])._loaded["tasks"].values()
     loaded.set_fewshot_seed(seed=1)
     loaded.build_all_requests(limit=1, rank=0, world_size=1)
-    assert [request.args for request in loaded.instances] == [
-        ("Choose.\nQ1?\nA: no\n\nQ0?", "\nA: yes"),
-        ("Choose.\nQ1?\nA: no\n\nQ0?", "\nA: no"),
-    ]
+    found = [tuple(part for part in request.args if isinstance(part, str)) for request in loaded.instances]
+    assert [(context.replace(strange, ""), *rest) for context, *rest in found] == expected
+    assert all(context.count(strange) == 3 for context, *_ in found)

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from argosy.checkpoint.hf.hf_import import import_hf
-from argosy.checkpoint.source import open_source, starting_weights
+from argosy.checkpoint.source import inherited_start, open_source, opens_with, starting_weights
 from argosy.checkpoint.store import latest
 from argosy.config.resolve import resolve
+from argosy.data.text.tokenizer import ByteTokenizer
 from argosy.errors import ArgosyError
 from argosy.infer.evaluate_run import evaluate_run
 from argosy.infer.generate import sample
@@ -66,6 +67,7 @@ def _weights(run: RunDir) -> dict[str, torch.Tensor]:
 
 
 def test_a_run_starts_from_hugging_face_weights_at_step_0(llama: str, spec: Write, tmp_path: Path) -> None:
+    (tmp_path / "hf" / "tokenizer_config.json").write_text('{"add_bos_token": true}')
     run = _run(spec(llama))
     source = open_source(llama)
     for name, value in _weights(run).items():
@@ -79,6 +81,10 @@ def test_a_run_starts_from_hugging_face_weights_at_step_0(llama: str, spec: Writ
     }  # fmt: skip
     start = json.loads(run.events.read_text().splitlines()[0])
     assert (start["event"], start["step"], start["init_from"]["from"]) == ("start", 0, llama)
+    # Its texts begin as those of that model, after training and while it trains.
+    assert open_source(str(run.root)).opening(ByteTokenizer()) == [256]
+    assert inherited_start(run.root) == 256
+    assert opens_with(run.root, 256, ByteTokenizer())
 
 
 def test_from_an_import_or_a_checkpoint_it_is_the_same_run(llama: str, spec: Write, tmp_path: Path) -> None:

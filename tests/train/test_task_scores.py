@@ -14,7 +14,7 @@ from argosy.checkpoint.store import latest
 from argosy.config.resolve import resolve
 from argosy.errors import ArgosyError
 from argosy.infer.evaluate_tasks import evaluate_tasks
-from argosy.record.jsonl import read_metrics
+from argosy.record.jsonl import read_jsonl, read_metrics
 from argosy.train.run import TrainOptions, train
 from suites.local_tasks import write_tasks
 
@@ -61,7 +61,7 @@ def test_scores_change_no_bit_of_the_training_and_are_those_of_the_checkpoint(
     evaluation = {"every": 3, "batches": 2}
     scored = go(write_spec(model=MOE, name="with", eval=evaluation | {"tasks": tasks}))
     plain = go(write_spec(model=MOE, name="without", eval=evaluation))
-    assert all(torch.equal(scored[name], plain[name]) for name in plain.infos)
+    assert [name for name in plain.infos if not torch.equal(scored[name], plain[name])] == []
     metrics = read_metrics(tmp_path / "runs" / "with" / "metrics.jsonl")
     found = {step: {k: v for k, v in record.items() if k.startswith("task/")} for step, record in metrics.items()}
     assert [step for step, scores in found.items() if scores] == [2, 3]
@@ -74,6 +74,26 @@ def test_scores_change_no_bit_of_the_training_and_are_those_of_the_checkpoint(
     assert step == 3
     for name, one in later.items():
         assert one.metrics == pytest.approx({metric: found[3][f"task/{name}/{metric}"] for metric in one.metrics})
+
+
+def test_a_task_that_fails_is_reported_and_training_goes_on(write_spec: Write, tmp_path: Path) -> None:
+    # The template of the second row divides by zero: loading renders the first row only.
+    (tmp_path / "rows.jsonl").write_text('{"n": 1}\n{"n": 0}\n')
+    (tmp_path / "broken.yaml").write_text(
+        json.dumps(
+            {
+                "task": "broken", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": "rows.jsonl"}},
+                "test_split": "test", "output_type": "loglikelihood", "doc_to_text": "{{ 1 / n }}", "doc_to_target": "x",
+                "metric_list": [{"metric": "acc"}],
+            }
+        )
+    )  # fmt: skip
+    tasks = {"names": ["broken"], "dir": str(tmp_path), "every": 2}
+    go(write_spec(name="broken", eval={"every": 3, "batches": 1, "tasks": tasks}))
+    events = list(read_jsonl(tmp_path / "runs" / "broken" / "events.jsonl"))
+    failed = [(event["step"], event["warning"]) for event in events if event["event"] == "tasks-failed"]
+    assert failed == [(step, "ZeroDivisionError: division by zero") for step in (2, 3)]
+    assert events[-1]["event"] == "done"
 
 
 @pytest.mark.parametrize(

@@ -83,9 +83,7 @@ class Source:
     def opening(self, tokenizer: Tokenizer) -> list[int]:
         """Return the model's beginning-of-text token if the tokenizer's settings or its own rules prepend it, else nothing."""
         begins = self.token_ids.get("bos_token_id")
-        asked = _tokenizer_settings(self.root).get("add_bos_token")
-        there = begins in tokenizer.opening() if asked is None else bool(asked)
-        return [begins] if there and isinstance(begins, int) else []
+        return [begins] if isinstance(begins, int) and opens_with(self.root, begins, tokenizer) else []
 
     def reads(self, data: Tokenizer | None) -> bool:
         """Return whether ids of the data's tokenizer mean the same text to the model. If a tokenizer is unknown, assume they do."""
@@ -142,6 +140,18 @@ def open_source(where: str, report: Callable[[str], None] = lambda text: None) -
         token_ids=dict(document.get("token_ids") or started.get("token_ids") or {}) | _their_roles(model, special),
         run=document.get("spec"),
     )
+
+
+def inherited_start(root: Path) -> int | None:
+    """Return the beginning-of-text token of the model that the run in `root` began from, or None."""
+    begins = ((stored_description(root).get("start") or {}).get("token_ids") or {}).get("bos_token_id")
+    return begins if isinstance(begins, int) else None
+
+
+def opens_with(root: Path, begins: int, tokenizer: Tokenizer) -> bool:
+    """Return whether the tokenizer's settings in `root`, or else its own rules, put the token `begins` before a text."""
+    asked = _tokenizer_settings(root).get("add_bos_token")
+    return begins in tokenizer.opening() if asked is None else bool(asked)
 
 
 def _tokenizer_in(root: Path) -> Tokenizer | None:

@@ -68,7 +68,7 @@ def text_model(loaded: Loaded) -> TextModel:
         )
     tokenizer = source_tokenizer(source)
     end = source.eod_id if source.eod_id is not None else tokenizer.eod_id
-    start = source.token_ids.get("bos_token_id") if loaded.spec is None else None
+    start = source.token_ids.get("bos_token_id")
     return TextModel(
         loaded.model,
         tokenizer,
@@ -77,8 +77,7 @@ def text_model(loaded: Loaded) -> TextModel:
         vocabulary=min(source.model.vocab_size, max(source.vocab_size, tokenizer.vocab_size)),
         end=end,
         start=end if start is None else start,
-        # Data of our own runs has no such opening tokens.
-        opening=source.opening(tokenizer) if loaded.spec is None else [],
+        opening=source.opening(tokenizer),
         beside=task.prompt_inputs,
     )
 

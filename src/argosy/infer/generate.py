@@ -57,8 +57,7 @@ def _go_on(
     """Return each prompt and its continuation. All are written as one batch."""
     eod = loaded.source.eod_id
     prompt_ids = [tokenizer.encode(prompt) for prompt in prompts]
-    # Data of our own runs has no such opening tokens.
-    opening = loaded.source.opening(tokenizer) if loaded.spec is None else []
+    opening = loaded.source.opening(tokenizer)
     if not (opening or all(prompt_ids)) and eod is None:
         raise ArgosyError(
             "tokenizer.no-eod",

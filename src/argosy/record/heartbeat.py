@@ -3,9 +3,9 @@
     {"rank": 3, "host": "node7", "pid": 4711, "attempt": 0, "step": 812, "phase": "forward_backward", "phase_s": 0.8,
      "longest_s": 0.9, "progress": 3251, "state": "R", "memory_bytes": 2.1e9, "collective": null, "time": …, "monotonic": …, "beat": 640, "alive": true}
 
-`beat` and `time` grow as long as the writer lives: they prove that the host is alive. `progress` counts the phases that the
-rank has entered: it proves that the rank makes progress. `phase_s` is the time in the current phase by the monotonic clock.
-`longest_s` is the longest time that this phase has taken in this attempt (0: it has not finished once). When the rank ends,
+`beat` and `time` grow as long as the writer lives: they prove that the host is alive. `progress` counts the phases and the
+parts of phases that the rank has entered: it proves that the rank makes progress. `phase_s` is the time in the current phase by the monotonic clock.
+`longest_s` is the longest time that this phase, or a part of it, has taken in this attempt (0: it has not finished once). When the rank ends,
 with or without an error, the last record says `alive: false`. The writer is a process of its own, `argosy.record.pulse`.
 """
 
@@ -28,7 +28,9 @@ from argosy.record import pulse
 from argosy.record.pulse import PAGE_BYTES, Page, RankProgress
 from argosy.untrusted import MIB, read_object
 
-Phase = Literal["start", "load", "data", "forward_backward", "optimizer", "evaluate", "save", "last_save", "done"]
+Phase = Literal[
+    "start", "load", "data", "forward_backward", "optimizer", "evaluate", "write_samples", "score_tasks", "save", "last_save", "done",
+]  # fmt: skip
 _WRITER_EXIT_S = 2.0
 _log = logging.getLogger(__name__)
 
@@ -49,6 +51,8 @@ class Heartbeat:
         self._page = Page(self._fd)
         self._progress = RankProgress(0, 0, 0, time.monotonic(), 0.0, "start")
         self._longest: dict[str, float] = {}
+        # The longest time between two beats of the current phase.
+        self._longest_part = 0.0
         self._writer: subprocess.Popen[bytes] | None = None
         self._page.write(self._progress)
 
@@ -78,10 +82,22 @@ class Heartbeat:
         now, before = time.monotonic(), self._progress
         # The first step includes warm-up, and would make the stall limit too long.
         if before.step > before.first + 1:
-            self._longest[before.phase] = max(self._longest.get(before.phase, 0.0), now - before.since)
+            took = max(self._longest_part, now - before.since)
+            self._longest[before.phase] = max(self._longest.get(before.phase, 0.0), took)
+        self._longest_part = 0.0
         step = before.step if step is None else step
         longest = self._longest.get(phase, 0.0)
         self._progress = RankProgress(before.entered + 1, step, before.first, now, longest, phase)
+        self._page.write(self._progress)
+
+    def beat(self) -> None:
+        """Record progress inside a phase of many parts. The stall limit then applies to a part instead of the whole phase.
+
+        The longest part counts when the phase ends, so a first time keeps the long limit although its first part was short.
+        """
+        now, before = time.monotonic(), self._progress
+        self._longest_part = max(self._longest_part, now - before.since)
+        self._progress = before._replace(entered=before.entered + 1, since=now)
         self._page.write(self._progress)
 
     @property

@@ -17,7 +17,9 @@ import sys
 import time
 from typing import Any, NamedTuple
 
-PHASES = ("start", "load", "data", "forward_backward", "optimizer", "evaluate", "save", "last_save", "done")
+PHASES = (
+    "start", "load", "data", "forward_backward", "optimizer", "evaluate", "write_samples", "score_tasks", "save", "last_save", "done",
+)  # fmt: skip
 PAGE_BYTES = 4096
 # sequence, entered, step, first, since, longest, phase
 _LAYOUT = struct.Struct("<QQqqddQ")

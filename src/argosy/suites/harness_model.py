@@ -58,6 +58,10 @@ class TextModel:
     beside: Callable[[int, range], Mapping[str, list[int]]] = lambda prompt, shown: {}
 
 
+class OutOfStepError(Exception):
+    """A collective forward pass failed on this rank: the other ranks wait in it, so this rank cannot go on either."""
+
+
 @dataclass(frozen=True)
 class RankShare:
     """This rank's share of the batches. The default is one rank that computes all of them."""
@@ -68,16 +72,39 @@ class RankShare:
     gather: Callable[[Any], list[Any]] = lambda document: [document]
     # True if every forward pass is a collective, as with FSDP: all ranks then make equally many.
     in_step: bool = False
+    # Called after every batch that this rank has computed.
+    after_batch: Callable[[], None] = lambda: None
 
     def run(self, batches: Sequence[list[Item]], compute: Callable[[list[Item]], list[T]]) -> list[list[T]]:
-        """Return the results of every batch. Results must be JSON."""
-        numbers = range(self.rank, len(batches), self.ranks)
-        mine = {number: compute(batches[number]) for number in numbers}
-        if self.in_step and len(numbers) < -(-len(batches) // self.ranks):
-            compute(batches[0])
-        found: dict[int, list[T]] = {}
-        for part in self.gather(list(mine.items())):
-            found |= {int(number): results for number, results in part}
+        """Return the results of every batch. Results must be JSON.
+
+        Raises:
+            ArgosyError: a batch failed on another rank or on this one. All ranks raise it together.
+            OutOfStepError: a forward pass failed that is a collective.
+        """
+        mine: list[tuple[int, list[T]]] = []
+        failure: str | None = None
+        try:
+            for number in range(self.rank, len(batches), self.ranks):
+                mine.append((number, compute(batches[number])))
+                self.after_batch()
+            if self.in_step and len(mine) < -(-len(batches) // self.ranks):
+                compute(batches[0])
+        except Exception as error:
+            if self.in_step:
+                raise OutOfStepError(f"{type(error).__name__}: {error}") from error
+            if self.ranks == 1:
+                raise
+            failure = f"{type(error).__name__}: {error}"
+        parts = self.gather([mine, failure])
+        for rank, (_, failed) in enumerate(parts):
+            if failed is not None:
+                raise ArgosyError(
+                    "eval.bad-task",
+                    f"a batch failed on rank {rank}: {failed}",
+                    fix="score fewer texts at once (eval.tasks.batch) if memory ran out",
+                )
+        found = {int(number): results for part, _ in parts for number, results in part}
         return [found[number] for number in range(len(batches))]
 
     def all_finished(self, finished: bool) -> bool:
@@ -127,6 +154,12 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         """Return the log-likelihood of each continuation after its context, and whether greedy decoding would write it."""
         inputs: dict[tuple[tuple[int, ...], int], _Scored] = {}
         for number, (_, context, continuation) in enumerate(requests):
+            if len(continuation) > self._text.limit:
+                raise ArgosyError(
+                    "eval.bad-task",
+                    f"a continuation has {len(continuation)} tokens, and the model reads {self._text.limit}",
+                    fix="leave the task out, or score a model with longer sequences",
+                )
             whole = context + continuation
             first = max(0, len(whole) - self._text.limit - 1)
             tokens = tuple(whole[first:-1])

@@ -11,53 +11,71 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from argosy.config.suites import IclTaskSpec, IclType
 
 _ACCURACIES = [{"metric": "acc"}, {"metric": "acc_norm"}]
 
 
-def _multiple_choice(task: IclTaskSpec) -> dict[str, Any]:
+class _Prompts:
+    """Puts the prompts of a task together with functions: the harness would run a template as code.
+
+    White space at the end of the continuation delimiter belongs to the continuation, as Foundry and the harness have it.
+    """
+
+    def __init__(self, task: IclTaskSpec) -> None:
+        self._before, self._after = task.question_prelimiter, task.continuation_delimiter.rstrip()
+        self.space = task.continuation_delimiter[len(self._after) :]
+
+    def question(self, text: str) -> str:
+        return f"{self._before}{text}{self._after}"
+
+
+def _multiple_choice(task: IclTaskSpec, prompts: _Prompts) -> dict[str, Any]:
     return {
         "output_type": "multiple_choice",
-        "doc_to_text": "{{query}}",
-        "doc_to_choice": "{{choices}}",
-        "doc_to_target": "{{gold}}",
+        "doc_to_text": lambda row: prompts.question(row["query"]),
+        "doc_to_choice": "choices",
+        "doc_to_target": lambda row: int(row["gold"]),
         "metric_list": _ACCURACIES,
     }
 
 
-def _schema(task: IclTaskSpec) -> dict[str, Any]:
-    """Contexts compete for one continuation: the harness's form for this has the choices as inputs."""
+def _schema(task: IclTaskSpec, prompts: _Prompts) -> dict[str, Any]:
+    """Contexts compete for one continuation: the harness's form for this has the choices as inputs, and the text is a number."""
     return {
         "output_type": "multiple_choice",
-        "doc_to_text": "{{gold}}",
-        "doc_to_choice": "{{context_options}}",
-        "doc_to_target": "{{continuation}}",
+        "doc_to_text": lambda row: int(row["gold"]),
+        "doc_to_choice": lambda row: [prompts.question(context) for context in row["context_options"]],
+        "doc_to_target": "continuation",
         "metric_list": [{"metric": "acc"}],
     }
 
 
-def _language_modeling(task: IclTaskSpec) -> dict[str, Any]:
+def _language_modeling(task: IclTaskSpec, prompts: _Prompts) -> dict[str, Any]:
     return {
         "output_type": "loglikelihood",
-        "doc_to_text": "{{context}}",
-        "doc_to_target": "{{continuation}}",
+        "doc_to_text": lambda row: prompts.question(row["context"]),
+        # The harness puts its delimiter into the examples only.
+        "doc_to_target": lambda row: prompts.space + row["continuation"],
+        "target_delimiter": "",
         "metric_list": [{"metric": "acc"}, {"metric": "perplexity"}],
     }
 
 
-def _generation(task: IclTaskSpec) -> dict[str, Any]:
+def _generation(task: IclTaskSpec, prompts: _Prompts) -> dict[str, Any]:
     return {
         "output_type": "generate_until",
-        "doc_to_text": "{{context}}",
-        "doc_to_target": "{{[answer] + (aliases or [])}}",
+        "doc_to_text": lambda row: prompts.question(row["context"]),
+        "doc_to_target": lambda row: [row["answer"], *(row.get("aliases") or [])],
         "generation_kwargs": {"until": [task.example_delimiter], "max_gen_toks": task.tokens, "do_sample": False},
         "filter_list": [{"name": "none", "filter": [{"function": "remove_whitespace"}, {"function": "take_first"}]}],
         "metric_list": [{"metric": "exact_match", "ignore_case": True, "ignore_punctuation": True}],
     }
 
 
-_FORMS: dict[IclType, Callable[[IclTaskSpec], dict[str, Any]]] = {
+_FORMS: dict[IclType, Callable[[IclTaskSpec, _Prompts], dict[str, Any]]] = {
     "multiple_choice": _multiple_choice,
     "schema": _schema,
     "language_modeling": _language_modeling,
@@ -67,17 +85,21 @@ _FORMS: dict[IclType, Callable[[IclTaskSpec], dict[str, Any]]] = {
 
 def harness_config(task: IclTaskSpec) -> dict[str, Any]:
     """Return the config with which the harness runs a task."""
-    form = _FORMS[task.type](task)
-    if task.question_prelimiter:
-        form["doc_to_text"] = task.question_prelimiter + form["doc_to_text"]
-    return form | {
+    prompts = _Prompts(task)
+    common = {
         "task": task.name,
         "dataset_path": "json",
         "dataset_kwargs": {"data_files": {"test": str(Path(task.data).absolute())}},
         "test_split": "test",
         "fewshot_split": "test",
         "num_fewshot": task.few_shot,
-        "description": task.prompt,
-        "target_delimiter": task.continuation_delimiter,
+        "description": _literal(task.prompt),
+        "target_delimiter": prompts.space,
         "fewshot_delimiter": task.example_delimiter,
     }
+    return common | _FORMS[task.type](task, prompts)
+
+
+def _literal(text: str) -> str:
+    """Return a template that renders as `text`: the harness takes no function for a description."""
+    return "{{ " + orjson.dumps(text).decode().replace("{", "\\u007b").replace("}", "\\u007d") + " }}"

@@ -77,7 +77,7 @@ class Trainer:
         self.stopped_early = False
         self.saving = Saving(self.run, spec.checkpoint, session.optimizer, saves, self.agreement, self.journal.event)
         self.validations = Validations(self.run, spec, session.mesh)
-        self.between_steps = open_between_steps(session, journal, self.agreement)
+        self.between_steps = open_between_steps(session, journal, self.agreement, heartbeat.beat)
         self.consumed_samples = 0
 
     def fit(self, notes: Iterable[str] = (), *, quiet: bool, ends_process: bool = False) -> int:
@@ -278,7 +278,7 @@ class StepLoop:
         trainer.replicas.check(step, saving)
         verdict = self._evaluate(step) if evaluating else None
         for work in (work for work in trainer.between_steps if work.due(step)):
-            self._heartbeat.enter("evaluate", step)
+            self._heartbeat.enter(work.phase, step)
             with self._telemetry.pause("evaluation"):
                 tell(work.run(step, trainer.consumed_samples * self._session.spec.data.seq_len), self._console)
         best = verdict is not None and verdict.saves and not skipping

@@ -32,6 +32,7 @@ from argosy.config.resolve import Resolved
 from argosy.errors import ArgosyError
 from argosy.parallel.mesh import Agreement
 from argosy.parallel.precision import describe_precision, slow_precision
+from argosy.record.heartbeat import Phase
 from argosy.record.jsonl import JsonlWriter, Record, now, read_jsonl
 from argosy.record.rundir import Facts, RunDir
 from argosy.train.attention_report import attention_lines
@@ -156,6 +157,9 @@ class Journal:
 class BetweenSteps(Protocol):
     """Work between steps that reaches no training number: text that the model writes, its scores on tasks."""
 
+    # The phase of the heartbeat. Its own, because the stall limit is learnt from the times of a phase.
+    phase: Phase
+
     def due(self, step: int) -> bool: ...
 
     def run(self, step: int, tokens: int) -> list[str]:
@@ -165,8 +169,10 @@ class BetweenSteps(Protocol):
     def close(self) -> None: ...
 
 
-def open_between_steps(session: Session, journal: Journal, agreement: Agreement) -> list[BetweenSteps]:
-    """Return the work that the run spec asks for, ready to be done. All ranks do it together.
+def open_between_steps(
+    session: Session, journal: Journal, agreement: Agreement, beat: Callable[[], None]
+) -> list[BetweenSteps]:
+    """Return the work that the run spec asks for, ready to be done. All ranks do it together. Long work calls `beat` often.
 
     A run without such work imports nothing of it.
     """
@@ -179,7 +185,7 @@ def open_between_steps(session: Session, journal: Journal, agreement: Agreement)
     if spec.eval is not None and spec.eval.tasks is not None:
         from argosy.train.task_scores import TaskEvaluation
 
-        found.append(TaskEvaluation(session, spec.eval.tasks, journal, agreement))
+        found.append(TaskEvaluation(session, spec.eval.tasks, journal, agreement, beat))
     return found
 
 

@@ -6,15 +6,19 @@ among the data-parallel ranks. With FSDP all ranks make equally many forward pas
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 
+from argosy.checkpoint.source import inherited_start, opens_with
 from argosy.config.suites import TasksSpec
 from argosy.errors import ArgosyError
 from argosy.parallel.host_group import all_gather_json
 from argosy.parallel.mesh import Agreement
+from argosy.record.heartbeat import Phase
 from argosy.record.jsonl import now
 from argosy.suites.harness_tasks import HarnessTasks, require_harness
 from argosy.tasks.task_registry import task_of
@@ -22,12 +26,17 @@ from argosy.train.opening import Journal
 from argosy.train.session import Session
 
 KEY = "eval.tasks"
+_log = logging.getLogger(__name__)
 
 
 class TaskEvaluation:
     """Scores the model when it is due. Tasks and their data are loaded once, before the first step."""
 
-    def __init__(self, session: Session, spec: TasksSpec, journal: Journal, agreement: Agreement) -> None:
+    phase: Phase = "score_tasks"
+
+    def __init__(
+        self, session: Session, spec: TasksSpec, journal: Journal, agreement: Agreement, beat: Callable[[], None]
+    ) -> None:
         require_harness(KEY)
         from argosy.suites.harness_model import HarnessModel, RankShare, TextModel
         from argosy.suites.icl_tasks import harness_config
@@ -40,6 +49,10 @@ class TaskEvaluation:
         data, mesh = session.data, session.mesh
         tokenizer = data.require_tokenizer(KEY)
         end = tokenizer.eod_id if data.eod_id is None else data.eod_id
+        # The directory is described on the first rank's file system. -1: the run did not begin from a model with such a token.
+        root = journal.run.root
+        start = mesh.from_first(lambda: -1 if (begins := inherited_start(root)) is None else begins)
+        opens = start >= 0 and bool(mesh.from_first(lambda: opens_with(root, start, tokenizer)))
         text = TextModel(
             session.engine.model,
             tokenizer,
@@ -47,12 +60,13 @@ class TaskEvaluation:
             limit=session.spec.data.seq_len,
             vocabulary=min(session.spec.model.vocab_size, tokenizer.vocab_size),
             end=end,
-            start=end,
+            start=start if start >= 0 else end,
+            opening=[start] if opens else [],
             beside=task_of(session.spec).prompt_inputs,
         )
-        share = RankShare()
+        share = RankShare(after_batch=beat)
         if mesh.world_size > 1:
-            share = RankShare(mesh.rank, mesh.world_size, all_gather_json, in_step=mesh.has_fsdp)
+            share = RankShare(mesh.rank, mesh.world_size, all_gather_json, in_step=mesh.has_fsdp, after_batch=beat)
         self._model = HarnessModel(text, batch=spec.batch, share=share)
 
     def due(self, step: int) -> bool:
@@ -60,7 +74,13 @@ class TaskEvaluation:
         return self._agreement.asked is None and (step == self._session.steps or self._timer.due(step))
 
     def run(self, step: int, tokens: int) -> list[str]:
-        """Score the weights after `step`. A task that cannot be run is reported, and training goes on."""
+        """Score the weights after `step`. A task that fails is reported, and training goes on.
+
+        Tasks run other people's templates and metrics, which may raise anything, on all ranks alike. A rank that failed in a
+        collective forward pass must end: the other ranks wait there.
+        """
+        from argosy.suites.harness_model import OutOfStepError
+
         model = self._session.engine.model
         # Compiled code would be compiled again for each length.
         eager = self._session.spec.parallel.compile != "off"
@@ -68,9 +88,13 @@ class TaskEvaluation:
         try:
             with torch.compiler.set_stance("force_eager") if eager else nullcontext():
                 found = self._tasks.score(self._model, limit=self._spec.limit, resample=False)
-        except ArgosyError as error:
-            self._journal.event("tasks-failed", step, warning=error.cause)
-            return [f"warning: step {step}: tasks were not scored: {error.cause}"]
+        except OutOfStepError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever a task raises, training goes on
+            cause = error.cause if isinstance(error, ArgosyError) else f"{type(error).__name__}: {error}"
+            _log.debug("tasks were not scored", exc_info=True)
+            self._journal.event("tasks-failed", step, warning=cause)
+            return [f"warning: step {step}: tasks were not scored: {cause}"]
         finally:
             model.train()
         scores = {f"task/{name}/{metric}": v for name, one in found.items() for metric, v in one.metrics.items()}

@@ -15,6 +15,7 @@ import torch
 from argosy.config.watching import SamplesSpec
 from argosy.model.decoding import Sampling, generate
 from argosy.model.kv_cache import CachedTexts
+from argosy.record.heartbeat import Phase
 from argosy.record.jsonl import JsonlWriter, now
 from argosy.record.rundir import RunDir
 from argosy.tasks.task_registry import task_of
@@ -23,6 +24,8 @@ from argosy.train.session import Session
 
 class TextSamples:
     """Writes samples of text when they are due."""
+
+    phase: Phase = "write_samples"
 
     def __init__(self, session: Session, spec: SamplesSpec, run: RunDir, clock: Callable[[], float]) -> None:
         self._session, self._spec, self._file = session, spec, JsonlWriter(run.samples)

@@ -123,6 +123,8 @@ _DOING = {
     "save": "it is writing a checkpoint, and the storage does not answer",
     "last_save": "it is writing its last checkpoint, and the storage does not answer",
     "evaluate": "it is evaluating",
+    "write_samples": "it is writing samples of text",
+    "score_tasks": "it is scoring tasks",
     "forward_backward": "it is in a forward or backward pass, or waits there for another rank",
     "optimizer": "it is in the optimiser, or waits there for another rank",
 }
