@@ -36,7 +36,7 @@ from argosy.families.adapter_sizes import is_adapter
 from argosy.families.architecture import architecture_of
 from argosy.families.hf_config import read_config
 from argosy.model.build import initial_value
-from argosy.tasks.task_registry import TASKS
+from argosy.tasks.task_registry import TASKS, task_of
 from argosy.untrusted import read_object, read_regular
 
 TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
@@ -77,8 +77,12 @@ class Source:
             raise ArgosyError("run.damaged", cause, fix="restore it from a backup") from None
 
     def tokenizer(self) -> Tokenizer | None:
-        """Return the tokenizer stored beside the weights, or None."""
-        return _tokenizer_in(self.root)
+        """Return the tokenizer stored beside the weights, or None.
+
+        It reads the names of special tokens as those tokens if the model was tuned on conversations, or was trained elsewhere.
+        """
+        run = self.run_spec()
+        return _tokenizer_in(self.root, special_in_text=run is None or task_of(run).special_in_text)
 
     def opening(self, tokenizer: Tokenizer) -> list[int]:
         """Return the model's beginning-of-text token if the tokenizer's settings or its own rules prepend it, else nothing."""
@@ -144,9 +148,9 @@ def open_source(where: str, report: Callable[[str], None] = lambda text: None) -
     )
 
 
-def _tokenizer_in(root: Path) -> Tokenizer | None:
+def _tokenizer_in(root: Path, *, special_in_text: bool = False) -> Tokenizer | None:
     path = next(iter(tokenizer_files(root)), None)
-    return None if path is None else load_tokenizer(str(path), within=root)
+    return None if path is None else load_tokenizer(str(path), special_in_text=special_in_text, within=root)
 
 
 def _tokenizer_settings(root: Path) -> dict[str, Any]:

@@ -82,7 +82,7 @@ def build(spec: RunSpec, share: Share, only: str | None = None) -> Iterator[str]
     tokenizer = (
         None
         if only == "fetch"
-        else load_tokenizer(_tokenizer_of(spec), special_in_text=task_of(spec).records != "texts")
+        else load_tokenizer(_tokenizer_of(spec), special_in_text=task_of(spec).special_in_text)
     )
     for source, recipe in recipes:
         corpus = local_path(source.path)

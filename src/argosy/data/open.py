@@ -166,15 +166,16 @@ def _open_source(source: DataSource) -> Corpus:
 
 def _tokenizer(spec: RunSpec, corpora: list[Corpus]) -> Tokenizer | None:
     """Return the run's tokenizer. Refuse one whose fingerprint differs from that of a prepared corpus."""
-    chosen = load_tokenizer(spec.data.tokenizer) if spec.data.tokenizer is not None else None
     named, first = spec.data.tokenizer, None
+    special = task_of(spec).special_in_text
+    chosen = None if named is None else load_tokenizer(named, special_in_text=special)
     for corpus in corpora:
         if corpus.manifest is None:
             continue
         facts = corpus.manifest.tokenizer
         if chosen is None:
             named, first = str(corpus.path / facts.file), corpus
-            chosen = load_tokenizer(named)
+            chosen = load_tokenizer(named, special_in_text=special)
         if chosen.fingerprint != facts.fingerprint:
             other = "the run uses" if first is None else f"{first.path} with"
             raise ArgosyError(

@@ -81,6 +81,11 @@ class Task(Generic[S]):
     records: ClassVar[Literal["texts", "conversations", "preferences"]] = "texts"
     writes: ClassVar[Literal["continuation", "masks", "spans"] | None] = None
 
+    @property
+    def special_in_text(self) -> bool:
+        """Whether the names of special tokens in a text stand for those tokens, as in the text of a chat template."""
+        return self.records != "texts"
+
     def settings(self, run: Run) -> S:
         """Return the task's section, or its defaults."""
         found = None if self.section is None else getattr(run.data, self.section)
