@@ -162,6 +162,23 @@ def test_a_preference_is_two_conversations_that_end_with_their_answers(directory
     assert batch.tokens[0, starts[0]] == batch.tokens[0, starts[1]]
 
 
+def test_a_pair_without_an_answer_is_quarantined(tmp_path: Path) -> None:
+    """Others keep their four sequences: the loss reads the chosen and the rejected answer by their places."""
+    # The template writes nothing around the answer.
+    bare = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    (tmp_path / "chat.jinja").write_text(bare)
+    pairs = [("Why?", "yes", "no"), ("Why?", "yes", ""), ("Why?", "", "no"), ("", "a", "no"), ("Who?", "I", "you")]
+    lines = [{"prompt": prompt, "chosen": good, "rejected": bad} for prompt, good, bad in pairs]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    chat = chat_format("bytes", tmp_path / "chat.jinja", pairs=True)
+    options = PrepareOptions(chat=chat, workers=1, max_bad=0.9)
+    prepare([str(tmp_path / "a.jsonl")], ByteTokenizer(), tmp_path / "out", options)
+    corpus = open_corpus(tmp_path / "out")
+    assert [corpus.sequence_lengths(n).tolist() for n in range(corpus.documents)] == [[4, 3, 4, 2], [4, 1, 4, 3]]
+    bad = [json.loads(line) for line in (tmp_path / "out" / "quarantine.jsonl").read_text().splitlines()]
+    assert [one["kind"] for one in bad] == ["no-answer"] * 3
+
+
 def test_bytes_take_a_template_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "chat.jinja").write_text(MARKED)
     write_chats(tmp_path / "chats.jsonl", 3)
