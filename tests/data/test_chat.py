@@ -131,12 +131,26 @@ def test_a_template_reaches_nothing_outside_of_its_sandbox(attack: str) -> None:
         ({"messages": [{"role": "assistant", "content": 7}]}, "not-text"),
         ({"messages": [{"role": "assistant", "content": [{"type": "image_url"}]}]}, "not-text"),
         ([1], "not-an-object"),
+        ({"messages": messages(0, 1), "tools": "[{"}, "not-tools"),
+        ({"messages": messages(0, 1), "tools": '"search"'}, "not-tools"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]}, "not-tools"),
     ],
 )
 def test_what_is_no_conversation_is_quarantined(record: Any, kind: str) -> None:
     with pytest.raises(Fault) as fault:
         conversation_of(record)
     assert fault.value.args[0] == kind
+
+
+def test_tools_and_arguments_in_json_are_what_the_text_says() -> None:
+    call = {"id": "1", "function": {"name": "add", "arguments": {"a": 1}}}
+    written = {"id": "1", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    both = [
+        conversation_of({"messages": [{"role": "assistant", "content": None, "tool_calls": [one]}], "tools": tools})
+        for one, tools in ((call, [{"name": "add"}]), (written, '[{"name": "add"}]'))
+    ]
+    assert both[0] == both[1]
+    assert conversation_of({"messages": messages(0, 1), "tools": ""}).tools is None
 
 
 def test_a_preference_is_two_conversations_that_end_with_their_answers(directory: Path, tmp_path: Path) -> None:
