@@ -114,11 +114,20 @@ def test_a_turn_of_weight_0_is_context() -> None:
         "{% for i in range(10 ** 9) %}{% endfor %}",
         "{{ raise_exception('roles must alternate') }}",
         "{{ strftime_now('%Y') }}",
+        "{{ 1 // 0 }}",
+        "{{ messages[0].content.split('?')[9] + 1 }}",
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
     ],
 )
 def test_a_template_reaches_nothing_outside_of_its_sandbox(attack: str) -> None:
     with pytest.raises(Fault, match="chat template fails"):
         ChatTemplate(ChatFormat(attack)).render(conversation_of({"messages": messages(0, 1)}))
+
+
+def test_the_text_of_a_template_has_a_limit() -> None:
+    loops = "{% for i in range(99999) %}{% for j in range(99999) %}{{ 'a' * 65536 }}{% endfor %}{% endfor %}"
+    with pytest.raises(Fault, match="more than 16,777,216 characters"):
+        ChatTemplate(ChatFormat(loops)).render(conversation_of({"messages": messages(0, 1)}))
 
 
 @pytest.mark.parametrize(
