@@ -207,7 +207,11 @@ def test_bytes_take_a_template_from_a_file(tmp_path: Path) -> None:
     write_chats(tmp_path / "chats.jsonl", 3)
     chat = chat_format("bytes", tmp_path / "chat.jinja")
     prepare([str(tmp_path / "chats.jsonl")], ByteTokenizer(), tmp_path / "out", PrepareOptions(chat=chat))
-    tokens, learnt = read_conversation(open_corpus(tmp_path / "out"), 1, 1 << 20)
+    corpus = open_corpus(tmp_path / "out")
+    tokens, learnt = read_conversation(corpus, 1, 1 << 20)
+    # No settings name an eos_token: the tokenizer's own id ends a text.
+    assert corpus.manifest is not None
+    assert corpus.manifest.tokenizer.eod_id == 256
     assert bytes(tokens[learnt].tolist()).decode() == "".join(
         m["content"] + "<|im_end|>\n" for m in messages(1, 2) if m["role"] == "assistant"
     )
