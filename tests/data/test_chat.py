@@ -20,7 +20,7 @@ from argosy.data.prepare import part_runner
 from argosy.data.prepare.job import prepare
 from argosy.data.prepare.work import PrepareOptions
 from argosy.data.samples.conversations import read_conversation
-from argosy.data.samples.preferences import pair_rows
+from argosy.data.samples.preferences import PreferenceRows, pair_rows, read_reference, write_reference
 from argosy.data.text.records import Fault
 from argosy.data.text.tokenizer import ByteTokenizer, load_tokenizer
 from argosy.errors import ArgosyError
@@ -200,6 +200,23 @@ def test_a_pair_without_an_answer_is_quarantined(tmp_path: Path) -> None:
     assert [corpus.sequence_lengths(n).tolist() for n in range(corpus.documents)] == [[4, 3, 4, 2], [4, 1, 4, 3]]
     bad = [json.loads(line) for line in (tmp_path / "out" / "quarantine.jsonl").read_text().splitlines()]
     assert [one["kind"] for one in bad] == ["no-answer"] * 3
+
+
+def test_a_reference_for_shorter_rows_is_refused_for_longer_ones(directory: Path, tmp_path: Path) -> None:
+    pairs = [{"prompt": "Why?", "chosen": "yes", "rejected": answer} for answer in ("no", "no " * 20)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    corpus = open_corpus(prepared(tmp_path / "a.jsonl", directory, tmp_path / "out", pairs=True))
+    first, second = (int(corpus.sequence_lengths(n).sum()) for n in range(2))
+    assert first < second
+    write_reference(corpus, "base", "hash", np.array([[-1, -2], [np.nan, np.nan]], np.float32))
+    whole = corpus.split((1.0, 0.0, 0.0))["train"]
+    reference = read_reference(corpus, "base")
+    assert PreferenceRows(corpus, whole, first, 400, 0, beta=0.1, reference=reference).count == 1
+    with pytest.raises(ArgosyError, match="leave out pairs"):
+        PreferenceRows(corpus, whole, second, 400, 0, beta=0.1, reference=reference)
+    (corpus.path / "reference.f32").write_bytes(bytes(16))
+    with pytest.raises(ArgosyError, match="is not the file"):
+        read_reference(corpus, "base")
 
 
 def test_bytes_take_a_template_from_a_file(tmp_path: Path) -> None:

@@ -41,7 +41,9 @@ def source_of(directory: Path, spec: RunSpec, *, ours: bool) -> Source:
     )
 
 
-@pytest.mark.parametrize(("task", "special"), [("sft", True), ("dpo", True), ("causal-lm", False), ("prefix-lm", False)])
+@pytest.mark.parametrize(
+    ("task", "special"), [("sft", True), ("dpo", True), ("causal-lm", False), ("prefix-lm", False)]
+)
 def test_special_tokens_of_a_prompt_are_read_as_tokens_after_chat_tuning_only(
     directory: Path, task: str, special: bool
 ) -> None:

@@ -96,8 +96,12 @@ class RunData:
 
     def facts(self) -> dict[str, Any]:
         """Return what a run records about its data: the identity of each corpus, and the end-of-document id."""
-        facts: dict[str, Any] = {"corpora": [corpus.facts() for corpus in self.corpora], "eod_id": self.eod_id}
-        return facts | ({"validation": [corpus.facts() for corpus in self.validation]} if self.validation else {})
+        task = task_of(self.spec)
+        corpora, validation = (
+            [corpus.facts() | task.corpus_facts(corpus) for corpus in some] for some in (self.corpora, self.validation)
+        )
+        facts: dict[str, Any] = {"corpora": corpora, "eod_id": self.eod_id}
+        return facts | ({"validation": validation} if validation else {})
 
     def _stream(self, split: str, corpora: list[Corpus], weights: list[float] | None, *, training: bool) -> Stream:
         """Return a stream of the samples of the run's task."""

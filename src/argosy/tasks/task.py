@@ -121,6 +121,13 @@ class Task(Generic[S]):
         """
         raise NotImplementedError
 
+    def corpus_facts(self, corpus: Corpus) -> dict[str, Any]:
+        """Return what the samples of a corpus depend on beside the corpus itself. A resumed run must find the same."""
+        return {}
+
+    def check_weights(self, corpora: Sequence[Corpus], identity: Callable[[], str]) -> None:
+        """Refuse corpora that do not belong to the weights that a run starts from. `identity` returns a hash of the weights."""
+
     def synthetic(self, run: Run, draw: Callable[[int], Any]) -> Batch:
         """Return a batch of random tokens. `draw` returns rows of a given length."""
         raise NotImplementedError

@@ -89,9 +89,7 @@ class _Fp8Products(torch.autograd.Function):
                 d_x = part if d_x is None else d_x.add_(part)
             product = None
             if wanted[n]:
-                product = now_or_later(
-                    weight, partial(scaled_mm, d8.transposed, x8t.t(), d8.scale, x_scale, d_y.dtype)
-                )
+                product = now_or_later(weight, partial(scaled_mm, d8.transposed, x8t.t(), d8.scale, x_scale, d_y.dtype))
             d_weights.append(product)
             d_biases.append(d_y.sum(0, dtype=torch.float32).to(bias_dtypes[n]) if wanted[count + n] else None)
         return None if d_x is None else d_x.view(shape), None, *d_weights, *d_biases
