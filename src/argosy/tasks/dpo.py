@@ -37,6 +37,8 @@ class PreferenceTuning(ChatTask[DpoSpec]):
     section = "dpo"
     settings_type = DpoSpec
     records = "preferences"
+    # Of the chosen and of the rejected answer.
+    sample_losses = 2
 
     def check(self, run: Run, origins: Origins) -> None:
         super().check(run, origins)

@@ -81,6 +81,9 @@ class Task(Generic[S]):
     records: ClassVar[Literal["texts", "conversations", "preferences"]] = "texts"
     writes: ClassVar[Literal["continuation", "masks", "spans"] | None] = None
 
+    # Losses that each sample has of its own. 0: a micro-batch has one.
+    sample_losses: ClassVar[int] = 0
+
     @property
     def special_in_text(self) -> bool:
         """Whether the names of special tokens in a text stand for those tokens, as in the text of a chat template."""
