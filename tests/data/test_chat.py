@@ -20,7 +20,7 @@ from argosy.data.prepare import part_runner
 from argosy.data.prepare.job import prepare
 from argosy.data.prepare.work import PrepareOptions
 from argosy.data.samples.conversations import read_conversation
-from argosy.data.samples.preferences import pair_rows
+from argosy.data.samples.preferences import PreferenceRows, pair_rows, read_reference, write_reference
 from argosy.data.text.records import Fault
 from argosy.data.text.tokenizer import ByteTokenizer, load_tokenizer
 from argosy.errors import ArgosyError
@@ -114,11 +114,20 @@ def test_a_turn_of_weight_0_is_context() -> None:
         "{% for i in range(10 ** 9) %}{% endfor %}",
         "{{ raise_exception('roles must alternate') }}",
         "{{ strftime_now('%Y') }}",
+        "{{ 1 // 0 }}",
+        "{{ messages[0].content.split('?')[9] + 1 }}",
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
     ],
 )
 def test_a_template_reaches_nothing_outside_of_its_sandbox(attack: str) -> None:
     with pytest.raises(Fault, match="chat template fails"):
         ChatTemplate(ChatFormat(attack)).render(conversation_of({"messages": messages(0, 1)}))
+
+
+def test_the_text_of_a_template_has_a_limit() -> None:
+    loops = "{% for i in range(99999) %}{% for j in range(99999) %}{{ 'a' * 65536 }}{% endfor %}{% endfor %}"
+    with pytest.raises(Fault, match="more than 16,777,216 characters"):
+        ChatTemplate(ChatFormat(loops)).render(conversation_of({"messages": messages(0, 1)}))
 
 
 @pytest.mark.parametrize(
@@ -131,12 +140,26 @@ def test_a_template_reaches_nothing_outside_of_its_sandbox(attack: str) -> None:
         ({"messages": [{"role": "assistant", "content": 7}]}, "not-text"),
         ({"messages": [{"role": "assistant", "content": [{"type": "image_url"}]}]}, "not-text"),
         ([1], "not-an-object"),
+        ({"messages": messages(0, 1), "tools": "[{"}, "not-tools"),
+        ({"messages": messages(0, 1), "tools": '"search"'}, "not-tools"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]}, "not-tools"),
     ],
 )
 def test_what_is_no_conversation_is_quarantined(record: Any, kind: str) -> None:
     with pytest.raises(Fault) as fault:
         conversation_of(record)
     assert fault.value.args[0] == kind
+
+
+def test_tools_and_arguments_in_json_are_what_the_text_says() -> None:
+    call = {"id": "1", "function": {"name": "add", "arguments": {"a": 1}}}
+    written = {"id": "1", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    both = [
+        conversation_of({"messages": [{"role": "assistant", "content": None, "tool_calls": [one]}], "tools": tools})
+        for one, tools in ((call, [{"name": "add"}]), (written, '[{"name": "add"}]'))
+    ]
+    assert both[0] == both[1]
+    assert conversation_of({"messages": messages(0, 1), "tools": ""}).tools is None
 
 
 def test_a_preference_is_two_conversations_that_end_with_their_answers(directory: Path, tmp_path: Path) -> None:
@@ -162,12 +185,50 @@ def test_a_preference_is_two_conversations_that_end_with_their_answers(directory
     assert batch.tokens[0, starts[0]] == batch.tokens[0, starts[1]]
 
 
+def test_a_pair_without_an_answer_is_quarantined(tmp_path: Path) -> None:
+    """Others keep their four sequences: the loss reads the chosen and the rejected answer by their places."""
+    # The template writes nothing around the answer.
+    bare = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    (tmp_path / "chat.jinja").write_text(bare)
+    pairs = [("Why?", "yes", "no"), ("Why?", "yes", ""), ("Why?", "", "no"), ("", "a", "no"), ("Who?", "I", "you")]
+    lines = [{"prompt": prompt, "chosen": good, "rejected": bad} for prompt, good, bad in pairs]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    chat = chat_format("bytes", tmp_path / "chat.jinja", pairs=True)
+    options = PrepareOptions(chat=chat, workers=1, max_bad=0.9)
+    prepare([str(tmp_path / "a.jsonl")], ByteTokenizer(), tmp_path / "out", options)
+    corpus = open_corpus(tmp_path / "out")
+    assert [corpus.sequence_lengths(n).tolist() for n in range(corpus.documents)] == [[4, 3, 4, 2], [4, 1, 4, 3]]
+    bad = [json.loads(line) for line in (tmp_path / "out" / "quarantine.jsonl").read_text().splitlines()]
+    assert [one["kind"] for one in bad] == ["no-answer"] * 3
+
+
+def test_a_reference_for_shorter_rows_is_refused_for_longer_ones(directory: Path, tmp_path: Path) -> None:
+    pairs = [{"prompt": "Why?", "chosen": "yes", "rejected": answer} for answer in ("no", "no " * 20)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    corpus = open_corpus(prepared(tmp_path / "a.jsonl", directory, tmp_path / "out", pairs=True))
+    first, second = (int(corpus.sequence_lengths(n).sum()) for n in range(2))
+    assert first < second
+    write_reference(corpus, "base", "hash", np.array([[-1, -2], [np.nan, np.nan]], np.float32))
+    whole = corpus.split((1.0, 0.0, 0.0))["train"]
+    reference = read_reference(corpus, "base")
+    assert PreferenceRows(corpus, whole, first, 400, 0, beta=0.1, reference=reference).count == 1
+    with pytest.raises(ArgosyError, match="leave out pairs"):
+        PreferenceRows(corpus, whole, second, 400, 0, beta=0.1, reference=reference)
+    (corpus.path / "reference.f32").write_bytes(bytes(16))
+    with pytest.raises(ArgosyError, match="is not the file"):
+        read_reference(corpus, "base")
+
+
 def test_bytes_take_a_template_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "chat.jinja").write_text(MARKED)
     write_chats(tmp_path / "chats.jsonl", 3)
     chat = chat_format("bytes", tmp_path / "chat.jinja")
     prepare([str(tmp_path / "chats.jsonl")], ByteTokenizer(), tmp_path / "out", PrepareOptions(chat=chat))
-    tokens, learnt = read_conversation(open_corpus(tmp_path / "out"), 1, 1 << 20)
+    corpus = open_corpus(tmp_path / "out")
+    tokens, learnt = read_conversation(corpus, 1, 1 << 20)
+    # No settings name an eos_token: the tokenizer's own id ends a text.
+    assert corpus.manifest is not None
+    assert corpus.manifest.tokenizer.eod_id == 256
     assert bytes(tokens[learnt].tolist()).decode() == "".join(
         m["content"] + "<|im_end|>\n" for m in messages(1, 2) if m["role"] == "assistant"
     )

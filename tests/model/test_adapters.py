@@ -104,7 +104,10 @@ def test_the_plan_counts_frozen_weights_and_adapters() -> None:
     assert of_lora.gradients < 0.02 * of_full.gradients
 
 
-@pytest.mark.parametrize(("model", "why"), [("bert-base", "adapts decoders"), ("gpt2", "names gate")])
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [("bert-base", "adapts decoders"), ("gpt2", "names gate"), ("mixtral-8x7b", "experts have no adapters")],
+)
 def test_adapters_that_a_model_cannot_have_are_refused(model: str, why: str) -> None:
     with pytest.raises(ArgosyError, match=why):
         resolve(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from argosy.model.ops import fp8
 from argosy.model.ops.fp8 import FORWARD, GRADIENT, fp8_matmuls, quantise
 
 
@@ -54,3 +55,21 @@ def test_two_products_of_one_input_are_as_each_alone() -> None:
 
     for together, alone in zip(run([0, 1]), run([0], [1]), strict=True):
         torch.testing.assert_close(together, alone)
+
+
+def test_a_frozen_weight_costs_no_product_and_gets_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(4)
+    x, weight, bias = torch.randn(8, 32, requires_grad=True), torch.randn(16, 32), torch.randn(16)
+    (y,) = fp8_matmuls(x, [weight], [bias])
+    calls: list[object] = []
+    compute = fp8.scaled_mm
+    monkeypatch.setattr(fp8, "scaled_mm", lambda *args, **options: calls.append(args) or compute(*args, **options))
+    y.sum().backward()
+    assert len(calls) == 1
+    assert x.grad is not None
+    assert weight.grad is None
+    trained, fixed = torch.randn(16, 32, requires_grad=True), torch.randn(8, 32)
+    (y,) = fp8_matmuls(fixed, [trained], [None])
+    y.sum().backward()
+    assert len(calls) == 3  # one forward, one for the weight
+    assert trained.grad is not None

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from argosy.config.resolve import resolve_model
 from argosy.data.samples.masks import IGNORED
 from argosy.errors import ArgosyError
+from argosy.model.adapters import freeze_base
 from argosy.model.build import build_model, initialise
 from argosy.model.decoder import Decoder
 from argosy.model.moe import MoE, balance_experts
@@ -305,6 +306,13 @@ def test_the_bias_moves_towards_a_level_load_and_only_chooses() -> None:
     found = model(tokens, tokens, Objective()).expert_load
     assert found is not None
     assert found[0].tolist() == [48, 48, 0, 0]
+
+
+def test_the_bias_of_a_frozen_router_stays() -> None:
+    model = decoder("moe.router=sigmoid", "moe.bias_rate=0.25", "moe.balance_loss=0", "lora.rank=2")
+    freeze_base(model)
+    balance_experts(model, torch.tensor([[30, 20, 24, 22], [24, 24, 24, 24]]))
+    assert not any(model.layers[i].mlp.router.bias.any() for i in "01")
 
 
 def test_levelled_by_its_bias_a_lopsided_router_becomes_level() -> None:

@@ -33,6 +33,7 @@ from argosy.infer.reference_answers import write_references
 from argosy.parallel.engine import Engine
 from argosy.parallel.mesh import Mesh
 from argosy.parallel.parallelize import parallelize
+from argosy.tasks.task_registry import task_of
 from argosy.train.run import TrainOptions, train
 from chat_files import CHATML, MARKED, messages, write_tokenizer
 
@@ -194,7 +195,13 @@ def test_dpo_computes_the_loss_and_gradients_of_trl(base: Base, tmp_path: Path) 
     with pytest.raises(ArgosyError, match="argosy data reference"):
         open_data(spec).training()
     write_references(spec, device="cpu")
-    stream = open_data(spec).training()
+    data = open_data(spec)
+    stream = data.training()
+    # The weights at init_from may change after the reference was computed; a resumed run notices another reference.
+    task_of(spec).check_weights(data.corpora, open_source(f"hf:{base.directory}").identity)
+    with pytest.raises(ArgosyError, match="has other weights now"):
+        task_of(spec).check_weights(data.corpora, open_source(f"hf:{tmp_path / 'policy'}").identity)
+    assert {"reference_weights", "reference_sha256"} < data.facts()["corpora"][0].keys()
     result = engine.forward_backward(stream.batch(0, len(pairs)), 1)
     tokens = int(result.tokens)
     assert float(result.loss_sum) / tokens == pytest.approx(expected.item(), rel=1e-5)

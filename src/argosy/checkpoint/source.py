@@ -5,6 +5,7 @@ A source is a run (its newest good checkpoint), one checkpoint, an imported mode
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from argosy.checkpoint.assets import tokenizer_files
 from argosy.checkpoint.hf.hf_files import HfModel, open_hf
 from argosy.checkpoint.lora_weights import merged_weights
-from argosy.checkpoint.manifest import Checkpoint, verify
+from argosy.checkpoint.manifest import WEIGHTS, Checkpoint, verify
 from argosy.checkpoint.store import latest, listed, named_checkpoint, require_names
 from argosy.checkpoint.tensors import TensorInfo
 from argosy.config.model import ModelSpec
@@ -36,8 +37,8 @@ from argosy.families.adapter_sizes import is_adapter
 from argosy.families.architecture import architecture_of
 from argosy.families.hf_config import read_config
 from argosy.model.build import initial_value
-from argosy.tasks.task_registry import TASKS
-from argosy.untrusted import read_object, read_regular
+from argosy.tasks.task_registry import TASKS, task_of
+from argosy.untrusted import open_regular, read_object, read_regular
 
 TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 
@@ -69,6 +70,20 @@ class Source:
         """Return what a run that starts from this source records about it."""
         return {"from": self.where, "step": self.step, "vocab_size": self.vocab_size, "token_ids": self.token_ids}
 
+    def identity(self) -> str:
+        """Return a hash that differs between other weights, wherever they lie: of the hashes in a checkpoint's manifest.
+
+        Files of a Hugging Face directory are known by their sizes and by 64 blocks of each, which any training changes.
+        """
+        digest = hashlib.sha256(f"{self.step}".encode())
+        if self.checkpoint is not None:
+            weights = {name: file.digest for name, file in self.checkpoint.files.items() if name.startswith(WEIGHTS)}
+            digest.update(repr(sorted(weights.items())).encode())
+        else:
+            for path in sorted(self.root.glob("*.safetensors")):
+                _add_blocks(digest, path)
+        return digest.hexdigest()
+
     def run_spec(self) -> RunSpec | None:
         try:
             return None if self.run is None else RunSpec.model_validate(self.run)
@@ -77,8 +92,12 @@ class Source:
             raise ArgosyError("run.damaged", cause, fix="restore it from a backup") from None
 
     def tokenizer(self) -> Tokenizer | None:
-        """Return the tokenizer stored beside the weights, or None."""
-        return _tokenizer_in(self.root)
+        """Return the tokenizer stored beside the weights, or None.
+
+        It reads the names of special tokens as those tokens if the model was tuned on conversations, or was trained elsewhere.
+        """
+        run = self.run_spec()
+        return _tokenizer_in(self.root, special_in_text=run is None or task_of(run).special_in_text)
 
     def opening(self, tokenizer: Tokenizer) -> list[int]:
         """Return the model's beginning-of-text token if the tokenizer's settings or its own rules prepend it, else nothing."""
@@ -154,9 +173,18 @@ def opens_with(root: Path, begins: int, tokenizer: Tokenizer) -> bool:
     return begins in tokenizer.opening() if asked is None else bool(asked)
 
 
-def _tokenizer_in(root: Path) -> Tokenizer | None:
+def _tokenizer_in(root: Path, *, special_in_text: bool = False) -> Tokenizer | None:
     path = next(iter(tokenizer_files(root)), None)
-    return None if path is None else load_tokenizer(str(path), within=root)
+    return None if path is None else load_tokenizer(str(path), special_in_text=special_in_text, within=root)
+
+
+def _add_blocks(digest: Any, path: Path, blocks: int = 64, length: int = 4096) -> None:
+    size = path.stat().st_size
+    digest.update(f"{path.name} {size}".encode())
+    with open_regular(path) as file:
+        for number in range(blocks):
+            file.seek(max(0, size - length) * number // (blocks - 1))
+            digest.update(file.read(length))
 
 
 def _tokenizer_settings(root: Path) -> dict[str, Any]:

@@ -289,6 +289,10 @@ class ModelSpec(Section):
             raise ValueError(f"lora adapts decoders, and this is an {self.architecture}: leave lora out")
         if not self.gated and "gate" in (self.lora.targets or ()):
             raise ValueError(f"lora.targets names gate, and an MLP with {self.activation} has none: leave it out")
+        dense = self.moe is None or self.moe.dense_layers > 0 or self.moe.shared_experts > 0
+        if not dense and self.lora.targets is not None and not {"qkv", "out"} & set(self.lora.targets):
+            names = ", ".join(self.lora.targets)
+            raise ValueError(f"lora.targets names {names}, and experts have no adapters: add qkv or out")
 
     def _check_experts(self) -> None:
         if self.moe is None:

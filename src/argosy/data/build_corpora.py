@@ -80,9 +80,7 @@ def build(spec: RunSpec, share: Share, only: str | None = None) -> Iterator[str]
         )
     # Fetching needs no tokenizer, and the volume that it fetches to may still be without one.
     tokenizer = (
-        None
-        if only == "fetch"
-        else load_tokenizer(_tokenizer_of(spec), special_in_text=task_of(spec).records != "texts")
+        None if only == "fetch" else load_tokenizer(_tokenizer_of(spec), special_in_text=task_of(spec).special_in_text)
     )
     for source, recipe in recipes:
         corpus = local_path(source.path)

@@ -96,8 +96,12 @@ class RunData:
 
     def facts(self) -> dict[str, Any]:
         """Return what a run records about its data: the identity of each corpus, and the end-of-document id."""
-        facts: dict[str, Any] = {"corpora": [corpus.facts() for corpus in self.corpora], "eod_id": self.eod_id}
-        return facts | ({"validation": [corpus.facts() for corpus in self.validation]} if self.validation else {})
+        task = task_of(self.spec)
+        corpora, validation = (
+            [corpus.facts() | task.corpus_facts(corpus) for corpus in some] for some in (self.corpora, self.validation)
+        )
+        facts: dict[str, Any] = {"corpora": corpora, "eod_id": self.eod_id}
+        return facts | ({"validation": validation} if validation else {})
 
     def _stream(self, split: str, corpora: list[Corpus], weights: list[float] | None, *, training: bool) -> Stream:
         """Return a stream of the samples of the run's task."""
@@ -166,15 +170,16 @@ def _open_source(source: DataSource) -> Corpus:
 
 def _tokenizer(spec: RunSpec, corpora: list[Corpus]) -> Tokenizer | None:
     """Return the run's tokenizer. Refuse one whose fingerprint differs from that of a prepared corpus."""
-    chosen = load_tokenizer(spec.data.tokenizer) if spec.data.tokenizer is not None else None
     named, first = spec.data.tokenizer, None
+    special = task_of(spec).special_in_text
+    chosen = None if named is None else load_tokenizer(named, special_in_text=special)
     for corpus in corpora:
         if corpus.manifest is None:
             continue
         facts = corpus.manifest.tokenizer
         if chosen is None:
             named, first = str(corpus.path / facts.file), corpus
-            chosen = load_tokenizer(named)
+            chosen = load_tokenizer(named, special_in_text=special)
         if chosen.fingerprint != facts.fingerprint:
             other = "the run uses" if first is None else f"{first.path} with"
             raise ArgosyError(

@@ -34,7 +34,14 @@ class Loaded:
     device: torch.device
 
 
-def load_model(where: str, *, device: str | None = None, precision: str | None = None, writes: bool = False) -> Loaded:
+def load_model(
+    where: str,
+    *,
+    device: str | None = None,
+    precision: str | None = None,
+    writes: bool = False,
+    train: TrainSpec | None = None,
+) -> Loaded:
     """Load a model as a plain module, in evaluation mode.
 
     Args:
@@ -43,10 +50,11 @@ def load_model(where: str, *, device: str | None = None, precision: str | None =
         precision: the precision of the parameters: "fp32", "bf16" or "fp16". Default: the one that training used, if the device
             supports it.
         writes: the model will generate text: on a CPU, store weights in the order that is fastest for few tokens.
+        train: the settings to compute with, in place of those that the model was trained with.
     """
     source = open_trained(where)
     spec = source.run_spec()
-    train = TrainSpec(global_batch=1) if spec is None else spec.train
+    train = train or (TrainSpec(global_batch=1) if spec is None else spec.train)
     on = prepare_device(train, device)
     model = _fitting_model(source)
     apply_precision(model, precision or _precision(train, on))

@@ -28,22 +28,29 @@ def write_references(spec: RunSpec, *, device: str | None = None) -> list[str]:
             value=task.name,
             fix="data.task=dpo and init_from=hf:DIR or a run",
         )
-    loaded = load_model(spec.init_from, device=device)
+    # The precision of the run: the model it starts from may have been trained in another.
+    loaded = load_model(spec.init_from, device=device, train=spec.train)
+    identity = loaded.source.identity()
     said = []
     data = open_data(spec)
     for corpus in (*data.corpora, *data.validation):
-        write_reference(corpus, spec.init_from, reference_of(loaded, corpus))
+        write_reference(corpus, spec.init_from, identity, reference_of(loaded, corpus, spec.data.seq_len))
         said.append(f"{corpus.path}: log-probabilities of {corpus.documents:,} pairs by {spec.init_from}")
     return said
 
 
 @torch.no_grad()
-def reference_of(loaded: Loaded, corpus: Corpus) -> LogProbabilities:
-    """Return the log-probabilities of the chosen and the rejected answer of each document. They do not depend on padding."""
-    found = np.zeros((corpus.documents, 2), np.float32)
+def reference_of(loaded: Loaded, corpus: Corpus, seq_len: int) -> LogProbabilities:
+    """Return the log-probabilities of the chosen and the rejected answer of each document. They do not depend on padding.
+
+    Documents longer than `seq_len`, which training leaves out, have NaN."""
+    found = np.full((corpus.documents, 2), np.nan, np.float32)
     with ProgressBar("reference", corpus.documents, "pairs") as bar:
         for document in range(corpus.documents):
+            bar.advance(1)
             start, end = corpus.token_range(document)
+            if end - start > seq_len:
+                continue
             row = pair_rows(corpus, np.array([document]), end - start)
             tokens, labels, documents, positions = (
                 torch.from_numpy(array).long().to(loaded.device)
@@ -54,5 +61,4 @@ def reference_of(loaded: Loaded, corpus: Corpus) -> LogProbabilities:
                 mine = labels.masked_fill(documents != side, IGNORED)
                 lost = F.cross_entropy(logits[0].float(), mine[0], ignore_index=IGNORED, reduction="sum")
                 found[document, side] = -float(lost)
-            bar.advance(1)
     return found

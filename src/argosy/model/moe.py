@@ -223,9 +223,12 @@ def describe_load(load: Tensor) -> dict[str, float]:
 
 @torch.no_grad()
 def balance_experts(model: nn.Module, load: Tensor) -> None:
-    """Move each expert's bias one step towards a level load, given the loads of a global batch [layers, experts]."""
+    """Move each expert's bias one step towards a level load, given the loads of a global batch [layers, experts].
+
+    The bias of a frozen router, as beside adapters, stays as it is."""
     blocks = [module for module in model.modules() if isinstance(module, SparseBlock)]
-    biases = {block.row: block.mlp.router.bias for block in blocks if block.mlp.router.bias is not None}
+    routers = {block.row: block.mlp.router for block in blocks if block.mlp.router.weight.requires_grad}
+    biases = {row: router.bias for row, router in routers.items() if router.bias is not None}
     if biases:
         rate = blocks[0].mlp.spec.bias_rate or 0.0
         # experts x (mean - load), still whole numbers.

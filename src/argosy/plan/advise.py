@@ -32,7 +32,7 @@ from argosy.plan.plan_report import (
     why_lost,
 )
 from argosy.plan.search import Candidate, Found, evaluate, micro_batches, search, warnings
-from argosy.tasks.task_registry import masks_vary
+from argosy.tasks.task_registry import masks_vary, task_of
 
 STACK = "argosy"
 DEFAULT_CLUSTER = "1xH100"
@@ -309,6 +309,7 @@ def _work_of(spec: RunSpec, global_batch: int | None, seq_len: int | None, preci
         reduced=2.0 if spec.parallel.reduce == "bf16" else None,
         reshard=spec.parallel.reshard or spec.parallel.pp > 1,
         replayed=spec.parallel.graph == "auto" and spec.parallel.compile == "off" and not masks_vary(spec),
+        sample_losses=task_of(spec).sample_losses,
     )  # fmt: skip
 
 

@@ -155,6 +155,8 @@ class Work:
     reduced: float | None = None
     reshard: bool = True
     replayed: bool = True
+    # Losses of each sample, each with a gradient of the head until the backward pass. 0: one loss of the micro-batch.
+    sample_losses: int = 0
 
     @property
     def tokens(self) -> int:

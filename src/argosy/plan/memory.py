@@ -231,7 +231,7 @@ def _logits(work: Work, layout: Layout, stack: Stack, tokens: float) -> float:
     whole = 2 * judged * vocab
     chunks = ceil(whole / LOSS_CHUNK)
     copied = 2 * vocab if vocab * layout.tp > work.model.vocab_size else 0.0
-    of_weight = 0.0 if work.frozen else 4 * vocab
+    of_weight = 0.0 if work.frozen else 4 * vocab * max(1, work.sample_losses * layout.micro_batch)
     return min(2, chunks) * whole / chunks + work.sizes.hidden * (2 * judged + of_weight + copied)
 
 

@@ -6,7 +6,7 @@ holds no second model.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
@@ -37,6 +37,8 @@ class PreferenceTuning(ChatTask[DpoSpec]):
     section = "dpo"
     settings_type = DpoSpec
     records = "preferences"
+    # Of the chosen and of the rejected answer.
+    sample_losses = 2
 
     def check(self, run: Run, origins: Origins) -> None:
         super().check(run, origins)
@@ -62,6 +64,18 @@ class PreferenceTuning(ChatTask[DpoSpec]):
             beta=self.settings(run).beta,
             reference=read_reference(corpus, run.init_from),
         )
+
+    def corpus_facts(self, corpus: Corpus) -> dict[str, Any]:
+        from argosy.data.samples.preferences import reference_identity
+
+        return reference_identity(corpus)
+
+    def check_weights(self, corpora: Sequence[Corpus], identity: Callable[[], str]) -> None:
+        from argosy.data.samples.preferences import require_reference_by
+
+        weights = identity()
+        for corpus in corpora:
+            require_reference_by(corpus, weights)
 
     def synthetic(self, run: Run, draw: Callable[[int], Any]) -> Batch:
         """Return the two conversations of each row as a pair, of which the reference likes both alike."""

@@ -81,6 +81,14 @@ class Task(Generic[S]):
     records: ClassVar[Literal["texts", "conversations", "preferences"]] = "texts"
     writes: ClassVar[Literal["continuation", "masks", "spans"] | None] = None
 
+    # Losses that each sample has of its own. 0: a micro-batch has one.
+    sample_losses: ClassVar[int] = 0
+
+    @property
+    def special_in_text(self) -> bool:
+        """Whether the names of special tokens in a text stand for those tokens, as in the text of a chat template."""
+        return self.records != "texts"
+
     def settings(self, run: Run) -> S:
         """Return the task's section, or its defaults."""
         found = None if self.section is None else getattr(run.data, self.section)
@@ -115,6 +123,13 @@ class Task(Generic[S]):
         Augmentations for training (fill-in-the-middle) apply only if `training`.
         """
         raise NotImplementedError
+
+    def corpus_facts(self, corpus: Corpus) -> dict[str, Any]:
+        """Return what the samples of a corpus depend on beside the corpus itself. A resumed run must find the same."""
+        return {}
+
+    def check_weights(self, corpora: Sequence[Corpus], identity: Callable[[], str]) -> None:
+        """Refuse corpora that do not belong to the weights that a run starts from. `identity` returns a hash of the weights."""
 
     def synthetic(self, run: Run, draw: Callable[[int], Any]) -> Batch:
         """Return a batch of random tokens. `draw` returns rows of a given length."""

@@ -25,6 +25,7 @@ from argosy.parallel.mesh import Mesh
 from argosy.parallel.parallelize import parallelize
 from argosy.parallel.precision import choose_precision
 from argosy.record.rundir import RunDir
+from argosy.tasks.task_registry import task_of
 from argosy.train.device import require_memory
 from argosy.train.optimizer import Optimizer
 from argosy.train.saving import Timer
@@ -73,6 +74,7 @@ class Session:
             return None
         source = open_source(self.spec.init_from)
         require_fit(source, build_model(self.spec.model, "meta"), self.spec.model)
+        task_of(self.spec).check_weights((*self.data.corpora, *self.data.validation), source.identity)
         return source
 
 

@@ -20,9 +20,12 @@ from argosy.data.prepare.documents import Encoded, Parse
 from argosy.data.text.blocks import Blocks, Piece
 from argosy.data.text.inputs import InputFile
 from argosy.data.text.readers import open_records
-from argosy.data.text.records import Fault, Parsed, json_record, parse_piece
-from argosy.data.text.tokenizer import Lengths, Placed, PlacesTokens
+from argosy.data.text.records import BadRecord, Fault, Parsed, each_record, json_record
+from argosy.data.text.tokenizer import Ids, Lengths, Placed, PlacesTokens
 from argosy.errors import ArgosyError
+
+# The tokens of a conversation, and the lengths of its sequences.
+Turns = tuple[Ids, Lengths]
 
 
 class ChatDocuments:
@@ -44,32 +47,49 @@ class ChatDocuments:
         keys = PREFERENCE_KEYS if self._pairs else CONVERSATION_KEYS
         return open_records(group, keys=keys, block_bytes=self._block_bytes), self._parse
 
-    def encode(self, documents: list[Sequence[Rendered]]) -> Encoded:
+    def encode(self, documents: list[Sequence[Turns]]) -> Encoded:
         parts = [part for document in documents for part in document]
-        placed = self._tokenizer.encode_placed([part.text for part in parts])
-        tokens, sequences = [], []
-        for one, part in zip(placed, parts, strict=True):
-            learnt = learnt_tokens(one, part.learnt)
-            # In a pair, what follows the answer would be taken for the beginning of the other conversation.
-            end = int(np.flatnonzero(learnt)[-1]) + 1 if self._pairs and learnt.any() else len(learnt)
-            tokens.append(one[0][:end])
-            sequences.append(alternating(learnt[:end]))
-        each = 2 if self._pairs else 1
-        of_document = [sum(len(s) for s in sequences[n : n + each]) for n in range(0, len(sequences), each)]
-        return np.concatenate(tokens), np.concatenate(sequences), np.array(of_document, np.int64)
+        of_document = [sum(len(lengths) for _, lengths in document) for document in documents]
+        return (
+            np.concatenate([tokens for tokens, _ in parts]),
+            np.concatenate([lengths for _, lengths in parts]),
+            np.array(of_document, np.int64),
+        )
 
-    def _parse(self, piece: Piece) -> Parsed[Sequence[Rendered]]:
-        return parse_piece(piece, 1, self._rendered)
+    def _parse(self, piece: Piece) -> Parsed[Sequence[Turns]]:
+        """Return the tokens of each record. They are made here, all at once, because a record may be bad for what they are."""
+        found = list(each_record(piece, self._rendered))
+        good = [one for one in found if not isinstance(one, BadRecord)]
+        placed = iter(self._tokenizer.encode_placed([part.text for _, parts in good for part in parts]))
+        documents: list[Sequence[Turns]] = []
+        bad: list[BadRecord] = []
+        for one in found:
+            if isinstance(one, BadRecord):
+                bad.append(one)
+                continue
+            place, parts = one
+            document = [self._turns(next(placed), part) for part in parts]
+            if all(len(lengths) == 2 or (len(lengths) > 2 and not self._pairs) for _, lengths in document):
+                documents.append(document)
+            else:
+                bad.append(BadRecord(piece.file, place, "no-answer", "an answer has no tokens after the first one"))
+        return [documents], bad
 
-    def _rendered(self, record: Any) -> list[Sequence[Rendered]]:
+    def _turns(self, placed: Placed, part: Rendered) -> Turns:
+        learnt = learnt_tokens(placed, part.learnt)
+        # In a pair, what follows the answer would be taken for the beginning of the other conversation.
+        end = int(np.flatnonzero(learnt)[-1]) + 1 if self._pairs and learnt.any() else len(learnt)
+        return placed[0][:end], alternating(learnt[:end])
+
+    def _rendered(self, record: Any) -> Sequence[Rendered]:
         value = json_record(record)
         found = preference_of(value) if self._pairs else (conversation_of(value),)
         rendered = [self._template.render(conversation) for conversation in found]
-        if not all(one.text and one.learnt for one in rendered):
-            raise Fault("no-answer", "the chat template writes nothing to learn")
+        if not all(one.learnt and all(first < last for first, last in one.learnt) for one in rendered):
+            raise Fault("no-answer", "the chat template writes nothing to learn for an answer")
         if self._pairs and any(len(one.learnt) > 1 for one in rendered):
             raise Fault("turns", "the chat template marks the last turn in several parts")
-        return [rendered]
+        return rendered
 
 
 def learnt_tokens(placed: Placed, spans: Sequence[tuple[int, int]]) -> npt.NDArray[np.bool_]:

@@ -15,6 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import orjson
+
 from argosy.data.text.records import Fault, json_kind
 
 Message = dict[str, Any]
@@ -84,7 +86,33 @@ def _conversation(messages: list[Message], record: dict[str, Any]) -> Conversati
     learnt = [n for n, one in enumerate(messages) if one["role"] == ASSISTANT and one.pop("weight", 1) != 0]
     if not learnt:
         raise Fault("no-answer", f"none of its {len(messages)} messages is a turn of the assistant to learn")
-    return Conversation(messages, tuple(learnt), record.get("tools") or None)
+    return Conversation(messages, tuple(learnt), _tools(record.get("tools")))
+
+
+def _tools(value: Any) -> list[Any] | None:
+    """Return the tools. Data sets without nested columns keep them as JSON in a text; templates iterate over a list."""
+    found = _from_json(value, "tools") if isinstance(value, str) and value else value
+    if found and not isinstance(found, list):
+        raise Fault("not-tools", f"tools is {json_kind(found)} where a list belongs")
+    return found or None
+
+
+def _tool_call(call: Any, number: int) -> Any:
+    """Return a tool call whose arguments are an object. OpenAI writes them as JSON in a text."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    arguments = _from_json(function["arguments"], f"arguments of a tool call in message {number}")
+    if not isinstance(arguments, dict):
+        raise Fault("not-tools", f"a tool call in message {number} has {json_kind(arguments)} as arguments")
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _from_json(text: str, what: str) -> Any:
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise Fault("not-tools", f"{what}: not JSON: {error}") from None
 
 
 def _messages(turns: Any) -> list[Message]:
@@ -106,6 +134,8 @@ def _message(turn: Any, number: int) -> Message:
         content = _joined(content, number)
     if not isinstance(content, str) and not (content is None and fields.get("tool_calls")):
         raise Fault("not-text", f"message {number} has {json_kind(content)} where text belongs")
+    if isinstance(fields.get("tool_calls"), list):
+        fields["tool_calls"] = [_tool_call(call, number) for call in fields["tool_calls"]]
     if content is not None and "\x00" in content:
         raise Fault("nul", f"message {number} has a NUL character at position {content.index(chr(0))}")
     return {"role": ROLES.get(role, role), "content": content or "", **fields}

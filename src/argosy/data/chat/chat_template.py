@@ -35,6 +35,8 @@ TEMPLATE_FILE = "chat_template.jinja"
 _BEGIN, _END = "\U000ffff0", "\U000ffff1"
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _MOST_BYTES = MIB
+# Of one conversation as text.
+_MOST_CHARACTERS = 16 << 20
 Span = tuple[int, int]
 
 
@@ -172,19 +174,26 @@ class ChatTemplate:
         )
 
     def _text(self, conversation: Conversation, messages: int, *, prompt: bool = False) -> str:
-        from jinja2 import TemplateError
-
         template = self._compiled
+        pieces: list[str] = []
+        size = 0
         try:
-            text: str = template.render(
+            for piece in template.generate(
                 messages=conversation.messages[:messages],
                 tools=conversation.tools,
                 add_generation_prompt=prompt,
                 **dict(self._format.tokens),
-            )
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
-            raise Fault("template", f"the chat template fails: {error}") from None
-        return text
+            ):
+                pieces.append(piece)
+                size += len(piece)
+                if size > _MOST_CHARACTERS:
+                    raise Fault("template", f"the chat template writes more than {_MOST_CHARACTERS:,} characters")
+        except Fault:
+            raise
+        except Exception as error:  # noqa: BLE001 - a template may raise whatever Python does
+            why = str(error) or type(error).__name__
+            raise Fault("template", f"the chat template fails: {why}") from None
+        return "".join(pieces)
 
 
 def _unmark(marked: str) -> tuple[str, list[Span]]:

@@ -91,8 +91,14 @@ class Work:
     @property
     def eod(self) -> int | None:
         """The end-of-document id that the manifest records. A chat template writes its own at the end of a turn."""
-        ends = None if self.options.chat is None else self.options.chat.token("eos_token")
-        return self.appended if ends is None else self.tokenizer.id_of(ends)
+        if self.options.chat is None:
+            return self.appended
+        ends = self.options.chat.token("eos_token")
+        try:
+            return self.tokenizer.eod_id if ends is None else self.tokenizer.id_of(ends)
+        except ArgosyError:
+            # The settings name no eos_token, and the tokenizer has none of the usual names.
+            return None
 
     @property
     def dtype(self) -> np.dtype[Any]:

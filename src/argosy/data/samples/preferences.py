@@ -4,12 +4,14 @@ A document has four sequences: the prompt and the chosen answer, the prompt agai
 than a row is left out. The log-probabilities of the answers by the reference model are read from two files beside the corpus, which
 `argosy data reference` writes:
 
-    reference.json  which model computed them, and for which corpus
-    reference.f32   for each document, the log-probability of the chosen and of the rejected answer, 32-bit floats
+    reference.json  which model computed them (with a hash of its weights), and for which corpus
+    reference.f32   for each document, the log-probability of the chosen and of the rejected answer, 32-bit floats; NaN for a
+                    pair longer than data.seq_len
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from pathlib import Path
 from typing import Any
@@ -66,6 +68,8 @@ class PreferenceRows:
                 key="data.split",
                 fix=f"give {split.name} a larger share, add data, or lengthen data.seq_len",
             )
+        if np.isnan(reference[self._documents]).any():
+            raise _no_reference(corpus.path, f"those beside it leave out pairs of up to data.seq_len {seq_len} tokens")
 
     def batch(self, indices: Indices) -> Batch:
         documents = self._documents[epoch_order(indices, self.count, self.seed)]
@@ -96,28 +100,51 @@ def pair_rows(corpus: Corpus, documents: Indices, seq_len: int) -> Batch:
     return Batch(tokens, labels, {"documents": sides, "positions": positions})
 
 
-def write_reference(corpus: Corpus, model: str, numbers: LogProbabilities) -> None:
-    """Store the log-probabilities of all documents by a model, the facts last."""
-    replace_file(corpus.path / NUMBERS_FILE, np.ascontiguousarray(numbers, "<f4").tobytes(), sync=True)
+def write_reference(corpus: Corpus, model: str, identity: str, numbers: LogProbabilities) -> None:
+    """Store the log-probabilities of all documents by a model, the facts last. `identity` is a hash of its weights."""
+    content = np.ascontiguousarray(numbers, "<f4").tobytes()
+    replace_file(corpus.path / NUMBERS_FILE, content, sync=True)
     facts = {"model": model, "corpus": corpus.facts()["sha256"], "documents": corpus.documents}
+    facts |= {"weights": identity, "sha256": hashlib.sha256(content).hexdigest()}
     replace_file(corpus.path / FACTS_FILE, orjson.dumps(facts, option=orjson.OPT_INDENT_2) + b"\n", sync=True)
 
 
 def read_reference(corpus: Corpus, model: str | None) -> LogProbabilities:
     """Return the stored log-probabilities. Refuse those of another model than the run starts from, or of another corpus."""
-    path = corpus.path / FACTS_FILE
+    facts = _reference_facts(corpus)
     try:
-        facts: dict[str, Any] = read_object(path)
         content = read_regular(corpus.path / NUMBERS_FILE, _MOST_BYTES)
     except (OSError, ValueError):
         raise _no_reference(corpus.path, "there are none beside it") from None
     if facts.get("corpus") != corpus.facts()["sha256"] or len(content) != 8 * corpus.documents:
-        raise _no_reference(corpus.path, f"{path.name} is about another corpus")
+        raise _no_reference(corpus.path, f"{FACTS_FILE} is about another corpus")
+    # Files of an older version have no hash.
+    if facts.get("sha256") not in (None, hashlib.sha256(content).hexdigest()):
+        raise _no_reference(corpus.path, f"{NUMBERS_FILE} is not the file that {FACTS_FILE} describes")
     if facts.get("model") != model:
         raise _no_reference(
             corpus.path, f"those beside it are by {facts.get('model')}, and this run starts from {model}"
         )
     return np.frombuffer(content, "<f4").reshape(-1, 2).astype(np.float32)
+
+
+def reference_identity(corpus: Corpus) -> dict[str, str]:
+    """Return what a run records about the reference: a resumed run must find the same."""
+    facts = _reference_facts(corpus)
+    return {f"reference_{key}": facts[key] for key in ("weights", "sha256") if key in facts}
+
+
+def require_reference_by(corpus: Corpus, identity: str) -> None:
+    """Refuse a reference by other weights than those a run starts from."""
+    if _reference_facts(corpus).get("weights") not in (None, identity):
+        raise _no_reference(corpus.path, "the model that computed those beside it has other weights now")
+
+
+def _reference_facts(corpus: Corpus) -> dict[str, Any]:
+    try:
+        return read_object(corpus.path / FACTS_FILE)
+    except (OSError, ValueError):
+        raise _no_reference(corpus.path, "there are none beside it") from None
 
 
 def _no_reference(path: Path, why: str) -> ArgosyError:

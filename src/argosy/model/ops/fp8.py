@@ -74,17 +74,22 @@ class _Fp8Products(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         x8t, x_scale, *rest = ctx.saved_tensors
         shape, bias_dtypes = ctx.form
+        wants_x, _, *wanted = ctx.needs_input_grad
+        count = len(ctx.weights)
         d_x = None
         d_weights: list[Tensor | None] = []
         d_biases: list[Tensor | None] = []
-        for gradient, weight, w8t, w_scale, bias_dtype in zip(
-            gradients, ctx.weights, rest[::2], rest[1::2], bias_dtypes, strict=True
-        ):
+        for n, (gradient, weight) in enumerate(zip(gradients, ctx.weights, strict=True)):
+            w8t, w_scale = rest[2 * n : 2 * n + 2]
             d_y = gradient.flatten(0, -2)
-            d8 = quantise(d_y, GRADIENT)
-            part = scaled_mm(d8.values, w8t.t(), d8.scale, w_scale, d_y.dtype)
-            d_x = part if d_x is None else d_x.add_(part)
-            product = partial(scaled_mm, d8.transposed, x8t.t(), d8.scale, x_scale, d_y.dtype)
-            d_weights.append(now_or_later(weight, product))
-            d_biases.append(None if bias_dtype is None else d_y.sum(0, dtype=torch.float32).to(bias_dtype))
+            if wants_x or wanted[n]:
+                d8 = quantise(d_y, GRADIENT)
+            if wants_x:
+                part = scaled_mm(d8.values, w8t.t(), d8.scale, w_scale, d_y.dtype)
+                d_x = part if d_x is None else d_x.add_(part)
+            product = None
+            if wanted[n]:
+                product = now_or_later(weight, partial(scaled_mm, d8.transposed, x8t.t(), d8.scale, x_scale, d_y.dtype))
+            d_weights.append(product)
+            d_biases.append(d_y.sum(0, dtype=torch.float32).to(bias_dtypes[n]) if wanted[count + n] else None)
         return None if d_x is None else d_x.view(shape), None, *d_weights, *d_biases
