@@ -316,6 +316,7 @@ def test_the_bias_of_a_frozen_router_stays() -> None:
 
 
 def test_levelled_by_its_bias_a_lopsided_router_becomes_level() -> None:
+    torch.manual_seed(4)
     model = decoder("layers=1", "moe.router=sigmoid", "moe.bias_rate=0.02", "moe.balance_loss=0")
     with torch.no_grad():
         model.embed.tokens.weight.add_(0.02)  # what all tokens have in common leads to the same experts
@@ -327,7 +328,7 @@ def test_levelled_by_its_bias_a_lopsided_router_becomes_level() -> None:
         balance_experts(model, load)
         loads.append(int(load.max()) / int(load.sum()))
     assert loads[0] > 0.4
-    assert loads[-1] < 0.3  # a quarter is level; each step of the biases moves some tokens
+    assert loads[-1] < 0.29  # a quarter is level
 
 
 def test_dense_layers_come_first() -> None:

@@ -16,11 +16,10 @@ from argosy.data.corpus.indexed import dtype_for
 from argosy.data.curate.curated_part import CuratedFacts, CurateOptions
 from argosy.data.curate.pipeline_spec import Pipeline
 from argosy.data.prepare.parts import PartName
-from argosy.data.prepare.work import PARTS, block_size, is_past_end
+from argosy.data.prepare.work import PARTS, block_size, is_past_end, require_machine
 from argosy.data.prepare.work_plan import Plan
 from argosy.data.text.inputs import InputFile, find_inputs, group_inputs
 from argosy.data.text.tokenizer import Tokenizer, load_tokenizer
-from argosy.errors import ArgosyError
 
 REPORT_FILE = "curation.json"
 # Not a suffix that `prepare` reads, so that a directory of JSON lines is an input as a whole.
@@ -40,14 +39,7 @@ class CurateSharing:
     overwrite: bool = False
 
     def __post_init__(self) -> None:
-        if self.machine >= self.machines:
-            raise ArgosyError(
-                "config.bad-value",
-                f"{self.machines} machines are numbered from 0 to {self.machines - 1}",
-                key="--shard-index",
-                value=self.machine,
-                fix=f"--shard-index {self.machines - 1} or less, or a larger --shard-count",
-            )
+        require_machine(self.machine, self.machines)
 
 
 class CurateWork:

@@ -59,14 +59,19 @@ class PrepareOptions:
         return self.keys if self.chat is None else ("messages",)
 
     def __post_init__(self) -> None:
-        if self.machine >= self.machines:
-            raise ArgosyError(
-                "config.bad-value",
-                f"{self.machines} machines are numbered from 0 to {self.machines - 1}",
-                key="--shard-index",
-                value=self.machine,
-                fix=f"--shard-index {self.machines - 1} or less, or a larger --shard-count",
-            )
+        require_machine(self.machine, self.machines)
+
+
+def require_machine(machine: int, machines: int) -> None:
+    """Refuse the number of a machine beyond those that divide the work."""
+    if machine >= machines:
+        raise ArgosyError(
+            "config.bad-value",
+            f"{machines} machines are numbered from 0 to {machines - 1}",
+            key="--shard-index",
+            value=machine,
+            fix=f"--shard-index {machines - 1} or less, or a larger --shard-count",
+        )
 
 
 class Work:
