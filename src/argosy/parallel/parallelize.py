@@ -17,7 +17,7 @@ from argosy.model.build import build_model
 from argosy.parallel.engine import Engine
 from argosy.parallel.mesh import Mesh
 from argosy.parallel.precision import apply_precision, choose_precision
-from argosy.parallel.shards import local, part_of
+from argosy.parallel.shards import is_spread, local, part_of
 from argosy.parallel.single import SingleDevice
 from argosy.parallel.transformer_blocks import DropoutSeeds, apply_compile, apply_recompute, blocks_of
 from argosy.tasks.task_registry import masks_vary
@@ -97,11 +97,22 @@ def materialise(model: nn.Module, device: torch.device, weights: Weights | None,
         from argosy.model.adapters import freeze_base
 
         freeze_base(model)
-    model.to_empty(device=device)
+    _allocate(model, device)
     if weights is not None:
         parameters = dict(model.named_parameters())
         for name, value in weights(model):
             local(parameters[name]).copy_(part_of(value, parameters[name]))
+
+
+def _allocate(model: nn.Module, device: torch.device) -> None:
+    """Do what `to_empty` does. For meta tensors that loads sympy, which takes a second, so only sharded ones go its way."""
+
+    def allocated(tensor: Tensor) -> Tensor:
+        if is_spread(tensor):
+            return torch.empty_like(tensor, device=device)
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+    model._apply(allocated)
 
 
 def captures_graphs(spec: RunSpec, device: torch.device) -> bool:

@@ -1,4 +1,4 @@
-"""Attention kernels from outside torch, registered as custom operators.
+"""Attention kernels from outside torch, registered as operators.
 
 As operators, activation checkpointing (recompute) can keep their results, and torch.compile does not trace into them. They
 read heads where the projections write them, [batch, seq, heads, head_dim].
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from argosy.model.ops import flash, hopper
+from argosy.model.ops.operators import operator
 
 
 class Form(NamedTuple):
@@ -67,8 +68,19 @@ class _Attend(torch.autograd.Function):
         return None, None, *_backward(kernels, gradients[0], *ctx.saved_tensors, *form)
 
 
+def _like_forward(kernels: str, q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    batch, seq, heads, _ = q.shape
+    return q.new_empty(q.shape), q.new_empty((batch, heads, seq), dtype=torch.float32)
+
+
+def _like_backward(
+    kernels: str, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
 # Results are made contiguous, which they mostly are: the fake operators promise that layout to torch.compile.
-@torch.library.custom_op("argosy::attention", mutates_args=())
+@operator("attention", _like_forward)
 def _forward(
     kernels: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, scale: float | None
 ) -> tuple[Tensor, Tensor]:
@@ -76,7 +88,7 @@ def _forward(
     return out.contiguous(), lse.contiguous()
 
 
-@torch.library.custom_op("argosy::attention_backward", mutates_args=())
+@operator("attention_backward", _like_backward)
 def _backward(
     kernels: str,
     d_out: Tensor,
@@ -93,15 +105,4 @@ def _backward(
     return d_q.contiguous(), d_k.contiguous(), d_v.contiguous()
 
 
-@_forward.register_fake
-def _(kernels: str, q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    batch, seq, heads, _ = q.shape
-    return q.new_empty(q.shape), q.new_empty((batch, heads, seq), dtype=torch.float32)
-
-
-@_backward.register_fake
-def _(kernels: str, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-OPERATIONS = frozenset({torch.ops.argosy.attention.default})
+OPERATIONS = frozenset({_forward})

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from argosy.compat import grouped_mm
 from argosy.model.ops.matmul import now_or_later
+from argosy.model.ops.operators import operator
 
 # The kernel reads rows in units of 16 bytes: 8 bf16 values.
 _ALIGNMENT = 8
@@ -64,34 +65,32 @@ def _has_kernel(a: Tensor, b: Tensor) -> bool:
     return a.is_cuda and len(a) > 0 and a.dtype == b.dtype == torch.bfloat16 and aligned
 
 
-# Custom operators, so that torch.compile does not trace into them: group sizes are data-dependent.
-@torch.library.custom_op("argosy::grouped_product", mutates_args=())
+def _like_product(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[-1])
+
+
+def _like_outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    return a.new_empty(offsets.shape[0], a.shape[1], b.shape[1])
+
+
+# Operators, so that torch.compile does not trace into them: group sizes are data-dependent.
+@operator("grouped_product", _like_product)
 def product_loop(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    out = a.new_empty(a.shape[0], b.shape[-1])
+    out = _like_product(a, b, offsets)
     for expert, (first, end) in enumerate(_groups(offsets)):
         torch.mm(a[first:end], b[expert], out=out[first:end])
     return out
 
 
-@torch.library.custom_op("argosy::grouped_outer", mutates_args=())
+@operator("grouped_outer", _like_outer)
 def outer_loop(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    out = a.new_empty(offsets.shape[0], a.shape[1], b.shape[1])
+    out = _like_outer(a, b, offsets)
     for expert, (first, end) in enumerate(_groups(offsets)):
         torch.mm(a[first:end].t(), b[first:end], out=out[expert])
     return out
 
 
-@product_loop.register_fake
-def _(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    return a.new_empty(a.shape[0], b.shape[-1])
-
-
-@outer_loop.register_fake
-def _(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    return a.new_empty(offsets.shape[0], a.shape[1], b.shape[1])
-
-
-OPERATIONS = frozenset({torch.ops.argosy.grouped_product.default, torch.ops.argosy.grouped_outer.default})
+OPERATIONS = frozenset({product_loop, outer_loop})
 
 
 def _groups(offsets: Tensor) -> list[tuple[int, int]]:
