@@ -5,6 +5,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Callable
+from types import FunctionType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -169,6 +173,43 @@ def test_sections_are_equal_and_no_larger_than_fill_the_gpu(pairs: int, key_bloc
     assert all(size * key_blocks > 128 for size in larger)
 
 
+_place = [0]
+
+
+def _plain(function: Any) -> Callable[..., Any]:
+    """Return a device function as a Python function of integers, in the program at `_place`."""
+    language = SimpleNamespace(minimum=min, maximum=max, program_id=lambda axis: _place[axis])
+    names = {"gl": language, "_WORKERS": 2, "ANY": 0, "LAST_KEYS": 1, "FIRST_KEYS": 2, "FOLDED": 3}
+    return FunctionType(function.fn.__code__, function.fn.__globals__ | names)
+
+
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("key_blocks", [2, 6, 8, 64])
+def test_programs_of_the_folded_order_never_wait_in_a_circle(key_blocks: int, group: int) -> None:
+    """Run all programs of a KV head, each up to where it must wait, again and again: all come to their end."""
+    place, step, before = map(_plain, (hopper_backward._place, hopper_backward._step, hopper_backward._adding_before))
+    programs = []
+    for program in range(key_blocks // 2):
+        _place[0], tiles = program, []
+        for part in range(2):
+            _, keys, earlier = place(key_blocks, part, 1, 3)
+            assert earlier * group == len(tiles)
+            for own in range(2 * (key_blocks - keys) * group):
+                block, member = step(own, keys, part, 2 * key_blocks, group, 3)
+                assert block >= 2 * keys
+                tiles.append((block, member, before(block, keys, part, key_blocks, 3)))
+        programs.append(iter([*tiles, None]))
+    added: Counter[tuple[int, int]] = Counter()
+    waiting = {program: next(tiles) for program, tiles in enumerate(programs)}
+    while any(waiting.values()):
+        ready = {n: tile for n, tile in waiting.items() if tile and added[tile[:2]] == tile[2]}
+        assert ready, "all wait"
+        for number, tile in ready.items():
+            added[tile[:2]] += 1
+            waiting[number] = next(programs[number])
+    assert all(added[block, member] == block // 2 + 1 for block in range(2 * key_blocks) for member in range(group))
+
+
 COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
@@ -192,7 +233,7 @@ for width, kernel in ((64, backward._attention_backward), (128, wide._attention_
     logs = {"logs": f"tensordesc<fp32[1, 128],{backward._LOGS!r}>"}
     logs |= {"d_k_out": "*bf16", "d_v_out": "*bf16", "sums": "*fp32", "turns": "*i32"}
     blocks = dict.fromkeys(["q", "k", "v", "d_out"], 64)
-    for order in (0, 1, 2):
+    for order in (0, 1, 2, *([3] if width == 64 else [])):
         made = compiled(kernel, width, blocks, logs, ["scale", "plain_scale"], heads | {"SECTION": 2, "ORDER": order})
         assert made.asm["cubin"] and "red.global.add.v4.f32" in made.asm["ptx"]
         assert ("red.release.gpu" in made.asm["ptx"]) == (order > 0)

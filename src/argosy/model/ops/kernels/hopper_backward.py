@@ -9,11 +9,16 @@ compute. Two workers have 64 keys each and compute
 They pass dS to the third group, which computes dQ = dS^T K and adds it to a 32-bit sum in memory. The sum is stored in the order of
 the threads' registers, for wide additions. A last kernel restores the row order.
 
-In deterministic mode, programs add to a sum in a fixed order: the first keys first. A counter per warp and block of queries says how
-many programs have added. Programs with the first keys start first. A program therefore waits only for programs started before it and
-cannot deadlock. They are also the longest, so none is left over at the end. All iterate over the queries from the last down to their
-diagonal. A program waits at its start until the one before it is a step ahead, and from then on they stay in step. The counter is read
-before the matmul and written one step late beside the next matmul, so that neither latency is exposed.
+In deterministic mode, programs add to a sum in a fixed order. A counter per warp and block of queries says how many programs have
+added. It is read before the matmul and written one step late beside the next matmul, so that neither latency is exposed.
+
+FIRST_KEYS: programs with the first keys start first. A program therefore waits only for programs started before it and cannot deadlock.
+They are also the longest, so none is left over at the end. All iterate over the queries from the last down to their diagonal. A program
+waits at its start until the one before it is a step ahead, and from then on they stay in step.
+
+FOLDED: a program has two key blocks, the one with index n - 1 - i and then the one with index i, so that all programs are equally long
+and start together. It iterates over the queries upwards in its first part and downwards in its second. In each round, which is
+one block of 128 queries, at most two programs then add to the same sums, and they begin with different halves of them.
 """
 
 from __future__ import annotations
@@ -36,6 +41,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from argosy.model.ops.kernels.hopper_forward import _exp2, _fetch, described
+from argosy.model.ops.matmul import processors
 
 # The head width; keys per worker, which is also queries per step.
 _WIDTH = gl.constexpr(64)
@@ -64,10 +70,12 @@ _END_TURN = gl.constexpr(
 )
 # The approximate number of programs that run at the same time.
 _FULL_WAVE = 128
-# The order in which programs add to a sum of dQ: any, the last keys first, or the first keys first.
-ANY, LAST_KEYS, FIRST_KEYS = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+# The order in which programs add to a sum of dQ: any, the last keys first, the first keys first, or folded.
+ANY, LAST_KEYS, FIRST_KEYS, FOLDED = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
 # From this many key blocks on, starting the longest programs first gains more than waiting for the previous program costs.
 _LONG = 32
+# The fewest query heads of a KV head for which a release is seen before the next program waits for it, FOLDED.
+_STEPS_APART = 4
 
 
 # Triton 3.9 renamed `_reinterpret`.
@@ -85,19 +93,32 @@ else:
 
 
 @gluon.jit
-def _place(key_blocks, SECTION: gl.constexpr, ORDER: gl.constexpr):
-    """Return batch x KV heads + KV head, and the key block. Of each SECTION KV heads, programs that add first start first."""
+def _place(key_blocks, part, SECTION: gl.constexpr, ORDER: gl.constexpr):
+    """Return batch x KV heads + KV head, the key block of a part of the program, and the steps of the parts before it, by group.
+
+    Of each SECTION KV heads, programs that add first start first. FOLDED, all programs of a KV head start together.
+    """
     place = gl.program_id(0)
-    within = place % (SECTION * key_blocks)
-    key_block = within // SECTION
-    if ORDER == LAST_KEYS:
-        key_block = key_blocks - 1 - key_block
-    return place // (SECTION * key_blocks) * SECTION + within % SECTION, key_block
+    before = 0
+    if ORDER == FOLDED:
+        half = key_blocks // 2
+        pair = place // half
+        key_block = place % half
+        before = part * (key_block + 1) * _WORKERS
+        key_block += (1 - part) * (key_blocks - 1 - 2 * key_block)
+    else:
+        within = place % (SECTION * key_blocks)
+        key_block = within // SECTION
+        if ORDER == LAST_KEYS:
+            key_block = key_blocks - 1 - key_block
+        pair = place // (SECTION * key_blocks) * SECTION + within % SECTION
+    return pair, key_block, before
 
 
 @gluon.jit
-def _step(step, key_block, blocks, GROUP: gl.constexpr, ORDER: gl.constexpr):
-    """Return the block of queries and the head of the group at a step: from the diagonal on, or from the last block back to it.
+def _step(step, key_block, part, blocks, GROUP: gl.constexpr, ORDER: gl.constexpr):
+    """Return the block of queries and the head of the group at a step of a part: from the diagonal on, or from the last block back
+    to it.
 
     With ORDER ANY, programs start with different heads, so that few add to the same sums at a time.
     """
@@ -107,15 +128,27 @@ def _step(step, key_block, blocks, GROUP: gl.constexpr, ORDER: gl.constexpr):
         member = (step + key_block) % GROUP
     if ORDER == FIRST_KEYS:
         block = blocks - 1 - step // GROUP
+    if ORDER == FOLDED:
+        block += part * (blocks - 1 - step // GROUP - block)
     return block, member
 
 
 @gluon.jit
-def _adding_before(block, key_block, ORDER: gl.constexpr):
+def _adding_before(block, key_block, part, key_blocks, ORDER: gl.constexpr):
     """Return how many programs add to a block of queries before the one with this key block."""
-    before = block // _WORKERS - key_block
+    row = block // _WORKERS
+    before = row - key_block
     if ORDER == FIRST_KEYS:
         before = key_block
+    if ORDER == FOLDED:
+        # At round r a row is read by the first part whose key block is r before it, and by the second part whose key block is r -
+        # (key_blocks - row). Of a row's two blocks, the first part begins with the even one, the second with the odd one.
+        odd = block % _WORKERS
+        second = before + odd - (key_blocks - row)
+        second = gl.minimum(gl.maximum(second, 0), gl.minimum(key_blocks // 2, row + 1))
+        first = key_block + key_blocks - row + 1 - odd
+        first = gl.minimum(first, gl.maximum(row - key_blocks // 2 + 1, 0))
+        before += second + part * (key_block + first - before - second)
     return before
 
 
@@ -125,75 +158,82 @@ def _fetcher(
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, SECTION: gl.constexpr, ORDER: gl.constexpr,
     WIDTH: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
+    PARTS: gl.constexpr = 2 if ORDER == FOLDED else 1
     k_here, v_here, q_here, d_out_here, logs_here, _, kv_full, full, free, _, _ = here
     q, k, v, d_out, logs, q_head, k_head, v_head, d_out_head = fetch
-    pair, key_block = _place(key_blocks, SECTION, ORDER)
-    start = pair // KV_HEADS * seq
-    kv_head = pair % KV_HEADS
     blocks = key_blocks * _WORKERS
-    mbarrier.expect(kv_full, 2 * _WORKERS * _SIDE * WIDTH * 2)
-    for worker in gl.static_range(_WORKERS):
-        row = start + (key_block * _WORKERS + worker) * _SIDE
-        _fetch(k, [row, kv_head * k_head], kv_full, k_here.index(worker))
-        _fetch(v, [row, kv_head * v_head], kv_full, v_here.index(worker))
-    for step in range((blocks - key_block * _WORKERS) * GROUP):
-        block, member = _step(step, key_block, blocks, GROUP, ORDER)
-        head = kv_head * GROUP + member
-        stage = step % STAGES
-        row = start + block * _SIDE
-        mbarrier.wait(free.index(stage), ((step // STAGES) & 1) ^ 1)
-        mbarrier.expect(full.index(stage), 2 * _SIDE * WIDTH * 2 + 2 * _SIDE * 4)
-        _fetch(q, [row, head * q_head], full.index(stage), q_here.index(stage))
-        _fetch(logs, [(pair * GROUP + member) * blocks + block, 0], full.index(stage), logs_here.index(stage))
-        _fetch(d_out, [row, head * d_out_head], full.index(stage), d_out_here.index(stage))
+    for part in range(PARTS):
+        pair, key_block, before = _place(key_blocks, part, SECTION, ORDER)
+        start = pair // KV_HEADS * seq
+        kv_head = pair % KV_HEADS
+        mbarrier.expect(kv_full.index(part), 2 * _WORKERS * _SIDE * WIDTH * 2)
+        for worker in gl.static_range(_WORKERS):
+            row = start + (key_block * _WORKERS + worker) * _SIDE
+            _fetch(k, [row, kv_head * k_head], kv_full.index(part), k_here.index(part * _WORKERS + worker))
+            _fetch(v, [row, kv_head * v_head], kv_full.index(part), v_here.index(part * _WORKERS + worker))
+        for own in range((blocks - key_block * _WORKERS) * GROUP):
+            block, member = _step(own, key_block, part, blocks, GROUP, ORDER)
+            step = before * GROUP + own
+            head = kv_head * GROUP + member
+            stage = step % STAGES
+            row = start + block * _SIDE
+            mbarrier.wait(free.index(stage), ((step // STAGES) & 1) ^ 1)
+            mbarrier.expect(full.index(stage), 2 * _SIDE * WIDTH * 2 + 2 * _SIDE * 4)
+            _fetch(q, [row, head * q_head], full.index(stage), q_here.index(stage))
+            _fetch(logs, [(pair * GROUP + member) * blocks + block, 0], full.index(stage), logs_here.index(stage))
+            _fetch(d_out, [row, head * d_out_head], full.index(stage), d_out_here.index(stage))
 
 
 @gluon.jit
 def _adder(
     here, sums, turns, key_blocks, GROUP: gl.constexpr, SECTION: gl.constexpr, ORDER: gl.constexpr,
 ):  # fmt: skip
+    PARTS: gl.constexpr = 2 if ORDER == FOLDED else 1
     SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _WIDTH, 16])
     k_here, _, _, _, _, ds_here, kv_full, _, _, ds_full, ds_free = here
-    pair, key_block = _place(key_blocks, SECTION, ORDER)
     blocks = key_blocks * _WORKERS
     # One element per thread: the counter of its warp, which has the same rows of a block in every program.
     thread = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
     counters = (turns + thread // 32).to(gl.int64)
     last = counters
-    mbarrier.wait(kv_full, 0)
-    for step in range((blocks - key_block * _WORKERS) * GROUP):
-        block, member = _step(step, key_block, blocks, GROUP, ORDER)
-        slot = step % _SLOTS
-        tile = (pair * GROUP + member) * blocks + block
-        turn = counters + tile.to(gl.int64) * (_TURNS * 4)
-        seen = thread
-        if ORDER != ANY:
-            seen = gl.inline_asm_elementwise(_READ_TURN, "=r,l", [turn], dtype=gl.int32, is_pure=False, pack=1)
-        mbarrier.wait(ds_full.index(slot), (step // _SLOTS) & 1)
-        d_q = gl.zeros([_SIDE, _WIDTH], gl.float32, SUM)
-        d_q = warpgroup_mma(
-            ds_here.index(slot * _WORKERS).permute((1, 0)), k_here.index(0), d_q, use_acc=False, is_async=True
-        )
-        d_q = warpgroup_mma(ds_here.index(slot * _WORKERS + 1).permute((1, 0)), k_here.index(1), d_q, is_async=True)
-        if ORDER != ANY:
-            ends = ((thread % 32 == 0) & (step > 0)).to(gl.int32)
-            gl.inline_asm_elementwise(_END_TURN, "=r,l,r", [last, ends], dtype=gl.int32, is_pure=False, pack=1)
-            last = turn
-        d_q = warpgroup_mma_wait(0, deps=[d_q])
-        mbarrier.arrive(ds_free.index(slot), count=1)
-        # Computed here and not before the loop, to save registers.
-        row = gl.arange(0, _SIDE, gl.SliceLayout(1, SUM))[:, None]
-        column = gl.arange(0, _WIDTH, gl.SliceLayout(0, SUM))[None, :]
-        inner = (((row // 16) * (_WIDTH // 8) + column // 8) * 32 + (row % 8) * 4 + (column % 8) // 2) * 4
-        target = sums + tile.to(gl.int64) * (_SIDE * _WIDTH)
-        if ORDER != ANY:
-            before = gl.full([128], _adding_before(block, key_block, ORDER), gl.int32, thread.type.layout)
+    for part in range(PARTS):
+        pair, key_block, before = _place(key_blocks, part, SECTION, ORDER)
+        mbarrier.wait(kv_full.index(part), 0)
+        for own in range((blocks - key_block * _WORKERS) * GROUP):
+            block, member = _step(own, key_block, part, blocks, GROUP, ORDER)
+            step = before * GROUP + own
+            slot = step % _SLOTS
+            tile = (pair * GROUP + member) * blocks + block
+            turn = counters + tile.to(gl.int64) * (_TURNS * 4)
+            seen = thread
+            if ORDER != ANY:
+                seen = gl.inline_asm_elementwise(_READ_TURN, "=r,l", [turn], dtype=gl.int32, is_pure=False, pack=1)
+            mbarrier.wait(ds_full.index(slot), (step // _SLOTS) & 1)
+            d_q = gl.zeros([_SIDE, _WIDTH], gl.float32, SUM)
+            d_s = ds_here.index(slot * _WORKERS).permute((1, 0))
+            d_q = warpgroup_mma(d_s, k_here.index(part * _WORKERS), d_q, use_acc=False, is_async=True)
+            d_s = ds_here.index(slot * _WORKERS + 1).permute((1, 0))
+            d_q = warpgroup_mma(d_s, k_here.index(part * _WORKERS + 1), d_q, is_async=True)
+            if ORDER != ANY:
+                ends = ((thread % 32 == 0) & (step > 0)).to(gl.int32)
+                gl.inline_asm_elementwise(_END_TURN, "=r,l,r", [last, ends], dtype=gl.int32, is_pure=False, pack=1)
+                last = turn
+            d_q = warpgroup_mma_wait(0, deps=[d_q])
+            mbarrier.arrive(ds_free.index(slot), count=1)
+            # Computed here and not before the loop, to save registers.
+            row = gl.arange(0, _SIDE, gl.SliceLayout(1, SUM))[:, None]
+            column = gl.arange(0, _WIDTH, gl.SliceLayout(0, SUM))[None, :]
+            inner = (((row // 16) * (_WIDTH // 8) + column // 8) * 32 + (row % 8) * 4 + (column % 8) // 2) * 4
+            target = sums + tile.to(gl.int64) * (_SIDE * _WIDTH)
+            if ORDER != ANY:
+                turns_before = _adding_before(block, key_block, part, key_blocks, ORDER)
+                wanted = gl.full([128], turns_before, gl.int32, thread.type.layout)
+                gl.inline_asm_elementwise(
+                    _AWAIT_TURN, "=&r,r,l,r", [seen, turn, wanted], dtype=gl.int32, is_pure=False, pack=1
+                )
             gl.inline_asm_elementwise(
-                _AWAIT_TURN, "=&r,r,l,r", [seen, turn, before], dtype=gl.int32, is_pure=False, pack=1
+                _ADD, _ADD_OPERANDS, [d_q, (target + inner).to(gl.int64)], dtype=gl.int32, is_pure=False, pack=4
             )
-        gl.inline_asm_elementwise(
-            _ADD, _ADD_OPERANDS, [d_q, (target + inner).to(gl.int64)], dtype=gl.int32, is_pure=False, pack=4
-        )
     if ORDER != ANY:
         ends = (thread % 32 == 0).to(gl.int32)
         gl.inline_asm_elementwise(_END_TURN, "=r,l,r", [last, ends], dtype=gl.int32, is_pure=False, pack=1)
@@ -201,7 +241,7 @@ def _adder(
 
 @gluon.jit
 def _work(
-    here, k, v, d_k, d_v, step, key_block, blocks, scale,
+    here, k, v, d_k, d_v, own, before, part, key_block, blocks, scale,
     WORKER: gl.constexpr, GROUP: gl.constexpr, ORDER: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _SIDE, 16])
@@ -211,6 +251,7 @@ def _work(
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     _, _, q_here, d_out_here, logs_here, ds_here, _, full, free, ds_full, ds_free = here
     nothing = gl.zeros([_SIDE, _SIDE], gl.float32, SCORES)
+    step = before * GROUP + own
     stage = step % _STAGES
     slot = step % _SLOTS
     logs = _as_rows(logs_here.index(stage), FLAT)
@@ -221,7 +262,7 @@ def _work(
     s = warpgroup_mma_wait(1, deps=[s])
     x = s * scale - lse[None, :]
     if MASKED:
-        block, _ = _step(step, key_block, blocks, GROUP, ORDER)
+        block, _ = _step(own, key_block, part, blocks, GROUP, ORDER)
         keys = (key_block * _WORKERS + WORKER) * _SIDE + gl.arange(0, _SIDE, gl.SliceLayout(1, SCORES))
         x = gl.where(keys[:, None] <= (block * _SIDE + gl.arange(0, _SIDE, QUERIES))[None, :], x, -float("inf"))
     p = _exp2(x)
@@ -245,36 +286,46 @@ def _worker(
     here, out, key_blocks, seq, scale, WORKER: gl.constexpr, KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr, SECTION: gl.constexpr, ORDER: gl.constexpr,
 ):  # fmt: skip
+    PARTS: gl.constexpr = 2 if ORDER == FOLDED else 1
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _SIDE, 16])
     SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _WIDTH, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
-    pair, key_block = _place(key_blocks, SECTION, ORDER)
-    steps = (key_blocks - key_block) * _WORKERS * GROUP
-    mbarrier.wait(here[6], 0)
-    k = here[0].index(WORKER).load(LEFT)
-    v = here[1].index(WORKER).load(LEFT)
-    d_k = gl.zeros([_SIDE, _WIDTH], gl.float32, SUM)
-    d_v = gl.zeros([_SIDE, _WIDTH], gl.float32, SUM)
-    blocks = key_blocks * _WORKERS
     # Steps up to the diagonal block, which mask keys.
-    MASKED_STEPS: gl.constexpr = (WORKER + 1) * GROUP
-    # Steps without masked keys that come first.
-    plain = 0
-    if ORDER == FIRST_KEYS:
-        plain = steps - MASKED_STEPS
-    for step in range(plain):
-        d_k, d_v = _work(here, k, v, d_k, d_v, step, key_block, blocks, scale, WORKER, GROUP, ORDER, False)
-    for step in range(plain, plain + MASKED_STEPS):
-        d_k, d_v = _work(here, k, v, d_k, d_v, step, key_block, blocks, scale, WORKER, GROUP, ORDER, True)
-    for step in range(plain + MASKED_STEPS, steps):
-        d_k, d_v = _work(here, k, v, d_k, d_v, step, key_block, blocks, scale, WORKER, GROUP, ORDER, False)
+    MASKED: gl.constexpr = (WORKER + 1) * GROUP
+    blocks = key_blocks * _WORKERS
     d_k_out, d_v_out, plain_scale = out
-    row = gl.arange(0, _SIDE, gl.SliceLayout(1, SUM))[:, None]
-    column = gl.arange(0, _WIDTH, gl.SliceLayout(0, SUM))[None, :]
-    token = pair // KV_HEADS * seq + (key_block * _WORKERS + WORKER) * _SIDE
-    first = token.to(gl.int64) * (KV_HEADS * _WIDTH) + pair % KV_HEADS * _WIDTH
-    gl.store(d_k_out + first + (row * (KV_HEADS * _WIDTH) + column), (d_k * plain_scale).to(gl.bfloat16))
-    gl.store(d_v_out + first + (row * (KV_HEADS * _WIDTH) + column), d_v.to(gl.bfloat16))
+    for part in range(PARTS):
+        pair, key_block, before = _place(key_blocks, part, SECTION, ORDER)
+        steps = (key_blocks - key_block) * _WORKERS * GROUP
+        mbarrier.wait(here[6].index(part), 0)
+        k = here[0].index(part * _WORKERS + WORKER).load(LEFT)
+        v = here[1].index(part * _WORKERS + WORKER).load(LEFT)
+        d_k = gl.zeros([_SIDE, _WIDTH], gl.float32, SUM)
+        d_v = gl.zeros([_SIDE, _WIDTH], gl.float32, SUM)
+        # Steps without masked keys that come first.
+        plain = 0
+        if ORDER == FIRST_KEYS:
+            plain = steps - MASKED
+        if ORDER == FOLDED:
+            plain = part * (steps - MASKED)
+        for own in range(plain):
+            d_k, d_v = _work(
+                here, k, v, d_k, d_v, own, before, part, key_block, blocks, scale, WORKER, GROUP, ORDER, False
+            )
+        for own in range(plain, plain + MASKED):
+            d_k, d_v = _work(
+                here, k, v, d_k, d_v, own, before, part, key_block, blocks, scale, WORKER, GROUP, ORDER, True
+            )
+        for own in range(plain + MASKED, steps):
+            d_k, d_v = _work(
+                here, k, v, d_k, d_v, own, before, part, key_block, blocks, scale, WORKER, GROUP, ORDER, False
+            )
+        row = gl.arange(0, _SIDE, gl.SliceLayout(1, SUM))[:, None]
+        column = gl.arange(0, _WIDTH, gl.SliceLayout(0, SUM))[None, :]
+        token = pair // KV_HEADS * seq + (key_block * _WORKERS + WORKER) * _SIDE
+        first = token.to(gl.int64) * (KV_HEADS * _WIDTH) + pair % KV_HEADS * _WIDTH
+        gl.store(d_k_out + first + (row * (KV_HEADS * _WIDTH) + column), (d_k * plain_scale).to(gl.bfloat16))
+        gl.store(d_v_out + first + (row * (KV_HEADS * _WIDTH) + column), d_v.to(gl.bfloat16))
 
 
 @gluon.jit
@@ -282,18 +333,20 @@ def _attention_backward(
     q, k, v, d_out, logs, d_k_out, d_v_out, sums, turns, key_blocks, seq, q_head, k_head, v_head, d_out_head, scale, plain_scale,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, SECTION: gl.constexpr, ORDER: gl.constexpr,
 ):  # fmt: skip
-    k_here = gl.allocate_shared_memory(gl.bfloat16, [_WORKERS, _SIDE, _WIDTH], k.layout)
-    v_here = gl.allocate_shared_memory(gl.bfloat16, [_WORKERS, _SIDE, _WIDTH], v.layout)
+    PARTS: gl.constexpr = 2 if ORDER == FOLDED else 1
+    k_here = gl.allocate_shared_memory(gl.bfloat16, [PARTS * _WORKERS, _SIDE, _WIDTH], k.layout)
+    v_here = gl.allocate_shared_memory(gl.bfloat16, [PARTS * _WORKERS, _SIDE, _WIDTH], v.layout)
     q_here = gl.allocate_shared_memory(gl.bfloat16, [_STAGES, _SIDE, _WIDTH], q.layout)
     d_out_here = gl.allocate_shared_memory(gl.bfloat16, [_STAGES, _SIDE, _WIDTH], d_out.layout)
     ds_here = gl.allocate_shared_memory(gl.bfloat16, [_SLOTS * _WORKERS, _SIDE, _SIDE], q.layout)
     logs_here = gl.allocate_shared_memory(gl.float32, [_STAGES, 1, 2 * _SIDE], logs.layout)
-    kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    kv_full = gl.allocate_shared_memory(gl.int64, [PARTS, 1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
     ds_full = gl.allocate_shared_memory(gl.int64, [_SLOTS, 1], mbarrier.MBarrierLayout())
     ds_free = gl.allocate_shared_memory(gl.int64, [_SLOTS, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(kv_full, count=1)
+    for part in gl.static_range(PARTS):
+        mbarrier.init(kv_full.index(part), count=1)
     for stage in gl.static_range(_STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(free.index(stage), count=_WORKERS)
@@ -356,11 +409,11 @@ def attend_backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, *, repeatable: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v [batch, seq, heads, 64]. They are deterministic, bit for bit, if `repeatable`."""
-    return start(_attention_backward, _TURNS.value, True, d_out, q, k, v, out, lse, scale, repeatable=repeatable)
+    return start(_attention_backward, _TURNS.value, True, True, d_out, q, k, v, out, lse, scale, repeatable=repeatable)
 
 
 def start(
-    kernel: Any, turns_each: int, by_thread: bool, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float,
+    kernel: Any, turns_each: int, by_thread: bool, folds: bool, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float,
     *, repeatable: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Run a backward kernel, between the kernel that prepares its sums and the one that writes dQ from them.
@@ -368,6 +421,7 @@ def start(
     Args:
         turns_each: the kernel's counters per block of queries.
         by_thread: the kernel stores its sums in the order of its threads, not row by row.
+        folds: the kernel has the order FOLDED.
     """
     batch, seq, heads, width = q.shape
     kv_heads, side = k.shape[2], _SIDE.value
@@ -378,12 +432,15 @@ def start(
     turns = torch.empty(batch * heads * (seq // side) * turns_each, dtype=torch.int32, device=q.device)
     key_blocks = seq // (side * _WORKERS.value)
     tiles = (batch * heads * (seq // side),)
-    order = (ANY if not repeatable else FIRST_KEYS if key_blocks >= _LONG else LAST_KEYS).value
+    order = ANY.value
+    if repeatable:
+        order = order_of(key_blocks, heads // kv_heads if folds else 0, processors(q.device)).value
+    programs = key_blocks // 2 if order == FOLDED.value else key_blocks
     _attention_before[tiles](
         out, d_out, lse, logs, sums, turns, seq, heads, *out.stride()[:3], *d_out.stride()[:3], width, side,
         turns_each, num_warps=4,
     )  # fmt: skip
-    kernel[(batch * kv_heads * key_blocks,)](
+    kernel[(batch * kv_heads * programs,)](
         described(q, side), described(k, side), described(v, side), described(d_out, side),
         TensorDescriptor(logs, list(logs.shape), [2 * side, 1], [1, 2 * side], _LOGS), d_k, d_v, sums, turns, key_blocks, seq,
         q.stride(2), k.stride(2), v.stride(2), d_out.stride(2), scale / math.log(2), scale,
@@ -391,6 +448,17 @@ def start(
     )  # fmt: skip
     _attention_after[tiles](sums, d_q, seq, heads, scale, width, side, _WIDTH.value, by_thread, num_warps=4)
     return d_q, d_k, d_v
+
+
+def order_of(key_blocks: int, group: int, processors: int) -> gl.constexpr:
+    """Return the order in which programs add to a sum of dQ in deterministic mode.
+
+    FOLDED wants all programs of a KV head at the same time, beside other kernels on half of the multiprocessors, and enough steps
+    between two programs' additions to the same sums.
+    """
+    if group >= _STEPS_APART and key_blocks % 2 == 0 and key_blocks <= processors:
+        return FOLDED
+    return FIRST_KEYS if key_blocks >= _LONG else LAST_KEYS
 
 
 def section(pairs: int, key_blocks: int) -> int:

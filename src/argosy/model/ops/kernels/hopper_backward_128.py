@@ -65,7 +65,7 @@ def _adder(
     """Add the workers' halves of dQ to the sums of a block of queries, stored as [half of the columns, query, column]."""
     dq_here, dq_full, dq_free = adding
     ROWS: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [2, 1], [1, 0])
-    pair, key_block = _place(key_blocks, SECTION, ORDER)
+    pair, key_block, _ = _place(key_blocks, 0, SECTION, ORDER)
     blocks = key_blocks * _WORKERS
     # One element per thread: the counter of its warp, which has the same rows of a block in every program.
     thread = gl.arange(0, 64, gl.BlockedLayout([1], [32], [2], [0]))
@@ -75,7 +75,7 @@ def _adder(
     column = gl.arange(0, _HALF, gl.SliceLayout(0, ROWS))[None, :]
     inner = (row * _HALF + column) * 4
     for step in range((blocks - key_block * _WORKERS) * GROUP):
-        block, member = _step(step, key_block, blocks, GROUP, ORDER)
+        block, member = _step(step, key_block, 0, blocks, GROUP, ORDER)
         tile = (pair * GROUP + member) * blocks + block
         turn = counters + tile.to(gl.int64) * (_TURNS * 4)
         target = sums.to(gl.int64) + tile.to(gl.int64) * (_SIDE * _WIDTH * 4)
@@ -84,7 +84,7 @@ def _adder(
             ends = ((thread % 32 == 0) & (step > 0)).to(gl.int32)
             gl.inline_asm_elementwise(_END_TURN, "=r,l,r", [last, ends], dtype=gl.int32, is_pure=False, pack=1)
             last = turn
-            before = gl.full([64], _adding_before(block, key_block, ORDER), gl.int32, thread.type.layout)
+            before = gl.full([64], _adding_before(block, key_block, 0, key_blocks, ORDER), gl.int32, thread.type.layout)
             gl.inline_asm_elementwise(
                 _AWAIT_TURN, "=&r,r,l,r", [seen, turn, before], dtype=gl.int32, is_pure=False, pack=1
             )
@@ -137,7 +137,7 @@ def _work(
         s = warpgroup_mma_wait(2, deps=[s])
     x = s * scale
     if MASKED:
-        block, _ = _step(step, key_block, blocks, GROUP, ORDER)
+        block, _ = _step(step, key_block, 0, blocks, GROUP, ORDER)
         keys = (key_block * _WORKERS + WORKER) * _SIDE + gl.arange(0, _SIDE, gl.SliceLayout(1, SCORES))
         x = gl.where(keys[:, None] <= (block * _SIDE + gl.arange(0, _SIDE, QUERIES))[None, :], x, -float("inf"))
     p = _exp2(x)
@@ -167,9 +167,9 @@ def _worker(
     GROUP: gl.constexpr, SECTION: gl.constexpr, ORDER: gl.constexpr,
 ):  # fmt: skip
     SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _WIDTH, 16])
-    pair, key_block = _place(key_blocks, SECTION, ORDER)
+    pair, key_block, _ = _place(key_blocks, 0, SECTION, ORDER)
     steps = (key_blocks - key_block) * _WORKERS * GROUP
-    mbarrier.wait(here[6], 0)
+    mbarrier.wait(here[6].index(0), 0)
     d_k = gl.zeros([_SIDE, _WIDTH], gl.float32, SUM)
     d_v = gl.zeros([_SIDE, _WIDTH], gl.float32, SUM)
     blocks = key_blocks * _WORKERS
@@ -212,7 +212,7 @@ def _attention_backward_128(
     d_out_here = gl.allocate_shared_memory(gl.bfloat16, [_STAGES, _SIDE, _WIDTH], d_out.layout)
     ds_here = gl.allocate_shared_memory(gl.bfloat16, [_SLOTS * _WORKERS, _SIDE, _SIDE], q.layout)
     logs_here = gl.allocate_shared_memory(gl.float32, [_STAGES, 1, 2 * _SIDE], logs.layout)
-    kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    kv_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
     ds_full = gl.allocate_shared_memory(gl.int64, [_SLOTS, 1], mbarrier.MBarrierLayout())
@@ -220,7 +220,7 @@ def _attention_backward_128(
     dq_here = gl.allocate_shared_memory(gl.float32, [_WORKERS, _SIDE, _HALF], gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
     dq_full = gl.allocate_shared_memory(gl.int64, [_WORKERS, 1], mbarrier.MBarrierLayout())
     dq_free = gl.allocate_shared_memory(gl.int64, [_WORKERS, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(kv_full, count=1)
+    mbarrier.init(kv_full.index(0), count=1)
     for worker in gl.static_range(_WORKERS):
         mbarrier.init(dq_full.index(worker), count=1)
         mbarrier.init(dq_free.index(worker), count=1)
@@ -250,4 +250,6 @@ def attend_backward(
 
     They are deterministic, bit for bit, if `repeatable`.
     """
-    return start(_attention_backward_128, _TURNS.value, False, d_out, q, k, v, out, lse, scale, repeatable=repeatable)
+    return start(
+        _attention_backward_128, _TURNS.value, False, False, d_out, q, k, v, out, lse, scale, repeatable=repeatable
+    )
