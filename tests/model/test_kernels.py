@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from argosy.errors import ArgosyError  # noqa: E402
 from argosy.model.build import build_model, initialise  # noqa: E402
 from argosy.model.layers import embed  # noqa: E402
 from argosy.model.objective import Objective  # noqa: E402
-from argosy.model.ops import activation, choice, cross_entropy, fp8, heads, matmul, norm, permute  # noqa: E402
+from argosy.model.ops import activation, choice, cross_entropy, fp8, heads, largest, matmul, norm, permute  # noqa: E402
 from argosy.model.ops.choice import kernels  # noqa: E402
 from argosy.model.ops.kernels import heads_kernel, norm_kernel  # noqa: E402
 from argosy.model.positions import rope_tables  # noqa: E402
@@ -118,6 +119,7 @@ class Given:
 
     weight: Tensor
     bias: Tensor | None
+    rounds: bool = False
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, self.weight, bias)
@@ -307,3 +309,44 @@ def test_chunks_of_the_loss_are_even_and_within_the_limit(rows: int, vocab: int)
     assert each * vocab * 2 <= cross_entropy.CHUNK_BYTES + 256 * vocab * 2
     assert chunks == -(-rows * vocab * 2 // cross_entropy.CHUNK_BYTES) or each == 1
     assert chunks * each - rows < 256 * chunks
+
+
+class _Gradient(torch.autograd.Function):
+    """Passes its input on, and keeps the gradient as the operation before it receives it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kept: list[Tensor]) -> Tensor:
+        ctx.kept = kept
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.kept.append(gradients[0])
+        return gradients[0], None
+
+
+MEASURING: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "norm": lambda x, y, w: norm.add_norm(x, y, None, w, None, eps=1e-5, rms=True, measured=True)[1],
+    "layer norm": lambda x, y, w: norm.add_norm(x, y, w, w, w, eps=1e-5, rms=False, measured=True)[1],
+    "activation": lambda x, y, w: activation.activate("gelu", y, w, measured=True),
+    "gated": lambda x, y, w: activation.gated("swiglu", x, y, measured=True),
+    "heads": lambda x, y, w: heads_kernel.SplitHeads.apply(y, None, None, 1, 16, True)[0],
+}
+
+
+@pytest.mark.parametrize("operation", MEASURING)
+def test_an_operation_notes_the_largest_magnitudes_that_it_writes(operation: str) -> None:
+    """Of its result and of the gradient that it passes back; a tensor that was changed since has no note."""
+    x, y, weight = (
+        torch.randn(shape, device=DEVICE).bfloat16().requires_grad_() for shape in ((1, 37, 48), (1, 37, 48), 48)
+    )
+    kept: list[Tensor] = []
+    with kernels(True):
+        out = MEASURING[operation](x, _Gradient.apply(y, kept), weight)
+        (out * torch.randn(out.shape, device=DEVICE).bfloat16()).sum().backward()
+    for written in [*([] if operation == "heads" else [out]), *kept]:
+        found = largest.noted(written)
+        assert found is not None
+        assert float(found.max()) == float(written.detach().abs().max())
+    kept[0].mul_(2)
+    assert largest.noted(kept[0]) is None

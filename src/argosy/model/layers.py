@@ -41,6 +41,11 @@ class Linear(nn.Linear):
     # Use fp8 matmuls while training. `argosy.parallel` sets it.
     fp8 = False
 
+    @property
+    def rounds(self) -> bool:
+        """True if this pass rounds the input, the weight and their gradients to 8 bits."""
+        return self.fp8 and self.training
+
     def reset_parameters(self) -> None:
         """Leave the weights uninitialised; `argosy.model.build` fills them. On the meta device drawing takes longer than all else."""
 
@@ -50,8 +55,7 @@ class Linear(nn.Linear):
 
 def multiply(x: Tensor, layers: Sequence[Linear], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     """Return the outputs of several layers on one input, sharing the work that they have in common."""
-    rounded = layers[0].fp8 and layers[0].training
-    found = (fp8_matmuls if rounded else matmuls)(x, [layer.weight for layer in layers], biases)
+    found = (fp8_matmuls if layers[0].rounds else matmuls)(x, [layer.weight for layer in layers], biases)
     if layers[0].lora_scale is None and layers[-1].lora_scale is None:
         return found
     return tuple(_adapted(y, x, layer) for y, layer in zip(found, layers, strict=True))
@@ -75,6 +79,8 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.empty(width))
         self.bias = nn.Parameter(torch.empty(width)) if spec.norm_bias else None
         self.centred = spec.norm_centred
+        # Matmuls in 8-bit floats read what this norm writes, in both passes. `argosy.parallel` sets it.
+        self.measured = False
 
     @property
     def scale(self) -> Tensor:
@@ -82,15 +88,19 @@ class Norm(nn.Module):
         return 1 + self.weight.float() if self.centred else self.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        return norm(x, self.scale, self.bias, eps=self.eps, rms=self.rms)
+        return norm(x, self.scale, self.bias, eps=self.eps, rms=self.rms, measured=self._measures)
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return x and its norm."""
-        return split_norm(x, self.scale, self.bias, eps=self.eps, rms=self.rms)
+        return split_norm(x, self.scale, self.bias, eps=self.eps, rms=self.rms, measured=self._measures)
 
     def add(self, x: Tensor, y: Tensor, y_bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return x + y + y_bias and its norm."""
-        return add_norm(x, y, y_bias, self.scale, self.bias, eps=self.eps, rms=self.rms)
+        return add_norm(x, y, y_bias, self.scale, self.bias, eps=self.eps, rms=self.rms, measured=self._measures)
+
+    @property
+    def _measures(self) -> bool:
+        return self.measured and self.training
 
 
 class Attention(nn.Module):
@@ -163,10 +173,10 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the MLP output [batch, seq, hidden], without the down projection's bias."""
         if self.gate is None:
-            y = activate(self.activation, self.up(x), self.up.bias)
+            y = activate(self.activation, self.up(x), self.up.bias, measured=self.up.rounds)
         else:
             gate, up = multiply(x, (self.gate, self.up), (self.gate.bias, self.up.bias))
-            y = gated(self.activation, gate, up)
+            y = gated(self.activation, gate, up, measured=self.up.rounds)
         out: Tensor = self.down(y)
         return out
 

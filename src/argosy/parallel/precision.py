@@ -19,7 +19,7 @@ from torch import nn
 from argosy import compat
 from argosy.config.checks import FP8_ALIGNMENT
 from argosy.errors import ArgosyError
-from argosy.model.layers import Linear
+from argosy.model.layers import Linear, Norm
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 # Ada and Hopper are the first with fp8 matmuls.
@@ -117,6 +117,9 @@ def apply_fp8(model: nn.Module) -> None:
     linear = _linear_layers(model)
     for module in linear:
         module.fp8 = module.in_features % FP8_ALIGNMENT == 0 and module.out_features % FP8_ALIGNMENT == 0
+    for name, module in model.named_modules():
+        if isinstance(module, Norm) and not name.endswith(("q_norm", "k_norm")):
+            module.measured = True
     if not any(module.fp8 for module in linear):
         sizes = sorted({size for module in linear for size in (module.in_features, module.out_features)})
         raise ArgosyError(

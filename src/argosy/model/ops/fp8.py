@@ -24,6 +24,7 @@ from torch import Tensor
 
 from argosy.compat import scaled_mm
 from argosy.model.ops.choice import use_kernel
+from argosy.model.ops.largest import noted
 from argosy.model.ops.matmul import now_or_later
 
 FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
@@ -43,11 +44,13 @@ def fp8_matmuls(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | 
 
 
 def quantise(x: Tensor, dtype: torch.dtype) -> Quantised:
-    """Return x [rows, cols] quantised to 8 bits, plain and transposed."""
+    """Return x [.., cols] quantised to 8 bits, as rows [rows, cols] and transposed."""
+    found = noted(x)
+    x = x.flatten(0, -2)
     if use_kernel(x):
         from argosy.model.ops.kernels.fp8_kernel import quantise as fused
 
-        return Quantised(*fused(x, dtype))
+        return Quantised(*fused(x, dtype, found))
     largest = torch.finfo(dtype).max
     scale = (x.abs().amax().float() / largest).clamp(min=1e-30)
     values = (x.float() / scale).clamp(-largest, largest).to(dtype)
@@ -58,7 +61,7 @@ class _Fp8Products(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, count: int, *factors: Any) -> tuple[Tensor, ...]:
         weights, biases = factors[:count], factors[count:]
-        x8 = quantise(x.flatten(0, -2), FORWARD)
+        x8 = quantise(x, FORWARD)
         saved, found = [x8.transposed, x8.scale], []
         for weight, bias in zip(weights, biases, strict=True):
             w8 = quantise(weight, FORWARD)
@@ -83,7 +86,7 @@ class _Fp8Products(torch.autograd.Function):
             w8t, w_scale = rest[2 * n : 2 * n + 2]
             d_y = gradient.flatten(0, -2)
             if wants_x or wanted[n]:
-                d8 = quantise(d_y, GRADIENT)
+                d8 = quantise(gradient, GRADIENT)
             if wants_x:
                 part = scaled_mm(d8.values, w8t.t(), d8.scale, w_scale, d_y.dtype)
                 d_x = part if d_x is None else d_x.add_(part)

@@ -21,6 +21,8 @@ class Projection(Protocol):
 
     @property
     def bias(self) -> Tensor | None: ...
+    @property
+    def rounds(self) -> bool: ...
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor: ...
 
 
@@ -38,7 +40,7 @@ def project_heads(
 
         # The matmul adds the bias at no cost. `SplitHeads` sums the bias gradient in its backward pass.
         product = qkv(x, None if bias is None else bias.detach())
-        q, k, v = SplitHeads.apply(product, bias, rope, group, head_dim)
+        q, k, v = SplitHeads.apply(product, bias, rope, group, head_dim, qkv.rounds)
         return q, k, v
     return split_heads(qkv(x, bias), rope, group=group, head_dim=head_dim)
 

@@ -13,26 +13,39 @@ from torch.nn import functional as F
 from argosy.model.ops.choice import use_kernel
 
 
-def norm(x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, rms: bool) -> Tensor:
-    return split_norm(x, weight, bias, eps=eps, rms=rms)[1]
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, rms: bool, measured: bool = False) -> Tensor:
+    return split_norm(x, weight, bias, eps=eps, rms=rms, measured=measured)[1]
 
 
-def split_norm(x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, rms: bool) -> tuple[Tensor, Tensor]:
+def split_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, rms: bool, measured: bool = False
+) -> tuple[Tensor, Tensor]:
     """Return x and its norm, the two branches of the residual stream.
 
     If both branches start here, one pass computes the gradient of x.
+
+    Args:
+        measured: matmuls in 8-bit floats read the norm and the gradient of x, whose largest magnitudes the kernels note.
     """
     if use_kernel(x):
-        return _fused(x, None, None, weight, bias, eps, rms)
+        return _fused(x, None, None, weight, bias, eps, rms, measured)
     return x, _norm(x, weight, bias, eps, rms)
 
 
 def add_norm(
-    x: Tensor, y: Tensor, y_bias: Tensor | None, weight: Tensor, bias: Tensor | None, *, eps: float, rms: bool
+    x: Tensor,
+    y: Tensor,
+    y_bias: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    eps: float,
+    rms: bool,
+    measured: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return x + y + y_bias and its norm."""
+    """Return x + y + y_bias and its norm. `measured` is explained at `split_norm`."""
     if use_kernel(x):
-        return _fused(x, y, y_bias, weight, bias, eps, rms)
+        return _fused(x, y, y_bias, weight, bias, eps, rms, measured)
     total = add(x, y, y_bias)
     return total, _norm(total, weight, bias, eps, rms)
 
@@ -58,9 +71,16 @@ def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, rms: bool)
 
 
 def _fused(
-    x: Tensor, y: Tensor | None, y_bias: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, rms: bool
+    x: Tensor,
+    y: Tensor | None,
+    y_bias: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    rms: bool,
+    measured: bool,
 ) -> tuple[Tensor, Tensor]:
     from argosy.model.ops.kernels.norm_kernel import AddNorm
 
-    total, out = AddNorm.apply(x, y, y_bias, weight, bias, eps, rms)
+    total, out = AddNorm.apply(x, y, y_bias, weight, bias, eps, rms, measured)
     return total, out

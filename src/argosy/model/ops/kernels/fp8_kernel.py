@@ -1,4 +1,5 @@
-"""Quantise to 8-bit floats: one pass finds the largest magnitude, another rounds and writes the tensor and its transpose."""
+"""Quantise to 8-bit floats: one pass finds the largest magnitude, unless the kernel that wrote the tensor has found it, and another
+rounds and writes the tensor and its transpose."""
 
 from __future__ import annotations
 
@@ -7,8 +8,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from argosy.model.ops.largest import SLOTS
+
+_SLOTS = tl.constexpr(SLOTS)
 # The most programs of the first pass. Each leaves one maximum for the second.
-_PARTS = 1024
+_PARTS = SLOTS
 _TILE = 8192
 _ROWS, _COLS = 64, 64
 
@@ -45,17 +49,31 @@ def _round(
     tl.store(transposed + col.to(tl.int64)[:, None] * rows + row[None, :], tl.trans(value), mask=other)
 
 
-def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the values, transposed values and scale of x [rows, cols], like `argosy.model.ops.fp8.quantise`."""
+@triton.jit
+def raise_largest(found, slot, value):
+    """Raise one of the maxima that `argosy.model.ops.largest` keeps to the largest magnitude among the values."""
+    size = tl.abs(value.to(tl.float32))
+    size = tl.max(tl.where(size == size, size, float("inf")))
+    tl.atomic_max(found + slot % _SLOTS, size.to(tl.int32, bitcast=True), sem="relaxed")
+
+
+def quantise(x: Tensor, dtype: torch.dtype, parts: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the values, transposed values and scale of x [rows, cols], like `argosy.model.ops.fp8.quantise`.
+
+    Args:
+        parts: the largest magnitudes of parts of x, if the kernel that wrote x found them.
+    """
     x = x.contiguous()
     rows, cols = x.shape
-    parts = torch.empty(_PARTS, dtype=torch.float32, device=x.device)
+    used = SLOTS
+    if parts is None:
+        parts = torch.empty(_PARTS, dtype=torch.float32, device=x.device)
+        each = triton.cdiv(triton.cdiv(x.numel(), _PARTS), _TILE) * _TILE
+        used = triton.cdiv(x.numel(), each)
+        _largest[(used,)](x, parts, x.numel(), each, _TILE, num_warps=8)
     values = torch.empty((rows, cols), dtype=dtype, device=x.device)
     transposed = torch.empty((cols, rows), dtype=dtype, device=x.device)
     scale = torch.empty((), dtype=torch.float32, device=x.device)
-    each = triton.cdiv(triton.cdiv(x.numel(), _PARTS), _TILE) * _TILE
-    used = triton.cdiv(x.numel(), each)
-    _largest[(used,)](x, parts, x.numel(), each, _TILE, num_warps=8)
     _round[(triton.cdiv(cols, _COLS), triton.cdiv(rows, _ROWS))](
         x, parts, used, values, transposed, scale, rows, cols, torch.finfo(dtype).max, _PARTS, _ROWS, _COLS, num_warps=4
     )

@@ -14,6 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from argosy.model.ops.kernels.fp8_kernel import raise_largest
+from argosy.model.ops.largest import note, slots
+
 # Programs in the backward pass: four for each multiprocessor of an H100 or H200.
 _PROGRAMS = 528
 # Rows prefetched while one is processed. Without prefetch the pass takes twice as long.
@@ -22,8 +25,9 @@ _STAGES = 3
 
 @triton.jit
 def _forward(
-    x, y, y_bias, weight, bias, total, out, mean, rstd, width, eps,
-    HAS_Y: tl.constexpr, HAS_Y_BIAS: tl.constexpr, HAS_BIAS: tl.constexpr, RMS: tl.constexpr, BLOCK: tl.constexpr,
+    x, y, y_bias, weight, bias, total, out, mean, rstd, found, width, eps,
+    HAS_Y: tl.constexpr, HAS_Y_BIAS: tl.constexpr, HAS_BIAS: tl.constexpr, RMS: tl.constexpr, MEASURED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
@@ -47,13 +51,16 @@ def _forward(
     result = centred * scale * tl.load(weight + cols, mask=inside, other=0.0).to(tl.float32)
     if HAS_BIAS:
         result += tl.load(bias + cols, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * width + cols, result.to(out.dtype.element_ty), mask=inside)
+    result = result.to(out.dtype.element_ty)
+    tl.store(out + row * width + cols, result, mask=inside)
+    if MEASURED:
+        raise_largest(found, tl.program_id(0), result)
 
 
 @triton.jit
 def _backward(
-    d_out, d_total, total, weight, mean, rstd, d_x, d_weight, d_bias, d_y_bias, rows, width, rows_each,
-    HAS_D_TOTAL: tl.constexpr, HAS_Y_BIAS: tl.constexpr, HAS_BIAS: tl.constexpr, RMS: tl.constexpr,
+    d_out, d_total, total, weight, mean, rstd, d_x, d_weight, d_bias, d_y_bias, found, rows, width, rows_each,
+    HAS_D_TOTAL: tl.constexpr, HAS_Y_BIAS: tl.constexpr, HAS_BIAS: tl.constexpr, RMS: tl.constexpr, MEASURED: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
@@ -63,6 +70,7 @@ def _backward(
     sum_weight = tl.zeros((BLOCK,), tl.float32)
     sum_bias = tl.zeros((BLOCK,), tl.float32)
     sum_x = tl.zeros((BLOCK,), tl.float32)
+    most = tl.zeros((BLOCK,), tl.float32)
     first = program.to(tl.int64) * rows_each
     for row in tl.range(first, tl.minimum(first + rows_each, rows), num_stages=STAGES):
         at = row * width + cols
@@ -85,7 +93,13 @@ def _backward(
             gradient += tl.load(d_total + at, mask=inside, other=0.0).to(tl.float32)
         if HAS_Y_BIAS:
             sum_x += tl.where(inside, gradient, 0.0)
-        tl.store(d_x + at, gradient.to(d_x.dtype.element_ty), mask=inside)
+        gradient = gradient.to(d_x.dtype.element_ty)
+        tl.store(d_x + at, gradient, mask=inside)
+        if MEASURED:
+            size = tl.abs(tl.where(inside, gradient.to(tl.float32), 0.0))
+            most = tl.maximum(most, tl.where(size == size, size, float("inf")))
+    if MEASURED:
+        raise_largest(found, program, most)
     at = program * width + cols
     tl.store(d_weight + at, sum_weight, mask=inside)
     if HAS_BIAS:
@@ -95,12 +109,15 @@ def _backward(
 
 
 class AddNorm(torch.autograd.Function):
-    """Returns x + y + y_bias and its norm. Without y it returns x and its norm, which saves adding the two gradients of x."""
+    """Returns x + y + y_bias and its norm. Without y it returns x and its norm, which saves adding the two gradients of x.
+
+    If `measured`, the largest magnitudes of the norm and of the gradient of y are noted (`argosy.model.ops.largest`).
+    """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, y: Tensor | None, y_bias: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
-        rms: bool,
+        rms: bool, measured: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         x = x.contiguous()
         y = None if y is None else y.contiguous()
@@ -111,12 +128,15 @@ class AddNorm(torch.autograd.Function):
         statistics = torch.empty((2, rows), dtype=torch.float32, device=x.device)
         mean, rstd = statistics[0], statistics[1]
         block = triton.next_power_of_2(width)
+        found = slots(x.device) if measured else None
         _forward[(rows,)](
-            x, y, y_bias, weight, bias, total, out, mean, rstd, width, eps,
-            y is not None, y_bias is not None, bias is not None, rms, block, num_warps=_warps(block),
+            x, y, y_bias, weight, bias, total, out, mean, rstd, found, width, eps,
+            y is not None, y_bias is not None, bias is not None, rms, measured, block, num_warps=_warps(block),
         )  # fmt: skip
+        note(out, found)
         ctx.save_for_backward(total, weight, statistics)
-        ctx.form = (rms, None if bias is None else bias.dtype, None if y_bias is None else y_bias.dtype, y is not None)
+        dtypes = (None if bias is None else bias.dtype, None if y_bias is None else y_bias.dtype)
+        ctx.form = (rms, measured, *dtypes, y is not None)
         ctx.set_materialize_grads(False)
         return total, out
 
@@ -124,10 +144,10 @@ class AddNorm(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         d_total, d_out = gradients
         total, weight, statistics = ctx.saved_tensors
-        rms, bias_dtype, y_bias_dtype, has_y = ctx.form
+        rms, measured, bias_dtype, y_bias_dtype, has_y = ctx.form
         # Nothing reads the norm.
         if d_out is None:
-            return d_total, d_total if has_y else None, None, None, None, None, None
+            return d_total, d_total if has_y else None, None, None, None, None, None, None
         width = total.shape[-1]
         rows = total.numel() // width
         d_out = d_out.contiguous()
@@ -139,15 +159,17 @@ class AddNorm(torch.autograd.Function):
         kinds = 1 + (bias_dtype is not None) + (y_bias_dtype is not None)
         partial = torch.empty((kinds, programs, width), dtype=torch.float32, device=total.device)
         block = triton.next_power_of_2(width)
+        found = slots(total.device) if measured else None
         _backward[(programs,)](
             d_out, d_total, total, weight, statistics[0], statistics[1], d_x, partial[0], partial[min(1, kinds - 1)],
-            partial[-1], rows, width, rows_each, d_total is not None, y_bias_dtype is not None, bias_dtype is not None, rms, block,
-            _STAGES, num_warps=max(2, min(16, block // 1024)),
+            partial[-1], found, rows, width, rows_each, d_total is not None, y_bias_dtype is not None, bias_dtype is not None, rms,
+            measured, block, _STAGES, num_warps=max(2, min(16, block // 1024)),
         )  # fmt: skip
+        note(d_x, found)
         sums = partial.sum(1)
         d_bias = None if bias_dtype is None else sums[1].to(bias_dtype)
         d_y_bias = None if y_bias_dtype is None else sums[-1].to(y_bias_dtype)
-        return d_x, d_x if has_y else None, d_y_bias, sums[0].to(weight.dtype), d_bias, None, None
+        return d_x, d_x if has_y else None, d_y_bias, sums[0].to(weight.dtype), d_bias, None, None, None
 
 
 @triton.jit
