@@ -82,27 +82,45 @@ def layout() -> None:
         print(f"  {'':>6} {memory()}")
 
 
-def checkpoint() -> None:
-    """Plan a save: the messages of all ranks along their tree, the work of the first rank, and that of one rank."""
+def _described(layout: str, rank: int, ranks: int) -> bytes:
+    """Return what a rank says about its tensors. A child process builds it: torch keeps the groups of one fake rank for the next."""
     import torch
 
-    from argosy.checkpoint.save_plan import assign_writers, claim, describe, merge_claims
-    from argosy.checkpoint.stored import index_of, read_index
+    from argosy.checkpoint.save_plan import describe
     from argosy.compat import fake_ranks
-    from argosy.parallel.host_group import children
     from argosy.parallel.mesh import make_mesh
     from argosy.parallel.parallelize import parallelize
-    from argosy.parallel.pipeline.stage_cut import parameter_names
     from argosy.train.optimizer import Optimizer
+    from argosy.train.session import parameter_names
+
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        os.close(reader)
+        spec = spec_of(layout)
+        with fake_ranks(rank, ranks), os.fdopen(writer, "wb") as file:
+            names = parameter_names(spec) if spec.parallel.pp > 1 else None
+            optimizer = Optimizer(
+                parallelize(spec, make_mesh(spec.parallel, torch.device("meta"))).model, spec.optim, names=names
+            )
+            file.write(describe({"weights": optimizer.weights(), "optimizer": optimizer.tensors()}))
+            file.flush()
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as file:
+        found = file.read()
+    os.wait()
+    return found
+
+
+def checkpoint() -> None:
+    """Plan a save: the messages of all ranks along their tree, the work of the first rank, and that of one rank."""
+    from argosy.checkpoint.save_plan import assign_writers, claim, merge_claims
+    from argosy.checkpoint.stored import index_of, read_index
+    from argosy.parallel.host_group import children
 
     for ranks, name in LAYOUTS[1 :: 2 if SHORT else 1]:
-        spec, stages = spec_of(name), []
-        for rank in range(0, ranks, ranks // spec.parallel.pp):
-            with fake_ranks(rank, ranks):
-                mesh = make_mesh(spec.parallel, torch.device("meta"))
-                names = parameter_names(spec) if spec.parallel.pp > 1 else None
-                optimizer = Optimizer(parallelize(spec, mesh).model, spec.optim, names=names)
-                stages.append(describe({"weights": optimizer.weights(), "optimizer": optimizer.tensors()}))
+        every = ranks // spec_of(name).parallel.pp
+        stages = [_described(name, rank, ranks) for rank in range(0, ranks, every)]
         largest = 0
 
         def merged(rank: int, ranks: int = ranks, stages: list[bytes] = stages) -> bytes:
@@ -189,7 +207,7 @@ def record() -> None:
             for step in range(20):
                 found = Ranks.of(rows, step=step, time=now(), stages=1)
                 found.summary()
-                line = orjson.dumps(found.line())
+                line = orjson.dumps(found.line(), option=orjson.OPT_SERIALIZE_NUMPY)
         print(f"  {'':>6} {len(line):,} bytes a line")
         with tempfile.TemporaryDirectory() as folder:
             _make_run(Path(folder) / "wide", ranks, line)
@@ -235,15 +253,14 @@ def _ask(root: Path, ranks: int) -> None:
     dashboard = Dashboard(root)
     with httpx.Client(base_url=dashboard.address, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=120) as http:
         for path in ("runs", "run", "ranks", "verdict", "log"):
-            times = []
+            times, cpu = [], []
             for _ in range(10):
-                started = time.perf_counter()
+                started, used = time.perf_counter(), time.process_time()
                 http.get(f"/api/{path}", params={"run": "wide", "rank": ranks - 1}).raise_for_status()
                 times.append(1000 * (time.perf_counter() - started))
-            print(
-                f"  {'':>6} /api/{path:<12} first {times[0]:6.0f} ms, median {statistics.median(times):6.0f} ms",
-                flush=True,
-            )
+                cpu.append(1000 * (time.process_time() - used))
+            told = f"first {times[0]:6.0f} ms, median {statistics.median(times):6.0f} ms; CPU {cpu[0]:6.0f} and {statistics.median(cpu):6.0f} ms"
+            print(f"  {'':>6} /api/{path:<12} {told}", flush=True)
 
 
 PARTS = {part.__name__: part for part in (layout, checkpoint, nodes, record)}

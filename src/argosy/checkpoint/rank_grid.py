@@ -127,20 +127,30 @@ class Spread:
             shapes[:, dim] = np.minimum(most, shapes[:, dim] - first)
         return offsets, shapes
 
+    def _cell(self, cell: int) -> Box:
+        """Return one cell, without the others."""
+        offset, shape, left = [0] * len(self.shape), list(self.shape), self.grid.cells
+        for dim, (pieces, _) in zip(self.dims, self.grid.cuts, strict=True):
+            left //= pieces
+            most = -(-shape[dim] // pieces)
+            first = min(cell // left % pieces * most, shape[dim])
+            offset[dim] += first
+            shape[dim] = min(most, shape[dim] - first)
+        return Box(tuple(offset), tuple(shape))
+
     def _pieces(self, cell: int) -> Iterator[tuple[int, Box]]:
         """Yield (rank, slice) of a cell: the whole by one of its copies, or a share of the rows by each."""
-        offset, shape = (tuple(part[cell].tolist()) for part in self._cells)
+        offset, shape = box = self._cell(cell)
         holders: list[int] = self.grid.holders[cell].tolist()
-        if self.writer is not None:
-            yield holders[self.writer], Box(offset, shape)
+        if self.writer is not None or not shape:
+            yield holders[self.writer or 0], box
             return
-        rows = shape[0] if shape else 1
-        count = max(1, min(len(holders), rows))
+        count = max(1, min(len(holders), shape[0]))
         for part, rank in enumerate(holders[:count]):
-            first, last = rows * part // count, rows * (part + 1) // count
-            yield rank, Box((offset[0] + first, *offset[1:]), (last - first, *shape[1:])) if shape else Box((), ())
+            first, last = shape[0] * part // count, shape[0] * (part + 1) // count
+            yield rank, Box((offset[0] + first, *offset[1:]), (last - first, *shape[1:]))
 
     @property
     def cell_numel(self) -> int:
         """The number of elements of the largest cell."""
-        return math.prod(self._cells[1][0].tolist())
+        return self._cell(0).numel

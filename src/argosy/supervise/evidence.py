@@ -63,7 +63,7 @@ def describe(entry: Mapping[str, Any]) -> str:
     name = str(entry.get("profiling_name", "?")).partition(":")[2] or str(entry.get("profiling_name", "?"))
     sizes = " ".join(str(size) for size in entry.get("input_sizes", []))
     kinds = " ".join(sorted({str(kind).lower() for kind in entry.get("input_dtypes", [])}))
-    return f"{name} {sizes} {kinds}, number {_number(entry)} of {_group(entry)}".replace("  ", " ")
+    return f"{' '.join(filter(None, (name, sizes, kinds)))}, number {_number(entry)} of {_group(entry)}"
 
 
 def _number(entry: Mapping[str, Any]) -> int:
