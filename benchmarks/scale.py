@@ -2,7 +2,7 @@
 
     python benchmarks/scale.py                          every part, up to 16,384 ranks and 512 nodes
     python benchmarks/scale.py --short                  a few minutes of two cores
-    python benchmarks/scale.py layout checkpoint nodes record          some of the parts
+    python benchmarks/scale.py layout checkpoint connections nodes record     some of the parts
 
 Ranks are fake: one process is one rank of any number (layout), takes the part of all of them in turn (checkpoint), or runs the agents
 of all nodes in threads against the real store (nodes). docs/scale.md has the results.
@@ -148,17 +148,21 @@ def _held(one: Any, rank: int) -> list[Any]:
     return one.spread.chunks_of(rank) if inside else []
 
 
+def everywhere(count: int, work: Callable[[int], None]) -> None:
+    """Run the work of every node or rank in a thread."""
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 def nodes() -> None:
     """Let the agents of all nodes meet, then let one of them fail: how long until every node is told, and all have met again."""
+    # Without names for 127.0.0.1, torch warns of every connection. It reads this once, while it loads.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from argosy.supervise.node_rendezvous import LOOK_S, NodeRendezvous, open_store
     from argosy.supervise.world import Nodes
-
-    def everywhere(count: int, work: Callable[[int], None]) -> None:
-        threads = [threading.Thread(target=work, args=(index,)) for index in range(count)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
 
     for count in NODES[: 2 if SHORT else None]:
         with socket.socket() as free:
@@ -192,6 +196,32 @@ def nodes() -> None:
         print(
             f"  {'':>6} a node was told after {statistics.median(told):.2f} s, the last after {max(told):.2f} s; each asks every {LOOK_S:g} s"
         )
+
+
+def connections() -> None:
+    """Let ranks, as threads, make a group of gloo and use it as training does; TORCH_GLOO_LAZY_INIT=0 connects all of them at once."""
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    for ranks in (16, 32, 64):
+        store, before = dist.HashStore(), len(os.listdir("/proc/self/fd"))
+        groups: dict[int, Any] = {}
+
+        def make(rank: int, store: Any = store, groups: dict[int, Any] = groups, ranks: int = ranks) -> None:
+            groups[rank] = dist.ProcessGroupGloo(store, rank, ranks, timedelta(seconds=300))
+
+        def agree(rank: int, groups: dict[int, Any] = groups) -> None:
+            groups[rank].allreduce([torch.ones(3, dtype=torch.float64)]).wait()
+            groups[rank].broadcast([torch.ones(100)]).wait()
+
+        for label, work in (("make a group", make), ("agree and broadcast once", agree)):
+            with timed(f"{ranks:>6} ranks {label}"):
+                everywhere(ranks, work)
+        print(f"  {'':>6} {(len(os.listdir('/proc/self/fd')) - before) / ranks:.1f} files a rank")
 
 
 def record() -> None:
@@ -263,7 +293,7 @@ def _ask(root: Path, ranks: int) -> None:
             print(f"  {'':>6} /api/{path:<12} {told}", flush=True)
 
 
-PARTS = {part.__name__: part for part in (layout, checkpoint, nodes, record)}
+PARTS = {part.__name__: part for part in (layout, checkpoint, connections, nodes, record)}
 
 
 def main() -> None:

@@ -123,6 +123,7 @@ class Run:
         self.heat, self._heartbeat_ages = HeatMap(self.dir.ranks), HeartbeatAges()
         self._heartbeat_files, self._heard = HeartbeatFiles(self.dir.heartbeats), float("-inf")
         self._beats: dict[int, Record] = {}
+        self._checkpoints: dict[Path, dict[str, Any]] = {}
         self._spec: StoredSpec | None = None
 
     def state(self) -> str:
@@ -155,9 +156,9 @@ class Run:
     def heartbeats(self) -> dict[int, Record]:
         """Return the heartbeats, each with its age `age_s` in seconds."""
         if time.monotonic() - self._heard >= _LISTEN_S:
-            self._beats = {rank: valid_fields(beat) for rank, beat in self._heartbeat_files.read().items()}
-            self._heard = time.monotonic()
-        return self._heartbeat_ages.with_ages(self._beats)
+            beats = {rank: valid_fields(beat) for rank, beat in self._heartbeat_files.read().items()}
+            self._beats, self._heard = self._heartbeat_ages.with_ages(beats), time.monotonic()
+        return self._beats
 
     def listen(self) -> None:
         """Wait for a heartbeat before the run is judged by a single look, since clocks of machines differ."""
@@ -219,7 +220,13 @@ class Run:
     def checkpoints(self) -> list[dict[str, Any]]:
         """Return the checkpoints, newest first. One that is being deleted is skipped."""
         paths = sorted((self.root / "checkpoints").glob("step-*"), reverse=True)
-        return [facts for path in paths if (facts := _about(path)) is not None]
+        known, self._checkpoints = self._checkpoints, {}
+        for path in paths:
+            facts = known.get(path)
+            facts = facts if facts is not None and _is_unchanged(path, facts) else _about(path)
+            if facts is not None:
+                self._checkpoints[path] = facts
+        return list(self._checkpoints.values())
 
     def _json(self, name: str) -> dict[str, Any]:
         try:
@@ -286,6 +293,13 @@ def _parameters(spec: dict[str, Any]) -> int | None:
     except (ValueError, ArithmeticError, ArgosyError):
         # The spec is of another version, or damaged.
         return None
+
+
+def _is_unchanged(checkpoint: Path, facts: dict[str, Any]) -> bool:
+    try:
+        return bool(facts["complete"] and (checkpoint / "manifest.json").stat().st_mtime == facts["time"])
+    except OSError:
+        return False
 
 
 def _about(checkpoint: Path) -> dict[str, Any] | None:
