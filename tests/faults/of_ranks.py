@@ -143,7 +143,7 @@ def device_out_of_memory(bench: Bench) -> Outcome:
 
 def collective_timeout(bench: Bench) -> Outcome:
     """A rank gives up a collective that another one never begins. The other one is named, with its stack."""
-    planted = {"ARGOSY_FAULT": "sleep:1:13", "ARGOSY_TIMEOUT_S": "8"}
+    planted = {"ARGOSY_FAULT": "sleep:1:13", "ARGOSY_TIMEOUT_S": "12"}
     with bench.run("timeout", env=planted) as run:
         run.wait_step(12)
         at = time.time()

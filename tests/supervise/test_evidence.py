@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from argosy.supervise.evidence import Witness, find_culprit, find_waited_for
+from argosy.supervise.evidence import Witness, find_culprit, find_mismatch, find_waited_for
 
 
 def entry(
@@ -42,6 +42,7 @@ def test_messages_between_stages_are_not_counted() -> None:
 def test_back_ends_of_one_group_count_for_themselves() -> None:
     ranks = [witness(rank, entry("0", 3, "gloo:all_reduce"), entry("0", 50)) for rank in (0, 1)]
     assert find_culprit(ranks, {0: 9, 1: 8}) == (1, "it has come least far")
+    assert find_mismatch([witness(0, entry("0", 3, "gloo:all_reduce"), entry("0", 3, "nccl:broadcast"))]) is None
 
 
 def test_after_a_timeout_the_rank_that_waits_in_no_collective_is_named() -> None:

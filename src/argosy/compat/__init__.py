@@ -294,11 +294,10 @@ def flight_record() -> str:
     """
     import torch._C._distributed_c10d as c10d
 
-    entries: list[dict[str, Any]] = []
-    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
-        if hasattr(c10d, name):
-            found = json.loads(getattr(c10d, name)()).get("entries") or []
-            entries += [entry for entry in found if entry not in entries]
+    names = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+    # In some versions of torch both are the same.
+    dumps = dict.fromkeys(getattr(c10d, name)() for name in names if hasattr(c10d, name))
+    entries = [entry for dump in dumps for entry in json.loads(dump).get("entries") or []]
     entries.sort(key=lambda entry: int(entry.get("time_created_ns", 0)))
     return json.dumps({"entries": entries})
 

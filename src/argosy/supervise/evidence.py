@@ -126,13 +126,14 @@ def _ask(question: Path) -> bool:
 
 def find_mismatch(witnesses: list[Witness]) -> str | None:
     """Find two ranks that are in different collectives under the same number of the same process group: a deadlock."""
-    begun: dict[tuple[str, int], tuple[int, str, object]] = {}
+    begun: dict[tuple[str, str, int], tuple[int, str, object]] = {}
     for witness in witnesses:
         for entry in witness.collectives or ():
             if entry.get("is_p2p"):
                 continue
             what, kind = describe(entry), _kind(entry)
-            rank, other, as_kind = begun.setdefault((_group_id(entry), _number(entry)), (witness.rank, what, kind))
+            place = (_backend(entry), _group_id(entry), _number(entry))
+            rank, other, as_kind = begun.setdefault(place, (witness.rank, what, kind))
             if as_kind != kind:
                 return (
                     f"rank {rank} began {other}; rank {witness.rank} began {what}: the ranks did not run the same code"

@@ -45,6 +45,8 @@ _POLL_S = 0.1
 _MEMORY_EVERY_S = 1.0
 # Lines of a dead rank's log that are searched. NCCL writes a page of native stack after its message.
 _LAST_WORDS = 200
+# Seconds until the log has what the rank wrote before it aborted.
+_LOG_S = 2.0
 _COLLECTIVE = re.compile(r"distributed_c10d\.py\", line \d+ in (\w+)")
 # Messages of gloo and NCCL about a lost peer. They are a consequence; the peer's node reports the cause.
 _LOST_PEER = re.compile(r"Connection (closed|reset) by peer|Broken pipe|remote process exited")
@@ -264,17 +266,24 @@ class Supervisor:
             failure.cause += f" in {collective[1]}: what it got was not what it waited for, as when the ranks did not run the same code"
 
     def _blame_for_timeout(self, failure: RankFailure) -> None:
-        """Name the rank that was waited for, if the one that died gave up in a collective. NCCL reports that in the rank's log only."""
-        said = [
-            failure.error or "",
-            *(last_words(self.run.root, failure.rank, _LAST_WORDS) if not failure.error else ()),
-        ]
-        rank = find_waited_for(failure.witnesses) if any(map(_TIMED_OUT.search, said)) else None
+        """Name the rank that was waited for, if the one that died gave up in a collective."""
+        rank = find_waited_for(failure.witnesses) if self._has_timed_out(failure) else None
         if rank is None:
             return
         stack = next(witness.stack for witness in failure.witnesses if witness.rank == rank)
         failure.cause = f"rank {failure.rank} waited for it in a collective until the time limit"
         failure.rank, failure.stack, failure.collective, failure.error = rank, stack, None, None
+
+    def _has_timed_out(self, failure: RankFailure) -> bool:
+        """Return whether a rank gave up in a collective. gloo raises an error; NCCL writes to the rank's log, and aborts."""
+        if failure.error is not None or failure.code != 128 + signal.SIGABRT:
+            return _TIMED_OUT.search(failure.error or "") is not None
+        deadline = time.monotonic() + _LOG_S
+        while not (found := any(map(_TIMED_OUT.search, last_words(self.run.root, failure.rank, _LAST_WORDS)))):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_POLL_S)
+        return found
 
     # Decisions.
 
