@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from datetime import timedelta
 
-from torch.distributed import DistError, PrefixStore, Store, TCPStore
+from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
