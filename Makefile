@@ -3,6 +3,7 @@
 # make test-gpu  the layout matrix, checkpoints and kernels on this machine's GPUs, with NCCL; one GPU is enough
 # make check  lints, types and import contracts only
 # make faults every fault of docs/guides/survival.md injected for real, and a table of what each cost
+# make faults-gpu  faults of ranks on NCCL, on this machine's GPUs; one is enough
 # make storm  a run killed 200 times at random moments, and another 1,000 times (hours)
 # make bench  the measurements of docs/benchmarks.md
 # make docs   the pages that are made from the code
@@ -21,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 LOG    := $(VENV)/install.log
 QUIET   = >$(LOG) 2>&1 || { status=$$?; tail -n 40 $(LOG); echo "Set-up failed; all of its output is in $(LOG)"; exit $$status; }
 
-.PHONY: demo test test-gpu check lint types faults storm bench docs site tutorials release-check clean
+.PHONY: demo test test-gpu check lint types faults faults-gpu storm bench docs site tutorials release-check clean
 
 demo: $(VENV)/.core
 	@$(BIN)/argosy demo
@@ -50,7 +51,10 @@ types: $(VENV)/.dev
 	$(BIN)/lint-imports
 
 faults: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "" tests/faults -k "not long_storm"
+	$(BIN)/python -m pytest -m "" tests/faults -k "not long_storm" --ignore tests/faults/test_gpu_faults.py
+
+faults-gpu: $(VENV)/.dev
+	ARGOSY_TEST_GPU=1 $(BIN)/python -m pytest -m "" tests/faults/test_gpu_faults.py
 
 storm: $(VENV)/.dev
 	$(BIN)/python -m pytest -m slow tests/faults/test_storm.py

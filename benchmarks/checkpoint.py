@@ -28,7 +28,7 @@ import torch.distributed.checkpoint as dcp
 
 from argosy.checkpoint.manifest import OPTIMIZER, WEIGHTS, TrainProgress, verify
 from argosy.checkpoint.save import Snapshot, contents, write
-from argosy.checkpoint.stored import make_plan
+from argosy.checkpoint.save_plan import make_plan
 from argosy.parallel.host_group import ALONE
 
 Groups = dict[str, dict[str, torch.Tensor]]

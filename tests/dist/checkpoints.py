@@ -11,8 +11,8 @@ from torch import Tensor
 
 from argosy.checkpoint.manifest import OPTIMIZER, WEIGHTS, TrainProgress
 from argosy.checkpoint.save import contents, save
+from argosy.checkpoint.save_plan import make_plan
 from argosy.checkpoint.store import latest, load_into
-from argosy.checkpoint.stored import make_plan
 from argosy.model.build import initial_weights
 from argosy.parallel.host_group import make_host_group
 from argosy.parallel.mesh import Mesh

@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from argosy.errors import EXIT_RESUMABLE
 from argosy.record.heartbeat import read_heartbeats
 from argosy.record.jsonl import read_jsonl, read_metrics
 from argosy.record.pulse import process_state
+from dist.devices import ON_GPU
 from forking import ARGOSY, Popen
 
 STEPS, SAVED_EVERY = 40, 8
@@ -32,6 +34,8 @@ PATIENCE_S = 600.0
 INJECT = Path(__file__).parent / "inject"
 # For faults that a stall must detect. Elsewhere, a busy machine must not look like a stall.
 SOON = {"stall_after": "3s"}
+# With ARGOSY_TEST_GPU set, two ranks of NCCL that share a GPU where the machine has only one.
+DEVICE: dict[str, Any] = {"device": "cuda", "deterministic": True} if ON_GPU else {"device": "cpu"}
 MODEL = {"family": "gpt", "layers": 2, "hidden": 32, "heads": 4, "vocab_size": 257, "dropout": 0.1}
 
 
@@ -62,6 +66,8 @@ class Bench:
     corpus: Path
     table: list[tuple[str, Outcome]] = field(default_factory=list)
     _undisturbed: Any = None
+    # Faults on GPUs run side by side.
+    _lock: Any = field(default_factory=threading.Lock)
     _stopped: Path | None = None
 
     def spec(self, name: str, **sections: Any) -> Path:
@@ -70,7 +76,7 @@ class Bench:
             "runs_dir": str(self.root / "runs"),
             "model": MODEL,
             "data": {"train": str(self.corpus), "seq_len": 32, "split": [90, 10, 0]},
-            "train": {"global_batch": 4, "steps": STEPS, "device": "cpu"},
+            "train": {"global_batch": 4, "steps": STEPS, **DEVICE},
             "optim": {"lr": 1e-3, "warmup": 2},
             "parallel": {"micro_batch": 2, "dp_replicate": 2},
             "eval": {"every": 10, "batches": 1},
@@ -117,11 +123,12 @@ class Bench:
 
     def undisturbed(self) -> tuple[Any, Any]:
         """The expected result of all runs of the spec: (loss, gradient norm and validation loss of each step; weights)."""
-        if self._undisturbed is None:
-            with self.run("undisturbed") as run:
-                assert run.wait() == 0, run.said
-                self._undisturbed = run.result()
-        return self._undisturbed
+        with self._lock:
+            if self._undisturbed is None:
+                with self.run("undisturbed") as run:
+                    assert run.wait() == 0, run.said
+                    self._undisturbed = run.result()
+            return self._undisturbed
 
     def record(self, fault: str, outcome: Outcome) -> None:
         self.table.append((fault, outcome))
@@ -140,7 +147,10 @@ class Run:
         if env and "ARGOSY_FAULT" in env:
             environ |= planted(env["ARGOSY_FAULT"])
         self._log = log = self.spec.with_suffix(f".{len(list(self.spec.parent.glob('*.said')))}.said").open("w+")
-        popen = subprocess.Popen if "LD_PRELOAD" in environ else Popen  # libraries are loaded with the interpreter
+        if ON_GPU:
+            environ |= {"ARGOSY_TEST_SHARED_GPUS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        # Libraries are loaded with the interpreter, and CUDA cannot be used in a fork of a process that has used it.
+        popen = subprocess.Popen if "LD_PRELOAD" in environ or ON_GPU else Popen
         self.process = popen(command, cwd=self.spec.parent, env=environ, stdout=log, stderr=log, text=True)
 
     def wait(self, timeout_s: float = PATIENCE_S) -> int:

@@ -128,6 +128,34 @@ def exception(bench: Bench) -> Outcome:
         return run.cost(at, 12, "rank-died")
 
 
+def device_out_of_memory(bench: Bench) -> Outcome:
+    """One rank asks its device for more memory than there is: its error is shown, and all ranks go on from the last checkpoint."""
+    with bench.run("device-memory", env={"ARGOSY_FAULT": "out-of-memory:1:13"}) as run:
+        run.wait_step(12)
+        at = time.time()
+        assert run.wait() == 0, run.said
+        (died,) = run.events("rank-died")
+        assert (died["rank"], died["step"]) == (1, 13)
+        assert "memory" in died["cause"], died["cause"]
+        assert run.result() == bench.undisturbed()
+        return run.cost(at, 12, "rank-died")
+
+
+def collective_timeout(bench: Bench) -> Outcome:
+    """A rank gives up a collective that another one never begins. The other one is named, with its stack."""
+    planted = {"ARGOSY_FAULT": "sleep:1:13", "ARGOSY_TIMEOUT_S": "12"}
+    with bench.run("timeout", env=planted) as run:
+        run.wait_step(12)
+        at = time.time()
+        assert run.wait() == 0, run.said
+        (died,) = run.events("rank-died")
+        assert died["rank"] == 1, died
+        assert "rank 0 waited for it in a collective" in died["cause"], died
+        assert any("_sleep" in line for line in died["stack"]), died
+        assert run.result() == bench.undisturbed()
+        return run.cost(at, 12, "rank-died")
+
+
 def crash(bench: Bench) -> Outcome:
     """A segmentation fault leaves the Python stack it happened in."""
     with bench.run("crash", env={"ARGOSY_FAULT": "segfault:1:13"}) as run:

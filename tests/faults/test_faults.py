@@ -26,6 +26,8 @@ FAULTS: dict[str, Callable[[Bench], Outcome]] = {
     "4 the GIL is held": of_ranks.gil_held,
     "5 an exception": of_ranks.exception,
     "5 a segmentation fault": of_ranks.crash,
+    "5 the device is out of memory": of_ranks.device_out_of_memory,
+    "6 a collective times out": of_ranks.collective_timeout,
     "6 a collective left out": of_ranks.mismatch,
     "7 killed while saving": of_checkpoints.killed_while_saving,
     "8 a byte flipped": of_checkpoints.flipped_byte,

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from argosy.record.heartbeat import Heartbeat, read_heartbeats
+from argosy.record import heartbeat
+from argosy.record.heartbeat import Heartbeat, HeartbeatFiles, read_heartbeats
 from argosy.record.jsonl import read_jsonl
 from argosy.record.pulse import PAGE_BYTES, PHASES, Page, RankProgress
 from waiting import wait_for
@@ -163,3 +164,18 @@ def test_standing_still_is_told_once_with_the_rank_that_is_furthest_behind_and_a
         beat = read_heartbeats(beats)[0]["beat"]
         beat_of(beats, 0, after=beat + 2)
         assert [event["step"] for event in read_jsonl(events)] == [12, 12]
+
+
+def test_a_look_reads_only_the_heartbeats_that_have_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, record = [], heartbeat._record
+    monkeypatch.setattr(heartbeat, "_record", lambda path: read.append(Path(path).name) or record(path))
+    for rank in range(5):
+        (tmp_path / f"{rank}.json").write_text(f'{{"rank": {rank}, "beat": 1}}')
+    files = HeartbeatFiles(tmp_path)
+    assert list(files.read()) == [0, 1, 2, 3, 4]
+    read.clear()
+    (tmp_path / "3.json").write_text('{"rank": 3, "beat": 20}')
+    (tmp_path / "4.json").unlink()
+    (tmp_path / "5.json").symlink_to(tmp_path / "0.json")
+    assert {rank: beat["beat"] for rank, beat in files.read().items()} == {0: 1, 1: 1, 2: 1, 3: 20}
+    assert read == ["3.json", "5.json"] or read == ["5.json", "3.json"]

@@ -17,6 +17,7 @@ until the manifest is there.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -34,7 +35,8 @@ from argosy.untrusted import MIB, read_regular
 MANIFEST, STATE = "manifest.json", "state.json"
 # Groups of tensors.
 WEIGHTS, OPTIMIZER = "weights", "optimizer"
-FORMAT, VERSION = "argosy-checkpoint", 2
+# Version 3 has an index of grids of ranks, see `stored.py`. Without an index nothing has changed since version 2.
+FORMAT, VERSION = "argosy-checkpoint", 3
 # Largest manifest.json and state.json. The guard's window in state.json takes a few kB.
 _LARGEST = 256 * MIB
 _THREADS = min(4, os.cpu_count() or 1)
@@ -67,7 +69,7 @@ class _File(Strict):
 
 class _Manifest(Strict):
     format: Literal["argosy-checkpoint"]
-    version: Literal[2]
+    version: Literal[2, 3]
     step: _Whole
     files: dict[FileName, _File]
 
@@ -119,7 +121,7 @@ def finish(directory: Path, progress: TrainProgress, files: dict[str, Written], 
     files = files | {name: write_file(directory / name, content) for name, content in small.items()}
     manifest = _Manifest(
         format="argosy-checkpoint",
-        version=2,
+        version=2 if index is None else 3,
         step=progress.step,
         files={name: _File(bytes=file.bytes, blake3=file.digest) for name, file in sorted(files.items())},
     )
@@ -127,12 +129,13 @@ def finish(directory: Path, progress: TrainProgress, files: dict[str, Written], 
     sync_directory(directory)
 
 
-def read_checkpoint(path: Path) -> Checkpoint:
-    """Read the manifest and the state, and check that every file exists and has its size. Hashes are not checked."""
+def read_checkpoint(path: Path, hosts: HostGroup = ALONE) -> Checkpoint:
+    """Read the manifest and the state, and check that every file of this rank's share exists and has its size. Hashes are not
+    checked."""
     try:
         step, files, algorithm = _read_manifest(path / MANIFEST)
-        for name, promised in files.items():
-            file = path / name
+        for name in _share(files, hosts):
+            file, promised = path / name, files[name]
             if file.is_symlink() or not file.is_file():
                 raise corrupt(f"{file} is missing or not a plain file")
             if (size := file.stat().st_size) != promised.bytes:
@@ -157,8 +160,8 @@ def verify(path: Path, hosts: HostGroup = ALONE) -> Checkpoint:
     """Check the hashes of all files, a share by each rank. Every rank raises the same refusal, with the file and both hashes."""
     found, refusal = None, None
     try:
-        found = read_checkpoint(path)
-        _check_hashes(found, sorted(found.files)[hosts.rank :: hosts.size])
+        found = read_checkpoint(path, hosts)
+        _check_hashes(found, _share(found.files, hosts))
     except ArgosyError as error:
         refusal = error
     faults = hosts.gather(b"" if refusal is None else orjson.dumps([refusal.code, refusal.cause, refusal.fix]))
@@ -169,6 +172,11 @@ def verify(path: Path, hosts: HostGroup = ALONE) -> Checkpoint:
     if found is None:
         raise AssertionError("a rank without a checkpoint has reported a fault")
     return found
+
+
+def _share(files: Mapping[str, Written], hosts: HostGroup) -> list[str]:
+    """Return the files that this rank checks: thousands of ranks that look at every file would be millions of requests."""
+    return sorted(files)[hosts.rank :: hosts.size]
 
 
 def _check_hashes(checkpoint: Checkpoint, names: list[str]) -> None:

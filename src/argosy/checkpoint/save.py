@@ -34,8 +34,9 @@ from argosy.checkpoint.manifest import (
     mark_incomplete,
     sync_directory,
 )
+from argosy.checkpoint.save_plan import Groups, Plan, make_plan
 from argosy.checkpoint.store import remove
-from argosy.checkpoint.stored import Groups, Plan, file_of, index_of, key_of, make_plan
+from argosy.checkpoint.stored import file_of, key_of
 from argosy.checkpoint.tensors import TensorInfo, bytes_of, header_of
 from argosy.errors import ArgosyError
 from argosy.parallel.host_group import ALONE, HostGroup
@@ -120,8 +121,7 @@ def _write_files(partial: Path, files: Mapping[str, Content]) -> dict[str, Writt
 def _commit(
     partial: Path, final: Path, progress: TrainProgress, files: dict[str, Written], plan: Plan, hosts: HostGroup
 ) -> None:
-    index = index_of(plan.stored, hosts.size) if plan.stored is not None and hosts.size > 1 else None
-    finish(partial, progress, files, index)
+    finish(partial, progress, files, plan.index if hosts.size > 1 else None)
     if partial == final:
         mark_complete(final)
         return

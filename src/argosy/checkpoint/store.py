@@ -181,11 +181,14 @@ def require_names(have: Set[str], need: Set[str], path: Path) -> None:
         )
 
 
+def _all_names(messages: list[bytes]) -> bytes:
+    return orjson.dumps(sorted({name for message in messages for name in orjson.loads(message)}))
+
+
 @torch.no_grad()
 def load_into(stored: StoredTensors, tensors: Mapping[str, Tensor], where: Path, hosts: HostGroup = ALONE) -> None:
     """Fill this rank's slices of the tensors. All ranks together must have exactly the stored names."""
-    messages = hosts.gather(orjson.dumps(list(tensors)))
-    names: list[str] = orjson.loads(hosts.tell(orjson.dumps(sorted({n for m in messages for n in orjson.loads(m)}))))
+    names: list[str] = orjson.loads(hosts.tell(hosts.merge(orjson.dumps(list(tensors)), _all_names)))
     require_names(stored.keys(), set(names), where)
     for name, tensor in tensors.items():
         found, wanted = stored.infos[name].shape, tuple(tensor.shape)

@@ -1,34 +1,32 @@
 """The tensors of a checkpoint as one mapping, however many files they are in.
 
-One process writes whole tensors into one file. Several ranks write a file each, and `tensors.json` lists the type and shape
-of every tensor, and which file has which slice (`Box`) of it. Either way, a tensor or any slice of it is read without the
-rest.
+One process writes whole tensors into one file. Several ranks write a file each, and `tensors.json` has the type and shape of
+every tensor, and the grid of ranks that it is spread over (`rank_grid.py`). Either way, a tensor or any slice of it is read
+without the rest.
 
-`make_plan` makes the save plan: each element of the state is written once, by a rank that holds it, and the ranks write equal amounts.
+    {"format": "argosy-tensors", "version": 2, "ranks": 16, "grids": [{"ranks": [[0, 8]], "cuts": [[4, 2], [2, 1]]}],
+     "tensors": {"weights": {"layers.0.mlp.up.weight": {"dtype": "F32", "shape": [64, 16], "grid": 0, "dims": [0, 1], "writer": 0}}}}
 
-Ranks send the first rank the slices (`Box`) that they hold of each tensor. A slice that several ranks hold is written by the
-one with the least to write so far; a large one is split among its holders. The plan needs no knowledge of mesh axes:
-replicas, shards, pipeline stages, and tied weights of two stages are all the same case. It is made once in a run.
+Before version 2 the file listed every slice of every rank, which grows with their product. It is still read.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from operator import add
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
+import orjson
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
+from argosy.checkpoint.rank_grid import RankGrid, Spread
 from argosy.checkpoint.tensors import TensorFile, TensorInfo
 from argosy.errors import ArgosyError
-from argosy.parallel.host_group import HostGroup
-from argosy.parallel.shards import Box, held_boxes, local, tiled, whole_box
+from argosy.parallel.shards import Box, tiled, whole_box
 from argosy.untrusted import MIB, read_regular
 
 INDEX = "tensors.json"
@@ -43,6 +41,28 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
+class _Grid(Strict):
+    ranks: list[tuple[_Size, _Size]]
+    cuts: list[tuple[_Size, _Size]]
+
+
+class _SpreadTensor(Strict):
+    dtype: str
+    shape: list[_Size]
+    grid: _Size
+    dims: list[_Size]
+    writer: _Size | None
+
+
+class _GridIndex(Strict):
+    format: Literal["argosy-tensors"]
+    version: Literal[2]
+    ranks: _Size
+    grids: list[_Grid]
+    # By group and name.
+    tensors: dict[str, dict[str, _SpreadTensor]]
+
+
 class _Chunk(Strict):
     file: FileName
     offset: list[_Size]
@@ -55,7 +75,7 @@ class _Tensor(Strict):
     chunks: list[_Chunk]
 
 
-class _Index(Strict):
+class _ChunkIndex(Strict):
     format: Literal["argosy-tensors"]
     # By group and name.
     tensors: dict[str, dict[str, _Tensor]]
@@ -65,23 +85,72 @@ def file_of(group: str, rank: int, ranks: int) -> str:
     return f"{group}.safetensors" if ranks == 1 else f"{group}-{rank:05d}-of-{ranks:05d}.safetensors"
 
 
-def index_of(stored: Mapping[str, Mapping[str, Stored]], ranks: int) -> bytes:
+@dataclass(frozen=True)
+class SpreadTensor:
+    """A tensor of several ranks: its type and shape, and which rank has which slice."""
+
+    info: TensorInfo
+    spread: Spread
+
+
+Index = Mapping[str, Mapping[str, SpreadTensor]]
+
+
+def index_of(tensors: Index, ranks: int) -> bytes:
     """Return the content of `tensors.json`."""
-    tensors = {
+    grids: dict[RankGrid, int] = {}
+    for members in tensors.values():
+        for one in members.values():
+            grids.setdefault(one.spread.grid, len(grids))
+    listed = {
         group: {
-            name: _Tensor(
+            name: _SpreadTensor(
                 dtype=one.info.type_name,
                 shape=list(one.info.shape),
-                chunks=[
-                    _Chunk(file=file_of(group, rank, ranks), offset=list(box.offset), shape=list(box.shape))
-                    for rank, box in one.parts
-                ],
+                grid=grids[one.spread.grid],
+                dims=list(one.spread.dims),
+                writer=one.spread.writer,
             )
             for name, one in members.items()
         }
-        for group, members in stored.items()
+        for group, members in tensors.items()
     }
-    return _Index(format="argosy-tensors", tensors=tensors).model_dump_json().encode()
+    held = [_Grid(ranks=list(grid.ranges), cuts=list(grid.cuts)) for grid in grids]
+    document = _GridIndex(format="argosy-tensors", version=2, ranks=ranks, grids=held, tensors=listed)
+    return document.model_dump_json().encode()
+
+
+def read_index(content: bytes) -> tuple[int, dict[str, dict[str, SpreadTensor]]]:
+    """Return the number of ranks and the tensors of a `tensors.json` by group and name.
+
+    Raises:
+        ValueError: the file is not valid.
+    """
+    index = _GridIndex.model_validate_json(content)
+    grids = [RankGrid(tuple(grid.ranks), tuple(grid.cuts)) for grid in index.grids]
+    if any(max(last for _, last in grid.ranges) > index.ranks for grid in grids):
+        raise ValueError(f"it has more than {index.ranks} ranks")
+    return index.ranks, {
+        group: {name: _spread(name, one, grids) for name, one in members.items()}
+        for group, members in index.tensors.items()
+    }
+
+
+def _spread(name: str, one: _SpreadTensor, grids: list[RankGrid]) -> SpreadTensor:
+    try:
+        info = TensorInfo.named(one.dtype, one.shape)
+        return SpreadTensor(info, Spread(info.shape, grids[one.grid], tuple(one.dims), one.writer))
+    except KeyError:
+        raise ValueError(f"{name} is of the unknown type {one.dtype}") from None
+    except IndexError:
+        raise ValueError(f"{name} is on grid {one.grid}, and there are {len(grids)}") from None
+
+
+class Place(NamedTuple):
+    """A tensor in its files. `chunks` returns the (file, slice) pairs that share elements with a slice."""
+
+    info: TensorInfo
+    chunks: Callable[[Box], list[tuple[str, Box]]]
 
 
 class StoredTensors(Mapping[str, Tensor]):
@@ -92,28 +161,36 @@ class StoredTensors(Mapping[str, Tensor]):
         self._files: dict[str, TensorFile] = {}
 
     @cached_property
-    def _places(self) -> dict[str, tuple[TensorInfo, list[tuple[str, Box]]]]:
-        """The type and shape of each tensor, and its (file, slice) pairs."""
+    def _places(self) -> dict[str, Place]:
         if (self._directory / INDEX).is_file():
-            return {name: (_info(self._directory, name, one), _boxes(one)) for name, one in self._indexed().items()}
+            return self._indexed()
         file = file_of(self._group, 0, 1)
         # Imported weights have no optimiser state.
         if not (self._directory / file).exists():
             return {}
-        return {name: (info, [(file, whole_box(info.shape))]) for name, info in self._file(file).infos.items()}
+        return {name: Place(info, partial(_whole, file, info)) for name, info in self._file(file).infos.items()}
 
-    def _indexed(self) -> dict[str, _Tensor]:
+    def _indexed(self) -> dict[str, Place]:
         try:
-            index = _Index.model_validate_json(read_regular(self._directory / INDEX, _LARGEST, within=self._directory))
+            content = read_regular(self._directory / INDEX, _LARGEST, within=self._directory)
+            if "version" not in orjson.loads(content):
+                chunks = _ChunkIndex.model_validate_json(content).tensors.get(self._group, {})
+                return {
+                    n: Place(_info(self._directory, n, one), partial(_listed, _boxes(one))) for n, one in chunks.items()
+                }
+            ranks, tensors = read_index(content)
         except ValidationError as error:
             raise _corrupt(self._directory, str(error.errors()[0]["msg"])) from None
-        except OSError as error:
+        except (OSError, ValueError, TypeError) as error:
             raise _corrupt(self._directory, str(error)) from None
-        return index.tensors.get(self._group, {})
+        return {
+            name: Place(one.info, partial(_of_ranks, self._group, ranks, one.spread))
+            for name, one in tensors.get(self._group, {}).items()
+        }
 
     @cached_property
     def infos(self) -> dict[str, TensorInfo]:
-        return {name: info for name, (info, _) in self._places.items()}
+        return {name: place.info for name, place in self._places.items()}
 
     def __getitem__(self, name: str) -> Tensor:
         return self.read_box(name, whole_box(self.infos[name].shape))
@@ -127,7 +204,7 @@ class StoredTensors(Mapping[str, Tensor]):
     def read_box(self, name: str, box: Box) -> Tensor:
         """Read a slice of a tensor, from one or more files."""
         info, chunks = self._places[name]
-        found = [(file, chunk, common) for file, chunk in chunks if (common := chunk.common(box)) is not None]
+        found = [(file, chunk, common) for file, chunk in chunks(box) if (common := chunk.common(box)) is not None]
         self._require_tiled(name, box, [common for _, _, common in found])
         if len(found) == 1 and found[0][2] == box:
             file, chunk, _ = found[0]
@@ -140,8 +217,9 @@ class StoredTensors(Mapping[str, Tensor]):
     def check(self) -> None:
         """Refuse if a tensor is not complete. Reads file headers only."""
         for name, (info, chunks) in self._places.items():
-            self._require_tiled(name, whole_box(info.shape), [box for _, box in chunks])
-            for file, box in chunks:
+            found = chunks(whole_box(info.shape))
+            self._require_tiled(name, whole_box(info.shape), [box for _, box in found])
+            for file, box in found:
                 self._require_there(file, name, box)
 
     def _read(self, file: str, name: str, chunk: Box, box: Box) -> Tensor:
@@ -164,6 +242,18 @@ class StoredTensors(Mapping[str, Tensor]):
         return self._files[name]
 
 
+def _whole(file: str, info: TensorInfo, _: Box) -> list[tuple[str, Box]]:
+    return [(file, whole_box(info.shape))]
+
+
+def _listed(chunks: list[tuple[str, Box]], _: Box) -> list[tuple[str, Box]]:
+    return chunks
+
+
+def _of_ranks(group: str, ranks: int, spread: Spread, wanted: Box) -> list[tuple[str, Box]]:
+    return [(file_of(group, rank, ranks), box) for rank, box in spread.chunks(wanted)]
+
+
 def _info(directory: Path, name: str, one: _Tensor) -> TensorInfo:
     try:
         return TensorInfo.named(one.dtype, one.shape)
@@ -181,117 +271,8 @@ def _corrupt(directory: Path, why: str) -> ArgosyError:
     return ArgosyError("checkpoint.corrupt", f"{directory / INDEX}: {why}", fix="use another checkpoint")
 
 
-# Slices from this size on are split among the ranks that hold them, in bytes.
-_LARGE = 16 * 2**20
-
-# "weights" and "optimizer": tensors by name.
-Groups = Mapping[str, Mapping[str, Tensor]]
-
-
-class Chunk(NamedTuple):
-    """A slice of a tensor that this rank writes. `here` is its position in the rank's local part."""
-
-    group: str
-    name: str
-    box: Box
-    here: Box
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """Return the slice as a view of the tensor's local part."""
-        return local(tensor).detach()[self.here.slices]
-
-
-@dataclass(frozen=True)
-class Stored:
-    """One tensor of the state: the slices of it, each with the rank that writes it."""
-
-    info: TensorInfo
-    parts: list[tuple[int, Box]]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """This rank's slices. `stored` lists all tensors by group and name; only the first rank has it."""
-
-    mine: list[Chunk]
-    stored: dict[str, dict[str, Stored]] | None
-
-
-def make_plan(groups: Groups, hosts: HostGroup) -> Plan:
-    held = [
-        [group, name, info.type_name, info.shape, [held.box for held in held_boxes(tensor)]]
-        for group, tensors in groups.items()
-        for name, tensor in tensors.items()
-        for info in [TensorInfo.of(tensor)]
-    ]
-    messages = hosts.gather(json.dumps(held).encode())
-    stored = _share([json.loads(message) for message in messages]) if hosts.is_first else None
-    tasks: list[list[tuple[str, str, Box]]] = [[] for _ in range(hosts.size)]
-    for group, tensors in (stored or {}).items():
-        for name, one in tensors.items():
-            for rank, box in one.parts:
-                tasks[rank].append((group, name, box))
-    mine = json.loads(hosts.scatter([json.dumps(task).encode() for task in tasks] if hosts.is_first else []))
-    return Plan([_chunk(groups[group][name], group, name, _box(box)) for group, name, box in mine], stored)
-
-
-def _chunk(tensor: Tensor, group: str, name: str, box: Box) -> Chunk:
-    held = next(held for held in held_boxes(tensor) if held.box.common(box) == box or held.box == box)
-    inside = box.within(held.box)
-    here = Box(tuple(map(add, held.here.offset, inside.offset)), box.shape)
-    return Chunk(group, name, box, here)
-
-
-def _share(claims: list[Any]) -> dict[str, dict[str, Stored]]:
-    holders: dict[tuple[str, str], dict[Box, list[int]]] = {}
-    stored: dict[str, dict[str, Stored]] = {}
-    for rank, claim in enumerate(claims):
-        for group, name, dtype, shape, boxes in claim:
-            stored.setdefault(group, {}).setdefault(name, Stored(TensorInfo.named(dtype, shape), []))
-            for box in boxes:
-                holders.setdefault((group, name), {}).setdefault(_box(box), []).append(rank)
-    pieces = [
-        (box.numel * stored[group][name].info.dtype.itemsize, group, name, box, ranks)
-        for (group, name), boxes in holders.items()
-        for whole, ranks in _disjoint(boxes, stored[group][name].info).items()
-        for box in _pieces(whole, stored[group][name].info, len(ranks))
-    ]
-    load = [0] * len(claims)
-    for size, group, name, box, ranks in sorted(pieces, key=lambda piece: -piece[0]):
-        writer = min(ranks, key=lambda rank: load[rank])
-        load[writer] += size
-        stored[group][name].parts.append((writer, box))
-    return stored
-
-
-def _disjoint(boxes: dict[Box, list[int]], info: TensorInfo) -> dict[Box, list[int]]:
-    """Drop slices inside larger ones, as when one pipeline stage holds a tensor whole that another holds in parts."""
-    if sum(box.numel for box in boxes) > info.numel:
-        kept: dict[Box, list[int]] = {}
-        for box in sorted(boxes, key=lambda one: -one.numel):
-            if all(box.common(other) != box for other in kept):
-                kept[box] = boxes[box]
-        boxes = kept
-    if sum(box.numel for box in boxes) != info.numel:
-        raise ValueError(f"the ranks together hold {list(boxes)} of a tensor of shape {info.shape}")
-    return boxes
-
-
-def _pieces(box: Box, info: TensorInfo, holders: int) -> Iterator[Box]:
-    rows = box.shape[0] if box.shape else 1
-    count = min(holders, rows) if box.numel * info.dtype.itemsize >= _LARGE else 1
-    for part in range(count):
-        first, last = rows * part // count, rows * (part + 1) // count
-        yield box if count == 1 else Box((box.offset[0] + first, *box.offset[1:]), (last - first, *box.shape[1:]))
-
-
 def key_of(name: str, box: Box, info: TensorInfo) -> str:
     """Return the name of a slice in its file: the tensor's name, with the index ranges if it is not the whole tensor."""
     if box == whole_box(info.shape):
         return name
     return f"{name}[{','.join(f'{first}:{first + size}' for first, size in zip(*box, strict=True))}]"
-
-
-def _box(found: Any) -> Box:
-    offset, shape = found
-    return Box(tuple(offset), tuple(shape))

@@ -283,19 +283,23 @@ COSTLY_OPERATIONS = _operations(
 ) | {torch.ops.higher_order.flex_attention}  # fmt: skip
 
 
-# Set in a rank's environment.
-FLIGHT_RECORD = {"TORCH_FR_BUFFER_SIZE": "2000"}
+# Set in a rank's environment. NCCL's own dump after a timeout is a pickle, and ends the other ranks before they can be asked.
+FLIGHT_RECORD = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
 
 
 def flight_record() -> str:
-    """Return the last collectives of this process as JSON with `entries`, oldest first (torch's flight recorder)."""
+    """Return the last collectives of this process as JSON with `entries`, oldest first (torch's flight recorder).
+
+    NCCL has a recorder of its own, beside that of the other back ends.
+    """
     import torch._C._distributed_c10d as c10d
 
-    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
-        if hasattr(c10d, name):
-            found = getattr(c10d, name)()
-            return found.decode() if isinstance(found, bytes) else str(found)
-    return '{"entries": []}'
+    names = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+    # In some versions of torch both are the same.
+    dumps = dict.fromkeys(getattr(c10d, name)() for name in names if hasattr(c10d, name))
+    entries = [entry for dump in dumps for entry in json.loads(dump).get("entries") or []]
+    entries.sort(key=lambda entry: int(entry.get("time_created_ns", 0)))
+    return json.dumps({"entries": entries})
 
 
 class AgentHooks(Protocol):

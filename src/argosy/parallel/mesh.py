@@ -18,6 +18,7 @@ import math
 import os
 import signal
 import time
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -34,6 +35,7 @@ from argosy.compat.messages import refuse_pickled_messages
 from argosy.config.layout import AXES
 from argosy.config.schema import ParallelSpec
 from argosy.errors import EXIT_REFUSED, ArgosyError
+from argosy.parallel.host_group import HostGroup
 from argosy.supervise.world import World
 
 # Axes whose ranks have different samples.
@@ -146,13 +148,11 @@ class Mesh:
         return int(number)
 
     def gathered(self, numbers: list[float]) -> list[list[float]]:
-        """All-gather numbers over the host network: return those of every rank, by rank."""
+        """Gather numbers over the host network: return those of every rank, by rank, on the first rank, and these on the others."""
         if self.devices is None:
             return [numbers]
-        mine = torch.tensor(numbers, dtype=torch.float64)
-        everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
-        dist.all_gather(everyone, mine)
-        return [row.tolist() for row in everyone]
+        rows = HostGroup(self.rank, self.world_size, dist.group.WORLD).gather(array("d", numbers).tobytes())
+        return [array("d", row).tolist() for row in rows] or [numbers]
 
 
 @contextmanager
@@ -166,6 +166,8 @@ def joined(parallel: ParallelSpec, world: World, device: torch.device) -> Iterat
     os.environ.setdefault("MASTER_ADDR", world.address)
     os.environ.setdefault("MASTER_PORT", str(world.port))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    # Each rank of gloo would connect to all others at once: 4,096 ranks open 8 million connections, and any rank 4,095 files.
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     refuse_pickled_messages()
     dist.init_process_group(backend, rank=world.rank, world_size=world.size, timeout=TIMEOUT)
     try:

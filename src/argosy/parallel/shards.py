@@ -140,6 +140,26 @@ def cuts_of(tensor: Tensor) -> list[Cut]:
     return cuts
 
 
+class Split(NamedTuple):
+    """A cut as all ranks know it: the rank `r` holds piece (r // stride) % pieces."""
+
+    dim: int
+    pieces: int
+    stride: int
+
+
+def splits_of(tensor: Tensor) -> list[Split]:
+    """Return the cuts that lead to this rank's shard, in order: the same on all ranks that hold parts of the tensor alike."""
+    splits = []
+    for cut in cuts_of(tensor):
+        ranks = dist.get_process_group_ranks(cut.group)
+        stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+        if [rank // stride % len(ranks) for rank in ranks] != list(range(len(ranks))):
+            raise AssertionError(f"the ranks {ranks} along an axis of the mesh are not a digit of their number")
+        splits.append(Split(cut.dim, len(ranks), stride))
+    return splits
+
+
 def _joined(part: Tensor, cut: Cut) -> Tensor:
     rows = part.new_zeros(cut.most, *part.movedim(cut.dim, 0).shape[1:])
     rows[: part.shape[cut.dim]] = part.movedim(cut.dim, 0)
@@ -189,10 +209,21 @@ def whole_box(shape: tuple[int, ...]) -> Box:
     return Box((0,) * len(shape), shape)
 
 
-def tiled(box: Box, parts: list[Box]) -> bool:
-    """True if the parts of a box hold every element of it exactly once. With gaps, loading would leave uninitialised memory."""
-    shared = any(a.common(b) is not None for i, a in enumerate(parts) for b in parts[:i])
-    return not shared and sum(part.numel for part in parts) == box.numel
+def tiled(box: Box, parts: Sequence[Box]) -> bool:
+    """True if the parts of a box hold every element of it exactly once. With gaps, loading would leave uninitialised memory.
+
+    A part is compared only with those that begin before its end in the most finely cut dimension, not with all others."""
+    if sum(part.numel for part in parts) != box.numel:
+        return False
+    dims = range(len(box.shape))
+    along = max(dims, key=lambda dim: len({part.offset[dim] for part in parts}), default=0)
+    begun: list[Box] = []
+    for part in sorted(parts, key=lambda one: one.offset[along : along + 1]):
+        begun = [one for one in begun if one.offset[along] + one.shape[along] > part.offset[along]]
+        if any(one.common(part) is not None for one in begun):
+            return False
+        begun.append(part)
+    return True
 
 
 def held_boxes(tensor: Tensor) -> list[Held]:

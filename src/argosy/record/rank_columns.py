@@ -35,6 +35,15 @@ SENSED = tuple(_METRICS)
 COLUMNS = (*_WORK, *SENSED)
 
 
+# Ranks whose numbers are written at every log. A line has about 100 bytes for each rank.
+_EVERY_LOG = 64
+
+
+def line_interval_s(ranks: int) -> float:
+    """Return the least seconds between two lines: with thousands of ranks, a line for every step would fill the disk."""
+    return 0.0 if ranks <= _EVERY_LOG else ranks / _EVERY_LOG
+
+
 @dataclass(frozen=True)
 class Ranks:
     """One line of `ranks.jsonl`. Each list in `columns` has one value for each rank; `stages` counts pipeline stages."""
@@ -46,8 +55,9 @@ class Ranks:
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[float]], *, step: int, time: float, stages: int) -> Ranks:
-        columns = {name: [row[i] for row in rows] for i, name in enumerate(COLUMNS)}
-        return cls(step, time, {n: v for n, v in columns.items() if not all(map(math.isnan, v))}, stages)
+        numbers = np.array(rows, np.float64).T
+        columns = {name: v.tolist() for name, v in zip(COLUMNS, numbers, strict=True) if not np.isnan(v).all()}
+        return cls(step, time, columns, stages)
 
     @classmethod
     def read(cls, record: Record) -> Ranks | None:
@@ -61,8 +71,9 @@ class Ranks:
         return cls(step, time, columns, stages) if "own_s" in columns else None
 
     def line(self) -> Record:
-        rounded = {name: [_rounded(v) for v in values] for name, values in self.columns.items()}
-        return {"step": self.step, "time": self.time, "stages": self.stages, **rounded}
+        """Return the record to write. Single precision keeps the lines of thousands of ranks short; NaN is written as null."""
+        columns = {name: np.array(values, np.float32) for name, values in self.columns.items()}
+        return {"step": self.step, "time": self.time, "stages": self.stages, **columns}
 
     def ratios(self) -> list[float]:
         """Return each rank's own work divided by the median of the other ranks of its pipeline stage."""
@@ -102,7 +113,3 @@ def _numbers(values: object) -> list[float]:
     if not isinstance(values, list) or not all(value is None or type(value) in (int, float) for value in values):
         return []
     return [math.nan if value is None else float(value) for value in values]
-
-
-def _rounded(value: float) -> float | None:
-    return None if math.isnan(value) else float(f"{value:.6g}")

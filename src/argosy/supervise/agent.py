@@ -12,11 +12,9 @@ import signal
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from argosy.config.survival import FaultSpec
 from argosy.errors import EXIT_DONE, EXIT_RESUMABLE
@@ -42,8 +40,6 @@ def start_ranks(nproc: int, nodes: Nodes, arguments: Sequence[str], run: RunDir,
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
     # Ctrl-C and SIGTERM are handled here.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
-    # Each attempt gets a new store, whichever node has come back.
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     for name, value in FLIGHT_RECORD.items():
         os.environ.setdefault(name, value)
     with tempfile.TemporaryDirectory(prefix="argosy-ranks-") as scratch:
@@ -102,13 +98,12 @@ def _run_agent(nproc: int, nodes: Nodes, arguments: Sequence[str], supervisor: S
     """Run one agent to its end. Returns whether it failed."""
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.elastic.rendezvous import registry
 
     from argosy.compat import elastic_agent
-    from argosy.compat.messages import use_json_rendezvous
+    from argosy.supervise.node_rendezvous import NodeRendezvous, open_store
 
-    use_json_rendezvous()
-    rendezvous = registry.get_rendezvous_handler(_meeting(nodes, supervisor.spec))
+    wait_s = supervisor.spec.nodes_wait
+    rendezvous = NodeRendezvous(open_store(nodes, max(1.0, min(60.0, wait_s))), nodes, max(1.0, wait_s))
     spec = WorkerSpec(
         role="rank",
         local_world_size=nproc,
@@ -118,7 +113,6 @@ def _run_agent(nproc: int, nodes: Nodes, arguments: Sequence[str], supervisor: S
         # The supervisor counts restarts.
         max_restarts=1,
         monitor_interval=0.1,
-        local_addr="localhost" if nodes.count == 1 else None,
     )
     logs = DefaultLogsSpecs(log_dir=str(supervisor.scratch / "torch"))
     try:
@@ -126,23 +120,6 @@ def _run_agent(nproc: int, nodes: Nodes, arguments: Sequence[str], supervisor: S
         return result is not None and result.is_failed()
     finally:
         rendezvous.shutdown()
-
-
-def _meeting(nodes: Nodes, spec: FaultSpec) -> Any:
-    from torch.distributed.elastic.rendezvous import RendezvousParameters
-
-    alone = nodes.count == 1
-    return RendezvousParameters(
-        backend="c10d",
-        endpoint="localhost:0" if alone else f"{nodes.address}:{nodes.port}",
-        run_id=uuid.uuid4().hex if alone else "argosy",
-        min_nodes=nodes.count,
-        max_nodes=nodes.count,
-        local_addr="localhost" if alone else None,
-        is_host=str(nodes.index == 0),
-        join_timeout=str(max(1, int(spec.nodes_wait))),
-        read_timeout=str(max(1, min(60, int(spec.nodes_wait)))),
-    )
 
 
 def _missing(nodes: Nodes, spec: FaultSpec, error: Exception) -> str:

@@ -63,7 +63,7 @@ def describe(entry: Mapping[str, Any]) -> str:
     name = str(entry.get("profiling_name", "?")).partition(":")[2] or str(entry.get("profiling_name", "?"))
     sizes = " ".join(str(size) for size in entry.get("input_sizes", []))
     kinds = " ".join(sorted({str(kind).lower() for kind in entry.get("input_dtypes", [])}))
-    return f"{name} {sizes} {kinds}, number {_number(entry)} of {_group(entry)}".replace("  ", " ")
+    return f"{' '.join(filter(None, (name, sizes, kinds)))}, number {_number(entry)} of {_group(entry)}"
 
 
 def _number(entry: Mapping[str, Any]) -> int:
@@ -126,13 +126,14 @@ def _ask(question: Path) -> bool:
 
 def find_mismatch(witnesses: list[Witness]) -> str | None:
     """Find two ranks that are in different collectives under the same number of the same process group: a deadlock."""
-    begun: dict[tuple[str, int], tuple[int, str, object]] = {}
+    begun: dict[tuple[str, str, int], tuple[int, str, object]] = {}
     for witness in witnesses:
         for entry in witness.collectives or ():
             if entry.get("is_p2p"):
                 continue
             what, kind = describe(entry), _kind(entry)
-            rank, other, as_kind = begun.setdefault((_group_id(entry), _number(entry)), (witness.rank, what, kind))
+            place = (_backend(entry), _group_id(entry), _number(entry))
+            rank, other, as_kind = begun.setdefault(place, (witness.rank, what, kind))
             if as_kind != kind:
                 return (
                     f"rank {rank} began {other}; rank {witness.rank} began {what}: the ranks did not run the same code"
@@ -151,18 +152,51 @@ def find_culprit(witnesses: list[Witness], entered: Mapping[int, int]) -> tuple[
     silent = [w.rank for w in witnesses if w.collectives is None]
     if 0 < len(silent) < len(witnesses):
         return silent[0], "it does not answer: something holds the interpreter's lock"
-    begun = {w.rank: sum(1 for _ in w.collectives or ()) and _last(w) for w in witnesses}
-    if begun and min(begun.values()) < max(begun.values()):
-        rank = min(begun, key=lambda r: begun[r])
-        ahead = max(begun, key=lambda r: begun[r])
-        other = next(w for w in witnesses if w.rank == ahead)
-        return rank, f"rank {ahead} waits in {other.collective}, which rank {rank} has not begun"
+    behind = _furthest_behind(witnesses)
+    if behind is not None:
+        rank, ahead, entry = behind
+        return rank, f"rank {ahead} waits in {describe(entry)}, which rank {rank} has not begun"
     rank = min(entered, key=lambda r: entered[r]) if entered else witnesses[0].rank
     return rank, "it has come least far" if len(witnesses) > 1 else "it is the only rank here"
 
 
-def _last(witness: Witness) -> int:
-    return max(int(entry.get("record_id", 0)) for entry in witness.collectives or ({},))
+def _furthest_behind(witnesses: list[Witness]) -> tuple[int, int, Mapping[str, Any]] | None:
+    """Return a rank that others wait for: (the rank, one that waits, its collective); None if all have begun the same ones.
+
+    Collectives are counted by process group: ranks of different groups begin different numbers of them. A rank that waits for
+    another one in any group may be behind in the rest for that reason only.
+    """
+    begun: dict[object, dict[int, Mapping[str, Any]]] = {}
+    for witness in witnesses:
+        for entry in witness.collectives or ():
+            if not entry.get("is_p2p"):
+                last = begun.setdefault((_backend(entry), _group_id(entry)), {})
+                last[witness.rank] = max(last.get(witness.rank, entry), entry, key=_number)
+    waiting: set[int] = set()
+    behind: list[tuple[int, int, Mapping[str, Any]]] = []
+    for last in begun.values():
+        most = max(map(_number, last.values()))
+        ahead = [rank for rank, entry in last.items() if _number(entry) == most]
+        late = [rank for rank, entry in last.items() if _number(entry) < most]
+        waiting |= set(ahead) if late else set()
+        behind += [(rank, ahead[0], last[ahead[0]]) for rank in late]
+    return min(behind, key=lambda found: (found[0] in waiting, found[0]), default=None)
+
+
+def find_waited_for(witnesses: list[Witness]) -> int | None:
+    """Return the one living rank that waits in no collective: a rank whose collective timed out waited for it."""
+    idle = [witness.rank for witness in witnesses if not _waits(witness)]
+    return idle[0] if len(idle) == 1 else None
+
+
+def _waits(witness: Witness) -> bool:
+    """Return whether a rank is in a collective: on the host, or on its GPU."""
+    on_gpu = (entry.get("state") != "completed" for entry in witness.collectives or () if _backend(entry) == "nccl")
+    return "distributed_c10d.py" in witness.stack or any(on_gpu)
+
+
+def _backend(entry: Mapping[str, Any]) -> str:
+    return str(entry.get("profiling_name", "?")).partition(":")[0]
 
 
 def new_debug_directory(debug: Path, name: str) -> Path:

@@ -22,6 +22,7 @@ from argosy.config.survival import FaultSpec
 from argosy.errors import EXIT_BUG, EXIT_REFUSED, EXIT_RESUMABLE
 from argosy.record.jsonl import JsonlWriter, now, read_jsonl
 from argosy.record.pulse import Page, RankProgress, process_state
+from argosy.record.rank_logs import last_words
 from argosy.record.rundir import RunDir
 from argosy.retry import RetryPolicy
 from argosy.supervise.evidence import (
@@ -29,6 +30,7 @@ from argosy.supervise.evidence import (
     collect_evidence,
     find_culprit,
     find_mismatch,
+    find_waited_for,
     new_debug_directory,
     relevant_thread,
     save_evidence,
@@ -41,9 +43,17 @@ _STALL_FACTOR = 4.0
 _LONGEST_WAIT_S = 60.0
 _POLL_S = 0.1
 _MEMORY_EVERY_S = 1.0
+# Lines of a dead rank's log that are searched. NCCL writes a page of native stack after its message.
+_LAST_WORDS = 200
+# Seconds until the log has what the rank wrote before it aborted.
+_LOG_S = 2.0
 _COLLECTIVE = re.compile(r"distributed_c10d\.py\", line \d+ in (\w+)")
 # Messages of gloo and NCCL about a lost peer. They are a consequence; the peer's node reports the cause.
 _LOST_PEER = re.compile(r"Connection (closed|reset) by peer|Broken pipe|remote process exited")
+
+
+# Messages of gloo and NCCL about a collective that took too long. The rank that has not begun it is to blame.
+_TIMED_OUT = re.compile(r"Timed out waiting|Watchdog caught collective operation timeout")
 
 
 @dataclass
@@ -61,6 +71,8 @@ class RankFailure:
     error: str | None = None
     debug: str | None = None
     code: int = EXIT_BUG
+    # Ranks that still lived when this one died.
+    witnesses: list[Witness] = field(default_factory=list)
 
     def facts(self) -> dict[str, object]:
         found = {
@@ -153,6 +165,7 @@ class Supervisor:
         failure = self.failure
         if failure.kind == "rank-died":
             self._explain(failure, exit_codes)
+            self._blame_for_timeout(failure)
         if failure.code == EXIT_REFUSED and failure.error is not None:
             return self._stop(f"rank {failure.rank}: {failure.error}")
         self._event(failure.kind, failure.step, **failure.facts())
@@ -217,7 +230,7 @@ class Supervisor:
         where = self.progress(rank)
         step, phase = (0, "start") if where is None else (where.step, where.phase)
         mine = next((witness for witness in witnesses if witness.rank == rank), None)
-        failure = RankFailure(kind, rank, cause, step, phase, seconds)
+        failure = RankFailure(kind, rank, cause, step, phase, seconds, witnesses=witnesses)
         if mine is not None:
             failure.stack, failure.collective = mine.stack, mine.collective
         if self.run.root.is_dir() and witnesses:
@@ -251,6 +264,26 @@ class Supervisor:
             failure.stack = relevant_thread(crash.read_text(errors="replace"))
         if -code == signal.SIGABRT and (collective := _COLLECTIVE.search(failure.stack)):
             failure.cause += f" in {collective[1]}: what it got was not what it waited for, as when the ranks did not run the same code"
+
+    def _blame_for_timeout(self, failure: RankFailure) -> None:
+        """Name the rank that was waited for, if the one that died gave up in a collective."""
+        rank = find_waited_for(failure.witnesses) if self._has_timed_out(failure) else None
+        if rank is None:
+            return
+        stack = next(witness.stack for witness in failure.witnesses if witness.rank == rank)
+        failure.cause = f"rank {failure.rank} waited for it in a collective until the time limit"
+        failure.rank, failure.stack, failure.collective, failure.error = rank, stack, None, None
+
+    def _has_timed_out(self, failure: RankFailure) -> bool:
+        """Return whether a rank gave up in a collective. gloo raises an error; NCCL writes to the rank's log, and aborts."""
+        if failure.error is not None or failure.code != 128 + signal.SIGABRT:
+            return _TIMED_OUT.search(failure.error or "") is not None
+        deadline = time.monotonic() + _LOG_S
+        while not (found := any(map(_TIMED_OUT.search, last_words(self.run.root, failure.rank, _LAST_WORDS)))):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_POLL_S)
+        return found
 
     # Decisions.
 

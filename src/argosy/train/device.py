@@ -27,6 +27,9 @@ from argosy.parallel.shards import local
 from argosy.plan.hardware import Peak, dense_peak
 from argosy.train.optimizer import Optimizer
 
+# Set in the environment of a test: ranks of one machine may outnumber its GPUs. They are slow, and share the memory of a GPU.
+SHARE_GPUS = "ARGOSY_TEST_SHARED_GPUS"
+
 
 def prepare_device(spec: TrainSpec, asked: str | None = None, *, local_rank: int | None = None) -> torch.device:
     """Return the device of the spec, or `asked` instead, in deterministic mode if the spec says so. Each local rank gets its own
@@ -54,14 +57,18 @@ def prepare_device(spec: TrainSpec, asked: str | None = None, *, local_rank: int
 
 
 def _own_gpu(local_rank: int) -> torch.device:
-    if local_rank >= torch.cuda.device_count():
+    count = torch.cuda.device_count()
+    if local_rank >= count and not os.environ.get(SHARE_GPUS):
         raise ArgosyError(
             "device.unavailable",
-            f"rank {local_rank} of this machine has no GPU: there are {torch.cuda.device_count()}",
+            f"rank {local_rank} of this machine has no GPU: there are {count}",
             key="--nproc",
-            fix=f"start {torch.cuda.device_count()} ranks on this machine, or train.device=cpu",
+            fix=f"start {count} ranks on this machine, or train.device=cpu",
         )
-    device = torch.device("cuda", local_rank)
+    if os.environ.get(SHARE_GPUS):
+        # NCCL refuses two ranks of one host on one GPU. Ranks that claim different hosts talk over sockets.
+        os.environ |= {"NCCL_HOSTID": f"argosy-{local_rank}", "NCCL_SOCKET_IFNAME": "lo"}
+    device = torch.device("cuda", local_rank % count)
     torch.cuda.set_device(device)
     return device
 

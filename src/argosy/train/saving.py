@@ -21,8 +21,8 @@ from typing import Any
 
 from argosy.checkpoint.manifest import OPTIMIZER, WEIGHTS, TrainProgress
 from argosy.checkpoint.save import Content, Snapshot, contents, write
+from argosy.checkpoint.save_plan import Plan, make_plan
 from argosy.checkpoint.store import latest, listed, load_into, prune, step_of, sweep
-from argosy.checkpoint.stored import Plan, make_plan
 from argosy.config.batches import Batches
 from argosy.config.schema import CheckpointSpec
 from argosy.config.units import Duration

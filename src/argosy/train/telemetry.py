@@ -31,7 +31,7 @@ from argosy.plan.hardware import Peak, facts
 from argosy.record.alerts import Alerts
 from argosy.record.jsonl import JsonlWriter, Record, now
 from argosy.record.ledger import PRODUCTIVE, Ledger, process_started
-from argosy.record.rank_columns import SENSED, Ranks
+from argosy.record.rank_columns import SENSED, Ranks, line_interval_s
 from argosy.record.rundir import RunDir
 from argosy.record.sensors import Sensors
 from argosy.train.device import Memory, peak_memory_gib
@@ -61,7 +61,7 @@ class Telemetry:
         # The ranks of a host share its processors and network: one of them reads those.
         self._sensors = Sensors(_uuid(mesh.device), host=mesh.local_rank == 0)
         self._alerts = Alerts(spec.log.alerts, run.root)
-        self._ranks = JsonlWriter(run.ranks)
+        self._ranks, self._line_due = JsonlWriter(run.ranks), float("-inf")
         started = now() if rewound else process_started()
         self._ledger = Ledger.resumed(run, first, started, held=rewound) if mesh.is_first else Ledger()
         self._ledger.spend("startup", now() - started)
@@ -113,8 +113,9 @@ class Telemetry:
         self._steps = 0
         if not self._mesh.is_first:
             return record, []
-        if self._mesh.world_size > 1 or "utilisation" in ranks.columns:
+        if (self._mesh.world_size > 1 or "utilisation" in ranks.columns) and time.monotonic() >= self._line_due:
             self._ranks.write(ranks.line())
+            self._line_due = time.monotonic() + line_interval_s(self._mesh.world_size)
         return record, self._alerts.observe(record, ranks)
 
     def __enter__(self) -> Telemetry:

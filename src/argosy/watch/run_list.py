@@ -9,6 +9,7 @@ import contextlib
 import difflib
 import fcntl
 import os
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from argosy.config.resolve import flatten
 from argosy.config.secrets import without_secrets
 from argosy.errors import ArgosyError
 from argosy.record.alerts import TROUBLE
-from argosy.record.heartbeat import read_heartbeats
+from argosy.record.heartbeat import HeartbeatFiles
 from argosy.record.jsonl import Record
 from argosy.record.lifecycle import STARTS, ended_as, last_turn
 from argosy.record.run_notes import read_notes
@@ -39,6 +40,8 @@ _MOST_EVENTS, _MOST_SAMPLES = 5000, 2000
 _LONGEST_TEXT = 20_000
 # A run without a heartbeat for this long is not running.
 QUIET_AFTER_S = 120.0
+# Seconds between two looks at the heartbeats, of which thousands of ranks have thousands of files.
+_LISTEN_S = 0.2
 
 
 def find_runs(root: Path) -> dict[str, Path]:
@@ -118,6 +121,9 @@ class Run:
         self._events = RecentRecords(self.dir.events, _MOST_EVENTS, _event)
         self._samples = RecentRecords(self.root / "samples.jsonl", _MOST_SAMPLES, _sample)
         self.heat, self._heartbeat_ages = HeatMap(self.dir.ranks), HeartbeatAges()
+        self._heartbeat_files, self._heard = HeartbeatFiles(self.dir.heartbeats), float("-inf")
+        self._beats: dict[int, Record] = {}
+        self._checkpoints: dict[Path, dict[str, Any]] = {}
         self._spec: StoredSpec | None = None
 
     def state(self) -> str:
@@ -149,9 +155,10 @@ class Run:
 
     def heartbeats(self) -> dict[int, Record]:
         """Return the heartbeats, each with its age `age_s` in seconds."""
-        return self._heartbeat_ages.with_ages(
-            {rank: valid_fields(beat) for rank, beat in read_heartbeats(self.dir.heartbeats).items()}
-        )
+        if time.monotonic() - self._heard >= _LISTEN_S:
+            beats = {rank: valid_fields(beat) for rank, beat in self._heartbeat_files.read().items()}
+            self._beats, self._heard = self._heartbeat_ages.with_ages(beats), time.monotonic()
+        return self._beats
 
     def listen(self) -> None:
         """Wait for a heartbeat before the run is judged by a single look, since clocks of machines differ."""
@@ -213,7 +220,13 @@ class Run:
     def checkpoints(self) -> list[dict[str, Any]]:
         """Return the checkpoints, newest first. One that is being deleted is skipped."""
         paths = sorted((self.root / "checkpoints").glob("step-*"), reverse=True)
-        return [facts for path in paths if (facts := _about(path)) is not None]
+        known, self._checkpoints = self._checkpoints, {}
+        for path in paths:
+            facts = known.get(path)
+            facts = facts if facts is not None and _is_unchanged(path, facts) else _about(path)
+            if facts is not None:
+                self._checkpoints[path] = facts
+        return list(self._checkpoints.values())
 
     def _json(self, name: str) -> dict[str, Any]:
         try:
@@ -282,15 +295,34 @@ def _parameters(spec: dict[str, Any]) -> int | None:
         return None
 
 
+def _is_unchanged(checkpoint: Path, facts: dict[str, Any]) -> bool:
+    try:
+        return bool(facts["complete"] and (checkpoint / "manifest.json").stat().st_mtime == facts["time"])
+    except OSError:
+        return False
+
+
 def _about(checkpoint: Path) -> dict[str, Any] | None:
     manifest = checkpoint / "manifest.json"
     try:
-        size = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
         whole = manifest.is_file()
+        size = _stated_size(manifest) if whole else 0
+        if size is None or not whole:
+            size = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
         written = (manifest if whole else checkpoint).stat().st_mtime
     except OSError:
         return None
     return {"name": readable(checkpoint.name), "bytes": size, "complete": whole, "time": written}
+
+
+def _stated_size(manifest: Path) -> int | None:
+    """Return the bytes of a checkpoint's files by its manifest, with its own: thousands of ranks have thousands of files. None if the
+    manifest does not say."""
+    try:
+        files = read_object(manifest, within=manifest.parent)["files"].values()
+        return manifest.stat().st_size + sum(int(file["bytes"]) for file in files)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 def is_held(root: Path) -> bool:

@@ -43,6 +43,8 @@ _LOOK_EVERY_S = 2.0
 _MOST_PIECES = 2000
 # Bytes of a run's logs that are read for a page.
 _LOG_BYTES = 16 << 20
+# Seconds that an answer waits for a diagnosis. Without one by then, the last one is sent.
+_VERDICT_S = 0.15
 # Bytes of a request's body.
 _MOST_BODY = 1 << 18
 
@@ -93,6 +95,27 @@ def _in_background(update: Callable[[], None], within_s: float) -> None:
     reader.join(within_s)
 
 
+class Verdict:
+    """The newest diagnosis of a run. With thousands of logs one takes seconds: the next begins after ten times as long."""
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._lock, self._due = run, threading.Lock(), float("-inf")
+        self.found: list[dict[str, Any]] = []
+
+    def update(self) -> None:
+        """Diagnose the run again if that is due, and no other thread does."""
+        if time.monotonic() < self._due or not self._lock.acquire(blocking=False):
+            return
+        try:
+            began = time.monotonic()
+            found = [] if self._run.state() == "done" else diagnose(self._run, read_bytes=_LOG_BYTES)
+            shown = [one for one in found if one.weight > FINE and (one.name not in STATES or one.fix)]
+            self.found = [finding.as_dict() for finding in shown][:4]
+            self._due = time.monotonic() + 10 * (time.monotonic() - began) - _VERDICT_S
+        finally:
+            self._lock.release()
+
+
 class Json(Response):
     media_type = "application/json"
 
@@ -105,6 +128,7 @@ class RunApi:
 
     def __init__(self, root: Path, *, copied: bool = False) -> None:
         self._cache, self._copied = RunCache(root), copied
+        self._verdicts: dict[Path, Verdict] = {}
 
     def runs(self, request: Request) -> Any:
         return [run.summary() for run in self._cache.all_fresh()]
@@ -163,9 +187,9 @@ class RunApi:
 
     def verdict(self, request: Request) -> Any:
         run = self._named(request)
-        found = [] if run.state() == "done" else diagnose(run, read_bytes=_LOG_BYTES)
-        shown = [finding for finding in found if finding.weight > FINE and (finding.name not in STATES or finding.fix)]
-        return [finding.as_dict() for finding in shown][:4]
+        verdict = self._verdicts.setdefault(run.root, Verdict(run))
+        _in_background(verdict.update, _VERDICT_S)
+        return verdict.found
 
     def log(self, request: Request) -> Any:
         return end_of_log(self._named(request), int(request.query_params.get("rank", 0)))

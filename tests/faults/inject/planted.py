@@ -10,6 +10,12 @@ from typing import Any
 
 
 def plant(loop: Any) -> None:
+    if "ARGOSY_TIMEOUT_S" in os.environ:
+        from datetime import timedelta
+
+        from argosy.parallel import mesh
+
+        mesh.TIMEOUT = timedelta(seconds=float(os.environ["ARGOSY_TIMEOUT_S"]))
     name, rank, at, *always = os.environ["ARGOSY_FAULT"].split(":")
     if name == "slow":
         _slow_down(loop, float(at) if os.environ.get("RANK") == rank else 1.0)
@@ -116,7 +122,14 @@ def _eat_memory(take_step: Any, *step: Any, **options: Any) -> Any:
         time.sleep(0.2)
 
 
+def _out_of_memory(take_step: Any, engine: Any, *step: Any, **options: Any) -> Any:
+    """Ask the device for 16 TiB, as a batch that is too large does."""
+    import torch
+
+    return torch.empty(2**44, dtype=torch.uint8, device=next(engine.model.parameters()).device)
+
+
 FAULTS = {
     "raise": _raise, "segfault": _segfault, "gil": _hold_the_gil, "sleep": _sleep, "hold": _hold, "skip-collective": _skip_collective,
-    "eat-memory": _eat_memory, "nan": _nan, "spike": _spike, "flip": _flip_a_bit,
+    "eat-memory": _eat_memory, "out-of-memory": _out_of_memory, "nan": _nan, "spike": _spike, "flip": _flip_a_bit,
 }  # fmt: skip

@@ -1,0 +1,132 @@
+"""The rendezvous of a job's nodes: every agent waits here until all nodes have joined, again after each failure.
+
+Every node knows its own index and their number, so a node joins with two increments in the store of node 0, and asks it one
+small number a second from then on. torch's dynamic rendezvous lets nodes find out how many they are: all of them rewrite one
+record that lists all of them, which took 96 agents minutes and grows with the square of their number.
+
+A round is one meeting. It is complete when every node has joined it. A node that joins after that, because its ranks failed
+or because its agent is new, opens the next round; the other nodes see the number of the round change, and follow.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousTimeoutError,
+)
+
+from argosy.supervise.world import Nodes
+
+_ROUND, _CLOSED = "round", "closed"
+# Seconds between two looks at the store: of a node that waits for the others, and of a node whose ranks run.
+_WAIT_S, LOOK_S = 0.2, 1.0
+
+
+def open_store(nodes: Nodes, timeout_s: float) -> Store:
+    """Return the store that node 0 hosts. A single node picks a free port."""
+    try:
+        return TCPStore(
+            _address(nodes),
+            0 if nodes.count == 1 else nodes.port,
+            is_master=nodes.index == 0,
+            wait_for_workers=False,
+            multi_tenant=True,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    except (DistError, ValueError, RuntimeError, TimeoutError) as error:
+        raise RendezvousConnectionError(str(error)) from error
+
+
+def _address(nodes: Nodes) -> str:
+    return "localhost" if nodes.count == 1 else nodes.address
+
+
+class NodeRendezvous(RendezvousHandler):
+    """One node's part in the meetings of all nodes.
+
+    Args:
+        store: the store that all nodes share.
+        wait_s: seconds that a node waits for the others.
+    """
+
+    def __init__(self, store: Store, nodes: Nodes, wait_s: float) -> None:
+        self._store, self._nodes, self._wait_s = PrefixStore("argosy-nodes", store), nodes, wait_s
+        # The round that this node has joined. The first is 1.
+        self._round = 0
+        self._looked, self._newest = float("-inf"), 0
+        if nodes.index == 0:
+            # A new agent of node 0 may find its old store, which the last agent closed.
+            self._store.delete_key(_CLOSED)
+            self._store.compare_set(_ROUND, "", "1")
+
+    def get_backend(self) -> str:
+        return "argosy"
+
+    def get_run_id(self) -> str:
+        return "argosy"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Join the next round, and wait until all nodes have.
+
+        Raises:
+            RendezvousClosedError: a node has ended the job.
+            RendezvousTimeoutError: not all nodes came in time.
+        """
+        deadline = time.monotonic() + self._wait_s
+        self._join()
+        while not self._store.check([f"{self._round}/complete"]):
+            if self.is_closed():
+                raise RendezvousClosedError("another node has ended the job")
+            if time.monotonic() > deadline:
+                raise RendezvousTimeoutError(f"{self._joined()} of {self._nodes.count} nodes have come")
+            time.sleep(_WAIT_S)
+            if self._current() != self._round:
+                self._join()
+        self._looked, self._newest = time.monotonic(), self._round
+        store = PrefixStore(f"{self._round}", self._store)
+        # The address at which all nodes have found node 0, with a free port for the ranks.
+        info = RendezvousStoreInfo.build(self._nodes.index, store, _address(self._nodes))
+        return RendezvousInfo(store, self._nodes.index, self._nodes.count, info)
+
+    def _join(self) -> None:
+        """Join the current round, or the next one if a node of this index has joined the current one before."""
+        current = self._current()
+        while self._store.add(f"{current}/node-{self._nodes.index}", 1) > 1:
+            # Of several nodes that leave a round, one opens the next.
+            self._store.compare_set(_ROUND, str(current), str(current + 1))
+            current = self._current()
+        self._round = current
+        if self._store.add(f"{current}/joined", 1) == self._nodes.count:
+            self._store.set(f"{current}/complete", "1")
+
+    def _current(self) -> int:
+        return int(self._store.get(_ROUND))
+
+    def _joined(self) -> int:
+        return int(self._store.add(f"{self._round}/joined", 0))
+
+    def num_nodes_waiting(self) -> int:
+        """Return 1 if a node waits in a later round: the ranks of this node have to be restarted too. Asks at most once a second."""
+        if time.monotonic() - self._looked >= LOOK_S:
+            self._looked, self._newest = time.monotonic(), self._current()
+        return int(self._newest > self._round)
+
+    def is_closed(self) -> bool:
+        return bool(self._store.check([_CLOSED]))
+
+    def set_closed(self) -> None:
+        self._store.set(_CLOSED, "1")
+
+    def shutdown(self) -> bool:
+        """End the job for all nodes. Returns False if the store is gone."""
+        try:
+            self.set_closed()
+        except (DistError, RuntimeError):
+            return False
+        return True
