@@ -2,12 +2,13 @@
 
 torch's fake process group leaves the output of some collectives unset before torch 2.13. Where it sets the output, it launches a
 copy for each rank: with 1,024 ranks these launches take longer than the layer between two of them. The stand-ins here are one copy
-each. The values stay ordinary, which matters to a measurement: a GPU multiplies zeros and NaNs faster than weights. Row counts of
+or two. The values stay ordinary, which matters to a measurement: a GPU multiplies zeros and NaNs faster than weights. Row counts of
 experts come out balanced, because a rank that receives the counts it sends receives as many rows as it sends.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,7 +26,7 @@ def fake_ranks(rank: int, size: int) -> Iterator[None]:
 
     # Names differ between versions of torch: 2.13 renamed two of them, and keeps the old ones.
     names = [name for name in _STAND_INS if hasattr(dist, name)]
-    real = {name: getattr(dist, name) for name in names}
+    real, hook = {name: getattr(dist, name) for name in names}, sys.excepthook
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         for name in names:
@@ -35,6 +36,18 @@ def fake_ranks(rank: int, size: int) -> Iterator[None]:
         for name, function in real.items():
             setattr(dist, name, function)
         dist.destroy_process_group()
+        # torch writes the rank before every line of an uncaught error, once more for each process group.
+        sys.excepthook = hook
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """Clear what DTensor remembers of layouts, by the shape of their mesh: the next ranks would find these process groups in it."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import debug
+
+        for name in ("_clear_fast_path_sharding_prop_cache", "_clear_python_sharding_prop_cache"):
+            getattr(debug, name, lambda: None)()
 
 
 def has_peers(group: dist.ProcessGroup) -> bool:
@@ -53,7 +66,13 @@ class _Done(dist.Work):
 def _all_gather(
     output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False
 ) -> _Done | None:
-    output_tensor.view(dist.get_world_size(group), -1).copy_(input_tensor.reshape(1, -1))
+    parts, rank = output_tensor.view(dist.get_world_size(group), -1), dist.get_rank(group)
+    # FSDP gathers in place: the input is this rank's part of the output.
+    if input_tensor.data_ptr() == parts[rank].data_ptr():
+        parts[:rank].copy_(parts[rank])
+        parts[rank + 1 :].copy_(parts[rank])
+    else:
+        parts.copy_(input_tensor.reshape(1, -1))
     return _Done() if async_op else None
 
 
