@@ -143,12 +143,13 @@ def run_rank(spec: RunSpec, rank: int, effort: Effort, device: torch.device, tra
     """Run steps of one rank as in training, on a device and without its peers."""
     world = spec.parallel.world_size
     if world == 1:
-        return _measure(spec, Mesh(device), effort, trace)
+        return measure_on(spec, Mesh(device), effort, trace)
     with fake_ranks(rank, world):
-        return _measure(spec, make_mesh(spec.parallel, device), effort, trace)
+        return measure_on(spec, make_mesh(spec.parallel, device), effort, trace)
 
 
-def _measure(spec: RunSpec, mesh: Mesh, effort: Effort, trace: Path | None) -> RankStep:
+def measure_on(spec: RunSpec, mesh: Mesh, effort: Effort, trace: Path | None = None) -> RankStep:
+    """Run steps on this rank of a mesh, whether its peers exist or not."""
     device = mesh.device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

@@ -36,7 +36,7 @@ class Mail:
     """Point-to-point messages between the ranks of one pipeline."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group, self._device, self._rehearsed = group, device, not has_peers(group)
+        self._group, self._device, self._rehearsed = group, device, not has_peers()
 
     def send(self, tensors: Sequence[Tensor], to: int) -> Pending:
         sent = tuple(tensor.detach().contiguous() for tensor in tensors)
