@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from argosy.cli.bench import bench
 from argosy.compat.absent_peers import fake_ranks
+from argosy.config.resolve import resolve
 from argosy.config.schema import RunSpec
 from argosy.data.synthetic import synthetic_batch
 from argosy.errors import ArgosyError
@@ -27,7 +28,7 @@ from argosy.parallel.pipeline.stage_messages import Form, Mail
 from argosy.parallel.pipeline.stream_forms import StreamForms
 from argosy.parallel.shards import local
 from argosy.plan.hardware import parse_cluster
-from argosy.plan.measured_plan import RankPlan, Seconds
+from argosy.plan.measured_plan import RankPlan, Seconds, read_measured
 from argosy.plan.time import step_time
 from argosy.train.optimizer import Optimizer
 from dist.pool import Pool
@@ -211,6 +212,12 @@ def test_one_rank_of_each_stage_of_a_job_and_the_step_that_follows(
     )
     # A CPU is no GPU of the planner: nothing is compared.
     assert found["ranks"][0]["compute_error"] is None
+    written = path.with_name("job.json")
+    written.write_text(json.dumps(found))
+    spec, cluster = resolve(path, ["train.global_batch=8"]).spec, parse_cluster("8xH100")
+    assert read_measured(written, spec, cluster).step.total == pytest.approx(plan["step_s"], abs=1e-5)
+    with pytest.raises(ArgosyError, match="measured with global_batch 8 and not 16"):
+        read_measured(written, resolve(path, ["train.global_batch=16"]).spec, cluster)
     bench(str(path), rank="7", **asked)
     told = capsys.readouterr().out
     assert "measured   compute and memory, here" in told

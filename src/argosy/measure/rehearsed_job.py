@@ -21,6 +21,8 @@ from argosy.plan.memory import StageMemory
 from argosy.plan.plan_report import duration
 from argosy.train.device import name_of, prepare_device
 
+_UNKNOWN = ["step       not predicted: the planner does not know the GPUs of this job; name them with --cluster"]
+
 
 @dataclass(frozen=True)
 class RankRow:
@@ -70,6 +72,8 @@ class RehearsedJob:
     steps: int
     rows: tuple[RankRow, ...]
     step: MeasuredStep | None
+    # The GPU of the job's cluster, if it is another one than the device here.
+    elsewhere: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -78,6 +82,7 @@ class RehearsedJob:
             "world_size": self.spec.parallel.world_size,
             "layout": describe_layout(self.spec.parallel),
             "device": self.device,
+            "job_gpu": self.elsewhere,
             "torch": torch.__version__,
             "precision": self.precision,
             "global_batch": self.spec.train.global_batch,
@@ -100,26 +105,13 @@ class RehearsedJob:
             "",
             *_table(self.rows),
             "",
-            *self._job(),
+            *(_UNKNOWN if self.step is None else self.step.lines()),
+            *(
+                []
+                if self.elsewhere is None
+                else [f"warning: compute is that of {self.device}, and the job has {self.elsewhere}s"]
+            ),
         ]
-
-    def _job(self) -> list[str]:
-        if self.step is None:
-            return [
-                "step       not predicted: the planner does not know the GPUs of this job; name them with --cluster"
-            ]
-        step = self.step
-        slowest = "" if self.spec.parallel.pp == 1 else " of the slowest stage"
-        return [
-            f"measured   compute and memory, here: passes{slowest} {duration(step.passes)}, update {duration(step.update)}",
-            f"predicted  communication by the planner, for {step.cluster}: {duration(step.communication)} exposed, pipeline bubble "
-            f"{duration(step.bubble)}, overhead and stragglers {duration(step.rest)}",
-            f"step       {duration(step.total)}, {spec_tokens(self.spec) / step.total:,.0f} tokens/s",
-        ]
-
-
-def spec_tokens(spec: RunSpec) -> int:
-    return spec.train.global_batch * spec.data.seq_len
 
 
 def rehearse_job(
@@ -146,42 +138,45 @@ def rehearse_job(
     check_world(spec.parallel, world_size, f"--world-size {world_size}", spec.train.global_batch)
     ranks = ranks_asked(spec, rank)
     device = prepare_device(spec.train, local_rank=0)
-    precision = choose_precision(spec.train.precision, device)
+    name, precision = name_of(device), choose_precision(spec.train.precision, device)
     plan = RankPlan.of(spec, precision)
     effort = effort_of(spec, plan, steps=steps, warmup=warmup, micro_batches=micro_batches)
-    nodes = _cluster(spec, cluster, name_of(device))
+    nodes = job_cluster(spec, cluster, name)
     if not ignore_memory:
         require_room(spec, plan, ranks, device)
     measured = run_ranks(spec, ranks, effort, device, trace)
-    name = name_of(device)
-    here = None if name is None or gpu_of_device(name) is None else _cluster(spec, None, name, own=True)
+    gpu = None if name is None else gpu_of_device(name)
+    here = None if gpu is None else parse_cluster(f"{world_size}x{gpu.name}")
     rows = tuple(
         RankRow(
-            one,
-            None if here is None else plan.compute(one.stage, here),
-            plan.memory(one.stage),
-            device.type == "cuda",
+            measured=one,
+            planned=None if here is None else plan.compute(one.stage, here),
+            memory=plan.memory(one.stage),
+            on_gpu=device.type == "cuda",
         )
         for one in measured
     )
-    step = None if nodes is None else plan.step({one.stage: one.compute for one in measured}, nodes)
     return RehearsedJob(
-        spec, name or "cpu", precision, plan.micro_batches, effort.micro_batches, steps, rows, step
-    )  # fmt: skip
+        spec=spec,
+        device=name or "cpu",
+        precision=precision,
+        micro_batches=plan.micro_batches,
+        micro_batches_run=effort.micro_batches,
+        steps=steps,
+        rows=rows,
+        step=None if nodes is None else plan.step({one.stage: one.compute for one in measured}, nodes),
+        elsewhere=None if nodes is None or nodes.gpu == gpu else nodes.gpu.name,
+    )
 
 
-def _cluster(spec: RunSpec, asked: str | None, device_name: str | None, *, own: bool = False) -> Cluster | None:
-    """Return the cluster of the job; with `own`, one of this machine's GPUs. None if the planner does not know it."""
-    ranks = spec.parallel.world_size
-    if asked is not None:
-        found = parse_cluster(asked)
-        check_world(spec.parallel, found.gpus, f"--cluster {asked}", spec.train.global_batch)
-        return found
-    gpu = None if device_name is None else gpu_of_device(device_name)
-    if own:
-        return None if gpu is None else parse_cluster(f"{ranks}x{gpu.name}")
-    named = cluster_of(spec, device_name, ranks)
-    return None if named is None else parse_cluster(named)
+def job_cluster(spec: RunSpec, asked: str | None, device_name: str | None) -> Cluster | None:
+    """Return the cluster of a job: the one asked for, the run spec's, or this machine's GPU as many times. None if it is unknown."""
+    named = asked or cluster_of(spec, device_name, spec.parallel.world_size)
+    if named is None:
+        return None
+    cluster = parse_cluster(named)
+    check_world(spec.parallel, cluster.gpus, f"--cluster {named}", spec.train.global_batch)
+    return cluster
 
 
 def _seconds(seconds: Seconds) -> dict[str, float]:
