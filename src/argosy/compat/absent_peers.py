@@ -55,7 +55,7 @@ def has_peers() -> bool:
     return dist.get_backend() != "fake"
 
 
-class _Done(dist.Work):
+class _Done(dist.distributed_c10d.Work):
     """The handle of a collective that is complete when it returns."""
 
     def wait(self, timeout: Any = None) -> bool:
