@@ -16,7 +16,7 @@ from argosy.config.schema import RunSpec
 from argosy.model.build import build_model
 from argosy.parallel.engine import Engine
 from argosy.parallel.mesh import Mesh
-from argosy.parallel.precision import DTYPES, apply_precision, choose_precision
+from argosy.parallel.precision import apply_precision, choose_precision
 from argosy.parallel.shards import local, part_of
 from argosy.parallel.single import SingleDevice
 from argosy.parallel.transformer_blocks import DropoutSeeds, apply_compile, apply_recompute, blocks_of
@@ -70,11 +70,9 @@ def parallelize(spec: RunSpec, mesh: Mesh, *, precision: str | None = None, weig
     materialise(model, mesh.device, weights, frozen=spec.model.lora is not None)
     dropout = DropoutSeeds(model, seed)
     if pp is not None:
-        from argosy.parallel.pipeline.pipeline_engine import PipelineParallel
-        from argosy.parallel.pipeline.stream_forms import StreamForms
+        from argosy.parallel.pipeline.pipeline_engine import make_pipeline
 
-        forms = StreamForms(stages, parallel, spec.model.hidden, DTYPES[precision])
-        return PipelineParallel(model, mesh, forms, dropout, z_loss=z_loss)
+        return make_pipeline(spec, model, mesh, stages, precision, dropout)
     if mesh.devices is not None:
         from argosy.parallel.data_parallel import DataParallel
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from argosy.config.schema import RunSpec
 from argosy.data.samples.windows import Batch
 from argosy.model.objective import Loss, Objective, Stream
 from argosy.parallel.data_parallel import Reduction, make_micro_batches
@@ -26,14 +27,24 @@ from argosy.parallel.mesh import SUM_AXES, Mesh
 from argosy.parallel.pipeline.runtime import Key, Pass, Runtime
 from argosy.parallel.pipeline.schedules import Action, forward_order, training_order, with_messages
 from argosy.parallel.pipeline.shared import SharedWeights
+from argosy.parallel.pipeline.stage_cut import Stages
 from argosy.parallel.pipeline.stage_messages import Form
 from argosy.parallel.pipeline.stream_forms import StreamForms
+from argosy.parallel.precision import DTYPES
 from argosy.parallel.shards import square_sum_of
 from argosy.parallel.single import Sums
 from argosy.parallel.transformer_blocks import DropoutSeeds
 
 # A micro-batch: the batch that it is part of, and the index of its first sample.
 _Micro = tuple[Batch, int]
+
+
+def make_pipeline(
+    spec: RunSpec, model: nn.Module, mesh: Mesh, stages: Stages, precision: str, dropout: DropoutSeeds
+) -> PipelineParallel:
+    """Return the engine of a pipeline rank, whose model is already cut to its stages."""
+    forms = StreamForms(stages, spec.parallel, spec.model.hidden, DTYPES[precision])
+    return PipelineParallel(model, mesh, forms, dropout, z_loss=spec.train.z_loss)
 
 
 class PipelineParallel:
