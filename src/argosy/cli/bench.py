@@ -102,7 +102,7 @@ def bench(
             "--rank": rank != "0", "--micro-batches": micro_batches, "--cluster": cluster, "--ignore-memory": ignore_memory
         })  # fmt: skip
     if calibrate:
-        _require_alone(model, overrides, batch, micro_batch, seq_len, trace)
+        _require_alone(model, overrides, batch, micro_batch, seq_len, trace, world_size)
         _calibrate(output)
         return
     if model is None:

@@ -108,13 +108,14 @@ def require_room(spec: RunSpec, plan: RankPlan, ranks: list[int], device: torch.
         stage = stage_of(spec, rank)
         predicted = plan.memory(stage)
         # Allocator and CUDA context take memory on a GPU only.
-        need = predicted.device if device.type == "cuda" else predicted.allocated
+        overhead = predicted.overhead if device.type == "cuda" else 0.0
+        need = predicted.allocated + overhead
         if need > there:
-            parts = {name: size for name, size in predicted.as_dict().items() if name not in ("allocated", "device")}
+            parts = {**predicted.as_dict(), "overhead": overhead, "allocated": 0.0, "device": 0.0}
             raise ArgosyError(
                 "device.out-of-memory",
                 f"rank {rank} (stage {stage} of {spec.parallel.pp}) would need {need:,.1f} GiB by the planner's count: "
-                f"{', '.join(f'{name} {size:,.1f}' for name, size in parts.items() if size)}; and "
+                f"{', '.join(f'{name} {size:,.1f}' for name, size in parts.items() if size >= 0.05)}; and "
                 f"{'this machine' if device.type == 'cpu' else 'the GPU'} has {there:,.1f}",
                 key="parallel",
                 value=str(plan.layout),
