@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from argosy.cli.bench import bench
+from argosy.cli.plan import plan as argosy_plan
 from argosy.compat.absent_peers import fake_ranks
 from argosy.config.resolve import resolve
 from argosy.config.schema import RunSpec
@@ -218,6 +219,10 @@ def test_one_rank_of_each_stage_of_a_job_and_the_step_that_follows(
     assert read_measured(written, spec, cluster).step.total == pytest.approx(plan["step_s"], abs=1e-5)
     with pytest.raises(ArgosyError, match="measured with global_batch 8 and not 16"):
         read_measured(written, resolve(path, ["train.global_batch=16"]).spec, cluster)
+    argosy_plan(str(path), ["train.global_batch=8"], cluster=["8xH100"], measured=written, as_json=True)
+    assert json.loads(capsys.readouterr().out)["measured"]["step_s"] == pytest.approx(plan["step_s"], abs=1e-5)
+    with pytest.raises(ArgosyError, match="--measured plans a layout that was measured, on one cluster"):
+        argosy_plan(str(path), cluster=["8xH100", "16xH100"], measured=written)
     bench(str(path), rank="7", **asked)
     told = capsys.readouterr().out
     assert "measured   compute and memory, here" in told
