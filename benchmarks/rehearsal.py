@@ -103,6 +103,8 @@ def rehearsed(case: Case, rank: str) -> dict[str, Any]:
 def compare_with_plan(case: Case) -> dict[str, Any]:
     found = rehearsed(case, str(case.rank))
     (rank,) = found["ranks"]
+    if rank["memory_error"] is None or rank["compute_error"] is None:
+        raise RuntimeError(f"the planner does not know {found['device']}: there is nothing to compare")
     step = None if found["plan"] is None else found["plan"]["step_s"]
     return {**rank, "device": found["device"], "torch": found["torch"], "layout": found["layout"], "step_s": step}
 
