@@ -65,6 +65,8 @@ def test_the_table_and_the_trace(argosy: Argosy, tmp_path: Path) -> None:
         (["gpt2", "-o", "found.json"], "--output"),
         (["gpt2", "--calibrate"], "--calibrate"),
         (["--calibrate", "--batch", "4"], "--calibrate"),
+        (["gpt2", "--rank", "1"], "--rank"),
+        (["gpt2", "--cluster", "8xH100"], "--cluster"),
     ],
 )
 def test_what_a_benchmark_would_not_use_is_refused(argosy: Argosy, arguments: list[str], key: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from argosy.compat import fake_ranks
+from argosy.compat.absent_peers import fake_ranks
 from argosy.config.model import ModelSpec
 from argosy.config.resolve import resolve
 from argosy.config.schema import RunSpec

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from argosy.errors import ArgosyError
+
 
 def plan(
     target: Annotated[
@@ -61,6 +63,13 @@ def plan(
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Write memory and time of the best layouts as a PNG.")] = None,
     log: Annotated[Path | None, typer.Option(help="A log of Megatron-LM to compare with the plan.")] = None,
+    measured: Annotated[
+        Path | None,
+        typer.Option(
+            help="What `argosy bench RUN.yaml --world-size N --json` wrote: also plan the run spec's own layout with this compute and "
+            "memory, and the planner's communication."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Predict memory, time and cost of a run; find its layout.
@@ -75,22 +84,39 @@ def plan(
     from argosy.plan.figure import write_plot
     from argosy.plan.log import read_log
 
-    measured = None if log is None else read_log(log)
+    logged = None if log is None else read_log(log)
 
     def ask(where: str | None) -> Advice:
         question = Question.read(
             target, overrides or [], cluster=where,
-            global_batch=global_batch or (None if measured is None else measured.global_batch), seq_len=seq_len, tokens=tokens,
+            global_batch=global_batch or (None if logged is None else logged.global_batch), seq_len=seq_len, tokens=tokens,
             precision=precision, what_if=what_if, price=price, hardware=hardware, spot=spot,
         )  # fmt: skip
-        return answer(question, top=top, storage=storage, log=measured, calibrated=calibrated)
+        return answer(question, top=top, storage=storage, log=logged, calibrated=calibrated)
 
     asked = cluster or []
     if len(asked) > 1 or within is not None:
+        if measured is not None:
+            raise ArgosyError(
+                "config.conflict",
+                "--measured plans a layout that was measured, on one cluster of its size",
+                key="--measured",
+                value=measured,
+                fix="one --cluster and no --within, or no --measured",
+            )
         compared = compare(asked or [ask(None).question.cluster.name], ask, within)
         print(json.dumps(compared.as_dict()) if as_json else "\n".join(compared.lines()))
         return
     advice = ask(asked[0] if asked else None)
     if plot is not None:
         write_plot(advice.shown, plot)
-    print(json.dumps(advice.as_dict()) if as_json else "\n".join(advice.lines(explained=explain)))
+    answered, lines = advice.as_dict() if as_json else {}, [] if as_json else advice.lines(explained=explain)
+    if measured is not None:
+        from argosy.config.resolve import resolve
+        from argosy.plan.measured_plan import read_measured
+
+        spec = resolve(Path(target), overrides or [], elsewhere=True).spec
+        own = read_measured(measured, spec, advice.question.cluster)
+        answered["measured"] = own.as_dict()
+        lines += ["", *own.lines()]
+    print(json.dumps(answered) if as_json else "\n".join(lines))

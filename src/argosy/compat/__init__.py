@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, Literal, Protocol
@@ -338,19 +338,6 @@ def elastic_agent(spec: Any, logs: Any, hooks: AgentHooks) -> Any:
             super()._restart_workers(worker_group)
 
     return Agent(spec, logs)
-
-
-@contextmanager
-def fake_ranks(rank: int, size: int) -> Iterator[None]:
-    """Make this process one of `size` ranks of which the others do not exist: process groups can be made, nothing is
-    communicated."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def record_memory_history(on: bool) -> None:

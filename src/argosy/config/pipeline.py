@@ -22,7 +22,7 @@ def check_pipeline(spec: RunSpec, origins: Origins) -> None:
     _check_stages(spec, origins)
     _check_compile(spec, origins)
     for size in spec.train.batches.sizes:
-        _check_micro_batches(spec, size, origins)
+        check_micro_batches(spec, size, origins)
 
 
 def describe_bubble(spec: RunSpec) -> tuple[str, bool]:
@@ -72,7 +72,8 @@ def _check_stages(spec: RunSpec, origins: Origins) -> None:
         raise _refusal("pp", parallel.pp, cause, f"use parallel.pp {most}" if most else "use fewer stages", origins)
 
 
-def _check_micro_batches(spec: RunSpec, batch: int, origins: Origins) -> None:
+def check_micro_batches(spec: RunSpec, batch: int, origins: Origins) -> None:
+    """Raise an ArgosyError if the schedule cannot run the micro-batches of a step of `batch` samples."""
     parallel, micros = spec.parallel, micro_batches(spec, batch)
     made = (
         f"a step of {batch} samples is {micros} micro-batches of {parallel.micro_batch} on each of "

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from argosy.compat import fake_ranks
+from argosy.compat.absent_peers import fake_ranks
 from argosy.config.layout import AXES, check_world, describe_layout
 from argosy.config.schema import RunSpec
 from argosy.parallel.mesh import EXPERT_AXES, Mesh, make_mesh

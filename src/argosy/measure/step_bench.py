@@ -12,7 +12,6 @@ import statistics
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from argosy.console.formats import digits
 from argosy.console.progress_bar import ProgressBar
 from argosy.data.open import open_data
 from argosy.data.synthetic import synthetic_batch
+from argosy.measure.device_clock import DeviceClock
 from argosy.model.build import initial_weights
 from argosy.model.ops.attention_backends import KERNELS
 from argosy.parallel.engine import Engine
@@ -170,11 +170,12 @@ def bench(spec: RunSpec, *, steps: int, warmup: int, trace: Path | None = None) 
         for _ in range(warmup):
             loss = step()
             progress.advance(1)
-    clock = _Clock(device)
+    clock = DeviceClock(device)
+    clock.mark("step")
     with ProgressBar("timing", steps, " steps") if device.type == "cpu" else nullcontext() as shown:
         for _ in range(steps):
             loss = step()
-            clock.tick()
+            clock.mark("step")
             # The host does not wait for a GPU, so the progress of its steps is not known.
             if shown is not None:
                 shown.advance(1)
@@ -183,7 +184,7 @@ def bench(spec: RunSpec, *, steps: int, warmup: int, trace: Path | None = None) 
         spec=spec,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         precision=precision,
-        steps_ms=clock.intervals_ms(),
+        steps_ms=[ms for _, ms in clock.intervals_ms()],
         tokens=batch.read_tokens,
         flops_per_token=training_flops_per_token(spec.model, spec.data.seq_len, task_of(spec).target_len(spec)),
         peak=peak_of(device),
@@ -222,27 +223,3 @@ def short(kernel: str) -> str:
     """Return the name of a kernel without its types and arguments."""
     name = kernel.split("(")[0].split("<")[0].removeprefix("void ")
     return name.split("::")[-1] or kernel[:40]
-
-
-class _Clock:
-    """Timestamps between steps. On a GPU they are CUDA events, so that the steps are not synchronised."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._ticks: list[Any] = []
-        self.tick()
-
-    def tick(self) -> None:
-        if self._on_gpu:
-            mark = torch.cuda.Event(enable_timing=True)
-            mark.record()
-            self._ticks.append(mark)
-        else:
-            self._ticks.append(time.perf_counter())
-
-    def intervals_ms(self) -> list[float]:
-        pairs = list(pairwise(self._ticks))
-        if not self._on_gpu:
-            return [(after - before) * 1000 for before, after in pairs]
-        torch.cuda.synchronize()
-        return [before.elapsed_time(after) for before, after in pairs]

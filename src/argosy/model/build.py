@@ -76,6 +76,19 @@ def initial_weights(model: nn.Module, spec: ModelSpec, seed: int) -> Iterator[tu
             ahead -= shapes[name].numel()
 
 
+def fill_like_initial(name: str, part: Tensor, spec: ModelSpec) -> None:
+    """Fill a part of a parameter with numbers like its initial ones, drawn on its own device.
+
+    Unlike `initial_value` they depend on the layout: for measurements, where drawing whole matrices on the host takes minutes.
+    """
+    if name.endswith((".bias", ".lora_b")):
+        part.zero_()
+    elif name.split(".")[-2].endswith("norm"):
+        part.fill_(spec.norm_start)
+    else:
+        part.normal_(0.0, part.shape[-1] ** -0.5 if architecture_of(spec).fan_in_init else spec.init_std)
+
+
 def initial_value(name: str, shape: torch.Size, spec: ModelSpec, seed: int) -> Tensor:
     """Return the initial value of a whole parameter in 32-bit floats on the CPU, for any device and layout."""
     if name.endswith((".bias", ".lora_b")):

@@ -70,9 +70,9 @@ def parallelize(spec: RunSpec, mesh: Mesh, *, precision: str | None = None, weig
     materialise(model, mesh.device, weights, frozen=spec.model.lora is not None)
     dropout = DropoutSeeds(model, seed)
     if pp is not None:
-        from argosy.parallel.pipeline.pipeline_engine import PipelineParallel
+        from argosy.parallel.pipeline.pipeline_engine import make_pipeline
 
-        return PipelineParallel(model, mesh, stages, parallel, dropout, z_loss=z_loss)
+        return make_pipeline(spec, model, mesh, stages, precision, dropout)
     if mesh.devices is not None:
         from argosy.parallel.data_parallel import DataParallel
 

@@ -82,7 +82,7 @@ class Question:
         spec = None
         if not isinstance(target, str) or target.endswith((".yaml", ".yml")) or Path(target).is_file():
             spec = target if isinstance(target, RunSpec) else _resolved(target, overrides)
-            work = _work_of(spec, global_batch, seq_len, precision)
+            work = work_of(spec, global_batch, seq_len, precision)
             if total is None:
                 total, length_from = _tokens_of(spec), "the run spec's length"
         else:
@@ -207,7 +207,7 @@ def answer(
 
 def ranked_layouts(spec: RunSpec, cluster: str, fixed: dict[str, object]) -> Iterator[dict[str, object]]:
     """Yield the keys of `parallel` for a run on a cluster, best layout first. `fixed` has the axes that are already chosen."""
-    question = Question(_work_of(spec, None, None, None), parse_cluster(cluster), _tokens_of(spec), fixed, None)
+    question = Question(work_of(spec), parse_cluster(cluster), _tokens_of(spec), fixed, None)
     return (parallel_keys(candidate.layout) for candidate in answer(question, top=1).found.best)
 
 
@@ -219,7 +219,7 @@ def ranked_micro_batches(spec: RunSpec, cluster: str) -> list[int]:
         return []
     # The size has to divide every batch of a ramp-up.
     batch = gcd(spec.train.global_batch, *(spec.train.batches.rampup or ())[:2])
-    share, work = max(1, batch // layout.dp), _work_of(spec, None, None, None)
+    share, work = max(1, batch // layout.dp), work_of(spec)
     found = micro_batches(work, layout, nodes, known.stacks[STACK], known, share)
     return [candidate.layout.micro_batch for candidate in found]
 
@@ -230,7 +230,7 @@ def predict(spec: RunSpec, cluster: str) -> dict[str, Any] | None:
     layout = _asked(spec.parallel, nodes)
     if layout is None:
         return None
-    candidate = evaluate(_work_of(spec, None, None, None), layout, nodes, known.stacks[STACK], known)
+    candidate = evaluate(work_of(spec), layout, nodes, known.stacks[STACK], known)
     return as_dict(candidate, _tokens_of(spec)) | {"warnings": list(warnings(candidate))}
 
 
@@ -300,7 +300,10 @@ def _nothing(question: Question, found: Found) -> ArgosyError:
     )
 
 
-def _work_of(spec: RunSpec, global_batch: int | None, seq_len: int | None, precision: str | None) -> Work:
+def work_of(
+    spec: RunSpec, global_batch: int | None = None, seq_len: int | None = None, precision: str | None = None
+) -> Work:
+    """Return the step of a run, with a batch, samples and precision that may differ from its own."""
     chosen = precision or ("bf16" if spec.train.precision == "auto" else spec.train.precision)
     return Work(
         spec.model, seq_len or spec.data.seq_len, global_batch or spec.train.global_batch, _precision(chosen),
@@ -319,8 +322,11 @@ def _tokens_of(spec: RunSpec) -> int | None:
 
 
 def _asked(parallel: ParallelSpec, cluster: Cluster) -> Layout | None:
-    if parallel.world_size != cluster.gpus:
-        return None
+    return layout_of(parallel) if parallel.world_size == cluster.gpus else None
+
+
+def layout_of(parallel: ParallelSpec) -> Layout:
+    """Return the layout of a run spec as the planner describes it."""
     zero = 3 if parallel.dp_shard > 1 else 0
     return Layout(
         tp=parallel.tp, pp=parallel.pp, vpp=parallel.vpp, cp=parallel.cp, ep=parallel.ep, dp=parallel.data_parallel, zero=zero,

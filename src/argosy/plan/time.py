@@ -9,6 +9,7 @@ m max(T) + (sum(T) - max(T)) / v for m micro-batches and v virtual stages per ra
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import log2
 
 from argosy.config.counts import training_flops_per_token
@@ -62,29 +63,77 @@ class StepTime:
         return self.flops / self.total / (cluster.gpus * cluster.gpu.peak() * 1e12)
 
 
-def step_time(work: Work, layout: Layout, cluster: Cluster, stack: Stack, known: Calibration) -> StepTime:
+@dataclass(frozen=True)
+class MicroBatchTime:
+    """Seconds of one micro-batch, forward and backward: of a layer by term, of the output head, and of the sends of a rank.
+
+    `layers` is the number of layers of each pipeline rank, and `forward` the part of a layer that is its forward pass.
+    """
+
+    layout: Layout
+    layers: tuple[int, ...]
+    layer: dict[str, float]
+    head: float
+    hops: float
+    forward: float
+
+    def head_of(self, stage: int) -> float:
+        return self.head if self.layout.ends(stage)[1] else 0.0
+
+    def compute(self, stage: int) -> float:
+        """Return the seconds in which a rank of a stage computes."""
+        return self.layers[stage] * sum(self.layer.get(name, 0.0) for name in ACTIVE) + self.head_of(stage)
+
+    def communication(self, stage: int) -> float:
+        """Return the seconds in which a rank of a stage waits for collectives and messages."""
+        return self.layers[stage] * sum(self.layer.get(name, 0.0) for name in COMMUNICATION) + self.hops
+
+    @cached_property
+    def stages(self) -> list[float]:
+        """Seconds of one rank of each pipeline stage."""
+        each = sum(self.layer.values())
+        return [count * each + self.hops + self.head_of(stage) for stage, count in enumerate(self.layers)]
+
+
+def micro_batch_time(work: Work, layout: Layout, cluster: Cluster, stack: Stack, known: Calibration) -> MicroBatchTime:
     rates = known.rates(cluster.gpu, stack, work.precision)
     links = known.links(cluster)
     tokens = work.seq_len * layout.micro_batch / layout.cp
-    terms = dict.fromkeys((*ACTIVE, *COMMUNICATION, "bubble", "optimiser", "data", "outside", "waiting"), 0.0)
     forward, backward = layer_passes(work, layout, stack, known, rates, tokens)
     layer = _layer_terms(work, layout, cluster, stack, known, links, rates, tokens, forward, backward)
-    head = head_seconds(work, layout, stack, rates, tokens)
-    layers = stage_layers(work, layout, levelled=stack.levelled)
     passed = 2 * tokens * work.sizes.hidden / (1 if stack.whole_sends else layout.tp)
     hop = send(links, group(layout, "pp", cluster), passed)
-    hops = 2 * layout.vpp * hop * (1 - known.hidden(stack, "send"))
-    each = sum(layer.values())
-    stages = [count * each + hops + (head if layout.ends(i)[1] else 0.0) for i, count in enumerate(layers)]
-    slowest = stages.index(max(stages))
+    return MicroBatchTime(
+        layout,
+        stage_layers(work, layout, levelled=stack.levelled),
+        layer,
+        head_seconds(work, layout, stack, rates, tokens),
+        2 * layout.vpp * hop * (1 - known.hidden(stack, "send")),
+        forward.total,
+    )
+
+
+def once_a_step(
+    work: Work, layout: Layout, cluster: Cluster, stack: Stack, known: Calibration, micro: MicroBatchTime
+) -> tuple[float, float]:
+    """Return the seconds of the parts that run once a step: the exposed gradient reduction, and the optimiser."""
+    slowest = micro.stages.index(max(micro.stages))
+    backward = micro.layers[slowest] * (sum(micro.layer.values()) - micro.forward)
+    rates, links = known.rates(cluster.gpu, stack, work.precision), known.links(cluster)
+    return _once(work, layout, cluster, stack, known, links, rates, backward)
+
+
+def step_time(work: Work, layout: Layout, cluster: Cluster, stack: Stack, known: Calibration) -> StepTime:
+    terms = dict.fromkeys((*ACTIVE, *COMMUNICATION, "bubble", "optimiser", "data", "outside", "waiting"), 0.0)
+    micro = micro_batch_time(work, layout, cluster, stack, known)
+    slowest = micro.stages.index(max(micro.stages))
     m = work.micro_batches(layout)
-    for name, seconds in layer.items():
-        terms[name] += m * layers[slowest] * seconds
-    terms["head"] += m * (head if layout.ends(slowest)[1] else 0.0)
-    terms["pipeline"] += m * hops
-    terms["bubble"] = _bubble(layout, m, stages)
-    backward_s = layers[slowest] * (each - forward.total)
-    terms["gradients"], terms["optimiser"] = _once(work, layout, cluster, stack, known, links, rates, backward_s)
+    for name, seconds in micro.layer.items():
+        terms[name] += m * micro.layers[slowest] * seconds
+    terms["head"] += m * micro.head_of(slowest)
+    terms["pipeline"] += m * micro.hops
+    terms["bubble"] = bubble_seconds(layout, m, micro.stages)
+    terms["gradients"], terms["optimiser"] = once_a_step(work, layout, cluster, stack, known, micro)
     terms["outside"] = known.constants["step"]
     terms["data"] = max(0.0, READING * work.seq_len * work.global_batch / layout.dp - sum(terms.values()))
     busy = sum(terms.values())
@@ -94,7 +143,7 @@ def step_time(work: Work, layout: Layout, cluster: Cluster, stack: Stack, known:
     return StepTime(total, terms, terms["bubble"] / total, flops, work.tokens, cluster.gpus)
 
 
-def _bubble(layout: Layout, micro_batches: int, stages: list[float]) -> float:
+def bubble_seconds(layout: Layout, micro_batches: int, stages: list[float]) -> float:
     """Return the seconds of the pipeline bubble on the slowest stage.
 
     A V-shaped schedule splits a stage's work in three passes (forward, input gradients, weight gradients) and idles for one of

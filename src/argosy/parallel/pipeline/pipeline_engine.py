@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from argosy.config.schema import ParallelSpec
+from argosy.config.schema import RunSpec
 from argosy.data.samples.windows import Batch
 from argosy.model.objective import Loss, Objective, Stream
 from argosy.parallel.data_parallel import Reduction, make_micro_batches
@@ -28,12 +28,23 @@ from argosy.parallel.pipeline.runtime import Key, Pass, Runtime
 from argosy.parallel.pipeline.schedules import Action, forward_order, training_order, with_messages
 from argosy.parallel.pipeline.shared import SharedWeights
 from argosy.parallel.pipeline.stage_cut import Stages
+from argosy.parallel.pipeline.stage_messages import Form
+from argosy.parallel.pipeline.stream_forms import StreamForms
+from argosy.parallel.precision import DTYPES
 from argosy.parallel.shards import square_sum_of
 from argosy.parallel.single import Sums
 from argosy.parallel.transformer_blocks import DropoutSeeds
 
 # A micro-batch: the batch that it is part of, and the index of its first sample.
 _Micro = tuple[Batch, int]
+
+
+def make_pipeline(
+    spec: RunSpec, model: nn.Module, mesh: Mesh, stages: Stages, precision: str, dropout: DropoutSeeds
+) -> PipelineParallel:
+    """Return the engine of a pipeline rank, whose model is already cut to its stages."""
+    forms = StreamForms(stages, spec.parallel, spec.model.hidden, DTYPES[precision])
+    return PipelineParallel(model, mesh, forms, dropout, z_loss=spec.train.z_loss)
 
 
 class PipelineParallel:
@@ -43,8 +54,7 @@ class PipelineParallel:
         self,
         model: nn.Module,
         mesh: Mesh,
-        stages: Stages,
-        parallel: ParallelSpec,
+        forms: StreamForms,
         dropout: DropoutSeeds,
         *,
         z_loss: float,
@@ -56,7 +66,8 @@ class PipelineParallel:
         warnings.filterwarnings("ignore", message=".*returned a view tensor", category=UserWarning)
         self.model, self.device, self.data_ranks = model, mesh.device, mesh.data_ranks
         self.on_phase: Callable[[str], None] = ignore_phase
-        self._mesh, self._parallel, self._pipeline = mesh, parallel, along.get_group()
+        stages, parallel = forms.stages, forms.parallel
+        self._mesh, self._parallel, self._pipeline, self._forms = mesh, parallel, along.get_group(), forms
         self._micro_batches = make_micro_batches(model, mesh, parallel, dropout)
         self._reduction = Reduction(model, mesh, parallel, z_loss=z_loss, result_axes=(*SUM_AXES, "pp"))
         self._runtime = Runtime(self._pipeline, stages.ranks, mesh.device)
@@ -126,8 +137,12 @@ class PipelineParallel:
         return []
 
     def _run(self, forward: Pass, micros: Sequence[_Micro], *, training: bool) -> dict[Key, Loss | Stream]:
-        actions = self._actions(len(micros), training)
-        return self._runtime.run(actions, forward, [self._shape(micro) for micro in micros], training=training)
+
+        def forms(stage: int, micro: int) -> list[Form]:
+            batch, first = micros[micro]
+            return self._forms.leaving(stage, batch, min(self._micro_batches.size, len(batch.tokens) - first))
+
+        return self._runtime.run(self._actions(len(micros), training), forward, forms, training=training)
 
     def _forward(
         self, stage: int, micro: _Micro, objective: Objective, stream: tuple[Tensor, ...] | None
@@ -136,11 +151,6 @@ class PipelineParallel:
         tokens, labels = inputs.pop("tokens"), inputs.pop("labels")
         found: Loss | Stream = self.model(tokens, labels, objective, stage=stage, stream=stream, **inputs)
         return found
-
-    def _shape(self, micro: _Micro) -> tuple[object, ...]:
-        batch, first = micro
-        arrays = (batch.tokens, *batch.inputs.values())
-        return min(self._micro_batches.size, len(batch.tokens) - first), *(array.shape[1:] for array in arrays)
 
     def _make_actions(self, micros: int, training: bool) -> list[Action]:
         parallel = self._parallel

@@ -7,7 +7,7 @@ to learn their shapes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -23,6 +23,8 @@ from argosy.parallel.pipeline.stage_messages import Form, Mail, Pending
 
 # (stage, micro-batch)
 Key = tuple[int, int]
+# The forms of the stream that leaves a stage for a micro-batch.
+Forms = Callable[[int, int], Sequence[Form]]
 
 
 class Pass(Protocol):
@@ -54,22 +56,16 @@ class Runtime:
 
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], device: torch.device) -> None:
         self._mail, self._ranks = Mail(group, device), ranks
-        # Shapes and dtypes of a stage's outputs, by stage and shape of the micro-batch.
-        self._forms: dict[tuple[int, object], list[Form]] = {}
 
     def run(
-        self, actions: Sequence[Action], forward: Pass, shapes: Sequence[object], *, training: bool
+        self, actions: Sequence[Action], forward: Pass, forms: Forms, *, training: bool
     ) -> dict[Key, Loss | Stream]:
-        """Run the actions and return the reports of the forward passes.
-
-        `shapes[m]` differs between micro-batches whose streams have different shapes."""
+        """Run the actions and return the reports of the forward passes."""
         in_halves = any(action.kind == "W" for action in actions)
         with separable() if in_halves else nullcontext():
-            return self._run(actions, forward, shapes, training)
+            return self._run(actions, forward, forms, training)
 
-    def _run(
-        self, actions: Sequence[Action], forward: Pass, shapes: Sequence[object], training: bool
-    ) -> dict[Key, Loss | Stream]:
+    def _run(self, actions: Sequence[Action], forward: Pass, forms: Forms, training: bool) -> dict[Key, Loss | Stream]:
         state, reports = _State(), dict[Key, Loss | Stream]()
         for action in actions:
             key = action.stage, action.micro
@@ -80,15 +76,15 @@ class Runtime:
             elif action.kind == "W":
                 state.later.pop(key).run()
             elif action.kind == "send F":
-                self._send_stream(state, key, shapes[action.micro])
+                state.sent.append(self._mail.send(state.streams.pop(key), self._ranks[action.stage + 1]))
             elif action.kind == "receive F":
-                forms = self._forms_from(action.stage - 1, shapes[action.micro])
-                state.arriving[key] = self._mail.receive(forms, self._ranks[action.stage - 1])
+                source = action.stage - 1
+                state.arriving[key] = self._mail.receive(forms(source, action.micro), self._ranks[source])
             elif action.kind == "send B":
                 state.sent.append(self._mail.send(state.gradients.pop(key), self._ranks[action.stage - 1]))
             else:
-                forms = [Form(tuple(t.shape), t.dtype) for t in state.outputs[key]]
-                state.returning[key] = self._mail.receive(forms, self._ranks[action.stage + 1])
+                made = [Form(tuple(t.shape), t.dtype) for t in state.outputs[key]]
+                state.returning[key] = self._mail.receive(made, self._ranks[action.stage + 1])
         for message in state.sent:
             message.wait()
         return reports
@@ -123,19 +119,6 @@ class Runtime:
             torch.autograd.backward(outputs, gradients)
         if inputs:
             state.gradients[key] = tuple(_gradient(tensor) for tensor in inputs)
-
-    def _send_stream(self, state: _State, key: Key, shape: object) -> None:
-        stage, to = key[0], self._ranks[key[0] + 1]
-        tensors = state.streams.pop(key)
-        if (stage, shape) not in self._forms:
-            self._mail.tell_forms(tensors, to)
-            self._forms[stage, shape] = [Form(tuple(t.shape), t.dtype) for t in tensors]
-        state.sent.append(self._mail.send(tensors, to))
-
-    def _forms_from(self, stage: int, shape: object) -> list[Form]:
-        if (stage, shape) not in self._forms:
-            self._forms[stage, shape] = self._mail.hear_forms(self._ranks[stage])
-        return self._forms[stage, shape]
 
 
 def _gradient(tensor: Tensor) -> Tensor:

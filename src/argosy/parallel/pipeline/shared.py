@@ -51,7 +51,8 @@ class SharedWeights:
 
     def _sum(self, mine: Tensor, holders: tuple[int, ...]) -> Tensor:
         rank = dist.get_rank(self._group)
-        all_ = {holder: mine if holder == rank else torch.empty_like(mine) for holder in holders}
+        # Zeros, not uninitialised: in a rehearsal nothing arrives.
+        all_ = {holder: mine if holder == rank else torch.zeros_like(mine) for holder in holders}
         messages = [
             dist.P2POp(way, mine if way is dist.isend else tensor, group=self._group, group_peer=holder)
             for holder, tensor in all_.items()

@@ -1,0 +1,182 @@
+"""A plan whose compute and memory were measured on one GPU: what the planner predicts of a rank, and the step that follows.
+
+`argosy bench --world-size` runs single ranks of a layout with collectives that move nothing. Their seconds replace the planner's
+compute; communication, the pipeline bubble and the wait for stragglers stay predicted. Of a pipeline of which only some stages were
+measured, the others keep the planner's time, scaled by how far the measured stages are from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import log2
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import orjson
+
+from argosy.config.counts import count_parameters
+from argosy.config.layout import check_world, describe_layout
+from argosy.config.schema import RunSpec
+from argosy.errors import ArgosyError
+from argosy.plan.advise import STACK, layout_of, work_of
+from argosy.plan.calibration import Calibration, Stack, calibration
+from argosy.plan.hardware import Cluster
+from argosy.plan.layouts import Layout, Work
+from argosy.plan.memory import StageMemory, stage_memory
+from argosy.plan.plan_report import duration
+from argosy.plan.time import bubble_seconds, micro_batch_time, once_a_step
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """The compute of one rank: all forward and backward passes of a step, and what it does once a step."""
+
+    passes: float
+    update: float
+
+    @property
+    def total(self) -> float:
+        return self.passes + self.update
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """A step in seconds. `passes` and `update` were measured; the rest is predicted."""
+
+    cluster: str
+    # Tokens of a step.
+    tokens: int
+    passes: float
+    communication: float
+    bubble: float
+    update: float
+    # Overhead outside the layers, and the wait for the slowest node.
+    rest: float
+
+    @property
+    def total(self) -> float:
+        return self.passes + self.communication + self.bubble + self.update + self.rest
+
+    def lines(self) -> list[str]:
+        """Say what was measured, what is predicted, and the step that follows."""
+        return [
+            f"measured   compute and memory, here: passes of the slowest stage {duration(self.passes)}, update {duration(self.update)}",
+            f"predicted  communication by the planner, for {self.cluster}: {duration(self.communication)} exposed; pipeline bubble "
+            f"{duration(self.bubble)}, overhead and stragglers {duration(self.rest)}",
+            f"step       {duration(self.total)}, {self.tokens / self.total:,.0f} tokens/s",
+        ]
+
+    def as_dict(self) -> dict[str, Any]:
+        predicted = {"communication": self.communication, "bubble": self.bubble, "rest": self.rest}
+        return {
+            "cluster": self.cluster,
+            "step_s": round(self.total, 6),
+            "tokens_per_s": round(self.tokens / self.total, 1),
+            "measured_s": {"passes": round(self.passes, 6), "update": round(self.update, 6)},
+            "predicted_s": {name: round(seconds, 6) for name, seconds in predicted.items()},
+        }
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """The planner's view of a run with its own layout, rank by rank. A `stage` is the place of a rank in its pipeline."""
+
+    work: Work
+    layout: Layout
+    stack: Stack
+    known: Calibration
+
+    @classmethod
+    def of(cls, spec: RunSpec, precision: str, calibrated: str | None = None) -> RankPlan:
+        """Return the plan of a run in the precision of the device that computes."""
+        known = calibration(calibrated)
+        return cls(work_of(spec, precision=precision), layout_of(spec.parallel), known.stacks[STACK], known)
+
+    @property
+    def micro_batches(self) -> int:
+        return self.work.micro_batches(self.layout)
+
+    def memory(self, stage: int) -> StageMemory:
+        return stage_memory(self.work, self.layout, self.stack, self.known, stage)
+
+    def compute(self, stage: int, cluster: Cluster) -> Seconds:
+        """Return the predicted compute of a rank of a stage in a step."""
+        micro = micro_batch_time(self.work, self.layout, cluster, self.stack, self.known)
+        update = once_a_step(self.work, self.layout, cluster, self.stack, self.known, micro)[1]
+        return Seconds(self.micro_batches * micro.compute(stage), update)
+
+    def step(self, measured: Mapping[int, Seconds], cluster: Cluster) -> MeasuredStep:
+        """Return the step that follows from the compute measured on one rank of some of the stages."""
+        micro = micro_batch_time(self.work, self.layout, cluster, self.stack, self.known)
+        m, stages = self.micro_batches, range(self.layout.pp)
+        predicted = {stage: m * micro.compute(stage) for stage in stages}
+        scale = mean(seconds.passes / predicted[stage] for stage, seconds in measured.items())
+        passes = [measured[s].passes if s in measured else scale * predicted[s] for s in stages]
+        busy = [passes[stage] / m + micro.communication(stage) for stage in stages]
+        slowest = busy.index(max(busy))
+        gradients, _ = once_a_step(self.work, self.layout, cluster, self.stack, self.known, micro)
+        update = max(seconds.update for seconds in measured.values())
+        communication = m * micro.communication(slowest) + gradients
+        bubble, outside = bubble_seconds(self.layout, m, busy), self.known.constants["step"]
+        spent = passes[slowest] + communication + bubble + update + outside
+        waiting = spent * self.known.constants["straggle"] * log2(max(1, cluster.nodes))
+        return MeasuredStep(
+            cluster.name, self.work.tokens, passes[slowest], communication, bubble, update, outside + waiting
+        )
+
+
+@dataclass(frozen=True)
+class MeasuredPlan:
+    """The plan of a run from what `argosy bench --world-size --json` measured. `memory` is the peak of each stage measured, in GiB."""
+
+    device: str
+    memory: dict[int, float]
+    step: MeasuredStep
+
+    def lines(self) -> list[str]:
+        peaks = ", ".join(f"stage {stage} {peak:.1f}" for stage, peak in self.memory.items())
+        return [
+            f"the run spec's own layout, as measured on {self.device}:",
+            f"  memory     {peaks} GiB at the peak",
+            *(f"  {line}" for line in self.step.lines()),
+        ]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"device": self.device, "memory_gib": self.memory, **self.step.as_dict()}
+
+
+def read_measured(path: Path, spec: RunSpec, cluster: Cluster) -> MeasuredPlan:
+    """Read what `argosy bench RUN.yaml --world-size N --json` wrote, and plan the same run on a cluster with it."""
+    try:
+        found = orjson.loads(path.read_bytes())
+        stages = {row["stage"]: row["measured"] for row in found["ranks"]}
+        measured = {stage: Seconds(row["passes_s"], row["update_s"]) for stage, row in stages.items()}
+        memory = {stage: float(row["memory_gib"]["peak"]) for stage, row in stages.items()}
+        run = {key: found[key] for key in ("parameters", "layout", "global_batch", "seq_len", "micro_batches")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _unusable(path, f"it is no output of `argosy bench --world-size N --json` ({error!r})") from None
+    plan = RankPlan.of(spec, found["precision"])
+    asked = {
+        "parameters": count_parameters(spec.model).total,
+        "layout": describe_layout(spec.parallel),
+        "global_batch": spec.train.global_batch,
+        "seq_len": spec.data.seq_len,
+        "micro_batches": plan.micro_batches,
+    }
+    differing = [f"{key} {run[key]} and not {value}" for key, value in asked.items() if run[key] != value]
+    if differing or not measured:
+        raise _unusable(path, f"it was measured with {', '.join(differing)}" if differing else "it has no rank")
+    check_world(spec.parallel, cluster.gpus, f"--cluster {cluster.name}", spec.train.global_batch)
+    return MeasuredPlan(found["device"], memory, plan.step(measured, cluster))
+
+
+def _unusable(path: Path, why: str) -> ArgosyError:
+    return ArgosyError(
+        "plan.bad-question",
+        f"{path} cannot be used for this run: {why}",
+        key="--measured",
+        value=path,
+        fix=f"argosy bench RUN.yaml --world-size N --rank all-stages --json > {path}, with the keys of this command",
+    )
