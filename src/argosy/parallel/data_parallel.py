@@ -15,15 +15,16 @@ from torch import Tensor, nn
 
 from argosy.config.schema import ParallelSpec
 from argosy.data.samples.windows import Batch
-from argosy.model.objective import Objective
+from argosy.model.objective import Loss, Objective
 from argosy.parallel.cp import input_cut
 from argosy.parallel.engine import Result, ignore_phase
 from argosy.parallel.fsdp import reduce_after
 from argosy.parallel.mesh import DATA_AXES, SUM_AXES, Mesh
 from argosy.parallel.replicas import sum_gradients
 from argosy.parallel.shards import norm_of
-from argosy.parallel.single import MicroBatches
+from argosy.parallel.single import Inputs, MicroBatches
 from argosy.parallel.tensor.apply import partial_parameters
+from argosy.parallel.trace_ranges import BACKWARD, FORWARD, LEFT_OVER, traced
 from argosy.parallel.transformer_blocks import DropoutSeeds
 
 
@@ -50,13 +51,22 @@ class DataParallel:
             batch,
             step,
             self._reduction.objective(totals, loss_scale),
-            run=self._micro_batches.forward_backward_micro,
+            run=self._forward_backward_micro,
             first_micro=self._data_rank * len(self._micro_batches.firsts(batch)),
             before=lambda last: reduce_after(self.model, last=last),
         )
         self.on_phase("communication")
-        self._reduction.sum_gradients()
+        with traced(LEFT_OVER):
+            self._reduction.sum_gradients()
         return self._reduction.sum_result(result, totals)
+
+    def _forward_backward_micro(self, inputs: Inputs, objective: Objective) -> Loss:
+        """Add the gradients of one micro-batch to the parameters."""
+        with traced(FORWARD):
+            loss = self._micro_batches.forward(inputs, objective)
+        with traced(BACKWARD):
+            loss.total.backward()
+        return loss
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Result:

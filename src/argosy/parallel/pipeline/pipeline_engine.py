@@ -30,6 +30,7 @@ from argosy.parallel.pipeline.shared import SharedWeights
 from argosy.parallel.pipeline.stage_cut import Stages
 from argosy.parallel.shards import square_sum_of
 from argosy.parallel.single import Sums
+from argosy.parallel.trace_ranges import LEFT_OVER, PIPELINE, traced
 from argosy.parallel.transformer_blocks import DropoutSeeds
 
 # A micro-batch: the batch that it is part of, and the index of its first sample.
@@ -81,11 +82,13 @@ class PipelineParallel:
             self._micro_batches.seed_dropout(step, number + micro)
             return self._forward(stage, micros[micro], objective, stream)
 
-        reports = self._run(forward, micros, training=True)
+        with traced(PIPELINE):
+            reports = self._run(forward, micros, training=True)
         self.on_phase("communication")
-        reduce_everything(self.model)
-        self._reduction.sum_gradients()
-        self._shared.sum_gradients()
+        with traced(LEFT_OVER):
+            reduce_everything(self.model)
+            self._reduction.sum_gradients()
+            self._shared.sum_gradients()
         return self._reduction.sum_result(self._joined(list(reports.values()), training=True), totals)
 
     @torch.no_grad()
