@@ -16,6 +16,21 @@ def nothing(*arguments: Any, **options: Any) -> None:
     """A reduction in place is left out."""
 
 
+class _Never:
+    def wait(self) -> None:
+        pass
+
+
+def never_started(*arguments: Any) -> Any:
+    """The handle of a collective that nobody launched."""
+    return _Never()
+
+
+def armed_in_every_pass(engine: Any, last: bool) -> None:
+    """As if each micro-batch were the last of its step."""
+    engine._reduction.arm()
+
+
 def none_of_them(*arguments: Any, **options: Any) -> list[Any]:
     """A list that is to be worked on comes out empty."""
     return []

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from dist.pool import Pool
 from dist.profiles import profile_steps
+from dist.test_matrix import sized
+from dist.training import spec_of, train_after, train_steps
 
 
 @pytest.mark.parametrize(
@@ -19,7 +22,31 @@ def test_a_profile_tells_exposed_communication_by_axis(pool: Pool, layout: str, 
         assert 0 < time.exposed <= time.busy
         assert time.calls >= 2
         assert 0 < rank.exposure.share < 1
+        # The counts and the results of a step belong to no pass.
+        assert rank.exposure.in_pass >= 0.9 * (rank.exposure.in_pass + rank.exposure.late) > 0
+        assert rank.exposure.host_waits == 0
     assert any("exposed communication" in line for line in first.lines)
     assert any(line.strip().startswith(axis) for line in first.lines)
     # The first rank speaks for all.
     assert second.lines == []
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        # Tied weights, and gradients that are copied back from bf16.
+        ("gpt", "dp_replicate=2 reduce=bf16"),
+        ("moe", "dp_replicate=2 cp=2 recompute=full"),
+        # A rank's stages share a weight, and weight gradients come later than others.
+        ("gpt", "pp=2 dp_replicate=2 schedule=zbv"),
+        ("mpt", "pp=2 dp_replicate=2 schedule=interleaved-1f1b"),
+        ("lora", "dp_replicate=2 tp=2"),
+    ],
+)
+def test_sums_beside_the_backward_pass_have_the_bits_of_sums_after_it(pool: Pool, model: str, layout: str) -> None:
+    ranks = spec_of(model, layout).parallel.world_size
+    beside = pool.run(ranks, train_steps, model, sized(layout), 2)
+    after = pool.run(ranks, train_after, model, sized(layout), 2)
+    for one, other in zip(beside, after, strict=True):
+        assert (one.losses, one.norms) == (other.losses, other.norms)
+        assert all(np.array_equal(one.weights[name], other.weights[name]) for name in one.weights)

@@ -142,6 +142,11 @@ def train_compiled(model: str, layout: str, steps: int, scope: str) -> Trace:
         torch.compiler.reset()
 
 
+def train_after(model: str, layout: str, steps: int) -> Trace:
+    """The same with every sum of gradients started after the last backward pass."""
+    return train_broken(model, layout, steps, "argosy.parallel.data_parallel:Reduction.arm", "nothing")
+
+
 def train_broken(model: str, layout: str, steps: int, where: str, bug: str) -> Trace:
     """The same with one function, `module:name` or `module:class.name`, replaced by a planted bug."""
     module, _, path = where.partition(":")

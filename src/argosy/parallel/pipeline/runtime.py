@@ -7,8 +7,8 @@ to learn their shapes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -23,6 +23,7 @@ from argosy.parallel.pipeline.stage_messages import Form, Mail, Pending
 
 # (stage, micro-batch)
 Key = tuple[int, int]
+Around = Callable[[Action], AbstractContextManager[None]]
 
 
 class Pass(Protocol):
@@ -58,40 +59,61 @@ class Runtime:
         self._forms: dict[tuple[int, object], list[Form]] = {}
 
     def run(
-        self, actions: Sequence[Action], forward: Pass, shapes: Sequence[object], *, training: bool
+        self,
+        actions: Sequence[Action],
+        forward: Pass,
+        shapes: Sequence[object],
+        *,
+        training: bool,
+        around: Around = lambda action: nullcontext(),
     ) -> dict[Key, Loss | Stream]:
         """Run the actions and return the reports of the forward passes.
 
-        `shapes[m]` differs between micro-batches whose streams have different shapes."""
+        Args:
+            shapes: shapes[m] differs between micro-batches whose streams have different shapes.
+            around: returns the context in which an action runs.
+        """
         in_halves = any(action.kind == "W" for action in actions)
         with separable() if in_halves else nullcontext():
-            return self._run(actions, forward, shapes, training)
+            return self._run(actions, forward, shapes, training, around)
 
     def _run(
-        self, actions: Sequence[Action], forward: Pass, shapes: Sequence[object], training: bool
+        self, actions: Sequence[Action], forward: Pass, shapes: Sequence[object], training: bool, around: Around
     ) -> dict[Key, Loss | Stream]:
         state, reports = _State(), dict[Key, Loss | Stream]()
         for action in actions:
-            key = action.stage, action.micro
-            if action.kind == "F":
-                reports[key] = self._forward(state, key, forward, training)
-            elif action.kind in ("B", "I"):
-                self._backward(state, key, put_off=action.kind == "I")
-            elif action.kind == "W":
-                state.later.pop(key).run()
-            elif action.kind == "send F":
-                self._send_stream(state, key, shapes[action.micro])
-            elif action.kind == "receive F":
-                forms = self._forms_from(action.stage - 1, shapes[action.micro])
-                state.arriving[key] = self._mail.receive(forms, self._ranks[action.stage - 1])
-            elif action.kind == "send B":
-                state.sent.append(self._mail.send(state.gradients.pop(key), self._ranks[action.stage - 1]))
-            else:
-                forms = [Form(tuple(t.shape), t.dtype) for t in state.outputs[key]]
-                state.returning[key] = self._mail.receive(forms, self._ranks[action.stage + 1])
+            with around(action):
+                self._act(action, state, reports, forward, shapes, training)
         for message in state.sent:
             message.wait()
         return reports
+
+    def _act(
+        self,
+        action: Action,
+        state: _State,
+        reports: dict[Key, Loss | Stream],
+        forward: Pass,
+        shapes: Sequence[object],
+        training: bool,
+    ) -> None:
+        key = action.stage, action.micro
+        if action.kind == "F":
+            reports[key] = self._forward(state, key, forward, training)
+        elif action.kind in ("B", "I"):
+            self._backward(state, key, put_off=action.kind == "I")
+        elif action.kind == "W":
+            state.later.pop(key).run()
+        elif action.kind == "send F":
+            self._send_stream(state, key, shapes[action.micro])
+        elif action.kind == "receive F":
+            forms = self._forms_from(action.stage - 1, shapes[action.micro])
+            state.arriving[key] = self._mail.receive(forms, self._ranks[action.stage - 1])
+        elif action.kind == "send B":
+            state.sent.append(self._mail.send(state.gradients.pop(key), self._ranks[action.stage - 1]))
+        else:
+            forms = [Form(tuple(t.shape), t.dtype) for t in state.outputs[key]]
+            state.returning[key] = self._mail.receive(forms, self._ranks[action.stage + 1])
 
     def _forward(self, state: _State, key: Key, forward: Pass, training: bool) -> Loss | Stream:
         stage, micro = key
