@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +21,8 @@ class Profiled(NamedTuple):
     exposure: Exposure
     # What the console would show.
     lines: list[str]
+    # When each kind of range first began, in microseconds.
+    began: dict[str, float]
 
 
 def profile_steps(model: str, layout: str) -> Profiled:
@@ -35,6 +38,10 @@ def profile_steps(model: str, layout: str) -> Profiled:
             profiling.before(step)
             take_step(engine, optimizer, share_of(batch_of(model, step), mesh), step=step, lr=spec.optim.lr)
             lines += profiling.after(step, last=False)
-        found = exposure_of(Path(root) / "profile" / f"trace-rank{mesh.rank}.json", mesh.names)
+        trace = Path(root) / "profile" / f"trace-rank{mesh.rank}.json"
+        found, events = exposure_of(trace, mesh.names), json.loads(trace.read_bytes())["traceEvents"]
     assert found is not None
-    return Profiled(found, lines)
+    began: dict[str, float] = {}
+    for event in sorted((e for e in events if e.get("cat") == "user_annotation"), key=lambda e: e["ts"]):
+        began.setdefault(event["name"], event["ts"])
+    return Profiled(found, lines, began)

@@ -6,13 +6,16 @@ backward pass of an all-to-all is the reverse all-to-all.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from argosy.compat import gather_into, scatter_sum_into
+from argosy.compat import gather_into, passed_on, scatter_sum_into
+
+T = TypeVar("T")
 
 
 def gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -32,6 +35,18 @@ def send(rows: Tensor, sent: list[int], received: list[int], group: dist.Process
     rank order."""
     theirs: Tensor = _Send.apply(rows, sent, received, group)
     return theirs
+
+
+def send_beside(
+    rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup, compute: Callable[[], T]
+) -> tuple[Tensor, T]:
+    """Return `send(rows, ..)` and `compute()`, which runs while the rows travel. In the backward pass its gradients are computed while
+    theirs travel: autograd takes the nodes of a forward pass in reverse order."""
+    flight = _Flight(sent, received, group)
+    launched = _Launch.apply(rows, flight)
+    computed = compute()
+    landed: Tensor = _Land.apply(launched, flight)
+    return landed, computed
 
 
 class _Gather(torch.autograd.Function):
@@ -70,6 +85,54 @@ class _Send(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         return _sent(gradients[0], ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+class _Flight:
+    """An all-to-all of uneven parts that runs between two nodes of the autograd graph, in each direction."""
+
+    def __init__(self, sent: list[int], received: list[int], group: dist.ProcessGroup) -> None:
+        self._there, self._back, self._group = (received, sent), (sent, received), group
+        # What is sent, what arrives, and the handle.
+        self._running: tuple[Tensor, Tensor, Any] | None = None
+
+    def launch(self, rows: Tensor, *, back: bool = False) -> Tensor:
+        arriving, leaving = self._back if back else self._there
+        rows, theirs = rows.contiguous(), rows.new_empty(sum(arriving), *rows.shape[1:])
+        work = dist.all_to_all_single(theirs, rows, arriving, leaving, group=self._group, async_op=True)
+        self._running = rows, theirs, work
+        return theirs
+
+    def land(self) -> Tensor:
+        if self._running is None:
+            raise AssertionError("nothing was sent")
+        (_, theirs, work), self._running = self._running, None
+        work.wait()
+        return theirs
+
+
+class _Launch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, flight: _Flight) -> Tensor:
+        ctx.flight = flight
+        return flight.launch(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return ctx.flight.land(), None
+
+
+class _Land(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, launched: Tensor, flight: _Flight) -> Tensor:
+        ctx.flight = flight
+        flight.land()
+        return passed_on(launched)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.flight.launch(gradients[0], back=True)
+        # `_Launch` takes what arrives instead.
+        return gradients[0], None
 
 
 def _sent(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:

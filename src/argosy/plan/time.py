@@ -231,5 +231,9 @@ def _once(
         exchanged += reduce(links, shards, reduced * own)
     elif layout.zero < 3 or layout.pp > 1:
         exchanged += gather(links, shards, reduced * own) + gather(links, shards, 2 * own)
-    what = "copies" if layout.copies > 1 and layout.pp == 1 and "copies" in stack.overlaps else "gradients"
+    what = "gradients"
+    if layout.copies > 1 and layout.pp == 1 and "copies" in stack.overlaps:
+        what = "copies"
+    elif layout.zero == 0 and "replicas" in stack.overlaps:
+        what = "replicas"
     return max(0.0, exchanged - known.hidden(stack, what) * backward), optimiser

@@ -147,7 +147,8 @@ class PipelineParallel:
         def around(action: Action) -> Iterator[None]:
             """Sum the gradients of a stage beside the action that computes the last of them."""
             final = lasts.get(action)
-            if final is not None:
+            # Deferred gradients of a weight may come in several parts.
+            if final is not None and action.kind == "B":
                 self._reduction.arm(final)
             yield
             if final is not None:
