@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from argosy.model.moe import Experts, MoE
 from argosy.model.ops.permute import combine, dispatch, sort_by_expert, sort_weights
 from argosy.parallel.cutting import cut_parameters
-from argosy.parallel.exchange import send, send_beside, swap
+from argosy.parallel.exchange import send, send_ahead, swap
 
 # Takes rows sorted by expert, their weights, and the end of each expert's rows.
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -63,11 +63,9 @@ def _elsewhere(
     theirs = swap(ours, group)
     sent, received = torch.stack((ours.sum(1), theirs.sum(1))).tolist()
     their_weights = send(weights, sent, received, group)
-    found: Tensor | None = None
-    if beside is None:
-        arrived = send(rows, sent, received, group)
-    else:
-        arrived, found = send_beside(rows, sent, received, group, beside)
+    flight = send_ahead(rows, sent, received, group)
+    found = None if beside is None else beside()
+    arrived = flight.land()
 
     expert = torch.arange(theirs.shape[1], device=rows.device).repeat(ranks)
     expert = expert.repeat_interleave(theirs.flatten(), output_size=sum(received))
