@@ -86,7 +86,7 @@ def exposure_of(trace: Path, axes: Sequence[str]) -> Exposure | None:
 
 def measure_exposure(events: Iterable[Event], axes: Sequence[str]) -> Exposure | None:
     """Return the exposed communication of the steps in a trace; None if it has no step."""
-    events = [event for event in events if event.get("ph") == "X"]
+    events = [event for event in events if event.get("ph") == "X" and "cat" in event]
     steps = [event for event in events if event["name"] == STEP and event["cat"] == "user_annotation"]
     if not steps:
         return None
@@ -130,7 +130,9 @@ class _Collective:
 
 def _on_gpu(events: list[Event], kernels: list[Event]) -> tuple[list[_Collective], list[Interval]]:
     """Return NCCL's kernels, and the intervals of all others."""
-    launches = {event["args"].get("correlation"): event["ts"] for event in events if event["cat"] in _LAUNCHES}
+    launches: dict[Any, float] = {
+        event["args"].get("correlation"): event["ts"] for event in events if event["cat"] in _LAUNCHES
+    }
     # torch records the group of a collective in a range around its launch, and mostly in the kernel too.
     recorded = sorted(
         (event for event in events if event["name"] == "record_param_comms"), key=lambda event: event["ts"]
@@ -141,7 +143,7 @@ def _on_gpu(events: list[Event], kernels: list[Event]) -> tuple[list[_Collective
         if not _NCCL.match(kernel["name"]):
             compute.append(_interval(kernel))
             continue
-        launched = launches.get(kernel["args"].get("correlation"), kernel["ts"])
+        launched: float = launches.get(kernel["args"].get("correlation"), kernel["ts"])
         group = kernel["args"].get(_GROUP)
         if group is None and (before := bisect_right(begins, launched)):
             group = recorded[before - 1]["args"].get(_GROUP)

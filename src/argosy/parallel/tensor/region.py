@@ -180,4 +180,5 @@ def summed_to_shares(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def by_share(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return tokens by the rank that has them: [batch, seq, ..] -> [ranks, batch, seq / ranks, ..]."""
-    return x.unflatten(1, (group.size(), -1)).transpose(0, 1).contiguous()
+    by_rank: Tensor = x.unflatten(1, (group.size(), -1))
+    return by_rank.transpose(0, 1).contiguous()
