@@ -143,7 +143,8 @@ def _on_gpu(events: list[Event], kernels: list[Event]) -> tuple[list[_Collective
         if not _NCCL.match(kernel["name"]):
             compute.append(_interval(kernel))
             continue
-        launched: float = launches.get(kernel["args"].get("correlation"), kernel["ts"])
+        number = kernel["args"].get("correlation")
+        launched: float = launches[number] if number in launches else kernel["ts"]
         group = kernel["args"].get(_GROUP)
         if group is None and (before := bisect_right(begins, launched)):
             group = recorded[before - 1]["args"].get(_GROUP)
