@@ -16,6 +16,21 @@ def nothing(*arguments: Any, **options: Any) -> None:
     """A reduction in place is left out."""
 
 
+class _Never:
+    def wait(self) -> None:
+        pass
+
+
+def never_started(*arguments: Any) -> Any:
+    """The handle of a collective that nobody launched."""
+    return _Never()
+
+
+def armed_in_every_pass(engine: Any, last: bool) -> None:
+    """As if each micro-batch were the last of its step."""
+    engine._reduction.arm()
+
+
 def none_of_them(*arguments: Any, **options: Any) -> list[Any]:
     """A list that is to be worked on comes out empty."""
     return []
@@ -26,9 +41,10 @@ def unchanged(*arguments: Any) -> Any:
     return arguments[-1]
 
 
-def own_part_only(x: Tensor, parts: Tensor, group: dist.ProcessGroup) -> None:
+def own_part_only(x: Tensor, parts: Tensor, group: dist.ProcessGroup, *, async_op: bool = False) -> Any:
     """Instead of the sum over ranks."""
     x.copy_(parts.chunk(group.size())[group.rank()])
+    return _Never()
 
 
 def unswapped_gradients(ctx: Any, *gradients: Any) -> Any:

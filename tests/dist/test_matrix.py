@@ -233,11 +233,12 @@ def test_a_compiled_layout_computes_the_same(pool: Pool, layout: str, scope: str
 
 REGION, EXPERTS = "argosy.parallel.tensor.region", "argosy.parallel.tensor.apply:_enter_experts"
 BUGS = [  # layout, function, what it is replaced by (in dist/bugs.py)
-    ("dp_replicate=2", "argosy.parallel.data_parallel:sum_gradients", "nothing"),
+    ("dp_replicate=2", "argosy.parallel.replicas:start_sum", "never_started"),
+    ("dp_replicate=2", "argosy.parallel.data_parallel:DataParallel._before_pass", "armed_in_every_pass"),
     ("dp_replicate=2 dp_shard=2", "argosy.parallel.mesh:Mesh.sum_", "nothing"),
     ("dp_shard=2", "argosy.parallel.fsdp:FSDPModule.set_gradient_divide_factor", "nothing"),
     ("dp_shard=2", "argosy.parallel.shards:dist.all_reduce", "nothing"),
-    ("cp=2", "argosy.parallel.data_parallel:sum_gradients", "nothing"),
+    ("cp=2", "argosy.parallel.replicas:start_sum", "never_started"),
     ("cp=2", "argosy.parallel.exchange:scatter_sum_into", "own_part_only"),
     ("cp=2", "argosy.parallel.cp:Cut.joined", "in_order_of_ranks"),
     ("cp=2", "argosy.parallel.cp:_summed", "unchanged"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -14,9 +15,11 @@ from argosy.config.schema import RunSpec
 from argosy.data.samples.masks import IGNORED
 from argosy.data.samples.windows import Batch
 from argosy.model.build import initial_weights
+from argosy.model.ops.matmul import separable
 from argosy.parallel.mesh import Mesh
 from argosy.parallel.parallelize import parallelize
 from argosy.parallel.shards import whole
+from argosy.parallel.tensor.region import EarlySum
 from argosy.tasks.task_registry import TASKS
 from argosy.train.optimizer import Optimizer
 from argosy.train.step import take_step
@@ -140,6 +143,25 @@ def train_compiled(model: str, layout: str, steps: int, scope: str) -> Trace:
     finally:
         nn.Module.compile = compiled  # type: ignore[method-assign]
         torch.compiler.reset()
+
+
+def train_after(model: str, layout: str, steps: int) -> Trace:
+    """The same with every sum of gradients started after the last backward pass."""
+    return train_broken(model, layout, steps, "argosy.parallel.data_parallel:Reduction.arm", "nothing")
+
+
+def train_early(model: str, layout: str, steps: int, early: bool) -> tuple[Trace, int]:
+    """The same with matmuls as on a GPU, which give away the gradient of their input before they compute others. Return how often a sum
+    over ranks was launched in between; if not `early`, none is."""
+    count, hear = 0, EarlySum.hear
+
+    def counting(listener: EarlySum, gradient: torch.Tensor) -> None:
+        nonlocal count
+        count += 1
+        hear(listener, gradient)
+
+    with separable(), patch.object(EarlySum, "hear", counting if early else lambda listener, gradient: None):
+        return train_steps(model, layout, steps), count
 
 
 def train_broken(model: str, layout: str, steps: int, where: str, bug: str) -> Trace:

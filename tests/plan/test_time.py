@@ -235,7 +235,7 @@ def test_newton_schulz_has_the_products_of_its_formula() -> None:
 
 @pytest.mark.parametrize(
     ("override", "term"),
-    [("parallel.reduce=bf16", "gradients"), ("parallel.reshard=false", "gather"), ("train.precision=fp32", "memory")],
+    [("parallel.reduce=bf16", "gradients"), ("parallel.reshard=false", "slowdown"), ("train.precision=fp32", "memory")],
 )
 def test_keys_of_a_run_spec_that_change_time_or_memory_are_read(override: str, term: str, tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"

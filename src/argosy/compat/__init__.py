@@ -76,15 +76,18 @@ def combined(*meshes: DeviceMesh) -> DeviceMesh:
     return mesh
 
 
-def gather_into(parts: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """All-gather x [n, ..] of every rank into parts [ranks x n, ..]. torch 2.13 renamed the collective."""
-    (dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor)(parts, x, group)
+def gather_into(parts: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool = False) -> Any:
+    """All-gather x [n, ..] of every rank into parts [ranks x n, ..]. With `async_op`, return its handle. torch 2.13 renamed the
+    collective."""
+    gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+    return gather(parts, x, group, async_op=async_op)
 
 
-def scatter_sum_into(x: torch.Tensor, parts: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Reduce-scatter (sum) the parts [ranks x n, ..] of all ranks into x [n, ..]."""
+def scatter_sum_into(x: torch.Tensor, parts: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool = False) -> Any:
+    """Reduce-scatter (sum) the parts [ranks x n, ..] of all ranks into x [n, ..]. With `async_op`, return its handle."""
     renamed = hasattr(dist, "reduce_scatter_single")
-    (dist.reduce_scatter_single if renamed else dist.reduce_scatter_tensor)(x, parts, group=group)
+    reduce = dist.reduce_scatter_single if renamed else dist.reduce_scatter_tensor
+    return reduce(x, parts, group=group, async_op=async_op)
 
 
 def torch_schedule(name: str, ranks: int, pieces: int, micros: int) -> list[list[tuple[Any, int, int]]]:

@@ -15,6 +15,7 @@ outputs of the forward pass and are summed like the loss; the model stores nothi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -131,6 +132,8 @@ class MoE(nn.Module):
     # function that sums loads over the shares. The report is then this rank's part of a sum.
     share = 1.0
     sum_shares: Callable[[Tensor], Tensor] = staticmethod(lambda load: load)
+    # Also set by `argosy.parallel`: the routed experts are on other ranks, and take a function to compute while rows travel to them.
+    experts_elsewhere = False
 
     def __init__(self, spec: ModelSpec, moe: MoESpec) -> None:
         super().__init__()
@@ -154,12 +157,21 @@ class MoE(nn.Module):
         weights = routing.weights
         if scale is not None and (self.spec.balance_loss or self.spec.z_loss):
             weights = _AddLoss.apply(weights, self.spec.balance_loss * balance + self.spec.z_loss * z, scale)
-        rows = self.experts(dispatch(flat, permutation), sort_weights(weights, permutation), permutation.offsets)
-        y = combine(rows, permutation).view(x.shape)
-        if self.shared is not None:
-            shared = self.shared(x)
-            y = y + (shared if self.shared_gate is None else self.shared_gate(x).sigmoid() * shared)
-        return y, Report(load, balance.detach(), z.detach())
+        routed = dispatch(flat, permutation), sort_weights(weights, permutation), permutation.offsets
+        report = Report(load, balance.detach(), z.detach())
+        if self.shared is None:
+            return combine(self.experts(*routed), permutation).view(x.shape), report
+        # What is compiled stays one graph.
+        if self.experts_elsewhere and not torch.compiler.is_compiling():
+            rows, shared = self.experts(*routed, partial(self._shared_output, self.shared, x))
+            return combine(rows, permutation).view(x.shape) + shared, report
+        y = combine(self.experts(*routed), permutation).view(x.shape)
+        return y + self._shared_output(self.shared, x), report
+
+    def _shared_output(self, shared: MLP, x: Tensor) -> Tensor:
+        """Return the output of the shared experts."""
+        y: Tensor = shared(x)
+        return y if self.shared_gate is None else self.shared_gate(x).sigmoid() * y
 
 
 class SparseBlock(AttentionBlock):

@@ -6,7 +6,7 @@ into twice as many pieces as there are ranks, and rank r gets piece r and the r-
 see more keys, so this gives every rank the same amount of work.
 
 Attention has two forms. `allgather` all-gathers the keys and values of the whole sequence, and each rank computes its own
-queries on them. `ulysses` exchanges tokens for heads in an all-to-all: each rank computes some of the heads for all tokens, with
+queries on them. The heads are in two parts, of which the second is gathered while the first is computed. `ulysses` exchanges tokens for heads in an all-to-all: each rank computes some of the heads for all tokens, with
 the attention back end that one process would use.
 """
 
@@ -27,8 +27,11 @@ from argosy.model.decoder import Decoder
 from argosy.model.moe import MoE
 from argosy.model.objective import Objective
 from argosy.model.sharding import WHOLE, Dropout, Share
-from argosy.parallel.exchange import gather, swap
+from argosy.parallel.exchange import gather, gather_ahead, swap
 from argosy.parallel.mesh import Mesh
+
+# The parts of the heads whose keys and values are gathered one after the other.
+_PARTS = 2
 
 
 @dataclass(frozen=True)
@@ -122,9 +125,22 @@ def _gathering(
         mask, x, seq * cut.ranks, head_dim, dropout=dropout, scale=scale, heads=heads, queries=cut.share
     )
 
+    # Slopes and dropout are drawn for all heads together.
+    by_head = mask.slopes is None and not dropout
+
     def attend_all(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        every_k, every_v = cut.joined(gather(torch.stack((k, v)), cut.group)).unbind()
-        return attend(q, every_k, every_v)
+        # The compiler does not trace what runs beside something.
+        if torch.compiler.is_compiling():
+            every_k, every_v = cut.joined(gather(torch.stack((k, v)), cut.group)).unbind()
+            return attend(q, every_k, every_v)
+        parts = _PARTS if by_head and k.shape[1] % _PARTS == 0 else 1
+        q_parts, k_parts, v_parts = (t.chunk(parts, dim=1) for t in (q, k, v))
+        ahead = [gather_ahead(torch.stack(pair), cut.group) for pair in zip(k_parts, v_parts, strict=True)]
+        y = []
+        for some, flight in zip(q_parts, ahead, strict=True):
+            every_k, every_v = cut.joined(flight.land()).unbind()
+            y.append(attend(some, every_k, every_v))
+        return torch.cat(y, dim=1)
 
     return attend_all
 

@@ -1,13 +1,13 @@
 """Data parallelism: each rank trains on its share of the global batch, with a replica of the model, a shard (FSDP) or both.
 
 A rank's share is a contiguous range of the batch's samples. Micro-batches, and with them dropout and losses per micro-batch, are
-therefore those of one process. Gradients are summed over all ranks once a step, after the last micro-batch. Losses, counts and
-expert loads are summed too, so that every rank has the `Result` of the global batch.
+therefore those of one process. Gradients are summed over all ranks once a step, beside the backward pass of the last micro-batch.
+Losses, counts and expert loads are summed too, so that every rank has the `Result` of the global batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -15,15 +15,16 @@ from torch import Tensor, nn
 
 from argosy.config.schema import ParallelSpec
 from argosy.data.samples.windows import Batch
-from argosy.model.objective import Objective
+from argosy.model.objective import Loss, Objective
 from argosy.parallel.cp import input_cut
 from argosy.parallel.engine import Result, ignore_phase
 from argosy.parallel.fsdp import reduce_after
 from argosy.parallel.mesh import DATA_AXES, SUM_AXES, Mesh
-from argosy.parallel.replicas import sum_gradients
+from argosy.parallel.replicas import GradientSums
 from argosy.parallel.shards import norm_of
-from argosy.parallel.single import MicroBatches
+from argosy.parallel.single import Inputs, MicroBatches
 from argosy.parallel.tensor.apply import partial_parameters
+from argosy.parallel.trace_ranges import BACKWARD, FORWARD, LEFT_OVER, traced
 from argosy.parallel.transformer_blocks import DropoutSeeds
 
 
@@ -50,13 +51,27 @@ class DataParallel:
             batch,
             step,
             self._reduction.objective(totals, loss_scale),
-            run=self._micro_batches.forward_backward_micro,
+            run=self._forward_backward_micro,
             first_micro=self._data_rank * len(self._micro_batches.firsts(batch)),
-            before=lambda last: reduce_after(self.model, last=last),
+            before=self._before_pass,
         )
         self.on_phase("communication")
-        self._reduction.sum_gradients()
+        with traced(LEFT_OVER):
+            self._reduction.sum_gradients()
         return self._reduction.sum_result(result, totals)
+
+    def _before_pass(self, last: bool) -> None:
+        reduce_after(self.model, last=last)
+        if last:
+            self._reduction.arm()
+
+    def _forward_backward_micro(self, inputs: Inputs, objective: Objective) -> Loss:
+        """Add the gradients of one micro-batch to the parameters."""
+        with traced(FORWARD):
+            loss = self._micro_batches.forward(inputs, objective)
+        with traced(BACKWARD):
+            loss.total.backward()
+        return loss
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Result:
@@ -118,12 +133,16 @@ class Reduction:
     ) -> None:
         """`result_axes` are the axes whose ranks report different parts of the result."""
         self._model, self._mesh, self._z_loss = model, mesh, z_loss
-        self._dtype = torch.float32 if parallel.reduce == "fp32" else torch.bfloat16
-        along = mesh.along(*SUM_AXES)
-        # FSDP sums by itself.
-        self._group = None if along is None or mesh.has_fsdp else along.get_group()
-        self._tensor_parallel = mesh.along("tp")
-        self._partial = [] if self._tensor_parallel is None else partial_parameters(model, sequence=parallel.sp)
+        dtype = torch.float32 if parallel.reduce == "fp32" else torch.bfloat16
+        # In this order: a partial gradient is summed over the tensor-parallel ranks after the replicas.
+        self._sums: list[GradientSums] = []
+        # FSDP sums by itself, and its gradients are there after the backward pass only.
+        self._overlaps = not mesh.has_fsdp
+        if (along := mesh.along(*SUM_AXES)) is not None and not mesh.has_fsdp:
+            self._sums.append(GradientSums(model.parameters(), along.get_group(), dtype))
+        if (tensor_parallel := mesh.along("tp")) is not None:
+            partial = partial_parameters(model, sequence=parallel.sp)
+            self._sums.append(GradientSums(partial, tensor_parallel.get_group(), dtype))
         self._result_axes = result_axes
 
     def count(self, batch: Batch) -> Totals:
@@ -145,12 +164,20 @@ class Reduction:
         mine = batch.rows(count * rank // ranks, count * (rank + 1) // ranks)
         return mine, -(-count // (ranks * micro_batch))
 
+    def arm(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Sum gradients beside the next backward pass. It computes the step's last gradients of the parameters, by default all."""
+        if self._overlaps and self._sums:
+            self._sums[0].arm(parameters)
+
+    def complete(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Start summing the gradients that the parameters have now, which are those of the step."""
+        if self._overlaps and self._sums:
+            self._sums[0].complete(parameters)
+
     def sum_gradients(self) -> None:
-        """Sum the gradients that FSDP has not summed already, after a step's last micro-batch."""
-        if self._group is not None:
-            sum_gradients(self._model.parameters(), self._group, self._dtype)
-        if self._tensor_parallel is not None:
-            sum_gradients(self._partial, self._tensor_parallel.get_group(), self._dtype)
+        """Finish the sums that run beside the last backward pass, and sum the other gradients that FSDP has not summed."""
+        for sums in self._sums:
+            sums.finish()
 
     def sum_result(self, result: Result, totals: Totals) -> Result:
         """Sum everything reported over the ranks, in one all-reduce."""

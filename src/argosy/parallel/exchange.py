@@ -6,13 +6,18 @@ backward pass of an all-to-all is the reverse all-to-all.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from argosy.compat import gather_into, scatter_sum_into
+from argosy.compat import gather_into, passed_on, scatter_sum_into
+
+# Launches a collective, and returns its result, which is not there yet, and its handle.
+Start = Callable[[Tensor], tuple[Tensor, Any]]
 
 
 def gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -32,6 +37,50 @@ def send(rows: Tensor, sent: list[int], received: list[int], group: dist.Process
     rank order."""
     theirs: Tensor = _Send.apply(rows, sent, received, group)
     return theirs
+
+
+class Flight:
+    """A collective that runs beside computation: between `launch` and `land`, and in the backward pass between the same two nodes of
+    the autograd graph. Autograd takes the nodes of a forward pass in reverse order, so that the gradients of what was computed
+    meanwhile are computed while the gradient travels.
+    """
+
+    def __init__(self, x: Tensor, there: Start, back: Start) -> None:
+        """Launch a collective on x. `there` launches it, and `back` the one that its gradient needs."""
+        self._there, self._back = there, back
+        # What is sent, what arrives, and the handle.
+        self._running: tuple[Tensor, Tensor, Any] | None = None
+        self._launched: Tensor | None = _Launch.apply(x, self)
+
+    def land(self) -> Tensor:
+        """Wait for the result, and return it. The host waits for gloo only."""
+        # A tensor kept here would keep its graph, which keeps this object: only a garbage collection would free them.
+        launched, self._launched = self._launched, None
+        landed: Tensor = _Land.apply(launched, self)
+        return landed
+
+    def start(self, x: Tensor, *, back: bool = False) -> Tensor:
+        x = x.contiguous()
+        result, work = (self._back if back else self._there)(x)
+        self._running = x, result, work
+        return result
+
+    def finish(self) -> Tensor:
+        if self._running is None:
+            raise AssertionError("nothing was launched")
+        (_, result, work), self._running = self._running, None
+        work.wait()
+        return result
+
+
+def gather_ahead(x: Tensor, group: dist.ProcessGroup) -> Flight:
+    """Launch `gather(x, group)`."""
+    return Flight(x, partial(_start_gather, group), partial(_start_scatter, group))
+
+
+def send_ahead(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Flight:
+    """Launch `send(rows, sent, received, group)`."""
+    return Flight(rows, partial(_start_send, sent, received, group), partial(_start_send, received, sent, group))
 
 
 class _Gather(torch.autograd.Function):
@@ -70,6 +119,46 @@ class _Send(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         return _sent(gradients[0], ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+class _Launch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, flight: Flight) -> Tensor:
+        ctx.flight = flight
+        return flight.start(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return ctx.flight.finish(), None
+
+
+class _Land(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, launched: Tensor, flight: Flight) -> Tensor:
+        ctx.flight = flight
+        flight.finish()
+        return passed_on(launched)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.flight.start(gradients[0], back=True)
+        # `_Launch` returns what arrives instead.
+        return gradients[0], None
+
+
+def _start_gather(group: dist.ProcessGroup, x: Tensor) -> tuple[Tensor, Any]:
+    parts = x.new_empty(group.size(), *x.shape)
+    return parts, gather_into(parts.flatten(0, 1), x, group, async_op=True)
+
+
+def _start_scatter(group: dist.ProcessGroup, d_parts: Tensor) -> tuple[Tensor, Any]:
+    d_x = torch.empty_like(d_parts[0])
+    return d_x, scatter_sum_into(d_x, d_parts.flatten(0, 1), group, async_op=True)
+
+
+def _start_send(sent: list[int], received: list[int], group: dist.ProcessGroup, rows: Tensor) -> tuple[Tensor, Any]:
+    theirs = rows.new_empty(sum(received), *rows.shape[1:])
+    return theirs, dist.all_to_all_single(theirs, rows, received, sent, group=group, async_op=True)
 
 
 def _sent(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:

@@ -4,7 +4,8 @@ Each rank keeps a shard of every parameter, of its gradient and of the optimiser
 for its forward and backward pass, in the training precision, from 32-bit shards, which are the master weights themselves.
 
 Each block is an FSDP unit. The rest (embeddings, head, last norm) is the unit of the whole model, so that tied weights are never
-in two units. Gradients are summed, never averaged: the optimiser divides once. Parameters that are not trained by gradients,
+in two units. The all-gather of the next unit runs beside the pass of this one, and so does the reduce-scatter of the previous one in
+the backward pass. Gradients are summed, never averaged: the optimiser divides once. Parameters that are not trained by gradients,
 such as the router biases of experts, stay whole on every rank.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -51,6 +53,16 @@ def apply_fsdp(
         module.set_gradient_divide_factor(1.0)
         # A divide factor needs a pre-multiplied sum, which gloo does not have.
         module.set_force_sum_reduction_for_comms(True)
+    # A pipeline keeps its parameters gathered, and a rank's units are not all in one pass.
+    if mesh.along("pp") is None:
+        prefetch_forward(model)
+
+
+def prefetch_forward(model: nn.Module) -> None:
+    """Make each unit launch the next one's all-gather before its own forward pass. The host then need not be ahead of the device
+    for the two to overlap. torch does the same for the backward pass, in the order that it saw in the forward pass."""
+    for unit, following in pairwise(units(model)):
+        unit.set_modules_to_forward_prefetch([following])
 
 
 def _place_experts(parameter: nn.Parameter, ranks: int) -> Shard:
@@ -60,6 +72,7 @@ def _place_experts(parameter: nn.Parameter, ranks: int) -> Shard:
 
 
 def units(model: nn.Module) -> list[FSDPModule]:
+    """Return the FSDP units of a model, in the order of their forward passes: the whole, and each block before its experts."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 

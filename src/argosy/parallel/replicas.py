@@ -1,29 +1,135 @@
-"""Ranks that hold the same parameters: the all-reduce of their gradients, once a step and in buckets, and a check that the
-replicas still hold the same bits."""
+"""Ranks that hold the same parameters: the all-reduces of their gradients, and a check that the replicas still hold the same bits.
+
+Gradients are summed once a step, in buckets, while the last backward pass runs: a bucket's all-reduce is launched as soon as the last
+gradient of each of its parameters is there. Buckets and their order depend on the model alone, so that all ranks launch the same
+all-reduces in the same order, and a repeated or resumed step gives the same bits.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from argosy.compat import copy_
-from argosy.parallel.shards import local
+from argosy.parallel.shards import local, spread_like
 
-_BUCKET = 64 * 2**20  # bytes
+# Bytes. The last bucket of a step has nothing to overlap with, so that a small model has smaller buckets: about `_BUCKETS`.
+_LARGEST_BUCKET, _SMALLEST_BUCKET, _BUCKETS = 64 * 2**20, 2**20, 16
+# Bytes. Gradients in a bucket begin at multiples of it, for kernels that load several elements at once.
+_ALIGNMENT = 16
 
 
-def sum_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, dtype: torch.dtype) -> None:
-    """All-reduce every gradient over the group in place, sent as `dtype`."""
-    gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    for bucket in _buckets(gradients, _BUCKET // dtype.itemsize):
-        flat = torch.cat([gradient.reshape(-1).to(dtype) for gradient in bucket])
-        dist.all_reduce(flat, group=group)
-        parts = flat.split([gradient.numel() for gradient in bucket])
-        copy_(bucket, [part.view_as(gradient) for part, gradient in zip(parts, bucket, strict=True)])
+class _Sum(NamedTuple):
+    """An all-reduce that was launched."""
+
+    work: Any
+    # What is being summed: not freed before the sum is there.
+    flat: Tensor
+    # Gradients of another dtype, and their parts of `flat`.
+    copies: list[tuple[Tensor, Tensor]]
+
+
+class GradientSums:
+    """The all-reduces of the gradients of some parameters over a group of ranks, sent as `dtype`.
+
+    `arm` and `complete` say which gradients of a step are the last ones. Those of which neither was said are summed by `finish`.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+        # The backward pass goes through a model from its end.
+        trained = [parameter for parameter in parameters if parameter.requires_grad][::-1]
+        total = sum(local(parameter).numel() for parameter in trained) * dtype.itemsize
+        most = min(_LARGEST_BUCKET, max(_SMALLEST_BUCKET, total // _BUCKETS)) // dtype.itemsize
+        self._group, self._dtype = group, dtype
+        self._buckets = list(_buckets(trained, most))
+        self._bucket_of = {parameter: n for n, bucket in enumerate(self._buckets) for parameter in bucket}
+        self._hooked = False
+        self._begin()
+
+    def arm(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Take the next gradient of each of the parameters, by default all, as its last of the step."""
+        if not self._hooked:
+            self._hooked = True
+            for parameter in self._bucket_of:
+                parameter.register_post_accumulate_grad_hook(self._arrived)
+        self._armed.update(self._bucket_of if parameters is None else parameters)
+
+    def complete(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Take the gradients that the parameters have now as those of the step."""
+        for parameter in parameters:
+            if parameter in self._missing:
+                del self._missing[parameter]
+                self._counts[self._bucket_of[parameter]] -= 1
+        self._launch()
+
+    def finish(self) -> None:
+        """Sum what was not summed yet, and make the device wait for all sums of the step. The host waits for gloo only."""
+        self.complete(list(self._missing))
+        for work, _, copies in self._sums:
+            work.wait()
+            if copies:
+                copy_(*map(list, zip(*copies, strict=True)))
+        self._begin()
+
+    def _begin(self) -> None:
+        self._armed: set[nn.Parameter] = set()
+        # Parameters whose gradient may still change, and how many each bucket has of them.
+        self._missing = dict.fromkeys(self._bucket_of)
+        self._counts = [len(bucket) for bucket in self._buckets]
+        self._launched = 0
+        self._sums: list[_Sum] = []
+
+    def _arrived(self, parameter: nn.Parameter) -> None:
+        if parameter in self._armed:
+            self.complete((parameter,))
+
+    @torch.no_grad()
+    def _launch(self) -> None:
+        """Launch the all-reduces of complete buckets, in order: a bucket waits for those before it."""
+        while self._launched < len(self._buckets) and not self._counts[self._launched]:
+            bucket = self._buckets[self._launched]
+            self._launched += 1
+            # Ranks agree on which parameters have a gradient.
+            held = [(parameter, parameter.grad) for parameter in bucket if parameter.grad is not None]
+            if not held:
+                continue
+            flat, parts = _flattened([local(gradient) for _, gradient in held], self._dtype)
+            work, copies = start_sum(flat, self._group), list[tuple[Tensor, Tensor]]()
+            for (parameter, gradient), part in zip(held, parts, strict=True):
+                if gradient.dtype == part.dtype:
+                    # The sum becomes the gradient, and the memory of what this rank had is free.
+                    parameter.grad = spread_like(part, gradient)
+                else:
+                    copies.append((local(gradient), part))
+            self._sums.append(_Sum(work, flat, copies))
+
+
+def _flattened(gradients: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+    """Return gradients as one tensor to send, and the part of it that is each gradient. One gradient alone is not copied."""
+    if len(gradients) == 1 and gradients[0].dtype == dtype and gradients[0].is_contiguous():
+        return gradients[0], gradients
+    pieces, firsts, end = list[Tensor](), list[int](), 0
+    for gradient in gradients:
+        firsts.append(end)
+        pieces.append(gradient.reshape(-1).to(dtype))
+        if padding := -gradient.numel() % (_ALIGNMENT // dtype.itemsize):
+            pieces.append(gradient.new_zeros(padding, dtype=dtype))
+        end += gradient.numel() + padding
+    flat = torch.cat(pieces)
+    return flat, [
+        flat[first : first + gradient.numel()].view(gradient.shape)
+        for first, gradient in zip(firsts, gradients, strict=True)
+    ]
+
+
+def start_sum(flat: Tensor, group: dist.ProcessGroup) -> Any:
+    """Launch the all-reduce of a bucket in place, and return its handle."""
+    return dist.all_reduce(flat, group=group, async_op=True)
 
 
 def odd_replicas(parameters: Iterable[Tensor], group: dist.ProcessGroup) -> list[int]:
@@ -48,12 +154,16 @@ def _digest(parameters: Iterable[Tensor]) -> Tensor:
     return (torch.stack(sums) * places).sum()
 
 
-def _buckets(tensors: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
-    bucket: list[Tensor] = []
-    for tensor in tensors:
-        if bucket and sum(t.numel() for t in bucket) + tensor.numel() > most:
+def _buckets(parameters: Iterable[nn.Parameter], most: int) -> Iterator[list[nn.Parameter]]:
+    """Yield consecutive parameters with at most `most` elements on this rank together, or one larger parameter."""
+    bucket: list[nn.Parameter] = []
+    held = 0
+    for parameter in parameters:
+        size = local(parameter).numel()
+        if bucket and held + size > most:
             yield bucket
-            bucket = []
-        bucket.append(tensor)
+            bucket, held = [], 0
+        bucket.append(parameter)
+        held += size
     if bucket:
         yield bucket

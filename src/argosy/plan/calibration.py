@@ -59,7 +59,9 @@ class Stack(Section):
     bucket: float = 0.0
     whole_sends: bool = False
     levelled: bool = False
-    overlaps: tuple[Literal["tensor", "tensor-backward", "send", "gradients", "copies", "context", "experts"], ...] = ()
+    overlaps: tuple[
+        Literal["tensor", "tensor-backward", "send", "gradients", "copies", "replicas", "context", "experts"], ...
+    ] = ()
 
 
 class Calibration(Section):

@@ -25,6 +25,7 @@ FORMULAS = {
     "launches": "time the GPU waits for the host to launch a layer's kernels; partly even if both take equally long",
     "recompute": "activation checkpointing: the forward pass again, or its cheap operations",
     "accumulation": "gradient accumulation: bytes to add each micro-batch's gradients, if matmuls do not / memory bandwidth reached",
+    "slowdown": "ZeRO-3: computation beside all-gathers and reduce-scatters is slower, by a share of the time they overlap",
     "head": "m x (output head's matmuls + bytes of the loss), if the last stage is the slowest",
     "tensor": "m x layers x 4 all-reduces (6 with full recompute) of 2 x tokens x hidden bytes, less what overlaps",
     "context": "all-gather of keys and values in each layer, and reduce-scatter of their gradients",

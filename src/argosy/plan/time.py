@@ -2,7 +2,8 @@
 
 A layer's forward and backward pass take the time of its matmuls, attention and element-wise bytes, or of the host's kernel launches
 if those take longer. Recompute repeats the forward pass. Tensor, context and expert parallelism add collectives to each layer. ZeRO-3
-all-gathers weights in parallel with computation; the part that does not overlap is exposed. A pipeline of stages with times T takes
+all-gathers weights in parallel with computation; the part that does not overlap is exposed: it runs while nothing computes, which is
+what `argosy train --profile` measures from a trace. Computation beside an all-gather is slower. A pipeline of stages with times T takes
 m max(T) + (sum(T) - max(T)) / v for m micro-batches and v virtual stages per rank; the second term is the pipeline bubble.
 """
 
@@ -34,7 +35,7 @@ from argosy.plan.updating_rank import UpdatingRank
 SHARPNESS = 5
 # Seconds per token of the one prefetch thread (docs/benchmarks.md, a sample of 4,096 tokens).
 READING = 12e-9
-ACTIVE = ("products", "attention", "element-wise", "launches", "recompute", "accumulation", "head")
+ACTIVE = ("products", "attention", "element-wise", "launches", "recompute", "accumulation", "slowdown", "head")
 COMMUNICATION = ("tensor", "context", "experts", "gather", "pipeline", "gradients")
 
 
@@ -51,7 +52,7 @@ class StepTime:
 
     @property
     def exposed(self) -> float:
-        """Share of the step spent waiting for communication (exposed communication)."""
+        """Share of the step in which communication runs and nothing computes (exposed communication)."""
         return sum(self.terms[name] for name in COMMUNICATION) / self.total
 
     @property
@@ -181,6 +182,7 @@ def _layer_terms(
     # The host launches every collective too.
     if launched:
         launched += reduces * latency(links, ranks)
+    exposed, slowdown = _gathered(work, layout, cluster, links, known, max(busy, launched) + tensor)
     return {
         "products": forward.products + backward.products,
         "attention": forward.attention + backward.attention,
@@ -191,7 +193,8 @@ def _layer_terms(
         "tensor": tensor,
         "context": context,
         "experts": experts,
-        "gather": _gathered(work, layout, cluster, links, known, max(busy, launched) + tensor),
+        "gather": exposed,
+        "slowdown": slowdown,
     }
 
 
@@ -238,17 +241,19 @@ def _distinct(places: float, drawn: int) -> float:
     return min(drawn, places * (1 - (1 - 1 / places) ** drawn))
 
 
-def _gathered(work: Work, layout: Layout, cluster: Cluster, links: Links, known: Calibration, compute: float) -> float:
+def _gathered(
+    work: Work, layout: Layout, cluster: Cluster, links: Links, known: Calibration, compute: float
+) -> tuple[float, float]:
     """Return the exposed seconds of ZeRO-3's all-gathers and reduce-scatter for one layer, and the slowdown of what they overlap.
 
     A pipeline keeps its gathered weights for all micro-batches.
     """
     if layout.zero < 3 or layout.pp > 1:
-        return 0.0
+        return 0.0, 0.0
     # Forward, backward, and the reduce-scatter of gradients, which frozen weights do not have.
     times = (3 if work.reshard else 2) - work.frozen
     moved = times * gather(links, group(layout, "shards", cluster), 2 * layer_parameters(work, layout))
-    return max(0.0, moved - compute) + known.constants["interference"] * min(moved, compute)
+    return max(0.0, moved - compute), known.constants["interference"] * min(moved, compute)
 
 
 def _once(
@@ -275,5 +280,9 @@ def _once(
         exchanged += reduce(links, shards, reduced * own)
     elif layout.zero < 3 or layout.pp > 1:
         exchanged += gather(links, shards, reduced * own) + gather(links, shards, 2 * own)
-    what = "copies" if layout.copies > 1 and layout.pp == 1 and "copies" in stack.overlaps else "gradients"
+    what = "gradients"
+    if layout.copies > 1 and layout.pp == 1 and "copies" in stack.overlaps:
+        what = "copies"
+    elif layout.zero == 0 and "replicas" in stack.overlaps:
+        what = "replicas"
     return max(0.0, exchanged - known.hidden(stack, what) * backward), optimiser

@@ -23,8 +23,9 @@ _KINDS = {
     ),
 }
 FLOOR = tuple(_KINDS)
-_WAITS = {"cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy"}
-_STEP = "argosy step"
+# Calls by which the host waits for the device.
+HOST_WAITS = {"cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy"}
+STEP = "argosy step"
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def profile_step(step: Callable[[], object], device: torch.device, trace: Path |
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with profile(activities=activities) as found:
-        with record_function(_STEP):
+        with record_function(STEP):
             step()
         if on_gpu:
             torch.cuda.synchronize(device)
@@ -62,7 +63,7 @@ def profile_step(step: Callable[[], object], device: torch.device, trace: Path |
     where = "CUDA" if on_gpu else "CPU"
     times: dict[str, tuple[float, int]] = {}
     for event in events:
-        if event.device_type.name != where or event.name == _STEP or event.is_user_annotation:
+        if event.device_type.name != where or event.name == STEP or event.is_user_annotation:
             continue
         spent = event.self_device_time_total if on_gpu else event.self_cpu_time_total  # microseconds
         time, calls = times.get(event.name, (0.0, 0))
@@ -71,8 +72,8 @@ def profile_step(step: Callable[[], object], device: torch.device, trace: Path |
     for name, (time, _) in times.items():
         kinds[kind_of(name)] += time
     kernels = sorted(((name, time, calls) for name, (time, calls) in times.items()), key=lambda k: -k[1])
-    span = next(e.time_range for e in events if e.name == _STEP and e.device_type.name == "CPU")
-    waits = [e for e in events if e.name in _WAITS and span.start <= e.time_range.start <= span.end]
+    span = next(e.time_range for e in events if e.name == STEP and e.device_type.name == "CPU")
+    waits = [e for e in events if e.name in HOST_WAITS and span.start <= e.time_range.start <= span.end]
     return StepProfile(kinds, kernels, len(waits))
 
 

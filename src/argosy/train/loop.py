@@ -255,8 +255,7 @@ class StepLoop:
             return None
         from argosy.train.profile_steps import Profiling
 
-        session, root = self._session, self._trainer.run.root
-        return Profiling(self._trainer.profile, root, session.device, session.mesh.rank)
+        return Profiling(self._trainer.profile, self._trainer.run.root, self._session.mesh)
 
     def _after_step(self, step: int, done: Step, lr: float, loader: Loader) -> bool:
         """Log, check, evaluate and save if due. Returns True if this step was the last."""

@@ -1,6 +1,7 @@
 """`argosy train --profile 10:13`: runs these steps of a real run under torch's profiler.
 
-Each rank writes a trace for Perfetto, and on a GPU the allocator's history. The first rank prints a short table of kernel times.
+Each rank writes a trace for Perfetto, and on a GPU the allocator's history. The first rank prints a short table of kernel times
+and, in a layout of several ranks, its exposed communication by axis.
 The profiler slows down the steps in the window; steps before and after it are not affected.
 """
 
@@ -12,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from argosy.compat import memory_history, record_memory_history
 from argosy.errors import ArgosyError
-from argosy.train.kernel_profile import kind_of, write_trace
+from argosy.parallel.mesh import Mesh
+from argosy.train.exposed_communication import exposure_of
+from argosy.train.kernel_profile import STEP, kind_of, write_trace
 
 _COMMUNICATION = re.compile(r"nccl|gloo|c10d|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all", re.IGNORECASE)
 
@@ -60,21 +63,26 @@ class Window:
 class Profiling:
     """The profiler of a run. Call `before` and `after` around each step; the profile is written when the window or the run ends."""
 
-    def __init__(self, window: Window | None, root: Path, device: torch.device, rank: int) -> None:
-        self._window, self._root, self._device, self._rank = window, root / "profile", device, rank
+    def __init__(self, window: Window | None, root: Path, mesh: Mesh) -> None:
+        self._window, self._root, self._mesh, self._device = window, root / "profile", mesh, mesh.device
         self._profiler: Any = None
+        self._step = record_function(STEP)
         self._begun = 0
 
     def before(self, step: int) -> None:
         if self._window is not None and self._profiler is None and self._window.first <= step < self._window.last:
             self._begun = step
             self._begin()
+        if self._profiler is not None:
+            self._step = record_function(STEP)
+            self._step.__enter__()
 
     def after(self, step: int, *, last: bool) -> list[str]:
         """Return the table if the window or the run has just ended; otherwise no lines."""
-        if self._profiler is None or self._window is None or not (last or step + 1 >= self._window.last):
+        if self._profiler is None or self._window is None:
             return []
-        return self._end(step + 1 - self._begun)
+        self._step.__exit__(None, None, None)
+        return self._end(step + 1 - self._begun) if last or step + 1 >= self._window.last else []
 
     def _begin(self) -> None:
         on_gpu = self._device.type == "cuda"
@@ -89,23 +97,26 @@ class Profiling:
             torch.cuda.synchronize(self._device)
         profiler, self._profiler, self._window = self._profiler, None, None
         profiler.__exit__(None, None, None)
-        trace = self._root / f"trace-rank{self._rank}.json"
+        trace = self._root / f"trace-rank{self._mesh.rank}.json"
         try:
             self._root.mkdir(exist_ok=True)
             write_trace(profiler, trace)
             if on_gpu:
-                (self._root / f"memory-rank{self._rank}.json").write_bytes(memory_history(self._device))
+                (self._root / f"memory-rank{self._mesh.rank}.json").write_bytes(memory_history(self._device))
                 record_memory_history(False)
         except OSError as error:
             return [f"the profile could not be written: {error}"]
-        return _table(profiler, on_gpu, steps, trace)
+        if not self._mesh.is_first:
+            return []
+        exposure = exposure_of(trace, self._mesh.names) if self._mesh.names else None
+        return _table(profiler, on_gpu, steps, trace) + ([] if exposure is None else exposure.lines())
 
 
 def _table(profiler: Any, on_gpu: bool, steps: int, trace: Path) -> list[str]:
     """Return a table of milliseconds per step by kind, and the longest kernels."""
     where, times = "CUDA" if on_gpu else "CPU", dict[str, tuple[float, int]]()
     for event in profiler.events() or []:
-        if event.device_type.name == where and not event.is_user_annotation:
+        if event.device_type.name == where and not event.is_user_annotation and event.name != STEP:
             spent = event.self_device_time_total if on_gpu else event.self_cpu_time_total
             time, calls = times.get(event.name, (0.0, 0))
             times[event.name] = (time + spent / 1000 / steps, calls + 1)

@@ -71,32 +71,32 @@ def _hold(take_step: Any, *step: Any, **options: Any) -> Any:
 
 def _skip_collective(take_step: Any, *step: Any, **options: Any) -> Any:
     """Do not sum this rank's gradients of this step: its next collective meets another one of the other ranks."""
-    from argosy.parallel import data_parallel as data
+    from argosy.parallel import replicas
 
-    whole, data.sum_gradients = data.sum_gradients, lambda *arguments: None
+    whole, replicas.start_sum = replicas.start_sum, lambda *arguments: _Skipped()
     try:
         return take_step(*step, **options)
     finally:
-        data.sum_gradients = whole
+        replicas.start_sum = whole
+
+
+class _Skipped:
+    """The handle of a collective that was never launched."""
+
+    def wait(self) -> None:
+        pass
 
 
 def _hurt_gradients(take_step: Any, *step: Any, factor: float, **options: Any) -> Any:
     """Multiply this rank's gradients of this step, before they are summed over all ranks."""
-    from argosy.parallel import data_parallel as data
+    from argosy.parallel import replicas
 
-    whole = data.sum_gradients
-
-    def hurt(parameters: Any, *arguments: Any) -> None:
-        parameters = list(parameters)
-        for parameter in parameters:
-            parameter.grad.mul_(factor)
-        whole(parameters, *arguments)
-
-    data.sum_gradients = hurt
+    whole = replicas.start_sum
+    replicas.start_sum = lambda flat, group: whole(flat.mul_(factor), group)
     try:
         return take_step(*step, **options)
     finally:
-        data.sum_gradients = whole
+        replicas.start_sum = whole
 
 
 def _nan(*step: Any, **options: Any) -> Any:

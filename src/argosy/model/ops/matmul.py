@@ -5,6 +5,9 @@ afterwards. The gradient GEMM of a small weight is split along the tokens (`spli
 
 Weight gradients can be deferred (`weights_later`). A backward pass needs input gradients at once, because another layer waits
 for them, but weight gradients only at the end of a step. A pipeline schedule computes them in its bubbles.
+
+An input can have a listener (`listen`), which gets its gradient before the gradients of the weights are computed. Tensor parallelism
+sums it over ranks meanwhile.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -36,9 +39,34 @@ def matmuls(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None
     return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
 
+class GradientListener(Protocol):
+    """Gets the gradient of a tensor from the one matmul that reads it. Another reader would add to the gradient."""
+
+    # Matmuls that read the tensor.
+    readers: int
+
+    def hear(self, gradient: Tensor) -> None: ...
+
+
+_LISTENER = "_argosy_listener"
+
+
+def listen(x: Tensor, listener: GradientListener) -> None:
+    """Give the gradient of x to the listener as soon as the one matmul that reads x has computed it."""
+    setattr(x, _LISTENER, listener)
+
+
+def _listener_of(x: Tensor) -> GradientListener | None:
+    found: GradientListener | None = getattr(x, _LISTENER, None)
+    if found is not None:
+        found.readers += 1
+    return found
+
+
 class _Products(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *factors: Tensor) -> tuple[Tensor, ...]:
+        ctx.listener = _listener_of(x)
         weights, biases = factors[: len(factors) // 2], factors[len(factors) // 2 :]
         ctx.save_for_backward(x, *weights)
         # The weights themselves: the saved tensors may be copies.
@@ -56,6 +84,8 @@ class _Products(torch.autograd.Function):
             for d_y, weight in zip(d_ys[1:], weights[1:], strict=True):
                 d_x = d_x.addmm_(d_y, weight)
             d_x = d_x.view_as(x)
+            if ctx.listener is not None and ctx.listener.readers == 1:
+                ctx.listener.hear(d_x)
         rows = x.flatten(0, -2)
         d_weights = [
             now_or_later(weight, partial(weight_gradient, d_y, rows)) if next(wanted) else None

@@ -1,15 +1,16 @@
 """The engine of pipeline parallelism: runs this rank's stages on the micro-batches of a step.
 
 Every pipeline rank reads the same samples: the first stage needs the tokens, the last the labels, and the others the inputs that
-depend on positions or documents. Gradients are summed over data-parallel ranks after the last micro-batch. Gradients of weights
-that several stages hold are then summed over their holders. Each rank reports the metrics of its stages; the sum over ranks is
+depend on positions or documents. Gradients of replicas are summed beside the last backward passes of their stages, those of shards
+after them. Gradients of weights that several stages hold are then summed over their holders. Each rank reports the metrics of its stages; the sum over ranks is
 the `Result` of the global batch.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -25,7 +26,7 @@ from argosy.parallel.fsdp import reduce_everything, reduce_nothing
 from argosy.parallel.host_group import all_gather_json
 from argosy.parallel.mesh import SUM_AXES, Mesh
 from argosy.parallel.pipeline.runtime import Key, Pass, Runtime
-from argosy.parallel.pipeline.schedules import Action, forward_order, training_order, with_messages
+from argosy.parallel.pipeline.schedules import Action, forward_order, last_gradients, training_order, with_messages
 from argosy.parallel.pipeline.shared import SharedWeights
 from argosy.parallel.pipeline.stage_cut import Stages
 from argosy.parallel.pipeline.stage_messages import Form
@@ -33,6 +34,7 @@ from argosy.parallel.pipeline.stream_forms import StreamForms
 from argosy.parallel.precision import DTYPES
 from argosy.parallel.shards import square_sum_of
 from argosy.parallel.single import Sums
+from argosy.parallel.trace_ranges import LEFT_OVER, PIPELINE, traced
 from argosy.parallel.transformer_blocks import DropoutSeeds
 
 # A micro-batch: the batch that it is part of, and the index of its first sample.
@@ -73,6 +75,16 @@ class PipelineParallel:
         self._runtime = Runtime(self._pipeline, stages.ranks, mesh.device)
         self._shared = SharedWeights(model, stages, self._pipeline)
         self._actions = cache(self._make_actions)
+        # By stage of this rank.
+        self._parameters = {
+            stage: [
+                parameter
+                for name, parameter in model.named_parameters()
+                if any(name.startswith(f"{module}.") for module in stages.modules[stage])
+            ]
+            for stage in stages.of_rank(dist.get_rank(self._pipeline))
+        }
+        self._lasts = cache(self._make_lasts)
         # Key: training or not. Value: the names of the metrics, and the shape of the expert loads.
         self._reported: dict[bool, tuple[list[str], tuple[int, ...] | None]] = {}
 
@@ -92,11 +104,13 @@ class PipelineParallel:
             self._micro_batches.seed_dropout(step, number + micro)
             return self._forward(stage, micros[micro], objective, stream)
 
-        reports = self._run(forward, micros, training=True)
+        with traced(PIPELINE):
+            reports = self._run(forward, micros, training=True)
         self.on_phase("communication")
-        reduce_everything(self.model)
-        self._reduction.sum_gradients()
-        self._shared.sum_gradients()
+        with traced(LEFT_OVER):
+            reduce_everything(self.model)
+            self._reduction.sum_gradients()
+            self._shared.sum_gradients()
         return self._reduction.sum_result(self._joined(list(reports.values()), training=True), totals)
 
     @torch.no_grad()
@@ -137,12 +151,24 @@ class PipelineParallel:
         return []
 
     def _run(self, forward: Pass, micros: Sequence[_Micro], *, training: bool) -> dict[Key, Loss | Stream]:
+        actions, lasts = self._actions(len(micros), training), self._lasts(len(micros)) if training else {}
 
         def forms(stage: int, micro: int) -> list[Form]:
             batch, first = micros[micro]
             return self._forms.leaving(stage, batch, min(self._micro_batches.size, len(batch.tokens) - first))
 
-        return self._runtime.run(self._actions(len(micros), training), forward, forms, training=training)
+        @contextmanager
+        def around(action: Action) -> Iterator[None]:
+            """Sum the gradients of a stage beside the action that computes the last of them."""
+            final = lasts.get(action)
+            # Deferred gradients of a weight may come in several parts.
+            if final is not None and action.kind == "B":
+                self._reduction.arm(final)
+            yield
+            if final is not None:
+                self._reduction.complete(final)
+
+        return self._runtime.run(actions, forward, forms, training=training, around=around)
 
     def _forward(
         self, stage: int, micro: _Micro, objective: Objective, stream: tuple[Tensor, ...] | None
@@ -157,6 +183,19 @@ class PipelineParallel:
         make = training_order if training else forward_order
         orders = make(parallel.schedule, parallel.pp, parallel.vpp, micros)
         return with_messages(orders, parallel.schedule)[dist.get_rank(self._pipeline)]
+
+    def _make_lasts(self, micros: int) -> dict[Action, list[nn.Parameter]]:
+        """Return the actions that compute the last gradients of a stage, and the parameters of which no later action has one."""
+        # Stages here may share a weight: the later action replaces the earlier.
+        owners = {
+            parameter: action
+            for action in last_gradients(self._actions(micros, True))
+            for parameter in self._parameters[action.stage]
+        }
+        found: dict[Action, list[nn.Parameter]] = {}
+        for parameter, action in owners.items():
+            found.setdefault(action, []).append(parameter)
+        return found
 
     def _joined(
         self, reports: Sequence[Loss | Stream], uncounted: Sequence[Loss | Stream] = (), *, training: bool

@@ -8,7 +8,7 @@ to learn their shapes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -25,6 +25,7 @@ from argosy.parallel.pipeline.stage_messages import Form, Mail, Pending
 Key = tuple[int, int]
 # The forms of the stream that leaves a stage for a micro-batch.
 Forms = Callable[[int, int], Sequence[Form]]
+Around = Callable[[Action], AbstractContextManager[None]]
 
 
 class Pass(Protocol):
@@ -58,36 +59,60 @@ class Runtime:
         self._mail, self._ranks = Mail(group, device), ranks
 
     def run(
-        self, actions: Sequence[Action], forward: Pass, forms: Forms, *, training: bool
+        self,
+        actions: Sequence[Action],
+        forward: Pass,
+        forms: Forms,
+        *,
+        training: bool,
+        around: Around = lambda action: nullcontext(),
     ) -> dict[Key, Loss | Stream]:
-        """Run the actions and return the reports of the forward passes."""
+        """Run the actions and return the reports of the forward passes.
+
+        Args:
+            around: returns the context in which an action runs.
+        """
         in_halves = any(action.kind == "W" for action in actions)
         with separable() if in_halves else nullcontext():
-            return self._run(actions, forward, forms, training)
+            return self._run(actions, forward, forms, training, around)
 
-    def _run(self, actions: Sequence[Action], forward: Pass, forms: Forms, training: bool) -> dict[Key, Loss | Stream]:
+    def _run(
+        self, actions: Sequence[Action], forward: Pass, forms: Forms, training: bool, around: Around
+    ) -> dict[Key, Loss | Stream]:
         state, reports = _State(), dict[Key, Loss | Stream]()
         for action in actions:
-            key = action.stage, action.micro
-            if action.kind == "F":
-                reports[key] = self._forward(state, key, forward, training)
-            elif action.kind in ("B", "I"):
-                self._backward(state, key, put_off=action.kind == "I")
-            elif action.kind == "W":
-                state.later.pop(key).run()
-            elif action.kind == "send F":
-                state.sent.append(self._mail.send(state.streams.pop(key), self._ranks[action.stage + 1]))
-            elif action.kind == "receive F":
-                source = action.stage - 1
-                state.arriving[key] = self._mail.receive(forms(source, action.micro), self._ranks[source])
-            elif action.kind == "send B":
-                state.sent.append(self._mail.send(state.gradients.pop(key), self._ranks[action.stage - 1]))
-            else:
-                made = [Form(tuple(t.shape), t.dtype) for t in state.outputs[key]]
-                state.returning[key] = self._mail.receive(made, self._ranks[action.stage + 1])
+            with around(action):
+                self._act(action, state, reports, forward, forms, training)
         for message in state.sent:
             message.wait()
         return reports
+
+    def _act(
+        self,
+        action: Action,
+        state: _State,
+        reports: dict[Key, Loss | Stream],
+        forward: Pass,
+        forms: Forms,
+        training: bool,
+    ) -> None:
+        key = action.stage, action.micro
+        if action.kind == "F":
+            reports[key] = self._forward(state, key, forward, training)
+        elif action.kind in ("B", "I"):
+            self._backward(state, key, put_off=action.kind == "I")
+        elif action.kind == "W":
+            state.later.pop(key).run()
+        elif action.kind == "send F":
+            state.sent.append(self._mail.send(state.streams.pop(key), self._ranks[action.stage + 1]))
+        elif action.kind == "receive F":
+            source = action.stage - 1
+            state.arriving[key] = self._mail.receive(forms(source, action.micro), self._ranks[source])
+        elif action.kind == "send B":
+            state.sent.append(self._mail.send(state.gradients.pop(key), self._ranks[action.stage - 1]))
+        else:
+            made = [Form(tuple(t.shape), t.dtype) for t in state.outputs[key]]
+            state.returning[key] = self._mail.receive(made, self._ranks[action.stage + 1])
 
     def _forward(self, state: _State, key: Key, forward: Pass, training: bool) -> Loss | Stream:
         stage, micro = key

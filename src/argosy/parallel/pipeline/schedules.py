@@ -8,6 +8,7 @@ added at the same moment. Two ranks therefore exchange their messages in the sam
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 from argosy.compat import torch_schedule
@@ -69,6 +70,16 @@ def with_messages(orders: Orders, schedule: str) -> Orders:
                 full[rank].append(Action("send F" if forward else "send B", action.stage, action.micro))
                 full[there].append(Action("receive F" if forward else "receive B", to, action.micro))
     return full
+
+
+def last_gradients(actions: Iterable[Action]) -> list[Action]:
+    """Return the last action of each stage that computes gradients of weights, in their order."""
+    found: dict[int, Action] = {}
+    for action in actions:
+        if action.kind in ("B", "I", "W"):
+            found.pop(action.stage, None)
+            found[action.stage] = action
+    return list(found.values())
 
 
 def _one_forward_one_backward(rank: int, ranks: int, micros: int) -> list[Action]:

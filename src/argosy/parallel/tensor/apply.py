@@ -165,7 +165,8 @@ def _enter_experts(region: Region, module: nn.Module, arguments: tuple[Tensor, T
     """Enter a MoE layer. Each rank gets a part of the gradient there. All ranks compute the same router losses, so these are
     divided by the number of ranks."""
     x, scale = arguments
-    return region.enter(x), None if scale is None else scale / region.ranks
+    # The router and the experts read x.
+    return region.enter(x, read_once=False), None if scale is None else scale / region.ranks
 
 
 def _leave_experts(region: Region, module: nn.Module, arguments: Any, result: tuple[Tensor, Report]) -> Any:

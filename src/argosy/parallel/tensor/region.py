@@ -3,7 +3,7 @@
 Between blocks a rank has the residual stream: all of it or, with sequence parallelism, its share of the tokens. Inside
 attention and MLP it has all tokens and a part of the heads or of the inner width. On entry the tokens are all-gathered. On exit
 the outputs are summed over ranks. Each collective has the one that its gradient needs: all ranks that read a value contribute to
-its gradient.
+its gradient. In the backward pass, the sum on the way out runs beside the weight gradients of the first matmuls (`EarlySum`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from argosy.compat import gather_into, passed_on, scatter_sum_into
+from argosy.model.ops.matmul import listen
 from argosy.model.sharding import WHOLE, Share
 
 
@@ -45,9 +46,14 @@ class Region:
         """This rank's share of the tokens outside of the region."""
         return self.share if self.sequence else WHOLE
 
-    def enter(self, x: Tensor) -> Tensor:
-        """Return all tokens of x [batch, seq, ..], for ranks that each compute a part with them."""
-        entered: Tensor = (_GatherTokens if self.sequence else _Copy).apply(x, self.group)
+    def enter(self, x: Tensor, *, read_once: bool = True) -> Tensor:
+        """Return all tokens of x [batch, seq, ..], for ranks that each compute a part with them. With `read_once`, a matmul may be
+        their only reader."""
+        # What is compiled does not call the listener.
+        early = EarlySum(self) if read_once and not torch.compiler.is_compiling() else None
+        entered: Tensor = (_GatherTokens if self.sequence else _Copy).apply(x, self.group, early)
+        if early is not None:
+            listen(entered, early)
         return entered
 
     def leave(self, y: Tensor) -> Tensor:
@@ -61,15 +67,50 @@ class Region:
         return ended
 
 
+class EarlySum:
+    """The sum over ranks of the gradient of a region's input, launched before the gradients of the first weights are computed.
+
+    The sum runs beside these matmuls. If more than one matmul reads the input, nothing is launched early.
+    """
+
+    def __init__(self, region: Region) -> None:
+        self.readers = 0
+        self._region = region
+        # The gradient, its version, what is being summed, the result, and the handle.
+        self._launched: tuple[Tensor, int, Tensor, Tensor, Any] | None = None
+
+    def hear(self, gradient: Tensor) -> None:
+        group = self._region.group
+        if self._region.sequence:
+            sent = by_share(gradient, group)
+            result = torch.empty_like(sent[0])
+            work = scatter_sum_into(result, sent.flatten(0, 1), group, async_op=True)
+        else:
+            sent = result = gradient.clone(memory_format=torch.contiguous_format)
+            work = dist.all_reduce(result, group=group, async_op=True)
+        self._launched = gradient, gradient._version, sent, result, work
+
+    def take(self, gradient: Tensor) -> Tensor | None:
+        """Return the sum of the gradient if it was launched, and wait for it. The host waits for gloo only."""
+        if self._launched is None:
+            return None
+        (heard, version, _, result, work), self._launched = self._launched, None
+        work.wait()
+        # An input with another reader has another gradient.
+        same = gradient.data_ptr() == heard.data_ptr() and gradient.shape == heard.shape and version == heard._version
+        return result if same else None
+
+
 class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, early: EarlySum | None) -> Tensor:
+        ctx.group, ctx.early = group, early
         return passed_on(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return summed(gradients[0], ctx.group), None
+        early = None if ctx.early is None else ctx.early.take(gradients[0])
+        return summed(gradients[0], ctx.group) if early is None else early, None, None
 
 
 class _Sum(torch.autograd.Function):
@@ -84,13 +125,14 @@ class _Sum(torch.autograd.Function):
 
 class _GatherTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, early: EarlySum | None) -> Tensor:
+        ctx.group, ctx.early = group, early
         return gathered(x, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return summed_to_shares(gradients[0], ctx.group), None
+        early = None if ctx.early is None else ctx.early.take(gradients[0])
+        return summed_to_shares(gradients[0], ctx.group) if early is None else early, None, None
 
 
 class _SumToShares(torch.autograd.Function):
@@ -130,7 +172,13 @@ def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def summed_to_shares(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Reduce-scatter tokens: [batch, seq, ..] -> this rank's tokens of the sum over ranks, [batch, seq / ranks, ..]."""
-    parts = x.unflatten(1, (group.size(), -1)).transpose(0, 1).contiguous()
+    parts = by_share(x, group)
     share = torch.empty_like(parts[0])
     scatter_sum_into(share, parts.flatten(0, 1), group)
     return share
+
+
+def by_share(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return tokens by the rank that has them: [batch, seq, ..] -> [ranks, batch, seq / ranks, ..]."""
+    by_rank: Tensor = x.unflatten(1, (group.size(), -1))
+    return by_rank.transpose(0, 1).contiguous()
