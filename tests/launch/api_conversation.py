@@ -33,7 +33,7 @@ REVIEWS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
 MINE = {"argosy/run": "recorded", "argosy/stage": "train"}
 # Values that differ from one conversation to the next.
 _VOLATILE = ("uid", "resourceVersion", "creationTimestamp", "deletionTimestamp")
-_RESOURCES = ("configmaps", "events", "jobs", "jobsets", "pods", "pods/log", "services")
+_RESOURCES = ("configmaps", "events", "jobs", "jobsets", "pods", "pods/log")
 
 
 class Answer(NamedTuple):

@@ -39,6 +39,8 @@ KINDS = {
     "scheduling.volcano.sh/v1beta1": [("PodGroup", "podgroups")],
     "scheduling.x-k8s.io/v1alpha1": [("PodGroup", "podgroups")],
 }
+# Jobs, whose pods go with them.
+OWNERS = ("jobs", "jobsets", "pytorchjobs", "trainjobs", "hyperpodpytorchjobs")
 CLUSTER_WIDE = ("PersistentVolume", "StorageClass", "SelfSubjectAccessReview")
 CORE = ("v1", "batch/v1", "storage.k8s.io/v1")
 KIND_OF = {(version, plural): kind for version, pairs in KINDS.items() for kind, plural in pairs}
@@ -134,6 +136,10 @@ def _value_fault(asked: Asked, there: Object | None, document: Object) -> Object
         return invalid(*about, "metadata.name", f'Invalid value: "{name}": {_NAME_RULE}')
     if spec.get("containers") == []:
         return invalid(*about, "spec.containers", "Required value", "FieldValueRequired")
+    if spec.get("backoffLimit", 0) < 0:
+        return invalid(
+            *about, "spec.backoffLimit", f"Invalid value: {spec['backoffLimit']}: must be greater than or equal to 0"
+        )
     old = (there or {}).get("spec", {})
     for field in ("completions",) if asked.kind == "Job" and there is not None else ():
         if old.get(field) != spec.get(field):

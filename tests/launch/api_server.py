@@ -23,6 +23,7 @@ from api_rules import (
     KIND_OF,
     KINDS,
     ONLY,
+    OWNERS,
     VERBS,
     Asked,
     chooser,
@@ -232,7 +233,9 @@ class _Handler(BaseHTTPRequestHandler):
         # A job's pods go with it.
         mine = gone["metadata"].get("labels", {})
         own = {key: mine[key] for key in ("argosy/run", "argosy/stage") if key in mine}
-        for plural, pod in [key for key in state.objects if key[0] == "pods" and len(own) == 2]:
+        for plural, pod in [
+            key for key in state.objects if key[0] == "pods" and asked.plural in OWNERS and len(own) == 2
+        ]:
             if own.items() <= state.objects[plural, pod]["metadata"]["labels"].items():
                 state.remove(plural, pod)
         self._answer(200, deletion(asked, gone))
@@ -264,11 +267,17 @@ class _Handler(BaseHTTPRequestHandler):
         if fault is not None:
             return self._refuse(fault)
         chosen = chooser(asked)
-        items = [document for (kind, _), document in self.server_state.objects.items() if kind == asked.plural]
+        items = [
+            document for (kind, _), document in self.server_state.objects.items()
+            if kind == asked.plural and document["metadata"].get("namespace") in (None, asked.namespace)
+        ]  # fmt: skip
         unnamed = ("kind", "apiVersion") if asked.api_version in CORE else ()
         items = [{key: value for key, value in item.items() if key not in unnamed} for item in items if chosen(item)]
         head = {"kind": f"{asked.kind}List", "apiVersion": asked.api_version}
-        self._answer(200, head | {"metadata": {"resourceVersion": str(self.server_state.version)}, "items": items})
+        metadata = ({} if asked.api_version in CORE else {"continue": ""}) | {
+            "resourceVersion": str(self.server_state.version)
+        }
+        self._answer(200, head | {"metadata": metadata, "items": items})
 
     def _stream(self) -> None:
         self.send_response(200)
@@ -301,7 +310,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._refuse(not_found("", "pods", pod))
         port = state.proxies.get(f"{pod}:{number}")
         if port is None:
-            return self._refuse(failure(503, "no endpoints available"))
+            return self._refuse(failure(400, "address not allowed"))
         kept = {key: value for key, value in self.headers.items() if key.lower() not in ("authorization", "host")}
         connection = HTTPConnection("127.0.0.1", port, timeout=30)
         connection.request("GET", "/" + self.path.partition("/proxy/")[2], headers=kept)
@@ -317,6 +326,10 @@ class _Handler(BaseHTTPRequestHandler):
         state, name, query = self.server_state, str(asked.name), asked.query
         if ("pods", name) not in state.objects:
             return self._refuse(not_found("", "pods", name))
+        if not state.logs[name]:
+            # No node has the pod yet, or its container wrote nothing.
+            self.send_response(204)
+            return self.end_headers()
         since = query.get("sinceTime", "")
         lines = [line for line in state.logs[name] if line.split(" ", 1)[0] >= since]
         if "tailLines" in query:

@@ -41,9 +41,7 @@ class ObjectStore:
         """Store what an operator or the kubelet would write."""
         with self.changed:
             key = plural, document["metadata"]["name"]
-            metadata = document["metadata"]
-            metadata.setdefault("uid", str(uuid.uuid4()))
-            metadata.setdefault("creationTimestamp", now())
+            _born(document)
             self._change("MODIFIED" if key in self.objects else "ADDED", plural, document)
             self.objects[key] = document
 
@@ -84,7 +82,9 @@ class ObjectStore:
                 fields = [] if force or other == manager or there is None else sorted(_differing(applied, document))
                 if fields:
                     raise ConflictingFields(other, fields)
-            result = _merged(there or {}, managers.get(manager, {}), document)
+            result = _born(_merged(there or {}, managers.get(manager, {}), document))
+            if plural == "pods":
+                result.setdefault("status", {"phase": "Pending"})
             if keep:
                 self._applied[key] = managers | {manager: copy.deepcopy(document)}
                 if result != there:
@@ -109,6 +109,13 @@ class ObjectStore:
     def event(self, about: str, reason: str, message: str) -> None:
         document = {"metadata": {"name": f"{about}.{self.version}"}, "type": "Warning", "reason": reason}
         self.put("events", document | {"message": message, "involvedObject": {"name": about}})
+
+
+def _born(document: Object) -> Object:
+    """Give an object what a server gives it when it is made."""
+    document["metadata"].setdefault("uid", str(uuid.uuid4()))
+    document["metadata"].setdefault("creationTimestamp", now())
+    return document
 
 
 def _merged(there: Object, before: Object, now: Object) -> Object:
