@@ -248,15 +248,6 @@ class Conversation:
         told = self.ask("GET", MAPS, resourceVersion=start, **selected)
         # A finalizer, which the propagation policy asks for, adds a change that is none to a reader.
         self.answers["watch"] = Answer(told.status, [told.body[0], told.body[1], told.body[-1]])
-        self.note(
-            "watch what never was",
-            "GET",
-            MAPS,
-            resourceVersion="1",
-            watch="true",
-            timeoutSeconds=1,
-            labelSelector="argosy/run=none",
-        )
 
     def read_logs(self) -> None:
         self.apply("a new pod", PODS, pod("p0"))
