@@ -43,7 +43,6 @@ KINDS = {
 OWNERS = ("jobs", "jobsets", "pytorchjobs", "trainjobs", "hyperpodpytorchjobs")
 CLUSTER_WIDE = ("PersistentVolume", "StorageClass", "SelfSubjectAccessReview")
 CORE = ("v1", "batch/v1", "storage.k8s.io/v1")
-KIND_OF = {(version, plural): kind for version, pairs in KINDS.items() for kind, plural in pairs}
 VERBS = ("create", "delete", "deletecollection", "get", "list", "patch", "update", "watch")
 ONLY = {"pods/log": ("get",), "selfsubjectaccessreviews": ("create",)}
 _FIELDS = {
@@ -72,8 +71,9 @@ class Asked(NamedTuple):
         return self.api_version.rpartition("/")[0]
 
     @property
-    def kind(self) -> str:
-        return KIND_OF.get((self.api_version, self.plural), self.plural)
+    def kind(self) -> str | None:
+        """The kind of a resource, or None if the server does not know it."""
+        return next((kind for kind, plural in KINDS.get(self.api_version, []) if plural == self.plural), None)
 
 
 def what_is_asked(path: str) -> Asked:

@@ -20,7 +20,6 @@ from api_rules import (
     CLUSTER_WIDE,
     CORE,
     DISCOVERY,
-    KIND_OF,
     KINDS,
     ONLY,
     OWNERS,
@@ -126,7 +125,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._stumble(state.faults.pop(0))
         if asked is None:
             return self._discover(path.strip("/"))
-        if asked.plural in state.unknown or (asked.api_version, asked.plural) not in KIND_OF:
+        if asked.plural in state.unknown or asked.kind is None:
             return self._refuse(unknown_resource())
         other = self.headers.get("Impersonate-User")
         if (other or asked.plural in state.forbidden) and asked.plural != "selfsubjectaccessreviews":

@@ -27,8 +27,8 @@ def failure(code: int, message: str, details: Object | None = None, reason: str 
     return body | ({} if details is None else {"details": details}) | {"code": code}
 
 
-def named(group: str, plural: str) -> str:
-    return f"{plural}.{group}" if group else plural
+def named(group: str, plural: str | None) -> str:
+    return f"{plural}.{group}" if group else str(plural)
 
 
 def not_found(group: str, plural: str, name: str) -> Object:
@@ -48,7 +48,9 @@ def forbidden(user: str, verb: str, group: str, resource: str, name: str | None,
     return failure(403, said, ({"name": name} if name else {}) | ({"group": group} if group else {}) | {"kind": plural})
 
 
-def invalid(group: str, kind: str, name: str, field: str, fault: str, reason: str = "FieldValueInvalid") -> Object:
+def invalid(
+    group: str, kind: str | None, name: str, field: str, fault: str, reason: str = "FieldValueInvalid"
+) -> Object:
     causes = [{"reason": reason, "message": fault, "field": field}]
     details = {"name": name} | ({"group": group} if group else {}) | {"kind": kind, "causes": causes}
     return failure(422, f'{named(group, kind)} "{name}" is invalid: {field}: {fault}', details)
