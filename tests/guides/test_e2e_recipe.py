@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 from pathlib import Path
 
+import jsonschema
 import pytest
 import yaml
 from crds import check_object
-from e2e_spec import MOUNT, TARGETS, e2e_spec
-from rendering import objects_of, pods_of
+from e2e_spec import MOUNT, TARGETS, chart_values, e2e_spec
+from rendering import CHART, objects_of, pods_of
 
 from argosy.launch.place import place
 from argosy.launch.render import render
@@ -39,3 +41,10 @@ def test_the_run_of_the_scenarios_renders_valid_objects(target: str, tmp_path: P
     for more in (f"init_from=hf:{MOUNT}/nothing", "checkpoint.keep=1000000000"):
         place(spec, [more])
     place(spec, ["cluster.nodes=1", "cluster.ranks=2"])
+
+
+def test_the_chart_takes_the_run_of_the_scenarios() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    values = chart_values("chart", f"r/argosy@sha256:{'0' * 64}", "e2e", "volume")
+    assert values["run"]["cluster"].pop("instance") is None, "helm removes such a key before it validates"
+    jsonschema.validate(yaml.safe_load((CHART / "values.yaml").read_text()) | values, schema)

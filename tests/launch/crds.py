@@ -147,6 +147,44 @@ def check_strictly(document: dict[str, Any], schema: dict[str, Any]) -> None:
     assert not faults, "\n".join(faults)
 
 
+class Fault(typing.NamedTuple):
+    """What a server has against a field. Without a reason it is one of structure, which servers find before anything else."""
+
+    field: str
+    message: str
+    reason: str = ""
+
+
+def schema_faults(document: dict[str, Any], schema: dict[str, Any]) -> list[Fault]:
+    """Return what a schema has against a document, in the words of a server."""
+    return [fault_of(error) for error in jsonschema.Draft202012Validator(schema).iter_errors(document)]
+
+
+def fault_of(error: jsonschema.ValidationError) -> Fault:
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error.absolute_path)
+    if error.validator == "additionalProperties":
+        [unknown, *_] = [key for key in error.instance if key not in error.schema["properties"]]
+        return Fault(f"{path}.{unknown}", "field not declared in schema")
+    if error.validator == "type":
+        names = {
+            "integer": "numeric (int or float)",
+            "number": "numeric (int or float)",
+            "object": "map",
+            "array": "list",
+        }
+        kinds = error.validator_value if isinstance(error.validator_value, list) else [error.validator_value]
+        return Fault(path, f"expected {names.get(kinds[0], kinds[0])}, got &{{{error.instance}}}")
+    if error.validator == "enum":
+        known = ", ".join(f'"{value}"' for value in error.validator_value)
+        return Fault(
+            path, f'Unsupported value: "{error.instance}": supported values: {known}', "FieldValueNotSupported"
+        )
+    if error.validator == "required":
+        [missing, *_] = [key for key in error.validator_value if key not in error.instance]
+        return Fault(f"{path}.{missing}", "Required value", "FieldValueRequired")
+    return Fault(path, f"Invalid value: {error.message}", "FieldValueInvalid")
+
+
 # Kueue 0.13, as far as docs/guides uses it.
 _QUOTA = fields("name nominalQuota", name=TEXT, nominalQuota=ANY, borrowingLimit=ANY, lendingLimit=ANY)
 _FLAVOR = fields("name resources", name=TEXT, resources=listed(_QUOTA))

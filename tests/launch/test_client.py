@@ -14,16 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from api_server import ApiServer
 from kubernetes.config import incluster_config
-from rendering import GPU_EXAMPLE, ROOT
+from rendering import CHART, GPU_EXAMPLE, ROOT
 
 from argosy.console.training_lines import stopped_line
 from argosy.errors import ArgosyError
 from argosy.launch import conduct, runs
 from argosy.launch.api import RETRY, Cluster, connect
 from argosy.launch.conduct import EXIT_STAGE_FAILED, Conductor
-from argosy.launch.manifests import JOB, POD
+from argosy.launch.manifests import JOB, KUBERNETES_LEAST, POD
 from argosy.launch.place import place
 from argosy.launch.placement import Placement
 from argosy.launch.registry import find_target
@@ -167,6 +168,30 @@ def test_an_operator_that_is_too_old_is_told_before_data_is_prepared_for_it(
         launch()
     assert "kubectl apply --server-side -f https://github.com/kubernetes-sigs/jobset/" in str(refused.value.fix)
     assert not server.objects, "nothing was made, a file system neither"
+
+
+def test_a_kubernetes_that_is_too_old_is_told_before_data_is_prepared(
+    server: ApiServer, launch: Callable[..., tuple[int, list[str]]]
+) -> None:
+    server.missing_fields = {"completionMode"}
+    told = (
+        f"Kubernetes of this cluster is too old: its Job has no field spec.completionMode; {KUBERNETES_LEAST} or newer"
+    )
+    with pytest.raises(ArgosyError, match=told):
+        launch()
+    assert not server.objects
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert chart["kubeVersion"] == f">={KUBERNETES_LEAST}.0-0"
+
+
+def test_a_document_that_cannot_be_right_is_sent_once(server: ApiServer) -> None:
+    """The server answers with status 500, as it does when it is in trouble."""
+    document = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "odd"}, "spec": {"suspend": "yes"}}
+    with pytest.raises(
+        ArgosyError, match=r"500: failed to create typed patch object .*\.spec\.suspend: expected boolean"
+    ):
+        connect("training").apply(document)
+    assert [method for method, _, _ in server.requests].count("PATCH") == 1
 
 
 def test_the_guide_installs_the_operators_that_refusals_name() -> None:

@@ -33,8 +33,9 @@ RETRY = RetryPolicy(attempts=8, base_s=0.5, cap_s=20.0, statuses=frozenset({409,
 _NOTHING_TO_READ = frozenset({400, 404, 410})
 _WAIT_S = 30.0
 _ACCESS_REVIEW = Kind("authorization.k8s.io/v1", "SelfSubjectAccessReview")
-# What a server says of a field that its schema does not have: with status 500, although asking again cannot help.
+# What a server says of a field that its schema does not have, or has with another type: with status 500, although asking again cannot help.
 UNKNOWN_FIELD = "field not declared in schema"
+_VERDICTS = (UNKNOWN_FIELD, "failed to create typed patch object")
 # A path below a file, where no file can exist.
 _NO_FILE = f"{os.devnull}/discovery"
 
@@ -296,7 +297,8 @@ class _RetryingClient(DynamicClient):  # type: ignore[misc]  # the client has no
             # Status 0: TLS failed before the server answered.
             if not error.status:
                 raise Transient(str(error.reason)) from None
-            if error.status in self._retry.statuses and UNKNOWN_FIELD not in _message(error):
+            final = any(verdict in _message(error) for verdict in _VERDICTS)
+            if error.status in self._retry.statuses and not final:
                 asked = retry_after_s(error.headers or {})
                 raise Transient(f"{error.status}: {_message(error)}", retry_after_s=asked) from None
             if error.status == 404 and method.upper() in ("GET", "DELETE"):

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from argosy.errors import ArgosyError
 from argosy.launch.api import UNKNOWN_FIELD, Cluster, Forbidden, install_hint
-from argosy.launch.manifests import CLAIM, LOCAL_QUEUES, Kind, Manifests, kind_of
+from argosy.launch.manifests import CLAIM, JOB, KUBERNETES_LEAST, LOCAL_QUEUES, Kind, Manifests, kind_of
 from argosy.launch.placement import Placement
 from argosy.launch.pod import Manifest
 from argosy.launch.stages import Stage
@@ -95,6 +95,12 @@ def _try_out(cluster: Cluster, document: Manifest, kinds: Sequence[Kind], *, ref
 
 
 def _too_old(kind: Kind, field: str, error: ArgosyError) -> ArgosyError:
+    if kind == JOB:
+        return ArgosyError(
+            "launch.refused",
+            f"the Kubernetes of this cluster is too old: its Job has no field {field}; {KUBERNETES_LEAST} or newer is needed",
+            fix="upgrade the cluster; `kubectl version` shows what it is",
+        )
     if kind.operator is None:
         return error
     return ArgosyError(

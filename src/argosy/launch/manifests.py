@@ -37,6 +37,8 @@ class Kind:
         return self.api_version.rpartition("/")[0]
 
 
+# The oldest Kubernetes whose Job has every field used here. The chart asks for it too.
+KUBERNETES_LEAST = "1.29"
 POD, EVENT, SERVICE = Kind("v1", "Pod"), Kind("v1", "Event"), Kind("v1", "Service")
 JOB = Kind("batch/v1", "Job", "jobs")
 CONFIG_MAP = Kind("v1", "ConfigMap")

@@ -1,0 +1,27 @@
+"""The chart on a real cluster: its conductor takes a run to its end with its own rights, and uninstalling it keeps the data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from e2e_cluster import CLAIM, Bits, E2eCluster
+from e2e_spec import chart_values
+
+CHART = Path(__file__).parents[2] / "charts" / "argosy"
+
+
+def test_a_release_conducts_its_run_and_leaves_the_data_when_it_goes(
+    cluster: E2eCluster, undisturbed: Bits, tmp_path: Path
+) -> None:
+    values = tmp_path / "values.json"
+    values.write_text(json.dumps(chart_values("chart", cluster.image, cluster.namespace, CLAIM)))
+    cluster.helm("install", "chart", CHART, "--values", values)
+    try:
+        cluster.wait(lambda: cluster.conductor_ended("chart"), "the end of the conductor")
+        assert cluster.bits("chart") == undisturbed
+        cluster.wait(lambda: cluster.available("chart-tensorboard"), "TensorBoard")
+    finally:
+        cluster.helm("uninstall", "chart", "--wait")
+    assert cluster.bits("chart") == undisturbed, "what the release made is gone, and the run is not"
+    assert "done" in cluster.say("status", "chart", "-n", cluster.namespace)
