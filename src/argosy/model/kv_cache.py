@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from argosy.model.attention import BACKENDS, Attend, Case, Mask, explicit_bias, prepare_attention
@@ -97,31 +97,34 @@ class CachedTexts:
     """The next-token logits of a batch of growing texts, for `argosy.model.decoding.generate`.
 
     Each call passes every text with one more token than in the last call. The model sees the last `limit` tokens of a text. A
-    text that outgrows the limit is read anew in each call, because the positions of all its tokens change.
+    text that outgrows the limit is read anew in each call, because the positions of all its tokens change. So are all texts where
+    the model takes no cache.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Callable[..., Tensor],
         *,
         limit: int,
         most: int,
         device: torch.device,
         beside: Callable[[int, range], Mapping[str, list[int]]] = lambda row, shown: _NO_INPUTS,
+        takes_cache: bool = True,
     ) -> None:
         """Args:
+        model: a decoder, or a function that takes and returns the same.
         limit: the most tokens that the model sees.
         most: the length to which the longest text may grow.
         beside: returns the model's other inputs for the positions `shown` of a text. Positions before 0 are padding.
         """
         self._model, self._limit, self._device, self._beside = model, limit, device, beside
-        self._cache = KeyValueCache(min(limit, most))
+        self._cache, self._takes_cache = KeyValueCache(min(limit, most)), takes_cache
         # The padding of each text.
         self._pads: list[int] = []
 
     def __call__(self, texts: Sequence[Sequence[int]]) -> Tensor:
         longest = max(map(len, texts))
-        if 0 < self._cache.length == longest - 1 < self._limit:
+        if self._takes_cache and 0 < self._cache.length == longest - 1 < self._limit:
             return self._read_one(texts)
         return self._read_all(texts, min(longest, self._limit))
 
@@ -148,7 +151,7 @@ class CachedTexts:
         end = self._cache.length + tokens.shape[1]
         if any(self._pads):
             inputs["documents"] = self._tensor([[int(at >= pad) for at in range(end)] for pad in self._pads])
-        logits: Tensor = self._model(tokens, cache=self._cache, **inputs)
+        logits = self._model(tokens, cache=self._cache if self._takes_cache else None, **inputs)
         self._cache.advance(tokens.shape[1])
         return logits
 

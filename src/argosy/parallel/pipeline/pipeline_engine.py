@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from argosy.config.schema import ParallelSpec
 from argosy.data.samples.windows import Batch
+from argosy.model.kv_cache import KeyValueCache
 from argosy.model.objective import Loss, Objective, Stream
 from argosy.parallel.data_parallel import Reduction, make_micro_batches
 from argosy.parallel.engine import Result, ignore_phase
@@ -30,6 +31,7 @@ from argosy.parallel.pipeline.shared import SharedWeights
 from argosy.parallel.pipeline.stage_cut import Stages
 from argosy.parallel.shards import square_sum_of
 from argosy.parallel.single import Sums
+from argosy.parallel.text_passes import TextInputs, required
 from argosy.parallel.transformer_blocks import DropoutSeeds
 
 # A micro-batch: the batch that it is part of, and the index of its first sample.
@@ -48,6 +50,7 @@ class PipelineParallel:
         dropout: DropoutSeeds,
         *,
         z_loss: float,
+        vocabulary: int,
     ) -> None:
         along = mesh.along("pp")
         if along is None:
@@ -60,6 +63,8 @@ class PipelineParallel:
         self._micro_batches = make_micro_batches(model, mesh, parallel, dropout)
         self._reduction = Reduction(model, mesh, parallel, z_loss=z_loss, result_axes=(*SUM_AXES, "pp"))
         self._runtime = Runtime(self._pipeline, stages.ranks, mesh.device)
+        self._texts = TextInputs.of(mesh, parallel)
+        self._last, self._vocabulary = stages.ranks[-1], vocabulary
         self._shared = SharedWeights(model, stages, self._pipeline)
         self._actions = cache(self._make_actions)
         # Key: training or not. Value: the names of the metrics, and the shape of the expert loads.
@@ -108,6 +113,28 @@ class PipelineParallel:
             for counts in (True, False)
         )
         return self._reduction.sum_result(self._joined(counted, uncounted, training=False), totals)
+
+    takes_cache = False
+
+    def logits(
+        self, tokens: Tensor, *, logits_at: Tensor | None = None, cache: KeyValueCache | None = None, **others: Tensor
+    ) -> Tensor:
+        """Run one micro-batch through all stages, and broadcast the logits of the last to the ranks of the pipeline."""
+        wanted, kept = required(logits_at), list[Tensor]()
+        inputs = self._texts(tokens, wanted, others)
+
+        def forward(stage: int, micro: int, stream: tuple[Tensor, ...] | None) -> Stream:
+            found: Tensor | Stream = self.model(**inputs, stage=stage, stream=stream)
+            if isinstance(found, Stream):
+                return found
+            kept.append(found.float().contiguous())
+            return Stream((), {})
+
+        shape = ("logits", *(tuple(value.shape) for value in inputs.values()))
+        self._runtime.run(self._actions(1, False), forward, [shape], training=False)
+        logits = kept[0] if kept else torch.empty(len(wanted), self._vocabulary, device=self.device)
+        dist.broadcast(logits, group=self._pipeline, group_src=self._last)
+        return logits
 
     def norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
         own = [gradient for name, gradient in gradients.items() if name not in self._shared.copies]
