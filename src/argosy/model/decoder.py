@@ -81,6 +81,7 @@ class Decoder(nn.Module):
             self.spec, kinds, x, seq=tokens.shape[1] + (0 if cache is None else cache.length), positions=positions,
             documents=documents, reach=reach, training=self.training, scale=scale, heads=self.heads,
             prepare=self.prepare_attention if cache is None else cache.prepare,
+            frequencies=None if cache is None else cache.frequencies,
         )  # fmt: skip
         x, reports = self._through(x, contexts, cache)
         routed, load = self._routed(reports, counted)
