@@ -12,8 +12,8 @@ from argosy.config.foreign.foundry_icl import read_icl_tasks as read_sections
 from argosy.config.suites import IclTaskSpec
 from argosy.errors import ArgosyError
 from argosy.infer.generate import source_tokenizer
-from argosy.infer.layouts import load_on_ranks
 from argosy.infer.loading import Loaded, load_model
+from argosy.infer.rank_loading import load_on_ranks
 from argosy.suites.harness_tasks import HarnessTasks, TaskScores, require_harness
 from argosy.suites.icl_tasks import harness_config
 from argosy.supervise.world import World

@@ -72,8 +72,7 @@ def parallelize(spec: RunSpec, mesh: Mesh, *, precision: str | None = None, weig
     if pp is not None:
         from argosy.parallel.pipeline.pipeline_engine import PipelineParallel
 
-        vocabulary = spec.model.vocab_size
-        return PipelineParallel(model, mesh, stages, parallel, dropout, z_loss=z_loss, vocabulary=vocabulary)
+        return PipelineParallel(model, mesh, stages, parallel, dropout, z_loss=z_loss, vocab_size=spec.model.vocab_size)
     if mesh.devices is not None:
         from argosy.parallel.data_parallel import DataParallel
 

@@ -69,7 +69,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return self.concat([str(part) for part in parts])
 
     @staticmethod
-    def concat(parts: Iterable[str]) -> str:  # type: ignore[override]
+    def concat(parts: Iterable[str]) -> str:
         """Return pieces of output as one text (`{% set %}` and macros)."""
         pieces = list(parts)
         _require(sum(map(len, pieces)) <= MOST_LENGTH, "joining texts")

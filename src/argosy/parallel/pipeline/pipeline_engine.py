@@ -50,7 +50,7 @@ class PipelineParallel:
         dropout: DropoutSeeds,
         *,
         z_loss: float,
-        vocabulary: int,
+        vocab_size: int,
     ) -> None:
         along = mesh.along("pp")
         if along is None:
@@ -64,7 +64,7 @@ class PipelineParallel:
         self._reduction = Reduction(model, mesh, parallel, z_loss=z_loss, result_axes=(*SUM_AXES, "pp"))
         self._runtime = Runtime(self._pipeline, stages.ranks, mesh.device)
         self._texts = TextInputs.of(mesh, parallel)
-        self._last, self._vocabulary = stages.ranks[-1], vocabulary
+        self._last, self._vocab_size = stages.ranks[-1], vocab_size
         self._shared = SharedWeights(model, stages, self._pipeline)
         self._actions = cache(self._make_actions)
         # Key: training or not. Value: the names of the metrics, and the shape of the expert loads.
@@ -132,7 +132,7 @@ class PipelineParallel:
 
         shape = ("logits", *(tuple(value.shape) for value in inputs.values()))
         self._runtime.run(self._actions(1, False), forward, [shape], training=False)
-        logits = kept[0] if kept else torch.empty(len(wanted), self._vocabulary, device=self.device)
+        logits = kept[0] if kept else torch.empty(len(wanted), self._vocab_size, device=self.device)
         dist.broadcast(logits, group=self._pipeline, group_src=self._last)
         return logits
 
