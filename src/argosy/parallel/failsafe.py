@@ -52,7 +52,8 @@ class _KeepingUp:
         from argosy.parallel.fsdp import units
 
         self._model = model
-        self._blocks: list[Any] = [unit for unit in units(model) if unit is not model]
+        every: list[Any] = units(model)
+        self._blocks = [unit for unit in every if unit is not model]
         self._failure: str | None = None
         self._entered: set[nn.Module] = set()
 
