@@ -25,7 +25,7 @@ from argosy.data.text.tokenizer import Tokenizer
 from argosy.errors import ArgosyError
 from argosy.model.decoding import Sampling, generate
 from argosy.model.kv_cache import CachedTexts
-from argosy.parallel.failsafe import OutOfStepError, pass_runner, run_pass
+from argosy.parallel.failsafe import OutOfStepError, PassFailedError, pass_runner, run_pass
 from argosy.parallel.host_group import all_gather_json
 from argosy.parallel.mesh import Mesh
 
@@ -110,7 +110,7 @@ class RankShare:
             except Exception as error:
                 if self.ranks == 1:
                     raise
-                failure = f"{type(error).__name__}: {error}"
+                failure = str(error) if isinstance(error, PassFailedError) else f"{type(error).__name__}: {error}"
             if self.in_step:
                 self._agree(True, failure)
             if failure is not None:
